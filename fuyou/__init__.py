@@ -15,18 +15,31 @@ if getattr(common, "PROJECT", None) != "fuyou":
 if TYPE_CHECKING:
     from fuyou.config import EngineConfig
     from fuyou.engine.engine import Engine
+    from fuyou.engine.expert_usage import choose_and_note_experts, profile_experts
     from fuyou.engine.steps import EngineOutput
     from fuyou.model.recompute.policy import ActivationPolicy
     from fuyou.optimizer.nonfinite import NonFiniteLoss
     from fuyou.preflight.preflight import prove
     from fuyou.runtime.accounting import StepReport
 
-__all__ = ["ActivationPolicy", "Engine", "EngineConfig", "EngineOutput", "NonFiniteLoss", "StepReport", "prove"]
+__all__ = [
+    "ActivationPolicy",
+    "Engine",
+    "EngineConfig",
+    "EngineOutput",
+    "NonFiniteLoss",
+    "StepReport",
+    "choose_and_note_experts",
+    "profile_experts",
+    "prove",
+]
 
 _MODULES = {
     "Engine": "engine.engine",
     "EngineConfig": "config",
     "EngineOutput": "engine.steps",
+    "choose_and_note_experts": "engine.expert_usage",
+    "profile_experts": "engine.expert_usage",
     "ActivationPolicy": "model.recompute.policy",
     "NonFiniteLoss": "optimizer.nonfinite",
     "StepReport": "runtime.accounting",

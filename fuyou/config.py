@@ -22,6 +22,7 @@ from fuyou.optimizer.adam import AdamConfig, check_max_grad_norm
 from fuyou.optimizer.clipping import ClipBy, clip_by_named, speculation_obstacle
 from fuyou.optimizer.nonfinite import NonFinitePolicy
 from fuyou.runtime.ranks.topology import ClusterTopology
+from fuyou.schedule.memory_plan import LossInputs
 from fuyou.schedule.update_policy import UpdatePolicy
 
 AUTO = "auto"
@@ -132,11 +133,20 @@ class MemoryConfig:
     device, the host or the SSDs, wherever there is room: so many bytes (or ``"64MiB"``) of each block and micro-batch,
     those that save the most computing per byte; or a :class:`fuyou.ActivationPolicy`. The same numbers, and a shorter
     step where computing is the bound."""
+    piece_size: int | str | None = None
+    """Largest piece of a block, in bytes of the compute dtype or as ``"256MiB"``: blocks that are larger are cut, and
+    each piece comes to the device by itself. None cuts blocks only where they do not fit on the device, and as little
+    as it takes. A run that goes on keeps its pieces."""
     micro_batch: int | None = None
     """Sequences that are computed at once; None takes the largest number that fits."""
     batch_shape: tuple[int, int] | None = None
     """(sequences, tokens per sequence) of the batches to come; without it, buffers are planned for one micro-batch and
     made again if the first batch is larger."""
+    token_outputs: int = 0
+    """Numbers for each token that :meth:`fuyou.Engine.tokens` is going to be asked for (``outputs``, and what ``head``
+    returns), to plan memory for them from the start. Without it, that happens when it is first called."""
+    reference: bool = False
+    """Whether it is going to be asked for the model's without adapters, too (``reference``), likewise."""
     images: bool = False
     """Whether to plan memory for batches with images from the start. Without it, that happens when the first comes."""
 
@@ -249,10 +259,12 @@ class EngineConfig:
         NonFinitePolicy(self.optimizer.on_nonfinite)
         check_max_grad_norm(self.optimizer.max_grad_norm)
         # Whatever has to be parsed is parsed here, in this order, so that mistakes come out before anything is opened.
-        _ = self.precision, self.adam, self.clip_by, self.host_cache, self.kept_activations
+        _ = self.precision, self.adam, self.clip_by, self.host_cache, self.kept_activations, self.piece_bytes
         _ = self.adapters, self.frozen_dtype
         checks = {
             "micro_batch": (self.memory.micro_batch, self.memory.micro_batch is None or self.memory.micro_batch > 0),
+            "piece_size": (self.memory.piece_size, self.piece_bytes is None or self.piece_bytes > 0),
+            "token_outputs": (self.memory.token_outputs, self.memory.token_outputs >= self.memory.reference),
             "commit_every": (self.store.commit_every, self.store.commit_every > 0),
             "deferred_fraction": (self.optimizer.deferred_fraction, 0 <= self.optimizer.deferred_fraction <= 1),
             "kept_activations": (
@@ -305,6 +317,16 @@ class EngineConfig:
     def host_cache(self) -> int | None:
         """Most bytes of host memory to spend on keeping parameters and states from step to step."""
         return None if self.memory.host_cache is None else parse_bytes(self.memory.host_cache)
+
+    @property
+    def loss_inputs(self) -> LossInputs:
+        """What the loss is computed from, as far as that is said from the start."""
+        return LossInputs(self.memory.token_outputs, self.memory.reference)
+
+    @cached_property
+    def piece_bytes(self) -> int | None:
+        """Most bytes of a piece of a block, if that was asked for."""
+        return None if self.memory.piece_size is None else parse_bytes(self.memory.piece_size)
 
     @cached_property
     def kept_activations(self) -> ActivationPolicy | int:

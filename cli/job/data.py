@@ -17,6 +17,7 @@ from common.data import Batches, DataConfig, PackedBatches, RandomBatches, open_
 from common.data.images.batches import ImageBatches, any_images, open_image_data
 from common.data.images.encoding import load_processor
 from common.data.mixed import MixedBatches
+from common.data.pairs import PairBatches, open_pairs
 from common.data.selection import RecordSelection
 from common.errors import UserError, did_you_mean
 from common.files.presets import preset_files
@@ -151,8 +152,8 @@ class DataSource:
         with naming("--eval-split"):
             return self._open(_expanded(tuple(file for files, _ in data_sets(settings.data) for file in files)), True)
 
-    def _open(self, files: tuple[str, ...], held_out: bool = False) -> PackedBatches | ImageBatches:
-        settings = self.settings
+    def _open(self, files: tuple[str, ...], held_out: bool = False) -> PackedBatches | ImageBatches | PairBatches:
+        settings, folder = self.settings, self.output / "data"
         config = DataConfig(
             files,
             self.seq_len,
@@ -164,7 +165,10 @@ class DataSource:
             labels_ahead=not self.family.shifts_labels,
             selection=self._selection(held_out),
         )
-        if any_images(config.files, self.output / "data"):
+        if settings.prefers:
+            assert self.tokenizer is not None
+            return open_pairs(config, self.tokenizer, folder)
+        if any_images(config.files, folder):
             assert self.checkpoint is not None and self.tokenizer is not None
             if self.task_type is not TaskType.IMAGE_TEXT_TO_TEXT:
                 raise UserError(

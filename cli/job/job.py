@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from cli.options.schedule import LearningRate
-from cli.options.settings import Settings
+from cli.options.settings import SMOOTHED, WITH_REFERENCE, Settings
 from common.data import Batches
 from common.hardware.machine import Gpu, describe_machine, torch_name
 from common.models.checkpoint.compressed import method_of
@@ -116,6 +116,25 @@ class Job:
             ADAPTERS: settings.adapters_in_words,
             # A constant rate does not depend on the end, so such a run can be made longer.
             **({} if settings.schedule == "constant" else {"--steps": rate.total}),
+            **self._objective,
+        }
+
+    @property
+    def rows(self) -> int:
+        """Rows of a batch."""
+        return self.settings.batch_size * self.batches.rows_per_item
+
+    @property
+    def _objective(self) -> dict[str, Any]:
+        """What the loss is, by option, where it is another than the engine's own."""
+        settings = self.settings
+        if not settings.prefers:
+            return {}
+        return {
+            "--objective": settings.objective,
+            "--beta": settings.preference_beta,
+            **({"--simpo-gamma": settings.simpo_gamma} if settings.objective == "simpo" else {}),
+            **({"--label-smoothing": settings.label_smoothing} if settings.objective in SMOOTHED else {}),
         }
 
     def close(self) -> None:
@@ -141,11 +160,22 @@ class Job:
             + (" in a single slot: a crash loses the run" if settings.single_slot else ""),
             "data": self.batches.description,
             **({} if self.held_out is None else {"held out": self.held_out.description}),
-            "steps": f"{self.steps:,} of {settings.batch_size:,} x {self.seq_len:,} tokens; "
+            **({"learns": self._learns()} if settings.prefers else {}),
+            "steps": f"{self.steps:,} of {self._batch()} x {self.seq_len:,} tokens; "
             f"learning rate {rate.peak:g}, {rate.schedule}{warmup}",
             "output": f"{self.output}{'' if settings.save else ': no checkpoint (--no-save)'}",
         }
         return "\n".join(f"{name:8} {text}".replace("\n", f"\n{'':8} ") for name, text in lines.items())
+
+    def _batch(self) -> str:
+        size = self.settings.batch_size
+        return f"{size:,}" if self.batches.rows_per_item == 1 else f"{size:,} pairs, {self.rows:,}"
+
+    def _learns(self) -> str:
+        """Return what the loss is, for people."""
+        named = [f"{name[2:]} {value:g}" for name, value in self._objective.items() if name != "--objective" and value]
+        against = " against the model without its adapters" if self.settings.objective in WITH_REFERENCE else ""
+        return ", ".join([f"{self.settings.objective}{against}", *named])
 
     def _compressed(self) -> dict[str, str]:
         method = None if self.checkpoint is None else method_of(self.checkpoint)

@@ -7,7 +7,7 @@ from transformers import PreTrainedConfig
 
 from cli.options.adapters import peft_config_of, towers_of
 from cli.options.naming import naming
-from cli.options.settings import Settings
+from cli.options.settings import WITH_REFERENCE, Settings
 from common.errors import UserError
 from common.hardware.machine import pick_gpu, torch_name
 from common.models.presets import load_config
@@ -18,6 +18,7 @@ from fuyou.optimizer.clipping import ClipStatistics, clip_by_named
 from fuyou.planner import TrainingJob, describe_training
 from fuyou.runtime.devices.device import Device, leave_cores, open_device
 from fuyou.runtime.devices.emulated import is_emulated
+from fuyou.schedule.memory_plan import LossInputs
 
 DEFAULT_SEQ_LEN = 1024
 
@@ -69,13 +70,14 @@ def training_of(settings: Settings) -> TrainingJob:
     waits = settings.max_grad_norm > 0 or settings.on_nonfinite == "skip"
     return describe_training(
         settings.model,
-        settings.batch_size,
+        settings.batch_size * (2 if settings.prefers else 1),
         sequence_length(settings.seq_len, config),
         precision=Precision.named(settings.dtype, settings.optimizer_dtype),
         clips=waits,
         single_slot=settings.single_slot,
         micro_batch=settings.micro_batch,
         host_cache=settings.host_cache,
+        piece_bytes=settings.piece_size,
         adapters=peft_config_of(settings),
         frozen=FrozenDtype.named(settings.frozen_dtype),
         towers=towers_of(settings),
@@ -83,7 +85,13 @@ def training_of(settings: Settings) -> TrainingJob:
         commit_every=settings.commit_interval,
         clip_by=clip_by_named(settings.clip_by),
         clipped_share=_clip_statistics(settings).share if settings.max_grad_norm > 0 else 0.0,
+        loss=loss_inputs(settings),
     )
+
+
+def loss_inputs(settings: Settings) -> LossInputs:
+    """Return what the loss is computed from: of pairs, log-probabilities, in some cases those of a reference, too."""
+    return LossInputs(int(settings.prefers), settings.objective in WITH_REFERENCE)
 
 
 def _clip_statistics(settings: Settings) -> ClipStatistics:

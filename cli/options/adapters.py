@@ -49,5 +49,5 @@ def trainable_parameters(settings: Settings, model: "PreTrainedModel") -> int:
     config = peft_config_of(settings)
     assert config is not None
     towers_of(settings).without_adapters(config, model)
-    names = Adapters(model, config, settings.seed).trainable_names
+    names = Adapters(model, config, settings.seed, draw=False).trainable_names
     return sum(model.get_parameter(name).numel() for name in names)

@@ -90,6 +90,8 @@ class MemorySettings:
     """Host memory to use: 64GiB. Default: what is free."""
     host_cache: int | None = option(None, "SIZE", SIZE, modes=Mode.STEP)
     """Host memory (of each node) to keep parameters and states in between steps; 0: none. Default: the rest."""
+    piece_size: int | None = option(None, "SIZE", SIZE, modes=Mode.STEP, only=Only.OUT_OF_CORE)
+    """Largest piece of a block that is on the device at once: 256MiB. Default: whole blocks where they fit."""
     micro_batch: int | None = option(None, "N", POSITIVE, modes=Mode.BATCH)
     """Sequences computed at once. Default: as many as fit."""
     dtype: str = option("auto", type=("auto", "bf16", "fp32"), modes=Mode.MODEL | Mode.PROFILE_NODES)
@@ -182,6 +184,22 @@ class TrainingSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ObjectiveSettings:
+    """What is learned from the data."""
+
+    # Names of fuyou.objectives.preferences.PREFERENCE_LOSSES, which takes long to import.
+    objective: str = option("sft", type=("sft", "dpo", "ipo", "simpo", "orpo"), modes=Mode.STEP)
+    """sft: the next token. dpo, ipo, simpo, orpo: to prefer one answer to another (columns prompt, chosen, rejected;
+    --batch-size counts pairs). dpo and ipo compare with the model as it was, without its adapters (--lora-rank)."""
+    beta: float | None = option(None, "X", ABOVE_ZERO, only=Only.PAIRS)
+    """Strength of the preference; of orpo, weight of the odds ratio. Default: 0.1; of simpo, 2."""
+    label_smoothing: float = option(0.0, "X", FiniteFloat(min=0, max=0.5, max_open=True), only=Only.SMOOTHED)
+    """Part of the pairs that may be labelled the wrong way round (dpo, simpo)."""
+    simpo_gamma: float = option(0.5, "X", NOT_NEGATIVE, only=Only.SIMPO)
+    """Margin that simpo asks for between the rewards of a pair."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class AdapterSettings:
     """Frozen weights, and adapters that are trained in their place."""
 
@@ -192,7 +210,8 @@ class AdapterSettings:
     lora_dropout: float = option(0.0, "X", BELOW_ONE, modes=Mode.MODEL, only=Only.LORA)
     """Part of the adapters' inputs to drop in training."""
     lora_targets: tuple[str, ...] = option((), "NAME...", modes=Mode.MODEL, only=Only.LORA)
-    """Modules to adapt: q_proj v_proj. Default: every linear layer but the head."""
+    """Modules to adapt: q_proj v_proj; of fused experts gate_up_proj down_proj. Default: every linear layer but the
+    head, and experts and routers in families where peft knows them."""
     peft_config: Path | None = option(None, "FILE", modes=Mode.MODEL)
     """An adapter_config.json of the peft library instead (or its directory): rsLoRA, DoRA, LoHa, LoKr, IA3."""
     frozen_dtype: str | None = option(
@@ -326,6 +345,7 @@ GROUPS: dict[str, type] = {
     "Memory": MemorySettings,
     "Cluster": ClusterSettings,
     "Training": TrainingSettings,
+    "Objective": ObjectiveSettings,
     "Adapters": AdapterSettings,
     "Output": OutputSettings,
     "Planning": PlanningSettings,

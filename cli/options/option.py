@@ -74,6 +74,11 @@ class Only(Flag):
     """Runs with ``--strategy auto``."""
     LORA = auto()
     SAMPLE = auto()
+    PAIRS = auto()
+    """Runs whose objective is about pairs of answers."""
+    SMOOTHED = auto()
+    """Runs whose objective knows label smoothing."""
+    SIMPO = auto()
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from cli.options.all_options import (
     DataSettings,
     MemorySettings,
     ModelSettings,
+    ObjectiveSettings,
     OtherSettings,
     OutputSettings,
     PlanningSettings,
@@ -36,6 +37,12 @@ RUN, DESCRIPTION = "run", "run.json"
 STORE_PREFIX = "fuyou-"
 """Beginning of the names of runs' folders on the SSDs."""
 
+WITH_REFERENCE = frozenset({"dpo", "ipo"})
+"""Objectives that compare with the model as it was."""
+
+SMOOTHED = frozenset({"dpo", "simpo"})
+"""Objectives that know label smoothing."""
+
 DEFAULT_PROFILE_MODEL = "gpt3-1.3b"
 """For --profile without --model: a block large enough to show what a device can do, and quick on a CPU."""
 
@@ -46,6 +53,7 @@ class Settings(
     PlanningSettings,
     OutputSettings,
     AdapterSettings,
+    ObjectiveSettings,
     TrainingSettings,
     ClusterSettings,
     MemorySettings,
@@ -100,6 +108,7 @@ class Settings(
             self._refuse(Only.LORA, "is about LoRA adapters: add --lora-rank, or put it into --peft-config's file")
         if self.sample is None:
             self._refuse(Only.SAMPLE, "is about a sample: add --sample PROMPT")
+        self._check_objective()
         if self.frozen_dtype is not None and not self.trains_adapters:
             raise UserError(
                 f"--frozen-dtype {self.frozen_dtype} is about weights that are frozen: add --lora-rank or "
@@ -119,6 +128,42 @@ class Settings(
             self._refuse(Only.IN_MEMORY, "is for training in memory, without --ssd: leave one of them out")
         else:
             self._refuse(Only.OUT_OF_CORE, "does not go with --nodes, which trains in memory unless --ssd is given")
+
+    def _check_objective(self) -> None:
+        """Refuse what the objective does not know, and an objective that cannot be had."""
+        objective = self.objective
+        if not self.prefers:
+            self._refuse(Only.PAIRS, "is about pairs of answers: add --objective dpo, ipo, simpo or orpo")
+        if objective not in SMOOTHED:
+            self._refuse(Only.SMOOTHED, f"is not known to --objective {objective}: leave it out")
+        if objective != "simpo":
+            self._refuse(Only.SIMPO, "is for --objective simpo: add that, or leave it out")
+        if not self.prefers:
+            return
+        if objective in WITH_REFERENCE and not self.trains_adapters:
+            raise UserError(
+                f"--objective {objective} compares the model with what it was, which is the model without its "
+                "adapters: add --lora-rank or --peft-config, or take simpo or orpo, which need no reference."
+            )
+        if not (self.plan or self.profile or self.data):
+            raise UserError(
+                f"--objective {objective} learns from pairs of answers: give --data with prompt, chosen and rejected."
+            )
+        if self.nodes is not None and not self.plan:
+            raise UserError(
+                f"--objective {objective} does not go with --nodes yet: leave one of them out, or write the loop with "
+                "fuyou.Engine.tokens, which several ranks can call."
+            )
+
+    @property
+    def prefers(self) -> bool:
+        """Whether the objective is about pairs of answers."""
+        return self.objective != "sft"
+
+    @property
+    def preference_beta(self) -> float:
+        """``--beta``, or its default for the objective."""
+        return (2.0 if self.objective == "simpo" else 0.1) if self.beta is None else self.beta
 
     def _refuse(self, only: Only, why: str) -> None:
         """Refuse options that are for other runs only, where they differ from their defaults."""

@@ -16,6 +16,7 @@ def named_metrics(metrics: StepMetrics) -> dict[str, float]:
     named = {
         "loss_metrics/global_avg_loss": result.loss,
         **({} if result.aux_loss is None else {"loss_metrics/aux_loss": result.aux_loss}),
+        **result.watched,
         "grad_norm": result.grad_norm,
         "lr": metrics.lr,
         "skipped": float(result.skipped),

@@ -49,9 +49,11 @@ class MetricsLogger:
 
     def evaluation(self, step: int, result: EvaluationResult) -> None:
         """Log what the held-out data gave after ``step``."""
+        tokens = {} if result.watched else {"validation_metrics/perplexity": result.perplexity}
         named = {
             "validation_metrics/loss": result.loss,
-            "validation_metrics/perplexity": result.perplexity,
+            **tokens,
+            **{f"validation_metrics/{name}": value for name, value in result.watched.items()},
             "validation_metrics/throughput(tps)": result.tokens_per_second,
         }
         self._write(step, named)

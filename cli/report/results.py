@@ -80,6 +80,8 @@ class StepResult:
     """Bytes that a node sent to others; None: this process trains alone."""
     busy_seconds: Mapping[str, float] = field(default_factory=dict)
     """Time for which the step kept each resource busy."""
+    watched: Mapping[str, float] = field(default_factory=dict)
+    """What people watch beside the loss, by the names that TRL gives it: ``rewards/accuracies``, ..."""
 
 
 @dataclass(frozen=True)
@@ -131,7 +133,9 @@ class StepMetrics:
     def _learned(self) -> str:
         result = self.result
         router = "" if result.aux_loss is None else f" (router {result.aux_loss:.4f})"
-        return f"{'skipped: ' if result.skipped else ''}loss {result.loss:.4f}{router}, norm {result.grad_norm:.3g}"
+        preferred = _preferred(result.watched)
+        skipped = "skipped: " if result.skipped else ""
+        return f"{skipped}loss {result.loss:.4f}{router}{preferred}, norm {result.grad_norm:.3g}"
 
     def _bound(self) -> list[str]:
         if self.io is None:
@@ -151,6 +155,8 @@ class EvaluationResult:
     """Tokens that carry loss."""
     tokens_per_second: float
     """Tokens computed per second, padding counted."""
+    watched: Mapping[str, float] = field(default_factory=dict)
+    """What people watch where the loss is not of single tokens: means over all pairs; empty otherwise."""
 
     @property
     def perplexity(self) -> float:
@@ -161,7 +167,16 @@ class EvaluationResult:
             return math.inf
 
     def __str__(self) -> str:
+        if self.watched:
+            return f"loss {self.loss:.4f}{_preferred(self.watched)}"
         return f"loss {self.loss:.4f}, perplexity {self.perplexity:.4g} over {self.tokens:,} tokens"
+
+
+def _preferred(watched: Mapping[str, float]) -> str:
+    """Return in how many pairs the preferred answer has the larger reward, and by how much on average."""
+    if not watched:
+        return ""
+    return f", accuracy {watched['rewards/accuracies']:.1%}, margin {watched['rewards/margins']:.3g}"
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 import json
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from cli.report.results import RESOURCES, RunTotals, StepResult
@@ -56,6 +56,8 @@ class Report:
     """Steps whose gradients were scaled down."""
     updated_again_steps: int = 0
     """Clipped steps whose updates had been done before that was known, and were done again."""
+    watched: dict[str, list[float]] = field(default_factory=dict)
+    """What people watch beside the loss, of each step, by name: ``rewards/accuracies``, ..."""
 
     def write(self, path: Path) -> None:
         """Write the report as JSON, complete or not at all."""
@@ -82,6 +84,9 @@ class Report:
             f"({format_bytes(self.host_peak_bytes - self.host_baseline_bytes)} more than before the model), "
             f"{format_bytes(self.device_peak_bytes)} of device memory",
         }
+        if self.watched:
+            first, last = (self.watched["rewards/accuracies"][place] for place in (0, -1))
+            lines["prefers"] = f"the better answer in {first:.1%} of the first step's pairs, in {last:.1%} of the last"
         if self.clip_by is not None:
             again = f", {self.updated_again_steps:,} of them updated again" if self.clip_by == "speculation" else ""
             lines["clipping"] = f"by {self.clip_by}: {self.clipped_steps:,} of {self.steps:,} steps clipped{again}"
@@ -121,6 +126,7 @@ class Measurements:
         self._bounds: dict[str, float] = {}
         self._skipped_steps = self._clipped_steps = self._updated_again_steps = 0
         self._sent_bytes = 0.0
+        self._watched: dict[str, list[float]] = {}
 
     def add(self, seconds: float, result: StepResult) -> None:
         """Take in a step.
@@ -133,6 +139,8 @@ class Measurements:
         self._skipped_steps += result.skipped
         self._updated_again_steps += result.updated_again
         self._sent_bytes += result.sent_bytes or 0
+        for name, value in result.watched.items():
+            self._watched.setdefault(name, []).append(value)
         self.losses.append(result.loss)
         self.step_seconds.append(seconds)
         for name, value in result.busy_seconds.items():
@@ -171,4 +179,5 @@ class Measurements:
             clip_by=totals.clip_by,
             clipped_steps=self._clipped_steps,
             updated_again_steps=self._updated_again_steps,
+            watched=self._watched,
         )

@@ -9,11 +9,12 @@ from typing import Any
 import torch
 
 from cli.job.job import Job
-from cli.job.machine import training_of
+from cli.job.machine import loss_inputs, training_of
 from cli.options.adapters import peft_config_of, towers_of
 from cli.report.results import EvaluationResult, IoCounts, MemoryUse, RunTotals, StepResult
 from cli.train.evaluation import evaluate
 from cli.train.loop import Trainer
+from cli.train.preferences import Preferences
 from common.data import Batches
 from common.data.images.batches import ImageBatches
 from common.errors import UserError
@@ -47,6 +48,8 @@ class EngineTrainer(Trainer):
         self.plan = asdict(engine.memory_plan)
         self.location = ("store", ", ".join(str(path / job.run_name) for path in job.ssd))
         self._job, self._writes_trace = job, is_rank0 and job.settings.trace is not None
+        self._objective = Preferences.of(job.settings) if job.settings.prefers else None
+        self._watched: dict[str, float] = {}
         if job.settings.trace is not None:
             engine.keep_trace()
         self._first_step_count = engine.step_count
@@ -61,12 +64,17 @@ class EngineTrainer(Trainer):
 
     def _step(self, batch: dict[str, torch.Tensor], lr: float) -> StepReport:
         self._engine.lr = lr
-        self._engine(**batch).loss.backward()
+        if self._objective is None:
+            self._engine(**batch).loss.backward()
+        else:
+            loss, self._watched = self._objective.loss(self._engine, batch)
+            self._engine.backward(loss)
         return self._engine.step()
 
     def _step_result(self, report: StepReport, sent_bytes: float | None = None) -> StepResult:
         return StepResult(
             loss=report.loss,
+            watched=self._watched,
             grad_norm=report.grad_norm,
             skipped=report.skipped,
             clipped=report.clipped,
@@ -82,7 +90,10 @@ class EngineTrainer(Trainer):
     def evaluate(self, batches: Batches) -> EvaluationResult:
         """Return the loss on held-out data; its traffic is not the steps'."""
         before = self.io_counts()
-        result = evaluate(batches, self._job.settings.batch_size, lambda batch: self._engine.eval_loss(**batch))
+        if self._objective is None:
+            result = evaluate(batches, self._job.settings.batch_size, lambda batch: self._engine.eval_loss(**batch))
+        else:
+            result = self._objective.evaluate(self._engine, batches, self._job.settings.batch_size)
         self._evaluation_io += self.io_counts() - before
         return result
 
@@ -121,7 +132,7 @@ class EngineTrainer(Trainer):
 
 def engine_options(job: Job) -> dict[str, Any]:
     """Return the arguments of the engine that are the same whether one rank trains or several."""
-    settings, towers = job.settings, towers_of(job.settings)
+    settings, towers, loss = job.settings, towers_of(job.settings), loss_inputs(job.settings)
     names = OPTION_NAMES - {"ssd", "leave_ssd", "resume", "overwrite"}
     return settings.named(names) | {
         "model": settings.model if job.checkpoint is None else job.checkpoint,
@@ -130,6 +141,8 @@ def engine_options(job: Job) -> dict[str, Any]:
         "images": isinstance(job.batches, ImageBatches) or isinstance(job.held_out, ImageBatches),
         "freeze_vision_tower": towers.freeze_vision_tower,
         "freeze_multi_modal_projector": towers.freeze_multi_modal_projector,
+        "token_outputs": loss.outputs,
+        "reference": loss.reference,
         "automatic": True,
     }
 

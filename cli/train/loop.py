@@ -166,7 +166,7 @@ def conclude(job: Job, trainer: Trainer, process: Process, measured: Measurement
 def _take_steps(job: Job, trainer: Trainer, process: Process, care: RunCare) -> Measurements:
     done = trainer.model.step_count
     measured = Measurements(
-        tokens_per_step=job.settings.batch_size * job.seq_len,
+        tokens_per_step=job.rows * job.seq_len,
         model_flops=trainer.model.model_flops_per_token(job.seq_len),
         hardware_flops=trainer.model.hardware_flops_per_token(job.seq_len),
     )

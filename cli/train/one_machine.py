@@ -106,7 +106,7 @@ def _open_engine(job: Job) -> Engine:
         run_name=job.run_name,
         resume=settings.resume,
         overwrite=settings.overwrite,
-        batch_shape=(settings.batch_size, job.seq_len),
+        batch_shape=(job.rows, job.seq_len),
     )
 
 

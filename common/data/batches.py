@@ -84,6 +84,8 @@ class Batches(ABC):
     """Whether the label of a position is the token to predict there; if not, it is the token at that position."""
     packed: bool = False
     """Whether documents share rows."""
+    rows_per_item: int = 1
+    """Rows of a batch that belong together: 2 of pairs. ``rows`` and batch sizes count what they make up."""
 
     @abstractmethod
     def batch(self, step: int) -> dict[str, torch.Tensor]:

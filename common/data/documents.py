@@ -58,6 +58,16 @@ def current_documents() -> Documents | None:
     return _current
 
 
+def replace_documents(documents: Documents | None) -> Documents | None:
+    """Let :func:`current_documents` return ``documents`` from now on, and return what it returned before.
+
+    It is for computations that take turns: their ``with`` blocks of :func:`separate_documents` do not nest.
+    """
+    global _current
+    before, _current = _current, documents
+    return before
+
+
 @contextmanager
 def separate_documents(documents: Documents | None) -> Iterator[None]:
     """Let :func:`current_documents` return ``documents`` while the context is open.

@@ -40,6 +40,8 @@ _ROLE_SYNONYMS = {
 
 KNOWN_SHAPES = "text | messages or conversations | prompt, completion | instruction, output (and optionally input)"
 
+KNOWN_PAIRS = "prompt, chosen, rejected | instruction, chosen, rejected (and optionally input) | chosen, rejected"
+
 
 @dataclass(frozen=True)
 class PlainText:
@@ -116,6 +118,52 @@ def examples_of_records(records: Iterable[DataRecord], file: str) -> Iterator[Ex
                 "Columns of other names are told with --columns: prompt=question completion=answer."
             )
         yield from shape(values, where)
+
+
+def pairs_of_records(records: Iterable[DataRecord], file: str) -> Iterator[tuple[Example, Example]]:
+    """Return the preferred and the rejected answer of each record of a file, each with its prompt.
+
+    Both are what ``prompt`` and ``completion`` would be: texts, or conversations. Without a prompt, ``chosen`` and
+    ``rejected`` are whole conversations (or texts), and what both begin with is the prompt. Alpaca's ``instruction``
+    and ``input`` are a prompt, too.
+
+    Raises:
+        UserError: a record has no such columns, or values that do not fit.
+    """
+    for values, place in records:
+        where = f"{file}, {place}"
+        if not {"chosen", "rejected"} <= set(values):
+            raise UserError(
+                f"{where} has the columns {', '.join(values)}; a pair has chosen and rejected, and a prompt: "
+                f"{KNOWN_PAIRS}."
+            )
+        prompt, chosen, rejected = _prompted(values, where)
+        rest = {name: value for name, value in values.items() if name not in ("chosen", "rejected", "messages")}
+        made = [
+            list(_prompt_completion({**rest, "prompt": prompt, "completion": answer}, where))
+            for answer in (chosen, rejected)
+        ]
+        if all(made):
+            yield made[0][0], made[1][0]
+
+
+def _prompted(values: dict[str, Any], where: str) -> tuple[Any, Any, Any]:
+    """Return prompt, preferred and rejected answer of a record."""
+    chosen, rejected = values["chosen"], values["rejected"]
+    if values.get("prompt") is not None:
+        return values["prompt"], chosen, rejected
+    if values.get("instruction") is not None:
+        fields = {name: _string(values, name, where) for name in ("instruction", "input")}
+        template = ALPACA_PROMPT_WITH_INPUT if fields["input"].strip() else ALPACA_PROMPT
+        return template.format(**fields), chosen, rejected
+    if type(chosen) is not type(rejected) or not isinstance(chosen, str | list):
+        raise UserError(f"{where}: chosen and rejected must both be texts, or both be lists of messages.")
+    alike = 0
+    while alike < min(len(chosen), len(rejected)) and chosen[alike] == rejected[alike]:
+        alike += 1
+    if isinstance(chosen, str) and alike:  # not within a word
+        alike = max(chosen.rfind(" ", 0, alike), chosen.rfind("\n", 0, alike)) + 1
+    return chosen[:alike], chosen[alike:], rejected[alike:]
 
 
 def _shape_of(columns: list[str]) -> Callable[[dict[str, Any], str], Iterator[Example]] | None:

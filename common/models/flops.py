@@ -6,7 +6,8 @@ Conventions, the usual ones for reporting throughput:
   embeddings, norms and biases included, tied ones once. In a mixture of experts only the experts that a token visits
   count. Towers (of vision-language models) are left out: no token of text passes through them.
 * Attention scores and their product with the values: 12 x layers x width x sequence length per token, width being all
-  heads together. Causal attention counts as dense, and a sliding window as a full one.
+  heads together. Causal attention counts as dense, and a sliding window as a full one; linear attention, state
+  spaces and convolutions have no scores, and what they compute beside their parameters is left out.
 * Model FLOPs leave recomputation out. Hardware FLOPs add a second forward of every block, which is what the
   backward pass of a streamed stack costs; embeddings, head and loss are not recomputed.
 """
@@ -19,6 +20,9 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from common.models.meta_model import build_meta_model
 from common.models.structure import find_blocks
 from common.models.vision.towers import tower_parameters
+
+_WITHOUT_SCORES = ("linear_attention", "mamba", "mamba2", "conv", "recurrent", "rg_lru", "moe", "mlp")
+"""Kinds of layers, as configurations name them, that do not compare every token with every other one."""
 
 
 def model_flops_per_token(model: PreTrainedModel | PreTrainedConfig, seq_len: int) -> float:
@@ -42,18 +46,43 @@ def active_parameters(model: PreTrainedModel, part: nn.Module, trained: bool = F
     Args:
         trained: whether to leave out frozen parameters.
     """
+    shares = {id(model.get_parameter(name)): share for name, share in visited_shares(model).items()}
+    shares |= {id(model.get_parameter(name)): 0.0 for name in tower_parameters(model)}
+    return sum(
+        parameter.numel() * shares.get(id(parameter), 1.0)
+        for parameter in part.parameters()
+        if parameter.requires_grad or not trained
+    )
+
+
+def visited_shares(model: PreTrainedModel) -> dict[str, float]:
+    """Return the share of each routed expert's parameter that a token uses: experts per token / experts.
+
+    Experts are what lies in a module called ``experts``: a list of modules, or parameters that are fused along their
+    first dimension. Fused parameters in modules of other names (GraniteMoE's ``input_linear``) are found by their
+    shape, ``[experts, rows, columns]``. Adapters of experts are theirs. Shared experts count whole, as routers do.
+
+    Returns:
+        By name in ``model``; parameters that every token uses are left out.
+    """
     config = model.config.get_text_config()
     experts = _first(config, "num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts") or 0
     visited = _first(config, "num_experts_per_tok", "moe_topk", "moe_top_k", "top_k_experts", "moe_k") or experts
-    total, towers = 0.0, {id(model.get_parameter(name)) for name in tower_parameters(model)}
-    for name, parameter in part.named_parameters():
-        if (trained and not parameter.requires_grad) or id(parameter) in towers:
-            continue
-        # Fused into one [experts, rows, columns], or a list of modules called "experts".
-        fused = parameter.ndim == 3 and parameter.shape[0] == experts
-        routed = fused or re.search(r"(^|\.)experts\.\d+\.", name)
-        total += parameter.numel() * (visited / experts if routed and experts else 1.0)
-    return total
+    if visited >= experts:
+        return {}
+    fused = [
+        path
+        for path, module in model.named_modules()
+        if not isinstance(module, nn.Conv1d)
+        and any(one.ndim == 3 and one.shape[0] == experts for one in module.parameters(recurse=False))
+    ]
+    # An adapter of fused parameters wraps their module: all that the wrapper holds is the experts'.
+    inside = tuple(f"{path.partition('.base_layer')[0]}." for path in fused)
+    return {
+        name: visited / experts
+        for name, _ in model.named_parameters()
+        if name.startswith(inside) or re.search(r"(^|\.)experts\.", name)
+    }
 
 
 def _attention_forward(model: PreTrainedModel, seq_len: int) -> float:
@@ -61,12 +90,20 @@ def _attention_forward(model: PreTrainedModel, seq_len: int) -> float:
     config = model.config.get_text_config()
     # Where layers differ, transformers has a configuration for each.
     layers = getattr(config, "per_layer_config", None) or [config] * config.num_hidden_layers
-    return 4.0 * seq_len * sum(_attention_width(layer) for layer in layers)
+    kinds = getattr(config, "layer_types", None) or ["full_attention"] * len(layers)
+    attending = (layer for layer, kind in zip(layers, kinds, strict=False) if kind not in _WITHOUT_SCORES)
+    return 4.0 * seq_len * sum(_attention_width(layer) for layer in attending)
 
 
-def _attention_width(layer: PreTrainedConfig) -> int:
+def _attention_width(layer: PreTrainedConfig) -> float:
+    """Return the elements of all heads together, of queries and values on average."""
     heads = _first(layer, "num_attention_heads")
-    return heads * (_first(layer, "head_dim") or layer.hidden_size // heads) if heads else 0
+    if not heads:
+        return 0
+    latent = [_first(layer, name) for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")]
+    if None not in latent:  # multi-head latent attention: DeepSeek-V2's, where head_dim is the rotary part's
+        return heads * sum(size for size in latent if size is not None) / 2
+    return heads * (_first(layer, "head_dim") or layer.hidden_size // heads)
 
 
 def _first(config: PreTrainedConfig, *names: str) -> int | None:

@@ -1,11 +1,14 @@
 """Find the model that the user names: a checkpoint directory, a preset, or a transformers configuration."""
 
+import json
 import os
 import re
 import tomllib
 from pathlib import Path
+from typing import Any
 
-from transformers import AutoConfig, PreTrainedConfig
+from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from common.errors import UserError, did_you_mean
 from common.files.presets import preset_files
@@ -88,11 +91,27 @@ def _is_hub_name(name: str) -> bool:
 
 def _read_directory(directory: Path) -> PreTrainedConfig:
     try:
+        fields = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+        kind = _known_kind(fields)
+        if kind is not None:
+            known = {name: value for name, value in fields.items() if name not in ("model_type", "auto_map")}
+            return AutoConfig.for_model(kind, **known, _name_or_path=os.fspath(directory))
         return AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     # transformers raises OSError for bad JSON, KeyError and ValueError for an unknown model type, and its validators'
     # own classes for a bad field. Whatever it is, the file is what the user has to look at.
     except Exception as error:
         raise UserError(f"{directory / 'config.json'} is not a configuration transformers can read: {error}") from error
+
+
+def _known_kind(fields: dict[str, Any]) -> str | None:
+    """Return the model type whose class a configuration of an unknown type names (Kimi K2: DeepSeek-V3's).
+
+    Such a configuration comes with code of its own, which is never run, and is the class's with another name.
+    """
+    if fields.get("model_type") in CONFIG_MAPPING:
+        return None
+    named = set(fields.get("architectures") or ())
+    return next((kind for kind, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items() if name in named), None)
 
 
 def _refuse_unsupported(config: PreTrainedConfig, name: str) -> None:

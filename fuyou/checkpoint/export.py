@@ -1,5 +1,6 @@
 """Exporting what was trained: as a checkpoint, an adapter, or both merged; record by record, in little memory."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -57,17 +58,17 @@ class Exporter:
             writer = CheckpointWriter(
                 directory, model.base, model.config, dtype, self._shard, self._allows_nonfinite, source
             )
-        used_together: dict[int, set[int]] = {}
+        used_together: dict[object, set[int]] = {}
         for visit in self._shape.visits(train=False):  # where embedding and head are tied, both use one record
-            used_together.setdefault(visit.record, set()).update(visit.records)
+            key = visit.record if visit.part is None else ("block", visit.layer)
+            used_together.setdefault(key, set()).update(visit.records)
         for indices in used_together.values():
             if source is not None and not any(self._shape.records[index].trainable for index in indices):
                 continue  # the checkpoint that training began with has it
-            values: dict[str, torch.Tensor] = {}
-            for index in sorted(indices):
-                record = self._shape.records[index]
-                if model.adapters is not None or record.trainable or source is None:
-                    values |= self._values(record)
+            records = [self._shape.records[index] for index in sorted(indices)]
+            pieces = any(slot.experts is not None for record in records for slot in record.parameters)
+            everything = model.adapters is not None or source is None or pieces
+            values = self._values([record for record in records if everything or record.trainable])
             if writer is None:
                 continue
             if model.adapters is not None:
@@ -92,16 +93,14 @@ class Exporter:
             raise UserError("This run trains the weights themselves: there is no adapter to write.")
         if self._checkpoint is not None:
             adapters.config.base_model_name_or_path = str(self._checkpoint.absolute())
-        values: dict[str, torch.Tensor] = {}
-        for index in shape.trainable:
-            values |= self._values(shape.records[index])
+        values = self._values([shape.records[index] for index in shape.trainable])
         if not (self._writes and write):
             return
         adapters.save(directory, values, self._allows_nonfinite)
         if self._checkpoint is not None:
             copy_tokenizer_files(self._checkpoint, directory)
 
-    def _values(self, record: Record) -> dict[str, torch.Tensor]:
-        """Return a record's parameters by first name, in the dtypes that the model computes in."""
+    def _values(self, records: Sequence[Record]) -> dict[str, torch.Tensor]:
+        """Return the parameters of records by first name, in the dtypes that the model computes in."""
         stack = self._model.stack
-        return {name: value.to(stack.dtype_of(name)) for name, value in self._reader.compute_weights(record).items()}
+        return {name: value.to(stack.dtype_of(name)) for name, value in self._reader.block_weights(records).items()}

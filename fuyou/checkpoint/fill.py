@@ -1,5 +1,6 @@
 """Filling a new store with the first values of all records, in the memory of one parameter."""
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -7,6 +8,7 @@ import torch
 from common.models.checkpoint.sources import WeightSource
 from fuyou.layout.frozen_weights import FrozenDtype
 from fuyou.layout.record import Record
+from fuyou.layout.record_parts import ParameterSlot
 from fuyou.optimizer.adam import PASS_ELEMENTS
 from fuyou.optimizer.split_weights import split
 from fuyou.runtime.data_plane.data_plane import DataPlane
@@ -19,9 +21,10 @@ def fill_store(plane: DataPlane, source: WeightSource, target: int) -> None:
     Host parameter buffer 0 takes a record's weights and, where master weights are split, gradient buffer 0 their low 16
     bits. So this needs no memory beyond the plan except for one parameter.
     """
+    reader = _SlotReader(source)
     for record in plane.buffers.shape.records:
         if record.frozen is FrozenDtype.CHECKPOINT:
-            _fill_compressed(plane, source, record, target)
+            _fill_compressed(plane, reader, record, target)
             continue
         encodes = bool(record.decoded_nbytes)  # as a whole, of which this rank then keeps its slice
         stored = Window(record.share.stored_start(record.numel), record.share.stored(record.numel))
@@ -35,9 +38,9 @@ def fill_store(plane: DataPlane, source: WeightSource, target: int) -> None:
         if record.trainable and record.precision.split:
             low = torch.from_numpy(plane.buffers.host_gradients(record.kind, 0, owned.count * 2)).view(torch.int16)
             low.zero_()
-        slots = {slot.name: slot for slot in record.parameters if stored.meets(slot.offset, slot.numel)}
-        for name, tensor in source.read(list(slots)):
-            start = slots[name].offset
+        slots = [slot for slot in record.parameters if stored.meets(slot.offset, slot.numel)]
+        for slot, tensor in reader.read(record, slots):
+            start = slot.offset
             flat = tensor.reshape(-1)
             for first in range(0, flat.numel(), PASS_ELEMENTS):
                 part = flat[first : first + PASS_ELEMENTS]
@@ -63,20 +66,46 @@ def fill_store(plane: DataPlane, source: WeightSource, target: int) -> None:
         plane.heap.trim()
 
 
-def _fill_compressed(plane: DataPlane, source: WeightSource, record: Record, target: int) -> None:
+class _SlotReader:
+    """Reads what records hold of parameters.
+
+    Memory: one parameter; where blocks are in pieces, those of a block's experts, from its first piece to its last.
+    """
+
+    def __init__(self, source: WeightSource):
+        self.source = source
+        self._cut: dict[str, torch.Tensor] = {}
+        """Parameters whose later experts are still to come, by first name."""
+
+    def read(self, record: Record, slots: Sequence[ParameterSlot]) -> Iterator[tuple[ParameterSlot, torch.Tensor]]:
+        """Yield each of these ``slots`` of a record, and its values."""
+        named = {slot.names[0]: slot for slot in slots}
+        mentioned = {slot.names[0] for slot in record.parameters}
+        self._cut = {name: value for name, value in self._cut.items() if name in mentioned}
+        values = self.source.read([name for name in named if name not in self._cut])
+        for name, slot in named.items():
+            whole = self._cut[name] if name in self._cut else next(values)[1]
+            self._cut.pop(name, None)
+            if slot.experts is not None and slot.experts[1] < slot.all_experts:
+                self._cut[name] = whole
+            yield slot, slot.taken_from(whole)
+            del whole
+
+
+def _fill_compressed(plane: DataPlane, reader: _SlotReader, record: Record, target: int) -> None:
     """Write this rank's part of a record that is kept in the checkpoint's own bytes.
 
     Memory: as :func:`fill_store`, with one tensor of the files instead of one parameter where that is compressed.
     """
     payload = torch.from_numpy(plane.buffers.host_parameters(record.kind, 0, record.parameter_nbytes))
     encoded = payload.zero_() if record.share.ranks_per_node == 1 else _room_for_encoded(plane, record)
-    plain = source.read([slot.name for slot in record.parameters if slot.compressed is None])
+    plain = reader.read(record, [slot for slot in record.parameters if slot.compressed is None])
     for slot, stored in record.stored_parameters(encoded):
         if slot.compressed is None:
             _, value = next(plain)
             stored.view(record.precision.dtype).copy_(value.reshape(-1))
         else:
-            slot.compressed.encode(source.read_compressed(slot.name), stored)
+            slot.compressed.encode(reader.source.read_compressed(slot.names[0], slot.compressed.parts), stored)
     _keep_own(record, encoded, payload)
     plane.create(record, target)
     plane.heap.trim()

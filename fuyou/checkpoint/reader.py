@@ -1,6 +1,7 @@
 """Reading whole parameters from the stores of a run at rest, in the memory of one record or one parameter."""
 
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -37,17 +38,25 @@ class StoreReader:
         self._chunk_elements, self._newest = chunk_elements, slot
 
     def compute_weights(self, record: Record) -> dict[str, torch.Tensor]:
-        """Return a record's parameters by first name, in the record's dtype, as views of one buffer."""
+        """Return a record's parameters by name, in the record's dtype, as views of one buffer."""
         return record.views(self._parameters(record))
+
+    def block_weights(self, records: Iterable[Record]) -> dict[str, torch.Tensor]:
+        """Return the parameters of records that are used together by first name: those that are in pieces, joined."""
+        slots = (zip(record.parameters, self.compute_weights(record).values(), strict=True) for record in records)
+        return dict(_joined(itertools.chain.from_iterable(slots)))
 
     def masters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield every parameter's name and fp32 master weight (if frozen, its value as it is stored), one at a time."""
+        yield from _joined(self._slot_masters())
+
+    def _slot_masters(self) -> Iterator[tuple[ParameterSlot, torch.Tensor]]:
         for record in self._shape.records:
             if record.decoded_nbytes:
-                yield from self.compute_weights(record).items()
+                yield from zip(record.parameters, self.compute_weights(record).values(), strict=True)
                 continue
             for slot in record.parameters:
-                yield slot.name, self._master(record, slot)
+                yield slot, self._master(record, slot)
 
     def _parameters(self, record: Record) -> torch.Tensor:
         """Return all values of a record in its dtype, ``[numel]``."""
@@ -101,10 +110,10 @@ class ClusterReader(StoreReader):
         super().__init__(*arguments)  # type: ignore[arg-type]
         self._topology = topology
 
-    def masters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield every parameter's name and fp32 master weight. Collective: every rank must ask for all of them."""
+    def _slot_masters(self) -> Iterator[tuple[ParameterSlot, torch.Tensor]]:
+        """Yield every parameter's master weight. Collective: every rank must ask for all of them."""
         for record in self._shape.records:
-            yield from record.views(self._record_masters(record)).items()
+            yield from zip(record.parameters, record.views(self._record_masters(record)).values(), strict=True)
 
     def _stored_bytes(self, record: Record) -> torch.Tensor:
         stored = super()._stored_bytes(record)  # the ranks of a node have all of it together
@@ -138,3 +147,16 @@ class ClusterReader(StoreReader):
         intra_node = self._topology.gather_groups.intra_node
         if intra_node is not None:
             gather(data.view(intra_node.size(), -1), intra_node)
+
+
+def _joined(parts: Iterable[tuple[ParameterSlot, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield each parameter's first name and value, once all ranges of its experts have come, in order."""
+    ranges: dict[str, list[torch.Tensor]] = {}
+    for slot, value in parts:
+        name = slot.names[0]
+        if slot.experts is None:
+            yield name, value
+            continue
+        ranges.setdefault(name, []).append(value)
+        if slot.experts[1] == slot.all_experts:
+            yield name, torch.cat(ranges.pop(name))

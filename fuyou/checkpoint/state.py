@@ -1,12 +1,15 @@
 """The state of training beside its records, as the manifest of every committed step has it."""
 
 import base64
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from common.errors import FinetuneError, UserError
+from common.store import load_manifest
 
 FORMAT = 3
 """Version of the files in a store; raised whenever their meaning changes."""
@@ -44,6 +47,8 @@ class TrainingState:
     """Whether a later step has begun to overwrite this state and is not committed; only with a single slot."""
     checksums: list[dict[str, Any]] = field(default_factory=list)
     """Checksums of everything in ``slot``, as dictionaries of :class:`common.store.verify.ChecksummedExtent`."""
+    piece_bytes: int | None = None
+    """Most bytes of a piece of a block; None: blocks are whole."""
     format: int = FORMAT
 
     def to_dict(self) -> dict[str, Any]:
@@ -82,6 +87,18 @@ class TrainingState:
                 "with --overwrite."
             )
         return state
+
+
+def stored_piece_bytes(folders: Iterable[Path]) -> int | None:
+    """Return :attr:`TrainingState.piece_bytes` of the run in ``folders``; None also if its manifest cannot be read."""
+    for folder in folders:
+        try:
+            content = load_manifest(folder)
+        except (FinetuneError, OSError):
+            continue
+        if content is not None:
+            return content.get("piece_bytes")
+    return None
 
 
 def random_states(device: torch.device) -> dict[str, str]:

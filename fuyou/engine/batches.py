@@ -9,7 +9,8 @@ from common.data.rows import holds_images
 from common.errors import FinetuneError, UserError
 from common.models.task_type import TaskType
 from fuyou.engine.opening import OpenRun
-from fuyou.model.loss.cross_entropy import targets_of
+from fuyou.model.loss.cross_entropy import IGNORED, targets_of
+from fuyou.schedule.memory_plan import ENGINE_LOSS, LossInputs
 
 
 def check_batch(run: OpenRun, batch: dict[str, Any]) -> int:
@@ -55,12 +56,29 @@ def _check_ids(run: OpenRun, batch: dict[str, Any]) -> None:
         )
 
 
-def largest_of_all(run: OpenRun, batch: dict[str, Any]) -> tuple[int, int, bool]:
-    """Return the largest batch of all ranks: sequences, tokens per sequence, whether any has images.
+def with_labels(run: OpenRun, batch: dict[str, Any]) -> dict[str, Any]:
+    """Return a batch whose labels are its own tokens, but for padding, if it has none; classes are 0."""
+    ids = batch.get("input_ids")
+    if batch.get("labels") is not None or not isinstance(ids, torch.Tensor):
+        return batch
+    if run.model.task_type is TaskType.SEQUENCE_CLASSIFICATION:
+        return {**batch, "labels": torch.zeros(ids.shape[0], dtype=torch.int64)}
+    mask = batch.get("attention_mask")
+    if isinstance(mask, torch.Tensor) and mask.shape == ids.shape:
+        ids = ids.masked_fill(mask.eq(0), IGNORED)
+    return {**batch, "labels": ids}
+
+
+def largest_of_all(
+    run: OpenRun, batch: dict[str, Any], loss: LossInputs = ENGINE_LOSS
+) -> tuple[int, int, bool, LossInputs]:
+    """Return the largest batch of all ranks: sequences, tokens per sequence, whether any has images, and what any
+    computes its loss from.
 
     All or none of the ranks make their buffers anew.
     """
     rows, seq_len = batch["input_ids"].shape
-    of_all = run.agreement.all_gather_object((rows, seq_len, holds_images(batch)))
-    rows, seq_len, images = (max(sizes) for sizes in zip(*of_all, strict=True))
-    return rows, seq_len, images
+    size = (rows, seq_len, holds_images(batch), loss.outputs, loss.reference)
+    of_all = run.agreement.all_gather_object(size)
+    rows, seq_len, images, outputs, reference = (max(sizes) for sizes in zip(*of_all, strict=True))
+    return rows, seq_len, images, LossInputs(outputs, reference)

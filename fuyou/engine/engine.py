@@ -2,7 +2,8 @@
 
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,9 @@ from fuyou.config import EngineConfig
 from fuyou.engine.opening import OpenRun
 from fuyou.engine.saving import save
 from fuyou.engine.steps import EngineOutput, Steps
+from fuyou.engine.token_outputs import TokenOutput, TokenRequest
+from fuyou.model.loss.token_head import HeadFunction
+from fuyou.model.reference import adapters_off, check_reference
 from fuyou.optimizer.adam import check_learning_rate
 from fuyou.optimizer.clipping import ClipBy
 from fuyou.runtime.accounting import StepReport
@@ -43,7 +47,8 @@ class Engine:
             (:class:`fuyou.config.StoreConfig`); ``lr``, ``betas``, ``eps``, ``weight_decay``, ``optimizer_dtype``,
             ``max_grad_norm``, ``clip_by``, ``deferred_fraction``, ``on_nonfinite``
             (:class:`fuyou.config.OptimizerConfig`); ``host_memory``, ``device_memory``, ``host_cache``,
-            ``kept_activations``, ``micro_batch``, ``batch_shape``, ``images``
+            ``kept_activations``, ``micro_batch``, ``batch_shape``, ``token_outputs``,
+            ``reference``, ``images``
             (:class:`fuyou.config.MemoryConfig`); ``adapters``, ``trainable``, ``frozen_dtype``,
             ``freeze_vision_tower``, ``freeze_multi_modal_projector`` (:class:`fuyou.config.WeightsConfig`);
             ``device``, ``dtype``, ``seed``, ``router_loss``, ``automatic``, ``topology``, ``prove``, ``packed``.
@@ -73,6 +78,7 @@ class Engine:
         self._model, self._asked = model, config
         self._run = OpenRun(model, config)
         self._steps = Steps(self._run)
+        self._adapters_off = False
         self.config = self._run.model_config
         self.emulated = not self._run.device.computes
         self.created_bytes = self._run.created_bytes
@@ -113,7 +119,77 @@ class Engine:
         """
         if not torch.is_grad_enabled():
             return EngineOutput(torch.tensor(self.eval_loss(**batch)))
+        if self._adapters_off:
+            raise UserError("Without its adapters the model is not trained: put torch.no_grad() around this.")
         return self._steps.forward(batch, self.lr)
+
+    def tokens(
+        self,
+        *,
+        outputs: Sequence[str] = ("log_probs",),
+        head: HeadFunction | None = None,
+        inputs: Mapping[str, torch.Tensor] | None = None,
+        reference: bool = False,
+        **batch: Any,
+    ) -> TokenOutput:
+        """Run the streamed forward pass, and return numbers for each token, for a loss of any kind.
+
+        >>> out = engine.tokens(**batch, outputs=("log_probs", "entropy"))
+        >>> loss = -(out.log_probs * advantages).sum() - 0.01 * out.entropy[out.mask].mean()
+        >>> loss.backward()  # or engine.backward(loss), which has the loss reported
+        >>> engine.step()
+
+        The logits of a batch never exist at once. The head runs a second time, in the backward pass, with the gradients
+        that the loss has sent back. With several ranks, gradients are summed: each rank gives its share of the loss.
+        Where gradients are disabled, it is a forward pass alone, without dropout, and nothing changes but pending
+        updates, which are applied first.
+
+        Args:
+            outputs: ``"log_probs"`` (of each position's label; 0 where there is none), ``"entropy"``,
+                ``"mean_log_probs"`` (over the vocabulary, for label smoothing), ``"mean_logits"``, ``"log_z"`` (the
+                logarithm of the sum of exponentials), ``"is_top1"``; of classifiers, ``"logits"``.
+            head: a function of the logits ``[n, V]`` of n tokens, in the compute dtype, and of a dictionary of what
+                there is for each of them (``targets``, ``input_ids``, ``inputs``, ``[n, ...]`` each), which returns
+                more outputs ``[n, ...]`` by name. It is called several times, with few tokens each, and must treat
+                them independently of each other.
+            inputs: tensors ``[B, S, ...]`` for ``head``.
+            reference: whether the same is wanted of the model without its adapters, without dropout. Both passes share
+                each visit of the weights, so nothing more is read.
+            batch: as in :meth:`__call__`; without ``labels``, they are the tokens themselves, but for padding.
+
+        Raises:
+            UserError: the batch does not fit the budgets; there is no such output, or no reference.
+        """
+        if self._adapters_off and torch.is_grad_enabled():
+            raise UserError("Without its adapters the model is not trained: put torch.no_grad() around this.")
+        return self._steps.tokens(batch, TokenRequest(tuple(outputs), head, inputs or {}, reference), self.lr)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Run the backward pass of a loss that is made of what :meth:`tokens` returned, and have it reported.
+
+        Args:
+            loss: scalar; with several ranks, this rank's share.
+
+        Raises:
+            NonFiniteLoss: the loss is NaN or infinite; the last committed step is intact.
+        """
+        self._steps.note_loss(float(loss.detach()))
+        loss.backward()
+
+    @contextmanager
+    def disable_adapters(self) -> Iterator[None]:
+        """Let forward passes compute without the adapters while the context is open: with the weights as they were.
+
+        Raises:
+            UserError: there are no adapters, or not they alone are trained.
+        """
+        check_reference(self._run.model)
+        before, self._adapters_off = self._adapters_off, True
+        try:
+            with adapters_off(self._run.model.stack.model.modules()):
+                yield
+        finally:
+            self._adapters_off = before
 
     def step(self) -> StepReport:
         """End the step: its updates (if deferred) and its commit may go on while the next step runs.
@@ -279,6 +355,20 @@ class Engine:
         """Most device memory in use. Where the CPU is the device: what the plan gives it."""
         measured = self._run.device.peak_bytes()
         return self.memory_plan.device_bytes if measured is None else measured
+
+    @property
+    def in_step(self) -> bool:
+        """Whether a step has begun, by a forward pass with gradients, and not ended."""
+        return self._steps.in_step
+
+    def gradient_norm(self) -> float:
+        """Return the norm of the whole gradient before clipping, between the backward pass and :meth:`step`."""
+        return self._steps.gradient_norm()
+
+    @property
+    def max_grad_norm(self) -> float | None:
+        """Norm to which gradients are clipped, if they are."""
+        return self._run.config.optimizer.max_grad_norm
 
     @property
     def clip_by(self) -> ClipBy | None:

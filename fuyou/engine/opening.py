@@ -19,23 +19,29 @@ from fuyou.checkpoint.reader import ClusterReader, StoreReader
 from fuyou.checkpoint.reshard.run import reshard_run
 from fuyou.checkpoint.restripe import Drives
 from fuyou.checkpoint.run_files import RunFiles, create_run, resume_run
-from fuyou.checkpoint.state import TrainingState, random_states, restore_random_states
+from fuyou.checkpoint.state import TrainingState, random_states, restore_random_states, stored_piece_bytes
 from fuyou.config import EngineConfig
 from fuyou.engine.common_decisions import check_memory, common_limits, prove_once, with_common_dtype
 from fuyou.engine.runtime import Runtime
 from fuyou.layout.checksums import RecordSums
+from fuyou.layout.model_layout import ModelLayout
 from fuyou.layout.record import allocate_extents
 from fuyou.layout.share import Share
 from fuyou.model.open_model import OpenModel
+from fuyou.model.reference import check_reference
 from fuyou.optimizer.absent_gradients import MissedUpdates
 from fuyou.optimizer.clipping import ClipStatistics
 from fuyou.optimizer.nonfinite import NonFinitePolicy
 from fuyou.optimizer.process.client import OptimizerLink
+from fuyou.pieces.cut import in_pieces
 from fuyou.planner import ChosenSettings, PlannerContext, choose_settings, choose_settings_on_all_ranks
+from fuyou.planner.piece_size import fitting_layout
 from fuyou.planner.training_job import training_job_of_run
 from fuyou.runtime.devices.device import open_device
 from fuyou.runtime.ranks.agreement import Agreement
 from fuyou.runtime.ranks.topology import share_of
+from fuyou.schedule.memory_plan import MemoryPlan
+from fuyou.schedule.memory_planner import MemoryPlanner
 
 
 class OpenRun:
@@ -150,10 +156,36 @@ class OpenRun:
             towers=config.towers,
             images=config.memory.images,
         )
+        if config.memory.reference:
+            check_reference(self.model)
         self._source = self.model.weights()
+        self.model.shape = self._cut_blocks(self.model.shape, share)
         self.shape = self.model.shape.shared(share)
         if share.rank:
             torch.manual_seed(config.seed + share.rank)  # what drops out differs, as the sequences do
+
+    def _cut_blocks(self, shape: ModelLayout, share: Share) -> ModelLayout:
+        """Return the layout with blocks in pieces, if they are too large for the device or it was asked for."""
+        config, (host, device) = self.config, self.limits
+        asked = stored_piece_bytes(config.store.folders) if config.store.resume else config.piece_bytes
+        if asked is not None:
+            return in_pieces(self.model.stack, shape, asked)
+        if config.store.resume:
+            return shape
+
+        def plan(layout: ModelLayout) -> MemoryPlan:
+            planner = MemoryPlanner(
+                layout.shared(share), self.model_config, device, host, self.device.shares_host_memory
+            )
+            return planner.plan(*self._planned_batch(), config.memory.micro_batch, config.loss_inputs)
+
+        return fitting_layout(self.model.stack, shape, plan)
+
+    def _planned_batch(self) -> tuple[int, int]:
+        """Return the shape of a batch that memory is planned for before the first one comes."""
+        memory = self.config.memory
+        context = getattr(self.model_config.get_text_config(), "max_position_embeddings", None) or 2048
+        return memory.batch_shape or (memory.micro_batch or 1, min(context, 2048))
 
     def _choose(self) -> None:
         """Let the planner complete the configuration, if it may."""
@@ -178,9 +210,7 @@ class OpenRun:
             self.config, self.model, self.shape, self.device, self.limits, self._link, self.topology
         )
         self._link = None  # it is the runtime's now
-        memory = self.config.memory
-        context = getattr(self.model_config.get_text_config(), "max_position_embeddings", None) or 2048
-        runtime.plan(*(memory.batch_shape or (memory.micro_batch or 1, min(context, 2048))))
+        runtime.plan(*self._planned_batch(), loss=self.config.loss_inputs)
         check_memory(runtime.memory_plan.host_bytes, self.agreement)
 
     def _open_store(self) -> None:
@@ -198,6 +228,7 @@ class OpenRun:
             optimizer_dtype=str(config.precision.optimizer_dtype),
             slots=slots,
             emulated=not self.device.computes,
+            piece_bytes=self.shape.piece_bytes,
         )
         # Everything goes through host memory, so there is nothing for "auto" to measure.
         io: dict[str, Any] = {"io": "posix" if store.io == "auto" else store.io, "throttle": self.device.throttle}

@@ -26,7 +26,7 @@ from fuyou.runtime.executor import Handler
 from fuyou.runtime.io_counter import Bytes, IoCounter
 from fuyou.runtime.ranks.topology import ClusterTopology
 from fuyou.runtime.trace import StepTrace
-from fuyou.schedule.memory_plan import Batch, MemoryPlan
+from fuyou.schedule.memory_plan import ENGINE_LOSS, Batch, LossInputs, MemoryPlan
 from fuyou.schedule.memory_planner import MemoryPlanner
 from fuyou.schedule.scheduler import Scheduler
 from fuyou.schedule.tasks import Op, StepList
@@ -63,7 +63,7 @@ class Runtime:
             model.stack,
             "cpu" if device.shares_host_memory else "cuda",
             options.precision.dtype,
-            options.kept_activations,
+            0 if shape.orders else options.kept_activations,
         )
         host_limit, device_limit = limits
         self._planner = MemoryPlanner(
@@ -88,15 +88,15 @@ class Runtime:
         self.accounting: Accounting
         self.io = IoCounter(self._io_now)
 
-    def plan(self, rows: int, seq_len: int, images: bool = False) -> None:
-        """Divide the budgets for batches of this size, with ``images`` or without.
+    def plan(self, rows: int, seq_len: int, images: bool = False, loss: LossInputs = ENGINE_LOSS) -> None:
+        """Divide the budgets for batches of this size, with ``images`` or without, and for what ``loss`` is made of.
 
         Raises:
             UserError: they do not hold what a step needs.
         """
         if images:
             self._planner.shape = replace(self._planner.shape, images=True)
-        self.memory_plan = self._planner.plan(rows, seq_len, self._options.memory.micro_batch)
+        self.memory_plan = self._planner.plan(rows, seq_len, self._options.memory.micro_batch, loss)
 
     def attach(self, files: RunFiles, extents: list[RecordExtents]) -> None:
         """Train what is in these files; what was read and written before is not counted as training's.
@@ -163,30 +163,29 @@ class Runtime:
         """Whether buffers and workers are there."""
         return self._plane is not None
 
-    def fit(self, rows: int, seq_len: int, images: bool = False) -> None:
+    def fit(self, rows: int, seq_len: int, images: bool = False, loss: LossInputs = ENGINE_LOSS) -> None:
         """Make sure that there are buffers in which such a batch has room. Nothing may be pending where there are not.
 
         Raises:
             UserError: the budgets do not hold it.
         """
-        if self.fits(rows, seq_len, images):
+        if self.fits(rows, seq_len, images, loss):
             return
         planned = self.memory_plan.batch
-        self.plan(max(rows, planned.rows), max(seq_len, planned.seq_len), images)
+        self.plan(max(rows, planned.rows), max(seq_len, planned.seq_len), images, planned.loss.joined(loss))
         self.close()
         self.open(self._commits)
 
-    def fits(self, rows: int, seq_len: int, images: bool = False) -> bool:
+    def fits(self, rows: int, seq_len: int, images: bool = False, loss: LossInputs = ENGINE_LOSS) -> bool:
         """Return whether there are buffers in which such a batch has room."""
         planned = self.memory_plan.batch
-        counted = self._planner.shape.images or not images
+        counted = (self._planner.shape.images or not images) and planned.loss.covers(loss)
         return self.is_open and rows <= planned.rows and seq_len <= planned.seq_len and counted
 
-    def batch_shape(self, rows: int, seq_len: int) -> BatchShape:
+    def batch_shape(self, rows: int, seq_len: int, loss: LossInputs = ENGINE_LOSS) -> BatchShape:
         """Return a batch as the schedule sees it."""
         plan = self.memory_plan
-        split = Batch(rows, seq_len, min(rows, plan.batch.micro_rows))
-        return BatchShape(split.micro_batches, plan.activation_bytes, split.mean_tokens, plan.kept_bytes)
+        return plan.batch_shape(Batch(rows, seq_len, min(rows, plan.batch.micro_rows), loss))
 
     def submit(self, tasks: StepList) -> None:
         """Let the lanes run ``tasks``, and note what they will cost."""

@@ -7,16 +7,20 @@ from typing import Any
 
 import torch
 
-from common.errors import FinetuneError
-from fuyou.engine.batches import check_batch, largest_of_all
+from common.errors import FinetuneError, UserError
+from fuyou.engine.batches import check_batch, largest_of_all, with_labels
 from fuyou.engine.opening import OpenRun
+from fuyou.engine.token_outputs import AUX_LOSS, TokenOutput, TokenRequest, loss_inputs, streamed_values, token_output
+from fuyou.model.loss.cross_entropy import IGNORED, targets_of
 from fuyou.model.loss.streamed_loss import streamed_loss
 from fuyou.optimizer.adam import Update
 from fuyou.optimizer.clipping import clip_coefficient
 from fuyou.runtime.accounting import StepReport
 from fuyou.runtime.compute.next_token import NextToken
 from fuyou.runtime.compute.step_computation import StepComputation
+from fuyou.runtime.compute.token_computation import TokenComputation, TokenPass
 from fuyou.runtime.devices.computation import Computation
+from fuyou.schedule.memory_plan import ENGINE_LOSS, LossInputs
 from fuyou.schedule.tasks import Op, StepList
 
 
@@ -42,6 +46,10 @@ class Steps:
         self._run = run
         self._current: Computation | None = None
         self._in_flight = False
+        self._norm: float | None = None  # of the step's gradient, once it is asked for
+        self.norm_parameter: torch.nn.Parameter | None = None
+        """A scalar whose gradient is to be the norm of the whole gradient."""
+        self._known_loss: float | None = None  # of the step; None: the caller has computed it and not said it
 
     # -- training -------------------------------------------------------------------------------------------------
 
@@ -52,29 +60,103 @@ class Steps:
             batch: as :meth:`fuyou.Engine.__call__` has it.
             lr: the step's learning rate.
         """
+        self._check_idle()
+        labels = self._prepare(batch)
+        current = self._begin(batch, labels, lr)
+        loss = self._known_loss = current.loss = self._whole_loss(current)
+        if not self._run.nonfinite.skips:
+            self._should_skip(self._run.step_count + 1, loss, 0.0)
+        return EngineOutput(streamed_loss(loss, current.backward), _aux_loss(current))
+
+    def tokens(self, batch: dict[str, Any], request: TokenRequest, lr: float) -> TokenOutput:
+        """Begin a step whose loss the caller computes, or run a forward pass alone where gradients are disabled.
+
+        Args:
+            batch: as :meth:`fuyou.Engine.tokens` has it.
+            request: what is asked for.
+            lr: the step's learning rate.
+        """
+        run, train = self._run, torch.is_grad_enabled()
+        if train:
+            self._check_idle()
+        else:
+            self.flush()
+        batch = with_labels(run, batch)
+        labels = check_batch(run, batch)
+        passing = request.open(run.model, batch)
+        self._fit(batch, loss_inputs(passing))
+        mask = targets_of(batch["labels"], run.model.stack.family.shifts_labels) != IGNORED
+        if not train:
+            tasks = self._evaluation(batch, loss_inputs(passing))
+            self._run_forward(self._computation(tasks, batch, labels, time.monotonic(), passing), tasks)
+            return token_output(passing, mask)
+        current = self._begin(batch, labels, lr, passing)
+        current.loss = 0.0
+        self._whole_loss(current)  # which combines the router's
+        self._known_loss, current.loss = None, math.nan
+        values = dict(passing.values)
+        if current.router is not None:
+            values[AUX_LOSS] = torch.tensor(current.router.value)
+        norm = None if self.norm_parameter is None else (self.norm_parameter, self.gradient_norm)
+        values = streamed_values(values, lambda gradients: self._backward(current, passing, gradients), norm)
+        result = token_output(passing, mask, values)
+        if current.router is not None:
+            result.aux_coefficient = current.router.coefficient
+        return result
+
+    def note_loss(self, loss: float) -> None:
+        """Note this rank's share of the loss of the step, which the caller computes: it is reported, and must be
+        finite."""
+        current = self._current
+        if current is None:
+            raise FinetuneError("engine.backward() comes after engine.tokens(), once in each step.")
+        total = sum(self._run.agreement.all_gather_object(loss))
+        self._known_loss = current.loss = total
+        if not self._run.nonfinite.skips:
+            self._should_skip(self._run.step_count + 1, total, 0.0)
+
+    def _check_idle(self) -> None:
         if self._current is not None:
             raise FinetuneError(
                 "engine() was called again before the last step was ended with loss.backward() and engine.step(). For "
-                "a forward pass alone, use engine.eval_loss(); for larger batches, pass the whole batch at once; to "
-                "leave out a batch that failed, call engine.abandon(), which goes back to the last committed step."
+                "a forward pass alone, use engine.eval_loss(), or torch.no_grad() around engine.tokens(); for larger "
+                "batches, pass the whole batch at once; to leave out a batch that failed, call engine.abandon(), which "
+                "goes back to the last committed step."
             )
+
+    def _begin(self, batch: dict[str, Any], labels: int, lr: float, passing: TokenPass | None = None) -> Computation:
+        """Begin a step: schedule it, and run its forward pass."""
         run, runtime = self._run, self._run.runtime
-        labels = self._prepare(batch)
         start_time, step = time.monotonic(), run.step_count + 1
         adam = replace(run.config.adam, lr=lr)
         run.commits.begin(Update(step, adam, 1.0, run.config.seed, skipped=run.nonfinite.skipped))
-        shape = runtime.batch_shape(*batch["input_ids"].shape)
+        loss = ENGINE_LOSS if passing is None else loss_inputs(passing)
+        rows, seq_len = batch["input_ids"].shape
+        shape = runtime.batch_shape(rows, seq_len, loss)
         self._in_flight = True  # before the schedule changes: an interrupt may come at any point
         waits = run.commits.clip_statistics(run.step_count).share > run.config.max_clipped_share
         commits = step % run.config.store.commit_every == 0
         tasks = runtime.scheduler.training_step(step, shape, commit=commits, defer_all=waits)
-        current = self._current = self._computation(tasks, batch, labels, start_time)
+        current = self._current = self._computation(tasks, batch, labels, start_time, passing)
         runtime.submit(tasks)
         current.forward()
-        loss = current.loss = self._whole_loss(current)
-        if not run.nonfinite.skips:
-            self._should_skip(step, loss, 0.0)
-        return EngineOutput(streamed_loss(loss, current.backward), _aux_loss(current))
+        return current
+
+    def _backward(self, current: Computation, passing: TokenPass, gradients: dict[str, torch.Tensor]) -> None:
+        """Run the backward pass of a step with the gradients of the caller's loss."""
+        if current is not self._current:
+            raise FinetuneError("The step that this loss is of has ended: call backward() before engine.step().")
+        aux = gradients.pop(AUX_LOSS, None)
+        factor = 0.0 if aux is None else float(aux)
+        finite = math.isfinite(factor) and all(bool(one.isfinite().all()) for one in gradients.values())
+        factors, all_finite = zip(*self._run.agreement.all_gather_object((factor, finite)), strict=True)
+        factor, finite = sum(factors), all(all_finite)
+        if not finite and not self._run.nonfinite.skips:
+            self._should_skip(self._run.step_count + 1, math.nan, 0.0)
+        if current.router is not None:
+            current.router.weigh(factor)
+        passing.gradients = gradients
+        current.backward()
 
     def end(self) -> StepReport:
         """End the step whose backward pass has been run, and say what it was like."""
@@ -83,8 +165,8 @@ class Steps:
             raise FinetuneError("engine.step() comes after engine(**batch).loss.backward().")
         step = run.step_count + 1
         assert current.tasks.end is not None
-        norm = self._gradient_norm(current)
-        skipped = self._should_skip(step, current.loss, norm)
+        norm = self.gradient_norm()
+        skipped = self._should_skip(step, 0.0 if self._known_loss is None else self._known_loss, norm)
         coefficient = clip_coefficient(norm, run.config.max_grad_norm or math.inf)
         clipped = not skipped and coefficient is not None
         if skipped:
@@ -98,7 +180,7 @@ class Steps:
         if run.config.update_policy.speculative:
             again = (clipped or skipped) and runtime.scheduler.speculative
             runtime.submit(runtime.scheduler.resolve_speculation(step, clipped or skipped))
-        self._current = None
+        self._current = self._norm = None
         self._in_flight = False
         return self._report(current, step, norm, skipped=skipped, clipped=clipped, updated_again=again)
 
@@ -132,8 +214,20 @@ class Steps:
             self._finish_earlier_commit()
         return self._run.nonfinite.should_skip_step(step, loss, norm, self._run.commits.committed_step)
 
-    def _gradient_norm(self, current: Computation) -> float:
-        """Return the norm of the gradient summed over all ranks."""
+    @property
+    def in_step(self) -> bool:
+        """Whether a step has begun and not ended."""
+        return self._current is not None
+
+    def gradient_norm(self) -> float:
+        """Return the norm of the step's gradient summed over all ranks, after its backward pass. Collective."""
+        if self._current is None or not self._current.complete:
+            raise FinetuneError("A gradient's norm is there after loss.backward(), until engine.step().")
+        if self._norm is None:
+            self._norm = self._computed_norm(self._current)
+        return self._norm
+
+    def _computed_norm(self, current: Computation) -> float:
         run = self._run
         if run.agreement.is_alone or not run.device.computes:
             return current.gradient_norm()
@@ -168,10 +262,12 @@ class Steps:
         self._run_forward(computation, tasks)
         return computation.logits
 
-    def _evaluation(self, batch: dict[str, Any]) -> StepList:
+    def _evaluation(self, batch: dict[str, Any], loss: LossInputs = ENGINE_LOSS) -> StepList:
         """Return the tasks of a forward pass that changes nothing."""
         runtime = self._run.runtime
-        return runtime.scheduler.evaluation(self._run.step_count, runtime.batch_shape(*batch["input_ids"].shape))
+        rows, seq_len = batch["input_ids"].shape
+        shape = runtime.batch_shape(rows, seq_len, loss)
+        return runtime.scheduler.evaluation(self._run.step_count, shape)
 
     def _run_forward(self, computation: Computation, tasks: StepList) -> None:
         """Run a forward pass alone, without dropout."""
@@ -194,31 +290,39 @@ class Steps:
 
     def _prepare(self, batch: dict[str, Any]) -> int:
         """Check the batch and find room for it; return the number of labels in the batches of all ranks."""
+        model = self._run.model
+        if not model.task_type.generates and model.config.num_labels == 1:
+            raise UserError(
+                "This model gives a single number for each row, which cross entropy cannot learn from: make a loss of "
+                'engine.tokens(outputs=("logits",)).'
+            )
         labels = check_batch(self._run, batch)
         self._fit(batch)
         return labels
 
-    def _fit(self, batch: dict[str, Any]) -> None:
+    def _fit(self, batch: dict[str, Any], loss: LossInputs = ENGINE_LOSS) -> None:
         """See that there are buffers in which the batch has room, on every rank."""
-        size = largest_of_all(self._run, batch)
+        size = largest_of_all(self._run, batch, loss)
         if not self._run.runtime.fits(*size):
             self.flush()
             self._run.runtime.fit(*size)
 
-    def _computation(self, tasks: StepList, batch: dict[str, Any], labels: int, start_time: float) -> Computation:
+    def _computation(
+        self,
+        tasks: StepList,
+        batch: dict[str, Any],
+        labels: int,
+        start_time: float,
+        passing: TokenPass | None = None,
+    ) -> Computation:
         run, runtime = self._run, self._run.runtime
         stand_in = run.device.stand_in(runtime.plane.executor, tasks, batch["input_ids"].numel(), start_time)
         if stand_in is not None:
             return stand_in
-        return StepComputation(
-            run.model,
-            runtime.plane,
-            tasks,
-            batch,
-            runtime.recomputations,
-            start_time,
-            None if run.agreement.is_alone else labels,
-        )
+        arguments = run.model, runtime.plane, tasks, batch, runtime.recomputations, start_time
+        if passing is not None:
+            return TokenComputation(passing, *arguments)
+        return StepComputation(*arguments, None if run.agreement.is_alone else labels)
 
     def _whole_loss(self, computation: Computation) -> float:
         """Return the sum of what all ranks have found, added in fp32 in their order, and the router loss of all

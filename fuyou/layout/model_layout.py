@@ -9,9 +9,10 @@ import torch
 from common.models.adapters.memory import NO_ADAPTERS, AdapterMemory
 from common.models.attention.memory import NO_ATTENTION, AttentionMemory
 from common.models.vision.memory import NO_IMAGES, ImageMemory
+from fuyou.layout.pieces import PieceOrder
 from fuyou.layout.record import Kind, Precision, Record
 from fuyou.layout.share import Share
-from fuyou.layout.visits import Phase, Visit
+from fuyou.layout.visits import REFERENCE_PHASES, Part, Phase, Visit
 
 
 @dataclass(frozen=True)
@@ -116,8 +117,8 @@ class ModelLayout:
     """Index of the record that the embeddings are in."""
     head: int
     """Index of the record that the head is in; the same as ``embedding`` where they are tied."""
-    blocks: tuple[int, ...]
-    """Indices of the records of block 0 .. L - 1."""
+    blocks: tuple[tuple[int, ...], ...]
+    """Indices of the records of block 0 .. L - 1: one each, or one for each of its pieces."""
     precision: Precision
     """Precision of everything but adapters; its dtype is that of activations, too."""
     block_adapters: tuple[int | None, ...] = ()
@@ -144,6 +145,10 @@ class ModelLayout:
     """Memory that grows with the square of a row's length."""
     router_experts: int = 0
     """Number of experts that routers choose among, if their loss is a part of the loss; otherwise 0."""
+    orders: tuple[PieceOrder, ...] = ()
+    """For each block, the order in which its pieces are needed; empty if all blocks are one record each."""
+    piece_bytes: int | None = None
+    """Bytes of the largest piece that was asked for; None: blocks are not in pieces."""
 
     @property
     def share(self) -> Share:
@@ -209,7 +214,7 @@ class ModelLayout:
     @cached_property
     def trainable_blocks(self) -> tuple[int, ...]:
         """Indices of the trained records of the blocks, from the first block on."""
-        both = (index for layer, block in enumerate(self.blocks) for index in (block, self._adapter(layer)))
+        both = (index for layer, block in enumerate(self.blocks) for index in (*block, self._adapter(layer)))
         return tuple(index for index in both if index in self.trainable)
 
     def with_precision(self, precision: Precision) -> "ModelLayout":
@@ -220,23 +225,98 @@ class ModelLayout:
         )
         return replace(self, records=records, precision=precision)
 
-    def visits(self, train: bool) -> list[Visit]:
-        """Return the visits of a step, in order. The backward pass ends with the first record that is trained."""
+    @property
+    def largest_block(self) -> int:
+        """Number of the block with most parameters."""
+        return max(range(len(self.blocks)), key=self.block_parameters)
+
+    def block_parameters(self, layer: int) -> int:
+        """Return the number of parameters of a block, those of its adapters not counted."""
+        return sum(self.records[index].parameter_count for index in self.blocks[layer])
+
+    def active_parameters(self, layer: int) -> float:
+        """Return the number of those that a token is multiplied with, on average."""
+        return sum(self.records[index].active_count for index in self.blocks[layer])
+
+    @property
+    def block_elements(self) -> int:
+        """Elements of the records of the largest block, padding included."""
+        return max(sum(self.records[index].numel for index in block) for block in self.blocks)
+
+    def visits(self, train: bool, micro_batches: int = 1, own_loss: bool = False) -> tuple[Visit, ...]:
+        """Return the visits of a step, in order. The backward pass ends with the first record that is trained.
+
+        All micro-batches go through a visit, but for the backward pass of a block in pieces that are frozen: there, one
+        micro-batch after the other has all pieces pass, so that the block's insides are on the device for one only. If
+        pieces are trained, it is the gradient of which there must be only one.
+
+        Args:
+            train: whether there is a backward pass.
+            micro_batches: number of micro-batches of the batch.
+            own_loss: whether the caller computes the loss from what the head gives, so that the head runs twice: for
+                that, and again with the gradients that come back.
+        """
+        key = train, micro_batches, own_loss
+        if key not in self._visits:
+            self._visits[key] = tuple(self._list_visits(train, micro_batches, own_loss))
+        return self._visits[key]
+
+    @cached_property
+    def _visits(self) -> dict[tuple[bool, int, bool], tuple[Visit, ...]]:
+        """Visits that were asked for: thousands, of blocks in pieces, which planning asks for in every step."""
+        return {}
+
+    def _list_visits(self, train: bool, micro_batches: int, own_loss: bool) -> list[Visit]:
         layers = range(len(self.blocks))
         forward = [Visit(Phase.EMBED_FORWARD, self.embedding, None, self.embedding_adapter, self.tower)]
-        forward += [Visit(Phase.BLOCK_FORWARD, self.blocks[i], i, self._adapter(i)) for i in layers]
+        forward += [visit for layer in layers for visit in self._block_forward(layer)]
+        if not train or own_loss:
+            forward.append(Visit(Phase.HEAD_EVAL, self.head, len(layers), self.head_adapter))
         if not train:
-            return [*forward, Visit(Phase.HEAD_EVAL, self.head, len(layers), self.head_adapter)]
-        backward = [Visit(Phase.HEAD, self.head, len(layers), self.head_adapter)]
-        backward += [Visit(Phase.BLOCK_BACKWARD, self.blocks[i], i, self._adapter(i)) for i in reversed(layers)]
-        backward += [Visit(Phase.EMBED_BACKWARD, self.embedding, None, self.embedding_adapter, self.tower)]
-        backward = [self._trains(visit) for visit in backward]
+            return forward
+        head = Visit(Phase.HEAD, self.head, len(layers), self.head_adapter)
+        embedding = Visit(Phase.EMBED_BACKWARD, self.embedding, None, self.embedding_adapter, self.tower)
+        backward = [self._trains(head)]
+        backward += [visit for layer in reversed(layers) for visit in self._block_backward(layer, micro_batches)]
+        backward.append(self._trains(embedding))
         last = max((index for index, visit in enumerate(backward) if visit.trained is not None), default=0)
-        backward = backward[: last + 1]
-        backward[-1] = replace(backward[-1], passes_on=False)
+        ending = (backward[last].phase, backward[last].layer)
+        ends = [(one.phase, one.layer) == ending for one in backward]
+        backward = [
+            replace(visit, passes_on=visit.passes_on and not end)
+            for index, (visit, end) in enumerate(zip(backward, ends, strict=True))
+            if index <= last or end
+        ]
         if backward[-1].phase is Phase.EMBED_BACKWARD and backward[-1].trained == backward[0].trained:
             backward[0] = replace(backward[0], completes=False)
         return forward + backward
+
+    def _block_forward(self, layer: int) -> list[Visit]:
+        records, adapter = self.blocks[layer], self._adapter(layer)
+        if len(records) == 1:
+            return [Visit(Phase.BLOCK_FORWARD, records[0], layer, adapter)]
+        stages = self.orders[layer].forward
+        return [
+            Visit(Phase.BLOCK_FORWARD, records[piece], layer, adapter, part=Part(not index, index == len(stages) - 1))
+            for index, piece in enumerate(stages)
+        ]
+
+    def _block_backward(self, layer: int, micro_batches: int) -> list[Visit]:
+        records, adapter = self.blocks[layer], self._adapter(layer)
+        if len(records) == 1:
+            return [self._trains(Visit(Phase.BLOCK_BACKWARD, records[0], layer, adapter))]
+        stages = self.orders[layer].backward
+        trained = [piece for piece, index in enumerate(records) if self.records[index].trainable]
+        holds = self.orders[layer].holds_gradient(trained)
+        visits = []
+        for index, stage in enumerate(stages):
+            part = Part(not index, index == len(stages) - 1, stage.recomputes, stage.differentiates)
+            visit = Visit(Phase.BLOCK_BACKWARD, records[stage.piece], layer, adapter, part=part)
+            visits.append(self._trains(visit) if holds[index] or adapter is not None else visit)
+        if not trained:
+            visits = [replace(visit, micro=micro) for micro in range(micro_batches) for visit in visits]
+        ends = {visit.trained: index for index, visit in enumerate(visits)}
+        return [replace(visit, completes=ends[visit.trained] == index) for index, visit in enumerate(visits)]
 
     def _adapter(self, layer: int) -> int | None:
         return self.block_adapters[layer] if self.block_adapters else None
@@ -259,6 +339,20 @@ class BatchShape:
     """Tokens in one micro-batch, on average."""
     kept_bytes: int = 0
     """Bytes of the activations that one block saves beside its input, for one micro-batch."""
+    own_loss: bool = False
+    """Whether the caller computes the loss, between two runs of the head."""
+    reference: bool = False
+    """Whether every micro-batch also passes forward through the model without its adapters, as its own reference."""
+
+    def micro_batches_of(self, visit: Visit) -> range:
+        """Return the numbers of the micro-batches that a visit runs; those of the reference come after the others."""
+        return visit.micro_batches(
+            self.micro_batches * (2 if self.reference and visit.phase in REFERENCE_PHASES else 1)
+        )
+
+    def is_reference(self, micro: int | None) -> bool:
+        """Return whether ``micro`` is a micro-batch of the reference."""
+        return micro is not None and micro >= self.micro_batches
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ A piece is whole parameters of a block, in the order of their first use, or a ra
 hold one matrix per expert. A dense matrix is never cut: the gradient of its input would be added up in another order.
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 
@@ -43,3 +44,20 @@ class PieceOrder:
     """Pieces of the forward pass: a piece may come again."""
     backward: tuple[Stage, ...]
     """Stages of the backward pass, which begins with the forward pass once more."""
+
+    def holds_gradient(self, trained: Collection[int]) -> tuple[bool, ...]:
+        """Return, for each stage of the backward pass, whether the gradient of its piece is on the device.
+
+        It is there from the first gradient that arrives (if none does, from the piece's last stage, which ends it) to
+        the last stage that uses the piece: only then may the piece be updated.
+
+        Args:
+            trained: indices of the pieces that are trained.
+        """
+        holds = [False] * len(self.backward)
+        for piece in trained:
+            places = [place for place, stage in enumerate(self.backward) if stage.piece == piece]
+            first = next((place for place in places if self.backward[place].trains), places[-1] if places else 0)
+            for place in places:
+                holds[place] = place >= first
+        return tuple(holds)

@@ -241,6 +241,11 @@ class Record:
         """Number of parameters, without padding."""
         return sum(slot.numel for slot in self.parameters)
 
+    @cached_property
+    def active_count(self) -> float:
+        """Number of parameters that a token is multiplied with, on average: not those of experts it is not sent to."""
+        return sum(slot.numel * slot.activity for slot in self.parameters)
+
     @property
     def trained_count(self) -> int:
         """Number of parameters that gradients flow to."""
@@ -308,6 +313,7 @@ class Record:
     def to_dict(self) -> dict[str, Any]:
         """Return its layout as JSON, without its share, for the model's fingerprint."""
         held = [slot.name for slot in self.parameters if not slot.trained]
+        experts = {slot.names[0]: list(slot.experts) for slot in self.parameters if slot.experts is not None}
         compressed = {slot.name: slot.compressed.to_dict() for slot in self.parameters if slot.compressed is not None}
         return {
             "name": self.name,
@@ -317,6 +323,7 @@ class Record:
             "frozen": self.frozen.value,
             "parameters": [[list(slot.names), list(slot.shape), slot.decay] for slot in self.parameters],
             **({"held": held} if held else {}),
+            **({"experts": experts} if experts else {}),
             **({"compressed": compressed} if compressed else {}),
         }
 

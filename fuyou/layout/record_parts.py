@@ -7,6 +7,7 @@ import torch
 
 from common.memory.buffers import round_up
 from common.models.checkpoint.compressed import CompressedParameter
+from fuyou.layout.pieces import PiecePart
 
 ALIGN_ELEMENTS = 128
 """Every parameter starts on a multiple of this many elements: 256 bytes in bf16, enough for any vector unit and for
@@ -28,11 +29,26 @@ class ParameterSlot:
     """Whether gradients flow to it, if its record is trained."""
     compressed: CompressedParameter | None = None
     """How it is stored if its record is stored in the checkpoint's own bytes; None: in the compute dtype."""
+    experts: tuple[int, int] | None = None
+    """``[first, last)`` of the parameter's experts, if only these are in the record, a piece of a block."""
+    all_experts: int = 0
+    """Number of the parameter's experts, where :attr:`experts` is given."""
+    activity: float = 1.0
+    """Fraction of the tokens that it is multiplied with: of an expert, those that are routed to it on average."""
 
     @property
     def name(self) -> str:
-        """First name, under which the parameter is known everywhere."""
-        return self.names[0]
+        """Name under which it is known everywhere: the first one, and the experts if these are not all."""
+        return self.names[0] if self.experts is None else f"{self.names[0]}[{self.experts[0]}:{self.experts[1]}]"
+
+    @property
+    def part(self) -> PiecePart:
+        """The parameter, or the range of its experts, as a part of a piece."""
+        return PiecePart(self.names[0], self.experts)
+
+    def taken_from(self, parameter: torch.Tensor) -> torch.Tensor:
+        """Return what is in the record of the whole ``parameter``."""
+        return parameter if self.experts is None else parameter[self.experts[0] : self.experts[1]]
 
     @property
     def numel(self) -> int:

@@ -1,7 +1,8 @@
-"""Visits, of which a step is a list: each takes all micro-batches through the modules of one record."""
+"""Visits, of which a step is a list: each takes micro-batches through the modules of one record."""
 
 from dataclasses import dataclass
 from enum import Enum
+from functools import cached_property
 
 
 class Phase(Enum):
@@ -21,9 +22,27 @@ FORWARD_PHASES = BEFORE_HEAD_PHASES | {Phase.HEAD, Phase.HEAD_EVAL}
 """Phases up to the one in which the loss becomes known; a head's forward and backward pass are one phase."""
 
 
+REFERENCE_PHASES = BEFORE_HEAD_PHASES | {Phase.HEAD_EVAL}
+"""Phases that a reference takes part in, which is never trained."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """The part of a block's forward or backward pass during which one piece of the block is on the device."""
+
+    first: bool
+    """Whether it begins the pass: it takes the block's input."""
+    last: bool
+    """Whether it ends the pass: it makes the block's output, or the gradient of its input."""
+    recomputes: bool = True
+    """Whether forward operators run in it."""
+    differentiates: bool = False
+    """Whether backward operators run in it."""
+
+
 @dataclass(frozen=True)
 class Visit:
-    """One pass of all micro-batches through one record's modules."""
+    """One pass of all micro-batches, or of one, through one record's modules."""
 
     phase: Phase
     record: int
@@ -40,7 +59,26 @@ class Visit:
     passes_on: bool = True
     """Whether a backward visit computes the gradient of its input: not if nothing before it is trained."""
 
+    part: Part | None = None
+    """The part of a block that is in pieces; None: the visit is about the whole block, or what is outside."""
+    micro: int | None = None
+    """The only micro-batch of the visit; None: all of them."""
+
     @property
+    def begins(self) -> bool:
+        """Whether it takes the input of its pass."""
+        return self.part is None or self.part.first
+
+    @property
+    def ends(self) -> bool:
+        """Whether it makes the output of its pass."""
+        return self.part is None or self.part.last
+
+    def micro_batches(self, count: int) -> range:
+        """Return the numbers of its micro-batches, of a batch that has ``count``."""
+        return range(count) if self.micro is None else range(self.micro, self.micro + 1)
+
+    @cached_property
     def records(self) -> tuple[int, ...]:
         """All records that the visit uses."""
         return tuple(index for index in (self.record, self.adapter, self.tower) if index is not None)

@@ -13,6 +13,7 @@ from common.errors import UserError
 from common.models.adapters.memory import AdapterMemory, adapter_memory
 from common.models.attention.memory import AttentionMemory
 from common.models.checkpoint.compressed import CompressedParameter
+from common.models.flops import visited_shares
 from common.models.structure import fp32_parameters, parameter_names
 from common.models.vision.memory import image_memory
 from common.models.vision.towers import tower_parameters
@@ -57,9 +58,15 @@ class _Group:
 class _Records:
     """Makes records, and numbers them."""
 
-    def __init__(self, precision: Precision, frozen: FrozenDtype, compressed: Mapping[str, CompressedParameter]):
+    def __init__(
+        self,
+        precision: Precision,
+        frozen: FrozenDtype,
+        compressed: Mapping[str, CompressedParameter],
+        shares: Mapping[str, float],
+    ):
         self.made: list[Record] = []
-        self._precision, self._frozen, self._compressed = precision, frozen, compressed
+        self._precision, self._frozen, self._compressed, self._shares = precision, frozen, compressed, shares
 
     def main(self, name: str, kind: Kind, group: _Group) -> int:
         """Make a record of a whole group, or of its frozen parameters if there are any; return its index."""
@@ -91,19 +98,19 @@ class _Records:
         if frozen is FrozenDtype.CHECKPOINT:
             compressed = {names[0]: self._compressed[names[0]] for names, *_ in entries if names[0] in self._compressed}
             frozen = frozen if compressed else FrozenDtype.PLAIN
-        self.made.append(
-            Record.build(
-                len(self.made),
-                name,
-                kind,
-                precision,
-                entries,
-                trainable=trainable,
-                frozen=frozen,
-                held=held,
-                compressed=compressed,
-            )
+        record = Record.build(
+            len(self.made),
+            name,
+            kind,
+            precision,
+            entries,
+            trainable=trainable,
+            frozen=frozen,
+            held=held,
+            compressed=compressed,
         )
+        slots = tuple(replace(slot, activity=self._shares.get(slot.name, 1.0)) for slot in record.parameters)
+        self.made.append(replace(record, parameters=slots))
         return len(self.made) - 1
 
 
@@ -154,7 +161,8 @@ def model_records(
             group = both if len(sides) == 2 else before if True in sides else after
         group.add(entry, parameter.requires_grad)
     blocks = [group.with_held() for group in blocks]
-    made = _build_layout(blocks, before, after, both, tower, _Records(precision, frozen, compressed or {}), precision)
+    records = _Records(precision, frozen, compressed or {}, visited_shares(stack.model))
+    made = _build_layout(blocks, before, after, both, tower, records, precision)
     adapted = [name for name, module in stack.model.named_modules() if isinstance(module, BaseTunerLayer)]
     outside = (stack.model.get_submodule(name) for name in adapted if not name.startswith(prefix))
     return replace(
@@ -211,7 +219,7 @@ def _build_layout(
         tuple(records.made),
         embedding,
         head,
-        layers,
+        tuple((index,) for index in layers),
         precision,
         block_adapters=adapters if any(index is not None for index in adapters) else (),
         embedding_adapter=embedding_adapter,

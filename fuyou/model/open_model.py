@@ -40,6 +40,7 @@ class OpenModel:
             is frozen, for then the records depend on what is in it.
         towers: what of a vision-language model's towers is frozen, if ``trainable`` does not say it.
         images: whether batches come with images.
+        draw: whether adapters' first values are needed; see :class:`Adapters`.
 
     Attributes:
         base: the model without adapters, for its names; if there are none, it is the one that ``stack`` runs.
@@ -67,6 +68,7 @@ class OpenModel:
         checkpoint: Path | None = None,
         towers: TowerFreezing = DEFAULT_FREEZING,
         images: bool = False,
+        draw: bool = True,
     ):
         if adapters is not None and trainable is not None:
             raise UserError("adapters freeze all other parameters: give either adapters or trainable.")
@@ -80,7 +82,7 @@ class OpenModel:
         if adapters is not None:
             model = build_meta_model(config, dtype=precision.dtype)
             towers.without_adapters(adapters, model)
-            self.adapters = Adapters(model, adapters, seed)
+            self.adapters = Adapters(model, adapters, seed, draw)
         elif trainable is not None:
             self._freeze_all_but(trainable)
         else:

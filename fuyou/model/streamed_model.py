@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map
 from transformers import PreTrainedModel
 
 from common.data.documents import Documents
@@ -223,7 +224,8 @@ class StreamedModel:
         assert self.family.isolation is not None
         return DocumentSeparator(self.model, self.family.isolation)
 
-    def _apart(self, documents: Documents | None) -> contextlib.AbstractContextManager[None]:
+    def apart(self, documents: Documents | None) -> contextlib.AbstractContextManager[None]:
+        """Keep ``documents`` apart in what the model computes while the context is open; None: there are none."""
         return contextlib.nullcontext() if documents is None else self._separator.apart(documents)
 
     @contextmanager
@@ -263,6 +265,26 @@ class StreamedModel:
         with self._skipped(self.before), self._without_outer_weights():
             return self._embed({"input_ids": input_ids}, self.links)
 
+    def meta_calls(self, tokens: int) -> list[tuple[torch.Tensor, tuple[Any, ...], dict[str, Any]]]:
+        """Return what each block is called with for a row of so many tokens, on the meta device.
+
+        Returns:
+            Hidden states, and other positional and keyword arguments, of each block. Shared dictionaries are as the
+            first block finds them.
+        """
+        ids = torch.zeros(1, tokens, dtype=torch.long, device=self.device)
+        with self._stand_ins.probing(all_blocks=bool(self.links)) as probe:
+            hidden, calls = self.embed_without_weights(ids)
+
+        def to_meta(leaf: Any) -> Any:
+            if not isinstance(leaf, torch.Tensor):
+                return leaf
+            key = calls.key_of(leaf)
+            return probe.values[key] if key in probe.values else leaf.to("meta")
+
+        hidden = hidden.to("meta")
+        return [(hidden, *tree_map(to_meta, arguments)) for arguments in calls.arguments]
+
     def embed_with_zero_links(self, batch: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, BlockCalls]:
         """Do what :meth:`embed` does, for blocks that are run by themselves: what other blocks hand them is zero."""
         if not self.links:
@@ -275,7 +297,7 @@ class StreamedModel:
     def _embed(self, batch: Mapping[str, torch.Tensor], links: BlockLinks) -> tuple[torch.Tensor, BlockCalls]:
         documents = None if "attention_mask" in batch else Documents.of(batch.get("position_ids"))
         known = {name: value for name, value in batch.items() if name != "position_ids" or self._takes_positions}
-        with self._apart(documents), self._stand_ins.recording(links, documents) as calls:
+        with self.apart(documents), self._stand_ins.recording(links, documents) as calls:
             self.model(**known, use_cache=False)
         hidden, calls.first_hidden = calls.first_hidden, None
         assert hidden is not None
@@ -286,7 +308,7 @@ class StreamedModel:
 
         With gradients enabled, ``calls.backward`` is to follow.
         """
-        with self._apart(calls.documents):
+        with self.apart(calls.documents):
             return calls.run(index, self.blocks[index], hidden)
 
     def head(self, batch: Mapping[str, torch.Tensor], hidden: torch.Tensor) -> torch.Tensor:

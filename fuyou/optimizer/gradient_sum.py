@@ -37,7 +37,15 @@ class GradientSum:
     def attach(self, leaves: Mapping[str, torch.Tensor]) -> None:
         """Take over the gradients of ``leaves`` (by parameter name) as soon as they are accumulated."""
         for name, leaf in leaves.items():
-            leaf.register_post_accumulate_grad_hook(lambda leaf, name=name: self._add(name, leaf))
+            leaf.register_post_accumulate_grad_hook(lambda leaf, name=name: self._take(name, leaf))
+
+    def add(self, name: str, gradient: torch.Tensor) -> None:
+        """Add a gradient of the parameter ``name``."""
+        if name in self.seen:
+            self._views[name].add_(gradient)
+        else:
+            self._views[name].copy_(gradient)
+            self.seen.add(name)
 
     def finish(self) -> None:
         """Set the gradients of parameters that have none to zero."""
@@ -45,13 +53,9 @@ class GradientSum:
             if name not in self.seen:
                 view.zero_()
 
-    def _add(self, name: str, leaf: torch.Tensor) -> None:
+    def _take(self, name: str, leaf: torch.Tensor) -> None:
         assert leaf.grad is not None
-        if name in self.seen:
-            self._views[name].add_(leaf.grad)
-        else:
-            self._views[name].copy_(leaf.grad)
-            self.seen.add(name)
+        self.add(name, leaf.grad)
         leaf.grad = None
 
     def _zero_padding(self) -> None:

@@ -53,7 +53,7 @@ class PlannerContext:
         """Buffers that the run has if nothing is chosen for it."""
         job, (host, device) = self.job, self.limits
         planner = MemoryPlanner(job.shape, job.config, device, host, self.device.shares_host_memory)
-        return planner.plan(job.rows, job.seq_len, job.micro_batch)
+        return planner.plan(job.rows, job.seq_len, job.micro_batch, job.loss)
 
     @cached_property
     def workload(self) -> ProfiledWorkload:

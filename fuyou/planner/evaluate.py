@@ -21,13 +21,14 @@ from fuyou.model.recompute.policy import (
 )
 from fuyou.optimizer.clipping import ClipBy
 from fuyou.planner.machine import Machine
+from fuyou.planner.piece_size import fitting_job
 from fuyou.planner.rates import TaskRates
 from fuyou.planner.simulated_machine import Simulation
 from fuyou.planner.simulator import simulate
 from fuyou.planner.training_job import TrainingJob
-from fuyou.schedule.memory_plan import Batch, MemoryPlan
+from fuyou.schedule.memory_plan import MemoryPlan
 from fuyou.schedule.memory_planner import MemoryPlanner
-from fuyou.schedule.tasks import ComputeTask, Resource, StepList
+from fuyou.schedule.tasks import ComputeTask, Op, Resource, StepList
 from fuyou.schedule.update_policy import UpdatePolicy
 
 _MAX_TASKS = 640
@@ -67,6 +68,8 @@ class Evaluation:
     """Bytes of saved outputs of one layer and micro-batch, as simulated."""
     saved_flops: float
     """FLOPs that a step leaves out of the recomputation of all blocks' forward passes."""
+    update_seconds: float
+    """Seconds of work that the updates take in one step: what deferring some of them could move."""
     clipped_seconds: float | None = None
     """Seconds of a step that is clipped and does its updates twice; None where none does."""
 
@@ -85,8 +88,13 @@ class Evaluator:
     """Evaluates candidates for one job on one machine, each only once."""
 
     def __init__(self, job: TrainingJob, machine: Machine):
-        self.job = job
         self.machine = machine
+        self._too_small: UserError | None = None
+        try:
+            job = fitting_job(job, machine)
+        except UserError as error:
+            self._too_small = error  # which every candidate meets
+        self.job = job
         self._activation_planners: dict[ActivationPolicy, ActivationPlanner] = {}
         self._known: dict[tuple[Candidate, bool], Evaluation | UserError] = {}
 
@@ -96,9 +104,10 @@ class Evaluator:
         Raises:
             UserError: it does not fit into memory; says how much would.
         """
-        if candidate.micro_rows is None:
-            candidate = replace(candidate, micro_rows=self.memory(candidate).batch.micro_rows)
-        key = (candidate, merged)
+        memory = self.memory(candidate)
+        candidate = replace(candidate, micro_rows=memory.batch.micro_rows)
+        # What is not merged anyway is simulated once.
+        key = (candidate, merged and merge_micro_batches(memory, len(self.job.shape.blocks)) is not memory)
         if key not in self._known:
             try:
                 self._known[key] = self._evaluate(candidate, merged)
@@ -126,8 +135,8 @@ class Evaluator:
         return UpdatePolicy(candidate.clip_by if self.job.clips else None, candidate.deferred_fraction)
 
     def activation_planner(self, candidate: Candidate) -> ActivationPlanner:
-        """Return what ``candidate`` saves for the backward pass, for any batch."""
-        policy = candidate.activation_policy
+        """Return what ``candidate`` saves for the backward pass, for any batch: nothing if blocks are in pieces."""
+        policy = SAVE_NOTHING if self.job.shape.orders else candidate.activation_policy
         if policy not in self._activation_planners:
             self._activation_planners[policy] = ActivationPlanner(
                 self.job.stack, self._kernels, self.job.shape.precision.dtype, policy
@@ -140,6 +149,8 @@ class Evaluator:
         Raises:
             UserError: they do not fit; says how much would.
         """
+        if self._too_small is not None:
+            raise self._too_small
         job, machine, activations = self.job, self.machine, self.activation_planner(candidate)
         updates = self.update_policy(candidate)
         planner = MemoryPlanner(
@@ -154,7 +165,7 @@ class Evaluator:
             kept_layers=len(activations.layers),
             kept_bytes=lambda batch: activations.saved(batch.micro_rows, batch.seq_len).nbytes,
         )
-        return planner.plan(job.rows, job.seq_len, candidate.micro_rows)
+        return planner.plan(job.rows, job.seq_len, candidate.micro_rows, job.loss)
 
     @property
     def _kernels(self) -> str:
@@ -281,6 +292,7 @@ class Evaluator:
             simulation,
             plan.kept_bytes,
             left_out * recomputed,
+            update_seconds(tasks, rates),
             clipped_seconds,
         )
 
@@ -291,9 +303,9 @@ def merge_micro_batches(plan: MemoryPlan, layers: int) -> MemoryPlan:
     few = max(1, _MAX_TASKS // (2 * layers))
     if several < 2 * few:
         return plan
-    batch = Batch(plan.batch.rows, plan.batch.seq_len, -(-plan.batch.rows // few))
+    batch = replace(plan.batch, micro_rows=-(-plan.batch.rows // few))
     factor = several / batch.micro_batches
-    everything = (layers + 2) * batch.micro_batches + 2
+    everything = batch.activations(layers)
     saved, spills = layers * batch.micro_batches, bool(counts.host_activations)
     device = max(4, int(counts.device_activations / factor)) if spills else everything
     device_saved = max(2, round(counts.device_kept / factor)) if counts.device_kept else 0
@@ -344,3 +356,20 @@ def busy_seconds(tasks: StepList, rates: TaskRates) -> dict[Resource, float]:
         if messages[resource]:
             busy[resource] = moved[resource] / rate + messages[resource] * rates.message_seconds
     return busy
+
+
+def update_seconds(tasks: StepList, rates: TaskRates) -> float:
+    """Return the seconds of work that a step's updates take: gradients that leave, Adam, and states on the SSDs."""
+    seconds = 0.0
+    for task in tasks.tasks:
+        if task.op in (Op.STATE_READ, Op.GRADIENT_READ):
+            seconds += task.nbytes / rates.read_bytes_per_second
+        elif task.op in (Op.STATE_WRITE, Op.RESIDENT_WRITE, Op.PARAMETER_WRITE, Op.GRADIENT_WRITE):
+            seconds += task.nbytes / rates.write_bytes_per_second
+        elif task.op is Op.UPDATE:
+            seconds += task.nbytes / rates.adam_parameters_per_second
+        elif task.op is Op.GRADIENT_DOWNLOAD:
+            seconds += task.nbytes / rates.download_bytes_per_second
+        elif task.op is Op.PARAMETER_SPREAD:
+            seconds += task.nbytes / rates.inter_node_bytes_per_second + rates.message_seconds
+    return seconds

@@ -123,13 +123,13 @@ class PaperScheme:
     def device_bytes(self) -> int:
         """Bytes of four buffers of a block, through which embedding and head pass, too, and of what one block saves."""
         buffers = DEVICE_BUFFERS.device_blocks + DEVICE_BUFFERS.device_block_gradients
-        block = max(self.job.shape.records[index].numel for index in self.job.shape.blocks)
+        block = self.job.shape.block_elements
         return buffers * block * 2 + SAVED_BYTES * self.job.tokens * self.hidden
 
     @property
     def buffer_host_bytes(self) -> int:
         """Bytes of page-locked buffers, which PyTorch rounds up to a power of two, and of the processes."""
-        block = max(self.job.shape.records[index].numel for index in self.job.shape.blocks)
+        block = self.job.shape.block_elements
         in_16_bits = DEVICE_BUFFERS.host_blocks + DEVICE_BUFFERS.host_block_gradients
         return STATE_BUFFERS * _power_of_two(4 * block) + in_16_bits * _power_of_two(2 * block) + HOST_OVERHEAD_BYTES
 
@@ -190,8 +190,7 @@ class PaperScheme:
 
     @property
     def forward_flops(self) -> float:
-        blocks = sum(self.job.shape.records[index].parameter_count for index in self.job.shape.blocks)
-        return 2.0 * blocks * self.job.tokens
+        return 2.0 * self.job.block_parameters * self.job.tokens
 
     def _swaps(self) -> Iterator[Swap]:
         tokens, hidden = self.job.tokens, self.hidden

@@ -104,5 +104,6 @@ class TaskRates:
         if task.visit.phase is not Phase.BLOCK_BACKWARD:
             saving = 0.0 if task.kept is None else self.saving_seconds_per_token * task.tokens
             return task.flops / self.flops_per_second + saving
-        finish = self.finish_seconds if task.last else 0.0
+        finishes = task.last and (task.visit.part is None or (task.gradient is not None and task.visit.completes))
+        finish = self.finish_seconds if finishes else 0.0
         return task.flops / (self.backward_flops_per_second or self.flops_per_second) + finish

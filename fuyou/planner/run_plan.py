@@ -192,6 +192,7 @@ def plan(job: TrainingJob, machine: Machine) -> RunPlan:
     If the run does not fit, the plan says what is missing.
     """
     evaluator = Evaluator(job, machine)
+    job = evaluator.job
     try:
         best = search(evaluator)
     except UserError as error:
@@ -294,7 +295,7 @@ def _search_activation_policy(evaluator: Evaluator, best: Evaluation) -> Evaluat
 
     First the same outputs in all blocks; then more of them in some of the blocks.
     """
-    if best.bound is not Resource.GPU or evaluator.trace is None:
+    if best.bound is not Resource.GPU or evaluator.trace is None or evaluator.job.shape.orders:
         return best
     layers = len(evaluator.job.shape.blocks)
     operators: tuple[tuple[str, int], ...] = ()
@@ -341,10 +342,8 @@ def quick_search(evaluator: Evaluator, near: Candidate) -> Evaluation:
 
 def _better(evaluator: Evaluator, best: Evaluation, candidate: Candidate) -> Evaluation:
     """Return ``candidate`` if its step is shorter, else ``best``. It is not tried if nothing is to be gained."""
-    nothing_to_gain = (
-        best.step_seconds <= NEAR * best.bound_seconds
-        and candidate.activation_policy == best.candidate.activation_policy
-    )
+    tight = best.step_seconds <= NEAR * best.bound_seconds or best.update_seconds < WORTH * best.step_seconds
+    nothing_to_gain = tight and candidate.activation_policy == best.candidate.activation_policy
     if nothing_to_gain or not evaluator.fits(candidate):
         return best
     other = evaluator.evaluate(candidate)

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 
-from fuyou.layout.model_layout import FULL_RECOMPUTATION, BatchShape, ModelLayout, Recomputation
+from fuyou.layout.model_layout import FULL_RECOMPUTATION, ModelLayout, Recomputation
 from fuyou.layout.record import Record
 from fuyou.planner.rates import TaskRates
 from fuyou.planner.simulated_machine import Clock, OptimizerProcess, SimulatedLink, Simulation
@@ -175,7 +175,7 @@ def simulate(
         resident=plan.resident,
         recomputation=recomputation,
     )
-    batch = BatchShape(plan.batch.micro_batches, plan.activation_bytes, plan.batch.mean_tokens, plan.kept_bytes)
+    batch = plan.batch_shape(plan.batch)
     lists: list[StepList] = []
     resolved: list[Task] = []
     with _no_garbage_collection():

@@ -21,6 +21,7 @@ from fuyou.model.open_model import OpenModel
 from fuyou.model.recompute.policy import ActivationPolicy
 from fuyou.model.streamed_model import StreamedModel
 from fuyou.optimizer.clipping import ClipBy, ClipStatistics, speculation_obstacle
+from fuyou.schedule.memory_plan import ENGINE_LOSS, LossInputs
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,8 @@ class TrainingJob:
     """Fraction of the blocks whose updates wait for the next forward pass; None leaves it to the planner."""
     host_cache: int | None = None
     """Maximum bytes of host memory that only save reading and writing; None: what is left."""
+    piece_bytes: int | None = None
+    """Most bytes of a piece of a block; None leaves it to the planner, which cuts blocks that do not fit."""
     activation_policy: ActivationPolicy | None = None
     """Operator outputs that are saved for the backward pass; None leaves it to the planner."""
     commit_every: int = 1
@@ -56,6 +59,8 @@ class TrainingJob:
     """Way in which gradients are clipped, if they are; None leaves it to the planner."""
     clipped_share: float = ClipStatistics().share
     """Share of the steps that are expected to be clipped; 0 if the norm only tells what is not finite."""
+    loss: LossInputs = ENGINE_LOSS
+    """What the loss is computed from, if the caller computes it."""
 
     @property
     def option_without_norm(self) -> str:
@@ -78,9 +83,9 @@ class TrainingJob:
         return tuple(ClipBy) if self.clip_by is None else (self.clip_by,)
 
     @property
-    def block_parameters(self) -> int:
-        """Parameters in all blocks together."""
-        return sum(self.shape.records[index].parameter_count for index in self.shape.blocks)
+    def block_parameters(self) -> float:
+        """Parameters in all blocks together that a token is multiplied with: of experts those that it is sent to."""
+        return sum(self.shape.active_parameters(layer) for layer in range(len(self.shape.blocks)))
 
     @property
     def parameters(self) -> int:
@@ -140,10 +145,12 @@ def training_job_of_run(
         micro_batch=config.memory.micro_batch,
         deferred_fraction=config.optimizer.deferred_fraction or None,
         host_cache=config.host_cache,
+        piece_bytes=shape.piece_bytes,
         activation_policy=config.kept_activations if isinstance(config.kept_activations, ActivationPolicy) else None,
         commit_every=config.store.commit_every,
         clip_by=config.clip_by,
         clipped_share=0.0 if config.max_grad_norm == math.inf else clip_statistics.share,
+        loss=config.loss_inputs,
     )
 
 
@@ -187,6 +194,7 @@ def describe_training(
         router_loss=router_loss,
         checkpoint=checkpoint,
         towers=towers,
+        draw=False,
     )
     meta = opened.stack.model
     return TrainingJob(

@@ -74,6 +74,8 @@ class Claim:
     def small_config(self) -> PreTrainedConfig:
         """Return the small configuration, with the router loss that is asked for."""
         small = miniature(self.config)
+        if small.num_labels == 1:  # a reward: its head is that of classes, and its loss is the caller's
+            small.num_labels = 2
         if self.router_loss != "auto":
             for part in _parts(small):
                 if hasattr(part, "output_router_logits"):

@@ -14,7 +14,15 @@ Arguments = tuple[list[ActivationKey], list[ActivationKey]]
 
 
 def hidden_arguments(visit: Visit, micro: int) -> Arguments:
-    """Return which block inputs and gradients a compute task reads and writes. The head counts as layer L."""
+    """Return which block inputs and gradients a compute task reads and writes. The head counts as layer L.
+
+    Of a block in pieces, the first part reads them, and keeps a copy for those that follow; the last part writes.
+    """
+    reads, writes = _all_arguments(visit, micro)
+    return reads if visit.begins else [], writes if visit.ends else []
+
+
+def _all_arguments(visit: Visit, micro: int) -> Arguments:
     i = 0 if visit.layer is None else visit.layer  # an embedding gives block 0 its input
     match visit.phase:
         case Phase.EMBED_FORWARD:
@@ -53,13 +61,15 @@ class ActivationPools:
         self._bytes = 0
         self._ssd_users: dict[int, list[Task]] = {}
 
-    def begin(self, step: StepList, visits: Sequence[Visit], micro_batches: int, nbytes: int) -> None:
+    def begin(
+        self, step: StepList, visits: Sequence[Visit], micro_batches: Callable[[Visit], range], nbytes: int
+    ) -> None:
         """Start a pass, in which no activation is alive yet and every use is known; each takes ``nbytes``."""
         self._list, self._bytes = step, nbytes
         self._uses = {}
         position = 0
         for visit in visits:
-            for micro in range(micro_batches):
+            for micro in micro_batches(visit):
                 for key in self._arguments(visit, micro)[0]:
                     self._uses.setdefault(key, []).append(position)
                 position += 1

@@ -168,7 +168,8 @@ class Pool:
 class SortedPool(Pool):
     """A pool of many buffers, which finds what is needed latest without looking at each.
 
-    For that, :meth:`update_next_use` must be called when an object's next use has changed.
+    For that, :meth:`update_next_use` must be called when an object's next use has changed, and :meth:`sort_anew` when
+    those of many have.
     """
 
     def __init__(self, name: str, count: int, next_use: Callable[[Hashable], float], spare_busy: bool = False):
@@ -182,6 +183,10 @@ class SortedPool(Pool):
         index = self._where.get(key)
         if index is not None:
             self._sort(index)
+
+    def sort_anew(self) -> None:
+        """Note that the next uses of many objects have changed."""
+        self._sorted = None
 
     def touch(self, index: int) -> None:
         super().touch(index)

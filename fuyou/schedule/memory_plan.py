@@ -11,7 +11,7 @@ from transformers import PreTrainedConfig
 from common.memory.buffers import round_up
 from common.models.vision.memory import NO_IMAGES
 from fuyou.layout.frozen_weights import ROW_ELEMENTS, FrozenDtype
-from fuyou.layout.model_layout import BufferCounts, ModelLayout
+from fuyou.layout.model_layout import BatchShape, BufferCounts, ModelLayout
 from fuyou.layout.record import PAGE_ELEMENTS, Kind, Record
 from fuyou.model.loss.cross_entropy import pass_bytes
 
@@ -39,12 +39,45 @@ DECODING_BYTES = 20 * ROW_ELEMENTS
 #: that pass them through a function (soft capping). What the loss makes in fp32 comes in passes:
 #: fuyou/model/loss/cross_entropy.py.
 LOGIT_COPIES = 3
+#: Upper bound of the host's bytes for each number that a caller's own loss is made of: itself, a copy that carries the
+#: graph, its gradient, and five more in the caller's loss.
+OUTPUT_BYTES = 32
 #: Upper bound of the bytes that a router's loss takes for each token and expert: logits, their softmax, that in fp32,
 #: masked, and a gradient of each, some of which are there at the same time.
 ROUTER_BYTES = 32
+#: Hidden states that a micro-batch keeps between two parts of a block's forward pass: the block's input and what
+#: attention and the feed-forward network have made of it so far.
+PARKED_HIDDEN = 8
 #: The head runs over ranges of tokens, each of which makes a whole gradient of its weights: with this many tokens that
 #: hardly counts; with few it costs more than all else. Fewer only where memory is short.
 HEAD_TOKENS, FEWEST_HEAD_TOKENS = 4096, 64
+
+
+@dataclass(frozen=True)
+class LossInputs:
+    """What a loss is computed from, if the caller computes it."""
+
+    outputs: int = 0
+    """fp32 numbers that the head makes for each token; 0: the loss is the engine's own cross entropy."""
+    reference: bool = False
+    """Whether every sequence also passes through the model without its adapters."""
+
+    @property
+    def passes(self) -> int:
+        """Number of times that each sequence passes forward."""
+        return 2 if self.reference else 1
+
+    def covers(self, other: "LossInputs") -> bool:
+        """Return whether memory planned for these is enough for ``other``."""
+        return self.outputs >= other.outputs and self.reference >= other.reference
+
+    def joined(self, other: "LossInputs") -> "LossInputs":
+        """Return the least that covers both."""
+        return LossInputs(max(self.outputs, other.outputs), self.reference or other.reference)
+
+
+ENGINE_LOSS = LossInputs()
+"""The engine's own loss."""
 
 
 @dataclass(frozen=True)
@@ -56,10 +89,17 @@ class Batch:
     seq_len: int
     micro_rows: int
     """Sequences in one micro-batch; the last one may have fewer."""
+    loss: LossInputs = ENGINE_LOSS
+    """What the loss is computed from."""
 
     @property
     def micro_batches(self) -> int:
         return -(-self.rows // self.micro_rows)
+
+    def activations(self, layers: int) -> int:
+        """Return how many blocks' inputs there are at once, at most; a reference's stay until the next block only."""
+        reference = self.micro_batches + 1 if self.loss.reference else 0
+        return (layers + 2) * self.micro_batches + 2 + reference
 
     @property
     def micro_tokens(self) -> int:
@@ -98,6 +138,18 @@ class MemoryPlan:
     host_bytes: int
     resident: tuple[int, ...] = ()
     """Records that live in host memory for the whole run, states included."""
+
+    def batch_shape(self, batch: Batch) -> BatchShape:
+        """Return ``batch``, which fits into this plan, as the schedule sees it."""
+        loss = batch.loss
+        return BatchShape(
+            batch.micro_batches,
+            self.activation_bytes,
+            batch.mean_tokens,
+            self.kept_bytes,
+            own_loss=bool(loss.outputs),
+            reference=loss.reference,
+        )
 
     def spills_gradients(self, shape: ModelLayout, held: Collection[int]) -> bool:
         """Return whether the host has too few buffers for the gradients of all records in ``held``, which stay until
@@ -194,7 +246,7 @@ class MemoryCounter:
 
     def _device_bytes(self, plan: MemoryPlan) -> int:
         shape, batch, counts = self._shape, plan.batch, plan.counts
-        width = shape.precision.parameter_bytes
+        width, passing = shape.precision.parameter_bytes, batch.rows * batch.loss.passes
         images = shape.image_memory if shape.images else NO_IMAGES
         gradients = {
             Kind.BLOCK: _gradient_bytes(counts.device_block_gradients, width, plan.wide_blocks),
@@ -208,15 +260,15 @@ class MemoryCounter:
             + counts.device_adapter_gradients * shape.device_gradient_nbytes(Kind.ADAPTER)
             + counts.device_activations * plan.activation_bytes
             + counts.device_kept * plan.kept_bytes
-            + batch.rows * (shape.carried_bytes(batch.seq_len) + shape.attention.mask_bytes(batch.seq_len))
-            + batch.rows * batch.seq_len * images.kept * width
+            + passing * (shape.carried_bytes(batch.seq_len) + shape.attention.mask_bytes(batch.seq_len))
+            + passing * batch.seq_len * images.kept * width
             + plan.workspace_bytes
             + REDUCTION_BYTES * ((shape.share.ranks_per_node > 1) + (shape.share.nodes > 1))
         )
 
     def _host_bytes(self, plan: MemoryPlan) -> int:
         """Return the host's bytes; the device's come on top where the host is the device."""
-        shape, counts = self._shape, plan.counts
+        shape, counts, batch = self._shape, plan.counts, plan.batch
         return (
             sum(
                 counts.host(kind) * shape.parameter_nbytes(kind)
@@ -227,6 +279,7 @@ class MemoryCounter:
             + plan.ring_chunks * plan.chunk_elements * shape.trained_state_bytes
             + counts.host_activations * plan.activation_bytes
             + counts.host_kept * plan.kept_bytes
+            + batch.rows * batch.seq_len * batch.loss.outputs * OUTPUT_BYTES * batch.loss.passes
             + (0 if self._cpu else self._encoding_bytes)
             + HOST_OVERHEAD_BYTES
             + DESCRIPTION_BYTES * shape.parameter_tensors
@@ -238,7 +291,8 @@ class MemoryCounter:
         shape, width = self._shape, self._shape.precision.parameter_bytes
         tokens, vocabulary = columns * batch.micro_rows, self._config.get_text_config().vocab_size
         logits = tokens * vocabulary * LOGIT_COPIES * width
-        logits += pass_bytes(tokens, vocabulary, "cpu" if self._cpu else "cuda")
+        logits += pass_bytes(tokens, vocabulary, "cpu" if self._cpu else "cuda", bool(batch.loss.outputs))
+        logits += tokens * batch.loss.outputs * 2 * 4  # on the device: a chunk's outputs, or their gradients, in parts
         # An outer gradient is made, transposed or summed on the way, and added to the flat buffer: measured on a CPU,
         # three times its size at once.
         head = logits + 3 * shape.trained_parameter(Kind.NON_BLOCK) * width
@@ -256,7 +310,26 @@ class MemoryCounter:
         per_token += ROUTER_BYTES * shape.router_experts
         adapting = shape.block_adapter_memory
         squares = batch.micro_rows * shape.attention.workspace_bytes(batch.seq_len)
-        return int(batch.micro_tokens * (per_token + adapting.per_token)) + adapting.fixed + squares
+        one = int(batch.micro_tokens * (per_token + adapting.per_token)) + adapting.fixed + squares
+        return one if not shape.orders else self._workspace_in_pieces(batch, one)
+
+    def _workspace_in_pieces(self, batch: Batch, one: int) -> int:
+        """Return the same for blocks in pieces.
+
+        A block's input, and the gradient of its output, are copied: they are needed beyond the part that begins a pass.
+        In a mixture of experts, outputs of all experts are there until they are added up.
+
+        Args:
+            batch: the batch.
+            one: bytes for one micro-batch that a block computes.
+        """
+        shape, text = self._shape, self._config.get_text_config()
+        hidden = batch.micro_tokens * text.hidden_size * shape.precision.parameter_bytes
+        rows = (getattr(text, "num_experts_per_tok", None) or 0) * hidden
+        one += 2 * hidden + 3 * rows
+        if shape.trained_elements(Kind.BLOCK):
+            return batch.micro_batches * one  # all micro-batches go through the backward pass together
+        return max(one, batch.micro_batches * (PARKED_HIDDEN * hidden + rows))
 
     @cached_property
     def _encoding_bytes(self) -> int:

@@ -16,7 +16,15 @@ from common.units import format_bytes
 from fuyou.layout.model_layout import BufferCounts, ModelLayout
 from fuyou.layout.record import Kind
 from fuyou.layout.resident import resident_records
-from fuyou.schedule.memory_plan import FEWEST_HEAD_TOKENS, HEAD_TOKENS, Batch, MemoryCounter, MemoryPlan
+from fuyou.schedule.memory_plan import (
+    ENGINE_LOSS,
+    FEWEST_HEAD_TOKENS,
+    HEAD_TOKENS,
+    Batch,
+    LossInputs,
+    MemoryCounter,
+    MemoryPlan,
+)
 
 
 class MemoryPlanner:
@@ -56,7 +64,7 @@ class MemoryPlanner:
         self._saving_layers, self._saved_bytes = kept_layers, kept_bytes if kept_layers else lambda batch: 0
         self._adapters = len(shape.of_kind(Kind.ADAPTER))
 
-    def plan(self, rows: int, seq_len: int, micro_rows: int | None) -> MemoryPlan:
+    def plan(self, rows: int, seq_len: int, micro_rows: int | None, loss: LossInputs = ENGINE_LOSS) -> MemoryPlan:
         """Return the best plan that fits: micro-batches as large as the device takes (or as asked), then buffers.
 
         Raises:
@@ -66,8 +74,8 @@ class MemoryPlanner:
         counter = MemoryCounter(self.shape, self._config, self._limits.cpu, self._saved_bytes)
         best: MemoryPlan | None = None
         for size in sizes:
-            batch = Batch(rows, seq_len, min(size, rows))
-            for device in _device_ladder():
+            batch = Batch(rows, seq_len, min(size, rows), loss)
+            for device in _device_ladder(bool(self.shape.orders)):
                 plan = self._fit(counter, batch, device)
                 if plan is not None:
                     if best is None or device.device_blocks > best.counts.device_blocks:
@@ -76,7 +84,7 @@ class MemoryPlanner:
             if best is not None and best.counts.device_blocks > 1:
                 break  # smaller micro-batches would only cost speed
         if best is None:
-            raise self._too_small(counter, [Batch(rows, seq_len, min(size, rows)) for size in sizes])
+            raise self._too_small(counter, [Batch(rows, seq_len, min(size, rows), loss) for size in sizes])
         return best
 
     def _fit(self, counter: MemoryCounter, batch: Batch, device: BufferCounts) -> MemoryPlan | None:
@@ -129,7 +137,7 @@ class MemoryPlanner:
 
     def _too_small(self, counter: MemoryCounter, batches: list[Batch]) -> UserError:
         """Return the error that says how much memory the smallest plan for one of ``batches`` needs."""
-        counts, ring = list(_host_ladder(list(_device_ladder())[-1]))[-1]
+        counts, ring = list(_host_ladder(list(_device_ladder(False))[-1]))[-1]
         adapters, passing = self._adapter_ladder()[-1]
         counts = replace(
             self._needed(counts), host_activations=2, host_adapters=adapters, host_adapter_gradients=passing
@@ -200,7 +208,7 @@ class _Filler:
     def add_activations(self, counts: BufferCounts) -> BufferCounts | None:
         """Put the blocks' inputs on the device, else the host, else the SSDs; None if there is no room to pass."""
         nbytes = self.plan(counts).activation_bytes
-        total = (len(self.shape.blocks) + 2) * self.batch.micro_batches + 2
+        total = self.batch.activations(len(self.shape.blocks))
         more = min(total - counts.device_activations, self.device_room(counts) // nbytes)
         counts = replace(counts, device_activations=counts.device_activations + max(0, more))
         if counts.device_activations >= total:
@@ -234,7 +242,7 @@ class _Filler:
         nbytes = self.shape.gradient_nbytes(Kind.BLOCK)
         if not nbytes:
             return counts
-        more = max(0, min(self.host_room(counts) // nbytes, deferred, len(self.shape.blocks)))
+        more = max(0, min(self.host_room(counts) // nbytes, deferred, len(self.shape.of_kind(Kind.BLOCK))))
         return replace(counts, host_block_gradients=counts.host_block_gradients + more)
 
     def add_cache(self, counts: BufferCounts, limit: int | None, speculative: bool) -> MemoryPlan:
@@ -243,11 +251,11 @@ class _Filler:
         Parameters come first, which save twice their size in every step; when all of them are there, states, which save
         it once (twice if not every step is committed). In between, with ``speculative`` updates, gradients that stay.
         """
-        layers, outer = len(self.shape.blocks), len(self.shape.of_kind(Kind.NON_BLOCK))
+        blocks, outer = (len(self.shape.of_kind(kind)) for kind in (Kind.BLOCK, Kind.NON_BLOCK))
         block_bytes, non_block_bytes = (self.shape.parameter_nbytes(kind) for kind in (Kind.BLOCK, Kind.NON_BLOCK))
         free = self.host_room(counts)
         room = free if limit is None else min(free, limit)
-        more = max(0, min(room // block_bytes, layers - counts.host_blocks))
+        more = max(0, min(room // block_bytes, blocks - counts.host_blocks))
         counts = replace(counts, host_blocks=counts.host_blocks + more)
         room, free = room - more * block_bytes, free - more * block_bytes
         if speculative:
@@ -255,7 +263,7 @@ class _Filler:
             room = min(room, free)
         missing = max(0, outer - counts.host_non_block)
         resident: tuple[int, ...] = ()
-        if counts.host_blocks >= layers and missing * non_block_bytes <= room:
+        if counts.host_blocks >= blocks and missing * non_block_bytes <= room:
             counts = replace(counts, host_non_block=counts.host_non_block + missing)
             room -= missing * non_block_bytes
             resident = tuple(resident_records(self.shape, room))
@@ -294,8 +302,12 @@ def _head_ladder(batch: Batch) -> list[int]:
     return [width for width in _halvings(most) if width > fewest] + [fewest]
 
 
-def _device_ladder() -> Iterator[BufferCounts]:
-    """Yield the device's buffers, from what overlaps everything to what just works."""
+def _device_ladder(pieces: bool) -> Iterator[BufferCounts]:
+    """Yield the device's buffers, from what overlaps everything to what just works; several for ``pieces``, whose
+    uploads and computation take turns in being longer."""
+    if pieces:
+        for blocks in (8, 6, 4, 3):
+            yield BufferCounts(device_blocks=blocks, device_block_gradients=2, device_activations=6)
     yield BufferCounts(device_blocks=2, device_block_gradients=2, device_activations=6)
     yield BufferCounts(device_blocks=2, device_block_gradients=1, device_activations=6)
     yield BufferCounts(device_blocks=2, device_block_gradients=1, device_activations=4)

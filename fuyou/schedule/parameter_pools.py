@@ -1,10 +1,10 @@
 """Parameters in host and device memory: what is needed soonest stays, the rest is read again."""
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Collection, Hashable
 
 from fuyou.layout.model_layout import BufferCounts
 from fuyou.layout.record import Kind, Record
-from fuyou.schedule.buffer_pool import Pool
+from fuyou.schedule.buffer_pool import Pool, SortedPool
 from fuyou.schedule.gradient_pools import AddTask
 from fuyou.schedule.record_slots import RecordSlots
 from fuyou.schedule.tasks import Op, Task
@@ -24,13 +24,23 @@ class ParameterPools:
     def __init__(
         self,
         counts: BufferCounts,
-        host: dict[Kind, Pool],
+        host: dict[Kind, SortedPool],
         slots: RecordSlots,
         next_use: Callable[[Hashable], float],
         emit: AddTask,
     ):
         self._device = {kind: Pool(f"device parameters ({kind.value})", counts.device(kind), next_use) for kind in Kind}
         self._host, self._slots, self._emit = host, slots, emit
+
+    def begin_pass(self) -> None:
+        """Note that positions begin anew: with them, all next uses have changed."""
+        for pool in self._host.values():
+            pool.sort_anew()
+
+    def begin_visit(self, records: Collection[Record]) -> None:
+        """Note that ``records`` are used at this position: their next use is a later one now."""
+        for record in records:
+            self._host[record.kind].update_next_use(record.index)
 
     def on_device(self, record: Record) -> tuple[int, Task]:
         """Return the device buffer that holds the record's parameters, and the task after which it does."""

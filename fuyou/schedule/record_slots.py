@@ -1,6 +1,7 @@
 """Slots on SSD: where the newest state of each record is, which tasks write it, and what a commit makes valid."""
 
 import itertools
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from fuyou.layout.model_layout import ModelLayout
@@ -39,7 +40,7 @@ class RecordSlots:
         commit: the newest commit, if there has been one.
     """
 
-    def __init__(self, shape: ModelLayout, slot: int, single: bool, host: dict[Kind, Pool], emit: AddTask):
+    def __init__(self, shape: ModelLayout, slot: int, single: bool, host: Mapping[Kind, Pool], emit: AddTask):
         self._shape, self._single, self._host, self._emit = shape, single, host, emit
         self._committed = slot
         self._unwritten: dict[int, UpdatedRecord] = {}  # resident records that are newer than on SSD

@@ -8,13 +8,13 @@ whose buffer becomes free early. The engine runs the list; a simulator can run t
 """
 
 import bisect
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Collection, Hashable, Iterator, Sequence
 
 from fuyou.layout.model_layout import FULL_RECOMPUTATION, BatchShape, BufferCounts, ModelLayout, Recomputation
 from fuyou.layout.record import Kind, Record
 from fuyou.layout.visits import FORWARD_PHASES, Phase, Visit
 from fuyou.schedule.activation_pools import ActivationPools, Arguments, hidden_arguments
-from fuyou.schedule.buffer_pool import NEVER, Pool
+from fuyou.schedule.buffer_pool import NEVER, Pool, SortedPool
 from fuyou.schedule.gradient_pools import GradientPools
 from fuyou.schedule.parameter_pools import ParameterPools
 from fuyou.schedule.record_slots import RecordSlots, UpdatedRecord
@@ -65,14 +65,14 @@ class Scheduler:
         self._defer_all = False  # whether all its updates are deferred
         self._list = StepList(0)
         self._batch = BatchShape(1, 0, 0)
-        self._visits = shape.visits(train=True)
         self._position = 0
+        self._visits: Sequence[Visit] = ()
         self._uses: dict[int, list[int]] = {}  # record -> positions of the visits that use it
-        for position, visit in enumerate(self._visits):
-            for record in visit.records:
-                self._uses.setdefault(record, []).append(position)
+        self._use_visits(self._batch)
 
-        host = {kind: Pool(f"host parameters ({kind.value})", counts.host(kind), self._next_visit) for kind in Kind}
+        host = {
+            kind: SortedPool(f"host parameters ({kind.value})", counts.host(kind), self._next_visit) for kind in Kind
+        }
         self._slots = RecordSlots(shape, slot, single_slot, host, self._emit)
         self._parameters = ParameterPools(counts, host, self._slots, self._next_visit, self._emit)
         self._device_gradients = {
@@ -110,12 +110,12 @@ class Scheduler:
         """
         assert commit or not self._speculate
         assert not self._gradients.kept, "resolve the speculation of the step before"
-        self._list, self._batch = StepList(step), batch
-        self._activations.begin(self._list, self._visits, batch.micro_batches, batch.activation_bytes)
-        self._saved.begin(self._list, self._visits, batch.micro_batches, batch.kept_bytes)
+        self._list, self._batch = StepList(step, own_loss=batch.own_loss), batch
+        self._use_visits(batch)
+        self._activations.begin(self._list, self._visits, batch.micro_batches_of, batch.activation_bytes)
+        self._saved.begin(self._list, self._visits, batch.micro_batches_of, batch.kept_bytes)
         self._durable, self._defer_all = commit, defer_all
-        for position, visit in enumerate(self._visits):
-            self._position = position
+        for visit in self._in_turn(self._visits):
             if visit.phase in FORWARD_PHASES:
                 for record in visit.records:
                     self._update_pending(record, durable=self._commit_due)
@@ -147,9 +147,8 @@ class Scheduler:
         assert not self.pending, "flush before evaluating"
         self._list, self._batch = StepList(step), batch
         visits = self.shape.visits(train=False)
-        self._activations.begin(self._list, visits, batch.micro_batches, batch.activation_bytes)
-        for position, visit in enumerate(visits):
-            self._position = position
+        self._activations.begin(self._list, visits, batch.micro_batches_of, batch.activation_bytes)
+        for visit in self._in_turn(visits):
             self._visit(visit, train=False)
         return self._list
 
@@ -157,6 +156,7 @@ class Scheduler:
         """Return the tasks that apply pending updates without a forward pass, and commit what is not yet committed."""
         self._list = StepList(step)
         self._position = 0
+        self._parameters.begin_pass()
         for visit in self._visits:  # in the order in which the next forward needs them
             for record in visit.records:
                 self._update_pending(record, durable=commit)
@@ -181,8 +181,24 @@ class Scheduler:
 
     # -- visits ---------------------------------------------------------------------------------------------------
 
+    def _use_visits(self, batch: BatchShape) -> None:
+        """Let steps be of the visits of such a batch, and note where each record is used in them."""
+        self._visits = self.shape.visits(True, batch.micro_batches, batch.own_loss)
+        self._uses = {}
+        for position, visit in enumerate(self._visits):
+            for record in visit.records:
+                self._uses.setdefault(record, []).append(position)
+
+    def _in_turn(self, visits: Sequence[Visit]) -> Iterator[Visit]:
+        """Yield the visits of a pass, each when the position is its own."""
+        self._parameters.begin_pass()
+        for position, visit in enumerate(visits):
+            self._position = position
+            self._parameters.begin_visit([self.shape.records[index] for index in visit.records])
+            yield visit
+
     def _visit(self, visit: Visit, train: bool = True) -> None:
-        """Run all micro-batches through the visit's records."""
+        """Run the visit's micro-batches through its records."""
         records = [self.shape.records[index] for index in visit.records]
         places = [self._parameters.on_device(record) for record in records]
         buffers = {record.index: buffer for record, (buffer, _) in zip(records, places, strict=True)}
@@ -193,9 +209,9 @@ class Scheduler:
         if trained is not None:
             gradient, accumulates, leaving = self._gradient_buffer(trained)
             ready += leaving
-        flops, last = self._flops(visit), self._batch.micro_batches - 1
+        flops, micros = self._flops(visit), self._batch.micro_batches_of(visit)
         compute: ComputeTask | None = None
-        for micro in range(self._batch.micro_batches):
+        for micro in micros:
             compute = ComputeTask(
                 Op.COMPUTE,
                 list(ready),
@@ -207,8 +223,9 @@ class Scheduler:
                 micro=micro,
                 places=buffers,
                 gradient=gradient,
-                first=trained is not None and micro == 0 and not accumulates,
-                last=micro == last,
+                begins=micro == micros[0],
+                first=trained is not None and micro == micros[0] and not accumulates,
+                last=micro == micros[-1],
             )
             self._move_activations(visit, compute, train)
             self._list.tasks.append(compute)
@@ -357,22 +374,26 @@ class Scheduler:
         return task
 
     def _flops(self, visit: Visit) -> float:
-        """Return a micro-batch's FLOPs: 2 per parameter and token for the forward pass, for the gradient of the input,
-        for the gradients of what is trained, and for what of the forward pass is computed again."""
-        parameters = sum(self.shape.records[index].parameter_count for index in visit.records)
-        trained = 0 if visit.trained is None else self.shape.records[visit.trained].parameter_count
+        """Return a micro-batch's FLOPs: 2 per active parameter and token for the forward pass, for the gradient of the
+        input, for the gradients of what is trained, and for what of the forward pass is computed again."""
+        part = visit.part
+        records = [self.shape.records[index] for index in visit.records]
+        if not visit.ends:  # adapters count once in each pass
+            records = [record for record in records if record.kind is not Kind.ADAPTER]
+        parameters = sum(record.active_count for record in records)
+        trained = sum(record.active_count for record in records if record.index == visit.trained)
         forward = 1.0 if visit.phase in (Phase.BLOCK_FORWARD, Phase.HEAD_EVAL, Phase.HEAD) else 0.0
         if visit.phase is Phase.BLOCK_BACKWARD:
-            forward = self._recomputation.fraction(known(visit.layer))
+            forward = self._recomputation.fraction(known(visit.layer)) if part is None else float(part.recomputes)
         if visit.phase is Phase.BLOCK_BACKWARD or (visit.phase is Phase.HEAD and visit.passes_on):
-            trained += parameters
+            trained += parameters if part is None or part.differentiates else 0
         elif visit.phase is not Phase.HEAD:
             trained = 0  # an embedding's gradient is a sum of rows
         return 2.0 * self._batch.tokens * (forward * parameters + trained)
 
     def _saved_arguments(self, visit: Visit, micro: int) -> Arguments:
-        """Return which saved outputs a compute task reads and writes."""
-        if visit.layer in self._saving_layers:
+        """Return which saved outputs a compute task reads and writes. A block in pieces saves only its input."""
+        if visit.layer in self._saving_layers and visit.part is None and not self._batch.is_reference(micro):
             key = ("k", visit.layer, micro)
             if visit.phase is Phase.BLOCK_FORWARD:
                 return [], [key]

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from fuyou.layout.visits import Phase, Visit
+from fuyou.layout.visits import FORWARD_PHASES, REFERENCE_PHASES, Phase, Visit
 
 
 class Resource(Enum):
@@ -124,6 +124,8 @@ class ComputeTask(Task):
     """Device activation slot that it writes; None if nothing wants its result."""
     kept: int | None = None
     """Device slot of saved activations, which a block's forward pass writes and its backward pass reads."""
+    begins: bool = True
+    """Whether it is the first micro-batch of its visit."""
     first: bool = False
     """Whether it is the first micro-batch that adds to its gradient."""
     last: bool = False
@@ -144,6 +146,13 @@ class StepList:
     tasks: list[Task] = field(default_factory=list)
     end: Task | None = None
     """The STEP task, which the caller finishes."""
+    own_loss: bool = False
+    """Whether the caller computes the loss once the forward pass has ended, with the first of two runs of the head."""
+
+    @property
+    def forward_phases(self) -> frozenset[Phase]:
+        """Phases of the forward pass."""
+        return REFERENCE_PHASES if self.own_loss else FORWARD_PHASES
 
     def ssd_read_bytes(self) -> int:
         """Bytes that the list says will be read from the SSDs."""

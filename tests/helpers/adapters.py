@@ -34,16 +34,20 @@ class InMemory:
             with documents_alone(self.model, part):
                 losses.append(self.model(**part, num_items_in_batch=items, use_cache=False).loss)
                 losses[-1].backward()
+        self.update()
+        total = losses[0].detach()
+        for loss in losses[1:]:
+            total = total + loss.detach()
+        return float(total)
+
+    def update(self) -> None:
+        """Clip the gradients that there are, and take an AdamW step."""
         self.grad_norm = math.sqrt(sum(float(p.grad.double().square().sum()) for p in self.trained))
         if self.clip is not None and self.grad_norm > self.clip:
             for parameter in self.trained:
                 parameter.grad.mul_(self.clip / (self.grad_norm + 1e-6))
         self.optimizer.step()
         self.optimizer.zero_grad()
-        total = losses[0].detach()
-        for loss in losses[1:]:
-            total = total + loss.detach()
-        return float(total)
 
 
 def train(trained: fuyou.Engine, twin: InMemory, feed: list[dict[str, torch.Tensor]], micro: int) -> None:

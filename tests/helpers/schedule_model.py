@@ -7,59 +7,23 @@ order; :class:`Machine` runs the tasks, in list order or in any other that the e
 
 import random
 from collections import defaultdict, deque
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
-
-import torch
 
 from fuyou.layout.deferred import interleaved
 from fuyou.layout.model_layout import BatchShape, BufferCounts, ModelLayout, Recomputation
-from fuyou.layout.record import Kind, Precision, Record
+from fuyou.layout.record import Kind, Precision
+from fuyou.layout.share import ALONE, Share
 from fuyou.layout.visits import Phase
 from fuyou.schedule.scheduler import Scheduler
 from fuyou.schedule.tasks import Activation, ComputeTask, Op, StepList, Task
+from tests.helpers.step_shapes import BF16, Cut, computations, step_shape
 
-BF16 = Precision(torch.bfloat16, torch.float32)
-TRAINS = (Phase.HEAD, Phase.BLOCK_BACKWARD, Phase.EMBED_BACKWARD)
 #: Tasks of these kinds go on when the lane has started them, so the next one may start before they are finished.
 ASYNCHRONOUS = frozenset({
     Op.PARAMETER_READ, Op.GRADIENT_WRITE, Op.GRADIENT_READ, Op.STATE_WRITE, Op.RESIDENT_WRITE, Op.ACTIVATION_WRITE,
-    Op.ACTIVATION_READ,
+    Op.ACTIVATION_READ, Op.PARAMETER_WRITE,
 })  # fmt: skip
-
-
-def step_shape(layers: int, tied: bool, precision: Precision = BF16, frozen: bool = False) -> ModelLayout:
-    """Records of a small stack; outer ones are larger, and every record has its own size.
-
-    ``frozen``: all of these are, and there are adapters for the head and for every block but the first of several.
-    """
-    outer = [("outer", 9000)] if tied else [("embedding", 9000), ("head", 7000)]
-    records = [
-        Record.build(
-            index, name, Kind.NON_BLOCK, precision, [((f"{name}.weight",), (size,), True)], trainable=not frozen
-        )
-        for index, (name, size) in enumerate(outer)
-    ]
-    for layer in range(layers):
-        parameters = [((f"{layer}.weight",), (40 + layer, 50), True), ((f"{layer}.bias",), (50,), False)]
-        records.append(
-            Record.build(len(records), f"block {layer}", Kind.BLOCK, precision, parameters, trainable=not frozen)
-        )
-    blocks = tuple(range(len(outer), len(records)))
-    if not frozen:
-        return ModelLayout(tuple(records), 0, len(outer) - 1, blocks, precision)
-    adapted = [layer for layer in range(layers) if layer or layers == 1]
-    for name in ("head", *(f"block {layer}" for layer in adapted)):
-        size = 30 + len(records)
-        records.append(
-            Record.build(
-                len(records), f"{name} adapters", Kind.ADAPTER, Precision(torch.float32, torch.float32),
-                [((f"{name}.a",), (size, 40), True)],
-            )
-        )  # fmt: skip
-    head = blocks[-1] + 1
-    adapters = tuple(head + 1 + adapted.index(layer) if layer in adapted else None for layer in range(layers))
-    return ModelLayout(tuple(records), 0, len(outer) - 1, blocks, precision, adapters, None, head)
 
 
 @dataclass
@@ -114,6 +78,12 @@ class Program:
         """The optimizer process reads, updates and writes a record as one thing."""
         return self.group_of.get(id(task), id(task))
 
+    def _written(self, task: Task) -> list[tuple]:
+        """Places on SSD that a record is written to with its states: of several nodes, a task of its own writes the
+        parameters, which are not complete before they are spread."""
+        states = ("ssd states", task.record, task.target)
+        return [states] if self.shape.share.nodes > 1 else [("ssd parameters", task.record, task.target), states]
+
     def accesses(self, task: Task) -> tuple[list[tuple], list[tuple]]:
         """Places that ``task`` reads, and places that it writes."""
         record = task.record
@@ -138,6 +108,17 @@ class Program:
                     forward = task.visit.phase is Phase.BLOCK_FORWARD
                     (writes if forward else reads).append(("device kept", task.kept))
                 return reads, writes
+            case Op.PARAMETER_GATHER:
+                place = ("device parameters", buffers, task.target)
+                return [place], [place]
+            case Op.GRADIENT_REDUCE | Op.GRADIENT_EXCHANGE:
+                place = ("device gradient", buffers, task.source)
+                return [place], [place]
+            case Op.PARAMETER_SPREAD:
+                place = ("host parameters", buffers, task.source)
+                return [place], [place]
+            case Op.PARAMETER_WRITE:
+                return [("host parameters", buffers, task.source)], [("ssd parameters", record, task.target)]
             case Op.GRADIENT_DOWNLOAD:
                 return [("device gradient", buffers, task.source)], [("host gradient", buffers, task.target)]
             case Op.GRADIENT_WRITE:
@@ -151,16 +132,15 @@ class Program:
             case Op.UPDATE:  # each chunk is written as soon as it is updated
                 source = self.source_of[id(task)]
                 states = [("ssd states", record, source)] if source is not None else []
-                places = [("ssd parameters", record, task.target), ("ssd states", record, task.target)]
                 places = [
                     ("host parameters", buffers, task.source),
-                    *(places if task.target is not None else []),
+                    *(self._written(task) if task.target is not None else []),
                     *kept,
                 ]
                 return [("host gradient", buffers, task.gradient), *states], places
             case Op.STATE_WRITE | Op.RESIDENT_WRITE:
-                places = [("ssd parameters", record, task.target), ("ssd states", record, task.target)]
-                return [("host parameters", buffers, task.source), *kept], places
+                parameters = [] if self.shape.share.nodes > 1 else [("host parameters", buffers, task.source)]
+                return [*parameters, *kept], self._written(task)
             case Op.ACTIVATION_DOWNLOAD:
                 return [(f"device {kind}", task.source)], [(f"host {kind}", task.target)]
             case Op.ACTIVATION_UPLOAD:
@@ -246,6 +226,8 @@ class Machine:
         self._held: dict[tuple, dict[int, str]] = defaultdict(dict)
         self.committed = (0, program.slot)
         self._ended: set[int] = set()
+        self._updated: dict[int | None, int] = {}  # step of each record's newest update
+        self._contributions: dict[int, dict[int | None, list[tuple[Phase, int]]]] = {}  # by number of micro-batches
         for record in self.shape.records:
             for kind in ("ssd parameters", "ssd states"):
                 self.content[kind, record.index, program.slot if record.trainable else 0] = (record.index, 0)
@@ -308,14 +290,20 @@ class Machine:
         for place in writes:
             self.content[place] = self._result(task, place)
         # Chunks of states are still being read until the update has ended, and written until the write has.
-        kept = {Op.STATE_READ: [*reads, *writes], Op.UPDATE: writes if task.target is not None else []}.get(task.op, [])
+        kept: list[tuple] = []
+        if task.op is Op.STATE_READ:
+            kept = [*reads, *writes]
+        elif task.op is Op.UPDATE and task.target is not None:
+            kept = writes if self.shape.share.nodes == 1 else writes[1:]
         owner = self.program.owner(task)
         for place in (*reads, *writes):
             if place not in kept:
                 self._held[place].pop(owner, None)
-        if task.op is Op.UPDATE and task.target is not None:
+        if task.op is Op.UPDATE and writes[0] in kept:
             # What is left is reading: others may use the new parameters while they are written to SSD.
             self._held[writes[0]][owner] = "read"
+        if task.op is Op.UPDATE:
+            self._updated[task.record] = task.step
         if task.op is Op.STEP:
             self._ended.add(task.step)
         if task.op is Op.COMMIT:
@@ -332,44 +320,59 @@ class Machine:
                 mine = [(task.visit.phase, task.micro)]
                 held = self.content.get(place)
                 return (task.visit.trained, task.step, mine if task.first else [*held[2], *mine])  # type: ignore[index]
-            case Op.UPDATE | Op.STATE_WRITE | Op.RESIDENT_WRITE:
-                record = task.record
-                if task.op is Op.UPDATE:
-                    return (record, "void" if self.program.is_void(task) else task.step)
-                buffers = self.shape.records[record].kind
-                return self.content["host parameters", buffers, task.source]
+            case Op.UPDATE:
+                updated = (task.record, "void" if self.program.is_void(task) else task.step)
+                incomplete = place[0] == "host parameters" and self.shape.share.nodes > 1
+                return ("own part", updated) if incomplete else updated
+            case Op.STATE_WRITE | Op.RESIDENT_WRITE if self.shape.share.nodes > 1:  # of the update just before
+                return (task.record, self._updated[task.record])
+            case Op.STATE_WRITE | Op.RESIDENT_WRITE:
+                return self.content["host parameters", self.shape.records[task.record].kind, task.source]
+            case Op.PARAMETER_UPLOAD if self.shape.share.ranks_per_node > 1:
+                return ("own slice", self.content[self.program.accesses(task)[0][0]])
+            case Op.PARAMETER_GATHER | Op.PARAMETER_SPREAD:
+                return self.content[place][1]  # type: ignore[index]
+            case Op.GRADIENT_REDUCE | Op.GRADIENT_EXCHANGE:
+                return (*self.content[place], task.op)  # type: ignore[misc]
             case _:
                 return self.content[self.program.accesses(task)[0][0]]
 
     def _activations(self, task: Task) -> tuple[list[object], object]:
-        """What a compute task must find, and what it leaves."""
+        """What a compute task must find, and what it leaves; only the first and last part of a pass do either."""
         assert task.visit is not None
         number, i, m, last = self.program.list_of[id(task)], task.visit.layer, task.micro, len(self.shape.blocks)
+        part = task.visit.part
         match task.visit.phase:
             case Phase.EMBED_FORWARD:
-                return [], ("x", number, 0, m)
+                found, left = [], ("x", number, 0, m)
             case Phase.BLOCK_FORWARD:
-                return [("x", number, i, m)], ("x", number, i + 1, m)
+                found, left = [("x", number, i, m)], ("x", number, i + 1, m)
             case Phase.HEAD | Phase.HEAD_EVAL:
-                return [("x", number, last, m)], ("d", number, last, m)  # if that is wanted
+                found, left = [("x", number, last, m)], ("d", number, last, m)  # if that is wanted
             case Phase.BLOCK_BACKWARD:
-                return [("x", number, i, m), ("d", number, i + 1, m)], ("d", number, i, m)
+                found, left = [("x", number, i, m), ("d", number, i + 1, m)], ("d", number, i, m)
             case Phase.EMBED_BACKWARD:
-                return [("d", number, 0, m)], None
+                found, left = [("d", number, 0, m)], None
+        return found if part is None or part.first else [], left if part is None or part.last else None
 
     def _kept(self, task: Task) -> object:
         """What a block keeps of a micro-batch beside its input."""
         assert task.visit is not None
         return ("k", self.program.list_of[id(task)], task.visit.layer, task.micro)
 
-    def _gradient(self, record: int, step: int) -> object:
+    def _gradient(self, record: int, step: int) -> tuple[int, int, list[tuple[Phase, int]]]:
         """The complete gradient of one step."""
         micro = next(micro for kind, micro, steps in self.program.lists if kind == "train" and steps.step == step)
-        phases = [Phase.HEAD if record == self.shape.head_adapter else Phase.BLOCK_BACKWARD]
-        if self.shape.records[record].kind is Kind.NON_BLOCK:
-            heads = [Phase.HEAD] if record == self.shape.head else []
-            phases = heads + ([Phase.EMBED_BACKWARD] if record == self.shape.embedding else [])
-        return (record, step, [(phase, m) for phase in phases for m in range(micro)])
+        if micro not in self._contributions:
+            parts = self._contributions[micro] = defaultdict(list)
+            for one in computations(self.shape, micro, train=True):
+                parts[one.adds_to].append((one.phase, one.micro))
+        return record, step, self._contributions[micro][record]
+
+    def _sums(self) -> list[Op]:
+        """What a gradient must have been through before it may be used: the sums over ranks."""
+        share = self.shape.share
+        return [Op.GRADIENT_REDUCE] * (share.ranks_per_node > 1) + [Op.GRADIENT_EXCHANGE] * (share.nodes > 1)
 
     def _check(self, task: Task) -> None:
         """The task finds what it should, now."""
@@ -389,7 +392,9 @@ class Machine:
                 assert len(task.inputs) == len(inputs)
                 for index, value in zip(task.inputs, inputs, strict=True):
                     self._expect(task, ("device activation", index), value)
-                keeps = kind == "train" and task.visit.layer in self.program.saving_layers
+                own = task.micro < self.program.lists[self.program.list_of[id(task)]][1]
+                keeps = kind == "train" and own and task.visit.layer in self.program.saving_layers
+                keeps = keeps and task.visit.part is None
                 passes = (Phase.BLOCK_FORWARD, Phase.BLOCK_BACKWARD)
                 assert (task.kept is not None) == (keeps and task.visit.phase in passes)
                 if task.kept is not None and task.visit.phase is Phase.BLOCK_BACKWARD:
@@ -397,13 +402,15 @@ class Machine:
                 assert (task.gradient is not None) == (task.visit.trained is not None)
                 if task.gradient is not None and not task.first:
                     record = task.visit.trained
-                    complete = self._gradient(record, task.step)[2]  # type: ignore[index]
-                    part = complete[: complete.index((task.visit.phase, task.micro))]
+                    complete = self._gradient(record, task.step)[2]  # type: ignore[arg-type]
+                    _, _, part = self.content["device gradient", self.shape.records[record].kind, task.gradient]
+                    assert part == complete[: len(part)] and complete[len(part)] == (task.visit.phase, task.micro)
                     place = ("device gradient", self.shape.records[record].kind, task.gradient)
                     self._expect(task, place, (record, task.step, part))
             case Op.UPDATE:
                 self._expect(task, ("host parameters", buffers, task.source), (record, task.step - 1))
-                self._expect(task, ("host gradient", buffers, task.gradient), self._gradient(record, task.step))
+                gradient = (*self._gradient(record, task.step), *self._sums())
+                self._expect(task, ("host gradient", buffers, task.gradient), gradient)
                 resident = record in self.program.resident
                 slot = self.program.source_of[id(task)]
                 states = ("host states", record) if resident else ("ssd states", record, slot)
@@ -411,6 +418,16 @@ class Machine:
             case Op.PARAMETER_READ | Op.PARAMETER_UPLOAD | Op.GRADIENT_WRITE | Op.GRADIENT_READ | Op.GRADIENT_DOWNLOAD:
                 value = self.content.get(self.program.accesses(task)[0][0])
                 assert isinstance(value, tuple) and value[0] == record, f"{task} moves {value}"
+            case Op.PARAMETER_GATHER | Op.PARAMETER_SPREAD:
+                found = self.content[self.program.accesses(task)[0][0]]
+                assert found[0] in ("own slice", "own part") and found[1][0] == record, f"{task} finds {found}"
+            case Op.PARAMETER_WRITE:
+                place = ("host parameters", buffers, task.source)
+                self._expect(task, place, (record, self._updated[record]))
+            case Op.GRADIENT_REDUCE | Op.GRADIENT_EXCHANGE:
+                done = self._sums()
+                gradient = (*self._gradient(record, task.step), *done[: done.index(task.op)])
+                self._expect(task, self.program.accesses(task)[0][0], gradient)
             case Op.COMMIT:
                 assert task.step in self._ended and task.step > self.committed[0]
                 for place in self.program.accesses(task)[0]:
@@ -434,27 +451,34 @@ def build(
     resident: int = 0,
     saving_layers: Collection[int] = (),
     frozen: bool = False,
+    cuts: Mapping[int, Cut] | None = None,
+    share: Share = ALONE,
     speculate: bool = False,
     defer_all: Collection[int] = (),
+    own: Collection[int] = (),
+    reference: bool = False,
 ) -> Program:
     """Ask a scheduler for ``script``: (``train`` | ``eval`` | ``flush``, micro-batches, commit), as an engine does.
 
     With ``speculate`` every step is committed, and those that would not be are clipped instead. Steps in ``defer_all``
-    defer all updates.
+    defer all updates. Entries ``own`` of the script (by index) have a loss of the caller's own; with ``reference`` it
+    needs a reference, too.
 
     ``defer`` is the deferred fraction of the blocks; 1 defers all records, and then (unless said otherwise by ``hold``)
     until the step has ended. ``resident`` is how many records live in host memory, of which ``counts`` then get as many
-    parameter buffers as there are; ``saving_layers`` are those that save more than their input. ``frozen``: see
-    :func:`step_shape`; then all adapters live in host memory, or none.
+    parameter buffers as there are; ``saving_layers`` are those that save more than their input. ``frozen``, ``cuts``:
+    see :func:`step_shape`; if frozen, all adapters live in host memory, or none. ``share``: of the rank.
     """
-    shape = step_shape(layers, tied, precision, frozen)
-    kept = frozenset(record.index for record in shape.records[:resident])
+    shape = step_shape(layers, tied, precision, frozen, cuts).shared(share)
+    kept = frozenset(record.index for record in shape.records[:resident] if record.trainable)
     if frozen:
         kept = frozenset(shape.trainable if resident else ())
         counts = replace(counts, host_adapters=max(counts.host_adapters, len(shape.trainable) if kept else 1))
     elif kept:
         counts = replace(
-            counts, host_blocks=max(layers, counts.host_blocks), host_non_block=max(2, counts.host_non_block)
+            counts,
+            host_blocks=max(len(shape.of_kind(Kind.BLOCK)), counts.host_blocks),
+            host_non_block=max(2, counts.host_non_block),
         )
     scheduler = Scheduler(
         shape, counts, single_slot=single_slot, slot=slot, deferred=interleaved(shape, defer),
@@ -470,8 +494,9 @@ def build(
         if scheduler.pending or committed != step:
             program.lists.append(("flush", 0, scheduler.flush(step)))
 
-    for kind, micro, commit in script:
-        batch = BatchShape(micro, 4096, 8, 12288)
+    for index, (kind, micro, commit) in enumerate(script):
+        mine = index in own
+        batch = BatchShape(micro, 4096, 8, 12288, own_loss=mine, reference=mine and reference)
         if kind == "train":
             step += 1
             options = {"commit": commit or speculate, "defer_all": step in defer_all}

@@ -12,7 +12,7 @@ from fuyou.planner.simulated_machine import Simulation
 from fuyou.planner.simulator import Simulator
 from fuyou.schedule.scheduler import Scheduler
 from fuyou.schedule.tasks import StepList
-from tests.helpers.schedule_model import step_shape
+from tests.helpers.step_shapes import step_shape
 
 BF16 = Precision(torch.bfloat16, torch.float32)
 LAYERS, CHUNK = 16, 4096

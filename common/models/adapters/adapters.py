@@ -14,14 +14,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import PeftConfig, PeftModel, get_peft_model, get_peft_model_state_dict
+from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model, get_peft_model_state_dict
+from peft.tuners.lora.layer import ParamWrapper
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 from transformers import PreTrainedModel
 
-from common.errors import UserError, did_you_mean
+from common.errors import UserError
 from common.models.adapters.initial_values import InitialValues
 from common.models.adapters.options import CONFIG, check_supported
+from common.models.adapters.targets import (
+    named_targets,
+    near_targets,
+    possible_targets,
+    refuse_unknown_targets,
+    target_fused_experts,
+)
 from common.models.checkpoint.saving import (
     NonFiniteWeights,
     first_nonfinite,
@@ -45,6 +53,8 @@ class Adapters:
         model: from :func:`common.models.meta_model.build_meta_model`, in the dtype that its weights compute in.
         config: the method's configuration. Whatever ``peft`` fills in by itself is filled in.
         seed: chooses the initial values: those of ``torch.manual_seed(seed); peft.get_peft_model(model, config)``.
+        draw: whether to find out what the initial values are, which takes minutes where every expert of a large mixture
+            has adapters; if not, only names and shapes are known afterwards, for a plan.
 
     Attributes:
         model: the adapted model. Its weights are frozen and on the meta device, as are those of the adapters, which
@@ -57,25 +67,30 @@ class Adapters:
         UserError: the configuration does not fit the model, or cannot be trained here.
     """
 
-    def __init__(self, model: PreTrainedModel, config: PeftConfig, seed: int) -> None:
+    def __init__(self, model: PreTrainedModel, config: PeftConfig, seed: int, draw: bool = True) -> None:
         check_supported(config)
         self.model, self.config = model, config
         self._dtype = model.dtype
         before = {id(parameter): name for name, parameter in model.named_parameters()}
+        modules, self._possible = [name for name, _ in model.named_modules()], possible_targets(model)
+        target_fused_experts(model, config)
         buffers = dict(model.named_buffers(remove_duplicate=False))
         with _nan_placeholders(model) as originals:
             self._initial = InitialValues(lambda module: isinstance(module, BaseTunerLayer), set(originals))
-            self._wrapped = self._inject(seed)
+            # DoRA and the other methods make some of their values from weights, and do not from parts on meta.
+            on_meta = not draw and isinstance(config, LoraConfig) and not config.use_dora
+            self._wrapped = self._inject(seed, on_meta)
             self._initial.empty(model)
             self.base_names = {
                 name: before[id(originals[id(parameter)])]
                 for name, parameter in model.named_parameters()
                 if id(parameter) in originals
             }
+        refuse_unknown_targets(modules, self._possible, config)
         now = {id(buffer): name for name, buffer in model.named_buffers()}
         self.buffer_names = {name: now[id(buffer)] for name, buffer in buffers.items()}
         self.names = tuple(name for name, _ in model.named_parameters() if name not in self.base_names)
-        self._norms = {name for name in self.names if self._initial.is_unknown(model, name)}
+        self._norms = set() if on_meta else {name for name in self.names if self._initial.is_unknown(model, name)}
         """Names of DoRA's magnitudes, which are norms of weights, and made when these are read."""
         unknown = next((name for name in self.names if name in self._norms and not _is_magnitude(name)), None)
         if unknown is not None:
@@ -202,28 +217,27 @@ class Adapters:
             or self.model.get_parameter(now[name]).requires_grad
         }
 
-    def _inject(self, seed: int) -> PeftModel:
+    def _inject(self, seed: int, on_meta: bool) -> PeftModel:
         try:
             with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # that fan_in_fan_out is set where a family needs it
                 torch.default_generator.manual_seed(seed)
                 with self._initial:
-                    return get_peft_model(self.model, self.config)
+                    return get_peft_model(self.model, self.config, low_cpu_mem_usage=on_meta)
         except (ValueError, KeyError, TypeError, RuntimeError, NotImplementedError) as error:
-            raise UserError(f"peft cannot adapt this {type(self.model).__name__}: {error}{self._near()}") from error
+            raise UserError(
+                f"peft cannot adapt this {type(self.model).__name__}: {error}{self._near(error)}"
+            ) from error
 
-    def _near(self) -> str:
-        targets = getattr(self.config, "target_modules", None)
-        if not targets or isinstance(targets, str):
-            return ""
-        linear = {
-            name.rpartition(".")[2]
-            for name, module in self.model.named_modules()
-            if isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
-        }
-        unknown = sorted(set(targets) - linear)
-        hint = did_you_mean(unknown[0], linear) if unknown else ""
-        return f"{hint} Its linear layers are called {', '.join(sorted(linear))}: name them with --lora-targets."
+    def _near(self, error: Exception) -> str:
+        if ParamWrapper.__name__ in str(error):
+            return (
+                " This model's experts are fused into single parameters, which cannot have it: leave it out, or name "
+                "other layers with --lora-targets."
+            )
+        targets = named_targets(self.config)
+        unknown = sorted(targets - set(self._possible))
+        return f" {near_targets(unknown[0], self._possible)}" if unknown else ""
 
 
 class AdaptedSource:
@@ -250,9 +264,9 @@ class AdaptedSource:
         """Read buffers; see :meth:`WeightSource.read_buffers`. Do so before adapters change the modules' names."""
         return self._weights.read_buffers()
 
-    def read_compressed(self, name: str) -> Iterator[Mapping[str, torch.Tensor]]:
+    def read_compressed(self, name: str, parts: Sequence[int] | None = None) -> Iterator[Mapping[str, torch.Tensor]]:
         """Read components; see :meth:`WeightSource.read_compressed`."""
-        return self._weights.read_compressed(self._adapters.base_names[name])
+        return self._weights.read_compressed(self._adapters.base_names[name], parts)
 
 
 @contextmanager

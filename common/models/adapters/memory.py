@@ -22,6 +22,10 @@ PASSING = 9
 SAVED_WEIGHT, PASSING_WEIGHT = 4, 16
 """Bytes for each element of a weight where the adapter is made as large as the weight: kept for the backward pass
 (LoHa, LoKr, parameters of experts), and in passing."""
+FACTOR_GRADIENTS = 8
+"""Bytes for each element of the factors of experts that are computed range by range, for the factors' gradients until
+they reach the adapters' own. Of the weights of a range, the sums with the product of factors are kept for the backward
+pass, in the weights' dtype, and a gradient as large comes in passing."""
 UNIT_MATRIX = 4
 """DoRA takes its norm of the weight with the adapter added, which it makes by way of a unit matrix of the input's
 size."""
@@ -48,11 +52,16 @@ class AdapterMemory:
 NO_ADAPTERS = AdapterMemory()
 
 
-def adapter_memory(module: nn.Module) -> AdapterMemory:
-    """Return what the adapters inside ``module`` take when it runs forward and backward."""
+def adapter_memory(module: nn.Module, share: float | None = None) -> AdapterMemory:
+    """Return what the adapters inside ``module`` take when it runs forward and backward.
+
+    Args:
+        module: a block, or an adapted module.
+        share: fraction of a mixture's experts that are computed at once (:mod:`fuyou.pieces`); None: all, by peft.
+    """
     layers = [layer for layer in module.modules() if isinstance(layer, BaseTunerLayer)]
     widths = [_width(layer) for layer in layers]
-    saved, passing = zip(*(_weights(layer) for layer in layers), strict=True) if layers else ((), ())
+    saved, passing = zip(*(_weights(layer, share) for layer in layers), strict=True) if layers else ((), ())
     return AdapterMemory(sum(saved) + max(passing, default=0), SAVED * sum(widths) + PASSING * max(widths, default=0))
 
 
@@ -62,10 +71,13 @@ def _width(layer: BaseTunerLayer) -> int:
     return 2 * _rank(layer) + (inputs if isinstance(layer.get_base_layer(), nn.Embedding) else inputs + outputs)
 
 
-def _weights(layer: BaseTunerLayer) -> tuple[int, int]:
+def _weights(layer: BaseTunerLayer, share: float | None) -> tuple[int, int]:
     """Return the bytes that are kept until the backward pass, and those in passing."""
     shape = _shape(layer)
     elements = math.prod(shape)
+    if isinstance(layer, ParamWrapper) and layer.num_experts > 1 and share is not None:
+        own = math.ceil(share * elements) * layer.get_param().dtype.itemsize
+        return own + FACTOR_GRADIENTS * _rank(layer) * layer.num_experts * sum(shape[1:]), own
     if isinstance(layer, ParamWrapper) or not isinstance(layer, LoraLayer | IA3Layer):
         return SAVED_WEIGHT * elements, PASSING_WEIGHT * elements
     if isinstance(layer.get_base_layer(), nn.Embedding):

@@ -40,7 +40,8 @@ class AdapterOptions:
     dropout: float = 0.0
     """Probability with which an input element of an adapter is dropped in training."""
     targets: tuple[str, ...] = (ALL_LINEAR,)
-    """Names of the adapted modules (``q_proj``), or ``all-linear``: every linear layer but the head."""
+    """Names of the adapted modules (``q_proj``) and fused experts (``gate_up_proj``), or ``all-linear``: every linear
+    layer but the head, and in families of mixtures that ``peft`` knows routers and experts."""
     rslora: bool = False
     """Whether to multiply by ``alpha / sqrt(rank)`` instead (Kalajdzievski, arXiv:2312.03732)."""
     dora: bool = False

@@ -43,6 +43,10 @@ class Isolation:
     modules: tuple[str, ...] = ()
     """Names of the classes of modules that are called once for each document."""
 
+    def called_for_each(self, model: nn.Module) -> list[tuple[str, nn.Module]]:
+        """Return those of a model's modules that are called once for each document, with their names."""
+        return [(name, module) for name, module in model.named_modules() if _is_one_of(module, self.modules)]
+
 
 class DocumentSeparator:
     """Keeps documents apart in a model.
@@ -56,24 +60,33 @@ class DocumentSeparator:
     def __init__(self, model: nn.Module, isolation: Isolation):
         found = [config for config in _configs(model) if config._attn_implementation == "sdpa"]
         self._configs = found if isolation.attention_by_document else []
-        self._wrapped = [module for module in model.modules() if _is_one_of(module, isolation.modules)]
+        self._open = 0
+        self._wrapped = [module for _, module in isolation.called_for_each(model)]
         for module in self._wrapped:
             module.forward = _once_for_each(module.forward)  # type: ignore[method-assign]
 
     @contextmanager
     def apart(self, documents: Documents | None) -> Iterator[None]:
-        """Keep ``documents`` apart in whatever the model computes while the context is open; None: there are none."""
+        """Keep ``documents`` apart in whatever the model computes while the context is open; None: there are none.
+
+        Computations that take turns may have contexts open that do not nest: the last one to close ends it.
+        """
         if documents is None:
             yield
             return
+        self._open += 1
         try:
-            for config in self._configs:
-                config._attn_implementation = BY_DOCUMENT
+            self._attend(BY_DOCUMENT)
             with separate_documents(documents):
                 yield
         finally:
-            for config in self._configs:
-                config._attn_implementation = "sdpa"
+            self._open -= 1
+            if not self._open:
+                self._attend("sdpa")
+
+    def _attend(self, implementation: str) -> None:
+        for config in self._configs:
+            config._attn_implementation = implementation
 
     def remove(self) -> None:
         """Leave the model as it was."""

@@ -44,8 +44,13 @@ class WeightSource(Protocol):
         """Read the persistent buffers that the source has values for."""
         ...
 
-    def read_compressed(self, name: str) -> Iterator[Mapping[str, torch.Tensor]]:
-        """Read the components of the tensors that a compressed parameter is made of, as in the source, one by one."""
+    def read_compressed(self, name: str, parts: Sequence[int] | None = None) -> Iterator[Mapping[str, torch.Tensor]]:
+        """Read the components of the tensors that a compressed parameter is made of, as in the source, one by one.
+
+        Args:
+            name: of the parameter.
+            parts: numbers of these tensors; None: all.
+        """
         ...
 
 
@@ -124,10 +129,11 @@ class CheckpointSource:
         sources = self._sources(name)
         return self._compressed(sources[0]) if sources else None
 
-    def read_compressed(self, name: str) -> Iterator[Mapping[str, torch.Tensor]]:
+    def read_compressed(self, name: str, parts: Sequence[int] | None = None) -> Iterator[Mapping[str, torch.Tensor]]:
         """Read components; see :meth:`WeightSource.read_compressed`."""
-        for _, part in self._made_by[self._sources(name)[0]].parts:
-            yield self.shards.components(part)
+        made_from = self._made_by[self._sources(name)[0]].parts
+        for index in range(len(made_from)) if parts is None else parts:
+            yield self.shards.components(made_from[index][1])
 
     def _compressed(self, source: str) -> CompressedParameter | None:
         if not self.shards.compressed:
@@ -249,7 +255,7 @@ class RandomSource:
         """Read nothing: the model has all its buffers."""
         return iter(())
 
-    def read_compressed(self, name: str) -> Iterator[Mapping[str, torch.Tensor]]:
+    def read_compressed(self, name: str, parts: Sequence[int] | None = None) -> Iterator[Mapping[str, torch.Tensor]]:
         """Read nothing: random numbers are not compressed."""
         return iter(())
 

@@ -1,7 +1,7 @@
 """Running modules without their weights: on the meta device, or with parameters that take no memory."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -99,7 +99,23 @@ def on_meta(block: nn.Module) -> Iterator[None]:
     with restored(block):
         for module in block.modules():
             module._buffers.update({name: _to_meta(buffer) for name, buffer in module._buffers.items()})
+        with _autocast_on_meta():
+            yield
+
+
+@contextmanager
+def _autocast_on_meta() -> Iterator[None]:
+    """Let ``torch.autocast`` do nothing on the meta device, which it does not know (peft asks it for fused experts)."""
+    known = torch.autocast
+
+    def chosen(device_type: str, *args: Any, **kwargs: Any) -> AbstractContextManager[Any]:
+        return nullcontext() if device_type == "meta" else known(device_type, *args, **kwargs)
+
+    torch.autocast = chosen  # type: ignore[assignment,misc]
+    try:
         yield
+    finally:
+        torch.autocast = known  # type: ignore[misc]
 
 
 @contextmanager

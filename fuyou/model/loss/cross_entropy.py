@@ -11,15 +11,17 @@ from torch.nn import functional
 
 _CPU_LOGITS, _DEVICE_LOGITS = 1 << 20, 1 << 23
 """Logits per pass. On a CPU a pass should stay in the cache; on a GPU it should take long beside a kernel's launch."""
-_PASS_BYTES = 20
-"""Upper bound of the bytes per logit of a pass: fp32 logits, log-softmax, two gradients, and a copy."""
+_PASS_BYTES, _OWN_PASS_BYTES = 20, 48
+"""Upper bound of the bytes per logit of a pass: fp32 logits, log-softmax, two gradients, and a copy; and of a pass that
+makes what a caller's own loss needs (:mod:`fuyou.model.loss.token_head`): the same of several outputs together."""
 IGNORED = -100
 """Label of positions without a loss."""
 
 
-def pass_bytes(tokens: int, vocabulary: int, device_type: str) -> int:
+def pass_bytes(tokens: int, vocabulary: int, device_type: str, own_loss: bool = False) -> int:
     """Return the bytes that the loss of so many tokens takes beside logits and their gradient."""
-    return min(tokens, _tokens_per_pass(vocabulary, device_type)) * vocabulary * _PASS_BYTES
+    each = _OWN_PASS_BYTES if own_loss else _PASS_BYTES
+    return min(tokens, tokens_per_pass(vocabulary, device_type)) * vocabulary * each
 
 
 def shifted_labels(labels: torch.Tensor) -> torch.Tensor:
@@ -59,7 +61,7 @@ def cross_entropy(
     result = torch.empty_like(rows) if gradient else None
     # The gradient that flows back into the sum of an ordinary loss: that of (sum / items), which is 1 / items.
     share = torch.ones((), device=rows.device) / items
-    step = _tokens_per_pass(rows.shape[1], rows.device.type)
+    step = tokens_per_pass(rows.shape[1], rows.device.type)
     for start in range(0, rows.shape[0], step):
         part = slice(start, start + step)
         with torch.set_grad_enabled(gradient):
@@ -74,5 +76,6 @@ def cross_entropy(
     return total / items, None if result is None else result.view_as(logits)
 
 
-def _tokens_per_pass(vocabulary: int, device_type: str) -> int:
+def tokens_per_pass(vocabulary: int, device_type: str) -> int:
+    """Return the number of tokens whose loss is computed at once."""
     return max(1, (_CPU_LOGITS if device_type == "cpu" else _DEVICE_LOGITS) // vocabulary)

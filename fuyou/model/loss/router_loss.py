@@ -83,14 +83,22 @@ class RouterPass:
         self._sums: torch.Tensor | None = None
         self._tokens: torch.Tensor | None = None
         self._weights: torch.Tensor | None = None
+        self._graph: tuple[torch.Tensor, torch.Tensor] | None = None  # the loss, and the probabilities that it is of
         self.value = math.nan
         """Loss of the whole batch, before it is multiplied by its coefficient; NaN until :meth:`combine`."""
         self.share = torch.tensor(math.nan)
         """Its part of the whole loss, an fp32 scalar on the CPU; NaN until :meth:`combine`."""
 
+    @property
+    def coefficient(self) -> float:
+        """The family's factor of the loss."""
+        return self._loss.coefficient
+
     @torch.no_grad()
     def add(self, micro: int, logits: Sequence[torch.Tensor]) -> None:
         """Add the logits of a block's routers for a micro-batch, ``[tokens, E]`` each, to the sums."""
+        if micro >= len(self._masks):
+            return  # of the reference, which is not trained
         mask = self._masks[micro]
         for one in logits:
             if one.shape != (mask.numel(), self._loss.experts):
@@ -121,9 +129,15 @@ class RouterPass:
         probabilities.requires_grad_()
         with torch.enable_grad():
             value = self._loss.value(counts, probabilities, total[-1].to(device))
-            scaled = self._loss.coefficient * value
-        (self._weights,) = torch.autograd.grad(scaled, probabilities)
-        self.value, self.share = float(value.detach()), scaled.detach().cpu()
+        self._graph = value, probabilities
+        self.value, self.share = float(value.detach()), (self._loss.coefficient * value.detach()).cpu()
+        self.weigh(self._loss.coefficient)
+
+    def weigh(self, factor: float) -> None:
+        """Let the loss count ``factor`` times in the backward pass; after :meth:`combine`, that is its coefficient."""
+        assert self._graph is not None
+        value, probabilities = self._graph
+        (self._weights,) = torch.autograd.grad(value, probabilities, torch.full_like(value, factor), retain_graph=True)
 
     def losses(self, micro: int, logits: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return what a block adds to the loss, as its backward pass sees it.

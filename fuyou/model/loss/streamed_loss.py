@@ -27,7 +27,8 @@ class _StreamedLoss(torch.autograd.Function):
             raise FinetuneError(
                 f"The loss was multiplied by {float(gradients[0]):g} before backward(): call backward() on the loss "
                 "itself. It is the mean over all labels of the batch, in however many micro-batches that is computed, "
-                "so nothing is to be divided by their number: pass the whole batch to engine() at once."
+                "so nothing is to be divided by their number: pass the whole batch to engine() at once. A loss of any "
+                "other kind, or scale, is made of what engine.tokens() returns."
             )
         ctx.streamed()
         return None, None, None

@@ -21,6 +21,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from common.models.attention import documents as document_attention
 from fuyou.model.blocks.probe import is_grouped_product
+from fuyou.model.operators import makes_views
 
 ALIGN_BYTES = 256
 """Every saved output starts on a multiple of this many bytes, as memory from an allocator does."""
@@ -245,15 +246,6 @@ class _PythonReads(TorchFunctionMode):
         if func in _HANDED_OVER:
             self._note(args[0])
         return func(*args, **(kwargs or {}))
-
-
-@cache
-def makes_views(function: torch._ops.OpOverload) -> bool:
-    """Return whether the operator only looks at its argument's memory in another way."""
-    returns = function._schema.returns
-    if function is _aten._unsafe_view.default:
-        return True
-    return bool(returns) and all(one.alias_info is not None and not one.alias_info.is_write for one in returns)
 
 
 @cache

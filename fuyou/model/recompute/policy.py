@@ -278,7 +278,8 @@ class ActivationPlanner:
     def _trace(self, seq_len: int) -> BlockTrace | None:
         if seq_len not in self._traces:
             try:
-                self._traces[seq_len] = trace_block(self._stack, seq_len, self._device, self._dtype)
+                with torch.random.fork_rng(devices=[]):  # a resumed run goes on with the numbers that it stopped at
+                    self._traces[seq_len] = trace_block(self._stack, seq_len, self._device, self._dtype)
             except Exception as error:  # whatever a family's own code does without values
                 if self.layers:
                     raise UserError(

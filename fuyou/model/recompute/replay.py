@@ -18,7 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from fuyou.model.blocks.calls import BlockCalls
-from fuyou.model.recompute.block_trace import ALIGN_BYTES, BlockTrace, TensorSpec, Tracer, argument_index, makes_views
+from fuyou.model.operators import makes_views
+from fuyou.model.recompute.block_trace import ALIGN_BYTES, BlockTrace, TensorSpec, Tracer, argument_index
 
 _clone = torch.ops.aten.clone.default
 _RUN, _LEAVE_OUT = -1, -2  # what to do with a call; other numbers are places in the buffer

@@ -19,7 +19,7 @@ from fuyou.layout.model_layout import ModelLayout
 from fuyou.layout.record import Record
 from fuyou.model.blocks.calls import BlockCalls
 from fuyou.model.loss.cross_entropy import cross_entropy
-from fuyou.model.recompute.block_trace import makes_views
+from fuyou.model.operators import makes_views
 from fuyou.model.recompute.policy import operators_worth_saving, saved_outputs, trace_block
 from fuyou.model.recompute.replay import BlockReplay, SavedForward
 from fuyou.model.streamed_model import StreamedModel
@@ -51,13 +51,14 @@ class BlockBench:
     ):
         self._stack, self._shape, self._device = stack, shape, device
         self._dtype = shape.precision.dtype
-        self._record = max((shape.records[index] for index in shape.blocks), key=lambda record: record.numel)
-        self._layer = shape.blocks.index(self._record.index)
+        self._layer = shape.largest_block
+        (index,) = shape.blocks[self._layer]  # in one piece: it is measured as a whole
+        self._record = shape.records[index]
         self._whole = rows, seq_len
         self._head_columns = min(head_columns, seq_len)
         self._head_tokens = rows * self._head_columns
         self.matmul_flops_per_second = self._matmul_rate(rows * seq_len)
-        expected = 8.0 * self._record.parameter_count / self.matmul_flops_per_second
+        expected = 8.0 * self._record.active_count / self.matmul_flops_per_second
         self.rows, self.seq_len = _shortened(rows, seq_len, LONGEST_PASS_SECONDS / expected)
         self._scale = rows * seq_len / (self.rows * self.seq_len)
         self._weights = random_values(self._record.numel, self._dtype, device)

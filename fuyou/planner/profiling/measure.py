@@ -84,7 +84,7 @@ def measure(workload: ProfiledWorkload, device: Device) -> Profile:
     try:
         stack = StreamedModel(build_meta_model(workload.config, dtype=workload.precision.dtype), device.torch_device)
         shape = model_records(stack, workload.precision)
-        block_bytes = _largest_block(shape) * workload.precision.parameter_bytes
+        block_bytes = shape.block_elements * workload.precision.parameter_bytes
         records = scratch_records(workload.chunk_elements, workload.precision)
         link.wait_until_up()
         with open_scratch(workload.directories, records, throttle) as scratch:
@@ -103,7 +103,7 @@ def measure(workload: ProfiledWorkload, device: Device) -> Profile:
         device=device.name,
         tokens=workload.tokens,
         **vars(parts),
-        block_parameters=max(shape.records[index].parameter_count for index in shape.blocks),
+        block_parameters=shape.active_parameters(shape.largest_block),
         upload_bytes_per_second=copies.upload,
         download_bytes_per_second=copies.download,
         upload_beside_bytes_per_second=copies.upload_beside,
@@ -151,7 +151,7 @@ def _parts(
 
 def _emulated_parts(shape: ModelLayout, flops_per_second: float, tokens: int) -> PartTimes:
     """Return the times of an emulated device, which computes the FLOPs that tasks count."""
-    block = max(shape.records[index].parameter_count for index in shape.blocks) * tokens / flops_per_second
+    block = shape.active_parameters(shape.largest_block) * tokens / flops_per_second
     head = shape.records[shape.head].parameter_count * tokens / flops_per_second
     return PartTimes(
         measured_tokens=tokens,
@@ -168,7 +168,3 @@ def _emulated_parts(shape: ModelLayout, flops_per_second: float, tokens: int) ->
         embed_backward_seconds=0.0,
         operators=(),
     )
-
-
-def _largest_block(shape: ModelLayout) -> int:
-    return max(shape.records[index].numel for index in shape.blocks)

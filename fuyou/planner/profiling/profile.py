@@ -7,7 +7,7 @@ from typing import Any
 from fuyou.layout.visits import Phase
 from fuyou.planner.rates import Contention, TaskRates
 
-FORMAT = 3
+FORMAT = 4
 """Version of the JSON: profiles of another one are not read, but measured again."""
 
 
@@ -59,8 +59,8 @@ class Profile(PartTimes):
     """Name of the device that computes."""
     tokens: int
     """Tokens in a micro-batch."""
-    block_parameters: int
-
+    block_parameters: float
+    """Parameters of a block that one token uses: of routed experts those that it visits."""
     upload_bytes_per_second: float
     """Bytes per second from host to device, while nothing goes the other way."""
     download_bytes_per_second: float

@@ -9,8 +9,9 @@ import torch
 from common.data.rows import take_rows
 from common.errors import FinetuneError
 from common.models.task_type import TaskType
-from fuyou.layout.record import Record
-from fuyou.layout.visits import BEFORE_HEAD_PHASES, FORWARD_PHASES, Phase
+from fuyou.layout.pieces import PiecePart
+from fuyou.layout.record import Kind, Record
+from fuyou.layout.visits import BEFORE_HEAD_PHASES, Phase
 from fuyou.model.blocks.calls import BlockCalls
 from fuyou.model.loss.cross_entropy import cross_entropy, targets_of
 from fuyou.model.loss.router_loss import RouterPass, router_logits
@@ -18,7 +19,14 @@ from fuyou.model.open_model import OpenModel
 from fuyou.model.recompute.replay import BlockReplay, SavedForward
 from fuyou.optimizer.absent_gradients import mark_absent
 from fuyou.optimizer.gradient_sum import GradientSum, round_in_place, sum_of_squares
-from fuyou.runtime.compute.random_replay import RandomReplay, random_state
+from fuyou.runtime.compute.piece_visits import PieceVisits
+from fuyou.runtime.compute.random_replay import (
+    RandomReplay,
+    fresh_random_states,
+    random_state,
+    random_states,
+    set_random_states,
+)
 from fuyou.runtime.data_plane.data_plane import DataPlane
 from fuyou.schedule.tasks import Activation, ComputeTask, StepList, known
 
@@ -64,11 +72,14 @@ class StepComputation:
         """To be settled between forward and backward pass, if the loss has a router loss."""
         self._calls: list[BlockCalls | None] = [None] * len(self._micro)
         self._random: dict[tuple[int | None, int], torch.Tensor] = {}
+        self._random_states: dict[tuple[int, int], tuple[torch.Tensor, ...]] = {}  # where blocks are in pieces
         self._recorded: dict[tuple[int, int], SavedForward] = {}
         self._saved: list[float] = []
         self._sums: dict[int, GradientSum] = {}
         self._squares: list[torch.Tensor] = []
         self._losses: list[torch.Tensor] = []
+        self._pieces = PieceVisits(stack, plane.buffers.shape.records, plane.buffers.shape.blocks)
+        self._adapters: dict[int, dict[str, torch.Tensor]] = {}  # of passes in pieces, by micro-batch
         self._todo: Iterator[ComputeTask] = iter([task for task in tasks.tasks if isinstance(task, ComputeTask)])
         self._next: ComputeTask | None = next(self._todo, None)
         self.loss = float("nan")
@@ -101,20 +112,29 @@ class StepComputation:
 
     def forward(self) -> torch.Tensor:
         """Run everything up to the head; return the batch's mean loss (this rank's part of it), an fp32 scalar."""
-        while self._next is not None and self._next.visit.phase in FORWARD_PHASES:
-            self._run(self._next)
-            self._next = next(self._todo, None)
+        self._run_forward()
         total = self._losses[0]
         for loss in self._losses[1:]:
             total = total + loss
         self.loss = float(total)
         return total
 
+    def _run_forward(self) -> None:
+        self._run_all(self.tasks.forward_phases)
+
     def backward(self) -> None:
         """Run the rest."""
-        while self._next is not None:
-            self._run(self._next)
-            self._next = next(self._todo, None)
+        self._run_all(frozenset(Phase))
+
+    def _run_all(self, phases: frozenset[Phase]) -> None:
+        """Run the next tasks while they are of these phases."""
+        try:
+            while self._next is not None and self._next.visit.phase in phases:
+                self._run(self._next)
+                self._next = next(self._todo, None)
+        except BaseException:
+            self._pieces.close()
+            raise
 
     def abandon(self) -> None:
         """Give the pass up before its head, but let what waits for it go on: the updates that a forward pass carries
@@ -143,6 +163,10 @@ class StepComputation:
         match task.visit.phase:
             case Phase.EMBED_FORWARD:
                 self._embed_forward(task)
+            case Phase.BLOCK_FORWARD if task.visit.part is not None:
+                self._piece_forward(task, known(task.visit.layer))
+            case Phase.BLOCK_BACKWARD if task.visit.part is not None:
+                self._piece_backward(task, known(task.visit.layer))
             case Phase.BLOCK_FORWARD:
                 self._block_forward(task, known(task.visit.layer))
             case Phase.HEAD:
@@ -231,6 +255,67 @@ class StepComputation:
             calls.backward(result, self._activation(task.inputs[1], shape), losses)
         self._pass_on(task, hidden)
 
+    @torch.no_grad()
+    def _piece_forward(self, task: ComputeTask, layer: int) -> None:
+        calls = self._call(task.micro)
+        if task.visit.begins:
+            # A copy, as of the gradient below: the schedule gives the buffer to others when the first part has ended.
+            hidden = self._activation(task.inputs[0], self._hidden_shape(task.micro)).clone()
+
+            def work() -> tuple[torch.Tensor, list[torch.Tensor]]:
+                with router_logits() as logits:
+                    return calls.run(layer, self._stack.blocks[layer], hidden), logits
+
+            alone = len(self._micro) == 1
+            states = random_states(self._device) if alone else fresh_random_states(self._device)
+            self._random_states[layer, task.micro] = states
+            self._pieces.begin(task, work, calls.documents, states)
+        self._advance(task, self._parameters(task, Kind.ADAPTER))
+        if task.visit.ends:
+            (output, logits), states = self._pieces.end(task.micro)
+            if len(self._micro) == 1:
+                set_random_states(states, self._device)
+            if self.router is not None:
+                self.router.add(task.micro, logits)
+            self._activation(known(task.output), output.shape).copy_(output)
+
+    @torch.enable_grad()
+    def _piece_backward(self, task: ComputeTask, layer: int) -> None:
+        calls = self._call(task.micro)
+        if task.first:
+            self._open_sum(task)
+        if task.visit.begins:
+            shape = self._hidden_shape(task.micro)
+            hidden = self._activation(task.inputs[0], shape).clone().requires_grad_(task.visit.passes_on)
+            gradient = self._activation(task.inputs[1], shape).clone()
+
+            def work() -> torch.Tensor:
+                with router_logits() as logits:
+                    output = calls.run(layer, self._stack.blocks[layer], hidden)
+                losses = [] if self.router is None else self.router.losses(task.micro, logits)
+                calls.backward(output, gradient, losses)
+                return hidden
+
+            records = (self._buffers.shape.records[index] for index in self._buffers.shape.blocks[layer])
+            places = {slot.part: (record.index, slot.name) for record in records for slot in record.parameters}
+
+            def on_gradient(part: PiecePart, gradient: torch.Tensor) -> None:
+                record, name = places[part]
+                self._sums[record].add(name, gradient)
+
+            states = self._random_states.pop((layer, task.micro))
+            self._pieces.begin(task, work, calls.documents, states, on_gradient)
+            self._adapters[task.micro] = self._leaves(task, Kind.ADAPTER)
+        self._advance(task, self._adapters[task.micro])
+        if task.visit.ends:
+            hidden, _ = self._pieces.end(task.micro)
+            del self._adapters[task.micro]
+            self._pass_on(task, hidden)
+
+    def _advance(self, task: ComputeTask, adapters: Mapping[str, torch.Tensor]) -> None:
+        ((_, views),) = self._views(task, Kind.BLOCK)
+        self._pieces.advance(task, views, adapters)
+
     @torch.enable_grad()
     def _embed_backward(self, task: ComputeTask) -> None:
         with self._stack.bound(self._leaves(task), before=True), self._replayed(None, task.micro):
@@ -300,38 +385,46 @@ class StepComputation:
             return None
         return _apart(self._buffers.activations[Activation.KEPT].bytes(task.kept, self._plan.kept_bytes))
 
-    def _parameters(self, task: ComputeTask) -> dict[str, torch.Tensor]:
-        """Return the parameters of the task's records on the device, by all of their names, in the model's dtypes."""
+    def _parameters(self, task: ComputeTask, kind: Kind | None = None) -> dict[str, torch.Tensor]:
+        """Return the parameters of the task's records (of this kind) on the device, by all of their names, in the
+        model's dtypes."""
         return {
             name: torch.nn.Parameter(views[slot.name].to(self._stack.dtype_of(name)), requires_grad=False)
-            for record, views in self._views(task)
+            for record, views in self._views(task, kind)
             for slot in record.parameters
             for name in slot.names
         }
 
-    def _leaves(self, task: ComputeTask) -> dict[str, torch.Tensor]:
+    def _leaves(self, task: ComputeTask, kind: Kind | None = None) -> dict[str, torch.Tensor]:
         """Return :meth:`_parameters` with leaves for what is trained, whose gradients go to their record's sum.
 
         Tied names share a leaf.
         """
         leaves: dict[str, torch.Tensor] = {}
-        for record, views in self._views(task):
+        for record, views in self._views(task, kind):
             trained = record.trained_names
             own = {name: torch.nn.Parameter(view, requires_grad=name in trained) for name, view in views.items()}
             if trained:
                 if task.first and record.index not in self._sums:
-                    self._sums[record.index] = GradientSum(record, self._sum_buffer(record, known(task.gradient)))
+                    self._open_sum(task)
                 self._sums[record.index].attach({name: own[name] for name in trained})
             for slot in record.parameters:
                 leaf = own[slot.name].to(self._stack.dtype_of(slot.name))
                 leaves.update(dict.fromkeys(slot.names, leaf))
         return leaves
 
-    def _views(self, task: ComputeTask) -> Iterator[tuple[Record, dict[str, torch.Tensor]]]:
-        """Yield the task's records, and their parameters in the device buffers by their first names."""
+    def _open_sum(self, task: ComputeTask) -> None:
+        """Begin the gradient that ``task`` is the first to add to."""
+        record = self._buffers.shape.records[known(task.visit.trained)]
+        self._sums[record.index] = GradientSum(record, self._sum_buffer(record, known(task.gradient)))
+
+    def _views(self, task: ComputeTask, kind: Kind | None = None) -> Iterator[tuple[Record, dict[str, torch.Tensor]]]:
+        """Yield the task's records (of this kind), and their parameters in the device buffers by name."""
         for index, buffer in task.places.items():
             record = self._buffers.shape.records[index]
-            flat = self._flat(record, buffer, decoded=task.micro > 0)
+            if kind is not None and record.kind is not kind:
+                continue
+            flat = self._flat(record, buffer, decoded=not task.begins)
             # Each apart: some adapters swap a weight in place, which must not look like a change of its neighbours.
             yield record, {name: _apart(view) for name, view in record.views(flat).items()}
 

@@ -18,7 +18,7 @@ import torch
 from common.errors import UserError
 from common.store import IoThrottle
 from common.units import format_bytes, parse_bytes
-from fuyou.layout.visits import BEFORE_HEAD_PHASES, FORWARD_PHASES, Phase
+from fuyou.layout.visits import BEFORE_HEAD_PHASES, Phase
 from fuyou.model.loss.router_loss import RouterPass
 from fuyou.runtime.executor import Executor
 from fuyou.schedule.tasks import ComputeTask, Op, Resource, StepList, Task
@@ -226,7 +226,7 @@ class TimedComputation:
 
     def forward(self) -> torch.Tensor:
         """Launch everything up to the head; return when it is done, as a GPU does whose loss is brought to the CPU."""
-        for task in self._take(FORWARD_PHASES):
+        for task in self._take(self.tasks.forward_phases):
             self._launch(task)
         self._device.synchronize()
         return torch.zeros(())

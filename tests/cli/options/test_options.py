@@ -115,7 +115,8 @@ def test_help_is_quick_and_in_groups() -> None:
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
     headings = [line for line in done.stdout.splitlines() if line.endswith(":") and not line.startswith(" ")]
     assert headings == [
-        "Model:", "Data:", "Memory:", "Cluster:", "Training:", "Adapters:", "Output:", "Planning:", "Other:"
+        "Model:", "Data:", "Memory:", "Cluster:", "Training:", "Objective:", "Adapters:", "Output:", "Planning:",
+        "Other:",
     ]  # fmt: skip
     for heading, after in zip(headings, [*headings[1:], "False"], strict=True):
         assert "\n\n  $ " in done.stdout.split(f"\n{heading}\n")[1].split(f"\n{after}\n")[0], heading

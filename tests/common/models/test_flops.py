@@ -1,9 +1,11 @@
 import pytest
 import torch
+from peft import LoraConfig
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
-from common.models.flops import active_parameters, hardware_flops_per_token, model_flops_per_token
+from common.models.adapters.adapters import Adapters
+from common.models.flops import active_parameters, hardware_flops_per_token, model_flops_per_token, visited_shares
 from common.models.meta_model import build_meta_model
 from common.models.presets import load_config
 from common.models.structure import find_blocks
@@ -18,6 +20,75 @@ def test_gpt3_by_hand():
     assert model_flops_per_token(config, seq) == 6 * parameters + attention
     blocks = layers * (12 * hidden**2 + 13 * hidden)
     assert hardware_flops_per_token(config, seq) == 6 * parameters + attention + 2 * blocks + attention / 3
+
+
+MIXTURES = {
+    **{family: {} for family in MIXED},
+    # Two kinds of layers, a shared expert, latent attention; the router's groups.
+    "deepseek_v3": {
+        "num_hidden_layers": 3, "hidden_size": 256, "intermediate_size": 768, "moe_intermediate_size": 192,
+        "num_attention_heads": 4, "num_key_value_heads": 4, "q_lora_rank": 96, "kv_lora_rank": 64,
+        "qk_nope_head_dim": 48, "qk_rope_head_dim": 16, "v_head_dim": 80, "n_routed_experts": 8, "n_group": 2,
+        "topk_group": 1, "num_experts_per_tok": 2, "first_k_dense_replace": 1,
+    },
+    "gpt_oss": {"head_dim": 64, "num_local_experts": 4, "num_experts_per_tok": 3, "sliding_window": 64},  # biases
+    "glm4_moe": {
+        "moe_intermediate_size": 96, "n_routed_experts": 4, "num_experts_per_tok": 1, "first_k_dense_replace": 1,
+        "head_dim": 64,
+    },
+    "granitemoe": {"num_local_experts": 4, "num_experts_per_tok": 2},  # not called experts
+}  # fmt: skip
+_SIZES = {
+    "vocab_size": 199, "num_hidden_layers": 2, "hidden_size": 256, "intermediate_size": 320, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "pad_token_id": 0, "max_position_embeddings": 64,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("balanced", [True, False])
+@pytest.mark.parametrize("family", MIXTURES)
+def test_mixtures_agree_with_counted_products(family, balanced):
+    """However tokens are routed, each goes to as many experts, and these are what counts."""
+    known = family in FAMILIES
+    sizes = _SIZES | {"head_dim": 64, "moe_intermediate_size": 96} if known else {**_SIZES, **MIXTURES[family]}
+    config = family_config(family, **sizes) if known else AutoConfig.for_model(family, **sizes)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", experts_implementation="eager")
+    if not balanced:  # every token has one choice
+        with torch.no_grad():
+            model.get_input_embeddings().weight.copy_(torch.ones_like(model.get_input_embeddings().weight))
+    seq = 32
+    with FlopCounterMode(display=False) as counter:
+        model(torch.arange(seq)[None]).logits.sum().backward()
+    lookup = 6 * model.get_input_embeddings().weight.numel()
+    tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    counted = counter.get_total_flops() / seq + (0 if tied else lookup)
+    assert counted == pytest.approx(model_flops_per_token(model, seq), rel=0.01)
+    everything = sum(p.numel() for p in model.parameters())
+    assert active_parameters(model, model) < 0.95 * everything
+
+
+def test_adapters_of_experts_are_used_as_these_are():
+    config = AutoConfig.for_model("qwen3_moe", **_SIZES, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=96)
+    model = build_meta_model(config)
+    plain = active_parameters(model, model)
+    adapters = LoraConfig(
+        r=4, target_modules=["q_proj"], target_parameters=["experts.down_proj", "experts.gate_up_proj"]
+    )
+    model = Adapters(model, adapters, 0).model
+    attention = 2 * 4 * (256 + 4 * 64)
+    experts = 2 * 8 * 4 * (256 + 96 + 256 + 192)
+    assert active_parameters(model, model) == plain + attention + experts * 2 / 8
+    assert active_parameters(model, model, trained=True) == attention + experts * 2 / 8
+
+
+def test_shared_experts_and_routers_count_whole():
+    config = AutoConfig.for_model(
+        "qwen2_moe", **_SIZES, num_experts=4, num_experts_per_tok=1, moe_intermediate_size=64,
+        shared_expert_intermediate_size=128,
+    )  # fmt: skip
+    model = build_meta_model(config)
+    assert not any("shared" in name or "gate.weight" in name for name in visited_shares(model))
+    assert set(visited_shares(model).values()) == {0.25}
 
 
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family not in MIXED])

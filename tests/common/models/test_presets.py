@@ -1,15 +1,32 @@
 import json
+import time
+from decimal import Decimal
 
 import pytest
 from transformers import LlamaConfig
 
 from common.errors import UserError
+from common.models.flops import active_parameters
 from common.models.meta_model import build_meta_model
 from common.models.presets import load_config, preset_names
 from tests.helpers.models.families import family_config
 
 # Where the name is not the size: counts by the tables that the presets come from.
 PUBLISHED = {"llama-7b": 6.7e9, "llama-30b": 32.5e9, "gpt-10b": 11.3e9, "gpt-15b": 16.2e9, "gpt-20b": 21.6e9}
+
+# Mixtures of experts: parameters in all and used by a token, in billions as their authors write them, and how many of
+# the two embedding matrices (input, output) the latter counts. (arXiv:2412.19437 and its README_WEIGHTS; 2507.20534;
+# 2505.09388; 2508.10925; 2508.06471; the model card of Qwen3-Next.)
+MIXTURES = {
+    "deepseek-v3": ("671", "36.6", 1),
+    "kimi-k2": ("1e3", "32", 1),
+    "qwen3-30b-a3b": ("30.5", "3", 2),
+    "qwen3-235b-a22b": ("235", "22", 2),
+    "gpt-oss-20b": ("20.91", "3.61", 1),
+    "gpt-oss-120b": ("116.83", "5.13", 1),
+    "glm-4.5-air": ("106", "12", 0),
+    "qwen3-next-80b-a3b": ("80", "3", 0),
+}
 
 EXPECTED = [
     *(f"gpt3-{size}" for size in ["1.3b", "2.7b", "13b", "33b", "65b", "135b", "175b", "276b", "412b", "805b"]),
@@ -20,7 +37,7 @@ EXPECTED = [
 
 
 def test_all_presets_are_there():
-    assert preset_names() == sorted(EXPECTED)
+    assert preset_names() == sorted([*EXPECTED, *MIXTURES])
 
 
 @pytest.mark.parametrize("name", EXPECTED)
@@ -37,6 +54,42 @@ def test_preset_has_the_size_in_its_name(name):
     assert dropouts and not any(dropouts.values()), dropouts
 
 
+@pytest.mark.parametrize("name", MIXTURES)
+def test_a_mixture_has_its_published_size(name):
+    total, active, counted = MIXTURES[name]
+    start = time.monotonic()
+    model = build_meta_model(load_config(name)[0])
+    assert time.monotonic() - start < 10
+    embeddings = model.get_input_embeddings().weight.numel() + model.get_output_embeddings().weight.numel()
+    assert _agrees(sum(p.numel() for p in model.parameters()), total)
+    assert _agrees(active_parameters(model, model) - embeddings * (2 - counted) / 2, active)
+
+
+def _agrees(count: float, published: str) -> bool:
+    """Whether a count is within 1 % of a figure in billions, or would be rounded to it."""
+    half = 0.5 * 10.0 ** Decimal(published).as_tuple().exponent
+    return abs(count / 1e9 - float(published)) <= max(0.01 * float(published), half)
+
+
+def test_a_mixtures_sizes_by_hand():
+    """Layer by layer, from the tables of the papers."""
+    experts, norms = 3 * 2048 * 768, 2 * 2048 + 2 * 128
+    layer = 2048 * (2 * 4096 + 2 * 512) + norms + 2048 * 128  # attention, norms, router
+    model = build_meta_model(load_config("qwen3-30b-a3b")[0])
+    outside = 2 * 151936 * 2048 + 2048
+    assert sum(p.numel() for p in model.parameters()) == 48 * (layer + 128 * experts) + outside
+    assert active_parameters(model, model) == 48 * (layer + 8 * experts) + outside
+
+    latent = 7168 * 1536 + 1536 * 128 * 192 + 7168 * 576 + 512 * 128 * 256 + 128 * 128 * 7168
+    attention = latent + 1536 + 512 + 2 * 7168
+    expert, dense, router = 3 * 7168 * 2048, 3 * 7168 * 18432, 7168 * 256
+    model = build_meta_model(load_config("deepseek-v3")[0])
+    outside = 2 * 129280 * 7168 + 7168
+    fixed = 61 * attention + 3 * dense + 58 * (router + expert) + outside
+    assert sum(p.numel() for p in model.parameters()) == fixed + 58 * 256 * expert
+    assert active_parameters(model, model) == fixed + 58 * 8 * expert
+
+
 def test_a_configuration_is_returned_as_it_is():
     config = family_config("llama")
     assert load_config(config) == (config, None)
@@ -50,6 +103,46 @@ def test_a_directory_wins_over_a_preset_and_says_where_it_is(tmp_path, monkeypat
     config, directory = load_config("llama-7b")
     assert isinstance(config, LlamaConfig) and config.num_hidden_layers == 3
     assert directory.samefile(tmp_path / "llama-7b")
+
+
+def test_an_unknown_type_of_a_known_class(tmp_path):
+    """Kimi K2's config.json, as it is published: DeepSeek-V3's class, with code of its own that is not run."""
+    preset, _ = load_config("kimi-k2")
+    published = {
+        "architectures": ["DeepseekV3ForCausalLM"], "model_type": "kimi_k2",
+        "auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV3Config"},
+        "attention_bias": False, "attention_dropout": 0.0, "aux_loss_alpha": 0.001, "bos_token_id": 163584,
+        "eos_token_id": 163585, "ep_size": 1, "first_k_dense_replace": 1, "hidden_act": "silu", "hidden_size": 7168,
+        "initializer_range": 0.02, "intermediate_size": 18432, "kv_lora_rank": 512, "max_position_embeddings": 131072,
+        "moe_intermediate_size": 2048, "moe_layer_freq": 1, "n_group": 1, "n_routed_experts": 384,
+        "n_shared_experts": 1, "norm_topk_prob": True, "num_attention_heads": 64, "num_experts_per_tok": 8,
+        "num_hidden_layers": 61, "num_key_value_heads": 64, "num_nextn_predict_layers": 0, "pretraining_tp": 1,
+        "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
+        "quantization_config": {
+            "activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128],
+        },
+        "rms_norm_eps": 1e-06, "rope_theta": 50000.0, "routed_scaling_factor": 2.827,
+        "rope_scaling": {
+            "beta_fast": 1.0, "beta_slow": 1.0, "factor": 32.0, "mscale": 1.0, "mscale_all_dim": 1.0,
+            "original_max_position_embeddings": 4096, "type": "yarn",
+        },
+        "scoring_func": "sigmoid", "seq_aux": True, "tie_word_embeddings": False, "topk_group": 1,
+        "topk_method": "noaux_tc", "torch_dtype": "bfloat16", "transformers_version": "4.48.3", "use_cache": True,
+        "v_head_dim": 128, "vocab_size": 163840,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(published))
+    config, directory = load_config(tmp_path)
+    assert directory == tmp_path and config.name_or_path == str(tmp_path) and config.model_type == "deepseek_v3"
+    assert not hasattr(config, "quantization_config")
+    others = {"_name_or_path", "architectures", "bos_token_id", "eos_token_id", "dtype", "transformers_version"}
+    for name in preset.to_dict().keys() - others - {"rope_parameters"}:
+        assert getattr(config, name) == getattr(preset, name), name
+    assert config.rope_parameters.items() >= preset.rope_parameters.items()
+    shapes = [
+        {name: parameter.shape for name, parameter in build_meta_model(one).named_parameters()}
+        for one in (config, preset)
+    ]
+    assert shapes[0] == shapes[1]
 
 
 @pytest.mark.parametrize(

@@ -36,26 +36,33 @@ def _quiet() -> Iterator[None]:
 
 
 @pytest.mark.parametrize(
-    ("family", "method", "dtype", "micro"),
+    ("family", "method", "dtype", "micro", "targets"),
     [
-        ("deepseek_v3", "fp8", "bf16", 2),
-        ("gpt_oss", "mxfp4", "bf16", 4),
-        ("llama", "int4-asymmetric", "fp32", 4),
-        ("qwen3_moe", "nvfp4", "bf16", 3),
+        ("deepseek_v3", "fp8", "bf16", 2, ["all-linear"]),  # experts as well, as peft has it
+        ("gpt_oss", "mxfp4", "bf16", 4, ["q_proj", "gate_up_proj", "down_proj"]),  # whose experts it wants to be named
+        ("llama", "int4-asymmetric", "fp32", 4, ["all-linear"]),
+        ("qwen3_moe", "nvfp4", "bf16", 3, ["all-linear"]),
     ],
 )
-def test_lora_equals_the_plain_twin_in_memory(family: str, method: str, dtype: str, micro: int, tmp_path: Path) -> None:
+def test_lora_equals_the_plain_twin_in_memory(
+    family: str, method: str, dtype: str, micro: int, targets: list[str], tmp_path: Path
+) -> None:
     """Losses, norms and adapters, bit for bit, and again after a resume; the bytes moved are those planned; and merging
     gives what peft makes of the twin."""
     directory, twin_directory = compressed(tmp_path, family, method)
     real = AutoModelForCausalLM.from_pretrained(twin_directory, dtype=DTYPES[dtype])
     torch.manual_seed(0)
-    twin = InMemory(get_peft_model(real, AdapterOptions(4).peft_config()))
-    options = {"adapters": AdapterOptions(4), "micro_batch": micro}
+    fused = [name for name in targets if name not in ("all-linear", "q_proj")]
+    config = AdapterOptions(4, targets=tuple(name for name in targets if name not in fused)).peft_config()
+    config.target_parameters = fused or None
+    twin = InMemory(get_peft_model(real, config))
+    options = {"adapters": AdapterOptions(4, targets=tuple(targets)), "micro_batch": micro}
     ssd, feed = directories(tmp_path, 2), batches(3, packed=False)
     with plain_engine(directory, ssd, dtype, **options) as trained:
         kept = {record.frozen for record in trained._run.shape.records if record.kind is Kind.BLOCK}
         assert FrozenDtype.CHECKPOINT in kept
+        experts = [name for name in trained._run.shape.records[-1].trained_names if "experts" in name]
+        assert bool(experts) is (family != "llama")
         train(trained, twin, feed[:2], micro)
         trained.flush()
         assert trained.io_bytes() == trained.planned_io_bytes()
@@ -104,7 +111,7 @@ def test_bytes_are_those_of_the_files(family: str, method: str, tmp_path: Path) 
     files = load_file(directory / "model.safetensors")
     plain = load_file(tmp_path / "plain" / "model.safetensors")
     model = opened(directory)
-    for layer, index in enumerate(model.shape.blocks):
+    for layer, (index,) in enumerate(model.shape.blocks):
         record = model.shape.records[index]
         inside = [name for name in files if f"model.layers.{layer}." in name and not name.endswith("weight_shape")]
         buffers = [name for name in inside if name.endswith("e_score_correction_bias")]
@@ -134,7 +141,7 @@ def test_parameters_of_ones_choice(tmp_path: Path) -> None:
     config, checkpoint = load_config(directory)
     chosen = ["model.layers.0.*", "model.layers.1.mlp.up_proj.weight"]
     model = OpenModel(config, BF16, torch.device("cpu"), trainable=chosen, frozen=None, checkpoint=checkpoint)
-    first, second = (model.shape.records[index] for index in model.shape.blocks)
+    first, second = (model.shape.records[index] for (index,) in model.shape.blocks)
     assert first.trainable and first.frozen is FrozenDtype.PLAIN
     assert not second.trainable and second.frozen is FrozenDtype.CHECKPOINT
     assert {slot.name for slot in second.parameters if slot.compressed is None} == {

@@ -237,6 +237,21 @@ def test_packed_documents_are_kept_apart(checkpoints: Path, tmp_path: Path) -> N
         assert not math.isclose(first, second, rel_tol=1e-5)
 
 
+def test_dropout_goes_on_where_it_stopped(tmp_path: Path) -> None:
+    """Four steps with dropout are the same with a resume in the middle."""
+    config = tiny_configs()["gpt2"]
+    config.resid_pdrop = config.embd_pdrop = config.attn_pdrop = 0.2
+    feed, runs = batches(4, packed=False), []
+    for name, breaks in (("whole", (0, 4)), ("broken", (0, 2, 4))):
+        (tmp_path / name).mkdir()
+        ssd, losses = directories(tmp_path / name, 1), []
+        for first, last in pairwise(breaks):
+            with engine(config, ssd, micro_batch=2, resume=first > 0) as trained:  # type: ignore[arg-type]
+                losses += train(trained, feed[first:last])
+        runs.append(losses)
+    assert runs[0] == runs[1]
+
+
 def test_dropout_repeats_itself_in_the_recomputation(tmp_path: Path) -> None:
     """With dropout, a second run from the same seed gives the same losses, and gradients fit the losses."""
     config = tiny_configs()["gpt2"]

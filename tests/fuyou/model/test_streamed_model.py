@@ -229,7 +229,7 @@ def test_records_hold_every_parameter_once(family: str, tied: bool) -> None:
             assert slot.decay == (parameter.dim() > 1 and "bias" not in slot.name)
             assert (record.kind is Kind.NON_BLOCK) != slot.name.startswith(f"{stack.block_prefix}.")
     assert [record.index for record in shape.records] == list(range(len(shape.records)))
-    assert [shape.records[index].name for index in shape.blocks] == ["block 0", "block 1", "block 2"]
+    assert [shape.records[index].name for (index,) in shape.blocks] == ["block 0", "block 1", "block 2"]
     if tied:
         assert shape.embedding == shape.head and len(shape.records) == 4
     else:

@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig
+from transformers import AutoConfig, LlamaConfig
 
-from fuyou.layout.model_layout import BatchShape
+from common.models.flops import active_parameters, model_flops_per_token
+from common.models.structure import find_blocks
+from fuyou.layout.model_layout import BatchShape, BufferCounts
 from fuyou.layout.record import Precision
 from fuyou.optimizer.clipping import ClipBy
 from fuyou.planner import Machine, TrainingJob, describe_training, plan
@@ -17,6 +19,7 @@ from fuyou.planner.advice import best_changes, clipping_cost, largest_batch, rar
 from fuyou.planner.evaluate import SAVE_NOTHING, Candidate, Evaluator
 from fuyou.planner.rates import TaskRates
 from fuyou.planner.run_plan import gpu_bound_tokens, max_clipped_share, search
+from fuyou.planner.simulator import simulate
 from fuyou.schedule.scheduler import Scheduler
 from fuyou.schedule.tasks import Resource
 
@@ -46,6 +49,43 @@ def seconds(job: TrainingJob, on: Machine) -> float:
     result = plan(job, on)
     assert result.fits, result.missing
     return result.step_seconds
+
+
+def test_nothing_is_simulated_twice(job: TrainingJob, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A few micro-batches are not merged for comparing, and need not be simulated once more for the result."""
+    seen: list[tuple[Any, ...]] = []
+
+    def noted(shape: Any, memory: Any, rates: Any, deferred: Any, *rest: Any, **options: Any) -> Any:
+        seen.append((memory, deferred, options["recomputation"], options["clipped"]))
+        return simulate(shape, memory, rates, deferred, *rest, **options)
+
+    monkeypatch.setattr("fuyou.planner.evaluate.simulate", noted)
+    result = plan(replace(job, micro_batch=2), machine(replace(FAST, read_bytes_per_second=1e9)))
+    assert result.memory is not None and result.memory.batch.micro_batches == 4
+    assert seen and all(seen.count(one) == 1 for one in seen)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "gpt_oss"])
+def test_a_mixture_takes_as_long_as_the_experts_that_tokens_visit(family: str) -> None:
+    """The FLOPs of all tasks are those of the model with recomputation, but for attention scores."""
+    config = AutoConfig.for_model(
+        family, vocab_size=512, hidden_size=128, intermediate_size=128, moe_intermediate_size=96, num_hidden_layers=3,
+        num_attention_heads=4, num_key_value_heads=4, num_experts=16, n_routed_experts=16, num_local_experts=16,
+        num_experts_per_tok=2, head_dim=32, max_position_embeddings=SEQ_LEN, n_group=2, topk_group=1, q_lora_rank=64,
+        kv_lora_rank=32, qk_nope_head_dim=32, qk_rope_head_dim=32, v_head_dim=32, first_k_dense_replace=1,
+    )  # fmt: skip
+    job = describe_training(config, 8, SEQ_LEN)
+    model, blocks = job.stack.model, find_blocks(job.stack.model)[1]
+    assert job.block_parameters == active_parameters(model, blocks) < 0.5 * sum(p.numel() for p in blocks.parameters())
+    steps = Scheduler(job.shape, BufferCounts(device_activations=8, host_activations=8)).training_step(
+        1, BatchShape(1, 1024, job.tokens)
+    )
+    head = model.get_output_embeddings().weight.numel() + config.hidden_size
+    assert sum(task.flops for task in steps.tasks) == (8 * job.block_parameters + 6 * head) * job.tokens
+    result = plan(job, machine(replace(FAST, flops_per_second=1e9)))
+    assert result.step_seconds < 8.1e-9 * (job.block_parameters + head) * job.tokens
+    rate = model_flops_per_token(model, SEQ_LEN) * job.tokens / result.step_seconds
+    assert result.flops_per_second == pytest.approx(rate)
 
 
 def test_json_has_what_programs_ask_for(job: TrainingJob) -> None:

@@ -10,8 +10,8 @@ from fuyou.planner.rates import TaskRates
 from fuyou.planner.simulator import Simulator
 from fuyou.schedule.scheduler import Scheduler
 from fuyou.schedule.tasks import Op, Resource, StepList
-from tests.helpers.schedule_model import step_shape
 from tests.helpers.simulation import BF16, CHUNK, COUNTS, FAST, LAYERS, run
+from tests.helpers.step_shapes import step_shape
 
 
 def work(lists: list[StepList], rates: TaskRates) -> dict[Resource, float]:
@@ -98,7 +98,7 @@ def keep(
 def test_keeping_outputs_helps_where_computing_is_the_bound_and_hurts_where_the_drives_are() -> None:
     shape = step_shape(LAYERS, False, BF16)
     layers, micro = list(range(LAYERS)), 2
-    blocks = sum(shape.records[index].parameter_count for index in shape.blocks)
+    blocks = sum(shape.block_parameters(layer) for layer in range(len(shape.blocks)))
     saved = 0.75 * 2 * blocks * 8 * micro  # 2 FLOPs per parameter and token
     kept = LAYERS * micro * 10_000
     compute = replace(FAST, flops_per_second=1e6)
@@ -142,5 +142,5 @@ def test_a_few_buffers_are_enough_for_inputs_to_come_ahead_of_their_use(device: 
 @pytest.mark.parametrize(("fraction", "layers"), [(0.25, [3, 7]), (0.5, [1, 3, 5, 7]), (0.125, [7]), (0.0, [])])
 def test_deferred_blocks_lie_between_the_others(fraction: float, layers: list[int]) -> None:
     shape = step_shape(8, False, BF16)
-    assert interleaved(shape, fraction) == {shape.blocks[layer] for layer in layers}
+    assert interleaved(shape, fraction) == {shape.blocks[layer][0] for layer in layers}
     assert interleaved(shape, 1.0) == {record.index for record in shape.records}

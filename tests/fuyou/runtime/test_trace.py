@@ -17,7 +17,7 @@ from fuyou.planner.simulator import Simulator
 from fuyou.runtime.trace import RecordInterval, Span, StepTrace, write_spans, write_trace
 from fuyou.schedule.scheduler import Scheduler
 from fuyou.schedule.tasks import Op, Resource, Task
-from tests.helpers.schedule_model import step_shape
+from tests.helpers.step_shapes import step_shape
 from tests.helpers.twin import tiny_configs
 
 BF16 = Precision(torch.bfloat16, torch.float32)

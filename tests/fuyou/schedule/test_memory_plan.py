@@ -13,7 +13,8 @@ from fuyou.layout.model_layout import ModelLayout
 from fuyou.layout.record import PAGE_ELEMENTS, Kind, Precision
 from fuyou.schedule.memory_plan import Batch, MemoryPlan, activation_elements_per_token
 from fuyou.schedule.memory_planner import MemoryPlanner
-from tests.helpers.schedule_model import BF16, Machine, build, check_order, step_shape
+from tests.helpers.schedule_model import Machine, build, check_order
+from tests.helpers.step_shapes import BF16, step_shape
 
 MEBIBYTE = 1 << 20
 FP32 = Precision(torch.float32, torch.float32)
@@ -238,7 +239,7 @@ def test_with_plenty_everything_is_kept_near() -> None:
 def test_what_is_left_of_the_host_holds_parameters_and_then_states() -> None:
     shape = step_shape(5, False)
     width, state = shape.precision.parameter_bytes, shape.precision.state_bytes
-    block = max(shape.records[index].numel for index in shape.blocks)
+    block = shape.block_elements
     outer = [record.numel for record in shape.of_kind(Kind.NON_BLOCK)]
 
     def plan(cache: int | None) -> MemoryPlan:
@@ -253,9 +254,9 @@ def test_what_is_left_of_the_host_holds_parameters_and_then_states() -> None:
     assert one.host_bytes == streamed.host_bytes + block * width
     parameters = (layers - 4) * block * width + max(outer) * width
     assert plan(parameters + outer[0] * state).resident == (0,)
-    assert plan(parameters + (sum(outer) + block) * state).resident == (0, 1, shape.blocks[-1])
+    assert plan(parameters + (sum(outer) + block) * state).resident == (0, 1, shape.blocks[-1][0])
     two = plan(parameters + (sum(outer) + 2 * block) * state)
-    assert two.resident == (0, 1, shape.blocks[2], shape.blocks[4])
+    assert two.resident == (0, 1, shape.blocks[2][0], shape.blocks[4][0])
     everything = plan(None)
     assert everything.resident == tuple(range(len(shape.records)))
     total = sum(record.numel for record in shape.records) * state

@@ -1,21 +1,29 @@
 """The schedule finds the right bytes in the right place, whatever the buffers and however the lanes interleave."""
 
 from collections import Counter
+from collections.abc import Callable, Hashable
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fuyou.layout.model_layout import BatchShape, BufferCounts
+from common.errors import UserError
+from fuyou.layout.model_layout import BatchShape, BufferCounts, ModelLayout
+from fuyou.layout.pieces import PieceOrder, Stage
 from fuyou.layout.record import Kind, Precision
-from fuyou.layout.visits import Phase
+from fuyou.layout.share import ALONE, Share
+from fuyou.layout.visits import Phase, Visit
+from fuyou.schedule.buffer_pool import Pool
+from fuyou.schedule.memory_plan import Batch, LossInputs
 from fuyou.schedule.scheduler import Scheduler
-from fuyou.schedule.tasks import SSD_READS, SSD_WRITES, Op, Task
-from tests.helpers.schedule_model import TRAINS, Machine, Program, build, check_order, step_shape
+from fuyou.schedule.tasks import SSD_READS, SSD_WRITES, ComputeTask, Op, StepList, Task
+from tests.helpers.schedule_model import Machine, Program, build, check_order
+from tests.helpers.step_shapes import CUTS, Computation, Cut, computations, one_by_one, step_shape
 
 #: The least that works: everything streams, nothing overlaps.
 LEAST = BufferCounts(
@@ -27,9 +35,40 @@ LEAST = BufferCounts(
 USUAL = BufferCounts(device_activations=100)
 
 
-def activations(layers: int, micro: int) -> int:
+#: A rank alone, two in one node, one in each of two nodes, and the last of two by two.
+SHARES = (ALONE, ALONE, Share(1, 2, 0, 1), Share(2, 1, 1, 0), Share(2, 2, 1, 1))
+
+
+def activations(layers: int, micro: int, reference: bool = False) -> int:
     """How many activations a step may keep at once, as the memory plan counts them."""
-    return (layers + 2) * micro + 2
+    return Batch(micro, 8, 1, LossInputs(1, reference)).activations(layers)
+
+
+def visited(shape: ModelLayout, kind: str, micro: int, steps: StepList) -> list[tuple[Visit, int]]:
+    """What is computed in a step or an evaluation, in this order."""
+    computed = [task for task in steps.tasks if isinstance(task, ComputeTask)]
+    forward = (Phase.EMBED_FORWARD, Phase.BLOCK_FORWARD, Phase.HEAD_EVAL)
+    twice = any(task.micro >= micro for task in computed)
+    visits = shape.visits(kind == "train", micro, steps.own_loss)
+    counts = [(visit, micro * (1 + (twice and visit.phase in forward))) for visit in visits]
+    return [(visit, m) for visit, count in counts for m in visit.micro_batches(count)]
+
+
+def ordered(steps: StepList) -> list[tuple[Visit, int]]:
+    """What a list computes, task by task."""
+    return [(task.visit, task.micro) for task in steps.tasks if isinstance(task, ComputeTask)]
+
+
+@st.composite
+def block_cuts(draw: st.DrawFn, layers: int) -> dict[int, Cut]:
+    """Blocks in pieces: some, none, or all."""
+    some = draw(st.sampled_from([set(), set(range(layers)), draw(st.sets(st.integers(0, layers - 1)))]))
+    cuts = {}
+    for layer in sorted(some):
+        pieces, how = draw(st.integers(2, 4)), draw(st.sampled_from(CUTS))
+        held = draw(st.frozensets(st.integers(0, pieces - 1))) if how is one_by_one and draw(st.booleans()) else None
+        cuts[layer] = how(pieces) if held is None else one_by_one(pieces, held)
+    return cuts
 
 
 @st.composite
@@ -37,7 +76,8 @@ def scenarios(draw: st.DrawFn) -> dict[str, Any]:
     """What to :func:`build`."""
     layers, tied = draw(st.integers(1, 6)), draw(st.booleans())
     most = draw(st.integers(1, 5))
-    total = activations(layers, most)
+    reference = draw(st.booleans())
+    total = activations(layers, most, reference)
     device = draw(st.integers(3, total))
     # Where the block inputs go: all on the device; device and host; device, host and SSD.
     if device == total:
@@ -46,6 +86,8 @@ def scenarios(draw: st.DrawFn) -> dict[str, Any]:
         host, ssd = total - device + draw(st.integers(1, 4)), 0
     else:
         host, ssd = draw(st.integers(2, total)), total
+    cuts = draw(block_cuts(layers))
+    block_records = layers + sum(cut.pieces - 1 for cut in cuts.values())
     few = st.integers(1, 3)
     saving_layers = draw(st.sets(st.integers(0, layers - 1)))
     kept = len(saving_layers) * most
@@ -53,10 +95,10 @@ def scenarios(draw: st.DrawFn) -> dict[str, Any]:
     # One place more than what does not fit on the device, or two on the way to the SSDs.
     host_kept, ssd_kept = draw(st.sampled_from([(kept - device_kept + 1, 0), (2, kept)])) if kept else (0, 0)
     counts = BufferCounts(
-        device_blocks=draw(st.integers(1, layers + 1)), device_non_block=draw(st.integers(1, 2)),
+        device_blocks=draw(st.integers(1, block_records + 1)), device_non_block=draw(st.integers(1, 2)),
         device_block_gradients=draw(few), device_non_block_gradients=draw(st.integers(1, 2)),
-        host_blocks=draw(st.integers(1, layers + 1)), host_non_block=draw(st.integers(1, 2)),
-        host_block_gradients=draw(st.integers(1, layers + 1)), host_non_block_gradients=draw(st.integers(1, 2)),
+        host_blocks=draw(st.integers(1, block_records + 1)), host_non_block=draw(st.integers(1, 2)),
+        host_block_gradients=draw(st.integers(1, block_records + 1)), host_non_block_gradients=draw(st.integers(1, 2)),
         device_adapters=draw(st.integers(1, 2)), device_adapter_gradients=draw(st.integers(1, 2)),
         host_adapters=draw(few), host_adapter_gradients=draw(few),
         device_activations=device, host_activations=host, ssd_activations=ssd,
@@ -72,6 +114,8 @@ def scenarios(draw: st.DrawFn) -> dict[str, Any]:
         "single_slot": not speculate and draw(st.booleans()), "slot": draw(st.integers(0, 1)),
         "saving_layers": saving_layers, "speculate": speculate, "defer_all": draw(st.sets(st.integers(1, 5))),
         "resident": draw(st.sampled_from([0, 0, 1, 3, 8])), "frozen": draw(st.booleans()),
+        "cuts": cuts, "share": ALONE if speculate else draw(st.sampled_from(SHARES)),
+        "own": set() if cuts else draw(st.sets(st.integers(0, 4))), "reference": reference and not cuts,
     }  # fmt: skip
 
 
@@ -91,6 +135,19 @@ def test_any_order_that_the_executor_may_choose_works(scenario: dict[str, Any], 
         Machine(program).run(seed + number)
 
 
+def computed(tasks: list[Task]) -> list[Computation]:
+    """What a list computes, as the twin names it."""
+    found = []
+    for task in tasks:
+        if isinstance(task, ComputeTask):
+            visit = task.visit
+            layer = visit.layer
+            found.append(
+                Computation(visit.phase, layer, visit.record, task.micro, visit.begins, visit.ends, visit.trained)
+            )
+    return found
+
+
 @settings(max_examples=60)
 @given(scenarios())
 def test_every_step_computes_and_updates_everything_once(scenario: dict[str, Any]) -> None:
@@ -98,23 +155,48 @@ def test_every_step_computes_and_updates_everything_once(scenario: dict[str, Any
     shape = program.shape
     trained = [(micro, steps) for kind, micro, steps in program.lists if kind == "train"]
     for micro, steps in trained:
-        computed = [(task.visit, task.micro) for task in steps.tasks if task.op is Op.COMPUTE]
-        assert computed == [(visit, m) for visit in shape.visits(train=True) for m in range(micro)]
+        if shape.orders:
+            assert computed(steps.tasks) == list(computations(shape, micro, train=True))
+        assert ordered(steps) == visited(shape, "train", micro, steps)
         assert steps.end is not None and steps.end.op is Op.STEP
         for task in steps.tasks:
             if task.op is Op.COMPUTE:
                 assert task.visit is not None
-                assert task.last == (task.micro == micro - 1)
-                trains = any(shape.records[index].trainable for index in task.visit.records)
-                assert (task.gradient is not None) == (trains and task.visit.phase in TRAINS)
+                last = max(m for visit, m in ordered(steps) if visit == task.visit)
+                assert task.last == (task.visit.micro is not None or task.micro == last)
+                assert (task.gradient is not None) == (task.visit.trained is not None)
     for kind, micro, steps in program.lists:
         if kind == "eval":
-            computed = [(task.visit, task.micro) for task in steps.tasks if task.op is Op.COMPUTE]
-            assert computed == [(visit, m) for visit in shape.visits(train=False) for m in range(micro)]
+            if shape.orders:
+                assert computed(steps.tasks) == list(computations(shape, micro, train=False))
+            assert ordered(steps) == visited(shape, "eval", micro, steps)
             assert not any(task.op in (Op.UPDATE, Op.STATE_WRITE, Op.COMMIT, Op.STEP) for task in steps.tasks)
     done = [task for task in program.tasks if task.op is Op.UPDATE]
     updates = Counter((task.record, task.step) for task in done if not program.is_void(task))
     assert updates == Counter((index, steps.step) for index in shape.trainable for _, steps in trained)
+
+
+class SearchedPool(Pool):
+    """A pool that looks at all its buffers whenever it gives one away."""
+
+    def update_next_use(self, key: Hashable) -> None:
+        """Do nothing: nothing is remembered."""
+
+    def sort_anew(self) -> None:
+        """Do nothing: nothing is remembered."""
+
+
+@settings(max_examples=60)
+@given(scenarios())
+def test_what_is_needed_latest_is_known_without_a_search(scenario: dict[str, Any]) -> None:
+    program = build(**scenario)
+    with mock.patch("fuyou.schedule.scheduler.SortedPool", SearchedPool):
+        searched = build(**scenario)
+    found = [
+        [(task.op, task.record, task.source, task.target, len(task.after)) for task in one.tasks]
+        for one in (program, searched)
+    ]
+    assert found[0] == found[1]
 
 
 @settings(max_examples=60)
@@ -205,7 +287,7 @@ def test_what_the_scheduler_says_of_its_commits() -> None:
     scheduler.training_step(1, batch)
     assert scheduler.commit_step == 1 and not scheduler.pending
 
-    deferred = Scheduler(shape, USUAL, deferred=shape.blocks[:1])
+    deferred = Scheduler(shape, USUAL, deferred=shape.blocks[0])
     deferred.training_step(1, batch)
     assert deferred.pending and deferred.commit_step is None
     with pytest.raises(AssertionError, match="flush"):
@@ -300,7 +382,7 @@ def test_updates_and_reads_are_not_held_up_by_what_they_do_not_need() -> None:
     tasks = program.tasks
     computes = {task.visit.layer: task for task in tasks if task.visit and task.visit.phase is Phase.BLOCK_FORWARD}
     for layer in range(4):
-        reads = [t for t in tasks if t.op is Op.PARAMETER_READ and t.record == program.shape.blocks[layer + 2]]
+        reads = [t for t in tasks if t.op is Op.PARAMETER_READ and t.record == program.shape.blocks[layer + 2][0]]
         reach: set[int] = set()
         todo = list(reads[0].after)
         while todo:
@@ -311,6 +393,32 @@ def test_updates_and_reads_are_not_held_up_by_what_they_do_not_need() -> None:
         assert id(computes[layer]) not in reach
 
 
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("buffers", [1, 3])
+def test_a_reference_moves_no_more_weights(tied: bool, buffers: int) -> None:
+    """Step by step the same bytes of parameters, gradients and states as with the engine's own loss."""
+    layers, micro, steps = 6, 2, 4
+    counts = BufferCounts(
+        device_blocks=buffers, host_blocks=buffers, device_adapters=1, device_adapter_gradients=1, host_adapters=1,
+        host_adapter_gradients=1, device_activations=activations(layers, micro, True), device_block_gradients=0,
+        device_non_block_gradients=0, host_block_gradients=0, host_non_block_gradients=0,
+    )  # fmt: skip
+    script = [("train", micro, True)] * steps
+    own, plain = (
+        build(layers, tied, counts, script, frozen=True, own=range(steps) if own else (), reference=True)
+        for own in (True, False)
+    )
+    for (_, _, mine), (_, _, theirs) in zip(own.lists, plain.lists, strict=True):
+        for op in Op:
+            if op is not Op.COMPUTE:
+                assert [t.nbytes for t in mine.tasks if t.op is op] == [t.nbytes for t in theirs.tasks if t.op is op]
+    flops = [sum(task.flops for task in program.lists[1][2].tasks) for program in (own, plain)]
+    sizes, shape = [record.parameter_count for record in own.shape.records], own.shape
+    head = sizes[shape.head] + sizes[shape.head_adapter]
+    blocks = sum(sizes[index] for index in (*(index for (index,) in shape.blocks), *shape.block_adapters[1:]))
+    assert flops[0] - flops[1] == 2.0 * 8 * micro * (2 * head + blocks)  # once more, and once for the reference
+
+
 def test_flops_are_those_of_recomputation() -> None:
     program = build(3, False, USUAL, [("train", 2, True)])
     shape = program.shape
@@ -319,3 +427,76 @@ def test_flops_are_those_of_recomputation() -> None:
             assert task.visit is not None
             factor = {Phase.BLOCK_FORWARD: 2, Phase.HEAD: 6, Phase.BLOCK_BACKWARD: 6}.get(task.visit.phase, 0)
             assert task.flops == factor * shape.records[task.record].parameter_count * 8
+
+
+# -- blocks in pieces -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("cut", CUTS)
+def test_pieces_with_the_fewest_buffers(cut: Callable[[int], Cut], frozen: bool) -> None:
+    counts = replace(LEAST, device_adapters=1, device_adapter_gradients=1, host_adapters=1, host_adapter_gradients=1)
+    program = build(3, True, counts, [("train", 3, True)] * 3, frozen=frozen, cuts={0: cut(2), 2: cut(4)})
+    check_order(program)
+    for seed in range(5):
+        Machine(program).run(seed)
+
+
+@pytest.mark.parametrize("cut", CUTS)
+def test_each_piece_is_written_once_and_read_at_most_once_per_stage(cut: Callable[[int], Cut]) -> None:
+    cuts = {layer: cut(3) for layer in range(5)}
+    program = build(5, False, LEAST, [("train", 4, True)] * 3, cuts=cuts)
+    shape = program.shape
+    parameters = sum(shape.records[index].parameter_nbytes for index in (shape.embedding, shape.head))
+    states = sum(record.state_nbytes for record in shape.records)
+    for layer, records in enumerate(shape.blocks):
+        order = shape.orders[layer]
+        pieces = [*order.forward, *(stage.piece for stage in order.backward)]
+        parameters += sum(shape.records[records[piece]].parameter_nbytes for piece in pieces)
+    # The embedding is read for its forward and its backward pass.
+    parameters += shape.records[shape.embedding].parameter_nbytes
+    for _, _, steps in program.lists:
+        assert moved(steps.tasks, SSD_READS) <= parameters + states
+        assert moved(steps.tasks, SSD_WRITES) == states + sum(record.parameter_nbytes for record in shape.records)
+
+
+def test_frozen_pieces_are_uploaded_once_for_each_micro_batch_of_the_backward_pass() -> None:
+    """With one buffer on the device, and none is uploaded again from one stage to the next of the same piece."""
+    counts = replace(LEAST, device_adapters=1, device_adapter_gradients=1, host_adapters=4, host_adapter_gradients=2)
+    program = build(2, False, counts, [("train", 3, True)], frozen=True, cuts={1: one_by_one(4)})
+    uploads = Counter(task.record for task in program.tasks if task.op is Op.PARAMETER_UPLOAD)
+    first, *between, last = program.shape.blocks[1]
+    assert [uploads[index] for index in between] == [1 + 2 * 3] * 2
+    assert uploads[first] == 1 + 3 + 1  # it ends the pass of a micro-batch, and begins that of the next
+    assert uploads[last] == 1 + 3
+
+
+def test_pieces_take_the_flops_of_their_block() -> None:
+    whole = build(3, False, USUAL, [("train", 2, True)])
+    parts = build(3, False, USUAL, [("train", 2, True)], cuts={1: one_by_one(4)})
+    for program in (whole, parts):
+        flops = Counter[tuple[Phase, int]]()
+        for task in program.tasks:
+            if isinstance(task, ComputeTask) and task.visit.layer is not None:
+                flops[task.visit.phase, task.visit.layer] += task.flops
+        parameters = [
+            sum(program.shape.records[index].parameter_count for index in one) for one in program.shape.blocks
+        ]
+        for layer, count in enumerate(parameters):
+            assert flops[Phase.BLOCK_FORWARD, layer] == 2 * 2 * 8 * count
+            assert flops[Phase.BLOCK_BACKWARD, layer] == 6 * 2 * 8 * count
+
+
+def test_pieces_whose_gradients_would_be_there_at_the_same_time_are_refused() -> None:
+    stages = [Stage(1, True, True, True), Stage(0, True, True, True), Stage(1, False, True, True)]
+    cuts = {0: Cut(PieceOrder((0, 1), tuple(stages)))}
+    with pytest.raises(UserError, match="comes back to parameters"):
+        step_shape(1, False, cuts=cuts)
+    assert len(step_shape(1, False, frozen=True, cuts=cuts).blocks[0]) == 2  # there are none
+
+
+def test_a_trained_piece_that_nothing_uses_is_refused() -> None:
+    """It would never be updated, and what is committed would not be all of one step."""
+    for order in (PieceOrder((0, 1), (Stage(0, True, True, True),)), PieceOrder((1,), one_by_one(2).order.backward)):
+        with pytest.raises(UserError, match="no pass through the block uses it"):
+            step_shape(1, False, cuts={0: Cut(order)})

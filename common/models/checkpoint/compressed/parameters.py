@@ -1,7 +1,7 @@
 """A parameter of the model as a compressed checkpoint has it: one tensor, or several of one format (experts)."""
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -25,6 +25,8 @@ class CompressedParameter:
     """Strides of each tensor's numbers in the flat parameter."""
     offsets: tuple[int, ...]
     """Place of each tensor's first number in the flat parameter."""
+    parts: tuple[int, ...] | None = None
+    """Numbers of these tensors among those that the checkpoint's parameter is made of; None: they are all of them."""
 
     @classmethod
     def of(
@@ -47,6 +49,16 @@ class CompressedParameter:
         if tensor.transposed:
             strides = (*strides[:-2], strides[-1], strides[-2])
         return cls(tensor, strides, offsets)
+
+    def between(self, first: int, stop: int) -> "CompressedParameter | None":
+        """Return elements ``[first, stop)`` of the flat parameter as a parameter; None if a tensor would be cut."""
+        inside = [index for index, offset in enumerate(self.offsets) if first <= offset < stop]
+        if len(inside) * self.tensor.numel != stop - first:
+            return None
+        offsets = tuple(self.offsets[index] - first for index in inside)
+        return replace(
+            self, offsets=offsets, parts=tuple(self.parts[index] if self.parts else index for index in inside)
+        )
 
     @property
     def nbytes(self) -> int:
@@ -80,7 +92,8 @@ class CompressedParameter:
 
     def to_dict(self) -> dict[str, Any]:
         """Return this for JSON."""
-        return {"tensor": self.tensor.to_dict(), "strides": list(self.strides), "offsets": list(self.offsets)}
+        parts = {} if self.parts is None else {"parts": list(self.parts)}
+        return {"tensor": self.tensor.to_dict(), "strides": list(self.strides), "offsets": list(self.offsets), **parts}
 
     @property
     def _part_nbytes(self) -> int:

@@ -1,51 +1,16 @@
 """What adapters are planned to take is enough for what PyTorch allocates for them, and not many times as much."""
 
-import weakref
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable
 
 import pytest
 import torch
 from peft import IA3Config, LoHaConfig, LoKrConfig, LoraConfig, PeftConfig, get_peft_model
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from common.models.adapters.memory import AdapterMemory, adapter_memory
+from tests.helpers.allocated import Allocated
 
 NAMES = ["first", "second", "third"]
-
-
-class Allocated(TorchDispatchMode):
-    """Bytes of all tensors made while this is active that still exist, and most of them at once."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now = self.most = 0
-        self._seen: set[int] = set()
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        given = {leaf.untyped_storage().data_ptr() for leaf in tree_leaves((args, kwargs)) if _is_tensor(leaf)}
-        for leaf in filter(_is_tensor, tree_leaves(result)):
-            storage = leaf.untyped_storage()
-            where, nbytes = storage.data_ptr(), storage.nbytes()
-            if nbytes and where not in given and where not in self._seen:
-                self._seen.add(where)
-                self.now += nbytes
-                self.most = max(self.most, self.now)
-                weakref.finalize(storage, self._gone, where, nbytes)
-        return result
-
-    def _gone(self, where: int, nbytes: int) -> None:
-        self._seen.discard(where)
-        self.now -= nbytes
-
-
-def _is_tensor(leaf: Any) -> bool:
-    return isinstance(leaf, torch.Tensor)
 
 
 def allocated(inputs: int, outputs: int, tokens: int, dtype: torch.dtype, config: PeftConfig | None) -> int:

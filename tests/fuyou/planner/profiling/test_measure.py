@@ -57,7 +57,7 @@ def test_a_block_that_others_hand_values_is_measured_without_them() -> None:
     shape = model_records(stack, Precision(torch.float32, torch.float32))
     for layer in (0, len(stack.blocks) - 1):
         bench = BlockBench(stack, shape, CpuDevice(), 2, 16, 8)
-        bench._layer, bench._record = layer, shape.records[shape.blocks[layer]]
+        bench._layer, bench._record = layer, shape.records[shape.blocks[layer][0]]
         bench._weights = random_values(bench._record.numel, torch.float32, CpuDevice())
         bench._gradient = torch.empty_like(bench._weights)
         times = bench.measure()

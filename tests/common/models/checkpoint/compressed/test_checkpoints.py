@@ -95,6 +95,27 @@ def test_there_and_back_in_its_own_bytes(family: str, method: str, tmp_path: Pat
         assert torch.equal(flat, value.flatten().bfloat16()), name
 
 
+def test_kimi_k2_and_deepseeks_own_files(tmp_path: Path) -> None:
+    """A type that transformers does not know, of a class that it knows; and a layer that predicts a second token."""
+    directory, twin = compressed(tmp_path, "deepseek_v3", "fp8")
+    fields = json.loads((directory / "config.json").read_text())
+    fields |= {"model_type": "kimi_k2", "auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV3Config"}}
+    (directory / "config.json").write_text(json.dumps(fields))
+    second = {}
+
+    def add(tensors: dict[str, torch.Tensor]) -> None:
+        for name in [name for name in tensors if name.startswith("model.layers.1.")]:
+            second[name.replace("layers.1.", "layers.2.")] = tensors[name].clone()
+        tensors |= second
+
+    rewrite(directory, add)
+    source = source_of(directory)
+    found = numbers_of(source)
+    assert set(source.unused) <= second.keys()
+    for name, parameter in in_memory(twin, torch.float32).named_parameters():
+        assert torch.equal(found[name].float(), parameter), name
+
+
 def test_a_conversion_that_is_not_side_by_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What transformers makes of experts in any other way it makes here, too: of all their numbers at once."""
     directory, _ = compressed(tmp_path, "deepseek_v3", "fp8")

@@ -1,0 +1,259 @@
+"""An engine as a model of its family's own class, for trainers that want one.
+
+The model is a shallow copy of the one that the engine streams, and shares its modules, so that what a trainer does to
+them (no dropout, for instance) acts on what computes. Its only parameter is a number: the gradient of that is the norm
+of the whole gradient, so that a trainer's own clipping sees, and logs, the true one. The engine clips itself
+(``max_grad_norm``), and :class:`fuyou.integrations.EngineOptimizer` takes its steps.
+"""
+
+import copy
+import functools
+import hashlib
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutput, SequenceClassifierOutput
+from transformers.utils import ModelOutput
+
+from common.errors import UserError
+from common.models.task_type import TaskType
+from fuyou.engine.engine import Engine
+from fuyou.engine.token_outputs import TokenOutput
+from fuyou.model.reference import check_reference
+
+_NO_REFERENCE = "ref_model=fuyou.integrations.as_reference(engine)"
+"""Name of the model in its configuration: a trainer that would load it once more, whole, fails with that."""
+_NOT_OF_THE_MODEL = frozenset({"use_cache", "return_dict", "output_router_logits", "logits_to_keep"})
+_FUSED = ("log_probs", "entropy", "mean_logits", "is_top1")
+
+
+@dataclass
+class FusedOutput(ModelOutput):
+    """What TRL's trainers read of a call with ``fused_lm_head=True``; each ``[B, S - 1]``, and 0 without a label."""
+
+    loss: torch.Tensor | None = None
+    log_probs: torch.Tensor | None = None
+    entropy: torch.Tensor | None = None
+    log_sum_sq_probs: torch.Tensor | None = None
+    mean_logits: torch.Tensor | None = None
+    is_top1: torch.Tensor | None = None
+    label_mask: torch.Tensor | None = None
+    aux_loss: torch.Tensor | None = None
+
+
+class _Streamed:
+    """What an engine and its facades share.
+
+    Args:
+        engine: that computes.
+    """
+
+    def __init__(self, engine: Engine):
+        self.engine = engine
+        self.norm = nn.Parameter(torch.zeros(()))
+        self.learning_rate: Callable[[], float] = lambda: engine.lr
+        self.has_reference = False
+        self.temperature = 1.0
+        self._kept: tuple[torch.Tensor, TokenOutput] | None = None
+        engine._steps.norm_parameter = self.norm
+
+    def tokens(self, batch: dict[str, Any], outputs: tuple[str, ...]) -> TokenOutput:
+        """Run the model, and with it the reference if there is one, for the call that will ask for it."""
+        engine = self.engine
+        if torch.is_grad_enabled():
+            if engine.in_step:
+                raise UserError(
+                    "The engine takes one forward and one backward pass for each step: set gradient_accumulation_steps "
+                    "to 1 and per_device_train_batch_size to the whole batch, which the engine splits itself "
+                    "(micro_batch)."
+                )
+            engine.lr = self.learning_rate()
+        if self.temperature != 1.0:
+            raise UserError(
+                f"The trainer divides logits by a temperature of {self.temperature:g}, which the engine does not do "
+                "before it takes log-probabilities: set the temperature to 1."
+            )
+        found = engine.tokens(**batch, outputs=outputs, reference=self.has_reference)
+        self._kept = None if found.reference is None else (batch["input_ids"], found.reference)
+        return found
+
+    def reference(self, batch: dict[str, Any], outputs: tuple[str, ...]) -> TokenOutput:
+        """Return what the reference gives: computed already with the model's own pass, or now."""
+        if self._kept is not None and torch.equal(self._kept[0], batch["input_ids"]):
+            kept = self._kept[1]
+            if set(outputs) <= set(kept.keys()):
+                return kept
+        with torch.no_grad(), self.engine.disable_adapters():
+            return self.engine.tokens(**batch, outputs=outputs)
+
+
+class _Forward:
+    """The call of a facade, under the signature of the family's own, which trainers cannot replace.
+
+    What they put in its place (autocast, a fused head) is passed over, but for a head's temperature.
+    """
+
+    def __get__(self, model: "_Facade | None", kind: type) -> Callable[..., Any]:
+        function = _forward_of(kind)
+        return function if model is None else cast(Callable[..., Any], function.__get__(model))
+
+    def __set__(self, model: "_Facade", replaced: Callable[..., Any]) -> None:
+        if getattr(getattr(replaced, "__func__", replaced), "__closure__", None) is not None:
+            told = inspect.getclosurevars(getattr(replaced, "__func__", replaced)).nonlocals
+            model._streamed.temperature = float(told.get("temperature", model._streamed.temperature))
+
+
+class _Facade(PreTrainedModel):
+    """What a facade does in another way than the family's class, which it also is."""
+
+    _streamed: _Streamed
+    _is_reference: bool
+    forward = _Forward()
+
+    # -- calls ----------------------------------------------------------------------------------------------------
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
+        """Answer a call as the family's own forward does, or as TRL's fused head does."""
+        streamed = self._streamed
+        bound = inspect.signature(self.forward).bind_partial(*args, **kwargs).arguments
+        batch = {**bound.pop("kwargs", {}), **{name: value for name, value in bound.items() if value is not None}}
+        fused, items = batch.pop("fused_lm_head", False), batch.pop("num_items_in_batch", None)
+        batch = {name: value for name, value in batch.items() if name not in _NOT_OF_THE_MODEL}
+        task = streamed.engine._run.model.task_type
+        labels = batch.get("labels")
+        if task is TaskType.SEQUENCE_CLASSIFICATION:
+            return SequenceClassifierOutput(logits=self._given({**batch}, ("logits",)).logits.squeeze(1))
+        if labels is None:
+            raise UserError(
+                "Logits of a whole batch never exist here, and this call has no labels: a loss is made of "
+                "log-probabilities. Leave label smoothing and compute_metrics out, override compute_loss on "
+                "engine.tokens, or let a server generate."
+            )
+        found = self._given(batch, _FUSED if fused else ("log_probs",))
+        mask = found.mask
+        count = mask.sum().clamp(min=1) if items is None else items
+        loss = -found.log_probs.sum() / count
+        if found.aux_loss is not None:
+            loss = loss + found.aux_coefficient * found.aux_loss
+        if not fused:
+            return CausalLMOutput(loss=loss)
+        per_token = {name: (found[name] * mask)[:, :-1] for name in _FUSED}
+        return FusedOutput(loss=loss, label_mask=mask[:, :-1], aux_loss=found.aux_loss, **per_token)
+
+    def _given(self, batch: dict[str, Any], outputs: tuple[str, ...]) -> TokenOutput:
+        ask = self._streamed.reference if self._is_reference else self._streamed.tokens
+        # The engine computes in its own dtype, and its backward pass comes when a trainer's autocast is over.
+        with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+            return ask(batch, outputs)
+
+    # -- what a trainer asks of a model ---------------------------------------------------------------------------
+
+    def named_parameters(self, *_: Any, **__: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield the only parameter: a number, whose gradient is the norm of all."""
+        yield "gradient_norm", self._streamed.norm
+
+    def state_dict(self, *_: Any, **__: Any) -> dict[str, torch.Tensor]:  # type: ignore[override]
+        """Return a digest of all weights, which are read for it: trainers name their caches after that."""
+        digest = hashlib.blake2b(digest_size=32)
+        for name, value in self._streamed.engine.named_parameters():
+            digest.update(name.encode())
+            digest.update(value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        return {"digest": torch.frombuffer(bytearray(digest.digest()), dtype=torch.uint8)}
+
+    def load_state_dict(self, *_: Any, **__: Any) -> Any:
+        """Pass over weights: those of the run are in its store, which :class:`fuyou.Engine` resumes."""
+        return nn.modules.module._IncompatibleKeys([], [])
+
+    def save_pretrained(self, save_directory: Any, **_: Any) -> None:  # type: ignore[override]
+        """Export what was trained, as :meth:`fuyou.Engine.save_pretrained` does."""
+        self._streamed.engine.save_pretrained(Path(save_directory))
+
+    def to(self, *_: Any, **__: Any) -> "_Facade":  # type: ignore[override]
+        """Stay where it is: the engine knows where it computes."""
+        return self
+
+    def gradient_checkpointing_enable(self, *_: Any, **__: Any) -> None:
+        """Do nothing: blocks are computed again in any case."""
+
+    def gradient_checkpointing_disable(self) -> None:
+        """Do nothing, likewise."""
+
+    def enable_input_require_grads(self) -> None:
+        """Do nothing, likewise."""
+
+    def generate(self, *_: Any, **__: Any) -> Any:  # type: ignore[override]
+        """Refuse to generate.
+
+        Raises:
+            UserError: each token would read the whole model.
+        """
+        raise UserError(
+            "generate() would read the whole model from the drives for each token: let a server generate, with the "
+            "adapters that engine.save_pretrained exports."
+        )
+
+
+@functools.cache
+def _forward_of(kind: type) -> Callable[..., Any]:
+    family = next(one for one in kind.__mro__ if one.__module__.startswith("transformers.") and "forward" in vars(one))
+
+    @functools.wraps(vars(family)["forward"])
+    def forward(self: _Facade, *args: Any, **kwargs: Any) -> Any:
+        return self._run(*args, **kwargs)
+
+    return forward
+
+
+def as_model(engine: Engine) -> PreTrainedModel:
+    """Return the engine as a model of its family's class, for a trainer.
+
+    What cannot work is refused by a sentence when it is tried: several processes, gradient accumulation, logits of
+    whole batches, ``generate()``.
+
+    Args:
+        engine: one; it is asked for no step meanwhile but through the trainer.
+
+    Raises:
+        UserError: the engine is one of several ranks.
+    """
+    return _facade(engine, is_reference=False)
+
+
+def as_reference(engine: Engine) -> PreTrainedModel:
+    """Return the model without its adapters, as ``ref_model`` of a trainer whose model is :func:`as_model` of the same
+    engine: both are computed in the same visits of the weights.
+
+    Args:
+        engine: whose adapters are trained.
+
+    Raises:
+        UserError: not adapters alone are trained, so that nothing of the reference is left.
+    """
+    check_reference(engine._run.model)
+    return _facade(engine, is_reference=True)
+
+
+def _facade(engine: Engine, is_reference: bool) -> PreTrainedModel:
+    if engine._run.shape.share.world_size > 1:
+        raise UserError(
+            "Trainers drive one process for now: several ranks write the loop with engine.tokens, or use finetune "
+            "--nodes."
+        )
+    streamed = getattr(engine, "_facades", None)
+    if streamed is None:
+        streamed = engine._facades = _Streamed(engine)  # type: ignore[attr-defined]
+    streamed.has_reference |= is_reference
+    model = engine._run.model.stack.model
+    made = copy.copy(model)
+    made.__dict__["_modules"], made.__dict__["_parameters"] = dict(model._modules), {}
+    made.__class__ = type(type(model).__name__, (_Facade, type(model)), {})
+    made.config = copy.deepcopy(model.config)
+    made.config._name_or_path = _NO_REFERENCE
+    made.__dict__.update(_streamed=streamed, _is_reference=is_reference)
+    return made

@@ -1,0 +1,159 @@
+"""What a caller's own loss is made of: numbers for each token, made from logits that never exist all at once.
+
+The head runs over ranges of tokens, and what is made of their logits is made in passes over fewer tokens still, as the
+ordinary loss is (:mod:`fuyou.model.loss.cross_entropy`). In the backward pass the same is computed again, with the
+gradients that the caller's loss has sent back. Tokens are independent of each other, so the result is that of all
+logits at once.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from common.errors import UserError, did_you_mean
+from fuyou.model.loss.cross_entropy import IGNORED, tokens_per_pass
+
+HeadFunction = Callable[[torch.Tensor, Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor]]
+"""A function of the logits ``[n, V]`` of n tokens and of what the batch has for each of them (``input_ids`` ``[n]``,
+``targets`` ``[n]``, and the caller's own ``inputs`` ``[n, ...]``), which returns tensors ``[n, ...]`` by name."""
+
+
+class _Logits:
+    """The logits of a few tokens, and what several outputs need of them, computed once."""
+
+    def __init__(self, logits: torch.Tensor, targets: torch.Tensor):
+        self.values = logits.float()  # [n, V]
+        self.targets = targets  # [n]
+
+    @cached_property
+    def log_softmax(self) -> torch.Tensor:
+        return functional.log_softmax(self.values, -1)
+
+    def log_probs(self) -> torch.Tensor:
+        # The two halves of functional.cross_entropy: so the gradient of that loss is the ordinary one, bit for bit.
+        return -functional.nll_loss(self.log_softmax, self.targets, ignore_index=IGNORED, reduction="none")
+
+    def entropy(self) -> torch.Tensor:
+        return -(self.log_softmax.exp() * self.log_softmax).sum(-1)
+
+    def mean_log_probs(self) -> torch.Tensor:
+        return self.log_softmax.mean(-1)
+
+    def mean_logits(self) -> torch.Tensor:
+        return self.values.mean(-1)
+
+    def log_z(self) -> torch.Tensor:
+        return self.values.logsumexp(-1)
+
+    def is_top1(self) -> torch.Tensor:
+        return self.values.argmax(-1) == self.targets
+
+    def logits(self) -> torch.Tensor:
+        return self.values
+
+
+OUTPUTS: dict[str, Callable[[_Logits], torch.Tensor]] = {
+    "log_probs": _Logits.log_probs,
+    "entropy": _Logits.entropy,
+    "mean_log_probs": _Logits.mean_log_probs,
+    "mean_logits": _Logits.mean_logits,
+    "log_z": _Logits.log_z,
+    "is_top1": _Logits.is_top1,
+    "logits": _Logits.logits,
+}
+"""Outputs that have a name: the log-probability of each target (0 where there is none), and for every position the
+entropy, the mean log-probability of all tokens (what label smoothing adds), the mean logit, the logarithm of the sum of
+exponentials (z-loss), whether the target has the largest logit, and the logits themselves, for classifiers."""
+
+
+class TokenHead:
+    """Makes outputs from logits, and the gradient of the logits from gradients of the outputs.
+
+    Args:
+        outputs: names from :data:`OUTPUTS`.
+        function: makes more outputs, token by token.
+        classes: logits of each position, if they may be an output: those of classifiers.
+
+    Raises:
+        UserError: an output has no such name, or there is none.
+    """
+
+    def __init__(self, outputs: Sequence[str], function: HeadFunction | None = None, classes: int | None = None):
+        for name in outputs:
+            if name not in OUTPUTS:
+                raise UserError(f"tokens() has no output {name!r}.{did_you_mean(name, OUTPUTS)}")
+        if "logits" in outputs and classes is None:
+            raise UserError(
+                "The logits of a language model are too many to be kept: ask for log_probs or entropy, or give a head= "
+                "function that makes few numbers of a few tokens' logits at a time."
+            )
+        if not outputs and function is None:
+            raise UserError("tokens() needs the name of at least one output, or a head= function.")
+        self._outputs, self._function = tuple(dict.fromkeys(outputs)), function
+
+    def shapes(self, vocabulary: int, tokens: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return an empty example ``[0, ...]`` of each output, found by a trial on two tokens with logits of zero.
+
+        Args:
+            vocabulary: logits of a token.
+            tokens: what the batch has for each token, ``[n, ...]`` with n of at least 2; a longer one is cut.
+        """
+        few = {name: value[:2] for name, value in tokens.items()}
+        with torch.no_grad():
+            made = self._make(torch.zeros(2, vocabulary), few)
+        return {name: value[:0] for name, value in made.items()}
+
+    @torch.no_grad()
+    def values(self, logits: torch.Tensor, tokens: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return the outputs, ``[N, ...]`` by name: floating-point ones in fp32.
+
+        Args:
+            logits: ``[N, V]``.
+            tokens: what the batch has for each token, ``[N, ...]``.
+        """
+        parts = [
+            self._make(logits[part], {name: value[part] for name, value in tokens.items()}) for part in _passes(logits)
+        ]
+        return {name: torch.cat([made[name] for made in parts]) for name in parts[0]}
+
+    def gradient(
+        self, logits: torch.Tensor, tokens: Mapping[str, torch.Tensor], gradients: Mapping[str, torch.Tensor]
+    ) -> torch.Tensor:
+        """Return the gradient of the logits, in their dtype.
+
+        Args:
+            logits: ``[N, V]``; their graph is not used.
+            tokens: what the batch has for each token, ``[N, ...]``.
+            gradients: fp32 ``[N, ...]``, by output; the loss does not depend on outputs that are not there.
+        """
+        result = torch.zeros_like(logits)
+        for part in _passes(logits):
+            with torch.enable_grad():
+                values = logits[part].detach().requires_grad_()
+                made = self._make(values, {name: value[part] for name, value in tokens.items()})
+            roots = [name for name in gradients if made[name].requires_grad]
+            if roots:
+                above = [gradients[name][part] for name in roots]
+                (result[part],) = torch.autograd.grad([made[name] for name in roots], values, above)
+        return result
+
+    def _make(self, logits: torch.Tensor, tokens: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        own = _Logits(logits, tokens["targets"])
+        made: dict[str, Any] = {name: OUTPUTS[name](own) for name in self._outputs}
+        for name, value in (self._function(logits, tokens) if self._function is not None else {}).items():
+            if name in OUTPUTS or not isinstance(value, torch.Tensor) or value.shape[:1] != logits.shape[:1]:
+                found = list(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
+                raise UserError(
+                    f"The head= function returns {found} as {name!r} for the logits {list(logits.shape)}: it must "
+                    "return tensors with one entry for each of these tokens, under names that tokens() does not have."
+                )
+            made[name] = value
+        return {name: value.float() if value.is_floating_point() else value for name, value in made.items()}
+
+
+def _passes(logits: torch.Tensor) -> Iterator[slice]:
+    step = tokens_per_pass(logits.shape[1], logits.device.type)
+    return (slice(start, start + step) for start in range(0, logits.shape[0], step))

@@ -1,0 +1,1 @@
+"""Losses over log-probabilities, for what :meth:`fuyou.Engine.tokens` returns."""

@@ -1,0 +1,159 @@
+"""Adapters of experts' parameters (peft's ``ParamWrapper``), range by range.
+
+In an ordinary model peft adds a product of two factors to a whole parameter, all experts at once, before the module of
+experts runs. Here the wrappers only pass on; each range's experts have their share of the product added where they are
+computed. The factors are ordinary tensors on the device. Their gradients go through autograd: each expert's share comes
+from its own range, and is zero if no token has come to it, as in the ordinary model.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import peft
+import torch
+from peft.tuners.lora import layer as peft_layers
+from peft.tuners.lora.layer import ParamWrapper
+from torch import nn
+
+from common.errors import UserError
+
+
+@dataclass(frozen=True)
+class Factors:
+    """Two factors for each expert, whose product is added to its part of a parameter."""
+
+    name: str
+    """The parameter's name in its module."""
+    left: torch.Tensor
+    """``[E, rows, rank]``, in the adapter's dtype."""
+    right: torch.Tensor
+    """``[E, rank, columns]``, in the adapter's dtype."""
+    scaling: float
+    """What the product is multiplied by."""
+
+    def of(self, first: int, last: int) -> "Factors":
+        """Return the factors of experts ``[first, last)`` as leaves, which want gradients if these do."""
+        left, right = (
+            each.detach()[first:last].requires_grad_(each.requires_grad and torch.is_grad_enabled())
+            for each in (self.left, self.right)
+        )
+        return replace(self, left=left, right=right)
+
+    def added_to(self, weights: torch.Tensor) -> torch.Tensor:
+        """Return the sum of weights ``[E, rows, columns]`` and the product, in their dtype, as peft computes it."""
+        fold = peft_layers._LoraFactorsProxy(self.left.to(weights.dtype), self.right.to(weights.dtype), self.scaling)
+        return fold(weights)  # type: ignore[no-any-return]
+
+    def gradients(self, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the factors' gradients for that of :meth:`added_to`'s result: PyTorch's derivative of ``baddbmm``."""
+        left, right = self.left.to(gradient.dtype), self.right.to(gradient.dtype)
+        return (
+            gradient.bmm(right.transpose(1, 2)) * self.scaling,
+            left.transpose(1, 2).bmm(gradient) * self.scaling,
+        )
+
+
+def tensors_of(factors: Iterable[Factors]) -> list[torch.Tensor]:
+    """Return all factors, left and right by turns."""
+    return [each for one in factors for each in (one.left, one.right)]
+
+
+class AdaptedWeights:
+    """The parameters of a range of experts by their names in the module: those with factors have them added when read.
+
+    Args:
+        weights: the parameters.
+        factors: those of this range.
+    """
+
+    def __init__(self, weights: Mapping[str, torch.Tensor], factors: Iterable[Factors]):
+        self.weights, self.factors = dict(weights), {one.name: one for one in factors}
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        value = self.weights[name]
+        return self.factors[name].added_to(value) if name in self.factors else value
+
+
+class ExpertAdapters:
+    """The adapters of one module of experts.
+
+    Args:
+        wrappers: what peft has put around the module, by the parameter that each adapts.
+    """
+
+    def __init__(self, wrappers: Mapping[str, ParamWrapper]):
+        self.wrappers = dict(wrappers)
+
+    @staticmethod
+    def around(model: nn.Module, path: str) -> "ExpertAdapters":
+        """Return the adapters around the module at ``path``.
+
+        Raises:
+            UserError: this version of peft adds them in another way.
+        """
+        found: dict[str, ParamWrapper] = {}
+        while path.endswith(".base_layer"):
+            path = path.removesuffix(".base_layer")
+            wrapper: Any = model.get_submodule(path)
+            if isinstance(wrapper, ParamWrapper):
+                found[wrapper.parameter_name] = wrapper
+        if found and not hasattr(peft_layers, "_LoraFactorsProxy"):
+            raise UserError(f"Adapters of experts need peft 0.21 where blocks are in pieces, not {peft.__version__}.")
+        return ExpertAdapters(found)
+
+    def factors(self) -> list[Factors]:
+        """Return the factors of all experts: views of the parameters that the adapters have now.
+
+        Raises:
+            UserError: a parameter has several adapters.
+        """
+        return [_factors(wrapper) for wrapper in self.wrappers.values()]
+
+    @contextmanager
+    def bound(self) -> Iterator[None]:
+        """Let the wrappers only call what they are around while the context is open."""
+        with ExitStack() as opened:
+            for wrapper in self.wrappers.values():
+                opened.enter_context(replaced_forward(wrapper, wrapper.base_layer.__call__))
+            yield
+
+
+@contextmanager
+def replaced_forward(module: nn.Module, forward: Any) -> Iterator[None]:
+    """Let a module compute by ``forward`` while the context is open."""
+    before = module.__dict__.get("forward")
+    module.__dict__["forward"] = forward
+    try:
+        yield
+    finally:
+        del module.__dict__["forward"]
+        if before is not None:
+            module.__dict__["forward"] = before
+
+
+def only_adapter(wrapper: Any) -> str:
+    """Return the name of the adapter that one of peft's layers has.
+
+    Raises:
+        UserError: it has none that is active, or several.
+    """
+    active = [adapter for adapter in wrapper.active_adapters if adapter in wrapper.lora_A]
+    if len(active) != 1 or wrapper.disable_adapters or wrapper.merged:
+        raise UserError(
+            f"The parameter {wrapper.parameter_name} has the active adapters {active}: in pieces there must be one, "
+            "neither disabled nor merged."
+        )
+    return str(active[0])
+
+
+def _factors(wrapper: Any) -> Factors:
+    """Return what ``ParamWrapper.get_delta_factors`` does, without its cast: that makes copies for all experts."""
+    adapter, experts = only_adapter(wrapper), wrapper.num_experts
+    first, second = wrapper.lora_A[adapter].weight, wrapper.lora_B[adapter].weight
+    left = second.reshape(second.shape[0], -1, experts).permute(2, 0, 1)
+    right = first.reshape(experts, -1, first.shape[-1])
+    if not wrapper._did_swap_in_out_features:
+        left, right = right.transpose(-2, -1), left.transpose(-2, -1)
+    return Factors(wrapper.parameter_name, left, right, wrapper.scaling[adapter])

@@ -1,0 +1,140 @@
+"""A mixture's experts, range by range: which modules have them, and which way each of them computes in ranges."""
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from common.errors import UserError
+from fuyou.layout.pieces import PiecePart
+from fuyou.model.streamed_model import StreamedModel
+from fuyou.pieces.eager_experts import EagerExperts
+from fuyou.pieces.expert_adapters import ExpertAdapters, replaced_forward
+from fuyou.pieces.expert_output import output_is_saved
+from fuyou.pieces.expert_parts import ExpertParts
+from fuyou.pieces.grouped_experts import GroupedExperts
+from fuyou.pieces.handle import Parts
+from fuyou.pieces.whole_adapters import AdaptedModule, adapted_modules
+
+_INTERFACE = ("num_experts", "has_gate", "has_bias", "is_transposed", "_is_expert_parallel")
+"""Attributes that transformers' ``use_experts_implementation`` gives a module."""
+Computation = GroupedExperts | EagerExperts
+
+
+def expert_modules(stack: StreamedModel, layer: int) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules of a block, with their full names, whose experts can be cut in ranges."""
+    for name, module in stack.blocks[layer].named_modules(prefix=f"{stack.block_prefix}.{layer}"):
+        if all(hasattr(module, attribute) for attribute in _INTERFACE):
+            yield name, module
+
+
+def expert_parameters(stack: StreamedModel, layer: int, names: Collection[str]) -> list[tuple[tuple[str, ...], int]]:
+    """Return, for each mixture of a block, the parameters with one matrix per expert, and the number of experts.
+
+    Args:
+        stack: the model.
+        layer: index of the block.
+        names: first names of the parameters that are to be cut.
+    """
+    found = []
+    for prefix, module in expert_modules(stack, layer):
+        experts = int(module.num_experts)  # type: ignore[arg-type]
+        own = {
+            f"{prefix}.{name}"
+            for name, value in module._parameters.items()
+            if value is not None and value.dim() > 1 and value.shape[0] == experts
+        }
+        if own and own <= set(names):
+            found.append((tuple(name for name in names if name in own), experts))
+    return found
+
+
+class ExpertRanges:
+    """A module of experts whose parameters are cut in ranges.
+
+    Args:
+        module: the module.
+        computation: what takes the place of its own.
+        adapters: those around the module, which the computation adds.
+    """
+
+    def __init__(self, module: nn.Module, computation: Computation, adapters: ExpertAdapters):
+        self._module, self._computation, self._adapters = module, computation, adapters
+
+    @contextmanager
+    def bound(self) -> Iterator[None]:
+        """Let the module compute range by range while the context is open."""
+        self._computation.own = self._module.forward
+
+        def forward(
+            hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+        ) -> torch.Tensor:
+            return self._computation(hidden_states, top_k_index, top_k_weights)
+
+        with self._adapters.bound(), replaced_forward(self._module, forward):
+            yield
+
+
+def own_computations(
+    stack: StreamedModel,
+    layer: int,
+    source: Parts,
+    parts: Mapping[str, Sequence[PiecePart]],
+    trained: Collection[str],
+) -> list[ExpertRanges | AdaptedModule]:
+    """Return the modules of a block that compute in a way of their own: experts in ranges, and what has adapters of
+    whole parameters.
+
+    Args:
+        stack: the model.
+        layer: index of the block.
+        source: where real parameters come from.
+        parts: for the first name of each parameter in pieces, its parts in order.
+        trained: first names of those that are trained.
+
+    Raises:
+        UserError: they cannot be computed range by range.
+    """
+    adapters = {prefix: ExpertAdapters.around(stack.model, prefix) for prefix, _ in expert_modules(stack, layer)}
+    others = adapted_modules(stack.blocks[layer], {one for own in adapters.values() for one in own.wrappers.values()})
+    found: list[ExpertRanges] = []
+    for prefix, module in expert_modules(stack, layer):
+        names = [f"{prefix}.{name}" for name in module._parameters]
+        own = {name: parts[name] for name in names if name in parts and parts[name][0].experts is not None}
+        if not own:
+            continue
+        implementation = _implementation(prefix, module, own)
+        mixture = ExpertParts(module, source, own, frozenset(trained) & own.keys(), adapters[prefix])
+        computation: Any
+        if implementation == "eager":
+            computation = EagerExperts(mixture, stack.device)
+        else:
+            saved = output_is_saved(stack, layer, prefix, [*adapters.values(), *others])
+            computation = GroupedExperts(mixture, skips=not saved)
+        found.append(ExpertRanges(module, computation, adapters[prefix]))
+    return [*found, *others]
+
+
+def _implementation(prefix: str, module: Any, parts: Mapping[str, Sequence[PiecePart]]) -> str:
+    """Return the name of the module's implementation, after checking that it can be computed in ranges."""
+    if module._is_expert_parallel:
+        raise UserError(
+            f"The experts of {prefix} are spread over devices (expert parallelism) and cannot be cut in pieces as well."
+        )
+    norm = getattr(module, "post_expert_norm", None)
+    if module.has_post_expert_norm and (norm is None or any(True for _ in norm.parameters())):
+        raise UserError(
+            f"The experts of {prefix} are followed by a norm with parameters inside their module, whose gradient would "
+            "be lost: they cannot be cut in pieces."
+        )
+    chosen = module.config._experts_implementation or "eager"
+    if chosen not in ("eager", "grouped_mm"):
+        raise UserError(
+            f"The experts of {prefix} use transformers' implementation {chosen!r}, which cannot be cut in pieces: use "
+            "grouped_mm or eager."
+        )
+    if len({tuple(part.experts for part in own) for own in parts.values()}) > 1:
+        raise UserError(f"The parameters of the experts of {prefix} are not cut at the same experts: {parts}.")
+    return str(chosen)

@@ -1,0 +1,258 @@
+"""Experts as transformers' ``grouped_mm`` computes them, range by range.
+
+Rows (pairs of a token and one of its experts) are sorted by expert, so a range of experts has a range of rows. The
+forward pass saves hidden states and routing and nothing else; the backward pass computes each range once more, and
+hands its gradients on at once. All numbers are those of ``grouped_mm_experts_forward``: matrix products are separate
+for each expert, the rest is separate for each row, and what adds rows up does so once, over all of them.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn import functional
+from transformers.integrations.moe import _grouped_linear
+
+from fuyou.pieces.expert_adapters import AdaptedWeights, Factors, tensors_of
+from fuyou.pieces.expert_parts import ExpertParts
+from fuyou.pieces.run import Use, current_supply
+
+_VECTOR = 64
+"""Elements, or a divisor's multiple, that a CPU's kernels compute at once: two registers of 16-bit numbers."""
+
+
+@dataclass(frozen=True)
+class _Routing:
+    """Which rows there are, sorted by expert."""
+
+    experts: torch.Tensor
+    """Expert of each row, int64 ``[R]``."""
+    order: torch.Tensor
+    """Place of each row among the rows by token, int64 ``[R]``."""
+    tokens: torch.Tensor
+    """Token of each row, int64 ``[R]``."""
+    offsets: torch.Tensor
+    """End of each expert's rows, int32 ``[E]``."""
+    ends: list[int]
+    """The same on the host."""
+
+    @staticmethod
+    def of(index: torch.Tensor, experts: int) -> "_Routing":
+        """Sort rows as transformers does: once for all, since an unstable sort of a part gives another order."""
+        sorted_experts, order = torch.sort(index.reshape(-1))
+        counted = sorted_experts.float() if index.device.type == "cpu" else sorted_experts.int()
+        counts = torch.histc(counted, bins=experts, min=0, max=experts - 1)
+        offsets = torch.cumsum(counts, dim=0, dtype=torch.int32)
+        return _Routing(sorted_experts, order, order // index.size(-1), offsets, offsets.tolist())
+
+    def rows(self, first: int, last: int) -> slice:
+        """Return the rows of experts ``[first, last)``."""
+        return slice(self.ends[first - 1] if first else 0, self.ends[last - 1])
+
+
+class GroupedExperts:
+    """Takes the place of a module's ``grouped_mm``.
+
+    Args:
+        mixture: the experts.
+        skips: whether a pass with gradients leaves the experts out, because nothing saves what comes of their output:
+            then that output is zero there.
+    """
+
+    def __init__(self, mixture: ExpertParts, skips: bool):
+        self._mixture, self._skips = mixture, skips
+        self.own: Callable[..., torch.Tensor] | None = None
+        """The module's own way to compute."""
+
+    def __call__(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """Return the weighted sum of the chosen experts' outputs.
+
+        Args:
+            hidden: ``[T, H]``.
+            index: chosen experts, int64 ``[T, K]``.
+            weights: their weights, ``[T, K]``.
+        """
+        factors = self._mixture.factors()
+        if not torch.is_grad_enabled():
+            return self.forward(hidden, index, weights, factors)
+        tensors = tensors_of(factors)
+        result: torch.Tensor = _Grouped.apply(self, factors, hidden, index, weights, *tensors, *self._mixture.leaves())
+        return result
+
+    def skipped(self, hidden: torch.Tensor) -> torch.Tensor | None:
+        """Return what a pass with gradients gives for the output without computing it; None: it is computed."""
+        return torch.zeros_like(hidden) if self._skips else None
+
+    def forward(
+        self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, factors: Sequence[Factors]
+    ) -> torch.Tensor:
+        """Compute all ranges, one after another."""
+        if not current_supply().computes:
+            self._mixture.note_forward()
+            return torch.empty_like(hidden)
+        routing = _Routing.of(index, self._mixture.module.num_experts)
+        row_weights = weights.reshape(-1)[routing.order]
+        result: torch.Tensor | None = None
+        for number, (first, last) in enumerate(self._mixture.ranges):
+            rows = routing.rows(first, last)
+            if rows.start == rows.stop:
+                continue
+            own = self._mixture.fetch(number, Use.FORWARD, factors)
+            part = self._range(number, own, hidden[routing.tokens[rows]], row_weights[rows], routing)
+            del own
+            if result is None:
+                result = part.new_empty(len(row_weights), part.shape[1])
+            result[rows] = part
+        assert result is not None
+        back = torch.empty_like(routing.order)
+        back[routing.order] = torch.arange(len(back), device=back.device)
+        return result[back].view(*index.shape, -1).sum(dim=1).to(hidden.dtype)
+
+    def _range(
+        self, number: int, own: AdaptedWeights, states: torch.Tensor, weights: torch.Tensor, routing: _Routing
+    ) -> torch.Tensor:
+        """Return the weighted outputs of a range of experts, ``[rows, H]``, as ``grouped_mm_experts_forward`` does."""
+        module = self._mixture.module
+        first, last = self._mixture.ranges[number]
+        rows = routing.rows(first, last)
+        offsets = routing.offsets[first:last] - rows.start
+        experts = routing.experts[rows] - first
+
+        def project(values: torch.Tensor, name: str) -> torch.Tensor:
+            bias = own[f"{name}_bias"][experts] if module.has_bias else None
+            return _grouped_linear(values, own[name], offsets, bias=bias, is_transposed=module.is_transposed)
+
+        if module.has_gate:
+            inner = _at_its_place(module._apply_gate, project(states, "gate_up_proj"), rows, len(routing.order), 2)
+        else:
+            inner = _at_its_place(module.act_fn, project(states, "up_proj"), rows, len(routing.order), 1)
+        outer = project(inner, "down_proj")
+        if module.has_post_expert_norm:
+            outer = module.post_expert_norm(outer)
+        return outer * weights.unsqueeze(-1)
+
+    def backward(
+        self,
+        saved: tuple[torch.Tensor, ...],
+        factors: Sequence[Factors],
+        gradient: torch.Tensor,
+        wanted: tuple[bool, bool],
+    ) -> list[torch.Tensor | None]:
+        """Compute each range again and differentiate it.
+
+        Args:
+            saved: hidden states, chosen experts, and their weights.
+            factors: of adapters.
+            gradient: gradient of the output, ``[T, H]``.
+            wanted: whether hidden states and weights have gradients.
+
+        Returns:
+            The gradients of hidden states, of weights, and of the factors' tensors.
+        """
+        of_factors = [torch.zeros_like(one) if one.requires_grad else None for one in tensors_of(factors)]
+        if not current_supply().computes:
+            self._mixture.note_backward(recomputes=True)
+            return [torch.empty_like(saved[0]), torch.empty_like(saved[2]), *of_factors]
+        routing = _Routing.of(saved[1], self._mixture.module.num_experts)
+        with torch.enable_grad():
+            hidden, weights = (saved[at].detach().requires_grad_(want) for at, want in zip((0, 2), wanted, strict=True))
+            states, row_weights = hidden[routing.tokens], weights.reshape(-1)[routing.order]
+        rows = [
+            torch.empty_like(each) if want else None for each, want in zip((states, row_weights), wanted, strict=True)
+        ]
+        for number in reversed(range(len(self._mixture.ranges))):
+            inputs = (states.detach(), row_weights.detach())
+            self._differentiate(number, inputs, factors, gradient, (rows, of_factors), routing)
+        found = [
+            torch.autograd.grad(made, leaf, each)[0] if each is not None else None
+            for made, leaf, each in zip((states, row_weights), (hidden, weights), rows, strict=True)
+        ]
+        return found + of_factors
+
+    def _differentiate(
+        self,
+        number: int,
+        inputs: tuple[torch.Tensor, torch.Tensor],
+        factors: Sequence[Factors],
+        gradient: torch.Tensor,
+        found: tuple[list[torch.Tensor | None], list[torch.Tensor | None]],
+        routing: _Routing,
+    ) -> None:
+        """Differentiate one range: hand its parameters' gradients on, and put those of its rows, and of its experts'
+        factors, into ``found``."""
+        first, last = self._mixture.ranges[number]
+        rows = routing.rows(first, last)
+        if rows.start == rows.stop:
+            self._mixture.hand_on_zeros(number)
+            return
+        trained = self._mixture.trained_parts(number)
+        with torch.enable_grad():
+            own = self._mixture.fetch(number, Use.BACKWARD, factors)
+            own.weights = {name: value.detach().requires_grad_(name in trained) for name, value in own.weights.items()}
+            states, weights = (
+                each[rows].requires_grad_(target is not None) for each, target in zip(inputs, found[0], strict=True)
+            )
+            result = self._range(number, own, states, weights, routing)
+        candidates = (states, weights, *tensors_of(own.factors.values()), *own.weights.values())
+        leaves = [leaf for leaf in candidates if leaf.requires_grad]
+        gradients = iter(torch.autograd.grad(result, leaves, gradient.to(result.dtype)[routing.tokens[rows]]))
+        for targets, place in zip(found, (rows, slice(first, last)), strict=True):
+            for target in targets:
+                if target is not None:
+                    target[place] = next(gradients)
+        for name in own.weights:
+            if name in trained:
+                self._mixture.source.take_gradient(trained[name], next(gradients))
+
+
+def _at_its_place(
+    activate: Callable[[torch.Tensor], torch.Tensor], values: torch.Tensor, rows: slice, count: int, parts: int
+) -> torch.Tensor:
+    """Return ``activate(values)`` with the numbers that these rows have when all of ``count`` rows are computed.
+
+    A CPU computes the last elements of a tensor, which do not fill a vector register, in another way than the others
+    (``silu`` and ``sigmoid`` differ in the last bit). So rows are added, before or behind, that let the same elements
+    be the last ones. Where a row fills whole registers, there are no last ones. (Several threads cut a large tensor at
+    places of their own: there the numbers are those of a single thread only.)
+
+    Args:
+        activate: takes ``[rows, parts * I]``, returns ``[rows, I]``.
+        values: some of the rows.
+        rows: which.
+        count: number of all rows.
+        parts: as above.
+    """
+    width = values.shape[1] // parts
+    if values.device.type != "cpu" or width % _VECTOR == 0:
+        return activate(values)
+    is_last = rows.stop == count
+    before = (count - len(values)) % _VECTOR if is_last else 0
+    behind = 0 if is_last else -(-_VECTOR // width)
+    return activate(functional.pad(values, (0, 0, before, behind)))[before : before + len(values)]
+
+
+class _Grouped(torch.autograd.Function):
+    """:class:`GroupedExperts` for autograd. Gradients of parameters take their own way."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        experts: GroupedExperts,
+        factors: Sequence[Factors],
+        hidden: torch.Tensor,
+        index: torch.Tensor,
+        weights: torch.Tensor,
+        *tensors: torch.Tensor,
+    ) -> torch.Tensor:
+        ctx.experts, ctx.factors = experts, factors  # which are views of what outlives the pass
+        ctx.leaves = len(tensors) - len(tensors_of(factors))
+        ctx.save_for_backward(hidden, index, weights)
+        skipped = experts.skipped(hidden)
+        return experts.forward(hidden, index, weights, factors) if skipped is None else skipped
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+        wanted = (ctx.needs_input_grad[2], ctx.needs_input_grad[4])
+        of_hidden, of_weights, *of_factors = ctx.experts.backward(ctx.saved_tensors, ctx.factors, gradient, wanted)
+        return None, None, of_hidden, None, of_weights, *of_factors, *(None for _ in range(ctx.leaves))

@@ -1,0 +1,199 @@
+"""Tensors without memory that stand for a block's parameters while it is computed in pieces.
+
+Autograd saves the tensor that it is given, so it saves handles, and they take no memory. Views of handles are handles.
+Any other operator asks the thread's :class:`~fuyou.pieces.run.PieceRun` for the piece and runs on the real parameters,
+in the backward pass as well as in the forward pass. No reference to real parameters is kept: after the stage, what was
+there is overwritten.
+"""
+
+from collections.abc import Callable, Collection, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch.utils._pytree import tree_leaves, tree_map
+
+from common.errors import FinetuneError, UserError
+from fuyou.layout.pieces import PiecePart
+from fuyou.model.recompute.block_trace import makes_views
+from fuyou.pieces.run import Use, Weights
+
+_aten = torch.ops.aten
+_PASSED_ON = (_aten.detach.default, _aten.clone.default, _aten.alias.default)
+"""What autograd does with a gradient before it stores it."""
+
+
+class Parts(Protocol):
+    """Where handles get real parameters from, and where gradients go."""
+
+    def fetch(self, parts: Collection[PiecePart], use: Use | None = None) -> Weights:
+        """Return the parameters of these parts, and wait until they are on the device.
+
+        ``use`` is what for; None: operators of the pass that is running.
+        """
+        ...
+
+    def take_gradient(self, part: PiecePart, gradient: torch.Tensor) -> None:
+        """Hand on the gradient of ``part``, once its piece is on the device."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class Origin:
+    """What a handle stands for."""
+
+    source: Parts
+    name: str
+    """First name of the parameter."""
+    parts: tuple[PiecePart, ...]
+    """The parts that hold the parameter; several where it is a mixture's and cut by experts."""
+    start: int = 0
+    """Element of the part at which the handle's parameter begins."""
+    make: Callable[[torch.Tensor], torch.Tensor] | None = None
+    """Makes the handle's parameter, which is contiguous, from the part; None: it is a view of the part."""
+
+    def real(self, weights: Weights, geometry: torch.Tensor) -> torch.Tensor:
+        """Return the memory that a handle of this ``geometry`` (on the meta device) stands for."""
+        (part,) = self.parts
+        value = weights[part]
+        if value.dtype != geometry.dtype:
+            value = value.to(geometry.dtype)
+        if self.make is not None:
+            return self.make(value).as_strided(geometry.shape, geometry.stride(), geometry.storage_offset())
+        if not value.is_contiguous():  # arbitrary values that take next to no memory
+            fits = sum(geometry.shape) <= value.untyped_storage().nbytes() // value.itemsize
+            return value.as_strided(geometry.shape, [int(fits and stride > 0) for stride in geometry.stride()])
+        first = value.storage_offset() + self.start + geometry.storage_offset()
+        return value.as_strided(geometry.shape, geometry.stride(), first)
+
+
+_Choice = Callable[[str, int], torch.Tensor]
+chosen_expert: ContextVar[_Choice | None] = ContextVar("chosen_expert", default=None)
+"""Returns the handle of one expert's part of a parameter, by first name and index, while a module of experts runs."""
+
+
+class Handle(torch.Tensor):
+    """A tensor without memory that stands for a parameter, or for a view of it."""
+
+    geometry: torch.Tensor
+    """Its shape, strides, offset and dtype, as a view of the whole parameter on the meta device."""
+    origin: Origin | None
+    """What it stands for; None: for a gradient that has been handed on."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def make(geometry: torch.Tensor, origin: Origin | None, device: torch.device) -> "Handle":
+        """Return a handle on ``device``."""
+        made: Handle = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            Handle,
+            geometry.shape,
+            strides=geometry.stride(),
+            storage_offset=geometry.storage_offset(),
+            dtype=geometry.dtype,
+            device=device,
+        )
+        made.geometry, made.origin = geometry, origin
+        return made
+
+    def in_memory(self, weights: Weights) -> torch.Tensor:
+        """Return the memory that the handle stands for."""
+        assert self.origin is not None
+        return self.origin.real(weights, self.geometry)
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        name = "a gradient that has been handed on" if self.origin is None else self.origin.name
+        return f"Handle({name}, shape={tuple(self.shape)}, dtype={self.dtype})"
+
+    def __getitem__(self, index: Any) -> Any:
+        if self.origin is not None and self.origin.parts[0].experts is not None:
+            choose = chosen_expert.get()
+            if choose is not None:
+                return choose(self.origin.name, int(index))
+        return super().__getitem__(index)
+
+    def data_ptr(self) -> int:
+        """Refuse: there is no memory that a kernel could be given."""
+        name = _name(self)
+        raise UserError(f"The block gives the address of {name} to a kernel of its own: it cannot be cut in pieces.")
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        found = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Handle)]
+        origins = [one.origin for one in found if one.origin is not None]
+        if len(origins) < len(found):
+            return _pass_on(func, found[0])
+        if makes_views(func):
+            return _view(func, args, kwargs)
+        _refuse(func, args, origins)
+        parts = [part for origin in origins for part in origin.parts]
+        weights = origins[0].source.fetch(parts)
+
+        def real(leaf: Any) -> Any:
+            return leaf.in_memory(weights) if isinstance(leaf, Handle) else leaf
+
+        return func(*tree_map(real, args), **tree_map(real, kwargs))
+
+
+def _view(func: Any, args: Any, kwargs: Any) -> Any:
+    """Return what a view operator gives for a handle: handles."""
+    handle = args[0]
+    if not isinstance(handle, Handle):  # such as a view as another tensor's shape
+        raise FinetuneError(f"{func} has been given a parameter in pieces as a mere argument.")
+    if func is _aten.view.dtype:
+        raise UserError(f"The block reads the bytes of {_name(handle)} in another dtype: it cannot be cut in pieces.")
+
+    def wrap(leaf: Any) -> Any:
+        return Handle.make(leaf, handle.origin, handle.device) if isinstance(leaf, torch.Tensor) else leaf
+
+    return tree_map(wrap, func(handle.geometry, *args[1:], **kwargs))
+
+
+def _pass_on(func: Any, handle: Handle) -> Handle:
+    """Return the stand-in for a gradient that autograd is about to store."""
+    if func not in _PASSED_ON:
+        raise FinetuneError(f"{func} was called on a gradient that has been handed on: two backward passes at once.")
+    return Handle.make(handle.geometry, None, handle.device)
+
+
+def _is_written(argument: torch._C.Argument) -> bool:
+    """Return whether an operator writes to an argument."""
+    return argument.alias_info is not None and argument.alias_info.is_write
+
+
+def _refuse(func: Any, args: Any, origins: Sequence[Origin]) -> None:
+    """Raise an error where an operator cannot run on pieces."""
+    for argument, value in zip(func._schema.arguments, args, strict=False):
+        if isinstance(value, Handle) and _is_written(argument):
+            raise UserError(f"The block changes its parameter {_name(value)} ({func}): it cannot be cut in pieces.")
+    for origin in origins:
+        if len(origin.parts) > 1:
+            raise UserError(
+                f"The block uses {origin.name} of all experts in one operator ({func}): experts cannot be cut in "
+                "ranges here. Use a transformers implementation of experts (grouped_mm or eager), or a larger device."
+            )
+
+
+def _name(handle: Handle) -> str:
+    return "" if handle.origin is None else handle.origin.name
+
+
+def hand_on(leaf: Handle, take: Callable[[torch.Tensor], None]) -> None:
+    """Let ``take`` have the gradient of ``leaf`` as soon as autograd has it, and let nothing stay in its place."""
+    geometry, device = leaf.geometry, leaf.device
+
+    def replace(gradient: torch.Tensor | None) -> torch.Tensor | None:
+        if gradient is None:
+            return None
+        take(gradient)
+        return Handle.make(geometry, None, device)
+
+    def forget(stored: torch.Tensor) -> None:
+        stored.grad = None
+
+    leaf.register_hook(replace)
+    leaf.register_post_accumulate_grad_hook(forget)

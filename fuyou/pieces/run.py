@@ -1,0 +1,305 @@
+"""A pass through a block as a coroutine: it computes until it needs a piece that is not on the device, and waits there.
+
+A pass is ordinary code, some of it in autograd's engine, so it can only wait on a thread of its own. One baton goes to
+and fro between that thread and the caller: they never compute at once. What belongs to the process and not to a thread
+(random generators, the documents of a packed row) is exchanged with the baton.
+"""
+
+import contextvars
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from enum import Enum
+from queue import SimpleQueue
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
+
+import torch
+
+from common.data.documents import current_documents, replace_documents
+from common.errors import FinetuneError
+from fuyou.layout.pieces import PiecePart
+
+T = TypeVar("T")
+Weights = Mapping[PiecePart, torch.Tensor]
+_CPU = torch.device("cpu")
+
+
+class Use(Enum):
+    """What a piece is needed for."""
+
+    FORWARD = "operators of the forward pass"
+    BACKWARD = "operators of the backward pass"
+    GRADIENT = "the gradient of its parameters"
+
+
+class Supply(Protocol):
+    """Where parameters in pieces come from."""
+
+    computes: bool
+    """Whether they have values."""
+
+    def need(self, pieces: frozenset[int], use: Use) -> Weights:
+        """Return the parameters of ``pieces``, and wait until they are on the device."""
+        ...
+
+
+class _Local(threading.local):
+    supply: Supply | None = None
+
+
+_local = _Local()
+
+
+def current_supply() -> Supply:
+    """Return where this thread gets pieces from.
+
+    Raises:
+        FinetuneError: nowhere: parameters in pieces have been used outside of a :class:`PieceRun`.
+    """
+    if _local.supply is None:
+        raise FinetuneError(
+            "A parameter that is cut in pieces has been used outside of a pass that waits for pieces (PieceRun)."
+        )
+    return _local.supply
+
+
+@contextmanager
+def supplying(supply: Supply) -> Iterator[None]:
+    """Let this thread get pieces from ``supply`` while the context is open."""
+    before, _local.supply = _local.supply, supply
+    try:
+        yield
+    finally:
+        _local.supply = before
+
+
+class _Abandoned(BaseException):
+    """Ends a thread whose run has been closed."""
+
+
+class _Worker:
+    """A thread that computes one pass after another.
+
+    A thread of its own for each pass would cost a tenth of a small block's time: its memory is new to it, page by page.
+    """
+
+    idle: ClassVar[list["_Worker"]] = []
+
+    def __init__(self) -> None:
+        self._todo: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        threading.Thread(target=self._main, name="pass in pieces", daemon=True).start()
+
+    @classmethod
+    def take(cls) -> "_Worker":
+        """Return a thread that has nothing to do. It is put back, into :attr:`idle`, at the end of what it does."""
+        try:
+            return cls.idle.pop()
+        except IndexError:
+            return cls()
+
+    def do(self, work: Callable[[], None]) -> None:
+        """Let the thread call ``work``."""
+        self._todo.put(work)
+
+    def _main(self) -> None:
+        while True:
+            self._todo.get()()
+
+
+os.register_at_fork(after_in_child=_Worker.idle.clear)  # a process that is forked off has no threads
+
+
+class PieceRun(Generic[T]):
+    """One micro-batch's pass through one block, which waits for the pieces that it needs.
+
+    Args:
+        work: the pass. It runs in a thread of its own, with the caller's context variables and grad mode. Modes and
+            hooks that are to hold in it (saved tensors, dispatch) must be entered in ``work`` itself.
+        device: where it computes, with the caller's current stream.
+        random_state: states of the generators, as :attr:`random_state` has them; None: the caller's own when the pass
+            begins. The caller's are as they were whenever it has the baton.
+    """
+
+    computes = True
+
+    def __init__(
+        self,
+        work: Callable[[], T],
+        device: torch.device = _CPU,
+        random_state: tuple[torch.Tensor, ...] | None = None,
+    ):
+        self.random_state = random_state
+        """States of the generators where the pass is now: the CPU's and, on a GPU, its own."""
+        self.wanted: int | None = None
+        """Piece that the pass waits for; None before it has begun and when it has ended."""
+        self.ended = False
+        """Whether the pass has ended."""
+        self._work: Callable[[], T] | None = work
+        self._device = device
+        self._grad, self._context = torch.is_grad_enabled(), contextvars.copy_context()
+        self._documents = current_documents()
+        self._outside: _ProcessState | None = None  # the caller's, while the pass has the baton
+        self._piece: int | None = None
+        self._weights: Weights | None = None
+        self._value: T | None = None
+        self._error: BaseException | None = None
+        self._closed = False
+        self._to_run, self._to_caller = threading.Semaphore(0), threading.Semaphore(0)
+        self._done = threading.Event()
+        self._worker: _Worker | None = None
+        self._stream: Any = None
+
+    # -- the caller's side ----------------------------------------------------------------------------------------
+
+    def advance(self, piece: int, weights: Weights) -> bool:
+        """Let the pass go on while it needs ``piece`` and no other.
+
+        It returns at once if the pass waits for another piece. The first call starts the pass.
+
+        Args:
+            piece: index of the piece that is on the device.
+            weights: its parameters there, contiguous. No reference to them is kept.
+
+        Returns:
+            Whether the pass has ended.
+
+        Raises:
+            Exception: whatever the pass has raised; FinetuneError if the run was closed.
+        """
+        if self._closed:
+            raise FinetuneError("A pass through a block in pieces has been asked to go on after it was closed.")
+        if self.ended or (self._worker is not None and self.wanted != piece):
+            return self.ended
+        if self._worker is None:
+            self._worker = _Worker.take()
+            self._worker.do(self._main)
+        self._piece, self._weights, self.wanted = piece, weights, None
+        self._pass_baton()
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+        return bool(self.ended)
+
+    def result(self) -> T:
+        """Return what the pass has returned.
+
+        Raises:
+            FinetuneError: it has not ended, or was closed, or has failed.
+        """
+        if not self.ended or self._closed:
+            raise FinetuneError("A pass through a block in pieces has no result before it has ended.")
+        return self._value  # type: ignore[return-value]
+
+    def close(self) -> None:
+        """Abandon the pass, wherever it is; a pass that computes (after Ctrl-C here) stops at the next piece."""
+        self._closed = True
+        if self._worker is None or self.ended:
+            return
+        outside = self._outside  # there is one if the caller was interrupted while the pass had the baton
+        if outside is None:
+            outside = _ProcessState.now(self._device)
+            assert self.random_state is not None
+            _ProcessState(self.random_state, self._documents).install(self._device)  # for what it undoes at its end
+        self._to_run.release()
+        self._done.wait()
+        self._outside = self._error = None
+        outside.install(self._device)
+
+    def __enter__(self) -> "PieceRun[T]":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _pass_baton(self) -> None:
+        """Let the pass compute until it waits or ends."""
+        outside = _ProcessState.now(self._device)
+        inside = outside if self.random_state is None else _ProcessState(self.random_state, self._documents)
+        if self._device.type == "cuda":
+            self._stream = torch.cuda.current_stream(self._device)
+        self._outside = outside
+        if self.random_state is not None:
+            inside.install(self._device)
+        self._to_run.release()
+        self._take_baton()
+
+    def _take_baton(self) -> None:
+        self._to_caller.acquire()
+        inside = _ProcessState.now(self._device)
+        self.random_state, self._documents = inside.random_state, inside.documents
+        outside, self._outside = self._outside, None
+        assert outside is not None
+        outside.install(self._device)
+
+    # -- the pass's side ------------------------------------------------------------------------------------------
+
+    def need(self, pieces: frozenset[int], use: Use) -> Weights:
+        """Return the parameters of the piece, and wait until it is on the device: :meth:`Supply.need`."""
+        if len(pieces) != 1:
+            raise FinetuneError(f"One operator of a block needs the pieces {sorted(pieces)} at the same time.")
+        if self._closed:
+            raise _Abandoned
+        (piece,) = pieces
+        if piece != self._piece:
+            self._piece, self._weights, self.wanted = None, None, piece
+            self._to_caller.release()
+            self._to_run.acquire()
+            if self._closed:
+                raise _Abandoned
+            self._use_stream()
+        assert self._weights is not None
+        return self._weights
+
+    def _main(self) -> None:
+        self._to_run.acquire()
+        try:
+            if not self._closed:
+                self._context.run(self._compute)
+        except _Abandoned:
+            pass
+        except BaseException as error:
+            self._error = error
+        finally:
+            self._work = self._piece = self._weights = self.wanted = None
+            self.ended = True
+            assert self._worker is not None
+            _Worker.idle.append(self._worker)
+            self._done.set()
+            self._to_caller.release()
+
+    def _compute(self) -> None:
+        assert self._work is not None
+        self._use_stream()
+        # A backward pass stays in this thread, which is the one that can wait, on a GPU as well.
+        with (
+            torch.autograd.set_multithreading_enabled(False),
+            torch.set_grad_enabled(self._grad),
+            supplying(self),
+        ):
+            self._value = self._work()
+
+    def _use_stream(self) -> None:
+        if self._stream is not None:
+            torch.cuda.set_device(self._device)
+            torch.cuda.set_stream(self._stream)
+
+
+class _ProcessState:
+    """What computations that take turns in one process must exchange."""
+
+    def __init__(self, random_state: tuple[torch.Tensor, ...], documents: Any):
+        self.random_state, self.documents = random_state, documents
+
+    @staticmethod
+    def now(device: torch.device) -> "_ProcessState":
+        states = [torch.get_rng_state()]
+        if device.type == "cuda":
+            states.append(torch.cuda.get_rng_state(device))
+        return _ProcessState(tuple(states), current_documents())
+
+    def install(self, device: torch.device) -> None:
+        torch.set_rng_state(self.random_state[0])
+        if device.type == "cuda":
+            torch.cuda.set_rng_state(self.random_state[1], device)
+        replace_documents(self.documents)

@@ -1,0 +1,178 @@
+"""One pass whose loss the caller computes: what the head gives, and the gradients that come back."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from common.errors import UserError
+from fuyou.layout.visits import Phase
+from fuyou.model.loss.token_head import TokenHead
+from fuyou.model.open_model import OpenModel
+from fuyou.model.recompute.replay import BlockReplay
+from fuyou.model.reference import adapters_off, evaluating
+from fuyou.runtime.compute.random_replay import random_state
+from fuyou.runtime.compute.step_computation import StepComputation
+from fuyou.runtime.data_plane.data_plane import DataPlane
+from fuyou.schedule.tasks import ComputeTask, StepList, known
+
+
+class TokenPass:
+    """The numbers of one pass, on the CPU, where the caller's loss is computed.
+
+    Args:
+        head: makes them from logits.
+        examples: an empty example of each, ``[0, ...]``.
+        rows, positions: size of the batch; the latter is 1 where the head gives one prediction for each row.
+        inputs: the caller's own tensors ``[rows, positions, ...]`` that the head's function gets in pieces.
+        reference: whether the reference's numbers are wanted, too.
+    """
+
+    def __init__(
+        self,
+        head: TokenHead,
+        examples: Mapping[str, torch.Tensor],
+        rows: int,
+        positions: int,
+        inputs: Mapping[str, torch.Tensor],
+        reference: bool,
+    ):
+        self.head, self.positions, self._inputs = head, positions, inputs
+        self.values = _empty(examples, rows, positions)
+        """Numbers of the model by name, ``[rows, positions, ...]``; zeros until the head has run."""
+        self.reference = _empty(examples, rows, positions) if reference else None
+        """The same of the reference."""
+        self.gradients: dict[str, torch.Tensor] = {}
+        """Gradients of the loss with respect to :attr:`values`; what is not there has none."""
+
+    def tokens(self, rows: slice, columns: slice, device: torch.device) -> dict[str, torch.Tensor]:
+        """Return the caller's own tensors for a range of tokens, ``[n, ...]``."""
+        return {name: value[rows, columns].flatten(0, 1).to(device) for name, value in self._inputs.items()}
+
+    def put(self, reference: bool, rows: slice, columns: slice, made: Mapping[str, torch.Tensor]) -> None:
+        """Note the numbers ``[n, ...]`` of a range of tokens."""
+        values = self.reference if reference else self.values
+        assert values is not None
+        for name, value in made.items():
+            place = values[name][rows, columns]
+            place.copy_(value.view(place.shape))
+
+    def gradients_of(self, rows: slice, columns: slice, device: torch.device) -> dict[str, torch.Tensor]:
+        """Return the gradients of a range of tokens, ``[n, ...]``."""
+        return {name: value[rows, columns].flatten(0, 1).to(device) for name, value in self.gradients.items()}
+
+
+def _empty(examples: Mapping[str, torch.Tensor], rows: int, positions: int) -> dict[str, torch.Tensor]:
+    return {name: torch.zeros(rows, positions, *one.shape[1:], dtype=one.dtype) for name, one in examples.items()}
+
+
+class TokenComputation(StepComputation):
+    """The computation of a step, or of a forward pass alone, whose loss the caller computes.
+
+    The head runs twice: for its numbers, and again with the gradients of the caller's loss. Micro-batches of the
+    reference follow the others in each visit of the forward pass, on the same parameters, without adapters and without
+    dropout.
+
+    Args:
+        passing: the numbers and their gradients.
+        others: as :class:`fuyou.runtime.compute.StepComputation` has them.
+    """
+
+    def __init__(
+        self,
+        passing: TokenPass,
+        model: OpenModel,
+        plane: DataPlane,
+        tasks: StepList,
+        batch: Mapping[str, Any],
+        recomputations: BlockReplay,
+        start_time: float,
+    ):
+        super().__init__(model, plane, tasks, batch, recomputations, start_time)
+        self._passing, self._own = passing, len(self._micro)
+        if passing.reference is not None and plane.buffers.shape.orders:
+            raise UserError(
+                "The model without its adapters cannot be the reference where blocks are in pieces: give the device "
+                "more memory, or the log-probabilities of a reference that was run before."
+            )
+        if passing.reference is not None:
+            self._micro, self._calls = self._micro * 2, self._calls * 2
+        self._rows: list[slice] = []
+        for micro in self._micro[: self._own]:
+            start = self._rows[-1].stop if self._rows else 0
+            self._rows.append(slice(start, start + micro["input_ids"].shape[0]))
+
+    def forward(self) -> torch.Tensor:
+        """Run everything up to the first run of the head; there is no loss yet."""
+        self._run_forward()
+        return torch.zeros(())
+
+    def _run(self, task: ComputeTask) -> None:
+        if not self._is_reference(task.micro):
+            super()._run(task)
+            return
+        modules = list(self._modules(task))
+        with adapters_off(modules), evaluating(modules):
+            super()._run(task)
+        # Nothing of the reference is computed again.
+        self._random.pop((task.visit.layer, task.micro), None)
+        if task.visit.phase is Phase.BLOCK_FORWARD:
+            self._recorded.pop((known(task.visit.layer), task.micro))
+        elif task.visit.phase is Phase.HEAD_EVAL:
+            self._calls[task.micro] = None
+
+    @torch.no_grad()
+    def _head_eval(self, task: ComputeTask) -> None:
+        # The head's own forward pass may draw random numbers, which its second run must draw again.
+        self._random[task.visit.layer, task.micro] = random_state(self._device)
+        hidden = self._activation(task.inputs[0], self._hidden_shape(task.micro))
+        for columns in self._columns(task.micro):
+            with self._stack.bound(self._parameters(task), before=False):
+                logits = self._logits(task.micro, hidden, columns).flatten(0, 1)
+                made = self._passing.head.values(logits, self._tokens(task.micro, columns))
+            self._passing.put(self._is_reference(task.micro), *self._place(task.micro, columns), made)
+
+    @torch.enable_grad()
+    def _head(self, task: ComputeTask) -> None:
+        hidden = self._activation(task.inputs[0], self._hidden_shape(task.micro)).detach()
+        hidden.requires_grad_(task.output is not None)
+        with self._replayed(task.visit.layer, task.micro):
+            for columns in self._columns(task.micro):
+                with self._stack.bound(self._leaves(task), before=False):
+                    logits = self._logits(task.micro, hidden, columns)
+                    gradient = self._passing.head.gradient(
+                        logits.detach().flatten(0, 1),
+                        self._tokens(task.micro, columns),
+                        self._passing.gradients_of(*self._place(task.micro, columns), self._device),
+                    )
+                    torch.autograd.backward(logits, gradient.view_as(logits))
+                    del logits, gradient
+        self._pass_on(task, hidden)
+
+    def _is_reference(self, micro: int) -> bool:
+        return micro >= self._own
+
+    def _modules(self, task: ComputeTask) -> Iterator[torch.nn.Module]:
+        """Yield the modules that a task runs: a block's, or all others."""
+        if task.visit.phase is Phase.BLOCK_FORWARD:
+            yield from self._stack.blocks[known(task.visit.layer)].modules()
+        else:
+            blocks = set(self._stack.blocks)
+            todo: list[torch.nn.Module] = [self._stack.model]
+            while todo:
+                module = todo.pop()
+                yield module
+                todo += [child for child in module.children() if child not in blocks]
+
+    def _place(self, micro: int, columns: slice) -> tuple[slice, slice]:
+        """Return which rows and positions of the batch a range of tokens is."""
+        return self._rows[micro % self._own], columns if self._passing.positions > 1 else slice(0, 1)
+
+    def _tokens(self, micro: int, columns: slice) -> dict[str, torch.Tensor]:
+        """Return what the batch has for each of a range of tokens, ``[n, ...]``."""
+        rows, positions = self._place(micro, columns)
+        inputs = self._micro[micro]
+        found = {"targets": inputs["targets"][:, positions].flatten()}
+        if inputs["input_ids"].shape[1] == self._passing.positions:
+            found["input_ids"] = inputs["input_ids"][:, positions].flatten()
+        return found | self._passing.tokens(rows, positions, self._device)

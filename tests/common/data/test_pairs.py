@@ -1,0 +1,85 @@
+"""Pairs of answers: the shapes that records have, and the rows that they become."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from common.data import DataConfig
+from common.data.demo_text import train_demo_tokenizer
+from common.data.files import DataRecord
+from common.data.pairs import open_pairs
+from common.data.shapes import Chat, PlainText, pairs_of_records
+from common.errors import UserError
+
+
+def pairs_of(*records: dict[str, Any]) -> list[tuple[Any, Any]]:
+    return list(pairs_of_records([DataRecord(one, f"line {i + 1}") for i, one in enumerate(records)], "a.jsonl"))
+
+
+@pytest.mark.parametrize(
+    ("record", "prompt", "answers"),
+    [
+        ({"prompt": "2+2 ", "chosen": "4", "rejected": "5"}, "2+2 ", ("4", "5")),
+        ({"chosen": "Say it: two words", "rejected": "Say it: two wombats"}, "Say it: two ", ("words", "wombats")),
+        ({"chosen": "yes", "rejected": "yesterday"}, "", ("yes", "yesterday")),
+        (
+            {"instruction": "Add.", "input": "", "chosen": "2", "rejected": "3"},
+            "Below is an instruction that describes a task. Write a response that appropriately completes the request."
+            "\n\n### Instruction:\nAdd.\n\n### Response:\n",
+            ("2", "3"),
+        ),
+    ],
+)
+def test_texts(record: dict[str, Any], prompt: str, answers: tuple[str, str]) -> None:
+    expected = tuple(PlainText(prompt, answer, where="a.jsonl, line 1") for answer in answers)
+    assert pairs_of(record) == [expected]
+
+
+def test_conversations() -> None:
+    """With a prompt of their own, or with what both begin with."""
+    asked = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Hello"}]
+    good, bad = ([{"role": "assistant", "content": text}] for text in ("Hi!", "Go away."))
+    apart = pairs_of({"prompt": asked, "chosen": good, "rejected": bad, "tools": None})
+    together = pairs_of({"chosen": asked + good, "rejected": asked + bad})
+    assert apart == together
+    assert apart == [tuple(Chat(asked + answer, 2, "a.jsonl, line 1") for answer in (good, bad))]
+
+
+def test_what_is_no_pair_is_refused() -> None:
+    with pytest.raises(UserError, match=r"line 1 has the columns text; a pair has chosen and rejected"):
+        pairs_of({"text": "hello"})
+    with pytest.raises(UserError, match="must both be texts, or both be lists"):
+        pairs_of({"chosen": "a", "rejected": [{"role": "user", "content": "a"}]})
+    assert pairs_of({"prompt": "a", "chosen": "", "rejected": "b"}) == []  # nothing to prefer
+
+
+def test_rows_are_pairs_in_every_epoch(tmp_path: Path) -> None:
+    train_demo_tokenizer(384, tmp_path / "tokenizer")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "tokenizer")
+    records = [{"prompt": f"{i} is ", "chosen": "odd " * (i + 1), "rejected": "even"} for i in range(5)]
+    records.append({"prompt": "x" * 400, "chosen": "a", "rejected": "b"})  # no room for an answer
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(one) + "\n" for one in records))
+    config = DataConfig((str(tmp_path / "pairs.jsonl"),), 32, 2, seed=3)
+    batches = open_pairs(config, tokenizer, tmp_path / "cache")
+    assert (batches.rows, batches.steps_per_epoch, batches.rows_per_item) == (5, 3, 2)
+    assert "5 pairs from 1 file" in batches.description and "left out: 2 records" in batches.description
+    seen = []
+    for step in range(5):  # two epochs
+        batch = batches.batch(step)
+        assert batch["input_ids"].shape[0] == 4
+        for chosen, rejected in zip(batch["input_ids"][::2], batch["input_ids"][1::2], strict=True):
+            texts = [tokenizer.decode(row, skip_special_tokens=True).strip() for row in (chosen, rejected)]
+            number = int(texts[0].split()[0])
+            assert texts[0].split()[2:] == ["odd"] * (number + 1) and texts[1].startswith(f"{number} is even")
+            seen.append(number)
+        untrained = (batch["labels"] == -100) | (batch["labels"] == batch["input_ids"])
+        assert untrained.all() and (batch["position_ids"] == torch.arange(batch["input_ids"].shape[1])).all()
+    assert sorted(seen) == sorted([*range(5)] * 2) and seen[:5] != list(range(5))
+    again = open_pairs(config, tokenizer, tmp_path / "cache")
+    assert again.digest == batches.digest
+    again.close()
+    batches.close()

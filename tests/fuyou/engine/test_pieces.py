@@ -1,0 +1,131 @@
+"""Blocks in pieces: bit for bit the model in memory, whatever is trained, however a block is cut."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM
+
+import fuyou
+from common.errors import UserError
+from tests.helpers.adapters import DTYPES, InMemory, train
+from tests.helpers.adapters import compare as compare_adapters
+from tests.helpers.engines import OPTIONS, ROWS, TOKENS, batches, compare, directories, engine
+from tests.helpers.models.mixtures import mixture_configs
+from tests.helpers.twin import Twin, tiny_configs
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One checkpoint per family, with values that are not all alike."""
+    root = tmp_path_factory.mktemp("checkpoints")
+    for name, config in (tiny_configs() | mixture_configs()).items():
+        torch.manual_seed(1)
+        AutoModelForCausalLM.from_config(config).save_pretrained(root / name)
+    return root
+
+
+def pieces(trained: fuyou.Engine) -> int:
+    """Number of pieces of the block that has most."""
+    return max(len(block) for block in trained._run.shape.blocks)
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype", "micro", "size"),
+    [
+        ("llama", "bf16", 2, "8KiB"),
+        ("llama", "fp32", 3, "30KiB"),
+        ("gpt2", "bf16", 4, "8KiB"),
+        ("qwen3-moe", "bf16", 1, "12KiB"),
+        ("mixtral", "fp32", 2, "60KiB"),
+        ("mixtral", "bf16", 4, "30KiB"),
+        ("deepseek-v3", "bf16", 2, "12KiB"),
+        ("deepseek-v3", "fp32", 4, "24KiB"),
+        ("gpt-oss", "bf16", 3, "12KiB"),
+    ],
+)
+def test_full_fine_tuning(family: str, dtype: str, micro: int, size: str, checkpoints: Path, tmp_path: Path) -> None:
+    """Clipped steps of packed rows; evicted pieces are overwritten by those that come after them."""
+    model, feed = checkpoints / family, batches(3, packed=family not in mixture_configs())
+    twin = Twin(str(model), bf16=dtype == "bf16", max_grad_norm=0.5, **OPTIONS)
+    options = {"micro_batch": micro, "max_grad_norm": 0.5, "piece_size": size}
+    with engine(model, directories(tmp_path, 2), dtype, **options) as trained:
+        assert pieces(trained) > 2
+        for batch in feed:
+            out = trained(**batch)
+            out.loss.backward()
+            trained.step()
+            assert out.loss.item() == twin.step(batch, micro)
+        compare(trained, twin)
+        assert trained.io_bytes() == trained.planned_io_bytes()
+
+
+ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj", "kv_b_proj", "c_attn"]
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype", "micro"),
+    [
+        ("llama", "fp32", 2),
+        ("llama", "bf16", 1),
+        ("qwen3-moe", "bf16", 2),
+        ("deepseek-v3", "fp32", 2),
+        ("gpt-oss", "bf16", 4),
+    ],
+)
+def test_adapters_beside_frozen_pieces(family: str, dtype: str, micro: int, checkpoints: Path, tmp_path: Path) -> None:
+    def adapters() -> LoraConfig:
+        return LoraConfig(r=4, lora_alpha=8, target_modules=ATTENTION, task_type="CAUSAL_LM")
+
+    model = checkpoints / family
+    real = AutoModelForCausalLM.from_pretrained(model, dtype=DTYPES[dtype])
+    torch.manual_seed(0)
+    twin = InMemory(get_peft_model(real, adapters()), 0.2)
+    options = {"adapters": adapters(), "micro_batch": micro, "max_grad_norm": 0.2, "piece_size": "12KiB"}
+    with engine(model, directories(tmp_path, 1), dtype, **options) as trained:
+        assert pieces(trained) > 2
+        train(trained, twin, batches(3, packed=family not in mixture_configs()), micro)
+        compare_adapters(trained, twin.model.get_base_model())
+        assert trained.io_bytes() == trained.planned_io_bytes()
+
+
+def test_resume_keeps_the_pieces_and_every_bit(checkpoints: Path, tmp_path: Path) -> None:
+    """Three steps, a resume with another size, which does not count, two more; then export and evaluation."""
+    model, ssd, feed = checkpoints / "qwen3-moe", directories(tmp_path, 2), batches(5, packed=True)
+    twin = Twin(str(model), bf16=True, max_grad_norm=0.5, **OPTIONS)
+    options = {"micro_batch": 2, "max_grad_norm": 0.5}
+
+    def steps(trained: fuyou.Engine, some: list[dict[str, torch.Tensor]]) -> None:
+        for batch in some:
+            out = trained(**batch)
+            out.loss.backward()
+            trained.step()
+            assert out.loss.item() == twin.step(batch, 2)
+
+    with engine(model, ssd, piece_size="12KiB", **options) as trained:
+        count = pieces(trained)
+        steps(trained, feed[:3])
+    with engine(model, ssd, resume=True, piece_size="40KiB", **options) as trained:
+        assert pieces(trained) == count and trained.step_count == 3
+        steps(trained, feed[3:])
+        compare(trained, twin)
+        trained.save_pretrained(tmp_path / "exported")
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "exported", dtype=torch.bfloat16)
+    for name, value in exported.named_parameters():
+        assert torch.equal(value, twin.model.get_parameter(name)), name
+
+
+def test_blocks_are_cut_where_they_do_not_fit(checkpoints: Path, tmp_path: Path) -> None:
+    """A quarter of a block's memory is enough; a block that fits stays whole."""
+    model = checkpoints / "mixtral"
+    with engine(model, directories(tmp_path, 1), "fp32", micro_batch=1) as whole:
+        assert pieces(whole) == 1
+        budget = whole.memory_plan.workspace_bytes
+    assert budget
+
+
+def test_what_cannot_be_cut_is_refused(checkpoints: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="piece_size"):
+        engine(checkpoints / "llama", directories(tmp_path, 1), piece_size=0)
+    assert ROWS and TOKENS

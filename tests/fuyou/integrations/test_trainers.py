@@ -1,0 +1,300 @@
+"""Stock trainers on the engine's facade train what they train in memory."""
+
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    LlamaConfig,
+    PreTrainedModel,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
+
+import fuyou
+from common.data.demo_text import train_demo_tokenizer
+from common.errors import UserError
+from fuyou.integrations import EngineOptimizer, as_model, as_reference
+
+SIZES = {
+    "vocab_size": 384, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 2, "max_position_embeddings": 64, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+}  # fmt: skip
+STEPS, LR = 4, 1e-3
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("checkpoints")
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(LlamaConfig(**SIZES)).save_pretrained(root / "lm")
+    train_demo_tokenizer(384, root / "lm")
+    AutoModelForSequenceClassification.from_config(LlamaConfig(**SIZES, num_labels=1)).save_pretrained(root / "reward")
+    train_demo_tokenizer(384, root / "reward")
+    return root
+
+
+def adapters() -> LoraConfig:
+    return LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")
+
+
+def engine(model: Path, ssd: Path, **options: Any) -> fuyou.Engine:
+    ssd.mkdir()
+    settings = {"host_memory": "600MiB", "dtype": "fp32", "lr": LR, "weight_decay": 0.0, "max_grad_norm": 1.0}
+    return fuyou.Engine(model, ssd=[ssd], **{**settings, **options})
+
+
+def arguments(kind: type, folder: Path, **options: Any) -> Any:
+    given = {
+        "max_steps": STEPS, "per_device_train_batch_size": 4, "per_device_eval_batch_size": 4, "learning_rate": LR,
+        "logging_steps": 1, "report_to": [], "use_cpu": True, "save_strategy": "no", "weight_decay": 0.0,
+        "lr_scheduler_type": "cosine", "seed": 3, "max_grad_norm": 1.0, "disable_tqdm": True, "bf16": False,
+    }  # fmt: skip
+    return kind(output_dir=str(folder), **{**given, **options})
+
+
+def figures(trainer: Trainer) -> list[dict[str, float]]:
+    """Everything that a trainer has logged, but times."""
+    no = ("runtime", "per_second", "flos")
+    return [{name: value for name, value in line.items() if not any(word in name for word in no)}
+            for line in trainer.state.log_history]  # fmt: skip
+
+
+def same(streamed: Trainer, memory: Trainer, trained: fuyou.Engine, model: nn.Module) -> None:
+    """Both have logged the same, and their weights are equal."""
+    for mine, theirs in zip(figures(streamed), figures(memory), strict=True):
+        assert mine.keys() == theirs.keys()
+        for name, value in mine.items():
+            assert value == pytest.approx(theirs[name], rel=1e-4, abs=2e-6), name
+    expected = dict(model.named_parameters())
+    for name, value in trained.named_parameters():
+        torch.testing.assert_close(value, expected[name].data, rtol=1e-5, atol=5e-6)
+
+
+class _StopAfter(TrainerCallback):
+    """Stops a trainer after so many steps."""
+
+    def __init__(self, steps: int):
+        self._steps = steps
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> Any:
+        control.should_training_stop = state.global_step >= self._steps
+        return control
+
+
+class Texts(torch.utils.data.Dataset):
+    """Random tokens, padded."""
+
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        generator = torch.Generator().manual_seed(index)
+        ids = torch.randint(3, 384, (24,), generator=generator)
+        shown = torch.arange(24) < 10 + index % 14
+        return {
+            "input_ids": ids * shown,
+            "attention_mask": shown.long(),
+            "labels": ids.masked_fill(~shown, -100),
+        }
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=LR, weight_decay=0.0)
+
+
+def test_trainer_of_transformers(checkpoints: Path, tmp_path: Path) -> None:
+    """With a cosine schedule, clipping, evaluation and saving."""
+
+    def trainer(model: PreTrainedModel, optimizer: torch.optim.Optimizer, folder: Path) -> Trainer:
+        args = arguments(TrainingArguments, folder, eval_strategy="steps", eval_steps=2)
+        return Trainer(model, args, train_dataset=Texts(), eval_dataset=Texts(), optimizers=(optimizer, None))
+
+    model = AutoModelForCausalLM.from_pretrained(checkpoints / "lm", dtype=torch.float32)
+    memory = trainer(model, adamw(model), tmp_path / "memory")
+    memory.train()
+    with engine(checkpoints / "lm", tmp_path / "ssd", micro_batch=3) as trained:
+        facade = as_model(trained)
+        assert type(facade).__name__ == "LlamaForCausalLM" and isinstance(facade, type(model))
+        streamed = trainer(facade, EngineOptimizer(facade), tmp_path / "streamed")
+        streamed.train()
+        same(streamed, memory, trained, model)
+        streamed.save_model(str(tmp_path / "saved"))
+        with pytest.raises(UserError, match="let a server generate"):
+            facade.generate(torch.ones(1, 3, dtype=torch.int64))
+        with pytest.raises(UserError, match="this call has no labels"):
+            facade(input_ids=torch.ones(1, 3, dtype=torch.int64))
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype=torch.float32)
+    for name, value in model.named_parameters():
+        torch.testing.assert_close(saved.get_parameter(name), value, rtol=1e-5, atol=1e-6)
+
+
+def test_a_trainer_goes_on_from_its_checkpoint(checkpoints: Path, tmp_path: Path) -> None:
+    def train(
+        ssd: Path, folder: Path, steps: int, again: bool, resume: bool
+    ) -> tuple[list[Any], dict[str, torch.Tensor]]:
+        options = {"host_memory": "600MiB", "dtype": "fp32", "lr": LR, "resume": resume}
+        ssd.mkdir(exist_ok=True)
+        with fuyou.Engine(checkpoints / "lm", ssd=[ssd], **options) as trained:
+            model = as_model(trained)
+            args = arguments(TrainingArguments, folder, save_strategy="steps", save_steps=2, max_grad_norm=0.0)
+            trainer = Trainer(model, args, train_dataset=Texts(), optimizers=(EngineOptimizer(model), None))
+            if steps < STEPS:
+                trainer.add_callback(_StopAfter(steps))
+            trainer.train(resume_from_checkpoint=again)
+            return figures(trainer), {name: value.clone() for name, value in trained.named_parameters()}
+
+    whole = train(tmp_path / "a", tmp_path / "whole", STEPS, False, False)
+    train(tmp_path / "b", tmp_path / "broken", 2, False, False)
+    broken = train(tmp_path / "b", tmp_path / "broken", STEPS, True, True)
+    assert [line["loss"] for line in broken[0][:-1]] == [line["loss"] for line in whole[0][:-1]]
+    for name, value in whole[1].items():
+        assert torch.equal(value, broken[1][name]), name
+    with pytest.raises(UserError, match="is of step 4, and the engine's store is at step 0"):
+        train(tmp_path / "c", tmp_path / "broken", STEPS, True, False)
+
+
+def test_what_a_trainer_cannot_do_is_said(checkpoints: Path, tmp_path: Path) -> None:
+    with engine(checkpoints / "lm", tmp_path / "ssd", max_grad_norm=None) as trained:
+        model = as_model(trained)
+        with pytest.raises(UserError, match="this run trains the weights themselves"):
+            as_reference(trained)
+        with pytest.raises(UserError, match="takes what as_model"):
+            EngineOptimizer(AutoModelForCausalLM.from_config(LlamaConfig(**SIZES)))
+        for options, message in (
+            ({"max_grad_norm": 0.01}, "and the engine was opened with max_grad_norm=None"),
+            ({"gradient_accumulation_steps": 2, "max_grad_norm": 0.0}, "set gradient_accumulation_steps to 1"),
+        ):
+            args = arguments(TrainingArguments, tmp_path / "out", **options)
+            trainer = Trainer(model, args, train_dataset=Texts(), optimizers=(EngineOptimizer(model), None))
+            with pytest.raises(UserError, match=message):
+                trainer.train()
+            if trained.in_step:
+                trained.step()
+
+
+def test_a_plain_loop_with_accelerate(checkpoints: Path, tmp_path: Path) -> None:
+    from accelerate import Accelerator
+
+    losses = []
+    for name in ("memory", "streamed"):
+        accelerator = Accelerator(cpu=True)
+        trained = engine(checkpoints / "lm", tmp_path / "ssd") if name == "streamed" else None
+        if trained is not None:
+            model: Any = as_model(trained)
+            optimizer: Any = EngineOptimizer(model)
+        else:
+            model = AutoModelForCausalLM.from_pretrained(checkpoints / "lm", dtype=torch.float32)
+            optimizer = adamw(model)
+        data = torch.utils.data.DataLoader(Texts(), batch_size=8)  # type: ignore[arg-type]
+        model, optimizer, data = accelerator.prepare(model, optimizer, data)
+        found = []
+        for batch in data:
+            loss = model(**batch).loss
+            accelerator.backward(loss)
+            norm = accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            found += [loss.item(), float(norm)]
+        losses.append(found)
+        if trained is not None:
+            trained.close()
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+
+
+# -- TRL ---------------------------------------------------------------------------------------------------------------
+
+
+def records(kind: str) -> Any:
+    datasets = pytest.importorskip("datasets")
+    rows = [
+        {"prompt": f"{i} plus {i} is", "chosen": f" surely {2 * i}.", "rejected": f" maybe {i * i + 1}, no."}
+        for i in range(16)
+    ]
+    if kind == "sft":
+        rows = [{"prompt": row["prompt"], "completion": row["chosen"]} for row in rows]
+    return datasets.Dataset.from_list(rows)
+
+
+def test_sft_trainer_of_trl(checkpoints: Path, tmp_path: Path) -> None:
+    trl = pytest.importorskip("trl")
+    tokenizer = AutoTokenizer.from_pretrained(checkpoints / "lm")
+
+    def trainer(model: PreTrainedModel, optimizer: torch.optim.Optimizer, folder: Path) -> Any:
+        # TRL's default: autocast, which the engine passes over, as it computes in a dtype of its own.
+        args = arguments(trl.SFTConfig, folder, max_length=32, bf16=isinstance(optimizer, EngineOptimizer))
+        return trl.SFTTrainer(
+            model, args, train_dataset=records("sft"), processing_class=tokenizer, optimizers=(optimizer, None)
+        )
+
+    model = AutoModelForCausalLM.from_pretrained(checkpoints / "lm", dtype=torch.float32)
+    memory = trainer(model, adamw(model), tmp_path / "memory")
+    memory.train()
+    with engine(checkpoints / "lm", tmp_path / "ssd", micro_batch=2) as trained:
+        facade = as_model(trained)
+        streamed = trainer(facade, EngineOptimizer(facade), tmp_path / "streamed")
+        streamed.train()
+        same(streamed, memory, trained, model)
+
+
+@pytest.mark.parametrize("precomputed", [False, True])
+def test_dpo_trainer_of_trl(precomputed: bool, checkpoints: Path, tmp_path: Path) -> None:
+    """The reference is the model without its adapters, in the pass of the policy, or before training."""
+    trl = pytest.importorskip("trl")
+    tokenizer = AutoTokenizer.from_pretrained(checkpoints / "lm")
+
+    def trainer(model: nn.Module, reference: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> Any:
+        args = arguments(trl.DPOConfig, folder, beta=0.3, max_length=32, precompute_ref_log_probs=precomputed)
+        return trl.DPOTrainer(
+            model, reference, args, train_dataset=records("dpo"), processing_class=tokenizer,
+            optimizers=(optimizer, None),
+        )  # fmt: skip
+
+    base = AutoModelForCausalLM.from_pretrained(checkpoints / "lm", dtype=torch.float32)
+    torch.manual_seed(0)
+    adapted = get_peft_model(base, adapters()).get_base_model()
+    reference = AutoModelForCausalLM.from_pretrained(checkpoints / "lm", dtype=torch.float32)
+    memory = trainer(adapted, reference, adamw(adapted), tmp_path / "memory")
+    memory.train()
+    with engine(checkpoints / "lm", tmp_path / "ssd", adapters=adapters(), micro_batch=3) as trained:
+        facade = as_model(trained)
+        streamed = trainer(facade, as_reference(trained), EngineOptimizer(facade), tmp_path / "streamed")
+        streamed.train()
+        same(streamed, memory, trained, adapted)
+        assert any("rewards/margins" in line for line in figures(streamed))
+
+
+def test_reward_trainer_of_trl(checkpoints: Path, tmp_path: Path) -> None:
+    trl = pytest.importorskip("trl")
+    tokenizer = AutoTokenizer.from_pretrained(checkpoints / "reward")
+
+    def trainer(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> Any:
+        args = arguments(trl.RewardConfig, folder, max_length=32)
+        return trl.RewardTrainer(
+            model, args, train_dataset=records("dpo"), processing_class=tokenizer, optimizers=(optimizer, None)
+        )
+
+    model = AutoModelForSequenceClassification.from_pretrained(checkpoints / "reward", dtype=torch.float32)
+    memory = trainer(model, adamw(model), tmp_path / "memory")
+    memory.train()
+    with engine(checkpoints / "reward", tmp_path / "ssd", micro_batch=3) as trained:
+        facade = as_model(trained)
+        streamed = trainer(facade, EngineOptimizer(facade), tmp_path / "streamed")
+        streamed.train()
+        same(streamed, memory, trained, model)

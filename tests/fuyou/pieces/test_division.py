@@ -1,0 +1,274 @@
+"""How blocks are cut, and in which order their pieces are needed."""
+
+import time
+
+import pytest
+import torch
+from peft import LoraConfig
+from torch import nn
+from transformers import AutoConfig
+
+from common.errors import UserError
+from common.models.meta_model import build_meta_model
+from fuyou.layout.pieces import PieceOrder, PiecePart, Stage
+from fuyou.model.streamed_model import StreamedModel
+from fuyou.pieces.division import divide
+from fuyou.pieces.expert_adapters import ExpertAdapters
+from fuyou.pieces.handles import PieceHandles
+from fuyou.pieces.order import find_order
+from tests.helpers.models.piece_models import PieceModel
+from tests.helpers.models.routed import RoutedConfig
+from tests.helpers.models.small_models import small_config
+from tests.helpers.piece_driver import OrdinaryBlock, PieceDriver
+
+
+def names(piece: tuple[PiecePart, ...], layer: int = 0) -> list[str]:
+    return [part.name.partition(f".{layer}.")[2].removesuffix(".weight") for part in piece]
+
+
+def cut(model: PieceModel, layer: int, limit: int) -> tuple[tuple[PiecePart, ...], ...]:
+    base = model.base_of_block(layer)
+    return divide(model.stack, layer, limit, list(base), lambda name: base[name].nbytes)
+
+
+def test_whole_parameters_in_the_order_of_their_first_use():
+    model = PieceModel("llama")
+    pieces = cut(model, 0, 1)
+    assert [names(piece) for piece in pieces] == [
+        ["input_layernorm"], ["self_attn.q_proj"], ["self_attn.k_proj"], ["self_attn.v_proj"], ["self_attn.o_proj"],
+        ["post_attention_layernorm"], ["mlp.gate_proj"], ["mlp.up_proj"], ["mlp.down_proj"],
+    ]  # fmt: skip
+    assert pieces == cut(model, 0, 1)
+    whole = cut(model, 0, 1 << 30)
+    assert len(whole) == 1 and sorted(names(whole[0])) == sorted(name for piece in pieces for name in names(piece))
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "deepseek_v3", "gpt_oss"])
+@pytest.mark.parametrize("share", [0.05, 0.2, 0.5])
+def test_pieces_hold_every_parameter_once_within_the_limit(family, share):
+    model = PieceModel(family)
+    layer = len(model.stack.blocks) - 1
+    base = model.base_of_block(layer)
+    limit = int(share * sum(value.nbytes for value in base.values()))
+    pieces = cut(model, layer, limit)
+    covered: dict[str, int] = {}
+    for piece in pieces:
+        size = 0
+        for part in piece:
+            rows = base[part.name].shape[0] if part.experts is None else part.experts[1] - part.experts[0]
+            covered[part.name] = covered.get(part.name, 0) + rows
+            size += base[part.name].nbytes // base[part.name].shape[0] * rows
+        one_expert = part.experts is not None and part.experts[1] - part.experts[0] == 1
+        uncuttable = len({part.name.rpartition(".")[0] for part in piece}) == 1 and part.experts is None
+        for_each_document = family == "gpt_oss" and all(".self_attn." in part.name for part in piece)
+        assert size <= limit or one_expert or uncuttable or for_each_document
+    assert covered == {name: value.shape[0] for name, value in base.items()}
+
+
+def test_what_one_operator_uses_stays_together():
+    pieces = [names(piece) for piece in cut(PieceModel("gpt2"), 0, 1)]
+    assert ["attn.c_attn", "attn.c_attn.bias"] in pieces
+    assert ["ln_1", "ln_1.bias"] in pieces
+
+
+def test_experts_are_cut_in_even_ranges_with_their_biases():
+    model = PieceModel("gpt_oss")
+    each = sum(value.nbytes for name, value in model.of_block(0).items() if ".experts." in name) // 4
+    ranges = [piece for piece in cut(model, 0, 3 * each) if piece[0].experts is not None]
+    assert [[part.experts for part in piece] for piece in ranges] == [[(0, 2)] * 4, [(2, 4)] * 4]
+    assert names(ranges[0]) == [f"mlp.experts.{name}" for name in (
+        "gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias",
+    )]  # fmt: skip
+
+
+def test_adapters_are_not_cut():
+    model = PieceModel("llama", adapters=LoraConfig(r=2, target_modules=["q_proj"]))
+    pieces = cut(model, 0, 1)
+    assert not any("lora" in part.name for piece in pieces for part in piece)
+    order = find_order(model.stack, 0, pieces)
+    assert not any(stage.trains for stage in order.backward)
+
+
+def test_order_of_a_dense_block():
+    model = PieceModel("llama")
+    pieces = cut(model, 0, 1)
+    order = find_order(model.stack, 0, pieces)
+    assert order.forward == tuple(range(9))
+    turn = [Stage(piece, True, False, False) for piece in range(8)] + [Stage(8, True, True, True)]
+    back = [Stage(piece, False, True, True) for piece in reversed(range(8))]
+    assert order == PieceOrder(tuple(range(9)), tuple(turn + back))
+
+
+def test_recomputation_leaves_out_experts_whose_output_nothing_saves():
+    model = PieceModel("qwen3_moe")
+    driver = PieceDriver(model.stack, 0, model.of_block(0))
+    ranges = {index for index, piece in enumerate(driver.pieces) if piece[0].experts is not None}
+    assert len(ranges) > 1 and ranges < set(driver.order.forward)
+    stages = [stage for stage in driver.order.backward if stage.piece in ranges]
+    assert [stage.piece for stage in stages] == sorted(ranges, reverse=True)
+    assert all(stage.trains for stage in stages)
+
+
+def test_experts_whose_output_is_saved_are_computed_again():
+    """A norm behind the experts saves its input."""
+
+    class Normed(nn.Module):
+        def __init__(self, inner: nn.Module):
+            super().__init__()
+            self.inner, self.norm = inner, nn.LayerNorm(inner.experts.hidden_dim)
+
+        def forward(self, hidden):
+            return self.norm(self.inner(hidden))
+
+    plain = build_meta_model(small_config("qwen3_moe"))
+    with torch.device("meta"):
+        for block in plain.model.layers:
+            block.mlp = Normed(block.mlp)
+    stack = StreamedModel(plain, torch.device("cpu"))
+    generator = torch.Generator().manual_seed(1)
+    weights = {
+        name: torch.randn(value.shape, generator=generator) * 0.2
+        for name, value in plain.named_parameters()
+        if name.startswith("model.layers.0.")
+    }
+    driver = PieceDriver(stack, 0, weights)
+    seen = [stage.piece for stage in driver.order.backward]
+    ranges = [index for index, piece in enumerate(driver.pieces) if piece[0].experts is not None]
+    assert all(seen.count(index) == 2 or index == ranges[-1] for index in ranges)
+    _, calls = stack.embed_without_weights(torch.zeros(1, 9, dtype=torch.long))
+    hidden, gradient = (torch.randn(calls.hidden_shape, generator=generator) for _ in range(2))
+    ordinary = OrdinaryBlock(stack, 0, weights)
+    expected = ordinary.backward(hidden, calls, gradient)
+    assert torch.equal(driver.forward([hidden], [calls])[0], ordinary.forward(hidden, calls))
+    assert torch.equal(driver.backward([hidden], [calls], [gradient])[0], expected)
+    for name, value in driver.whole_gradients().items():
+        assert torch.equal(value, ordinary.leaves[name].grad), name
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+def test_experts_in_a_list_are_dense_parameters(layer):
+    """Those that no token is sent to are in the order, are not waited for, and have no gradient."""
+    model = PieceModel(RoutedConfig(layers=2))
+    given = model.inputs([1, 2], tokens=5)
+    weights = model.of_block(layer)
+    ordinary = OrdinaryBlock(model.stack, layer, weights)
+    driver = PieceDriver(model.stack, layer, weights, count=10)
+    assert set(driver.order.forward) == set(range(len(driver.pieces)))
+    assert {stage.piece for stage in driver.order.backward} == set(range(len(driver.pieces)))
+    expected = [ordinary.forward(*one) for one in zip(given.hidden, given.calls, strict=True)]
+    gradients = [ordinary.backward(*one) for one in zip(given.hidden, given.calls, given.gradients, strict=True)]
+    for got, wanted in zip(driver.forward(given.hidden, given.calls), expected, strict=True):
+        assert torch.equal(got, wanted)
+    for got, wanted in zip(driver.backward(given.hidden, given.calls, given.gradients), gradients, strict=True):
+        assert torch.equal(got, wanted)
+    whole = driver.whole_gradients()
+    without = {name for name, leaf in ordinary.leaves.items() if leaf.grad is None}
+    assert without and whole.keys() == weights.keys() - without
+    for name, value in whole.items():
+        assert torch.equal(value, ordinary.leaves[name].grad), name
+
+
+def test_equal_blocks_of_a_large_mixture_are_learnt_once():
+    """DeepSeek-V3 as published: 61 blocks of two kinds."""
+    stack = StreamedModel(
+        build_meta_model(AutoConfig.for_model("deepseek_v3"), dtype=torch.bfloat16), torch.device("cpu")
+    )
+    first = time.perf_counter()
+    counts = []
+    for layer in range(len(stack.blocks)):
+        prefix = f"{stack.block_prefix}.{layer}."
+        own = {name: value.nbytes for name, value in stack.model.named_parameters() if name.startswith(prefix)}
+        pieces = divide(stack, layer, 1 << 30, list(own), own.__getitem__)
+        find_order(stack, layer, pieces)
+        counts.append(len(pieces))
+    assert len(counts) == 61 and set(counts[:3]) == {counts[0]} and set(counts[3:]) == {counts[3]}
+    assert counts[3] > 20 and time.perf_counter() - first < 20
+
+
+# -- what cannot be cut ------------------------------------------------------------------------------------------------
+
+
+def handles(model: PieceModel) -> PieceHandles:
+    pieces = cut(model, 0, 20_000)
+    return PieceHandles(model.stack, 0, pieces, set(), lambda part, gradient: None)
+
+
+def test_refuses_other_implementations_of_experts():
+    model = PieceModel("mixtral", experts="batched_mm")
+    with pytest.raises(UserError, match="'batched_mm', which cannot be cut"):
+        handles(model)
+
+
+def test_refuses_expert_parallelism():
+    model = PieceModel("mixtral")
+    model.stack.blocks[0].mlp.experts._is_expert_parallel = True
+    with pytest.raises(UserError, match="expert parallelism"):
+        handles(model)
+
+
+def test_refuses_a_trained_norm_inside_a_module_of_experts():
+    model = PieceModel("mixtral")
+    experts = model.stack.blocks[0].mlp.experts
+    experts.has_post_expert_norm = True
+    experts.post_expert_norm = nn.LayerNorm(8, device="meta")
+    with pytest.raises(UserError, match="norm with parameters"):
+        handles(model)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda weight: weight.add_(1.0), "changes its parameter .*q_proj"),
+        (lambda weight: weight.data_ptr(), "cannot be cut in pieces"),
+        (lambda weight: weight.view(torch.int32), "in another dtype"),
+    ],
+)
+def test_refuses_what_handles_cannot_do(change, message):
+    model = PieceModel("llama")
+    projection = model.stack.blocks[0].self_attn.q_proj
+    forward = projection.forward
+
+    def changed(values):
+        with torch.no_grad():
+            change(projection.weight)
+        return forward(values)
+
+    projection.forward = changed
+    with pytest.raises(UserError, match=message):
+        cut(model, 0, 1)
+
+
+def test_refuses_adapters_of_experts_that_are_not_computed_in_ranges():
+    config = LoraConfig(r=2, target_modules=["q_proj"], target_parameters=["feed_forward.experts.down_proj"])
+    with pytest.raises(UserError, match="has an adapter of down_proj, the weights of all experts"):
+        cut(PieceModel("llama4_text", adapters=config), 0, 1)
+
+
+def test_refuses_adapters_of_experts_that_an_older_peft_adds_in_another_way(monkeypatch):
+    model = PieceModel("qwen3_moe", adapters=LoraConfig(r=2, target_modules="all-linear"))
+    monkeypatch.delattr("peft.tuners.lora.layer._LoraFactorsProxy")
+    with pytest.raises(UserError, match=r"need peft 0\.21"):
+        ExpertAdapters.around(model.stack.model, "model.layers.0.mlp.experts.base_layer.base_layer")
+
+
+def test_refuses_modules_that_keep_values_of_a_pass():
+    """Passes of several micro-batches take turns, and would find each other's."""
+    model = PieceModel("llama")
+    block = model.stack.blocks[0]
+    forward = block.mlp.forward
+
+    def keeping(values):
+        block.mlp.latest = values
+        return forward(values)
+
+    block.mlp.forward = keeping
+    with pytest.raises(UserError, match="leaves values of a pass in modules"):
+        cut(model, 0, 1)
+
+
+def test_refuses_an_operator_on_several_pieces():
+    model = PieceModel("gpt2")
+    pieces = cut(model, 0, 1)
+    apart = tuple((part,) for piece in pieces for part in piece)
+    with pytest.raises(UserError, match="different pieces"):
+        find_order(model.stack, 0, apart)
