@@ -15,7 +15,7 @@ from cli.options.naming import naming
 from cli.options.settings import Settings
 from cli.plan.compare_engines import InMemory, in_memory
 from cli.plan.plan_page import write_plan_page
-from cli.plan.whole_run import run_rows
+from cli.plan.whole_run import planned_steps, run_rows
 from cli.report.results import RESOURCES
 from common.errors import UserError
 from common.hardware.machine import memory_available_bytes
@@ -71,6 +71,7 @@ def run_plan(settings: Settings) -> int:
     if not settings.debug:
         quiet_transformers()
     settings = with_dtype(settings, None if settings.drive is None else ELSEWHERE)
+    planned_steps(settings, 1)  # what is mistyped comes out before the simulation
     machine = _machine(settings)
     wanted = _largest(settings, machine) if settings.max_model else training_of(settings)
     other: InMemory | None = None

@@ -38,14 +38,16 @@ def check_same_run(job: Job, run: ContinuedRun, launches: Collection[str] = ()) 
         run.user_state["run"] = fixed
         return
     then = dict(fixed_then)
-    if _is_extended(job, run, then):
+    is_extended = _is_extended(job, run, then)
+    if is_extended:
         for option in ("--steps", "--warmup"):
             then[option] = fixed.get(option)
     # Options that one side does not have are those of a constant rate, or of a run of an earlier version.
     check_same(then | {name: then.get(name) for name in fixed if name not in _OPTIONAL}, fixed)
     if run.step_count > job.steps:
         raise UserError(f"--resume: this run has {run.step_count} steps behind it, more than --steps {job.steps}.")
-    run.user_state["run"] = fixed
+    if is_extended:
+        run.user_state["run"] = fixed
 
 
 def _is_extended(job: Job, run: ContinuedRun, then: dict[str, Any]) -> bool:

@@ -75,7 +75,9 @@ def finetune(capfd: pytest.CaptureFixture[str]) -> Finetune:
 
 @pytest.fixture(autouse=True)
 def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Default outputs go to a folder of the test's own."""
+    """Default outputs go to a folder of the test's own, a busy machine is no news, and messages are the command's."""
+    monkeypatch.setattr("cli.report.heartbeat.FIRST_AFTER_S", 3600.0)
+    monkeypatch.setattr("common.errors.FinetuneError.names_flags", True)  # whose errors these tests are about
     monkeypatch.chdir(tmp_path)
 
 

@@ -85,7 +85,7 @@ def test_a_run_is_repeated_from_its_directory(finetune: Finetune, done: Done, tm
     outcome = finetune("--config", config, "--output", tmp_path / "again", "--eval-every", 5, "--no-save")
     assert outcome.status == 0, outcome.err
     assert (tmp_path / "again/losses.jsonl").read_bytes() == (done.output / "losses.jsonl").read_bytes()
-    held_out = [line for line in outcome.out.splitlines() if line.startswith("held out")]
+    held_out = [line for line in outcome.out.splitlines() if line.startswith(("held out", "eval at"))]
     assert held_out[0].startswith("held out ") and "rows of 32" in held_out[0]
     assert [line.split(":")[0] for line in held_out[1:]] == ["eval at step 0", "eval at step 5"]
 

@@ -76,7 +76,7 @@ def test_throughput_on_random_tokens(finetune: Finetune, tmp_path: Path) -> None
     assert "measures throughput" in outcome.out
     steps = [line for line in outcome.out.splitlines() if line.startswith("step ")]
     assert len(steps) == 2 and steps[1].startswith("step 2/2: loss ")
-    for figure in ("norm", "tokens/s", "TFLOP/s", "GB/s read", "written", "device", "host", "bound by"):
+    for figure in ("norm", "lr 5e-06", "tokens/s", "bound by"):
         assert figure in steps[1]
     assert (tmp_path / "finetune-output" / "llama-10m" / "config.json").exists()
 
