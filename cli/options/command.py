@@ -22,6 +22,7 @@ EXAMPLES = {
     "finetune --nodes 1 --gpus-per-node 2 --model ~/Llama-3-8B --data chats.jsonl\n"
     "finetune --nodes 4 --rdzv-endpoint node0:29400 --ssd /mnt/nvme* --model /shared/Llama-65B   # out of core",
     "Training": "finetune --model ~/Llama-3-8B --data chats.jsonl --lr 2e-5 --warmup 3% --max-grad-norm 1",
+    "Objective": "finetune --model ~/Llama-3-8B --data pairs.jsonl --objective dpo --beta 0.1 --lora-rank 16",
     "Adapters": "finetune --model ~/Llama-3-70B --data chats.jsonl --lora-rank 16 --lr 2e-4",
     "Output": "finetune --model ~/Llama-3-8B --data chats.jsonl --output tuned --log-to tensorboard\n"
     "finetune --config tuned/run/config.toml --resume",
