@@ -153,7 +153,10 @@ def prove_pieces(
     """Prove on a small model that this family trains in pieces, as small as its blocks can be cut.
 
     Args:
-        config, adapters, trainable, router_loss: as :func:`prove` has them.
+        config: of the model that is to be trained.
+        adapters: what is trained, if the weights are frozen.
+        trainable: names of the parameters that are trained, if not all are.
+        router_loss: of a mixture of experts, as :class:`fuyou.Engine` has it.
 
     Raises:
         UserError: it does not, or its blocks cannot be cut.

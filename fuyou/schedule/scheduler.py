@@ -66,7 +66,7 @@ class Scheduler:
         self._list = StepList(0)
         self._batch = BatchShape(1, 0, 0)
         self._position = 0
-        self._visits: Sequence[Visit] = ()
+        self._visits: Sequence[Visit] = shape.visits(train=True)
         self._uses: dict[int, list[int]] = {}  # record -> positions of the visits that use it
         self._use_visits(self._batch)
 
