@@ -79,13 +79,12 @@ def _parts(folder: Path) -> list[Path]:
 
 def known_before_data(settings: Settings) -> dict[str, Any]:
     """Return those of a job's fixed settings that are known before its data are read, by option."""
-    known: dict[str, Any] = {
+    return {
         "--batch-size": settings.batch_size,
         "--seed": settings.seed,
         "--schedule": settings.schedule,
         ADAPTERS: settings.adapters_in_words,
     }
-    return known | ({} if settings.seq_len is None else {"--seq-len": settings.seq_len})
 
 
 def check_same(then: Mapping[str, Any], now: Mapping[str, Any]) -> None:

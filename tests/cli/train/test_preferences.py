@@ -101,7 +101,7 @@ def test_a_run_is_what_it_is_in_memory(
     watched = report["watched"]
     sides = zip(watched["rewards/chosen"], watched["rewards/rejected"], strict=True)
     assert watched["rewards/margins"] == pytest.approx([better - worse for better, worse in sides], rel=1e-4)
-    assert f"accuracy {accuracy:.1%}, margin" in done.out and "held out after step 3: loss" in done.out
+    assert f"accuracy {accuracy:.1%}, margin" in done.out and "eval at step 3: loss" in done.out
     assert "12 pairs, 24 x 64 tokens" in done.out
     metrics = [json.loads(line) for line in (tmp_path / "out" / "run" / "metrics.jsonl").read_text().splitlines()]
     assert {"rewards/margins", "validation_metrics/rewards/accuracies"} <= {name for line in metrics for name in line}

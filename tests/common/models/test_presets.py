@@ -151,7 +151,7 @@ def test_an_unknown_type_of_a_known_class(tmp_path):
         ("gpt3-175", ["gpt3-175b"]),
         ("zzz", ["neither", "gpt3-175b", "llama-7b"]),
         ("./lama", ["'llama'", "in "]),
-        ("nowhere/model", ["no directory nowhere", "nothing is downloaded"]),
+        ("nowhere/model", ["neither a directory nor in the local cache", "hf download nowhere/model"]),
         ("file.txt", ["is a file"]),
         ("empty", ["no config.json"]),
         ("outer", ["no config.json", "outer/inner"]),

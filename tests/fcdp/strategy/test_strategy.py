@@ -40,7 +40,7 @@ def test_scopes_fill_levels_from_the_fastest_one_up(text: str, levels: Levels, e
     ("8x256", DGX, "equations 4 and 6"),
     ("4x2", DGX, "equation 7"),
     ("3x1", Levels((2, 3, 4)), "equation 7, for the levels inside a node"),
-    ("pair", DGX, "--levels 2,4,16"),
+    ("pair", DGX, "levels 2,4,16"),
 ])  # fmt: skip
 def test_meshes_that_amsp_filters_out_are_refused_with_its_equation(text: str, levels: Levels, rule: str) -> None:
     with pytest.raises(UserError, match=rule):

@@ -196,7 +196,7 @@ def test_what_is_not_as_written_is_said_with_the_first_line(tmp_path: Path) -> N
         assert all(row[0] == tokenizer.bos_token_id for row in rows), "a row begins in the middle of a prompt"
         dropping = DataConfig((str(file),), seq_len, 1, truncate=False)
         counts, long, untrained = open_data(dropping, tokenizer, tmp_path / "cache").description.split("\n")
-        assert counts.startswith("1 documents from 1 file")
+        assert counts.startswith("1 document from 1 file")
         assert long.startswith(f"left out: 3 records, {2 * len(ids) + len(asked)} tokens; first {file}, line 5; longer")
     assert len(list((tmp_path / "cache").iterdir())) == 2, "one file with, one without"
 
