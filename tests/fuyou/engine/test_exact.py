@@ -153,8 +153,8 @@ def test_tiers_and_prefetch_depths(
 ) -> None:
     original = MemoryPlanner.plan
 
-    def plan(self: MemoryPlanner, rows: int, seq_len: int, micro_rows: int | None):
-        made = original(self, rows, seq_len, micro_rows)
+    def plan(self: MemoryPlanner, *batch: object):
+        made = original(self, *batch)
         return dataclasses.replace(made, counts=dataclasses.replace(made.counts, **counts))
 
     monkeypatch.setattr(MemoryPlanner, "plan", plan)

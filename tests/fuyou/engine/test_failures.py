@@ -210,7 +210,7 @@ def test_a_store_is_not_overwritten_and_not_mistaken(tmp_path: Path) -> None:
 def test_budgets_that_are_too_small_say_what_would_do(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"host_memory of at least (\d+)MiB") as caught:
         fuyou.Engine("llama-10m", ssd=[tmp_path], host_memory="64MiB", batch_shape=(1, 64))
-    enough = str(caught.value).partition("--host-memory of at least ")[2].partition(" ")[0]
+    enough = str(caught.value).partition("host_memory of at least ")[2].partition(" ")[0]
     with fuyou.Engine("llama-10m", ssd=[tmp_path], host_memory=enough, batch_shape=(1, 64)) as engine:
         engine(**{name: value.view(1, 64) for name, value in BATCH.items()}).loss.backward()
         engine.step()

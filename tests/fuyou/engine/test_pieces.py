@@ -61,7 +61,7 @@ def test_full_fine_tuning(family: str, dtype: str, micro: int, size: str, checkp
         assert trained.io_bytes() == trained.planned_io_bytes()
 
 
-ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj", "kv_b_proj", "c_attn"]
+ATTENTION = {"deepseek-v3": ["q_b_proj", "kv_b_proj", "o_proj"]}
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,12 @@ ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj", "kv_b_proj", "c_attn"]
 )
 def test_adapters_beside_frozen_pieces(family: str, dtype: str, micro: int, checkpoints: Path, tmp_path: Path) -> None:
     def adapters() -> LoraConfig:
-        return LoraConfig(r=4, lora_alpha=8, target_modules=ATTENTION, task_type="CAUSAL_LM")
+        return LoraConfig(
+            r=4,
+            lora_alpha=8,
+            target_modules=ATTENTION.get(family, ["q_proj", "k_proj", "o_proj"]),
+            task_type="CAUSAL_LM",
+        )
 
     model = checkpoints / family
     real = AutoModelForCausalLM.from_pretrained(model, dtype=DTYPES[dtype])
