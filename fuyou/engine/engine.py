@@ -47,7 +47,7 @@ class Engine:
             (:class:`fuyou.config.StoreConfig`); ``lr``, ``betas``, ``eps``, ``weight_decay``, ``optimizer_dtype``,
             ``max_grad_norm``, ``clip_by``, ``deferred_fraction``, ``on_nonfinite``
             (:class:`fuyou.config.OptimizerConfig`); ``host_memory``, ``device_memory``, ``host_cache``,
-            ``kept_activations``, ``micro_batch``, ``batch_shape``, ``token_outputs``,
+            ``kept_activations``, ``piece_size``, ``micro_batch``, ``batch_shape``, ``token_outputs``,
             ``reference``, ``images``
             (:class:`fuyou.config.MemoryConfig`); ``adapters``, ``trainable``, ``frozen_dtype``,
             ``freeze_vision_tower``, ``freeze_multi_modal_projector`` (:class:`fuyou.config.WeightsConfig`);

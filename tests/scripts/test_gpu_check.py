@@ -84,7 +84,7 @@ def test_a_section_that_fails_says_why(check: Callable[..., tuple[int, dict[str,
     status, sections, report = check("--sections", "engine,timeline", "--host-memory", "1MiB")
     assert status == 1
     assert sections["engine:tiny"]["status"] == "failed"
-    assert "--host-memory of at least" in sections["engine:tiny"]["why"]
+    assert "host_memory of at least" in sections["engine:tiny"]["why"]
     assert sections["engine:tiny"]["why"] in report
     assert sections["timeline:tiny"]["status"] == "skipped"
     assert sections["timeline:tiny"]["why"] == "no CUDA"

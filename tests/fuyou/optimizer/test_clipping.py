@@ -63,8 +63,8 @@ def test_gradients_that_wait_on_ssd(
 ) -> None:  # fmt: skip
     original = MemoryPlanner.plan
 
-    def plan(self: MemoryPlanner, rows: int, seq_len: int, micro_rows: int | None):
-        made = original(self, rows, seq_len, micro_rows)
+    def plan(self: MemoryPlanner, *batch: object):
+        made = original(self, *batch)
         counts = dataclasses.replace(made.counts, **SCARCE, **ONE_OF_EACH, host_non_block_gradients=1)
         return dataclasses.replace(made, counts=counts)
 

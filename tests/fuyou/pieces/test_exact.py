@@ -46,7 +46,7 @@ def compare(model: PieceModel, layer: int, rows: list[int], *, micro_major: bool
         assert (found is None) == (leaf.grad is None), name
         if found is not None:
             assert torch.equal(found, leaf.grad), name
-    assert len(driver.pieces) > 3
+    assert len(driver.pieces) > 1  # few where a whole module is called once for each document
     return driver
 
 
