@@ -19,6 +19,7 @@ import torch
 from common.data.documents import current_documents, replace_documents
 from common.errors import FinetuneError
 from fuyou.layout.pieces import PiecePart
+from fuyou.pieces.random_states import random_states, set_random_states
 
 T = TypeVar("T")
 Weights = Mapping[PiecePart, torch.Tensor]
@@ -293,13 +294,8 @@ class _ProcessState:
 
     @staticmethod
     def now(device: torch.device) -> "_ProcessState":
-        states = [torch.get_rng_state()]
-        if device.type == "cuda":
-            states.append(torch.cuda.get_rng_state(device))
-        return _ProcessState(tuple(states), current_documents())
+        return _ProcessState(random_states(device), current_documents())
 
     def install(self, device: torch.device) -> None:
-        torch.set_rng_state(self.random_state[0])
-        if device.type == "cuda":
-            torch.cuda.set_rng_state(self.random_state[1], device)
+        set_random_states(self.random_state, device)
         replace_documents(self.documents)

@@ -66,8 +66,6 @@ class Scheduler:
         self._list = StepList(0)
         self._batch = BatchShape(1, 0, 0)
         self._position = 0
-        self._visits: Sequence[Visit] = shape.visits(train=True)
-        self._uses: dict[int, list[int]] = {}  # record -> positions of the visits that use it
         self._use_visits(self._batch)
 
         host = {
@@ -184,7 +182,7 @@ class Scheduler:
     def _use_visits(self, batch: BatchShape) -> None:
         """Let steps be of the visits of such a batch, and note where each record is used in them."""
         self._visits = self.shape.visits(True, batch.micro_batches, batch.own_loss)
-        self._uses = {}
+        self._uses: dict[int, list[int]] = {}  # record -> positions of the visits that use it
         for position, visit in enumerate(self._visits):
             for record in visit.records:
                 self._uses.setdefault(record, []).append(position)

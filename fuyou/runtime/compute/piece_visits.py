@@ -1,20 +1,22 @@
 """Visits of blocks in pieces: each micro-batch's pass through a block is parked from one visit to the next."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from common.data.documents import Documents
+from fuyou.layout.model_layout import ModelLayout
 from fuyou.layout.pieces import PiecePart
-from fuyou.layout.record import Record
+from fuyou.layout.visits import Phase
 from fuyou.model.streamed_model import StreamedModel
 from fuyou.pieces.handles import PieceHandles
 from fuyou.pieces.run import PieceRun
-from fuyou.schedule.tasks import ComputeTask
+from fuyou.schedule.tasks import ComputeTask, known
 
-OnGradient = Callable[[PiecePart, torch.Tensor], None]
+AddGradient = Callable[[int, str, torch.Tensor], None]
+"""Takes the gradient of a parameter: index of its record, its name there, and the gradient."""
 
 
 @dataclass
@@ -31,13 +33,15 @@ class PieceVisits:
 
     Args:
         stack: the model.
-        records: all records of the model.
-        blocks: indices of each block's records.
+        shape: its records.
+        add_gradient: called with gradients of what is trained of the pieces, in a backward pass.
     """
 
-    def __init__(self, stack: StreamedModel, records: Sequence[Record], blocks: Sequence[Sequence[int]]):
-        self._stack, self._records, self._blocks = stack, records, blocks
+    def __init__(self, stack: StreamedModel, shape: ModelLayout, add_gradient: AddGradient):
+        self._stack, self._records, self._blocks = stack, shape.records, shape.blocks
+        self._add_gradient = add_gradient
         self._passes: dict[int, _Pass] = {}  # by micro-batch
+        self._handles: tuple[tuple[int, Phase], PieceHandles] | None = None  # those that all its micro-batches share
 
     def begin(
         self,
@@ -45,7 +49,6 @@ class PieceVisits:
         work: Callable[[], Any],
         documents: Documents | None,
         random_states: tuple[torch.Tensor, ...],
-        on_gradient: OnGradient | None = None,
     ) -> None:
         """Prepare the pass that begins with ``task``.
 
@@ -54,20 +57,26 @@ class PieceVisits:
             work: the pass, with the block's own modules; what it returns is what :meth:`end` returns.
             documents: documents that share the rows.
             random_states: states that the generators have when it begins.
-            on_gradient: called with gradients of what is trained of the pieces; None: this is a forward pass.
         """
-        layer = task.visit.layer
-        assert layer is not None
-        records = [self._records[index] for index in self._blocks[layer]]
-        pieces = [tuple(slot.part for slot in record.parameters) for record in records]
-        slots = ((slot, record.trained_names) for record in records for slot in record.parameters)
-        trained = {slot.names[0] for slot, names in slots if slot.name in names}
-        handles = PieceHandles(
-            self._stack, layer, pieces, trained if on_gradient is not None else (), on_gradient or _no_gradient
-        )
         with self._stack.apart(documents):
             run = PieceRun(work, self._stack.device, random_states)
-        self._passes[task.micro] = _Pass(run, handles, documents)
+        self._passes[task.micro] = _Pass(run, self._handles_of(known(task.visit.layer), task.visit.phase), documents)
+
+    def _handles_of(self, layer: int, phase: Phase) -> PieceHandles:
+        """Return the handles of a block's parameters in a pass, made once for all of its micro-batches."""
+        if self._handles is None or self._handles[0] != (layer, phase):
+            records = [self._records[index] for index in self._blocks[layer]]
+            places = {slot.part: (record, slot) for record in records for slot in record.parameters}
+            trained = {slot.names[0] for record, slot in places.values() if slot.name in record.trained_names}
+
+            def on_gradient(part: PiecePart, gradient: torch.Tensor) -> None:
+                record, slot = places[part]
+                self._add_gradient(record.index, slot.name, gradient)
+
+            pieces = [tuple(slot.part for slot in record.parameters) for record in records]
+            wanted = trained if phase is Phase.BLOCK_BACKWARD else ()
+            self._handles = (layer, phase), PieceHandles(self._stack, layer, pieces, wanted, on_gradient)
+        return self._handles[1]
 
     def advance(self, task: ComputeTask, views: Mapping[str, torch.Tensor], beside: Mapping[str, torch.Tensor]) -> None:
         """Let the pass go on while it needs the piece of ``task``.
@@ -77,10 +86,9 @@ class PieceVisits:
             views: the piece's parameters on the device, by name.
             beside: adapters of the block, which are there for all parts.
         """
-        layer, one = task.visit.layer, self._passes[task.micro]
-        assert layer is not None
+        one = self._passes[task.micro]
         weights = {slot.part: views[slot.name] for slot in self._records[task.visit.record].parameters}
-        piece = self._blocks[layer].index(task.visit.record)
+        piece = self._blocks[known(task.visit.layer)].index(task.visit.record)
         with self._stack.apart(one.documents), one.handles.bound(), self._stack.bound(beside):
             one.run.advance(piece, weights)
 
@@ -95,7 +103,3 @@ class PieceVisits:
         """Abandon all passes."""
         while self._passes:
             self._passes.popitem()[1].run.close()
-
-
-def _no_gradient(part: PiecePart, gradient: torch.Tensor) -> None:
-    raise AssertionError(f"a forward pass has made a gradient of {part}")

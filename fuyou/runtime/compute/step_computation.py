@@ -9,7 +9,6 @@ import torch
 from common.data.rows import take_rows
 from common.errors import FinetuneError
 from common.models.task_type import TaskType
-from fuyou.layout.pieces import PiecePart
 from fuyou.layout.record import Kind, Record
 from fuyou.layout.visits import BEFORE_HEAD_PHASES, Phase
 from fuyou.model.blocks.calls import BlockCalls
@@ -19,14 +18,9 @@ from fuyou.model.open_model import OpenModel
 from fuyou.model.recompute.replay import BlockReplay, SavedForward
 from fuyou.optimizer.absent_gradients import mark_absent
 from fuyou.optimizer.gradient_sum import GradientSum, round_in_place, sum_of_squares
+from fuyou.pieces.random_states import fresh_random_states, random_states, set_random_states
 from fuyou.runtime.compute.piece_visits import PieceVisits
-from fuyou.runtime.compute.random_replay import (
-    RandomReplay,
-    fresh_random_states,
-    random_state,
-    random_states,
-    set_random_states,
-)
+from fuyou.runtime.compute.random_replay import RandomReplay, random_state
 from fuyou.runtime.data_plane.data_plane import DataPlane
 from fuyou.schedule.tasks import Activation, ComputeTask, StepList, known
 
@@ -78,7 +72,11 @@ class StepComputation:
         self._sums: dict[int, GradientSum] = {}
         self._squares: list[torch.Tensor] = []
         self._losses: list[torch.Tensor] = []
-        self._pieces = PieceVisits(stack, plane.buffers.shape.records, plane.buffers.shape.blocks)
+        self._pieces = PieceVisits(
+            stack,
+            plane.buffers.shape,
+            lambda record, name, gradient: self._sums[record].add(name, gradient),
+        )
         self._adapters: dict[int, dict[str, torch.Tensor]] = {}  # of passes in pieces, by micro-batch
         self._todo: Iterator[ComputeTask] = iter([task for task in tasks.tasks if isinstance(task, ComputeTask)])
         self._next: ComputeTask | None = next(self._todo, None)
@@ -296,15 +294,8 @@ class StepComputation:
                 calls.backward(output, gradient, losses)
                 return hidden
 
-            records = (self._buffers.shape.records[index] for index in self._buffers.shape.blocks[layer])
-            places = {slot.part: (record.index, slot.name) for record in records for slot in record.parameters}
-
-            def on_gradient(part: PiecePart, gradient: torch.Tensor) -> None:
-                record, name = places[part]
-                self._sums[record].add(name, gradient)
-
             states = self._random_states.pop((layer, task.micro))
-            self._pieces.begin(task, work, calls.documents, states, on_gradient)
+            self._pieces.begin(task, work, calls.documents, states)
             self._adapters[task.micro] = self._leaves(task, Kind.ADAPTER)
         self._advance(task, self._adapters[task.micro])
         if task.visit.ends:
