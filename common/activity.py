@@ -5,6 +5,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Protocol
 
 
 @dataclass(eq=False)
@@ -13,29 +14,64 @@ class Activity:
 
     what: str
     """What it is, as people read it: ``reading the data``."""
+    announced: bool = False
+    """Whether it is said before it begins: it may well keep every other thread from saying so."""
     since: float = field(default_factory=time.monotonic)
     """When it began (``time.monotonic``)."""
 
 
+class Watcher(Protocol):
+    """Somebody who shows activities."""
+
+    def began(self, activity: Activity) -> None:
+        """Take note that an activity begins, in its own thread."""
+
+    def ended(self) -> None:
+        """Take note that one is over, before anything else is printed."""
+
+
 _lock = threading.Lock()
 _open: list[Activity] = []
+_watchers: list[Watcher] = []
 
 
 @contextmanager
-def activity(what: str) -> Iterator[Activity]:
+def activity(what: str, announced: bool = False) -> Iterator[Activity]:
     """Let :func:`current_activity` return ``what`` while this context is open, unless another begins inside it.
+
+    Args:
+        what: see :attr:`Activity.what`.
+        announced: see :attr:`Activity.announced`.
 
     Yields:
         The activity, whose words may change while it goes on.
     """
-    mine = Activity(what)
+    mine = Activity(what, announced)
     with _lock:
         _open.append(mine)
+        watchers = list(_watchers)
+    for watcher in watchers:
+        watcher.began(mine)
     try:
         yield mine
     finally:
         with _lock:
             _open.remove(mine)
+            watchers = list(_watchers)
+        for watcher in watchers:
+            watcher.ended()
+
+
+@contextmanager
+def watched_by(watcher: Watcher) -> Iterator[None]:
+    """Tell somebody of all activities while this context is open."""
+    with _lock:
+        _watchers.append(watcher)
+    try:
+        yield
+    finally:
+        with _lock:
+            _watchers.remove(watcher)
 
 
 def current_activity() -> Activity | None:

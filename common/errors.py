@@ -54,6 +54,11 @@ def with_keywords(text: str) -> str:
     return "`".join(parts)
 
 
+def on_one_line(error: BaseException) -> str:
+    """Return what an error says, whoever raised it, without its line breaks."""
+    return " ".join(str(error).split())
+
+
 def did_you_mean(name: str, candidates: Iterable[str]) -> str:
     """Return `` Did you mean 'x'?`` for the nearest of ``candidates``, or an empty string."""
     close = difflib.get_close_matches(name, list(candidates), n=1, cutoff=0.5)

@@ -10,6 +10,7 @@ can be sent by itself. Bytes per element: 1 + 4/256 and 0.5 + 4/256, against 2 i
 Frozen weights can also be kept in nf4: 16 values that are not evenly spaced, in blocks of 64, 0.5625 bytes each.
 """
 
+from functools import cache
 from typing import Literal
 
 import torch
@@ -106,7 +107,7 @@ def quantise_nf4(rows: torch.Tensor, out: torch.Tensor | None = None) -> torch.T
     largest = torch.linalg.vector_norm(elements, ord=float("inf"), dim=-1)
     scales, values = _parts(out, blocks, NF4_BLOCK // 2)
     scales.copy_(torch.where(largest.isfinite(), largest, torch.nan))
-    levels = torch.tensor(NF4_VALUES, device=rows.device)
+    levels = _nf4_levels(rows.device)
     relative = (elements / torch.where(largest > 0, largest, 1.0).unsqueeze(-1)).contiguous()
     codes = torch.bucketize(relative, (levels[1:] + levels[:-1]) / 2, out_int32=True).to(torch.uint8)
     half = NF4_BLOCK // 2
@@ -118,8 +119,14 @@ def dequantise_nf4(payload: torch.Tensor, count: int) -> torch.Tensor:
     """Return the rows ``fp32 [..., count]`` of ``payload`` ``uint8 [..., nf4_nbytes(count)]``."""
     scales, values = _parts(payload, _blocks(count, NF4_BLOCK), NF4_BLOCK // 2)
     codes = torch.cat((values & 0xF, values >> 4), dim=-1)
-    elements = torch.tensor(NF4_VALUES, device=payload.device)[codes.int()] * scales.unsqueeze(-1)
+    elements = _nf4_levels(payload.device)[codes.int()] * scales.unsqueeze(-1)
     return elements.flatten(-2)[..., :count]
+
+
+@cache
+def _nf4_levels(device: torch.device) -> torch.Tensor:
+    """Return :data:`NF4_VALUES` on a device, to which they are copied once: a GPU would be waited for each time."""
+    return torch.tensor(NF4_VALUES, device=device)
 
 
 def _blocks(count: int, block: int = BLOCK) -> int:

@@ -10,9 +10,20 @@ if getattr(common, "PROJECT", None) != "fuyou":
     )
 
 from fcdp.cache.staleness import StaleCacheError
-from fcdp.shard import fully_shard, sharding
+from fcdp.replacement import Replacement, replace_fsdp2
+from fcdp.shard import fully_shard, install, sharding
 from fcdp.sharding import Sharding
 from fcdp.strategy.strategy import Strategy
 from fcdp.strategy.topology import Topology
 
-__all__ = ["Sharding", "StaleCacheError", "Strategy", "Topology", "fully_shard", "sharding"]
+__all__ = [
+    "Replacement",
+    "Sharding",
+    "StaleCacheError",
+    "Strategy",
+    "Topology",
+    "fully_shard",
+    "install",
+    "replace_fsdp2",
+    "sharding",
+]

@@ -49,6 +49,13 @@ class ParameterGroup:
     """Bytes of one rank's part of the gradients in reduce precision."""
     had_trainable: bool = False
     """Whether any parameter required a gradient when FSDP2 last looked."""
+    versions: list[tuple[int, int]] | None = None
+    """Versions of the rank's parameters when last looked at; see :func:`fcdp.fsdp2.versions`."""
+
+    def notice(self, versions: list[tuple[int, int]]) -> None:
+        """Mark the group as dirty if its parameters have other versions than when this was last called."""
+        self.dirty = self.dirty or (self.versions is not None and versions != self.versions)
+        self.versions = versions
 
     def registered(self) -> Iterator[nn.Parameter]:
         """Yield the parameters as they are registered now: sharded, or unsharded between gather and release."""
@@ -120,13 +127,27 @@ def split_units(units: list[Unit], adapters: AdapterGroups) -> list[ParameterGro
             first = min(units.index(unit) for unit in mixed)
             groups += _mixed_groups("model", owners, claimed, first, units[-1].module)
     for index, unit in enumerate(units):
-        owners = [owner for owner in _trainable_owners(unit.module) if _has_trainable(owner, claimed)]
-        frozen_left = any(not p.requires_grad and id(p) not in claimed for p in unit.module.parameters())
-        if owners and frozen_left:
-            groups += _mixed_groups(unit.name or "root", owners, claimed, index, units[-1].module)
-        places = _unclaimed([unit.module], claimed)
-        if places:
-            groups.append(_claim(ParameterGroup(unit.name or "root", [unit.module], places, index), claimed))
+        groups += split_modules(unit.name or "root", [unit.module], claimed, index, units[-1].module)
+    return groups
+
+
+def split_modules(
+    name: str, modules: list[nn.Module], claimed: set[int], unit: int, model: nn.Module
+) -> list[ParameterGroup]:
+    """Return the groups of what ``modules`` hold and no group has yet: one, or up to three where it is mixed.
+
+    Args:
+        claimed: ids of parameters that some group has; those of the new groups are added.
+        model: where modules tied to these are looked for.
+    """
+    groups = []
+    owners = [owner for module in modules for owner in _trainable_owners(module) if _has_trainable(owner, claimed)]
+    left = (parameter for module in modules for parameter in module.parameters() if id(parameter) not in claimed)
+    if owners and any(not parameter.requires_grad for parameter in left):
+        groups += _mixed_groups(name, owners, claimed, unit, model)
+    places = _unclaimed(modules, claimed)
+    if places:
+        groups.append(_claim(ParameterGroup(name, modules, places, unit), claimed))
     return groups
 
 

@@ -1,10 +1,15 @@
-"""``fully_shard``: an ordinary FSDP2 model, sharded and communicating by a strategy.
+"""The ways in: ``fully_shard`` with FSDP2's signature, ``fully_shard`` for a whole model, and ``install``.
 
-An ordinary training loop, with one line more under gradient accumulation::
+Module by module, as FSDP2's own, with collectives installed at the first forward pass::
 
-    dist.init_process_group()
+    for block in model.layers:
+        fcdp.fully_shard(block, mesh=mesh, mp_policy=policy)
+    fcdp.fully_shard(model, mesh=mesh, mp_policy=policy)
+
+Or at once, with a strategy other than FCDP, or one line more under gradient accumulation::
+
     topology = fcdp.Topology.from_environment()
-    model = fcdp.fully_shard(model, topology, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
+    model = fcdp.fully_shard(model, topology, "fcdp", mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     for micro_batches in data:
         for index, batch in enumerate(micro_batches):
@@ -22,56 +27,126 @@ Every strategy is made of four features of FSDP2:
 * Where P is not sharded, FSDP2 does not reshard until the optimizer has stepped; frozen parameters it never reshards.
 """
 
-import dataclasses
-from typing import Any, TypeVar, cast
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar, cast, overload
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.fsdp import fully_shard as fsdp2_fully_shard
+from torch.utils.hooks import RemovableHandle
 
 from common.errors import UserError
+from fcdp import fsdp2
 from fcdp.cache.placement import DeviceMemory
-from fcdp.grouping import AdapterGroups, ParameterGroup, Unit, find_units, split_units, whole_units
+from fcdp.grouping import ParameterGroup, split_modules
 from fcdp.sharding import ATTRIBUTE, Sharding
 from fcdp.strategy.names import AUTO, parse_strategy
 from fcdp.strategy.routes import Routes
-from fcdp.strategy.strategy import Strategy, StrategyMeshes
+from fcdp.strategy.strategy import Strategy
 from fcdp.strategy.topology import Topology
+from fcdp.whole_model import shard_whole_model
 
-Model = TypeVar("Model", bound=nn.Module)
+Model = TypeVar("Model", bound="nn.Module | list[nn.Module]")
+_PENDING = "_fcdp_pending"
+"""Attribute of a module that :func:`fully_shard` has sharded and that has not run yet: its :class:`_Pending`."""
+
+
+@dataclass(frozen=True)
+class _Pending:
+    """What a module that has not run yet is waiting for."""
+
+    hook: RemovableHandle
+    """The hook that installs."""
+    strategy: Strategy | str
+    """What it installs, should the module be the root."""
+
+
+@overload
+def fully_shard(
+    module: Model,
+    *,
+    mesh: DeviceMesh | None = ...,
+    reshard_after_forward: bool | int | None = ...,
+    shard_placement_fn: Any = ...,
+    mp_policy: MixedPrecisionPolicy = ...,
+    offload_policy: OffloadPolicy = ...,
+    ignored_params: set[nn.Parameter] | None = ...,
+    strategy: Strategy | str = ...,
+    **more: Any,
+) -> Model: ...
+
+
+@overload
+def fully_shard(module: Model, topology: Topology, strategy: Strategy | str = ..., **options: Any) -> Model: ...
 
 
 def fully_shard(
-    model: Model,
-    topology: Topology,
+    module: Model, topology: Topology | None = None, strategy: Strategy | str = "fcdp", **options: Any
+) -> Model:
+    """Shard ``module`` in place with FSDP2, and have it communicate by a strategy. Collective, as FSDP2's.
+
+    *Without a topology* it is FSDP2's own ``fully_shard`` with its arguments: to be called on one module after the
+    other, inner ones first, the root last, on a mesh of one or two dimensions that may be a part of a larger one.
+    Frozen and trainable parameters of a module become groups of their own, so that adapters do not take the frozen
+    weights along. At the root's first forward pass :func:`install` is called on it, with the strategy that the root was
+    sharded with; for its other arguments, call it before.
+
+    *With a topology* it takes a whole model: units are found (embedding, blocks, head) and sharded one by one, over
+    the ranks that the strategy says.
+
+    Either way the result is an FSDP2 model: DTensor parameters, any optimizer of PyTorch, distributed checkpoints,
+    activation checkpointing, ``torch.compile`` per block. :func:`sharding` returns what FSDP2 does not have.
+
+    Args:
+        module: module to shard; without a topology also a list of modules that form one group, as for FSDP2.
+        topology: the ranks, and which of them share a node.
+        strategy: a strategy, or what :func:`fcdp.strategy.names.parse_strategy` understands: a preset's name, or
+            P/G/OS. Without a topology: one that :func:`install` takes.
+        options: without a topology FSDP2's arguments, ``mesh``, ``reshard_after_forward``, ``mp_policy`` and so on;
+            with one those of :func:`fcdp.whole_model.shard_whole_model` and of :func:`install`.
+
+    Raises:
+        UserError: no such strategy, one that breaks a rule on this topology, or a threshold that is no part of a whole.
+    """
+    if topology is None:
+        check_strategy(strategy)
+        return _shard_module(module, strategy, options)
+    if not isinstance(module, nn.Module):
+        raise UserError("With a topology fully_shard takes one whole model; a list of modules goes with mesh=.")
+    cache = {name: options.pop(name) for name in _CACHE_OPTIONS if name in options}
+    routes = _routes(strategy, topology)
+    _check_threshold(**cache)
+    groups = shard_whole_model(module, topology, routes, **options)
+    _install(module, topology, routes, groups, **cache)
+    return module
+
+
+# FSDP2's own has it: the way from a module to its state.
+fully_shard.state = fsdp2_fully_shard.state  # type: ignore[attr-defined]
+
+
+def install(
+    model: nn.Module,
+    mesh: DeviceMesh | None = None,
     strategy: Strategy | str = "fcdp",
     *,
-    mp_policy: MixedPrecisionPolicy | None = None,
-    blocks: list[nn.Module] | None = None,
-    adapter_groups: AdapterGroups = "block",
+    topology: Topology | None = None,
     device_cache_threshold: float = 0.9,
     host_cache_bytes: int | None = None,
     device_memory: DeviceMemory | None = None,
-) -> Model:
-    """Shard ``model`` in place with FSDP2 and install the strategy's collectives. Collective: all ranks call it alike.
+) -> Sharding:
+    """Have a model that FSDP2's (or our) ``fully_shard`` has sharded communicate by a strategy. Collective.
 
-    The result is an FSDP2 model: DTensor parameters, any optimizer of PyTorch, distributed checkpoints, activation
-    checkpointing, ``torch.compile`` per block. :func:`sharding` returns what FSDP2 does not have.
-
-    The strategy's scopes are those of trainable parameters. Frozen ones are gathered over P's scope and never reduced;
-    where that is narrower than OS's they are gathered beyond it only once.
+    Groups that FSDP2 has sharded over other ranks than most (experts, say) keep FSDP2's own collectives.
 
     Args:
-        model: parameters on any device, the meta device included; it is moved to ``topology.device`` shard by shard.
-            Which parameters require gradients should be final: it decides which are gathered together.
-        topology: the ranks, and which of them share a node.
-        strategy: a strategy, or what :func:`fcdp.strategy.names.parse_strategy` understands: a preset's name, or
-            P/G/OS.
-        mp_policy: FSDP2's policy. Where it has no ``reduce_dtype``, that is set to what FSDP2 has always taken, the
-            dtype of the computation: FSDP2's own default is about to change.
-        blocks: the modules to shard one by one. None: the elements of every outermost ``nn.ModuleList``.
-        adapter_groups: see :data:`fcdp.grouping.AdapterGroups`; without effect where P is sharded as OS is.
+        model: the FSDP2 root.
+        mesh: the mesh that it was sharded with. None: that of most of its parameters.
+        strategy: as for :func:`fully_shard`, with optimizer states sharded over all ranks that FSDP2 shards over.
+        topology: which of these ranks share a node; None: :meth:`Topology.from_mesh` finds it out.
         device_cache_threshold: part of device memory up to which cached shards may stay on the device, 0 to 1. 0: none
             ever does, and the device holds what it holds under ZeRO-3 (strategies with an ``adaptive`` cache).
         host_cache_bytes: host memory of this rank for cached shards; None: as much as they need. What does not fit is
@@ -80,101 +155,138 @@ def fully_shard(
         device_memory: for tests: stands for the device's memory where there is none.
 
     Raises:
-        UserError: no such strategy, one that breaks a rule on this topology, or a threshold that is no
-            part of a whole.
+        UserError: the model is not FSDP2's, has been installed on before, or has no group on these ranks; or the
+            strategy shards optimizer states over fewer of them.
     """
-    if not 0 <= device_cache_threshold <= 1:
-        raise UserError(f"device_cache_threshold is a part of device memory, 0 to 1, not {device_cache_threshold}.")
-    layout = _layout(strategy, topology)
-    routes = Routes.of(layout)
-    units = find_units(model, blocks)
-    # Frozen and trainable parameters are gathered apart where something of them is cached from step to step.
-    apart = layout.p.shards < layout.os.shards
-    groups = split_units(units, adapter_groups) if apart else whole_units(units)
-    policy = _explicit(mp_policy or MixedPrecisionPolicy(), model)
-    _shard_groups(model, units, groups, routes, topology.shard_mesh(routes.shards), policy)
-    result = Sharding(model, topology, routes, groups)
-    result.install(device_cache_threshold, host_cache_bytes, device_memory)
-    if topology.device.type == "cpu" and routes.shards > 1:
-        _prefetch_forward(units, groups)
-    setattr(model, ATTRIBUTE, result)
-    return model
-
-
-def _shard_groups(
-    model: nn.Module,
-    units: list[Unit],
-    groups: list[ParameterGroup],
-    routes: Routes,
-    mesh: DeviceMesh,
-    policy: MixedPrecisionPolicy,
-) -> None:
-    """Let FSDP2 shard every group, and at last the model around them."""
+    _check_threshold(device_cache_threshold)
+    if not isinstance(model, FSDPModule):
+        raise UserError(f"This {type(model).__name__} is not sharded: call fully_shard on it, its inner modules first.")
+    if hasattr(model, ATTRIBUTE):
+        raise UserError(f"This {type(model).__name__} has its collectives: install() is called once.")
+    for module in model.modules():
+        if (pending := module.__dict__.pop(_PENDING, None)) is not None:
+            pending.hook.remove()
+    found = fsdp2.find_groups(model)
+    topology = topology or Topology.from_mesh(mesh or _mesh_of_most(found))
+    groups = [group for group in found if fsdp2.shard_ranks(group) == topology.ranks]
+    if not groups:
+        raise UserError(f"No parameter of this {type(model).__name__} is sharded over the ranks {topology.ranks}.")
+    routes = _routes(strategy, topology)
+    if routes.shards != topology.world_size:
+        raise UserError(
+            f"{routes.layout.strategy.name} shards optimizer states over {routes.shards} of the {topology.world_size} "
+            "ranks that FSDP2 shards over. Give fully_shard a mesh of two dimensions, (replicas, "
+            f"{routes.shards}), or a topology."
+        )
     for group in groups:
-        unit = units[group.unit]
-        _measure(group, routes.shards, policy)
-        group.kept_after_forward = routes.keeps_gathered or (unit.keep_after_forward and group.modules == [unit.module])
-        target = group.modules if len(group.modules) > 1 else group.modules[0]
-        keep = group.kept_after_forward
-        fsdp2_fully_shard(cast(Any, target), mesh=mesh, mp_policy=policy, reshard_after_forward=not keep)
-    if not isinstance(model, FSDPModule):  # every parameter is in some unit, and the root holds none itself
-        fsdp2_fully_shard(model, mesh=mesh, mp_policy=policy)
+        # What FSDP2 decides for its root at the first forward pass is wanted now.
+        if routes.keeps_gathered or (model in group.modules and _reshards_by_default(model)):
+            group.holder.set_reshard_after_forward(False, recurse=False)
+            group.kept_after_forward = True
+    return _install(model, topology, routes, groups, device_cache_threshold, host_cache_bytes, device_memory)
 
 
 def sharding(model: nn.Module) -> Sharding:
-    """Return the :class:`Sharding` of a model that :func:`fully_shard` has returned.
+    """Return the :class:`Sharding` of a model that :func:`fully_shard` has sharded, or :func:`install` changed.
 
     Raises:
         UserError: it is not such a model.
     """
     found = getattr(model, ATTRIBUTE, None)
+    if found is None and _PENDING in model.__dict__:
+        found = install(model, strategy=model.__dict__[_PENDING].strategy)
     if not isinstance(found, Sharding):
         raise UserError(f"This {type(model).__name__} was not sharded with fcdp.fully_shard.")
     return found
 
 
-def _layout(strategy: Strategy | str, topology: Topology) -> StrategyMeshes:
+_CACHE_OPTIONS = ("device_cache_threshold", "host_cache_bytes", "device_memory")
+
+
+def _install(
+    model: nn.Module,
+    topology: Topology,
+    routes: Routes,
+    groups: list[ParameterGroup],
+    device_cache_threshold: float = 0.9,
+    host_cache_bytes: int | None = None,
+    device_memory: DeviceMemory | None = None,
+) -> Sharding:
+    result = Sharding(model, topology, routes, groups)
+    result.install(device_cache_threshold, host_cache_bytes, device_memory)
+    setattr(model, ATTRIBUTE, result)
+    return result
+
+
+def _shard_module(module: Model, strategy: Strategy | str, options: dict[str, Any]) -> Model:
+    """Do what FSDP2's ``fully_shard`` does, with frozen parameters apart from trainable ones."""
+    modules = cast("list[nn.Module]", [module] if isinstance(module, nn.Module) else list(module))
+    for each in modules:
+        if hasattr(each, ATTRIBUTE):
+            raise UserError("fully_shard goes from inner modules to outer ones, before any of them has run.")
+    ignored = {id(parameter) for parameter in options.get("ignored_params") or ()}
+    claimed = fsdp2.managed_parameters(modules) | ignored
+    for group in split_modules("", modules, claimed, 0, modules[0])[:-1]:
+        if group.modules != modules:
+            fsdp2_fully_shard(cast(Any, group.modules), **options)
+    result = fsdp2_fully_shard(cast(Any, module), **options)
+    _install_at_first_forward(modules, strategy)
+    return cast(Model, result)
+
+
+def _install_at_first_forward(modules: Sequence[nn.Module], strategy: Strategy | str) -> None:
+    """Have the root, the first FSDP2 module to run forward, get its collectives before it does."""
+
+    @torch.compiler.disable
+    def before_forward(module: nn.Module, args: Any) -> None:
+        if fsdp2.find_groups(module):
+            install(module, strategy=strategy).before_forward()
+        else:  # it has no parameters, or none that anyone may gather for FSDP2
+            module.__dict__.pop(_PENDING).hook.remove()
+
+    for module in modules:
+        hook = module.register_forward_pre_hook(before_forward, prepend=True)
+        setattr(module, _PENDING, _Pending(hook, strategy))
+
+
+def _mesh_of_most(groups: list[ParameterGroup]) -> DeviceMesh:
+    """Return the mesh that most elements are sharded over."""
+    sizes: dict[tuple[int, ...], int] = {}
+    meshes: dict[tuple[int, ...], DeviceMesh] = {}
+    for group in groups:
+        mesh, ranks = fsdp2.shard_mesh(group), tuple(fsdp2.shard_ranks(group))
+        if mesh is not None:
+            sizes[ranks] = sizes.get(ranks, 0) + group.cell_numel * len(ranks)
+            meshes[ranks] = mesh
+    if not sizes:
+        raise UserError("No parameter of this model is sharded by FSDP2 in a group that is the only one of its module.")
+    return meshes[max(sizes, key=lambda ranks: sizes[ranks])]
+
+
+def _reshards_by_default(model: nn.Module) -> bool:
+    return bool(cast(Any, model)._get_fsdp_state()._auto_reshard_after_forward)
+
+
+def check_strategy(strategy: Strategy | str) -> Strategy:
+    """Return the strategy that ``strategy`` is or names.
+
+    Raises:
+        UserError: there is none of that name, or it is ``auto``.
+    """
     if isinstance(strategy, str):
         if strategy.strip().lower() == AUTO:
             raise UserError(
                 "'auto' needs a plan, for a model, a batch and a cluster: fcdp.planner.plan(workload, cluster) has the "
                 "strategy as .choice.layout.strategy."
             )
-        strategy = parse_strategy(strategy)
-    return strategy.on(topology.levels)
+        return parse_strategy(strategy)
+    return strategy
 
 
-def _explicit(policy: MixedPrecisionPolicy, model: nn.Module) -> MixedPrecisionPolicy:
-    """Return ``policy`` with an explicit ``reduce_dtype``."""
-    if policy.reduce_dtype is not None:
-        return policy
-    dtypes = {parameter.dtype for parameter in model.parameters() if parameter.requires_grad}
-    dtype = policy.param_dtype or (dtypes.pop() if len(dtypes) == 1 else None)
-    return dataclasses.replace(policy, reduce_dtype=dtype)
+def _routes(strategy: Strategy | str, topology: Topology) -> Routes:
+    return Routes.of(check_strategy(strategy).on(topology.levels))
 
 
-def _measure(group: ParameterGroup, shards: int, policy: MixedPrecisionPolicy) -> None:
-    """Note the size of one rank's part: FSDP2 cuts every parameter along its first dimension, into equal parts."""
-    dtypes = set()
-    for parameter in group.registered():
-        rows = parameter.shape[0] if parameter.dim() else 1
-        elements = -(-rows // shards) * (parameter.numel() // max(rows, 1))
-        dtype = (parameter.is_floating_point() and policy.param_dtype) or parameter.dtype
-        dtypes.add(dtype)
-        group.cell_numel += elements
-        group.cell_bytes += elements * dtype.itemsize
-        if parameter.requires_grad:
-            group.reduced_cell_bytes += elements * (policy.reduce_dtype or parameter.dtype).itemsize
-    group.mixes_dtypes = len(dtypes) > 1
-
-
-def _prefetch_forward(units: list[Unit], groups: list[ParameterGroup]) -> None:
-    """Have the next unit's groups gathered while a unit computes. On CUDA FSDP2 does so by running ahead; on the CPU
-    it has to be asked."""
-    by_unit: list[list[FSDPModule]] = [[] for _ in units]
-    for group in groups:
-        by_unit[group.unit].append(group.holder)
-    for index, unit in enumerate(units[:-1]):
-        following = next((later for later in by_unit[index + 1 : -1] if later), [])
-        if isinstance(unit.module, FSDPModule) and following:
-            unit.module.set_modules_to_forward_prefetch(following)
+def _check_threshold(device_cache_threshold: float = 0.9, **_: Any) -> None:
+    if not 0 <= device_cache_threshold <= 1:
+        raise UserError(f"device_cache_threshold is a part of device memory, 0 to 1, not {device_cache_threshold}.")

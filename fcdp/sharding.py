@@ -9,6 +9,7 @@ from torch import nn
 from common.communication.object_collectives import all_gather_object
 from common.errors import FinetuneError
 from common.units import format_bytes
+from fcdp import fsdp2
 from fcdp.cache.host_cache import CacheEntry, CopyStreams, HostCache
 from fcdp.cache.placement import AdaptivePlacement, AlwaysOnDevice, DeviceMemory
 from fcdp.cache.policy import all_cached, fit_into
@@ -48,10 +49,10 @@ class Sharding:
         self._optimizer_hooks: OptimizerHooks | None = None
         this = weakref.ref(self)
 
+        @torch.compiler.disable
         def before_forward(module: nn.Module, args: Any) -> None:
             if (owner := this()) is not None:
-                owner._adopt_thawed()
-                owner._drop_outdated()
+                owner.before_forward()
 
         model.register_forward_pre_hook(before_forward, prepend=True)
 
@@ -167,13 +168,13 @@ class Sharding:
             replicate=self._levels(routes.replicate, "reduce"),
             gather_back=self._levels(routes.replicate, "gather")[::-1],
         )
-        rank = topology.rank % routes.shards
+        place = topology.rank % routes.shards, routes.shards
         for group in self.groups:
-            reduction = StagedReduction(group.name, reductions, topology.rank // routes.shards, self._micro_batches)
+            reduction = StagedReduction(group, reductions, topology.rank // routes.shards, self._micro_batches)
             if routes.shards > 1:
                 gather = StagedAllGather(
                     group,
-                    rank,
+                    place,
                     gathers,
                     cached.get(group),
                     secondary.get(group),
@@ -184,7 +185,7 @@ class Sharding:
                 self._gathers.append(gather)
                 group.holder.set_custom_all_gather(cast(Any, gather))
                 group.holder.set_custom_reduce_scatter(cast(Any, reduction))
-            else:
+            elif routes.replicas > 1:
                 group.holder.set_all_reduce_hook(reduction.add_up)
             self._reductions.append(reduction)
         self._optimizer_hooks = OptimizerHooks(
@@ -204,7 +205,7 @@ class Sharding:
     ) -> tuple[dict[ParameterGroup, CachedShard], dict[ParameterGroup, CachedShard]]:
         """Return the cached shards of P and those of the secondary partition, by group, with memory for each."""
         device = self.topology.device
-        chosen = fit_into(_smallest(host_cache_bytes), all_cached(self.routes, self.groups))
+        chosen = fit_into(self._smallest(host_cache_bytes), all_cached(self.routes, self.groups))
         self._cache = HostCache([one.nbytes for one in chosen if one.in_host], device)
         self.host_cache_bytes = self._cache.nbytes
         adaptive = self.routes.layout.cache == "adaptive"
@@ -218,7 +219,19 @@ class Sharding:
             (secondary if one.is_secondary else cached)[one.group] = CachedShard(one.block, entry, one.bits)
         return cached, secondary
 
+    def _smallest(self, budget: int | None) -> int | None:
+        """Return the smallest of all ranks' budgets: every rank must cache the same groups."""
+        everywhere = all_gather_object(budget, self.topology.mesh.get_group())
+        return min((value for value in everywhere if value is not None), default=None)
+
     # -- from step to step ------------------------------------------------------------------------------------------
+
+    def before_forward(self) -> None:
+        """Look what has changed since the last forward pass of the root. Called before each."""
+        self._adopt_thawed()
+        for group in self.groups:
+            group.notice(fsdp2.versions(group))
+        self._drop_outdated()
 
     def _set_reshard_after_backward(self) -> None:
         """Tell FSDP2 to reshard trainable parameters that P does not shard after the last micro-batch alone, before
@@ -247,8 +260,9 @@ class Sharding:
     def _drop_outdated(self) -> None:
         """Make FSDP2 gather anew what it has kept gathered since before a step, a load or ``invalidate()``."""
         for group in self.groups:
-            if group.dirty and group.kept_after_forward:
-                group.holder.reshard()
+            if group.dirty:
+                if not fsdp2.is_sharded(group):
+                    group.holder.reshard()
                 group.dirty = self.routes.shards > 1  # else no gather will say that it is clean
 
     def _adopt_thawed(self) -> None:
@@ -264,8 +278,3 @@ class Sharding:
                 group.holder.unshard()
                 group.holder.reshard()
                 self._set_reshard_after_backward()
-
-
-def _smallest(budget: int | None) -> int | None:
-    """Return the smallest of all ranks' budgets: every rank must cache the same groups."""
-    return min((value for value in all_gather_object(budget) if value is not None), default=None)

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from common.communication.object_collectives import all_gather_object
 from common.errors import UserError
 from common.memory.meter import PeakMeter
+from common.models.adapters.saved import SavedAdapter
 from fcdp.checkpoint.export import export
 from fcdp.checkpoint.training_state import TrainingCheckpoints, TrainingProgress
 from fcdp.config import TrainerConfig
@@ -61,7 +62,8 @@ class Trainer:
     Args:
         model: checkpoint directory, which every node must be able to read, or a preset's name.
         commits: folder for commits, on a file system that all nodes share. No other run can use it until :meth:`close`.
-        adapters: what to train instead of the weights, which are then frozen, in the compute dtype.
+        adapters: what to train instead of the weights, which are then frozen, in the compute dtype: a configuration of
+            ``peft``, or the directory of adapters that it has saved, which are trained further.
 
     Raises:
         UserError, FinetuneError: on every rank whose files are not what they should be.
@@ -73,7 +75,7 @@ class Trainer:
         topology: Topology,
         config: TrainerConfig,
         commits: Path,
-        adapters: PeftConfig | None = None,
+        adapters: PeftConfig | str | os.PathLike[str] | None = None,
     ):
         self._topology, self._options = topology, config
         self._nonfinite = NonFinitePolicy(config.on_nonfinite)
@@ -81,7 +83,9 @@ class Trainer:
         self._meter = PeakMeter(_pids_of_node(topology))
         if topology.local_rank == 0:
             self._meter.start()
-        self._model = ClusterModel.open(model, topology, config, adapters)
+        saved = SavedAdapter(adapters) if isinstance(adapters, str | os.PathLike) else None
+        peft_config = adapters if isinstance(adapters, PeftConfig) else saved.config() if saved else None
+        self._model = ClusterModel.open(model, topology, config, peft_config, saved)
         self._sharding = self._model.sharding
         self._forward = Forward(self._model, topology, config.micro_batch)
         self._optimizer = _make_optimizer(self._model, config)

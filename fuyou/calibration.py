@@ -181,6 +181,7 @@ def _run(
             device=device.torch_device,
             dtype=names[workload.precision.dtype],
             optimizer_dtype=names[workload.precision.optimizer_dtype],
+            optimizer=workload.precision.optimizer,
             host_memory=host_bytes,
             batch_shape=(rows, seq_len),
             micro_batch=rows,

@@ -37,7 +37,10 @@ from common.memory.buffers import HostBuffer, round_up
 from common.store import Layout, Store
 from common.units import format_count, parse_bytes
 from fuyou.layout.record import PAGE_ELEMENTS, Kind, Precision, Record, allocate_extents
-from fuyou.optimizer.adam import AdamConfig, AdamStates, ChunkAdam, Update
+from fuyou.optimizer.adam import AdamConfig, Update
+from fuyou.optimizer.chunk_update import ChunkOptimizer
+from fuyou.optimizer.kernels import Kernels, compiled_library
+from fuyou.optimizer.moments import OptimizerStates
 from fuyou.optimizer.process.client import OptimizerLink
 from fuyou.optimizer.process.protocol import (
     BufferRegion,
@@ -82,7 +85,9 @@ class InMemory:
         torch.set_num_threads(threads)
         self._parameters, self._threads, self._chunk_elements = parameters, threads, chunk_elements
         self._pool = ThreadPoolExecutor(threads)
-        self._adam, self._step = ChunkAdam(), torch.ones(())
+        library = compiled_library()  # not as it was tried: that is for another number of threads
+        self._adam = ChunkOptimizer(kernels=None if library is None else Kernels(library))
+        self._torch, self._step = ChunkOptimizer(), torch.ones(())
         self._update = Update(1, AdamConfig())
         self._hi = self._array(torch.bfloat16, shared=True).normal_(std=0.02)
         self._narrow = self._array(torch.bfloat16, shared=True).normal_(std=1e-3)
@@ -100,18 +105,19 @@ class InMemory:
     def contenders(self) -> dict[str, Callable[[], None]]:
         """By name: what updates, or moves, everything once."""
         return {
-            OURS: self._split_weights,
+            OURS: lambda: self._split_weights(self._adam),
+            "AdamW on split weights, without a compiler": lambda: self._split_weights(self._torch),
             "fused AdamW, fp32 gradient": self._fused,
             "fused AdamW, bf16 gradient": self._converted,
             "copy": self._copy,
             "copy past the caches": self._streaming_copy,
         }
 
-    def _split_weights(self) -> None:
+    def _split_weights(self, optimizer: ChunkOptimizer) -> None:
         for start in range(0, self._parameters, self._chunk_elements):
             part = slice(start, start + self._chunk_elements)
-            states = AdamStates(self._hi, self._lo, self._mean, self._variance).part(part)
-            self._adam.update(states, self._narrow[part], self._update, decay=True)
+            states = OptimizerStates(self._hi, self._lo, (self._mean, self._variance)).part(part)
+            optimizer.update(states, self._narrow[part], self._update, decay=True)
 
     def _fused(self) -> None:
         adam = self._update.adam
@@ -274,7 +280,7 @@ class FromSsd:
         for number, (slot, record, start, stop) in enumerate(self._ranges(steps)):
             if len(ahead) == len(buffers):
                 ahead.popleft().result()
-            width = PRECISION.state_bytes
+            width = int(PRECISION.state_bytes)
             target, nbytes = buffers[number % len(buffers)], (stop - start) * width
             extent = self._extents[record].states[slot]
             ahead.append(self._store.read(extent, target.bytes(0, nbytes), start * width, nbytes))
@@ -289,7 +295,10 @@ class FromSsd:
                     future.result()
             source, extents = buffers[number % len(buffers)], self._extents[record]
             futures = []
-            for extent, width in ((extents.states[1 - slot], PRECISION.state_bytes), (extents.parameters[1 - slot], 2)):
+            for extent, width in (
+                (extents.states[1 - slot], int(PRECISION.state_bytes)),
+                (extents.parameters[1 - slot], 2),
+            ):
                 nbytes = (stop - start) * width
                 futures.append(self._store.write(extent, source.bytes(0, nbytes), start * width, nbytes))
             ahead.append(futures)

@@ -31,7 +31,10 @@ from fuyou.layout.record import Precision
 from fuyou.model.model_records import model_records
 from fuyou.model.recompute.policy import ActivationPlanner
 from fuyou.model.streamed_model import StreamedModel
-from fuyou.optimizer.adam import AdamConfig, AdamStates, ChunkAdam, Update
+from fuyou.optimizer.adam import AdamConfig, Update
+from fuyou.optimizer.chunk_update import ChunkOptimizer
+from fuyou.optimizer.kernel_trial import tried_kernels
+from fuyou.optimizer.moments import OptimizerStates
 from fuyou.planner.rates import TaskRates
 from fuyou.planner.simulator import simulate
 from fuyou.schedule.memory_planner import MemoryPlanner
@@ -78,8 +81,8 @@ def adam_rate(threads: int) -> float:
     torch.set_num_threads(threads)
     count = 8 << 20
     high, gradient = (torch.zeros(count, dtype=torch.bfloat16) for _ in range(2))
-    low, mean, variance = torch.zeros(count, dtype=torch.int16), torch.zeros(count), torch.zeros(count)
-    states, adam, seconds = AdamStates(high, low, mean, variance), ChunkAdam(), []
+    states = OptimizerStates.before_training(high, torch.zeros(count, dtype=torch.int16))
+    adam, seconds = ChunkOptimizer(kernels=tried_kernels()), []
     for step in range(1, 6):
         began = time.perf_counter()
         adam.update(states, gradient, Update(step, AdamConfig()), decay=True)

@@ -1,8 +1,10 @@
 """Predicted over measured step time, in every regime, on the machine at hand.
 
 Each configuration is profiled, planned from the profile, and run with what the plan chose. The accelerator is emulated
-(its computing is a timed wait) in all but the last two, where the CPU computes; drives are paced where a name says so,
-so that one machine can be bound by each of its parts. Storage, buffers, Adam and scheduling are real everywhere.
+(its computing is a timed wait) in all but two, where the CPU computes; drives are paced where a name says so,
+so that one machine can be bound by each of its parts. Storage, buffers, Adam and scheduling are real everywhere. The
+last ones are a small DeepSeek-V3 with adapters, whose blocks are whole, in pieces because they must be, and in pieces
+although they need not be.
 
     python scripts/bench_plan.py --ssd DIR
 """
@@ -21,8 +23,9 @@ import common.openmp  # noqa: F401
 
 import click
 import torch
-from transformers import LlamaConfig, PreTrainedConfig
+from transformers import DeepseekV3Config, LlamaConfig, PreTrainedConfig
 
+from common.models.adapters.options import AdapterOptions
 from common.units import parse_bytes
 from fuyou import Engine
 from fuyou.calibration import profile_or_measure
@@ -47,9 +50,25 @@ class Configuration:
     hidden: int = 1024
     seq_len: int = SEQ_LEN
     micro_batch: int | None = None
+    experts: int = 0
+    """Experts of each block of a DeepSeek-V3, which is trained with adapters; 0: a Llama, all of whose weights are."""
+    piece_size: str | None = None
+    """Largest piece of a block; None: blocks are cut if they do not fit."""
+
+    @property
+    def adapters(self) -> AdapterOptions | None:
+        return AdapterOptions(8) if self.experts else None
 
     @property
     def config(self) -> PreTrainedConfig:
+        if self.experts:
+            return DeepseekV3Config(
+                hidden_size=self.hidden, intermediate_size=2 * self.hidden, moe_intermediate_size=self.hidden,
+                num_hidden_layers=self.layers, first_k_dense_replace=1, n_routed_experts=self.experts,
+                n_shared_experts=1, num_experts_per_tok=4, n_group=4, topk_group=2, num_attention_heads=8,
+                num_key_value_heads=8, q_lora_rank=self.hidden // 4, kv_lora_rank=self.hidden // 8,
+                qk_rope_head_dim=16, qk_nope_head_dim=32, v_head_dim=32, vocab_size=8000, max_position_embeddings=2048,
+            )  # fmt: skip
         return LlamaConfig(
             hidden_size=self.hidden, intermediate_size=self.hidden * 11 // 4, num_hidden_layers=self.layers,
             num_attention_heads=16, num_key_value_heads=16, vocab_size=8000, max_position_embeddings=2048,
@@ -62,7 +81,7 @@ def emulated(tflops: float, drives: str = "", memory: str = "24GiB", link: str =
     return f"emulated:tflops={tflops:g},memory={memory},link={link}{pace}"
 
 
-CONFIGURATIONS = (
+CONFIGURATIONS: tuple[Configuration, ...] = (
     Configuration("paced drives, batch 4", "ssd", 4, emulated(10, "1GB/s"), "900MiB"),
     Configuration("paced drives, batch 16", "ssd", 16, emulated(10, "1GB/s"), "900MiB"),
     Configuration("balanced, batch 48", "gpu and ssd", 48, emulated(10, "1GB/s"), "900MiB", micro_batch=8),
@@ -75,6 +94,22 @@ CONFIGURATIONS = (
     ),
     Configuration("CPU, small", "gpu", 2, "cpu", "2GiB", layers=8, hidden=512, seq_len=256),
     Configuration("CPU, larger batch", "gpu", 8, "cpu", "2GiB", layers=8, hidden=512, seq_len=256),
+)
+
+
+def mixture(name: str, regime: str, tflops: float, memory: str, link: str, **options: Any) -> Configuration:
+    """A small DeepSeek-V3 with adapters, on an accelerator of so much memory."""
+    device = emulated(tflops, memory=memory, link=link)
+    return Configuration(
+        name, regime, 16, device, "1500MiB", layers=6, hidden=512, seq_len=SEQ_LEN, experts=32, **options
+    )
+
+
+CONFIGURATIONS += (
+    mixture("in pieces, link", "link", 0.6, "330MiB", "150MB/s"),
+    mixture("in pieces, computing", "gpu", 0.2, "330MiB", "400MB/s"),
+    mixture("blocks that fit", "gpu", 0.2, "2GiB", "400MB/s", micro_batch=8),
+    mixture("the same, cut in pieces", "gpu", 0.2, "2GiB", "400MB/s", micro_batch=8, piece_size="12MiB"),
 )
 
 
@@ -114,7 +149,11 @@ def machine_of(one: Configuration, job: TrainingJob, ssd: Sequence[Path]) -> Mac
 
 def predict(one: Configuration, ssd: Sequence[Path]) -> RunPlan:
     """Profile and plan."""
-    job = describe_training(one.config, one.batch, one.seq_len, micro_batch=one.micro_batch)
+    job = describe_training(
+        one.config, one.batch, one.seq_len, micro_batch=one.micro_batch,
+        adapters=None if one.adapters is None else one.adapters.peft_config(),
+        piece_bytes=None if one.piece_size is None else parse_bytes(one.piece_size),
+    )  # fmt: skip
     return plan(job, machine_of(one, job, ssd))
 
 
@@ -126,7 +165,8 @@ def run(one: Configuration, ssd: Sequence[Path], chosen: RunPlan, steps: int, **
     with Engine(
         config, ssd=ssd, device=one.device, host_memory=one.host_memory, batch_shape=(one.batch, one.seq_len),
         micro_batch=chosen.memory.batch.micro_rows, deferred_fraction=chosen.deferred_fraction,
-        kept_activations=chosen.activation_policy, run_name=NAME, overwrite=True, dtype="bf16", **options,
+        kept_activations=chosen.activation_policy, run_name=NAME, overwrite=True, dtype="bf16",
+        adapters=one.adapters, piece_size=one.piece_size, **options,
     ) as engine:  # fmt: skip
         ends = [time.monotonic()]
         for _ in range(steps + 2):

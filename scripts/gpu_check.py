@@ -55,7 +55,7 @@ RESERVE_S = 25.0
 @click.option("--ssd", required=True, type=click.Path(exists=True, file_okay=False), help="On the drive to measure.")
 @click.option("--output", required=True, type=click.Path(file_okay=False), help="For results.json, results.md, traces.")
 @click.option("--device", default="cuda:0", show_default=True)
-@click.option("--device-memory", default="24GiB", show_default=True, help="The engine's; 'all' for the card's.")
+@click.option("--device-memory", default="24GiB", show_default=True, help="The engine's at most; 'all': what is free.")
 @click.option("--host-memory", help="What the engine may use. [default: four fifths of what is available]")
 @click.option("--preset", "presets", multiple=True, help="Repeatable. [default: gpt3-1.3b, gpt3-2.7b]")
 @click.option("--batch", "batches", multiple=True, type=int, help="Sequences; repeatable. [default: 16, 64, 256]")

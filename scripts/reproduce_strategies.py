@@ -48,7 +48,7 @@ def same(ours: float, theirs: float) -> str:
 # PaRO
 
 PARO_LEVELS = Levels((8, 8))
-PARO_WORKLOAD = Workload(7e9, 7e9, blocks=32, micro_batches=8)
+PARO_WORKLOAD = Workload(7e9, 7e9, blocks=32, micro_batches=8, sum_bytes=2)
 
 PARO_TABLE_1 = {
     "NNN": "yyyy", "NNI": "yyyy", "NNG": "yyy-", "NII": "yyy-", "NIG": "yyy-", "NGG": "yyy-", "INI": "---y",
@@ -249,7 +249,7 @@ def amsp_plan(model: str, gpus: int, objective: Objective) -> StrategyPlan:
     cluster = load_cluster("a800-hdr").resized(levels)
     workload = Workload.of_model(load_config(model)[0], seq_len=4096, micro_batches=1024 // gpus)
     return plan(
-        workload,
+        replace(workload, sum_bytes=2),
         cluster,
         strategies=amsp_space(levels),
         objective=objective,

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 
 from cli.inspect.findings import DriveFound, Finding, GpuFound, MachineFound, find_trouble
-from cli.job.machine import directories_at_hand, training_of
+from cli.job.machine import directories_at_hand, precision_of, training_of
 from cli.options.adapters import peft_config_of
 from cli.options.computing_dtype import with_dtype
 from cli.options.settings import Settings
@@ -74,13 +74,12 @@ def _proof(settings: Settings) -> str:
         UserError: it does not train alike.
     """
     from fuyou import prove
-    from fuyou.layout.record import Precision
 
     assert settings.model is not None
     config, _ = load_config(settings.model)
     start_time = time.monotonic()
-    dtype = Precision.named(settings.dtype, settings.optimizer_dtype).dtype
-    prove(config, adapters=peft_config_of(settings), dtype=dtype)
+    dtype, adapters = precision_of(settings).dtype, peft_config_of(settings)
+    prove(config, adapters=adapters, dtype=dtype, train_experts=settings.train_experts)
     seconds = time.monotonic() - start_time
     return f"losses and all gradients of a small {config.model_type}, block by block ({seconds:.1f} s)"
 
@@ -116,7 +115,10 @@ def look_at_gpus() -> list[GpuFound]:
             generation = pynvml.nvmlDeviceGetMaxPcieLinkGeneration(handle)
         except pynvml.NVMLError:
             width, generation = (0, 0), 0
-        used = int(pynvml.nvmlDeviceGetMemoryInfo(handle).used)
+        try:
+            used = int(pynvml.nvmlDeviceGetMemoryInfo(handle).used)
+        except pynvml.NVMLError:
+            used = 0
         pynvml.nvmlShutdown()
         found.append(GpuFound(gpu, used, generation, *width, (version // 1000, version % 1000 // 10)))
     return found

@@ -7,20 +7,18 @@ from pathlib import Path
 import torch.distributed as dist
 
 from cli.job.machine import sequence_length
+from cli.job.measured_cluster import measure_cluster
 from cli.job.quiet import quiet_transformers
+from cli.job.strategy import PROFILE
 from cli.options.computing_dtype import with_dtype_of_all
 from cli.options.settings import Settings
 from cli.train.ranks.liveness import RankProcess
 from cli.train.ranks.meeting import device_of, meet
 from common.models.presets import load_config
 from common.units import format_bytes, format_seconds
-from fcdp.planner.profiling import profile_cluster
 from fcdp.planner.rates import MeasuredRates
 from fcdp.strategy.mesh import Levels
 from fcdp.strategy.topology import Topology
-
-PROFILE = "cluster.json"
-"""The file's name in the output directory."""
 
 
 def profile(settings: Settings, rank: RankProcess) -> None:
@@ -41,14 +39,10 @@ def profile(settings: Settings, rank: RankProcess) -> None:
     seq_len = sequence_length(settings.seq_len, config)
     path = settings.output_directory / PROFILE
 
-    def say(what: str) -> None:
-        if rank.is_rank0:
-            print(f"measuring {what}", flush=True)
-
     rank.enter("while the cluster was measured")
     if rank.is_rank0:
         path.parent.mkdir(parents=True, exist_ok=True)
-    measured = profile_cluster(topology, config, path, rows=rows, seq_len=seq_len, dtype=settings.dtype, say=say)
+    measured = measure_cluster(settings, topology, rows, seq_len)
     if rank.is_rank0:
         print("\n".join(table(measured)))
         print(f"Kept in {path}. To plan with it: finetune --plan --cluster {_shortest(path)} --model {settings.model}")

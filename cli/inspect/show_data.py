@@ -28,7 +28,7 @@ def show_data(settings: Settings) -> None:
     if not settings.debug:
         quiet_transformers()
     assert settings.show_data is not None
-    with activity("reading the data"):
+    with activity("reading the data", announced=True):
         job = prepare(settings)
     tokenizer, paint = tokenizer_of(settings, job.checkpoint), Paint()
     print(f"data     {job.batches.description}".replace("\n", "\n         "))
@@ -46,6 +46,9 @@ def _rows(batches: Batches, wanted: int) -> Iterator[list[list[tuple[int, bool]]
     step = 0
     while wanted > 0:
         batch = batches.batch(step)
+        if "attention_mask" in batch:  # of a classifier, which reads all of a text
+            batch["labels"] = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
+            batch["position_ids"] = batch["attention_mask"].cumsum(1) - 1
         labels = batch["labels"]
         if batches.labels_ahead:  # labels stand one place before their token
             labels = torch.cat([torch.full_like(labels[:, :1], -100), labels[:, :-1]], dim=1)

@@ -8,7 +8,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from cli.options.data_words import data_sets
 from cli.options.naming import naming
@@ -16,8 +16,9 @@ from cli.options.settings import Settings, expand_pattern
 from common.data import Batches, DataConfig, PackedBatches, RandomBatches, open_data
 from common.data.images.batches import ImageBatches, any_images, open_image_data
 from common.data.images.encoding import load_processor
+from common.data.items.batches import ItemBatches
+from common.data.items.building import ItemKind, answer_kind, class_kind, labels_of_files, open_items, pair_kind
 from common.data.mixed import MixedBatches
-from common.data.pairs import PairBatches, open_pairs
 from common.data.selection import RecordSelection
 from common.errors import UserError, did_you_mean
 from common.files.presets import preset_files
@@ -109,6 +110,19 @@ def token_cache(words: tuple[str, ...], output: Path, shared: bool) -> Path:
     return root / name
 
 
+def class_names(settings: Settings, seq_len: int, output: Path) -> list[str]:
+    """Return the names of the classes in ``--data``.
+
+    Raises:
+        UserError: there are fewer than two.
+    """
+    with naming("--data"):
+        files = _expanded(tuple(file for files, _ in data_sets(settings.data) for file in files))
+        columns = dict(pair.split("=", 1) for pair in settings.columns)
+        config = DataConfig(files, seq_len, settings.batch_size, selection=RecordSelection(columns))
+        return labels_of_files(config, output / "data")
+
+
 @dataclass(frozen=True)
 class DataSource:
     """A data source opens the data files that the settings name, packed for one model."""
@@ -120,6 +134,8 @@ class DataSource:
     output: Path
     task_type: TaskType
     family: Family
+    config: PreTrainedConfig
+    """Of the model."""
 
     def batches(self, vocab_size: int) -> tuple[Batches, str]:
         """Return the batches of ``--data`` with their digest; random tokens where no data are given."""
@@ -134,7 +150,10 @@ class DataSource:
                 return parts[0], parts[0].digest
             packed = [part for part in parts if isinstance(part, PackedBatches)]
             if len(packed) < len(parts):
-                raise UserError("Data sets with weights hold text only: leave the weights out, or the images.")
+                raise UserError(
+                    "Data sets with weights hold text to learn the next token from: leave the weights out, or the "
+                    "images, or --objective."
+                )
             weights = [weight for _, weight in sets if weight is not None]
             mixed = MixedBatches(packed, weights, settings.batch_size, settings.seed)
         return mixed, mixed.digest
@@ -152,7 +171,7 @@ class DataSource:
         with naming("--eval-split"):
             return self._open(_expanded(tuple(file for files, _ in data_sets(settings.data) for file in files)), True)
 
-    def _open(self, files: tuple[str, ...], held_out: bool = False) -> PackedBatches | ImageBatches | PairBatches:
+    def _open(self, files: tuple[str, ...], held_out: bool = False) -> PackedBatches | ImageBatches | ItemBatches:
         settings, folder = self.settings, self.output / "data"
         config = DataConfig(
             files,
@@ -164,12 +183,18 @@ class DataSource:
             packed=self.family.isolation is not None,
             labels_ahead=not self.family.shifts_labels,
             selection=self._selection(held_out),
+            every_token=settings.objective == "pretrain",
         )
-        if settings.prefers:
+        kind = self._item_kind()
+        if kind is not None:
             assert self.tokenizer is not None
-            return open_pairs(config, self.tokenizer, folder)
+            return open_items(kind, config, self.tokenizer, folder)
         if any_images(config.files, folder):
             assert self.checkpoint is not None and self.tokenizer is not None
+            if config.every_token:
+                raise UserError("--objective pretrain reads text, and the data hold images: leave it out.")
+            if settings.traits.needs_teacher:
+                raise UserError("--objective distil reads text, and the data hold images: leave it out.")
             if self.task_type is not TaskType.IMAGE_TEXT_TO_TEXT:
                 raise UserError(
                     f"The data hold images, and {self.checkpoint} is {self.task_type.value}: it reads text only."
@@ -180,6 +205,22 @@ class DataSource:
             return open_image_data(config, processor, self.output / "data")
         assert self.tokenizer is not None
         return open_data(config, self.tokenizer, token_cache(files, self.output, settings.nodes is not None))
+
+    def _item_kind(self) -> ItemKind | None:
+        """Return what items the objective learns from; None: rows of tokens."""
+        match self.settings.objective:
+            case "dpo" | "ipo" | "simpo" | "orpo":
+                return pair_kind()
+            case "kto":
+                return answer_kind()
+            case "reward":
+                return pair_kind(classifies=True, pad=self.config.pad_token_id)
+            case "classify":
+                classes: dict[str, int] = {
+                    str(name): int(number) for name, number in (self.config.label2id or {}).items()
+                }
+                return class_kind(classes, self.config.pad_token_id)
+        return None
 
     def _selection(self, held_out: bool) -> RecordSelection:
         """Return which records are taken: evaluation data of their own are not split, nor limited."""

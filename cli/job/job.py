@@ -4,19 +4,35 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from cli.options.adapters import adapter_digest
+from cli.options.option import spelled
 from cli.options.schedule import LearningRate
-from cli.options.settings import SMOOTHED, WITH_REFERENCE, Settings
+from cli.options.settings import Settings
 from common.data import Batches
 from common.hardware.machine import Gpu, describe_machine, torch_name
 from common.models.checkpoint.compressed import method_of
 from common.models.task_type import TaskType
 from common.units import format_bytes, format_count
+from fuyou.layout.record import Precision
 from fuyou.runtime.devices.emulated import is_emulated
 
 LONG_RECORDS = "long records"
 """Key in :attr:`Job.fixed_settings` that says whether records longer than a row are cut or left out."""
 ADAPTERS = "adapters"
 """Key in :attr:`Job.fixed_settings` that says which adapters are trained."""
+ADAPTER = "--adapter"
+"""Key in :attr:`Job.fixed_settings` that says which adapters training has begun with."""
+LORA_PLUS = "--lora-plus-ratio"
+"""Key in :attr:`Job.fixed_settings` that says at how many times the rate LoRA's B matrices learn."""
+
+
+@dataclass(frozen=True)
+class QuantisedStore:
+    """A store on one node in which frozen weights are kept in fewer bits."""
+
+    nbytes: int
+    widened: int = 0
+    """Weights that are in the compute dtype all the same: see :attr:`fuyou.layout.model_layout.ModelLayout.widened`."""
 
 
 @dataclass(frozen=True)
@@ -45,15 +61,17 @@ class Job:
     """Digest that changes with the tokens that are trained on."""
     learning_rate: LearningRate
     adapter_parameters: int = 0
-    """Numbers in the adapters, where those are trained instead of the weights; else 0."""
+    """Numbers in the adapters, or in the chosen experts, where those are trained instead of the weights; else 0."""
+    experts: str = ""
+    """How many experts are chosen and trained, for people; empty where all weights or adapters are."""
     held_out: Batches | None = None
     """Data to evaluate with, in a fixed order; None: no evaluation."""
     frozen_parameters: int = 0
     """Parameters in vision towers that stay frozen while all other weights are trained."""
     task_type: TaskType = TaskType.CAUSAL_LM
     """Task that the model's head is for."""
-    quantised_bytes: int | None = None
-    """Bytes of the store on one node where frozen weights are kept in fewer bits; None: they are not."""
+    quantised: QuantisedStore | None = None
+    """The store where frozen weights are kept in fewer bits; None: they are not."""
 
     @property
     def device(self) -> str:
@@ -88,17 +106,22 @@ class Job:
         Where several ranks train in memory: bytes of two commits, as the older one goes when the newer is complete.
         """
         settings = self.settings
-        if self.quantised_bytes is not None:
-            return self.quantised_bytes
-        moments = 4 if settings.optimizer_dtype == "bf16" else 8
+        if self.quantised is not None:
+            return self.quantised.nbytes
+        moments = self._moment_bytes
         if settings.nodes is not None and not settings.ssd:
             return 2 * (self.adapter_parameters or self.parameters) * 12
         slots = 1 if settings.single_slot else 2
         width, nodes = 2 if settings.dtype == "bf16" else 4, settings.nodes or 1
-        if settings.trains_adapters:  # every node has all parameters, and a part of the states
-            return self.parameters * width + self.adapter_parameters * (4 + moments // nodes) * slots
+        if settings.freezes_weights:  # every node has all parameters, and a part of the states
+            return self.parameters * width + int(self.adapter_parameters * (4 + moments / nodes)) * slots
         trained = self.parameters - self.frozen_parameters
-        return self.frozen_parameters * width + trained * slots * (width * nodes + 4 - width + moments) // nodes
+        return self.frozen_parameters * width + int(trained * slots * (width * nodes + 4 - width + moments) / nodes)
+
+    @property
+    def _moment_bytes(self) -> float:
+        """Bytes of the moments of a parameter."""
+        return Precision.named("fp32", self.settings.optimizer_dtype, self.settings.optimizer).state_bytes
 
     @property
     def fixed_settings(self) -> dict[str, Any]:
@@ -114,6 +137,8 @@ class Job:
             "--warmup": rate.warmup,
             "--min-lr": settings.min_lr,
             ADAPTERS: settings.adapters_in_words,
+            **({LORA_PLUS: settings.lora_plus_ratio} if settings.trains_adapters else {}),
+            **({} if settings.adapter is None else {ADAPTER: adapter_digest(settings)}),
             # A constant rate does not depend on the end, so such a run can be made longer.
             **({} if settings.schedule == "constant" else {"--steps": rate.total}),
             **self._objective,
@@ -128,14 +153,15 @@ class Job:
     def _objective(self) -> dict[str, Any]:
         """What the loss is, by option, where it is another than the engine's own."""
         settings = self.settings
-        if not settings.prefers:
+        if settings.objective == "sft" and not any(getattr(settings, name) for name in settings.traits.options):
             return {}
-        return {
-            "--objective": settings.objective,
-            "--beta": settings.preference_beta,
-            **({"--simpo-gamma": settings.simpo_gamma} if settings.objective == "simpo" else {}),
-            **({"--label-smoothing": settings.label_smoothing} if settings.objective in SMOOTHED else {}),
-        }
+        values = {name: getattr(settings, name) for name in sorted(settings.traits.options)}
+        if "beta" in values:
+            values["beta"] = settings.preference_beta
+        values |= {name: Path(values[name]).name for name in ("teacher", "reference") if values.get(name) is not None}
+        if values.get("reference", "") is None:  # of runs before there were others
+            values.pop("reference")
+        return {"--objective": settings.objective, **{spelled(name): value for name, value in values.items()}}
 
     def close(self) -> None:
         """Close the data files."""
@@ -160,7 +186,7 @@ class Job:
             + (" in a single slot: a crash loses the run" if settings.single_slot else ""),
             "data": self.batches.description,
             **({} if self.held_out is None else {"held out": self.held_out.description}),
-            **({"learns": self._learns()} if settings.prefers else {}),
+            **({"learns": self._learns()} if self._objective else {}),
             "steps": f"{self.steps:,} of {self._batch()} x {self.seq_len:,} tokens; "
             f"learning rate {rate.peak:g}, {rate.schedule}{warmup}",
             "output": f"{self.output}{'' if settings.save else ': no checkpoint (--no-save)'}",
@@ -169,12 +195,17 @@ class Job:
 
     def _batch(self) -> str:
         size = self.settings.batch_size
-        return f"{size:,}" if self.batches.rows_per_item == 1 else f"{size:,} pairs, {self.rows:,}"
+        what = self.settings.traits.counts
+        return f"{size:,} {what}, {self.rows:,}" if what else f"{size:,}"
 
     def _learns(self) -> str:
         """Return what the loss is, for people."""
-        named = [f"{name[2:]} {value:g}" for name, value in self._objective.items() if name != "--objective" and value]
-        against = " against the model without its adapters" if self.settings.objective in WITH_REFERENCE else ""
+        given = {name[2:]: value for name, value in self._objective.items() if name != "--objective" and value}
+        named = [f"{name} {value if isinstance(value, str) else f'{value:g}'}" for name, value in given.items()]
+        against = ""
+        if self.settings.traits.needs_reference and self.settings.reference is None:
+            adapted = self.settings.trains_adapters
+            against = f" against the model {'without its adapters' if adapted else 'as it is before the first step'}"
         return ", ".join([f"{self.settings.objective}{against}", *named])
 
     def _compressed(self) -> dict[str, str]:
@@ -182,15 +213,33 @@ class Job:
         if method is None:
             return {}
         kept = f"{method.name} in the checkpoint"
-        if self.quantised_bytes is not None and self.settings.frozen_dtype in (None, "checkpoint"):
-            return {"weights": f"{kept}, frozen in its own bytes; they compute in {self.settings.dtype}"}
+        if self.quantised is not None and self.settings.frozen_dtype in (None, "checkpoint"):
+            but = ""
+            if self.quantised.widened:
+                but = f" (but for {format_count(self.quantised.widened)}, whose tensors blocks in pieces would cut)"
+            return {"weights": f"{kept}, frozen in its own bytes{but}; they compute in {self.settings.dtype}"}
         writes = self.settings.save and (self.settings.merge or not self.settings.trains_adapters)
         return {"weights": f"{kept}, dequantised{f'; written as {self.settings.dtype}' if writes else ''}"}
 
     def _adapters(self) -> dict[str, str]:
         settings = self.settings
+        if settings.train_experts is not None:
+            chosen, each = self.adapter_parameters, 4 + self._moment_bytes
+            return {
+                "experts": f"{self.experts} are trained: {format_count(chosen)} parameters, "
+                f"{chosen / self.parameters:.2%} of the model's\n"
+                f"a commit writes {format_bytes(int(chosen * each))}; with all parameters trained, it would be "
+                f"{format_bytes(int(self.parameters * each))}"
+            }
         if not settings.trains_adapters:
             return {}
-        what = f"LoRA of rank {settings.lora_rank}" if settings.peft_config is None else str(settings.peft_config)
+        what = f"LoRA of rank {settings.lora_rank}" if settings.lora_rank is not None else str(settings.peft_config)
+        if settings.adapter is not None:
+            what = f"those of {settings.adapter}, trained further"
         part = self.adapter_parameters / self.parameters
-        return {"adapters": f"{what}: {format_count(self.adapter_parameters)} parameters, {part:.2%} of the model's"}
+        plus = ""
+        if settings.lora_plus_ratio != 1:
+            plus = f"; their B matrices learn at {settings.lora_plus_ratio:g} times the rate (LoRA+)"
+        return {
+            "adapters": f"{what}: {format_count(self.adapter_parameters)} parameters, {part:.2%} of the model's{plus}"
+        }

@@ -5,9 +5,10 @@ from pathlib import Path
 
 from transformers import PreTrainedConfig
 
+from cli.job.head import planned_config
 from cli.options.adapters import peft_config_of, towers_of
 from cli.options.naming import naming
-from cli.options.settings import WITH_REFERENCE, Settings
+from cli.options.settings import Settings
 from common.errors import UserError
 from common.hardware.machine import pick_gpu, torch_name
 from common.models.presets import load_config
@@ -18,7 +19,7 @@ from fuyou.optimizer.clipping import ClipStatistics, clip_by_named
 from fuyou.planner import TrainingJob, describe_training
 from fuyou.runtime.devices.device import Device, leave_cores, open_device
 from fuyou.runtime.devices.emulated import is_emulated
-from fuyou.schedule.memory_plan import LossInputs
+from fuyou.schedule.batch import LossInputs
 
 DEFAULT_SEQ_LEN = 1024
 
@@ -59,6 +60,11 @@ def sequence_length(wanted: int | None, config: PreTrainedConfig) -> int:
     return wanted
 
 
+def precision_of(settings: Settings) -> Precision:
+    """Return the dtypes of computing and of what the optimizer keeps."""
+    return Precision.named(settings.dtype, settings.optimizer_dtype, settings.optimizer)
+
+
 def training_of(settings: Settings) -> TrainingJob:
     """Describe a run for the planner, without looking at weights.
 
@@ -69,12 +75,13 @@ def training_of(settings: Settings) -> TrainingJob:
         config, _ = load_config(settings.model)
     waits = settings.max_grad_norm > 0 or settings.on_nonfinite == "skip"
     return describe_training(
-        settings.model,
-        settings.batch_size * (2 if settings.prefers else 1),
+        planned_config(settings, config) if settings.traits.classifies else settings.model,
+        settings.batch_size * settings.traits.rows,
         sequence_length(settings.seq_len, config),
-        precision=Precision.named(settings.dtype, settings.optimizer_dtype),
+        precision=precision_of(settings),
         clips=waits,
         single_slot=settings.single_slot,
+        direct_reads=settings.io == "kvikio",
         micro_batch=settings.micro_batch,
         host_cache=settings.host_cache,
         piece_bytes=settings.piece_size,
@@ -82,6 +89,7 @@ def training_of(settings: Settings) -> TrainingJob:
         frozen=FrozenDtype.named(settings.frozen_dtype),
         towers=towers_of(settings),
         router_loss=settings.router_loss,
+        train_experts=settings.train_experts,
         commit_every=settings.commit_interval,
         clip_by=clip_by_named(settings.clip_by),
         clipped_share=_clip_statistics(settings).share if settings.max_grad_norm > 0 else 0.0,
@@ -90,8 +98,13 @@ def training_of(settings: Settings) -> TrainingJob:
 
 
 def loss_inputs(settings: Settings) -> LossInputs:
-    """Return what the loss is computed from: of pairs, log-probabilities, in some cases those of a reference, too."""
-    return LossInputs(int(settings.prefers), settings.objective in WITH_REFERENCE)
+    """Return what the loss is computed from, and whether the reference passes beside the model."""
+    traits, extra = settings.traits, settings.extra_outputs
+    # What the teacher has found is there beside the outputs, twice: 16 bytes for each of its tokens, where an output
+    # counts as 32.
+    found = -(-settings.teacher_tokens // 2) if traits.needs_teacher else 0
+    passes_beside = traits.needs_reference and not settings.precomputes_reference
+    return LossInputs(found + (traits.outputs or (extra and 1 + extra)), passes_beside)
 
 
 def _clip_statistics(settings: Settings) -> ClipStatistics:

@@ -8,15 +8,19 @@ import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from transformers import PreTrainedConfig
 
-from cli.job.data import DataSource, chat_template_named, tokenizer_of
-from cli.job.job import Job
+from cli.job.consulted import check_consulted
+from cli.job.data import DataSource, chat_template_named, class_names, tokenizer_of
+from cli.job.head import check_head, with_head
+from cli.job.hub import check_push
+from cli.job.job import Job, QuantisedStore
 from cli.job.machine import sequence_length, training_of
 from cli.job.resumed import check_there_is_one
-from cli.options.adapters import ADAPTER_CONFIG, peft_config_of, towers_of, trainable_parameters
+from cli.options.adapters import ADAPTER_CONFIG, experts_in_words, peft_config_of, towers_of, trainable_parameters
 from cli.options.computing_dtype import with_dtype
 from cli.options.data_words import data_sets
 from cli.options.naming import naming
@@ -36,6 +40,7 @@ from common.units import format_bytes
 from fuyou.layout.share import Share
 from fuyou.model.family import family_of
 from fuyou.planner import PlannerContext
+from fuyou.planner.piece_size import fitting_job
 from fuyou.runtime.devices.device import memory_limits, open_device
 from fuyou.runtime.devices.emulated import is_emulated
 
@@ -66,11 +71,8 @@ def check(settings: Settings) -> CheckedSettings:
     """
     with naming("--model"):
         config, checkpoint = load_config(settings.model)
-    if not task_type_of(config).generates:
-        raise UserError(
-            f"{settings.model} is {task_type_of(config).value}, and this command trains models that write text: use "
-            "fuyou.Engine, whose batches take its labels."
-        )
+    check_head(settings, config)
+    check_consulted(settings, config, checkpoint)
     peft_config_of(settings)
     emulated = is_emulated(settings.gpu)
     if emulated and settings.save:
@@ -95,6 +97,7 @@ def check(settings: Settings) -> CheckedSettings:
     if settings.steps is not None:
         settings.warmup.steps(settings.steps)
     check_there_is_one(settings)
+    check_push(settings)
     ssd, output, run_name = _directories(settings, checkpoint)
     return CheckedSettings(config, checkpoint, gpu, seq_len, ssd, output, run_name)
 
@@ -123,20 +126,26 @@ def prepare(settings: Settings) -> Job:
     found = check(settings)
     settings = with_dtype(settings, None if found.gpu is None else "cuda")
     config, checkpoint, seq_len, output = found.config, found.checkpoint, found.seq_len, found.output
-    text = config.get_text_config()
     _check_memory(settings, found)
     tokenizer = tokenizer_of(settings, checkpoint) if settings.data or settings.eval_data else None
+    if checkpoint is not None and tokenizer is not None:
+        names = partial(class_names, settings, seq_len, output)
+        checkpoint = with_head(settings, config, checkpoint, tokenizer, names, output)
+        config = config if checkpoint == found.checkpoint else load_config(checkpoint)[0]
+    text = config.get_text_config()
     model = build_meta_model(config)
     if checkpoint is not None and not settings.resume:  # whose weights are on the drives
         CheckpointSource(checkpoint, model).check()
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    adapter_parameters = frozen_parameters = 0
-    if settings.trains_adapters:
+    adapter_parameters, frozen_parameters, experts = 0, 0, ""
+    if settings.train_experts is not None:
+        experts, adapter_parameters = experts_in_words(settings, model)
+    elif settings.trains_adapters:
         adapter_parameters = trainable_parameters(settings, model)
     else:
         frozen_parameters = sum(model.get_parameter(name).numel() for name in towers_of(settings).frozen(model))
     task_type = task_type_of(model.config)
-    data = DataSource(settings, checkpoint, tokenizer, seq_len, output, task_type, family_of(model))
+    data = DataSource(settings, checkpoint, tokenizer, seq_len, output, task_type, family_of(model), config)
     batches, data_key = data.batches(text.vocab_size)
     seq_len = getattr(batches, "seq_len", seq_len)
     total = _total_steps(settings, batches)
@@ -156,10 +165,11 @@ def prepare(settings: Settings) -> Job:
         data_key=data_key,
         learning_rate=rate,
         adapter_parameters=adapter_parameters,
+        experts=experts,
         held_out=data.held_out(),
         frozen_parameters=frozen_parameters,
         task_type=task_type,
-        quantised_bytes=_quantised_bytes(settings) if _keeps_fewer_bits(settings, checkpoint) else None,
+        quantised=_quantised(settings, found) if _keeps_fewer_bits(settings, checkpoint) else None,
     )
     if settings.save:
         _check_space(job)
@@ -167,33 +177,45 @@ def prepare(settings: Settings) -> Job:
 
 
 def _check_memory(settings: Settings, found: CheckedSettings) -> None:
-    """Refuse budgets into which not even one block fits, before the data are read.
+    """Refuse budgets into which not even one piece of a block fits, before the data are read.
 
     Raises:
         UserError: says what would do.
     """
     given = settings.host_memory is not None or settings.device_memory is not None
-    if not given or settings.nodes is not None or is_emulated(settings.gpu):
-        return
+    if given and settings.nodes is None and not is_emulated(settings.gpu):
+        _ = _context(settings, found).memory
+
+
+def _context(settings: Settings, found: CheckedSettings) -> PlannerContext:
+    """Return what the planner knows of a run on this machine, whose blocks are in pieces if they do not fit.
+
+    Raises:
+        UserError: not even a piece of a block fits the budgets, or blocks cannot be cut.
+    """
     device = open_device(torch_name(found.gpu))
-    limits = memory_limits(device, settings.host_memory, settings.device_memory)
-    _ = PlannerContext(training_of(settings), device, limits, found.ssd).memory
+    limits = host_bytes, device_bytes = memory_limits(device, settings.host_memory, settings.device_memory)
+    job = fitting_job(training_of(settings), device_bytes, host_bytes, device.shares_host_memory)
+    return PlannerContext(job, device, limits, found.ssd)
 
 
 def _keeps_fewer_bits(settings: Settings, checkpoint: Path | None) -> bool:
     """Return whether frozen weights take fewer bits on SSD than in computing."""
     out_of_core = settings.nodes is None or bool(settings.ssd)
-    if not (settings.trains_adapters and out_of_core):
+    if not (settings.freezes_weights and out_of_core):
         return False
     if settings.frozen_dtype is None:
         return checkpoint is not None and method_of(checkpoint) is not None
     return settings.frozen_dtype != "plain"
 
 
-def _quantised_bytes(settings: Settings) -> int:
-    """Return the bytes of the store on one node, with frozen weights in fewer bits."""
+def _quantised(settings: Settings, found: CheckedSettings) -> QuantisedStore:
+    """Return what the store of one node is, with frozen weights in fewer bits; of several ranks, with whole blocks:
+    what their devices have in common is known when they have met."""
     share = Share(settings.nodes or 1, settings.gpus_per_node or 1)
-    return training_of(settings).among(share).record_bytes * share.ranks_per_node
+    alone = settings.nodes is None and not is_emulated(settings.gpu)
+    job = _context(settings, found).job if alone else training_of(settings)
+    return QuantisedStore(job.among(share).record_bytes * share.ranks_per_node, job.shape.widened)
 
 
 def _directories(settings: Settings, checkpoint: Path | None) -> tuple[tuple[Path, ...], Path, str]:
@@ -202,6 +224,8 @@ def _directories(settings: Settings, checkpoint: Path | None) -> tuple[tuple[Pat
     output = settings.output_directory
     if checkpoint is not None and checkpoint.resolve() == output.resolve():
         raise UserError(f"--output {output} is the checkpoint that is to be read: give another directory.")
+    if settings.adapter is not None and settings.adapter.expanduser().resolve() == output.resolve():
+        raise UserError(f"--output {output} is the --adapter that is to be read: give another directory.")
     _make_directory("--output", output)
     for option, file in (("--report", settings.report), ("--trace", settings.trace)):
         if file is not None:

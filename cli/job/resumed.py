@@ -6,11 +6,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from cli.job.job import ADAPTERS, LONG_RECORDS
+from cli.job.job import ADAPTER, ADAPTERS, LONG_RECORDS
+from cli.options.adapters import adapter_digest
 from cli.options.settings import COMMITS, Settings
 from common.errors import FinetuneError, UserError
 from common.store import load_manifest
 from fuyou.engine.computing_dtype import RANK_FOLDERS
+
+_BY_CONTENT = {"--data": "other or changed texts, or another tokenizer", ADAPTER: "other or changed adapters"}
+"""How options may differ that are compared by what they name."""
 
 
 def decided(settings: Settings) -> Settings:
@@ -84,6 +88,7 @@ def known_before_data(settings: Settings) -> dict[str, Any]:
         "--seed": settings.seed,
         "--schedule": settings.schedule,
         ADAPTERS: settings.adapters_in_words,
+        **({} if settings.adapter is None else {ADAPTER: adapter_digest(settings)}),
     }
 
 
@@ -101,9 +106,9 @@ def check_same(then: Mapping[str, Any], now: Mapping[str, Any]) -> None:
         before, after = then.get(option), now[option]
         if before == after or option not in then:
             continue
-        if option == "--data":
+        if option in _BY_CONTENT:
             raise UserError(
-                "--resume: --data is not what this run began with: other or changed texts, or another tokenizer "
+                f"--resume: {option} is not what this run began with: {_BY_CONTENT[option]} "
                 f"({before} then, {after} now). Give what it began with, or begin a new run in another --output."
             )
         if option in (LONG_RECORDS, ADAPTERS):

@@ -12,7 +12,9 @@ from fcdp.strategy.names import AUTO, parse_strategy
 from fcdp.strategy.strategy import Strategy
 
 DEFAULT = "fcdp"
-"""Strategy of runs that name none."""
+"""Strategy of runs that name none, on a cluster that nobody has described or measured."""
+PROFILE = "cluster.json"
+"""Name of the file in the output directory that describes the cluster as it was measured."""
 
 
 def cluster_of(name: str | None, levels: str | None, nodes: int | None, gpus_per_node: int | None) -> Cluster:
@@ -65,17 +67,26 @@ def check_strategy(settings: Settings, ranks_per_node: int) -> None:
         levels = levels_of(settings.levels, settings.nodes, ranks_per_node)
     elif (group := linked_gpus(ranks_per_node)) > 1:
         levels = Levels((group, ranks_per_node // group, settings.nodes))
-    if settings.strategy == AUTO:
+    if settings.strategy in (None, AUTO) and settings.cluster not in (None, AUTO):
         cluster_of(settings.cluster, settings.levels, settings.nodes, ranks_per_node)
-    else:
+    elif settings.strategy != AUTO:
         parse_strategy(settings.strategy or DEFAULT).on(levels)
+
+
+def has_profile(settings: Settings, levels: Levels) -> bool:
+    """Return whether the output directory says how a cluster of these levels was measured."""
+    path = settings.output_directory / PROFILE
+    try:
+        return path.exists() and load_cluster(str(path)).levels == levels
+    except UserError:  # of another version: it is measured anew where that was asked for
+        return False
 
 
 def choose_strategy(settings: Settings, workload: Workload, levels: Levels) -> Estimate:
     """Return the fastest strategy that fits, by the planner, with what it is expected to cost.
 
     Args:
-        settings: of the run.
+        settings: of the run; its ``cluster`` is a preset's name or a file.
         workload: what a rank computes in a step.
         levels: levels of the ranks that are to train; the cluster may be known in more detail.
 

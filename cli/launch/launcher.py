@@ -29,7 +29,7 @@ from cli.train.ranks.liveness import LAUNCH, STOP
 from cli.train.ranks.outcomes import Outcome, RankOutcomes
 from common.errors import FinetuneError, UserError
 from common.hardware.machine import cpu_count, list_gpus
-from common.units import format_seconds
+from common.units import counted, format_seconds
 
 INTERRUPTED = 130
 """Status of a rank that the user has stopped."""
@@ -66,6 +66,8 @@ def launch(settings: Settings, *, trains: bool = True) -> None:
     if meeting.nodes > 1:
         print(f"nodes    waiting for {meeting.nodes} of them at {meeting.endpoint}", flush=True)
     wait_for_host(meeting, settings.node_timeout)
+    if not settings.quiet:
+        print(f"nodes    starting {counted(ranks, 'rank')} on this node", flush=True)
     with RankOutcomes(ranks) as outcomes:
         with _environment(_variables(settings, meeting) | outcomes.variables), _Signals(settings) as signals:
             failure = _run_agent(settings, meeting, ranks)

@@ -10,6 +10,7 @@ from cli.job.resumed import decided
 from cli.launch.launcher import INTERRUPTED
 from cli.options.command import parse_command_line
 from cli.options.settings import Settings
+from cli.report.heartbeat import Heartbeat
 from cli.train.interrupts import Stopped
 from cli.train.ranks.liveness import RankProcess, one_line
 from cli.train.ranks.outcomes import Outcome
@@ -21,8 +22,9 @@ def main(arguments: list[str]) -> NoReturn:
     rank = RankProcess()
     rank.watch()
     FinetuneError.names_flags = True
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
     debug = "--debug" in arguments
+    if rank.is_rank0:
+        Heartbeat().__enter__()  # until this process ends, by whichever of its threads
     try:
         if rank.stopping:
             raise KeyboardInterrupt

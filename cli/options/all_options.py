@@ -9,12 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cli.options.data_words import Share, check_column
+from cli.options.objectives import OBJECTIVES
 from cli.options.option import (
     ABOVE_ZERO,
     BELOW_ONE,
     BUDGET,
     COUNT,
     NOT_NEGATIVE,
+    PART,
     POSITIVE,
     SIZE,
     FiniteFloat,
@@ -24,6 +26,7 @@ from cli.options.option import (
     WholeNumber,
     option,
 )
+from cli.options.output_options import OutputSettings
 from cli.options.schedule import SCHEDULES, Warmup
 
 
@@ -34,7 +37,7 @@ class ModelSettings:
     model: str = option(metavar="DIR|PRESET", presets="models", modes=Mode.MODEL | Mode.BATCH)
     """Checkpoint directory; a hub's name (owner/name), found in the local cache; or a preset (random weights)."""
     download: bool = option(False, modes=Mode.MODEL | Mode.BATCH)
-    """Fetch a --model that is a hub's name and not in the local cache yet."""
+    """Fetch what is a hub's name, --model or --data, and not in the local cache yet."""
     demo: bool = option(False, modes=Mode.DEMO)
     """Make a small checkpoint and fine-tune it: no network, no GPU, two minutes."""
 
@@ -44,8 +47,9 @@ class DataSettings:
     """What it is trained and evaluated with, and how much of it in a step."""
 
     data: tuple[str, ...] = option((), "FILE...", patterns=True, modes=Mode.RUN)
-    """Files (.jsonl .json .csv .parquet .txt .arrow, also .gz), directories or quoted patterns. FILE=0.7 gives each
-    data set a weight: its part of all rows. Default: random tokens."""
+    """Files (.jsonl .json .csv .parquet .txt .arrow, also .gz), directories, quoted patterns, or data sets of a hub in
+    the local cache (owner/name, owner/name:split). FILE=0.7 gives each data set a weight: its part of all rows.
+    Default: random tokens."""
     columns: tuple[str, ...] = option((), "NAME=COLUMN...", ParsedValue("column", check_column), modes=Mode.RUN)
     """Names for columns that are called otherwise: prompt=question completion=answer."""
     max_records: int | None = option(None, "N", POSITIVE, modes=Mode.RUN)
@@ -96,13 +100,17 @@ class MemorySettings:
     """Sequences computed at once. Default: as many as fit."""
     dtype: str = option("auto", type=("auto", "bf16", "fp32"), modes=Mode.MODEL | Mode.PROFILE_NODES)
     """What blocks compute in; auto: what the device multiplies faster. Master weights are fp32 either way."""
+    # Names of fuyou.layout.optimizer_state.OPTIMIZERS, which takes long to import.
+    optimizer: str = option("adamw", type=("adamw", "adamw8bit", "lion"), modes=Mode.MODEL, only=Only.OUT_OF_CORE)
+    """adamw8bit keeps both moments in 8 bits by blocks, and so moves and writes half as many bytes in a step; lion has
+    one moment (a third fewer), and wants a third to a tenth of AdamW's learning rate."""
     optimizer_dtype: str = option("fp32", type=("fp32", "bf16"), modes=Mode.MODEL, only=Only.OUT_OF_CORE)
-    """Dtype of Adam's two moments; bf16 is rounded stochastically."""
+    """Dtype of moments, where they are not in 8 bits; bf16 is rounded stochastically."""
     train_vision: str | None = option(None, type=("projector", "all"), modes=Mode.MODEL)
     """What to train of a vision-language model beside its language model: the projector, or all that turns images into
     tokens. Default: neither."""
     io: str = option("auto", type=("auto", "kvikio", "posix"), only=Only.OUT_OF_CORE, modes=Mode.RUN)
-    """How SSDs are read and written."""
+    """Way of parameters from the SSDs to a GPU: posix, through host memory; kvikio, past it; auto, what is faster."""
     single_slot: bool = option(False, modes=Mode.MODEL, only=Only.OUT_OF_CORE)
     """Take half the space on SSD; a crash loses the run."""
     unproven: bool = option(False, only=Only.OUT_OF_CORE, modes=Mode.RUN)
@@ -132,7 +140,7 @@ class ClusterSettings:
     )
     """In memory, how parameters, gradients and optimizer states are sharded: fcdp (parameters cached in host memory),
     zero3, hybrid, zero2, paro-iig, ..., or their scopes, IGG or 4x1/4x1/8x1 (docs/strategies.md). auto: what the
-    planner finds fastest on --cluster. Default: fcdp."""
+    planner finds fastest on --cluster. Default: auto if --cluster is given or measured (--profile), else fcdp."""
     device_cache_threshold: float | None = option(
         None, "X", FiniteFloat(min=0, max=1), only=Only.NODES | Only.IN_MEMORY
     )
@@ -162,9 +170,9 @@ class TrainingSettings:
     weight_decay: float = option(0.01, "X", NOT_NEGATIVE, modes=Mode.RUN)
     """Decoupled weight decay; biases and norms do not decay."""
     beta1: float = option(0.9, "X", BELOW_ONE, modes=Mode.RUN)
-    """Decay of Adam's mean."""
-    beta2: float = option(0.999, "X", BELOW_ONE, modes=Mode.RUN)
-    """Decay of Adam's variance."""
+    """Decay of the mean of gradients."""
+    beta2: float | None = option(None, "X", BELOW_ONE, modes=Mode.RUN)
+    """Decay of the mean of their squares. Default: 0.999; of lion, whose mean it is, 0.99."""
     eps: float = option(1e-8, "X", ABOVE_ZERO, modes=Mode.RUN)
     """Added to Adam's divisor."""
     max_grad_norm: float = option(0.0, "X", NOT_NEGATIVE, modes=Mode.STEP)
@@ -181,22 +189,50 @@ class TrainingSettings:
     that are clipped (speculation). The numbers are the same."""
     seed: int = option(0, "N", COUNT, modes=Mode.MODEL)
     """Seed of the data's order, and of random weights and tokens."""
+    deterministic: bool = option(False, only=Only.OUT_OF_CORE, modes=Mode.RUN)
+    """Compute only with kernels that give a GPU the same numbers each time: slower attention. A CPU does so anyway."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ObjectiveSettings:
     """What is learned from the data."""
 
-    # Names of fuyou.objectives.preferences.PREFERENCE_LOSSES, which takes long to import.
-    objective: str = option("sft", type=("sft", "dpo", "ipo", "simpo", "orpo"), modes=Mode.STEP)
-    """sft: the next token. dpo, ipo, simpo, orpo: to prefer one answer to another (columns prompt, chosen, rejected;
-    --batch-size counts pairs). dpo and ipo compare with the model as it was, without its adapters (--lora-rank)."""
-    beta: float | None = option(None, "X", ABOVE_ZERO, only=Only.PAIRS)
-    """Strength of the preference; of orpo, weight of the odds ratio. Default: 0.1; of simpo, 2."""
-    label_smoothing: float = option(0.0, "X", FiniteFloat(min=0, max=0.5, max_open=True), only=Only.SMOOTHED)
-    """Part of the pairs that may be labelled the wrong way round (dpo, simpo)."""
-    simpo_gamma: float = option(0.5, "X", NOT_NEGATIVE, only=Only.SIMPO)
+    objective: str = option("sft", type=tuple(OBJECTIVES), modes=Mode.STEP)
+    """sft: the next token, of answers where there are prompts; pretrain: of prompts as well. dpo, ipo, simpo, orpo: to
+    prefer one answer to another (columns prompt, chosen, rejected); kto: the same from single answers (prompt,
+    completion, label true or false); reward: a model that scores answers, from pairs; classify: classes of texts (text,
+    label); distil: a --teacher's distributions over the next token. --batch-size counts pairs, answers or texts. dpo,
+    ipo and kto compare with the model as it was."""
+    beta: float | None = option(None, "X", NOT_NEGATIVE)
+    """Strength of the preference; of orpo, weight of the odds ratio. Default: 0.1; of simpo, 2. Of distil, from 0 (the
+    divergence of the student from the teacher, the default) to 1 (of the teacher from the student)."""
+    reference: str | None = option(None, "DIR", modes=Mode.STEP)
+    """Checkpoint to compare with instead of the model as it was (dpo, ipo, kto). It passes over the data before the
+    first step."""
+    teacher: str | None = option(None, "DIR", modes=Mode.STEP)
+    """Checkpoint to learn from (distil), of the same vocabulary. It passes over the data before the first step."""
+    teacher_tokens: int = option(64, "K", POSITIVE, modes=Mode.STEP)
+    """How many of the teacher's likeliest tokens are kept for each token of the data, 8 bytes each; all others count as
+    one (distil)."""
+    teacher_temperature: float = option(1.0, "X", ABOVE_ZERO)
+    """What the logits of teacher and student are divided by (distil)."""
+    distil_alpha: float = option(1.0, "X", FiniteFloat(min=0, max=1))
+    """Part of the loss that the teacher has; the rest is the data's cross entropy (distil)."""
+    label_smoothing: float = option(0.0, "X", FiniteFloat(min=0, max=0.5, max_open=True), modes=Mode.STEP)
+    """Part of the pairs that may be labelled the wrong way round (dpo, simpo); part of each token's probability that is
+    spread over the vocabulary (sft, pretrain)."""
+    simpo_gamma: float = option(0.5, "X", NOT_NEGATIVE)
     """Margin that simpo asks for between the rewards of a pair."""
+    desirable_weight: float = option(1.0, "X", NOT_NEGATIVE)
+    """Weight of desirable answers (kto)."""
+    undesirable_weight: float = option(1.0, "X", NOT_NEGATIVE)
+    """Weight of the others (kto)."""
+    center_rewards: float = option(0.0, "X", NOT_NEGATIVE)
+    """Weight of a loss that keeps the mean reward at 0 (reward); usual: 0.01."""
+    z_loss: float = option(0.0, "X", NOT_NEGATIVE, modes=Mode.STEP)
+    """Weight of the squared logarithm of the sum of exponentials of the logits (sft, pretrain); usual: 1e-4."""
+    neftune_alpha: float = option(0.0, "X", NOT_NEGATIVE, only=Only.OUT_OF_CORE)
+    """Strength of the noise that is added to embeddings in training (sft, pretrain); usual: 5."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,8 +248,18 @@ class AdapterSettings:
     lora_targets: tuple[str, ...] = option((), "NAME...", modes=Mode.MODEL, only=Only.LORA)
     """Modules to adapt: q_proj v_proj; of fused experts gate_up_proj down_proj. Default: every linear layer but the
     head, and experts and routers in families where peft knows them."""
+    lora_plus_ratio: float = option(1.0, "R", ABOVE_ZERO, modes=Mode.RUN, only=Only.OUT_OF_CORE)
+    """Let LoRA's B matrices learn at R times the rate of the A matrices (LoRA+); usual: 16. Weight decay stays as it is
+    asked for."""
     peft_config: Path | None = option(None, "FILE", modes=Mode.MODEL)
     """An adapter_config.json of the peft library instead (or its directory): rsLoRA, DoRA, LoHa, LoKr, IA3."""
+    adapter: Path | None = option(None, "DIR", modes=Mode.MODEL)
+    """Adapters that were trained before (a directory of peft's): train them further. Their method, rank, alpha, dropout
+    and targets stay as they are."""
+    train_experts: float | None = option(None, "PART", PART, modes=Mode.MODEL, only=Only.OUT_OF_CORE)
+    """Of a mixture of experts, train this part of the experts of every layer (10% or 0.1; rounded down, at least one),
+    and freeze all other weights. The experts are those to which routers give most weight on the first of the training
+    data (ESFT), and do not change afterwards."""
     frozen_dtype: str | None = option(
         None, type=("checkpoint", "int8", "nf4", "plain"), modes=Mode.MODEL, only=Only.OUT_OF_CORE
     )
@@ -224,56 +270,13 @@ class AdapterSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
-class OutputSettings:
-    """What a run writes, and what it does with what an earlier one has written."""
-
-    output: Path | None = option(None, "DIR", modes=Mode.PLACE | Mode.DEMO | Mode.PROFILE_NODES)
-    """Directory of the checkpoint and of what else the run writes. Default: finetune-output/<model>."""
-    save: bool = option(True, modes=Mode.RUN)
-    """Write no checkpoint at the end."""
-    allow_nonfinite: bool = option(False, modes=Mode.RUN)
-    """Write the checkpoint even if it holds a NaN or an infinity."""
-    save_every: int | None = option(None, "N", POSITIVE, modes=Mode.RUN)
-    """Steps between checkpoints in <output>/checkpoints/step-N; with evaluations, the best one is in checkpoints/best
-    after each."""
-    keep: int = option(2, "K", POSITIVE, modes=Mode.RUN)
-    """How many checkpoints of --save-every to keep, the newest."""
-    export: bool = option(False, of_call=True)
-    """With --resume: take no step, and write the checkpoint as the last committed step left it."""
-    resume: bool = option(False, modes=Mode.TRAIN | Mode.PLAN_HERE, excludes="overwrite", of_call=True, may_differ=True)
-    """Continue from the last committed step. --resume auto begins where there is none."""
-    resume_auto: bool = option(False, excludes="overwrite", of_call=True, may_differ=True)
-    """The same as --resume auto, for a file."""
-    overwrite: bool = option(False, modes=Mode.TRAIN | Mode.DEMO, excludes="resume", of_call=True, may_differ=True)
-    """Replace the run that is in --output and --ssd."""
-    commit_every: int | None = option(None, "N", POSITIVE, modes=Mode.STEP)
-    """Steps between commits: a crash loses at most so many. Default: 1; 100 with --nodes in memory."""
-    sample: str | None = option(None, "PROMPT", only=Only.ONE_MACHINE, modes=Mode.RUN)
-    """At the end, print how the tuned model goes on from there."""
-    sample_chat: bool = option(False, only=Only.SAMPLE, modes=Mode.RUN)
-    """Take the --sample as a user's message, and answer through the chat template."""
-    sample_tokens: int = option(32, "N", POSITIVE, only=Only.SAMPLE, modes=Mode.RUN)
-    """Maximum number of tokens of the --sample."""
-    temperature: float = option(0.0, "X", NOT_NEGATIVE, only=Only.SAMPLE, modes=Mode.RUN)
-    """Temperature of the --sample: 0 takes the likeliest word each time, 0.8 varies."""
-    report: Path | None = option(None, "FILE", modes=Mode.TRAIN | Mode.DEMO, of_call=True, may_differ=True)
-    """Write the summary there, as JSON."""
-    quiet: bool = option(False, modes=Mode.RUN)
-    """Print no header and no steps: only evaluations, what goes wrong and how it went. The files have everything."""
-    log_every: int = option(1, "N", POSITIVE, modes=Mode.RUN)
-    """Print a line every N steps, where the output is no terminal."""
-    log_to: tuple[str, ...] = option(
-        (), "NAME...", ("tensorboard", "wandb", "trackio", "mlflow", "jsonl"), modes=Mode.RUN, may_differ=True
-    )
-    """Send every step's figures to tensorboard, wandb, trackio, mlflow; <output>/run/metrics.jsonl has them always."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class PlanningSettings:
     """What is done instead of training, or looked at beside it."""
 
     plan: bool = option(False, modes=Mode.PLAN)
     """Train nothing: say whether it fits, how fast it will be, and what bounds it."""
+    generate: str | None = option(None, "NxPxT", modes=Mode.PLAN_HERE | Mode.PLAN_BY_NAME)
+    """Plan also how fast N prompts of P tokens get T new tokens each, between steps: 8x512x64."""
     drive: str | None = option(None, "NAME", presets="drives", modes=Mode.PLAN_BY_NAME | Mode.PLAN_RANKS)
     """Plan for drives of this kind, and for the kind of GPU that --gpu names."""
     ssds: int | None = option(None, "N", POSITIVE, modes=Mode.PLAN_HERE | Mode.PLAN_BY_NAME | Mode.PLAN_RANKS)
@@ -286,17 +289,20 @@ class PlanningSettings:
     """Plan the largest preset that fits."""
     cluster: str | None = option(
         None,
-        "PRESET|FILE",
+        "PRESET|FILE|auto",
         presets="clusters",
         modes=Mode.TRAIN | Mode.PLAN_CLUSTER,
-        only=Only.NODES | Only.CHOSEN_STRATEGY,
+        only=Only.NODES | Only.CHOSEN_STRATEGY | Only.IN_MEMORY,
     )
-    """The hardware to plan for, or to choose a strategy for: a preset, or a profile's file."""
+    """The hardware to plan for, or to choose a strategy for: a preset, or a profile's file. In a run, auto (and no word
+    with --strategy auto): measure it at the start, once for all runs of this --output."""
     levels: str | None = option(None, "N,N,...", modes=Mode.NODES | Mode.PLAN_CLUSTER, only=Only.NODES)
     """A cluster's ranks by level, fastest first: 2,4,16 is 16 nodes of 4 pairs."""
     trainable: float | None = option(None, "X", FiniteFloat(min=0, min_open=True, max=1), modes=Mode.PLAN_CLUSTER)
     """Part of the parameters to plan as trainable on a cluster: about 0.01 with LoRA. Default: 1."""
-    quantise: bool = option(False, modes=Mode.TRAIN | Mode.PLAN_CLUSTER, only=Only.NODES | Only.CHOSEN_STRATEGY)
+    quantise: bool = option(
+        False, modes=Mode.TRAIN | Mode.PLAN_CLUSTER, only=Only.NODES | Only.CHOSEN_STRATEGY | Only.IN_MEMORY
+    )
     """Let the plan for a cluster, or --strategy auto, choose strategies that send fewer bits."""
     json: bool = option(False, modes=Mode.PLAN)
     """Print the plan as JSON."""

@@ -20,12 +20,13 @@ from cli.options.all_options import (
     ModelSettings,
     ObjectiveSettings,
     OtherSettings,
-    OutputSettings,
     PlanningSettings,
     TrainingSettings,
 )
 from cli.options.data_words import split_weight
+from cli.options.objectives import OBJECTIVES, SPECIFIC, ObjectiveTraits, readers
 from cli.options.option import Only, declaration_of, option_fields, spelled
+from cli.options.output_options import OutputSettings
 from common.errors import UserError
 
 COMMITS = "commits"
@@ -36,12 +37,6 @@ RUN, DESCRIPTION = "run", "run.json"
 
 STORE_PREFIX = "fuyou-"
 """Beginning of the names of runs' folders on the SSDs."""
-
-WITH_REFERENCE = frozenset({"dpo", "ipo"})
-"""Objectives that compare with the model as it was."""
-
-SMOOTHED = frozenset({"dpo", "simpo"})
-"""Objectives that know label smoothing."""
 
 DEFAULT_PROFILE_MODEL = "gpt3-1.3b"
 """For --profile without --model: a block large enough to show what a device can do, and quick on a CPU."""
@@ -102,27 +97,37 @@ class Settings(
             raise UserError("--resume continues the run that is there and --overwrite replaces it: give one of them.")
         if self.leave_ssd and not (self.resume and self.ssd):
             raise UserError("--leave-ssd takes drives from a run that goes on: add --resume, and --ssd for the others.")
-        if self.lora_rank is not None and self.peft_config is not None:
-            raise UserError("--lora-rank and --peft-config both say what the adapters are: give one of them.")
+        says = [name for name in ("lora_rank", "peft_config", "adapter") if getattr(self, name) is not None]
+        if len(says) > 1:
+            both = " and ".join(map(spelled, says[:2]))
+            raise UserError(f"{both} both say what the adapters are: give one of them.")
+        if self.train_experts is not None and self.trains_adapters:
+            raise UserError(
+                f"--train-experts freezes all other weights, and so does {self.adapters_in_words}: give one of them."
+            )
+        if self.adapter is not None:
+            self._refuse(Only.LORA, f"is what the adapters of --adapter {self.adapter} have already: leave it out")
         if self.lora_rank is None:
             self._refuse(Only.LORA, "is about LoRA adapters: add --lora-rank, or put it into --peft-config's file")
+        if self.lora_plus_ratio != 1 and not self.trains_adapters:
+            raise UserError(f"--lora-plus-ratio {self.lora_plus_ratio:g} is about LoRA adapters: add --lora-rank.")
         if self.sample is None:
             self._refuse(Only.SAMPLE, "is about a sample: add --sample PROMPT")
         self._check_objective()
-        if self.frozen_dtype is not None and not self.trains_adapters:
+        if self.frozen_dtype is not None and not self.freezes_weights:
             raise UserError(
-                f"--frozen-dtype {self.frozen_dtype} is about weights that are frozen: add --lora-rank or "
-                "--peft-config."
+                f"--frozen-dtype {self.frozen_dtype} is about weights that are frozen: add --lora-rank, --peft-config, "
+                "--adapter or --train-experts."
             )
         if self.merge and not self.trains_adapters:
-            raise UserError("--merge merges adapters into the weights: add --lora-rank or --peft-config.")
+            raise UserError("--merge merges adapters into the weights: add --lora-rank, --peft-config or --adapter.")
         if self.plan:
             return  # which takes hardware that is not here, in whatever number
         if self.nodes is None:
             self._refuse(Only.NODES, "is for several nodes or ranks: add --nodes N (1 for this machine alone)")
             return
-        if self.strategy != "auto":
-            self._refuse(Only.CHOSEN_STRATEGY, "is for choosing a strategy: add --strategy auto, or --plan")
+        if self.strategy not in (None, "auto"):
+            self._refuse(Only.CHOSEN_STRATEGY, "is for choosing a strategy: give --strategy auto, or none")
         self._refuse(Only.ONE_MACHINE, "does not go with --nodes yet: leave it out")
         if self.ssd:
             self._refuse(Only.IN_MEMORY, "is for training in memory, without --ssd: leave one of them out")
@@ -131,39 +136,62 @@ class Settings(
 
     def _check_objective(self) -> None:
         """Refuse what the objective does not know, and an objective that cannot be had."""
-        objective = self.objective
-        if not self.prefers:
-            self._refuse(Only.PAIRS, "is about pairs of answers: add --objective dpo, ipo, simpo or orpo")
-        if objective not in SMOOTHED:
-            self._refuse(Only.SMOOTHED, f"is not known to --objective {objective}: leave it out")
-        if objective != "simpo":
-            self._refuse(Only.SIMPO, "is for --objective simpo: add that, or leave it out")
-        if not self.prefers:
+        objective, traits = self.objective, self.traits
+        for field in option_fields(ObjectiveSettings):
+            name = field.name
+            if name in SPECIFIC - traits.options and getattr(self, name) != field.default:
+                *some, last = readers(name)
+                others = f"{', '.join(some)} or {last}" if some else last
+                raise UserError(f"{spelled(name)} is not known to --objective {objective}: it is for {others}.")
+        if not self.is_special:
             return
-        if objective in WITH_REFERENCE and not self.trains_adapters:
+        if "beta" in traits.options and not (self.preference_beta <= 1 if traits.needs_teacher else self.beta != 0):
+            wanted = "from 0 to 1" if traits.needs_teacher else "above 0"
+            raise UserError(f"--beta {self.preference_beta:g}: that of --objective {objective} is {wanted}.")
+        if traits.needs_teacher and self.teacher is None:
+            raise UserError(f"--objective {objective} {traits.learns}: say whose, --teacher DIR.")
+        if traits.outputs and not (self.plan or self.profile or self.data):
+            raise UserError(f"--objective {objective} {traits.learns}: give --data with {traits.data}.")
+        if traits.classifies and self.sample is not None:
+            raise UserError(f"--sample lets a model write, and --objective {objective} trains one that does not.")
+        if self.nodes is not None and not self.ssd and not self.plan:
             raise UserError(
-                f"--objective {objective} compares the model with what it was, which is the model without its "
-                "adapters: add --lora-rank or --peft-config, or take simpo or orpo, which need no reference."
-            )
-        if not (self.plan or self.profile or self.data):
-            raise UserError(
-                f"--objective {objective} learns from pairs of answers: give --data with prompt, chosen and rejected."
-            )
-        if self.nodes is not None and not self.plan:
-            raise UserError(
-                f"--objective {objective} does not go with --nodes yet: leave one of them out, or write the loop with "
-                "fuyou.Engine.tokens, which several ranks can call."
+                f"--objective {objective} does not go with --nodes in memory: give each node drives, --ssd, or write "
+                "the loop with fuyou.Engine.tokens, which several ranks can call."
             )
 
     @property
-    def prefers(self) -> bool:
-        """Whether the objective is about pairs of answers."""
-        return self.objective != "sft"
+    def traits(self) -> ObjectiveTraits:
+        """What is known about the objective."""
+        return OBJECTIVES[self.objective]
+
+    @property
+    def is_special(self) -> bool:
+        """Whether the loss is another than the engine's own."""
+        return self.traits.outputs > 0 or self.extra_outputs > 0
+
+    @property
+    def extra_outputs(self) -> int:
+        """Numbers for each token that options add to the objective's."""
+        return 0 if self.traits.outputs else (self.label_smoothing > 0) + (self.z_loss > 0)
+
+    @property
+    def precomputes_reference(self) -> bool:
+        """Whether the objective's reference is computed before training: all weights are trained, so that nothing
+        is left of the model as it was, or it is another model."""
+        return self.traits.needs_reference and (self.reference is not None or not self.freezes_weights)
+
+    @property
+    def consulted(self) -> tuple[str, str] | None:
+        """The other model that passes over the data before training, behind the option that names it."""
+        if self.teacher is not None:
+            return "--teacher", self.teacher
+        return None if self.reference is None else ("--reference", self.reference)
 
     @property
     def preference_beta(self) -> float:
         """``--beta``, or its default for the objective."""
-        return (2.0 if self.objective == "simpo" else 0.1) if self.beta is None else self.beta
+        return self.traits.beta if self.beta is None else self.beta
 
     def _refuse(self, only: Only, why: str) -> None:
         """Refuse options that are for other runs only, where they differ from their defaults."""
@@ -206,7 +234,7 @@ class Settings(
             names: of what is wanted; those that are no option's are left out.
         """
         values = {field.name: getattr(self, field.name) for field in option_fields(Settings)} | {
-            "betas": (self.beta1, self.beta2),
+            "betas": (self.beta1, self.decay_of_squares),
             "commit_every": self.commit_interval,
             "max_grad_norm": self.max_grad_norm or None,
             "prove": not self.unproven,
@@ -214,15 +242,31 @@ class Settings(
         return {name: value for name, value in values.items() if name in names}
 
     @property
+    def decay_of_squares(self) -> float:
+        """The second beta: as it is asked for, else as the optimizer's authors have it."""
+        if self.beta2 is not None:
+            return self.beta2
+        from fuyou.layout.optimizer_state import OPTIMIZERS
+
+        return OPTIMIZERS[self.optimizer].betas[1]
+
+    @property
     def trains_adapters(self) -> bool:
         """Whether the weights are frozen and adapters are trained."""
-        return self.lora_rank is not None or self.peft_config is not None
+        return not (self.lora_rank is None and self.peft_config is None and self.adapter is None)
+
+    @property
+    def freezes_weights(self) -> bool:
+        """Whether the weights are frozen, and adapters or some experts are trained."""
+        return self.trains_adapters or self.train_experts is not None
 
     @property
     def adapters_in_words(self) -> str:
-        """The adapters that are trained, as they are asked for."""
-        if self.peft_config is not None:
-            return "--peft-config"
+        """The adapters, or the part of the experts, that are trained, as they are asked for."""
+        if self.train_experts is not None and not self.trains_adapters:
+            return f"--train-experts {self.train_experts:g}"
+        if self.peft_config is not None or self.adapter is not None:
+            return "--peft-config" if self.adapter is None else "--adapter"
         return "no adapters" if self.lora_rank is None else f"--lora-rank {self.lora_rank}"
 
     @property

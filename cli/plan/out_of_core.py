@@ -4,26 +4,26 @@ import json
 import math
 import re
 import shutil
-import textwrap
 from dataclasses import replace
 from pathlib import Path
 
-from cli.job.machine import device_at_hand, directories_at_hand, training_of
+from cli.job.machine import device_at_hand, directories_at_hand, precision_of, training_of
 from cli.job.quiet import quiet_transformers
 from cli.options.computing_dtype import ELSEWHERE, with_dtype
 from cli.options.naming import naming
 from cli.options.settings import Settings
 from cli.plan.compare_engines import InMemory, in_memory
+from cli.plan.consulted import planned_consultation
+from cli.plan.described import describe, row
+from cli.plan.generation import planned_generation, wanted_generation
 from cli.plan.plan_page import write_plan_page
 from cli.plan.whole_run import planned_steps, run_rows
-from cli.report.results import RESOURCES
 from common.errors import UserError
 from common.hardware.machine import memory_available_bytes
 from common.hardware.presets import drive_names, drive_preset, gpu_names, gpu_preset
-from common.units import format_bytes, format_count, format_seconds, parse_bytes
+from common.units import format_bytes, parse_bytes
 from fuyou.calibration import profile_or_measure
 from fuyou.layout.share import Share
-from fuyou.optimizer.clipping import ClipBy
 from fuyou.planner import (
     Machine,
     PaperScheme,
@@ -37,22 +37,13 @@ from fuyou.planner import (
     profiled_machine,
 )
 from fuyou.planner.advice import (
-    MOST_ROWS,
-    best_changes,
-    clipping_cost,
     fits_our_scheme,
-    largest_batch,
     largest_model,
-    rarer_commits,
 )
 from fuyou.runtime.devices.device import Device, memory_limits
 from fuyou.runtime.devices.emulated import is_emulated
 from fuyou.runtime.trace import write_trace
-from fuyou.schedule.tasks import Resource
 
-WIDTH = 100
-_BAR = 24
-_LABEL = 10
 DOES_NOT_FIT = 1
 """Exit status of a plan that does not fit."""
 
@@ -72,6 +63,7 @@ def run_plan(settings: Settings) -> int:
         quiet_transformers()
     settings = with_dtype(settings, None if settings.drive is None else ELSEWHERE)
     planned_steps(settings, 1)  # what is mistyped comes out before the simulation
+    generation = wanted_generation(settings)
     machine = _machine(settings)
     wanted = _largest(settings, machine) if settings.max_model else training_of(settings)
     other: InMemory | None = None
@@ -86,22 +78,33 @@ def run_plan(settings: Settings) -> int:
         print(json.dumps({"model": None, "fits": False, "missing": [lacking]}) if settings.json else lacking)
         return DOES_NOT_FIT
     result = _plan(wanted, machine, settings.scheme)
+    generated = None
+    if generation is not None and result.memory is not None:
+        device = None if settings.drive is not None else _open(settings.gpu)
+        generated = planned_generation(generation, result.job, machine, device)
+    consulted = planned_consultation(settings, wanted, machine)
     if settings.trace is not None:
         _write_trace(result, settings.trace)
     if settings.json:
         content = result.to_json() | ({} if other is None else {"in_memory": other.to_json()})
+        content |= {} if generated is None else {"generation": generated.to_json()}
+        content |= {} if consulted is None else {"before": consulted.to_json()}
         print(json.dumps(content, indent=2))
     if not settings.json or settings.html is not None:
         lines = describe(result)
         for label, text in run_rows(result, settings).items() if result.memory is not None else ():
-            lines += _row(label, text)
+            lines += row(label, text)
+        if consulted is not None:
+            lines += row("before", consulted.describe())
         if other is not None:
-            lines += ["", *_row("in memory", other.verdict(result))]
+            lines += ["", *row("in memory", other.verdict(result))]
+        if generated is not None:
+            lines += ["", *row("generate", generated.describe())]
         if settings.html is not None:
             write_plan_page(result, lines, settings.html.expanduser())
         if not settings.json:
             print("\n".join(lines))
-    return 0 if result.fits else DOES_NOT_FIT
+    return 0 if result.fits and (consulted is None or consulted.fits) else DOES_NOT_FIT
 
 
 def _plan(wanted: TrainingJob, machine: Machine, scheme: str) -> RunPlan:
@@ -140,6 +143,7 @@ def _machine(settings: Settings) -> Machine:
             settings.ssds or 1,
             host,
             device_bytes=settings.device_memory,
+            state_bytes=precision_of(settings).state_bytes,
         )
     if settings.ssds is not None:
         raise UserError(f"--ssds counts drives of one kind: name it with --drive {' | '.join(drive_names())}.")
@@ -200,185 +204,3 @@ def _write_trace(result: RunPlan, path: Path) -> None:
         raise UserError("--trace: a run that does not fit has no step to draw.")
     ends = result.simulation.step_ends
     write_trace(path, [result.tasks], result.job.shape.records, (ends[-2], ends[-1]), result.simulation.intervals)
-
-
-# -- for people -------------------------------------------------------------------------------------------------------
-
-
-def describe(result: RunPlan) -> list[str]:
-    """Return the plan as lines of at most :data:`WIDTH` columns."""
-    job, machine, share = result.job, result.machine, result.job.shape.share
-    several = f"{machine.drive_count} x " if machine.drive_count > 1 else ""
-    scheme = ", as the paper's Fuyou would run it" if result.scheme == "fuyou" else ""
-    among = f"{share.nodes} nodes of " if share.nodes > 1 else ""
-    among += f"{share.ranks_per_node} x " if share.ranks_per_node > 1 else ""
-    lines = [
-        *textwrap.wrap(f"{job.name} on {among}{machine.device} with {several}{machine.drives}{scheme}", WIDTH),
-        f"{format_count(job.parameters)} parameters; a step of {job.rows * share.world_size:,} x {job.seq_len:,} tokens"
-        + (f"; below is one of {share.world_size} ranks" if share.world_size > 1 else ""),
-        "",
-    ]
-    if result.memory is None:
-        lines += _row("does not fit", " ".join(result.missing), 14)
-        changes = [change.what for change in best_changes(result)] if result.scheme == "ours" else []
-        if changes:
-            lines += _row("would fit", " or ".join(changes), 14)
-        return lines
-    lines += [*_speed(result), "", *_bars(result), "", *_places(result), "", *_limits(result)]
-    return lines
-
-
-def _speed(result: RunPlan) -> list[str]:
-    rows = []
-    if not result.fits:
-        rows += _row("does not fit", " ".join(result.missing), 14)
-    rows += _row(
-        "step",
-        f"{format_seconds(result.step_seconds)}: {format_count(result.tokens_per_second)} tokens/s, "
-        f"{result.flops_per_second / 1e12:.3g} TFLOP/s "
-        f"({result.hardware_flops_per_second / 1e12:.3g} with recomputation)",
-    )
-    bound = result.busy[result.bound]
-    return rows + _row(
-        "bound",
-        f"{RESOURCES[result.bound.value]}, {format_seconds(bound)} ({bound / result.step_seconds:.0%} of the step)",
-    )
-
-
-def _bars(result: RunPlan) -> list[str]:
-    rows, label = [], "busy"
-    for resource in (resource for resource in Resource if resource in result.busy):
-        share = min(1.0, result.busy[resource] / result.step_seconds)
-        filled = round(share * _BAR)
-        rows.append(
-            f"{label:{_LABEL}}{RESOURCES[resource.value]:<24}{'█' * filled}{'░' * (_BAR - filled)} {share:>5.0%}"
-            f"{format_seconds(result.busy[resource]):>14}"
-        )
-        label = ""
-    return rows
-
-
-def _places(result: RunPlan) -> list[str]:
-    assert result.memory is not None
-    counts, job, machine = result.memory.counts, result.job, result.machine
-    layers = len(job.shape.blocks)
-    device = [
-        f"{_many(counts.device_blocks, 'block')}, {_many(counts.device_block_gradients, 'gradient')}",
-        _many(counts.device_activations, "block input"),
-        counts.device_kept and f"{counts.device_kept:,} sets of kept outputs",
-        f"{format_bytes(result.memory.workspace_bytes)} to compute in",
-    ]
-    ring = result.memory.ring_chunks * result.memory.chunk_elements * job.shape.precision.state_bytes
-    host = [
-        f"{min(counts.host_blocks, layers)} of {layers} blocks, {_many(counts.host_block_gradients, 'gradient')}",
-        f"{format_bytes(ring)} of optimizer states on their way",
-        result.memory.resident and f"optimizer states of {_many(len(result.memory.resident), 'record')} pinned",
-        counts.host_activations and _many(counts.host_activations, "block input"),
-        counts.host_kept and f"{counts.host_kept:,} sets of kept outputs",
-    ]
-    slots = 1 if job.single_slot or result.scheme == "fuyou" else 2
-    ssd = [
-        f"parameters and optimizer states{'' if slots == 1 else ', two slots'}",
-        counts.ssd_activations and "block inputs",
-        counts.ssd_kept and "kept outputs",
-    ]
-    rows = []
-    for label, used, there, what in (
-        ("device", result.device_peak_bytes, machine.device_bytes, device),
-        ("host", result.host_peak_bytes, machine.host_bytes, host),
-        ("SSD", result.ssd_bytes, machine.store_bytes, ssd),
-    ):
-        room = "" if there is None else f" of {format_bytes(there)}"
-        rows += _row(label, f"{format_bytes(used) + room:<24}{'; '.join(part for part in what if part)}")
-    return rows
-
-
-def _limits(result: RunPlan) -> list[str]:
-    assert result.memory is not None
-    job, batch = result.job, result.memory.batch
-    how = [_many(batch.micro_batches, "micro-batch", "es") + f" of {batch.micro_rows}"]
-    if job.loss.outputs:
-        how.append("the head runs twice, for a loss over log-probabilities")
-    if job.loss.reference:
-        how.append("every sequence also passes without the adapters, in the same visits of the weights")
-    if result.clip_by is not None:
-        how.append(_clipping(result))
-    if 0 < result.deferred_fraction < 1:
-        how.append(f"{result.deferred_fraction:.0%} of the blocks updated in the next forward pass")
-    if result.kept_activation_bytes:
-        how.append(f"{format_bytes(result.kept_activation_bytes)} of activations kept instead of computed again")
-    rows = _row("schedule", "; ".join(how))
-    traffic = f"{format_bytes(result.read_bytes)} read and {format_bytes(result.written_bytes)} written per step; "
-    traffic += f"{format_bytes(result.written_bytes_per_day)} written per day"
-    if job.shape.share.nodes > 1:
-        traffic = f"{format_bytes(result.sent_bytes)} sent to other nodes, {traffic}"
-    if result.drive_days is not None:
-        traffic += f": {_days(result.drive_days)} until the drives' warranted writes are used up"
-    rows += _row("drives", traffic)
-    if result.scheme == "ours":
-        rows += _commits(result)
-        most = largest_batch(job, result.machine) * job.shape.share.world_size
-        tokens = result.gpu_bound_tokens
-        rows += _row(
-            "batch",
-            f"{'at least ' if most >= MOST_ROWS else ''}{most:,} sequences fit{_where_not(most)}; "
-            "computing is the bound from "
-            f"{tokens:,.0f} tokens per step ({-(-tokens // job.seq_len):,.0f} sequences)",
-        )
-        changes = [f"{change.what}: {change.speedup:.2g}x" for change in best_changes(result) if change.speedup]
-        rows += _row("faster", "; ".join(changes) or "nothing that is simple to change would help by more than 5%")
-    if result.machine.assumptions:
-        rows += _row("assumed", "; ".join(result.machine.assumptions))
-    return rows
-
-
-def _where_not(most: int) -> str:
-    """Return why not even one sequence fits: it is the drives' room, since the plan has found memory for a step."""
-    return "" if most else ", as the drives are too small for the model"
-
-
-def _clipping(result: RunPlan) -> str:
-    """Return how gradients are clipped, and what that costs."""
-    job, cost = result.job, clipping_cost(result)
-    what = "clipping" if job.clipped_share else "leaving out what is not finite"
-    if result.clip_by is ClipBy.SPECULATION:
-        text = f"{what} by speculation, updates before the gradient's norm is known, done again where it is too large"
-        if job.clipped_share:
-            text += f" (expected in {job.clipped_share:.0%} of the steps)"
-    else:
-        text = f"{what} by deferral, all updates in the next forward pass, when the gradient's norm is known"
-        if job.speculation_obstacle is not None:
-            text += f" (speculation: {job.speculation_obstacle})"
-    return text if cost is None else f"{text}: a step {cost:.2f} times as long as with {job.option_without_norm}"
-
-
-def _commits(result: RunPlan) -> list[str]:
-    """Return what rarer commits would save, where it is more than a little."""
-    rarer = rarer_commits(result)
-    if rarer is None or rarer.written_bytes_per_day * rarer.step_seconds > 0.95 * result.written_bytes * 86400:
-        return []
-    life = "" if rarer.drive_days is None else f", {_days(rarer.drive_days)} for the drives"
-    return _row(
-        "commits",
-        f"every step; with --commit-every {rarer.every} a step takes {format_seconds(rarer.step_seconds)} and "
-        f"{format_bytes(rarer.written_bytes_per_day)} are written per day{life}, but a crash loses up to {rarer.every} "
-        "steps",
-    )
-
-
-def _row(label: str, text: str, width: int = _LABEL) -> list[str]:
-    return textwrap.wrap(
-        text,
-        WIDTH,
-        initial_indent=f"{label:{width}}",
-        subsequent_indent=" " * width,
-        break_on_hyphens=False,
-    )
-
-
-def _many(count: int, what: str, plural: str = "s") -> str:
-    return f"{count:,} {what}{plural if count != 1 else ''}"
-
-
-def _days(days: float) -> str:
-    return f"{days:,.0f} days" if days >= 10 else f"{days:.1f} days"

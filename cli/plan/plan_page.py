@@ -4,7 +4,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from cli.report.page.html import bars, page, preformatted, section, table
+from cli.report.page.html import bars, lanes, page, preformatted, section, table
 from cli.report.results import RESOURCES
 from common.files.atomic import replace_file
 from common.store.errors import described
@@ -38,6 +38,14 @@ def plan_page(result: RunPlan, lines: Sequence[str]) -> str:
             for resource, seconds in result.busy.items()
         ]
         sections.append(section("a step", bars([*busy, ("the step", 1.0, format_seconds(whole))])))
+        if result.simulation is not None:
+            begin, end = result.simulation.step_ends[-2:]
+            busy_then = {
+                RESOURCES[one.value]: spans
+                for one, spans in result.simulation.intervals.items()
+                if one.value in RESOURCES
+            }
+            sections.append(section("when", lanes(busy_then, begin, end)))
         sections.append(section("memory", _memory(result)))
         if result.scheme == "ours":
             found = [change for change in best_changes(result, 6) if change.speedup]

@@ -9,6 +9,7 @@ from cli.plan.prices import Prices
 from common.data.files import find_files
 from common.hardware.presets import drive_preset, gpu_preset
 from common.units import counted, format_bytes, format_count, format_seconds
+from fuyou.planner.forward_pass import forward_seconds
 from fuyou.planner.run_plan import RunPlan
 
 BYTES_PER_TOKEN = 4
@@ -50,6 +51,11 @@ def run_rows(result: RunPlan, settings: Settings) -> dict[str, str]:
             f"{counted(steps, 'step')} in {format_seconds(steps * result.step_seconds)}{how}; "
             f"{format_bytes(written)} written{wear}"
         )
+    if settings.precomputes_reference and settings.reference is None:
+        seconds = forward_seconds(result)
+        passes = "each step's batch" if settings.objective == "kto" else "each batch of the data"
+        whole = "" if planned is None else f", at most {format_seconds(planned[0] * seconds)} in all"
+        rows["reference"] = f"{passes} passes forward once before the first step, {format_seconds(seconds)} each{whole}"
     price = _price(result, settings)
     return rows if price is None else rows | {"price": price}
 

@@ -45,7 +45,7 @@ class MetricsLogger:
         self._losses.append(metrics.step, {"loss": result.loss, "grad_norm": result.grad_norm, "lr": metrics.lr})
         self._write(metrics.step, named_metrics(metrics))
         self._progress.show(metrics)
-        self._page.update(at_once=metrics.step == 1)
+        self._page.update(at_once=metrics.step == 1, lanes=result.busy_intervals)
 
     def evaluation(self, step: int, result: EvaluationResult) -> None:
         """Log what the held-out data gave after ``step``."""

@@ -1,9 +1,10 @@
 """What a step, an evaluation and a whole run gave, by name."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from common.intervals import Interval
 from common.units import format_count
 
 RESOURCES = {
@@ -80,6 +81,8 @@ class StepResult:
     """Bytes that a node sent to others; None: this process trains alone."""
     busy_seconds: Mapping[str, float] = field(default_factory=dict)
     """Time for which the step kept each resource busy."""
+    busy_intervals: Mapping[str, Sequence[Interval]] = field(default_factory=dict)
+    """When the step kept each resource busy, (begin, end) in seconds of one clock."""
     watched: Mapping[str, float] = field(default_factory=dict)
     """What people watch beside the loss, by the names that TRL gives it: ``rewards/accuracies``, ..."""
 
@@ -172,11 +175,21 @@ class EvaluationResult:
         return f"loss {self.loss:.4f}, perplexity {self.perplexity:.4g} over {self.tokens:,} tokens"
 
 
+_SHOWN = {
+    "rewards/accuracies": ("accuracy", ".1%"),
+    "accuracy": ("accuracy", ".1%"),
+    "rewards/margins": ("margin", ".3g"),
+    "margin": ("margin", ".3g"),
+    "cross_entropy": ("cross entropy", ".4f"),
+    "kl": ("KL", ".3g"),
+}
+"""What a line shows of what people watch, and how."""
+
+
 def _preferred(watched: Mapping[str, float]) -> str:
-    """Return in how many pairs the preferred answer has the larger reward, and by how much on average."""
-    if not watched:
-        return ""
-    return f", accuracy {watched['rewards/accuracies']:.1%}, margin {watched['rewards/margins']:.3g}"
+    """Return the most important figures of what people watch, for a line."""
+    found = {name: watched[name] for name in _SHOWN if name in watched}
+    return "".join(f", {_SHOWN[name][0]} {value:{_SHOWN[name][1]}}" for name, value in found.items())
 
 
 @dataclass(frozen=True)

@@ -84,9 +84,10 @@ class Report:
             f"({format_bytes(self.host_peak_bytes - self.host_baseline_bytes)} more than before the model), "
             f"{format_bytes(self.device_peak_bytes)} of device memory",
         }
-        if self.watched:
-            first, last = (self.watched["rewards/accuracies"][place] for place in (0, -1))
-            lines["prefers"] = f"the better answer in {first:.1%} of the first step's pairs, in {last:.1%} of the last"
+        for name, what in (("rewards/accuracies", "the better answer"), ("accuracy", "what is right")):
+            if name in self.watched:
+                first, last = (self.watched[name][place] for place in (0, -1))
+                lines["prefers"] = f"{what} in {first:.1%} of the first step's cases, in {last:.1%} of the last"
         if self.clip_by is not None:
             again = f", {self.updated_again_steps:,} of them updated again" if self.clip_by == "speculation" else ""
             lines["clipping"] = f"by {self.clip_by}: {self.clipped_steps:,} of {self.steps:,} steps clipped{again}"

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from common.errors import UserError
+from common.errors import UserError, on_one_line
 
 PROJECT = "finetune"
 """Project that runs are filed under, unless a tracker's own environment variable names another."""
@@ -126,4 +126,4 @@ def _begin(name: str, run: TrackedRun, options: Mapping[str, Any]) -> Any:
 
 
 def _one_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split()).removesuffix('.') or 'no message'}"
+    return f"{type(error).__name__}: {on_one_line(error).removesuffix('.') or 'no message'}"

@@ -2,12 +2,14 @@
 
 import sys
 import time
+from pathlib import Path
 from typing import Protocol
 
 from tqdm import tqdm
 
 from cli.job.job import Job
 from cli.options.settings import RUN
+from cli.report.model_card import write_card
 from cli.report.run_directory import METRICS
 from cli.train.checkpoints import BestEvaluation, Checkpoints, Exporter
 from common.activity import activity
@@ -63,6 +65,7 @@ class RunCare:
             self._process.enter(f"saving after step {step}")
             with activity(f"saving the checkpoint of step {step}"):
                 path = self._checkpoints.save(self._trainer.model)
+            self._add_card(path)
             self._say(f"saved    {path}")
         if settings.max_hours is not None and step < self._job.steps:
             late = time.time() - settings.started_at + seconds > settings.max_hours * 3600
@@ -79,6 +82,7 @@ class RunCare:
         if is_best and step and self._settings.save_every is not None:
             with activity("saving the best checkpoint so far"):
                 path = self._checkpoints.save_best(self._trainer.model, loss)
+            self._add_card(path)
             self._say(f"saved    {path}: the best so far")
         if self._has_not_improved():
             self._is_over = True
@@ -93,6 +97,10 @@ class RunCare:
             f"{best.since} times in a row (--patience {patience})"
         )
         return True
+
+    def _add_card(self, path: Path) -> None:
+        if self._process.is_rank0:
+            write_card(self._job, path, self._trainer.model.step_count)
 
     def _say(self, text: str) -> None:
         if self._process.is_rank0 and not self._settings.quiet:

@@ -1,8 +1,10 @@
 """The engine as the training loop drives it, and how a job opens one."""
 
 import contextlib
+import threading
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import asdict
 from typing import Any
 
@@ -10,11 +12,14 @@ import torch
 
 from cli.job.job import Job
 from cli.job.machine import loss_inputs, training_of
-from cli.options.adapters import peft_config_of, towers_of
+from cli.options.adapters import adapters_of, towers_of
 from cli.report.results import EvaluationResult, IoCounts, MemoryUse, RunTotals, StepResult
 from cli.train.evaluation import evaluate
+from cli.train.experts import choose_experts_once
 from cli.train.loop import Trainer
-from cli.train.preferences import Preferences
+from cli.train.objectives import ObjectiveLoop, Ranks, objective_of
+from cli.train.reference import ReferencePass
+from cli.train.row_table import RowTable
 from common.data import Batches
 from common.data.images.batches import ImageBatches
 from common.errors import UserError
@@ -40,23 +45,46 @@ class EngineTrainer(Trainer):
         job: the run.
         engine: the engine, open.
         is_rank0: whether this process writes the trace.
+        ranks: that share batches, of which this is one.
+        writes_files: whether this process writes files that its node needs to go on.
+        teacher: what a teacher has found, if there is one.
     """
 
-    def __init__(self, job: Job, engine: Engine, is_rank0: bool = True) -> None:
+    def __init__(
+        self,
+        job: Job,
+        engine: Engine,
+        is_rank0: bool = True,
+        ranks: Ranks | None = None,
+        writes_files: bool = True,
+        teacher: RowTable | None = None,
+    ) -> None:
         self.model = self._engine = engine
+        choose_experts_once(job, engine, self._part, is_rank0)
         self.is_resumed = job.settings.resume
         self.plan = asdict(engine.memory_plan)
         self.location = ("store", ", ".join(str(path / job.run_name) for path in job.ssd))
+        self._ranks, self._writes_files = ranks or Ranks(), writes_files
         self._job, self._writes_trace = job, is_rank0 and job.settings.trace is not None
-        self._objective = Preferences.of(job.settings) if job.settings.prefers else None
+        objective = objective_of(job.settings)
+        self._objective = None if objective is None else ObjectiveLoop(objective, engine, self._ranks, teacher)
         self._watched: dict[str, float] = {}
         if job.settings.trace is not None:
             engine.keep_trace()
         self._first_step_count = engine.step_count
         self._io_start = self._io_end = engine.io_bytes()
+        self._planned_start = engine.planned_io_bytes()
         self._evaluation_io = IoCounts()
         self._host_bytes = _SlowFigure(engine.host_memory_in_use)
         self._store_bytes = _SlowFigure(lambda: _disk_usage(job))
+
+    def prepare(self) -> None:
+        """Compute what training needs before its first step, if that is not there."""
+        job, engine = self._job, self._engine
+        if not job.settings.precomputes_reference or job.settings.reference is not None:
+            return
+        begun = engine.step_count > 0
+        ReferencePass(lambda: nullcontext(engine), self._ranks, self._writes_files, begun=begun).attach_all(job)
 
     def train_step(self, batch: dict[str, torch.Tensor], lr: float) -> StepResult:
         """Take a step; its updates and its commit may go on while the next one runs."""
@@ -67,9 +95,14 @@ class EngineTrainer(Trainer):
         if self._objective is None:
             self._engine(**batch).loss.backward()
         else:
-            loss, self._watched = self._objective.loss(self._engine, batch)
+            rows = self._job.batches.row_numbers(self._engine.step_count)
+            loss, self._watched = self._objective.loss(batch, self._job.settings.batch_size, rows)
             self._engine.backward(loss)
         return self._engine.step()
+
+    def _part(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return what this process computes of a batch: all of it."""
+        return batch
 
     def _step_result(self, report: StepReport, sent_bytes: float | None = None) -> StepResult:
         return StepResult(
@@ -82,6 +115,7 @@ class EngineTrainer(Trainer):
             aux_loss=report.aux_loss,
             sent_bytes=sent_bytes,
             busy_seconds=report.bound_seconds,
+            busy_intervals=report.busy_intervals,
         )
 
     def wait_for_writes(self) -> None:
@@ -90,10 +124,10 @@ class EngineTrainer(Trainer):
     def evaluate(self, batches: Batches) -> EvaluationResult:
         """Return the loss on held-out data; its traffic is not the steps'."""
         before = self.io_counts()
-        if self._objective is None:
+        if self._objective is None or self._objective.keeps_cross_entropy:
             result = evaluate(batches, self._job.settings.batch_size, lambda batch: self._engine.eval_loss(**batch))
         else:
-            result = self._objective.evaluate(self._engine, batches, self._job.settings.batch_size)
+            result = self._objective.evaluate(batches, self._job.settings.batch_size)
         self._evaluation_io += self.io_counts() - before
         return result
 
@@ -118,12 +152,13 @@ class EngineTrainer(Trainer):
     def totals(self) -> RunTotals:
         engine = self._engine
         (read, written), (read_before, written_before) = self._io_end, self._io_start
+        planned = (now - before for now, before in zip(engine.planned_io_bytes(), self._planned_start, strict=True))
         return RunTotals(
             parameters=engine.parameters,
             trainable_parameters=engine.trainable_parameters,
             memory=MemoryUse(engine.device_peak_bytes, engine.host_peak_bytes),
             host_baseline_bytes=engine.host_baseline_bytes,
-            io=IoCounts(read - read_before, written - written_before, *engine.planned_io_bytes()),
+            io=IoCounts(read - read_before, written - written_before, *planned),
             evaluation_io=self._evaluation_io,
             created_bytes=engine.created_bytes,
             clip_by=engine.clip_by and engine.clip_by.value,
@@ -137,7 +172,7 @@ def engine_options(job: Job) -> dict[str, Any]:
     return settings.named(names) | {
         "model": settings.model if job.checkpoint is None else job.checkpoint,
         "packed": job.batches.packed,
-        "adapters": peft_config_of(settings),
+        "adapters": adapters_of(settings),
         "images": isinstance(job.batches, ImageBatches) or isinstance(job.held_out, ImageBatches),
         "freeze_vision_tower": towers.freeze_vision_tower,
         "freeze_multi_modal_projector": towers.freeze_multi_modal_projector,
@@ -167,6 +202,7 @@ def profile_once(job: Job, ranks: Share | None = None) -> None:
         if context.profile is None:
             print("profile  measuring this machine with this model, once", flush=True)
             profile_or_measure(context)
+    device.release()
 
 
 def _disk_usage(job: Job) -> int:
@@ -176,15 +212,26 @@ def _disk_usage(job: Job) -> int:
 
 
 class _SlowFigure:
-    """A slow figure is read every other second only."""
+    """A slow figure is read every other second, and, after the first time, by a thread beside the one that asks: that
+    one launches a GPU's kernels, and the kernel takes seconds to count hundreds of GiB of pages."""
 
     def __init__(self, read: Callable[[], int]) -> None:
         self._read = read
         self._next = 0.0
-        self._value = 0
+        self._value: int | None = None
+        self._reading: threading.Thread | None = None
 
     def __call__(self) -> int:
-        if time.monotonic() >= self._next:
-            self._value = self._read()
-            self._next = time.monotonic() + _LOOK_EVERY_S
+        if self._value is None:
+            self._look()
+        elif time.monotonic() >= self._next and not (self._reading and self._reading.is_alive()):
+            self._reading = threading.Thread(target=self._look, name="slow-figure", daemon=True)
+            self._reading.start()
+        assert self._value is not None
         return self._value
+
+    def _look(self) -> None:
+        with contextlib.suppress(FileNotFoundError):  # the run ends, and its files or processes go
+            self._value = self._read()
+        self._value = self._value or 0
+        self._next = time.monotonic() + _LOOK_EVERY_S

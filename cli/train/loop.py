@@ -14,10 +14,12 @@ from cli.job.data import chat_template_named
 from cli.job.job import Job
 from cli.options.settings import RUN
 from cli.report.metrics_logger import MetricsLogger
+from cli.report.model_card import write_card
 from cli.report.results import EvaluationResult, IoCounts, MemoryUse, RunTotals, StepMetrics, StepResult
 from cli.report.summary import Measurements, Report
 from cli.train.care import RunCare
 from cli.train.interrupts import Stopped
+from cli.train.publishing import convert_to_gguf, push
 from common.activity import activity
 from common.data import Batches
 from common.errors import UserError
@@ -72,6 +74,10 @@ class Trainer(Protocol):
     @abstractmethod
     def totals(self) -> RunTotals:
         """Return what the run took as a whole, for the report of rank 0."""
+
+    def prepare(self) -> None:
+        """Compute what training needs before its first step, if that is not there."""
+        return
 
     def wait_for_writes(self) -> None:
         """Wait for what steps still write, so that no evaluation has to."""
@@ -131,10 +137,14 @@ def train(job: Job, trainer: Trainer, process: Process) -> Measurements:
     """
     if process.is_rank0 and trainer.is_resumed:
         _print_resumed(job, trainer.model.step_count, process.restarts)
-    care = RunCare(job, trainer, process)
+    process.enter("before the first step")
+    with activity("preparing the first step"):
+        trainer.prepare()
+        care = RunCare(job, trainer, process)
     measured = _take_steps(job, trainer, process, care)
     process.enter("after the last step")
-    trainer.finish()
+    with activity("writing the last step to the drives"):
+        trainer.finish()
     process.enter("after the last step")
     if not care.time_is_up:
         _export(job, trainer, process.is_rank0)
@@ -149,7 +159,8 @@ def conclude(job: Job, trainer: Trainer, process: Process, measured: Measurement
     Returns:
         The result, on rank 0.
     """
-    totals = trainer.totals()
+    with activity("adding up"):
+        totals = trainer.totals()
     if not process.is_rank0:
         return None
     report = measured.report(totals)
@@ -182,7 +193,9 @@ def _take_steps(job: Job, trainer: Trainer, process: Process, care: RunCare) -> 
             batch = job.batches.batch(step - 1)
             _check_ids(job, batch)
             lr = job.learning_rate.at(step)
-            result = trainer.train_step(batch, lr)
+            # The line of each step says when the next one is due; before the first one nothing does.
+            with activity(f"taking step {step} of {job.steps}") if step == done + 1 else contextlib.nullcontext():
+                result = trainer.train_step(batch, lr)
             if _evaluation_is_due(job, step):
                 trainer.wait_for_writes()
             seconds, io = interval.next()
@@ -275,8 +288,16 @@ def _export(job: Job, trainer: Trainer, is_rank0: bool) -> None:
         print(f"{what}{done}", flush=True)
     with activity(what):
         trainer.model.save_pretrained(job.output, merge=settings.merge, allow_nonfinite=settings.allow_nonfinite)
-    if is_rank0 and settings.chat_template is not None:
+    if not is_rank0:
+        return
+    if settings.chat_template is not None:
         (job.output / "chat_template.jinja").write_text(chat_template_named(settings.chat_template))
+    for directory in [job.output, *([job.output / MERGED] if settings.merge else [])]:
+        write_card(job, directory, trainer.model.step_count)
+    if settings.gguf is not None:
+        print(convert_to_gguf(job), flush=True)
+    if settings.push_to_hub is not None:
+        print(push(job), flush=True)
 
 
 def _print_resumed(job: Job, step_count: int, restarts: int) -> None:

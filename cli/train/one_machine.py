@@ -1,5 +1,6 @@
 """``finetune`` on one machine: from the settings to a trained model."""
 
+import contextlib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -8,11 +9,14 @@ from cli.job.job import Job
 from cli.job.prepare import prepare
 from cli.job.quiet import quiet_transformers
 from cli.options.settings import Settings
+from cli.train.consulted import Consultation
 from cli.train.engine_trainer import EngineTrainer, engine_options, profile_once
 from cli.train.interrupts import Interrupts, Stopped
 from cli.train.loop import RunResult, conclude, train
+from cli.train.objectives import Ranks
+from cli.train.row_table import RowTable
 from cli.train.same_run import check_same_run
-from cli.train.sample import continuation, print_sample
+from cli.train.sample import print_sample
 from common.activity import activity
 from common.errors import UserError
 from common.store import DirectoryLock
@@ -42,19 +46,22 @@ def finetune(settings: Settings, interrupts: Interrupts) -> RunResult:
     """
     if not settings.debug:
         quiet_transformers()
-    with activity("preparing the run"):
+    with activity("preparing the run: model, memory, data", announced=True):
         job = prepare(settings)
     if not settings.quiet:
         print(job.header(), flush=True)
     profile_once(job)
     interrupts.how_to_continue = settings.how_to_continue
     _announce_move(job)
-    with DirectoryLock([job.output]), _opened(job) as engine:
+    with DirectoryLock([job.output]), contextlib.ExitStack() as stack:
+        teacher = Consultation(job, Ranks()).run()
+        engine = stack.enter_context(_opened(job))
         try:
-            result = _train(job, engine, SingleProcess(interrupts))
+            result = _train(job, engine, SingleProcess(interrupts), teacher)
         except KeyboardInterrupt:
             step = engine.step_count + 1
-            engine.close()
+            with activity(f"stopping in step {step}: what is committed stays"):
+                engine.close()
             committed = f"step {engine.committed_step} is committed"
             raise Stopped(f"stopped in step {step}; {committed}. {settings.how_to_continue}") from None
         except UserError:
@@ -69,12 +76,13 @@ def finetune(settings: Settings, interrupts: Interrupts) -> RunResult:
     return result
 
 
-def _train(job: Job, engine: Engine, process: SingleProcess) -> RunResult:
+def _train(job: Job, engine: Engine, process: SingleProcess, teacher: RowTable | None) -> RunResult:
     check_same_run(job, engine)
-    trainer = EngineTrainer(job, engine)
+    trainer = EngineTrainer(job, engine, teacher=teacher)
     measured = train(job, trainer, process)
     if job.settings.sample is not None:
-        _print_sample(job, engine, job.settings.sample)
+        with activity("writing the sample"):
+            _print_sample(job, engine, job.settings.sample)
     result = conclude(job, trainer, process, measured)
     process.interrupts.finish()
     assert result is not None
@@ -92,7 +100,7 @@ def _announce_move(job: Job) -> None:
 def _opened(job: Job) -> Engine:
     where = ", ".join(str(path) for path in job.ssd)
     doing = f"reading what the run has in {where}" if job.settings.resume else f"writing the weights to {where}"
-    with activity(doing):
+    with activity(doing, announced=True):
         return _open_engine(job)
 
 
@@ -113,8 +121,8 @@ def _open_engine(job: Job) -> Engine:
 def _print_sample(job: Job, engine: Engine, prompt: str) -> None:
     """Print what the model makes of a prompt."""
     settings = job.settings
-    pieces = continuation(
-        engine.next_logits,
+    print_sample(
+        engine,
         tokenizer_of(settings, job.checkpoint, "--sample"),
         prompt,
         tokens=settings.sample_tokens,
@@ -123,4 +131,3 @@ def _print_sample(job: Job, engine: Engine, prompt: str) -> None:
         seed=settings.seed,
         as_chat=settings.sample_chat,
     )
-    print_sample(pieces, prompt)

@@ -17,6 +17,8 @@ def all_gather_object(value: Any, group: dist.ProcessGroup | None = None) -> lis
         value: anything that JSON can carry; tuples arrive as lists, floats exactly, NaN and infinities too.
         group: the ranks that take part; None: all.
     """
+    if dist.get_world_size(group) == 1:
+        return [json.loads(json.dumps(value))]
     device = _device(group)
     text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
     lengths = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size(group))]

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from common.data.hub_files import hub_files, is_data_set_name
 from common.errors import UserError, did_you_mean
 
 READERS = {
@@ -48,7 +49,8 @@ class DataRecord(NamedTuple):
 
 
 def find_files(names: tuple[str, ...]) -> list[Path]:
-    """Return the data files behind ``names``: each a file, or a directory searched recursively in sorted order.
+    """Return the data files behind ``names``: each a file, a directory searched recursively in sorted order, or a
+    hub's data set (:mod:`common.data.hub_files`).
 
     In a directory, hidden entries and files that are not data (by extension) are passed over.
 
@@ -60,6 +62,8 @@ def find_files(names: tuple[str, ...]) -> list[Path]:
         path = Path(name).expanduser().absolute()
         if path.is_dir():
             found += _saved_dataset(path) or _files_below(path)
+        elif not path.parent.is_dir() and extension_of(path) not in READERS and is_data_set_name(name):
+            found += hub_files(name)
         elif not path.exists():
             siblings = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
             raise UserError(f"There is no data file {name!r}.{did_you_mean(path.name, siblings)}")

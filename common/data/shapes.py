@@ -40,10 +40,6 @@ _ROLE_SYNONYMS = {
 
 KNOWN_SHAPES = "text | messages or conversations | prompt, completion | instruction, output (and optionally input)"
 
-KNOWN_PAIRS = "prompt, chosen, rejected | instruction, chosen, rejected (and optionally input) | chosen, rejected"
-
-KNOWN_PAIRS = "prompt, chosen, rejected | instruction, chosen, rejected (and optionally input) | chosen, rejected"
-
 
 @dataclass(frozen=True)
 class PlainText:
@@ -113,7 +109,7 @@ def examples_of_records(records: Iterable[DataRecord], file: str) -> Iterator[Ex
     for values, place in records:
         where = f"{file}, {place}"
         given = [column for column, value in values.items() if value is not None]
-        shape = _shape_of(given) or _shape_of(list(values))
+        shape = shape_of(given) or shape_of(list(values))
         if shape is None:
             raise UserError(
                 f"{where} has the columns {', '.join(values)}; none of the known record shapes: {KNOWN_SHAPES}. "
@@ -122,66 +118,21 @@ def examples_of_records(records: Iterable[DataRecord], file: str) -> Iterator[Ex
         yield from shape(values, where)
 
 
-def pairs_of_records(records: Iterable[DataRecord], file: str) -> Iterator[tuple[Example, Example]]:
-    """Return the preferred and the rejected answer of each record of a file, each with its prompt.
-
-    Both are what ``prompt`` and ``completion`` would be: texts, or conversations. Without a prompt, ``chosen`` and
-    ``rejected`` are whole conversations (or texts), and what both begin with is the prompt. Alpaca's ``instruction``
-    and ``input`` are a prompt, too.
-
-    Raises:
-        UserError: a record has no such columns, or values that do not fit.
-    """
-    for values, place in records:
-        where = f"{file}, {place}"
-        if not {"chosen", "rejected"} <= set(values):
-            raise UserError(
-                f"{where} has the columns {', '.join(values)}; a pair has chosen and rejected, and a prompt: "
-                f"{KNOWN_PAIRS}."
-            )
-        prompt, chosen, rejected = _prompted(values, where)
-        rest = {name: value for name, value in values.items() if name not in ("chosen", "rejected", "messages")}
-        made = [
-            list(_prompt_completion({**rest, "prompt": prompt, "completion": answer}, where))
-            for answer in (chosen, rejected)
-        ]
-        if all(made):
-            yield made[0][0], made[1][0]
-
-
-def _prompted(values: dict[str, Any], where: str) -> tuple[Any, Any, Any]:
-    """Return prompt, preferred and rejected answer of a record."""
-    chosen, rejected = values["chosen"], values["rejected"]
-    if values.get("prompt") is not None:
-        return values["prompt"], chosen, rejected
-    if values.get("instruction") is not None:
-        fields = {name: _string(values, name, where) for name in ("instruction", "input")}
-        template = ALPACA_PROMPT_WITH_INPUT if fields["input"].strip() else ALPACA_PROMPT
-        return template.format(**fields), chosen, rejected
-    if type(chosen) is not type(rejected) or not isinstance(chosen, str | list):
-        raise UserError(f"{where}: chosen and rejected must both be texts, or both be lists of messages.")
-    alike = 0
-    while alike < min(len(chosen), len(rejected)) and chosen[alike] == rejected[alike]:
-        alike += 1
-    if isinstance(chosen, str) and alike:  # not within a word
-        alike = max(chosen.rfind(" ", 0, alike), chosen.rfind("\n", 0, alike)) + 1
-    return chosen[:alike], chosen[alike:], rejected[alike:]
-
-
-def _shape_of(columns: list[str]) -> Callable[[dict[str, Any], str], Iterator[Example]] | None:
+def shape_of(columns: list[str]) -> Callable[[dict[str, Any], str], Iterator[Example]] | None:
+    """Return the function that makes examples of a record with these columns and its place; None: no known shape."""
     if "messages" in columns:
         return _messages
     if "conversations" in columns:
         return _conversations
     if {"prompt", "completion"} <= set(columns):
-        return _prompt_completion
+        return prompt_completion
     if {"instruction", "output"} <= set(columns):
         return _alpaca
     return _text if "text" in columns else None
 
 
 def _text(record: dict[str, Any], where: str) -> Iterator[Example]:
-    text = _string(record, "text", where)
+    text = string_of(record, "text", where)
     if not text.strip():
         return
     start = 0
@@ -208,12 +159,13 @@ def _messages(record: dict[str, Any], where: str) -> Iterator[Example]:
         yield Chat(messages, None, where, _template_options(record, where), frozenset(untrained))
 
 
-def _prompt_completion(record: dict[str, Any], where: str) -> Iterator[Example]:
+def prompt_completion(record: dict[str, Any], where: str) -> Iterator[Example]:
+    """Yield the example of a record with ``prompt`` and ``completion``, if it has a completion."""
     prompt, completion = record["prompt"], record["completion"]
     if not isinstance(prompt, list) and not isinstance(completion, list):
-        text = _string(record, "completion", where)
+        text = string_of(record, "completion", where)
         if text:
-            yield PlainText(_string(record, "prompt", where), text, where=where)
+            yield PlainText(string_of(record, "prompt", where), text, where=where)
         return
     asked, _ = _conversation(prompt, "prompt", where, role="user")
     answer, untrained = _conversation(completion, "completion", where, role="assistant", trains=ROLES)
@@ -223,13 +175,18 @@ def _prompt_completion(record: dict[str, Any], where: str) -> Iterator[Example]:
 
 
 def _alpaca(record: dict[str, Any], where: str) -> Iterator[Example]:
-    fields = {name: _string(record, name, where) for name in ("instruction", "input", "output")}
+    fields = {name: string_of(record, name, where) for name in ("instruction", "input", "output")}
     template = ALPACA_PROMPT_WITH_INPUT if fields["input"].strip() else ALPACA_PROMPT
     if fields["output"]:
         yield PlainText(template.format(**fields), fields["output"], where=where)
 
 
-def _string(record: dict[str, Any], column: str, where: str) -> str:
+def string_of(record: dict[str, Any], column: str, where: str) -> str:
+    """Return a record's value as text; none at all is empty.
+
+    Raises:
+        UserError: it is a list or a table.
+    """
     value = record.get(column)
     if value is None:
         return ""

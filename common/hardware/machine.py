@@ -4,6 +4,7 @@ import math
 import os
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -62,7 +63,7 @@ class Gpu:
     name: str
     """Name, as the driver reports it: ``NVIDIA GeForce RTX 4090``."""
     memory_bytes: int
-    """Bytes of all its memory, used or not."""
+    """Bytes of all its memory, used or not; 0 where the driver does not tell this user."""
     pci_bus_id: str
     """Address in /sys/bus/pci/devices: ``0000:65:00.0``. Empty where the driver does not tell."""
     numa_node: int | None
@@ -116,6 +117,44 @@ def _over_nvlink(handle: Any, other: Any) -> bool:
 
 
 def _visible_handles() -> Iterator[Any]:
+    """Yield the management library's handles of what CUDA sees, in its order.
+
+    In the place of a GPU in MIG mode CUDA sees its first slice; without slices it sees nothing there.
+    """
+    for handle in _listed_handles():
+        try:
+            slices = list(_slices(handle))
+        except _NotInMigMode:
+            yield handle
+        else:
+            yield from slices[:1]
+
+
+class _NotInMigMode(Exception):
+    """A GPU, or a slice of one, that is not divided into slices."""
+
+
+def _slices(handle: Any) -> Iterator[Any]:
+    """Yield the slices of a GPU.
+
+    Raises:
+        _NotInMigMode: it is not divided.
+    """
+    import pynvml
+
+    try:
+        mode, _ = pynvml.nvmlDeviceGetMigMode(handle)
+        if mode != pynvml.NVML_DEVICE_MIG_ENABLE:
+            raise _NotInMigMode
+        count = pynvml.nvmlDeviceGetMaxMigDeviceCount(handle)
+    except pynvml.NVMLError:  # GPUs without such a mode, and slices themselves
+        raise _NotInMigMode from None
+    for index in range(count):
+        with suppress(pynvml.NVMLError):  # not every place is taken
+            yield pynvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, index)
+
+
+def _listed_handles() -> Iterator[Any]:
     """Yield the management library's handles, in CUDA_VISIBLE_DEVICES' order, up to the first bad entry, like CUDA."""
     import pynvml
 
@@ -156,10 +195,19 @@ def _describe(index: int, handle: Any) -> Gpu:
         index=index,
         uuid=_text(pynvml.nvmlDeviceGetUUID(handle)),
         name=_text(pynvml.nvmlDeviceGetName(handle)),
-        memory_bytes=int(pynvml.nvmlDeviceGetMemoryInfo(handle).total),
+        memory_bytes=_memory_bytes(handle),
         pci_bus_id=bus_id,
         numa_node=node if node >= 0 else None,
     )
+
+
+def _memory_bytes(handle: Any) -> int:
+    import pynvml
+
+    try:
+        return int(pynvml.nvmlDeviceGetMemoryInfo(handle).total)
+    except pynvml.NVMLError:  # a divided GPU's is its administrator's to know
+        return 0
 
 
 def _text(value: str | bytes) -> str:
@@ -224,6 +272,8 @@ def torch_index(gpu: Gpu) -> int:
 
     seen = {str(torch.cuda.get_device_properties(i).uuid): i for i in range(torch.cuda.device_count())}
     number = seen.get(gpu.uuid.partition("-")[2])
+    if number is None and gpu.uuid.startswith("MIG-") and len(seen) == 1:
+        return 0  # a process sees one slice, which some versions of CUDA call by the whole GPU's UUID
     if number is None:
         raise UserError(
             f"PyTorch does not see {gpu.name} ({gpu.uuid}), it sees {len(seen)} other GPUs. If CUDA_VISIBLE_DEVICES "

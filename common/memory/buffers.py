@@ -8,6 +8,7 @@ import contextlib
 import ctypes
 import mmap
 import os
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 import torch
@@ -22,7 +23,8 @@ _MADV_COLLAPSE = 25
 """Advice since Linux 6.1: make huge pages now, of shared memory too, whatever the system's default is."""
 _ALLOCATE_PIECE_BYTES = 16 << 20
 _REGISTER_PIECE_BYTES = 64 << 30
-"""Some drivers refuse one registration of 512 GiB or more; pieces of this size always work."""
+"""Some drivers refuse one registration of 512 GiB or more; pieces of this size always work. Only one buffer that is
+larger by itself is registered as a larger one."""
 
 
 def round_up(value: int, unit: int) -> int:
@@ -94,32 +96,53 @@ class HostBuffer:
         """Return the bytes from ``offset``, ``uint8 [nbytes]``, for the store."""
         return self.array[offset : offset + nbytes]
 
-    def page_lock(self) -> None:
+    def page_lock(self, starts: Iterable[int] = ()) -> None:
         """Register the mapping with CUDA, so that copies to and from the device are asynchronous.
 
         PyTorch's own pinned allocator rounds up to a power of two; this takes exactly what is mapped. Only the process
         that drives the device registers. Not run on a GPU yet.
 
+        Args:
+            starts: bytes at which the buffers begin that copies are made from and to. CUDA refuses a copy across two
+                registrations ("invalid argument"), so these end where a buffer ends.
+
         Raises:
-            FinetuneError: CUDA refused.
+            FinetuneError: CUDA refused; then nothing is registered.
         """
         runtime = torch.cuda.cudart()
         base = self.array.ctypes.data
-        for offset in range(0, self.nbytes, _REGISTER_PIECE_BYTES):
-            piece = min(_REGISTER_PIECE_BYTES, self.nbytes - offset)
-            error = int(runtime.cudaHostRegister(base + offset, piece, 1))  # 1: portable
+        for start, end in self._registrations(starts):
+            error = int(runtime.cudaHostRegister(base + start, end - start, 1))  # 1: portable
             if error:
+                self._unlock()
                 raise FinetuneError(
-                    f"CUDA could not page-lock {format_bytes(piece)} of host memory (cudaError {error}). "
-                    "Lower --host-memory."
+                    f"CUDA could not page-lock {format_bytes(end - start)} of host memory (cudaError {error}), after "
+                    f"{format_bytes(start)} of the same buffers. Lower --host-memory."
                 )
-            self._locked.append(base + offset)
+            self._locked.append(base + start)
 
-    def close(self) -> None:
-        """Unregister the mapping and drop it. The pages are freed when the last tensor over them is dropped."""
+    def _registrations(self, starts: Iterable[int]) -> Iterator[tuple[int, int]]:
+        """Yield the ranges of bytes that are registered one by one: as many whole buffers as a piece may have.
+
+        No page is in two of them: registering one again is an error.
+        """
+        borders = sorted({start for start in starts if start % PAGE == 0 and 0 < start < self.nbytes} | {self.nbytes})
+        begin = end = 0
+        for border in borders:
+            if border - begin > _REGISTER_PIECE_BYTES and end > begin:
+                yield begin, end
+                begin = end
+            end = border
+        yield begin, end
+
+    def _unlock(self) -> None:
         for address in self._locked:
             torch.cuda.cudart().cudaHostUnregister(address)
         self._locked.clear()
+
+    def close(self) -> None:
+        """Unregister the mapping and drop it. The pages are freed when the last tensor over them is dropped."""
+        self._unlock()
         if self.fd is not None:
             os.close(self.fd)
             self.fd = None

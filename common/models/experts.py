@@ -5,8 +5,7 @@ alone is as good as training all. An expert's relevance is its share of the toke
 token of the data weighs the same, where the paper takes means over samples first.
 """
 
-import heapq
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -47,6 +46,17 @@ class ExpertUsage:
 
     layers: dict[str, LayerUsage]
 
+    def to_dict(self) -> dict[str, Any]:
+        """Return this for JSON."""
+        return asdict(self)
+
+    @staticmethod
+    def from_dict(content: Mapping[str, Any]) -> "ExpertUsage":
+        """Return the usage that :meth:`to_dict` has told of, after JSON."""
+        return ExpertUsage(
+            {name: LayerUsage(tuple(one["tokens"]), tuple(one["gates"])) for name, one in content["layers"].items()}
+        )
+
     @staticmethod
     def combined(several: Sequence["ExpertUsage"]) -> "ExpertUsage":
         """Return the usage by the tokens of all of these together."""
@@ -67,53 +77,44 @@ class ExpertChoice:
 
     score: str
     """Kind of relevance by which they were chosen, one of :data:`SCORES`."""
-    fraction: float
-    """Part of all experts that may be trained."""
     experts: dict[str, tuple[int, ...]]
     """Numbers of the chosen experts, ascending, by the name of their module."""
     usage: ExpertUsage
     """What they were chosen by."""
+
+    def part(self, name: str) -> float:
+        """Return the part of the relevance that the chosen experts of a module have."""
+        relevance = self.usage.layers[name].relevance(self.score)
+        return sum(relevance[expert] for expert in self.experts[name])
 
     def to_dict(self) -> dict[str, Any]:
         """Return this for JSON."""
         return asdict(self)
 
 
-def choose_experts(usage: ExpertUsage, fraction: float, score: str = "gates") -> ExpertChoice:
-    """Choose the most relevant experts of every layer, at least one each.
+def most_relevant(usage: ExpertUsage, counts: Mapping[str, int], score: str = "gates") -> ExpertChoice:
+    """Choose the most relevant experts of every layer.
 
-    As in the paper, layers have as many chosen experts as it takes for these to have a part p of the relevance in each
-    layer. Here p is not given, but the largest for which ``fraction`` of all experts are enough.
+    In the paper, a layer has as many as it takes for a given part of its relevance. Here their number is given, so that
+    memory and traffic are known before the data are.
 
     Args:
         usage: of the experts by the data that they are to be trained on.
-        fraction: part of all experts that may be chosen, more than 0 and at most 1.
+        counts: number of experts to choose, by the name of their module.
         score: kind of relevance, one of :data:`SCORES`.
 
     Raises:
-        UserError: ``fraction`` or ``score`` is out of range.
+        UserError: there is no such ``score``.
     """
-    if not 0 < fraction <= 1:
-        raise UserError(f"The part of the experts to train must be more than 0 and at most 1, not {fraction:g}.")
     if score not in SCORES:
         raise UserError(f"Experts are chosen by {' or '.join(SCORES)}, not by {score!r}.")
-    relevance = {name: layer.relevance(score) for name, layer in usage.layers.items()}
-    # Stable: of equally relevant experts the first.
-    order = {
-        name: sorted(range(len(values)), key=values.__getitem__, reverse=True) for name, values in relevance.items()
-    }
-    chosen = {name: [best[0]] for name, best in order.items()}
-    budget = int(fraction * sum(map(len, order.values())))
-    # Always where the chosen ones have least: so the least part that any layer's have becomes as large as it can.
-    least = [(relevance[name][best[0]], position, name) for position, (name, best) in enumerate(order.items())]
-    heapq.heapify(least)
-    while least and sum(map(len, chosen.values())) < budget:
-        part, position, name = heapq.heappop(least)
-        if len(chosen[name]) < len(order[name]):
-            following = order[name][len(chosen[name])]
-            chosen[name].append(following)
-            heapq.heappush(least, (part + relevance[name][following], position, name))
-    return ExpertChoice(score, fraction, {name: tuple(sorted(best)) for name, best in chosen.items()}, usage)
+    chosen = {}
+    for name, count in counts.items():
+        relevance = usage.layers[name].relevance(score)
+        # Stable: of equally relevant experts the first.
+        best = sorted(range(len(relevance)), key=relevance.__getitem__, reverse=True)
+        chosen[name] = tuple(sorted(best[:count]))
+    return ExpertChoice(score, chosen, usage)
 
 
 class UsageRecorder:
@@ -127,13 +128,14 @@ class UsageRecorder:
     """
 
     def __init__(self, model: nn.Module):
-        self._modules = {name: module for name, module in model.named_modules() if _holds_experts(module)}
+        found = expert_modules(model)
+        self._modules = {name: module for name, (module, _) in found.items()}
         if not self._modules:
             raise UserError(
                 f"{type(model).__name__} has no experts that are fused into parameters, so what its routers choose "
                 "cannot be seen: there is nothing to choose experts by."
             )
-        self._sums = {name: torch.zeros(2, _experts(one), dtype=torch.float64) for name, one in self._modules.items()}
+        self._sums = {name: torch.zeros(2, count, dtype=torch.float64) for name, (_, count) in found.items()}
         self._mask: torch.Tensor | None = None
         self._seen: dict[str, int] = {}
 
@@ -185,11 +187,12 @@ class UsageRecorder:
         weighted.index_add_(0, chosen[there], gates[there])
 
 
-def _holds_experts(module: nn.Module) -> bool:
-    count = getattr(module, "num_experts", None)
-    own = list(module.parameters(recurse=False))
-    return isinstance(count, int) and any(one.dim() == 3 and one.shape[0] == count for one in own)
-
-
-def _experts(module: nn.Module) -> int:
-    return int(module.num_experts)  # type: ignore[arg-type]
+def expert_modules(model: nn.Module) -> dict[str, tuple[nn.Module, int]]:
+    """Return the modules whose parameters hold a mixture's experts along their first dimension, and the number of
+    experts, by their names."""
+    return {
+        name: (module, experts)
+        for name, module in model.named_modules()
+        if isinstance(experts := getattr(module, "num_experts", None), int)
+        and any(one.dim() == 3 and one.shape[0] == experts for one in module.parameters(recurse=False))
+    }

@@ -17,6 +17,8 @@ import re
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from common.models.chosen_experts import chosen_rows
+from common.models.layer_configs import layer_configs
 from common.models.meta_model import build_meta_model
 from common.models.structure import find_blocks
 from common.models.vision.towers import tower_parameters
@@ -48,6 +50,8 @@ def active_parameters(model: PreTrainedModel, part: nn.Module, trained: bool = F
     """
     shares = {id(model.get_parameter(name)): share for name, share in visited_shares(model).items()}
     shares |= {id(model.get_parameter(name)): 0.0 for name in tower_parameters(model)}
+    if not trained:  # rows of chosen experts take the places of frozen ones, which count
+        shares |= {id(rows): 0.0 for rows in chosen_rows(model)}
     return sum(
         parameter.numel() * shares.get(id(parameter), 1.0)
         for parameter in part.parameters()
@@ -88,8 +92,7 @@ def visited_shares(model: PreTrainedModel) -> dict[str, float]:
 def _attention_forward(model: PreTrainedModel, seq_len: int) -> float:
     """Count scores and weighted values: 2 products of 2 FLOPs x width x seq_len per token and layer with attention."""
     config = model.config.get_text_config()
-    # Where layers differ, transformers has a configuration for each.
-    layers = getattr(config, "per_layer_config", None) or [config] * config.num_hidden_layers
+    layers = layer_configs(config)
     kinds = getattr(config, "layer_types", None) or ["full_attention"] * len(layers)
     attending = (layer for layer, kind in zip(layers, kinds, strict=False) if kind not in _WITHOUT_SCORES)
     return 4.0 * seq_len * sum(_attention_width(layer) for layer in attending)

@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from common.errors import UserError, did_you_mean
 from common.files.presets import preset_files
+from common.hub import is_hub_name, may_download
 from common.models.checkpoint.compressed import accept_config
 from common.models.task_type import model_class, refusal
 
@@ -53,7 +53,7 @@ def load_config(model: str | os.PathLike[str] | PreTrainedConfig) -> tuple[PreTr
         return AutoConfig.for_model(**fields), None
     if directory.is_dir():
         raise UserError(_not_a_checkpoint(directory))
-    if _is_hub_name(name):
+    if is_hub_name(name):
         snapshot = hub_snapshot(name)
         return load_config(snapshot)[0], snapshot
     raise UserError(_not_found(name, directory, list(presets)))
@@ -62,7 +62,8 @@ def load_config(model: str | os.PathLike[str] | PreTrainedConfig) -> tuple[PreTr
 def hub_snapshot(name: str) -> Path:
     """Return the snapshot of a hub's model in the local cache of huggingface_hub, downloaded if that is allowed.
 
-    It is where ``HF_HUB_OFFLINE`` is off, which the command sets unless ``--download`` is given.
+    It is unless ``HF_HUB_OFFLINE`` or :data:`common.hub.NO_DOWNLOAD` is set, as the command does without
+    ``--download``.
 
     Raises:
         UserError: it is not there, and cannot be fetched or may not.
@@ -74,7 +75,7 @@ def hub_snapshot(name: str) -> Path:
         return Path(huggingface_hub.snapshot_download(name, local_files_only=True))
     except (OSError, ValueError):  # not in the cache, or only a part of it
         pass
-    if constants.HF_HUB_OFFLINE:
+    if not may_download():
         raise UserError(
             f"{name!r} is neither a directory nor in the local cache of huggingface_hub ({constants.HF_HUB_CACHE}). "
             f"Fetch it with `hf download {name}`, or add --download."
@@ -83,10 +84,6 @@ def hub_snapshot(name: str) -> Path:
         return Path(huggingface_hub.snapshot_download(name, allow_patterns=_WANTED_FILES))
     except Exception as error:  # the network's, the hub's and the disk's errors
         raise UserError(f"{name!r} cannot be downloaded: {type(error).__name__}: {error}") from error
-
-
-def _is_hub_name(name: str) -> bool:
-    return re.fullmatch(r"[\w.-]+/[\w.-]+", name) is not None and not name.startswith((".", "~"))
 
 
 def _read_directory(directory: Path) -> PreTrainedConfig:
@@ -121,7 +118,10 @@ def _refuse_unsupported(config: PreTrainedConfig, name: str) -> None:
 
 def _not_a_checkpoint(directory: Path) -> str:
     if (directory / "adapter_config.json").is_file():
-        return f"{directory} holds a PEFT adapter, not a model: merge it into its base model first, or give the base."
+        return (
+            f"{directory} holds a PEFT adapter, not a model: give the model that it was made for, and --adapter "
+            f"{directory} to train it further."
+        )
     inside = sorted(entry.parent for entry in directory.glob("*/config.json"))
     hint = f" There is one in {inside[0]}." if inside else ""
     return f"{directory} has no config.json, so it is not a Hugging Face checkpoint.{hint}"

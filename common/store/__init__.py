@@ -5,7 +5,7 @@ from common.store.directories import remove
 from common.store.errors import StoreError
 from common.store.layout import ALIGNMENT, Extent, Layout
 from common.store.lock import DirectoryLock
-from common.store.manifest import commit_manifest, load_manifest
+from common.store.manifest import commit_manifest, first_manifest, load_manifest
 from common.store.store import Store
 
 __all__ = [
@@ -17,6 +17,7 @@ __all__ = [
     "Store",
     "StoreError",
     "commit_manifest",
+    "first_manifest",
     "load_manifest",
     "remove",
 ]

@@ -4,9 +4,11 @@ The caller first finishes every write of the step and syncs every file (``Store.
 ``commit_manifest`` is then the instant at which the step exists.
 """
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from common.errors import FinetuneError
 from common.store.sealed import read_sealed, write_sealed
 
 MANIFEST_FILE = "manifest.json"
@@ -28,3 +30,15 @@ def load_manifest(directory: Path) -> dict[str, Any] | None:
         StoreError: the manifest is damaged.
     """
     return read_sealed(Path(directory) / MANIFEST_FILE)
+
+
+def first_manifest(directories: Iterable[Path]) -> dict[str, Any]:
+    """Return the content of the first manifest in ``directories`` that can be read; empty if there is none."""
+    for directory in directories:
+        try:
+            content = load_manifest(directory)
+        except (FinetuneError, OSError):
+            continue
+        if content is not None:
+            return content
+    return {}

@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -19,6 +19,9 @@ from common.store.backends.transfers import Transfer
 from common.store.checksums import ExtentChecksums
 from common.store.errors import StoreError, described
 from common.store.layout import ALIGNMENT, Extent, Layout, pieces, whole_pages
+
+if TYPE_CHECKING:
+    import torch
 
 Io = Literal["auto", "kvikio", "posix"]
 
@@ -155,7 +158,7 @@ class Store:
                 address; or a contiguous CUDA tensor, if ``device_reads``.
             offset: any, but a multiple of 4096 for device memory.
             nbytes: to the end of the extent if not given.
-            sums: checksums to which the bytes are added: whole pages, in host memory.
+            sums: checksums to which the bytes are added: whole pages. From device memory a stripe at a time is copied.
 
         Raises:
             ValueError, TypeError: the range or the buffer cannot be right. What the drive refuses is in the future.
@@ -310,7 +313,7 @@ def _move_and_add(
     sums: ExtentChecksums, directory: int, work: Callable[[int, Any], None], offset: int, part: Any
 ) -> None:
     work(offset, part)
-    sums.add(directory, offset, part)
+    sums.add(directory, offset, part if isinstance(part, np.ndarray) else part.cpu().numpy())
 
 
 def _sync_all(files: Iterable[PosixFile]) -> None:
@@ -323,6 +326,31 @@ def _join_clock(directory: Path) -> DriveClock:
         return DriveClock(directory)
 
 
+def way_to_device(
+    directories: Sequence[Path], io: str, device: "torch.device", threads: int = 4
+) -> Literal["kvikio", "posix"]:
+    """Return how a store's bytes are to come into a device's memory: with kvikio, past the host's, or through that.
+
+    Args:
+        directories: one on each drive; ``"auto"`` measures on the first.
+        io: what is asked for.
+        device: whose memory it is.
+        threads: I/O threads per directory.
+
+    Raises:
+        UserError: kvikio is asked for and cannot be used here.
+    """
+    _check_io(io)
+    if device.type == "cuda":
+        import torch
+
+        with torch.cuda.device(device):
+            return "kvikio" if _device_directions(list(directories), io, threads)[0] else "posix"
+    if io == "kvikio":
+        raise UserError(f"--io kvikio reads into the memory of a GPU, and this run computes on {device}: leave it out.")
+    return "posix"
+
+
 def _check_io(io: str) -> None:
     """Refuse a way that cannot work, before anything is written."""
     choices = ("auto", "kvikio", "posix")
@@ -332,7 +360,7 @@ def _check_io(io: str) -> None:
         kvikio_backend.require()
 
 
-def _device_directions(directories: list[Path], io: Io, threads: int) -> tuple[bool, bool]:
+def _device_directions(directories: list[Path], io: str, threads: int) -> tuple[bool, bool]:
     """Return whether kvikio is to read, and to write, device memory. ``auto`` measures, and so initialises CUDA."""
     if io == "posix" or (io == "auto" and kvikio_backend.why_unavailable()):
         return False, False

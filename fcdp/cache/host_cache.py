@@ -13,11 +13,12 @@ on which the next one is allocated has been told to wait for the copy.
 """
 
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import torch
 
+from common.memory import numa
 from common.memory.buffers import PAGE, HostBuffer, round_up
-from fcdp.cache import numa
 from fcdp.cache.placement import DevicePlacement
 from fcdp.traffic import Traffic
 
@@ -59,10 +60,11 @@ class HostCache:
         self._free = 0
         self._buffer: HostBuffer | None = None
         if sizes:
+            ends = list(accumulate(round_up(size, PAGE) for size in sizes))
             with numa.prefer(numa.node_of(device)):
-                self._buffer = HostBuffer(sum(round_up(size, PAGE) for size in sizes)).touch()
+                self._buffer = HostBuffer(ends[-1]).touch()
             if device.type == "cuda":
-                self._buffer.page_lock()
+                self._buffer.page_lock(ends)
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         """Return the next ``uint8 [nbytes]``, which begins on a page of its own."""

@@ -20,15 +20,18 @@ returns, and the rest is done when FSDP2 waits for the group.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import cast
 
 import torch
 import torch.distributed as dist
 
 from common.communication.point_to_point import Wait
 from common.quantisation import Bits, dequantise, quantise, quantised_nbytes
+from fcdp import fsdp2
 from fcdp.cache.host_cache import CacheEntry, CopyStreams
 from fcdp.cache.staleness import StalenessCheck
-from fcdp.comms.rank_level import CommLevel, nothing
+from fcdp.comms.rank_level import CommLevel, all_gather, nothing
+from fcdp.comms.side_stream import SideStream
 from fcdp.grouping import ParameterGroup
 from fcdp.traffic import Traffic
 
@@ -97,7 +100,7 @@ class StagedAllGather:
 
     Args:
         group: its ``dirty`` mark decides whether what is cached may be used.
-        rank: this rank's place in the block of ranks over which FSDP2 shards.
+        place: this rank's place in the block of ranks over which FSDP2 shards, and their number.
         cached: this rank's cached shard of P; None: it has none, or no room for it.
         secondary: this rank's shard in the secondary partition; None: there is none.
         streams: copy streams; None on the CPU.
@@ -108,7 +111,7 @@ class StagedAllGather:
     def __init__(
         self,
         group: ParameterGroup,
-        rank: int,
+        place: tuple[int, int],
         levels: GatherLevels,
         cached: CachedShard | None,
         secondary: CachedShard | None,
@@ -119,7 +122,7 @@ class StagedAllGather:
         self.group = group
         self.cached = cached
         self.secondary = secondary
-        self._rank = rank
+        self._rank, self._ranks = place
         self._levels = levels
         self._streams = streams
         self._staleness = staleness
@@ -142,6 +145,18 @@ class StagedAllGather:
         async_op: bool = False,
     ) -> dist.Work | None:
         """Fill ``output_tensor`` ``[ranks * c]``, whose part ``input_tensor`` ``[c]`` this rank has."""
+        if group.size() != self._ranks:  # FSDP2's own shards after the forward pass: reshard_after_forward=<number>
+            return cast("dist.Work | None", all_gather(output_tensor, input_tensor, group, async_op=async_op))
+        if async_op and self._streams is not None:
+            # On the stream of the computation, as FSDP2 asks for it here, nothing would overlap with that.
+            side = SideStream().start(output_tensor)
+            with side:
+                self._gather(output_tensor, input_tensor)
+            return PendingGather(side.join)
+        return self._gather(output_tensor, input_tensor)
+
+    def _gather(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor) -> dist.Work | None:
+        self.group.notice(fsdp2.versions(self.group))
         cells = output_tensor.view(-1, input_tensor.numel())
         cached = self.cached if self.cached is not None and self.cached.fits(cells) else None
         secondary = self.secondary if self.secondary is not None and self.secondary.fits(cells) else None

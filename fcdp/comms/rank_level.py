@@ -4,7 +4,7 @@ Data is seen as *rows* ``[R, K, c]``: K cells of c elements for the K ranks of t
 strided, cells are contiguous. So neither collective needs a copy to bring ranks of one node, or of one place in every
 node, next to each other in memory:
 
-* NCCL: one collective per contiguous row, in place; grouped point-to-point where a row is strided.
+* NCCL: one collective per contiguous row, in place; where rows are strided one for all, by way of memory of its own.
 * gloo: point-to-point on every cell. This sends what theory says, which gloo's own reduce-scatter does not (that one is
   an all-reduce: twice the bytes), needs no flattened copies, and is under way while the caller computes.
 * gloo with CUDA tensors: by way of host memory. For tests of stream order, not for speed.
@@ -77,11 +77,16 @@ class RankLevel:
         self._count(rows)
         if uses_gloo(self._group, rows.device):
             return self._gather_point_to_point(rows) if rows.device.type == "cpu" else self._gather_staged(rows)
-        for row in rows:
-            if row.is_contiguous():
+        if rows[0].is_contiguous():
+            for row in rows:
                 all_gather(row.view(-1), row[self.index], self._group)
-            else:
-                self._gather_point_to_point(row.unsqueeze(0))()
+        else:
+            # One collective on memory of its own, of the size of these rows, and a copy: messages cell by cell would
+            # be as many times a message's latency.
+            own = rows[:, self.index].contiguous()
+            gathered = own.new_empty((self.size, *own.shape))
+            all_gather(gathered.view(-1), own.view(-1), self._group)
+            rows.copy_(gathered.transpose(0, 1))
         return nothing
 
     def reduce_scatter(self, rows: torch.Tensor, output: torch.Tensor) -> None:

@@ -9,7 +9,7 @@ earlier they exchange, while there is most to reduce:
 3. *replicate*: the same cells of OS's replicas are added, by a reduction along the axes between them and a gather back.
 
 So with several micro-batches what is beyond G's scope is crossed once per step (PaRO 3.3). Sums take G's share of the
-group's gradients in reduce precision, on the device, until the last micro-batch. Along an axis ranks are added in their
+group's gradients in fp32, on the device, until the last micro-batch. Along an axis ranks are added in their
 order, so a sum depends neither on its place in memory nor on timing: ((g00 + g01) + ..) + ((g10 + g11) + ..) + .. for g
 of (node, place); only flat rings have orders of their own.
 
@@ -26,7 +26,9 @@ import torch
 import torch.distributed as dist
 
 from common.errors import FinetuneError
+from fcdp import fsdp2
 from fcdp.comms.rank_level import CommLevel
+from fcdp.grouping import ParameterGroup
 
 
 @dataclass
@@ -55,19 +57,18 @@ class StagedReduction:
     """FSDP2's reduce-scatter for one parameter group, and all that follows until the gradient is final.
 
     Args:
-        name: the group's name, for messages.
         replica: this rank's number among those that hold the same shard.
         micro_batches: says which backward pass is the last.
     """
 
-    def __init__(self, name: str, levels: ReduceLevels, replica: int, micro_batches: MicroBatches):
-        self._name = name
+    def __init__(self, group: ParameterGroup, levels: ReduceLevels, replica: int, micro_batches: MicroBatches):
+        self._group = group
         self._levels = levels
         self._replica = replica
         self._micro_batches = micro_batches
         self.partial: torch.Tensor | None = None
-        """Gradients ``[cells, c]`` summed inside G's scope over micro-batches, and not yet beyond it; None: there are
-        none."""
+        """Gradients ``[cells, c]`` in fp32, summed inside G's scope over micro-batches, and not yet beyond it; None:
+        there are none."""
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Return memory for the input, then for the output. It is never reused: the output becomes ``.grad``."""
@@ -85,7 +86,9 @@ class StagedReduction:
 
         On return it is done, or in order on the current stream.
         """
-        average = _is_average(op)
+        average, factor = _is_average(op), _multiplies_by(op)
+        if factor is not None:
+            input_tensor.mul_(factor)
         cells = input_tensor.view(-1, output_tensor.numel())
         total = self._accumulate(scatter(cells, self._levels.reduce, average))
         if total is None:
@@ -107,31 +110,33 @@ class StagedReduction:
 
     def _accumulate(self, cells: torch.Tensor) -> torch.Tensor | None:
         """Add the gradients of earlier micro-batches. Return None if more micro-batches will come."""
+        dtype = cells.dtype
         if self.partial is not None:
             if self.partial.shape != cells.shape:
                 raise FinetuneError(
-                    f"Micro-batches of one step gave gradients of different sizes for '{self._name}' "
+                    f"Micro-batches of one step gave gradients of different sizes for '{self._group.name}' "
                     f"({self.partial.numel():,} and {cells.numel():,} elements per rank). Which parameters "
                     "require gradients must not change between the micro-batches of a step."
                 )
             cells = self.partial.add_(cells)
         if self._micro_batches.is_last:
             self.partial = None
-            return cells
+            return cells.to(dtype)
         if cells.is_cuda:  # FSDP2's input, if G is not sharded: allocated on another stream than this one
             cells.record_stream(torch.cuda.current_stream())
-        self.partial = cells
+        self.partial = cells.float()  # a sum of many in bf16 would lose what is small beside it
         return None
 
     def _over_replicas(self, total: torch.Tensor) -> torch.Tensor:
-        """Return the mean of ``total`` ``[c]`` over the replicas. FSDP2 does not know of them, so it is never a sum."""
+        """Return the mean of ``total`` ``[c]`` over the replicas, of which FSDP2 does not know; their sum where the
+        user has said by what FSDP2 divides."""
         levels = self._levels
         if not levels.replicate:
             return total
         replicas = math.prod(level.size for level in levels.replicate)
         padding = -total.numel() % replicas
         cells = torch.nn.functional.pad(total, (0, padding)).view(replicas, -1)
-        summed = scatter(cells, levels.replicate, True)
+        summed = scatter(cells, levels.replicate, fsdp2.divide_factor(self._group) is None)
         gathered = torch.empty_like(cells)
         gathered[self._replica] = summed[0]
         inner = replicas
@@ -154,16 +159,21 @@ def scatter(cells: torch.Tensor, levels: Sequence[CommLevel], average: bool) -> 
 
 
 def _is_average(op: Any) -> bool:
-    """Return whether ``op`` divides by the number of ranks.
+    """Return whether ``op`` divides by the number of ranks; it is a sum otherwise.
 
     Raises:
         FinetuneError: it is neither a sum nor an average.
     """
     if op == dist.ReduceOp.AVG:
         return True
-    if op == dist.ReduceOp.SUM:
+    if op in (dist.ReduceOp.SUM, dist.ReduceOp.PREMUL_SUM):
         return False
-    raise FinetuneError(
-        f"Gradients are reduced with {op}, which reductions here do not know: they sum and average. Do not call "
-        "set_gradient_divide_factor(), or call set_force_sum_reduction_for_comms(True), too."
-    )
+    raise FinetuneError(f"Gradients are reduced with {op}, but what is installed here sums and averages only.")
+
+
+def _multiplies_by(op: Any) -> float | None:
+    """Return what every rank's data is multiplied by before the sum; None: nothing.
+
+    ``set_gradient_divide_factor`` makes FSDP2 ask for NCCL's PREMUL_SUM, whose factor PyTorch only tells pickle.
+    """
+    return float(op.__getstate__()[1]) if op == dist.ReduceOp.PREMUL_SUM else None

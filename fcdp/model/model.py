@@ -13,7 +13,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from common.models.adapters.adapters import Adapters
-from common.models.checkpoint.sources import CheckpointSource, RandomSource, WeightSource
+from common.models.adapters.saved import SavedAdapter
+from common.models.checkpoint.random_source import RandomSource
+from common.models.checkpoint.sources import CheckpointSource, WeightSource
 from common.models.flops import active_parameters, hardware_flops_per_token, model_flops_per_token
 from common.models.meta_model import build_meta_model
 from common.models.presets import load_config
@@ -56,12 +58,14 @@ class ClusterModel:
         topology: Topology,
         options: TrainerConfig,
         peft_config: PeftConfig | None,
+        saved: SavedAdapter | None = None,
     ) -> "ClusterModel":
         """Check the model's files, and shard it. Collective.
 
         Args:
             model: checkpoint directory or a preset's name.
             peft_config: adapters to train instead of the weights; None: the weights are trained.
+            saved: adapters of this configuration to begin with.
 
         Raises:
             UserError, FinetuneError: on every rank whose files are not what they should be.
@@ -77,7 +81,7 @@ class ClusterModel:
         module: Any = build_meta_model(config, dtype=dtype)
         if peft_config is not None:
             options.towers.without_adapters(peft_config, module)
-        adapters = None if peft_config is None else Adapters(module, peft_config, options.seed)
+        adapters = None if peft_config is None else Adapters(module, peft_config, options.seed, saved=saved)
         for name in options.towers.frozen(module) if adapters is None else ():
             module.get_parameter(name).requires_grad_(False)
         switch_router_logits(module, router_loss is not None)

@@ -51,9 +51,12 @@ def load(model: nn.Module, source: WeightSource, adapters: Adapters | None = Non
         adapters: the adapters that ``model`` has been given.
     """
     shards = {name: cast(DTensor, parameter) for name, parameter in model.named_parameters()}
-    new = adapters.names if adapters is not None else ()
+    new = adapters.own_names if adapters is not None else ()
     names = adapters.base_names if adapters is not None else {name: name for name in shards}
-    by_source = {names[name]: shard for name, shard in shards.items() if name in names}
+    own = set(new)
+    by_source = {names[name]: shard for name, shard in shards.items() if name not in own}
+    if adapters is not None:
+        adapters.check_saved(source)
     made = []
     for name, shard in by_source.items():
         if isinstance(source, CheckpointSource) and (stored := source.stored_as(name)) is not None:

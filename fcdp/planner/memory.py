@@ -65,7 +65,7 @@ def memory_of(layout: StrategyMeshes, workload: Workload, *, checkpointing: bool
     return Memory(
         parameters=P_BYTES * psi / on_device.shards,
         secondary=secondary,
-        gradients=G_BYTES * trained / layout.g.shards,
+        gradients=(workload.sum_bytes if workload.micro_batches > 1 else G_BYTES) * trained / layout.g.shards,
         optimizer=OS_BYTES * trained / layout.os.shards,
         activations=workload.activation_bytes(checkpointing),
         working=RUNTIME_BYTES + _gathered(layout, workload),

@@ -44,6 +44,8 @@ class Workload:
     """Bytes of one gradient as it is reduced, where that is not quantised."""
     micro_batches: int = 1
     """Number of micro-batches that accumulate before the optimizer steps: s in PaRO, M in AMSP."""
+    sum_bytes: float = 4.0
+    """Bytes of one gradient that is a sum over micro-batches: fp32. The papers' tables have 2."""
 
     def __post_init__(self) -> None:
         if not 0 < self.trainable <= self.parameters:

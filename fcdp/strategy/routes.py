@@ -28,10 +28,10 @@ class Axis:
         """Return the place of ``rank`` on its line of the axis."""
         return rank // self.stride % self.size
 
-    def lines(self, world_size: int) -> list[list[int]]:
-        """Return all lines, each with its ranks in order."""
-        first = [rank for rank in range(world_size) if self.index(rank) == 0]
-        return [[rank + place * self.stride for place in range(self.size)] for rank in first]
+    def line(self, rank: int) -> list[int]:
+        """Return the ranks on the line of ``rank``, in order."""
+        first = rank - self.index(rank) * self.stride
+        return [first + place * self.stride for place in range(self.size)]
 
     def crosses_nodes(self, ranks_per_node: int) -> bool:
         """Return whether ranks of different nodes are on one line."""

@@ -6,9 +6,12 @@ GPUs or dies that are connected better than the rest; they, too, are numbered on
 """
 
 import atexit
+import itertools
 import os
+import socket
 import weakref
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Literal
 
 import torch
@@ -35,7 +38,8 @@ class LevelGroups:
 
 
 class Topology:
-    """The cluster as one rank sees it. Making one is collective: every rank does, with the same numbers.
+    """The cluster as one rank sees it. Making one is collective: every rank that takes part does, with the same
+    numbers.
 
     Gathers and reductions have process groups of their own, so that on NCCL, where a communicator does one thing at a
     time, the gather of the next block and the reduction of the last one proceed together.
@@ -43,9 +47,11 @@ class Topology:
     Args:
         nodes: number of machines.
         ranks_per_node: processes on each of them; the same number everywhere.
-        device: this rank's compute device. None: ``cuda:<local rank>`` where there is CUDA, else the CPU.
+        device: this rank's compute device, which becomes CUDA's current one. None: the mesh's; without a mesh
+            ``cuda:<local rank>`` where there is CUDA (the only one where each rank sees one GPU), else the CPU.
         levels: ranks by level where there are levels inside the nodes: ``Levels((2, 4, 16))`` is 16 nodes of four
             pairs.
+        mesh: one-dimensional mesh of the ranks that take part, node by node; None: all ranks of the process group.
 
     Raises:
         UserError: the process group is not initialised, the numbers do not multiply to its size, or ranks disagree.
@@ -58,12 +64,14 @@ class Topology:
         *,
         device: torch.device | str | None = None,
         levels: Levels | None = None,
+        mesh: DeviceMesh | None = None,
     ):
-        if not dist.is_initialized():
-            raise UserError("A Topology needs torch.distributed: call torch.distributed.init_process_group() before.")
-        world, rank = dist.get_world_size(), dist.get_rank()
+        _need_process_group()
+        group = None if mesh is None else mesh.get_group()
+        world, rank = dist.get_world_size(group), dist.get_rank(group)
+        self.device = _choose_device(device, mesh, rank % max(ranks_per_node, 1))
         self.levels = levels or Levels((ranks_per_node, nodes))
-        _agree((nodes, ranks_per_node, *self.levels.sizes))
+        _agree((nodes, ranks_per_node, *self.levels.sizes), group)
         if (self.levels.nodes, self.levels.ranks_per_node) != (nodes, ranks_per_node):
             raise UserError(
                 f"The levels {levels} are {self.levels.nodes} nodes with {self.levels.ranks_per_node} ranks each, but "
@@ -72,18 +80,19 @@ class Topology:
         if nodes < 1 or nodes * ranks_per_node != world:
             raise UserError(
                 f"{nodes} nodes with {ranks_per_node} ranks each are {nodes * ranks_per_node} ranks, "
-                f"but torch.distributed runs {world}."
+                f"but {'torch.distributed' if mesh is None else 'the mesh'} runs {world}."
             )
         self.nodes = nodes
         self.ranks_per_node = ranks_per_node
         self.world_size = world
+        """Number of ranks that take part."""
         self.rank = rank
+        """This rank's place among those that take part."""
         self.node, self.local_rank = divmod(rank, ranks_per_node)
-        if device is None:
-            device = torch.device("cuda", self.local_rank) if torch.cuda.is_available() else torch.device("cpu")
-        self.device = torch.device(device)
-        self.mesh: DeviceMesh = init_device_mesh(self.device.type, (world,), mesh_dim_names=("world",))
-        """All ranks in one dimension: what FSDP2 shards over."""
+        self.mesh: DeviceMesh = mesh or init_device_mesh(self.device.type, (world,), mesh_dim_names=("world",))
+        """The ranks that take part, in one dimension: what FSDP2 shards over."""
+        self.ranks: list[int] = dist.get_process_group_ranks(group)
+        """Global ranks, by place."""
         self._groups: dict[tuple[Axis, Purpose], dist.ProcessGroup] | None = {}
         self._meshes: dict[int, DeviceMesh] = {world: self.mesh}
         _open.add(self)
@@ -100,22 +109,64 @@ class Topology:
         Raises:
             UserError: LOCAL_WORLD_SIZE is missing, or nodes have different numbers of ranks.
         """
-        if not dist.is_initialized():
-            raise UserError("A Topology needs torch.distributed: call torch.distributed.init_process_group() before.")
+        _need_process_group()
         if "LOCAL_WORLD_SIZE" not in os.environ:
             raise UserError(
                 "LOCAL_WORLD_SIZE is not set, so it is unknown which ranks share a node. Start the processes with "
                 "torchrun, or give the numbers: Topology(nodes=..., ranks_per_node=...)."
             )
         local_world = int(os.environ["LOCAL_WORLD_SIZE"])
+        chosen = _choose_device(device, None, dist.get_rank() % local_world)  # first: NCCL exchanges on that device
         _agree((local_world,))
         nodes = dist.get_world_size() // local_world
-        if levels is None and (device is None or torch.device(device).type == "cuda"):
+        if levels is None and (device is None or chosen.type == "cuda"):
             levels = _found_levels(nodes, local_world)
-        return cls(nodes, local_world, device=device, levels=levels)
+        return cls(nodes, local_world, device=chosen, levels=levels)
+
+    @classmethod
+    def from_mesh(cls, mesh: DeviceMesh) -> "Topology":
+        """Return the topology of the ranks that FSDP2 shards over with ``mesh``; other ranks need not take part.
+
+        Which of them share a node is found out: by torchrun's LOCAL_WORLD_SIZE (rank // LOCAL_WORLD_SIZE), else by
+        Slurm's SLURM_NODEID, else by their hosts' names.
+
+        Args:
+            mesh: data-parallel mesh as ``fully_shard`` takes it, a part of a larger one or not: one dimension, or two,
+                of which the second shards and FSDP2 replicates over the first.
+
+        Raises:
+            UserError: the mesh has more dimensions, its ranks are not in rising order, or they do not lie node by node,
+                equally many on each.
+        """
+        _need_process_group()
+        if mesh.ndim > 2:
+            raise UserError(
+                f"A data-parallel mesh has one dimension, or two for hybrid sharding, but this one is {mesh}. Take the "
+                "part of it that parameters are sharded over: mesh['dp'], or whatever its name is."
+            )
+        if mesh.ndim == 2:
+            if mesh.mesh_dim_names is None:
+                raise UserError("A mesh of two dimensions needs names, as for fully_shard: mesh_dim_names=(..., ...).")
+            mesh = mesh[mesh.mesh_dim_names[1]]
+        ranks, places = mesh.mesh.tolist(), dist.get_process_group_ranks(mesh.get_group())
+        if ranks != places:
+            raise UserError(
+                f"The mesh has the ranks {ranks} in this order, but its process group has them as {places}, as PyTorch "
+                "sorts them: shards would be read in one order and sent in the other. Make the mesh of rising ranks."
+            )
+        _choose_device(None, mesh, 0)
+        nodes: list[str] = all_gather_object(_node_name(), mesh.get_group())
+        runs = [len(list(run)) for _, run in itertools.groupby(nodes)]
+        if len(runs) != len(set(nodes)) or len(set(runs)) > 1:
+            raise UserError(
+                f"The mesh's ranks must lie node by node, equally many on each, because ranks exchange data with the "
+                f"one in the same place of every other node. They lie on {', '.join(nodes)}. Make the mesh so that "
+                "the dimension that parameters are sharded over has whole nodes, or a part of each, in a row."
+            )
+        return cls(len(runs), runs[0], mesh=mesh)
 
     def group(self, axis: Axis, purpose: Purpose) -> dist.ProcessGroup:
-        """Return this rank's process group on ``axis``. Collective when an axis is asked for the first time.
+        """Return this rank's process group on ``axis``. Collective on the axis when asked for the first time.
 
         Raises:
             FinetuneError: the topology has been closed.
@@ -124,9 +175,13 @@ class Topology:
             raise FinetuneError("This Topology has been closed: what was sharded with it can no longer communicate.")
         found = self._groups.get((axis, purpose))
         if found is None:
-            for line in axis.lines(self.world_size):  # every rank takes part in making every group
-                made = dist.new_group(line, group_desc=f"fcdp_{purpose}_{axis.size}_ranks_{axis.stride}_apart")
-                found = made if self.rank in line else found
+            # Every rank makes the group of its own line only: ranks that do not take part know nothing of it.
+            found = dist.new_group(
+                [self.ranks[place] for place in axis.line(self.rank)],
+                timeout=_timeout_of(self.mesh.get_group(), self.device),
+                use_local_synchronization=True,
+                group_desc=f"fcdp_{purpose}_{axis.size}_ranks_{axis.stride}_apart",
+            )
             assert found is not None
             self._groups[axis, purpose] = found
         return found
@@ -148,6 +203,12 @@ class Topology:
     def shard_mesh(self, shards: int) -> DeviceMesh:
         """Return the block of ``shards`` consecutive ranks that this one is in, which FSDP2 shards over. Collective."""
         if shards not in self._meshes:
+            if self.ranks != list(range(dist.get_world_size())):
+                raise UserError(
+                    f"A strategy that shards optimizer states over {shards} of {self.world_size} ranks makes meshes of "
+                    "its own, which only works where all ranks of the process group train. Give fully_shard a mesh of "
+                    "two dimensions instead: FSDP2 then replicates over the first."
+                )
             whole = init_device_mesh(
                 self.device.type, (self.world_size // shards, shards), mesh_dim_names=("replicate", "shard")
             )
@@ -163,9 +224,47 @@ class Topology:
         self._groups = None
 
 
-def _agree(numbers: tuple[int, ...]) -> None:
+def _need_process_group() -> None:
+    if not dist.is_initialized():
+        raise UserError("A Topology needs torch.distributed: call torch.distributed.init_process_group() before.")
+
+
+def _choose_device(device: torch.device | str | None, mesh: DeviceMesh | None, local_rank: int) -> torch.device:
+    """Return this rank's device, CUDA's current one from now on: objects, too, travel through it with NCCL."""
+    if device is None and mesh is not None:
+        cuda = mesh.device_type == "cuda"
+        return torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device(mesh.device_type)
+    if device is None:
+        cuda = torch.cuda.is_available()
+        device = torch.device("cuda", local_rank % torch.cuda.device_count()) if cuda else torch.device("cpu")
+    device = torch.device(device)
+    if device.type == "cuda" and device.index is not None:
+        torch.cuda.set_device(device)
+    return device
+
+
+def _node_name() -> str:
+    """Return what tells this rank's node from others."""
+    if "LOCAL_WORLD_SIZE" in os.environ:
+        return f"node {dist.get_rank() // int(os.environ['LOCAL_WORLD_SIZE'])}"
+    if "SLURM_NODEID" in os.environ:
+        return f"node {os.environ['SLURM_NODEID']}"
+    return socket.gethostname()
+
+
+def _timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta | None:
+    """Return the timeout of ``group``, which groups made from it would not have by themselves; None: it has none, as
+    backends written in Python."""
+    try:
+        timeout: timedelta = group._get_backend(device).options._timeout
+    except (RuntimeError, AttributeError):
+        return None
+    return timeout
+
+
+def _agree(numbers: tuple[int, ...], group: dist.ProcessGroup | None = None) -> None:
     """Refuse, on every rank, numbers that are not the same on every rank."""
-    everywhere = all_gather_object(numbers)
+    everywhere = all_gather_object(numbers, group)
     if any(numbers_there != everywhere[0] for numbers_there in everywhere):
         described = ", ".join(f"rank {rank}: {'x'.join(map(str, each))}" for rank, each in enumerate(everywhere))
         raise UserError(

@@ -60,7 +60,9 @@ class Commits:
         """Return how many of the run's first ``steps``, all of which have ended, were clipped."""
         return ClipStatistics(self.clipped_steps, steps)
 
-    def end(self, step: int, skipped: int, device: torch.device, user: dict[str, Any]) -> None:
+    def end(
+        self, step: int, skipped: int, device: torch.device, user: dict[str, Any], micro_batch: Sequence[int] = ()
+    ) -> None:
         """Note, when the caller ends ``step``, the state that its commit will write.
 
         Args:
@@ -68,6 +70,7 @@ class Commits:
             skipped: steps up to this one that were skipped.
             device: where the model computes, whose random state is kept.
             user: whatever the caller keeps with the state.
+            micro_batch: :attr:`TrainingState.micro_batch`.
         """
         self._states[step] = replace(
             self.state,
@@ -76,6 +79,7 @@ class Commits:
             skipped=skipped,
             random=random_states(device),
             user=dict(user),
+            micro_batch=list(micro_batch),
             torn=False,
         )
         self._updates.pop(step - 2, None)
@@ -204,6 +208,7 @@ def check_state(store: Store, content: dict[str, Any] | None, wanted: TrainingSt
     for field_name, option in (
         # The model's fingerprint comes last: dtypes are a part of it.
         ("dtype", "--dtype"),
+        ("optimizer", "--optimizer"),
         ("optimizer_dtype", "--optimizer-dtype"),
         ("slots", "--single-slot"),
         ("model", "--model"),

@@ -1,4 +1,4 @@
-"""Filling a new store with the first values of all records, in the memory of one parameter."""
+"""Filling a new store with the first values of all records, in the memory of a few rows of a parameter."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -6,23 +6,27 @@ from dataclasses import dataclass
 import torch
 
 from common.models.checkpoint.sources import WeightSource
+from fuyou.layout.filling import row_spans
 from fuyou.layout.frozen_weights import FrozenDtype
 from fuyou.layout.record import Record
 from fuyou.layout.record_parts import ParameterSlot
-from fuyou.optimizer.adam import PASS_ELEMENTS
+from fuyou.optimizer.chunk_update import PASS_ELEMENTS
 from fuyou.optimizer.split_weights import split
 from fuyou.runtime.data_plane.data_plane import DataPlane
 
 
-def fill_store(plane: DataPlane, source: WeightSource, target: int) -> None:
+def fill_store(plane: DataPlane, source: WeightSource, target: int, frozen: bool = True) -> None:
     """Write this rank's part of every record's first state: weights from ``source``; what is trained to slot
-    ``target``, with zero moments.
+    ``target``, with zero moments. Without ``frozen``, frozen records stay as they are.
 
     Host parameter buffer 0 takes a record's weights and, where master weights are split, gradient buffer 0 their low 16
-    bits. So this needs no memory beyond the plan except for one parameter.
+    bits. Beyond that there are the rows that are read at once (:mod:`fuyou.layout.filling`), and of a parameter whose
+    rows ``source`` cannot read alone the whole.
     """
     reader = _SlotReader(source)
     for record in plane.buffers.shape.records:
+        if not (frozen or record.trainable):
+            continue
         if record.frozen is FrozenDtype.CHECKPOINT:
             _fill_compressed(plane, reader, record, target)
             continue
@@ -39,8 +43,7 @@ def fill_store(plane: DataPlane, source: WeightSource, target: int) -> None:
             low = torch.from_numpy(plane.buffers.host_gradients(record.kind, 0, owned.count * 2)).view(torch.int16)
             low.zero_()
         slots = [slot for slot in record.parameters if stored.meets(slot.offset, slot.numel)]
-        for slot, tensor in reader.read(record, slots):
-            start = slot.offset
+        for start, tensor in reader.read(record, slots):
             flat = tensor.reshape(-1)
             for first in range(0, flat.numel(), PASS_ELEMENTS):
                 part = flat[first : first + PASS_ELEMENTS]
@@ -69,7 +72,8 @@ def fill_store(plane: DataPlane, source: WeightSource, target: int) -> None:
 class _SlotReader:
     """Reads what records hold of parameters.
 
-    Memory: one parameter; where blocks are in pieces, those of a block's experts, from its first piece to its last.
+    Memory: a range of rows (:func:`fuyou.layout.filling.row_spans`). Of a parameter whose rows the source cannot read
+    alone, the whole; where its experts are in several records, from the first of these to the last.
     """
 
     def __init__(self, source: WeightSource):
@@ -77,19 +81,31 @@ class _SlotReader:
         self._cut: dict[str, torch.Tensor] = {}
         """Parameters whose later experts are still to come, by first name."""
 
-    def read(self, record: Record, slots: Sequence[ParameterSlot]) -> Iterator[tuple[ParameterSlot, torch.Tensor]]:
-        """Yield each of these ``slots`` of a record, and its values."""
-        named = {slot.names[0]: slot for slot in slots}
+    def read(self, record: Record, slots: Sequence[ParameterSlot]) -> Iterator[tuple[int, torch.Tensor]]:
+        """Yield the values of these ``slots`` of a record, in ranges, each with the element at which it begins."""
         mentioned = {slot.names[0] for slot in record.parameters}
         self._cut = {name: value for name, value in self._cut.items() if name in mentioned}
-        values = self.source.read([name for name in named if name not in self._cut])
-        for name, slot in named.items():
-            whole = self._cut[name] if name in self._cut else next(values)[1]
-            self._cut.pop(name, None)
-            if slot.experts is not None and slot.experts[1] < slot.all_experts:
-                self._cut[name] = whole
-            yield slot, slot.taken_from(whole)
-            del whole
+        whole = [slot for slot in slots if not self.source.reads_rows(slot.names[0])]
+        values = self.source.read([slot.names[0] for slot in whole if slot.names[0] not in self._cut])
+        for slot in slots:
+            yield from self._whole(slot, values) if slot in whole else self._rows(slot)
+
+    def _rows(self, slot: ParameterSlot) -> Iterator[tuple[int, torch.Tensor]]:
+        position = slot.offset
+        for first, stop in row_spans(slot):
+            rows = self.source.read_rows(slot.names[0], first, stop)
+            yield position, rows
+            position += rows.numel()
+            del rows
+
+    def _whole(
+        self, slot: ParameterSlot, values: Iterator[tuple[str, torch.Tensor]]
+    ) -> Iterator[tuple[int, torch.Tensor]]:
+        name = slot.names[0]
+        whole = self._cut.pop(name) if name in self._cut else next(values)[1]
+        if slot.experts is not None and slot.experts[1] < slot.all_experts:
+            self._cut[name] = whole
+        yield slot.offset, slot.taken_from(whole)
 
 
 def _fill_compressed(plane: DataPlane, reader: _SlotReader, record: Record, target: int) -> None:
@@ -99,13 +115,13 @@ def _fill_compressed(plane: DataPlane, reader: _SlotReader, record: Record, targ
     """
     payload = torch.from_numpy(plane.buffers.host_parameters(record.kind, 0, record.parameter_nbytes))
     encoded = payload.zero_() if record.share.ranks_per_node == 1 else _room_for_encoded(plane, record)
-    plain = reader.read(record, [slot for slot in record.parameters if slot.compressed is None])
     for slot, stored in record.stored_parameters(encoded):
-        if slot.compressed is None:
-            _, value = next(plain)
-            stored.view(record.precision.dtype).copy_(value.reshape(-1))
-        else:
+        if slot.compressed is not None:
             slot.compressed.encode(reader.source.read_compressed(slot.names[0], slot.compressed.parts), stored)
+            continue
+        plain = stored.view(record.precision.dtype)
+        for start, value in reader.read(record, [slot]):
+            plain[start - slot.offset :][: value.numel()].copy_(value.reshape(-1))
     _keep_own(record, encoded, payload)
     plane.create(record, target)
     plane.heap.trim()

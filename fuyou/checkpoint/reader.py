@@ -87,13 +87,12 @@ class StoreReader:
         if not record.trainable or not record.precision.split:
             return values.view(slot.shape)
         low = np.empty(slot.numel, dtype=np.int16)
-        state_bytes = record.precision.state_bytes
         stop = slot.offset + slot.numel
         for chunk in record.chunks(self._chunk_elements):
             first, last = max(chunk.start, slot.offset), min(chunk.stop, stop)
             if first < last:  # low comes first in its chunk
                 part = low[first - slot.offset : last - slot.offset].view(np.uint8)
-                at = chunk.start * state_bytes + 2 * (first - chunk.start)
+                at = record.precision.state_nbytes(chunk.start) + 2 * (first - chunk.start)
                 self._store.read_now(places.states[file], part, at, part.nbytes)
         master = torch.empty(slot.numel, dtype=torch.float32)
         join(values, torch.from_numpy(low), master)
@@ -122,7 +121,7 @@ class ClusterReader(StoreReader):
 
     def _record_masters(self, record: Record) -> torch.Tensor:
         """Return a record's master weights, fp32 ``[numel]``; if it is frozen, its values as they are."""
-        share, width = record.share, record.precision.state_bytes
+        share = record.share
         values = self._parameters(record)
         if not record.trainable or not record.precision.split:
             return values
@@ -131,7 +130,7 @@ class ClusterReader(StoreReader):
         first = share.owned_start(record.numel)
         for chunk in record.chunks(self._chunk_elements):  # low comes first in its chunk
             part = low[first + chunk.start : first + chunk.stop].view(torch.uint8).numpy()
-            self._store.read_now(place, part, chunk.start * width, part.nbytes)
+            self._store.read_now(place, part, record.precision.state_nbytes(chunk.start), part.nbytes)
         stored = share.stored_start(record.numel)
         inter_node = self._topology.gather_groups.inter_node
         if inter_node is not None:

@@ -1,15 +1,13 @@
 """The state of training beside its records, as the manifest of every committed step has it."""
 
 import base64
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from common.errors import FinetuneError, UserError
-from common.store import load_manifest
+from fuyou.layout.optimizer_state import ADAMW
 
 FORMAT = 3
 """Version of the files in a store; raised whenever their meaning changes."""
@@ -30,6 +28,8 @@ class TrainingState:
     dtype: str
     optimizer_dtype: str
     slots: int
+    optimizer: str = ADAMW
+    """Name of the optimizer."""
     random: dict[str, str] = field(default_factory=dict)
     """States of the random generators, base64, by device."""
     user: dict[str, Any] = field(default_factory=dict)
@@ -49,6 +49,11 @@ class TrainingState:
     """Checksums of everything in ``slot``, as dictionaries of :class:`common.store.verify.ChecksummedExtent`."""
     piece_bytes: int | None = None
     """Most bytes of a piece of a block; None: blocks are whole."""
+    experts: dict[str, list[int]] | None = None
+    """Numbers of the experts that are trained, by the name of their module; None: all, or they are not chosen yet."""
+    micro_batch: list[int] = field(default_factory=list)
+    """Sequences of the newest step's batch, tokens of each, and how many sequences were computed at once: sums are
+    rounded in that order. Empty before the first step."""
     format: int = FORMAT
 
     def to_dict(self) -> dict[str, Any]:
@@ -75,7 +80,8 @@ class TrainingState:
                 all(isinstance(value, int) for value in integers)
                 and all(isinstance(value, bool) for value in (state.torn, state.emulated))
                 and all(isinstance(value, dict) for value in (state.random, state.user, state.missed))
-                and isinstance(state.checksums, list)
+                and all(isinstance(value, list) for value in (state.checksums, state.micro_batch))
+                and isinstance(state.experts, dict | None)
                 and 0 <= state.slot < state.slots <= 2
                 and 0 <= state.skipped <= state.step
             )
@@ -87,18 +93,6 @@ class TrainingState:
                 "with --overwrite."
             )
         return state
-
-
-def stored_piece_bytes(folders: Iterable[Path]) -> int | None:
-    """Return :attr:`TrainingState.piece_bytes` of the run in ``folders``; None also if its manifest cannot be read."""
-    for folder in folders:
-        try:
-            content = load_manifest(folder)
-        except (FinetuneError, OSError):
-            continue
-        if content is not None:
-            return content.get("piece_bytes")
-    return None
 
 
 def random_states(device: torch.device) -> dict[str, str]:

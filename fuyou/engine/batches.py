@@ -10,7 +10,7 @@ from common.errors import FinetuneError, UserError
 from common.models.task_type import TaskType
 from fuyou.engine.opening import OpenRun
 from fuyou.model.loss.cross_entropy import IGNORED, targets_of
-from fuyou.schedule.memory_plan import ENGINE_LOSS, LossInputs
+from fuyou.schedule.batch import ENGINE_LOSS, LossInputs
 
 
 def check_batch(run: OpenRun, batch: dict[str, Any]) -> int:

@@ -9,6 +9,7 @@ from transformers import PreTrainedConfig
 from common.activity import activity
 from common.errors import UserError
 from common.hardware.machine import memory_available_bytes
+from common.store.store import way_to_device
 from common.units import format_bytes
 from fuyou.config import AUTO, EngineConfig
 from fuyou.engine.computing_dtype import dtype_of_all, stored_dtype
@@ -26,6 +27,12 @@ def with_common_dtype(config: EngineConfig, device: Device, ssd: Sequence[Path],
     continued = [*store.folders, *store.folders_to_leave, *ssd] if store.resume else []
     kind = device.torch_device.type if device.computes else "meta"
     return config.with_options(dtype=dtype_of_all(stored_dtype(continued), kind, agreement.all_gather_object))
+
+
+def with_common_io(config: EngineConfig, device: Device, agreement: Agreement) -> EngineConfig:
+    """Return ``config`` with a way in the place of ``io="auto"``: past host memory if that is faster on every rank."""
+    ways = agreement.all_gather_object(way_to_device(config.store.drives, config.store.io, device.torch_device))
+    return config.with_options(io="kvikio" if set(ways) == {"kvikio"} else "posix")
 
 
 def common_limits(config: EngineConfig, device: Device, agreement: Agreement) -> tuple[int, int]:
@@ -50,6 +57,7 @@ def prove_once(config: EngineConfig, model: PreTrainedConfig, agreement: Agreeme
         "adapters": config.adapters,
         "trainable": config.trainable,
         "router_loss": config.router_loss,
+        "train_experts": config.train_experts,
     }
     if agreement.share.rank == 0:
         try:

@@ -2,7 +2,8 @@
 
 import functools
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -27,14 +28,20 @@ def stored_dtype(directories: Iterable[Path]) -> str | None:
     None if there is no manifest that can be read: whoever opens the run says what is wrong with it.
     """
     names = {str(dtype): name for name, dtype in DTYPES.items()}
+    return next((names[one["dtype"]] for one in _manifests(directories) if one.get("dtype") in names), None)
+
+
+def stored_micro_batch(directories: Iterable[Path]) -> list[int] | None:
+    """Return :attr:`fuyou.checkpoint.state.TrainingState.micro_batch` of that run, likewise."""
+    return next((one["micro_batch"] for one in _manifests(directories) if one.get("micro_batch")), None)
+
+
+def _manifests(directories: Iterable[Path]) -> Iterator[dict[str, Any]]:
     for directory in chain.from_iterable((path, *sorted(path.glob(RANK_FOLDERS))) for path in directories):
-        try:
+        with suppress(FinetuneError, OSError):
             content = load_manifest(directory)
-        except (FinetuneError, OSError):
-            continue
-        if content is not None and content.get("dtype") in names:
-            return names[content["dtype"]]
-    return None
+            if content is not None:
+                yield content
 
 
 def dtype_of_all(stored: str | None, device_type: str, all_gather_object: Callable[[Any], Any]) -> str:

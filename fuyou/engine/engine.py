@@ -1,8 +1,7 @@
 """The single-node engine: fine-tunes a model that is larger than the machine's memory, in an ordinary PyTorch loop."""
 
-import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -11,22 +10,21 @@ import torch
 from transformers import PreTrainedConfig
 
 from common.errors import UserError
-from common.memory.meter import proportional_set_bytes
-from common.models.flops import hardware_flops_per_token, model_flops_per_token
 from fuyou.config import EngineConfig
+from fuyou.engine.figures import EngineFigures
+from fuyou.engine.generation import Generated, Generation, GenerationOptions, Prompts, left_padded
 from fuyou.engine.opening import OpenRun
+from fuyou.engine.sampling import Sampler
 from fuyou.engine.saving import save
 from fuyou.engine.steps import EngineOutput, Steps
 from fuyou.engine.token_outputs import TokenOutput, TokenRequest
 from fuyou.model.loss.token_head import HeadFunction
 from fuyou.model.reference import adapters_off, check_reference
 from fuyou.optimizer.adam import check_learning_rate
-from fuyou.optimizer.clipping import ClipBy
 from fuyou.runtime.accounting import StepReport
-from fuyou.schedule.memory_plan import MemoryPlan
 
 
-class Engine:
+class Engine(EngineFigures):
     """Trains a causal language model whose states live on SSD.
 
     >>> with fuyou.Engine("path/to/checkpoint", ssd=["/mnt/nvme0"], lr=1e-5) as engine:
@@ -44,14 +42,15 @@ class Engine:
         options: the same by the options' own names, see :class:`fuyou.EngineConfig` and the groups in it. ``ssd`` is
             the only one that must be given; all others have defaults. The names are: ``ssd``, ``run_name``,
             ``resume``, ``overwrite``, ``leave_ssd``, ``commit_every``, ``single_slot``, ``io``
-            (:class:`fuyou.config.StoreConfig`); ``lr``, ``betas``, ``eps``, ``weight_decay``, ``optimizer_dtype``,
-            ``max_grad_norm``, ``clip_by``, ``deferred_fraction``, ``on_nonfinite``
-            (:class:`fuyou.config.OptimizerConfig`); ``host_memory``, ``device_memory``, ``host_cache``,
-            ``kept_activations``, ``piece_size``, ``micro_batch``, ``batch_shape``, ``token_outputs``,
-            ``reference``, ``images``
-            (:class:`fuyou.config.MemoryConfig`); ``adapters``, ``trainable``, ``frozen_dtype``,
-            ``freeze_vision_tower``, ``freeze_multi_modal_projector`` (:class:`fuyou.config.WeightsConfig`);
-            ``device``, ``dtype``, ``seed``, ``router_loss``, ``automatic``, ``topology``, ``prove``, ``packed``.
+            (:class:`fuyou.option_groups.StoreConfig`); ``lr``, ``betas``, ``eps``, ``weight_decay``,
+            ``lora_plus_ratio``, ``optimizer``, ``optimizer_dtype``, ``max_grad_norm``, ``clip_by``,
+            ``deferred_fraction``, ``on_nonfinite`` (:class:`fuyou.option_groups.OptimizerConfig`); ``host_memory``,
+            ``device_memory``, ``host_cache``, ``kept_activations``, ``piece_size``, ``micro_batch``, ``batch_shape``,
+            ``token_outputs``, ``reference``, ``images``, ``generation`` (:class:`fuyou.option_groups.MemoryConfig`);
+            ``adapters``, ``trainable``, ``train_experts``, ``frozen_dtype``, ``freeze_vision_tower``,
+            ``freeze_multi_modal_projector`` (:class:`fuyou.option_groups.WeightsConfig`); ``device``, ``dtype``,
+            ``seed``, ``deterministic``, ``neftune_alpha``, ``router_loss``, ``automatic``, ``topology``, ``prove``,
+            ``packed``.
 
     Attributes:
         config: the model's configuration, of transformers.
@@ -76,8 +75,8 @@ class Engine:
         config = config or EngineConfig.of(**options)
         self.lr = config.optimizer.lr
         self._model, self._asked = model, config
-        self._run = OpenRun(model, config)
-        self._steps = Steps(self._run)
+        run = OpenRun(model, config)
+        super().__init__(run, Steps(run))
         self._adapters_off = False
         self.config = self._run.model_config
         self.emulated = not self._run.device.computes
@@ -147,7 +146,8 @@ class Engine:
         Args:
             outputs: ``"log_probs"`` (of each position's label; 0 where there is none), ``"entropy"``,
                 ``"mean_log_probs"`` (over the vocabulary, for label smoothing), ``"mean_logits"``, ``"log_z"`` (the
-                logarithm of the sum of exponentials), ``"is_top1"``; of classifiers, ``"logits"``.
+                logarithm of the sum of exponentials), ``"log_sum_sq_probs"`` (that of the sum of squared
+                probabilities), ``"is_top1"``; of classifiers, ``"logits"``.
             head: a function of the logits ``[n, V]`` of n tokens, in the compute dtype, and of a dictionary of what
                 there is for each of them (``targets``, ``input_ids``, ``inputs``, ``[n, ...]`` each), which returns
                 more outputs ``[n, ...]`` by name. It is called several times, with few tokens each, and must treat
@@ -219,6 +219,16 @@ class Engine:
         self._steps = Steps(self._run)
 
     @property
+    def in_step(self) -> bool:
+        """Whether a step has begun, by a forward pass with gradients, and not ended."""
+        return self._steps.in_step
+
+    @property
+    def chooses_experts(self) -> bool:
+        """Whether :func:`fuyou.choose_experts` is to come before the first step (``train_experts``)."""
+        return self._run.experts_are_open
+
+    @property
     def step_count(self) -> int:
         """Number of the last step that has ended, counted from the begin of the run; 0 before the first."""
         return self._run.step_count
@@ -253,26 +263,47 @@ class Engine:
         """
         return self._steps.eval_loss(batch)
 
-    def next_logits(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """Return the model's prediction after a sequence: fp32 ``[V]`` for int64 ``[1, S]``.
+    def generate(
+        self,
+        prompts: Prompts,
+        max_new_tokens: int,
+        *,
+        temperature: float = 1.0,
+        top_p: float = 1.0,
+        eos_token_id: int | Sequence[int] | None = None,
+        seed: int = 0,
+        attention_mask: torch.Tensor | None = None,
+        use_cache: bool = True,
+        on_tokens: Callable[[list[int | None]], None] | None = None,
+    ) -> Generated:
+        """Continue many prompts at once: each block is read once for each new token of all of them.
 
-        Nothing is kept from call to call, so each reads the whole model and computes the whole sequence: for looking at
-        what a model has learnt, not for serving it.
+        >>> made = engine.generate([tokenizer(text).input_ids for text in texts], 64, temperature=0.7)
+        >>> print(tokenizer.batch_decode(made.tokens))
+
+        Nothing changes but pending updates, which are applied first: training goes on as if nothing had been
+        generated. Keys and values are kept on the device, else in host memory. Give ``generation=`` to the engine to
+        have memory planned for that from the start; without it, buffers are made anew for the call, and again after it.
 
         Args:
-            input_ids: the sequence.
+            prompts: tokens of each, of any lengths; or int64 ``[B, S]`` with ``attention_mask``, padded on either side.
+            max_new_tokens: most tokens that are added to each.
+            temperature: 0 takes the likeliest token each time, 1 draws by the model's own probabilities.
+            top_p: draws from the fewest tokens that have this probability together.
+            eos_token_id: tokens that end a sequence; None: those of the model's configuration; ``()``: none.
+            seed: seed of what is drawn; the same prompts and weights give the same tokens.
+            attention_mask: 0 where a tensor of prompts has padding.
+            use_cache: whether keys and values are kept from token to token; without them, whole sequences are computed
+                again for each token, which works for every family.
+            on_tokens: called after each pass with the newest token of each sequence, None for those that have ended.
 
         Raises:
-            UserError: this is not one sequence, or the run is emulated.
+            UserError: the model cannot keep keys and values, or memory does not hold them; or the run is emulated.
         """
-        if self.emulated:
-            raise UserError("A run on an emulated device computes nothing, so there is nothing that it could say.")
-        task_type = self._run.model.task_type
-        if not task_type.generates:
-            raise UserError(f"This model is {task_type.value}: it does not say how a sequence goes on.")
-        if input_ids.dim() != 2 or input_ids.shape[0] != 1 or not input_ids.numel():
-            raise UserError(f"next_logits takes one sequence, [1, tokens], not {list(input_ids.shape)}.")
-        return self._steps.next_logits(input_ids)
+        options = GenerationOptions(
+            max_new_tokens, Sampler(temperature, top_p, seed), eos_token_id, use_cache, on_tokens
+        )
+        return Generation(self._run, self._steps).generate(*left_padded(prompts, attention_mask), options)
 
     # -- reading --------------------------------------------------------------------------------------------------
 
@@ -304,95 +335,6 @@ class Engine:
             raise UserError("A run on an emulated device has no weights worth keeping: nothing is exported.")
         self.flush()
         save(self._run, Path(directory), merge, allow_nonfinite)
-
-    # -- figures --------------------------------------------------------------------------------------------------
-
-    @property
-    def memory_plan(self) -> MemoryPlan:
-        """How the memory budgets are divided."""
-        return self._run.runtime.memory_plan
-
-    def model_flops_per_token(self, seq_len: int) -> float:
-        """Return the FLOPs of training on a token: 6 per parameter, plus attention; recomputation not counted.
-
-        Args:
-            seq_len: tokens of a sequence.
-        """
-        return model_flops_per_token(self._run.model.stack.model, seq_len)
-
-    def hardware_flops_per_token(self, seq_len: int) -> float:
-        """Return :meth:`model_flops_per_token` with the recomputed forward pass counted.
-
-        Args:
-            seq_len: tokens of a sequence.
-        """
-        return hardware_flops_per_token(self._run.model.stack.model, seq_len)
-
-    def io_bytes(self) -> tuple[int, int]:
-        """Return the bytes that training has read from and written to the SSDs, in all processes of the engine."""
-        return self._run.runtime.io.training
-
-    def planned_io_bytes(self) -> tuple[int, int]:
-        """Return what the schedule says that :meth:`io_bytes` comes to, once everything submitted is done."""
-        return self._run.runtime.io.planned
-
-    def host_memory_in_use(self) -> int:
-        """Return the proportional set size of the engine's processes, in bytes, beyond :attr:`host_baseline_bytes`."""
-        return max(0, proportional_set_bytes(self._run.pids()) - self.host_baseline_bytes)
-
-    @property
-    def host_peak_bytes(self) -> int:
-        """Most host memory that the engine's processes ever held together, bytes of proportional set size."""
-        return self._run.meter.peak_bytes
-
-    @property
-    def host_baseline_bytes(self) -> int:
-        """Host memory that the engine's processes held just before the model was touched, likewise."""
-        return self._run.meter.baseline_bytes
-
-    @property
-    def device_peak_bytes(self) -> int:
-        """Most device memory in use. Where the CPU is the device: what the plan gives it."""
-        measured = self._run.device.peak_bytes()
-        return self.memory_plan.device_bytes if measured is None else measured
-
-    @property
-    def in_step(self) -> bool:
-        """Whether a step has begun, by a forward pass with gradients, and not ended."""
-        return self._steps.in_step
-
-    def gradient_norm(self) -> float:
-        """Return the norm of the whole gradient before clipping, between the backward pass and :meth:`step`."""
-        return self._steps.gradient_norm()
-
-    @property
-    def max_grad_norm(self) -> float | None:
-        """Norm to which gradients are clipped, if they are."""
-        return self._run.config.optimizer.max_grad_norm
-
-    @property
-    def clip_by(self) -> ClipBy | None:
-        """How gradients are clipped, if they are."""
-        config = self._run.config
-        return None if config.max_grad_norm == math.inf else config.clips_by
-
-    def keep_trace(self) -> None:
-        """Keep what happens in the newest step, from the next one on, for :meth:`write_trace`."""
-        self._run.runtime.keep_trace()
-
-    def write_trace(self, path: str | os.PathLike[str]) -> None:
-        """Write the newest step's tasks as a Chrome trace; they are brought to their end first.
-
-        Args:
-            path: of the file.
-
-        Raises:
-            UserError: no step was taken since :meth:`keep_trace`, or the file cannot be written.
-        """
-        self.flush()
-        self._run.runtime.write_trace(Path(path))
-
-    # -- closing --------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
         """Stop. A step in flight is discarded, a finished one is committed; ``resume`` continues from there."""

@@ -1,17 +1,11 @@
-"""Counting which experts of a mixture the data are sent to, with the engine's own evaluation pass."""
+"""Counting which experts of a mixture the data are sent to, with the engine's own evaluation pass; training these."""
 
-import json
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
 from common.errors import UserError
-from common.files.atomic import replace_file
-from common.models.experts import ExpertChoice, ExpertUsage, UsageRecorder, choose_experts
+from common.models.experts import ExpertChoice, ExpertUsage, UsageRecorder, most_relevant
 from fuyou.engine.engine import Engine
-
-EXPERTS_FILE = "experts.json"
-"""Name of the file, in the run's first directory, with the experts that were chosen and what they were chosen by."""
 
 
 def profile_experts(engine: Engine, batches: Iterable[Mapping[str, Any]]) -> ExpertUsage:
@@ -38,23 +32,29 @@ def profile_experts(engine: Engine, batches: Iterable[Mapping[str, Any]]) -> Exp
             engine.eval_loss(**batch)
     if not any_batch:
         raise UserError("There are no batches to count the use of experts with.")
-    usage = recorder.usage()
-    return usage if run.agreement is None else ExpertUsage.combined(run.agreement.all_gather_object(usage))
+    of_all = run.agreement.all_gather_object(recorder.usage().to_dict())
+    return ExpertUsage.combined([ExpertUsage.from_dict(one) for one in of_all])
 
 
-def choose_and_note_experts(engine: Engine, usage: ExpertUsage, fraction: float, score: str = "gates") -> ExpertChoice:
-    """Choose experts to train, and write the choice to :data:`EXPERTS_FILE` in the run's first directory.
+def choose_experts(engine: Engine, usage: ExpertUsage, score: str = "gates") -> ExpertChoice:
+    """Choose the experts that a run with ``train_experts`` trains: in every layer the most relevant ones.
+
+    The choice is committed, with the experts' first values, so that a run that is resumed keeps it. Collective.
 
     Args:
-        engine: whose run it is.
+        engine: whose run it is, before its first step.
         usage: from :func:`profile_experts`.
-        fraction: part of all experts that may be chosen.
-        score: ``"gates"`` or ``"tokens"``; see :func:`common.models.experts.choose_experts`.
+        score: relevance of an expert: ``"gates"``, the sum of its weights, or ``"tokens"``, how many it gets.
 
     Raises:
-        UserError: ``fraction`` or ``score`` is out of range.
+        UserError: there is no such score; the run trains all experts, or has chosen some already.
     """
-    choice = choose_experts(usage, fraction, score)
-    path = Path(engine._run.config.store.folders[0]) / EXPERTS_FILE
-    replace_file(path, json.dumps(choice.to_dict(), indent=1) + "\n", durable=True)
+    run = engine._run
+    if run.model.experts is None:
+        raise UserError("This run does not train some experts alone: give the engine train_experts.")
+    if run.model.experts.is_chosen:
+        raise UserError("This run has chosen its experts: they stay the same to its end.")
+    choice = most_relevant(usage, {name: count for name, (count, _) in run.model.experts.counts.items()}, score)
+    engine.flush()
+    run.choose_experts(choice.experts)
     return choice

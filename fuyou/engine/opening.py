@@ -2,6 +2,8 @@
 
 import contextlib
 import os
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,27 +18,40 @@ from fuyou.checkpoint.cluster_commits import ClusterCommits
 from fuyou.checkpoint.commits import Commits, sealed_records
 from fuyou.checkpoint.fill import fill_store
 from fuyou.checkpoint.reader import ClusterReader, StoreReader
+from fuyou.checkpoint.reshard.local_shards import stored_piece_bytes
 from fuyou.checkpoint.reshard.run import reshard_run
 from fuyou.checkpoint.restripe import Drives
 from fuyou.checkpoint.run_files import RunFiles, create_run, resume_run
-from fuyou.checkpoint.state import TrainingState, random_states, restore_random_states, stored_piece_bytes
+from fuyou.checkpoint.state import TrainingState, random_states, restore_random_states
 from fuyou.config import EngineConfig
-from fuyou.engine.common_decisions import check_memory, common_limits, prove_once, with_common_dtype
+from fuyou.engine.common_decisions import (
+    check_memory,
+    common_limits,
+    prove_once,
+    with_common_dtype,
+    with_common_io,
+)
+from fuyou.engine.computing_dtype import stored_micro_batch
 from fuyou.engine.runtime import Runtime
 from fuyou.layout.checksums import RecordSums
+from fuyou.layout.filling import whole_elements
+from fuyou.layout.key_values import KeyValueCache
 from fuyou.layout.model_layout import ModelLayout
-from fuyou.layout.record import allocate_extents
+from fuyou.layout.record import allocate_extents, weights_file
 from fuyou.layout.share import Share
+from fuyou.model.embedding_noise import add_embedding_noise
 from fuyou.model.open_model import OpenModel
 from fuyou.model.reference import check_reference
 from fuyou.optimizer.absent_gradients import MissedUpdates
 from fuyou.optimizer.clipping import ClipStatistics
+from fuyou.optimizer.lora_plus import check_lora_plus
 from fuyou.optimizer.nonfinite import NonFinitePolicy
 from fuyou.optimizer.process.client import OptimizerLink
 from fuyou.pieces.cut import in_pieces
 from fuyou.planner import ChosenSettings, PlannerContext, choose_settings, choose_settings_on_all_ranks
 from fuyou.planner.piece_size import fitting_layout
 from fuyou.planner.training_job import training_job_of_run
+from fuyou.runtime.devices.determinism import deterministic_algorithms
 from fuyou.runtime.devices.device import open_device
 from fuyou.runtime.ranks.agreement import Agreement
 from fuyou.runtime.ranks.topology import share_of
@@ -64,9 +79,11 @@ class OpenRun:
         self._link: OptimizerLink | None = None
         self._runtime: Runtime | None = None
         self.meter = PeakMeter(self.pids)
+        self._determinism = contextlib.ExitStack()
         try:
             self._open_device(model, config)
             self._open_model()
+            self._keep_micro_batch()
             self._choose()
             self._open_runtime()
             self._open_store()
@@ -84,6 +101,11 @@ class OpenRun:
     def is_open(self) -> bool:
         """Whether there are buffers and workers."""
         return self._runtime is not None and self._runtime.is_open
+
+    @property
+    def experts_are_open(self) -> bool:
+        """Whether some experts are to be trained, and it is not known yet which."""
+        return self.model.experts is not None and not self.model.experts.is_chosen
 
     @property
     def is_running(self) -> bool:
@@ -106,6 +128,7 @@ class OpenRun:
         """Close everything that is open, the last one first; a failure of one does not keep the others."""
         self.closed = True
         with contextlib.ExitStack() as stack:
+            stack.callback(self._determinism.close)
             stack.callback(self.meter.stop)
             for part in (self.agreement, self.files, self._link, self._runtime):
                 if part is not None:
@@ -121,11 +144,14 @@ class OpenRun:
         if leaving and not store.resume:
             raise UserError("leave_ssd is for a run that goes on: leave it out.")
         self.model_config, self.checkpoint = load_config(model)
+        if config.deterministic:  # before CUDA starts
+            self._determinism.enter_context(deterministic_algorithms())
         self.device = open_device(config.device)
         share = share_of(config.topology)
         self.topology = config.topology if share.world_size > 1 else None  # one rank alone is alone
         self.agreement = Agreement(share)
         config = with_common_dtype(config, self.device, self._ssd, self.agreement)
+        config = with_common_io(config, self.device, self.agreement)
         if share.world_size > 1:
             self.device.check_ranks(share.ranks_per_node, share.nodes)
         if config.host_cache is not None:
@@ -155,11 +181,14 @@ class OpenRun:
             checkpoint=self.checkpoint,
             towers=config.towers,
             images=config.memory.images,
+            train_experts=config.train_experts,
+            saved=None if config.store.resume else config.saved_adapter,
         )
-        if config.memory.reference:
-            check_reference(self.model)
+        check_lora_plus(config.adam.lora_plus_ratio, () if self.model.adapters is None else self.model.adapters.names)
         self._source = self.model.weights()
         self.model.shape = self._cut_blocks(self.model.shape, share)
+        if config.memory.reference:
+            check_reference(self.model)
         if self.model.shape.orders and config.prove and self.device.computes:
             prove_once(config, self.model_config, self.agreement, pieces=True)
         self.shape = self.model.shape.shared(share)
@@ -169,25 +198,50 @@ class OpenRun:
     def _cut_blocks(self, shape: ModelLayout, share: Share) -> ModelLayout:
         """Return the layout with blocks in pieces, if they are too large for the device or it was asked for."""
         config, (host, device) = self.config, self.limits
-        asked = stored_piece_bytes(config.store.folders) if config.store.resume else config.piece_bytes
+        if config.store.resume:
+            drives = Drives(config.store.folders, config.store.folders_to_leave)
+            asked = stored_piece_bytes(drives, self.agreement)
+        else:
+            asked = config.piece_bytes
         if asked is not None:
-            return in_pieces(self.model.stack, shape, asked)
+            return self._as_filled(in_pieces(self.model.stack, shape, asked))
         if config.store.resume:
             return shape
 
         def plan(layout: ModelLayout) -> MemoryPlan:
-            planner = MemoryPlanner(
-                layout.shared(share), self.model_config, device, host, self.device.shares_host_memory
-            )
+            layout = self._as_filled(layout.shared(share))
+            planner = MemoryPlanner(layout, self.model_config, device, host, self.device.shares_host_memory)
             return planner.plan(*self._planned_batch(), config.memory.micro_batch, config.loss_inputs)
 
-        return fitting_layout(self.model.stack, shape, plan)
+        return self._as_filled(fitting_layout(self.model.stack, shape, plan))
+
+    def _as_filled(self, shape: ModelLayout) -> ModelLayout:
+        """Return a layout with what its source cannot read by rows; whole blocks stay as they are."""
+        if not shape.orders:
+            return shape
+        return replace(shape, read_whole=whole_elements(shape.records, self._source.reads_rows))
 
     def _planned_batch(self) -> tuple[int, int]:
         """Return the shape of a batch that memory is planned for before the first one comes."""
         memory = self.config.memory
         context = getattr(self.model_config.get_text_config(), "max_position_embeddings", None) or 2048
         return memory.batch_shape or (memory.micro_batch or 1, min(context, 2048))
+
+    def _keep_micro_batch(self) -> None:
+        """Let a run that goes on with batches as they were compute as many sequences at once as it did, if memory holds
+        that: sums are rounded in that order, and how much memory is free is another matter each time."""
+        config, memory, (host, device) = self.config, self.config.memory, self.limits
+        if not config.store.resume or memory.micro_batch is not None or memory.batch_shape is None:
+            return
+        store = config.store
+        own = stored_micro_batch([*store.folders, *store.folders_to_leave, *store.drives])
+        stored = next((one for one in self.agreement.all_gather_object(own) if one is not None), None)
+        if stored is None or tuple(stored[:2]) != tuple(memory.batch_shape):
+            return
+        planner = MemoryPlanner(self.shape, self.model_config, device, host, self.device.shares_host_memory)
+        with contextlib.suppress(UserError):
+            planner.plan(*memory.batch_shape, stored[2], config.loss_inputs)
+            self.config = config.with_options(micro_batch=stored[2])
 
     def _choose(self) -> None:
         """Let the planner complete the configuration, if it may."""
@@ -196,6 +250,7 @@ class OpenRun:
             return
         statistics = ClipStatistics.of_run(config.store.folders) if config.store.resume else ClipStatistics()
         training = training_job_of_run(config, self.model, self.shape, config.memory.batch_shape, statistics)
+        training = replace(training, cache=self._key_values())
         context = PlannerContext(training, self.device, self.limits, self._ssd)
         choice: ChosenSettings | None
         if self.topology is None:
@@ -208,12 +263,26 @@ class OpenRun:
     def _open_runtime(self) -> None:
         """Plan memory, and see whether the machine has it."""
         assert self._link is not None
+        add_embedding_noise(self.model.stack.model, self.config.neftune_alpha)
         runtime = self._runtime = Runtime(
             self.config, self.model, self.shape, self.device, self.limits, self._link, self.topology
         )
         self._link = None  # it is the runtime's now
-        runtime.plan(*self._planned_batch(), loss=self.config.loss_inputs)
+        rows, seq_len = self._planned_batch()
+        if self.config.memory.generation is not None:
+            prompts, longest, _ = self.config.memory.generation
+            rows, seq_len = max(rows, prompts), max(seq_len, longest)
+        runtime.plan(rows, seq_len, loss=self.config.loss_inputs, cache=self._key_values())
         check_memory(runtime.memory_plan.host_bytes, self.agreement)
+
+    def _key_values(self) -> KeyValueCache | None:
+        """Return what generation is going to keep, as far as that is said from the start."""
+        if self.config.memory.generation is None:
+            return None
+        prompts, longest, new = self.config.memory.generation
+        return KeyValueCache(
+            self.model.key_values, self.config.precision.dtype.itemsize, prompts, longest + new, device_layers=0
+        )
 
     def _open_store(self) -> None:
         """Open or make what is on the SSDs, and start the workers."""
@@ -228,12 +297,12 @@ class OpenRun:
             model=self.model.fingerprint,
             dtype=str(config.precision.dtype),
             optimizer_dtype=str(config.precision.optimizer_dtype),
+            optimizer=config.precision.optimizer,
             slots=slots,
             emulated=not self.device.computes,
             piece_bytes=self.shape.piece_bytes,
         )
-        # Everything goes through host memory, so there is nothing for "auto" to measure.
-        io: dict[str, Any] = {"io": "posix" if store.io == "auto" else store.io, "throttle": self.device.throttle}
+        io: dict[str, Any] = {"io": store.io, "throttle": self.device.throttle}
         if store.resume:
             reshard_run(drives, self.model.shape, wanted, self.agreement)
             self.files = resume_run(drives, wanted, self.agreement, **io)
@@ -247,11 +316,42 @@ class OpenRun:
         runtime.attach(self.files, self._extents)
         runtime.open(self.commits)
         self.created_bytes = 0 if store.resume else self._fill(self.files)
+        if store.resume and self.model.experts is not None:
+            self._take_up_experts(state.experts)
         if store.resume and not self.agreement.is_alone:
             self.commits.write_manifest()  # a step that this rank alone had committed does not count
         self.agreement.all_gather_object(None)
         if self.model.adapters is not None:
             self.model.adapters.forget_initial_values()
+
+    def choose_experts(self, experts: Mapping[str, Sequence[int]]) -> None:
+        """Train these experts, by the name of their module: commit their first values. Nothing may be pending.
+
+        The values go to the slot that does not count, and their moments with them: one manifest makes all of it count,
+        together with the choice. Collective.
+        """
+        assert self.model.experts is not None and self.files is not None
+        self.model.experts.choose(experts)
+        state, runtime = self.commits.state, self.runtime
+        if state.experts is None:
+            target = state.slots - 1 - state.slot
+            if not runtime.is_open:
+                runtime.open(self.commits)
+            with runtime.io.not_counted():
+                fill_store(runtime.plane, self._source, target, frozen=False)
+            self.files.store.sync([weights_file(target)])
+            state.slot, state.experts = target, {name: list(own) for name, own in self.model.experts.numbers.items()}
+            self.commits.seal()
+            runtime.close()  # whose schedule begins with the other slot
+            runtime.open(self.commits)
+        self.agreement.all_gather_object(None)
+
+    def _take_up_experts(self, experts: Mapping[str, Sequence[int]] | None) -> None:
+        """Train the experts that the run has chosen. After a crash, some ranks may not have come to commit that."""
+        choices = self.agreement.all_gather_object(experts)
+        chosen = next((one for one in choices if one is not None), None)
+        if chosen is not None:
+            self.choose_experts(chosen)
 
     def _make_commits(self, files: RunFiles) -> Commits:
         store = self.config.store

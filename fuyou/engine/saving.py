@@ -6,10 +6,17 @@ from common.models.adapters.adapters import MERGED
 from common.models.checkpoint.saving import NonFiniteWeights
 from fuyou.checkpoint.export import Exporter
 from fuyou.engine.opening import OpenRun
+from fuyou.layout.record import Kind
+
+SMALL_BYTES = 8 << 20
+"""Bytes in fp32 up to which adapters are exported beside the buffers, within the memory that is left for small things:
+those are made anew in seconds."""
 
 
 def save(run: OpenRun, directory: Path, merge: bool, allow_nonfinite: bool) -> None:
-    """Write a checkpoint or an adapter; nothing may be pending, and all buffers are given back. Collective.
+    """Write a checkpoint or an adapter; nothing may be pending. Collective.
+
+    All buffers are given back, but for small adapters, which somebody may want after every step.
 
     Args:
         run: whose store is read.
@@ -20,7 +27,9 @@ def save(run: OpenRun, directory: Path, merge: bool, allow_nonfinite: bool) -> N
     Raises:
         NonFiniteWeights: a tensor holds a NaN or an infinity, on every rank.
     """
-    run.runtime.close()
+    adapters = sum(record.parameter_count * 4 for record in run.shape.of_kind(Kind.ADAPTER))
+    if merge or run.model.adapters is None or adapters > SMALL_BYTES:
+        run.runtime.close()
     share, refused = run.shape.share, None
     try:
         if share.node == 0:  # whose ranks have everything together

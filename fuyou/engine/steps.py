@@ -12,15 +12,15 @@ from fuyou.engine.batches import check_batch, largest_of_all, with_labels
 from fuyou.engine.opening import OpenRun
 from fuyou.engine.token_outputs import AUX_LOSS, TokenOutput, TokenRequest, loss_inputs, streamed_values, token_output
 from fuyou.model.loss.cross_entropy import IGNORED, targets_of
-from fuyou.model.loss.streamed_loss import streamed_loss
+from fuyou.model.loss.loss_tensor import loss_tensor
+from fuyou.model.reference import adapters_off
 from fuyou.optimizer.adam import Update
 from fuyou.optimizer.clipping import clip_coefficient
 from fuyou.runtime.accounting import StepReport
-from fuyou.runtime.compute.next_token import NextToken
-from fuyou.runtime.compute.step_computation import StepComputation
+from fuyou.runtime.compute.step_computation import StepComputation, StepInputs
 from fuyou.runtime.compute.token_computation import TokenComputation, TokenPass
 from fuyou.runtime.devices.computation import Computation
-from fuyou.schedule.memory_plan import ENGINE_LOSS, LossInputs
+from fuyou.schedule.batch import ENGINE_LOSS, LossInputs
 from fuyou.schedule.tasks import Op, StepList
 
 
@@ -61,12 +61,13 @@ class Steps:
             lr: the step's learning rate.
         """
         self._check_idle()
+        self._check_experts()
         labels = self._prepare(batch)
         current = self._begin(batch, labels, lr)
         loss = self._known_loss = current.loss = self._whole_loss(current)
         if not self._run.nonfinite.skips:
             self._should_skip(self._run.step_count + 1, loss, 0.0)
-        return EngineOutput(streamed_loss(loss, current.backward), _aux_loss(current))
+        return EngineOutput(loss_tensor(loss, current.backward), _aux_loss(current))
 
     def tokens(self, batch: dict[str, Any], request: TokenRequest, lr: float) -> TokenOutput:
         """Begin a step whose loss the caller computes, or run a forward pass alone where gradients are disabled.
@@ -79,6 +80,7 @@ class Steps:
         run, train = self._run, torch.is_grad_enabled()
         if train:
             self._check_idle()
+            self._check_experts()
         else:
             self.flush()
         batch = with_labels(run, batch)
@@ -88,17 +90,19 @@ class Steps:
         mask = targets_of(batch["labels"], run.model.stack.family.shifts_labels) != IGNORED
         if not train:
             tasks = self._evaluation(batch, loss_inputs(passing))
-            self._run_forward(self._computation(tasks, batch, labels, time.monotonic(), passing), tasks)
-            return token_output(passing, mask)
-        current = self._begin(batch, labels, lr, passing)
+            current = self._computation(tasks, batch, labels, time.monotonic(), passing)
+            self.run_forward(current, tasks)
+        else:
+            current = self._begin(batch, labels, lr, passing)
         current.loss = 0.0
         self._whole_loss(current)  # which combines the router's
-        self._known_loss, current.loss = None, math.nan
         values = dict(passing.values)
         if current.router is not None:
             values[AUX_LOSS] = torch.tensor(current.router.value)
-        norm = None if self.norm_parameter is None else (self.norm_parameter, self.gradient_norm)
-        values = streamed_values(values, lambda gradients: self._backward(current, passing, gradients), norm)
+        if train:
+            self._known_loss, current.loss = None, math.nan
+            norm = None if self.norm_parameter is None else (self.norm_parameter, self.gradient_norm)
+            values = streamed_values(values, lambda gradients: self._backward(current, passing, gradients), norm)
         result = token_output(passing, mask, values)
         if current.router is not None:
             result.aux_coefficient = current.router.coefficient
@@ -122,6 +126,14 @@ class Steps:
                 "a forward pass alone, use engine.eval_loss(), or torch.no_grad() around engine.tokens(); for larger "
                 "batches, pass the whole batch at once; to leave out a batch that failed, call engine.abandon(), which "
                 "goes back to the last committed step."
+            )
+
+    def _check_experts(self) -> None:
+        run = self._run
+        if run.experts_are_open and run.device.computes:
+            raise UserError(
+                "This run trains some of its experts, and which these are has not been chosen: call "
+                "fuyou.choose_experts(engine, fuyou.profile_experts(engine, batches)) first."
             )
 
     def _begin(self, batch: dict[str, Any], labels: int, lr: float, passing: TokenPass | None = None) -> Computation:
@@ -174,7 +186,9 @@ class Steps:
         elif coefficient is not None:
             run.commits.scale_gradients(step, coefficient)
         run.step_count = step
-        run.commits.end(step, run.nonfinite.skipped, run.device.torch_device, run.user_state)
+        planned = runtime.memory_plan.batch
+        micro_batch = planned.rows, planned.seq_len, planned.micro_rows
+        run.commits.end(step, run.nonfinite.skipped, run.device.torch_device, run.user_state, micro_batch)
         runtime.plane.executor.finish(current.tasks.end)
         again = False
         if run.config.update_policy.speculative:
@@ -201,6 +215,7 @@ class Steps:
             recomputation_saved=ended.recomputation_saved,
             aux_loss=_aux_loss(ended),
             task_seconds=times.tasks,
+            busy_intervals=times.intervals,
             **happened,
         )
 
@@ -246,21 +261,8 @@ class Steps:
         labels = self._prepare(batch)
         tasks = self._evaluation(batch)
         computation = self._computation(tasks, batch, labels, time.monotonic())
-        self._run_forward(computation, tasks)
+        self.run_forward(computation, tasks)
         return self._whole_loss(computation)
-
-    @torch.no_grad()
-    def next_logits(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """Return the prediction after a sequence: fp32 ``[V]`` for int64 ``[1, S]``."""
-        run = self._run
-        self.flush()
-        batch = {"input_ids": input_ids, "labels": input_ids}
-        self._fit(batch)
-        tasks = self._evaluation(batch)
-        runtime = run.runtime
-        computation = NextToken(run.model, runtime.plane, tasks, batch, runtime.recomputations, time.monotonic())
-        self._run_forward(computation, tasks)
-        return computation.logits
 
     def _evaluation(self, batch: dict[str, Any], loss: LossInputs = ENGINE_LOSS) -> StepList:
         """Return the tasks of a forward pass that changes nothing."""
@@ -269,13 +271,21 @@ class Steps:
         shape = runtime.batch_shape(rows, seq_len, loss)
         return runtime.scheduler.evaluation(self._run.step_count, shape)
 
-    def _run_forward(self, computation: Computation, tasks: StepList) -> None:
-        """Run a forward pass alone, without dropout."""
+    def run_forward(self, computation: Computation, tasks: StepList) -> None:
+        """Run a forward pass alone, without dropout.
+
+        Args:
+            computation: the pass.
+            tasks: an evaluation's, not submitted yet.
+        """
         model, runtime = self._run.model.stack.model, self._run.runtime
         model.eval()
+        # As long as no experts are chosen, the model is the frozen one.
+        modules = model.modules() if self._run.experts_are_open else ()
         try:
             runtime.submit(tasks)
-            computation.forward()
+            with adapters_off(modules):
+                computation.forward()
         except BaseException:
             # What waits for the rest of this pass must not wait for ever: nobody looks at what it leaves behind.
             for task in tasks.tasks:
@@ -319,10 +329,10 @@ class Steps:
         stand_in = run.device.stand_in(runtime.plane.executor, tasks, batch["input_ids"].numel(), start_time)
         if stand_in is not None:
             return stand_in
-        arguments = run.model, runtime.plane, tasks, batch, runtime.recomputations, start_time
+        inputs = StepInputs(run.model, runtime.plane, tasks, batch, runtime.recomputations, start_time)
         if passing is not None:
-            return TokenComputation(passing, *arguments)
-        return StepComputation(*arguments, None if run.agreement.is_alone else labels)
+            return TokenComputation(passing, inputs)
+        return StepComputation(inputs, None if run.agreement.is_alone else labels)
 
     def _whole_loss(self, computation: Computation) -> float:
         """Return the sum of what all ranks have found, added in fp32 in their order, and the router loss of all

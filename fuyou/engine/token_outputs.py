@@ -13,7 +13,7 @@ from fuyou.model.loss.token_head import HeadFunction, TokenHead
 from fuyou.model.open_model import OpenModel
 from fuyou.model.reference import check_reference
 from fuyou.runtime.compute.token_computation import TokenPass
-from fuyou.schedule.memory_plan import LossInputs
+from fuyou.schedule.batch import LossInputs
 
 AUX_LOSS = "aux_loss"
 
@@ -94,11 +94,9 @@ def loss_inputs(passing: TokenPass) -> LossInputs:
     return LossInputs(max(1, numbers), passing.reference is not None)
 
 
-def token_output(
-    passing: TokenPass, mask: torch.Tensor, values: Mapping[str, torch.Tensor] | None = None
-) -> TokenOutput:
-    """Return what a pass has given, or ``values`` in its place, which carry a graph."""
-    given = dict(passing.values if values is None else values)
+def token_output(passing: TokenPass, mask: torch.Tensor, values: Mapping[str, torch.Tensor]) -> TokenOutput:
+    """Return what a pass has given: ``values``, the router loss among them if there is one."""
+    given = dict(values)
     aux_loss = given.pop(AUX_LOSS, None)
     result = TokenOutput(given, mask, aux_loss)
     if passing.reference is not None:

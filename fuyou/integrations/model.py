@@ -10,7 +10,9 @@ import copy
 import functools
 import hashlib
 import inspect
+from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -25,12 +27,16 @@ from common.errors import UserError
 from common.models.task_type import TaskType
 from fuyou.engine.engine import Engine
 from fuyou.engine.token_outputs import TokenOutput
+from fuyou.integrations.generation import generate_as_transformers
 from fuyou.model.reference import check_reference
 
 _NO_REFERENCE = "ref_model=fuyou.integrations.as_reference(engine)"
 """Name of the model in its configuration: a trainer that would load it once more, whole, fails with that."""
+_KEPT = 2
+"""Passes whose reference is kept until a trainer asks for it: KTO's has two, one without gradients first."""
 _NOT_OF_THE_MODEL = frozenset({"use_cache", "return_dict", "output_router_logits", "logits_to_keep"})
 _FUSED = ("log_probs", "entropy", "mean_logits", "is_top1")
+"""Outputs of a fused head of TRL's that does not say which."""
 
 
 @dataclass
@@ -56,23 +62,24 @@ class _Streamed:
 
     def __init__(self, engine: Engine):
         self.engine = engine
-        self.norm = nn.Parameter(torch.zeros(()))
+        self.norm = nn.Parameter(torch.ones(()))
+        self.untouched = nn.Parameter(torch.zeros(()))
         self.learning_rate: Callable[[], float] = lambda: engine.lr
         self.has_reference = False
         self.temperature = 1.0
-        self._kept: tuple[torch.Tensor, TokenOutput] | None = None
+        self.fused: tuple[str, ...] = _FUSED
+        self._kept: deque[tuple[torch.Tensor, TokenOutput]] = deque(maxlen=_KEPT)
         engine._steps.norm_parameter = self.norm
 
     def tokens(self, batch: dict[str, Any], outputs: tuple[str, ...]) -> TokenOutput:
         """Run the model, and with it the reference if there is one, for the call that will ask for it."""
         engine = self.engine
+        if engine.in_step:  # KTO's first pass of a batch has no gradients
+            raise UserError(
+                "The engine takes one forward and one backward pass for each step: set gradient_accumulation_steps to "
+                "1 and per_device_train_batch_size to the whole batch, which the engine splits itself (micro_batch)."
+            )
         if torch.is_grad_enabled():
-            if engine.in_step:
-                raise UserError(
-                    "The engine takes one forward and one backward pass for each step: set gradient_accumulation_steps "
-                    "to 1 and per_device_train_batch_size to the whole batch, which the engine splits itself "
-                    "(micro_batch)."
-                )
             engine.lr = self.learning_rate()
         if self.temperature != 1.0:
             raise UserError(
@@ -80,14 +87,19 @@ class _Streamed:
                 "before it takes log-probabilities: set the temperature to 1."
             )
         found = engine.tokens(**batch, outputs=outputs, reference=self.has_reference)
-        self._kept = None if found.reference is None else (batch["input_ids"], found.reference)
+        if found.reference is not None:
+            self._kept.append((batch["input_ids"], found.reference))
         return found
 
     def reference(self, batch: dict[str, Any], outputs: tuple[str, ...]) -> TokenOutput:
         """Return what the reference gives: computed already with the model's own pass, or now."""
-        if self._kept is not None and torch.equal(self._kept[0], batch["input_ids"]):
-            kept = self._kept[1]
-            if set(outputs) <= set(kept.keys()):
+        if self.untouched.item() != 0:  # what a trainer mixes the model's only parameter, 1, into
+            raise UserError(
+                "The trainer mixes the model's weights into the reference's, which is fixed here: leave sync_ref_model "
+                "out."
+            )
+        for ids, kept in self._kept:
+            if torch.equal(ids, batch["input_ids"]) and set(outputs) <= set(kept.keys()):
                 return kept
         with torch.no_grad(), self.engine.disable_adapters():
             return self.engine.tokens(**batch, outputs=outputs)
@@ -96,7 +108,7 @@ class _Streamed:
 class _Forward:
     """The call of a facade, under the signature of the family's own, which trainers cannot replace.
 
-    What they put in its place (autocast, a fused head) is passed over, but for a head's temperature.
+    What they put in its place (autocast, a fused head) is passed over, but for a head's temperature and outputs.
     """
 
     def __get__(self, model: "_Facade | None", kind: type) -> Callable[..., Any]:
@@ -107,6 +119,8 @@ class _Forward:
         if getattr(getattr(replaced, "__func__", replaced), "__closure__", None) is not None:
             told = inspect.getclosurevars(getattr(replaced, "__func__", replaced)).nonlocals
             model._streamed.temperature = float(told.get("temperature", model._streamed.temperature))
+            if not model._is_reference:  # whose pass is as the model's, so that equal weights give equal numbers
+                model._streamed.fused = tuple(told.get("outputs", model._streamed.fused))
 
 
 class _Facade(PreTrainedModel):
@@ -124,6 +138,7 @@ class _Facade(PreTrainedModel):
         bound = inspect.signature(self.forward).bind_partial(*args, **kwargs).arguments
         batch = {**bound.pop("kwargs", {}), **{name: value for name, value in bound.items() if value is not None}}
         fused, items = batch.pop("fused_lm_head", False), batch.pop("num_items_in_batch", None)
+        routed = batch.get("output_router_logits", False)
         batch = {name: value for name, value in batch.items() if name not in _NOT_OF_THE_MODEL}
         task = streamed.engine._run.model.task_type
         labels = batch.get("labels")
@@ -132,10 +147,16 @@ class _Facade(PreTrainedModel):
         if labels is None:
             raise UserError(
                 "Logits of a whole batch never exist here, and this call has no labels: a loss is made of "
-                "log-probabilities. Leave label smoothing and compute_metrics out, override compute_loss on "
-                "engine.tokens, or let a server generate."
+                "log-probabilities. Leave label smoothing and compute_metrics out, or override compute_loss on "
+                "engine.tokens."
             )
-        found = self._given(batch, _FUSED if fused else ("log_probs",))
+        outputs = streamed.fused if fused else ("log_probs",)
+        found = self._given(batch, outputs)
+        if routed and not self._is_reference and found.aux_loss is None:
+            raise UserError(
+                "The trainer adds the router loss of a mixture of experts, and this engine was opened without: open it "
+                'with router_loss="on", or give the trainer router_aux_loss_coef=0.'
+            )
         mask = found.mask
         count = mask.sum().clamp(min=1) if items is None else items
         loss = -found.log_probs.sum() / count
@@ -143,7 +164,7 @@ class _Facade(PreTrainedModel):
             loss = loss + found.aux_coefficient * found.aux_loss
         if not fused:
             return CausalLMOutput(loss=loss)
-        per_token = {name: (found[name] * mask)[:, :-1] for name in _FUSED}
+        per_token = {name: (found[name] * mask)[:, :-1] for name in outputs}
         return FusedOutput(loss=loss, label_mask=mask[:, :-1], aux_loss=found.aux_loss, **per_token)
 
     def _given(self, batch: dict[str, Any], outputs: tuple[str, ...]) -> TokenOutput:
@@ -155,8 +176,8 @@ class _Facade(PreTrainedModel):
     # -- what a trainer asks of a model ---------------------------------------------------------------------------
 
     def named_parameters(self, *_: Any, **__: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield the only parameter: a number, whose gradient is the norm of all."""
-        yield "gradient_norm", self._streamed.norm
+        """Yield the only parameter: a number, whose gradient is the norm of all; of a reference, one that stays 0."""
+        yield "gradient_norm", self._streamed.untouched if self._is_reference else self._streamed.norm
 
     def state_dict(self, *_: Any, **__: Any) -> dict[str, torch.Tensor]:  # type: ignore[override]
         """Return a digest of all weights, which are read for it: trainers name their caches after that."""
@@ -187,16 +208,15 @@ class _Facade(PreTrainedModel):
     def enable_input_require_grads(self) -> None:
         """Do nothing, likewise."""
 
-    def generate(self, *_: Any, **__: Any) -> Any:  # type: ignore[override]
-        """Refuse to generate.
+    def generate(self, inputs: Any = None, **options: Any) -> Any:  # type: ignore[override]
+        """Generate with the engine, as :func:`fuyou.integrations.generation.generate_as_transformers` does."""
+        ids = options.pop("input_ids", inputs)
+        with self.engine_as_this_model():
+            return generate_as_transformers(self._streamed.engine, ids, **options)
 
-        Raises:
-            UserError: each token would read the whole model.
-        """
-        raise UserError(
-            "generate() would read the whole model from the drives for each token: let a server generate, with the "
-            "adapters that engine.save_pretrained exports."
-        )
+    def engine_as_this_model(self) -> AbstractContextManager[None]:
+        """Let the engine compute what this model is: a reference has no adapters."""
+        return self._streamed.engine.disable_adapters() if self._is_reference else nullcontext()
 
 
 @functools.cache
@@ -214,7 +234,7 @@ def as_model(engine: Engine) -> PreTrainedModel:
     """Return the engine as a model of its family's class, for a trainer.
 
     What cannot work is refused by a sentence when it is tried: several processes, gradient accumulation, logits of
-    whole batches, ``generate()``.
+    whole batches.
 
     Args:
         engine: one; it is asked for no step meanwhile but through the trainer.

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from common.errors import UserError
 from common.models.checkpoint.compressed import CompressedParameter
+from fuyou.layout.frozen_weights import FrozenDtype
 from fuyou.layout.model_layout import ModelLayout
 from fuyou.layout.pieces import Piece, PieceOrder
 from fuyou.layout.record import Record
@@ -56,6 +57,7 @@ def cut_blocks(
         tower=place(layout.tower),
         orders=tuple(orders),
         piece_bytes=piece_bytes,
+        widened=sum(_compressed_weights(one) for one in layout.records) - sum(map(_compressed_weights, made)),
     )
 
 
@@ -66,7 +68,9 @@ def _piece_of(record: Record, index: int, name: str, piece: Piece) -> Record:
     whole = [(slots[part.name], part.experts) for part in piece]
     entries = [(slot.names, _shape(slot, experts), slot.decay) for slot, experts in whole]
     held = [part.name for part in piece if not slots[part.name].trained]
-    compressed = {part.name: _cut_compressed(slots[part.name], part.experts) for part in piece}
+    cut = {part.name: _cut_compressed(slots[part.name], part.experts) for part in piece}
+    compressed = {name: one for name, one in cut.items() if one is not None}
+    in_own_bytes = record.frozen is FrozenDtype.CHECKPOINT
     built = Record.build(
         index,
         name,
@@ -74,9 +78,9 @@ def _piece_of(record: Record, index: int, name: str, piece: Piece) -> Record:
         record.precision,
         entries,
         trainable=record.trainable and len(held) < len(piece),
-        frozen=record.frozen,
+        frozen=FrozenDtype.PLAIN if in_own_bytes and not compressed else record.frozen,
         held=held,
-        compressed={name: one for name, one in compressed.items() if one is not None},
+        compressed=compressed,
     )
     placed = tuple(
         replace(
@@ -92,6 +96,10 @@ def _piece_of(record: Record, index: int, name: str, piece: Piece) -> Record:
 
 def _shape(slot: ParameterSlot, experts: tuple[int, int] | None) -> tuple[int, ...]:
     return slot.shape if experts is None else (experts[1] - experts[0], *slot.shape[1:])
+
+
+def _compressed_weights(record: Record) -> int:
+    return sum(slot.numel for slot in record.parameters if slot.compressed is not None)
 
 
 def _cut_compressed(slot: ParameterSlot, experts: tuple[int, int] | None) -> CompressedParameter | None:

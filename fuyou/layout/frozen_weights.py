@@ -13,7 +13,9 @@ from common.errors import UserError
 from common.quantisation import dequantise, dequantise_nf4, nf4_nbytes, quantise, quantise_nf4, quantised_nbytes
 
 ROW_ELEMENTS = 1 << 20
-"""Elements that are decoded at once, so that this needs little memory beside the result."""
+"""Elements of a row. A CPU decodes one at a time, so that this needs little memory beside the result."""
+ROWS_ON_ACCELERATORS = 8
+"""Rows that an accelerator decodes at once: a dozen kernels each, which take longer to launch than a row takes."""
 
 
 class FrozenDtype(Enum):
@@ -64,9 +66,9 @@ class FrozenDtype(Enum):
         """Undo :meth:`encode`, up to rounding."""
         for part, row in self._rows(flat, matrices, payload):
             if self is FrozenDtype.INT8:
-                part.copy_(dequantise(row, part.numel(), 8))
+                part.copy_(dequantise(row, part.shape[-1], 8))
             elif self is FrozenDtype.NF4:
-                part.copy_(dequantise_nf4(row, part.numel()))
+                part.copy_(dequantise_nf4(row, part.shape[-1]))
             else:
                 part.copy_(row.view(flat.dtype))
         flat[matrices:].copy_(self._rest(flat, matrices, payload))
@@ -74,12 +76,15 @@ class FrozenDtype(Enum):
     def _rows(
         self, flat: torch.Tensor, matrices: int, payload: torch.Tensor
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield the matrices' elements and the bytes for them, row by row."""
-        position = 0
-        for part in flat[:matrices].split(ROW_ELEMENTS):
-            nbytes = self._row_nbytes(part.numel(), flat.dtype)
-            yield part, payload[position : position + nbytes]
-            position += nbytes
+        """Yield the matrices' elements ``[r, n]`` and the bytes for them ``[r, bytes]``, a few rows at a time."""
+        most, start, position = _rows_at_once(flat.device), 0, 0
+        while start < matrices:
+            elements = min(ROW_ELEMENTS, matrices - start)
+            rows = min(most, (matrices - start) // elements)
+            nbytes = self._row_nbytes(elements, flat.dtype)
+            part, row = flat[start : start + rows * elements], payload[position : position + rows * nbytes]
+            yield part.view(rows, elements), row.view(rows, nbytes)
+            start, position = start + rows * elements, position + rows * nbytes
 
     def _rest(self, flat: torch.Tensor, matrices: int, payload: torch.Tensor) -> torch.Tensor:
         start = self._row_nbytes(matrices, flat.dtype)
@@ -89,3 +94,7 @@ class FrozenDtype(Enum):
         if self is FrozenDtype.INT8:
             return quantised_nbytes(elements, 8)
         return nf4_nbytes(elements) if self is FrozenDtype.NF4 else elements * dtype.itemsize
+
+
+def _rows_at_once(device: torch.device) -> int:
+    return 1 if device.type == "cpu" else ROWS_ON_ACCELERATORS

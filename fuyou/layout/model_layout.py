@@ -4,8 +4,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-import torch
-
 from common.models.adapters.memory import NO_ADAPTERS, AdapterMemory
 from common.models.attention.memory import NO_ATTENTION, AttentionMemory
 from common.models.vision.memory import NO_IMAGES, ImageMemory
@@ -143,12 +141,20 @@ class ModelLayout:
     """Whether batches come with images."""
     attention: AttentionMemory = NO_ATTENTION
     """Memory that grows with the square of a row's length."""
+    expert_output_bytes: int = 0
+    """Bytes, for each token, of outputs of experts while a whole block computes."""
     router_experts: int = 0
     """Number of experts that routers choose among, if their loss is a part of the loss; otherwise 0."""
     orders: tuple[PieceOrder, ...] = ()
     """For each block, the order in which its pieces are needed; empty if all blocks are one record each."""
     piece_bytes: int | None = None
     """Bytes of the largest piece that was asked for; None: blocks are not in pieces."""
+    widened: int = 0
+    """Weights of a compressed checkpoint in the compute dtype, as pieces would cut its tensors of all experts."""
+    read_whole: int = 0
+    """Elements (up to 4 bytes) in memory while a store is filled, as rows are not read alone; 0: unknown source."""
+    repeated_parameters: int = 0
+    """Trained parameters that are rows of frozen ones, which are in the records as well."""
 
     @property
     def share(self) -> Share:
@@ -196,15 +202,20 @@ class ModelLayout:
         """Bytes of the largest record that is decoded into the compute dtype on the device; 0 if there is none."""
         return max(record.decoded_nbytes for record in self.records)
 
+    @property
+    def parameters(self) -> int:
+        """Number of parameters of the model and its adapters."""
+        return sum(record.parameter_count for record in self.records) - self.repeated_parameters
+
     @cached_property
     def parameter_tensors(self) -> int:
         """Number of parameters, counted as tensors."""
         return sum(len(record.parameters) for record in self.records)
 
     @cached_property
-    def trained_state_bytes(self) -> int:
-        """Bytes of optimizer states per parameter, in the records that have most."""
-        return max(self.records[index].precision.state_bytes for index in self.trainable)
+    def trained_precision(self) -> Precision:
+        """Precision of those trained records that have most optimizer states per parameter."""
+        return max((self.records[index].precision for index in self.trainable), key=lambda one: one.state_bytes)
 
     @cached_property
     def trainable(self) -> tuple[int, ...]:
@@ -219,9 +230,9 @@ class ModelLayout:
 
     def with_precision(self, precision: Precision) -> "ModelLayout":
         """Return the layout of the model in another precision; adapters stay in fp32, with that precision's moments."""
-        adapters = Precision(torch.float32, precision.optimizer_dtype)
         records = tuple(
-            replace(record, precision=adapters if record.kind is Kind.ADAPTER else precision) for record in self.records
+            replace(record, precision=precision.in_fp32 if record.kind is Kind.ADAPTER else precision)
+            for record in self.records
         )
         return replace(self, records=records, precision=precision)
 
@@ -243,33 +254,38 @@ class ModelLayout:
         """Elements of the records of the largest block, padding included."""
         return max(sum(self.records[index].numel for index in block) for block in self.blocks)
 
-    def visits(self, train: bool, micro_batches: int = 1, own_loss: bool = False) -> tuple[Visit, ...]:
+    def visits(
+        self, train: bool, micro_batches: int = 1, own_loss: bool = False, together: int | None = None
+    ) -> tuple[Visit, ...]:
         """Return the visits of a step, in order. The backward pass ends with the first record that is trained.
 
-        All micro-batches go through a visit, but for the backward pass of a block in pieces that are frozen: there, one
-        micro-batch after the other has all pieces pass, so that the block's insides are on the device for one only. If
-        pieces are trained, it is the gradient of which there must be only one.
+        All micro-batches go through a visit, but for blocks in pieces. There, each pass that is under way keeps a
+        micro-batch's insides of the block on the device. In a forward pass that is what lies between two operators, so
+        that many can go on together. In a backward pass it is all that was saved: if the pieces are frozen, one
+        micro-batch after the other has all of them pass. If they are trained, there must be only one gradient.
 
         Args:
             train: whether there is a backward pass.
             micro_batches: number of micro-batches of the batch.
             own_loss: whether the caller computes the loss from what the head gives, so that the head runs twice: for
                 that, and again with the gradients that come back.
+            together: micro-batches that go through a block in pieces together in a forward pass; None: all.
         """
-        key = train, micro_batches, own_loss
+        key = train, micro_batches, own_loss, min(together or micro_batches, micro_batches)
         if key not in self._visits:
-            self._visits[key] = tuple(self._list_visits(train, micro_batches, own_loss))
+            self._visits[key] = tuple(self._list_visits(*key))
         return self._visits[key]
 
     @cached_property
-    def _visits(self) -> dict[tuple[bool, int, bool], tuple[Visit, ...]]:
+    def _visits(self) -> dict[tuple[bool, int, bool, int], tuple[Visit, ...]]:
         """Visits that were asked for: thousands, of blocks in pieces, which planning asks for in every step."""
         return {}
 
-    def _list_visits(self, train: bool, micro_batches: int, own_loss: bool) -> list[Visit]:
+    def _list_visits(self, train: bool, micro_batches: int, own_loss: bool, together: int) -> list[Visit]:
         layers = range(len(self.blocks))
+        groups = [range(first, min(first + together, micro_batches)) for first in range(0, micro_batches, together)]
         forward = [Visit(Phase.EMBED_FORWARD, self.embedding, None, self.embedding_adapter, self.tower)]
-        forward += [visit for layer in layers for visit in self._block_forward(layer)]
+        forward += [visit for layer in layers for visit in self._block_forward(layer, groups)]
         if not train or own_loss:
             forward.append(Visit(Phase.HEAD_EVAL, self.head, len(layers), self.head_adapter))
         if not train:
@@ -283,7 +299,7 @@ class ModelLayout:
         ending = (backward[last].phase, backward[last].layer)
         ends = [(one.phase, one.layer) == ending for one in backward]
         backward = [
-            replace(visit, passes_on=visit.passes_on and not end)
+            replace(visit, passes_on=False) if end and visit.passes_on else visit
             for index, (visit, end) in enumerate(zip(backward, ends, strict=True))
             if index <= last or end
         ]
@@ -291,15 +307,19 @@ class ModelLayout:
             backward[0] = replace(backward[0], completes=False)
         return forward + backward
 
-    def _block_forward(self, layer: int) -> list[Visit]:
+    def _block_forward(self, layer: int, groups: Sequence[range]) -> list[Visit]:
         records, adapter = self.blocks[layer], self._adapter(layer)
         if len(records) == 1:
             return [Visit(Phase.BLOCK_FORWARD, records[0], layer, adapter)]
         stages = self.orders[layer].forward
-        return [
-            Visit(Phase.BLOCK_FORWARD, records[piece], layer, adapter, part=Part(not index, index == len(stages) - 1))
-            for index, piece in enumerate(stages)
+        parts = [Part(not index, index == len(stages) - 1) for index in range(len(stages))]
+        visits = [
+            Visit(Phase.BLOCK_FORWARD, records[piece], layer, adapter, part=part)
+            for piece, part in zip(stages, parts, strict=True)
         ]
+        if len(groups) == 1:
+            return visits
+        return [replace(visit, micros=group) for group in groups for visit in visits]
 
     def _block_backward(self, layer: int, micro_batches: int) -> list[Visit]:
         records, adapter = self.blocks[layer], self._adapter(layer)
@@ -314,9 +334,10 @@ class ModelLayout:
             visit = Visit(Phase.BLOCK_BACKWARD, records[stage.piece], layer, adapter, part=part)
             visits.append(self._trains(visit) if holds[index] or adapter is not None else visit)
         if not trained:
-            visits = [replace(visit, micro=micro) for micro in range(micro_batches) for visit in visits]
-        ends = {visit.trained: index for index, visit in enumerate(visits)}
-        return [replace(visit, completes=ends[visit.trained] == index) for index, visit in enumerate(visits)]
+            alone = [range(micro, micro + 1) for micro in range(micro_batches)]
+            visits = [replace(visit, micros=micros) for micros in alone for visit in visits]
+        ends = {*{visit.trained: index for index, visit in enumerate(visits)}.values()}
+        return [visit if index in ends else replace(visit, completes=False) for index, visit in enumerate(visits)]
 
     def _adapter(self, layer: int) -> int | None:
         return self.block_adapters[layer] if self.block_adapters else None
@@ -343,6 +364,8 @@ class BatchShape:
     """Whether the caller computes the loss, between two runs of the head."""
     reference: bool = False
     """Whether every micro-batch also passes forward through the model without its adapters, as its own reference."""
+    together: int | None = None
+    """Micro-batches that go through a block in pieces together in a forward pass; None: all."""
 
     def micro_batches_of(self, visit: Visit) -> range:
         """Return the numbers of the micro-batches that a visit runs; those of the reference come after the others."""

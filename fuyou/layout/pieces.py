@@ -5,7 +5,7 @@ hold one matrix per expert. A dense matrix is never cut: the gradient of its inp
 """
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,8 @@ class PieceOrder:
     """Pieces of the forward pass: a piece may come again."""
     backward: tuple[Stage, ...]
     """Stages of the backward pass, which begins with the forward pass once more."""
+    between_bytes: int = field(default=0, compare=False)
+    """Bytes, for each token, that a forward pass keeps at most while it waits for its next piece."""
 
     def holds_gradient(self, trained: Collection[int]) -> tuple[bool, ...]:
         """Return, for each stage of the backward pass, whether the gradient of its piece is on the device.

@@ -1,9 +1,9 @@
 """Records: the units that move between SSDs, host memory and device.
 
 A record holds the parameters of one block, of the embeddings, or of the head. In memory it is one flat buffer of
-parameters; on SSD it is that buffer and, beside it, its optimizer states in chunks of ``[low | mean | variance]``, so
-that one chunk is one contiguous range to read, update and write back. (``low`` are the low 16 bits of split master
-weights.)
+parameters; on SSD it is that buffer and, beside it, its optimizer states in chunks of ``[low | mean | variance]`` (of
+other optimizers, what :mod:`fuyou.layout.optimizer_state` lists), so that one chunk is one contiguous range to read,
+update and write back. (``low`` are the low 16 bits of split master weights.)
 
 A record is trained as a whole or frozen as a whole. A block with both kinds of parameters has two records: a frozen
 one, which is written when the store is made and only read from then on, and an *adapter record* of all that is trained,
@@ -14,17 +14,20 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from common.errors import UserError
 from common.memory.buffers import PAGE, round_up
-from common.models.checkpoint.compressed import CompressedParameter
 from common.store import Extent, Layout
 from fuyou.layout.frozen_weights import FrozenDtype
+from fuyou.layout.optimizer_state import ADAMW, OPTIMIZERS, StateComponent, check_optimizer
 from fuyou.layout.record_parts import ALIGN_ELEMENTS, Chunk, ParameterSlot
 from fuyou.layout.share import ALONE, Share
+
+if TYPE_CHECKING:  # transformers is behind it, which the optimizer process can do without
+    from common.models.checkpoint.compressed import CompressedParameter
 
 PAGE_ELEMENTS = PAGE // 2
 """Ranges that are read or written on their own are multiples of this many elements: a page even at two bytes each."""
@@ -40,19 +43,22 @@ class Precision:
     dtype: torch.dtype
     """Dtype of forward and backward pass: bfloat16 (with split fp32 master weights) or float32."""
     optimizer_dtype: torch.dtype
-    """Dtype of the two moments: float32, or bfloat16 with stochastic rounding."""
+    """Dtype of moments that are not in 8 bits: float32, or bfloat16 with stochastic rounding."""
+    optimizer: str = ADAMW
+    """Name of the optimizer, which decides what is kept of each parameter."""
 
     @classmethod
-    def named(cls, dtype: str, optimizer_dtype: str) -> "Precision":
+    def named(cls, dtype: str, optimizer_dtype: str, optimizer: str = ADAMW) -> "Precision":
         """Return the precision with these dtypes, each ``"bf16"`` or ``"fp32"``.
 
         Raises:
-            UserError: any other name.
+            UserError: any other name, or an optimizer that there is not.
         """
+        check_optimizer(optimizer, optimizer_dtype)
         for option, value in (("dtype", dtype), ("optimizer_dtype", optimizer_dtype)):
             if value not in DTYPES:
                 raise UserError(f"{option} must be {' or '.join(DTYPES)}, not {value!r}.")
-        return cls(DTYPES[dtype], DTYPES[optimizer_dtype])
+        return cls(DTYPES[dtype], DTYPES[optimizer_dtype], optimizer)
 
     @property
     def dtypes(self) -> tuple[torch.dtype, torch.dtype]:
@@ -75,9 +81,31 @@ class Precision:
         return self.dtype.itemsize
 
     @property
-    def state_bytes(self) -> int:
-        """Bytes per parameter of optimizer states: low 16 bits of the master weight (if split), mean, variance."""
-        return (2 if self.split else 0) + 2 * self.optimizer_dtype.itemsize
+    def in_fp32(self) -> "Precision":
+        """The same of parameters that compute in fp32."""
+        return replace(self, dtype=torch.float32)
+
+    @cached_property
+    def components(self) -> tuple[StateComponent, ...]:
+        """What the optimizer keeps of each parameter: low 16 bits of the master weight (if split), moments."""
+        return OPTIMIZERS[self.optimizer].components(self.split, self.optimizer_dtype)
+
+    def state_nbytes(self, elements: int) -> int:
+        """Return the bytes of the optimizer states of so many elements."""
+        return sum(component.nbytes(elements) for component in self.components)
+
+    @cached_property
+    def state_bytes(self) -> float:
+        """Bytes per parameter of optimizer states."""
+        return self.state_nbytes(self.page_elements) / self.page_elements
+
+    @cached_property
+    def page_elements(self) -> int:
+        """Elements in whose multiples each component of the states, like parameters, is whole pages."""
+        elements = PAGE_ELEMENTS
+        while any(component.nbytes(elements) % PAGE for component in self.components):
+            elements *= 2
+        return elements
 
 
 class Kind(Enum):
@@ -97,8 +125,8 @@ class Kind(Enum):
 class Record:
     """The parameters of one block, or of what stands outside the blocks, laid out flat.
 
-    Parameters with weight decay come first, then zero padding to a page, then those without, then padding. Padding has
-    zero gradients, so it stays zero.
+    Parameters with weight decay come first, then zero padding to whole pages, then those without, then padding. Padding
+    has zero gradients, so it stays zero.
     """
 
     index: int
@@ -129,7 +157,7 @@ class Record:
         trainable: bool = True,
         frozen: FrozenDtype = FrozenDtype.PLAIN,
         held: Collection[str] = (),
-        compressed: Mapping[str, CompressedParameter] | None = None,
+        compressed: "Mapping[str, CompressedParameter] | None" = None,
     ) -> "Record":
         """Lay out parameters in order, those with weight decay first.
 
@@ -147,6 +175,7 @@ class Record:
         own = compressed or {}
         wanted = list(parameters)
         slots: list[ParameterSlot] = []
+        pages = precision.page_elements if trainable else PAGE_ELEMENTS
         position = boundary = 0
         for part in (True, False):
             for names, shape, decay in wanted:
@@ -155,14 +184,19 @@ class Record:
                     slot = ParameterSlot(names, tuple(shape), position, decay, trained, stored)
                     slots.append(slot)
                     position = round_up(position + slot.numel, ALIGN_ELEMENTS)
-            position = round_up(position, PAGE_ELEMENTS)
+            position = round_up(position, pages)
             if part:
                 boundary = position
         return Record(index, name, kind, precision, trainable, tuple(slots), boundary, position, frozen)
 
     def shared(self, share: Share) -> "Record":
         """Return the record as one rank of several sees it."""
-        return replace(self, numel=share.padded(self.numel), share=share)
+        return replace(self, numel=share.padded(self.numel, self.page_elements), share=share)
+
+    @property
+    def page_elements(self) -> int:
+        """Elements in whose multiples the record is read and written."""
+        return self.precision.page_elements if self.trainable else PAGE_ELEMENTS
 
     @property
     def unit_bytes(self) -> int:
@@ -211,12 +245,12 @@ class Record:
         """Bytes of all parameters as they come to the device: whole pages for each rank of a node."""
         return round_up(self._stored_nbytes(self.numel - self.decayed), PAGE * self.share.ranks_per_node)
 
-    @property
+    @cached_property
     def decoded_nbytes(self) -> int:
         """Bytes of the parameters in the compute dtype, if they are stored otherwise; 0 if they are not."""
         return 0 if self.frozen is FrozenDtype.PLAIN else self.numel * self.precision.parameter_bytes
 
-    @property
+    @cached_property
     def parameter_nbytes(self) -> int:
         """Bytes of the parameters that this rank stores, on SSD and in host memory."""
         return self.stored * self.unit_bytes
@@ -234,7 +268,7 @@ class Record:
     @property
     def state_nbytes(self) -> int:
         """Bytes of the optimizer states of what this rank updates."""
-        return self.owned * self.precision.state_bytes if self.trainable else 0
+        return self.precision.state_nbytes(self.owned) if self.trainable else 0
 
     @property
     def parameter_count(self) -> int:
@@ -319,6 +353,7 @@ class Record:
             "name": self.name,
             "kind": self.kind.value,
             "dtypes": [str(dtype).removeprefix("torch.") for dtype in self.precision.dtypes],
+            **({"optimizer": self.precision.optimizer} if self.precision.optimizer != ADAMW else {}),
             "trainable": self.trainable,
             "frozen": self.frozen.value,
             "parameters": [[list(slot.names), list(slot.shape), slot.decay] for slot in self.parameters],

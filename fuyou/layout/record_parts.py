@@ -2,12 +2,15 @@
 
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
 from common.memory.buffers import round_up
-from common.models.checkpoint.compressed import CompressedParameter
 from fuyou.layout.pieces import PiecePart
+
+if TYPE_CHECKING:  # transformers is behind it, which the optimizer process can do without
+    from common.models.checkpoint.compressed import CompressedParameter
 
 ALIGN_ELEMENTS = 128
 """Every parameter starts on a multiple of this many elements: 256 bytes in bf16, enough for any vector unit and for
@@ -27,7 +30,7 @@ class ParameterSlot:
     """Whether weight decay applies."""
     trained: bool = True
     """Whether gradients flow to it, if its record is trained."""
-    compressed: CompressedParameter | None = None
+    compressed: "CompressedParameter | None" = None
     """How it is stored if its record is stored in the checkpoint's own bytes; None: in the compute dtype."""
     experts: tuple[int, int] | None = None
     """``[first, last)`` of the parameter's experts, if only these are in the record, a piece of a block."""

@@ -15,7 +15,7 @@ One rank alone stores and owns all of every record.
 
 from dataclasses import dataclass
 
-from common.memory.buffers import PAGE, round_up
+from common.memory.buffers import round_up
 
 
 @dataclass(frozen=True)
@@ -39,9 +39,14 @@ class Share:
         """Number of this rank; ranks are numbered node by node."""
         return self.node * self.ranks_per_node + self.local_rank
 
-    def padded(self, numel: int) -> int:
-        """Return the elements of a record after padding, so that every part is whole pages at two bytes each."""
-        return round_up(numel, self.world_size * (PAGE // 2))
+    def padded(self, numel: int, page_elements: int) -> int:
+        """Return the elements of a record after padding, so that every part is whole pages.
+
+        Args:
+            numel: elements without it.
+            page_elements: elements in whose multiples everything of the record is whole pages.
+        """
+        return round_up(numel, self.world_size * page_elements)
 
     def stored(self, numel: int) -> int:
         """Return the elements of a (padded) record whose parameters this rank stores."""

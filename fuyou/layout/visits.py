@@ -61,8 +61,8 @@ class Visit:
 
     part: Part | None = None
     """The part of a block that is in pieces; None: the visit is about the whole block, or what is outside."""
-    micro: int | None = None
-    """The only micro-batch of the visit; None: all of them."""
+    micros: range | None = None
+    """Numbers of the visit's micro-batches; None: all of them."""
 
     @property
     def begins(self) -> bool:
@@ -76,7 +76,7 @@ class Visit:
 
     def micro_batches(self, count: int) -> range:
         """Return the numbers of its micro-batches, of a batch that has ``count``."""
-        return range(count) if self.micro is None else range(self.micro, self.micro + 1)
+        return range(count) if self.micros is None else self.micros
 
     @cached_property
     def records(self) -> tuple[int, ...]:

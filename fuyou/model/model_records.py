@@ -6,7 +6,6 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
 
 from common.errors import UserError
@@ -20,6 +19,7 @@ from common.models.vision.towers import tower_parameters
 from fuyou.layout.frozen_weights import FrozenDtype
 from fuyou.layout.model_layout import ModelLayout, no_bytes
 from fuyou.layout.record import Kind, Precision, Record, wants_decay
+from fuyou.model.expert_modules import expert_output_bytes
 from fuyou.model.streamed_model import StreamedModel
 
 HELD_FRACTION = 0.1
@@ -80,8 +80,7 @@ class _Records:
         """
         if not entries:
             return None
-        precision = Precision(torch.float32, self._precision.optimizer_dtype)
-        return self._add(f"{name} adapters", Kind.ADAPTER, precision, entries, trainable=True)
+        return self._add(f"{name} adapters", Kind.ADAPTER, self._precision.in_fp32, entries, trainable=True)
 
     def _add(
         self,
@@ -170,6 +169,7 @@ def model_records(
         block_adapter_memory=AdapterMemory.most(adapter_memory(block) for block in stack.blocks),
         non_block_adapter_memory=AdapterMemory.most(adapter_memory(module) for module in outside),
         hidden_size=stack.hidden_size,
+        expert_output_bytes=expert_output_bytes(stack),
         carried_bytes=stack.carried_bytes if stack.links else no_bytes,
         image_memory=image_memory(stack.model),
         attention=AttentionMemory.of(stack.model.config, precision.dtype.itemsize),

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -11,13 +12,18 @@ from transformers import PreTrainedConfig
 
 from common.errors import UserError, did_you_mean
 from common.models.adapters.adapters import Adapters
+from common.models.adapters.saved import SavedAdapter
 from common.models.checkpoint.compressed import CompressedParameter, method_of
-from common.models.checkpoint.sources import CheckpointSource, RandomSource, WeightSource
+from common.models.checkpoint.random_source import RandomSource
+from common.models.checkpoint.sources import CheckpointSource, WeightSource
+from common.models.chosen_experts import ChosenExperts
 from common.models.meta_model import build_meta_model
 from common.models.task_type import task_type_of
 from common.models.vision.towers import DEFAULT_FREEZING, TowerFreezing
 from fuyou.layout.frozen_weights import FrozenDtype
+from fuyou.layout.key_values import LayerKeyValues
 from fuyou.layout.record import Precision
+from fuyou.model.caching import find_key_values
 from fuyou.model.loss.router_loss import find_router_loss, wants_router_loss
 from fuyou.model.model_records import fingerprint, model_records
 from fuyou.model.streamed_model import StreamedModel
@@ -41,12 +47,15 @@ class OpenModel:
         towers: what of a vision-language model's towers is frozen, if ``trainable`` does not say it.
         images: whether batches come with images.
         draw: whether adapters' first values are needed; see :class:`Adapters`.
+        train_experts: part of the experts of each layer that are trained, while everything else is frozen.
+        saved: adapters of the configuration ``adapters`` to begin with.
 
     Attributes:
         base: the model without adapters, for its names; if there are none, it is the one that ``stack`` runs.
         stack: the model, in parts.
         shape: its records.
         adapters: its adapters, or None.
+        experts: its parameters of chosen experts, or None.
         router_loss: its router loss, or None.
 
     Raises:
@@ -69,9 +78,13 @@ class OpenModel:
         towers: TowerFreezing = DEFAULT_FREEZING,
         images: bool = False,
         draw: bool = True,
+        train_experts: float | None = None,
+        saved: SavedAdapter | None = None,
     ):
         if adapters is not None and trainable is not None:
             raise UserError("adapters freeze all other parameters: give either adapters or trainable.")
+        if train_experts is not None and (adapters is not None or trainable is not None):
+            raise UserError("train_experts freezes all other parameters: give neither adapters nor trainable with it.")
         self.config, self._seed, self._checkpoint = config, seed, checkpoint
         self.task_type = task_type_of(config)
         """Task that the model's head is for."""
@@ -82,12 +95,15 @@ class OpenModel:
         if adapters is not None:
             model = build_meta_model(config, dtype=precision.dtype)
             towers.without_adapters(adapters, model)
-            self.adapters = Adapters(model, adapters, seed, draw)
+            self.adapters = Adapters(model, adapters, seed, draw, saved)
+        elif train_experts is not None:
+            model = build_meta_model(config, dtype=precision.dtype)
         elif trainable is not None:
             self._freeze_all_but(trainable)
         else:
             for name in towers.frozen(model):
                 model.get_parameter(name).requires_grad_(False)
+        self.experts = None if train_experts is None else ChosenExperts(model, train_experts)
         wanted = wants_router_loss(model, router_loss)
         self.stack = StreamedModel(model, device)
         self.router_loss = find_router_loss(self.stack, router_loss) if wanted else None
@@ -96,7 +112,8 @@ class OpenModel:
         if frozen is None:
             frozen = FrozenDtype.CHECKPOINT if compressed else FrozenDtype.PLAIN
         records = model_records(self.stack, precision, frozen, compressed)
-        self.shape = replace(records, router_experts=experts, images=images)
+        repeated = 0 if self.experts is None else self.experts.parameters
+        self.shape = replace(records, router_experts=experts, images=images, repeated_parameters=repeated)
 
     def weights(self) -> WeightSource:
         """Return the source of the first values, after checking it and filling the model's buffers from it.
@@ -110,9 +127,29 @@ class OpenModel:
         source.check()
         for name, value in source.read_buffers():
             self.base.get_buffer(name).copy_(value)
-            if self.adapters is not None:
-                self.stack.model.get_buffer(self.adapters.buffer_names[name]).copy_(value)
-        return source if self.adapters is None else self.adapters.source(source)
+            if self.stack.model is not self.base:
+                now = name if self.adapters is None else self.adapters.buffer_names[name]
+                self.stack.model.get_buffer(now).copy_(value)
+        if self.experts is not None:
+            return self.experts.source(source)
+        if self.adapters is None:
+            return source
+        self.adapters.check_saved(source)
+        return self.adapters.source(source)
+
+    @cached_property
+    def key_values(self) -> tuple[LayerKeyValues, ...]:
+        """What each block keeps of a token while the model generates.
+
+        Raises:
+            UserError: blocks keep nothing, or something else.
+        """
+        if self.shape.orders:
+            raise UserError(
+                "Blocks of this model are computed in pieces, in which nothing is kept from token to token: generate "
+                "with use_cache=False, which computes whole sequences again for each token, or give more memory."
+            )
+        return find_key_values(self.stack)
 
     @property
     def fingerprint(self) -> str:
@@ -126,7 +163,7 @@ class OpenModel:
     @property
     def parameters(self) -> int:
         """Number of parameters of the model and its adapters."""
-        return sum(record.parameter_count for record in self.shape.records)
+        return self.shape.parameters
 
     @property
     def trainable_parameters(self) -> int:

@@ -2,19 +2,24 @@
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import nn
 
 from common.errors import UserError
+from common.models.chosen_experts import has_chosen_experts
+from fuyou.layout.model_layout import ModelLayout
 from fuyou.model.open_model import OpenModel
 
 
 @contextmanager
 def adapters_off(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Let those of ``modules`` that have adapters compute without them while the context is open."""
-    adapted = (one for one in modules if isinstance(one, BaseTunerLayer | AuxiliaryTrainingWrapper))
+    """Let those of ``modules`` that have adapters, or parameters of chosen experts, compute without them while the
+    context is open."""
+    kinds = BaseTunerLayer | AuxiliaryTrainingWrapper
+    adapted: Iterator[Any] = (one for one in modules if isinstance(one, kinds) or has_chosen_experts(one))
     switched = [one for one in adapted if not one._disable_adapters]
     # Not by enable_adapters, which changes requires_grad, too.
     for one in switched:
@@ -39,17 +44,31 @@ def evaluating(modules: Iterable[nn.Module]) -> Iterator[None]:
             one.training = True
 
 
-def check_reference(model: OpenModel) -> None:
-    """See whether the model without its adapters is the one that training began with.
+def check_whole_blocks(shape: ModelLayout) -> None:
+    """See whether a reference can pass through the blocks, whoever it is.
 
     Raises:
-        UserError: it is not.
+        UserError: they are in pieces.
     """
-    if model.shape.orders:
+    if shape.orders:
         raise UserError(
             "Blocks of this model are computed in pieces, through which no reference passes yet: give more memory, or "
             "compute the reference's log-probabilities before training and give them to the loss."
         )
+
+
+def check_reference(model: OpenModel) -> None:
+    """See whether the model without its adapters is the one that training began with, and can be computed.
+
+    Raises:
+        UserError: it is not, or cannot.
+    """
+    if model.experts is None:
+        _check_frozen(model)
+    check_whole_blocks(model.shape)
+
+
+def _check_frozen(model: OpenModel) -> None:
     adapters, why = model.adapters, "this run trains the weights themselves"
     if adapters is not None:
         trained = next((name for name in adapters.trainable_names if name in adapters.base_names), None)

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils._pytree import tree_map
-from transformers import PreTrainedModel
+from transformers import Cache, PreTrainedModel
 
 from common.data.documents import Documents
 from common.errors import FinetuneError, UserError
@@ -39,6 +39,9 @@ from fuyou.model.family import Family, family_of
 
 _SURVEYED = 8
 """Tokens of the row that a survey runs."""
+
+META_TOKENS = 8
+"""Tokens of the row that blocks are run on without values."""
 
 
 class StreamedModel:
@@ -247,32 +250,32 @@ class StreamedModel:
 
     # -- the three parts ------------------------------------------------------------------------------------------
 
-    def embed(self, batch: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, BlockCalls]:
+    def embed(self, batch: Mapping[str, torch.Tensor], cache: Cache | None = None) -> tuple[torch.Tensor, BlockCalls]:
         """Run what comes before the blocks.
 
         Args:
             batch: ``input_ids`` int64 ``[B, S]`` and, if any, ``position_ids`` and ``attention_mask``. Without a mask,
                 documents at which positions restart are kept apart.
+            cache: what blocks have kept of the tokens before these, and add to; a mask is then of all tokens.
 
         Returns:
             The first block's input ``[B, S, H]``, and what each block is called with.
         """
-        return self._embed(batch, self.links)
+        return self._embed(batch, self.links, cache)
 
     @torch.no_grad()
-    def embed_without_weights(self, input_ids: torch.Tensor) -> tuple[torch.Tensor, BlockCalls]:
+    def embed_without_weights(
+        self, input_ids: torch.Tensor, cache: Cache | None = None
+    ) -> tuple[torch.Tensor, BlockCalls]:
         """Run what comes before the blocks without parameters: shapes are right, but values mean nothing."""
         with self._skipped(self.before), self._without_outer_weights():
-            return self._embed({"input_ids": input_ids}, self.links)
+            return self._embed({"input_ids": input_ids}, self.links, cache)
 
-    def meta_calls(self, tokens: int) -> list[tuple[torch.Tensor, tuple[Any, ...], dict[str, Any]]]:
-        """Return what each block is called with for a row of so many tokens, on the meta device.
-
-        Returns:
-            Hidden states, and other positional and keyword arguments, of each block. Shared dictionaries are as the
-            first block finds them.
-        """
-        ids = torch.zeros(1, tokens, dtype=torch.long, device=self.device)
+    @cached_property
+    def meta_calls(self) -> list[tuple[torch.Tensor, tuple[Any, ...], dict[str, Any]]]:
+        """What each block is called with for a row of :data:`META_TOKENS` tokens, on the meta device: hidden states,
+        and other positional and keyword arguments. Shared dictionaries are as the first block finds them."""
+        ids = torch.zeros(1, META_TOKENS, dtype=torch.long, device=self.device)
         with self._stand_ins.probing(all_blocks=bool(self.links)) as probe:
             hidden, calls = self.embed_without_weights(ids)
 
@@ -294,11 +297,14 @@ class StreamedModel:
         calls.zero_produced_values(probe.values, self.device)
         return hidden, calls
 
-    def _embed(self, batch: Mapping[str, torch.Tensor], links: BlockLinks) -> tuple[torch.Tensor, BlockCalls]:
+    def _embed(
+        self, batch: Mapping[str, torch.Tensor], links: BlockLinks, cache: Cache | None = None
+    ) -> tuple[torch.Tensor, BlockCalls]:
         documents = None if "attention_mask" in batch else Documents.of(batch.get("position_ids"))
         known = {name: value for name, value in batch.items() if name != "position_ids" or self._takes_positions}
+        kept = {"use_cache": False} if cache is None else {"use_cache": True, "past_key_values": cache}
         with self.apart(documents), self._stand_ins.recording(links, documents) as calls:
-            self.model(**known, use_cache=False)
+            self.model(**known, **kept)
         hidden, calls.first_hidden = calls.first_hidden, None
         assert hidden is not None
         return hidden, calls

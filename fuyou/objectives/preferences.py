@@ -11,6 +11,7 @@ import torch
 from torch.nn import functional
 
 from common.errors import UserError, did_you_mean
+from fuyou.objectives.objective import BatchNumbers, Learned, Mean, Objective, row_sums
 
 
 @dataclass(frozen=True)
@@ -109,26 +110,27 @@ class PreferenceLoss:
         reference: torch.Tensor | None,
         config: PreferenceConfig,
         shares: "Shares | None" = None,
-    ) -> tuple[torch.Tensor, dict[str, float]]:
+    ) -> tuple[torch.Tensor, dict[str, Mean]]:
         """Return the loss, an fp32 scalar with a graph, and what people watch.
 
         Args:
             log_probs: of each position's target, fp32 ``[2 P, S]``: rows 2 i and 2 i + 1 are the preferred and the
                 rejected answer of pair i.
             mask: bool ``[2 P, S]``, which positions have a target.
-            reference: the same log-probabilities of the reference, if :attr:`needs_reference`.
+            reference: the same log-probabilities of the reference, if :attr:`needs_reference`; or their sum over each
+                row, ``[2 P]``.
             config: hyper-parameters.
             shares: pairs, and tokens of preferred answers, of all ranks together; None: these are all.
 
         Returns:
-            The loss, and what is watched, each the mean over pairs (of several ranks: its part): ``rewards/chosen``,
+            The loss, and what is watched, each a mean over these pairs: ``rewards/chosen``,
             ``rewards/rejected``, ``rewards/margins``, ``rewards/accuracies`` (how often the preferred answer has the
             larger reward), ``logps/chosen``, ``logps/rejected``, ``logps/accuracies`` (how often it is the likelier).
         """
         sides = []
         for side in (0, 1):
             counted = mask[side::2]
-            theirs = None if reference is None else (reference[side::2] * counted).sum(1)
+            theirs = None if reference is None else row_sums(reference[side::2], counted)
             sides.append(Answers((log_probs[side::2] * counted).sum(1), counted.sum(1).float(), theirs))
         chosen, rejected = sides
         shares = shares or Shares.of(mask)
@@ -146,7 +148,7 @@ class PreferenceLoss:
             "logps/rejected": rejected.log_probs.detach(),
             "logps/accuracies": (chosen.log_probs > rejected.log_probs).float(),
         }
-        return loss, {name: float(value.sum() / shares.pairs) for name, value in watched.items()}
+        return loss, {name: Mean.of(value) for name, value in watched.items()}
 
 
 @dataclass(frozen=True)
@@ -180,3 +182,36 @@ def preference_loss(name: str) -> PreferenceLoss:
     if name not in PREFERENCE_LOSSES:
         raise UserError(f"No loss of pairs is called {name!r}.{did_you_mean(name, PREFERENCE_LOSSES)}")
     return PREFERENCE_LOSSES[name]
+
+
+class PairObjective(Objective):
+    """An objective of pairs of answers.
+
+    Args:
+        loss: from :data:`PREFERENCE_LOSSES`.
+        config: hyper-parameters.
+    """
+
+    watches = (
+        "rewards/chosen",
+        "rewards/rejected",
+        "rewards/accuracies",
+        "rewards/margins",
+        "logps/chosen",
+        "logps/rejected",
+        "logps/accuracies",
+    )
+
+    def __init__(self, loss: PreferenceLoss, config: PreferenceConfig):
+        self._loss, self._config = loss, config
+        self.needs_reference = loss.needs_reference
+
+    def learn(self, batch: BatchNumbers) -> Learned:
+        """Return the mean loss of all pairs; see :meth:`PreferenceLoss.__call__`."""
+        out = batch.out
+        own = Shares.of(out.mask)
+        pairs, tokens = batch.sum_over_ranks([own.pairs, own.chosen_tokens])
+        loss, watched = self._loss(
+            out["log_probs"], out.mask, batch.reference, self._config, Shares(int(pairs), int(tokens))
+        )
+        return Learned(loss, own.pairs, watched)

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
-from common.errors import FinetuneError, UserError
-from common.store import load_manifest
+from common.errors import UserError
+from common.store import first_manifest
 
 
 class ClipBy(Enum):
@@ -75,11 +75,5 @@ class ClipStatistics:
     @staticmethod
     def of_run(folders: Iterable[Path]) -> "ClipStatistics":
         """Return the statistics in the manifest of the run in ``folders``; empty ones if it cannot be read."""
-        for folder in folders:
-            try:
-                content = load_manifest(folder)
-            except (FinetuneError, OSError):
-                continue
-            if content is not None:
-                return ClipStatistics(content.get("clipped", 0), content.get("step", 0))
-        return ClipStatistics()
+        content = first_manifest(folders)
+        return ClipStatistics(content.get("clipped", 0), content.get("step", 0))

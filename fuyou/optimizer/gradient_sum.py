@@ -13,7 +13,8 @@ from fuyou.layout.record import Record
 _NORM_ELEMENTS = 1 << 17
 """Elements per pass when squares are summed on a CPU: as float64 they stay in the cache."""
 _CUDA_NORM_ELEMENTS = 1 << 23
-"""Elements per pass when squares are summed on a GPU, where CUDA makes a float64 copy: 64 MiB of it."""
+"""Elements per pass when squares are summed on a GPU, where CUDA makes a float64 copy: 64 MiB of it. Larger ones would
+not be faster: a GPU for games does a 64th of its fp32 arithmetic in fp64, and that is the bound."""
 _ROUNDING_ELEMENTS = 1 << 24
 """Elements per pass when a sum is rounded in place."""
 
@@ -75,6 +76,11 @@ def round_in_place(wide: torch.Tensor, narrow: torch.Tensor) -> None:
     for start in range(0, wide.numel(), _ROUNDING_ELEMENTS):
         part = slice(start, start + _ROUNDING_ELEMENTS)
         narrow[part] = wide[part].to(narrow.dtype)
+
+
+def squares_bytes(elements: int) -> int:
+    """Return the bytes of an accelerator's memory that summing the squares of so many elements takes."""
+    return 8 * min(elements, _CUDA_NORM_ELEMENTS)
 
 
 def sum_of_squares(flat: torch.Tensor) -> torch.Tensor:

@@ -9,6 +9,7 @@ from fuyou.layout.model_layout import ModelLayout
 from fuyou.layout.pieces import Piece
 from fuyou.model.streamed_model import StreamedModel
 from fuyou.pieces.division import divide
+from fuyou.pieces.meta_block import unchanged
 from fuyou.pieces.order import find_order
 
 
@@ -24,12 +25,13 @@ def in_pieces(stack: StreamedModel, shape: ModelLayout, piece_bytes: int) -> Mod
         UserError: this family's blocks cannot be cut.
     """
     pieces, orders = [], []
-    for layer, (index,) in enumerate(shape.blocks):
-        record = shape.records[index]
-        sizes = {slot.name: slot.numel * record.precision.parameter_bytes for slot in record.parameters}
-        cut = divide(stack, layer, piece_bytes, sizes, sizes.__getitem__)
-        pieces.append(cut)
-        orders.append(find_order(stack, layer, cut))
+    with unchanged(stack):
+        for layer, (index,) in enumerate(shape.blocks):
+            record = shape.records[index]
+            sizes = {slot.name: slot.numel * record.precision.parameter_bytes for slot in record.parameters}
+            cut = divide(stack, layer, piece_bytes, sizes, sizes.__getitem__)
+            pieces.append(cut)
+            orders.append(find_order(stack, layer, cut))
     adapters = (adapter_memory(block, largest_share(cut)) for block, cut in zip(stack.blocks, pieces, strict=True))
     return replace(cut_blocks(shape, pieces, orders, piece_bytes), block_adapter_memory=AdapterMemory.most(adapters))
 

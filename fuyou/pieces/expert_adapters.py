@@ -18,6 +18,7 @@ from peft.tuners.lora.layer import ParamWrapper
 from torch import nn
 
 from common.errors import UserError
+from fuyou.pieces.expert_rows import ChosenRows
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,15 @@ class Factors:
     """``[E, rank, columns]``, in the adapter's dtype."""
     scaling: float
     """What the product is multiplied by."""
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """What gradients are wanted of."""
+        return self.left, self.right
+
+    def place(self, first: int, last: int) -> slice:
+        """Return which entries of the factors are those of experts ``[first, last)``."""
+        return slice(first, last)
 
     def of(self, first: int, last: int) -> "Factors":
         """Return the factors of experts ``[first, last)`` as leaves, which want gradients if these do."""
@@ -55,20 +65,24 @@ class Factors:
         )
 
 
-def tensors_of(factors: Iterable[Factors]) -> list[torch.Tensor]:
-    """Return all factors, left and right by turns."""
-    return [each for one in factors for each in (one.left, one.right)]
+Addition = Factors | ChosenRows
+"""What changes the parameters of experts where they are computed."""
+
+
+def tensors_of(additions: Iterable[Addition]) -> list[torch.Tensor]:
+    """Return all tensors of several additions, of factors left and right by turns."""
+    return [each for one in additions for each in one.tensors]
 
 
 class AdaptedWeights:
-    """The parameters of a range of experts by their names in the module: those with factors have them added when read.
+    """The parameters of a range of experts by their names in the module: those with additions have them when read.
 
     Args:
         weights: the parameters.
-        factors: those of this range.
+        factors: the additions of this range.
     """
 
-    def __init__(self, weights: Mapping[str, torch.Tensor], factors: Iterable[Factors]):
+    def __init__(self, weights: Mapping[str, torch.Tensor], factors: Iterable[Addition]):
         self.weights, self.factors = dict(weights), {one.name: one for one in factors}
 
     def __getitem__(self, name: str) -> torch.Tensor:

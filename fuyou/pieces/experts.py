@@ -2,13 +2,16 @@
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import MethodType
 from typing import Any
 
 import torch
 from torch import nn
 
 from common.errors import UserError
+from common.models.chosen_experts import has_chosen_experts, row_names
 from fuyou.layout.pieces import PiecePart
+from fuyou.model.expert_modules import expert_modules
 from fuyou.model.streamed_model import StreamedModel
 from fuyou.pieces.eager_experts import EagerExperts
 from fuyou.pieces.expert_adapters import ExpertAdapters, replaced_forward
@@ -18,16 +21,7 @@ from fuyou.pieces.grouped_experts import GroupedExperts
 from fuyou.pieces.handle import Parts
 from fuyou.pieces.whole_adapters import AdaptedModule, adapted_modules
 
-_INTERFACE = ("num_experts", "has_gate", "has_bias", "is_transposed", "_is_expert_parallel")
-"""Attributes that transformers' ``use_experts_implementation`` gives a module."""
 Computation = GroupedExperts | EagerExperts
-
-
-def expert_modules(stack: StreamedModel, layer: int) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the modules of a block, with their full names, whose experts can be cut in ranges."""
-    for name, module in stack.blocks[layer].named_modules(prefix=f"{stack.block_prefix}.{layer}"):
-        if all(hasattr(module, attribute) for attribute in _INTERFACE):
-            yield name, module
 
 
 def expert_parameters(stack: StreamedModel, layer: int, names: Collection[str]) -> list[tuple[tuple[str, ...], int]]:
@@ -37,16 +31,25 @@ def expert_parameters(stack: StreamedModel, layer: int, names: Collection[str]) 
         stack: the model.
         layer: index of the block.
         names: first names of the parameters that are to be cut.
+
+    Raises:
+        UserError: some of them are in another record, which is not cut.
     """
     found = []
     for prefix, module in expert_modules(stack, layer):
-        experts = int(module.num_experts)  # type: ignore[arg-type]
+        experts, rows = int(module.num_experts), row_names(module).values()  # type: ignore[arg-type]
         own = {
             f"{prefix}.{name}"
             for name, value in module._parameters.items()
-            if value is not None and value.dim() > 1 and value.shape[0] == experts
+            if value is not None and value.dim() > 1 and value.shape[0] == experts and name not in rows
         }
-        if own and own <= set(names):
+        if own - set(names):
+            raise UserError(
+                f"The experts of {prefix} are trained beside frozen parameters of their block, in a record of their "
+                "own that cannot be cut in pieces: train all of the block, some experts (--train-experts) or adapters "
+                "(--lora-rank), or give more --device-memory, so that a whole block fits."
+            )
+        if own:
             found.append((tuple(name for name in names if name in own), experts))
     return found
 
@@ -66,7 +69,10 @@ class ExpertRanges:
     @contextmanager
     def bound(self) -> Iterator[None]:
         """Let the module compute range by range while the context is open."""
-        self._computation.own = self._module.forward
+        own = self._module.forward
+        if has_chosen_experts(self._module):  # whose rows the computation puts into their places
+            own = MethodType(type(self._module).forward, self._module)
+        self._computation.own = own
 
         def forward(
             hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor

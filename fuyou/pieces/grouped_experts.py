@@ -14,10 +14,11 @@ import torch
 from torch.nn import functional
 from transformers.integrations.moe import _grouped_linear
 
-from fuyou.pieces.expert_adapters import AdaptedWeights, Factors, tensors_of
+from fuyou.pieces.expert_adapters import AdaptedWeights, Addition, tensors_of
 from fuyou.pieces.expert_parts import ExpertParts
 from fuyou.pieces.run import Use, current_supply
 
+_put = torch.ops.aten._index_put_impl_
 _VECTOR = 64
 """Elements, or a divisor's multiple, that a CPU's kernels compute at once: two registers of 16-bit numbers."""
 
@@ -85,34 +86,36 @@ class GroupedExperts:
         return torch.zeros_like(hidden) if self._skips else None
 
     def forward(
-        self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, factors: Sequence[Factors]
+        self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, factors: Sequence[Addition]
     ) -> torch.Tensor:
         """Compute all ranges, one after another."""
+        result: torch.Tensor | None = None  # of all rows, which stays from range to range
         if not current_supply().computes:
+            result = hidden.new_empty(index.numel(), hidden.shape[-1])
             self._mixture.note_forward()
             return torch.empty_like(hidden)
         routing = _Routing.of(index, self._mixture.module.num_experts)
-        row_weights = weights.reshape(-1)[routing.order]
-        result: torch.Tensor | None = None
         for number, (first, last) in enumerate(self._mixture.ranges):
             rows = routing.rows(first, last)
             if rows.start == rows.stop:
                 continue
             own = self._mixture.fetch(number, Use.FORWARD, factors)
-            part = self._range(number, own, hidden[routing.tokens[rows]], row_weights[rows], routing)
+            part = self._range(number, own, hidden[routing.tokens[rows]], routing)
             del own
             if result is None:
-                result = part.new_empty(len(row_weights), part.shape[1])
+                result = part.new_empty(index.numel(), part.shape[1])
             result[rows] = part
         assert result is not None
         back = torch.empty_like(routing.order)
         back[routing.order] = torch.arange(len(back), device=back.device)
-        return result[back].view(*index.shape, -1).sum(dim=1).to(hidden.dtype)
+        result = result[back]
+        # Weighted at the end: where routers compute in fp32, that makes fp32 of all rows.
+        factor = weights.reshape(-1, 1)
+        result = result.mul_(factor) if factor.dtype == result.dtype else result * factor
+        return result.view(*index.shape, -1).sum(dim=1).to(hidden.dtype)
 
-    def _range(
-        self, number: int, own: AdaptedWeights, states: torch.Tensor, weights: torch.Tensor, routing: _Routing
-    ) -> torch.Tensor:
-        """Return the weighted outputs of a range of experts, ``[rows, H]``, as ``grouped_mm_experts_forward`` does."""
+    def _range(self, number: int, own: AdaptedWeights, states: torch.Tensor, routing: _Routing) -> torch.Tensor:
+        """Return the outputs of a range of experts, ``[rows, H]``, as ``grouped_mm_experts_forward`` makes them."""
         module = self._mixture.module
         first, last = self._mixture.ranges[number]
         rows = routing.rows(first, last)
@@ -130,12 +133,12 @@ class GroupedExperts:
         outer = project(inner, "down_proj")
         if module.has_post_expert_norm:
             outer = module.post_expert_norm(outer)
-        return outer * weights.unsqueeze(-1)
+        return outer
 
     def backward(
         self,
         saved: tuple[torch.Tensor, ...],
-        factors: Sequence[Factors],
+        factors: Sequence[Addition],
         gradient: torch.Tensor,
         wanted: tuple[bool, bool],
     ) -> list[torch.Tensor | None]:
@@ -155,26 +158,27 @@ class GroupedExperts:
             self._mixture.note_backward(recomputes=True)
             return [torch.empty_like(saved[0]), torch.empty_like(saved[2]), *of_factors]
         routing = _Routing.of(saved[1], self._mixture.module.num_experts)
-        with torch.enable_grad():
-            hidden, weights = (saved[at].detach().requires_grad_(want) for at, want in zip((0, 2), wanted, strict=True))
-            states, row_weights = hidden[routing.tokens], weights.reshape(-1)[routing.order]
+        hidden, _, weights = (each.detach() for each in saved)
+        given = (hidden, weights.reshape(-1, 1))
+        places = (routing.tokens, routing.order)
         rows = [
-            torch.empty_like(each) if want else None for each, want in zip((states, row_weights), wanted, strict=True)
+            each.new_empty(len(place), each.shape[1]) if want else None
+            for each, place, want in zip(given, places, wanted, strict=True)
         ]
         for number in reversed(range(len(self._mixture.ranges))):
-            inputs = (states.detach(), row_weights.detach())
-            self._differentiate(number, inputs, factors, gradient, (rows, of_factors), routing)
+            self._differentiate(number, given, factors, gradient, (rows, of_factors), routing)
+        # What autograd does for ``hidden[tokens]``, of which there is no need to have all rows at once.
         found = [
-            torch.autograd.grad(made, leaf, each)[0] if each is not None else None
-            for made, leaf, each in zip((states, row_weights), (hidden, weights), rows, strict=True)
+            None if of_rows is None else _put(torch.zeros_like(each), [place], of_rows, True, True)
+            for each, place, of_rows in zip(given, places, rows, strict=True)
         ]
-        return found + of_factors
+        return [found[0], None if found[1] is None else found[1].view(weights.shape), *of_factors]
 
     def _differentiate(
         self,
         number: int,
-        inputs: tuple[torch.Tensor, torch.Tensor],
-        factors: Sequence[Factors],
+        given: tuple[torch.Tensor, torch.Tensor],
+        factors: Sequence[Addition],
         gradient: torch.Tensor,
         found: tuple[list[torch.Tensor | None], list[torch.Tensor | None]],
         routing: _Routing,
@@ -187,20 +191,24 @@ class GroupedExperts:
             self._mixture.hand_on_zeros(number)
             return
         trained = self._mixture.trained_parts(number)
+        places = [rows, rows, *(one.place(first, last) for one in factors for _ in one.tensors)]
+        both = zip([*found[0], *found[1]], places, strict=True)
+        targets = [(target, place) for target, place in both if target is not None and place.start < place.stop]
+        if not (targets or trained):
+            return
         with torch.enable_grad():
             own = self._mixture.fetch(number, Use.BACKWARD, factors)
             own.weights = {name: value.detach().requires_grad_(name in trained) for name, value in own.weights.items()}
             states, weights = (
-                each[rows].requires_grad_(target is not None) for each, target in zip(inputs, found[0], strict=True)
+                each[place[rows]].requires_grad_(target is not None)
+                for each, place, target in zip(given, (routing.tokens, routing.order), found[0], strict=True)
             )
-            result = self._range(number, own, states, weights, routing)
+            result = self._range(number, own, states, routing) * weights
         candidates = (states, weights, *tensors_of(own.factors.values()), *own.weights.values())
         leaves = [leaf for leaf in candidates if leaf.requires_grad]
         gradients = iter(torch.autograd.grad(result, leaves, gradient.to(result.dtype)[routing.tokens[rows]]))
-        for targets, place in zip(found, (rows, slice(first, last)), strict=True):
-            for target in targets:
-                if target is not None:
-                    target[place] = next(gradients)
+        for target, place in targets:
+            target[place] = next(gradients)
         for name in own.weights:
             if name in trained:
                 self._mixture.source.take_gradient(trained[name], next(gradients))
@@ -239,7 +247,7 @@ class _Grouped(torch.autograd.Function):
     def forward(
         ctx: Any,
         experts: GroupedExperts,
-        factors: Sequence[Factors],
+        factors: Sequence[Addition],
         hidden: torch.Tensor,
         index: torch.Tensor,
         weights: torch.Tensor,

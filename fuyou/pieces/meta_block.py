@@ -1,6 +1,7 @@
 """Blocks on the meta device: their calls, and what makes two blocks of one model equal but for their weights."""
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -10,13 +11,11 @@ from torch.utils._pytree import tree_leaves
 from common.errors import FinetuneError, UserError
 from fuyou.model.streamed_model import StreamedModel
 
-TOKENS = 8
-"""Tokens of the row that blocks are run on."""
 T = TypeVar("T")
 Call = tuple[torch.Tensor, tuple[Any, ...], dict[str, Any]]
 
-_CALLS: WeakKeyDictionary[StreamedModel, list[Call]] = WeakKeyDictionary()
 _LEARNT: WeakKeyDictionary[StreamedModel, dict[Hashable, Any]] = WeakKeyDictionary()
+_STRUCTURES: WeakKeyDictionary[StreamedModel, dict[int, Hashable]] = WeakKeyDictionary()
 
 
 def meta_call(stack: StreamedModel, layer: int) -> Call:
@@ -25,19 +24,30 @@ def meta_call(stack: StreamedModel, layer: int) -> Call:
     Raises:
         UserError: the block's call cannot be made there.
     """
-    if stack not in _CALLS:
-        if stack.links.shared:
-            raise UserError(
-                f"{type(stack.model).__name__} hands values from block to block in a dictionary, which blocks in "
-                "pieces cannot: give the device more memory, so that a whole block fits."
-            )
-        _CALLS[stack] = stack.meta_calls(TOKENS)
-    return _CALLS[stack][layer]
+    if stack.links.shared:
+        raise UserError(
+            f"{type(stack.model).__name__} hands values from block to block in a dictionary, which blocks in pieces "
+            "cannot: give the device more memory, so that a whole block fits."
+        )
+    return stack.meta_calls[layer]
 
 
 def cut_off_layer(stack: StreamedModel, layer: int, name: str) -> str:
     """Return a parameter's name inside its block."""
     return name.removeprefix(f"{stack.block_prefix}.{layer}.")
+
+
+@contextmanager
+def unchanged(stack: StreamedModel) -> Iterator[None]:
+    """Look at each block of ``stack`` once only, however often what it is made of is asked for: nothing changes it."""
+    if stack in _STRUCTURES:
+        yield
+        return
+    _STRUCTURES[stack] = {}
+    try:
+        yield
+    finally:
+        del _STRUCTURES[stack]
 
 
 def learn(stack: StreamedModel, layer: int, question: Hashable, answer: Callable[[], T]) -> T:
@@ -47,7 +57,10 @@ def learn(stack: StreamedModel, layer: int, question: Hashable, answer: Callable
         UserError: the block does not run on the meta device.
     """
     known = _LEARNT.setdefault(stack, {})
-    key = (question, _structure(stack, layer))
+    structures = _STRUCTURES.get(stack, {})
+    if layer not in structures:
+        structures[layer] = _Structure(_structure(stack, layer))
+    key = (question, structures[layer])
     if key not in known:
         try:
             known[key] = answer()
@@ -60,6 +73,19 @@ def learn(stack: StreamedModel, layer: int, question: Hashable, answer: Callable
             ) from error
     answered: T = known[key]
     return answered
+
+
+class _Structure:
+    """What a block is made of: thousands of values, which are hashed once."""
+
+    def __init__(self, described: Hashable):
+        self._described, self._hash = described, hash(described)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Structure) and (self is other or self._described == other._described)
 
 
 def _structure(stack: StreamedModel, layer: int) -> Hashable:

@@ -33,7 +33,7 @@ def _order(stack: StreamedModel, layer: int, pieces: Sequence[Piece]) -> PieceOr
                 _insert_forward(forward, Stage(index, True, False, False))
             if index not in {stage.piece for stage in backward}:
                 _insert_backward(backward, Stage(index, True, True, trains))
-    return PieceOrder(tuple(stage.piece for stage in forward), tuple(backward))
+    return PieceOrder(tuple(stage.piece for stage in forward), tuple(backward), passes[0].between_bytes)
 
 
 def _stages(uses: Sequence[tuple[int, Use]]) -> list[Stage]:

@@ -1,5 +1,6 @@
 """Runs a block without values, and records which of its pieces are needed for what."""
 
+import contextlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from fuyou.layout.pieces import Piece, PiecePart
 from fuyou.model.blocks.weightless import empty_parameter, on_meta, restored
 from fuyou.model.streamed_model import StreamedModel
 from fuyou.pieces.handles import PieceHandles
+from fuyou.pieces.live_bytes import LiveBytes
 from fuyou.pieces.meta_block import meta_call
 from fuyou.pieces.run import Use, Weights, supplying
 
@@ -28,6 +30,8 @@ class Recording:
     """What was needed for what, operator by operator."""
     complete: bool
     """Whether that is all that any run may need; if not, what is used depends on values."""
+    between_bytes: int
+    """Bytes, for each token, that a forward pass kept at most when it asked for another piece, its input included."""
 
 
 class _Recorder:
@@ -37,10 +41,14 @@ class _Recorder:
 
     def __init__(self, stack: StreamedModel, pieces: Sequence[Piece], device: torch.device):
         self.uses: list[tuple[frozenset[int], Use]] = []
+        self.live = LiveBytes()
+        self.most_between = 0  # bytes that there were when another piece was asked for
         self._weights = {part: _empty(stack, part, device) for piece in pieces for part in piece}
 
     def need(self, pieces: frozenset[int], use: Use) -> Weights:
         """Record the use, and return all parameters: :meth:`fuyou.pieces.run.Supply.need`."""
+        if self.uses and self.uses[-1][0] != pieces:
+            self.most_between = max(self.most_between, self.live.now)
         self.uses.append((pieces, use))
         return self._weights
 
@@ -73,16 +81,14 @@ def record(stack: StreamedModel, layer: int, pieces: Sequence[Piece], backward: 
         Exception: whatever the block's own code raises when it runs without values.
     """
     try:
-        return Recording(_run(stack, layer, pieces, backward, _META), complete=True)
+        return _run(stack, layer, pieces, backward, _META)
     except FinetuneError:
         raise
     except Exception:  # whatever a family's own code does without values
-        return Recording(_run(stack, layer, pieces, backward, stack.device), complete=False)
+        return _run(stack, layer, pieces, backward, stack.device)
 
 
-def _run(
-    stack: StreamedModel, layer: int, pieces: Sequence[Piece], backward: bool, device: torch.device
-) -> list[tuple[frozenset[int], Use]]:
+def _run(stack: StreamedModel, layer: int, pieces: Sequence[Piece], backward: bool, device: torch.device) -> Recording:
     recorder = _Recorder(stack, pieces, device)
 
     def to_device(leaf: Any) -> Any:
@@ -94,7 +100,8 @@ def _run(
         hidden = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(1)).to(hidden)
     with _bound(stack, layer, pieces, device), supplying(recorder), torch.set_grad_enabled(backward):
         before = _tensors_held(block)
-        result = block(hidden.requires_grad_(backward), *args, **kwargs)
+        with contextlib.nullcontext() if backward else recorder.live:  # only forward passes are parked together
+            result = block(hidden.requires_grad_(backward), *args, **kwargs)
         if _tensors_held(block).keys() - before.keys():
             raise UserError(
                 f"{type(stack.model).__name__} leaves values of a pass in modules of its blocks, which passes that "
@@ -103,7 +110,9 @@ def _run(
         if backward:
             roots = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
             torch.autograd.backward(roots, [torch.empty_like(root) for root in roots])
-    return recorder.uses
+    tokens = hidden.numel() // hidden.shape[-1]
+    between = -(-(hidden.nbytes + recorder.most_between) // tokens)
+    return Recording(recorder.uses, device == _META, between)
 
 
 def _tensors_held(block: nn.Module) -> dict[int, torch.Tensor]:

@@ -8,6 +8,7 @@ import torch
 from common.errors import UserError
 from common.models.presets import load_config, preset_names
 from common.units import format_bytes
+from fuyou.layout.optimizer_state import ADAMW, OPTIMIZERS
 from fuyou.layout.record import Precision
 from fuyou.optimizer.clipping import ClipBy
 from fuyou.planner.evaluate import Candidate, Evaluator
@@ -171,8 +172,11 @@ def _changes(base: RunPlan) -> Iterator[tuple[str, TrainingJob, Machine]]:
     if job.clips:
         yield f"no update that waits for the norm ({job.option_without_norm})", replace(job, clips=False), machine
     precision = job.shape.precision
-    if precision.optimizer_dtype != torch.bfloat16:
-        halved = job.shape.with_precision(Precision(precision.dtype, torch.bfloat16))
+    if precision.optimizer == ADAMW:
+        by_blocks = job.shape.with_precision(Precision(precision.dtype, torch.float32, "adamw8bit"))
+        yield "moments in 8 bits (--optimizer adamw8bit)", replace(job, shape=by_blocks), machine
+    if precision.optimizer_dtype != torch.bfloat16 and not OPTIMIZERS[precision.optimizer].blockwise:
+        halved = job.shape.with_precision(replace(precision, optimizer_dtype=torch.bfloat16))
         yield "bf16 moments (--optimizer-dtype bf16)", replace(job, shape=halved), machine
     if not base.fits and not job.single_slot:
         yield "one slot instead of two (--single-slot)", replace(job, single_slot=True), machine

@@ -17,6 +17,7 @@ from fuyou.model.recompute.policy import ActivationPolicy
 from fuyou.optimizer.clipping import ClipBy
 from fuyou.planner.evaluate import Evaluator
 from fuyou.planner.machine import RankLinks, machine_of_one_rank, profiled_machine
+from fuyou.planner.piece_size import fitting_job
 from fuyou.planner.profiling import Profile, ProfiledWorkload, load
 from fuyou.planner.run_plan import max_clipped_share, search
 from fuyou.planner.training_job import TrainingJob
@@ -51,8 +52,9 @@ class PlannerContext:
     @cached_property
     def memory(self) -> MemoryPlan:
         """Buffers that the run has if nothing is chosen for it."""
-        job, (host, device) = self.job, self.limits
-        planner = MemoryPlanner(job.shape, job.config, device, host, self.device.shares_host_memory)
+        (host, device), shared = self.limits, self.device.shares_host_memory
+        job = fitting_job(self.job, device, host, shared)
+        planner = MemoryPlanner(job.shape, job.config, device, host, shared)
         return planner.plan(job.rows, job.seq_len, job.micro_batch, job.loss)
 
     @cached_property

@@ -26,6 +26,7 @@ from fuyou.planner.rates import TaskRates
 from fuyou.planner.simulated_machine import Simulation
 from fuyou.planner.simulator import simulate
 from fuyou.planner.training_job import TrainingJob
+from fuyou.schedule.cache_tiers import plan_with_cache
 from fuyou.schedule.memory_plan import MemoryPlan
 from fuyou.schedule.memory_planner import MemoryPlanner
 from fuyou.schedule.tasks import ComputeTask, Op, Resource, StepList
@@ -33,7 +34,7 @@ from fuyou.schedule.update_policy import UpdatePolicy
 
 _MAX_TASKS = 640
 """Visits times micro-batches in a step that is only simulated to compare."""
-_STEPS, _STEPS_WRITING_LATE = 3, 4
+_STEPS, _STEPS_DEFERRING, _STEPS_WRITING_LATE = 2, 3, 4
 """Steps until one is like the next: two, with deferred updates one more, and another one where what is written from
 host memory, when a step has been committed, is what the step after the next waits for."""
 SAVE_NOTHING = ActivationPolicy((), 0)
@@ -91,7 +92,7 @@ class Evaluator:
         self.machine = machine
         self._too_small: UserError | None = None
         try:
-            job = fitting_job(job, machine)
+            job = fitting_job(job, machine.device_bytes, machine.host_bytes, machine.cpu)
         except UserError as error:
             self._too_small = error  # which every candidate meets
         self.job = job
@@ -165,7 +166,11 @@ class Evaluator:
             kept_layers=len(activations.layers),
             kept_bytes=lambda batch: activations.saved(batch.micro_rows, batch.seq_len).nbytes,
         )
-        return planner.plan(job.rows, job.seq_len, candidate.micro_rows, job.loss)
+        if job.cache is None:
+            return planner.plan(job.rows, job.seq_len, candidate.micro_rows, job.loss)
+        return plan_with_cache(
+            lambda tiers: planner.plan(job.rows, job.seq_len, candidate.micro_rows, job.loss, tiers), job.cache
+        )
 
     @property
     def _kernels(self) -> str:
@@ -260,8 +265,9 @@ class Evaluator:
         saving_seconds = self._saving_seconds_per_token(saved_bytes, batch.micro_tokens)
         rates = replace(self.rates, saving_seconds_per_token=saving_seconds)
         deferred = updates.deferred(job.shape)
-        writes_late = (bool(deferred) or job.clips) and bool(plan.resident) and commit
-        steps = _STEPS_WRITING_LATE if writes_late else _STEPS
+        waits = bool(deferred) or job.clips
+        writes_late = waits and bool(plan.resident) and commit
+        steps = _STEPS_WRITING_LATE if writes_late else _STEPS_DEFERRING if waits else _STEPS
 
         def run(clipped: bool | None) -> tuple[Simulation, StepList]:
             return simulate(
@@ -274,6 +280,7 @@ class Evaluator:
                 recomputation=recomputation,
                 commit=commit,
                 clipped=clipped,
+                direct_reads=job.direct_reads,
             )
 
         simulation, tasks = run(False if updates.speculative else None)
@@ -341,6 +348,8 @@ def busy_seconds(tasks: StepList, rates: TaskRates) -> dict[Resource, float]:
         resource = task.op.resource
         moved[resource] += rates.compute_seconds(task) if isinstance(task, ComputeTask) else task.nbytes
         messages[resource] += 1
+        if task.op is Op.PARAMETER_READ_DEVICE:  # keeps the link busy beside the drives
+            moved[Resource.HOST_TO_DEVICE] += task.nbytes
     busy = {
         Resource.GPU: moved[Resource.GPU],
         Resource.HOST_TO_DEVICE: moved[Resource.HOST_TO_DEVICE] / rates.upload_bytes_per_second,

@@ -13,9 +13,10 @@ DEVICE_SHARE = 19 / 20
 BLOCK_FRACTION = 0.64
 """Fraction of the data sheet's peak that a transformer block is assumed to reach without a measurement: 200 of 312
 TFLOP/s on an A100 (configs/gpus/a100-80g.toml). Consumer cards reach more (164 of 165 on an RTX 4090)."""
-MEMORY_BYTES_PER_PARAMETER = 58
-"""Bytes that host memory moves per parameter and step: 26 between SSDs and memory, 4 to the device, 2 from it, and what
-Adam reads and writes (10 of states, 2 of parameters and 2 of gradients in; 12 out)."""
+MEMORY_BYTES_PER_PARAMETER, MEMORY_BYTES_PER_STATE_BYTE = 18, 4
+"""Bytes that host memory moves per parameter and step. Of parameters and gradients: 6 between SSDs and memory, 4 to the
+device, 2 from it, 4 that the optimizer reads and 2 that it writes. Each byte of its states: both ways to the SSDs, and
+read and written."""
 DESKTOP_MEMORY = 256 << 30
 """Assumed copy bandwidth of host memory, of a desktop and of machines with more memory than goes into one."""
 DESKTOP_BANDWIDTH, SERVER_BANDWIDTH = 60e9, 160e9
@@ -141,6 +142,7 @@ def preset_machine(
     drives_limit: float | None = None,
     host_bandwidth: float | None = None,
     adam_parameters_per_second: float | None = None,
+    state_bytes: float = 10,
 ) -> Machine:
     """Return a machine that is put together from presets.
 
@@ -153,6 +155,7 @@ def preset_machine(
         host_bandwidth: bytes per second that host memory moves; None assumes two channels of DDR5 in a desktop and
             eight of DDR4 where there is more memory than goes into one.
         adam_parameters_per_second: rate of the optimizer; None takes what host memory can feed.
+        state_bytes: bytes per parameter of its states.
     """
     assumptions = []
     flops = gpu.block_flops_per_second
@@ -167,7 +170,8 @@ def preset_machine(
         host_bandwidth = DESKTOP_BANDWIDTH if host_bytes <= DESKTOP_MEMORY else SERVER_BANDWIDTH
         if adam_parameters_per_second is None:
             assumptions.append(f"host memory moves {host_bandwidth / 1e9:.0f} GB/s, which bounds Adam")
-    adam = adam_parameters_per_second or host_bandwidth / MEMORY_BYTES_PER_PARAMETER
+    moved = MEMORY_BYTES_PER_PARAMETER + MEMORY_BYTES_PER_STATE_BYTE * state_bytes
+    adam = adam_parameters_per_second or host_bandwidth / moved
     rates = TaskRates(
         flops,
         gpu.upload_bytes_per_second,

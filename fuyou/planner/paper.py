@@ -22,7 +22,8 @@ from fuyou.planner.run_plan import RunPlan, missing_space
 from fuyou.planner.simulated_machine import Simulation
 from fuyou.planner.simulator import Simulator
 from fuyou.planner.training_job import TrainingJob
-from fuyou.schedule.memory_plan import Batch, MemoryPlan
+from fuyou.schedule.batch import Batch
+from fuyou.schedule.memory_plan import MemoryPlan
 from fuyou.schedule.scheduler import Scheduler
 from fuyou.schedule.tasks import Op, StepList, Task
 
@@ -48,9 +49,9 @@ _PREFETCH = 2
 class PaperPrecision(Precision):
     """fp16 parameters beside fp32 masters and moments."""
 
-    @property
-    def state_bytes(self) -> int:
-        return 12
+    def state_nbytes(self, elements: int) -> int:
+        """Return 12 bytes for each element."""
+        return 12 * elements
 
 
 @dataclass(frozen=True)

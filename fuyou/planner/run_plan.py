@@ -6,6 +6,7 @@ from typing import Any
 
 from common.errors import UserError
 from common.units import format_bytes
+from fuyou.layout.record import Kind
 from fuyou.model.recompute.policy import ActivationPolicy, savable_outputs
 from fuyou.optimizer.clipping import ClipBy
 from fuyou.planner.evaluate import SAVE_NOTHING, Candidate, Evaluation, Evaluator
@@ -22,6 +23,8 @@ NEAR = 1.005
 """A step within this factor of its largest bound has nothing to gain from any other schedule."""
 ALIKE = 1.01
 """Micro-batches of two sizes are alike if their steps take equally long up to this factor."""
+IDLE = 1 / 3
+"""Updates are no reason to wait where all that they use is busy for less than this fraction of a step."""
 WORTH = 0.002
 """Gains below this fraction of a step are not worth other costs (gradients that wait take host memory)."""
 
@@ -85,6 +88,19 @@ class RunPlan:
         """FLOPs per second with recomputation, as far as it is done."""
         done = self.job.tokens * self.job.hardware_flops_per_token - self.saved_flops
         return done / self.step_seconds
+
+    @property
+    def assumptions(self) -> tuple[str, ...]:
+        """Sentences that say what was assumed without a measurement, of the machine and of how the model runs on it."""
+        if self.machine.profile is not None:
+            return self.machine.assumptions
+        slots = [slot for record in self.job.shape.records for slot in record.parameters]
+        assumed = list(self.machine.assumptions)
+        if any(slot.activity < 1 for slot in slots):
+            assumed.append("tokens are spread evenly over experts, whose products run at the rate of dense ones")
+        if any(record.decoded_nbytes for record in self.job.shape.records):
+            assumed.append("decoding frozen weights takes the device no time")
+        return tuple(assumed)
 
     @property
     def read_bytes(self) -> int:
@@ -160,7 +176,7 @@ class RunPlan:
             "clipped_step_seconds": number(self.clipped_seconds),
             "kept_activation_bytes": number(self.kept_activation_bytes),
             "gpu_bound_tokens": self.gpu_bound_tokens,
-            "assumptions": list(self.machine.assumptions),
+            "assumptions": list(self.assumptions),
         }
 
 
@@ -255,7 +271,8 @@ def _search(evaluator: Evaluator, clip_by: ClipBy) -> Evaluation:
     alike = [best]
     if job.micro_batch is None:
         taken = best.memory.batch.micro_rows
-        for rows in sorted({-(-taken // 2), -(-taken // 4), min(job.rows, 2 * taken)} - {taken}):
+        smaller = set() if _uploads_again(job) else {-(-taken // 2), -(-taken // 4)}
+        for rows in sorted((smaller | {min(job.rows, 2 * taken)}) - {taken}):
             candidate = Candidate(rows, fraction, activation_policy, clip_by)
             if evaluator.fits(candidate):
                 alike.append(evaluator.evaluate(candidate))
@@ -266,6 +283,11 @@ def _search(evaluator: Evaluator, clip_by: ClipBy) -> Evaluation:
         return found[0]
     # Merged micro-batches of two sizes are not alike: what is right between these is whole steps.
     return min(found, key=lambda one: evaluator.evaluate(one.candidate, merged=False).step_seconds)
+
+
+def _uploads_again(job: TrainingJob) -> bool:
+    """Return whether each micro-batch has all parameters come to the device for itself, so that fewer are better."""
+    return bool(job.shape.orders) and not job.shape.trained_elements(Kind.BLOCK)
 
 
 def _search_rest(evaluator: Evaluator, best: Evaluation) -> Evaluation:
@@ -342,7 +364,12 @@ def quick_search(evaluator: Evaluator, near: Candidate) -> Evaluation:
 
 def _better(evaluator: Evaluator, best: Evaluation, candidate: Candidate) -> Evaluation:
     """Return ``candidate`` if its step is shorter, else ``best``. It is not tried if nothing is to be gained."""
-    tight = best.step_seconds <= NEAR * best.bound_seconds or best.update_seconds < WORTH * best.step_seconds
+    used = max(best.busy[one] for one in (Resource.SSD, Resource.ADAM, Resource.DEVICE_TO_HOST))
+    tight = (
+        best.step_seconds <= NEAR * best.bound_seconds
+        or best.update_seconds < WORTH * best.step_seconds
+        or used < IDLE * best.step_seconds
+    )
     nothing_to_gain = tight and candidate.activation_policy == best.candidate.activation_policy
     if nothing_to_gain or not evaluator.fits(candidate):
         return best

@@ -240,8 +240,8 @@ class OptimizerProcess:
     ):
         scale = max(1, -(-max(record.owned for record in records) // (chunk_elements * _MAX_CHUNKS)))
         self._chunk_elements = chunk_elements * scale
-        state_bytes = max(record.precision.state_bytes for record in records)
-        piece_bytes = max(_PIECE_BYTES, self._chunk_elements * state_bytes // _CHUNK_PIECES)
+        chunk_bytes = max(record.precision.state_nbytes(self._chunk_elements) for record in records)
+        piece_bytes = max(_PIECE_BYTES, chunk_bytes // _CHUNK_PIECES)
         self.drives = SimulatedDrives(clock, rates, piece_bytes)
         self._clock, self._rates, self._records, self._finish = clock, rates, records, finish
         self._free = ring_chunks if scale == 1 else max(2, -(-ring_chunks // scale))
@@ -293,7 +293,7 @@ class OptimizerProcess:
                 chunk.ready = True
                 self._compute()
 
-            self.drives.submit(1, True, chunk.elements * chunk.precision.state_bytes, arrive)
+            self.drives.submit(1, True, chunk.precision.state_nbytes(chunk.elements), arrive)
 
     def _compute(self) -> None:
         if self._updating or not self._updates or not self._to_update or not self._to_update[0].ready:
@@ -307,8 +307,9 @@ class OptimizerProcess:
             self._updating = False
             if task.target is not None:
                 precision = chunk.precision
-                width = precision.state_bytes + (precision.parameter_bytes if chunk.with_parameters else 0)
-                self.drives.submit(1, False, chunk.elements * width, lambda: self._written(chunk))
+                nbytes = precision.state_nbytes(chunk.elements)
+                nbytes += chunk.elements * precision.parameter_bytes if chunk.with_parameters else 0
+                self.drives.submit(1, False, nbytes, lambda: self._written(chunk))
             elif not chunk.resident:  # states that stay in host memory and were read the first time: nothing to write
                 self._free += 1
                 self._read()

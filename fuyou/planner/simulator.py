@@ -108,6 +108,8 @@ class Simulator:
                 self._copy(lane, task, rates.inter_node_bytes_per_second, rates.message_seconds)
             case _ if task.op.resource is Resource.DEVICE_TO_HOST:
                 self._copy(lane, task, rates.download_bytes_per_second)
+            case Op.PARAMETER_READ_DEVICE:
+                self._read_to_device(task)
             case Op.RESIDENT_WRITE:
                 self._drives.submit(1, False, task.nbytes, lambda: self._finish(task))
             case _:
@@ -118,6 +120,20 @@ class Simulator:
         self._running.add(lane)
         seconds = task.nbytes / bytes_per_second + start_seconds
         self._links[task.op.resource].copy(task, seconds, lambda: self._leave(lane, task))
+
+    def _read_to_device(self, task: Task) -> None:
+        """Keep the drives and the link to the device busy, side by side: it is done when both are."""
+        moving = 2
+
+        def end() -> None:
+            nonlocal moving
+            moving -= 1
+            if not moving:
+                self._finish(task)
+
+        self._drives.submit(0, True, task.nbytes, end)
+        seconds = task.nbytes / self._rates.upload_bytes_per_second
+        self._links[Resource.HOST_TO_DEVICE].copy(task, seconds, end)
 
     def _occupy(self, lane: Op, task: Task, resource: Resource, seconds: float) -> None:
         """Let ``task`` hold its lane until it is done."""
@@ -154,6 +170,7 @@ def simulate(
     recomputation: Recomputation = FULL_RECOMPUTATION,
     commit: bool = True,
     clipped: bool | None = None,
+    direct_reads: bool = False,
 ) -> tuple[Simulation, StepList]:
     """Simulate steps of a model with the buffers of a memory plan; return also the task list of the last step.
 
@@ -161,7 +178,7 @@ def simulate(
         shape: the model's records.
         plan: the buffers and the batch.
         rates: rates of the machine.
-        deferred, hold, recomputation, commit: as :class:`fuyou.schedule.scheduler.Scheduler` has them.
+        deferred, hold, recomputation, commit, direct_reads: as :class:`fuyou.schedule.scheduler.Scheduler` has them.
         steps: number of steps.
         clipped: if updates are speculative, whether every step is clipped and does them again, or none is; None if
             updates are not speculative.
@@ -174,6 +191,7 @@ def simulate(
         speculate=clipped is not None,
         resident=plan.resident,
         recomputation=recomputation,
+        direct_reads=direct_reads,
     )
     batch = plan.batch_shape(plan.batch)
     lists: list[StepList] = []

@@ -14,6 +14,7 @@ from common.models.presets import load_config
 from common.models.vision.towers import DEFAULT_FREEZING, TowerFreezing
 from fuyou.config import EngineConfig
 from fuyou.layout.frozen_weights import FrozenDtype
+from fuyou.layout.key_values import KeyValueCache
 from fuyou.layout.model_layout import ModelLayout
 from fuyou.layout.record import Precision
 from fuyou.layout.share import Share
@@ -21,7 +22,7 @@ from fuyou.model.open_model import OpenModel
 from fuyou.model.recompute.policy import ActivationPolicy
 from fuyou.model.streamed_model import StreamedModel
 from fuyou.optimizer.clipping import ClipBy, ClipStatistics, speculation_obstacle
-from fuyou.schedule.memory_plan import ENGINE_LOSS, LossInputs
+from fuyou.schedule.batch import ENGINE_LOSS, LossInputs
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,8 @@ class TrainingJob:
     """Whether no update is valid before the gradient's global norm is known: to clip it, or to skip steps that are not
     finite."""
     single_slot: bool = False
+    direct_reads: bool = False
+    """Whether parameters that host memory would not keep are read from the SSDs to the device past it."""
     micro_batch: int | None = None
     """Sequences that are computed at once; None leaves it to the planner."""
     deferred_fraction: float | None = None
@@ -61,6 +64,8 @@ class TrainingJob:
     """Share of the steps that are expected to be clipped; 0 if the norm only tells what is not finite."""
     loss: LossInputs = ENGINE_LOSS
     """What the loss is computed from, if the caller computes it."""
+    cache: KeyValueCache | None = None
+    """What is kept while sequences are generated between steps, on any tiers; None: none are."""
 
     @property
     def option_without_norm(self) -> str:
@@ -89,7 +94,7 @@ class TrainingJob:
 
     @property
     def parameters(self) -> int:
-        return sum(record.parameter_count for record in self.shape.records)
+        return self.shape.parameters
 
     @property
     def tokens(self) -> int:
@@ -142,6 +147,7 @@ def training_job_of_run(
         hardware_flops_per_token(module, seq_len),
         clips=config.max_grad_norm is not None,
         single_slot=config.store.single_slot,
+        direct_reads=config.store.io == "kvikio",
         micro_batch=config.memory.micro_batch,
         deferred_fraction=config.optimizer.deferred_fraction or None,
         host_cache=config.host_cache,
@@ -164,6 +170,7 @@ def describe_training(
     frozen: FrozenDtype | None = None,
     towers: TowerFreezing = DEFAULT_FREEZING,
     router_loss: str = "auto",
+    train_experts: float | None = None,
     **settings: Any,
 ) -> TrainingJob:
     """Describe the training of a model without its weights: half a second for 160 layers.
@@ -178,6 +185,7 @@ def describe_training(
         frozen: how frozen matrices are stored; None: in a compressed checkpoint's own bytes, else as they compute.
         towers: which towers of a vision-language model are frozen.
         router_loss: see :mod:`fuyou.model.loss.router_loss`.
+        train_experts: part of the experts of each layer to train while the weights are frozen.
         settings: further fields of :class:`TrainingJob`, such as ``clips`` and ``micro_batch``.
 
     Raises:
@@ -195,6 +203,7 @@ def describe_training(
         checkpoint=checkpoint,
         towers=towers,
         draw=False,
+        train_experts=train_experts,
     )
     meta = opened.stack.model
     return TrainingJob(

@@ -18,9 +18,10 @@ from fuyou.layout.record_parts import ParameterSlot
 from fuyou.model.open_model import OpenModel
 from fuyou.model.recompute.replay import BlockReplay
 from fuyou.optimizer.absent_gradients import marked_absent
-from fuyou.runtime.compute.step_computation import StepComputation
+from fuyou.runtime.compute.step_computation import StepComputation, StepInputs
 from fuyou.runtime.data_plane.data_plane import DataPlane
-from fuyou.schedule.memory_plan import Batch, MemoryPlan
+from fuyou.schedule.batch import Batch
+from fuyou.schedule.memory_plan import MemoryPlan
 from fuyou.schedule.scheduler import Scheduler
 from fuyou.schedule.tasks import Activation, ComputeTask, known
 
@@ -83,8 +84,9 @@ class SmallStep:
         tasks = Scheduler(self._shape, counts).training_step(1, BatchShape(micro_batches, 0, rows * length))
         plane = self._plane(plan)
         self.gradients = {}
+        data_plane = cast(DataPlane, plane)
         step = StepComputation(
-            self._model, cast(DataPlane, plane), tasks, batch, self._recomputations, time.monotonic()
+            StepInputs(self._model, data_plane, tasks, batch, self._recomputations, time.monotonic())
         )
         loss = float(step.forward())
         if step.router is not None:

@@ -57,6 +57,8 @@ class StepReport:
     """Whether updates had been done before it was known that the step is clipped or left out, and are done again."""
     task_seconds: dict[TaskKind, list[float]] = field(default_factory=dict)
     """Seconds of each compute task that ended since the last report, from when nothing kept it waiting to its end."""
+    busy_intervals: dict[str, list[Interval]] = field(default_factory=dict)
+    """When each resource was busy since the last report, (begin, end) in seconds on ``time.monotonic``'s clock."""
 
 
 @dataclass
@@ -70,6 +72,8 @@ class Times:
     between."""
     tasks: dict[TaskKind, list[float]] = field(default_factory=dict)
     """Seconds of each compute task, from when nothing kept it waiting to its end."""
+    intervals: dict[str, list[Interval]] = field(default_factory=dict)
+    """When each resource was busy."""
 
 
 class Accounting:
@@ -119,7 +123,8 @@ class Accounting:
             self._trace.add(done, states, adam)
         for task in done:
             task.after = []  # or every task would keep all of its ancestors alive
-        return Times({resource.value: total(merge(found)) for resource, found in busy.items()}, idle, tasks)
+        merged = {resource.value: merge(found) for resource, found in busy.items()}
+        return Times({name: total(found) for name, found in merged.items()}, idle, tasks, merged)
 
     @staticmethod
     def _explain(since: float, task: Task, idle: dict[str, float]) -> None:

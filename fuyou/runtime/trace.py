@@ -69,6 +69,7 @@ def task_name(task: Task, records: Sequence[Record]) -> str:
         return (f"step {task.step}" if task.op is Op.COMMIT else what) + micro
     moved = {
         Op.PARAMETER_READ: "parameters",
+        Op.PARAMETER_READ_DEVICE: "parameters",
         Op.PARAMETER_UPLOAD: "parameters",
         Op.GRADIENT_DOWNLOAD: "gradient",
         Op.GRADIENT_WRITE: "gradient",

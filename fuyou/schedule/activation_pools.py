@@ -52,8 +52,8 @@ class ActivationPools:
         self, activation: Activation, device: int, host: int, ssd: int, arguments: Callable[[Visit, int], Arguments]
     ):
         self._activation, self._arguments = activation, arguments
-        self._device = SortedPool(f"device activations ({activation.value})", device, self._next_use, True)
-        self._host = SortedPool(f"host activations ({activation.value})", host, self._next_use, True)
+        self._device = SortedPool(f"device activations ({activation.value})", device, self._next_use, spared=1)
+        self._host = SortedPool(f"host activations ({activation.value})", host, self._next_use, spared=1)
         self._ssd_free = list(range(ssd))
         self._ssd: dict[Hashable, tuple[int, Task]] = {}
         self._uses: dict[Hashable, list[int]] = {}

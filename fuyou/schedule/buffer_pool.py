@@ -7,6 +7,7 @@ what they wait for.
 """
 
 import heapq
+from collections import deque
 from collections.abc import Callable, Collection, Hashable, Iterable
 from dataclasses import dataclass, field
 
@@ -45,16 +46,17 @@ class Pool:
         name: name of the pool in messages.
         count: number of buffers.
         next_use: returns the position of an object's next use, or :data:`NEVER`.
-        spare_busy: whether buffers that the newest computation uses (see :meth:`end_computation`) are given away last,
-            and that of the newest object last of all. Whoever gets such a buffer waits for the computation to end, and
-            for what has just been made to leave: nothing would come ahead of its use.
+        spared: number of newest computations (see :meth:`end_computation`) whose buffers are given away last, and that
+            of the newest object last of all. Whoever gets such a buffer waits for the computation to end, and for what
+            has just been made to leave: nothing would come ahead of its use. 0: only the next use counts.
     """
 
-    def __init__(self, name: str, count: int, next_use: Callable[[Hashable], float], spare_busy: bool = False):
+    def __init__(self, name: str, count: int, next_use: Callable[[Hashable], float], spared: int = 0):
         self.name = name
-        self._spare_busy, self._newest = spare_busy, -1
-        # The clock when the newest computation began, and when the next one did.
-        self._busy_since = self._computation_start = 0
+        self._newest = -1
+        # The clock when each of the computations ended that are spared, and the one before: buffers are busy that were
+        # used since.
+        self._ends = deque([0], maxlen=spared + 1)
         self.slots = [Slot() for _ in range(count)]
         self._next_use = next_use
         self._where: dict[Hashable, int] = {}
@@ -115,9 +117,9 @@ class Pool:
 
     def _sparing(self, index: int, use: float = 0.0) -> int:
         """Return how much a buffer is spared whose object is used next at ``use``: 0 not, 1 as busy, 2 as newest."""
-        if not self._spare_busy or use == NEVER:
+        if self._ends.maxlen == 1 or use == NEVER:
             return 0
-        return 2 if index == self._newest else int(self.slots[index].last_use > self._busy_since)
+        return 2 if index == self._newest else int(self.slots[index].last_use > self._ends[0])
 
     def _take_empty(self) -> int | None:
         """Return the empty buffer that is idle the longest, found without looking at all of them; None: none is."""
@@ -157,7 +159,7 @@ class Pool:
 
     def end_computation(self) -> None:
         """Note that all uses of one computation are known: what it and the next one use counts as busy."""
-        self._busy_since, self._computation_start = self._computation_start, self._clock
+        self._ends.append(self._clock)
 
     def touch(self, index: int) -> None:
         """Note that buffer ``index`` is used now."""
@@ -172,8 +174,8 @@ class SortedPool(Pool):
     those of many have.
     """
 
-    def __init__(self, name: str, count: int, next_use: Callable[[Hashable], float], spare_busy: bool = False):
-        super().__init__(name, count, next_use, spare_busy)
+    def __init__(self, name: str, count: int, next_use: Callable[[Hashable], float], spared: int = 0):
+        super().__init__(name, count, next_use, spared)
         # A heap: next use (negative), when last touched, index. Entries that do not hold any more are passed over.
         # None: made when it is needed, which it never is in a pool that holds everything.
         self._sorted: list[tuple[float, int, int]] | None = None

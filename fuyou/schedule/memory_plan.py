@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -10,10 +10,13 @@ from transformers import PreTrainedConfig
 
 from common.memory.buffers import round_up
 from common.models.vision.memory import NO_IMAGES
-from fuyou.layout.frozen_weights import ROW_ELEMENTS, FrozenDtype
+from fuyou.layout.filling import filling_bytes
+from fuyou.layout.frozen_weights import ROW_ELEMENTS, ROWS_ON_ACCELERATORS, FrozenDtype
 from fuyou.layout.model_layout import BatchShape, BufferCounts, ModelLayout
-from fuyou.layout.record import PAGE_ELEMENTS, Kind, Record
-from fuyou.model.loss.cross_entropy import pass_bytes
+from fuyou.layout.record import Kind, Record
+from fuyou.optimizer.gradient_sum import squares_bytes
+from fuyou.schedule.batch import Batch
+from fuyou.schedule.workspace import Workspace
 
 #: Optimizer states move and are updated in chunks of this many parameters. Small ones (10 MB of low, mean and variance)
 #: keep reads, arithmetic and writes of one block going at the same time; large ones cost less Python per byte, which
@@ -27,89 +30,20 @@ DESCRIPTION_BYTES = 15 << 10
 HOST_OVERHEAD_BYTES = 96 << 20
 #: Part of that: freed memory that the heap may hold back, beside what computing takes.
 HEAP_SLACK_BYTES = 24 << 20
-#: Upper bound of Adam's scratch memory in the optimizer process: half a mebibyte per thread, twice that with bf16
-#: moments.
+#: Upper bound of Adam's scratch memory in the optimizer process: half a mebibyte per thread, twice that with moments in
+#: fewer bits.
 ADAM_SCRATCH_BYTES = 20 << 20
 #: Device memory in which gradients of other ranks arrive, for each of the two levels: they are added piece by piece.
 REDUCTION_BYTES = 32 << 20
 #: Device memory for decoding one row of a record in fewer bits, beside the result: see fuyou/layout/frozen_weights.py,
 #: and common/models/checkpoint/compressed/tensors.py, whose chunks are as large.
 DECODING_BYTES = 20 * ROW_ELEMENTS
-#: Copies of the logits that exist at once, in the compute dtype: themselves, their gradient, and one more in families
-#: that pass them through a function (soft capping). What the loss makes in fp32 comes in passes:
-#: fuyou/model/loss/cross_entropy.py.
-LOGIT_COPIES = 3
 #: Upper bound of the host's bytes for each number that a caller's own loss is made of: itself, a copy that carries the
 #: graph, its gradient, and five more in the caller's loss.
 OUTPUT_BYTES = 32
-#: Upper bound of the bytes that a router's loss takes for each token and expert: logits, their softmax, that in fp32,
-#: masked, and a gradient of each, some of which are there at the same time.
-ROUTER_BYTES = 32
-#: Hidden states that a micro-batch keeps between two parts of a block's forward pass: the block's input and what
-#: attention and the feed-forward network have made of it so far.
-PARKED_HIDDEN = 8
 #: The head runs over ranges of tokens, each of which makes a whole gradient of its weights: with this many tokens that
 #: hardly counts; with few it costs more than all else. Fewer only where memory is short.
 HEAD_TOKENS, FEWEST_HEAD_TOKENS = 4096, 64
-
-
-@dataclass(frozen=True)
-class LossInputs:
-    """What a loss is computed from, if the caller computes it."""
-
-    outputs: int = 0
-    """fp32 numbers that the head makes for each token; 0: the loss is the engine's own cross entropy."""
-    reference: bool = False
-    """Whether every sequence also passes through the model without its adapters."""
-
-    @property
-    def passes(self) -> int:
-        """Number of times that each sequence passes forward."""
-        return 2 if self.reference else 1
-
-    def covers(self, other: "LossInputs") -> bool:
-        """Return whether memory planned for these is enough for ``other``."""
-        return self.outputs >= other.outputs and self.reference >= other.reference
-
-    def joined(self, other: "LossInputs") -> "LossInputs":
-        """Return the least that covers both."""
-        return LossInputs(max(self.outputs, other.outputs), self.reference or other.reference)
-
-
-ENGINE_LOSS = LossInputs()
-"""The engine's own loss."""
-
-
-@dataclass(frozen=True)
-class Batch:
-    """A batch as the engine runs it."""
-
-    rows: int
-    """Sequences in the batch."""
-    seq_len: int
-    micro_rows: int
-    """Sequences in one micro-batch; the last one may have fewer."""
-    loss: LossInputs = ENGINE_LOSS
-    """What the loss is computed from."""
-
-    @property
-    def micro_batches(self) -> int:
-        return -(-self.rows // self.micro_rows)
-
-    def activations(self, layers: int) -> int:
-        """Return how many blocks' inputs there are at once, at most; a reference's stay until the next block only."""
-        reference = self.micro_batches + 1 if self.loss.reference else 0
-        return (layers + 2) * self.micro_batches + 2 + reference
-
-    @property
-    def micro_tokens(self) -> int:
-        """Tokens in one micro-batch."""
-        return self.micro_rows * self.seq_len
-
-    @property
-    def mean_tokens(self) -> float:
-        """Average tokens of a micro-batch."""
-        return self.rows * self.seq_len / self.micro_batches
 
 
 @dataclass(frozen=True)
@@ -149,6 +83,7 @@ class MemoryPlan:
             self.kept_bytes,
             own_loss=bool(loss.outputs),
             reference=loss.reference,
+            together=self.batch.most_together,
         )
 
     def spills_gradients(self, shape: ModelLayout, held: Collection[int]) -> bool:
@@ -160,26 +95,12 @@ class MemoryPlan:
         return any(min(kinds[kind] + passing[kind], trained[kind]) > self.counts.host_gradients(kind) for kind in kinds)
 
 
-def activation_elements_per_token(config: PreTrainedConfig) -> float:
-    """Return an upper estimate of the elements that one block's forward pass saves per token for its backward pass.
-
-    Attention, norms (which many families compute and save in fp32) and residuals: 20 hidden sizes; the feed-forward
-    network: 4 times its width, per active expert.
-    """
-    text = config.get_text_config()
-    hidden = text.hidden_size
-    width = getattr(text, "intermediate_size", None) or getattr(text, "ffn_dim", None) or getattr(text, "n_inner", None)
-    width = max(width) if isinstance(width, Sequence) else width or 4 * hidden  # some families have one for each layer
-    active = getattr(text, "num_experts_per_tok", None)
-    if active:
-        width = active * (getattr(text, "moe_intermediate_size", None) or width)
-    return 20 * hidden + 4 * width
-
-
 def chunk_elements(shape: ModelLayout) -> int:
     """Return the size of the chunks in which states lie on SSD; it depends on the model and the number of ranks."""
+    trained = [shape.records[index] for index in shape.trainable]
     preferred = min(LARGEST_CHUNK, max(SMALLEST_CHUNK, _largest_trained(shape).owned // CHUNKS_PER_BLOCK))
-    return round_up(min(preferred, max(shape.records[index].owned for index in shape.trainable)), PAGE_ELEMENTS)
+    pages = max(record.page_elements for record in trained)
+    return round_up(min(preferred, max(record.owned for record in trained)), pages)
 
 
 def _largest_trained(shape: ModelLayout) -> Record:
@@ -200,6 +121,7 @@ class MemoryCounter:
 
     def __init__(self, shape: ModelLayout, config: PreTrainedConfig, cpu: bool, saved_bytes: Callable[[Batch], int]):
         self._shape, self._config, self._cpu, self._saved_bytes = shape, config, cpu, saved_bytes
+        self._workspace = Workspace(shape, config, cpu)
         self._adapters = len(shape.of_kind(Kind.ADAPTER))
         self._adapter_states = sum(record.state_nbytes for record in shape.of_kind(Kind.ADAPTER))
         self._chunk_elements = chunk_elements(shape)
@@ -232,7 +154,7 @@ class MemoryCounter:
             wide_non_block=split
             and (several or columns < batch.seq_len)
             and bool(shape.trained_elements(Kind.NON_BLOCK)),
-            workspace_bytes=self._workspace(batch, columns),
+            workspace_bytes=self._workspace.nbytes(batch, columns),
             device_bytes=0,
             host_bytes=0,
         )
@@ -256,15 +178,24 @@ class MemoryCounter:
             sum(counts.device(kind) * shape.device_nbytes(kind) for kind in Kind)
             + sum(shape.trained_elements(kind) * nbytes for kind, nbytes in gradients.items())
             + shape.decoded_nbytes
-            + (DECODING_BYTES if shape.decoded_nbytes else 0)
+            + (DECODING_BYTES * (1 if self._cpu else ROWS_ON_ACCELERATORS) if shape.decoded_nbytes else 0)
             + counts.device_adapter_gradients * shape.device_gradient_nbytes(Kind.ADAPTER)
             + counts.device_activations * plan.activation_bytes
             + counts.device_kept * plan.kept_bytes
             + passing * (shape.carried_bytes(batch.seq_len) + shape.attention.mask_bytes(batch.seq_len))
             + passing * batch.seq_len * images.kept * width
+            + (0 if batch.cache is None else batch.cache.device_bytes(batch.micro_rows))
             + plan.workspace_bytes
             + REDUCTION_BYTES * ((shape.share.ranks_per_node > 1) + (shape.share.nodes > 1))
+            + self._squares_bytes()
         )
+
+    def _squares_bytes(self) -> int:
+        """Return the device's bytes that the norm of a gradient takes while a block computes: of several ranks, whose
+        gradients are squared when they have been summed; one rank alone does it when a block's own memory is free."""
+        if self._cpu or self._shape.share.world_size == 1:
+            return 0
+        return squares_bytes(max(self._shape.trained_elements(kind) for kind in Kind))
 
     def _host_bytes(self, plan: MemoryPlan) -> int:
         """Return the host's bytes; the device's come on top where the host is the device."""
@@ -276,61 +207,29 @@ class MemoryCounter:
                 for kind in Kind
             )
             + (self._adapter_states if self.adapters_in_memory(counts) else 0)
-            + plan.ring_chunks * plan.chunk_elements * shape.trained_state_bytes
+            + plan.ring_chunks * shape.trained_precision.state_nbytes(plan.chunk_elements)
             + counts.host_activations * plan.activation_bytes
             + counts.host_kept * plan.kept_bytes
+            + (0 if batch.cache is None else batch.cache.host_bytes)
             + batch.rows * batch.seq_len * batch.loss.outputs * OUTPUT_BYTES * batch.loss.passes
-            + (0 if self._cpu else self._encoding_bytes)
+            + self._filling_bytes(plan)
             + HOST_OVERHEAD_BYTES
             + DESCRIPTION_BYTES * shape.parameter_tensors
             + ADAM_SCRATCH_BYTES
         )
 
-    def _workspace(self, batch: Batch, columns: int) -> int:
-        """Return the bytes that computing takes beside all buffers."""
-        shape, width = self._shape, self._shape.precision.parameter_bytes
-        tokens, vocabulary = columns * batch.micro_rows, self._config.get_text_config().vocab_size
-        logits = tokens * vocabulary * LOGIT_COPIES * width
-        logits += pass_bytes(tokens, vocabulary, "cpu" if self._cpu else "cuda", bool(batch.loss.outputs))
-        logits += tokens * batch.loss.outputs * 2 * 4  # on the device: a chunk's outputs, or their gradients, in parts
-        # An outer gradient is made, transposed or summed on the way, and added to the flat buffer: measured on a CPU,
-        # three times its size at once.
-        head = logits + 3 * shape.trained_parameter(Kind.NON_BLOCK) * width
-        head += tokens * shape.non_block_adapter_memory.per_token + shape.non_block_adapter_memory.fixed
-        images = shape.image_memory if shape.images else NO_IMAGES
-        return max(
-            self._block_workspace(batch) + max(2 * shape.trained_parameter(Kind.BLOCK) * width, head),
-            batch.micro_tokens * images.working * width,  # blocks do not run meanwhile
-        )
+    def _filling_bytes(self, plan: MemoryPlan) -> int:
+        """Return the host's bytes that filling a new store takes beside all buffers, beyond those that nothing else
+        takes then. Where blocks are whole, what is read of a parameter is not counted."""
+        encoding = 0 if self._cpu else self._encoding_bytes
+        if not self._shape.orders:
+            return encoding
+        idle = ADAM_SCRATCH_BYTES + (plan.workspace_bytes if self._cpu else 0)
+        return max(0, encoding + self._reading_bytes - idle)
 
-    def _block_workspace(self, batch: Batch) -> int:
-        shape = self._shape
-        streams = max(1, shape.hidden_size // self._config.get_text_config().hidden_size)
-        per_token = streams * activation_elements_per_token(self._config) * shape.precision.parameter_bytes
-        per_token += ROUTER_BYTES * shape.router_experts
-        adapting = shape.block_adapter_memory
-        squares = batch.micro_rows * shape.attention.workspace_bytes(batch.seq_len)
-        one = int(batch.micro_tokens * (per_token + adapting.per_token)) + adapting.fixed + squares
-        return one if not shape.orders else self._workspace_in_pieces(batch, one)
-
-    def _workspace_in_pieces(self, batch: Batch, one: int) -> int:
-        """Return the same for blocks in pieces.
-
-        A block's input, and the gradient of its output, are copied: they are needed beyond the part that begins a pass.
-        In a mixture of experts, outputs of all experts are there until they are added up.
-
-        Args:
-            batch: the batch.
-            one: bytes for one micro-batch that a block computes.
-        """
-        shape, text = self._shape, self._config.get_text_config()
-        hidden = batch.micro_tokens * text.hidden_size * shape.precision.parameter_bytes
-        rows = (getattr(text, "num_experts_per_tok", None) or 0) * hidden
-        one += 2 * hidden + 3 * rows
-        if shape.trained_elements(Kind.BLOCK):
-            # All micro-batches go through the backward pass together. Measured on a CPU, small mixtures of experts.
-            return 3 * batch.micro_batches * one if batch.micro_batches > 1 else 3 * one // 2
-        return max(one, batch.micro_batches * (PARKED_HIDDEN * hidden + rows))
+    @cached_property
+    def _reading_bytes(self) -> int:
+        return filling_bytes(self._shape.records) + 4 * self._shape.read_whole
 
     @cached_property
     def _encoding_bytes(self) -> int:

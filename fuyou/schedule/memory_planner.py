@@ -13,18 +13,12 @@ from transformers import PreTrainedConfig
 
 from common.errors import UserError
 from common.units import format_bytes
+from fuyou.layout.key_values import KeyValueCache
 from fuyou.layout.model_layout import BufferCounts, ModelLayout
 from fuyou.layout.record import Kind
 from fuyou.layout.resident import resident_records
-from fuyou.schedule.memory_plan import (
-    ENGINE_LOSS,
-    FEWEST_HEAD_TOKENS,
-    HEAD_TOKENS,
-    Batch,
-    LossInputs,
-    MemoryCounter,
-    MemoryPlan,
-)
+from fuyou.schedule.batch import ENGINE_LOSS, Batch, LossInputs
+from fuyou.schedule.memory_plan import FEWEST_HEAD_TOKENS, HEAD_TOKENS, MemoryCounter, MemoryPlan
 
 
 class MemoryPlanner:
@@ -64,28 +58,56 @@ class MemoryPlanner:
         self._saving_layers, self._saved_bytes = kept_layers, kept_bytes if kept_layers else lambda batch: 0
         self._adapters = len(shape.of_kind(Kind.ADAPTER))
 
-    def plan(self, rows: int, seq_len: int, micro_rows: int | None, loss: LossInputs = ENGINE_LOSS) -> MemoryPlan:
+    def plan(
+        self,
+        rows: int,
+        seq_len: int,
+        micro_rows: int | None,
+        loss: LossInputs = ENGINE_LOSS,
+        cache: KeyValueCache | None = None,
+    ) -> MemoryPlan:
         """Return the best plan that fits: micro-batches as large as the device takes (or as asked), then buffers.
+
+        Args:
+            rows, seq_len: of the batch.
+            micro_rows: sequences that are computed at once; None: as many as fit.
+            loss: what it is made of.
+            cache: what generation keeps beside all that, on these tiers.
 
         Raises:
             UserError: not even one buffer of each kind fits; says how much would.
         """
-        sizes = [micro_rows] if micro_rows else _halvings(rows)
+        sizes = [micro_rows] if micro_rows else _even_parts(rows)
         counter = MemoryCounter(self.shape, self._config, self._limits.cpu, self._saved_bytes)
         best: MemoryPlan | None = None
-        for size in sizes:
-            batch = Batch(rows, seq_len, min(size, rows), loss)
+        batches = self._batches([Batch(rows, seq_len, min(size, rows), loss, cache=cache) for size in sizes])
+        for batch in batches:
+            if best is not None and best.counts.device_blocks > 1 and not self._as_often(batch, best.batch):
+                break  # smaller micro-batches would only cost speed
             for device in _device_ladder(bool(self.shape.orders)):
                 plan = self._fit(counter, batch, device)
                 if plan is not None:
                     if best is None or device.device_blocks > best.counts.device_blocks:
                         best = plan
                     break
-            if best is not None and best.counts.device_blocks > 1:
-                break  # smaller micro-batches would only cost speed
         if best is None:
-            raise self._too_small(counter, [Batch(rows, seq_len, min(size, rows), loss) for size in sizes])
+            raise self._too_small(counter, batches)
         return best
+
+    def _as_often(self, batch: Batch, best: Batch) -> bool:
+        """Return whether pieces of blocks come to the device as often for ``batch`` as for ``best``: what it leaves of
+        the device's memory may then have more of them stay there."""
+        trained = bool(self.shape.trained_elements(Kind.BLOCK))
+        return bool(self.shape.orders) and batch.passes_in_pieces(trained) == best.passes_in_pieces(trained)
+
+    def _batches(self, sizes: list[Batch]) -> list[Batch]:
+        """Return ``sizes``, best first; where blocks are in pieces, with all numbers of micro-batches that may go
+        through them together, and first what brings pieces to the device least often."""
+        if not self.shape.orders:
+            return sizes
+        trained = bool(self.shape.trained_elements(Kind.BLOCK))
+        batches = [replace(one, most_together=most) for one in sizes for most in _halvings(one.micro_batches)]
+        return sorted(batches, key=lambda one: one.passes_in_pieces(trained))
 
     def _fit(self, counter: MemoryCounter, batch: Batch, device: BufferCounts) -> MemoryPlan | None:
         """Return the best plan that has the buffers ``device`` on the device; None if none fits."""
@@ -158,7 +180,8 @@ class MemoryPlanner:
             )
             if needed > limit
         )
-        smaller = "" if batch.micro_rows == 1 or len(batches) > 1 else " A smaller --micro-batch needs less."
+        sizes = {one.micro_rows for one in batches}
+        smaller = "" if batch.micro_rows == 1 or len(sizes) > 1 else " A smaller --micro-batch needs less."
         block, outer = (max(r.numel for r in self.shape.of_kind(kind)) for kind in (Kind.BLOCK, Kind.NON_BLOCK))
         towers = sum(record.numel for record in self.shape.of_kind(Kind.TOWER))
         beside = f", {towers:,} of them in towers that stay on the device" if towers else ""
@@ -286,6 +309,12 @@ class _Filler:
         return counts, room
 
 
+def _even_parts(rows: int) -> list[int]:
+    """Return the sizes of ``rows`` in 1, 2, 3, 4, 6, 8, 12, .. parts that are as large as each other, down to 1."""
+    parts = (factor << power for power in range(rows.bit_length() + 1) for factor in (2, 3))
+    return sorted({rows, 1, *(-(-rows // count) for count in parts)}, reverse=True)
+
+
 def _halvings(rows: int) -> list[int]:
     """Return ``rows``, and each half of it down to 1."""
     sizes = [rows]
@@ -306,7 +335,7 @@ def _device_ladder(pieces: bool) -> Iterator[BufferCounts]:
     """Yield the device's buffers, from what overlaps everything to what just works; several for ``pieces``, whose
     uploads and computation take turns in being longer."""
     if pieces:
-        for blocks in (8, 6, 4, 3):
+        for blocks in (24, 16, 12, 8, 6, 4, 3):
             yield BufferCounts(device_blocks=blocks, device_block_gradients=2, device_activations=6)
     yield BufferCounts(device_blocks=2, device_block_gradients=2, device_activations=6)
     yield BufferCounts(device_blocks=2, device_block_gradients=1, device_activations=6)

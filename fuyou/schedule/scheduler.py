@@ -18,7 +18,9 @@ from fuyou.schedule.buffer_pool import NEVER, Pool, SortedPool
 from fuyou.schedule.gradient_pools import GradientPools
 from fuyou.schedule.parameter_pools import ParameterPools
 from fuyou.schedule.record_slots import RecordSlots, UpdatedRecord
-from fuyou.schedule.tasks import Activation, ComputeTask, Op, StepList, Task, known
+from fuyou.schedule.reuse import used_from_host
+from fuyou.schedule.tasks import Activation, ComputeTask, Op, StepList, Task
+from fuyou.schedule.visit_flops import visit_flops
 
 
 class Scheduler:
@@ -38,6 +40,7 @@ class Scheduler:
         resident: indices of the records that live in host memory: read once, and written in steps that are committed.
             The host buffers must hold the parameters of all records of their kind then, so that none is read again.
         recomputation: which blocks save more than their input, and what that saves.
+        direct_reads: whether parameters that nothing takes from host memory are read to the device past it.
     """
 
     def __init__(
@@ -52,6 +55,7 @@ class Scheduler:
         speculate: bool = False,
         resident: Collection[int] = (),
         recomputation: Recomputation = FULL_RECOMPUTATION,
+        direct_reads: bool = False,
     ):
         assert not (speculate and single_slot)
         self.shape = shape
@@ -66,20 +70,23 @@ class Scheduler:
         self._list = StepList(0)
         self._batch = BatchShape(1, 0, 0)
         self._position = 0
+        self._visits: Sequence[Visit] = []
+        self._uses: dict[int, list[int]] = {}  # record -> positions of the visits that use it
         self._use_visits(self._batch)
 
         host = {
             kind: SortedPool(f"host parameters ({kind.value})", counts.host(kind), self._next_visit) for kind in Kind
         }
         self._slots = RecordSlots(shape, slot, single_slot, host, self._emit)
-        self._parameters = ParameterPools(counts, host, self._slots, self._next_visit, self._emit)
+        past_host = self._used_from_host if direct_reads else None
+        self._parameters = ParameterPools(counts, host, self._slots, self._next_visit, self._emit, past_host)
         self._device_gradients = {
             kind: Pool(f"device gradients ({kind.value})", counts.device_gradients(kind), lambda _: NEVER)
             for kind in Kind
         }
         self._gradients = GradientPools(shape, counts, lambda record: self._uses[record][0], self._emit)
         self._recomputation = recomputation
-        backward = {visit.layer for visit in self._visits if visit.phase is Phase.BLOCK_BACKWARD}
+        backward = {one.layer for one in self._visits if one.phase is Phase.BLOCK_BACKWARD}
         self._saving_layers = recomputation.layers & backward
         self._activations = ActivationPools(
             Activation.HIDDEN,
@@ -144,10 +151,13 @@ class Scheduler:
         """Return the tasks of a forward pass that changes nothing. Pending updates must be flushed before."""
         assert not self.pending, "flush before evaluating"
         self._list, self._batch = StepList(step), batch
-        visits = self.shape.visits(train=False)
-        self._activations.begin(self._list, visits, batch.micro_batches_of, batch.activation_bytes)
-        for visit in self._in_turn(visits):
+        training = self._visits, self._uses
+        # What stays is for the next forward pass.
+        self._note_visits(self.shape.visits(False, batch.micro_batches, together=batch.together))
+        self._activations.begin(self._list, self._visits, batch.micro_batches_of, batch.activation_bytes)
+        for visit in self._in_turn(self._visits):
             self._visit(visit, train=False)
+        self._visits, self._uses = training
         return self._list
 
     def flush(self, step: int, *, commit: bool = True) -> StepList:
@@ -180,9 +190,14 @@ class Scheduler:
     # -- visits ---------------------------------------------------------------------------------------------------
 
     def _use_visits(self, batch: BatchShape) -> None:
-        """Let steps be of the visits of such a batch, and note where each record is used in them."""
-        self._visits = self.shape.visits(True, batch.micro_batches, batch.own_loss)
-        self._uses: dict[int, list[int]] = {}  # record -> positions of the visits that use it
+        """Let steps be of the visits of such a batch."""
+        self._note_visits(self.shape.visits(True, batch.micro_batches, batch.own_loss, batch.together))
+
+    def _note_visits(self, visits: Sequence[Visit]) -> None:
+        """Let passes be of ``visits``, and note where each record is used in them."""
+        if visits is self._visits:
+            return
+        self._visits, self._uses = visits, {}
         for position, visit in enumerate(self._visits):
             for record in visit.records:
                 self._uses.setdefault(record, []).append(position)
@@ -207,7 +222,8 @@ class Scheduler:
         if trained is not None:
             gradient, accumulates, leaving = self._gradient_buffer(trained)
             ready += leaving
-        flops, micros = self._flops(visit), self._batch.micro_batches_of(visit)
+        flops = visit_flops(self.shape, visit, self._batch.tokens, self._recomputation)
+        micros = self._batch.micro_batches_of(visit)
         compute: ComputeTask | None = None
         for micro in micros:
             compute = ComputeTask(
@@ -230,6 +246,7 @@ class Scheduler:
         assert compute is not None
         for record in records:
             self._parameters.use_on_device(record, buffers[record.index], compute)
+        self._parameters.end_visit()
         if trained is not None and gradient is not None:
             self._device_gradients[trained.kind].fill(gradient, trained.index, compute)
             if visit.completes:
@@ -287,10 +304,10 @@ class Scheduler:
         """Sum a gradient over all ranks, inside nodes, then between them; return the task after which it is there."""
         share, width = record.share, record.precision.gradient_bytes
         if share.ranks_per_node > 1:
-            nbytes = _others(record.filled_slices, share.local_rank) * width
+            nbytes = (sum(record.filled_slices) - record.filled_slices[share.local_rank]) * width
             ready = self._emit(Op.GRADIENT_REDUCE, [ready], record=record.index, source=buffer, nbytes=nbytes)
         if share.nodes > 1:
-            nbytes = _others(record.filled_parts, share.node) * width
+            nbytes = (sum(record.filled_parts) - record.filled_parts[share.node]) * width
             ready = self._emit(Op.GRADIENT_EXCHANGE, [ready], record=record.index, source=buffer, nbytes=nbytes)
         return ready
 
@@ -327,14 +344,9 @@ class Scheduler:
             self._loaded.add(record.index)
         waits = [ready, loaded, read, *self._parameters.host_users(record, host)]
         waits += [task for task in (self._slots.commit, self._ended if self._hold else None) if task is not None]
+        target = self._slots.target(record.index) if written else None
         update = self._emit(
-            Op.UPDATE,
-            waits,
-            record=record.index,
-            source=host,
-            gradient=gradient,
-            nbytes=record.owned,
-            target=self._slots.target(record.index) if written else None,
+            Op.UPDATE, waits, record=record.index, source=host, gradient=gradient, nbytes=record.owned, target=target
         )
         update.step = step
         updated = UpdatedRecord(record.index, update, self._exchange_parameters(record, host, update), host)
@@ -371,24 +383,6 @@ class Scheduler:
         self._list.tasks.append(task)
         return task
 
-    def _flops(self, visit: Visit) -> float:
-        """Return a micro-batch's FLOPs: 2 per active parameter and token for the forward pass, for the gradient of the
-        input, for the gradients of what is trained, and for what of the forward pass is computed again."""
-        part = visit.part
-        records = [self.shape.records[index] for index in visit.records]
-        if not visit.ends:  # adapters count once in each pass
-            records = [record for record in records if record.kind is not Kind.ADAPTER]
-        parameters = sum(record.active_count for record in records)
-        trained = sum(record.active_count for record in records if record.index == visit.trained)
-        forward = 1.0 if visit.phase in (Phase.BLOCK_FORWARD, Phase.HEAD_EVAL, Phase.HEAD) else 0.0
-        if visit.phase is Phase.BLOCK_BACKWARD:
-            forward = self._recomputation.fraction(known(visit.layer)) if part is None else float(part.recomputes)
-        if visit.phase is Phase.BLOCK_BACKWARD or (visit.phase is Phase.HEAD and visit.passes_on):
-            trained += parameters if part is None or part.differentiates else 0
-        elif visit.phase is not Phase.HEAD:
-            trained = 0  # an embedding's gradient is a sum of rows
-        return 2.0 * self._batch.tokens * (forward * parameters + trained)
-
     def _saved_arguments(self, visit: Visit, micro: int) -> Arguments:
         """Return which saved outputs a compute task reads and writes. A block in pieces saves only its input."""
         if visit.layer in self._saving_layers and visit.part is None and not self._batch.is_reference(micro):
@@ -399,13 +393,11 @@ class Scheduler:
                 return [key], []
         return [], []
 
+    def _used_from_host(self, record: Record, buffers: int) -> bool:
+        return used_from_host(record, buffers, self._visits, self._position, self.shape.records)
+
     def _next_visit(self, key: Hashable) -> float:
         assert isinstance(key, int)
         uses = self._uses[key]
         after = bisect.bisect_right(uses, self._position)
         return uses[after] if after < len(uses) else uses[0] + len(self._visits)
-
-
-def _others(parts: Sequence[int], own: int) -> int:
-    """Return the sum of all ``parts`` but one's own."""
-    return sum(parts) - parts[own]

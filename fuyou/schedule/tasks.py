@@ -28,6 +28,7 @@ class Op(Enum):
     """Kinds of task. Each kind runs first in, first out, in a lane of its own; several lanes share a resource."""
 
     PARAMETER_READ = ("parameter read", Resource.SSD)  # SSD -> host
+    PARAMETER_READ_DEVICE = ("parameter read to the device", Resource.SSD)  # SSD -> device, past the host's memory
     PARAMETER_UPLOAD = ("parameter upload", Resource.HOST_TO_DEVICE)
     PARAMETER_GATHER = ("parameter gather", Resource.INTRA_NODE)  # from the ranks of the node, each with its slice
     COMPUTE = ("compute", Resource.GPU)
@@ -57,7 +58,15 @@ class Op(Enum):
 
 
 #: Tasks that read from or write to the SSDs, for counting bytes.
-SSD_READS = frozenset({Op.PARAMETER_READ, Op.GRADIENT_READ, Op.STATE_READ, Op.ACTIVATION_READ})
+SSD_READS = frozenset(
+    {
+        Op.PARAMETER_READ,
+        Op.PARAMETER_READ_DEVICE,
+        Op.GRADIENT_READ,
+        Op.STATE_READ,
+        Op.ACTIVATION_READ,
+    }
+)
 SSD_WRITES = frozenset({Op.GRADIENT_WRITE, Op.STATE_WRITE, Op.RESIDENT_WRITE, Op.PARAMETER_WRITE, Op.ACTIVATION_WRITE})
 
 

@@ -14,7 +14,10 @@ from common.hardware.machine import cpu_count
 from common.memory.buffers import HostBuffer
 from common.store import Layout, Store, remove
 from common.units import format_bytes
-from fuyou.optimizer.adam import AdamConfig, AdamStates, ChunkAdam, Update
+from fuyou.optimizer.adam import AdamConfig, Update
+from fuyou.optimizer.chunk_update import ChunkOptimizer
+from fuyou.optimizer.kernel_trial import tried_kernels
+from fuyou.optimizer.moments import OptimizerStates
 from gpu.journal import Check
 
 PRODUCTS = (
@@ -181,15 +184,14 @@ def _adam(check: Check) -> dict[str, Any]:
     threads = max(1, cpu_count() - 2)
     torch.set_num_threads(threads)
     count, chunks = (1 << 18, 2) if check.settings.quick else (4 << 20, 16)
-    adam, update = ChunkAdam(), Update(1, AdamConfig())
+    adam, update = ChunkOptimizer(kernels=tried_kernels()), Update(1, AdamConfig())
     result: dict[str, Any] = {"threads": threads, "chunk_elements": count, "chunks": chunks}
     for split in (True, False):
         dtype = torch.bfloat16 if split else torch.float32
         ring = [
             (
-                AdamStates(
-                    torch.randn(count).to(dtype), torch.zeros(count, dtype=torch.int16) if split else None,
-                    torch.zeros(count), torch.zeros(count),
+                OptimizerStates.before_training(
+                    torch.randn(count).to(dtype), torch.zeros(count, dtype=torch.int16) if split else None
                 ),
                 torch.randn(count).to(dtype),
             )

@@ -4,6 +4,7 @@ import gc
 import shutil
 import time
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from transformers import LlamaConfig, PreTrainedConfig, logging
 import fuyou
 import fuyou.model.open_model
 from common.errors import UserError
-from common.models.checkpoint.sources import RandomSource
+from common.models.checkpoint.random_source import RandomSource
 from common.models.meta_model import build_meta_model
 from common.models.presets import load_config
 from common.units import format_bytes
@@ -67,13 +68,22 @@ class TiledSource(RandomSource):
     """Random weights, one small tile over and over: a family's own initialisation makes 40 M parameters a second."""
 
     def read(self, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        tile = torch.randn(1 << 20, generator=torch.Generator().manual_seed(self.seed)) * 0.02
         for name in names:
-            shape = self.model.get_parameter(name).shape
-            if len(shape) < 2:
-                yield name, torch.zeros(shape) if name.endswith("bias") else torch.ones(shape)
-                continue
-            yield name, tile.repeat(-(-shape.numel() // tile.numel()))[: shape.numel()].view(shape)
+            yield name, self.read_rows(name, 0, self.model.get_parameter(name).shape[0])
+
+    def reads_rows(self, name: str) -> bool:
+        return True
+
+    def read_rows(self, name: str, first: int, stop: int) -> torch.Tensor:
+        shape = torch.Size([stop - first, *self.model.get_parameter(name).shape[1:]])
+        if len(shape) < 2:
+            return torch.zeros(shape) if name.endswith("bias") else torch.ones(shape)
+        start = first * shape[1:].numel() % self._tile.numel()
+        return self._tile.roll(-start).repeat(-(-shape.numel() // self._tile.numel()))[: shape.numel()].view(shape)
+
+    @cached_property
+    def _tile(self) -> torch.Tensor:
+        return torch.randn(1 << 20, generator=torch.Generator().manual_seed(self.seed)) * 0.02
 
 
 def open_engine(settings: Settings, config: PreTrainedConfig, **options: Any) -> fuyou.Engine:

@@ -77,6 +77,7 @@ def finetune(capfd: pytest.CaptureFixture[str]) -> Finetune:
 def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Default outputs go to a folder of the test's own, a busy machine is no news, and messages are the command's."""
     monkeypatch.setattr("cli.report.heartbeat.FIRST_AFTER_S", 3600.0)
+    monkeypatch.setattr("cli.report.heartbeat.Heartbeat.began", lambda *_: None)  # what a log has beside messages
     monkeypatch.setattr("common.errors.FinetuneError.names_flags", True)  # whose errors these tests are about
     monkeypatch.chdir(tmp_path)
 
@@ -111,3 +112,19 @@ def leftovers() -> set[str]:
     processes = {name for name in names if "resource_tracker" not in name}
     shared = os.listdir("/dev/shm") if os.path.isdir("/dev/shm") else []
     return processes | {name for name in shared if name.startswith("fuyou")}
+
+
+def alone_and_on_two_ranks(finetune: Finetune, options: tuple[Any, ...], folder: Path) -> list[Path]:
+    """Run the same training on one machine and on two ranks of it, each with a drive ``NAME-ssd`` of its own.
+
+    Returns:
+        Their output directories, ``alone`` and ``ranks``; beside each is its report, ``NAME.json``.
+    """
+    outputs = []
+    for name, words in (("alone", ()), ("ranks", ("--nodes", "1", "--gpus-per-node", "2"))):
+        drive, report = folder / f"{name}-ssd", folder / f"{name}.json"
+        drive.mkdir()
+        done = finetune(*options, *words, "--ssd", drive, "--output", folder / name, "--report", report)
+        assert done.status == 0, done.err
+        outputs.append(folder / name)
+    return outputs

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from common.memory.cgroups import ControlGroup
-from fuyou.optimizer.adam import ChunkAdam
+from fuyou.optimizer.chunk_update import ChunkOptimizer
 from scripts.capped import CannotCapError, make_group, remove_group
 from tests.helpers.crash.runs import Run, execute
 
@@ -49,7 +49,7 @@ class Starved(Run):
     group: Path = Path()
 
     def train(self, say: Callable[..., None]) -> None:
-        whole, calls = ChunkAdam.update, 0
+        whole, calls = ChunkOptimizer.update, 0
 
         def update(*arguments: Any, **named: Any) -> None:
             nonlocal calls
@@ -59,7 +59,7 @@ class Starved(Run):
                 bytearray(b"x" * (2 * LIMIT))
             whole(*arguments, **named)
 
-        ChunkAdam.update = update  # type: ignore[method-assign]
+        ChunkOptimizer.update = update  # type: ignore[method-assign]
         super().train(say)
 
 

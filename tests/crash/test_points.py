@@ -1,5 +1,6 @@
 """Kills and power cuts at calls spread over a whole run; tests/crash/all_points.py tries every one of them."""
 
+import random
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import pytest
 from tests.helpers.crash.drives import Fault
 from tests.helpers.crash.points import ENDINGS, Reference, crash, reference
 from tests.helpers.crash.runs import Run
+from tests.helpers.crash.ways import PIECES, WAYS
 
 CLIPPED = {"max_grad_norm": 0.5, "host_cache": 0}
 
@@ -58,6 +60,31 @@ def test_a_crash_while_a_clipped_step_is_updated_again(expected: Reference, tmp_
         number, (action, power) = point
         run = Run(tmp_path / str(number), options, fault=Fault(number, action))
         return crash(run, again, number if power else None)
+
+    with ThreadPoolExecutor(2) as pool:
+        assert all(pool.map(attempt, points))
+
+
+@pytest.mark.parametrize("way", PIECES)
+def test_a_crash_of_blocks_in_pieces(way: str, tmp_path: Path) -> None:
+    found = WAYS[f"pieces: {way}"](tmp_path)
+    draw = random.Random(way)
+    points = [(draw.randrange(1, found.calls + 1), *ENDINGS[turn]) for turn in (0, 2)]
+    with ThreadPoolExecutor(2) as pool:
+        assert all(pool.map(lambda point: found.attempt(tmp_path / str(point[0]), *point), points))
+
+
+def test_a_crash_while_experts_are_chosen(tmp_path: Path) -> None:
+    """Their first values and the choice count together, or not at all; then they are chosen anew."""
+    options = {"train_experts": 0.5, "host_cache": 0}
+    expected = reference(Run(tmp_path / "run", options, model="mixtures"))
+    points = [(number, ENDINGS[number % 4]) for number in range(3, expected.calls, 41)]
+    assert len(points) >= 4
+
+    def attempt(point: tuple[int, tuple[str, bool]]) -> bool:
+        number, (action, power) = point
+        run = Run(tmp_path / str(number), options, fault=Fault(number, action), model="mixtures")
+        return crash(run, expected, number if power else None)
 
     with ThreadPoolExecutor(2) as pool:
         assert all(pool.map(attempt, points))

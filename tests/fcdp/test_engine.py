@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from common.errors import FinetuneError, UserError
@@ -20,6 +21,8 @@ from fuyou.schedule.tasks import Op, Task
 from tests.helpers.fcdp import engine_cases as cases
 from tests.helpers.fcdp.engine_cases import Run
 from tests.helpers.fcdp.pool import Pool
+from tests.helpers.fcdp.recorder import check_same_order
+from tests.helpers.models.mixtures import save_mixtures
 from tests.helpers.models.routed import RoutedConfig
 from tests.helpers.models.routers import config_of
 from tests.helpers.twin import Twin
@@ -64,21 +67,32 @@ def test_what_is_not_finite_is_exported_by_no_rank(
         assert torch.equal(weights[name].nan_to_num(7), value.nan_to_num(7)), name
 
 
+ADAPTERS = AdapterOptions(4, 8.0, 0.0, (ALL_LINEAR,))
+SAVED = "adapters that peft has saved"
+
+
 @pytest.mark.parametrize(
     ("layout", "dtype", "ssds", "options"),
     [
         ((2, 1), "bf16", 3, {"host_cache": 0}),
         ((1, 2), "fp32", 1, {"commit_every": 2, "deferred_fraction": 0.5}),
-        ((2, 1), "bf16", 1, {"host_cache": 0, "adapters": AdapterOptions(4, 8.0, 0.0, (ALL_LINEAR,))}),
-        ((1, 2), "bf16", 2, {"frozen_dtype": "nf4", "adapters": AdapterOptions(4, 8.0, 0.0, (ALL_LINEAR,))}),
+        ((2, 1), "bf16", 1, {"host_cache": 0, "adapters": ADAPTERS, "lora_plus_ratio": 16.0}),
+        ((1, 2), "bf16", 2, {"frozen_dtype": "nf4", "adapters": SAVED}),
+        ((1, 2), "bf16", 1, {"optimizer": "adamw8bit", "deferred_fraction": 0.5}),
     ],
 )
 def test_two_ranks_equal_one(
     layout: tuple[int, int], dtype: str, ssds: int, options: dict[str, Any], model: str, pool: Pool, tmp_path: Path
 ) -> None:
     options = {"dtype": dtype, "micro_batch": 2, **options}
+    if options.get("adapters") == SAVED:
+        options["adapters"] = str(tmp_path / "saved")
+        config = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM")
+        get_peft_model(AutoModelForCausalLM.from_pretrained(model), config).save_pretrained(options["adapters"])
     alone = cases.train(None, Run(model, tmp_path / "alone", options=options))
     ranks = pool.run(layout, cases.train, Run(model, tmp_path / "ranks", ssds=ssds, options=options))
+    # Three threads of a rank exchange, each on communicators of its own; cells of a rank may hold less than others.
+    check_same_order([rank.launches for rank in ranks], sizes=False, one_thread=False)
     for rank in ranks:
         assert rank.losses == alone.losses
         assert rank.norms == pytest.approx(alone.norms, rel=1e-12)
@@ -92,6 +106,26 @@ def test_two_ranks_equal_one(
         assert 8 * trained <= sum(rank.planned[2] for rank in ranks) <= 8 * (trained + ALIGN_ELEMENTS * matrices)
     elif layout == (2, 1):
         check_bytes(ranks, alone)
+
+
+@pytest.mark.parametrize(("layout", "dtype"), [((2, 1), "bf16"), ((1, 2), "fp32")])
+def test_ranks_that_train_some_experts_equal_one(
+    layout: tuple[int, int], dtype: str, pool: Pool, tmp_path: Path
+) -> None:
+    """Chosen by the data of both; gone on with after three steps."""
+    path = str(save_mixtures(tmp_path / "models", ["qwen3_moe"], vocab_size=cases.VOCABULARY) / "qwen3_moe")
+    options = {"dtype": dtype, "micro_batch": 2, "train_experts": 0.5}
+    alone = cases.train(None, Run(path, tmp_path / "alone", save=tmp_path / "tuned", options=options))
+    run = Run(path, tmp_path / "ranks", 3, options=options)
+    pool.run(layout, cases.train, run)
+    run = replace(run, steps=5, save=tmp_path / "tuned-by-both", options={**options, "resume": True})
+    ranks = pool.run(layout, cases.train, run)
+    for rank in ranks:
+        assert rank.losses == alone.losses[3:] and rank.counted == rank.scheduled
+    for name, master in alone.masters.items():
+        assert torch.equal(ranks[0].masters[name], master), name
+    tuned = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("tuned", "tuned-by-both")]
+    assert tuned[0] == tuned[1]
 
 
 @pytest.mark.parametrize(("layout", "dtype"), [((2, 1), "fp32"), ((1, 2), "bf16")])
@@ -249,3 +283,12 @@ def test_nodes_that_hold_different_parameters() -> None:
 def test_no_agreement(everyone: list[LocalCommit], said: str) -> None:
     with pytest.raises(UserError, match=said):
         agreed_step(everyone, NODES)
+
+
+def test_each_rank_generates_from_prompts_of_its_own(model: str, pool: Pool, tmp_path: Path) -> None:
+    """All make as many passes as the one that makes most tokens, and train on."""
+    options = {"dtype": "fp32", "micro_batch": 2, "lr": 0.05, "generation": (3, 8, 7)}
+    ranks = pool.run((2, 1), cases.generate, Run(model, tmp_path / "ranks", options=options))
+    alone = cases.generate_all(None, Run(model, tmp_path / "alone", options=options), 2)
+    assert [tokens for tokens, _ in ranks] == alone
+    assert [passes for _, passes in ranks] == [7, 7]

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Mi
 
 from common.errors import UserError
 from common.models.adapters.options import AdapterOptions
-from common.models.checkpoint.sources import RandomSource
+from common.models.checkpoint.random_source import RandomSource
 from common.models.meta_model import build_meta_model
 from common.models.presets import load_config
 from fcdp.checkpoint.manifest import Manifest
@@ -99,12 +99,20 @@ def test_a_preset_begins_with_the_weights_of_the_engine_on_one_machine(pool: Poo
         assert torch.equal(saved.get_parameter(name), value), name
 
 
-@pytest.mark.parametrize("checkpoint", ["untied", "tied"], indirect=True)
+@pytest.mark.parametrize(("checkpoint", "is_saved"), [("untied", False), ("tied", True)], indirect=["checkpoint"])
 @pytest.mark.filterwarnings("ignore")
-def test_adapters_train_as_with_peft_in_one_process(pool: Pool, checkpoint: Path, tmp_path: Path) -> None:
-    adapters = AdapterOptions(3, targets=("q_proj", "down_proj", "embed_tokens"))
+def test_adapters_train_as_with_peft_in_one_process(
+    pool: Pool, checkpoint: Path, is_saved: bool, tmp_path: Path
+) -> None:
+    """New ones, and such as peft has saved."""
+    adapters: AdapterOptions | Path = AdapterOptions(3, targets=("q_proj", "down_proj", "embed_tokens"))
     torch.manual_seed(7)
     plain = get_peft_model(AutoModelForCausalLM.from_pretrained(checkpoint), adapters.peft_config())
+    if is_saved:
+        for parameter in filter(lambda one: one.requires_grad, plain.parameters()):
+            parameter.data.normal_(std=0.1)
+        adapters = tmp_path / "saved"
+        plain.save_pretrained(adapters)
     losses, norms, _ = ordinary(plain, 5)
     options = {"micro_batch": 1, "seed": 7}
     run = Run(str(checkpoint), tmp_path / "commits", options=options, adapters=adapters)

@@ -2,7 +2,9 @@
 
 import torch
 
-from fuyou.optimizer.adam import AdamConfig, AdamStates, ChunkAdam, Update
+from fuyou.optimizer.adam import AdamConfig, Update
+from fuyou.optimizer.chunk_update import ChunkOptimizer
+from fuyou.optimizer.moments import OptimizerStates
 from fuyou.optimizer.split_weights import join, split
 
 CONFIG = AdamConfig(lr=1e-2, betas=(0.8, 0.95), eps=1e-6, weight_decay=0.1)
@@ -28,11 +30,11 @@ class SplitRange:
         return joined
 
     @property
-    def states(self) -> AdamStates:
-        return AdamStates(self.high, self.low, self.mean, self.variance)
+    def states(self) -> OptimizerStates:
+        return OptimizerStates(self.high, self.low, (self.mean, self.variance))
 
     def step(self, gradient: torch.Tensor, update: Update, decay: bool = True, stream: int = 0) -> None:
-        ChunkAdam().update(self.states, gradient, update, decay=decay, stream=stream)
+        ChunkOptimizer().update(self.states, gradient, update, decay=decay, stream=stream)
 
 
 def moments_after(update: Update, stream: int, count: int = 2560) -> SplitRange:

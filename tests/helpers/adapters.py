@@ -17,10 +17,14 @@ class InMemory:
 
     def __init__(self, model: nn.Module, clip: float | None = None):
         self.model, self.clip, self.grad_norm = model.train(), clip, 0.0
-        self.trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+        self.trained = list(named.values())
         assert all(parameter.numel() % 16 == 0 for parameter in self.trained)
         groups = [
-            {"params": [p for p in self.trained if (p.dim() > 1) is decays], "weight_decay": decay}
+            {
+                "params": [p for name, p in named.items() if (p.dim() > 1 and "bias" not in name) is decays],
+                "weight_decay": decay,
+            }
             for decays, decay in ((True, OPTIONS["weight_decay"]), (False, 0.0))
         ]
         self.optimizer = torch.optim.AdamW([group for group in groups if group["params"]], lr=OPTIONS["lr"], fused=True)

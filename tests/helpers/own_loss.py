@@ -44,8 +44,18 @@ def numbers_of(logits: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Te
         "entropy": -(log_softmax.exp() * log_softmax).sum(-1),
         "mean_log_probs": log_softmax.mean(-1),
         "log_z": logits.float().logsumexp(-1),
+        "log_sum_sq_probs": logits.float().softmax(-1).square().sum(-1).log(),
         "is_top1": logits.argmax(-1) == targets,
     }
+
+
+def kto(numbers: dict[str, torch.Tensor], reference: torch.Tensor | None) -> torch.Tensor:
+    """Ethayarajh et al. 2024, equation 7, with beta = 0.5: an answer that is wanted, one that is not, and two for the
+    distance."""
+    assert reference is not None
+    wanted, unwanted, *others = 0.5 * (numbers["log_probs"].sum(1) - reference.sum(1))
+    distance = torch.stack(others).mean().clamp(min=0).detach()
+    return 2 - torch.sigmoid(wanted - distance) - torch.sigmoid(distance - unwanted)
 
 
 class OwnLossInMemory(InMemory):

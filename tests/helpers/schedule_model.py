@@ -21,8 +21,8 @@ from tests.helpers.step_shapes import BF16, Cut, computations, step_shape
 
 #: Tasks of these kinds go on when the lane has started them, so the next one may start before they are finished.
 ASYNCHRONOUS = frozenset({
-    Op.PARAMETER_READ, Op.GRADIENT_WRITE, Op.GRADIENT_READ, Op.STATE_WRITE, Op.RESIDENT_WRITE, Op.ACTIVATION_WRITE,
-    Op.ACTIVATION_READ, Op.PARAMETER_WRITE,
+    Op.PARAMETER_READ, Op.PARAMETER_READ_DEVICE, Op.GRADIENT_WRITE, Op.GRADIENT_READ, Op.STATE_WRITE,
+    Op.RESIDENT_WRITE, Op.ACTIVATION_WRITE, Op.ACTIVATION_READ, Op.PARAMETER_WRITE,
 })  # fmt: skip
 
 
@@ -93,6 +93,8 @@ class Program:
         match task.op:
             case Op.PARAMETER_READ:
                 return [("ssd parameters", record, task.source)], [("host parameters", buffers, task.target)]
+            case Op.PARAMETER_READ_DEVICE:
+                return [("ssd parameters", record, task.source)], [("device parameters", buffers, task.target)]
             case Op.PARAMETER_UPLOAD:
                 return [("host parameters", buffers, task.source)], [("device parameters", buffers, task.target)]
             case Op.COMPUTE:
@@ -328,7 +330,7 @@ class Machine:
                 return (task.record, self._updated[task.record])
             case Op.STATE_WRITE | Op.RESIDENT_WRITE:
                 return self.content["host parameters", self.shape.records[task.record].kind, task.source]
-            case Op.PARAMETER_UPLOAD if self.shape.share.ranks_per_node > 1:
+            case Op.PARAMETER_UPLOAD | Op.PARAMETER_READ_DEVICE if self.shape.share.ranks_per_node > 1:
                 return ("own slice", self.content[self.program.accesses(task)[0][0]])
             case Op.PARAMETER_GATHER | Op.PARAMETER_SPREAD:
                 return self.content[place][1]  # type: ignore[index]
@@ -415,7 +417,14 @@ class Machine:
                 slot = self.program.source_of[id(task)]
                 states = ("host states", record) if resident else ("ssd states", record, slot)
                 self._expect(task, states, (record, task.step - 1))
-            case Op.PARAMETER_READ | Op.PARAMETER_UPLOAD | Op.GRADIENT_WRITE | Op.GRADIENT_READ | Op.GRADIENT_DOWNLOAD:
+            case (
+                Op.PARAMETER_READ
+                | Op.PARAMETER_READ_DEVICE
+                | Op.PARAMETER_UPLOAD
+                | Op.GRADIENT_WRITE
+                | Op.GRADIENT_READ
+                | Op.GRADIENT_DOWNLOAD
+            ):
                 value = self.content.get(self.program.accesses(task)[0][0])
                 assert isinstance(value, tuple) and value[0] == record, f"{task} moves {value}"
             case Op.PARAMETER_GATHER | Op.PARAMETER_SPREAD:
@@ -457,12 +466,14 @@ def build(
     defer_all: Collection[int] = (),
     own: Collection[int] = (),
     reference: bool = False,
+    together: int | None = None,
+    direct_reads: bool = False,
 ) -> Program:
     """Ask a scheduler for ``script``: (``train`` | ``eval`` | ``flush``, micro-batches, commit), as an engine does.
 
     With ``speculate`` every step is committed, and those that would not be are clipped instead. Steps in ``defer_all``
     defer all updates. Entries ``own`` of the script (by index) have a loss of the caller's own; with ``reference`` it
-    needs a reference, too.
+    needs a reference, too. ``together`` micro-batches go forward through a block in pieces at once.
 
     ``defer`` is the deferred fraction of the blocks; 1 defers all records, and then (unless said otherwise by ``hold``)
     until the step has ended. ``resident`` is how many records live in host memory, of which ``counts`` then get as many
@@ -483,7 +494,7 @@ def build(
     scheduler = Scheduler(
         shape, counts, single_slot=single_slot, slot=slot, deferred=interleaved(shape, defer),
         hold=defer >= 1 if hold is None else hold, resident=kept, speculate=speculate,
-        recomputation=Recomputation(frozenset(saving_layers), saved=0.5),
+        recomputation=Recomputation(frozenset(saving_layers), saved=0.5), direct_reads=direct_reads,
     )  # fmt: skip
     visited = {visit.layer for visit in shape.visits(train=True) if visit.phase is Phase.BLOCK_BACKWARD}
     program = Program(shape, single_slot, slot, kept, visited & frozenset(saving_layers))
@@ -496,7 +507,7 @@ def build(
 
     for index, (kind, micro, commit) in enumerate(script):
         mine = index in own
-        batch = BatchShape(micro, 4096, 8, 12288, own_loss=mine, reference=mine and reference)
+        batch = BatchShape(micro, 4096, 8, 12288, mine, mine and reference, together)
         if kind == "train":
             step += 1
             options = {"commit": commit or speculate, "defer_all": step in defer_all}

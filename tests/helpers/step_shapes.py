@@ -164,19 +164,29 @@ class Computation:
 
 
 def computations(
-    shape: ModelLayout, micro: int, train: bool, own_loss: bool = False, reference: bool = False
+    shape: ModelLayout,
+    micro: int,
+    train: bool,
+    own_loss: bool = False,
+    reference: bool = False,
+    together: int | None = None,
 ) -> Iterator[Computation]:
-    """Yield all computations of a step, in order; with a loss of the caller's own, and maybe a reference."""
+    """Yield all computations of a step, in order; with a loss of the caller's own, and maybe a reference.
+
+    ``together``: micro-batches that go forward through a block in pieces together.
+    """
     layers, trained = len(shape.blocks), frozenset(shape.trainable)
     forward = range(micro * (2 if reference else 1))
     for m in forward:
         yield Computation(Phase.EMBED_FORWARD, None, shape.embedding, m, True, True, None)
     for layer, records in enumerate(shape.blocks):
         pieces = shape.orders[layer].forward if len(records) > 1 else (0,)
-        for place, piece in enumerate(pieces):
-            for m in forward:
-                ends = place == len(pieces) - 1
-                yield Computation(Phase.BLOCK_FORWARD, layer, records[piece], m, not place, ends, None)
+        size = together if together and len(pieces) > 1 else len(forward)
+        for group in (forward[first : first + size] for first in range(0, len(forward), size)):
+            for place, piece in enumerate(pieces):
+                for m in group:
+                    ends = place == len(pieces) - 1
+                    yield Computation(Phase.BLOCK_FORWARD, layer, records[piece], m, not place, ends, None)
     head = shape.head if shape.head in trained else shape.head_adapter
     for m in forward if own_loss or not train else ():
         yield Computation(Phase.HEAD_EVAL, layers, shape.head, m, True, True, None)

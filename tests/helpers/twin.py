@@ -78,9 +78,9 @@ class Twin:
 
     def __init__(
         self, checkpoint: str, *, bf16: bool, lr: float, weight_decay: float, max_grad_norm: float | None,
-        device: str = "cpu", eps: float = 1e-8,
+        device: str = "cpu", eps: float = 1e-8, optimizer: str = "adamw",
     ):  # fmt: skip
-        self.device, self.eps = torch.device(device), eps
+        self.device, self.eps, self.optimizer = torch.device(device), eps, optimizer
         self.bf16, self.lr, self.weight_decay, self.max_grad_norm = bf16, lr, weight_decay, max_grad_norm
         dtype = torch.bfloat16 if bf16 else torch.float32
         masters = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
@@ -170,17 +170,50 @@ class Twin:
             master, wide = self._padded(self.masters[name]), self._padded(gradient)
             if scale != 1.0:
                 wide.mul_(scale)
-            mean, variance = self.moments[name]
             self.steps[name] += 1
             decay = self.masters[name].dim() > 1 and not name.endswith("bias")
-            torch._fused_adamw_(
-                [master], [wide], [mean], [variance], [], [torch.tensor(float(self.steps[name]))],
-                amsgrad=False, lr=self.lr, beta1=0.9, beta2=0.999,
-                weight_decay=self.weight_decay if decay else 0.0, eps=self.eps, maximize=False,
-            )  # fmt: skip
+            self._update(name, master, wide, self.weight_decay if decay else 0.0)
             self.masters[name] = master[: gradient.numel()].view(gradient.shape).clone()
         self._load()
         return float(loss)
+
+    def _update(self, name: str, master: torch.Tensor, gradient: torch.Tensor, weight_decay: float) -> None:
+        """One step of the optimizer over a parameter."""
+        mean, variance = self.moments[name]
+        if self.optimizer == "lion":  # algorithm 2 of the paper
+            sign = torch.add(mean * 0.9, gradient, alpha=1 - 0.9).sign()
+            master.mul_(1 - self.lr * weight_decay).sub_(sign, alpha=self.lr)
+            mean.copy_(torch.add(mean * 0.99, gradient, alpha=1 - 0.99))
+            return
+        torch._fused_adamw_(
+            [master], [gradient], [mean], [variance], [], [torch.tensor(float(self.steps[name]))],
+            amsgrad=False, lr=self.lr, beta1=0.9, beta2=0.999, weight_decay=weight_decay, eps=self.eps, maximize=False,
+        )  # fmt: skip
+        if self.optimizer == "adamw8bit":
+            for moment, signed in ((mean, True), (variance, False)):
+                moment.copy_(in_8_bits(moment, signed))
+
+
+def in_8_bits(values: torch.Tensor, signed: bool) -> torch.Tensor:
+    """Moments as they are after having been kept in 8 bits, written out from the paper (arXiv 2110.02861).
+
+    What is positive without a sign never becomes 0.
+    """
+    code = [0.0, 1.0]
+    for decade in range(7):
+        count = 2**decade if signed else 2 ** (decade + 1)
+        width = 0.9 / count
+        middles = [(0.1 + width * (number + 0.5)) * 10.0 ** (decade - 6) for number in range(count)]
+        code += middles + [-middle for middle in middles if signed]
+    wide = torch.tensor(sorted(code), dtype=torch.float32).double()
+    blocks = values.view(-1, LINE)
+    scales = blocks.abs().amax(1, keepdim=True)
+    quotients = blocks / torch.where(scales > 0, scales, 1)
+    # In the middle between two values, which quotients of bf16 numbers often are, the lower one.
+    nearest = (quotients.unsqueeze(2) > ((wide[1:] + wide[:-1]) / 2).float()).sum(2)
+    if not signed:
+        nearest = torch.where(quotients > 0, nearest.clamp(min=1), nearest)
+    return (wide.float()[nearest] * scales).view(-1)
 
 
 def tiny_configs() -> dict[str, PreTrainedConfig]:

@@ -8,6 +8,9 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from common.intervals import Interval
+from common.units import format_seconds
+
 _STYLE = """
 :root { color-scheme: light dark; --ink: #1d2733; --soft: #5b6875; --line: #d5dbe1; --paper: #fff; --bar: #3567a8; }
 @media (prefers-color-scheme: dark) {
@@ -28,10 +31,13 @@ svg .second { stroke: var(--ink); stroke-dasharray: 5 3; } svg circle { fill: va
 table { border-collapse: collapse; width: 100%; } td { padding: .15rem .6rem .15rem 0; vertical-align: top;
   overflow-wrap: anywhere; } td:first-child { color: var(--soft); white-space: nowrap; }
 .bar { background: var(--line); height: .6rem; border-radius: .3rem; overflow: hidden; min-width: 5rem; }
+svg .lane { stroke: var(--bar); stroke-width: 14; }
 .bar i { display: block; height: 100%; background: var(--bar); }
 pre { overflow-x: auto; background: color-mix(in srgb, var(--line) 35%, transparent); padding: .6rem; font-size: 12px; }
 """
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP = 480, 190, 56, 20, 8
+_LANE, _LANE_PARTS = 22, 300
+"""Height of a lane, and the parts of a step's length that are told apart in it."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +93,36 @@ def bars(rows: Sequence[tuple[str, float, str]]) -> str:
         for name, part, text in rows
     )
     return f"<table>\n{cells}\n</table>"
+
+
+def lanes(rows: Mapping[str, Sequence[Interval]], begin: float, end: float) -> str:
+    """Return when each of several things was busy between ``begin`` and ``end``: a line for each, with its name.
+
+    What is shorter than :data:`_LANE_PARTS` can show is drawn as one with what is next to it.
+    """
+    width, shortest = _WIDTH - 2 * _LEFT - 8, (end - begin) / _LANE_PARTS
+    parts = [f'<svg viewBox="0 0 {_WIDTH} {len(rows) * _LANE + _BOTTOM}" role="img">']
+    for number, (name, intervals) in enumerate(rows.items()):
+        drawn: list[list[float]] = []
+        for first, last in intervals:
+            first, last = max(first, begin), min(last, end)
+            if drawn and first < drawn[-1][1] + shortest:
+                drawn[-1][1] = max(drawn[-1][1], last)
+            elif first < last:
+                drawn.append([first, last])
+        y = number * _LANE + _LANE / 2
+        parts.append(f'<text x="0" y="{y + 4:.0f}">{html.escape(name)}</text>')
+        parts.append(f'<line class="grid" x1="{2 * _LEFT}" x2="{_WIDTH - 8}" y1="{y:.0f}" y2="{y:.0f}"/>')
+        path = " ".join(
+            f"M{2 * _LEFT + (first - begin) / (end - begin) * width:.1f} {y:.0f}"
+            f"h{max(0.5, (last - first) / (end - begin) * width):.1f}"
+            for first, last in drawn
+        )
+        parts.append(f'<path class="lane" d="{path}"/>')
+    bottom = len(rows) * _LANE + _BOTTOM - 4
+    parts.append(f'<text x="{2 * _LEFT}" y="{bottom}">0</text>')
+    parts.append(f'<text x="{_WIDTH - 8}" y="{bottom}" text-anchor="end">{format_seconds(end - begin)}</text>')
+    return "\n".join([*parts, "</svg>"])
 
 
 def preformatted(text: str) -> str:

@@ -3,16 +3,17 @@
 import json
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from cli.job.job import Job
-from cli.report.page.html import Series, bars, chart, folded, page, preformatted, section, table
+from cli.report.page.html import Series, bars, chart, folded, lanes, page, preformatted, section, table
 from cli.report.results import RESOURCES
 from common.files.atomic import replace_file
 from common.hardware.drives import drive_of
+from common.intervals import Interval
 from common.store.errors import described
 from common.units import format_bytes, format_count, format_seconds
 
@@ -22,6 +23,8 @@ MOST_POINTS = 1000
 BETWEEN_S = 10.0
 """Seconds from one writing of the page to the next, unless there is something to see at once."""
 _GIB = 1 << 30
+Lanes = Mapping[str, Sequence[Interval]]
+"""When each resource was busy, by its name among :data:`cli.report.results.RESOURCES`."""
 _LOSS, _EVALUATION = "loss_metrics/global_avg_loss", "validation_metrics/loss"
 _CURVES = {
     "loss": _LOSS, "evaluation": _EVALUATION, "gradient norm": "grad_norm", "learning rate": "lr",
@@ -58,19 +61,25 @@ class RunPage:
 
     def __init__(self, facts: PageFacts, metrics: Path) -> None:
         self._facts, self._metrics, self._next_time = facts, metrics, 0.0
+        self._lanes: Lanes = {}
         self.path = metrics.with_name(PAGE)
 
-    def update(self, at_once: bool = False) -> None:
+    def update(self, at_once: bool = False, lanes: Lanes | None = None) -> None:
         """Write the page, if it is time to, or something has ended.
+
+        Args:
+            at_once: whether something has.
+            lanes: when the newest step kept each resource busy; None: no step has ended.
 
         Raises:
             StoreError: the system refused.
         """
+        self._lanes = self._lanes if lanes is None else lanes
         if not at_once and time.monotonic() < self._next_time:
             return
         entries = read_metrics(self._metrics)
         with described("writing", self.path):
-            replace_file(self.path, run_page(self._facts, entries))
+            replace_file(self.path, run_page(self._facts, entries, self._lanes))
         # A long run's file takes longer to read: never more than a small part of the time goes there.
         self._next_time = time.monotonic() + max(BETWEEN_S, len(entries) / 500)
 
@@ -109,12 +118,13 @@ def facts_of(job: Job, plan: Mapping[str, Any], config: str) -> PageFacts:
     )
 
 
-def run_page(facts: PageFacts, entries: list[dict[str, Any]]) -> str:
+def run_page(facts: PageFacts, entries: list[dict[str, Any]], busy: Lanes | None = None) -> str:
     """Return the page.
 
     Args:
         facts: what does not change.
         entries: lines of the metrics file.
+        busy: when the newest step kept each resource busy, if that is known.
     """
     curves = {name: _curve(entries, metric) for name, metric in _CURVES.items()}
     steps = [entry for entry in entries if _LOSS in entry]
@@ -128,7 +138,8 @@ def run_page(facts: PageFacts, entries: list[dict[str, Any]]) -> str:
     if newest:
         sections += [
             section("now", table(_now(facts, steps))),
-            section("where the newest step's time went", _lanes(newest)),
+            section("where the newest step's time went", _busy(newest)),
+            *([section("the newest step", step_lanes(busy))] if busy else []),
         ]
         sections += [section("memory", _memory(facts, newest)), section("drives", table(_drives(facts, steps)))]
     sections.append(section("the run", table(facts.about), wide=True))
@@ -159,7 +170,14 @@ def _now(facts: PageFacts, steps: list[dict[str, Any]]) -> dict[str, str]:
     }
 
 
-def _lanes(newest: Mapping[str, Any]) -> str:
+def step_lanes(busy: Lanes) -> str:
+    """Return the lanes of a step: when each resource was busy."""
+    known = {RESOURCES[name]: spans for name, spans in busy.items() if spans and name in RESOURCES}
+    ends = [place for spans in known.values() for span in spans for place in span]
+    return lanes(known, min(ends), max(ends)) if ends else "<p>nothing was busy</p>"
+
+
+def _busy(newest: Mapping[str, Any]) -> str:
     """Return how long each resource was busy in the newest step."""
     seconds = newest["time_metrics/end_to_end(s)"]
     names = {name: f"time_metrics/busy_{name}(s)" for name in RESOURCES}

@@ -7,8 +7,9 @@ from collections.abc import Collection
 import torch
 
 from cli.job.job import Job
-from cli.job.strategy import DEFAULT, choose_strategy
-from cli.options.adapters import peft_config_of, towers_of, trainable_parameters
+from cli.job.measured_cluster import measure_cluster
+from cli.job.strategy import DEFAULT, PROFILE, choose_strategy, has_profile
+from cli.options.adapters import adapters_of, towers_of, trainable_parameters
 from cli.options.settings import COMMITS, Settings
 from cli.report.results import EvaluationResult, MemoryUse, RunTotals, StepResult
 from cli.train import loop
@@ -102,7 +103,7 @@ def _open_trainer(job: Job, topology: Topology, launches: Collection[str]) -> Tr
         towers=towers_of(settings),
         device_cache_threshold=0.9 if settings.device_cache_threshold is None else settings.device_cache_threshold,
     )
-    trainer = Trainer(job.checkpoint or settings.model, topology, config, directory, peft_config_of(settings))
+    trainer = Trainer(job.checkpoint or settings.model, topology, config, directory, adapters_of(settings))
     if broadcast_from_rank0(lambda: _is_continued(settings, ShardedCheckpoints(directory), launches)):
         trainer.resume()
     else:
@@ -112,23 +113,38 @@ def _open_trainer(job: Job, topology: Topology, launches: Collection[str]) -> Tr
 
 
 def _strategy(job: Job, topology: Topology) -> str:
-    """Return the name of the strategy. If one is to be chosen, rank 0 does, as only it need know the cluster.
+    """Return the name of the strategy. If one is to be chosen, rank 0 does, as only it need know the cluster, which is
+    measured before if nobody has described it. Collective.
 
     Raises:
         UserError, FinetuneError: see :func:`cli.job.strategy.choose_strategy`.
     """
     settings = job.settings
-    if settings.strategy != AUTO:
-        return settings.strategy or DEFAULT
-    name: str = broadcast_from_rank0(lambda: _choose(job, topology))
+    if settings.strategy not in (None, AUTO):
+        return settings.strategy
+    has_measured = broadcast_from_rank0(lambda: has_profile(settings, topology.levels))
+    if settings.cluster is None and settings.strategy is None and not has_measured:
+        return DEFAULT
+    if settings.cluster in (None, AUTO):
+        path = settings.output_directory / PROFILE
+        if not has_measured:
+            micro_batch, _ = _micro_batches(settings, topology)
+            measure_cluster(settings, topology, micro_batch, job.seq_len)
+        settings = dataclasses.replace(settings, cluster=str(path))
+    name: str = broadcast_from_rank0(lambda: _choose(job, settings, topology))
     return name
 
 
-def _choose(job: Job, topology: Topology) -> str:
-    """Choose a strategy by the planner."""
-    settings = job.settings
+def _micro_batches(settings: Settings, topology: Topology) -> tuple[int, int]:
+    """Return the sequences that a rank computes at once, and how often it does in a step."""
     rows = settings.batch_size / topology.world_size
     micro_batch = min(settings.micro_batch or math.ceil(rows), math.ceil(rows))
+    return micro_batch, math.ceil(rows / micro_batch)
+
+
+def _choose(job: Job, settings: Settings, topology: Topology) -> str:
+    """Choose a strategy by the planner, for the cluster that ``settings`` name."""
+    micro_batch, micro_batches = _micro_batches(settings, topology)
     config, _ = load_config(settings.model)
     model = build_meta_model(config)
     whole = sum(parameter.numel() for parameter in model.parameters())
@@ -137,7 +153,7 @@ def _choose(job: Job, topology: Topology) -> str:
         config,
         seq_len=job.seq_len,
         micro_batch=micro_batch,
-        micro_batches=math.ceil(rows / micro_batch),
+        micro_batches=micro_batches,
         trainable_ratio=min(1.0, trained / whole),
         dtype_bytes=DTYPES[settings.dtype].itemsize,
     )

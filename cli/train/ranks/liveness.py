@@ -17,6 +17,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from cli.train.ranks.outcomes import Outcome, OwnOutcome
+from common.errors import on_one_line
 
 LAUNCH = "FINETUNE_LAUNCH"
 """Environment variable: tells launches apart. Ranks that are started again find it in the commits of their run."""
@@ -167,7 +168,7 @@ class RankProcess:
 
 def one_line(error: BaseException) -> str:
     """Return what a library's error says on one line, without its place in the sources, and shortened."""
-    text = " ".join(str(error).split()).removesuffix(".") or type(error).__name__
+    text = on_one_line(error).removesuffix(".") or type(error).__name__
     if text.startswith("["):  # gloo: [file:line] what [peer]. Advice.
         text = text.partition("] ")[2].partition(". ")[0]
     return text if len(text) <= 300 else text[:300] + " ..."

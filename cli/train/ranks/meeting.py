@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 import common
+from cli.options.adapters import adapter_digest
 from cli.options.option import declaration_of, option_fields, spelled
 from cli.options.settings import Settings
 from cli.train.ranks.liveness import LAUNCH, RankProcess
@@ -73,6 +74,7 @@ def check_same_command(settings: Settings) -> set[str]:
         "ssd": "given" if settings.ssd else "left out",  # each node has drives of its own
         "data": str([Path(name).name for name in settings.data]),
         "peft_config": _content(settings.peft_config),
+        "adapter": adapter_digest(settings),
         "eval_data": str([Path(name).name for name in settings.eval_data]),
         "Python": ".".join(platform.python_version_tuple()[:2]),
         **{library: version(library) for library in ("torch", "transformers", "safetensors")},

@@ -1,6 +1,6 @@
 """Training of several ranks out of core, each node on its own SSDs."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,8 +9,10 @@ import torch.distributed as dist
 
 from cli.job.job import Job
 from cli.report.results import EvaluationResult, IoCounts, MemoryUse, RunTotals, StepResult
+from cli.train.consulted import Consultation
 from cli.train.engine_trainer import EngineTrainer, engine_options, profile_once
 from cli.train.evaluation import evaluate
+from cli.train.objectives import Ranks
 from cli.train.ranks.liveness import RankProcess
 from cli.train.same_run import check_same_run
 from common.communication.object_collectives import all_gather_object, broadcast_from_rank0
@@ -36,19 +38,23 @@ class RankEngineTrainer(EngineTrainer):
 
     def __init__(self, job: Job, topology: Topology, rank: RankProcess, launches: Collection[str]) -> None:
         broadcast_from_rank0(lambda: profile_once(job, share_of(topology)))
+        ranks = Ranks(topology.rank, topology.world_size, sum_over_ranks)
+        teacher = Consultation(job, ranks, topology).run()
         engine = _open_engine(job, topology, launches)
         check_same_run(job, engine, launches)
-        super().__init__(job, engine, rank.is_rank0)
+        self._topology, self._rank = topology, rank
+        super().__init__(job, engine, rank.is_rank0, ranks, topology.local_rank == 0, teacher)
         self.is_resumed = engine.step_count > 0
         kind, place = self.location
         self.location = (kind, f"{place} on every node")
-        self._topology, self._rank = topology, rank
 
     def train_step(self, batch: dict[str, torch.Tensor], lr: float) -> StepResult:
-        report = self._step(self._part(batch), lr)
+        report = self._step(batch if self._objective else self._part(batch), lr)
         return self._step_result(report, report.planned_sent_bytes * self._topology.ranks_per_node)
 
     def evaluate(self, batches: Batches) -> EvaluationResult:
+        if self._objective is not None and not self._objective.keeps_cross_entropy:
+            return super().evaluate(batches)
         rows = self._job.settings.batch_size
         return evaluate(batches, rows, lambda batch: self._engine.eval_loss(**self._part(batch)))
 
@@ -103,6 +109,11 @@ class RankEngineTrainer(EngineTrainer):
         )
 
 
+def sum_over_ranks(values: Sequence[float]) -> list[float]:
+    """Return the sums of what all ranks give, place by place, added in the order of the ranks."""
+    return [sum(each) for each in zip(*all_gather_object(list(values)), strict=True)]
+
+
 def _open_engine(job: Job, topology: Topology, launches: Collection[str]) -> Engine:
     settings = job.settings
     folders = [path / job.run_name for path in job.ssd]
@@ -125,7 +136,7 @@ def _open_engine(job: Job, topology: Topology, launches: Collection[str]) -> Eng
         run_name=name,
         resume=continued,
         overwrite=True,  # the launcher would not have come so far if something were there that is to be kept
-        batch_shape=(-(-settings.batch_size // topology.world_size), job.seq_len),
+        batch_shape=(-(-settings.batch_size // topology.world_size) * settings.traits.rows, job.seq_len),
         topology=topology,
     )
 

@@ -16,6 +16,7 @@ from cli.train.ranks.in_memory import InMemoryTrainer
 from cli.train.ranks.liveness import RankProcess
 from cli.train.ranks.meeting import check_same_command, check_shared, device_of, meet
 from cli.train.ranks.out_of_core import RankEngineTrainer
+from common.activity import activity
 from fcdp.strategy.mesh import Levels
 from fcdp.strategy.topology import Topology
 
@@ -40,7 +41,8 @@ def train_rank(settings: Settings, rank: RankProcess) -> None:
     job = _prepare(settings, rank, store)
     check_shared(job.output, rank)
     trainer_class = RankEngineTrainer if settings.ssd else InMemoryTrainer
-    trainer = trainer_class(job, topology, rank, launches)
+    with activity("reading the weights, on every rank", announced=rank.is_rank0):
+        trainer = trainer_class(job, topology, rank, launches)
     try:
         conclude(job, trainer, rank, train(job, trainer, rank))
     except Exception as error:  # leaves the trainer open: its threads may wait for ranks that will never answer
@@ -58,11 +60,19 @@ def train_rank(settings: Settings, rank: RankProcess) -> None:
 def _prepare(settings: Settings, rank: RankProcess, store: dist.Store) -> Job:
     """Prepare the job on rank 0 first, which tokenizes the data."""
     if rank.is_rank0:
-        job = prepare(settings)
+        with activity("preparing the run: model, memory, data", announced=True):
+            job = prepare(settings)
         if not rank.restarts and not settings.quiet:
             print(job.header(), flush=True)
         store.set("prepared", "")
         return job
+    speaks = os.environ["LOCAL_RANK"] == "0" and rank.rank >= int(os.environ["LOCAL_WORLD_SIZE"])
+    if speaks and not settings.quiet:
+        node, nodes = os.environ["GROUP_RANK"], rank.world_size // int(os.environ["LOCAL_WORLD_SIZE"])
+        print(f"nodes    this is node {int(node) + 1} of {nodes}: rank 0 reads the data first", flush=True)
     while not store.check(["prepared"]):  # not a collective: tokenizing may take longer than those may wait
         time.sleep(0.1)
-    return prepare(settings)
+    job = prepare(settings)
+    if speaks and not settings.quiet:
+        print("nodes    this node trains from here on; its figures are part of what rank 0 shows", flush=True)
+    return job

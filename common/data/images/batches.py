@@ -120,7 +120,7 @@ class ImageBatches(Batches):
             self._file.close()
             raise
         self.rows, self.tokens, self.trainable_tokens = header.rows, header.tokens, header.trainable_tokens
-        self.steps_per_epoch = -(-header.rows // config.batch_size)
+        self.steps_per_epoch, self.batch_rows = -(-header.rows // config.batch_size), config.batch_size
         self.seq_len = min(config.seq_len, rounded_width(header.longest))
         self.digest = header.digest
         self.description = _describe(header, self.seq_len, config)

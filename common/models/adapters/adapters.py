@@ -10,11 +10,12 @@ import json
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model, get_peft_model_state_dict
+from peft import LoraConfig, PeftConfig, PeftModel, TaskType, get_peft_model, get_peft_model_state_dict
 from peft.tuners.lora.layer import ParamWrapper
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
@@ -23,6 +24,7 @@ from transformers import PreTrainedModel
 from common.errors import UserError
 from common.models.adapters.initial_values import InitialValues
 from common.models.adapters.options import CONFIG, check_supported
+from common.models.adapters.saved import WEIGHTS, SavedAdapter
 from common.models.adapters.targets import (
     named_targets,
     near_targets,
@@ -39,9 +41,6 @@ from common.models.checkpoint.saving import (
 )
 from common.models.checkpoint.sources import WeightSource
 
-WEIGHTS = "adapter_model.safetensors"
-"""Name of the file with the adapters' weights in an adapter directory."""
-
 MERGED = "merged"
 """Name of the folder inside an adapter directory for the model with these adapters merged into it."""
 
@@ -55,6 +54,7 @@ class Adapters:
         seed: chooses the initial values: those of ``torch.manual_seed(seed); peft.get_peft_model(model, config)``.
         draw: whether to find out what the initial values are, which takes minutes where every expert of a large mixture
             has adapters; if not, only names and shapes are known afterwards, for a plan.
+        saved: an adapter of this configuration to begin with, whose values then are the initial ones.
 
     Attributes:
         model: the adapted model. Its weights are frozen and on the meta device, as are those of the adapters, which
@@ -64,12 +64,21 @@ class Adapters:
         buffer_names: the name of every buffer now, by its name before.
 
     Raises:
-        UserError: the configuration does not fit the model, or cannot be trained here.
+        UserError: the configuration or the saved adapter does not fit the model, or cannot be trained here.
     """
 
-    def __init__(self, model: PreTrainedModel, config: PeftConfig, seed: int, draw: bool = True) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        config: PeftConfig,
+        seed: int,
+        draw: bool = True,
+        saved: SavedAdapter | None = None,
+    ) -> None:
         check_supported(config)
         self.model, self.config = model, config
+        if config.task_type == TaskType.CAUSAL_LM and not hasattr(model, "prepare_inputs_for_generation"):
+            config.task_type = None  # of a classifier: peft would look for what a model generates with
         self._dtype = model.dtype
         before = {id(parameter): name for name, parameter in model.named_parameters()}
         modules, self._possible = [name for name, _ in model.named_modules()], possible_targets(model)
@@ -78,7 +87,7 @@ class Adapters:
         with _nan_placeholders(model) as originals:
             self._initial = InitialValues(lambda module: isinstance(module, BaseTunerLayer), set(originals))
             # DoRA and the other methods make some of their values from weights, and do not from parts on meta.
-            on_meta = not draw and isinstance(config, LoraConfig) and not config.use_dora
+            on_meta = (not draw or saved is not None) and isinstance(config, LoraConfig) and not config.use_dora
             self._wrapped = self._inject(seed, on_meta)
             self._initial.empty(model)
             self.base_names = {
@@ -98,6 +107,7 @@ class Adapters:
                 f"{unknown} would begin with a value made from the base weights, which are only streamed: choose "
                 "another init_weights in the adapter configuration."
             )
+        self._saved, self._saved_names = saved, {} if saved is None else self._names_in(saved)
 
     @property
     def kept_nbytes(self) -> int:
@@ -108,6 +118,11 @@ class Adapters:
     def trainable_names(self) -> tuple[str, ...]:
         """Names of what is trained: the adapters, and with ``bias = "all"`` or ``"lora_only"`` the model's biases."""
         return tuple(name for name, parameter in self.model.named_parameters() if parameter.requires_grad)
+
+    @cached_property
+    def own_names(self) -> tuple[str, ...]:
+        """Names of what does not begin as the model's weights do: the adapters, and biases of a saved adapter."""
+        return tuple(name for name in self.trainable_names if name in self._saved_names or name not in self.base_names)
 
     @property
     def layers(self) -> tuple[str, ...]:
@@ -129,7 +144,9 @@ class Adapters:
         return AdaptedSource(self, weights)
 
     def initial_value(self, name: str, weights: WeightSource) -> torch.Tensor:
-        """Return an adapter parameter's initial value, in the adapter's dtype."""
+        """Return the initial value of a parameter in :attr:`own_names`, in its dtype."""
+        if self._saved is not None:
+            return self._saved.read(self._saved_names[name]).to(self.model.get_parameter(name).dtype)
         if name not in self._norms:
             return self._initial.value(self.model, name)
         path, _, adapter = name.removesuffix(".weight").rpartition(".lora_magnitude_vector.")
@@ -144,6 +161,26 @@ class Adapters:
             weight.to(self._dtype), lora_b @ lora_a, layer.scaling[adapter]
         )
         return norm.to(layer.lora_magnitude_vector[adapter].weight.dtype)
+
+    def check_saved(self, weights: WeightSource) -> None:
+        """See whether weights that a saved adapter holds beside its own are those of the model that it is given to.
+
+        ``peft`` saves whole embeddings where their layers are adapted, in case there are new tokens in them.
+
+        Raises:
+            UserError: they are others.
+        """
+        if self._saved is None:
+            return
+        own = set(self.own_names)
+        beside = {self.base_names[name]: stored for name, stored in self._saved_names.items() if name not in own}
+        for before, value in weights.read(list(beside)):
+            stored = beside[before]
+            if not torch.equal(self._saved.read(stored).to(self._dtype), value.to(self._dtype)):
+                raise UserError(
+                    f"--adapter {self._saved.directory} holds {stored} with other values than the weights that it is "
+                    "to adapt: give the --model that it was made for."
+                )
 
     def forget_initial_values(self) -> None:
         """Free the memory of initial values, once they are elsewhere."""
@@ -162,10 +199,7 @@ class Adapters:
         """
         if not allow_nonfinite and (name := first_nonfinite(values)) is not None:
             raise NonFiniteWeights(name)
-        prefix = "base_model.model."
-        state = get_peft_model_state_dict(
-            self._wrapped, {f"{prefix}{name}": value for name, value in values.items()}, save_embedding_layers=False
-        )
+        state = self._as_peft_saves(values)
         folder = make_staging_folder(directory)
         save_tensors(folder / WEIGHTS, state)
         self.config.inference_mode = True
@@ -217,6 +251,29 @@ class Adapters:
             or self.model.get_parameter(now[name]).requires_grad
         }
 
+    def _as_peft_saves(self, values: Mapping[str, torch.Tensor], embeddings: bool = False) -> dict[str, torch.Tensor]:
+        """Return values by the names that they have in an adapter's file."""
+        state: dict[str, torch.Tensor] = get_peft_model_state_dict(
+            self._wrapped,
+            {f"base_model.model.{name}": value for name, value in values.items()},
+            save_embedding_layers=embeddings,
+        )
+        return state
+
+    def _names_in(self, saved: SavedAdapter) -> dict[str, str]:
+        """Return the names that a saved adapter has for parameters of the model, by their names now.
+
+        Raises:
+            UserError: it is none of this model.
+        """
+        parameters = dict(self.model.named_parameters(remove_duplicate=False))
+        trained = {name: parameters[name] for name in self.trainable_names}
+        names = {id(parameter): name for name, parameter in self.model.named_parameters()}
+        expected = self._as_peft_saves(trained)
+        everything = self._as_peft_saves(parameters, embeddings=True)
+        saved.check(*({name: value.shape for name, value in state.items()} for state in (expected, everything)))
+        return {names[id(everything[stored])]: stored for stored in saved.files}
+
     def _inject(self, seed: int, on_meta: bool) -> PeftModel:
         try:
             with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
@@ -245,6 +302,7 @@ class AdaptedSource:
 
     def __init__(self, adapters: Adapters, weights: WeightSource) -> None:
         self._adapters, self._weights = adapters, weights
+        self._own = frozenset(adapters.own_names)
 
     def check(self) -> None:
         """Check the weights; see :meth:`WeightSource.check`."""
@@ -252,13 +310,21 @@ class AdaptedSource:
 
     def read(self, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
         """Read parameters; see :meth:`WeightSource.read`."""
-        base = self._adapters.base_names
-        now = {base[name]: name for name in names if name in base}
-        for before, value in self._weights.read([base[name] for name in names if name in base]):
+        base, own = self._adapters.base_names, self._own
+        now = {base[name]: name for name in names if name not in own}
+        for before, value in self._weights.read(list(now)):
             yield now[before], value
         for name in names:
-            if name not in base:
+            if name in own:
                 yield name, self._adapters.initial_value(name, self._weights)
+
+    def reads_rows(self, name: str) -> bool:
+        """Return whether rows can be read alone; see :meth:`WeightSource.reads_rows`. Not those of adapters."""
+        return name not in self._own and self._weights.reads_rows(self._adapters.base_names[name])
+
+    def read_rows(self, name: str, first: int, stop: int) -> torch.Tensor:
+        """Read rows; see :meth:`WeightSource.read_rows`."""
+        return self._weights.read_rows(self._adapters.base_names[name], first, stop)
 
     def read_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Read buffers; see :meth:`WeightSource.read_buffers`. Do so before adapters change the modules' names."""

@@ -1,4 +1,4 @@
-"""Memory that adapters take while a module computes with them, beside that of the module itself.
+"""Memory that adapters, or chosen experts, take while a module computes with them, beside that of the module itself.
 
 Factors are upper bounds of what PyTorch's allocator was seen to hand out for one adapted linear layer: bf16 and fp32,
 with dropout and without, wide and narrow (tests/common/models/adapters/test_memory.py measures again).
@@ -7,16 +7,20 @@ with dropout and without, wide and narrow (tests/common/models/adapters/test_mem
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from peft.tuners.ia3.layer import IA3Layer
 from peft.tuners.lora.layer import LoraLayer, ParamWrapper
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
+from transformers import PreTrainedConfig
+
+from common.models.chosen_experts import has_chosen_experts, row_names
 
 SAVED, SAVED_MORE = 4, 7
-"""Bytes per token for each input and output element of a layer that are kept until the backward pass: a fp32 copy of
-the input; and with dropout what that makes of it and its mask, or with IA3 both sides of a product."""
+"""Bytes per token for each element that is kept until the backward pass: a fp32 copy of a layer's input (with IA3 both
+sides of a product); with dropout also what that makes of it and its mask, and with DoRA the layer's output."""
 PASSING = 9
 """Bytes for each such element in passing, in one layer at a time: products, scaled and added."""
 SAVED_WEIGHT, PASSING_WEIGHT = 4, 16
@@ -26,6 +30,10 @@ FACTOR_GRADIENTS = 8
 """Bytes for each element of the factors of experts that are computed range by range, for the factors' gradients until
 they reach the adapters' own. Of the weights of a range, the sums with the product of factors are kept for the backward
 pass, in the weights' dtype, and a gradient as large comes in passing."""
+WHOLE_GRADIENTS = 3
+"""Gradients of all experts that a module's own loop over chosen ones makes at once, where ``grouped_mm`` makes one."""
+ROW_GRADIENT = 2
+"""Bytes for each element of the rows of chosen experts, for what their gradient in fp32 takes more than in bf16."""
 UNIT_MATRIX = 4
 """DoRA takes its norm of the weight with the adapter added, which it makes by way of a unit matrix of the input's
 size."""
@@ -37,15 +45,24 @@ class AdapterMemory:
 
     fixed: int = 0
     """Bytes whatever the batch."""
-    per_token: int = 0
-    """Bytes for each token of a micro-batch."""
+    saved_per_token: int = 0
+    """Bytes for each token of a micro-batch that are kept until the backward pass."""
+    passing_per_token: int = 0
+    """Bytes for each token in passing, while one linear layer computes, and no experts do."""
+
+    @property
+    def per_token(self) -> int:
+        """Bytes for each token of a micro-batch."""
+        return self.saved_per_token + self.passing_per_token
 
     @staticmethod
     def most(several: Iterable["AdapterMemory"]) -> "AdapterMemory":
         """Return what is enough for each of several modules."""
         amounts = list(several)
         return AdapterMemory(
-            max((one.fixed for one in amounts), default=0), max((one.per_token for one in amounts), default=0)
+            max((one.fixed for one in amounts), default=0),
+            max((one.saved_per_token for one in amounts), default=0),
+            max((one.passing_per_token for one in amounts), default=0),
         )
 
 
@@ -57,12 +74,29 @@ def adapter_memory(module: nn.Module, share: float | None = None) -> AdapterMemo
 
     Args:
         module: a block, or an adapted module.
-        share: fraction of a mixture's experts that are computed at once (:mod:`fuyou.pieces`); None: all, by peft.
+        share: fraction of a mixture's experts that are computed at once (:mod:`fuyou.pieces`); None: all of them.
     """
     layers = [layer for layer in module.modules() if isinstance(layer, BaseTunerLayer)]
     widths = [_width(layer) for layer in layers]
-    saved, passing = zip(*(_weights(layer, share) for layer in layers), strict=True) if layers else ((), ())
-    return AdapterMemory(sum(saved) + max(passing, default=0), SAVED * sum(widths) + PASSING * max(widths, default=0))
+    weights = [_weights(layer, share) for layer in layers]
+    weights += [_chosen_weights(one, share) for one in module.modules() if has_chosen_experts(one)]
+    saved, passing = zip(*weights, strict=True) if weights else ((), ())
+    return AdapterMemory(
+        sum(saved) + max(passing, default=0),
+        sum(map(_saved_per_token, layers)),
+        PASSING * max(widths, default=0),
+    )
+
+
+def _saved_per_token(layer: BaseTunerLayer) -> int:
+    """Return the bytes per token that are kept until the backward pass. LoRA's output is a sum, which needs none."""
+    if not isinstance(layer, LoraLayer) or isinstance(layer, ParamWrapper):
+        return SAVED * _width(layer)
+    if any(layer.use_dora.values()):
+        return SAVED_MORE * _width(layer)
+    drops = any(not isinstance(one, nn.Identity) for one in layer.lora_dropout.values())
+    passed_on = 0 if isinstance(layer.get_base_layer(), nn.Embedding) else int(layer.out_features or 0)
+    return (SAVED_MORE if drops else SAVED) * (_width(layer) - passed_on)
 
 
 def _width(layer: BaseTunerLayer) -> int:
@@ -85,6 +119,19 @@ def _weights(layer: BaseTunerLayer, share: float | None) -> tuple[int, int]:
     if isinstance(layer, LoraLayer) and any(layer.use_dora.values()):
         return 0, PASSING_WEIGHT * elements + UNIT_MATRIX * max(shape) ** 2
     return 0, 0
+
+
+def _chosen_weights(module: nn.Module, share: float | None) -> tuple[int, int]:
+    """Return the bytes that are kept until the backward pass of a module of experts with parameters of chosen ones, and
+    those in passing: the whole with the rows in their places, its gradient, and that of the rows."""
+    names = row_names(module)
+    whole = sum(getattr(module, name).nbytes for name in names)
+    rows = sum(getattr(module, name).numel() for name in names.values())
+    if share is not None:
+        return math.ceil(share * whole) + FACTOR_GRADIENTS * rows, math.ceil(share * whole)
+    config = cast(PreTrainedConfig, module.config)
+    factor = 1 if config._experts_implementation == "grouped_mm" else WHOLE_GRADIENTS
+    return whole, factor * whole + ROW_GRADIENT * rows
 
 
 def _shape(layer: BaseTunerLayer) -> tuple[int, ...]:

@@ -72,8 +72,12 @@ class AdapterOptions:
         )
 
 
-def load_peft_config(path: str | os.PathLike[str]) -> PeftConfig:
+def load_peft_config(path: str | os.PathLike[str], option: str = "--peft-config") -> PeftConfig:
     """Read a configuration as ``peft`` writes it: ``adapter_config.json``, or the directory that holds one.
+
+    Args:
+        path: the file or the directory.
+        option: what has named it, for messages.
 
     Raises:
         UserError: there is none, ``peft`` cannot read it, or it asks for what cannot be done here.
@@ -87,14 +91,14 @@ def load_peft_config(path: str | os.PathLike[str]) -> PeftConfig:
             raise ValueError("it is not a table of settings")
         config = PeftConfig.from_peft_type(**{"peft_type": "LORA", "task_type": "CAUSAL_LM", **content})
     except OSError as error:
-        raise UserError(f"--peft-config {path}: {file} cannot be read: {error.strerror}.") from error
+        raise UserError(f"{option} {path}: {file} cannot be read: {error.strerror}.") from error
     except Exception as error:  # bad JSON, an unknown method, a field that the method does not have, bad values
-        raise UserError(f"--peft-config {file} is not a configuration that peft can read: {error}") from error
+        raise UserError(f"{option} {file} is not a configuration that peft can read: {error}") from error
     config.inference_mode = False
     try:
         check_supported(config)
     except UserError as error:
-        raise UserError(f"--peft-config {file}: {error}") from error
+        raise UserError(f"{option} {file}: {error}") from error
     return config
 
 

@@ -62,7 +62,7 @@ class Shards:
             for name in expected:
                 if name not in header:
                     raise FinetuneError(f"{file} lacks the tensor {name}, which {directory / INDEX} says is in it.")
-            found.update(header)
+            found.update({name: header[name] for name in expected} if expected else header)
         names = without_wrappers(found)
         self.files = {names[name]: stored for name, stored in found.items()}
         """Tensors in the files, by the names without wrappers."""
@@ -76,6 +76,10 @@ class Shards:
         """
         stored = self.files[name]
         return self._from_file(stored, lambda file: file.get_tensor(stored.name))
+
+    def reads_rows(self, name: str) -> bool:
+        """Return whether :meth:`read_rows` reads no more of a tensor than these rows."""
+        return len(self.files[name].shape) > 0
 
     def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
         """Read rows ``start`` to ``stop`` of a tensor."""

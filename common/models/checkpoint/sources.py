@@ -1,21 +1,19 @@
 """Sources of weights: a checkpoint or random numbers, in the memory of about one parameter."""
 
-import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import groupby
 from pathlib import Path
 from typing import Protocol
 
 import torch
-from torch import nn
 from transformers import PreTrainedModel
 
 from common.errors import FinetuneError, UserError
 from common.models.checkpoint.compressed import CompressedParameter, CompressedShards, Placements
 from common.models.checkpoint.conversion import Conversion, plan_conversions
 from common.models.checkpoint.missing_weights import explain_missing, refuse_compressed
+from common.models.checkpoint.row_parts import RowParts
 from common.models.meta_model import unset_buffers
-from common.models.structure import parameter_names, stored_names
+from common.models.structure import parameter_names
 
 
 class WeightSource(Protocol):
@@ -37,6 +35,16 @@ class WeightSource(Protocol):
 
         Yields:
             Name and CPU tensor, in the source's own dtype or fp32. The tensor is the caller's.
+        """
+        ...
+
+    def reads_rows(self, name: str) -> bool:
+        """Return whether :meth:`read_rows` can read a parameter."""
+        ...
+
+    def read_rows(self, name: str, first: int, stop: int) -> torch.Tensor:
+        """Read rows ``[first, stop)`` of a parameter along its first dimension (experts, words), in the memory of about
+        twice these rows. They are those of :meth:`read`, bit for bit.
         """
         ...
 
@@ -63,7 +71,8 @@ class CheckpointSource:
 
     Compressed tensors (:mod:`common.models.checkpoint.compressed`) are dequantised.
 
-    Memory: one tensor; for a parameter that is put together from several (fused experts), up to twice that parameter.
+    Memory: one tensor; for a parameter that is put together from several (fused experts), up to twice that parameter,
+    or twice the rows that are read.
 
     Raises:
         UserError, FinetuneError: as :class:`common.models.checkpoint.shards.Shards`.
@@ -80,6 +89,7 @@ class CheckpointSource:
         """Names on disk that the model does not use."""
         self._made_by: dict[str, Conversion] = {}
         self._stored_shape: dict[str, tuple[int, ...]] = {}
+        self._row_parts: dict[str, RowParts | None] = {}
         for conversion in conversions:
             for name, shape in self._convert_shapes(conversion).items():
                 self._made_by[name] = conversion
@@ -87,7 +97,7 @@ class CheckpointSource:
 
     def check(self) -> None:
         """Check that every parameter is there, floating-point and in the model's shape, and that tied ones agree."""
-        missing = [name for name in self.shapes if not self._sources(name)]
+        missing = self.missing()
         missing += [name for name in unset_buffers(self.model) if name not in self._made_by]
         refuse_compressed(self.shards, self.unused)
         if missing:
@@ -96,6 +106,10 @@ class CheckpointSource:
             for source in self._sources(name):
                 self._check_one(source, shape)
             self._check_tied(self._sources(name))
+
+    def missing(self) -> list[str]:
+        """Return the names of the model's parameters that the checkpoint lacks."""
+        return [name for name in self.shapes if not self._sources(name)]
 
     def read(self, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
         """Read parameters; see :meth:`WeightSource.read`."""
@@ -111,6 +125,26 @@ class CheckpointSource:
                 made = {key: value for key, value in converted.items() if key in later}
                 del converted
             yield name, made.pop(source)
+
+    def reads_rows(self, name: str) -> bool:
+        """Return whether rows can be read alone; see :meth:`WeightSource.reads_rows`."""
+        sources = self._sources(name)
+        if not sources:
+            return False
+        conversion = self._made_by[sources[0]]
+        if conversion.rule is None:
+            return self.shards.reads_rows(conversion.parts[0][1])
+        return self._rows_of(sources[0]) is not None
+
+    def read_rows(self, name: str, first: int, stop: int) -> torch.Tensor:
+        """Read rows; see :meth:`WeightSource.read_rows`."""
+        source = self._sources(name)[0]
+        conversion = self._made_by[source]
+        if conversion.rule is None:
+            return self.shards.read_rows(conversion.parts[0][1], first, stop)
+        parts = self._rows_of(source)
+        assert parts is not None, name
+        return parts.read(first, stop, self.shards.read)
 
     def read_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Read the persistent buffers in the checkpoint, by name in the model."""
@@ -134,6 +168,14 @@ class CheckpointSource:
         made_from = self._made_by[self._sources(name)[0]].parts
         for index in range(len(made_from)) if parts is None else parts:
             yield self.shards.components(made_from[index][1])
+
+    def _rows_of(self, source: str) -> RowParts | None:
+        """Return which tensors on disk each row of a parameter is made of; None: some are in several rows."""
+        if source not in self._row_parts:
+            conversion = self._made_by[source]
+            tensors = [self.shards.tensors[name] for _, name in conversion.parts]
+            self._row_parts[source] = RowParts.of(conversion, tensors, self._placements, self._stored_shape[source])
+        return self._row_parts[source]
 
     def _compressed(self, source: str) -> CompressedParameter | None:
         if not self.shards.compressed:
@@ -219,84 +261,3 @@ class CheckpointSource:
                 f"into {conversion.target}: {error}"
             ) from error
         return {name: tuple(value.shape) for name, value in made.items()}
-
-
-class RandomSource:
-    """Weights from a family's own initialisation, as ``from_config`` applies it, one module at a time.
-
-    Values depend on ``seed`` and the module's name, not on the order of reading. All are fp32.
-
-    Args:
-        model: from :func:`common.models.meta_model.build_meta_model`. It holds a module's values while they are made.
-
-    Memory: the parameters of one module that holds parameters itself (a linear layer, a layer's fused experts).
-    """
-
-    def __init__(self, model: PreTrainedModel, seed: int) -> None:
-        self.model = model
-        self.seed = seed
-        self._stored_name = stored_names(model)
-
-    def check(self) -> None:
-        """Raise a FinetuneError for a persistent buffer that only a checkpoint has values for."""
-        for name in unset_buffers(self.model):
-            raise FinetuneError(
-                f"transformers does not initialise {name} of {type(self.model).__name__}: start from a checkpoint."
-            )
-
-    def read(self, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Read parameters; see :meth:`WeightSource.read`."""
-        for path, group in groupby(names, key=lambda name: self._stored_name[name].rpartition(".")[0]):
-            values = self._initialise(path)
-            for name in group:
-                yield name, values.pop(self._stored_name[name])
-
-    def read_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Read nothing: the model has all its buffers."""
-        return iter(())
-
-    def read_compressed(self, name: str, parts: Sequence[int] | None = None) -> Iterator[Mapping[str, torch.Tensor]]:
-        """Read nothing: random numbers are not compressed."""
-        return iter(())
-
-    def _initialise(self, path: str) -> dict[str, torch.Tensor]:
-        module = self.model.get_submodule(path)
-        on_meta = dict(module.named_parameters(recurse=False))
-        # NaN, so that a parameter that is not initialised is found.
-        real = {
-            name: nn.Parameter(torch.full(parameter.shape, torch.nan, dtype=torch.float32), requires_grad=False)
-            for name, parameter in on_meta.items()
-        }
-        try:
-            for name, parameter in real.items():
-                setattr(module, name, parameter)
-            with torch.random.fork_rng(devices=[]), torch.no_grad():
-                torch.default_generator.manual_seed(self._seed_of(path))
-                for owner, ancestor in self._initialisers(path):
-                    # From the leaf upwards, as transformers does: a block may scale its projections once more (GPT-2).
-                    # All other parameters are on the meta device, where this costs nothing.
-                    owner._init_weights(ancestor)
-        finally:
-            for name, parameter in on_meta.items():
-                setattr(module, name, parameter)
-        prefix = f"{path}." if path else ""
-        for name, parameter in real.items():
-            if parameter.flatten()[:: max(1, parameter.numel() // 4096)].isnan().any():
-                raise FinetuneError(
-                    f"transformers does not initialise {prefix}{name} of {type(self.model).__name__}: "
-                    "start from a checkpoint."
-                )
-        return {prefix + name: parameter.detach() for name, parameter in real.items()}
-
-    def _seed_of(self, path: str) -> int:
-        digest = hashlib.blake2b(f"{self.seed}/{path}".encode(), digest_size=8).digest()
-        return int.from_bytes(digest, "little") >> 1
-
-    def _initialisers(self, path: str) -> list[tuple[PreTrainedModel, nn.Module]]:
-        """Return a module and all around it, innermost first, each with the (sub-)model that initialises it."""
-        chain: list[tuple[PreTrainedModel, nn.Module]] = [(self.model, self.model)]
-        module: nn.Module = self.model
-        for part in path.split(".") if path else ():
-            module = module.get_submodule(part)
-            chain.append((module if isinstance(module, PreTrainedModel) else chain[-1][0], module))
-        return chain[::-1]

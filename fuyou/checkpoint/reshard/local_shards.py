@@ -17,7 +17,7 @@ from common.store.migration import successor_folder
 from fuyou.checkpoint.commits import CLUSTER
 from fuyou.checkpoint.restripe import Drives
 from fuyou.layout.share import Share
-from fuyou.runtime.ranks.agreement import host, rank_name
+from fuyou.runtime.ranks.agreement import Agreement, host, rank_name
 
 
 @dataclass(frozen=True)
@@ -62,6 +62,8 @@ class LocalShard:
     """Whether it lies where the store of the rank that has found it is to be, or right beside."""
     of_this_run: bool
     """Whether it certainly belongs to the run that is to go on, not to another one nearby."""
+    piece_bytes: int | None = None
+    """:attr:`fuyou.checkpoint.state.TrainingState.piece_bytes` of the run."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return it as JSON, for the other ranks."""
@@ -110,6 +112,22 @@ def scan_drives(drives: Drives) -> DriveScan:
     except FinetuneError as error:
         return DriveScan(host(), problem=f"{host()}: {error}")
     return DriveScan(host(), tuple(directories), tuple(shards))
+
+
+def stored_piece_bytes(drives: Drives, agreement: Agreement) -> int | None:
+    """Return :attr:`fuyou.checkpoint.state.TrainingState.piece_bytes` of the run that is to go on. Collective.
+
+    A drive or a rank that is new to the run holds nothing of it, so all places of all ranks are looked at.
+
+    Args:
+        drives: this rank's.
+        agreement: with the other ranks.
+
+    Returns:
+        None also where there is no run that can be read: opening it says what is wrong.
+    """
+    own = [shard.piece_bytes for shard in scan_drives(drives).shards if shard.of_this_run]
+    return next((one for some in agreement.all_gather_object(own) for one in some), None)
 
 
 @dataclass(frozen=True)
@@ -256,4 +274,5 @@ def _read_shard(members: list[StoreDirectory], drives: Drives) -> LocalShard | N
         tuple(steps) if len(paths) == members[0].count else (),
         in_place={places.get(path) for path in paths} == own,
         of_this_run=any(path in around or path.parent in own for path in paths),
+        piece_bytes=content.get("piece_bytes"),
     )

@@ -11,12 +11,14 @@ from dataclasses import dataclass
 
 import torch
 
+from common.memory.buffers import round_up
 from common.store import Extent, Layout, Store
 from common.store.backends.posix import aligned_bytes
 from common.store.checksums import ExtentChecksums
 from common.store.verify import ChecksummedExtent
 from fuyou.layout.checksums import PARTS, Part, sealed_name
 from fuyou.layout.model_layout import ModelLayout
+from fuyou.layout.optimizer_state import StateComponent
 from fuyou.layout.record import Record, allocate_extents
 from fuyou.layout.share import Share
 from fuyou.runtime.ranks.agreement import Agreement
@@ -33,17 +35,22 @@ class ValueKind:
     part: Part
     width: int
     """Bytes of one value."""
-    offset: int = 0
-    """Bytes per element that precede it in each chunk of states."""
+    per: int = 1
+    """Elements that share one value."""
+    before: tuple[StateComponent, ...] = ()
+    """Components that precede it in each chunk of states."""
+
+    def nbytes(self, elements: int) -> int:
+        """Return the bytes of the values of so many elements, a multiple of :attr:`per`."""
+        return elements // self.per * self.width
 
 
 def value_kinds(record: Record) -> list[ValueKind]:
     """Return every kind of value that is stored of a record."""
     kinds = [ValueKind("parameters", record.unit_bytes)]
     if record.trainable:
-        low, moment = 2 if record.precision.split else 0, record.precision.optimizer_dtype.itemsize
-        kinds += [ValueKind("states", 2)] if low else []
-        kinds += [ValueKind("states", moment, low), ValueKind("states", moment, low + moment)]
+        parts = record.precision.components
+        kinds += [ValueKind("states", one.dtype.itemsize, one.per, parts[:at]) for at, one in enumerate(parts)]
     return kinds
 
 
@@ -94,9 +101,10 @@ class ShardLayout:
         for chunk in record.chunks(self._chunk_elements):
             begin, end = max(start, first + chunk.start), min(stop, first + chunk.stop)
             if begin < end:
-                at = chunk.start * record.precision.state_bytes + kind.offset * (chunk.stop - chunk.start)
-                at += (begin - first - chunk.start) * kind.width
-                yield at, (begin - start) * kind.width, (end - begin) * kind.width
+                at = record.precision.state_nbytes(chunk.start)
+                at += sum(component.nbytes(chunk.stop - chunk.start) for component in kind.before)
+                at += kind.nbytes(begin - first - chunk.start)
+                yield at, kind.nbytes(begin - start), kind.nbytes(end - begin)
 
 
 @dataclass(frozen=True)
@@ -177,24 +185,26 @@ class RecordTransfer:
         target, kind = self._targets[self._rank], piece.kind
         begin = max(piece.start, target.stored_range(piece.record, kind.part)[0])
         extent = target.extent(piece.record, kind.part)
-        for at, first, nbytes in target.byte_runs(piece.record, kind, begin, begin + data.nbytes // kind.width):
+        for at, first, nbytes in target.byte_runs(
+            piece.record, kind, begin, begin + data.nbytes // kind.width * kind.per
+        ):
             store.write(extent, data[first : first + nbytes].numpy(), at, nbytes, sums).result()
 
     def _gather(self, piece: _Piece) -> torch.Tensor | None:
         """Return what this rank is to store of a piece, ``uint8``, from wherever it is; None if that is nothing."""
-        kind, width = piece.kind, piece.kind.width
+        kind = piece.kind
         stored = self._targets[self._rank].stored_range(piece.record, kind.part)
         begin, end = _overlap(stored, (piece.start, piece.stop))
-        mine = torch.from_numpy(aligned_bytes((end - begin) * width)) if begin < end else None
+        mine = torch.from_numpy(aligned_bytes(kind.nbytes(end - begin))) if begin < end else None
         sends: list[tuple[int, torch.Tensor]] = []
         receives: list[tuple[int, torch.Tensor]] = []
         for transfer in self._plan(piece):
             source, received = self._sources[transfer.source], None
             if transfer.target == self._rank:
                 assert mine is not None
-                received = mine[(transfer.start - begin) * width : (transfer.stop - begin) * width]
+                received = mine[kind.nbytes(transfer.start - begin) : kind.nbytes(transfer.stop - begin)]
             if source.reader == self._rank:
-                nbytes = (transfer.stop - transfer.start) * width
+                nbytes = kind.nbytes(transfer.stop - transfer.start)
                 data = torch.empty(nbytes, dtype=torch.uint8) if received is None else received
                 self._read(transfer, piece, data)
                 if received is None:
@@ -217,7 +227,7 @@ class RecordTransfer:
         it is zero.
         """
         index, part = piece.record, piece.kind.part
-        used = self._targets[0].records[index].used_units
+        used = round_up(self._targets[0].records[index].used_units, piece.kind.per)
         for rank, target in enumerate(self._targets):
             begin, end = _overlap(target.stored_range(index, part), (piece.start, min(piece.stop, used)))
             while begin < end:

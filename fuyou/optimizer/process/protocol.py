@@ -38,6 +38,11 @@ class SharedRegions:
     parameters: dict[Kind, BufferRegion]
     gradients: dict[Kind, BufferRegion]
 
+    def starts(self) -> list[int]:
+        """Return the first byte of every buffer."""
+        regions = [*self.parameters.values(), *self.gradients.values()]
+        return [region.start(index) for region in regions for index in range(region.count)]
+
 
 @dataclass(frozen=True)
 class Setup:

@@ -7,8 +7,10 @@ from dataclasses import dataclass, field
 import torch
 
 from common.memory.buffers import HostBuffer
+from fuyou.layout.optimizer_state import LOW, OPTIMIZERS, scale_of
 from fuyou.layout.record import Precision
 from fuyou.layout.record_parts import Chunk
+from fuyou.optimizer.moments import OptimizerStates
 
 
 @dataclass
@@ -27,18 +29,28 @@ class ChunkMemory:
     """Time at which reading has started and, once it is done, the time at which it ended."""
 
 
-class StateViews:
-    """Views of one chunk's states, which lie one after the other: ``[low | mean | variance]``."""
+def state_views(memory: ChunkMemory, precision: Precision) -> dict[str, torch.Tensor]:
+    """Return views of one chunk's states, which lie one after the other, by the names of their components."""
+    offset, count = memory.offset, memory.chunk.stop - memory.chunk.start
+    views = {}
+    for component in precision.components:
+        nbytes = component.nbytes(count)
+        views[component.name] = memory.buffer.tensor(component.dtype, offset, nbytes // component.dtype.itemsize)
+        offset += nbytes
+    return views
 
-    def __init__(self, memory: ChunkMemory, precision: Precision):
-        buffer, offset, count = memory.buffer, memory.offset, memory.chunk.stop - memory.chunk.start
-        self.low: torch.Tensor | None = None
-        if precision.split:
-            self.low = buffer.tensor(torch.int16, offset, count)
-            offset += 2 * count
-        width = precision.optimizer_dtype.itemsize
-        self.mean = buffer.tensor(precision.optimizer_dtype, offset, count)
-        self.variance = buffer.tensor(precision.optimizer_dtype, offset + width * count, count)
+
+def optimizer_states(parameter: torch.Tensor, views: dict[str, torch.Tensor], optimizer: str) -> OptimizerStates:
+    """Return the states of one chunk as an update takes them.
+
+    Args:
+        parameter: the chunk's parameters.
+        views: as :func:`state_views` has returned them.
+        optimizer: its name.
+    """
+    names = OPTIMIZERS[optimizer].moments
+    scales = tuple(views[scale_of(name)] for name in names if scale_of(name) in views)
+    return OptimizerStates(parameter, views.get(LOW), tuple(views[name] for name in names), scales)
 
 
 class ChunkRing:

@@ -16,13 +16,15 @@ from common.memory.buffers import HostBuffer
 from common.store import Extent, Layout, Store
 from common.store.checksums import ExtentChecksums
 from fuyou.layout.checksums import sealed_name
-from fuyou.layout.record import PAGE_ELEMENTS, Record, RecordExtents, allocate_extents
+from fuyou.layout.optimizer_state import LOW
+from fuyou.layout.record import PAGE_ELEMENTS, Precision, Record, RecordExtents, allocate_extents
 from fuyou.layout.record_parts import Chunk
 from fuyou.optimizer.absent_gradients import OwnedParameters
-from fuyou.optimizer.adam import AdamStates, ChunkAdam
+from fuyou.optimizer.chunk_update import ChunkOptimizer
+from fuyou.optimizer.kernel_trial import tried_kernels
 from fuyou.optimizer.process.pipe import EnginePipe
 from fuyou.optimizer.process.protocol import CreateRecord, ReadStates, Ready, Setup, Updated, UpdateRecord, WriteRecord
-from fuyou.optimizer.process.state_memory import ChunkMemory, ChunkRing, StateViews
+from fuyou.optimizer.process.state_memory import ChunkMemory, ChunkRing, optimizer_states, state_views
 from fuyou.optimizer.process.write_back import RecordWriter, WriteBack
 
 
@@ -59,8 +61,8 @@ class RecordUpdater:
         self._extents: list[RecordExtents] = allocate_extents(
             Layout(len(setup.directories)), self._records, setup.slots
         )
-        width = max(record.precision.state_bytes for record in self._records if record.trainable)
-        self._ring = ChunkRing(setup.ring_chunks, setup.chunk_elements * width)
+        precisions = [record.precision for record in self._records if record.trainable]
+        self._ring = ChunkRing(setup.ring_chunks, max(one.state_nbytes(setup.chunk_elements) for one in precisions))
         self._resident = {index: _ResidentStates(self._records[index]) for index in setup.resident}
         self._writer = RecordWriter(
             self._store,
@@ -75,7 +77,8 @@ class RecordUpdater:
         self._read: queue.Queue[ChunkMemory] = queue.Queue()
         self._updates: collections.deque[UpdateRecord | CreateRecord | WriteRecord] = collections.deque()
         self._arrived = threading.Condition()
-        self._adam = ChunkAdam()
+        optimizer = precisions[0].optimizer  # one for all records
+        self._optimizer = ChunkOptimizer(optimizer, tried_kernels(optimizer))
         self._owned = functools.cache(lambda index: OwnedParameters(self._records[index]))
 
     def run(self) -> None:
@@ -112,7 +115,7 @@ class RecordUpdater:
         while True:
             message = self._announced.get()
             extent = self._extents[message.record].states[message.source]
-            resident = message.record in self._resident
+            resident, precision = message.record in self._resident, self._records[message.record].precision
             sums = None
             if message.expected is not None:
                 what = sealed_name(self._records[message.record], "states")
@@ -120,11 +123,14 @@ class RecordUpdater:
             for chunk in self._chunks(message.record):
                 memory = self._resident_memory(message.record, chunk) if resident else self._ring.take(chunk)
                 if not message.in_memory:
-                    self._start_reading(memory, extent, self._records[message.record].precision.state_bytes, sums)
+                    self._start_reading(memory, extent, precision, sums)
                 self._read.put(memory)
 
-    def _start_reading(self, memory: ChunkMemory, extent: Extent, width: int, sums: ExtentChecksums | None) -> None:
-        first, nbytes = memory.chunk.start * width, (memory.chunk.stop - memory.chunk.start) * width
+    def _start_reading(
+        self, memory: ChunkMemory, extent: Extent, precision: Precision, sums: ExtentChecksums | None
+    ) -> None:
+        chunk = memory.chunk
+        first, nbytes = precision.state_nbytes(chunk.start), precision.state_nbytes(chunk.stop - chunk.start)
         memory.read_times.append(time.monotonic())
         memory.reading = self._store.read(extent, memory.buffer.bytes(memory.offset, nbytes), first, nbytes, sums)
         memory.reading.add_done_callback(lambda _: memory.read_times.append(time.monotonic()))
@@ -151,7 +157,8 @@ class RecordUpdater:
         stream = record.share.owned_start(record.numel) // PAGE_ELEMENTS
         owned = self._owned(message.record)
         absent = () if message.update.skip else owned.absent(gradients)
-        uneven = bool(absent or message.missed)
+        lora_plus = message.update.adam.lora_plus_ratio != 1
+        uneven = bool(absent or message.missed or lora_plus)
         start_time, computing = 0.0, []
         for number in range(write.pending):
             memory = self._read.get()
@@ -160,15 +167,15 @@ class RecordUpdater:
                 write.intervals.append((memory.read_times[0], memory.read_times[-1]))
             chunk_start_time = time.monotonic()
             start_time = start_time or chunk_start_time
-            chunk, states = memory.chunk, StateViews(memory, record.precision)
+            chunk, views = memory.chunk, state_views(memory, record.precision)
             part = slice(chunk.start, chunk.stop)
-            self._adam.update(
-                AdamStates(values[part], states.low, states.mean, states.variance),
+            self._optimizer.update(
+                optimizer_states(values[part], views, record.precision.optimizer),
                 gradients[part],
                 message.update,
                 decay=chunk.decay,
                 stream=message.record << 32 | stream + number,
-                runs=owned.runs(chunk, absent, message.missed) if uneven else None,
+                runs=owned.runs(chunk, absent, message.missed, lora_plus) if uneven else None,
             )
             computing.append((chunk_start_time, time.monotonic()))
             if message.target is not None:
@@ -188,11 +195,11 @@ class RecordUpdater:
         write = self._writer.begin(message.record, message.target, len(chunks))
         for chunk in chunks:
             memory = self._ring.take(chunk)
-            states = StateViews(memory, record.precision)
-            if states.low is not None and low is not None:
-                states.low.copy_(low[chunk.start : chunk.stop])
-            states.mean.zero_()
-            states.variance.zero_()
+            for name, values in state_views(memory, record.precision).items():
+                if name == LOW and low is not None:
+                    values.copy_(low[chunk.start : chunk.stop])
+                else:
+                    values.zero_()
             self._writer.write(write, memory, parameters)
 
     def _write_resident(self, message: WriteRecord) -> None:
@@ -215,7 +222,7 @@ class RecordUpdater:
         return self._records[index].chunks(self._setup.chunk_elements)
 
     def _resident_memory(self, index: int, chunk: Chunk) -> ChunkMemory:
-        start = chunk.start * self._records[index].precision.state_bytes
+        start = self._records[index].precision.state_nbytes(chunk.start)
         return ChunkMemory(chunk, self._resident[index].buffer, start, resident=True)
 
     def _parameter_bytes(self, index: int, record: Record) -> np.ndarray:

@@ -81,8 +81,8 @@ class RecordWriter:
         """
         extents, chunk = self._extents[write.record], memory.chunk
         precision = self._records[write.record].precision
-        width, count = precision.parameter_bytes, chunk.stop - chunk.start
-        nbytes, at = count * precision.state_bytes, chunk.start * precision.state_bytes
+        width, nbytes = precision.parameter_bytes, precision.state_nbytes(chunk.stop - chunk.start)
+        at = precision.state_nbytes(chunk.start)
         start_time = time.monotonic()
         states = memory.buffer.bytes(memory.offset, nbytes)
         futures = [self._store.write(extents.states[write.slot], states, at, nbytes, write.states)]

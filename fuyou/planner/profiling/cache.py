@@ -62,7 +62,7 @@ def describe(workload: ProfiledWorkload, device: Device) -> dict[str, Any]:
         "threads": torch.get_num_threads() if device.shares_host_memory else 0,
         "drives": sorted(_drive(path) for path in workload.directories),
         "shape": shape,
-        "precision": [str(workload.precision.dtype), str(workload.precision.optimizer_dtype)],
+        "precision": [*map(str, workload.precision.dtypes), workload.precision.optimizer],
         "rows": workload.rows,
         "seq_len": workload.seq_len,
         "head_columns": workload.head_columns,

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -9,49 +10,54 @@ import torch
 from common.data.rows import take_rows
 from common.errors import FinetuneError
 from common.models.task_type import TaskType
-from fuyou.layout.record import Kind, Record
+from fuyou.layout.record import Kind
 from fuyou.layout.visits import BEFORE_HEAD_PHASES, Phase
 from fuyou.model.blocks.calls import BlockCalls
 from fuyou.model.loss.cross_entropy import cross_entropy, targets_of
 from fuyou.model.loss.router_loss import RouterPass, router_logits
 from fuyou.model.open_model import OpenModel
 from fuyou.model.recompute.replay import BlockReplay, SavedForward
-from fuyou.optimizer.absent_gradients import mark_absent
-from fuyou.optimizer.gradient_sum import GradientSum, round_in_place, sum_of_squares
 from fuyou.pieces.random_states import fresh_random_states, random_states, set_random_states
 from fuyou.runtime.compute.piece_visits import PieceVisits
 from fuyou.runtime.compute.random_replay import RandomReplay, random_state
+from fuyou.runtime.compute.task_parameters import TaskParameters, apart
 from fuyou.runtime.data_plane.data_plane import DataPlane
+from fuyou.runtime.devices.out_of_memory import explain_out_of_memory
 from fuyou.schedule.tasks import Activation, ComputeTask, StepList, known
+
+
+@dataclass(frozen=True)
+class StepInputs:
+    """What one step or one evaluation is computed from."""
+
+    model: OpenModel
+    """Its parts compute."""
+    plane: DataPlane
+    """Buffers, and the executor that the other tasks run in."""
+    tasks: StepList
+    """The step."""
+    batch: Mapping[str, Any]
+    """``input_ids``, ``labels`` and the rest, ``[B, S]`` each; or lists, see :mod:`common.data.rows`."""
+    recomputations: BlockReplay
+    """How blocks are computed again; remembers from step to step."""
+    start_time: float
+    """When the step began, on :func:`time.monotonic`'s clock."""
 
 
 class StepComputation:
     """The computation of one step or of one evaluation, micro-batch by micro-batch.
 
     Args:
-        model: whose parts compute.
-        plane: buffers, and the executor that the other tasks run in.
-        tasks: the step.
-        batch: ``input_ids``, ``labels`` and the rest, ``[B, S]`` each; or lists, see :mod:`common.data.rows`.
-        recomputations: how blocks are computed again; remembers from step to step.
-        start_time: when the step began, on :func:`time.monotonic`'s clock.
+        inputs: of the step.
         labels: number of labels in the batches of all ranks together; None: there is only this batch.
     """
 
-    def __init__(
-        self,
-        model: OpenModel,
-        plane: DataPlane,
-        tasks: StepList,
-        batch: Mapping[str, Any],
-        recomputations: BlockReplay,
-        start_time: float,
-        labels: int | None = None,
-    ):
+    def __init__(self, inputs: StepInputs, labels: int | None = None):
+        model, plane, tasks, batch = inputs.model, inputs.plane, inputs.tasks, inputs.batch
         stack, router_loss = model.stack, model.router_loss
         self._stack, self._plane, self._buffers = stack, plane, plane.buffers
-        self.tasks, self.start_time = tasks, start_time
-        self._plan, self._recomputations = plane.buffers.plan, recomputations
+        self.tasks, self.start_time = tasks, inputs.start_time
+        self._plan, self._recomputations = plane.buffers.plan, inputs.recomputations
         self._dtype = plane.buffers.shape.precision.dtype
         self._device = plane.buffers.device.torch_device
         self._task_type = model.task_type
@@ -69,14 +75,9 @@ class StepComputation:
         self._random_states: dict[tuple[int, int], tuple[torch.Tensor, ...]] = {}  # where blocks are in pieces
         self._recorded: dict[tuple[int, int], SavedForward] = {}
         self._saved: list[float] = []
-        self._sums: dict[int, GradientSum] = {}
-        self._squares: list[torch.Tensor] = []
+        self._parameters = TaskParameters(stack, self._buffers)
         self._losses: list[torch.Tensor] = []
-        self._pieces = PieceVisits(
-            stack,
-            plane.buffers.shape,
-            lambda record, name, gradient: self._sums[record].add(name, gradient),
-        )
+        self._pieces = PieceVisits(stack, plane.buffers.shape, self._parameters.add)
         self._adapters: dict[int, dict[str, torch.Tensor]] = {}  # of passes in pieces, by micro-batch
         self._todo: Iterator[ComputeTask] = iter([task for task in tasks.tasks if isinstance(task, ComputeTask)])
         self._next: ComputeTask | None = next(self._todo, None)
@@ -127,9 +128,10 @@ class StepComputation:
     def _run_all(self, phases: frozenset[Phase]) -> None:
         """Run the next tasks while they are of these phases."""
         try:
-            while self._next is not None and self._next.visit.phase in phases:
-                self._run(self._next)
-                self._next = next(self._todo, None)
+            with explain_out_of_memory():
+                while self._next is not None and self._next.visit.phase in phases:
+                    self._run(self._next)
+                    self._next = next(self._todo, None)
         except BaseException:
             self._pieces.close()
             raise
@@ -148,7 +150,7 @@ class StepComputation:
 
     def gradient_norm(self) -> float:
         """Return the norm of the whole gradient as the optimizer sees it (in the compute dtype), for a single rank."""
-        return float(torch.stack(self._squares).sum().sqrt())
+        return self._parameters.gradient_norm()
 
     @property
     def recomputation_saved(self) -> float:
@@ -158,6 +160,13 @@ class StepComputation:
     def _run(self, task: ComputeTask) -> None:
         self._plane.executor.start(task)
         self._buffers.device.begin_compute(task)
+        self._compute(task)
+        self._buffers.device.end_compute(task)
+        self._plane.executor.finish(task)
+        self._plane.heap.trim()
+
+    def _compute(self, task: ComputeTask) -> None:
+        """Launch everything that ``task`` computes."""
         match task.visit.phase:
             case Phase.EMBED_FORWARD:
                 self._embed_forward(task)
@@ -176,17 +185,14 @@ class StepComputation:
             case Phase.EMBED_BACKWARD:
                 self._embed_backward(task)
         if task.last and task.gradient is not None:
-            self._finish_gradient(task)
-        self._buffers.device.end_compute(task)
-        self._plane.executor.finish(task)
-        self._plane.heap.trim()
+            self._parameters.finish_gradient(task)
 
     # -- visits ---------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def _embed_forward(self, task: ComputeTask) -> None:
         self._random[None, task.micro] = random_state(self._device)
-        with self._stack.bound(self._parameters(task), before=True):
+        with self._stack.bound(self._parameters.real(task), before=True):
             hidden, calls = self._stack.embed(self._model_inputs(task.micro))
         if hidden.dtype != self._dtype:
             raise FinetuneError(f"The embedding gives {hidden.dtype} where blocks compute in {self._dtype}.")
@@ -198,7 +204,7 @@ class StepComputation:
         self._random[layer, task.micro] = random_state(self._device)
         hidden = self._activation(task.inputs[0], self._hidden_shape(task.micro))
         calls = self._call(task.micro)
-        with self._stack.bound(self._parameters(task)), router_logits() as logits:
+        with self._stack.bound(self._parameters.real(task)), router_logits() as logits:
             result, self._recorded[layer, task.micro] = self._recomputations.forward(
                 layer, hidden, calls, lambda: self._stack.block(layer, hidden, calls), self._kept(task)
             )
@@ -212,7 +218,7 @@ class StepComputation:
         hidden.requires_grad_(task.output is not None)
         loss: torch.Tensor | None = None
         for columns in self._columns(task.micro):
-            with self._stack.bound(self._leaves(task), before=False):
+            with self._stack.bound(self._parameters.leaves(task), before=False):
                 logits = self._logits(task.micro, hidden, columns)
                 part, gradient = self._loss(task.micro, logits, columns, gradient=True)
                 torch.autograd.backward(logits, gradient)
@@ -225,7 +231,7 @@ class StepComputation:
     @torch.no_grad()
     def _head_eval(self, task: ComputeTask) -> None:
         hidden = self._activation(task.inputs[0], self._hidden_shape(task.micro))
-        with self._stack.bound(self._parameters(task), before=False):
+        with self._stack.bound(self._parameters.real(task), before=False):
             parts = [
                 self._loss(task.micro, self._logits(task.micro, hidden, columns), columns, gradient=False)[0]
                 for columns in self._columns(task.micro)
@@ -238,7 +244,7 @@ class StepComputation:
         hidden = self._activation(task.inputs[0], shape).detach().requires_grad_(task.output is not None)
         calls, recorded = self._call(task.micro), self._recorded.pop((layer, task.micro))
         losses: list[torch.Tensor] = []  # that it adds
-        with self._stack.bound(self._leaves(task)), self._replayed(layer, task.micro) as replay:
+        with self._stack.bound(self._parameters.leaves(task)), self._replayed(layer, task.micro) as replay:
 
             def run() -> torch.Tensor:
                 replay.rewind()
@@ -268,7 +274,7 @@ class StepComputation:
             states = random_states(self._device) if alone else fresh_random_states(self._device)
             self._random_states[layer, task.micro] = states
             self._pieces.begin(task, work, calls.documents, states)
-        self._advance(task, self._parameters(task, Kind.ADAPTER))
+        self._advance(task, self._parameters.real(task, Kind.ADAPTER))
         if task.visit.ends:
             (output, logits), states = self._pieces.end(task.micro)
             if len(self._micro) == 1:
@@ -281,7 +287,7 @@ class StepComputation:
     def _piece_backward(self, task: ComputeTask, layer: int) -> None:
         calls = self._call(task.micro)
         if task.first:
-            self._open_sum(task)
+            self._parameters.open_sum(task)
         if task.visit.begins:
             shape = self._hidden_shape(task.micro)
             hidden = self._activation(task.inputs[0], shape).clone().requires_grad_(task.visit.passes_on)
@@ -296,7 +302,7 @@ class StepComputation:
 
             states = self._random_states.pop((layer, task.micro))
             self._pieces.begin(task, work, calls.documents, states)
-            self._adapters[task.micro] = self._leaves(task, Kind.ADAPTER)
+            self._adapters[task.micro] = self._parameters.leaves(task, Kind.ADAPTER)
         self._advance(task, self._adapters[task.micro])
         if task.visit.ends:
             hidden, _ = self._pieces.end(task.micro)
@@ -304,12 +310,12 @@ class StepComputation:
             self._pass_on(task, hidden)
 
     def _advance(self, task: ComputeTask, adapters: Mapping[str, torch.Tensor]) -> None:
-        ((_, views),) = self._views(task, Kind.BLOCK)
+        ((_, views),) = self._parameters.views(task, Kind.BLOCK)
         self._pieces.advance(task, views, adapters)
 
     @torch.enable_grad()
     def _embed_backward(self, task: ComputeTask) -> None:
-        with self._stack.bound(self._leaves(task), before=True), self._replayed(None, task.micro):
+        with self._stack.bound(self._parameters.leaves(task), before=True), self._replayed(None, task.micro):
             hidden, again = self._stack.embed(self._model_inputs(task.micro))
             lost = again.lost_gradient()
             if lost is not None:
@@ -368,103 +374,13 @@ class StepComputation:
 
     def _activation(self, index: int, shape: tuple[int, ...]) -> torch.Tensor:
         buffers = self._buffers.activations[Activation.HIDDEN]
-        return _apart(buffers.values(index, math.prod(shape), self._dtype)).view(shape)
+        return apart(buffers.values(index, math.prod(shape), self._dtype)).view(shape)
 
     def _kept(self, task: ComputeTask) -> torch.Tensor | None:
         """Return the buffer of saved activations that a block's task writes or reads, if it has one."""
         if task.kept is None:
             return None
-        return _apart(self._buffers.activations[Activation.KEPT].bytes(task.kept, self._plan.kept_bytes))
-
-    def _parameters(self, task: ComputeTask, kind: Kind | None = None) -> dict[str, torch.Tensor]:
-        """Return the parameters of the task's records (of this kind) on the device, by all of their names, in the
-        model's dtypes."""
-        return {
-            name: torch.nn.Parameter(views[slot.name].to(self._stack.dtype_of(name)), requires_grad=False)
-            for record, views in self._views(task, kind)
-            for slot in record.parameters
-            for name in slot.names
-        }
-
-    def _leaves(self, task: ComputeTask, kind: Kind | None = None) -> dict[str, torch.Tensor]:
-        """Return :meth:`_parameters` with leaves for what is trained, whose gradients go to their record's sum.
-
-        Tied names share a leaf.
-        """
-        leaves: dict[str, torch.Tensor] = {}
-        for record, views in self._views(task, kind):
-            trained = record.trained_names
-            own = {name: torch.nn.Parameter(view, requires_grad=name in trained) for name, view in views.items()}
-            if trained:
-                if task.first and record.index not in self._sums:
-                    self._open_sum(task)
-                self._sums[record.index].attach({name: own[name] for name in trained})
-            for slot in record.parameters:
-                leaf = own[slot.name].to(self._stack.dtype_of(slot.name))
-                leaves.update(dict.fromkeys(slot.names, leaf))
-        return leaves
-
-    def _open_sum(self, task: ComputeTask) -> None:
-        """Begin the gradient that ``task`` is the first to add to."""
-        record = self._buffers.shape.records[known(task.visit.trained)]
-        self._sums[record.index] = GradientSum(record, self._sum_buffer(record, known(task.gradient)))
-
-    def _views(self, task: ComputeTask, kind: Kind | None = None) -> Iterator[tuple[Record, dict[str, torch.Tensor]]]:
-        """Yield the task's records (of this kind), and their parameters in the device buffers by name."""
-        for index, buffer in task.places.items():
-            record = self._buffers.shape.records[index]
-            if kind is not None and record.kind is not kind:
-                continue
-            flat = self._flat(record, buffer, decoded=not task.begins)
-            # Each apart: some adapters swap a weight in place, which must not look like a change of its neighbours.
-            yield record, {name: _apart(view) for name, view in record.views(flat).items()}
-
-    def _flat(self, record: Record, buffer: int, decoded: bool) -> torch.Tensor:
-        """Return a record's parameters on the device.
-
-        ``decoded`` says that an earlier micro-batch has brought them back into the compute dtype.
-        """
-        buffers = self._buffers.parameters[record.kind]
-        if not record.decoded_nbytes:
-            return buffers.values(buffer, record.numel, record.precision.dtype)
-        flat = self._buffers.decoded.values(0, record.numel, record.precision.dtype)
-        if not decoded:
-            record.decode(buffers.bytes(buffer, record.device_nbytes), flat)
-        return flat
-
-    def _sum_buffer(self, record: Record, buffer: int) -> torch.Tensor:
-        wide = self._buffers.wide.get(record.kind)
-        if wide is not None:
-            return wide.values(0, record.numel, torch.float32)
-        return self._buffers.gradients[record.kind].values(buffer, record.numel, record.precision.dtype)
-
-    def _finish_gradient(self, task: ComputeTask) -> None:
-        """Round and square the gradient of a record, which is complete unless the embedding will add to it."""
-        if not task.visit.completes:
-            return
-        record = self._buffers.shape.records[known(task.visit.trained)]
-        total = self._sums.pop(record.index)
-        total.finish()
-        rounded = self._buffers.gradients[record.kind].values(
-            known(task.gradient), record.numel, record.precision.dtype
-        )
-        if rounded.data_ptr() != total.flat.data_ptr():
-            rounded.copy_(total.flat)
-        elif rounded.dtype != total.flat.dtype:
-            round_in_place(total.flat, rounded)
-        mark_absent(record, rounded, total.seen)
-        if self._buffers.shape.share.world_size == 1:  # else it is a part of a sum
-            self._squares.append(sum_of_squares(rounded))
+        return apart(self._buffers.activations[Activation.KEPT].bytes(task.kept, self._plan.kept_bytes))
 
     def _replayed(self, layer: int | None, micro: int) -> RandomReplay:
         return RandomReplay(self._random.pop((layer, micro)), self._device)
-
-
-def _apart(buffer: torch.Tensor) -> torch.Tensor:
-    """Return the same memory with a version counter of its own.
-
-    All buffers of a ring are views of one allocation and would share its counter: copies into *other* buffers, which
-    lanes make while a block computes, would look to autograd as if what it has saved had been overwritten. That nothing
-    is overwritten too early is the schedule's business.
-    """
-    return buffer.data

@@ -1,19 +1,15 @@
 """One pass whose loss the caller computes: what the head gives, and the gradients that come back."""
 
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 import torch
 
 from fuyou.layout.visits import Phase
 from fuyou.model.loss.token_head import TokenHead
-from fuyou.model.open_model import OpenModel
-from fuyou.model.recompute.replay import BlockReplay
 from fuyou.model.reference import adapters_off, evaluating
 from fuyou.runtime.compute.random_replay import random_state
-from fuyou.runtime.compute.step_computation import StepComputation
-from fuyou.runtime.data_plane.data_plane import DataPlane
-from fuyou.schedule.tasks import ComputeTask, StepList, known
+from fuyou.runtime.compute.step_computation import StepComputation, StepInputs
+from fuyou.schedule.tasks import ComputeTask, known
 
 
 class TokenPass:
@@ -74,20 +70,11 @@ class TokenComputation(StepComputation):
 
     Args:
         passing: the numbers and their gradients.
-        others: as :class:`fuyou.runtime.compute.StepComputation` has them.
+        inputs: of the step.
     """
 
-    def __init__(
-        self,
-        passing: TokenPass,
-        model: OpenModel,
-        plane: DataPlane,
-        tasks: StepList,
-        batch: Mapping[str, Any],
-        recomputations: BlockReplay,
-        start_time: float,
-    ):
-        super().__init__(model, plane, tasks, batch, recomputations, start_time)
+    def __init__(self, passing: TokenPass, inputs: StepInputs):
+        super().__init__(inputs)
         self._passing, self._own = passing, len(self._micro)
         if passing.reference is not None:
             self._micro, self._calls = self._micro * 2, self._calls * 2
@@ -121,7 +108,7 @@ class TokenComputation(StepComputation):
         self._random[task.visit.layer, task.micro] = random_state(self._device)
         hidden = self._activation(task.inputs[0], self._hidden_shape(task.micro))
         for columns in self._columns(task.micro):
-            with self._stack.bound(self._parameters(task), before=False):
+            with self._stack.bound(self._parameters.real(task), before=False):
                 logits = self._logits(task.micro, hidden, columns).flatten(0, 1)
                 made = self._passing.head.values(logits, self._tokens(task.micro, columns))
             self._passing.put(self._is_reference(task.micro), *self._place(task.micro, columns), made)
@@ -132,7 +119,7 @@ class TokenComputation(StepComputation):
         hidden.requires_grad_(task.output is not None)
         with self._replayed(task.visit.layer, task.micro):
             for columns in self._columns(task.micro):
-                with self._stack.bound(self._leaves(task), before=False):
+                with self._stack.bound(self._parameters.leaves(task), before=False):
                     logits = self._logits(task.micro, hidden, columns)
                     gradient = self._passing.head.gradient(
                         logits.detach().flatten(0, 1),

@@ -46,6 +46,7 @@ class DataPlane:
             **optimizer.handlers(),
             **scratch.handlers(),
             Op.PARAMETER_READ: self._parameter_read,
+            Op.PARAMETER_READ_DEVICE: self._parameter_read_device,
             Op.PARAMETER_UPLOAD: self._parameter_upload,
             Op.PARAMETER_WRITE: self._parameter_write,
             Op.GRADIENT_DOWNLOAD: self._gradient_download,
@@ -90,11 +91,14 @@ class DataPlane:
         buffer = self.buffers.host_parameters(record.kind, known(task.target), task.nbytes)
         return self.stored.read_parameters(record, known(task.source), task.step, buffer)
 
+    def _parameter_read_device(self, task: Task) -> Future:
+        record = self._record(task)
+        return self.stored.read_parameters(record, known(task.source), task.step, self._device_parameters(task))
+
     def _parameter_upload(self, task: Task) -> None:
         record = self._record(task)
         source = torch.from_numpy(self.buffers.host_parameters(record.kind, known(task.source), task.nbytes))
-        whole = self.buffers.parameters[record.kind].bytes(known(task.target), record.first_byte + task.nbytes)
-        self.buffers.device.copy(task, whole[record.first_byte :], source)
+        self.buffers.device.copy(task, self._device_parameters(task), source)
 
     def _parameter_write(self, task: Task) -> Future:
         record = self._record(task)
@@ -117,6 +121,12 @@ class DataPlane:
         source = torch.from_numpy(self.buffers.host_activation(task, known(task.source)))
         target = self.buffers.activations[task.activation].bytes(known(task.target), task.nbytes)
         self.buffers.device.copy(task, target, source)
+
+    def _device_parameters(self, task: Task) -> torch.Tensor:
+        """Return this rank's part, ``uint8 [nbytes]``, of the device buffer that a task fills."""
+        record = self._record(task)
+        whole = self.buffers.parameters[record.kind].bytes(known(task.target), record.first_byte + task.nbytes)
+        return whole[record.first_byte :]
 
     def _record(self, task: Task) -> Record:
         return self.buffers.shape.records[known(task.record)]

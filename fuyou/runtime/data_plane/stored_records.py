@@ -5,6 +5,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 
 from common.store import Store
 from common.store.checksums import ExtentChecksums
@@ -28,8 +29,12 @@ class StoredRecords:
     missed: MissedUpdates
     """Steps without a gradient: told which parameters an update has left alone, asked which earlier ones have."""
 
-    def read_parameters(self, record: Record, slot: int, step: int, buffer: np.ndarray) -> Future:
-        """Read a record's parameters, and compare them with their checksum where ``step`` is one to do so."""
+    def read_parameters(self, record: Record, slot: int, step: int, buffer: np.ndarray | torch.Tensor) -> Future:
+        """Read a record's parameters, and compare them with their checksum where ``step`` is one to do so.
+
+        Args:
+            buffer: where to, of at least the record's bytes: in host memory, or on the device if the store reads there.
+        """
         place, sums = self.extents[record.index].parameters[slot], None
         expected = self.sums.expected(record.index, "parameters", slot, step)
         if expected is not None:

@@ -18,6 +18,7 @@ from common.store import IoThrottle
 from common.units import format_bytes, parse_bytes
 from fuyou.runtime.devices.computation import Computation
 from fuyou.runtime.devices.emulated import PREFIX, EmulatedDevice, EmulatedSpec, is_emulated
+from fuyou.runtime.devices.out_of_memory import explain_out_of_memory
 from fuyou.runtime.executor import Executor
 from fuyou.schedule.tasks import Op, StepList, Task
 
@@ -218,7 +219,8 @@ class CudaDevice(_RealDevice):
         self._start_events: dict[Task, torch.cuda.Event] = {}
 
     def allocate(self, nbytes: int) -> torch.Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8, device=self.torch_device)
+        with explain_out_of_memory():
+            return torch.empty(nbytes, dtype=torch.uint8, device=self.torch_device)
 
     def copy(self, task: Task, target: torch.Tensor, source: torch.Tensor) -> None:
         stream = self._streams[task.op]
@@ -271,7 +273,9 @@ class CudaDevice(_RealDevice):
 
     def memory_limit(self) -> int | None:
         free, _ = torch.cuda.mem_get_info(self.torch_device)
-        return free * 19 // 20 - _LIBRARY_BYTES
+        # The driver counts as used what PyTorch has got from it and given to nobody.
+        cached = torch.cuda.memory_reserved(self.torch_device) - torch.cuda.memory_allocated(self.torch_device)
+        return (free + cached) * 19 // 20 - _LIBRARY_BYTES
 
     def cap_memory(self, nbytes: int) -> None:
         _, total = torch.cuda.mem_get_info(self.torch_device)
@@ -320,7 +324,8 @@ def memory_limits(
 ) -> tuple[int, int]:
     """Return the budgets of host and device memory in bytes: as given, or what there is.
 
-    On the host that is four fifths of it. The host's is shared by ``ranks_per_node`` ranks.
+    On the host that is four fifths of it. The host's is shared by ``ranks_per_node`` ranks. A device's is never more
+    than it has free: a card with 24 GiB on its box has half a GiB less, and screens and other programs take some of it.
 
     Raises:
         UserError: more host memory than the machine has.
@@ -332,7 +337,10 @@ def memory_limits(
             f"{format_bytes(there)}. Give less, or leave it out to use what is free."
         )
     host_limit = (memory_available_bytes() * 4 // 5 if wanted is None else wanted) // ranks_per_node
-    device_limit = device.memory_limit() if device_memory is None else parse_bytes(device_memory)
+    free = device.memory_limit()
+    device_limit = free if device_memory is None else parse_bytes(device_memory)
+    if device_limit is not None and free is not None:
+        device_limit = min(device_limit, free)
     # What shares the host's memory is a part of its budget: the planner counts it there as well.
     return host_limit, host_limit if device_limit is None else device_limit
 

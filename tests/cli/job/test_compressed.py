@@ -5,6 +5,7 @@ from pathlib import Path
 
 from transformers import AutoModelForCausalLM
 
+from common.units import format_count
 from tests.cli.conftest import Finetune
 from tests.common.models.checkpoint.compressed.cases import compressed
 
@@ -31,6 +32,25 @@ def test_lora_keeps_the_checkpoints_bytes(finetune: Finetune, tmp_path: Path) ->
     files = sum(file.stat().st_size for file in (tmp_path / "out/store").rglob("weights.*"))
     assert own <= files < own + (1 << 20)
     assert "quantization_config" not in json.loads((tmp_path / "out/merged/config.json").read_text())
+
+
+def test_experts_that_pieces_would_cut_are_wider(finetune: Finetune, tmp_path: Path) -> None:
+    """The experts of a checkpoint in MXFP4 are one tensor, and so are plain numbers in pieces: it is said, and counted;
+    and a reference cannot pass through them."""
+    directory, _ = compressed(tmp_path, "gpt_oss", "mxfp4", **SIZES)
+    lora = ("--model", directory, "--dtype", "bf16", "--lora-rank", 4, *BATCH, "--piece-size", "128KiB")
+    outcome = finetune("--plan", *lora, *HARDWARE, "--json")
+    planned = json.loads(outcome.out)["ssd_bytes"]
+    plan = " ".join(finetune("--plan", *lora, *HARDWARE).out.split())
+    experts = format_count(2 * 4 * 3 * 128 * 256)
+    assert "blocks in pieces of at most 128 KiB in the compute dtype" in plan
+    assert f"{experts} weights of the compressed checkpoint in the compute dtype on SSD" in plan
+    outcome = finetune(*lora, "--steps", 1, "--output", tmp_path / "out")
+    assert outcome.status == 0, outcome.err
+    said = " ".join(outcome.out.split() + outcome.err.split())
+    assert f"own bytes (but for {experts}, whose tensors blocks in pieces would cut)" in said
+    files = sum(file.stat().st_size for file in (tmp_path / "out/store").rglob("weights.*"))
+    assert planned <= files < planned + (1 << 20)
 
 
 def test_all_weights_are_written_plain(finetune: Finetune, tmp_path: Path) -> None:

@@ -63,14 +63,15 @@ def test_two_ranks_train_as_the_engine_does_and_three_go_on(
 ) -> None:
     output, report = tmp_path / "out", tmp_path / "report.json"
     command = ("--model", checkpoint, "--data", data, *COMMON, "--eval-data", data, "--output", output, "--nodes", 1)
-    planned = ("--strategy", "auto", "--cluster", "a800-hdr")
+    planned = ("--cluster", "auto")
     first = ("--gpus-per-node", 2, "--micro-batch", 1, "--steps", 5, "--no-save", "--report", report, *planned)
     done = finetune(*command, *first)
     assert done.status == 0, done.err
     assert re.search(r"^strategy \S+; the planner expects .* per step$", done.out, re.MULTILINE)
     assert "2 ranks on the CPU in fp32" in done.out and "step 5/5: loss " in done.out
     assert json.loads(report.read_text())["network_sent_bytes_per_step"] == 0
-    assert done.err == ""
+    phases = (" ...", " so far)")  # of which rank 0 says that they take long
+    assert all(line.endswith(phases) for line in done.err.splitlines()), done.err
     again = finetune(*command, "--gpus-per-node", 2, "--steps", 8)
     assert again.status == 2 and "--resume to continue it" in again.err
     done = finetune(*command, "--gpus-per-node", 3, "--steps", 8, "--resume", "--strategy", "N/I/G", "--levels", "3,1")
@@ -87,7 +88,7 @@ def test_two_ranks_train_as_the_engine_does_and_three_go_on(
     file.write_bytes(file.read_bytes()[:-1] + b"?")
     damaged = finetune("--verify", output)
     assert damaged.status == 1 and f"bytes of {file}" not in damaged.out and str(file) in damaged.err
-    files = {path.name for path in output.iterdir()} - {"commits", "data"}
+    files = {path.name for path in output.iterdir()} - {"commits", "data", "cluster.json"}
     assert files == {path.name for path in reference[1].iterdir()} - {"store"}
 
 
@@ -128,7 +129,7 @@ def test_a_killed_rank_a_restart_from_the_last_commit_and_ctrl_c(
     assert sorted(ranks) == [0, 1]
     ranks[1].send_signal(signal.SIGKILL)
     pair.wait_for(r"^resume   after step \d+ of 100,000 \(start 2: a rank was lost\)")
-    steps = r"^resume .*\n(step .*\n){9}"
+    steps = r"^resume (.*\n)+?(step .*\n){9}"  # what takes long is said in between
     pair.wait_for(steps)
     pair.nodes[1].process.send_signal(signal.SIGINT)
     assert pair.statuses(120) == [130, 130]
@@ -255,7 +256,7 @@ def refusal(
     waiting = f"nodes    waiting for 2 of them at {pair.endpoint}"
     errors = []
     for said in ("".join(capfd.readouterr()), pair.nodes[0].said):
-        first, error = said.splitlines()
+        first, *_, error = said.splitlines()  # a busy machine waits longer, and says so
         assert first == waiting
         errors.append(error)
     assert errors[0] == errors[1]
@@ -349,6 +350,7 @@ def test_slurm_writes_lists_short() -> None:
 
 @pytest.mark.parametrize(("words", "message"), [
     (["--nodes", "2", "--optimizer-dtype", "bf16"], "--optimizer-dtype does not go with --nodes"),
+    (["--nodes", "2", "--optimizer", "lion"], "--optimizer does not go with --nodes"),
     (["--nodes", "2", "--trace", "x.json"], "--trace does not go with --nodes"),
     (["--strategy", "zero3"], "--strategy is for several nodes or ranks: add --nodes"),
     (["--nodes", "1", "--gpu", "4090"], "every rank has a GPU of its own"),

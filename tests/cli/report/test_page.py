@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from cli.report.page.html import Series, chart
-from cli.report.page.run_page import MOST_POINTS, PageFacts, RunPage, read_metrics, run_page
+from cli.report.page.run_page import MOST_POINTS, PageFacts, RunPage, read_metrics, run_page, step_lanes
+from cli.report.results import RESOURCES
 
 _GIB = 1 << 30
 FACTS = PageFacts(
@@ -71,18 +72,18 @@ def test_values_are_those_of_the_metrics(tmp_path: Path) -> None:
 
 
 def test_nothing_is_fetched_and_every_tag_is_closed() -> None:
-    page = run_page(FACTS, entries(20))
+    page = run_page(FACTS, entries(20), {"gpu": [(0.0, 1.0)]})
     assert not re.search(r"(src|href)=|https?://|@import|url\(", page)
     assert "prefers-color-scheme: dark" in page and 'name="viewport"' in page
     left: list[str] = []
 
     class Tags(HTMLParser):
         def handle_starttag(self, tag: str, attrs: object) -> None:
-            if tag not in ("meta", "line", "circle", "polyline"):
+            if tag not in ("meta", "line", "circle", "polyline", "path"):
                 left.append(tag)
 
         def handle_endtag(self, tag: str) -> None:
-            if tag not in ("meta", "line", "circle", "polyline"):
+            if tag not in ("meta", "line", "circle", "polyline", "path"):
                 assert left.pop() == tag
 
     Tags().feed(page)
@@ -106,11 +107,28 @@ def test_a_chart_draws_every_finite_value() -> None:
     assert chart([Series("a", [], [])]) == "<p>nothing yet</p>"
 
 
+def test_lanes_are_drawn_where_something_was_busy() -> None:
+    """Four seconds; what hardly shows is drawn with its neighbour, so that the file stays small."""
+    many = [(10 + number / 1000, 10 + (number + 0.5) / 1000) for number in range(4000)]
+    busy = {"gpu": [(10.0, 11.0), (13.0, 14.0)], "ssd": many, "unknown": [(0.0, 99.0)], "adam": []}
+    drawn = step_lanes(busy)
+    paths = re.findall(r'<path class="lane" d="([^"]*)"/>', drawn)
+    assert len(paths) == 2 and paths[1].count("M") == 1
+    (first, length), (second, other) = (
+        map(float, re.findall(r"[\d.]+", part)[::2]) for part in paths[0].split("M")[1:]
+    )
+    assert other == pytest.approx(length, abs=0.2) and second - first == pytest.approx(3 * length, abs=0.3)
+    assert "computing" in drawn and "the SSDs" in drawn and "4.0 s" in drawn
+    assert drawn in run_page(FACTS, entries(3), busy) and step_lanes({"gpu": []}) == "<p>nothing was busy</p>"
+    spread = {name: [(float(at), at + 0.5) for at in range(5000)] for name in RESOURCES}
+    assert len(run_page(FACTS, entries(1000), spread).encode()) < 300_000
+
+
 @pytest.mark.skipif(not any(map(shutil.which, BROWSERS)), reason="needs Chromium")
 def test_a_browser_shows_it_without_errors(tmp_path: Path) -> None:
     browser = next(path for path in map(shutil.which, BROWSERS) if path)
     page = tmp_path / "index.html"
-    page.write_text(run_page(FACTS, entries(50)))
+    page.write_text(run_page(FACTS, entries(50), {"gpu": [(0.0, 1.0)], "ssd": [(0.5, 2.0)]}))
     done = subprocess.run(
         [browser, "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--window-size=390,844",
          "--dump-dom", page.as_uri()],

@@ -1,5 +1,6 @@
 """The line of a step, lines in a log, and signs of life while something takes long."""
 
+import sys
 import time
 
 import pytest
@@ -49,6 +50,10 @@ def test_lines_now_and_then(every: int, quiet: bool, shown: list[int], capsys: p
     assert [int(line.split("/")[0].removeprefix("step ")) for line in steps] == shown and last == "eval at step 5"
 
 
+BEGAN = Heartbeat.began
+"""Which other tests here do without."""
+
+
 def test_activities_are_inside_each_other() -> None:
     assert current_activity() is None
     with activity("outer") as outer:
@@ -63,7 +68,7 @@ def test_what_takes_long_is_said_and_what_does_not_is_not(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cli.report.heartbeat, "FIRST_AFTER_S", 0.4)
-    monkeypatch.setattr(cli.report.heartbeat, "AGAIN_AFTER_S", 0.4)
+    monkeypatch.setattr(cli.report.heartbeat, "AGAIN_AFTER_S", (0.4,))
     monkeypatch.setattr(cli.report.heartbeat, "_LOOK_EVERY_S", 0.02)
     with Heartbeat():
         with activity("something quick"):
@@ -73,3 +78,18 @@ def test_what_takes_long_is_said_and_what_does_not_is_not(
     said = capsys.readouterr().err.splitlines()
     assert len(said) >= 2 and all(line.startswith("reading the data (") for line in said)
     assert all(line.endswith("s so far)") for line in said)
+
+
+def test_what_may_hold_the_lock_is_said_before_it_begins(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a log and on a terminal, where the line is gone before another is printed."""
+    monkeypatch.setattr(Heartbeat, "began", BEGAN)
+    with Heartbeat(), activity("loading", announced=True):
+        assert capsys.readouterr().err == "loading ...\n"
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    with Heartbeat():
+        with activity("loading", announced=True):
+            assert capsys.readouterr().err == "\r\x1b[Kloading ..."
+        assert capsys.readouterr().err == "\r\x1b[K"

@@ -105,8 +105,10 @@ def test_the_run_directory(done: Done) -> None:
         assert line["n_tokens_seen"] == line["step"] * 4 * 32
         assert line["throughput(tps)"] == pytest.approx(128 / line["time_metrics/end_to_end(s)"])
         assert line["memory/host(GiB)"] >= 0  # beyond what this process had before
-        for name in ("tflops", "memory/ssd(GiB)", "ssd/written(GiB)", "time_metrics/busy_ssd(s)"):
+        for name in ("tflops", "memory/ssd(GiB)", "ssd/written(GiB)"):
             assert line[name] > 0, name
+    # On a busy machine, what one step writes may all be written in the time of the next one.
+    assert sum(line["time_metrics/busy_ssd(s)"] for line in steps) > 0
 
 
 def test_rates_of_several_ranks_are_per_device() -> None:

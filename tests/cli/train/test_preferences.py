@@ -136,6 +136,8 @@ def test_a_plan_counts_the_reference_and_the_second_run_of_the_head(finetune: Fi
     assert dpo["ssd_read_bytes_per_step"] <= 1.02 * sft["ssd_read_bytes_per_step"]
     assert sft["bound_seconds"]["gpu"] < simpo["bound_seconds"]["gpu"] < 1.02 * sft["bound_seconds"]["gpu"]
     assert 1.2 < dpo["bound_seconds"]["gpu"] / sft["bound_seconds"]["gpu"] < 1.5
+    whole = finetune("--plan", "--model", "gpt3-13b", "--objective", "dpo", "--host-memory", "64GiB", *where[:-3])
+    assert "each batch of the data passes forward once before the first step" in " ".join(whole.out.split())
     assert "without the adapters, in the same visits" in " ".join(
         finetune(
             "--plan", "--model", "gpt3-13b", "--objective", "dpo", "--host-memory", "64GiB", *where[:-1]
@@ -146,13 +148,18 @@ def test_a_plan_counts_the_reference_and_the_second_run_of_the_head(finetune: Fi
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("--objective", "dpo"), "compares the model with what it was"),
         (("--objective", "simpo"), "give --data with prompt, chosen and rejected"),
-        (("--beta", "0.2"), "--beta is about pairs of answers"),
+        (("--beta", "0.2"), "--beta is not known to --objective sft: it is for dpo, ipo, simpo, orpo, kto or distil"),
         (("--label-smoothing", "0.1", "--objective", "orpo"), "--label-smoothing is not known to --objective orpo"),
-        (("--simpo-gamma", "1", "--objective", "dpo", *LORA), "--simpo-gamma is for --objective simpo"),
-        (("--objective", "dpo", *LORA, "--nodes", "1", "--data", "."), "does not go with --nodes yet"),
-        (("--objective", "grpo"), "'grpo' is not one of 'sft', 'dpo', 'ipo', 'simpo', 'orpo'"),
+        (
+            ("--simpo-gamma", "1", "--objective", "dpo", *LORA),
+            "--simpo-gamma is not known to --objective dpo: it is for simpo",
+        ),
+        (("--objective", "dpo", *LORA, "--nodes", "1", "--data", "."), "does not go with --nodes in memory"),
+        (
+            ("--objective", "grpo"),
+            "'grpo' is not one of 'sft', 'pretrain', 'dpo', 'ipo', 'simpo', 'orpo', 'kto', 'reward'",
+        ),
     ],
 )
 def test_what_is_not_there_is_refused(

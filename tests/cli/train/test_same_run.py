@@ -72,3 +72,6 @@ def test_the_header_says_what_it_will_cost() -> None:
     header = job().header()
     assert "1 M parameters" in header and "ssd/store: 22.9 MiB" in header and "10 of 4 x 16 tokens" in header
     assert job(settings=replace(job().settings, single_slot=True, optimizer_dtype="bf16")).store_bytes == 8 * 10**6
+    for optimizer, nbytes in (("adamw8bit", 6.0625), ("lion", 8)):
+        made = job(settings=replace(job().settings, single_slot=True, optimizer=optimizer))
+        assert made.store_bytes == nbytes * 10**6

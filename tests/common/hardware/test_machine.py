@@ -78,6 +78,8 @@ class FakeDriver:
 
     NVMLError = type("NVMLError", (Exception,), {})
 
+    NVML_DEVICE_MIG_ENABLE = 1
+
     def __init__(self) -> None:
         self.gpus = [
             ("GPU-aaaa-1", b"NVIDIA GeForce RTX 4090", 24, "00000000:01:00.0"),
@@ -85,6 +87,24 @@ class FakeDriver:
             (b"GPU-cccc-3", "NVIDIA GeForce RTX 3090", 24, "0000000A:B1:00.0"),
         ]
         self.open = 0
+        self.slices: dict[str, list[tuple | None]] = {}
+        """Slices of each GPU in MIG mode, by its UUID."""
+
+    def nvmlDeviceGetMigMode(self, handle: tuple) -> tuple[int, int]:
+        if handle[0] != "GPU-aabb-2":
+            raise self.NVMLError("not supported")
+        enabled = int(handle[0] in self.slices)
+        return enabled, enabled
+
+    def nvmlDeviceGetMaxMigDeviceCount(self, handle: tuple) -> int:
+        return 7
+
+    def nvmlDeviceGetMigDeviceHandleByIndex(self, handle: tuple, index: int) -> tuple:
+        there = self.slices[handle[0]]
+        found = there[index] if index < len(there) else None
+        if found is None:
+            raise self.NVMLError("not found")
+        return found
 
     def nvmlInit(self) -> None:
         self.open += 1
@@ -110,6 +130,8 @@ class FakeDriver:
         return handle[1]
 
     def nvmlDeviceGetMemoryInfo(self, handle: tuple) -> SimpleNamespace:
+        if handle[2] is None:
+            raise self.NVMLError("insufficient permissions")
         return SimpleNamespace(total=handle[2] * GIB)
 
     def nvmlDeviceGetPciInfo(self, handle: tuple) -> SimpleNamespace:
@@ -165,6 +187,24 @@ def test_visible_devices_hide_and_order(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     assert names() == seen
     assert [gpu.index for gpu in hardware.list_gpus()] == list(range(len(seen)))
+
+
+def test_a_divided_gpu_is_its_first_slice(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    slices = [None, ("MIG-eeee", "NVIDIA A100-SXM4-80GB MIG 3g.40gb", 40, None), ("MIG-ffff", "other", 20, None)]
+    driver.slices = {"GPU-aabb-2": slices}
+    assert names() == ["4090", "3g.40gb", "3090"]
+    one = hardware.list_gpus()[1]
+    assert (one.uuid, one.memory_bytes, one.pci_bus_id, one.numa_node) == ("MIG-eeee", 40 * GIB, "", None)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda i: SimpleNamespace(uuid="aabb-2"))
+    assert hardware.torch_index(one) == 0, "CUDA may call a slice by the whole GPU's UUID"
+    driver.slices = {"GPU-aabb-2": []}
+    assert names() == ["4090", "3090"], "without slices nothing can be computed there"
+
+
+def test_memory_that_only_an_administrator_may_see(driver: FakeDriver) -> None:
+    driver.gpus[1] = ("GPU-aabb-2", "NVIDIA A100-SXM4-80GB", None, "00000000:65:00.0")  # type: ignore[call-overload]
+    assert [gpu.memory_bytes for gpu in hardware.list_gpus()] == [24 * GIB, 0, 24 * GIB]
 
 
 @pytest.mark.parametrize(

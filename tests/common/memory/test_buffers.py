@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from common.errors import FinetuneError
+from common.memory import buffers
 from common.memory.buffers import HUGE_PAGE, PAGE, HostBuffer, round_up
 
 KINDS = pytest.mark.parametrize("shared", [False, True], ids=["private", "shared"])
@@ -82,3 +84,59 @@ def test_shared_memory_has_huge_pages() -> None:
             pytest.skip("the kernel gave no huge pages: memory is fragmented, or it denies them")
         assert huge >= 8 * MIB
         buffer.close()
+
+
+class FakeCuda:
+    """Registers memory as CUDA does: no page twice, and only so many bytes in all."""
+
+    def __init__(self, room: int) -> None:
+        self.room, self.registered = room, dict[int, int]()
+
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
+        assert flags == 1 and nbytes > 0
+        if any(address < there + size and there < address + nbytes for there, size in self.registered.items()):
+            return 712
+        if sum(self.registered.values()) + nbytes > self.room:
+            return 2
+        self.registered[address] = nbytes
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> int:
+        del self.registered[address]
+        return 0
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
+    made = FakeCuda(room=1 << 30)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: made)
+    monkeypatch.setattr(buffers, "_REGISTER_PIECE_BYTES", 10 * PAGE)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("starts", "pieces"),
+    [
+        ([0, 4, 8, 12, 16], [8, 8, 4]),  # whole buffers of four pages, as many as ten pages hold
+        ([0, 12, 13], [12, 8]),  # one that is larger by itself
+        ([], [20]),
+        ([0, 3.5, 7, 10.5, 14], [7, 7, 6]),  # a page that two buffers share is registered once
+    ],
+)
+def test_page_locked_pieces_end_where_buffers_do(cuda: FakeCuda, starts: list[float], pieces: list[int]) -> None:
+    buffer = HostBuffer(20 * PAGE)
+    buffer.page_lock(int(start * PAGE) for start in starts)
+    base = buffer.array.ctypes.data
+    assert [nbytes // PAGE for nbytes in cuda.registered.values()] == pieces
+    assert [address - base for address in cuda.registered] == [sum(pieces[:i]) * PAGE for i in range(len(pieces))]
+    buffer.close()
+    assert not cuda.registered
+
+
+def test_a_registration_that_fails_takes_the_earlier_ones_back(cuda: FakeCuda) -> None:
+    cuda.room = 17 * PAGE
+    buffer = HostBuffer(20 * PAGE)
+    with pytest.raises(FinetuneError, match=r"could not page-lock 16 KiB of .*cudaError 2.*after 64 KiB.*host_memory"):
+        buffer.page_lock(range(0, buffer.nbytes, 4 * PAGE))
+    assert not cuda.registered
+    buffer.close()

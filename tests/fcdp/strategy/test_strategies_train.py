@@ -1,4 +1,5 @@
-"""Every strategy of the space trains as plain FSDP2 does, and sends across nodes what the planner's formula says."""
+"""Every strategy of the space trains as plain FSDP2 does, sends across nodes what the planner's formula says, and
+launches its collectives in one order on all ranks."""
 
 from math import prod
 
@@ -6,6 +7,7 @@ import pytest
 
 from fcdp.strategy.names import PARO
 from tests.helpers.fcdp.pool import Pool
+from tests.helpers.fcdp.recorder import check_same_order
 from tests.helpers.fcdp.strategy_cases import Run, train_all
 
 REFERENCE = "fsdp2"
@@ -30,6 +32,7 @@ def test_every_strategy_trains_as_plain_fsdp2_and_sends_what_the_planner_says(
     ranks = pool.run(layout, train_all, [REFERENCE, *strategies], run)
     nodes, per_node = layout[0], prod(layout[1:])
     for name in strategies:
+        check_same_order([rank[name].launches for rank in ranks])
         for key, value in ranks[0][REFERENCE].weights.items():
             difference = (ranks[0][name].weights[key] - value).abs().max() / value.abs().max()
             assert float(difference) <= 1e-6, f"{name}: {key}"

@@ -74,7 +74,7 @@ def test_losses_weights_and_export_are_those_of_memory(case: str, tmp_path: Path
             engine.step()
             assert out.loss.item() == pytest.approx(loss, abs=1e-6)
         with pytest.raises(UserError, match="it does not say how a sequence goes on"):
-            engine.next_logits(batches[0]["input_ids"][:1])
+            engine.generate(batches[0]["input_ids"][:1], 1)
         wrong = {**batches[0], "labels": torch.zeros(3, 16) if case == "sequence" else torch.zeros(3).long()}
         with pytest.raises(UserError, match="A batch needs labels, int64 of shape"):
             engine(**wrong)
@@ -92,4 +92,4 @@ def test_the_command_refuses_a_classifier(tmp_path: Path, capsys: pytest.Capture
 
     AutoModelForSequenceClassification.from_config(CASES["sequence"][1]).save_pretrained(tmp_path / "model")
     assert main(["--model", str(tmp_path / "model"), "--output", str(tmp_path / "out")]) != 0
-    assert "is a sequence classifier, and this command trains models that write text" in capsys.readouterr().err
+    assert "is a sequence classifier, and --objective sft trains models that write text" in capsys.readouterr().err

@@ -2,8 +2,6 @@
 
 import json
 import pickle
-import warnings
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -28,11 +26,7 @@ from tests.helpers.engines import engine as plain_engine
 BF16 = Precision(torch.bfloat16, torch.float32)
 
 
-@pytest.fixture(autouse=True)
-def _quiet() -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
+pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 @pytest.mark.parametrize(

@@ -6,11 +6,9 @@ without one, by a processor that plays the device and copies late.
 
 import dataclasses
 import math
-import random
+import os
 import threading
 import time
-from collections import defaultdict
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,50 +17,20 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import fuyou
-import fuyou.engine.opening
+from common.errors import FinetuneError
 from common.memory.buffers import HostBuffer
 from fuyou.optimizer.gradient_sum import sum_of_squares
-from fuyou.runtime.devices.device import CpuDevice, open_device
+from fuyou.runtime.data_plane.data_plane import DataPlane
+from fuyou.runtime.devices.device import open_device
 from fuyou.schedule.memory_planner import MemoryPlanner
 from fuyou.schedule.tasks import Op, Task
+from tests.helpers.accelerator import QueuedDevice
 from tests.helpers.twin import Twin, tiny_configs
 
 ROWS, TOKENS, STEPS = 4, 32, 4
 OPTIONS: dict[str, Any] = {"lr": 1e-3, "weight_decay": 0.1}
 SCARCE = {"device_activations": 4, "host_activations": 2, "ssd_activations": 40}
 SCARCE_KEPT = {"device_kept": 2, "host_kept": 2, "ssd_kept": 12}
-COPIES = (Op.PARAMETER_UPLOAD, Op.GRADIENT_DOWNLOAD, Op.ACTIVATION_UPLOAD, Op.ACTIVATION_DOWNLOAD)
-
-
-class LateDevice(CpuDevice):
-    """Copies on threads of their own, a while after their tasks have ended, as streams of a GPU do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._streams = {op: ThreadPoolExecutor(1) for op in COPIES}
-        self._waits: dict[Op, list[Future]] = defaultdict(list)
-        self._dice = random.Random(5)
-
-    def copy(self, task: Task, target: torch.Tensor, source: torch.Tensor) -> None:
-        waits, self._waits[task.op] = self._waits[task.op], []
-        task.event = self._streams[task.op].submit(self._late, waits, self._dice.random() * 0.004, target, source)
-
-    @staticmethod
-    def _late(waits: list[Future], seconds: float, target: torch.Tensor, source: torch.Tensor) -> None:
-        for event in waits:
-            event.result()
-        time.sleep(seconds)
-        target.copy_(source)
-
-    def wait_event(self, task: Task, event: Any) -> None:
-        if task.op in self._streams:
-            self._waits[task.op].append(event)  # the stream waits, not the thread
-        else:
-            event.result()
-
-    def synchronize(self) -> None:
-        for stream in self._streams.values():
-            stream.submit(int).result()
 
 
 @pytest.fixture(scope="module")
@@ -118,16 +86,66 @@ def check(
     [{}, SCARCE, {**SCARCE, "device_blocks": 1, "device_block_gradients": 1, "host_blocks": 1}],
     ids=["planned", "ssd", "one of each"],
 )
-def test_copies_that_end_late(
+def test_everything_that_is_queued_ends_late(
     counts: dict[str, int], clip: float | None, checkpoints: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fuyou.engine.opening, "open_device", lambda name: LateDevice())
+    QueuedDevice().install(monkeypatch)
     check(checkpoints / "llama-tied", tmp_path, monkeypatch, clip=clip, counts=counts)
 
 
 def test_kept_outputs_that_arrive_late(checkpoints: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fuyou.engine.opening, "open_device", lambda name: LateDevice())
+    QueuedDevice().install(monkeypatch)
     check(checkpoints / "llama-tied", tmp_path, monkeypatch, counts={**SCARCE, **SCARCE_KEPT}, kept=1 << 20)
+
+
+@pytest.mark.parametrize("deaf", [Op.COMPUTE, Op.PARAMETER_UPLOAD, Op.GRADIENT_DOWNLOAD])
+def test_a_stream_that_does_not_wait_is_noticed(
+    deaf: Op, checkpoints: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    QueuedDevice(deaf=deaf).install(monkeypatch)
+    with pytest.raises((AssertionError, FinetuneError)):  # other numbers, or none that are finite
+        check(checkpoints / "llama-tied", tmp_path, monkeypatch, counts={**SCARCE, "device_blocks": 1})
+
+
+@pytest.mark.parametrize("clip", [None, 0.5])
+@pytest.mark.parametrize("blocks", [1, 2])
+def test_parameters_that_come_past_host_memory(
+    blocks: int, clip: float | None, checkpoints: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device, seen = QueuedDevice(), []
+    device.install(monkeypatch)
+    device.install_kvikio(monkeypatch)
+    read = DataPlane._parameter_read_device
+    monkeypatch.setattr(DataPlane, "_parameter_read_device", lambda plane, task: seen.append(task) or read(plane, task))
+    counts = {**SCARCE, "device_blocks": blocks, "host_blocks": 1}
+    check(checkpoints / "llama-tied", tmp_path, monkeypatch, clip=clip, counts=counts)
+    assert len(seen) >= (STEPS if clip is None else 1)  # what is clipped is updated in the forward pass, on the host
+
+
+def test_a_read_that_does_not_wait_for_the_device_is_noticed(
+    checkpoints: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = QueuedDevice(deaf=Op.PARAMETER_READ_DEVICE)
+    device.install(monkeypatch)
+    device.install_kvikio(monkeypatch)
+    with pytest.raises((AssertionError, FinetuneError)):
+        check(
+            checkpoints / "llama-tied", tmp_path, monkeypatch, counts={**SCARCE, "device_blocks": 1, "host_blocks": 1}
+        )
+
+
+def test_nothing_on_the_host_reads_device_memory() -> None:
+    device = QueuedDevice()
+    memory, (end, pipe) = device.allocate(4096).numpy(), os.pipe()
+    try:
+        with pytest.raises(OSError, match="Bad address"):
+            os.write(pipe, memory)
+        with device.opened():
+            assert os.write(pipe, memory) == 4096
+    finally:
+        os.close(end)
+        os.close(pipe)
+        device.release()
 
 
 @pytest.fixture

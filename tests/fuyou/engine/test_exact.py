@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, RoFormerConfig
 
+from common.errors import UserError
 from fuyou.schedule.memory_planner import MemoryPlanner
 from tests.helpers.engines import (
     ONE_OF_EACH,
@@ -180,6 +181,25 @@ def test_resume_in_the_middle(options: dict, checkpoints: Path, tmp_path: Path) 
         losses += train(trained, feed[3:])
         assert losses == expected
         compare(trained, twin)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("optimizer", ["adamw8bit", "lion"])
+def test_other_optimizers(optimizer: str, dtype: str, checkpoints: Path, tmp_path: Path) -> None:
+    """Two steps, a resume, and two more equal the twin's four, bit for bit; another optimizer cannot go on."""
+    feed = batches(4, packed=True)
+    twin = Twin(str(checkpoints / "gpt2"), bf16=dtype == "bf16", max_grad_norm=None, optimizer=optimizer, **OPTIONS)
+    expected, losses = [twin.step(batch, 4) for batch in feed], []
+    drives = directories(tmp_path, 2)
+    for first in (0, 2):
+        options = {"micro_batch": 4, "optimizer": optimizer, "resume": first > 0}
+        with engine(checkpoints / "gpt2", drives, dtype, **options) as trained:
+            losses += train(trained, feed[first : first + 2])
+            if first:
+                compare(trained, twin)
+    assert losses == expected
+    with pytest.raises(UserError, match=f"another optimizer .{optimizer}, now adamw"):
+        engine(checkpoints / "gpt2", drives, dtype, micro_batch=4, resume=True)
 
 
 def test_resume_with_moments_in_bf16(checkpoints: Path, tmp_path: Path) -> None:

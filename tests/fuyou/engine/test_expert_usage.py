@@ -1,6 +1,5 @@
 """The use of experts, counted while the model streams, is that of the model in memory."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -9,7 +8,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from common.errors import UserError
 from common.models.adapters.options import AdapterOptions
-from fuyou.engine.expert_usage import EXPERTS_FILE, choose_and_note_experts, profile_experts
+from fuyou.engine.expert_usage import profile_experts
 from tests.helpers.engines import batches, directories
 from tests.helpers.engines import engine as plain_engine
 from tests.helpers.models.mixtures import MIXTURES, mixture_config, save_mixtures
@@ -88,7 +87,6 @@ def test_is_that_of_the_model_in_memory(
     with plain_engine(checkpoints / family, ssd, "fp32", micro_batch=micro) as engine:
         before = engine.eval_loss(**feed[0])
         usage = profile_experts(engine, feed)
-        choice = choose_and_note_experts(engine, usage, 0.5)
         assert engine.eval_loss(**feed[0]) == before
     expected = by_hand(AutoModelForCausalLM.from_pretrained(checkpoints / family, dtype=torch.float32), feed)
     assert usage.layers.keys() == expected.keys()
@@ -97,18 +95,13 @@ def test_is_that_of_the_model_in_memory(
         torch.testing.assert_close(torch.tensor(usage.layers[name].gates, dtype=torch.float64), gates)
     counted = sum(int(batch.get("attention_mask", torch.ones(4, 32)).sum()) for batch in feed)
     assert all(sum(layer.tokens) == 2 * counted for layer in usage.layers.values())
-    (file,) = ssd[0].rglob(EXPERTS_FILE)
-    written = json.loads(file.read_text())
-    assert written == json.loads(json.dumps(choice.to_dict())) and written["fraction"] == 0.5
-    assert sum(map(len, choice.experts.values())) == sum(len(layer.tokens) for layer in usage.layers.values()) // 2
 
 
 def test_in_a_run_with_adapters_that_goes_on(checkpoints: Path, tmp_path: Path) -> None:
-    """Names are those without adapters; the run is none the worse for the file beside it."""
+    """Names are those without adapters."""
     ssd, feed, model = directories(tmp_path, 1), batches(2, packed=True), checkpoints / "qwen3_moe"
     with plain_engine(model, ssd, adapters=AdapterOptions(4), micro_batch=2) as engine:
         usage = profile_experts(engine, feed)
-        choose_and_note_experts(engine, usage, 0.25, "tokens")
         engine(**feed[0]).loss.backward()
         engine.step()
         after = profile_experts(engine, feed)
@@ -119,11 +112,11 @@ def test_in_a_run_with_adapters_that_goes_on(checkpoints: Path, tmp_path: Path) 
 
 
 def test_what_cannot_be_counted(checkpoints: Path, tmp_path: Path) -> None:
-    with plain_engine(checkpoints / "mixtral", directories(tmp_path, 1)) as engine:
-        with pytest.raises(UserError, match="no batches"):
-            profile_experts(engine, [])
-        with pytest.raises(UserError, match="more than 0"):
-            choose_and_note_experts(engine, profile_experts(engine, batches(1, packed=False)), 0.0)
+    with (
+        plain_engine(checkpoints / "mixtral", directories(tmp_path, 1)) as engine,
+        pytest.raises(UserError, match="no batches"),
+    ):
+        profile_experts(engine, [])
     drive = tmp_path / "other"
     drive.mkdir()
     device = "emulated:tflops=1,memory=4GiB,link=10GB/s"

@@ -1,17 +1,20 @@
 """Blocks in pieces: bit for bit the model in memory, whatever is trained, however a block is cut."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+from transformers import AutoConfig, AutoModelForCausalLM, Qwen3MoeConfig
 
 import fuyou
 from common.errors import UserError
+from common.models.adapters.options import AdapterOptions
 from tests.helpers.adapters import DTYPES, InMemory, train
 from tests.helpers.adapters import compare as compare_adapters
 from tests.helpers.engines import OPTIONS, ROWS, batches, compare, directories, engine
+from tests.helpers.evicted import evicted_is_nan
 from tests.helpers.models.mixtures import mixture_configs
 from tests.helpers.twin import Twin, tiny_configs
 
@@ -46,17 +49,18 @@ def pieces(trained: fuyou.Engine) -> int:
     ],
 )
 def test_full_fine_tuning(family: str, dtype: str, micro: int, size: str, checkpoints: Path, tmp_path: Path) -> None:
-    """Clipped steps of packed rows; evicted pieces are overwritten by those that come after them."""
+    """Clipped steps of packed rows; what has been evicted from the device is NaN."""
     model, feed = checkpoints / family, batches(3, packed=family not in mixture_configs())
     twin = Twin(str(model), bf16=dtype == "bf16", max_grad_norm=0.5, **OPTIONS)
     options = {"micro_batch": micro, "max_grad_norm": 0.5, "piece_size": size}
-    with engine(model, directories(tmp_path, 2), dtype, **options) as trained:
+    with engine(model, directories(tmp_path, 2), dtype, **options) as trained, evicted_is_nan(trained) as evicted:
         assert pieces(trained) > 2
         for batch in feed:
             out = trained(**batch)
             out.loss.backward()
             trained.step()
             assert out.loss.item() == twin.step(batch, micro)
+        assert len(evicted) > 3 * pieces(trained)
         compare(trained, twin)
         assert trained.io_bytes() == trained.planned_io_bytes()
 
@@ -88,7 +92,7 @@ def test_adapters_beside_frozen_pieces(family: str, dtype: str, micro: int, chec
     torch.manual_seed(0)
     twin = InMemory(get_peft_model(real, adapters()), 0.2)
     options = {"adapters": adapters(), "micro_batch": micro, "max_grad_norm": 0.2, "piece_size": "12KiB"}
-    with engine(model, directories(tmp_path, 1), dtype, **options) as trained:
+    with engine(model, directories(tmp_path, 1), dtype, **options) as trained, evicted_is_nan(trained):
         assert pieces(trained) > 2
         train(trained, twin, batches(3, packed=family not in mixture_configs()), micro)
         compare_adapters(trained, twin.model.get_base_model())
@@ -96,8 +100,8 @@ def test_adapters_beside_frozen_pieces(family: str, dtype: str, micro: int, chec
 
 
 def test_resume_keeps_the_pieces_and_every_bit(checkpoints: Path, tmp_path: Path) -> None:
-    """Three steps, a resume with another size, which does not count, two more; then export and evaluation."""
-    model, ssd, feed = checkpoints / "qwen3-moe", directories(tmp_path, 2), batches(5, packed=True)
+    """Three steps; a resume with another size, which does not count, on another drive; two more; then export."""
+    model, (*ssd, other), feed = checkpoints / "qwen3-moe", directories(tmp_path, 3), batches(5, packed=True)
     twin = Twin(str(model), bf16=True, max_grad_norm=0.5, **OPTIONS)
     options = {"micro_batch": 2, "max_grad_norm": 0.5}
 
@@ -111,7 +115,7 @@ def test_resume_keeps_the_pieces_and_every_bit(checkpoints: Path, tmp_path: Path
     with engine(model, ssd, piece_size="12KiB", **options) as trained:
         count = pieces(trained)
         steps(trained, feed[:3])
-    with engine(model, ssd, resume=True, piece_size="40KiB", **options) as trained:
+    with engine(model, [other], leave_ssd=ssd, resume=True, piece_size="40KiB", **options) as trained:
         assert pieces(trained) == count and trained.step_count == 3
         steps(trained, feed[3:])
         compare(trained, twin)
@@ -138,6 +142,30 @@ def test_blocks_are_cut_where_they_do_not_fit(tmp_path: Path) -> None:
             cut.step()
 
 
-def test_what_cannot_be_cut_is_refused(checkpoints: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="piece_size"):
-        engine(checkpoints / "llama", directories(tmp_path, 1), piece_size=0)
+@pytest.mark.parametrize(
+    ("options", "experts", "message"),
+    [
+        ({"piece_size": 0}, None, "piece_size"),
+        (
+            {"piece_size": "8KiB", "reference": True, "token_outputs": 1, "adapters": AdapterOptions(4)},
+            None,
+            "no reference passes yet: give more memory",
+        ),
+        ({"piece_size": "8KiB", "reference": True, "token_outputs": 1}, None, "this run trains the weights themselves"),
+        (
+            {"piece_size": "8KiB", "trainable": ["*.experts.*"]},
+            None,
+            "are trained beside frozen parameters of their block",
+        ),
+        ({"piece_size": "8KiB"}, "batched_mm", "'batched_mm', which cannot be cut in pieces"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_anything_is_written(
+    options: dict[str, Any], experts: str | None, message: str, checkpoints: Path, tmp_path: Path
+) -> None:
+    """What else a block may do that cannot be cut: tests/fuyou/pieces/test_division.py."""
+    config = AutoConfig.from_pretrained(checkpoints / "qwen3-moe")
+    config._experts_implementation = experts
+    with pytest.raises(UserError, match=message):
+        engine(config, directories(tmp_path, 1), **options)
+    assert not list((tmp_path / "ssd0").iterdir())

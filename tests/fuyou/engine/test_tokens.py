@@ -1,8 +1,8 @@
 """Losses made of log-probabilities out of core equal the same losses of whole logits in memory."""
 
 import math
-import warnings
-from collections.abc import Iterator
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -18,17 +18,15 @@ from common.units import parse_bytes
 from fuyou import NonFiniteLoss
 from tests.helpers.adapters import DTYPES, compare
 from tests.helpers.engines import batches, directories, engine, train
-from tests.helpers.own_loss import OwnLossInMemory, dpo, pairs
+from tests.helpers.own_loss import Loss, OwnLossInMemory, dpo, kto, pairs
 from tests.helpers.twin import tiny_configs
+
+ROOT = Path(__file__).resolve().parents[3]
 
 ROUTED = "mixtral, router loss on"
 
 
-@pytest.fixture(autouse=True)
-def _quiet() -> Iterator[None]:
-    with warnings.catch_warnings():  # peft says that it sets fan_in_fan_out for GPT-2
-        warnings.simplefilter("ignore")
-        yield
+pytestmark = pytest.mark.filterwarnings("ignore")  # peft says that it sets fan_in_fan_out for GPT-2
 
 
 @pytest.fixture(scope="module")
@@ -108,17 +106,18 @@ def test_cross_entropy_is_the_engines_own(
 
 
 @pytest.mark.parametrize(
-    ("family", "dtype", "micro", "clip"),
+    ("loss_of", "family", "dtype", "micro", "clip"),
     [
-        ("llama", "fp32", 4, None),
-        ("llama", "bf16", 1, 0.1),
-        ("llama-tied", "fp32", 3, None),
-        ("gpt2", "bf16", 3, None),
-        ("gpt2", "fp32", 1, 0.1),
+        (dpo, "llama", "fp32", 4, None),
+        (dpo, "llama", "bf16", 1, 0.1),
+        (dpo, "llama-tied", "fp32", 3, None),
+        (dpo, "gpt2", "bf16", 3, None),
+        (kto, "llama", "bf16", 3, None),
+        (kto, "gpt2", "fp32", 1, 0.1),
     ],
 )
-def test_dpo_with_adapters(
-    family: str, dtype: str, micro: int, clip: float | None, checkpoints: Path, tmp_path: Path
+def test_preferences_with_adapters(
+    loss_of: Loss, family: str, dtype: str, micro: int, clip: float | None, checkpoints: Path, tmp_path: Path
 ) -> None:
     """The reference is the model without adapters, and reads nothing that training does not read anyway."""
     twin = in_memory(checkpoints / family, dtype, clip)
@@ -133,10 +132,10 @@ def test_dpo_with_adapters(
                 assert out.loss.item() == twin.step(batch, micro)
                 continue
             out = trained.tokens(**batch, reference=True)
-            loss = dpo({"log_probs": out.log_probs}, out.reference.log_probs)
+            loss = loss_of({"log_probs": out.log_probs}, out.reference.log_probs)
             trained.backward(loss)
             report = trained.step()
-            assert loss.item() == twin.loss_step(batch, micro, dpo, reference=True)
+            assert loss.item() == twin.loss_step(batch, micro, loss_of, reference=True)
             assert report.loss == loss.item()
             assert math.isclose(report.grad_norm, twin.grad_norm, rel_tol=1e-12)
             read.append(report.planned_read_bytes)
@@ -160,7 +159,7 @@ def test_reference_is_what_the_model_gives_without_adapters(dtype: str, checkpoi
             trained.step()
             twin.step(batch, 3)
         expected = twin.reference(batch, 3)
-        outputs = ("log_probs", "entropy", "mean_log_probs", "log_z", "is_top1")
+        outputs = ("log_probs", "entropy", "mean_log_probs", "log_z", "log_sum_sq_probs", "is_top1")
         with torch.no_grad():
             both = trained.tokens(**batch, outputs=outputs, reference=True)
             with trained.disable_adapters():
@@ -325,14 +324,21 @@ def test_a_loss_that_is_not_finite(said: bool, checkpoints: Path, tmp_path: Path
 
 @pytest.mark.real_start  # a forked process has less memory of its own
 def test_memory_and_bytes_with_a_large_vocabulary_and_a_reference(tmp_path: Path) -> None:
-    """Logits of one batch alone would be 630 MB, twice."""
+    """In a process of its own, and not a forked one: pages that are there already would count when they are used."""
+    code = f"from {__name__} import train_with_a_large_vocabulary as train; train({str(tmp_path)!r})"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, stderr=subprocess.PIPE, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+
+
+def train_with_a_large_vocabulary(folder: str) -> None:
+    """Two steps within budget; logits of one batch alone would be 630 MB, twice."""
     config = LlamaConfig(
         vocab_size=150_000, hidden_size=64, intermediate_size=128, num_hidden_layers=6, num_attention_heads=4
     )
     budget, rows, length = "560MiB", 8, 128
     with fuyou.Engine(
         config,
-        ssd=[tmp_path],
+        ssd=[folder],
         host_memory=budget,
         host_cache=0,
         batch_shape=(rows, length),

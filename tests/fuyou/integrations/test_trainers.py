@@ -1,17 +1,16 @@
 """Stock trainers on the engine's facade train what they train in memory."""
 
-import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
 import torch
+import trl
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
     AutoTokenizer,
     LlamaConfig,
     PreTrainedModel,
@@ -19,34 +18,23 @@ from transformers import (
     TrainerCallback,
     TrainingArguments,
 )
+from trl.trainer.callbacks import SyncRefModelCallback
 
 import fuyou
-from common.data.demo_text import train_demo_tokenizer
 from common.errors import UserError
 from fuyou.integrations import EngineOptimizer, as_model, as_reference
+from tests.helpers.models.small_checkpoints import SIZES, small_checkpoint
 
-SIZES = {
-    "vocab_size": 384, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2,
-    "num_key_value_heads": 2, "max_position_embeddings": 64, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
-}  # fmt: skip
 STEPS, LR = 4, 1e-3
 
 
-@pytest.fixture(autouse=True)
-def _quiet() -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
+pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("checkpoints")
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(LlamaConfig(**SIZES)).save_pretrained(root / "lm")
-    train_demo_tokenizer(384, root / "lm")
-    AutoModelForSequenceClassification.from_config(LlamaConfig(**SIZES, num_labels=1)).save_pretrained(root / "reward")
-    train_demo_tokenizer(384, root / "reward")
+    small_checkpoint(root / "lm")
     return root
 
 
@@ -80,8 +68,10 @@ def same(streamed: Trainer, memory: Trainer, trained: fuyou.Engine, model: nn.Mo
     """Both have logged the same, and their weights are equal."""
     for mine, theirs in zip(figures(streamed), figures(memory), strict=True):
         assert mine.keys() == theirs.keys()
-        for name, value in mine.items():
-            assert value == pytest.approx(theirs[name], rel=1e-4, abs=2e-6), name
+        # Before the first step the policy is the reference: rounding alone says which answer has the greater reward.
+        tie = {"rewards/accuracies"} if abs(theirs.get("rewards/margins", 1.0)) < 2e-6 else set()
+        for name in mine.keys() - tie:
+            assert mine[name] == pytest.approx(theirs[name], rel=1e-4, abs=2e-6), name
     expected = dict(model.named_parameters())
     for name, value in trained.named_parameters():
         torch.testing.assert_close(value, expected[name].data, rtol=1e-5, atol=5e-6)
@@ -136,8 +126,6 @@ def test_trainer_of_transformers(checkpoints: Path, tmp_path: Path) -> None:
         streamed.train()
         same(streamed, memory, trained, model)
         streamed.save_model(str(tmp_path / "saved"))
-        with pytest.raises(UserError, match="let a server generate"):
-            facade.generate(torch.ones(1, 3, dtype=torch.int64))
         with pytest.raises(UserError, match="this call has no labels"):
             facade(input_ids=torch.ones(1, 3, dtype=torch.int64))
     saved = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype=torch.float32)
@@ -172,7 +160,7 @@ def test_a_trainer_goes_on_from_its_checkpoint(checkpoints: Path, tmp_path: Path
 
 def test_what_a_trainer_cannot_do_is_said(checkpoints: Path, tmp_path: Path) -> None:
     with engine(checkpoints / "lm", tmp_path / "ssd", max_grad_norm=None) as trained:
-        model = as_model(trained)
+        model, ids = as_model(trained), torch.ones(1, 3, dtype=torch.int64)
         with pytest.raises(UserError, match="this run trains the weights themselves"):
             as_reference(trained)
         with pytest.raises(UserError, match="takes what as_model"):
@@ -186,7 +174,11 @@ def test_what_a_trainer_cannot_do_is_said(checkpoints: Path, tmp_path: Path) -> 
             with pytest.raises(UserError, match=message):
                 trainer.train()
             if trained.in_step:
+                with torch.no_grad(), pytest.raises(UserError, match="set gradient_accumulation_steps to 1"):
+                    model(input_ids=ids, labels=ids)
                 trained.step()
+        with torch.no_grad(), pytest.raises(UserError, match='with router_loss="on"'):
+            model(input_ids=ids, labels=ids, output_router_logits=True, fused_lm_head=True)
 
 
 def test_a_plain_loop_with_accelerate(checkpoints: Path, tmp_path: Path) -> None:
@@ -222,7 +214,6 @@ def test_a_plain_loop_with_accelerate(checkpoints: Path, tmp_path: Path) -> None
 
 
 def records(kind: str) -> Any:
-    datasets = pytest.importorskip("datasets")
     rows = [
         {"prompt": f"{i} plus {i} is", "chosen": f" surely {2 * i}.", "rejected": f" maybe {i * i + 1}, no."}
         for i in range(16)
@@ -233,7 +224,6 @@ def records(kind: str) -> Any:
 
 
 def test_sft_trainer_of_trl(checkpoints: Path, tmp_path: Path) -> None:
-    trl = pytest.importorskip("trl")
     tokenizer = AutoTokenizer.from_pretrained(checkpoints / "lm")
 
     def trainer(model: PreTrainedModel, optimizer: torch.optim.Optimizer, folder: Path) -> Any:
@@ -253,14 +243,12 @@ def test_sft_trainer_of_trl(checkpoints: Path, tmp_path: Path) -> None:
         same(streamed, memory, trained, model)
 
 
-@pytest.mark.parametrize("precomputed", [False, True])
-def test_dpo_trainer_of_trl(precomputed: bool, checkpoints: Path, tmp_path: Path) -> None:
-    """The reference is the model without its adapters, in the pass of the policy, or before training."""
-    trl = pytest.importorskip("trl")
+def test_dpo_trainer_of_trl(checkpoints: Path, tmp_path: Path) -> None:
+    """The reference is the model without its adapters, before training."""
     tokenizer = AutoTokenizer.from_pretrained(checkpoints / "lm")
 
     def trainer(model: nn.Module, reference: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> Any:
-        args = arguments(trl.DPOConfig, folder, beta=0.3, max_length=32, precompute_ref_log_probs=precomputed)
+        args = arguments(trl.DPOConfig, folder, beta=0.3, max_length=32, precompute_ref_log_probs=True)
         return trl.DPOTrainer(
             model, reference, args, train_dataset=records("dpo"), processing_class=tokenizer,
             optimizers=(optimizer, None),
@@ -274,27 +262,12 @@ def test_dpo_trainer_of_trl(precomputed: bool, checkpoints: Path, tmp_path: Path
     memory.train()
     with engine(checkpoints / "lm", tmp_path / "ssd", adapters=adapters(), micro_batch=3) as trained:
         facade = as_model(trained)
-        streamed = trainer(facade, as_reference(trained), EngineOptimizer(facade), tmp_path / "streamed")
+        fixed = as_reference(trained)
+        streamed = trainer(facade, fixed, EngineOptimizer(facade), tmp_path / "streamed")
         streamed.train()
         same(streamed, memory, trained, adapted)
         assert any("rewards/margins" in line for line in figures(streamed))
-
-
-def test_reward_trainer_of_trl(checkpoints: Path, tmp_path: Path) -> None:
-    trl = pytest.importorskip("trl")
-    tokenizer = AutoTokenizer.from_pretrained(checkpoints / "reward")
-
-    def trainer(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> Any:
-        args = arguments(trl.RewardConfig, folder, max_length=32)
-        return trl.RewardTrainer(
-            model, args, train_dataset=records("dpo"), processing_class=tokenizer, optimizers=(optimizer, None)
-        )
-
-    model = AutoModelForSequenceClassification.from_pretrained(checkpoints / "reward", dtype=torch.float32)
-    memory = trainer(model, adamw(model), tmp_path / "memory")
-    memory.train()
-    with engine(checkpoints / "reward", tmp_path / "ssd", micro_batch=3) as trained:
-        facade = as_model(trained)
-        streamed = trainer(facade, EngineOptimizer(facade), tmp_path / "streamed")
-        streamed.train()
-        same(streamed, memory, trained, model)
+        SyncRefModelCallback._sync_target_model(facade, fixed, 0.6)  # as with sync_ref_model
+        ids = torch.ones(1, 3, dtype=torch.int64)
+        with torch.no_grad(), pytest.raises(UserError, match="leave sync_ref_model out"):
+            fixed(input_ids=ids, labels=ids)

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 from common.errors import UserError
 from common.memory.buffers import PAGE
 from common.models.adapters.options import AdapterOptions
+from fuyou.layout import frozen_weights
 from fuyou.layout.frozen_weights import ROW_ELEMENTS, FrozenDtype
 from tests.helpers.adapters import InMemory, compare, train
 from tests.helpers.engines import batches, directories
@@ -36,6 +37,21 @@ def test_there_and_back(kept: FrozenDtype) -> None:
     assert torch.equal(back[matrices:], flat[matrices:]) and not back[100:400].any()
     difference = (back.double() - flat.double()).square().mean().sqrt() / flat.double().square().mean().sqrt()
     assert error * 0.7 <= float(difference) <= error
+
+
+@pytest.mark.parametrize("kept", COSTS)
+def test_rows_decoded_together_are_the_same(kept: FrozenDtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on an accelerator: several whole rows at once, then the last one, which is shorter."""
+    monkeypatch.setattr(frozen_weights, "ROW_ELEMENTS", 4096)
+    matrices = 5 * 4096 + 2048
+    flat = torch.randn(matrices + 2048, generator=torch.Generator().manual_seed(0)).bfloat16()
+    payload = torch.empty(kept.used_nbytes(matrices, 2048, flat.dtype) + PAGE, dtype=torch.uint8)
+    kept.encode(flat, matrices, payload)
+    one_by_one, together = torch.zeros_like(flat), torch.zeros_like(flat)
+    kept.decode(payload, matrices, one_by_one)
+    monkeypatch.setattr(frozen_weights, "_rows_at_once", lambda device: 2)
+    kept.decode(payload, matrices, together)
+    assert torch.equal(one_by_one, together) and together.any()
 
 
 @pytest.mark.parametrize(("family", "name", "dtype"), [("llama", "int8", "bf16"), ("gpt2", "nf4", "fp32")])

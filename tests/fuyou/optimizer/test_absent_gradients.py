@@ -14,9 +14,11 @@ from fuyou.checkpoint.state import TrainingState
 from fuyou.layout.record import Kind, Precision, Record
 from fuyou.layout.record_parts import Chunk
 from fuyou.layout.share import Share
-from fuyou.optimizer import adam
+from fuyou.optimizer import chunk_update
 from fuyou.optimizer.absent_gradients import MissedUpdates, OwnedParameters, mark_absent
-from fuyou.optimizer.adam import AdamConfig, AdamStates, ChunkAdam, Update, UpdateRange
+from fuyou.optimizer.adam import AdamConfig, Update, UpdateRange
+from fuyou.optimizer.chunk_update import ChunkOptimizer
+from fuyou.optimizer.moments import OptimizerStates
 from tests.helpers.engines import OPTIONS, compare, directories, engine
 from tests.helpers.models.routed import RoutedConfig
 from tests.helpers.twin import Twin
@@ -93,7 +95,7 @@ def test_counts() -> None:
 @pytest.mark.parametrize("count", [128, 1152, 5248])
 def test_equals_torch_adamw_where_some_gradients_are_none(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three parameters, of which the second has a gradient, then none, then one again, and the third never has one."""
-    monkeypatch.setattr(adam, "PASS_ELEMENTS", 1024)
+    monkeypatch.setattr(chunk_update, "PASS_ELEMENTS", 1024)
     config = AdamConfig(lr=1e-2, betas=(0.8, 0.95), eps=1e-6, weight_decay=0.1)
     parameters = [torch.nn.Parameter(torch.randn(count)) for _ in range(3)]
     master = torch.cat([parameter.detach() for parameter in parameters])
@@ -106,8 +108,8 @@ def test_equals_torch_adamw_where_some_gradients_are_none(count: int, monkeypatc
             parameter.grad = gradient[index * count :][:count].clone() if index in there else None
         torch_adam.step()
         runs = [UpdateRange(index * count, (index + 1) * count, missed[index]) for index in there]
-        states = AdamStates(master, None, mean, variance)
-        ChunkAdam().update(states, gradient, Update(step, config), decay=True, runs=runs)
+        states = OptimizerStates(master, None, (mean, variance))
+        ChunkOptimizer().update(states, gradient, Update(step, config), decay=True, runs=runs)
         missed = [known + (index not in there) for index, known in enumerate(missed)]
         assert torch.equal(master, torch.cat([parameter.detach() for parameter in parameters])), step
 

@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from fuyou.optimizer import adam as adam_module
-from fuyou.optimizer.adam import AdamStates, ChunkAdam, Update, stochastic_round
+from fuyou.optimizer import chunk_update
+from fuyou.optimizer.adam import Update
+from fuyou.optimizer.chunk_update import ChunkOptimizer
+from fuyou.optimizer.moments import OptimizerStates, stochastic_round
 from tests.helpers.adam import CONFIG, SplitRange, moments_after, randn
 
 #: Multiples of 128 elements, as in records: around the size of a pass, which is made small here.
@@ -19,7 +21,7 @@ SIZES = [128, 384, 1024, 1152, 2048, 5248]
 
 @pytest.fixture(autouse=True)
 def small_passes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(adam_module, "PASS_ELEMENTS", 1024)
+    monkeypatch.setattr(chunk_update, "PASS_ELEMENTS", 1024)
 
 
 def twin_step(
@@ -64,11 +66,11 @@ def test_fp32_is_updated_in_place(count: int, scale: float) -> None:
     master, mean, variance = randn(count, 2), torch.zeros(count), torch.zeros(count)
     ours = [tensor.clone() for tensor in (master, mean, variance)]
     places = [tensor.data_ptr() for tensor in ours]
-    adam = ChunkAdam()
+    adam = ChunkOptimizer()
     for step in range(1, 4):
         update, gradient = Update(step, CONFIG, gradient_scale=scale), randn(count, 20 + step)
         kept = gradient.clone()
-        adam.update(AdamStates(ours[0], None, ours[1], ours[2]), gradient, update, decay=True)
+        adam.update(OptimizerStates(ours[0], None, (ours[1], ours[2])), gradient, update, decay=True)
         twin_step(master, mean, variance, gradient * scale, update, True)
         assert torch.equal(gradient, kept)
     for mine, theirs in zip(ours, (master, mean, variance), strict=True):
@@ -121,7 +123,7 @@ def test_views_into_larger_buffers_leave_the_rest_alone() -> None:
     part = slice(1024, 1024 + 1280)
     alone = SplitRange(whole.master[part])
     gradient, update = randn(4096, 50).bfloat16(), Update(1, CONFIG)
-    ChunkAdam().update(whole.states.part(part), gradient[part], update, decay=True)
+    ChunkOptimizer().update(whole.states.part(part), gradient[part], update, decay=True)
     alone.step(gradient[part], update)
     assert torch.equal(whole.master[part], alone.master)
     outside = torch.ones(4096, dtype=torch.bool)
@@ -132,7 +134,7 @@ def test_views_into_larger_buffers_leave_the_rest_alone() -> None:
 
 @pytest.mark.parametrize("moments", [torch.float32, torch.bfloat16])
 def test_one_chunk_adam_serves_many_ranges_and_sizes(moments: torch.dtype) -> None:
-    adam = ChunkAdam()
+    adam = ChunkOptimizer()
     for count in [5248, 128, 2048, 1152]:
         shared, fresh = SplitRange(randn(count, count), moments), SplitRange(randn(count, count), moments)
         gradient = randn(count, 60).bfloat16()
@@ -171,7 +173,7 @@ def test_results_do_not_depend_on_threads_or_pass_size(moments: torch.dtype, mon
     try:
         for elements, number in ((128, 1), (1024, 3), (1 << 15, 1), (1 << 16, 2)):
             torch.set_num_threads(number)
-            monkeypatch.setattr(adam_module, "PASS_ELEMENTS", elements)
+            monkeypatch.setattr(chunk_update, "PASS_ELEMENTS", elements)
             ours = SplitRange(randn(count, 9), moments)
             for step in (1, 2):
                 ours.step(randn(count, 90 + step).bfloat16(), Update(step, CONFIG, gradient_scale=0.7), stream=3)
@@ -296,7 +298,8 @@ def test_the_stream_of_random_numbers_is_the_same_in_every_process() -> None:
     ours = moments_after(Update(3, CONFIG, seed=5), stream=9)
     digest = hashlib.sha256(ours.mean.view(torch.int16).numpy().tobytes()).hexdigest()
     program = (
-        "import hashlib, torch; torch.set_num_threads(2); from fuyou.optimizer import adam; adam.PASS_ELEMENTS = 1024\n"
+        "import hashlib, torch; torch.set_num_threads(2)\n"
+        "from fuyou.optimizer import chunk_update; chunk_update.PASS_ELEMENTS = 1024\n"
         "from tests.helpers.adam import CONFIG, Update, moments_after\n"
         "ours = moments_after(Update(3, CONFIG, seed=5), stream=9)\n"
         "print(hashlib.sha256(ours.mean.view(torch.int16).numpy().tobytes()).hexdigest())"

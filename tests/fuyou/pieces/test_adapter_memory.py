@@ -6,8 +6,8 @@ from peft import LoraConfig
 
 from common.models.adapters.memory import adapter_memory
 from fuyou.pieces.cut import largest_share
+from fuyou.pieces.live_bytes import LiveBytes
 from fuyou.pieces.run import PieceRun
-from tests.helpers.allocated import Allocated
 from tests.helpers.models.piece_models import PieceModel
 from tests.helpers.models.small_models import small_config
 from tests.helpers.piece_driver import PieceDriver
@@ -27,7 +27,7 @@ def passed(model: PieceModel, backward: bool) -> tuple[int, PieceDriver]:
     }
 
     def work() -> int:
-        with Allocated() as seen:
+        with LiveBytes() as seen:
             output = model.stack.block(0, hidden, given.calls[0])
             if backward:
                 given.calls[0].backward(output, given.gradients[0])

@@ -10,11 +10,17 @@ from common.errors import UserError
 from tests.helpers.models.piece_models import PieceModel
 from tests.helpers.models.small_models import small_config
 from tests.helpers.piece_driver import OrdinaryBlock, PieceDriver
+from tests.helpers.rounding import ALIGNED_ALIKE
 
 FAMILIES = ("llama", "gpt2", "qwen3_moe", "deepseek_v3", "gpt_oss", "mixtral")
 TARGETS = {
     "gpt2": ["c_attn"], "deepseek_v3": ["q_a_proj", "kv_b_proj", "o_proj"],
 }  # fmt: skip
+
+
+def close(found: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Return whether they differ by what one rounding to bf16 makes of the largest, at most."""
+    return bool((found - expected).abs().max() <= 1e-3 * expected.abs().max())
 
 
 def compare(model: PieceModel, layer: int, rows: list[int], *, micro_major: bool = False, **inputs) -> PieceDriver:
@@ -45,7 +51,8 @@ def compare(model: PieceModel, layer: int, rows: list[int], *, micro_major: bool
             found = whole.get(name)
         assert (found is None) == (leaf.grad is None), name
         if found is not None:
-            assert torch.equal(found, leaf.grad), name
+            same = ALIGNED_ALIKE or ".experts." not in name
+            assert torch.equal(found, leaf.grad) or (not same and close(found, leaf.grad)), name
     assert len(driver.pieces) > 1  # few where a whole module is called once for each document
     return driver
 

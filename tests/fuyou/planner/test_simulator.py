@@ -47,6 +47,17 @@ def test_one_slow_resource_is_the_step(slow: dict[str, float], resource: Resourc
     assert simulation.step_seconds() == pytest.approx(work(lists, rates)[resource], rel=0.02)
 
 
+@pytest.mark.parametrize("slow", ["read_bytes_per_second", "upload_bytes_per_second"])
+def test_what_goes_past_host_memory_keeps_drives_and_link_busy(slow: str) -> None:
+    simulation, lists = run(replace(FAST, **{slow: 1e6}), direct_reads=True)
+    tasks = lists[-1].tasks
+    past = sum(task.nbytes for task in tasks if task.op is Op.PARAMETER_READ_DEVICE)
+    uploaded = past + sum(task.nbytes for task in tasks if task.op.resource is Resource.HOST_TO_DEVICE)
+    assert past > 0
+    expected = uploaded if slow == "upload_bytes_per_second" else lists[-1].ssd_read_bytes()
+    assert simulation.step_seconds() == pytest.approx(expected / 1e6, rel=0.02)
+
+
 def test_two_resources_overlap_but_no_step_beats_its_largest_bound() -> None:
     shape = step_shape(LAYERS, False, BF16)
     elements = sum(record.numel for record in shape.records)

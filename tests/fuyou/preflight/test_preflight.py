@@ -27,8 +27,8 @@ import fuyou
 from common.errors import UserError
 from common.files.result_cache import CACHE_VARIABLE
 from common.models.adapters.options import AdapterOptions
-from fuyou.preflight import preflight
-from fuyou.runtime.compute.step_computation import StepComputation
+from fuyou.preflight import claim, preflight
+from fuyou.runtime.compute.task_parameters import TaskParameters
 
 
 @pytest.fixture(autouse=True)
@@ -136,15 +136,15 @@ def test_adapters_parts_and_packed_rows_are_proven() -> None:
 
 @pytest.mark.parametrize("wanted", [1, 5, 9, 14])  # in each of the three steps
 def test_every_difference_is_seen(wanted: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    finish, seen = StepComputation._finish_gradient, []
+    finish, seen = TaskParameters.finish_gradient, []
 
-    def disturbed(self: StepComputation, task: Any) -> None:
+    def disturbed(self: TaskParameters, task: Any) -> None:
         seen.append(task)
         if len(seen) == wanted:
             self._sums[task.visit.trained].flat[:4096] += 1e-3
         finish(self, task)
 
-    monkeypatch.setattr(StepComputation, "_finish_gradient", disturbed)
+    monkeypatch.setattr(TaskParameters, "finish_gradient", disturbed)
     with pytest.raises(UserError, match=r"gradient of (lm_head|model)"):
         fuyou.prove(LlamaConfig())
 
@@ -158,7 +158,7 @@ def test_a_proof_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(ran) == 1  # the same small model
     fuyou.prove(LlamaConfig(num_key_value_heads=8))
     assert len(ran) == 2
-    monkeypatch.setattr(preflight, "_own_code", lambda: "changed")
+    monkeypatch.setattr(claim, "own_code", lambda: "changed")
     fuyou.prove(LlamaConfig())
     assert len(ran) == 3
 

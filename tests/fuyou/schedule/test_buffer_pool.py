@@ -127,6 +127,26 @@ def test_who_must_be_finished_before_a_buffer_is_overwritten() -> None:
     assert pool.slots[index].busy() == [again]
 
 
+@pytest.mark.parametrize(("spared", "least", "fetches"), [(0, 1, 36), (2, 3, 48)])
+def test_what_comes_round_after_round_waits_for_the_last_computation_if_none_is_spared(
+    spared: int, least: int, fetches: int
+) -> None:
+    objects, turn = 8, [0]
+    pool = Pool("test", 4, lambda key: turn[0] + (int(str(key)) - turn[0]) % objects, spared)
+    ages, last = [], {}  # how many computations ago a buffer was used that is given away
+    for turn[0] in range(8 * objects):
+        key = turn[0] % objects
+        index = pool.find(key)
+        if index is None:
+            index, _ = pool.take(key)
+            ages += [turn[0] - last[index]] if index in last else []
+            pool.fill(index, key, task())
+        pool.use(index, task())
+        pool.end_computation()
+        last[index] = turn[0]
+    assert (min(ages), len(ages)) == (least, fetches)
+
+
 def test_dropping_what_is_not_there_is_nothing() -> None:
     pool = Pool("test", 1, lambda key: NEVER)
     pool.drop("a")
@@ -138,12 +158,12 @@ def test_dropping_what_is_not_there_is_nothing() -> None:
 
 def test_what_came_last_stays_if_another_can_leave() -> None:
     uses = {"a": 1.0, "b": 2.0, "c": 3.0}
-    for spare, left in ((False, "b"), (True, "a")):
-        pool = Pool("test", 2, lambda key: uses[str(key)], spare)
+    for spared, left in ((0, "b"), (1, "a")):
+        pool = Pool("test", 2, lambda key: uses[str(key)], spared)
         for key in "ab":
             pool.fill(pool.take(key)[0], key, task())
         assert pool.take("c", ["c"])[1] == left
-    only = Pool("test", 1, lambda key: uses[str(key)], True)
+    only = Pool("test", 1, lambda key: uses[str(key)], spared=1)
     only.fill(only.take("a")[0], "a", task())
     assert only.take("b")[1] == "a"
 
@@ -153,7 +173,7 @@ class Uses:
 
     def __init__(self, kind: type[Pool], left: list[list[int]], count: int):
         self.left = [sorted(uses, reverse=True) for uses in left]
-        self.pool = kind("test", count, lambda key: self.left[key][-1] if self.left[key] else NEVER, True)
+        self.pool = kind("test", count, lambda key: self.left[key][-1] if self.left[key] else NEVER, spared=1)
 
     def act(self, action: str, key: int, pinned: int) -> object:
         """What the schedule does with an object; returns whom it drove out."""

@@ -1,18 +1,23 @@
 """Plans stay within their limits, and what they promise works."""
 
 import re
+from dataclasses import replace
 
 import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from transformers import GPT2Config, LlamaConfig, MixtralConfig, OPTConfig, PreTrainedConfig
+from transformers import LlamaConfig, PreTrainedConfig
 
 from common.errors import UserError
+from fuyou.layout.filling import BYTES_PER_ELEMENT, filling_bytes, whole_elements
 from fuyou.layout.model_layout import ModelLayout
 from fuyou.layout.record import PAGE_ELEMENTS, Kind, Precision
-from fuyou.schedule.memory_plan import Batch, MemoryPlan, activation_elements_per_token
+from fuyou.pieces.cut import in_pieces
+from fuyou.schedule.batch import Batch
+from fuyou.schedule.memory_plan import ADAM_SCRATCH_BYTES, MemoryPlan
 from fuyou.schedule.memory_planner import MemoryPlanner
+from tests.helpers.models.piece_models import PieceModel
 from tests.helpers.schedule_model import Machine, build, check_order
 from tests.helpers.step_shapes import BF16, step_shape
 
@@ -238,7 +243,7 @@ def test_with_plenty_everything_is_kept_near() -> None:
 
 def test_what_is_left_of_the_host_holds_parameters_and_then_states() -> None:
     shape = step_shape(5, False)
-    width, state = shape.precision.parameter_bytes, shape.precision.state_bytes
+    width, state = shape.precision.parameter_bytes, shape.precision.state_nbytes(1)
     block = shape.block_elements
     outer = [record.numel for record in shape.of_kind(Kind.NON_BLOCK)]
 
@@ -286,17 +291,20 @@ def test_batches() -> None:
     assert Batch(7, 10, 3).micro_tokens == 30
 
 
-SMALL = {"hidden_size": 16, "intermediate_size": 30, "num_attention_heads": 2, "num_key_value_heads": 2}
+def test_what_filling_a_store_reads_is_counted_where_blocks_are_in_pieces() -> None:
+    """On an accelerator nothing else is idle then but Adam's scratch; of whole blocks it is not counted."""
+    model = PieceModel("qwen3_moe")
+    cut = in_pieces(model.stack, model.opened.shape, 4096)
 
+    def host_bytes(shape: ModelLayout) -> int:
+        planner = MemoryPlanner(shape, model.opened.config, 1 << 30, 1 << 30, False, host_cache=0)
+        return planner.plan(1, 16, 1).host_bytes
 
-@pytest.mark.parametrize(
-    ("made", "expected"),
-    [
-        (LlamaConfig(**SMALL), 20 * 16 + 4 * 30),
-        (GPT2Config(n_embd=12, n_head=2), 20 * 12 + 4 * 48),
-        (OPTConfig(hidden_size=16, ffn_dim=20, num_attention_heads=2), 20 * 16 + 4 * 20),
-        (MixtralConfig(**SMALL, num_experts_per_tok=2), 20 * 16 + 4 * 60),
-    ],
-)
-def test_activations_per_token(made: PreTrainedConfig, expected: int) -> None:
-    assert activation_elements_per_token(made) == expected
+    largest = max(slot.numel for record in cut.records for slot in record.parameters)
+    assert filling_bytes(cut.records) == BYTES_PER_ELEMENT * largest < ADAM_SCRATCH_BYTES  # a single span
+    whole, more = 64 << 20, 4 * (64 << 20) + BYTES_PER_ELEMENT * largest - ADAM_SCRATCH_BYTES
+    assert host_bytes(replace(cut, read_whole=whole)) - host_bytes(cut) == more
+    assert host_bytes(replace(model.opened.shape, read_whole=whole)) == host_bytes(model.opened.shape)
+    names = {slot.names[0] for record in cut.records for slot in record.parameters if slot.experts is not None}
+    experts = sum(model.stack.model.get_parameter(name).numel() for name in names)
+    assert whole_elements(cut.records, lambda name: name not in names) == experts // len(model.stack.blocks)

@@ -18,8 +18,8 @@ from fuyou.layout.pieces import PieceOrder, Stage
 from fuyou.layout.record import Kind, Precision
 from fuyou.layout.share import ALONE, Share
 from fuyou.layout.visits import Phase
+from fuyou.schedule.batch import Batch, LossInputs
 from fuyou.schedule.buffer_pool import Pool
-from fuyou.schedule.memory_plan import Batch, LossInputs
 from fuyou.schedule.scheduler import Scheduler
 from fuyou.schedule.tasks import SSD_READS, SSD_WRITES, ComputeTask, Op, StepList, Task
 from tests.helpers.schedule_model import Machine, Program, build, check_order
@@ -44,10 +44,10 @@ def activations(layers: int, micro: int, reference: bool = False) -> int:
     return Batch(micro, 8, 1, LossInputs(1, reference)).activations(layers)
 
 
-def expected(shape: ModelLayout, kind: str, micro: int, steps: StepList) -> list[Computation]:
+def expected(shape: ModelLayout, kind: str, micro: int, steps: StepList, together: int | None) -> list[Computation]:
     """What the twin computes in such a step or evaluation."""
     reference = any(isinstance(task, ComputeTask) and task.micro >= micro for task in steps.tasks)
-    return list(computations(shape, micro, kind == "train", steps.own_loss, reference))
+    return list(computations(shape, micro, kind == "train", steps.own_loss, reference, together))
 
 
 @st.composite
@@ -107,6 +107,7 @@ def scenarios(draw: st.DrawFn) -> dict[str, Any]:
         "resident": draw(st.sampled_from([0, 0, 1, 3, 8])), "frozen": draw(st.booleans()),
         "cuts": cuts, "share": ALONE if speculate else draw(st.sampled_from(SHARES)),
         "own": draw(st.sets(st.integers(0, 4))), "reference": reference and not cuts,
+        "together": draw(st.sampled_from([None, 1, 2])), "direct_reads": draw(st.booleans()),
     }  # fmt: skip
 
 
@@ -146,17 +147,17 @@ def test_every_step_computes_and_updates_everything_once(scenario: dict[str, Any
     shape = program.shape
     trained = [(micro, steps) for kind, micro, steps in program.lists if kind == "train"]
     for micro, steps in trained:
-        assert computed(steps.tasks) == expected(shape, "train", micro, steps)
+        assert computed(steps.tasks) == expected(shape, "train", micro, steps, scenario["together"])
         assert steps.end is not None and steps.end.op is Op.STEP
         for task in steps.tasks:
             if task.op is Op.COMPUTE:
                 assert task.visit is not None
                 most = max(one.micro for one in steps.tasks if isinstance(one, ComputeTask) and one.visit == task.visit)
-                assert task.last == (task.visit.micro is not None or task.micro == most)
+                assert task.last == (task.micro == most)
                 assert (task.gradient is not None) == (task.visit.trained is not None)
     for kind, micro, steps in program.lists:
         if kind == "eval":
-            assert computed(steps.tasks) == expected(shape, "eval", micro, steps)
+            assert computed(steps.tasks) == expected(shape, "eval", micro, steps, scenario["together"])
             assert not any(task.op in (Op.UPDATE, Op.STATE_WRITE, Op.COMMIT, Op.STEP) for task in steps.tasks)
     done = [task for task in program.tasks if task.op is Op.UPDATE]
     updates = Counter((task.record, task.step) for task in done if not program.is_void(task))
@@ -361,6 +362,23 @@ def test_one_more_host_buffer_saves_one_read() -> None:
     assert reads == sorted(reads, reverse=True)
     assert reads[0] <= 12 and reads[-1] == 0
     assert all(before - after <= 2 for before, after in pairwise(reads))
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("host", [1, 3, 8])
+def test_direct_reads_leave_in_host_memory_what_it_keeps(host: int, frozen: bool) -> None:
+    """Nothing is read more often for it, and what is there anyway is not read past it."""
+    adapters = dict.fromkeys(("device_adapters", "device_adapter_gradients", "host_adapter_gradients"), 1)
+    counts, script = replace(LEAST, host_blocks=host, host_adapters=8, **adapters), [("train", 2, True)] * 4
+    usual, direct = (build(7, False, counts, script, frozen=frozen, direct_reads=way) for way in (False, True))
+    blocks = {index for block in direct.shape.blocks for index in block}
+    reads = [
+        Counter(task.op for task in program.lists[-1][2].tasks if task.op in SSD_READS and task.record in blocks)
+        for program in (usual, direct)
+    ]
+    assert not reads[0][Op.PARAMETER_READ_DEVICE]
+    assert reads[1][Op.PARAMETER_READ] + reads[1][Op.PARAMETER_READ_DEVICE] <= reads[0][Op.PARAMETER_READ]
+    assert (reads[1][Op.PARAMETER_READ_DEVICE] > 0) == (host < 7)
 
 
 def test_updates_and_reads_are_not_held_up_by_what_they_do_not_need() -> None:

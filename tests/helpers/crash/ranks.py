@@ -24,7 +24,17 @@ from common.errors import FinetuneError
 from fcdp.strategy.topology import Topology
 from tests.helpers.crash.drives import Fault, count
 from tests.helpers.crash.points import Reference, carry_on, check, clean, files_in, interrupt
-from tests.helpers.crash.runs import ROWS, SEQ_LEN, VOCABULARY, Outcome, Run, digests, execute, tiny_config
+from tests.helpers.crash.runs import (
+    ROWS,
+    SEQ_LEN,
+    VOCABULARY,
+    Outcome,
+    Run,
+    choose_experts,
+    digests,
+    execute,
+    tiny_config,
+)
 
 COLLECTIVE_SECONDS = 60
 """A rank waits so long for another one."""
@@ -116,8 +126,13 @@ def _train(run: RanksRun, node: int, say: Callable[..., None]) -> None:
     batches = RandomBatches(VOCABULARY, SEQ_LEN, ROWS, seed=5)
     # Not closed where it fails: its threads may wait for a rank that is no more, and the process ends anyway.
     engine = fuyou.Engine(
-        tiny_config(), ssd=[own], leave_ssd=[path for path in gone if path.is_dir()], topology=topology, **options
+        tiny_config("mixtures" if "train_experts" in run.options else "dense"),
+        ssd=[own],
+        leave_ssd=[path for path in gone if path.is_dir()],
+        topology=topology,
+        **options,
     )
+    choose_experts(engine, {name: value[:rows] for name, value in batches.batch(0).items()})
     while engine.step_count < run.steps:
         batch = batches.batch(engine.step_count)
         part = {name: value[rows * node : rows * (node + 1)] for name, value in batch.items()}
@@ -128,7 +143,9 @@ def _train(run: RanksRun, node: int, say: Callable[..., None]) -> None:
         took = f"{float(loss).hex()} {report.grad_norm.hex()} {digest}"
         say(step=report.step, took=took, committed=engine.committed_step)
     engine.flush()
-    masters = {name: hashlib.sha256(value.numpy().tobytes()).hexdigest() for name, value in engine.named_parameters()}
+    masters = {
+        name: hashlib.sha256(value.float().numpy().tobytes()).hexdigest() for name, value in engine.named_parameters()
+    }
     told = [digests(engine)] if topology is None else all_gather_object(digests(engine))
     final = {f"node {number}: {what}": value for number, one in enumerate(told) for what, value in one.items()}
     engine.close()
@@ -157,11 +174,18 @@ class Story:
 
 
 #: By name: a commit of two nodes, and a run that goes on with fewer or more; after the crash, with yet another number.
+BLOCKWISE = {"optimizer": "adamw8bit"}
 STORIES = {
     "two nodes": Story((), RanksRun(Path(), {}), may_be_lost=True),
     "two nodes, everything streamed": Story((), RanksRun(Path(), {"host_cache": 0}), may_be_lost=True),
+    "two nodes, half of the experts": Story(
+        (), RanksRun(Path(), {"train_experts": 0.5, "host_cache": 0}), may_be_lost=True
+    ),
     "two nodes, then one": Story(
         (RanksRun(Path(), steps=1),), RanksRun(Path(), {"resume": True}, nodes=1, before=2, steps=2)
+    ),
+    "one node, then two, moments in 8 bits": Story(
+        (RanksRun(Path(), BLOCKWISE, nodes=1, steps=1),), RanksRun(Path(), {"resume": True, **BLOCKWISE}, steps=2)
     ),
     "one node, then two": Story(
         (RanksRun(Path(), nodes=1, steps=1),), RanksRun(Path(), {"resume": True}, steps=2)

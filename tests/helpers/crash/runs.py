@@ -23,8 +23,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import LlamaConfig
+from transformers import LlamaConfig, PreTrainedConfig, Qwen3MoeConfig
 from transformers.models.llama import modeling_llama  # noqa: F401 - so that no run has to import it
+from transformers.models.qwen3_moe import modeling_qwen3_moe  # noqa: F401 - likewise
 
 import fuyou
 import fuyou.optimizer.process.client
@@ -56,6 +57,8 @@ class Run:
     drives: tuple[int, ...] = (0, 1)
     """Numbers of those that it is on, or is to be on."""
     steps: int = STEPS
+    model: str = "dense"
+    """What :func:`tiny_config` makes."""
 
     @property
     def patience(self) -> float:
@@ -98,12 +101,28 @@ class Outcome:
     """Whether that is a message for users."""
 
 
-def tiny_config() -> LlamaConfig:
-    """Small enough that a step's writes can be tried one by one."""
-    return LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=2, max_position_embeddings=64, bos_token_id=1, eos_token_id=2, pad_token_id=0,
-    )  # fmt: skip
+def tiny_config(model: str = "dense") -> PreTrainedConfig:
+    """Small enough that a step's writes can be tried one by one.
+
+    Args:
+        model: ``"dense"`` has two blocks, ``"block"`` has one such block, ``"mixture"`` has one with four experts, and
+            ``"mixtures"`` has two of them.
+    """
+    common = {
+        "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2,
+        "num_key_value_heads": 2, "max_position_embeddings": 64, "bos_token_id": 1, "eos_token_id": 2,
+        "pad_token_id": 0, "num_hidden_layers": 2 if model in ("dense", "mixtures") else 1,
+    }  # fmt: skip
+    if model.startswith("mixture"):
+        common |= {"head_dim": 16, "moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2}
+        return Qwen3MoeConfig(**common)
+    return LlamaConfig(**common)
+
+
+def choose_experts(engine: fuyou.Engine, batch: dict[str, torch.Tensor]) -> None:
+    """Choose experts by a batch, where some are to be trained and it is not known which."""
+    if engine.chooses_experts:
+        fuyou.choose_experts(engine, fuyou.profile_experts(engine, [batch]))
 
 
 def _context() -> multiprocessing.context.ForkServerContext:
@@ -209,6 +228,7 @@ def _train(run: Run, results: Path) -> None:
 def _steps(run: Run, say: Any) -> None:
     batches = RandomBatches(VOCABULARY, SEQ_LEN, ROWS, seed=5)
     with open_engine(run) as engine:
+        choose_experts(engine, batches.batch(0))
         while engine.step_count < run.steps:
             batch = batches.batch(engine.step_count)
             loss = engine(**batch).loss
@@ -231,7 +251,7 @@ def open_engine(run: Run) -> fuyou.Engine:
         "dtype": "bf16",
         **run.options,
     }
-    return fuyou.Engine(tiny_config(), ssd=run.ssd, leave_ssd=run.leaving, **options)
+    return fuyou.Engine(tiny_config(run.model), ssd=run.ssd, leave_ssd=run.leaving, **options)
 
 
 def digests(engine: fuyou.Engine) -> dict[str, str]:

@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from common.models.adapters.options import ALL_LINEAR, AdapterOptions
 from tests.helpers.crash import cluster, ranks
 from tests.helpers.crash.drives import Fault
 from tests.helpers.crash.points import ENDINGS, Move, crash, crash_move, move_reference, reference
@@ -35,11 +36,12 @@ def _seed(number: int, power: bool) -> int | None:
     return number if power else None
 
 
-def _training(options: dict[str, Any], folder: Path) -> Way:
-    expected = reference(Run(folder / "undisturbed", options))
+def _training(options: dict[str, Any], folder: Path, model: str = "dense") -> Way:
+    expected = reference(Run(folder / "undisturbed", options, model=model))
 
     def attempt(root: Path, number: int, action: str, power: bool) -> bool:
-        return crash(Run(root, options, fault=Fault(number, action)), expected, _seed(number, power))
+        run = Run(root, options, fault=Fault(number, action), model=model)
+        return crash(run, expected, _seed(number, power))
 
     return Way(expected.calls, attempt)
 
@@ -75,6 +77,17 @@ def _out_of_core(story: ranks.Story, folder: Path) -> Way:
     return Way(expected.calls, attempt)
 
 
+#: Model, and options with which its block is in pieces: a dense one in two; a mixture in what stands around its
+#: experts, and two ranges of these. ``adapters`` are on experts, router and attention.
+PIECES: dict[str, tuple[str, dict[str, Any]]] = {
+    "dense": ("block", {"piece_size": 12 << 10, "host_cache": 0}),
+    "mixture": ("mixture", {"piece_size": 8960, "host_cache": 0}),
+    "adapters": (
+        "mixture", {"piece_size": 8960, "host_cache": 0, "adapters": AdapterOptions(2, 4.0, 0.0, (ALL_LINEAR,))}
+    ),
+}  # fmt: skip
+
+
 #: Each is undisturbed first, in a folder that is there.
 WAYS: dict[str, Callable[[Path], Way]] = {
     "moving: one drive more": partial(_moving, Move((0, 1), (0, 1, 2))),
@@ -88,7 +101,10 @@ WAYS: dict[str, Callable[[Path], Way]] = {
     ),
     "training: half of the updates deferred": partial(_training, {"deferred_fraction": 0.5, "host_cache": 0}),
     "training: commit every 2 steps": partial(_training, {"commit_every": 2}),
+    "training: half of the experts": partial(_training, {"train_experts": 0.5, "host_cache": 0}, model="mixtures"),
+    "training: moments in 8 bits": partial(_training, {"optimizer": "adamw8bit", "host_cache": 0}),
     "training: fp32": partial(_training, {"dtype": "fp32", "host_cache": 0}),
+    **{f"pieces: {name}": partial(_training, options, model=model) for name, (model, options) in PIECES.items()},
     # Cut over both ranks; whole on each of them, which take turns in writing.
     "ranks in memory: fcdp": partial(_in_memory, "fcdp"),
     "ranks in memory: N/N/N": partial(_in_memory, "N/N/N"),

@@ -14,6 +14,7 @@ import fuyou
 from common.errors import FinetuneError
 from common.store import commit_manifest, load_manifest
 from fuyou.runtime.data_plane import rank_handlers as handlers
+from tests.helpers.fcdp.recorder import Launch, recorded
 from tests.helpers.own_loss import dpo
 from tests.helpers.own_loss import pairs as preferences
 
@@ -57,6 +58,10 @@ class Outcome:
     """What the schedule says that these come to."""
     kept: int = 0
     """Bytes of operator outputs that there is room for."""
+    pieces: int = 1
+    """Number of pieces of the block that has most."""
+    launches: list[Launch] = field(default_factory=list)
+    """Collectives of the run, in order."""
 
 
 def batch(step: int, rows: int) -> dict[str, torch.Tensor]:
@@ -84,14 +89,21 @@ def train(topology: fcdp.Topology | None, run: Run) -> Outcome:
     ssd = directories(run.folder, rank, run.ssds)
     leave = [path for by, whose in run.leave if by == rank for path in directories(run.folder, whose, run.ssds)]
     options = {**OPTIONS, **run.options}
-    with fuyou.Engine(run.model, ssd=ssd, leave_ssd=leave, topology=topology, **options) as engine:
-        outcome = Outcome(engine.step_count, kept=engine.memory_plan.kept_bytes)
+    with (
+        recorded() as launches,
+        fuyou.Engine(run.model, ssd=ssd, leave_ssd=leave, topology=topology, **options) as engine,
+    ):
+        mine = slice(rank * run.rows // world, (rank + 1) * run.rows // world)
+        if engine.chooses_experts:
+            seen = [{name: value[mine] for name, value in batch(0, run.rows).items()}]
+            fuyou.choose_experts(engine, fuyou.profile_experts(engine, seen))
+        pieces = max(len(block) for block in engine._run.shape.blocks)
+        outcome = Outcome(engine.step_count, kept=engine.memory_plan.kept_bytes, pieces=pieces)
         for step in range(engine.step_count + 1, run.steps + 1):
             whole = batch(step, run.rows)
             if not run.packed:
                 del whole["position_ids"]
             whole["input_ids"][-1, 2] *= step not in run.bad
-            mine = slice(rank * run.rows // world, (rank + 1) * run.rows // world)
             loss = engine(**{name: value[mine] for name, value in whole.items()}).loss
             loss.backward()
             report = engine.step()
@@ -106,6 +118,7 @@ def train(topology: fcdp.Topology | None, run: Run) -> Outcome:
         )  # fmt: skip
         if run.save is not None:
             engine.save_pretrained(run.save)
+    outcome.launches = launches
     return outcome
 
 
@@ -189,6 +202,40 @@ def train_preferences(topology: fcdp.Topology | None, run: Run) -> Outcome:
         outcome.counted, outcome.scheduled = engine.io_bytes(), engine.planned_io_bytes()
         outcome.masters = dict(engine.named_parameters())
     return outcome
+
+
+def generate(topology: fcdp.Topology | None, run: Run) -> tuple[list[list[int]], int]:
+    """Train a step, and generate from prompts of this rank's own: it has one more than the rank before, and each is
+    longer. Return the tokens and the number of passes."""
+    rank = 0 if topology is None else topology.rank
+    options = {**OPTIONS, **run.options}
+    with fuyou.Engine(run.model, ssd=directories(run.folder, rank, run.ssds), topology=topology, **options) as engine:
+        engine(**batch(1, 2)).loss.backward()
+        engine.step()
+        made = engine.generate(
+            rank_prompts(rank), 4 + 3 * rank, temperature=0, eos_token_id=(), on_tokens=lambda newest: None
+        )
+        engine(**batch(2, 2)).loss.backward()
+        engine.step()
+    return [row.tolist() for row in made.tokens], made.passes
+
+
+def rank_prompts(rank: int) -> list[list[int]]:
+    """Prompts of a rank, of unequal lengths."""
+    return [[1 + (7 * row + 3 * place + rank) % 60 for place in range(5 + row + rank)] for row in range(2 + rank)]
+
+
+def generate_all(topology: fcdp.Topology | None, run: Run, ranks: int) -> list[list[list[int]]]:
+    """Generate on one rank what several would."""
+    options = {**OPTIONS, **run.options}
+    with fuyou.Engine(run.model, ssd=directories(run.folder, 0, 1), topology=topology, **options) as engine:
+        both = {name: torch.cat([value, value]) for name, value in batch(1, 2).items()}
+        engine(**both).loss.backward()
+        engine.step()
+        made = [
+            engine.generate(rank_prompts(rank), 4 + 3 * rank, temperature=0, eos_token_id=()) for rank in range(ranks)
+        ]
+    return [[row.tolist() for row in one.tokens] for one in made]
 
 
 def train_routed(topology: fcdp.Topology | None, run: Run) -> Outcome:

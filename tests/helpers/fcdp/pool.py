@@ -13,6 +13,8 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
+from tests.helpers.processes import forked
+
 DEADLINE_S = 240
 
 
@@ -39,7 +41,9 @@ class Pool:
         world = math.prod(layout)
         while len(self._processes) < world:
             ours, theirs = self._context.Pipe()
-            process = self._context.Process(target=_serve, args=(len(self._processes), theirs), daemon=True)
+            process = self._context.Process(
+                target=_serve, args=(len(self._processes), theirs, forked.address()), daemon=True
+            )
             process.start()
             theirs.close()
             self._pipes.append(ours)
@@ -74,8 +78,12 @@ class Pool:
                 process.kill()
 
 
-def _serve(index: int, pipe: Connection) -> None:
-    """One rank: keeps its process group and topology as long as the layout stays the same."""
+def _serve(index: int, pipe: Connection, server: str) -> None:
+    """One rank: keeps its process group and topology as long as the layout stays the same.
+
+    Args:
+        server: what its optimizer processes are forked from.
+    """
     import torch
     import torch.distributed as dist
 
@@ -83,6 +91,8 @@ def _serve(index: int, pipe: Connection) -> None:
     from fcdp.strategy.mesh import Levels
 
     torch.set_num_threads(1)
+    forked.use(server)
+    forked.stand_in(setattr)
     topology: fcdp.Topology | None = None
     current: int | None = None
     while True:

@@ -1,6 +1,6 @@
 """What ranks do in the tests of strategies: one small model trained with many strategies, by the same processes."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import fcdp
+from tests.helpers.fcdp.recorder import Launch, recorded
 from tests.helpers.fcdp.twin import InOrder, Plain
 
 IDS = 11
@@ -70,6 +71,8 @@ class Trained:
     formula: list[float]
     """What its node should send."""
     replicas: int
+    launches: list[Launch] = field(default_factory=list)
+    """Collectives of the run, in order."""
 
 
 def train(topology: fcdp.Topology, strategy: str, run: Run) -> Trained:
@@ -125,7 +128,11 @@ def whole(parameter: nn.Parameter) -> torch.Tensor:
 
 def train_all(topology: fcdp.Topology, strategies: list[str], run: Run) -> dict[str, Trained]:
     """By strategy; weights by rank 0 only."""
-    found = {strategy: train(topology, strategy, run) for strategy in strategies}
+    found = {}
+    for strategy in strategies:
+        with recorded() as launches:
+            found[strategy] = train(topology, strategy, run)
+        found[strategy].launches.extend(launches)
     if topology.rank:
         for trained in found.values():
             trained.weights.clear()

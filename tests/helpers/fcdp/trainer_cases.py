@@ -30,7 +30,7 @@ class Run:
     resume: bool = False
     save: Path | None = None
     options: dict[str, Any] = field(default_factory=dict)
-    adapters: AdapterOptions | None = None
+    adapters: AdapterOptions | Path | None = None
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ def rate(step: int) -> float:
 
 def train(topology: fcdp.Topology, run: Run) -> Outcome:
     config = TrainerConfig(**{"strategy": run.strategy, "dtype": "fp32", "max_grad_norm": 0.5, **run.options})
-    adapters = None if run.adapters is None else run.adapters.peft_config()
+    adapters = run.adapters.peft_config() if isinstance(run.adapters, AdapterOptions) else run.adapters
     trainer = Trainer(run.model, topology, config, run.folder, adapters)
     trainer.resume() if run.resume else trainer.begin()
     losses, norms = [], []
@@ -109,7 +109,7 @@ def train_around(topology: fcdp.Topology, run: Run, numbers: tuple[int, ...], ba
 
 def export(topology: fcdp.Topology, run: Run) -> str:
     """As :func:`tests.helpers.fcdp.engine_cases.export`."""
-    adapters = None if run.adapters is None else run.adapters.peft_config()
+    adapters = run.adapters.peft_config() if isinstance(run.adapters, AdapterOptions) else run.adapters
     trainer = Trainer(run.model, topology, TrainerConfig(run.strategy, "fp32"), run.folder, adapters)
     trainer.begin()
     assert run.save is not None

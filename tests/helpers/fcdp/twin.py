@@ -60,8 +60,8 @@ class Ring:
 class InOrder:
     """FSDP2's reduce-scatter, from an all-gather: average in each node, sum over micro-batches, average over nodes."""
 
-    def __init__(self, nodes: int, ranks: int):
-        self.nodes, self.ranks = nodes, ranks
+    def __init__(self, nodes: int, ranks: int, average: bool = True):
+        self.nodes, self.ranks, self.average = nodes, ranks, average
         self.is_last = True
         self.sums: list[torch.Tensor] | None = None
 
@@ -71,7 +71,7 @@ class InOrder:
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, op: Any, async_op: bool = False
     ) -> None:
-        assert op == dist.ReduceOp.AVG
+        assert op == (dist.ReduceOp.AVG if self.average else dist.ReduceOp.SUM)
         everyone = [torch.empty_like(input_tensor) for _ in range(group.size())]
         dist.all_gather(everyone, input_tensor, group=group)
         mine = [gradient.chunk(group.size())[group.rank()] for gradient in everyone]
@@ -80,14 +80,15 @@ class InOrder:
             total = mine[node * self.ranks].clone()
             for place in range(1, self.ranks):
                 total = total + mine[node * self.ranks + place]
-            in_nodes.append(total / self.ranks)
+            in_nodes.append(total / (self.ranks if self.average else 1))
         if self.sums is not None:
             in_nodes = [before + now for before, now in zip(self.sums, in_nodes, strict=True)]
-        self.sums = None if self.is_last else in_nodes
+        self.sums = None if self.is_last else [total.float() for total in in_nodes]
         total = torch.zeros_like(output_tensor)
         if self.is_last:
+            in_nodes = [total.to(output_tensor.dtype) for total in in_nodes]
             total = in_nodes[0]
             for other in in_nodes[1:]:
                 total = total + other
-            total = total / self.nodes
+            total = total / (self.nodes if self.average else 1)
         output_tensor.copy_(total)

@@ -32,11 +32,11 @@ def mixture_config(family: str, **changes: object) -> PreTrainedConfig:
     return AutoConfig.for_model(family, **{**_COMMON, **MIXTURES[family], **changes})
 
 
-def save_mixtures(root: Path, names: Sequence[str] = tuple(MIXTURES)) -> Path:
-    """Save models with random weights, each in its own folder; returns ``root``."""
+def save_mixtures(root: Path, names: Sequence[str] = tuple(MIXTURES), **changes: object) -> Path:
+    """Save models with random weights, each in its own folder; returns ``root``. ``changes``: of the configurations."""
     for name in names:
         torch.manual_seed(1)
-        model = AutoModelForCausalLM.from_config(mixture_config(name))
+        model = AutoModelForCausalLM.from_config(mixture_config(name, **changes))
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.add_(torch.randn_like(parameter) * 0.05)  # biases and routers too

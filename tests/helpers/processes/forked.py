@@ -78,9 +78,9 @@ class Popen(subprocess.Popen[Any]):
         self._close_pipe_fds(*(named[name] for name in pipes))  # type: ignore[attr-defined]
 
     def _start(self, request: dict[str, Any], fds: Sequence[int]) -> int:
-        request["env"][_SERVER] = _address()
+        request["env"][_SERVER] = address()
         self._connection = socket.socket(socket.AF_UNIX)
-        self._connection.connect("\0" + _address())
+        self._connection.connect("\0" + address())
         body = pickle.dumps(request)
         socket.send_fds(self._connection, [len(body).to_bytes(4, "little")], fds)
         self._connection.sendall(body)
@@ -174,14 +174,19 @@ _started: dict[int, tuple[str, subprocess.Popen[bytes]]] = {}
 """By process, as a fork inherits this: its server and that one's address."""
 
 
-def _address() -> str:
-    """Of the server; it is started if there is none."""
+def use(server: str) -> None:
+    """Have this process fork from another one's server, of which this is the address."""
+    os.environ[_SERVER] = server
+
+
+def address() -> str:
+    """Return that of the server, which is started if there is none."""
     if _SERVER in os.environ:
         return os.environ[_SERVER]
     if os.getpid() not in _started:
-        address = f"fuyou-tests-{os.getpid()}"
+        name = f"fuyou-tests-{os.getpid()}"
         server = subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-m", "tests.helpers.processes.forked", address], stdin=subprocess.PIPE,
+            [sys.executable, "-W", "ignore", "-m", "tests.helpers.processes.forked", name], stdin=subprocess.PIPE,
             stdout=subprocess.PIPE, env={
                 **os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
                 "TORCH_CPP_LOG_LEVEL": "FATAL",  # as cli.launch.launcher asks for, too late where PyTorch is there
@@ -189,7 +194,7 @@ def _address() -> str:
         )  # fmt: skip
         assert server.stdin is not None and server.stdout is not None
         assert server.stdout.readline() == b"ready\n", "the server that processes are forked from did not start"
-        _started[os.getpid()] = address, server
+        _started[os.getpid()] = name, server
     return _started[os.getpid()][0]
 
 
@@ -248,6 +253,12 @@ class _Server:
 
     def _serve(self) -> None:
         connection, _ = self._listener.accept()
+        try:
+            self._fork(connection)
+        except (OSError, EOFError):  # who asked has been killed meanwhile: all others still need this server
+            connection.close()
+
+    def _fork(self, connection: socket.socket) -> None:
         length, received, _, _ = socket.recv_fds(connection, 4, 64)
         request = pickle.loads(_exactly(connection, int.from_bytes(length, "little")))
         if "fuyou.optimizer.process.main" not in request["words"]:
@@ -258,8 +269,8 @@ class _Server:
             _run(request, received)
         for fd in received:
             os.close(fd)
+        self._waiting[pid] = connection  # whether or not anybody is left to be told
         connection.sendall(pid.to_bytes(4, "little"))
-        self._waiting[pid] = connection
 
 
 def _import(names: Sequence[str]) -> None:

@@ -12,7 +12,7 @@ One rule covers all formats: a number is (code - zero point) x (scale / global s
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -88,6 +88,20 @@ class CompressedTensor:
     def model_shape(self) -> tuple[int, ...]:
         """Shape in the model."""
         return (*self.shape[:-2], self.shape[-1], self.shape[-2]) if self.transposed else self.shape
+
+    def matrices(self, first: int, stop: int) -> "CompressedTensor | None":
+        """Return the format of the matrices ``[first, stop)`` along the first dimension; None if it is a single matrix,
+        or a component does not have them along its first dimension."""
+        if len(self.shape) < 3:
+            return None
+        components = []
+        for one in self.components:
+            if one.role != "global_scale":
+                if one.shape[:1] != self.shape[:1]:
+                    return None
+                one = replace(one, shape=(stop - first, *one.shape[1:]))
+            components.append(one)
+        return replace(self, shape=(stop - first, *self.shape[1:]), components=tuple(components))
 
     def problem(self) -> str | None:
         """Describe which component does not fit the others; None: all fit."""

@@ -9,8 +9,9 @@ from peft import IA3Config, LoHaConfig, LoKrConfig, LoraConfig, PeftConfig, Peft
 from transformers import AutoModelForCausalLM
 
 from common.errors import UserError
-from common.models.adapters.adapters import WEIGHTS, Adapters
+from common.models.adapters.adapters import Adapters
 from common.models.adapters.options import CONFIG, AdapterOptions, load_peft_config
+from common.models.adapters.saved import WEIGHTS, SavedAdapter
 from common.models.checkpoint.sources import CheckpointSource
 from common.models.meta_model import build_meta_model
 from common.models.presets import load_config
@@ -81,10 +82,13 @@ def test_same_as_peft(
     trained = {name: torch.randn(real[name].shape, generator=generator) for name in adapters.trainable_names}
     adapters.save(tmp_path, trained)
     assert {path.name for path in tmp_path.iterdir()} == {CONFIG, WEIGHTS}
-    back = PeftModel.from_pretrained(model(), tmp_path)
+    back, saved = PeftModel.from_pretrained(model(), tmp_path), SavedAdapter(tmp_path)
     values = {name: value.detach().clone() for name, value in back.get_base_model().named_parameters()}
     for name, value in trained.items():
         assert torch.equal(values[name].float(), value.to(values[name].dtype).float()), name
+    again = Adapters(build_meta_model(load_config(directory)[0], dtype=dtype), saved.config(), 0, saved=saved)
+    for name, value in again.source(source).read(list(meta)):
+        assert torch.equal(value.to(values[name].dtype), values[name]), name
     merged = adapters.merge(values)
     expected = dict(back.merge_and_unload().named_parameters())
     assert merged.keys() == expected.keys()
@@ -159,3 +163,55 @@ def test_refusals_name_what_is_there(checkpoints: Path, tmp_path: Path) -> None:
         load_peft_config(tmp_path / "nothing.json")
     with pytest.raises(UserError, match="rank must be at least 1"):
         AdapterOptions(0)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_saved_by_peft_with_embeddings(checkpoints: Path, tmp_path: Path) -> None:
+    """Peft saves the weights of adapted embeddings, too: they must be the model's. Of another model, it is refused."""
+    config = LoraConfig(r=4, target_modules=["q_proj", "lm_head", "embed_tokens"])
+    model = AutoModelForCausalLM.from_pretrained(checkpoints / "llama", dtype=FP32)
+    adapted_model = get_peft_model(model, config)
+    adapted_model.save_pretrained(tmp_path)
+    saved = SavedAdapter(tmp_path)
+    assert any("base_layer" in name for name in saved.files)
+
+    def begun(family: str) -> tuple[Adapters, CheckpointSource]:
+        meta = build_meta_model(load_config(checkpoints / family)[0], dtype=FP32)
+        source = CheckpointSource(checkpoints / family, meta)
+        return Adapters(meta, saved.config(), 0, saved=saved), source
+
+    adapters, source = begun("llama")
+    adapters.check_saved(source)
+    expected = dict(adapted_model.get_base_model().named_parameters())
+    for name, value in adapters.source(source).read(adapters.names):
+        assert torch.equal(value, expected[name]), name
+    with torch.no_grad():
+        model.get_input_embeddings().base_layer.weight += 1
+    adapted_model.save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=r"embed_tokens.*with other values"):
+        adapters.check_saved(source)
+    with pytest.raises(UserError, match=r"lora_B.weight of 48 x 4, and of this model it is 64 x 4"):
+        begun("gemma3")
+    text = (tmp_path / CONFIG).read_text()
+    (tmp_path / CONFIG).write_text(text.replace('"q_proj"', '"lm_head"'))
+    with pytest.raises(UserError, match=r"q_proj.lora_A.weight, which no adapter of this model has"):
+        begun("llama")
+    (tmp_path / CONFIG).write_text(text.replace('"q_proj"', '"v_proj"'))
+    with pytest.raises(UserError, match=r"lacks base_model.*v_proj.lora_A.weight, which adapters of this model have"):
+        begun("llama")
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        (None, "holds no adapter_config.json"),
+        (CONFIG, "a configuration alone, for peft_config"),
+        ("adapter_model.bin", "a pickle can run any code"),
+    ],
+)
+def test_no_saved_adapter(name: str | None, message: str, tmp_path: Path) -> None:
+    if name is not None:
+        AdapterOptions(4).peft_config().save_pretrained(str(tmp_path))
+        (tmp_path / name).touch()
+    with pytest.raises(UserError, match=message):
+        SavedAdapter(tmp_path)

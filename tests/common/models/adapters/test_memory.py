@@ -6,9 +6,12 @@ import pytest
 import torch
 from peft import IA3Config, LoHaConfig, LoKrConfig, LoraConfig, PeftConfig, get_peft_model
 from torch import nn
+from transformers import AutoModelForCausalLM
 
 from common.models.adapters.memory import AdapterMemory, adapter_memory
-from tests.helpers.allocated import Allocated
+from common.models.chosen_experts import ChosenExperts
+from fuyou.pieces.live_bytes import LiveBytes
+from tests.helpers.models.mixtures import mixture_config
 
 NAMES = ["first", "second", "third"]
 
@@ -23,7 +26,7 @@ def allocated(inputs: int, outputs: int, tokens: int, dtype: torch.dtype, config
             if parameter.requires_grad:
                 parameter.grad = torch.zeros_like(parameter)
     hidden = torch.ones(tokens, inputs, dtype=dtype, requires_grad=True)
-    with Allocated() as seen:
+    with LiveBytes() as seen:
         torch.stack([layers[name](hidden).sum() for name in NAMES]).sum().backward()
     return seen.most
 
@@ -54,6 +57,32 @@ def test_enough(make: Callable[[], PeftConfig], inputs: int, outputs: int, token
         assert total <= 3 * taken
 
 
+@pytest.mark.parametrize("implementation", ["grouped_mm", "eager"])
+@pytest.mark.parametrize(("dtype", "share"), [(torch.bfloat16, 0.125), (torch.bfloat16, 1.0), (torch.float32, 0.5)])
+def test_enough_for_chosen_experts(implementation: str, dtype: torch.dtype, share: float) -> None:
+    config = mixture_config("qwen3_moe", hidden_size=128, moe_intermediate_size=192, num_hidden_layers=1)
+
+    def taken(only: float | None) -> int:
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, experts_implementation=implementation)
+        model.requires_grad_(False)
+        if only is not None:
+            ChosenExperts(model, only)
+        experts = model.model.layers[0].mlp.experts
+        for parameter in experts.parameters():
+            if parameter.requires_grad:
+                parameter.grad = torch.zeros_like(parameter)
+        hidden = torch.ones(16, 128, dtype=dtype, requires_grad=True)
+        index = torch.arange(32).remainder(8).view(16, 2)
+        with LiveBytes() as seen:
+            experts(hidden, index, torch.ones(16, 2, dtype=dtype)).sum().backward()
+        planned.append(adapter_memory(experts).fixed)
+        return seen.most
+
+    planned: list[int] = []
+    more = taken(share) - taken(None)
+    assert more <= planned[0] <= 1.5 * more and planned[1] == 0
+
+
 def test_the_most_of_several() -> None:
-    assert AdapterMemory.most([AdapterMemory(3, 5), AdapterMemory(4, 1)]) == AdapterMemory(4, 5)
+    assert AdapterMemory.most([AdapterMemory(3, 5, 6), AdapterMemory(4, 1, 7)]) == AdapterMemory(4, 5, 7)
     assert AdapterMemory.most([]) == adapter_memory(nn.Linear(2, 2)) == AdapterMemory()

@@ -10,8 +10,9 @@ from transformers import AutoModelForCausalLM
 from transformers.core_model_loading import Chunk, WeightConverter
 
 from common.errors import FinetuneError, UserError
+from common.models.checkpoint.random_source import RandomSource
 from common.models.checkpoint.shards import INDEX, SINGLE
-from common.models.checkpoint.sources import CheckpointSource, RandomSource
+from common.models.checkpoint.sources import CheckpointSource
 from common.models.meta_model import build_meta_model
 from common.models.presets import load_config
 from tests.helpers.models.families import (
@@ -23,6 +24,7 @@ from tests.helpers.models.families import (
     reset_peak_bytes,
     saved,
 )
+from tests.helpers.models.rows import rows_are_alike
 
 
 def source_of(directory: Path) -> CheckpointSource:
@@ -30,7 +32,7 @@ def source_of(directory: Path) -> CheckpointSource:
     return CheckpointSource(directory, build_meta_model(config))
 
 
-def assert_gives(source: CheckpointSource, expected: AutoModelForCausalLM) -> None:
+def assert_gives(source: CheckpointSource, expected: AutoModelForCausalLM, by_rows: bool = True) -> None:
     source.check()
     names = [name for name, _ in expected.named_parameters()]
     assert names == [name for name, _ in source.model.named_parameters()]
@@ -38,6 +40,7 @@ def assert_gives(source: CheckpointSource, expected: AutoModelForCausalLM) -> No
     assert [name for name, _ in given] == names
     for (name, value), parameter in zip(given, expected.parameters(), strict=True):
         assert value.dtype == parameter.dtype and torch.equal(value, parameter), name
+        assert rows_are_alike(source, name, value) or not by_rows, name
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -132,6 +135,22 @@ def test_memory_is_that_of_one_parameter(tmp_path):
         total += int(value.count_nonzero()) * 4  # touches every page
         del value
     assert total > 300 << 20 and peak_bytes() - before < 40 << 20
+
+
+@pytest.mark.parametrize("stored", [True, False])
+def test_memory_of_rows_is_that_of_some_experts(stored, tmp_path):
+    """Read range by range, in turns, as pieces are; the experts of a block are 96 MiB."""
+    sizes = {"hidden_size": 512, "moe_intermediate_size": 512, "num_experts": 32, "num_hidden_layers": 1}
+    config = family_config("qwen3_moe", **sizes)
+    model = build_meta_model(config)
+    source = source_of(saved(tmp_path, config, "30MB")) if stored else RandomSource(model, 3)
+    names = [name for name, parameter in model.named_parameters() if parameter.dim() == 3]
+    assert len(names) == 2 and all(source.reads_rows(name) for name in names)
+    source.read_rows(names[1], 31, 32)  # warm
+    before, total = reset_peak_bytes(), 0
+    for first in range(0, 32, 4):
+        total += sum(int(source.read_rows(name, first, first + 4).count_nonzero()) * 4 for name in names)
+    assert total > 95 << 20 and peak_bytes() - before < 32 << 20
 
 
 # Damage. -----------------------------------------------------------------------------------------------------------
@@ -266,6 +285,8 @@ def test_random_weights_are_distributed_as_the_family_has_it(family, tied):
         value = given.get(name)
         if value is None:  # a buffer, or another name of a tied parameter
             continue
+        padded = "embed_tokens" in name and config.pad_token_id is not None  # one row is set by itself
+        assert rows_are_alike(source, name, value) != padded, name
         assert value.dtype == torch.float32 and value.shape == expected.shape
         if expected.unique().numel() == 1:  # norms and biases
             assert torch.equal(value, expected), name
@@ -329,6 +350,6 @@ def test_one_tensor_on_disk_that_is_several_in_the_model(tmp_path, monkeypatch):
         tensors[f"model.layers.{layer}.self_attn.qkv.weight"] = torch.cat(parts)
     save_file(tensors, directory / SINGLE, metadata={"format": "pt"})
     source = source_of(directory)
-    assert_gives(source, expected)
+    assert_gives(source, expected, by_rows=False)
     shuffled = list(source.shapes)[::-2] + list(source.shapes)[::2]
     assert all(torch.equal(value, expected.get_parameter(name)) for name, value in source.read(shuffled))

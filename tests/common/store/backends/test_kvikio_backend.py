@@ -3,9 +3,6 @@
 import builtins
 import ctypes
 import os
-import sys
-import types
-import weakref
 
 import numpy as np
 import pytest
@@ -18,70 +15,16 @@ from common.store.backends.kvikio_backend import KvikioFile
 from common.store.backends.posix import PosixFile
 from common.store.layout import LARGEST_UNIT
 from tests.common.store.conftest import noise
+from tests.helpers.kvikio import LazyFuture, install, on_device
 
 MIB = 1 << 20
 SIZES = [1, 199, 4095, 4096, 4097, 5 * MIB + 13]
 
 
-class PretendedDeviceTensor(torch.Tensor):
-    """A CPU tensor that calls itself a CUDA tensor, and that kvikio's stand-in takes for one."""
-
-    is_cuda = True
-
-
-def on_device(tensor):
-    return tensor.as_subclass(PretendedDeviceTensor)
-
-
-class LazyFuture:
-    """Like kvikio's: keeps neither buffer nor file alive, and only ``get`` makes sure that it happened."""
-
-    def __init__(self, file, buffer, size, offset, move):
-        self.file, self.buffer = weakref.ref(file), weakref.ref(buffer)
-        self.size, self.offset, self.move = size, offset, move
-
-    def get(self):
-        file, buffer = self.file(), self.buffer()
-        assert file is not None, "the file was closed under kvikio's feet"
-        assert buffer is not None, "the buffer was freed under kvikio's feet"
-        return self.move(file.descriptor, [buffer.detach().as_subclass(torch.Tensor).numpy()], self.offset)
-
-
-class StandInCuFile:
-    def __init__(self, path, flags):
-        assert flags == "r+"
-        try:
-            self.descriptor = os.open(path, os.O_RDWR)
-        except OSError as error:
-            raise RuntimeError(f"Unable to open file: {error.strerror}") from None
-
-    def pread(self, buffer, size, file_offset):
-        return self._move(buffer, size, file_offset, os.preadv)
-
-    def pwrite(self, buffer, size, file_offset):
-        return self._move(buffer, size, file_offset, os.pwritev)
-
-    def _move(self, buffer, size, offset, move):
-        assert size == len(buffer) <= LARGEST_UNIT  # one task, see KvikioFile
-        assert size % ALIGNMENT == offset % ALIGNMENT == 0  # all of it direct
-        return LazyFuture(self, buffer, size, offset, move)
-
-    def close(self):
-        os.close(self.descriptor)
-
-
 @pytest.fixture
 def stand_in(monkeypatch):
     """kvikio, as far as the store uses it, and a CUDA driver. Returns its settings."""
-    settings = {"num_threads": 1, "auto_direct_io_read": False, "auto_direct_io_write": True}
-    defaults = types.ModuleType("kvikio.defaults")
-    defaults.set, defaults.get = settings.__setitem__, settings.__getitem__
-    package = types.ModuleType("kvikio")
-    package.CuFile, package.defaults = StandInCuFile, defaults
-    monkeypatch.setitem(sys.modules, "kvikio", package)
-    monkeypatch.setitem(sys.modules, "kvikio.defaults", defaults)
-    monkeypatch.setattr(ctypes, "CDLL", lambda name: None)
-    return settings
+    return install(monkeypatch)
 
 
 def make(paths, io):

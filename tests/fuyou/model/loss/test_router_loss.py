@@ -15,7 +15,7 @@ from common.errors import UserError
 from fuyou.layout.record import Precision
 from fuyou.model.loss.router_loss import RouterLoss
 from fuyou.model.open_model import OpenModel
-from fuyou.schedule.memory_plan import ROUTER_BYTES
+from fuyou.schedule.workspace import ROUTER_BYTES
 from tests.helpers.engines import ROWS, TOKENS, compare, directories
 from tests.helpers.models.routers import config_of
 from tests.helpers.twin import Twin, tiny_configs

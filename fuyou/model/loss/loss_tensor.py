@@ -8,12 +8,12 @@ import torch
 from common.errors import FinetuneError
 
 
-def streamed_loss(loss: float, backward: Callable[[], None]) -> torch.Tensor:
+def loss_tensor(loss: float, backward: Callable[[], None]) -> torch.Tensor:
     """Return the loss as an fp32 scalar on the CPU, so that ``backward`` runs in the caller's thread on any device."""
-    return _StreamedLoss.apply(torch.ones((), requires_grad=True), torch.tensor(loss), backward)
+    return _StreamingBackward.apply(torch.ones((), requires_grad=True), torch.tensor(loss), backward)
 
 
-class _StreamedLoss(torch.autograd.Function):
+class _StreamingBackward(torch.autograd.Function):
     """An autograd function that calls ``backward`` when autograd comes to the loss."""
 
     @staticmethod

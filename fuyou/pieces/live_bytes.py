@@ -1,4 +1,4 @@
-"""Counts the memory of tensors that a computation makes."""
+"""Counts the bytes of tensors that a computation makes, on the meta device as well."""
 
 import weakref
 from collections.abc import Mapping, Sequence
@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 
-class Allocated(TorchDispatchMode):
+class LiveBytes(TorchDispatchMode):
     """Bytes of all tensors made while this is active that still exist, and most of them at once."""
 
     def __init__(self) -> None:
@@ -21,21 +21,21 @@ class Allocated(TorchDispatchMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        given = {leaf.untyped_storage().data_ptr() for leaf in tree_leaves((args, kwargs)) if _has_memory(leaf)}
-        for leaf in filter(_has_memory, tree_leaves(result)):
+        given = {leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if _has_storage(leaf)}
+        for leaf in filter(_has_storage, tree_leaves(result)):
             storage = leaf.untyped_storage()
-            where, nbytes = storage.data_ptr(), storage.nbytes()
-            if nbytes and where not in given and where not in self._seen:
-                self._seen.add(where)
+            identity, nbytes = storage._cdata, storage.nbytes()
+            if nbytes and identity not in given and identity not in self._seen:
+                self._seen.add(identity)
                 self.now += nbytes
                 self.most = max(self.most, self.now)
-                weakref.finalize(storage, self._gone, where, nbytes)
+                weakref.finalize(storage, self._gone, identity, nbytes)
         return result
 
-    def _gone(self, where: int, nbytes: int) -> None:
-        self._seen.discard(where)
+    def _gone(self, identity: int, nbytes: int) -> None:
+        self._seen.discard(identity)
         self.now -= nbytes
 
 
-def _has_memory(leaf: Any) -> bool:
+def _has_storage(leaf: Any) -> bool:
     return type(leaf) in (torch.Tensor, torch.nn.Parameter)

@@ -11,13 +11,15 @@ from transformers import AutoTokenizer
 from common.data import DataConfig
 from common.data.demo_text import train_demo_tokenizer
 from common.data.files import DataRecord
-from common.data.pairs import open_pairs
-from common.data.shapes import Chat, PlainText, pairs_of_records
+from common.data.items.building import open_items, pair_kind
+from common.data.items.shapes import pairs_of_records
+from common.data.shapes import Chat, PlainText
 from common.errors import UserError
 
 
 def pairs_of(*records: dict[str, Any]) -> list[tuple[Any, Any]]:
-    return list(pairs_of_records([DataRecord(one, f"line {i + 1}") for i, one in enumerate(records)], "a.jsonl"))
+    made = pairs_of_records(("a.jsonl", DataRecord(one, f"line {i + 1}")) for i, one in enumerate(records))
+    return [item.examples for item in made]
 
 
 @pytest.mark.parametrize(
@@ -64,7 +66,7 @@ def test_rows_are_pairs_in_every_epoch(tmp_path: Path) -> None:
     records.append({"prompt": "x" * 400, "chosen": "a", "rejected": "b"})  # no room for an answer
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(one) + "\n" for one in records))
     config = DataConfig((str(tmp_path / "pairs.jsonl"),), 32, 2, seed=3)
-    batches = open_pairs(config, tokenizer, tmp_path / "cache")
+    batches = open_items(pair_kind(), config, tokenizer, tmp_path / "cache")
     assert (batches.rows, batches.steps_per_epoch, batches.rows_per_item) == (5, 3, 2)
     assert "5 pairs from 1 file" in batches.description and "left out: 2 records" in batches.description
     seen = []
@@ -79,7 +81,7 @@ def test_rows_are_pairs_in_every_epoch(tmp_path: Path) -> None:
         untrained = (batch["labels"] == -100) | (batch["labels"] == batch["input_ids"])
         assert untrained.all() and (batch["position_ids"] == torch.arange(batch["input_ids"].shape[1])).all()
     assert sorted(seen) == sorted([*range(5)] * 2) and seen[:5] != list(range(5))
-    again = open_pairs(config, tokenizer, tmp_path / "cache")
+    again = open_items(pair_kind(), config, tokenizer, tmp_path / "cache")
     assert again.digest == batches.digest
     again.close()
     batches.close()

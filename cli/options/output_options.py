@@ -1,0 +1,57 @@
+"""The options of what a run writes; like those in :mod:`cli.options.all_options`, each is declared here alone."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from cli.options.option import NOT_NEGATIVE, POSITIVE, Mode, Only, option
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutputSettings:
+    """What a run writes, and what it does with what an earlier one has written."""
+
+    output: Path | None = option(None, "DIR", modes=Mode.PLACE | Mode.DEMO | Mode.PROFILE_NODES)
+    """Directory of the checkpoint and of what else the run writes. Default: finetune-output/<model>."""
+    save: bool = option(True, modes=Mode.RUN)
+    """Write no checkpoint at the end."""
+    allow_nonfinite: bool = option(False, modes=Mode.RUN)
+    """Write the checkpoint even if it holds a NaN or an infinity."""
+    save_every: int | None = option(None, "N", POSITIVE, modes=Mode.RUN)
+    """Steps between checkpoints in <output>/checkpoints/step-N; with evaluations, the best one is in checkpoints/best
+    after each."""
+    keep: int = option(2, "K", POSITIVE, modes=Mode.RUN)
+    """How many checkpoints of --save-every to keep, the newest."""
+    gguf: str | None = option(None, type=("auto", "f32", "f16", "bf16", "q8_0"), modes=Mode.RUN)
+    """Write the result for llama.cpp, too, in this type, with its converter (on the path, or in the directory that
+    LLAMA_CPP names); without it, the command to run is printed. Of adapters, those; with --merge, the whole model."""
+    push_to_hub: str | None = option(None, "OWNER/NAME", modes=Mode.RUN)
+    """Push the result to this repository of the Hugging Face hub; a new one is private. Needs a token (hf auth
+    login)."""
+    export: bool = option(False, of_call=True)
+    """With --resume: take no step, and write the checkpoint as the last committed step left it."""
+    resume: bool = option(False, modes=Mode.TRAIN | Mode.PLAN_HERE, excludes="overwrite", of_call=True, may_differ=True)
+    """Continue from the last committed step. --resume auto begins where there is none."""
+    resume_auto: bool = option(False, excludes="overwrite", of_call=True, may_differ=True)
+    """The same as --resume auto, for a file."""
+    overwrite: bool = option(False, modes=Mode.TRAIN | Mode.DEMO, excludes="resume", of_call=True, may_differ=True)
+    """Replace the run that is in --output and --ssd."""
+    commit_every: int | None = option(None, "N", POSITIVE, modes=Mode.STEP)
+    """Steps between commits: a crash loses at most so many. Default: 1; 100 with --nodes in memory."""
+    sample: str | None = option(None, "PROMPT", only=Only.ONE_MACHINE, modes=Mode.RUN)
+    """At the end, print how the tuned model goes on from there."""
+    sample_chat: bool = option(False, only=Only.SAMPLE, modes=Mode.RUN)
+    """Take the --sample as a user's message, and answer through the chat template."""
+    sample_tokens: int = option(32, "N", POSITIVE, only=Only.SAMPLE, modes=Mode.RUN)
+    """Maximum number of tokens of the --sample."""
+    temperature: float = option(0.0, "X", NOT_NEGATIVE, only=Only.SAMPLE, modes=Mode.RUN)
+    """Temperature of the --sample: 0 takes the likeliest word each time, 0.8 varies."""
+    report: Path | None = option(None, "FILE", modes=Mode.TRAIN | Mode.DEMO, of_call=True, may_differ=True)
+    """Write the summary there, as JSON."""
+    quiet: bool = option(False, modes=Mode.RUN)
+    """Print no header and no steps: only evaluations, what goes wrong and how it went. The files have everything."""
+    log_every: int = option(1, "N", POSITIVE, modes=Mode.RUN)
+    """Print a line every N steps, where the output is no terminal."""
+    log_to: tuple[str, ...] = option(
+        (), "NAME...", ("tensorboard", "wandb", "trackio", "mlflow", "jsonl"), modes=Mode.RUN, may_differ=True
+    )
+    """Send every step's figures to tensorboard, wandb, trackio, mlflow; <output>/run/metrics.jsonl has them always."""

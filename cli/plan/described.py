@@ -1,0 +1,232 @@
+"""A plan as people read it: what is trained where, how fast, what bounds it, and what would help."""
+
+import textwrap
+
+from cli.report.results import RESOURCES
+from common.units import format_bytes, format_count, format_seconds
+from fuyou.layout.record import Kind
+from fuyou.optimizer.clipping import ClipBy
+from fuyou.planner import (
+    RunPlan,
+    TrainingJob,
+)
+from fuyou.planner.advice import (
+    MOST_ROWS,
+    best_changes,
+    clipping_cost,
+    largest_batch,
+    rarer_commits,
+)
+from fuyou.schedule.tasks import Resource
+
+WIDTH = 100
+_BAR = 24
+_LABEL = 10
+
+
+def describe(result: RunPlan) -> list[str]:
+    """Return the plan as lines of at most :data:`WIDTH` columns."""
+    job, machine, share = result.job, result.machine, result.job.shape.share
+    several = f"{machine.drive_count} x " if machine.drive_count > 1 else ""
+    scheme = ", as the paper's Fuyou would run it" if result.scheme == "fuyou" else ""
+    adapters = sum(record.trained_count for record in job.shape.of_kind(Kind.ADAPTER))
+    among = f"{share.nodes} nodes of " if share.nodes > 1 else ""
+    among += f"{share.ranks_per_node} x " if share.ranks_per_node > 1 else ""
+    lines = [
+        *textwrap.wrap(f"{job.name} on {among}{machine.device} with {several}{machine.drives}{scheme}", WIDTH),
+        f"{format_count(job.parameters)} parameters{_trained(job, adapters)}; "
+        f"a step of {job.rows * share.world_size:,} x {job.seq_len:,} tokens"
+        + (f"; below is one of {share.world_size} ranks" if share.world_size > 1 else ""),
+        "",
+    ]
+    if result.memory is None:
+        lines += row("does not fit", " ".join(result.missing), 14)
+        changes = [change.what for change in best_changes(result)] if result.scheme == "ours" else []
+        if changes:
+            lines += row("would fit", " or ".join(changes), 14)
+        return lines
+    lines += [*_speed(result), "", *_bars(result), "", *_places(result), "", *_limits(result)]
+    return lines
+
+
+def _trained(job: TrainingJob, adapters: int) -> str:
+    """Return how many parameters are trained, where these are adapters' or some experts'."""
+    if not adapters:
+        return ""
+    where = "experts that are trained" if job.shape.repeated_parameters else "adapters"
+    return f", {format_count(adapters)} of them in {where}"
+
+
+def _speed(result: RunPlan) -> list[str]:
+    rows = []
+    if not result.fits:
+        rows += row("does not fit", " ".join(result.missing), 14)
+    rows += row(
+        "step",
+        f"{format_seconds(result.step_seconds)}: {format_count(result.tokens_per_second)} tokens/s, "
+        f"{result.flops_per_second / 1e12:.3g} TFLOP/s "
+        f"({result.hardware_flops_per_second / 1e12:.3g} with recomputation)",
+    )
+    bound = result.busy[result.bound]
+    return rows + row(
+        "bound",
+        f"{RESOURCES[result.bound.value]}, {format_seconds(bound)} ({bound / result.step_seconds:.0%} of the step)",
+    )
+
+
+def _bars(result: RunPlan) -> list[str]:
+    rows, label = [], "busy"
+    for resource in (resource for resource in Resource if resource in result.busy):
+        share = min(1.0, result.busy[resource] / result.step_seconds)
+        filled = round(share * _BAR)
+        rows.append(
+            f"{label:{_LABEL}}{RESOURCES[resource.value]:<24}{'█' * filled}{'░' * (_BAR - filled)} {share:>5.0%}"
+            f"{format_seconds(result.busy[resource]):>14}"
+        )
+        label = ""
+    return rows
+
+
+def _places(result: RunPlan) -> list[str]:
+    assert result.memory is not None
+    counts, job, machine = result.memory.counts, result.job, result.machine
+    layers = len(job.shape.blocks)
+    device = [
+        f"{_many(counts.device_blocks, 'block')}, {_many(counts.device_block_gradients, 'gradient')}",
+        _many(counts.device_activations, "block input"),
+        counts.device_kept and f"{counts.device_kept:,} sets of kept outputs",
+        f"{format_bytes(result.memory.workspace_bytes)} to compute in",
+    ]
+    ring = result.memory.ring_chunks * job.shape.precision.state_nbytes(result.memory.chunk_elements)
+    host = [
+        f"{min(counts.host_blocks, layers)} of {layers} blocks, {_many(counts.host_block_gradients, 'gradient')}",
+        f"{format_bytes(ring)} of optimizer states on their way",
+        result.memory.resident and f"optimizer states of {_many(len(result.memory.resident), 'record')} pinned",
+        counts.host_activations and _many(counts.host_activations, "block input"),
+        counts.host_kept and f"{counts.host_kept:,} sets of kept outputs",
+    ]
+    slots = 1 if job.single_slot or result.scheme == "fuyou" else 2
+    ssd = [
+        f"parameters and optimizer states{'' if slots == 1 else ', two slots'}",
+        counts.ssd_activations and "block inputs",
+        counts.ssd_kept and "kept outputs",
+    ]
+    rows = []
+    for label, used, there, what in (
+        ("device", result.device_peak_bytes, machine.device_bytes, device),
+        ("host", result.host_peak_bytes, machine.host_bytes, host),
+        ("SSD", result.ssd_bytes, machine.store_bytes, ssd),
+    ):
+        room = "" if there is None else f" of {format_bytes(there)}"
+        rows += row(label, f"{format_bytes(used) + room:<24}{'; '.join(part for part in what if part)}")
+    return rows
+
+
+def _pieces(job: TrainingJob) -> list[str]:
+    """Return what is to be said of blocks in pieces, if they are."""
+    shape = job.shape
+    if shape.piece_bytes is None:
+        return []
+    said = [
+        f"blocks in pieces of at most {format_bytes(shape.piece_bytes)} in the compute dtype, "
+        f"{max(map(len, shape.blocks))} in the largest"
+    ]
+    if shape.widened:
+        said.append(
+            f"{format_count(shape.widened)} weights of the compressed checkpoint in the compute dtype on SSD, as "
+            "pieces would cut their tensors"
+        )
+    return said
+
+
+def _limits(result: RunPlan) -> list[str]:
+    assert result.memory is not None
+    job, batch = result.job, result.memory.batch
+    how = [_many(batch.micro_batches, "micro-batch", "es") + f" of {batch.micro_rows}"]
+    how += _pieces(job)
+    if job.loss.outputs:
+        how.append("the head runs twice, for a loss over log-probabilities")
+    if job.loss.reference:
+        how.append("every sequence also passes without the adapters, in the same visits of the weights")
+    if result.clip_by is not None:
+        how.append(_clipping(result))
+    if 0 < result.deferred_fraction < 1:
+        how.append(f"{result.deferred_fraction:.0%} of the blocks updated in the next forward pass")
+    if result.kept_activation_bytes:
+        how.append(f"{format_bytes(result.kept_activation_bytes)} of activations kept instead of computed again")
+    rows = row("schedule", "; ".join(how))
+    traffic = f"{format_bytes(result.read_bytes)} read and {format_bytes(result.written_bytes)} written per step; "
+    traffic += f"{format_bytes(result.written_bytes_per_day)} written per day"
+    if job.shape.share.nodes > 1:
+        traffic = f"{format_bytes(result.sent_bytes)} sent to other nodes, {traffic}"
+    if result.drive_days is not None:
+        traffic += f": {_days(result.drive_days)} until the drives' warranted writes are used up"
+    rows += row("drives", traffic)
+    if result.scheme == "ours":
+        rows += _commits(result)
+        most = largest_batch(job, result.machine) * job.shape.share.world_size
+        tokens = result.gpu_bound_tokens
+        rows += row(
+            "batch",
+            f"{'at least ' if most >= MOST_ROWS else ''}{most:,} sequences fit{_where_not(most)}; "
+            "computing is the bound from "
+            f"{tokens:,.0f} tokens per step ({-(-tokens // job.seq_len):,.0f} sequences)",
+        )
+        changes = [f"{change.what}: {change.speedup:.2g}x" for change in best_changes(result) if change.speedup]
+        rows += row("faster", "; ".join(changes) or "nothing that is simple to change would help by more than 5%")
+    if result.assumptions:
+        rows += row("assumed", "; ".join(result.assumptions))
+    return rows
+
+
+def _where_not(most: int) -> str:
+    """Return why not even one sequence fits: it is the drives' room, since the plan has found memory for a step."""
+    return "" if most else ", as the drives are too small for the model"
+
+
+def _clipping(result: RunPlan) -> str:
+    """Return how gradients are clipped, and what that costs."""
+    job, cost = result.job, clipping_cost(result)
+    what = "clipping" if job.clipped_share else "leaving out what is not finite"
+    if result.clip_by is ClipBy.SPECULATION:
+        text = f"{what} by speculation, updates before the gradient's norm is known, done again where it is too large"
+        if job.clipped_share:
+            text += f" (expected in {job.clipped_share:.0%} of the steps)"
+    else:
+        text = f"{what} by deferral, all updates in the next forward pass, when the gradient's norm is known"
+        if job.speculation_obstacle is not None:
+            text += f" (speculation: {job.speculation_obstacle})"
+    return text if cost is None else f"{text}: a step {cost:.2f} times as long as with {job.option_without_norm}"
+
+
+def _commits(result: RunPlan) -> list[str]:
+    """Return what rarer commits would save, where it is more than a little."""
+    rarer = rarer_commits(result)
+    if rarer is None or rarer.written_bytes_per_day * rarer.step_seconds > 0.95 * result.written_bytes * 86400:
+        return []
+    life = "" if rarer.drive_days is None else f", {_days(rarer.drive_days)} for the drives"
+    return row(
+        "commits",
+        f"every step; with --commit-every {rarer.every} a step takes {format_seconds(rarer.step_seconds)} and "
+        f"{format_bytes(rarer.written_bytes_per_day)} are written per day{life}, but a crash loses up to {rarer.every} "
+        "steps",
+    )
+
+
+def row(label: str, text: str, width: int = _LABEL) -> list[str]:
+    """Return a labelled text as lines of at most :data:`WIDTH` columns; ``width`` is the label's."""
+    return textwrap.wrap(
+        text,
+        WIDTH,
+        initial_indent=f"{label:{width}}",
+        subsequent_indent=" " * width,
+        break_on_hyphens=False,
+    )
+
+
+def _many(count: int, what: str, plural: str = "s") -> str:
+    return f"{count:,} {what}{plural if count != 1 else ''}"
+
+
+def _days(days: float) -> str:
+    return f"{days:,.0f} days" if days >= 10 else f"{days:.1f} days"

@@ -1,0 +1,190 @@
+"""``README.md`` beside an exported model: the card that a hub shows, with what the model was trained on and how."""
+
+import re
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import ModelCardData
+
+from cli.job.job import Job
+from cli.options.adapters import ADAPTER_CONFIG
+from cli.options.data_words import data_sets
+from cli.options.settings import RUN
+from cli.report.page.run_page import read_metrics
+from cli.report.run_directory import METRICS
+from common.data.hub_files import is_data_set_name
+from common.files.atomic import replace_file
+from common.hub import is_hub_name
+from common.models.task_type import TaskType
+from common.store.errors import described
+from common.units import format_count
+
+CARD = "README.md"
+_MARK = "<!-- Written by finetune, and again by every export, until this line is removed. -->"
+_SNAPSHOT = re.compile(r"models--([^/]+?)--([^/]+)/snapshots/")
+_PIPELINES = {
+    TaskType.CAUSAL_LM: "text-generation",
+    TaskType.IMAGE_TEXT_TO_TEXT: "image-text-to-text",
+    TaskType.SEQUENCE_CLASSIFICATION: "text-classification",
+    TaskType.TOKEN_CLASSIFICATION: "token-classification",
+}
+"""What a hub calls the tasks."""
+
+
+def write_card(job: Job, directory: Path, step: int) -> bool:
+    """Write the card of a model that was exported to ``directory`` after ``step``; return whether it was written.
+
+    One that somebody has written or changed is left alone.
+
+    Raises:
+        StoreError: the system refused.
+    """
+    file = directory / CARD
+    with described("writing", file):
+        if file.exists() and _MARK not in file.read_text(errors="replace"):
+            return False
+        replace_file(file, model_card(job, (directory / ADAPTER_CONFIG).exists(), step))
+    return True
+
+
+def model_card(job: Job, adapters: bool, step: int) -> str:
+    """Return the card.
+
+    Args:
+        job: the run.
+        adapters: whether it is of adapters, not of a whole model.
+        step: steps that were taken.
+    """
+    base = _base_on_a_hub(job)
+    metadata = ModelCardData(
+        base_model=base,
+        base_model_relation=None if base is None else "adapter" if adapters else "finetune",
+        library_name="peft" if adapters else "transformers",
+        pipeline_tag=_PIPELINES[job.task_type],
+        tags=_tags(job, adapters),
+        datasets=[name.split(":")[0] for name in _names(job) if _is_on_a_hub(name)] or None,
+    )
+    what = f"Adapters for {_base(job)}" if adapters else f"{_base(job)}, fine-tuned"
+    rows = {"Training": _training(job, step), "Losses": _losses(job, step)}
+    parts = [
+        f"---\n{metadata.to_yaml()}\n---\n{_MARK}",
+        f"# {job.output.name}",
+        f"{what}: {job.architecture}, {format_count(job.parameters)} parameters"
+        + (f", of which {format_count(job.adapter_parameters)} in adapters" if adapters else "")
+        + f". Made with fuyou's `finetune` ({_version()}).",
+        f"## Data\n\n{_data(job)}",
+        *(f"## {name}\n\n{_table(values)}" for name, values in rows.items() if values),
+        f"## Use\n\n```python\n{_use(job, adapters)}\n```",
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _base_on_a_hub(job: Job) -> str | None:
+    """Return the hub's name of what training began with, as far as it is known."""
+    snapshot = _SNAPSHOT.search(str(job.checkpoint))
+    if snapshot is not None:
+        return f"{snapshot[1]}/{snapshot[2]}"
+    return job.settings.model if job.checkpoint is not None and is_hub_name(job.settings.model) else None
+
+
+def _base(job: Job) -> str:
+    name = _base_on_a_hub(job)
+    if name is not None:
+        return f"[{name}](https://huggingface.co/{name})"
+    return f"`{Path(job.settings.model).name}`" + ("" if job.checkpoint is not None else " (random weights)")
+
+
+def _tags(job: Job, adapters: bool) -> list[str]:
+    tags = ["fuyou", job.settings.objective]
+    if adapters:
+        tags.append("lora" if job.settings.lora_rank is not None else "adapter")
+    return tags
+
+
+def _data(job: Job) -> str:
+    """Return what the model was trained on: names without directories, which are nobody else's business."""
+    named = [
+        f"`{name if _is_on_a_hub(name) else Path(name).name}`" + ("" if weight is None else f" (weight {weight:g})")
+        for words, weight in data_sets(job.settings.data)
+        for name in words
+    ]
+    lines = [", ".join(named) or "Random tokens.", *job.batches.description.splitlines(), f"Digest: `{job.data_key}`"]
+    return "\n".join(f"* {line.strip()}" for line in lines)
+
+
+def _names(job: Job) -> list[str]:
+    return [name for words, _ in data_sets(job.settings.data) for name in words]
+
+
+def _is_on_a_hub(name: str) -> bool:
+    return is_data_set_name(name) and not Path(name).expanduser().exists()
+
+
+def _training(job: Job, step: int) -> dict[str, str]:
+    settings, rate = job.settings, job.learning_rate
+    warmup = f" after {rate.warmup:,} steps of warm-up" if rate.warmup else ""
+    rows = {
+        "steps": f"{step:,}" + (f" of {job.steps:,}" if step < job.steps else ""),
+        "batch": f"{settings.batch_size:,} x {job.seq_len:,} tokens",
+        "learning rate": f"{rate.peak:g}, {rate.schedule}{warmup}",
+        "optimizer": f"{settings.optimizer}, betas {settings.beta1:g} and {settings.decay_of_squares:g}, "
+        f"eps {settings.eps:g}, weight decay {settings.weight_decay:g}",
+        "precision": f"{settings.dtype}, master weights in fp32",
+        "seed": f"{settings.seed}",
+    }
+    if settings.max_grad_norm:
+        rows["gradient norm"] = f"clipped to {settings.max_grad_norm:g}"
+    if settings.trains_adapters:
+        rows["adapters"] = _adapters(job)
+    if settings.objective != "sft":
+        rows["objective"] = settings.objective
+    return rows
+
+
+def _adapters(job: Job) -> str:
+    settings = job.settings
+    if settings.lora_rank is None:
+        return "trained further" if settings.adapter is not None else "as adapter_config.json says"
+    alpha = 2.0 * settings.lora_rank if settings.lora_alpha is None else settings.lora_alpha
+    return f"LoRA of rank {settings.lora_rank}, alpha {alpha:g}, dropout {settings.lora_dropout:g}"
+
+
+def _losses(job: Job, step: int) -> dict[str, str]:
+    """Return losses up to ``step`` from the run's metrics."""
+    entries = [one for one in read_metrics(job.output / RUN / METRICS) if int(one.get("step", step + 1)) <= step]
+    trained = _values(entries, "loss_metrics/global_avg_loss")
+    held_out = _values(entries, "validation_metrics/loss")
+    rows = {}
+    if trained:
+        rows["last steps"] = f"{sum(trained[-10:]) / len(trained[-10:]):.4f} (mean of {len(trained[-10:])})"
+    if held_out:
+        rows["held out, before and after"] = f"{held_out[0]:.4f}, {held_out[-1]:.4f}"
+        rows["held out, best"] = f"{min(held_out):.4f}"
+    return rows
+
+
+def _values(entries: list[dict[str, Any]], metric: str) -> list[float]:
+    return [float(entry[metric]) for entry in entries if entry.get(metric) is not None]
+
+
+def _table(rows: dict[str, str]) -> str:
+    return "\n".join(["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows.items())])
+
+
+def _use(job: Job, adapters: bool) -> str:
+    load = job.task_type.auto_class
+    if not adapters:
+        return f'from transformers import {load}\n\nmodel = {load}.from_pretrained("PATH OF THIS DIRECTORY")'
+    base = _base_on_a_hub(job) or "PATH OF THE MODEL"
+    return (
+        f"from peft import PeftModel\nfrom transformers import {load}\n\n"
+        f'model = PeftModel.from_pretrained({load}.from_pretrained("{base}"), "PATH OF THIS DIRECTORY")'
+    )
+
+
+def _version() -> str:
+    try:
+        return version("fuyou")
+    except PackageNotFoundError:
+        return "not installed as a package"

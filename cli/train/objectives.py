@@ -1,0 +1,165 @@
+"""Training and evaluating with an objective other than the engine's own loss."""
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from cli.options.settings import Settings
+from cli.report.results import EvaluationResult
+from cli.train.row_table import RowTable
+from common.data import Batches
+from common.data.items.batches import REFERENCE
+from fuyou import Engine
+from fuyou.objectives.classifiers import ClassObjective, RewardObjective
+from fuyou.objectives.distillation import DistillationConfig, DistillationObjective
+from fuyou.objectives.next_token import NextTokenObjective
+from fuyou.objectives.objective import BatchNumbers, Learned, Mean, Objective, SumOverRanks, alone
+from fuyou.objectives.preferences import PairObjective, PreferenceConfig, preference_loss
+from fuyou.objectives.unpaired import UnpairedConfig, UnpairedObjective
+
+Batch = dict[str, torch.Tensor]
+_ROWS = "row numbers"
+
+
+def objective_of(settings: Settings) -> Objective | None:
+    """Return the objective that the settings name; None: the engine's own loss."""
+    if not settings.is_special:
+        return None
+    match settings.objective:
+        case "sft" | "pretrain":
+            return NextTokenObjective(settings.label_smoothing, settings.z_loss)
+        case "kto":
+            weights = settings.desirable_weight, settings.undesirable_weight
+            return UnpairedObjective(UnpairedConfig(settings.preference_beta, *weights))
+        case "reward":
+            return RewardObjective(settings.center_rewards)
+        case "classify":
+            return ClassObjective()
+        case "distil":
+            given = settings.teacher_temperature, settings.preference_beta, settings.distil_alpha
+            return DistillationObjective(DistillationConfig(*given))
+    config = PreferenceConfig(settings.preference_beta, settings.label_smoothing, settings.simpo_gamma)
+    return PairObjective(preference_loss(settings.objective), config)
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The ranks that share a batch."""
+
+    rank: int = 0
+    world_size: int = 1
+    sum: SumOverRanks = alone
+    """Adds up numbers of all ranks."""
+
+    def part(self, batch: Batch, items: int) -> tuple[Batch, int]:
+        """Return this rank's items of a batch, and how many ranks have the same ones: all, where there are fewer items
+        than ranks."""
+        if items < self.world_size:
+            return batch, self.world_size
+        first, last = items * self.rank // self.world_size, items * (self.rank + 1) // self.world_size
+        return _cut(batch, first, last, items), 1
+
+
+class ObjectiveLoop:
+    """Computes an objective's loss with an engine.
+
+    Args:
+        objective: whose loss it is.
+        engine: computes what the loss is made of.
+        ranks: that share each batch.
+        teacher: what a teacher has found, if the objective has one.
+    """
+
+    def __init__(
+        self, objective: Objective, engine: Engine, ranks: Ranks | None = None, teacher: RowTable | None = None
+    ) -> None:
+        self._objective, self._engine, self._ranks, self._teacher = objective, engine, ranks or Ranks(), teacher
+
+    @property
+    def keeps_cross_entropy(self) -> bool:
+        """Whether held-out data are evaluated with the plain cross entropy of the next token."""
+        return isinstance(self._objective, NextTokenObjective | DistillationObjective)
+
+    def loss(self, batch: Batch, items: int, rows: np.ndarray) -> tuple[torch.Tensor, dict[str, float]]:
+        """Return this rank's share of the loss of a batch, and what people watch: means over the items of all ranks.
+
+        Args:
+            batch: of all ranks.
+            items: in it.
+            rows: numbers of its rows in the data, int64 ``[R]``.
+        """
+        part, _ = self._ranks.part({**batch, _ROWS: torch.from_numpy(rows)}, items)
+        numbers = part.pop(_ROWS).numpy()
+        if self._teacher is not None:
+            width = part["input_ids"].shape[1]
+            found = self._teacher.read(numbers)
+            part |= {name: torch.from_numpy(np.ascontiguousarray(one[:, :width])) for name, one in found.items()}
+        learned, aux = self._learn(part)
+        return learned.loss + aux, _values(self._joined(learned.watched))
+
+    @torch.no_grad()
+    def evaluate(self, batches: Batches, batch_size: int) -> EvaluationResult:
+        """Take the loss of every held-out item once, forward only.
+
+        Args:
+            batches: in a fixed order.
+            batch_size: items of a batch; the last one is completed with items that were seen, which do not count.
+        """
+        start_time, computed, targets = time.perf_counter(), 0, 0
+        totals = {"loss": Mean(0.0, 0.0)}
+        for number in range(batches.steps_per_epoch):
+            items = min(batch_size, batches.rows - number * batch_size)
+            batch = _cut(batches.batch(number), 0, items, batch_size)
+            part, copies = self._ranks.part(batch, items)
+            learned, _ = self._learn(part)
+            loss, count = self._ranks.sum([float(learned.loss), learned.items])
+            found = {"loss": Mean(loss * count, count), **self._joined(learned.watched)}
+            for name, (total, number_of) in found.items():
+                before = totals.get(name, Mean(0.0, 0.0))
+                totals[name] = Mean(before.total + total / copies, before.number + number_of / copies)
+            computed += batch["input_ids"].numel()
+            targets += int((batch["labels"] != -100).sum()) if "labels" in batch else len(batch["input_ids"])
+        means = _values(totals)
+        rate = computed / (time.perf_counter() - start_time)
+        return EvaluationResult(means.pop("loss"), targets, rate, means)
+
+    def _learn(self, batch: Batch) -> tuple[Learned, torch.Tensor]:
+        """Return what a batch of this rank gives, and its share of the router loss."""
+        objective = self._objective
+        extras = {name: batch[name] for name in objective.extras if name in batch}
+        theirs = batch.get(REFERENCE)
+        inputs = {name: batch[name] for name in objective.inputs}
+        apart = (extras.keys() - {"labels"}) | {REFERENCE} | inputs.keys()
+        named: dict[str, Any] = {name: value for name, value in batch.items() if name not in apart}
+        asks = objective.needs_reference and theirs is None
+        asked: dict[str, Any] = {"outputs": objective.outputs, "head": objective.head, "inputs": inputs}
+        out = self._engine.tokens(**named, **asked, reference=asks)
+        theirs = theirs if out.reference is None else out.reference["log_probs"]
+        learned = objective.learn(BatchNumbers(out, theirs, extras, self._ranks.sum))
+        if out.aux_loss is None:
+            return learned, torch.zeros(())
+        return learned, out.aux_coefficient / self._ranks.world_size * out.aux_loss
+
+    def _joined(self, watched: Mapping[str, Mean]) -> dict[str, Mean]:
+        """Return what is watched, of the items of all ranks."""
+        names = self._objective.watches
+        sums = self._ranks.sum([number for name in names for number in watched.get(name, Mean(0.0, 0.0))])
+        joined = {name: Mean(*sums[2 * place : 2 * place + 2]) for place, name in enumerate(names)}
+        return {name: mean for name, mean in joined.items() if mean.number}
+
+
+def _cut(batch: Batch, first: int, last: int, items: int) -> Batch:
+    """Return a range of the items of a batch, each of which is one or more rows."""
+    return {name: value[first * len(value) // items : last * len(value) // items] for name, value in batch.items()}
+
+
+def _values(means: Mapping[str, Mean]) -> dict[str, float]:
+    """Return means as numbers; where desirable and other answers are rewarded apart, the margin between them, too."""
+    values = {name: total / count for name, (total, count) in means.items()}
+    if {"rewards/chosen", "rewards/rejected"} <= values.keys():
+        values.setdefault("rewards/margins", values["rewards/chosen"] - values["rewards/rejected"])
+    return values

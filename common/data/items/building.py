@@ -1,0 +1,148 @@
+"""Open batches of items: records become a token file of rows with marks, or one that is there is found."""
+
+import contextlib
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from common.data.batches import DataConfig, padding_id
+from common.data.counts import nothing_to_train
+from common.data.encoding.encoder import EncodedSegment, Encoder
+from common.data.encoding.fitting import RowFitter
+from common.data.files import DataRecord, find_files, read_records, reading
+from common.data.items.batches import AnswerBatches, ClassBatches, ItemBatches, PairBatches
+from common.data.items.shapes import (
+    Item,
+    answers_of_records,
+    classes_of_records,
+    labels_of_records,
+    pairs_of_records,
+)
+from common.data.packed.packing import Padder, cut_documents
+from common.data.packed.token_file import (
+    Header,
+    TokenFile,
+    TokenFileWriter,
+    cache_key,
+    remove_unfinished,
+    write_token_file,
+)
+from common.data.shapes import Example, PlainText
+from common.errors import UserError
+from common.memory.heap import return_free_memory
+from common.store.lock import DirectoryLock
+
+Records = Iterable[tuple[str, DataRecord]]
+
+
+@dataclass(frozen=True)
+class ItemKind:
+    """What items are made of, and the batches that they become."""
+
+    name: str
+    batches: type[ItemBatches]
+    items: Callable[[Records], Iterator[Item]]
+    classifies: bool = False
+    """Whether batches are for a sequence classifier."""
+    pad: int | None = None
+    """Token to pad with; None: the tokenizer's."""
+    identity: tuple[object, ...] = ()
+    """What else the rows depend on, as JSON."""
+
+
+def pair_kind(classifies: bool = False, pad: int | None = None) -> ItemKind:
+    """Return the kind of items that are pairs of answers."""
+    return ItemKind("pairs", PairBatches, pairs_of_records, classifies, pad)
+
+
+def answer_kind() -> ItemKind:
+    """Return the kind of items that are labelled answers."""
+    return ItemKind("answers", AnswerBatches, answers_of_records)
+
+
+def class_kind(classes: dict[str, int], pad: int | None = None) -> ItemKind:
+    """Return the kind of items that are texts with a class.
+
+    Args:
+        classes: numbers of the classes by name.
+        pad: token to pad with; None: the tokenizer's.
+    """
+    items = partial(classes_of_records, classes=classes)
+    return ItemKind("texts", ClassBatches, items, True, pad, tuple(classes.items()))
+
+
+def labels_of_files(config: DataConfig, cache_dir: Path) -> list[str]:
+    """Return the names of all classes that data have; see :func:`labels_of_records`."""
+    cache_dir.mkdir(parents=True, exist_ok=True)
+    with reading(cache_dir) as scratch:
+        return labels_of_records(_records(find_files(config.files), config, scratch))
+
+
+def open_items(kind: ItemKind, config: DataConfig, tokenizer: PreTrainedTokenizerBase, cache_dir: Path) -> ItemBatches:
+    """Open batches of the items in ``config.files``: tokenized into a file in ``cache_dir``, or found there.
+
+    Raises:
+        UserError: a file is missing, cannot be read or understood, or there is no item in it.
+    """
+    files = find_files(config.files)
+    cache_dir.mkdir(parents=True, exist_ok=True)
+    pad = padding_id(tokenizer) if kind.pad is None else kind.pad
+    identity = [*config.selection.identity, kind.name, pad, *kind.identity]
+    key = cache_key(files, config.seq_len, tokenizer, config.truncate, packed=False, selection=identity)
+    path = cache_dir / f"{kind.name}-{key}.tokens"
+    unusable = contextlib.suppress(OSError, ValueError)  # not there, or damaged
+    with unusable:
+        return kind.batches(TokenFile(path), config, kind.classifies)
+    with DirectoryLock([cache_dir], patience=math.inf):  # of several ranks on a machine, the first one makes it for all
+        with unusable:
+            return kind.batches(TokenFile(path), config, kind.classifies)
+        remove_unfinished(cache_dir)
+        _build(kind, path, files, config, Encoder(tokenizer, RowFitter(config.seq_len, config.truncate)), pad)
+    return_free_memory()
+    return kind.batches(TokenFile(path), config, kind.classifies)
+
+
+def _records(files: list[Path], config: DataConfig, scratch: Path) -> Records:
+    return config.selection.of((str(file), record) for file in files for record in read_records(file, scratch))
+
+
+def _build(kind: ItemKind, path: Path, files: list[Path], config: DataConfig, encoder: Encoder, pad: int) -> None:
+    fitting = encoder.fitting
+    header = Header(seq_len=config.seq_len + 1, files=len(files))
+    header.cut, header.left_out, header.untrained = fitting.cut, fitting.left_out, fitting.untrained
+    with write_token_file(path, header) as out, reading(path.parent) as scratch:
+        for item in kind.items(_records(files, config, scratch)):
+            header.documents += 1
+            rows = [_row(kind, encoder, example, config.seq_len) for example in item.examples]
+            for row in rows if all(one is not None for one in rows) else ():
+                assert row is not None
+                header.tokens += len(row.ids)
+                header.trainable_tokens += int(row.trained.sum())
+                header.rows += 1
+                _write(out, row, item.mark, config.seq_len, pad)
+        if not header.rows:
+            changes = header.changes(config.seq_len, config.truncate)
+            raise UserError(nothing_to_train(files, is_empty=not header.documents, changes=changes))
+
+
+def _write(out: TokenFileWriter, row: EncodedSegment, mark: int, seq_len: int, pad: int) -> None:
+    def write(words: np.ndarray) -> None:
+        out.add(np.append(words, np.uint32(mark)))
+
+    padder = Padder(seq_len, pad, write, window=1)  # rows of an item are neighbours, whichever is longer
+    for piece in cut_documents(iter([row]), seq_len):
+        padder.add(piece)
+
+
+def _row(kind: ItemKind, encoder: Encoder, example: Example, seq_len: int) -> EncodedSegment | None:
+    """Return an example as one row; None if it does not fit into one, or teaches nothing."""
+    if isinstance(example, PlainText) and not example.prompt and kind.classifies:
+        ids = np.array(encoder.tokenizer(example.completion, verbose=False)["input_ids"][:seq_len], dtype=np.uint32)
+        return EncodedSegment(ids, np.zeros(len(ids), dtype=bool), True) if len(ids) else None
+    made = list(encoder.encode([example]))
+    return made[0] if len(made) == 1 and made[0].trained[1:].any() else None

@@ -1,0 +1,30 @@
+"""A hub: what names look like there, and whether anything may be fetched. Imports nothing slow."""
+
+import os
+import re
+
+NO_DOWNLOAD = "FINETUNE_NO_DOWNLOAD"
+"""Environment variable that keeps models and data from being fetched, where a hub is asked for something else."""
+
+
+def is_hub_name(name: str) -> bool:
+    """Return whether this can be the name of something on a hub: ``owner/name``."""
+    return re.fullmatch(r"[\w.-]+/[\w.-]+", name) is not None and not name.startswith((".", "~"))
+
+
+def stay_offline(downloads: bool, pushes: bool) -> None:
+    """Keep this process and those that it starts from fetching; call it before huggingface_hub is imported.
+
+    Args:
+        downloads: whether models and data may be fetched.
+        pushes: whether something is to be sent, so that the network is needed.
+    """
+    if not downloads:
+        os.environ.setdefault(NO_DOWNLOAD if pushes else "HF_HUB_OFFLINE", "1")
+
+
+def may_download() -> bool:
+    """Return whether something that a hub has may be fetched."""
+    from huggingface_hub import constants
+
+    return not (constants.HF_HUB_OFFLINE or NO_DOWNLOAD in os.environ)

@@ -1,0 +1,81 @@
+"""Loops of other people: FSDP2's ``fully_shard`` replaced by ours wherever it is looked up.
+
+accelerate, transformers' ``Trainer``, TRL's trainers and torchtitan shard a model themselves, with the function that
+they import from PyTorch. One line before that is enough for them to train by a strategy::
+
+    fcdp.replace_fsdp2()
+    trainer = SFTTrainer(...)
+    trainer.train()
+
+or, for a part of a program only, ``with fcdp.replace_fsdp2(): model = accelerator.prepare(model)``.
+"""
+
+import functools
+import importlib
+import sys
+from types import ModuleType, TracebackType
+from typing import Any
+
+from torch.distributed.fsdp import fully_shard as fsdp2_fully_shard
+
+from fcdp.shard import check_strategy, fully_shard
+from fcdp.strategy.strategy import Strategy
+
+_WAYS_IN = ("torch.distributed.fsdp", "torch.distributed._composable.fsdp")
+"""Modules of PyTorch from which others import the function. The rest of PyTorch keeps its own."""
+
+
+class Replacement:
+    """What :func:`replace_fsdp2` has replaced, until :meth:`undo` or the end of a ``with`` block."""
+
+    def __init__(self, ours: Any):
+        self._places = [(module, name) for module in _modules() for name in _names(module)]
+        for module, name in self._places:
+            setattr(module, name, ours)
+
+    def undo(self) -> None:
+        """Put PyTorch's function back where it was. What has been sharded meanwhile stays as it is."""
+        for module, name in self._places:
+            setattr(module, name, fsdp2_fully_shard)
+        self._places.clear()
+
+    def __enter__(self) -> "Replacement":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.undo()
+
+
+def replace_fsdp2(strategy: Strategy | str = "fcdp") -> Replacement:
+    """Have everybody who shards with FSDP2 from now on get :func:`fcdp.fully_shard` instead.
+
+    It is found in PyTorch, for whoever imports it later, and in all modules that have imported it before. Models that
+    are sharded so are FSDP2 models, and communicate by ``strategy`` from their first forward pass on.
+
+    Args:
+        strategy: as for :func:`fcdp.install`: one that shards optimizer states over all ranks that FSDP2 shards over.
+
+    Raises:
+        UserError: there is no such strategy.
+    """
+    check_strategy(strategy)
+    ours: Any = functools.partial(fully_shard, strategy=strategy)
+    functools.update_wrapper(ours, fully_shard)
+    return Replacement(ours)
+
+
+def _modules() -> list[ModuleType]:
+    """Return the modules in which the function may be replaced: all but PyTorch's own and ours, which call it."""
+    ways_in = [importlib.import_module(name) for name in _WAYS_IN]
+    others = [
+        module
+        for name, module in sorted(sys.modules.items())
+        if isinstance(module, ModuleType) and name.split(".")[0] not in ("torch", "fcdp")
+    ]
+    return ways_in + others
+
+
+def _names(module: ModuleType) -> list[str]:
+    return [name for name, value in vars(module).items() if value is fsdp2_fully_shard]

@@ -1,0 +1,104 @@
+"""What can be asked of an engine about its run: memory, bytes, FLOPs, gradients, and a trace of the newest step."""
+
+import math
+import os
+from pathlib import Path
+
+from common.memory.meter import proportional_set_bytes
+from common.models.flops import hardware_flops_per_token, model_flops_per_token
+from fuyou.engine.opening import OpenRun
+from fuyou.engine.steps import Steps
+from fuyou.optimizer.clipping import ClipBy
+from fuyou.schedule.memory_plan import MemoryPlan
+
+
+class EngineFigures:
+    """What can be asked of an engine about its run; training goes on as if nothing had been asked.
+
+    Args:
+        run: what is open.
+        steps: that it takes.
+    """
+
+    def __init__(self, run: OpenRun, steps: Steps):
+        self._run, self._steps = run, steps
+
+    @property
+    def memory_plan(self) -> MemoryPlan:
+        """How the memory budgets are divided."""
+        return self._run.runtime.memory_plan
+
+    def model_flops_per_token(self, seq_len: int) -> float:
+        """Return the FLOPs of training on a token: 6 per parameter, plus attention; recomputation not counted.
+
+        Args:
+            seq_len: tokens of a sequence.
+        """
+        return model_flops_per_token(self._run.model.stack.model, seq_len)
+
+    def hardware_flops_per_token(self, seq_len: int) -> float:
+        """Return :meth:`model_flops_per_token` with the recomputed forward pass counted.
+
+        Args:
+            seq_len: tokens of a sequence.
+        """
+        return hardware_flops_per_token(self._run.model.stack.model, seq_len)
+
+    def io_bytes(self) -> tuple[int, int]:
+        """Return the bytes that training has read from and written to the SSDs, in all processes of the engine."""
+        return self._run.runtime.io.training
+
+    def planned_io_bytes(self) -> tuple[int, int]:
+        """Return what the schedule says that :meth:`io_bytes` comes to, once everything submitted is done."""
+        return self._run.runtime.io.planned
+
+    def host_memory_in_use(self) -> int:
+        """Return the proportional set size of the engine's processes, in bytes, beyond :attr:`host_baseline_bytes`."""
+        return max(0, proportional_set_bytes(self._run.pids()) - self.host_baseline_bytes)
+
+    @property
+    def host_peak_bytes(self) -> int:
+        """Most host memory that the engine's processes ever held together, bytes of proportional set size."""
+        return self._run.meter.peak_bytes
+
+    @property
+    def host_baseline_bytes(self) -> int:
+        """Host memory that the engine's processes held just before the model was touched, likewise."""
+        return self._run.meter.baseline_bytes
+
+    @property
+    def device_peak_bytes(self) -> int:
+        """Most device memory in use. Where the CPU is the device: what the plan gives it."""
+        measured = self._run.device.peak_bytes()
+        return self.memory_plan.device_bytes if measured is None else measured
+
+    def gradient_norm(self) -> float:
+        """Return the norm of the whole gradient before clipping, between the backward pass and :meth:`step`."""
+        return self._steps.gradient_norm()
+
+    @property
+    def max_grad_norm(self) -> float | None:
+        """Norm to which gradients are clipped, if they are."""
+        return self._run.config.optimizer.max_grad_norm
+
+    @property
+    def clip_by(self) -> ClipBy | None:
+        """How gradients are clipped, if they are."""
+        config = self._run.config
+        return None if config.max_grad_norm == math.inf else config.clips_by
+
+    def keep_trace(self) -> None:
+        """Keep what happens in the newest step, from the next one on, for :meth:`write_trace`."""
+        self._run.runtime.keep_trace()
+
+    def write_trace(self, path: str | os.PathLike[str]) -> None:
+        """Write the newest step's tasks as a Chrome trace; they are brought to their end first.
+
+        Args:
+            path: of the file.
+
+        Raises:
+            UserError: no step was taken since :meth:`keep_trace`, or the file cannot be written.
+        """
+        self._steps.flush()
+        self._run.runtime.write_trace(Path(path))

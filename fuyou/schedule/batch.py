@@ -1,0 +1,81 @@
+"""A batch as the engine runs it, and what its loss is computed from."""
+
+from dataclasses import dataclass
+
+from fuyou.layout.key_values import KeyValueCache
+
+
+@dataclass(frozen=True)
+class LossInputs:
+    """What a loss is computed from, if the caller computes it."""
+
+    outputs: int = 0
+    """fp32 numbers that the head makes for each token; 0: the loss is the engine's own cross entropy."""
+    reference: bool = False
+    """Whether every sequence also passes through the model without its adapters."""
+
+    @property
+    def passes(self) -> int:
+        """Number of times that each sequence passes forward."""
+        return 2 if self.reference else 1
+
+    def covers(self, other: "LossInputs") -> bool:
+        """Return whether memory planned for these is enough for ``other``."""
+        return self.outputs >= other.outputs and self.reference >= other.reference
+
+    def joined(self, other: "LossInputs") -> "LossInputs":
+        """Return the least that covers both."""
+        return LossInputs(max(self.outputs, other.outputs), self.reference or other.reference)
+
+
+ENGINE_LOSS = LossInputs()
+"""The engine's own loss."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A batch as the engine runs it."""
+
+    rows: int
+    """Sequences in the batch."""
+    seq_len: int
+    micro_rows: int
+    """Sequences in one micro-batch; the last one may have fewer."""
+    loss: LossInputs = ENGINE_LOSS
+    """What the loss is computed from."""
+    cache: KeyValueCache | None = None
+    """What generation keeps from token to token, between steps; None: nothing is generated, or nothing kept."""
+    most_together: int | None = None
+    """Micro-batches that may go through a block in pieces together in a forward pass; None: all."""
+
+    @property
+    def together(self) -> int:
+        """Micro-batches that go through a block in pieces together in a forward pass."""
+        return min(self.most_together or self.micro_batches, self.micro_batches)
+
+    def passes_in_pieces(self, trained: bool) -> int:
+        """Return how often all pieces of a block come to the device in a step.
+
+        Args:
+            trained: whether pieces are, so that all micro-batches go through the backward pass together.
+        """
+        return -(-self.micro_batches // self.together) + (1 if trained else self.micro_batches)
+
+    @property
+    def micro_batches(self) -> int:
+        return -(-self.rows // self.micro_rows)
+
+    def activations(self, layers: int) -> int:
+        """Return how many blocks' inputs there are at once, at most; a reference's stay until the next block only."""
+        reference = self.micro_batches + 1 if self.loss.reference else 0
+        return (layers + 2) * self.micro_batches + 2 + reference
+
+    @property
+    def micro_tokens(self) -> int:
+        """Tokens in one micro-batch."""
+        return self.micro_rows * self.seq_len
+
+    @property
+    def mean_tokens(self) -> float:
+        """Average tokens of a micro-batch."""
+        return self.rows * self.seq_len / self.micro_batches

@@ -1,0 +1,125 @@
+"""Device memory that computing takes beside all buffers: an upper estimate, by tokens."""
+
+from collections.abc import Sequence
+
+from transformers import PreTrainedConfig
+
+from common.models.layer_configs import layer_configs
+from common.models.vision.memory import NO_IMAGES
+from fuyou.layout.model_layout import ModelLayout
+from fuyou.layout.record import Kind
+from fuyou.model.loss.cross_entropy import pass_bytes
+from fuyou.schedule.batch import Batch
+
+#: Copies of the logits that exist at once, in the compute dtype: themselves, their gradient, and one more in families
+#: that pass them through a function (soft capping). What the loss makes in fp32 comes in passes:
+#: fuyou/model/loss/cross_entropy.py.
+LOGIT_COPIES = 3
+#: Upper bound of the bytes that a router's loss takes for each token and expert: logits, their softmax, that in fp32,
+#: masked, and a gradient of each, some of which are there at the same time.
+ROUTER_BYTES = 32
+
+
+class Workspace:
+    """The memory that one model computes in.
+
+    Args:
+        shape: the model's records.
+        config: the model's configuration.
+        cpu: whether the device is the CPU.
+    """
+
+    def __init__(self, shape: ModelLayout, config: PreTrainedConfig, cpu: bool):
+        self._shape, self._text, self._cpu = shape, config.get_text_config(), cpu
+        self._width = shape.precision.parameter_bytes
+        self._elements = activation_elements_per_token(config)
+        self._chosen = getattr(self._text, "num_experts_per_tok", None) or 0
+
+    def nbytes(self, batch: Batch, columns: int) -> int:
+        """Return the most that is needed at once.
+
+        Args:
+            batch: the batch.
+            columns: tokens of each row that go through the head at once.
+        """
+        shape, width = self._shape, self._width
+        images = shape.image_memory if shape.images else NO_IMAGES
+        return max(
+            self._block(batch) + max(2 * shape.trained_parameter(Kind.BLOCK) * width, self._head(batch, columns)),
+            batch.micro_tokens * images.working * width,  # blocks do not run meanwhile
+        )
+
+    def _head(self, batch: Batch, columns: int) -> int:
+        shape, width = self._shape, self._width
+        tokens, vocabulary = columns * batch.micro_rows, self._text.vocab_size
+        logits = tokens * vocabulary * LOGIT_COPIES * width
+        logits += pass_bytes(tokens, vocabulary, "cpu" if self._cpu else "cuda", bool(batch.loss.outputs))
+        logits += tokens * batch.loss.outputs * 2 * 4  # on the device: a chunk's outputs, or their gradients, in parts
+        # An outer gradient is made, transposed or summed on the way, and added to the flat buffer: measured on a CPU,
+        # three times its size at once.
+        head = logits + 3 * shape.trained_parameter(Kind.NON_BLOCK) * width
+        return head + tokens * shape.non_block_adapter_memory.per_token + shape.non_block_adapter_memory.fixed
+
+    def _block(self, batch: Batch) -> int:
+        shape, adapting = self._shape, self._shape.block_adapter_memory
+        streams = max(1, shape.hidden_size // self._text.hidden_size)
+        per_token = streams * self._elements * self._width
+        per_token += ROUTER_BYTES * shape.router_experts + adapting.per_token
+        fixed = adapting.fixed + batch.micro_rows * shape.attention.workspace_bytes(batch.seq_len, self._cpu)
+        if shape.orders:
+            return self._passes(batch, per_token, fixed)
+        return int(batch.micro_tokens * (per_token + shape.expert_output_bytes)) + fixed
+
+    def _passes(self, batch: Batch, per_token: float, fixed: int) -> int:
+        """Return the bytes of the passes through a block in pieces that are under way at once.
+
+        The block's input, and the gradient of its output, are copied: they are needed beyond the part that begins a
+        pass. Experts compute range by range: what is planned is enough if half of all rows (pairs of a token and an
+        expert) are in one range. Beside it there are gradients of all rows. None of that is there while a linear layer
+        computes with its adapter, which takes its own in passing.
+        """
+        hidden, experts = self._text.hidden_size * self._width, expert_width(self._text) * self._width
+        in_experts = 2 * self._chosen * hidden + 2 * experts
+        in_adapter = self._shape.block_adapter_memory.passing_per_token
+        per_token += 2 * (1 + self._chosen) * hidden - 2 * experts - min(in_experts, in_adapter)
+        one = int(batch.micro_tokens * per_token)
+        if self._shape.trained_elements(Kind.BLOCK):
+            return batch.micro_batches * one + fixed  # a backward pass of all together
+        between = max(order.between_bytes for order in self._shape.orders)
+        return one + (batch.together - 1) * batch.micro_tokens * between + fixed
+
+
+def expert_width(text: PreTrainedConfig) -> int:
+    """Return the width of all feed-forward networks that are active for a token; 0 if there are no experts."""
+    active = getattr(text, "num_experts_per_tok", None)
+    return active * (getattr(text, "moe_intermediate_size", None) or _feed_forward_width(text)) if active else 0
+
+
+def activation_elements_per_token(config: PreTrainedConfig) -> float:
+    """Return an upper estimate of the elements that one block's forward pass saves per token for its backward pass.
+
+    Norms (which many families compute and save in fp32) and residuals: 11 hidden sizes; attention: 9 times the width of
+    all queries, which in most families is another hidden size; the feed-forward network: 4 times its width, per active
+    expert. Measured on a CPU (small models in bf16): 75 to 97% of it.
+    """
+    text = config.get_text_config()
+    hidden = text.hidden_size
+    width = expert_width(text) or _feed_forward_width(text)
+    return 11 * hidden + 9 * max(hidden, _query_width(text)) + 4 * width
+
+
+def _feed_forward_width(text: PreTrainedConfig) -> int:
+    width = getattr(text, "intermediate_size", None) or getattr(text, "ffn_dim", None) or getattr(text, "n_inner", None)
+    return max(width) if isinstance(width, Sequence) else width or 4 * text.hidden_size  # some have one for each layer
+
+
+def _query_width(text: PreTrainedConfig) -> int:
+    """Return the width of all queries of a token, in the layer where it is largest; 0 if it is not known."""
+    return max(_query_width_in(layer) for layer in layer_configs(text))
+
+
+def _query_width_in(layer: PreTrainedConfig) -> int:
+    latent = getattr(layer, "qk_nope_head_dim", None)  # multi-head latent attention
+    head = latent + layer.qk_rope_head_dim if latent else getattr(layer, "head_dim", None)
+    heads = getattr(layer, "num_attention_heads", None)
+    return heads * head if isinstance(heads, int) and isinstance(head, int) else 0

@@ -1,0 +1,142 @@
+"""Run FSDP2's own tests with ours in its place: how many of those that pass with FSDP2 pass with ``fcdp``?
+
+The tests are PyTorch's, ``test/distributed/_composable/fsdp`` of the release that is installed; they are not a part of
+the wheel, so give the directory of a checkout. They also need ``pip install expecttest``::
+
+    git clone --depth 1 --branch v2.13.0 https://github.com/pytorch/pytorch
+    python scripts/fsdp2_suite.py pytorch/test/distributed/_composable/fsdp
+
+Each runs twice, with PyTorch's ``fully_shard`` and with ours, on gloo: most ask for several GPUs, which this program
+lets CPU processes stand for. Those that then fail with FSDP2 itself (streams, memory of a GPU, NCCL) say nothing, and
+are not counted. With ours two ranks share a node, so that four ranks are two nodes. Ranks are forked.
+"""
+
+import argparse
+import json
+import multiprocessing
+import os
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+RANKS = 8
+"""GPUs that the tests believe in."""
+
+
+class Recorder:
+    """A plugin of pytest that notes how each test ended."""
+
+    def __init__(self) -> None:
+        self.ended: dict[str, tuple[str, str]] = {}
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Note ``passed``, ``failed`` or ``skipped``, and the last line of what was raised."""
+        if report.when != "call" and report.passed:
+            return
+        name = report.nodeid.split("/")[-1]
+        if report.when == "call" or name not in self.ended:
+            lines = [line for line in str(report.longrepr or "").splitlines() if "Error" in line]
+            self.ended[name] = report.outcome, lines[-1].strip() if lines else ""
+
+
+def pretend_gpus() -> None:
+    """Have PyTorch's test helpers run on the CPU what asks for several GPUs, with gloo and forked ranks."""
+    from torch.testing._internal import common_distributed, common_fsdp
+
+    def unconditional(*args: Any, **kwargs: Any) -> Callable[[Any], Any]:
+        return lambda test: test
+
+    def fork(case: Any) -> None:
+        case._start_processes(multiprocessing.get_context("fork").Process)
+
+    def on_cpu(model: Any, *args: Any, **options: Any) -> None:
+        make_replicas(model, *args, **{**options, "device_ids": None})
+
+    replicas = torch.nn.parallel.DistributedDataParallel
+    make_replicas = replicas.__init__
+    changes: list[tuple[Any, str, Any]] = [
+        (torch.accelerator, "device_count", lambda: RANKS),
+        (torch.accelerator, "current_accelerator", lambda *_, **__: torch.device("cpu")),
+        (torch.cpu, "device_count", lambda: RANKS),
+        (replicas, "__init__", on_cpu),
+        (common_distributed, "skip_if_lt_x_gpu", unconditional),
+        (common_distributed.MultiProcessTestCase, "_spawn_processes", fork),
+        (common_fsdp, "DEVICE_COUNT", RANKS),
+        (common_fsdp, "DEVICE_TYPE", "cpu"),
+        (common_fsdp, "DISTRIBUTED_BACKEND", "gloo"),
+    ]
+    for target, name, value in changes:
+        mock.patch.object(target, name, value).start()
+
+
+def run_tests(tests: list[str], ours: bool) -> dict[str, tuple[str, str]]:
+    """Run the files in this process, and return how each test ended."""
+    torch.set_num_threads(1)
+    pretend_gpus()
+    if ours:
+        import fcdp
+
+        os.environ["LOCAL_WORLD_SIZE"] = "2"
+        fcdp.replace_fsdp2()
+    recorder = Recorder()
+    pytest.main(
+        ["-q", "--no-header", "-p", "no:cacheprovider", "--tb=short", "--continue-on-collection-errors", *tests],
+        plugins=[recorder],
+    )
+    return recorder.ended
+
+
+def in_a_process(tests: list[str], ours: bool, timeout_s: float) -> dict[str, tuple[str, str]]:
+    """Return what :func:`run_tests` does in a process of its own, whose output goes to a file beside the tests."""
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder) / "ended.json"
+        command = [sys.executable, __file__, *tests, "--only", "ours" if ours else "fsdp2", "--to", str(result)]
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "DISTRIBUTED_TESTS_DEFAULT_TIMEOUT": "120"}
+        log = Path(folder) / "log"
+        with log.open("w") as output:
+            subprocess.run(command, env=env, stdout=output, stderr=output, timeout=timeout_s, check=False)
+        if not result.exists():
+            raise SystemExit(f"The tests did not end in order:\n{log.read_text()[-4000:]}")
+        return {name: (ended, why) for name, (ended, why) in json.loads(result.read_text()).items()}
+
+
+def report(plain: dict[str, tuple[str, str]], ours: dict[str, tuple[str, str]]) -> None:
+    """Print each test that FSDP2 passes and ours does not, and the sums."""
+    counts = Counter(ended for ended, _ in plain.values())
+    passed = [name for name, (ended, _) in plain.items() if ended == "passed"]
+    with_ours = [name for name in passed if ours.get(name, ("missing", ""))[0] == "passed"]
+    for name in sorted(plain):
+        here, there = plain[name][0], ours.get(name, ("missing", ""))
+        print(f"{here:8} {there[0]:8} {name}" + (f"\n    {there[1]}" if here == "passed" != there[0] else ""))
+    share = len(with_ours) / max(len(passed), 1)
+    print(f"With FSDP2 {counts['passed']} pass, {counts['failed']} fail and {counts['skipped']} are skipped.")
+    print(f"Of those that pass with FSDP2, {len(with_ours)} of {len(passed)} pass with ours ({share:.1%}).")
+
+
+def main() -> None:
+    """Read the arguments and run the tests twice."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("tests", nargs="+", help="directory of the tests, files, or tests as pytest names them")
+    parser.add_argument("--only", choices=("fsdp2", "ours"), help="run with one of the two, in this process")
+    parser.add_argument("--to", type=Path, help="with --only: file for how each test ended")
+    parser.add_argument("--timeout", type=float, default=3600, metavar="SECONDS", help="of either run")
+    args = parser.parse_args()
+    if args.only:
+        ended = run_tests(args.tests, args.only == "ours")
+        if args.to:
+            args.to.write_text(json.dumps(ended))
+        return
+    plain, ours = (in_a_process(args.tests, which, args.timeout) for which in (False, True))
+    report(plain, ours)
+
+
+if __name__ == "__main__":
+    main()

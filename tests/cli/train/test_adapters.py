@@ -1,0 +1,65 @@
+"""Adapters by the command: LoRA+, and adapters that were trained before."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+from tests.cli.conftest import Finetune
+from tests.helpers.command.messages import check
+
+COMMON = (
+    "--batch-size",
+    4,
+    "--seq-len",
+    32,
+    "--gpu",
+    "cpu",
+    "--dtype",
+    "fp32",
+    "--lr",
+    "1e-2",
+    "--schedule",
+    "constant",
+)
+
+
+def held_out(output: Path) -> list[float]:
+    lines = map(json.loads, (output / "run" / "metrics.jsonl").read_text().splitlines())
+    return [line["validation_metrics/loss"] for line in lines if "validation_metrics/loss" in line]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_adapters_are_trained_further(finetune: Finetune, checkpoint: Path, data: Path, tmp_path: Path) -> None:
+    """What the first run ended with, the second begins with; it goes on with the same adapters only."""
+    first, second = tmp_path / "first", tmp_path / "second"
+    command = ("--model", checkpoint, "--data", data, "--eval-data", data, *COMMON)
+    plus = finetune(*command, "--steps", 2, "--lora-rank", 4, "--lora-plus-ratio", 16, "--output", first)
+    assert plus.status == 0, plus.err
+    assert "adapters LoRA of rank 4: " in plus.out
+    assert "; their B matrices learn at 16 times the rate (LoRA+)" in plus.out
+    other = ("--resume", "--lora-rank", 4, "--lora-plus-ratio", 2, "--steps", 3, "--output", first)
+    check(finetune(*command, *other), 2, "began with --lora-plus-ratio 16", "now it is 2")
+
+    further = (*command, "--adapter", first, "--output", second)
+    check(finetune(*further, "--lora-rank", 8), 2, "--lora-rank and --adapter both say what the adapters are")
+    check(finetune(*further, "--lora-alpha", 3), 2, "--lora-alpha is what the adapters of --adapter", "have already")
+    check(finetune(*command, "--adapter", first, "--output", first, "--overwrite"), 2, "is the --adapter that is to be")
+    check(finetune(*command, "--adapter", tmp_path, "--output", second), 2, "holds no adapter_config.json")
+    done = finetune(*further, "--steps", 2)
+    assert done.status == 0, done.err
+    assert f"adapters those of {first}, trained further: " in done.out
+    assert held_out(second)[0] == held_out(first)[-1] < held_out(first)[0]
+    tuned = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(checkpoint), second)
+    assert tuned.peft_config["default"].r == 4
+
+    shutil.copytree(first, moved := tmp_path / "moved", ignore=shutil.ignore_patterns("store"))
+    again = finetune(*command, "--adapter", moved, "--output", second, "--steps", 3, "--resume")
+    assert again.status == 0 and "step 3/3" in again.out, again.err
+    config = moved / "adapter_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"lora_alpha": 5}))
+    changed = finetune(*command, "--adapter", moved, "--output", second, "--steps", 4, "--resume")
+    check(changed, 2, "--adapter is not what this run began with: other or changed adapters")

@@ -1,0 +1,260 @@
+"""The command's objectives against TRL's own trainers in memory, on the same data in the same order."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import trl
+from datasets import Dataset
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file
+from torch import nn
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    Trainer,
+    TrainingArguments,
+)
+from trl.experimental.cpo import CPOConfig, CPOTrainer
+from trl.experimental.orpo import ORPOConfig, ORPOTrainer
+
+from common.data.packed.order import draw_rows
+from tests.cli.conftest import Finetune
+from tests.helpers.rounding import ALIGNED_ALIKE
+
+PLACE = ("--gpu", "cpu", "--host-memory", "600MiB", "--dtype", "fp32", "--schedule", "constant", "--lr", "1e-3")
+STEPS, ITEMS, LR, DECAY = 5, 8, 1e-3, 0.01
+
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+PAIRS = [
+    {"prompt": f"{i} plus {i} is", "chosen": f" surely {2 * i}.", "rejected": f" maybe {i * i + 1}, who knows."}
+    for i in range(ITEMS)
+]
+ANSWERS = [
+    {"prompt": f"{i} plus {i} is", "completion": f" surely {2 * i + i % 3}.", "label": i % 3 == 0} for i in range(ITEMS)
+]
+TEXTS = [{"text": f"{i} and {i * i} are numbers", "label": ("odd", "even", "odder")[i % 3]} for i in range(ITEMS)]
+MARGINS = [{**pair, "margin": 0.25 * (i % 3)} for i, pair in enumerate(PAIRS)]
+
+
+def in_our_order(records: list[dict[str, Any]]) -> Dataset:
+    """The records of all steps, as the command draws them."""
+    draws = [draw_rows(range(step * ITEMS, (step + 1) * ITEMS), ITEMS, 0) for step in range(STEPS)]
+    return Dataset.from_list([records[int(row)] for drawn in draws for row in drawn])
+
+
+def settings(kind: type, folder: Path, **options: Any) -> Any:
+    return kind(
+        output_dir=str(folder), max_steps=STEPS, per_device_train_batch_size=ITEMS, learning_rate=LR, logging_steps=1,
+        report_to=[], use_cpu=True, save_strategy="no", lr_scheduler_type="constant", max_grad_norm=0.0,
+        disable_tqdm=True, bf16=False, train_sampling_strategy="sequential", gradient_checkpointing=False, **options,
+    )  # fmt: skip
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    groups = [{"params": [p for p in trained if p.dim() > 1], "weight_decay": DECAY}]
+    return torch.optim.AdamW([*groups, {"params": [p for p in trained if p.dim() == 1], "weight_decay": 0.0}], lr=LR)
+
+
+class AnswersAlone(ORPOTrainer):  # type: ignore[misc]
+    """ORPO whose cross entropy is that of the preferred answers, without their prompts, as it is ours."""
+
+    def concatenated_forward(self, model: Any, batch: Any) -> Any:
+        chosen, *others = super().concatenated_forward(model, batch)
+        tokens = (batch["chosen_labels"][:, 1:] != -100).sum(1)
+        others[3] = -(chosen * tokens).sum() / tokens.sum()
+        return chosen, *others
+
+
+class Classes(Trainer):
+    """A trainer that notes how many are right."""
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+        out = model(**inputs)
+        right = (out.logits.argmax(-1) == inputs["labels"]).float().mean()
+        self.log({"accuracy": right.item(), "loss": out.loss.item()})
+        return out.loss
+
+
+def with_trl(
+    objective: str,
+    model: nn.Module,
+    tokenizer: Any,
+    records: list[dict[str, Any]],
+    folder: Path,
+    reference_path: str | Path,
+) -> Trainer:
+    """Train in memory; the model is changed."""
+    data, optimizers = in_our_order(records), (adamw(model), None)
+    given: dict[str, Any] = {"train_dataset": data, "processing_class": tokenizer, "optimizers": optimizers}
+    reference = None
+    if objective in ("dpo", "ipo", "kto"):
+        reference = AutoModelForCausalLM.from_pretrained(reference_path, dtype=torch.float32)
+    if objective == "kto":
+        args = settings(trl.KTOConfig, folder, beta=0.3, desirable_weight=1.5, max_length=64)
+        trainer = trl.KTOTrainer(model, reference, args, **given)
+    elif objective in ("dpo", "ipo"):
+        kind = "sigmoid" if objective == "dpo" else "ipo"
+        args = settings(trl.DPOConfig, folder, beta=0.3, loss_type=[kind], max_length=64)
+        trainer = trl.DPOTrainer(model, reference, args, **given)
+    elif objective == "simpo":
+        args = settings(CPOConfig, folder, beta=2.0, loss_type="simpo", cpo_alpha=0.0, simpo_gamma=0.7, max_length=64)
+        trainer = CPOTrainer(model, args, **given)
+    elif objective == "orpo":
+        args = settings(ORPOConfig, folder, beta=0.3, max_length=64)
+        trainer = AnswersAlone(model, args, **given)
+    elif objective == "reward":
+        args = settings(trl.RewardConfig, folder, center_rewards_coefficient=0.1, max_length=64)
+        trainer = trl.RewardTrainer(model, args, **given)
+    else:
+        names = sorted({record["label"] for record in records})
+
+        def tokenized(record: dict[str, Any]) -> dict[str, Any]:
+            return {**tokenizer(record["text"]), "labels": names.index(record["label"])}
+
+        given["train_dataset"] = data.map(tokenized, remove_columns=["text", "label"])
+        trainer = Classes(model, settings(TrainingArguments, folder), **given)
+    trainer.train()
+    return trainer
+
+
+LORA, PREFERRED = ("--lora-rank", "4"), ("rewards/accuracies", "rewards/chosen", "rewards/margins", "logps/rejected")
+KTO = "--beta", "0.3", "--desirable-weight", "1.5"
+CASES = {
+    "dpo": (PAIRS, ("--beta", "0.3"), PREFERRED),
+    "ipo in pieces": (PAIRS, ("--beta", "0.3", "--piece-size", "16KiB"), PREFERRED),
+    "dpo of another": (PAIRS, ("--beta", "0.3", "--reference", "OTHER"), PREFERRED),
+    "simpo": (PAIRS, ("--simpo-gamma", "0.7"), PREFERRED[:3]),
+    "orpo": (PAIRS, ("--beta", "0.3"), PREFERRED[:3]),
+    "kto": (ANSWERS, KTO, ("rewards/chosen", "rewards/margins", "kl")),
+    "kto with adapters": (ANSWERS, (*KTO, *LORA), ("rewards/chosen", "rewards/margins", "kl")),
+    "reward": (MARGINS, ("--center-rewards", "0.1"), ("accuracy", "margin", "mean_reward")),
+    "reward with adapters": (MARGINS, ("--center-rewards", "0.1", *LORA), ("accuracy", "margin", "mean_reward")),
+    "classify": (TEXTS, (), ("accuracy",)),
+}
+
+
+@pytest.mark.parametrize(
+    ("objective", "micro"),
+    [
+        ("dpo", "16"), ("dpo of another", "4"), ("ipo in pieces", "4"), ("simpo", "16"), ("orpo", "4"), ("kto", "4"),
+        ("kto with adapters", "16"), ("reward", "4"), ("reward with adapters", "16"), ("classify", "2"),
+    ],
+)  # fmt: skip
+def test_a_run_is_what_trl_trains_in_memory(
+    objective: str, micro: str, checkpoint: Path, finetune: Finetune, tmp_path: Path
+) -> None:
+    records, options, watched = CASES[objective]
+    other = tmp_path / "other"
+    if "OTHER" in options:
+        noisy = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+        torch.manual_seed(3)
+        for parameter in noisy.parameters():
+            parameter.data += 0.02 * torch.randn_like(parameter)
+        noisy.save_pretrained(other)
+        AutoTokenizer.from_pretrained(checkpoint).save_pretrained(other)
+        options = tuple(str(other) if word == "OTHER" else word for word in options)
+    objective, adapted = objective.split()[0], "--lora-rank" in options
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    common = ("--model", checkpoint, "--data", tmp_path / "data.jsonl", "--objective", objective, *options, *PLACE)
+    common = (*common, "--batch-size", str(ITEMS), "--micro-batch", micro, "--steps", str(STEPS), "--seed", "0")
+    done = finetune(*common, "--output", tmp_path / "out", "--report", tmp_path / "report.json")
+    assert done.status == 0, done.err
+    report = json.loads((tmp_path / "report.json").read_text())
+
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    base = tmp_path / "out" / "base" if objective in ("reward", "classify") else checkpoint
+    auto = AutoModelForSequenceClassification if objective in ("reward", "classify") else AutoModelForCausalLM
+    model: Any = auto.from_pretrained(base, dtype=torch.float32)
+    if adapted:
+        torch.manual_seed(0)
+        task = None if auto is AutoModelForSequenceClassification else "CAUSAL_LM"
+        lora = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type=task)
+        model = get_peft_model(model, lora).get_base_model()
+    reference = other if other.exists() else model.name_or_path
+    trainer = with_trl(objective, model, tokenizer, records, tmp_path / "trl", reference)
+    logged = [line for line in trainer.state.log_history if {"loss", watched[0]} <= line.keys()]
+    assert report["losses"] == pytest.approx([line["loss"] for line in logged[:STEPS]], rel=1e-5)
+    for name in watched:
+        expected = [line[name] for line in logged[:STEPS]]
+        assert report["watched"][name] == pytest.approx(expected, rel=1e-5, abs=1e-6), name
+    tuned: Any = auto.from_pretrained(base if adapted else tmp_path / "out", dtype=torch.float32)
+    if adapted:
+        tuned = PeftModel.from_pretrained(tuned, tmp_path / "out").get_base_model()
+        assert objective != "reward" or any("score.lora" in name for name, _ in tuned.named_parameters())
+    values = dict(tuned.named_parameters())
+    for name, value in model.named_parameters():
+        # Where a gradient is next to nothing, Adam makes a part of a step of its rounding: a hundredth of one, here.
+        torch.testing.assert_close(values[name], value.data, rtol=1e-5, atol=1e-5 if ALIGNED_ALIKE else 3e-5, msg=name)
+
+
+def test_a_reference_is_kept_until_the_run_ends(checkpoint: Path, finetune: Finetune, tmp_path: Path) -> None:
+    """A run that goes on is the same run, bit for bit; without the file it cannot, and says so."""
+    data, report = tmp_path / "data.jsonl", tmp_path / "report.json"
+    data.write_text("".join(json.dumps(record) + "\n" for record in PAIRS))
+    common = ("--model", checkpoint, "--data", data, "--objective", "dpo", *PLACE, "--batch-size", ITEMS)
+    losses = []
+    for name, parts in (("whole", (4,)), ("broken", (2, 4))):
+        for number, steps in enumerate(parts):
+            words = ("--resume",) if number else ()
+            done = finetune(*common, *words, "--steps", steps, "--no-save", "--output", name, "--report", report)
+            assert done.status == 0, done.err
+        losses.append(json.loads(report.read_text())["losses"])
+    assert "dpo against the model as it is before the first step" in done.out
+    assert losses[1] == losses[0][2:]
+    (tmp_path / "broken" / "run" / "reference.npz").unlink()
+    done = finetune(*common, "--resume", "--steps", 6, "--no-save", "--output", "broken")
+    assert done.status == 2 and "is missing, damaged or of fewer steps" in done.err
+
+
+@pytest.mark.parametrize("objective", ["simpo", "orpo", "kto", "reward", "classify", "distil"])
+def test_a_run_that_goes_on_is_the_same_run(
+    objective: str, checkpoint: Path, finetune: Finetune, tmp_path: Path
+) -> None:
+    """In the middle of an epoch, bit for bit."""
+    records = {"kto": ANSWERS, "classify": TEXTS, "distil": TEXTS}.get(objective, PAIRS)
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    # With all weights trained, the reference of KTO is computed for all steps that a run is to take.
+    words = {"distil": ("--teacher", checkpoint, "--beta", "0.5"), "kto": LORA}.get(objective, ())
+    file = "adapter_model.safetensors" if objective == "kto" else "model.safetensors"
+    common = ("--model", checkpoint, "--data", tmp_path / "data.jsonl", "--objective", objective, *words, *PLACE)
+    runs = []
+    for name, parts in (("whole", (3,)), ("broken", (1, 3))):
+        for number, steps in enumerate(parts):
+            going_on = ("--resume",) if number else ()
+            given = ("--batch-size", "3", "--steps", steps, "--output", name, "--report", tmp_path / "report.json")
+            done = finetune(*common, *given, *going_on, *(("--no-save",) if steps < 3 else ()))
+            assert done.status == 0, done.err
+        losses = json.loads((tmp_path / "report.json").read_text())["losses"]
+        runs.append((losses, load_file(f"{name}/{file}")))
+    (losses, weights), (resumed, others) = runs
+    assert resumed == losses[1:]
+    assert all(torch.equal(value, others[name]) for name, value in weights.items())
+
+
+@pytest.mark.parametrize(
+    ("records", "objective", "message"),
+    [
+        (TEXTS[:1], "classify", "learns to tell at least two classes apart"),
+        (PAIRS, "kto", None),
+        (ANSWERS, "reward", "a pair has chosen and rejected"),
+    ],
+)
+def test_data_of_another_kind(
+    records: list[dict[str, Any]], objective: str, message: str | None, checkpoint: Path, finetune: Finetune,
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    words = ("--model", checkpoint, "--data", tmp_path / "data.jsonl", "--objective", objective, "--show-data", "4")
+    done = finetune(*words, "--output", tmp_path / "out")
+    if message is not None:
+        assert done.status == 2 and message in done.err
+    else:
+        assert done.status == 0 and "16 answers from 1 file" in done.out and " plus " in done.out

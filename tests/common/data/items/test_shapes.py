@@ -1,0 +1,59 @@
+"""Records of labelled answers and of classes: the shapes that they have, and what is refused."""
+
+from typing import Any
+
+import pytest
+
+from common.data.files import DataRecord
+from common.data.items.shapes import Item, answers_of_records, classes_of_records, labels_of_records
+from common.data.shapes import Chat, PlainText
+from common.errors import UserError
+
+
+def given(*records: dict[str, Any]) -> list[tuple[str, DataRecord]]:
+    return [("a.jsonl", DataRecord(one, f"line {i + 1}")) for i, one in enumerate(records)]
+
+
+TURNS = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
+
+
+@pytest.mark.parametrize(
+    ("record", "example"),
+    [
+        ({"prompt": "2+2 ", "completion": "4", "label": True}, PlainText("2+2 ", "4", where="a.jsonl, line 1")),
+        ({"prompt": TURNS[:1], "completion": TURNS[1:], "label": 1}, Chat(TURNS, 1, "a.jsonl, line 1")),
+        ({"messages": TURNS, "kto_tag": "true"}, Chat(TURNS, 1, "a.jsonl, line 1")),
+    ],
+)
+def test_labelled_answers(record: dict[str, Any], example: Any) -> None:
+    """As TRL and LLaMA-Factory have them."""
+    assert list(answers_of_records(given(record))) == [Item((example,), 1)]
+
+
+def test_a_pair_is_two_labelled_answers() -> None:
+    made = list(answers_of_records(given({"prompt": "a ", "chosen": "b", "rejected": "c"})))
+    assert [(item.examples[0].completion, item.mark) for item in made] == [("b", 1), ("c", 0)]  # type: ignore[union-attr]
+
+
+def test_classes_are_numbered() -> None:
+    records = given({"text": "a", "label": "up"}, {"text": "b", "label": "down"}, {"text": " ", "label": "up"})
+    names = labels_of_records(records)
+    assert names == ["down", "up"]
+    made = classes_of_records(records, {name: number for number, name in enumerate(names)})
+    assert [item.mark for item in made] == [1, 0]
+    assert labels_of_records(given({"text": "a", "label": 3}, {"text": "b", "label": 0.0})) == ["0", "1", "2", "3"]
+
+
+@pytest.mark.parametrize(
+    ("make", "record", "message"),
+    [
+        (answers_of_records, {"prompt": "a", "completion": "b"}, "a label that is true or false"),
+        (answers_of_records, {"prompt": "a", "completion": "b", "label": "maybe"}, "must be true or false"),
+        (labels_of_records, {"text": "a"}, "has text and label"),
+        (labels_of_records, {"text": "a", "label": "x"}, "at least two classes apart, and the data have only 'x'"),
+        (lambda records: classes_of_records(records, {"x": 0}), {"text": "a", "label": "y"}, "the model knows x"),
+    ],
+)
+def test_what_does_not_fit_is_refused(make: Any, record: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        list(make(given(record)))

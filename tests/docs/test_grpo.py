@@ -1,0 +1,28 @@
+"""The example of reinforcement learning, in small: rewards rise, and a server may generate."""
+
+import importlib
+import json
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+@pytest.fixture
+def example(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    return importlib.import_module("grpo")
+
+
+def test_rewards_rise(example: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [str(tmp_path), "--digits", "3"]
+    rewards = example.main([*words, "--learning-steps", "200", "--steps", "6"])
+    assert 0.2 < rewards[0] < 0.8 and rewards[-1] > rewards[0] + 0.1
+    capsys.readouterr()
+    asked = example.main([*words, "--learning-steps", "0", "--steps", "2", "--rollouts", "server"])
+    assert all(abs(reward - rewards[0]) < 0.3 for reward in asked)
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{")]
+    # Where the server has the adapters that are trained, probabilities are the same, and advantages cancel out.
+    assert [abs(line["loss"]) < 2e-3 for line in lines] == [True, True]

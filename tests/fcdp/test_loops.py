@@ -1,0 +1,32 @@
+"""accelerate's FSDP2 and TRL's trainer with one line more, beside themselves without it, on 2 nodes of 2 ranks.
+
+Losses are equal but for the order of additions: gloo's reduce-scatter has one of its own.
+"""
+
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.fcdp import loop_cases as cases
+from tests.helpers.fcdp.pool import Pool
+
+FOUR = (2, 2)
+
+
+def test_accelerate_trains_and_checkpoints_go_both_ways(pool: Pool, tmp_path: Path) -> None:
+    saved = [str(tmp_path / name) for name in ("plain", "ours")]
+    plain, ours = (pool.run(FOUR, cases.accelerate_loop, which, 20, saved[which]) for which in (False, True))
+    for (losses, _), (expected, _) in zip(ours, plain, strict=True):
+        assert losses == pytest.approx(expected, rel=2e-6)
+    assert ours[0][1][0] == ours[0][1][1] > 0
+    # With Adam's states anew, both go on alike from what the other has saved.
+    plain, ours = (pool.run(FOUR, cases.accelerate_loop, which, 4, "", saved[not which]) for which in (False, True))
+    for (losses, _), (expected, _) in zip(ours, plain, strict=True):
+        assert losses == pytest.approx(expected, rel=2e-6)
+
+
+def test_sft_trainer(pool: Pool, tmp_path: Path) -> None:
+    plain, ours = (pool.run(FOUR, cases.sft_trainer, which, 8, str(tmp_path)) for which in (False, True))
+    assert len(plain[0][0]) == 8
+    assert ours[0][0] == pytest.approx(plain[0][0], rel=2e-6)
+    assert ours[0][1][0] == ours[0][1][1] > 0

@@ -1,0 +1,48 @@
+"""Budgets of device memory, and what is said when a device has none left."""
+
+import pytest
+import torch
+
+from common.errors import FinetuneError
+from fuyou.runtime.devices.device import CpuDevice, CudaDevice, memory_limits
+from fuyou.runtime.devices.emulated import EmulatedDevice, EmulatedSpec
+from fuyou.runtime.devices.out_of_memory import explain_out_of_memory
+
+GIB = 1 << 30
+
+
+@pytest.fixture
+def card(monkeypatch: pytest.MonkeyPatch) -> CudaDevice:
+    """Return a card of 24 GiB, of which 20 are free as the driver sees it, and PyTorch has 3 that it does not use."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (20 * GIB, 24 * GIB))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 3 * GIB + 5)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 5)
+    device = CudaDevice.__new__(CudaDevice)
+    device.torch_device = torch.device("cuda", 0)
+    return device
+
+
+def test_a_cards_budget_is_what_it_has_free(card: CudaDevice) -> None:
+    free = 23 * GIB * 19 // 20 - (256 << 20)
+    assert memory_limits(card, "1MiB", None)[1] == free, "PyTorch's cache is free"
+    assert memory_limits(card, "1MiB", "24GiB")[1] == free, "what is on the box is not there"
+    assert memory_limits(card, "1MiB", "8GiB")[1] == 8 * GIB
+
+
+def test_other_devices_budgets() -> None:
+    emulated = EmulatedDevice(EmulatedSpec(1e12, 2 * GIB, 1e9))
+    assert [memory_limits(emulated, "1MiB", given)[1] for given in (None, "1GiB", "3GiB")] == [2 * GIB, GIB, 2 * GIB]
+    assert memory_limits(CpuDevice(), "4MiB", None)[1] == 4 << 20
+    assert memory_limits(CpuDevice(), "4MiB", "1MiB")[1] == 1 << 20
+
+
+def test_running_out_says_what_to_lower(card: CudaDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total of 23.5 GiB")
+
+    message = r"\(CUDA out of memory\)\. Lower device_memory .* smaller micro_batch"
+    with pytest.raises(FinetuneError, match=message), explain_out_of_memory():
+        fail()
+    monkeypatch.setattr(torch, "empty", fail)
+    with pytest.raises(FinetuneError, match="no memory left"):
+        card.allocate(2 * GIB)

@@ -1,0 +1,140 @@
+"""A processor that plays a GPU: whatever is launched is only queued, and done later, by other threads.
+
+What must hold for the numbers to be right on a GPU, and need not on a CPU, thereby decides about them on a CPU, too:
+*Computing* is queued on a stream of its own, and the thread that launches it goes on to the next task at once. *Copies*
+are queued on a stream for each lane, end in any order among the lanes, and late. Streams wait for nothing but events
+that they were told to wait for. *Device memory* can be made unreadable (``mprotect``) while no stream runs: whatever on
+the host touches it dies.
+"""
+
+import contextlib
+import ctypes
+import random
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+
+import fuyou.engine.common_decisions
+import fuyou.engine.opening
+from fuyou.runtime.compute.step_computation import StepComputation
+from fuyou.runtime.data_plane.data_plane import DataPlane
+from fuyou.runtime.devices.device import CpuDevice
+from fuyou.schedule.tasks import ComputeTask, Op, Task
+from tests.helpers import kvikio
+
+_COPIES = (Op.PARAMETER_UPLOAD, Op.GRADIENT_DOWNLOAD, Op.ACTIVATION_UPLOAD, Op.ACTIVATION_DOWNLOAD)
+_NOBODY, _EVERYBODY = 0, 3  # PROT_NONE; PROT_READ | PROT_WRITE
+
+
+class QueuedDevice(CpuDevice):
+    """Queues copies, and with :meth:`install` computing.
+
+    Args:
+        protects: whether its memory is unreadable while no stream runs.
+        deaf: a stream that waits for no event, to show that it would be noticed.
+    """
+
+    def __init__(self, protects: bool = True, deaf: Op | None = None) -> None:
+        super().__init__()
+        self._streams = {op: ThreadPoolExecutor(1) for op in (*_COPIES, Op.COMPUTE)}
+        self._waits: dict[Op, list[Future]] = defaultdict(list)
+        self._dice, self._deaf = random.Random(5), deaf
+        self._protects, self._open_count, self._lock = protects, 0, threading.Lock()
+        self._mappings: list[tuple[int, int]] = []
+
+    def install(self, monkeypatch: pytest.MonkeyPatch) -> "QueuedDevice":
+        """Have engines use this device, and queue what they compute."""
+        device, run_at_once = self, StepComputation._run
+
+        def run(computation: Any, task: ComputeTask) -> None:
+            if computation._buffers.device is not device:  # the proof before a run has no device
+                run_at_once(computation, task)
+                return
+            computation._plane.executor.start(task)
+            device._launch(task, lambda: computation._compute(task))
+            computation._plane.executor.finish(task)
+
+        run_all = StepComputation._run_all
+
+        def run_all_and_synchronize(computation: Any, phases: Any) -> None:
+            run_all(computation, phases)
+            device._streams[Op.COMPUTE].submit(int).result()  # a loss, or a norm, is about to be read
+
+        monkeypatch.setattr(fuyou.engine.opening, "open_device", lambda name: device)
+        monkeypatch.setattr(StepComputation, "_run", run)
+        monkeypatch.setattr(StepComputation, "_run_all", run_all_and_synchronize)
+        return self
+
+    def install_kvikio(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Have kvikio's stand-in fill this device's memory."""
+        kvikio.install(monkeypatch, self.opened)
+        monkeypatch.setattr(fuyou.engine.common_decisions, "way_to_device", lambda *_: "kvikio")
+        parameters = DataPlane._device_parameters
+        monkeypatch.setattr(
+            DataPlane, "_device_parameters", lambda plane, task: kvikio.on_device(parameters(plane, task))
+        )
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        made = super().allocate(nbytes)
+        with self._lock:
+            self._mappings.append((made.data_ptr(), self._buffers[-1].nbytes))
+            self._protect(_EVERYBODY if self._open_count else _NOBODY, self._mappings[-1:])
+        return made
+
+    def copy(self, task: Task, target: torch.Tensor, source: torch.Tensor) -> None:
+        self._launch(task, lambda: target.copy_(source))
+
+    def wait_event(self, task: Task, event: Any) -> None:
+        if task.op is self._deaf:
+            return
+        if task.op in self._streams:
+            self._waits[task.op].append(event)  # the stream waits, not the thread
+        else:
+            event.result()
+
+    def synchronize(self) -> None:
+        for stream in self._streams.values():
+            stream.submit(int).result()
+
+    def release(self) -> None:
+        with self._lock:
+            self._protect(_EVERYBODY, self._mappings)
+            self._mappings.clear()
+        super().release()
+
+    def _launch(self, task: Task, work: Callable[[], object]) -> None:
+        waits, self._waits[task.op] = self._waits[task.op], []
+        task.event = self._streams[task.op].submit(self._run, waits, self._dice.random() * 0.004, work)
+
+    def _run(self, waits: list[Future], seconds: float, work: Callable[[], object]) -> None:
+        for event in waits:
+            event.result()
+        time.sleep(seconds)
+        with self.opened():
+            work()
+
+    @contextlib.contextmanager
+    def opened(self) -> Iterator[None]:
+        """Let device memory be read and written, as kernels and copy engines do."""
+        with self._lock:
+            self._open_count += 1
+            if self._open_count == 1:
+                self._protect(_EVERYBODY, self._mappings)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._open_count -= 1
+                if not self._open_count:
+                    self._protect(_NOBODY, self._mappings)
+
+    def _protect(self, access: int, mappings: list[tuple[int, int]]) -> None:
+        for address, nbytes in mappings if self._protects else ():
+            if ctypes.CDLL(None, use_errno=True).mprotect(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), access):
+                raise OSError(ctypes.get_errno(), "mprotect")
