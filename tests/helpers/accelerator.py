@@ -37,7 +37,7 @@ class QueuedDevice(CpuDevice):
 
     Args:
         protects: whether its memory is unreadable while no stream runs.
-        deaf: a stream that waits for no event, to show that it would be noticed.
+        deaf: a stream that waits for no event, to show that it would be noticed: it works at once, all others late.
     """
 
     def __init__(self, protects: bool = True, deaf: Op | None = None) -> None:
@@ -110,7 +110,8 @@ class QueuedDevice(CpuDevice):
 
     def _launch(self, task: Task, work: Callable[[], object]) -> None:
         waits, self._waits[task.op] = self._waits[task.op], []
-        task.event = self._streams[task.op].submit(self._run, waits, self._dice.random() * 0.004, work)
+        late = self._dice.random() * 0.004 if self._deaf is None else (task.op is not self._deaf) * 0.04
+        task.event = self._streams[task.op].submit(self._run, waits, late, work)
 
     def _run(self, waits: list[Future], seconds: float, work: Callable[[], object]) -> None:
         for event in waits:

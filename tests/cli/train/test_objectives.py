@@ -23,10 +23,12 @@ from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 
 from common.data.packed.order import draw_rows
 from tests.cli.conftest import Finetune
-from tests.helpers.rounding import ALIGNED_ALIKE
 
 PLACE = ("--gpu", "cpu", "--host-memory", "600MiB", "--dtype", "fp32", "--schedule", "constant", "--lr", "1e-3")
 STEPS, ITEMS, LR, DECAY = 5, 8, 1e-3, 0.01
+EPS = 1e-4
+"""With Adam's usual one, a gradient that is next to nothing makes a part of a step of its rounding, which differs from
+processor to processor."""
 
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -60,7 +62,8 @@ def settings(kind: type, folder: Path, **options: Any) -> Any:
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = [{"params": [p for p in trained if p.dim() > 1], "weight_decay": DECAY}]
-    return torch.optim.AdamW([*groups, {"params": [p for p in trained if p.dim() == 1], "weight_decay": 0.0}], lr=LR)
+    groups += [{"params": [p for p in trained if p.dim() == 1], "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=LR, eps=EPS)
 
 
 class AnswersAlone(ORPOTrainer):  # type: ignore[misc]
@@ -165,6 +168,7 @@ def test_a_run_is_what_trl_trains_in_memory(
     (tmp_path / "data.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     common = ("--model", checkpoint, "--data", tmp_path / "data.jsonl", "--objective", objective, *options, *PLACE)
     common = (*common, "--batch-size", str(ITEMS), "--micro-batch", micro, "--steps", str(STEPS), "--seed", "0")
+    common = (*common, "--eps", str(EPS))
     done = finetune(*common, "--output", tmp_path / "out", "--report", tmp_path / "report.json")
     assert done.status == 0, done.err
     report = json.loads((tmp_path / "report.json").read_text())
@@ -191,8 +195,7 @@ def test_a_run_is_what_trl_trains_in_memory(
         assert objective != "reward" or any("score.lora" in name for name, _ in tuned.named_parameters())
     values = dict(tuned.named_parameters())
     for name, value in model.named_parameters():
-        # Where a gradient is next to nothing, Adam makes a part of a step of its rounding: a hundredth of one, here.
-        torch.testing.assert_close(values[name], value.data, rtol=1e-5, atol=1e-5 if ALIGNED_ALIKE else 3e-5, msg=name)
+        torch.testing.assert_close(values[name], value.data, rtol=1e-5, atol=1e-6, msg=name)
 
 
 def test_a_reference_is_kept_until_the_run_ends(checkpoint: Path, finetune: Finetune, tmp_path: Path) -> None:

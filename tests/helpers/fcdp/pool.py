@@ -4,6 +4,7 @@ Python and the libraries are imported once, in a server from which the ranks are
 """
 
 import faulthandler
+import gc
 import math
 import multiprocessing
 import os
@@ -126,6 +127,7 @@ def _serve(index: int, pipe: Connection, server: str) -> None:
 def _leave(topology: Any) -> None:
     import torch.distributed as dist
 
+    gc.collect()  # a model of the case before holds groups, threads and descriptors as long as its cycles do
     if topology is not None:
         topology.close()
     if dist.is_initialized():

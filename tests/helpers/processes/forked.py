@@ -44,8 +44,6 @@ FOR_COMMANDS = (
 _SERVER = "FUYOU_TESTS_SERVER"
 """Environment variable: the server's address."""
 _PR_SET_NAME = 15
-_HIGH = 400
-"""Descriptors are put here before each gets the number that it is to have."""
 
 
 class Popen(subprocess.Popen[Any]):
@@ -305,11 +303,13 @@ def _settle(request: dict[str, Any], received: Sequence[int]) -> None:
         os.setsid()
     if request["group"] != -1:
         os.setpgid(0, request["group"])
-    high = [fcntl.fcntl(fd, fcntl.F_DUPFD, _HIGH) for fd in received]
-    os.closerange(0, _HIGH)
+    # They are put above all before each gets the number that it is to have, which may be anyone's number here.
+    above = max(*request["fds"], *received) + 1
+    high = [fcntl.fcntl(fd, fcntl.F_DUPFD, above) for fd in received]
+    os.closerange(0, above)
     for fd, number in zip(high, request["fds"], strict=True):
         os.dup2(fd, number)
-    os.closerange(_HIGH, max(high) + 1)
+    os.closerange(above, os.sysconf("SC_OPEN_MAX"))
     if request["terminal"]:
         fcntl.ioctl(0, termios.TIOCSCTTY, 0)
     for stream in (sys.stdout, sys.stderr):
