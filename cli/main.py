@@ -104,31 +104,40 @@ def _run(interrupts: Interrupts, arguments: tuple[str, ...], **options: Any) -> 
 
             return run_plan(settings)
     elif settings.nodes is not None:
-        from cli.job.resumed import decided
-        from cli.launch.launcher import launch
-
-        if settings.show_data is not None:
-            raise UserError("--show-data needs no nodes: leave --nodes out.")
-        settings = decided(settings)
-        launch(settings, trains=mode is Mode.TRAIN)
+        _launch(settings, trains=mode is Mode.TRAIN)
     elif mode is Mode.PROFILE:
         with activity("measuring this machine with the model", announced=True):
             from cli.inspect.profile import run_profile
 
             run_profile(settings)
     else:
-        with activity("loading PyTorch and transformers", announced=True), _no_collection():
-            from cli.job.resumed import decided
-            from cli.train.one_machine import finetune
-
-            settings = decided(settings)
-        if settings.show_data is not None:
-            from cli.inspect.show_data import show_data
-
-            show_data(settings)
-        else:
-            finetune(settings, interrupts)
+        _train(settings, interrupts)
     return 0
+
+
+def _launch(settings: Settings, trains: bool) -> None:
+    """Run on several nodes or ranks."""
+    from cli.job.resumed import decided
+    from cli.launch.launcher import launch
+
+    if settings.show_data is not None:
+        raise UserError("--show-data needs no nodes: leave --nodes out.")
+    launch(decided(settings), trains=trains)
+
+
+def _train(settings: Settings, interrupts: Interrupts) -> None:
+    """Train on this machine, in one process, or show what that would be trained on."""
+    with activity("loading PyTorch and transformers", announced=True), _no_collection():
+        from cli.job.resumed import decided
+        from cli.train.one_machine import finetune
+
+        settings = decided(settings)
+    if settings.show_data is not None:
+        from cli.inspect.show_data import show_data
+
+        show_data(settings)
+    else:
+        finetune(settings, interrupts)
 
 
 @contextlib.contextmanager

@@ -63,6 +63,17 @@ class Settings(
     """When this call began, in seconds since 1970."""
 
     def __post_init__(self) -> None:
+        self._check_data()
+        self._check_saving()
+        self._check_adapters()
+        if self.sample is None:
+            self._refuse(Only.SAMPLE, "is about a sample: add --sample PROMPT")
+        self._check_objective()
+        if not self.plan:  # which takes hardware that is not here, in whatever number
+            self._check_nodes()
+
+    def _check_data(self) -> None:
+        """Refuse what does not go together of how long to train, on what, and what to evaluate with."""
         if self.steps is not None and self.epochs is not None:
             raise UserError(f"--steps {self.steps} and --epochs {self.epochs:g} exclude each other: give one of them.")
         if self.epochs is not None and not self.data:
@@ -85,18 +96,24 @@ class Settings(
         for name in ("eval_split", "columns", "max_records", "show_data"):
             if getattr(self, name) not in (None, ()) and not self.data:
                 raise UserError(f"{spelled(name)} is about the records of --data: add that.")
+        if not self.truncate and not (self.data or self.eval_data):
+            raise UserError("--drop-long is about records that are longer than --seq-len: add --data.")
+        if self.min_lr > self.lr:
+            raise UserError(f"--min-lr {self.min_lr:g} is more than --lr {self.lr:g}.")
+
+    def _check_saving(self) -> None:
+        """Refuse what does not go together of checkpoints, and of runs that go on."""
         if self.export and not self.resume:
             raise UserError("--export writes what a run has come to: add --resume.")
         if self.keep != 2 and self.save_every is None:
             raise UserError(f"--keep {self.keep} counts checkpoints of --save-every: add that.")
-        if self.min_lr > self.lr:
-            raise UserError(f"--min-lr {self.min_lr:g} is more than --lr {self.lr:g}.")
-        if not self.truncate and not (self.data or self.eval_data):
-            raise UserError("--drop-long is about records that are longer than --seq-len: add --data.")
         if self.resume and self.overwrite:
             raise UserError("--resume continues the run that is there and --overwrite replaces it: give one of them.")
         if self.leave_ssd and not (self.resume and self.ssd):
             raise UserError("--leave-ssd takes drives from a run that goes on: add --resume, and --ssd for the others.")
+
+    def _check_adapters(self) -> None:
+        """Refuse what does not go together of what is trained, and what is frozen."""
         says = [name for name in ("lora_rank", "peft_config", "adapter") if getattr(self, name) is not None]
         if len(says) > 1:
             both = " and ".join(map(spelled, says[:2]))
@@ -111,9 +128,6 @@ class Settings(
             self._refuse(Only.LORA, "is about LoRA adapters: add --lora-rank, or put it into --peft-config's file")
         if self.lora_plus_ratio != 1 and not self.trains_adapters:
             raise UserError(f"--lora-plus-ratio {self.lora_plus_ratio:g} is about LoRA adapters: add --lora-rank.")
-        if self.sample is None:
-            self._refuse(Only.SAMPLE, "is about a sample: add --sample PROMPT")
-        self._check_objective()
         if self.frozen_dtype is not None and not self.freezes_weights:
             raise UserError(
                 f"--frozen-dtype {self.frozen_dtype} is about weights that are frozen: add --lora-rank, --peft-config, "
@@ -121,8 +135,9 @@ class Settings(
             )
         if self.merge and not self.trains_adapters:
             raise UserError("--merge merges adapters into the weights: add --lora-rank, --peft-config or --adapter.")
-        if self.plan:
-            return  # which takes hardware that is not here, in whatever number
+
+    def _check_nodes(self) -> None:
+        """Refuse what is for another number of nodes, or for another place to train in."""
         if self.nodes is None:
             self._refuse(Only.NODES, "is for several nodes or ranks: add --nodes N (1 for this machine alone)")
             return

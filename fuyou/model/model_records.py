@@ -55,6 +55,21 @@ class _Group:
         return _Group([], self.trained + self.frozen, frozenset(names[0] for names, *_ in self.frozen))
 
 
+@dataclass
+class _Groups:
+    """All parameters of a model, by where they are used."""
+
+    blocks: list[_Group]
+    before: _Group = field(default_factory=_Group)
+    """Outside the blocks, used before them."""
+    after: _Group = field(default_factory=_Group)
+    """Outside the blocks, used after them."""
+    both: _Group = field(default_factory=_Group)
+    """Outside the blocks, used on both sides of them."""
+    tower: _Group = field(default_factory=_Group)
+    """Of frozen towers."""
+
+
 class _Records:
     """Makes records, and numbers them."""
 
@@ -143,26 +158,10 @@ def model_records(
         )
     if not any(parameter.requires_grad for parameter in stack.model.parameters()):
         raise UserError("All parameters of the model are frozen: there is nothing to train.")
-    blocks = [_Group() for _ in stack.blocks]
-    before, after, both, tower = _Group(), _Group(), _Group(), _Group()
-    towers = set(tower_parameters(stack.model))
-    prefix = f"{stack.block_prefix}."
-    for names in parameter_names(stack.model):
-        parameter = stack.model.get_parameter(names[0])
-        shape = tuple(parameter.shape)
-        entry = (names, shape, wants_decay(names[0], shape))
-        if names[0].startswith(prefix):
-            group = blocks[int(names[0].removeprefix(prefix).partition(".")[0])]
-        elif names[0] in towers and not parameter.requires_grad:
-            group = tower
-        else:
-            sides = {stack.runs_before_blocks(name) for name in names}
-            group = both if len(sides) == 2 else before if True in sides else after
-        group.add(entry, parameter.requires_grad)
-    blocks = [group.with_held() for group in blocks]
     records = _Records(precision, frozen, compressed or {}, visited_shares(stack.model))
-    made = _build_layout(blocks, before, after, both, tower, records, precision)
+    made = _build_layout(_group_parameters(stack), records, precision)
     adapted = [name for name, module in stack.model.named_modules() if isinstance(module, BaseTunerLayer)]
+    prefix = f"{stack.block_prefix}."
     outside = (stack.model.get_submodule(name) for name in adapted if not name.startswith(prefix))
     return replace(
         made,
@@ -176,25 +175,35 @@ def model_records(
     )
 
 
-def _build_layout(
-    blocks: list[_Group],
-    before: _Group,
-    after: _Group,
-    both: _Group,
-    tower: _Group,
-    records: _Records,
-    precision: Precision,
-) -> ModelLayout:
+def _group_parameters(stack: StreamedModel) -> _Groups:
+    groups = _Groups([_Group() for _ in stack.blocks])
+    towers = set(tower_parameters(stack.model))
+    prefix = f"{stack.block_prefix}."
+    for names in parameter_names(stack.model):
+        parameter = stack.model.get_parameter(names[0])
+        shape = tuple(parameter.shape)
+        if names[0].startswith(prefix):
+            group = groups.blocks[int(names[0].removeprefix(prefix).partition(".")[0])]
+        elif names[0] in towers and not parameter.requires_grad:
+            group = groups.tower
+        else:
+            sides = {stack.runs_before_blocks(name) for name in names}
+            group = groups.both if len(sides) == 2 else groups.before if True in sides else groups.after
+        group.add((names, shape, wants_decay(names[0], shape)), parameter.requires_grad)
+    groups.blocks = [group.with_held() for group in groups.blocks]
+    return groups
+
+
+def _build_layout(groups: _Groups, records: _Records, precision: Precision) -> ModelLayout:
     """Make all records, and return the layout.
 
     Args:
-        blocks: parameters of each block.
-        before, after, both: those outside the blocks that are used on either side of them, or on both.
-        tower: those of frozen towers.
+        groups: the model's parameters.
         records: makes the records.
         precision: dtypes of what is trained.
     """
-    first, last = before.joined(_Group()), after
+    blocks, before, after, both, tower = groups.blocks, groups.before, groups.after, groups.both, groups.tower
+    first, last = before, after
     if both.frozen or both.trained or not _any(before) or not _any(after):
         # In the model's order, as far as that goes: what is tied is the embedding, which comes first.
         whole = both.joined(before).joined(after).with_held()

@@ -157,15 +157,7 @@ def preset_machine(
         adam_parameters_per_second: rate of the optimizer; None takes what host memory can feed.
         state_bytes: bytes per parameter of its states.
     """
-    assumptions = []
-    flops = gpu.block_flops_per_second
-    if flops is None:
-        flops = gpu.bf16_flops_per_second * BLOCK_FRACTION
-        assumptions.append(f"{gpu.title} reaches {BLOCK_FRACTION:.0%} of its peak: nobody's measurement is at hand")
-    write = drive.sustained_write_bytes_per_second
-    if write is None:
-        write = drive.write_bytes_per_second
-        assumptions.append(f"{drive.title} writes at its data sheet's rate, which few consumer drives sustain")
+    flops, write, assumptions = _preset_rates(gpu, drive)
     if host_bandwidth is None:
         host_bandwidth = DESKTOP_BANDWIDTH if host_bytes <= DESKTOP_MEMORY else SERVER_BANDWIDTH
         if adam_parameters_per_second is None:
@@ -194,6 +186,19 @@ def preset_machine(
         drives_limit,
         assumptions=tuple(assumptions),
     )
+
+
+def _preset_rates(gpu: GpuPreset, drive: DrivePreset) -> tuple[float, float, list[str]]:
+    """Return FLOP/s of the device, bytes per second that the drive writes, and what was assumed for them."""
+    assumptions = []
+    flops, write = gpu.block_flops_per_second, drive.sustained_write_bytes_per_second
+    if flops is None:
+        flops = gpu.bf16_flops_per_second * BLOCK_FRACTION
+        assumptions.append(f"{gpu.title} reaches {BLOCK_FRACTION:.0%} of its peak: nobody's measurement is at hand")
+    if write is None:
+        write = drive.write_bytes_per_second
+        assumptions.append(f"{drive.title} writes at its data sheet's rate, which few consumer drives sustain")
+    return flops, write, assumptions
 
 
 def profiled_machine(

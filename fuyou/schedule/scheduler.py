@@ -7,8 +7,7 @@ and what each of these waits for. Buffers are assigned here, not while running; 
 whose buffer becomes free early. The engine runs the list; a simulator can run the same list on a clock.
 """
 
-import bisect
-from collections.abc import Collection, Hashable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 from fuyou.layout.model_layout import FULL_RECOMPUTATION, BatchShape, BufferCounts, ModelLayout, Recomputation
 from fuyou.layout.record import Kind, Record
@@ -17,8 +16,8 @@ from fuyou.schedule.activation_pools import ActivationPools, Arguments, hidden_a
 from fuyou.schedule.buffer_pool import NEVER, Pool, SortedPool
 from fuyou.schedule.gradient_pools import GradientPools
 from fuyou.schedule.parameter_pools import ParameterPools
+from fuyou.schedule.pass_position import PassPosition
 from fuyou.schedule.record_slots import RecordSlots, UpdatedRecord
-from fuyou.schedule.reuse import used_from_host
 from fuyou.schedule.tasks import Activation, ComputeTask, Op, StepList, Task
 from fuyou.schedule.visit_flops import visit_flops
 
@@ -69,24 +68,20 @@ class Scheduler:
         self._defer_all = False  # whether all its updates are deferred
         self._list = StepList(0)
         self._batch = BatchShape(1, 0, 0)
-        self._position = 0
-        self._visits: Sequence[Visit] = []
-        self._uses: dict[int, list[int]] = {}  # record -> positions of the visits that use it
-        self._use_visits(self._batch)
+        self._pass = PassPosition(shape.records, self._training_visits())
 
-        host = {
-            kind: SortedPool(f"host parameters ({kind.value})", counts.host(kind), self._next_visit) for kind in Kind
-        }
+        next_use = self._pass.next_use
+        host = {kind: SortedPool(f"host parameters ({kind.value})", counts.host(kind), next_use) for kind in Kind}
         self._slots = RecordSlots(shape, slot, single_slot, host, self._emit)
-        past_host = self._used_from_host if direct_reads else None
-        self._parameters = ParameterPools(counts, host, self._slots, self._next_visit, self._emit, past_host)
+        past_host = self._pass.used_from_host if direct_reads else None
+        self._parameters = ParameterPools(counts, host, self._slots, next_use, self._emit, past_host)
         self._device_gradients = {
             kind: Pool(f"device gradients ({kind.value})", counts.device_gradients(kind), lambda _: NEVER)
             for kind in Kind
         }
-        self._gradients = GradientPools(shape, counts, lambda record: self._uses[record][0], self._emit)
+        self._gradients = GradientPools(shape, counts, self._pass.first_use, self._emit)
         self._recomputation = recomputation
-        backward = {one.layer for one in self._visits if one.phase is Phase.BLOCK_BACKWARD}
+        backward = {one.layer for one in self._pass.visits if one.phase is Phase.BLOCK_BACKWARD}
         self._saving_layers = recomputation.layers & backward
         self._activations = ActivationPools(
             Activation.HIDDEN,
@@ -116,17 +111,17 @@ class Scheduler:
         assert commit or not self._speculate
         assert not self._gradients.kept, "resolve the speculation of the step before"
         self._list, self._batch = StepList(step, own_loss=batch.own_loss), batch
-        self._use_visits(batch)
-        self._activations.begin(self._list, self._visits, batch.micro_batches_of, batch.activation_bytes)
-        self._saved.begin(self._list, self._visits, batch.micro_batches_of, batch.kept_bytes)
+        self._pass.follow(self._training_visits())
+        self._activations.begin(self._list, self._pass.visits, batch.micro_batches_of, batch.activation_bytes)
+        self._saved.begin(self._list, self._pass.visits, batch.micro_batches_of, batch.kept_bytes)
         self._durable, self._defer_all = commit, defer_all
-        for visit in self._in_turn(self._visits):
+        for visit in self._in_turn():
             if visit.phase in FORWARD_PHASES:
                 for record in visit.records:
                     self._update_pending(record, durable=self._commit_due)
                 self._commit_when_complete(step - 1)
             self._visit(visit)
-        self._position = len(self._visits)
+        self._pass.end()
         self._ended = self._list.end = self._emit(Op.STEP, [])
         self._commit_due = commit
         if not self._speculate:
@@ -151,21 +146,21 @@ class Scheduler:
         """Return the tasks of a forward pass that changes nothing. Pending updates must be flushed before."""
         assert not self.pending, "flush before evaluating"
         self._list, self._batch = StepList(step), batch
-        training = self._visits, self._uses
+        training = self._pass.visits
         # What stays is for the next forward pass.
-        self._note_visits(self.shape.visits(False, batch.micro_batches, together=batch.together))
-        self._activations.begin(self._list, self._visits, batch.micro_batches_of, batch.activation_bytes)
-        for visit in self._in_turn(self._visits):
+        self._pass.follow(self.shape.visits(False, batch.micro_batches, together=batch.together))
+        self._activations.begin(self._list, self._pass.visits, batch.micro_batches_of, batch.activation_bytes)
+        for visit in self._in_turn():
             self._visit(visit, train=False)
-        self._visits, self._uses = training
+        self._pass.follow(training)
         return self._list
 
     def flush(self, step: int, *, commit: bool = True) -> StepList:
         """Return the tasks that apply pending updates without a forward pass, and commit what is not yet committed."""
         self._list = StepList(step)
-        self._position = 0
+        self._pass.begin()
         self._parameters.begin_pass()
-        for visit in self._visits:  # in the order in which the next forward needs them
+        for visit in self._pass.visits:  # in the order in which the next forward needs them
             for record in visit.records:
                 self._update_pending(record, durable=commit)
         if commit:
@@ -189,24 +184,14 @@ class Scheduler:
 
     # -- visits ---------------------------------------------------------------------------------------------------
 
-    def _use_visits(self, batch: BatchShape) -> None:
-        """Let steps be of the visits of such a batch."""
-        self._note_visits(self.shape.visits(True, batch.micro_batches, batch.own_loss, batch.together))
+    def _training_visits(self) -> Sequence[Visit]:
+        """Return the visits of a step on the present batch."""
+        return self.shape.visits(True, self._batch.micro_batches, self._batch.own_loss, self._batch.together)
 
-    def _note_visits(self, visits: Sequence[Visit]) -> None:
-        """Let passes be of ``visits``, and note where each record is used in them."""
-        if visits is self._visits:
-            return
-        self._visits, self._uses = visits, {}
-        for position, visit in enumerate(self._visits):
-            for record in visit.records:
-                self._uses.setdefault(record, []).append(position)
-
-    def _in_turn(self, visits: Sequence[Visit]) -> Iterator[Visit]:
-        """Yield the visits of a pass, each when the position is its own."""
+    def _in_turn(self) -> Iterator[Visit]:
+        """Yield the visits of a pass, each when its records may be brought."""
         self._parameters.begin_pass()
-        for position, visit in enumerate(visits):
-            self._position = position
+        for visit in self._pass.in_turn():
             self._parameters.begin_visit([self.shape.records[index] for index in visit.records])
             yield visit
 
@@ -392,12 +377,3 @@ class Scheduler:
             if visit.phase is Phase.BLOCK_BACKWARD:
                 return [key], []
         return [], []
-
-    def _used_from_host(self, record: Record, buffers: int) -> bool:
-        return used_from_host(record, buffers, self._visits, self._position, self.shape.records)
-
-    def _next_visit(self, key: Hashable) -> float:
-        assert isinstance(key, int)
-        uses = self._uses[key]
-        after = bisect.bisect_right(uses, self._position)
-        return uses[after] if after < len(uses) else uses[0] + len(self._visits)
