@@ -59,6 +59,7 @@ def run(trl_folder: Path, folder: Path, place: str, select: str, steps: int | No
     """Run the tests that have no finding yet in ``folder``."""
     words = [
         sys.executable,
+        "-P",  # TRL is the package that is installed, not the checkout's
         "-m",
         "pytest",
         "-p",

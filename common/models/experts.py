@@ -166,7 +166,9 @@ class UsageRecorder:
         )
 
     def _count(self, name: str, values: Sequence[Any]) -> None:
-        tensors = [value for value in values if isinstance(value, torch.Tensor)][1:]  # the first: hidden states
+        hidden, *tensors = (value for value in values if isinstance(value, torch.Tensor))
+        if hidden.is_meta:
+            return  # a block is run without values, to learn about it: no token of the data is in that
         index = next((one for one in tensors if one.dim() == 2 and not one.is_floating_point()), None)
         shape = None if index is None else index.shape
         weights = next((one for one in tensors if one.shape == shape and one.is_floating_point()), None)

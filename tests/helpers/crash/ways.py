@@ -85,6 +85,7 @@ PIECES: dict[str, tuple[str, dict[str, Any]]] = {
     "adapters": (
         "mixture", {"piece_size": 8960, "host_cache": 0, "adapters": AdapterOptions(2, 4.0, 0.0, (ALL_LINEAR,))}
     ),
+    "half of the experts": ("mixture", {"piece_size": 8960, "host_cache": 0, "train_experts": 0.5}),
 }  # fmt: skip
 
 
