@@ -27,7 +27,7 @@ from fcdp.config import TrainerConfig
 from fcdp.model.forward import Forward
 from fcdp.model.model import ClusterModel
 from fcdp.strategy.topology import Topology
-from fuyou.layout.record import wants_decay
+from fuyou.layout.record_parts import wants_decay
 from fuyou.model.loss.cross_entropy import cross_entropy
 from fuyou.optimizer.adam import check_learning_rate
 from fuyou.optimizer.clipping import clip_coefficient

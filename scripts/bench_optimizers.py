@@ -21,7 +21,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from common.data.demo_text import demo_documents
 from common.hardware.machine import describe_machine
 from fuyou.layout.optimizer_state import OPTIMIZERS
-from fuyou.layout.record import Kind, Precision, Record, wants_decay
+from fuyou.layout.record import Kind, Precision, Record
+from fuyou.layout.record_parts import wants_decay
 from fuyou.optimizer.adam import AdamConfig, Update
 from fuyou.optimizer.chunk_update import ChunkOptimizer
 from fuyou.optimizer.kernel_trial import tried_kernels

@@ -43,6 +43,21 @@ def chosen_numbers(module: nn.Module) -> tuple[int, ...]:
     return numbers
 
 
+def experts_per_chosen(model: nn.Module) -> dict[str, float]:
+    """Return the number of all experts for each chosen one, by the names of the parameters of chosen experts."""
+    return {
+        f"{path}.{row}": module.get_parameter(whole).shape[0] / module.get_parameter(row).shape[0]
+        for path, module in model.named_modules()
+        for whole, row in row_names(module).items()
+    }
+
+
+def whole_name(rows: str) -> str:
+    """Return the name of the whole parameter that belongs to one of chosen experts."""
+    path, _, name = rows.rpartition(".")
+    return f"{path}.{name.removeprefix(PREFIX)}"
+
+
 def chosen_rows(model: nn.Module) -> list[nn.Parameter]:
     """Return all parameters of chosen experts in a model: each repeats rows of a frozen one."""
     return [module.get_parameter(name) for module in model.modules() for name in row_names(module).values()]

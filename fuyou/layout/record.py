@@ -280,6 +280,11 @@ class Record:
         """Number of parameters that a token is multiplied with, on average: not those of experts it is not sent to."""
         return sum(slot.numel * slot.activity for slot in self.parameters)
 
+    @cached_property
+    def gradient_count(self) -> float:
+        """Number of parameters that a token adds to the gradient of, on average, as :attr:`active_count`."""
+        return sum(slot.numel * slot.gradient_activity for slot in self.parameters)
+
     @property
     def trained_count(self) -> int:
         """Number of parameters that gradients flow to."""
@@ -392,8 +397,3 @@ def allocate_extents(layout: Layout, records: Sequence[Record], slots: int) -> l
                 parameters.append(layout.allocate(weights_file(slot), record.parameter_nbytes))
                 states.append(layout.allocate(weights_file(slot), record.state_nbytes))
     return [RecordExtents(tuple(parameters), tuple(states)) for parameters, states in places]
-
-
-def wants_decay(name: str, shape: Sequence[int]) -> bool:
-    """Return whether weight decay applies: to matrices, but not to biases and gains of norms (all one-dimensional)."""
-    return len(shape) > 1 and not name.endswith("bias")

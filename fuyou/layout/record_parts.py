@@ -1,6 +1,7 @@
 """The parts of a record: the places of its parameters, and the chunks in which it is updated."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -37,7 +38,11 @@ class ParameterSlot:
     all_experts: int = 0
     """Number of the parameter's experts, where :attr:`experts` is given."""
     activity: float = 1.0
-    """Fraction of the tokens that it is multiplied with: of an expert, those that are routed to it on average."""
+    """Fraction of the tokens that it is multiplied with: of an expert, those that are routed to it on average; none
+    where it takes the place of rows of another parameter, which counts."""
+    rows_gradient: float | None = None
+    """Of rows that take the places of others, :attr:`gradient_activity`; more than 1 where gradients of the other rows
+    are made, too, and thrown away."""
 
     @property
     def name(self) -> str:
@@ -52,6 +57,11 @@ class ParameterSlot:
     def taken_from(self, parameter: torch.Tensor) -> torch.Tensor:
         """Return what is in the record of the whole ``parameter``."""
         return parameter if self.experts is None else parameter[self.experts[0] : self.experts[1]]
+
+    @property
+    def gradient_activity(self) -> float:
+        """What a token adds to in making its gradient: numbers, for each number that it has."""
+        return self.activity if self.rows_gradient is None else self.rows_gradient
 
     @property
     def numel(self) -> int:
@@ -70,3 +80,8 @@ class Chunk:
     start: int
     stop: int
     decay: bool
+
+
+def wants_decay(name: str, shape: Sequence[int]) -> bool:
+    """Return whether weight decay applies: to matrices, but not to biases and gains of norms (all one-dimensional)."""
+    return len(shape) > 1 and not name.endswith("bias")

@@ -19,10 +19,9 @@ from fuyou.layout.record import (
     Precision,
     Record,
     allocate_extents,
-    wants_decay,
     weights_file,
 )
-from fuyou.layout.record_parts import ALIGN_ELEMENTS
+from fuyou.layout.record_parts import ALIGN_ELEMENTS, wants_decay
 
 DTYPES = (torch.bfloat16, torch.float32)
 PRECISIONS = [Precision(dtype, moments) for dtype in DTYPES for moments in DTYPES]
