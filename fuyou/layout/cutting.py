@@ -66,8 +66,8 @@ def cut_blocks(
 
 
 def _by_range(record: Record, pieces: Sequence[Piece]) -> Record:
-    """Return the record of what is trained beside a block. Of chosen experts, gradients are made of the ranges only that
-    they are in: at most one for each of them."""
+    """Return the record of what is trained beside a block. Of chosen experts, gradients are made of those ranges
+    that they are in: at most one for each of them."""
     ranges = Counter(part.name for piece in pieces for part in piece if part.experts is not None)
 
     def by_range(slot: ParameterSlot) -> ParameterSlot:
