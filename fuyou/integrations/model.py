@@ -35,6 +35,8 @@ _NO_REFERENCE = "ref_model=fuyou.integrations.as_reference(engine)"
 _KEPT = 2
 """Passes whose reference is kept until a trainer asks for it: KTO's has two, one without gradients first."""
 _NOT_OF_THE_MODEL = frozenset({"use_cache", "return_dict", "output_router_logits", "logits_to_keep"})
+_SAID_BY_POSITIONS = frozenset({"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"})
+"""Where documents begin in a flattened row, for kernels that want to be told; the engine sees it in ``position_ids``."""
 _FUSED = ("log_probs", "entropy", "mean_logits", "is_top1")
 """Outputs of a fused head of TRL's that does not say which."""
 
@@ -140,6 +142,8 @@ class _Facade(PreTrainedModel):
         fused, items = batch.pop("fused_lm_head", False), batch.pop("num_items_in_batch", None)
         routed = batch.get("output_router_logits", False)
         batch = {name: value for name, value in batch.items() if name not in _NOT_OF_THE_MODEL}
+        if "position_ids" in batch:
+            batch = {name: value for name, value in batch.items() if name not in _SAID_BY_POSITIONS}
         task = streamed.engine._run.model.task_type
         labels = batch.get("labels")
         if task is TaskType.SEQUENCE_CLASSIFICATION:

@@ -28,7 +28,7 @@ from fuyou.integrations import model as facades
 
 TRAINERS = (trl.SFTTrainer, trl.DPOTrainer, trl.KTOTrainer, trl.RewardTrainer)
 WITH_REFERENCE = (trl.DPOTrainer, trl.KTOTrainer)
-HOST_MEMORY = "1GiB"
+HOST_MEMORY = DEVICE_MEMORY = "2GiB"
 DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 
 
@@ -65,6 +65,7 @@ class Engines:
             checkpoint,
             ssd=[ssd],
             host_memory=HOST_MEMORY,
+            device_memory=DEVICE_MEMORY,
             device="cpu",
             adapters=adapters,
             dtype=DTYPES.get(model.dtype, str(model.dtype).removeprefix("torch.")),
@@ -113,12 +114,14 @@ def _replace(kind: type, given: dict[str, Any], args: Any, engines: Engines) -> 
     if args is None:
         args = given["args"] = getattr(trl, kind.__name__.replace("Trainer", "Config"))(f"{name.split('/')[-1]}")
     if given.get("processing_class") is None:
-        given["processing_class"] = AutoProcessor.from_pretrained(name, trust_remote_code=args.trust_remote_code)
+        given["processing_class"] = AutoProcessor.from_pretrained(
+            name, trust_remote_code=getattr(args, "trust_remote_code", False)
+        )
     if isinstance(model, str):
         model = _loaded(kind, model, args)
     elif isinstance(model, PeftModel) and adapters is None:
         adapters = model.peft_config["default"]
-        model = model.unload()
+        model = model.get_base_model() if adapters.is_prompt_learning else model.unload()
     given.pop("peft_config", None)
     if kind is trl.RewardTrainer:  # as it does itself, when the engine is there already
         _name_padding(model, getattr(given["processing_class"], "tokenizer", given["processing_class"]), args)
@@ -152,7 +155,10 @@ def _name_padding(model: PreTrainedModel, tokenizer: Any, args: Any) -> None:
 
 def _loaded(kind: type, name: str, args: Any) -> PreTrainedModel:
     """Load a model as the trainer would."""
-    options = {"trust_remote_code": args.trust_remote_code, **(args.model_init_kwargs or {})}
+    options = {
+        "trust_remote_code": getattr(args, "trust_remote_code", False),
+        **(getattr(args, "model_init_kwargs", None) or {}),
+    }
     if kind is trl.RewardTrainer:
         options = {"num_labels": 1, "dtype": torch.float32, **options}
         return AutoModelForSequenceClassification.from_pretrained(name, **options)

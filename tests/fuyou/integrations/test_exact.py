@@ -62,7 +62,7 @@ def records(kind: str) -> datasets.Dataset:
         {"prompt": f"{i} plus {i} is", "chosen": f" surely {2 * i}.", "rejected": f" maybe {i * i + 1}, no."}
         for i in range(20)
     ]
-    if kind == "sft":
+    if kind.startswith("sft"):
         rows = [{"prompt": row["prompt"], "completion": row["chosen"]} for row in rows]
     if kind == "kto":
         sides = ("chosen", "rejected")
@@ -90,6 +90,8 @@ def trainer(kind: str, model: Any, reference: Any, optimizer: Any, folder: Path,
             options |= {"eval_strategy": "steps", "eval_steps": 3, "per_device_eval_batch_size": 5}
             held_out = records(kind).select(range(5))
             return trl.SFTTrainer(model, trl.SFTConfig(str(folder), **options), eval_dataset=held_out, **data)
+        case "sft packed":  # one row of several documents, which TRL describes in several ways
+            return trl.SFTTrainer(model, trl.SFTConfig(str(folder), packing=True, **options), **data)
         case "dpo":
             options |= {"disable_dropout": False, "use_weighting": isinstance(model.config, GPT2Config)}
             return trl.DPOTrainer(model, reference, trl.DPOConfig(str(folder), beta=0.3, **options), **data)
@@ -113,6 +115,7 @@ def figures(done: Any) -> list[dict[str, float]]:
     [
         ("sft", "gpt2", False, 4),
         ("sft", "mixtral", False, 1),
+        ("sft packed", "llama", False, 1),
         ("dpo", "llama", True, 4),
         ("dpo", "gpt2", True, 8),
         ("dpo", "mixtral", True, 2),
