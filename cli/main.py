@@ -65,6 +65,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fail(" ".join([f"{type(error).__name__}: {_one_line(error)}.", *notes]), 1, debug)
     finally:
         FinetuneError.names_flags = named_flags
+        if argv is None:
+            gc.freeze()  # the interpreter's last search for garbage takes a second, and the process ends anyway
 
 
 def _run(interrupts: Interrupts, arguments: tuple[str, ...], **options: Any) -> int:

@@ -35,3 +35,40 @@ def test_two_ranks_learn_what_one_machine_learns(checkpoint: Path, finetune: Fin
         for name, value in theirs.items():
             if "per_second" not in name and "tps" not in name:
                 assert mine[name] == pytest.approx(value, rel=1e-4, abs=1e-5), name
+
+
+PAIRS = [
+    {"prompt": f"{i} plus {i} is", "chosen": f" surely {2 * i}.", "rejected": f" maybe {i * i + 1}, who knows."}
+    for i in range(9)
+]
+TEXTS = [{"text": f"{i} and {i * i} are numbers", "label": ("odd", "even", "odder")[i % 3]} for i in range(9)]
+
+
+@pytest.mark.parametrize(
+    ("objective", "records", "options"),
+    [
+        ("dpo", PAIRS, ()),
+        ("ipo", PAIRS, ("--lora-rank", "2")),
+        ("simpo", PAIRS, ()),
+        ("orpo", PAIRS, ()),
+        ("reward", PAIRS, ()),
+        ("classify", TEXTS, ()),
+    ],
+)
+def test_losses_of_all_ranks_are_one_loss(
+    objective: str, records: list[dict[str, str]], options: tuple[str, ...], checkpoint: Path, finetune: Finetune,
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    """With an ``eps`` beside which rounding is no step of Adam's."""
+    file = tmp_path / "data.jsonl"
+    file.write_text("".join(json.dumps(one) + "\n" for one in records))
+    common = ("--model", checkpoint, "--data", file, "--objective", objective, *options, *PLACE, "--eps", "1e-4")
+    common = (*common, "--batch-size", "4", "--steps", "3", "--micro-batch", "1", "--seq-len", "64")
+    alone, ranks = (
+        json.loads(output.with_suffix(".json").read_text())
+        for output in alone_and_on_two_ranks(finetune, common, tmp_path)
+    )
+    assert len(alone["losses"]) == 3 and ranks["losses"] == pytest.approx(alone["losses"], rel=1e-5)
+    assert alone["watched"].keys() == ranks["watched"].keys()
+    for name, values in alone["watched"].items():
+        assert ranks["watched"][name] == pytest.approx(values, rel=1e-4, abs=1e-5), name
