@@ -36,7 +36,7 @@ _KEPT = 2
 """Passes whose reference is kept until a trainer asks for it: KTO's has two, one without gradients first."""
 _NOT_OF_THE_MODEL = frozenset({"use_cache", "return_dict", "output_router_logits", "logits_to_keep"})
 _SAID_BY_POSITIONS = frozenset({"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"})
-"""Where documents begin in a flattened row, for kernels that want to be told; the engine sees it in ``position_ids``."""
+"""Where documents of a flattened row begin, for kernels that want it told; the engine sees it in ``position_ids``."""
 _FUSED = ("log_probs", "entropy", "mean_logits", "is_top1")
 """Outputs of a fused head of TRL's that does not say which."""
 
