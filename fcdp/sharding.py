@@ -6,7 +6,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from common.communication.object_collectives import all_gather_object
+from common.communication.object_collectives import all_gather_object, run_on_all_ranks
 from common.errors import FinetuneError
 from common.units import format_bytes
 from fcdp import fsdp2
@@ -206,14 +206,20 @@ class Sharding:
         """Return the cached shards of P and those of the secondary partition, by group, with memory for each."""
         device = self.topology.device
         chosen = fit_into(self._smallest(host_cache_bytes), all_cached(self.routes, self.groups))
-        self._cache = HostCache([one.nbytes for one in chosen if one.in_host], device)
-        self.host_cache_bytes = self._cache.nbytes
+
+        def allocate() -> None:
+            self._cache = HostCache([one.nbytes for one in chosen if one.in_host], device)
+
+        run_on_all_ranks(allocate, self.topology.mesh.get_group())  # who finds no memory would leave others waiting
+        cache = self._cache
+        assert cache is not None
+        self.host_cache_bytes = cache.nbytes
         adaptive = self.routes.layout.cache == "adaptive"
         self._placement = AdaptivePlacement((device_memory or DeviceMemory.of(device)) if adaptive else None, threshold)
         cached: dict[ParameterGroup, CachedShard] = {}
         secondary: dict[ParameterGroup, CachedShard] = {}
         for one in chosen:
-            host = self._cache.allocate(one.nbytes) if one.in_host else None
+            host = cache.allocate(one.nbytes) if one.in_host else None
             placement = self._placement if one.in_host else AlwaysOnDevice()
             entry = CacheEntry(one.nbytes, host, streams, placement, self.traffic)
             (secondary if one.is_secondary else cached)[one.group] = CachedShard(one.block, entry, one.bits)

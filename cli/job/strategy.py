@@ -12,7 +12,7 @@ from fcdp.strategy.names import AUTO, parse_strategy
 from fcdp.strategy.strategy import Strategy
 
 DEFAULT = "fcdp"
-"""Strategy of runs that name none, on a cluster that nobody has described or measured."""
+"""Strategy of a single rank, and of runs that began before clusters were measured without being asked."""
 PROFILE = "cluster.json"
 """Name of the file in the output directory that describes the cluster as it was measured."""
 

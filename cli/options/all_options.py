@@ -139,8 +139,8 @@ class ClusterSettings:
         None, "NAME|P/G/OS", modes=Mode.TRAIN | Mode.PLAN_CLUSTER, only=Only.NODES | Only.IN_MEMORY
     )
     """In memory, how parameters, gradients and optimizer states are sharded: fcdp (parameters cached in host memory),
-    zero3, hybrid, zero2, paro-iig, ..., or their scopes, IGG or 4x1/4x1/8x1 (docs/strategies.md). auto: what the
-    planner finds fastest on --cluster. Default: auto if --cluster is given or measured (--profile), else fcdp."""
+    zero3, hybrid, zero2, paro-iig, ..., or their scopes, IGG or 4x1/4x1/8x1 (docs/strategies.md). Default: auto, what
+    the planner finds fastest on --cluster."""
     device_cache_threshold: float | None = option(
         None, "X", FiniteFloat(min=0, max=1), only=Only.NODES | Only.IN_MEMORY
     )
@@ -294,8 +294,8 @@ class PlanningSettings:
         modes=Mode.TRAIN | Mode.PLAN_CLUSTER,
         only=Only.NODES | Only.CHOSEN_STRATEGY | Only.IN_MEMORY,
     )
-    """The hardware to plan for, or to choose a strategy for: a preset, or a profile's file. In a run, auto (and no word
-    with --strategy auto): measure it at the start, once for all runs of this --output."""
+    """The hardware to plan for, or to choose a strategy for: a preset, or a profile's file. Default in a run: auto,
+    measure it at the start, once for all runs of this --output."""
     levels: str | None = option(None, "N,N,...", modes=Mode.NODES | Mode.PLAN_CLUSTER, only=Only.NODES)
     """A cluster's ranks by level, fastest first: 2,4,16 is 16 nodes of 4 pairs."""
     trainable: float | None = option(None, "X", FiniteFloat(min=0, min_open=True, max=1), modes=Mode.PLAN_CLUSTER)

@@ -31,8 +31,12 @@ def all_gather_object(value: Any, group: dist.ProcessGroup | None = None) -> lis
     return [json.loads(bytes(one[: int(length)].cpu().numpy())) for one, length in zip(gathered, lengths, strict=True)]
 
 
-def run_on_all_ranks(work: Callable[[], Any]) -> list[Any]:
+def run_on_all_ranks(work: Callable[[], Any], group: dist.ProcessGroup | None = None) -> list[Any]:
     """Call ``work`` on every rank and gather its results, JSON; it fails everywhere or nowhere. Collective.
+
+    Args:
+        work: what is done.
+        group: the ranks that take part; None: all.
 
     Raises:
         UserError, FinetuneError: the first failing rank's error, on every rank.
@@ -42,7 +46,7 @@ def run_on_all_ranks(work: Callable[[], Any]) -> list[Any]:
         own["returned"] = work()
     except FinetuneError as error:
         own = {"failed": error.as_written, "status": error.exit_status}
-    outcomes = all_gather_object(own)
+    outcomes = all_gather_object(own, group)
     for outcome in outcomes:
         if "failed" in outcome:
             kind = UserError if outcome["status"] == UserError.exit_status else FinetuneError

@@ -9,7 +9,7 @@ Streams on CUDA (not run on a GPU yet). Gathers run on a stream of FSDP2's, the 
 to the host run on ``outward``; copies to the device, and everything that touches a shard on the device, on ``inward``.
 A copy inward waits for two things only, that the output is allocated and that the shard is filled, so it overtakes the
 gather before it. A copy outward reads an output that FSDP2 may free at any time: the output is held until the stream
-on which the next one is allocated has been told to wait for the copy.
+that it was allocated on, to which its memory goes back, has been told to wait for the copy.
 """
 
 from dataclasses import dataclass, field
@@ -23,13 +23,25 @@ from fcdp.cache.placement import DevicePlacement
 from fcdp.traffic import Traffic
 
 
+@dataclass(frozen=True)
+class PendingRead:
+    """A copy outward, or to another place on the device, that may still be under way."""
+
+    output: torch.Tensor
+    """What it reads from."""
+    allocated_on: torch.cuda.Stream
+    """Stream that gets the memory back when nobody refers to it."""
+    done: torch.cuda.Event
+    """When the copy has ended."""
+
+
 @dataclass
 class CopyStreams:
     """The two copy streams of a device, and the gather outputs that copies outward still read."""
 
     inward: torch.cuda.Stream
     outward: torch.cuda.Stream
-    read: list[tuple[torch.Tensor, torch.cuda.Event]] = field(default_factory=list)
+    pending: list[PendingRead] = field(default_factory=list)
 
     @classmethod
     def on(cls, device: torch.device) -> "CopyStreams | None":
@@ -39,11 +51,10 @@ class CopyStreams:
         return cls(torch.cuda.Stream(device, priority=-1), torch.cuda.Stream(device, priority=-1))
 
     def release(self) -> None:
-        """Order the current stream after all pending reads of outputs, and drop the references to these."""
-        current = torch.cuda.current_stream()
-        for _, done in self.read:
-            current.wait_event(done)
-        self.read.clear()
+        """Order streams after all pending reads of what was allocated on them, and drop the references to that."""
+        for read in self.pending:
+            read.allocated_on.wait_event(read.done)
+        self.pending.clear()
 
 
 class HostCache:
@@ -114,8 +125,11 @@ class CacheEntry:
         """Whether the newest copy is on the device."""
         return self._device is not None
 
-    def store(self, shard: torch.Tensor, output: torch.Tensor) -> None:
-        """Copy ``shard`` ``[n, c]``, a strided part of ``output`` that the current stream has filled."""
+    def store(self, shard: torch.Tensor, output: torch.Tensor, allocated_on: torch.cuda.Stream | None = None) -> None:
+        """Copy ``shard`` ``[n, c]``, a strided part of ``output`` that the current stream has filled.
+
+        ``allocated_on`` is the stream that ``output`` was allocated on; None: the current one, or there are none.
+        """
         if self._device is not None and not self._placement.may_stay():
             self._drop_device()
         keep = self._device is not None or self._placement.admit(self.nbytes)
@@ -137,7 +151,8 @@ class CacheEntry:
             with torch.cuda.stream(stream):
                 copy()
                 self._filled = stream.record_event()
-            self._streams.read.append((output, self._filled))
+            owner = torch.cuda.current_stream() if allocated_on is None else allocated_on
+            self._streams.pending.append(PendingRead(output, owner, self._filled))
         if not keep:
             self._traffic.device_to_host += self.nbytes
 

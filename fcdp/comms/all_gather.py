@@ -75,12 +75,15 @@ class CachedShard:
         cell = cells.size(1) * cells.element_size() if self.bits is None else quantised_nbytes(cells.size(1), self.bits)
         return self.entry.nbytes * self.block == cells.size(0) * cell
 
-    def store(self, cells: torch.Tensor, rank: int, output: torch.Tensor) -> None:
+    def store(
+        self, cells: torch.Tensor, rank: int, output: torch.Tensor, allocated_on: torch.cuda.Stream | None
+    ) -> None:
         """Cache this rank's part of ``cells``, which lie in ``output``."""
         shard = self.of(cells, rank)
         if self.bits is not None:
             shard = output = quantise(shard, self.bits)
-        self.entry.store(shard, output)
+            allocated_on = None
+        self.entry.store(shard, output, allocated_on)
 
 
 @dataclass(frozen=True)
@@ -128,13 +131,15 @@ class StagedAllGather:
         self._staleness = staleness
         self._traffic = traffic
         self._allocated: torch.cuda.Event | None = None
+        self._allocated_on: torch.cuda.Stream | None = None
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Return memory for the output, which may be written to on the current stream from now on."""
         output = torch.empty(*size, dtype=dtype, device=device)
         if self._streams is not None:
             self._streams.release()
-            self._allocated = torch.cuda.current_stream().record_event()
+            self._allocated_on = torch.cuda.current_stream()
+            self._allocated = self._allocated_on.record_event()
         return output
 
     def __call__(
@@ -161,7 +166,7 @@ class StagedAllGather:
         cached = self.cached if self.cached is not None and self.cached.fits(cells) else None
         secondary = self.secondary if self.secondary is not None and self.secondary.fits(cells) else None
         travelling, levels, cached_after = self._begin(cells, input_tensor, cached, secondary)
-        first = self._start(levels, 0, travelling)
+        first, allocated_on = self._start(levels, 0, travelling), self._allocated_on
 
         def finish() -> None:
             wait = first
@@ -169,9 +174,9 @@ class StagedAllGather:
                 wait()
                 wait = self._start(levels, done, travelling)
                 if done == cached_after and cached is not None:
-                    cached.store(cells, self._rank, output_tensor)
+                    cached.store(cells, self._rank, output_tensor, allocated_on)
             if secondary is not None and cached_after is not None:
-                secondary.store(cells, self._rank, output_tensor)
+                secondary.store(cells, self._rank, output_tensor, allocated_on)
             elif secondary is not None and secondary.bits is not None:
                 for others in (slice(self._rank), slice(self._rank + 1, None)):
                     cells[others] = dequantise(travelling[others], cells.size(1), secondary.bits)

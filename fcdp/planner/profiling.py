@@ -37,6 +37,8 @@ from fuyou.runtime.devices.device import open_device
 
 SIZES = (16 << 10, 256 << 10, 4 << 20, 32 << 20)
 """Bytes of the buffers that are measured; on CUDA also one of four times the largest."""
+MOST_SECONDS = 2.0
+"""A larger buffer than one that takes this long is not measured: its bandwidth is that of the largest measured one."""
 REPEAT_SECONDS = 0.3
 MOST_REPETITIONS = 7
 RINGS: tuple[Ring, ...] = ("flat", "hierarchical", "ho")
@@ -139,8 +141,12 @@ def measure_collectives(
         # Along one level, all rings are the same.
         for rings in [RINGS] if levels_used == 1 else [(ring,) for ring in RINGS]:
             group = _Group(topology, low, high, rings[0])
-            for nbytes in sizes:
+            slowest = 0.0  # seconds per byte of the size before, the same on all ranks
+            for nbytes in sorted(sizes):
+                if slowest * nbytes > MOST_SECONDS:
+                    break
                 gather, reduce = group.gather_seconds(nbytes), group.reduce_seconds(nbytes)
+                slowest = max(gather, reduce) / nbytes
                 for ring in rings:
                     found += [
                         CollectiveTiming("all_gather", ring, mesh.extents, nbytes, gather),

@@ -54,6 +54,7 @@ from fuyou.planner.training_job import training_job_of_run
 from fuyou.runtime.devices.determinism import deterministic_algorithms
 from fuyou.runtime.devices.device import open_device
 from fuyou.runtime.ranks.agreement import Agreement
+from fuyou.runtime.ranks.collectives import connect
 from fuyou.runtime.ranks.topology import share_of
 from fuyou.schedule.memory_plan import MemoryPlan
 from fuyou.schedule.memory_planner import MemoryPlanner
@@ -150,6 +151,8 @@ class OpenRun:
         share = share_of(config.topology)
         self.topology = config.topology if share.world_size > 1 else None  # one rank alone is alone
         self.agreement = Agreement(share)
+        if self.topology is not None:
+            connect(self.topology, self.device.torch_device)
         config = with_common_dtype(config, self.device, self._ssd, self.agreement)
         config = with_common_io(config, self.device, self.agreement)
         if share.world_size > 1:

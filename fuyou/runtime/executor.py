@@ -2,13 +2,14 @@
 
 Compute tasks run in the caller's thread (it is the caller's autograd that runs them); every other kind has a thread.
 Each task waits only for tasks that stand before it in the list and every lane keeps the list's order, so the
-earliest unfinished task can always run: there is no deadlock to detect.
+earliest unfinished task can always run: there is no deadlock to detect. Kinds may share a lane: NCCL wants all ranks to
+launch on their communicators in one order, and the list is the same on all ranks.
 """
 
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import Future
 from functools import partial
 
@@ -27,19 +28,27 @@ class Executor:
         handlers: what to do for each kind of task that has a lane.
         wait_event: makes the calling thread's work wait for a finished task's device event. Given the waiting task
             and the event.
+        in_one_order: kinds that share a lane.
     """
 
-    def __init__(self, handlers: Mapping[Op, Handler], wait_event: Callable[[Task, object], None]):
+    def __init__(
+        self,
+        handlers: Mapping[Op, Handler],
+        wait_event: Callable[[Task, object], None],
+        in_one_order: Collection[Op] = (),
+    ):
         self._handlers = handlers
         self._wait_event = wait_event
         self._changed = threading.Condition()
-        self._queues: dict[Op, deque[Task]] = {op: deque() for op in handlers}
+        shared: deque[Task] = deque()
+        self._queues: dict[Op, deque[Task]] = {op: shared if op in in_one_order else deque() for op in handlers}
         self._failure: BaseException | None = None
         self._closed = False
         self._unfinished = 0
+        lanes = {id(queue): (op.label, queue) for op, queue in self._queues.items()}
         self._threads = [
-            threading.Thread(target=self._run_lane, args=(op,), name=f"fuyou {op.label}", daemon=True)
-            for op in handlers
+            threading.Thread(target=self._run_lane, args=(queue,), name=f"fuyou {label}", daemon=True)
+            for label, queue in lanes.values()
         ]
         for thread in self._threads:
             thread.start()
@@ -119,8 +128,7 @@ class Executor:
             if thread is not threading.current_thread():
                 thread.join()
 
-    def _run_lane(self, op: Op) -> None:
-        queue, handler = self._queues[op], self._handlers[op]
+    def _run_lane(self, queue: deque[Task]) -> None:
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: queue or self._closed or self._failure is not None)
@@ -129,7 +137,7 @@ class Executor:
                 task = queue.popleft()
             try:
                 self.start(task)
-                result = handler(task)
+                result = self._handlers[task.op](task)
                 if result is None:
                     self.finish(task)
                 elif isinstance(result, Future):

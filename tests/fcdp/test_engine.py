@@ -1,5 +1,6 @@
 """The out-of-core engine over a process group equals one rank that computes the same micro-batches."""
 
+import itertools
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -106,6 +107,20 @@ def test_two_ranks_equal_one(
         assert 8 * trained <= sum(rank.planned[2] for rank in ranks) <= 8 * (trained + ALIGN_ELEMENTS * matrices)
     elif layout == (2, 1):
         check_bytes(ranks, alone)
+
+
+def test_exchanges_are_launched_in_one_order_where_nccl_wants_it(model: str, pool: Pool, tmp_path: Path) -> None:
+    """On 2 nodes of 2 ranks, whose three kinds of exchange of device memory are ready in any order."""
+    options = {"dtype": "fp32", "micro_batch": 1}
+    alone = cases.train(None, Run(model, tmp_path / "alone", options=options))
+    run = Run(model, tmp_path / "ranks", options=options, in_one_order=True)
+    ranks = pool.run((2, 2), cases.train, run)
+    spread = "fcdp_gather_2_ranks_2_apart"  # of host memory, by gloo
+    device = [[one[:3] for one in rank.launches if one[0].startswith("fcdp") and one[0] != spread] for rank in ranks]
+    assert all(len({description for description, *_ in launches}) == 3 for launches in device)
+    for one, other in itertools.combinations(device, 2):  # each in the order of what they launch together
+        assert [launch for launch in one if launch in other] == [launch for launch in other if launch in one]
+    assert all(rank.losses == pytest.approx(alone.losses, rel=1e-6) for rank in ranks)
 
 
 @pytest.mark.parametrize(("layout", "dtype"), [((2, 1), "bf16"), ((1, 2), "fp32")])

@@ -98,7 +98,7 @@ def _open_trainer(job: Job, topology: Topology, launches: Collection[str]) -> Tr
     names = {field.name for field in dataclasses.fields(TrainerConfig)} - {"strategy", "device_cache_threshold"}
     config = TrainerConfig(
         **settings.named(names),
-        strategy=_strategy(job, topology),
+        strategy=_strategy(job, topology, launches),
         host_cache_bytes=None if settings.host_cache is None else settings.host_cache // topology.ranks_per_node,
         towers=towers_of(settings),
         device_cache_threshold=0.9 if settings.device_cache_threshold is None else settings.device_cache_threshold,
@@ -112,7 +112,7 @@ def _open_trainer(job: Job, topology: Topology, launches: Collection[str]) -> Tr
     return trainer
 
 
-def _strategy(job: Job, topology: Topology) -> str:
+def _strategy(job: Job, topology: Topology, launches: Collection[str]) -> str:
     """Return the name of the strategy. If one is to be chosen, rank 0 does, as only it need know the cluster, which is
     measured before if nobody has described it. Collective.
 
@@ -122,9 +122,10 @@ def _strategy(job: Job, topology: Topology) -> str:
     settings = job.settings
     if settings.strategy not in (None, AUTO):
         return settings.strategy
-    has_measured = broadcast_from_rank0(lambda: has_profile(settings, topology.levels))
-    if settings.cluster is None and settings.strategy is None and not has_measured:
+    unnamed = settings.strategy is None and settings.cluster is None
+    if unnamed and (topology.world_size == 1 or broadcast_from_rank0(lambda: _began_unmeasured(job, launches))):
         return DEFAULT
+    has_measured = broadcast_from_rank0(lambda: has_profile(settings, topology.levels))
     if settings.cluster in (None, AUTO):
         path = settings.output_directory / PROFILE
         if not has_measured:
@@ -133,6 +134,12 @@ def _strategy(job: Job, topology: Topology) -> str:
         settings = dataclasses.replace(settings, cluster=str(path))
     name: str = broadcast_from_rank0(lambda: _choose(job, settings, topology))
     return name
+
+
+def _began_unmeasured(job: Job, launches: Collection[str]) -> bool:
+    """Return whether the run goes on from a commit and has never measured its cluster: then it goes on as it was."""
+    measured = (job.settings.output_directory / PROFILE).exists()
+    return not measured and _is_continued(job.settings, ShardedCheckpoints(job.output / COMMITS), launches)
 
 
 def _micro_batches(settings: Settings, topology: Topology) -> tuple[int, int]:
@@ -159,7 +166,8 @@ def _choose(job: Job, settings: Settings, topology: Topology) -> str:
     )
     choice = choose_strategy(settings, workload, topology.levels)
     seconds, sent = format_seconds(choice.step_seconds), format_bytes(choice.inter_node_bytes)
-    print(f"strategy {choice.name}; the planner expects {seconds} and {sent} across nodes per step", flush=True)
+    if not settings.quiet:
+        print(f"strategy {choice.name}; the planner expects {seconds} and {sent} across nodes per step", flush=True)
     return choice.name
 
 

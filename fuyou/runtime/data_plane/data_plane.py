@@ -53,7 +53,7 @@ class DataPlane:
             Op.ACTIVATION_DOWNLOAD: self._activation_download,
             Op.ACTIVATION_UPLOAD: self._activation_upload,
         }
-        self.executor = Executor(every_handler, device.wait_event)
+        self.executor = Executor(every_handler, device.wait_event, device.in_one_order)
         try:
             optimizer.start(self.executor, buffers)
         except BaseException:

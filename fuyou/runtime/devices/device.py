@@ -50,6 +50,8 @@ class Device(Protocol):
     measured."""
     throttle: IoThrottle | None
     """Rates to which the drives are slowed down, if they are."""
+    in_one_order: frozenset[Op]
+    """Kinds of task that all ranks must launch in one order, whichever can begin first."""
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         """Return ``uint8 [nbytes]`` of device memory, allocated once."""
@@ -134,6 +136,7 @@ class _RealDevice:
     flops_per_second: float | None = None
     exchange_rates: tuple[float, float] | None = None
     throttle: IoThrottle | None = None
+    in_one_order: frozenset[Op] = frozenset()
 
     def stand_in(self, executor: Executor, tasks: StepList, tokens: int, start_time: float) -> Computation | None:
         return None
@@ -205,6 +208,7 @@ class CudaDevice(_RealDevice):
 
     shares_host_memory = False
     page_locks = True
+    in_one_order = frozenset(_EXCHANGES)  # NCCL
 
     def __init__(self, index: int):
         self.torch_device = torch.device("cuda", index)

@@ -111,6 +111,7 @@ class EmulatedDevice:
     shares_host_memory = False
     page_locks = False
     computes = False
+    in_one_order: frozenset[Op] = frozenset()
     flops_per_second: float | None
     exchange_rates: tuple[float, float] | None
 

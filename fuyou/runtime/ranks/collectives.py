@@ -15,6 +15,19 @@ import torch
 import torch.distributed as dist
 
 from common.communication.point_to_point import start_exchange, turns
+from fuyou.runtime.ranks.topology import ClusterTopology
+
+
+def connect(topology: ClusterTopology, device: torch.device) -> None:
+    """Exchange one number on every communicator, on all ranks in one order. Collective.
+
+    NCCL makes a communicator when it is first used, and takes device memory for it: before anybody measures how much
+    is free, and not while several threads launch.
+    """
+    for groups in (topology.gather_groups, topology.reduce_groups):
+        for group in (groups.intra_node, groups.inter_node):
+            if group is not None:
+                gather(torch.zeros((group.size(), 1), device=device), group)
 
 
 def gather(cells: torch.Tensor, group: dist.ProcessGroup, filled: Sequence[int] | None = None) -> None:

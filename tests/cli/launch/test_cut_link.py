@@ -11,7 +11,7 @@ from pathlib import Path
 from tests.cli.conftest import Finetune
 from tests.helpers.command.histories import history
 from tests.helpers.processes.namespaces import needs_namespaces, netcluster
-from tests.helpers.processes.pairs import COMMON, same
+from tests.helpers.processes.pairs import COMMON, UNMEASURED, same
 
 PATIENCE_S = 6
 SHORT_S = 2.0
@@ -40,7 +40,7 @@ def test_a_short_cut_is_waited_out_and_a_long_one_ends_both_nodes_with_a_message
 
     with netcluster.Cluster(2, "5mbit") as cluster:  # a step takes a third of a second
         meet = ("--nodes", 2, "--rdzv-endpoint", f"{cluster.address(0)}:29400", "--node-timeout", PATIENCE_S)
-        more = ("--steps", 10**6, "--commit-every", 2, "--max-restarts", 0)
+        more = (*UNMEASURED, "--steps", 10**6, "--commit-every", 2, "--max-restarts", 0)
         command = [sys.executable, "-m", "cli.main", *map(str, (*words, *meet, *more))]
         environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         launchers = []

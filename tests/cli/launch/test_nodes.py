@@ -29,7 +29,7 @@ from fcdp.checkpoint.commits import ShardedCheckpoints
 from tests.cli.conftest import Finetune
 from tests.helpers.command.histories import history
 from tests.helpers.processes import forked
-from tests.helpers.processes.pairs import COMMON, ROOT, Node, Pair, same
+from tests.helpers.processes.pairs import COMMON, ROOT, UNMEASURED, Node, Pair, same
 
 _ENDS_WITHIN = (
     "import sys, cli.train.interrupts as one; one.STOP_SECONDS = {}; from cli.main import main; sys.exit(main())"
@@ -63,11 +63,10 @@ def test_two_ranks_train_as_the_engine_does_and_three_go_on(
 ) -> None:
     output, report = tmp_path / "out", tmp_path / "report.json"
     command = ("--model", checkpoint, "--data", data, *COMMON, "--eval-data", data, "--output", output, "--nodes", 1)
-    planned = ("--cluster", "auto")
-    first = ("--gpus-per-node", 2, "--micro-batch", 1, "--steps", 5, "--no-save", "--report", report, *planned)
+    first = ("--gpus-per-node", 2, "--micro-batch", 1, "--steps", 5, "--no-save", "--report", report)
     done = finetune(*command, *first)
     assert done.status == 0, done.err
-    assert re.search(r"^strategy \S+; the planner expects .* per step$", done.out, re.MULTILINE)
+    assert re.search(r"^measuring (.*\n)+strategy \S+; the planner expects .* per step$", done.out, re.MULTILINE)
     assert "2 ranks on the CPU in fp32" in done.out and "step 5/5: loss " in done.out
     assert json.loads(report.read_text())["network_sent_bytes_per_step"] == 0
     phases = (" ...", " so far)")  # of which rank 0 says that they take long
@@ -90,6 +89,16 @@ def test_two_ranks_train_as_the_engine_does_and_three_go_on(
     assert damaged.status == 1 and f"bytes of {file}" not in damaged.out and str(file) in damaged.err
     files = {path.name for path in output.iterdir()} - {"commits", "data", "cluster.json"}
     assert files == {path.name for path in reference[1].iterdir()} - {"store"}
+
+
+def test_a_run_that_began_without_a_measured_cluster_goes_on_as_it_was(
+    finetune: Finetune, checkpoint: Path, data: Path, tmp_path: Path
+) -> None:
+    command = ("--model", checkpoint, "--data", data, *COMMON, "--output", tmp_path, "--nodes", 1, "--gpus-per-node", 2)
+    assert finetune(*command, *UNMEASURED, "--steps", 1, "--no-save").status == 0
+    done = finetune(*command, "--steps", 2, "--no-save", "--resume")
+    assert done.status == 0, done.err
+    assert "measuring" not in done.out and not (tmp_path / "cluster.json").exists()
 
 
 @pytest.mark.real_start  # of ranks: elsewhere here they are forked
@@ -122,7 +131,7 @@ def test_a_killed_rank_a_restart_from_the_last_commit_and_ctrl_c(
     pair: Pair, checkpoint: Path, data: Path, tmp_path: Path, reference: tuple[list[dict[str, Any]], Path]
 ) -> None:
     output = tmp_path / "out"
-    command = ("--model", checkpoint, "--data", data, *COMMON, "--output", output)
+    command = ("--model", checkpoint, "--data", data, *COMMON, *UNMEASURED, "--output", output)
     pair.start(*command, "--steps", 100_000, "--commit-every", 3)
     pair.wait_for(r"^step 5/")
     ranks = {number: process for node in pair.nodes for number, process in node.ranks().items()}
@@ -196,7 +205,7 @@ def test_a_terminal_that_goes_away_and_a_node_that_ends_alone_by_its_deadline(
     temporary.mkdir()
     monkeypatch.setenv("TMPDIR", str(temporary))
     termios.tcsetwinsize(terminal, (24, 120))  # in none, no bar is drawn
-    words = ["--model", checkpoint, "--data", data, *COMMON, "--output", output, "--steps", 100_000,
+    words = ["--model", checkpoint, "--data", data, *COMMON, *UNMEASURED, "--output", output, "--steps", 100_000,
              "--commit-every", 1]  # fmt: skip
     launcher = forked.Popen(
         [sys.executable, *PATIENT, *map(str, words), "--nodes", "1", "--gpus-per-node", "2"],
@@ -234,7 +243,7 @@ def test_the_node_where_all_meet_ends_alone_by_its_deadline(
 ) -> None:
     """The other one gives up, rather than wait for ever, and says how to go on."""
     output = tmp_path / "out"
-    words = ["--model", checkpoint, "--data", data, *COMMON, "--output", output, "--steps", 100_000,
+    words = ["--model", checkpoint, "--data", data, *COMMON, *UNMEASURED, "--output", output, "--steps", 100_000,
              "--commit-every", 1, "--node-timeout", 3]  # fmt: skip
     pair.start(*words, begin=HURRIED)
     pair.wait_for("^step 3/")

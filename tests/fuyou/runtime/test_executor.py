@@ -23,8 +23,8 @@ def made() -> Iterator[Made]:
     before = set(threading.enumerate())
     executors: list[Executor] = []
 
-    def make(handlers: dict, wait_event: Callable = lambda task, event: None) -> Executor:
-        executors.append(Executor(handlers, wait_event))
+    def make(handlers: dict, wait_event: Callable = lambda task, event: None, shared: tuple[Op, ...] = ()) -> Executor:
+        executors.append(Executor(handlers, wait_event, shared))
         return executors[-1]
 
     yield make
@@ -42,7 +42,8 @@ def within(seconds: float, condition: Callable[[], bool]) -> bool:
     return True
 
 
-def test_tasks_run_after_what_they_wait_for_and_in_order(made: Made) -> None:
+@pytest.mark.parametrize("shared", [(), (Op.PARAMETER_READ, Op.PARAMETER_UPLOAD, Op.STATE_WRITE)], ids=len)
+def test_tasks_run_after_what_they_wait_for_and_in_order(made: Made, shared: tuple[Op, ...]) -> None:
     """Random lists, with handlers that return at once, return a future, or leave it to somebody else."""
     for seed in range(20):
         chance = random.Random(seed)
@@ -81,7 +82,8 @@ def test_tasks_run_after_what_they_wait_for_and_in_order(made: Made) -> None:
             return ELSEWHERE
 
         executor = made(
-            {Op.PARAMETER_READ: later, Op.PARAMETER_UPLOAD: at_once, Op.UPDATE: elsewhere, Op.STATE_WRITE: later}
+            {Op.PARAMETER_READ: later, Op.PARAMETER_UPLOAD: at_once, Op.UPDATE: elsewhere, Op.STATE_WRITE: later},
+            shared=shared,
         )
         tasks: list[Task] = []
         for _ in range(60):
@@ -106,8 +108,8 @@ def test_tasks_run_after_what_they_wait_for_and_in_order(made: Made) -> None:
         for task in tasks:
             for earlier in waits[id(task)]:
                 assert place["end", id(earlier)] < place["start", id(task)]
-        for op in LANES:
-            starts = [place["start", id(task)] for task in tasks if task.op is op]
+        for lane in [(op,) for op in LANES] + [shared]:
+            starts = [place["start", id(task)] for task in tasks if task.op in lane]
             assert starts == sorted(starts)
         pool.shutdown()
 

@@ -14,6 +14,7 @@ import fuyou
 from common.errors import FinetuneError
 from common.store import commit_manifest, load_manifest
 from fuyou.runtime.data_plane import rank_handlers as handlers
+from fuyou.runtime.devices.device import CpuDevice, CudaDevice
 from tests.helpers.fcdp.recorder import Launch, recorded
 from tests.helpers.own_loss import dpo
 from tests.helpers.own_loss import pairs as preferences
@@ -41,6 +42,8 @@ class Run:
     leave: tuple[tuple[int, int], ...] = ()
     """Directories of other ranks, before: which rank has to look at which rank's."""
     options: dict[str, Any] = field(default_factory=dict)
+    in_one_order: bool = False
+    """Whether exchanges are launched as NCCL wants it."""
 
 
 @dataclass
@@ -89,7 +92,9 @@ def train(topology: fcdp.Topology | None, run: Run) -> Outcome:
     ssd = directories(run.folder, rank, run.ssds)
     leave = [path for by, whose in run.leave if by == rank for path in directories(run.folder, whose, run.ssds)]
     options = {**OPTIONS, **run.options}
+    kinds = CudaDevice.in_one_order if run.in_one_order else CpuDevice.in_one_order
     with (
+        mock.patch.object(CpuDevice, "in_one_order", kinds),
         recorded() as launches,
         fuyou.Engine(run.model, ssd=ssd, leave_ssd=leave, topology=topology, **options) as engine,
     ):

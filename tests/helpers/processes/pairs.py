@@ -21,6 +21,8 @@ COMMON = (
     "--batch-size", "4", "--seq-len", "32", "--gpu", "cpu", "--lr", "1e-3", "--schedule", "constant", "--dtype", "fp32",
     "--max-grad-norm", "1",
 )  # fmt: skip
+UNMEASURED = ("--strategy", "fcdp")
+"""Nothing is measured to choose a strategy: tests of other things begin sooner."""
 
 
 def same(got: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> None:
