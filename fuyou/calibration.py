@@ -149,7 +149,12 @@ def _few_blocks(workload: ProfiledWorkload) -> TrainingJob:
     """Describe a training of the same model with fewer blocks, and a batch of one micro-batch."""
     config = _shallow(workload.config)
     return describe_training(
-        config, workload.rows, workload.seq_len, precision=workload.precision, micro_batch=workload.rows
+        config,
+        workload.rows,
+        workload.seq_len,
+        precision=workload.precision,
+        micro_batch=workload.rows,
+        compiled=workload.compiled,
     )
 
 
@@ -187,6 +192,7 @@ def _run(
             micro_batch=rows,
             kept_activations=activation_policy,
             single_slot=True,
+            compile=workload.compiled,
             prove=False,
         ) as engine,
     ):

@@ -63,6 +63,10 @@ class EngineConfig:
     """Seed of random weights, dropout and stochastic rounding."""
     deterministic: bool = False
     """Whether the process takes only kernels that give the same numbers each time, while the run is open."""
+    compile: bool = False
+    """Whether blocks run as PyTorch compiles them (:mod:`fuyou.model.recompute.compiled`): compiled once, which takes a
+    minute or two, then faster where much of a block's time is not matrix products. Other numbers by rounding. No
+    activations are kept then, and a block must fit the device whole."""
     neftune_alpha: float = 0.0
     """Strength of the noise that is added to embeddings in training (:mod:`fuyou.model.embedding_noise`); 0: none."""
     router_loss: str = AUTO
@@ -125,6 +129,8 @@ class EngineConfig:
         if self.train_experts is not None:
             check_share(self.train_experts)
         kept = self.kept_activations
+        if self.compile and kept:
+            raise UserError("Compiled blocks keep no activations: leave kept_activations or compile out.")
         checks = {
             "micro_batch": (self.memory.micro_batch, self.memory.micro_batch is None or self.memory.micro_batch > 0),
             "piece_size": (self.memory.piece_size, self.piece_bytes is None or self.piece_bytes > 0),

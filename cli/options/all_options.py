@@ -191,6 +191,9 @@ class TrainingSettings:
     """Seed of the data's order, and of random weights and tokens."""
     deterministic: bool = option(False, only=Only.OUT_OF_CORE, modes=Mode.RUN)
     """Compute only with kernels that give a GPU the same numbers each time: slower attention. A CPU does so anyway."""
+    compile: bool = option(False, only=Only.OUT_OF_CORE, modes=Mode.STEP)
+    """Have PyTorch compile one block, and run all blocks so: a minute or two at the start, then faster where much of
+    their time is not matrix products. Other numbers by rounding. Needs a compiler (g++; for a GPU, Triton)."""
 
 
 @dataclass(frozen=True, kw_only=True)

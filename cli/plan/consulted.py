@@ -86,6 +86,7 @@ def planned_consultation(settings: Settings, job: TrainingJob, machine: Machine)
         adapters=AdapterOptions(1).peft_config(),
         loss=LossInputs(2 * tokens or 1),
         single_slot=True,
+        compiled=settings.compile,
     )
     steps = planned_steps(settings, job.tokens)
     kept = job.rows * (job.seq_len * 8 * tokens or 4)

@@ -49,8 +49,8 @@ class Engine(EngineFigures):
             ``token_outputs``, ``reference``, ``images``, ``generation`` (:class:`fuyou.option_groups.MemoryConfig`);
             ``adapters``, ``trainable``, ``train_experts``, ``frozen_dtype``, ``freeze_vision_tower``,
             ``freeze_multi_modal_projector`` (:class:`fuyou.option_groups.WeightsConfig`); ``device``, ``dtype``,
-            ``seed``, ``deterministic``, ``neftune_alpha``, ``router_loss``, ``automatic``, ``topology``, ``prove``,
-            ``packed``.
+            ``seed``, ``deterministic``, ``compile``, ``neftune_alpha``, ``router_loss``, ``automatic``, ``topology``,
+            ``prove``, ``packed``.
 
     Attributes:
         config: the model's configuration, of transformers.

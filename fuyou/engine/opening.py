@@ -187,9 +187,11 @@ class OpenRun:
             train_experts=config.train_experts,
             saved=None if config.store.resume else config.saved_adapter,
         )
+        if config.compile:
+            self._check_compiled()
         check_lora_plus(config.adam.lora_plus_ratio, () if self.model.adapters is None else self.model.adapters.names)
         self._source = self.model.weights()
-        self.model.shape = self._cut_blocks(self.model.shape, share)
+        self.model.shape = self._cut_blocks(replace(self.model.shape, compiled=config.compile), share)
         if config.memory.reference:
             check_reference(self.model)
         if self.model.shape.orders and config.prove and self.device.computes:
@@ -197,6 +199,16 @@ class OpenRun:
         self.shape = self.model.shape.shared(share)
         if share.rank:
             torch.manual_seed(config.seed + share.rank)  # what drops out differs, as the sequences do
+
+    def _check_compiled(self) -> None:
+        """Refuse what blocks cannot do when PyTorch compiles them."""
+        if not self.device.computes:
+            raise UserError(f"{self.device.name} computes nothing that could be compiled: leave --compile out.")
+        if self.model.router_loss is not None:
+            raise UserError(
+                "Compiled blocks do not hand out what a router loss is made of: leave --compile out, or "
+                "give --router-loss off."
+            )
 
     def _cut_blocks(self, shape: ModelLayout, share: Share) -> ModelLayout:
         """Return the layout with blocks in pieces, if they are too large for the device or it was asked for."""

@@ -14,6 +14,7 @@ from fuyou.layout.key_values import KeyValueCache
 from fuyou.layout.model_layout import BatchShape, ModelLayout
 from fuyou.layout.record import RecordExtents
 from fuyou.model.open_model import OpenModel
+from fuyou.model.recompute.compiled import CompiledBlocks
 from fuyou.model.recompute.policy import ActivationPlanner
 from fuyou.model.recompute.replay import BlockReplay
 from fuyou.optimizer.process.client import OptimizerLink
@@ -69,6 +70,7 @@ class Runtime:
             "cpu" if device.shares_host_memory else "cuda",
             options.precision.dtype,
             0 if shape.orders else options.kept_activations,
+            shape.compiled,
         )
         host_limit, device_limit = limits
         self._planner = MemoryPlanner(
@@ -174,6 +176,7 @@ class Runtime:
             recomputation.layers,
             self._keeping.saved(plan.batch.micro_rows, plan.batch.seq_len).operators,
             plan.kept_bytes,
+            CompiledBlocks(self._device.torch_device) if self._shape.compiled else None,
         )
         self.scheduler = Scheduler(
             self._shape,

@@ -151,6 +151,9 @@ class ModelLayout:
     """Bytes of the largest piece that was asked for; None: blocks are not in pieces."""
     widened: int = 0
     """Weights of a compressed checkpoint in the compute dtype, as pieces would cut its tensors of all experts."""
+    compiled: bool = False
+    """Whether blocks run as PyTorch compiles them: no outputs of theirs are saved, and all their gradients come at
+    once."""
     read_whole: int = 0
     """Elements (up to 4 bytes) in memory while a store is filled, as rows are not read alone; 0: unknown source."""
     repeated_parameters: int = 0

@@ -14,7 +14,7 @@ block of each type runs on the meta device (:mod:`fuyou.model.blocks.calls`).
 """
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
@@ -309,13 +309,20 @@ class StreamedModel:
         assert hidden is not None
         return hidden, calls
 
-    def block(self, index: int, hidden: torch.Tensor, calls: BlockCalls) -> torch.Tensor:
+    def block(
+        self,
+        index: int,
+        hidden: torch.Tensor,
+        calls: BlockCalls,
+        runs_as: Callable[[nn.Module], Callable[..., Any]] | None = None,
+    ) -> torch.Tensor:
         """Run block ``index`` on the output of the block before it, and return hidden states of the same shape.
 
-        With gradients enabled, ``calls.backward`` is to follow.
+        With gradients enabled, ``calls.backward`` is to follow. ``runs_as`` returns what is called for the block.
         """
+        block: Callable[..., Any] = self.blocks[index] if runs_as is None else runs_as(self.blocks[index])
         with self.apart(calls.documents):
-            return calls.run(index, self.blocks[index], hidden)
+            return calls.run(index, block, hidden)
 
     def head(self, batch: Mapping[str, torch.Tensor], hidden: torch.Tensor) -> torch.Tensor:
         """Run what comes after the blocks: return logits ``[B, S, V]`` from the last block's output.

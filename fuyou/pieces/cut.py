@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
+from common.errors import UserError
 from common.models.adapters.memory import AdapterMemory, adapter_memory
 from fuyou.layout.cutting import cut_blocks
 from fuyou.layout.model_layout import ModelLayout
@@ -22,8 +23,10 @@ def in_pieces(stack: StreamedModel, shape: ModelLayout, piece_bytes: int) -> Mod
         piece_bytes: largest size; a matrix that is larger is a piece of its own.
 
     Raises:
-        UserError: this family's blocks cannot be cut.
+        UserError: this family's blocks cannot be cut, or they are compiled.
     """
+    if shape.compiled:
+        raise UserError("Compiled blocks cannot be in pieces: leave --compile out.")
     pieces, orders = [], []
     with unchanged(stack):
         for layer, (index,) in enumerate(shape.blocks):

@@ -60,7 +60,10 @@ class PlannerContext:
     @cached_property
     def workload(self) -> ProfiledWorkload:
         """What a profile for this run measures: the micro-batch that the run would have here."""
-        return ProfiledWorkload.planned(self.job.config, self.job.shape.precision, self.memory, self.directories)
+        job = self.job
+        return ProfiledWorkload.planned(
+            job.config, job.shape.precision, self.memory, self.directories, job.shape.compiled
+        )
 
     @cached_property
     def profile(self) -> Profile | None:

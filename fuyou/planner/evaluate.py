@@ -136,11 +136,13 @@ class Evaluator:
         return UpdatePolicy(candidate.clip_by if self.job.clips else None, candidate.deferred_fraction)
 
     def activation_planner(self, candidate: Candidate) -> ActivationPlanner:
-        """Return what ``candidate`` saves for the backward pass, for any batch: nothing if blocks are in pieces."""
-        policy = SAVE_NOTHING if self.job.shape.orders else candidate.activation_policy
+        """Return what ``candidate`` saves for the backward pass, for any batch: nothing if blocks are in pieces, or
+        compiled."""
+        shape = self.job.shape
+        policy = SAVE_NOTHING if shape.orders or shape.compiled else candidate.activation_policy
         if policy not in self._activation_planners:
             self._activation_planners[policy] = ActivationPlanner(
-                self.job.stack, self._kernels, self.job.shape.precision.dtype, policy
+                self.job.stack, self._kernels, shape.precision.dtype, policy, shape.compiled
             )
         return self._activation_planners[policy]
 
@@ -180,8 +182,10 @@ class Evaluator:
 
     @cached_property
     def trace(self) -> BlockTrace | None:
-        """Operators of a block; None where its family's code does not run without values."""
+        """Operators of a block; None where its family's code does not run without values, or blocks are compiled."""
         job = self.job
+        if job.shape.compiled:
+            return None
         try:
             return trace_block(job.stack, job.seq_len, self._kernels, job.shape.precision.dtype)
         except Exception:

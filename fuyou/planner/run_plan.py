@@ -100,6 +100,8 @@ class RunPlan:
             assumed.append("tokens are spread evenly over experts, whose products run at the rate of dense ones")
         if any(record.decoded_nbytes for record in self.job.shape.records):
             assumed.append("decoding frozen weights takes the device no time")
+        if self.job.shape.compiled:
+            assumed.append("compiled blocks compute at the rate of others")
         return tuple(assumed)
 
     @property

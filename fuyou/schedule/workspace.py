@@ -45,9 +45,17 @@ class Workspace:
         shape, width = self._shape, self._width
         images = shape.image_memory if shape.images else NO_IMAGES
         return max(
-            self._block(batch) + max(2 * shape.trained_parameter(Kind.BLOCK) * width, self._head(batch, columns)),
+            self._block(batch) + max(self._block_gradients() * width, self._head(batch, columns)),
             batch.micro_tokens * images.working * width,  # blocks do not run meanwhile
         )
+
+    def _block_gradients(self) -> int:
+        """Return the elements of gradients that autograd has made and that are not in their record's sum yet: of one
+        parameter, twice; a compiled backward pass makes those of the whole block."""
+        shape = self._shape
+        whole = max((shape.records[index].numel for (index,) in shape.blocks), default=0) if shape.compiled else 0
+        trained = whole if shape.trained_elements(Kind.BLOCK) else 0
+        return max(2 * shape.trained_parameter(Kind.BLOCK), trained)
 
     def _head(self, batch: Batch, columns: int) -> int:
         shape, width = self._shape, self._width

@@ -20,6 +20,7 @@ from fuyou.layout.record import Record
 from fuyou.model.blocks.calls import BlockCalls
 from fuyou.model.loss.cross_entropy import cross_entropy
 from fuyou.model.operators import makes_views
+from fuyou.model.recompute.compiled import CompiledBlocks
 from fuyou.model.recompute.policy import operators_worth_saving, saved_outputs, trace_block
 from fuyou.model.recompute.replay import BlockReplay, SavedForward
 from fuyou.model.streamed_model import StreamedModel
@@ -72,6 +73,7 @@ class BlockBench:
         self._scale = rows * seq_len / (self.rows * self.seq_len)
         self._weights = random_values(self._record.numel, self._dtype, device)
         self._gradient = torch.empty_like(self._weights)
+        self._compiled = CompiledBlocks(device.torch_device) if shape.compiled else None
 
     def measure(self) -> PartTimes:
         """Measure everything, on fewer tokens if a pass takes too long, and then on a quarter of these as well."""
@@ -131,6 +133,8 @@ class BlockBench:
 
     def _kept(self, calls: BlockCalls, hidden: torch.Tensor) -> tuple[float, float, int]:
         """Return the seconds of both passes if all outputs that save FLOPs are saved, and their bytes; else zeros."""
+        if self._compiled is not None:
+            return 0.0, 0.0, 0
         kernels = "cpu" if self._device.torch_device.type == "cpu" else "cuda"
         try:
             trace = trace_block(self._stack, self.seq_len, kernels, self._dtype, self._layer)
@@ -156,24 +160,23 @@ class BlockBench:
         """
         views = self._record.views(self._weights)
         output, upstream = torch.empty_like(hidden), torch.full_like(hidden, 1e-3)
-        replay = BlockReplay([self._layer], operators, kept_bytes)
+        replay = BlockReplay([self._layer], operators, kept_bytes, self._compiled)
         saved = SavedForward(None)
         buffer = torch.empty(kept_bytes, dtype=torch.uint8, device=hidden.device) if kept_bytes else None
+
+        def run(hidden: torch.Tensor) -> torch.Tensor:
+            return self._stack.block(self._layer, hidden, calls, replay.runs_as)
 
         def forward() -> None:
             nonlocal saved
             with torch.no_grad(), self._stack.bound(_named(self._record, views)):
-                result, saved = replay.forward(
-                    self._layer, hidden, calls, lambda: self._stack.block(self._layer, hidden, calls), buffer
-                )
+                result, saved = replay.forward(self._layer, hidden, calls, lambda: run(hidden), buffer)
             output.copy_(result)
 
         def backward() -> None:
             leaf = hidden.detach().requires_grad_()
             with torch.enable_grad(), self._stack.bound(self._leaves(self._record, views, self._gradient)):
-                result, _ = replay.backward(
-                    self._layer, leaf, calls, lambda: self._stack.block(self._layer, leaf, calls), buffer, saved
-                )
+                result, _ = replay.backward(self._layer, leaf, calls, lambda: run(leaf), buffer, saved)
                 calls.backward(result, upstream)
             assert leaf.grad is not None
             output.copy_(leaf.grad)
@@ -268,6 +271,8 @@ class BlockBench:
 
     def _operators(self, calls: BlockCalls, hidden: torch.Tensor) -> tuple[OperatorTime, ...]:
         """Return the times of the operators of the block's forward pass, with gradients enabled as in recomputation."""
+        if self._compiled is not None:
+            return ()
         runs: list[list[OperatorTime]] = []
         leaves = self._leaves(self._record, self._record.views(self._weights), self._gradient)
         leaf = hidden.detach().requires_grad_()

@@ -68,6 +68,7 @@ def describe(workload: ProfiledWorkload, device: Device) -> dict[str, Any]:
         "head_columns": workload.head_columns,
         "chunk_elements": workload.chunk_elements,
         "versions": versions(),
+        **({"compiled": True} if workload.compiled else {}),
     }
 
 

@@ -7,7 +7,7 @@ itself needs for one block or the head, and 24 MiB per drive.
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -47,10 +47,16 @@ class ProfiledWorkload:
     """Tokens of each row that go through the head at once."""
     chunk_elements: int
     """Parameters that the optimizer updates at once."""
+    compiled: bool = False
+    """Whether blocks run as PyTorch compiles them."""
 
     @staticmethod
     def planned(
-        config: PreTrainedConfig, precision: Precision, plan: MemoryPlan, directories: Sequence[Path]
+        config: PreTrainedConfig,
+        precision: Precision,
+        plan: MemoryPlan,
+        directories: Sequence[Path],
+        compiled: bool = False,
     ) -> "ProfiledWorkload":
         """Return the workload of a run with this memory plan."""
         batch = plan.batch
@@ -62,6 +68,7 @@ class ProfiledWorkload:
             tuple(directories),
             plan.head_columns,
             plan.chunk_elements,
+            compiled,
         )
 
     @property
@@ -83,7 +90,7 @@ def measure(workload: ProfiledWorkload, device: Device) -> Profile:
     bench: OptimizerBench | None = None
     try:
         stack = StreamedModel(build_meta_model(workload.config, dtype=workload.precision.dtype), device.torch_device)
-        shape = model_records(stack, workload.precision)
+        shape = replace(model_records(stack, workload.precision), compiled=workload.compiled)
         block_bytes = shape.block_elements * workload.precision.parameter_bytes
         records = scratch_records(workload.chunk_elements, workload.precision)
         link.wait_until_up()

@@ -206,7 +206,7 @@ class StepComputation:
         calls = self._call(task.micro)
         with self._stack.bound(self._parameters.real(task)), router_logits() as logits:
             result, self._recorded[layer, task.micro] = self._recomputations.forward(
-                layer, hidden, calls, lambda: self._stack.block(layer, hidden, calls), self._kept(task)
+                layer, hidden, calls, lambda: self._block(layer, hidden, calls), self._kept(task)
             )
         if self.router is not None:
             self.router.add(task.micro, logits)
@@ -249,7 +249,7 @@ class StepComputation:
             def run() -> torch.Tensor:
                 replay.rewind()
                 with router_logits() as logits:
-                    output = self._stack.block(layer, hidden, calls)
+                    output = self._block(layer, hidden, calls)
                 # Here, and not behind it: what the router loss needs of the block must be computed again, too.
                 losses[:] = [] if self.router is None else self.router.losses(task.micro, logits)
                 return output
@@ -332,6 +332,9 @@ class StepComputation:
                 torch.autograd.backward(values, gradients)
 
     # -- parts ----------------------------------------------------------------------------------------------------
+
+    def _block(self, layer: int, hidden: torch.Tensor, calls: BlockCalls) -> torch.Tensor:
+        return self._stack.block(layer, hidden, calls, self._recomputations.runs_as)
 
     def _pass_on(self, task: ComputeTask, hidden: torch.Tensor) -> None:
         """Leave the gradient of a visit's input for the visit below, if that wants it."""

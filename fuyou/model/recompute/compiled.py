@@ -1,0 +1,91 @@
+"""Blocks as PyTorch compiles them: one forward and one backward pass for each kind of block, which all blocks of that
+kind share (*regional compilation*).
+
+A compiler joins what eager mode runs one operator after the other: norms, activations, rotary embeddings, residuals. It
+leaves matrix products and attention to the same libraries. Numbers differ from eager mode's by rounding; random numbers
+are the same. A block is recomputed whole, because single outputs can be neither saved nor left out any more, and all of
+its gradients are there at once.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from common.activity import activity
+from common.errors import FinetuneError, UserError
+
+BACKEND = "inductor"
+"""PyTorch's compiler, by its name."""
+KINDS = 64
+"""How many kinds of calls (block, shapes, with gradients or without) are compiled; PyTorch runs others as they are."""
+
+
+class CompiledBlocks:
+    """Compiles blocks when they are first called.
+
+    Args:
+        device: that computes.
+
+    Raises:
+        UserError: PyTorch cannot compile for it here.
+    """
+
+    def __init__(self, device: torch.device):
+        self._call = torch.compile(_call, backend=BACKEND, options=_options())
+        self._called = 0
+        torch._dynamo.config.recompile_limit = max(KINDS, torch._dynamo.config.recompile_limit)
+        _try_compiler(device)
+
+    def of(self, block: nn.Module) -> Callable[..., Any]:
+        """Return what is to be called in the place of ``block``."""
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if self._called > 1:  # forward, and with gradients
+                return self._run(block, args, kwargs)
+            self._called += 1
+            with activity("compiling a block, once for all blocks of its kind: this may take minutes", announced=True):
+                return self._run(block, args, kwargs)
+
+        return run
+
+    def _run(self, block: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        try:
+            return self._call(block, args, kwargs)
+        except torch._dynamo.exc.TorchDynamoException as error:
+            reason = str(error).strip().partition("\n")[0]
+            raise FinetuneError(
+                f"PyTorch cannot compile a {type(block).__name__} ({type(error).__name__}: {reason}). Leave --compile "
+                "out."
+            ) from error
+
+
+def _call(block: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    return block(*args, **kwargs)
+
+
+def _options() -> dict[str, Any] | None:
+    # Dropout draws what eager mode draws, and a recomputation what its forward pass drew.
+    return {"fallback_random": True} if BACKEND == "inductor" else None
+
+
+def _try_compiler(device: torch.device) -> None:
+    """Compile something small.
+
+    Raises:
+        UserError: that does not work.
+    """
+    with activity("trying PyTorch's compiler", announced=True):
+        try:
+            torch.compile(_something, backend=BACKEND)(torch.ones(8, device=device))
+        except Exception as error:  # of whatever the compiler calls: a C++ compiler, Triton, a linker
+            reason = str(error).strip().partition("\n")[0]
+            raise UserError(
+                f"--compile needs a compiler that PyTorch can use: g++ for processors, Triton for GPUs. "
+                f"Trying it failed with {type(error).__name__}: {reason}. Install it, or leave --compile out."
+            ) from error
+
+
+def _something(values: torch.Tensor) -> torch.Tensor:
+    return values.sin() + 1
