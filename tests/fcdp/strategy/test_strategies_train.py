@@ -16,7 +16,10 @@ TWO_LEVELS = [
     *("ddp", "zero1", "zero2", "zero3", "mics", "zero++-exact", "fcdp"),
     *("I/G/G+device", "I/I/G+host", "G/G/G+host+second"),
 ]
-THREE_LEVELS = ["zero3", "zero-topo-exact", "pair/pair/node", "pair/G/G+host", "2x1/4x1/4x1", "G/G/G+device+second"]
+THREE_LEVELS = [
+    *("zero3", "zero-topo-exact", "pair/pair/node", "pair/G/G+host", "2x1/4x1/4x1", "G/G/G+device+second"),
+    *("pair/node/cluster+second", "G/G/G+host+second=pair"),
+]
 ADAPTERS = ["zero1", "zero3", "mics", "zero++-exact", "fcdp", "I/I/G+device", "paro-ing"]
 
 
@@ -25,7 +28,8 @@ ADAPTERS = ["zero1", "zero3", "mics", "zero++-exact", "fcdp", "I/I/G+device", "p
     ((2, 2), ADAPTERS, Run(micro_batches=(1, 4, 1), adapters=True)),
     ((2, 2, 2), THREE_LEVELS, Run()),
     ((1, 8), ["amsp-7b", "amsp-13b"], Run(micro_batches=(1, 2, 1))),
-], ids=["two levels", "adapters", "three levels", "amsp"])  # fmt: skip
+    ((1, 4, 2), ["zero-topo-8-exact"], Run(micro_batches=(1, 2, 1))),
+], ids=["two levels", "adapters", "three levels", "amsp", "second shards over eight"])  # fmt: skip
 def test_every_strategy_trains_as_plain_fsdp2_and_sends_what_the_planner_says(
     pool: Pool, layout: tuple[int, ...], strategies: list[str], run: Run
 ) -> None:
