@@ -150,7 +150,7 @@ def pinned(topology: fcdp.Topology, system: Path) -> tuple[tuple[int, ...] | Non
     before, threads = os.sched_getaffinity(0), torch.get_num_threads()
     plain = numa.cores_for
     with (
-        mock.patch.object(numa, "node_of", lambda device: topology.local_rank),
+        mock.patch.object(numa, "node_of", return_value=topology.local_rank),
         mock.patch.object(numa, "cores_for", functools.partial(plain, system=system)),
     ):
         cores = _pin_threads(topology)
