@@ -30,10 +30,11 @@ def profile(settings: Settings, rank: RankProcess) -> None:
     if not settings.debug:
         quiet_transformers()
     device = device_of(settings, int(os.environ["LOCAL_RANK"]))
-    meet(settings, rank, device)
+    _, placement = meet(settings, rank, device)
     settings = with_dtype_of_all(settings, device.type, restarted=False)
     levels = None if settings.levels is None else Levels.parse(settings.levels)
-    topology = Topology.from_environment(device=device, levels=levels)
+    switch = None if placement is None else placement.nodes_per_switch
+    topology = Topology.from_environment(device=device, levels=levels, nodes_per_switch=switch)
     config, _ = load_config(settings.model)
     rows = settings.micro_batch or max(1, math.ceil(settings.batch_size / topology.world_size))
     seq_len = sequence_length(settings.seq_len, config)

@@ -70,7 +70,9 @@ def check_strategy(settings: Settings, ranks_per_node: int) -> None:
     if settings.strategy in (None, AUTO) and settings.cluster not in (None, AUTO):
         cluster_of(settings.cluster, settings.levels, settings.nodes, ranks_per_node)
     elif settings.strategy != AUTO:
-        parse_strategy(settings.strategy or DEFAULT).on(levels)
+        strategy = parse_strategy(settings.strategy or DEFAULT)
+        if "switch" not in (strategy.p.text, strategy.g.text, strategy.os.text):  # known when nodes have met
+            strategy.on(levels)
 
 
 def has_profile(settings: Settings, levels: Levels) -> bool:

@@ -130,6 +130,9 @@ class ClusterSettings:
     """Ranks per machine. Default: its GPUs; 1 with --gpu cpu."""
     rdzv_endpoint: str | None = option(None, "HOST:PORT", modes=Mode.NODES, only=Only.NODES, may_differ=True)
     """Where nodes meet: one of them, and a free port there. Default: as srun or MASTER_ADDR say."""
+    leaf_switch: str | None = option(None, "NAME", modes=Mode.NODES, only=Only.NODES | Only.IN_MEMORY, may_differ=True)
+    """This node's leaf switch: nodes under the same one get numbers in a row. Default: as Slurm's tree topology or
+    --cluster FILE say."""
     node_timeout: int = option(300, "SECONDS", POSITIVE, modes=Mode.NODES, only=Only.NODES, may_differ=True)
     """How long to wait for a node that does not come or no longer answers."""
     max_restarts: int = option(3, "N", COUNT, modes=Mode.NODES, only=Only.NODES)

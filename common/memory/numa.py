@@ -1,9 +1,10 @@
-"""Host memory on the same NUMA node as the GPU that copies from it: another node's lies behind a slower link."""
+"""Host memory and threads on the same NUMA node as the GPU that they serve: another node is behind a slower link."""
 
 import contextlib
 import ctypes
+import os
 import platform
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 _SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237}
 """Number of the system call ``set_mempolicy``; the C library has no function for it."""
 _DEFAULT, _PREFERRED = 0, 1
+_SYSTEM = Path("/sys/devices/system")
 
 
 def node_of(device: torch.device) -> int | None:
@@ -41,3 +43,65 @@ def prefer(node: int | None) -> Iterator[None]:
         yield
     finally:
         system_call(number, _DEFAULT, None, ctypes.c_ulong(0))
+
+
+def cores_by_node(system: Path = _SYSTEM) -> dict[int, set[int]]:
+    """Return the processors of each NUMA node that has any, hyperthreads each for itself; empty where it is unknown."""
+    found = {}
+    for path in (system / "node").glob("node[0-9]*/cpulist"):
+        if cores := _parse_list(path.read_text()):
+            found[int(path.parent.name.removeprefix("node"))] = cores
+    return found
+
+
+def cores_for(
+    nodes: Sequence[int | None], index: int, allowed: set[int], system: Path = _SYSTEM
+) -> tuple[int, ...] | None:
+    """Return the processors that a process should run on: those of its NUMA node, or its share of them where other
+    processes have the same node. Hyperthreads of one core stay together.
+
+    Args:
+        nodes: the NUMA node of each process of this machine; None: it has none.
+        index: the process's place among them.
+        allowed: processors that it may run on now.
+
+    Returns:
+        None: it is to stay as it is, because the machine has one node, the process belongs to none, may run on none of
+        its processors, or has been given one node's processors, or fewer, already.
+    """
+    own = nodes[index]
+    by_node = cores_by_node(system)
+    if own not in by_node or sum(bool(cores & allowed) for cores in by_node.values()) < 2:
+        return None
+    cores = by_node[own] & allowed
+    together = sorted({tuple(sorted(_siblings(core, system) & cores)) for core in cores})
+    place, sharers = list(nodes[:index]).count(own), list(nodes).count(own)
+    mine = together[len(together) * place // sharers : len(together) * (place + 1) // sharers] or together
+    return tuple(sorted(core for siblings in mine for core in siblings)) or None
+
+
+def pin(cores: Sequence[int]) -> None:
+    """Have all threads of this process, and those that they will start, run on ``cores`` only; PyTorch starts no more
+    than there are."""
+    for thread in os.listdir("/proc/self/task"):
+        with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
+            os.sched_setaffinity(int(thread), cores)
+    torch.set_num_threads(min(torch.get_num_threads(), len(cores)))
+
+
+def _siblings(core: int, system: Path) -> set[int]:
+    """Return the hyperthreads of a processor's core, itself among them."""
+    try:
+        return _parse_list((system / f"cpu/cpu{core}/topology/thread_siblings_list").read_text()) | {core}
+    except OSError:
+        return {core}
+
+
+def _parse_list(text: str) -> set[int]:
+    """Parse the kernel's form of a list: ``0-3,8``."""
+    found: set[int] = set()
+    for part in text.split(","):
+        if part.strip():
+            first, _, last = part.strip().partition("-")
+            found |= set(range(int(first), int(last or first) + 1))
+    return found

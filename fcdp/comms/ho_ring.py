@@ -93,17 +93,16 @@ class HoRing:
         blocks = rows.unflatten(1, (nodes, -1))
         mine, sums = torch.empty((2, nodes, *output.shape), dtype=rows.dtype, device=rows.device)
         side = self._side_stream.start(rows)
-        arriving: list[Wait] = []
+        arrived: Wait = nothing
         for step in range(1, nodes + 1):
             block, source = (node + step) % nodes, (node - step) % nodes
             with side:
                 self._intra_node.reduce_scatter(blocks[:, block], mine[block])
+            arrived()  # before the next one is sent: two nodes that send to one get in each other's way
             if block != node:
                 side.join()
-                arriving.append(self._inter_node.shift(mine[block], block, sums[source], source))
+                arrived = self._inter_node.shift(mine[block], block, sums[source], source)
         side.join()
-        for wait in arriving:
-            wait()
         sums[node] = mine[node]
         torch.add(sums[0], sums[1], out=output)
         for other in sums[2:]:

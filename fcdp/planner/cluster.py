@@ -10,6 +10,7 @@ from typing import Any
 from common.errors import UserError, did_you_mean
 from common.files.presets import preset_files
 from common.units import parse_bytes
+from fcdp.planner.node_order import node_order, nodes_per_switch
 from fcdp.planner.rates import AlphaBeta, CollectiveRates, Link, MeasuredRates
 from fcdp.strategy.mesh import Levels
 
@@ -94,6 +95,7 @@ def _read_preset(name: str, fields: dict[str, Any]) -> Cluster:
     leaves = fields.get("leaf_of_node")
     if leaves is not None and len(leaves) != levels.nodes:
         raise UserError(f"{name}: leaf_of_node has {len(leaves)} entries for {levels.nodes} nodes.")
+    levels = _with_switches(levels, leaves)
     return Cluster(
         name=name,
         title=fields["name"],
@@ -106,6 +108,13 @@ def _read_preset(name: str, fields: dict[str, Any]) -> Cluster:
         rates=AlphaBeta(tuple(links), fields["start_us"] * 1e-6),
         leaf_of_node=None if leaves is None else tuple(leaves),
     )
+
+
+def _with_switches(levels: Levels, leaves: Sequence[int] | None) -> Levels:
+    """Return the levels with the nodes of each leaf switch, once nodes are numbered switch by switch."""
+    if not leaves:
+        return levels
+    return replace(levels, nodes_per_switch=nodes_per_switch([leaves[node] for node in node_order(leaves, 1)]))
 
 
 def _read_file(path: Path) -> Cluster:
@@ -122,7 +131,7 @@ def _read_profile(path: Path) -> Cluster:
         return Cluster(
             name=path.name,
             title=facts.get("title", path.name),
-            levels=Levels(tuple(facts["levels"])),
+            levels=_with_switches(Levels(tuple(facts["levels"])), facts.get("leaf_of_node")),
             device_memory_bytes=int(facts["device_memory_bytes"]),
             host_memory_bytes=int(facts["host_memory_bytes"]),
             flops_per_second=float(facts["flops_per_second"]),

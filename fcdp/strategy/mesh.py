@@ -6,14 +6,15 @@ GPUs with two dies each are ``Levels((2, 4, 16))``. A :class:`Scope` is what peo
 """
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 
 from common.errors import UserError, did_you_mean
 
-_SYMBOLS = {"n": "N", "none": "N", "i": "I", "node": "I", "g": "G", "cluster": "G", "pair": "pair"}
-"""What people write for scopes that mean the same on every cluster. PaRO's letters (3.1.1), ZeRO-topo's names (V)."""
-_ORDER = {"N": 0, "pair": 1, "I": 2, "G": 3}
+_SYMBOLS = {"n": "N", "none": "N", "i": "I", "node": "I", "g": "G", "cluster": "G", "pair": "pair", "switch": "switch"}
+"""What people write for scopes that mean the same on every cluster. PaRO's letters (3.1.1), ZeRO-topo's names (V), and
+PaRO's groups across switches (3.4)."""
+_ORDER = {"N": 0, "pair": 1, "I": 2, "switch": 3, "G": 4}
 
 
 @dataclass(frozen=True)
@@ -21,12 +22,17 @@ class Levels:
     """A cluster's ranks by level, fastest first; the last level counts nodes, all others are inside a node."""
 
     sizes: tuple[int, ...]
+    nodes_per_switch: int | None = field(default=None, compare=False)
+    """Consecutive nodes under one leaf switch, which is the scope ``switch``; None: it is not known. Bytes and times
+    are planned without it, so levels with and without are the same cluster."""
 
     def __post_init__(self) -> None:
         if len(self.sizes) < 2 or min(self.sizes) < 1:
             raise UserError(
                 f"Levels are two or more positive numbers, ranks in a node first and nodes last, not {self}."
             )
+        if self.nodes_per_switch is not None and (self.nodes_per_switch < 1 or self.nodes % self.nodes_per_switch):
+            raise UserError(f"{self.nodes} nodes are no whole number of switches with {self.nodes_per_switch} each.")
 
     def __str__(self) -> str:
         return ",".join(map(str, self.sizes))
@@ -105,7 +111,8 @@ class Mesh:
 
 @dataclass(frozen=True)
 class Scope:
-    """Ranks over which a tensor is sharded, as written: ``N``, ``pair``, ``I``, ``G``, or ``4x2`` (ranks x nodes)."""
+    """Ranks over which a tensor is sharded, as written: ``N``, ``pair``, ``I``, ``switch``, ``G``, or ``4x2`` (ranks x
+    nodes)."""
 
     text: str
 
@@ -127,7 +134,7 @@ class Scope:
             return cls("N" if match.groups() == ("1", "1") else f"{int(match[1])}x{int(match[2])}")
         raise UserError(
             f"{text!r} is no scope.{did_you_mean(word, _SYMBOLS)} Write N (not sharded), pair, I (in a node), "
-            "G (over all ranks), or ranks per node x nodes, such as 4x1 or 8x2."
+            "switch (all nodes under one), G (over all ranks), or ranks per node x nodes, such as 4x1 or 8x2."
         )
 
     @property
@@ -168,6 +175,14 @@ class Scope:
                     f"The cluster's levels are {levels}: there is no pair in them. Declare it: --levels 2,4,16."
                 )
             return Mesh((levels.sizes[0], *ones[1:]))
+        if self.text == "switch":
+            if levels.nodes_per_switch is None:
+                raise UserError(
+                    "It is unknown how many nodes are under one leaf switch, or it is not the same number under each: "
+                    "name each node's with --leaf-switch (in a program: Levels(nodes_per_switch=...)), or write the "
+                    f"scope as ranks x nodes, such as {levels.ranks_per_node}x{min(2, levels.nodes)}."
+                )
+            return Mesh((*levels.sizes[:-1], levels.nodes_per_switch))
         numbers = self.numbers
         assert numbers is not None
         return _fill(numbers, levels)

@@ -21,6 +21,12 @@ def _meshes(name: str, p: str, g: str, os: str) -> Strategy:
     return Strategy(name, Scope.parse(p), Scope.parse(g), Scope.parse(os))
 
 
+def _zero_topo(name: str, secondary: Scope) -> Strategy:
+    precision = WireFormats(gather="int8", secondary="int8", reduce="int4")
+    p, g, os = Scope("pair"), Scope("I"), Scope("G")
+    return Strategy(name, p, g, os, secondary=secondary, precision=precision, ring="hierarchical")
+
+
 def _paro() -> list[str]:
     """Return the 14 strategies of table 1: OS is sharded at least as finely as P and as G (3.1.3, principle 1)."""
     return [p + g + os for p, g, os in product("NIG", repeat=3) if max(map("NIG".index, (p, g))) <= "NIG".index(os)]
@@ -58,16 +64,10 @@ def _presets() -> dict[str, Strategy]:
         _meshes("amsp-7b", "1x1", "1x1", "8x1"),
         _meshes("amsp-13b", "4x1", "4x1", "8x1"),
         _meshes("amsp-30b", "8x1", "8x1", "8x4"),
-        # ZeRO-topo (V): P over a pair, G over a node, OS over all; an int8 secondary partition over the pair.
-        Strategy(
-            "zero-topo",
-            Scope("pair"),
-            Scope("I"),
-            Scope("G"),
-            secondary=Scope("pair"),
-            precision=WireFormats(gather="int8", secondary="int8", reduce="int4"),
-            ring="hierarchical",
-        ),
+        # ZeRO-topo (V): P over a pair, G over a node, OS over all; an int8 secondary partition over the pair, or over
+        # the eight GCDs of a node (tables V and VII: "Sec-Degree=8").
+        _zero_topo("zero-topo", Scope("pair")),
+        _zero_topo("zero-topo-8", Scope("8x1")),
     ]
     return {strategy.name: strategy for strategy in everything}
 
@@ -87,7 +87,8 @@ def parse_strategy(text: str) -> Strategy:
     Args:
         text: a preset (``zero3``, ``paro-iig``), three letters (``IGG``), or three scopes (``I/G/G``, ``4x1/4x1/8x1``,
             ``pair/node/cluster``). To scopes, ``+device``, ``+host`` or ``+adaptive`` adds the tier of the cache, and
-            ``+second`` a secondary partition in the node. ``auto`` is for :mod:`fcdp.planner` to answer.
+            ``+second`` a secondary partition over the node, ``+second=pair``, ``+second=2`` or ``+second=2x1`` one
+            over so many of its ranks. ``auto`` is for :mod:`fcdp.planner` to answer.
 
     Raises:
         UserError: no such strategy, or one that breaks a rule.
@@ -106,8 +107,9 @@ def parse_strategy(text: str) -> Strategy:
     p, g, os = (Scope.parse(part) for part in parts)
     secondary, cache = None, None
     for extra in extras:
-        if extra == "second":
-            secondary = Scope("I")
+        word, _, degree = extra.partition("=")
+        if word == "second":
+            secondary = Scope.parse(f"{degree}x1" if degree.isdigit() else degree or "node")
         elif extra in get_args(Tier):
             cache = cast(Tier, extra)
         else:

@@ -11,6 +11,7 @@ those between P's and OS's, and so on. An :class:`Axis` is one step of it: ranks
 """
 
 import itertools
+import operator
 from dataclasses import dataclass
 
 from fcdp.strategy.mesh import Levels
@@ -44,14 +45,13 @@ class Axis:
 
 def axes_between(low: int, high: int, levels: Levels, ring: Ring) -> tuple[Axis, ...]:
     """Return the axes between blocks of ``low`` and blocks of ``high`` ranks, fastest first: one for each level, or one
-    for all with a flat ring."""
+    for all with a flat ring. Leaf switches are a level of their own where it is known how many nodes each has: then
+    what crosses them has been reduced under each (PaRO 3.4). The bytes that a node sends are the same."""
     borders = [low]
     if ring != "flat":
-        block = 1
-        for size in levels.sizes:
-            block *= size
-            if low < block < high:
-                borders.append(block)
+        blocks = list(itertools.accumulate(levels.sizes, operator.mul))
+        blocks.insert(-1, levels.ranks_per_node * (levels.nodes_per_switch or 1))
+        borders += [block for block in dict.fromkeys(blocks) if low < block < high]
     borders.append(high)
     return tuple(Axis(start, stop // start) for start, stop in itertools.pairwise(borders) if stop > start)
 

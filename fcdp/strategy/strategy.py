@@ -79,7 +79,7 @@ class Strategy:
         if self.secondary is not None:
             if self.p.text == "N":
                 raise UserError(f"{self.name}: P is not sharded, so a second set of shards saves nothing (FCDP VI-A).")
-            if self.secondary.text in ("N", "G") or (self.secondary.numbers or (0, 1))[1] > 1:
+            if self.secondary.text in ("N", "switch", "G") or (self.secondary.numbers or (0, 1))[1] > 1:
                 raise UserError(
                     f"{self.name}: a second set of shards is there to stay inside a node (ZeRO-topo III-C), "
                     f"but its scope is {self.secondary}."

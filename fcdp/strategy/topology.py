@@ -10,7 +10,7 @@ import itertools
 import os
 import socket
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Literal
 
@@ -71,7 +71,7 @@ class Topology:
         world, rank = dist.get_world_size(group), dist.get_rank(group)
         self.device = _choose_device(device, mesh, rank % max(ranks_per_node, 1))
         self.levels = levels or Levels((ranks_per_node, nodes))
-        _agree((nodes, ranks_per_node, *self.levels.sizes), group)
+        _agree((nodes, ranks_per_node, *self.levels.sizes, self.levels.nodes_per_switch or 0), group)
         if (self.levels.nodes, self.levels.ranks_per_node) != (nodes, ranks_per_node):
             raise UserError(
                 f"The levels {levels} are {self.levels.nodes} nodes with {self.levels.ranks_per_node} ranks each, but "
@@ -98,13 +98,20 @@ class Topology:
         _open.add(self)
 
     @classmethod
-    def from_environment(cls, *, device: torch.device | str | None = None, levels: Levels | None = None) -> "Topology":
+    def from_environment(
+        cls,
+        *,
+        device: torch.device | str | None = None,
+        levels: Levels | None = None,
+        nodes_per_switch: int | None = None,
+    ) -> "Topology":
         """Return the topology that torchrun's variables describe: LOCAL_WORLD_SIZE ranks in each node.
 
         Args:
             device: this rank's compute device; None: as :class:`Topology` chooses.
             levels: None: pairs (or larger groups) of GPUs inside the nodes that NVLink connects are found where there
                 are any; see :mod:`fcdp.strategy.links`.
+            nodes_per_switch: consecutive nodes under one leaf switch, for the scope ``switch``; None: it is not known.
 
         Raises:
             UserError: LOCAL_WORLD_SIZE is missing, or nodes have different numbers of ranks.
@@ -121,6 +128,8 @@ class Topology:
         nodes = dist.get_world_size() // local_world
         if levels is None and (device is None or chosen.type == "cuda"):
             levels = _found_levels(nodes, local_world)
+        if nodes_per_switch is not None:
+            levels = replace(levels or Levels((local_world, nodes)), nodes_per_switch=nodes_per_switch)
         return cls(nodes, local_world, device=chosen, levels=levels)
 
     @classmethod

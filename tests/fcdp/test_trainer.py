@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,17 @@ from common.models.presets import load_config
 from fcdp.checkpoint.manifest import Manifest
 from fcdp.config import TrainerConfig
 from tests.helpers.fcdp.pool import Pool, RankError
-from tests.helpers.fcdp.trainer_cases import VOCABULARY, Run, batch, diverge, export, rate, train, train_around
+from tests.helpers.fcdp.trainer_cases import (
+    VOCABULARY,
+    Run,
+    batch,
+    diverge,
+    export,
+    pinned,
+    rate,
+    train,
+    train_around,
+)
 from tests.helpers.models.small_models import small_config
 
 SIZES: dict[str, Any] = {
@@ -289,3 +300,11 @@ def test_rows_whose_documents_cannot_be_kept_apart_are_refused(pool: Pool, tmp_p
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
     with pytest.raises(RankError, match="BartForCausalLM: they would see each other"):
         pool.run((2, 1), train, Run(str(tmp_path / "model"), tmp_path / "commits", steps=1, rows=4))
+
+
+def test_ranks_run_beside_their_gpus(pool: Pool, tmp_path: Path) -> None:
+    first, second = sorted(os.sched_getaffinity(0))[:2]  # one in each NUMA node of this machine
+    for node, cores in enumerate((first, second)):
+        (tmp_path / f"node/node{node}").mkdir(parents=True)
+        (tmp_path / f"node/node{node}/cpulist").write_text(f"{cores}\n")
+    assert pool.run((1, 2), pinned, tmp_path) == [((first,), {first}), ((second,), {second})]

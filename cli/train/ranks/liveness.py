@@ -50,6 +50,17 @@ class RankProcess:
         self._lock = threading.Lock()
         self._launcher = os.getppid()
 
+    @property
+    def node(self) -> int:
+        """Number of this rank's node."""
+        return self.rank // int(os.environ["LOCAL_WORLD_SIZE"])
+
+    def move(self, node: int) -> None:
+        """Give this rank's node another number, before it connects; rank 0 keeps its own."""
+        ranks_per_node = int(os.environ["LOCAL_WORLD_SIZE"])
+        self.rank = node * ranks_per_node + self.rank % ranks_per_node
+        os.environ.update(RANK=str(self.rank), GROUP_RANK=str(node))  # libraries read them, too
+
     def enter(self, where: str) -> None:
         """Note how far the run has come, for messages."""
         self._where = where

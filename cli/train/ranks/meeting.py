@@ -17,6 +17,7 @@ from cli.options.adapters import adapter_digest
 from cli.options.option import declaration_of, option_fields, spelled
 from cli.options.settings import Settings
 from cli.train.ranks.liveness import LAUNCH, RankProcess
+from cli.train.ranks.placement import Placement, place
 from common.communication.object_collectives import all_gather_object
 from common.errors import UserError
 from common.hardware.machine import list_gpus
@@ -35,17 +36,20 @@ def device_of(settings: Settings, local_rank: int) -> torch.device:
     return device
 
 
-def meet(settings: Settings, rank: RankProcess, device: torch.device) -> dist.Store:
-    """Connect to the other ranks.
+def meet(settings: Settings, rank: RankProcess, device: torch.device) -> tuple[dist.Store, Placement | None]:
+    """Connect to the other ranks, numbered by leaf switches where these are known.
 
     Returns:
-        A store for this start of the run alone.
+        A store for this start of the run alone, and how nodes were numbered.
     """
     timeout = timedelta(seconds=settings.node_timeout)
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     store = dist.TCPStore(
         address, port, rank.world_size, is_master=rank.is_rank0, timeout=timeout, wait_for_workers=False
     )
+    placement = place(settings, store, rank.rank, int(os.environ["LOCAL_WORLD_SIZE"]), rank.world_size)
+    if placement is not None:
+        rank.move(placement.order.index(rank.node))
     news = dist.TCPStore(address, port, is_master=False, timeout=timeout, wait_for_workers=False)
     rank.connect(news, settings.node_timeout)
     dist.init_process_group(
@@ -55,7 +59,7 @@ def meet(settings: Settings, rank: RankProcess, device: torch.device) -> dist.St
         world_size=rank.world_size,
         timeout=_STUCK,  # ranks that are lost are noticed much earlier, by their silence
     )
-    return store
+    return store, placement
 
 
 def check_same_command(settings: Settings) -> set[str]:

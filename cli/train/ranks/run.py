@@ -33,12 +33,15 @@ def train_rank(settings: Settings, rank: RankProcess) -> None:
         quiet_transformers()
     settings = dataclasses.replace(settings, gpus_per_node=int(os.environ["LOCAL_WORLD_SIZE"]))
     device = device_of(settings, int(os.environ["LOCAL_RANK"]))
-    store = meet(settings, rank, device)
+    store, placement = meet(settings, rank, device)
     levels = None if settings.levels is None else Levels.parse(settings.levels)
-    topology = Topology.from_environment(device=device, levels=levels)
+    switch = None if placement is None else placement.nodes_per_switch
+    topology = Topology.from_environment(device=device, levels=levels, nodes_per_switch=switch)
     launches = check_same_command(settings)
     settings = with_dtype_of_all(settings, device.type, bool(rank.restarts))
     job = _prepare(settings, rank, store)
+    if placement is not None and rank.is_rank0 and not rank.restarts and not settings.quiet:
+        print(f"nodes    {placement}", flush=True)
     check_shared(job.output, rank)
     trainer_class = RankEngineTrainer if settings.ssd else InMemoryTrainer
     with activity("reading the weights, on every rank", announced=rank.is_rank0):

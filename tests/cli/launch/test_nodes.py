@@ -322,6 +322,24 @@ def slurm(**more: str) -> dict[str, str]:
     return {f"SLURM_{name}": value for name, value in (step | more).items()}
 
 
+def test_nodes_under_one_leaf_switch_come_in_a_row(
+    pair: Pair, checkpoint: Path, data: Path, tmp_path: Path, reference: tuple[list[dict[str, Any]], Path]
+) -> None:
+    output = tmp_path / "out"
+    words = ("--model", checkpoint, "--data", data, *COMMON, "--output", output, "--no-save", "--steps", 2)
+    pair.meet = ("--nodes", 4, "--rdzv-endpoint", pair.endpoint)
+    for number, leaf in enumerate(("red", "blue", "red", "blue")):
+        pair.start(*words, "--strategy", "switch/switch/cluster", "--leaf-switch", leaf, names=(f"node{number}",))
+    assert pair.statuses(240) == [0] * 4, [node.said for node in pair.nodes]
+    same(history(output), reference[0][:2])
+    first = next(node.said for node in pair.nodes if "4 nodes under 2 leaf switches" in node.said)
+    assert "2 of 2 groups of 2 nodes stay under one" in first
+    numbers = [re.search(r"this is node (\d) of 4", node.said) for node in pair.nodes]
+    found = [1 if number is None else int(number[1]) for number in numbers]
+    assert {(found[0] + 1) // 2, (found[2] + 1) // 2} != {(found[1] + 1) // 2, (found[3] + 1) // 2}
+    assert sorted(found) == [1, 2, 3, 4] and abs(found[0] - found[2]) == abs(found[1] - found[3]) == 1
+
+
 def test_where_nodes_meet() -> None:
     two = Settings(model="m", nodes=2)
     given = find_meeting(Settings(model="m", nodes=2, rdzv_endpoint="127.0.0.1"), slurm())

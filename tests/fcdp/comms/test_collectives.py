@@ -21,7 +21,7 @@ def test_every_level_on_every_layout(pool: Pool, layout: tuple[int, ...]) -> Non
 
 def test_quantised_strategies_train_close_to_exact_ones(pool: Pool) -> None:
     run = Run(micro_batches=(1, 2, 1, 1, 2))
-    for layout, name in (((2, 2), "zero++"), ((2, 2, 2), "zero-topo")):
+    for layout, name in (((2, 2), "zero++"), ((2, 2, 2), "zero-topo"), ((1, 4, 2), "zero-topo-8")):
         ranks = pool.run(layout, train_all, [name, f"{name}-exact"], run)
         for rank in ranks:
             assert rank[name].losses == pytest.approx(rank[f"{name}-exact"].losses, rel=0.02)

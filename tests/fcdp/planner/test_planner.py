@@ -10,7 +10,7 @@ from common.models.presets import load_config
 from fcdp.planner import Cluster, Workload, admissible, cluster_names, estimate, load_cluster, plan
 from fcdp.planner.collectives import step_collectives
 from fcdp.planner.memory import RUNTIME_BYTES, memory_of
-from fcdp.planner.node_order import groups_across_leaves, node_order
+from fcdp.planner.node_order import groups_across_leaves, node_order, nodes_per_switch
 from fcdp.planner.search import SAME, refusal, scopes_of
 from fcdp.strategy.mesh import Levels, Mesh
 from fcdp.strategy.names import PRESETS, parse_strategy
@@ -246,6 +246,20 @@ def test_nodes_under_one_leaf_switch_come_together() -> None:
     assert groups_across_leaves(node_order(uneven, 4), uneven, 4) == 1, "3 and 5 nodes: one group has to cross"
     with pytest.raises(UserError, match="no whole number of groups"):
         node_order(leaves, 5)
+
+
+def test_node_0_stays_the_first_and_switches_of_one_size_are_a_scope() -> None:
+    lonely = ["a", "b", "b", "c", "c", "c"]  # node 0 is left over, in the last group
+    order = node_order(lonely, 2)
+    assert order[0] == 0 and sorted(order) == list(range(6))
+    assert groups_across_leaves(order, lonely, 2) == 1
+    assert [nodes_per_switch(leaves) for leaves in ("aabb", "aaaa", "abab", "aab", "abc")] == [2, 4, None, None, 1]
+    layout = parse_strategy("I/switch/cluster").on(Levels((8, 12), nodes_per_switch=4))
+    assert (layout.p.pair, layout.g.pair, layout.os.pair) == ((8, 1), (8, 4), (8, 12))
+    with pytest.raises(UserError, match=r"leaf.switch"):
+        parse_strategy("I/switch/cluster").on(Levels((8, 12)))
+    with pytest.raises(UserError, match="no whole number of switches"):
+        Levels((8, 12), nodes_per_switch=5)
 
 
 def test_runtime_is_part_of_what_a_device_needs() -> None:

@@ -8,7 +8,7 @@ import pytest
 from fcdp.strategy.names import PARO
 from tests.helpers.fcdp.pool import Pool
 from tests.helpers.fcdp.recorder import check_same_order
-from tests.helpers.fcdp.strategy_cases import Run, train_all
+from tests.helpers.fcdp.strategy_cases import Run, Trained, train_all, train_under_switches
 
 REFERENCE = "fsdp2"
 TWO_LEVELS = [
@@ -16,7 +16,10 @@ TWO_LEVELS = [
     *("ddp", "zero1", "zero2", "zero3", "mics", "zero++-exact", "fcdp"),
     *("I/G/G+device", "I/I/G+host", "G/G/G+host+second"),
 ]
-THREE_LEVELS = ["zero3", "zero-topo-exact", "pair/pair/node", "pair/G/G+host", "2x1/4x1/4x1", "G/G/G+device+second"]
+THREE_LEVELS = [
+    *("zero3", "zero-topo-exact", "pair/pair/node", "pair/G/G+host", "2x1/4x1/4x1", "G/G/G+device+second"),
+    *("pair/node/cluster+second", "G/G/G+host+second=pair"),
+]
 ADAPTERS = ["zero1", "zero3", "mics", "zero++-exact", "fcdp", "I/I/G+device", "paro-ing"]
 
 
@@ -25,11 +28,25 @@ ADAPTERS = ["zero1", "zero3", "mics", "zero++-exact", "fcdp", "I/I/G+device", "p
     ((2, 2), ADAPTERS, Run(micro_batches=(1, 4, 1), adapters=True)),
     ((2, 2, 2), THREE_LEVELS, Run()),
     ((1, 8), ["amsp-7b", "amsp-13b"], Run(micro_batches=(1, 2, 1))),
-], ids=["two levels", "adapters", "three levels", "amsp"])  # fmt: skip
+    ((1, 4, 2), ["zero-topo-8-exact"], Run(micro_batches=(1, 2, 1))),
+], ids=["two levels", "adapters", "three levels", "amsp", "second shards over eight"])  # fmt: skip
 def test_every_strategy_trains_as_plain_fsdp2_and_sends_what_the_planner_says(
     pool: Pool, layout: tuple[int, ...], strategies: list[str], run: Run
 ) -> None:
-    ranks = pool.run(layout, train_all, [REFERENCE, *strategies], run)
+    check(pool.run(layout, train_all, [REFERENCE, *strategies], run), layout, strategies)
+
+
+def test_groups_of_nodes_under_one_switch_train_as_plain_fsdp2_does(pool: Pool) -> None:
+    strategies = ["switch/switch/cluster", "node/switch/cluster+host", "G/G/G", "paro-ggg"]
+    answers = pool.run((4, 1), train_under_switches, [REFERENCE, *strategies], Run(micro_batches=(1, 2, 1)))
+    check([trained for trained, _ in answers], (4, 1), strategies)
+    for rank, (_, axes) in enumerate(answers):
+        switch = [rank // 2 * 2, rank // 2 * 2 + 1]
+        assert axes["switch/switch/cluster"] == [switch]
+        assert axes["G/G/G"] == [[rank % 2, rank % 2 + 2], switch], "what crosses switches goes first, least of all"
+
+
+def check(ranks: list[dict[str, Trained]], layout: tuple[int, ...], strategies: list[str]) -> None:
     nodes, per_node = layout[0], prod(layout[1:])
     for name in strategies:
         check_same_order([rank[name].launches for rank in ranks])

@@ -82,6 +82,18 @@ def test_zero_topo_uses_three_levels() -> None:
         PRESETS["zero-topo"].on(DGX)
 
 
+@pytest.mark.parametrize(("text", "extents"), [
+    ("zero-topo-8", (2, 4, 1)),  # tables V and VII: Sec-Degree=8
+    ("zero-topo-8-exact", (2, 4, 1)),
+    ("pair/node/cluster+second", (2, 4, 1)),
+    ("pair/node/cluster+second=8", (2, 4, 1)),
+    ("node/node/cluster+second=pair", (2, 1, 1)),
+    ("G/G/G+host+second=4x1", (2, 2, 1)),
+])  # fmt: skip
+def test_the_degree_of_second_shards_is_written_like_a_scope(text: str, extents: tuple[int, ...]) -> None:
+    assert parse_strategy(text).on(FRONTIER).secondary == Mesh(extents)
+
+
 def test_paros_fourteen_are_those_of_its_table() -> None:
     table = ["NNN", "NNI", "NNG", "NII", "NIG", "NGG", "INI", "ING", "III", "IIG", "IGG", "GNG", "GIG", "GGG"]
     assert sorted(PARO) == sorted(table)
@@ -100,6 +112,10 @@ def test_paros_fourteen_are_those_of_its_table() -> None:
     ("N/N/G+host", "not sharded, so there is no cache"),
     ("G/G/G+host", "sharded over G as OS is"),
     ("N/N/G+second", "FCDP VI-A"),
+    ("G/G/G+second=8x2", "stay inside a node"),
+    ("G/G/G+second=none", "stay inside a node"),
+    ("G/G/G+second=0", "is no scope"),
+    ("G/G/G+seconds=2", "Did you mean 'second'"),
     ("zero4", "Did you mean 'zero"),
     ("I/G/G+hots", "Did you mean 'host'"),
     ("X/G/G", "is no scope"),

@@ -9,6 +9,9 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import fcdp
+from fcdp.strategy.mesh import Levels
+from fcdp.strategy.names import parse_strategy
+from fcdp.strategy.routes import Routes
 from tests.helpers.fcdp.recorder import Launch, recorded
 from tests.helpers.fcdp.twin import InOrder, Plain
 
@@ -124,6 +127,21 @@ def train(topology: fcdp.Topology, strategy: str, run: Run) -> Trained:
 def whole(parameter: nn.Parameter) -> torch.Tensor:
     value: Any = parameter.detach()
     return value.full_tensor().clone() if hasattr(value, "full_tensor") else value.clone()
+
+
+def train_under_switches(
+    topology: fcdp.Topology, strategies: list[str], run: Run
+) -> tuple[dict[str, Trained], dict[str, list[list[int]]]]:
+    """Train with two nodes under each leaf switch. By strategy also the ranks of its gathers, slowest axis first."""
+    levels = Levels(topology.levels.sizes, nodes_per_switch=2)
+    there = fcdp.Topology(topology.nodes, topology.ranks_per_node, levels=levels)
+    axes = {
+        name: [axis.line(there.rank) for axis in Routes.of(parse_strategy(name).on(levels)).gather[::-1]]
+        for name in strategies[1:]
+    }
+    found = train_all(there, strategies, run)
+    there.close()
+    return found, axes
 
 
 def train_all(topology: fcdp.Topology, strategies: list[str], run: Run) -> dict[str, Trained]:

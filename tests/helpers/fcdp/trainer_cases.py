@@ -1,17 +1,21 @@
 """What ranks do in the tests of the trainer."""
 
+import functools
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 
 import fcdp
 from common.errors import FinetuneError
+from common.memory import numa
 from common.models.adapters.options import AdapterOptions
 from fcdp.config import TrainerConfig
-from fcdp.trainer import Trainer
+from fcdp.trainer import Trainer, _pin_threads
 from fuyou import NonFiniteLoss
 
 VOCABULARY = 67
@@ -138,3 +142,19 @@ def diverge(topology: fcdp.Topology, run: Run) -> str:
     finally:
         trainer.close()
     return "finite"
+
+
+def pinned(topology: fcdp.Topology, system: Path) -> tuple[tuple[int, ...] | None, set[int]]:
+    """Where a rank whose GPU is on the NUMA node of its local number is pinned, on a machine with this /sys; it is as
+    it was afterwards."""
+    before, threads = os.sched_getaffinity(0), torch.get_num_threads()
+    plain = numa.cores_for
+    with (
+        mock.patch.object(numa, "node_of", return_value=topology.local_rank),
+        mock.patch.object(numa, "cores_for", functools.partial(plain, system=system)),
+    ):
+        cores = _pin_threads(topology)
+    now = os.sched_getaffinity(0)
+    numa.pin(sorted(before))
+    torch.set_num_threads(threads)
+    return cores, now

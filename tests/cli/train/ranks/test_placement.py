@@ -1,0 +1,84 @@
+"""Nodes are numbered switch by switch, on every rank alike, where their switches are known."""
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from cli.options.settings import Settings
+from cli.train.ranks.placement import Placement, leaf_by_slurm, place
+from common.files.presets import preset_files
+
+LEAVES = ("red", "blue", "red", "blue")
+
+
+def placed(leaves: tuple[str | None, ...], ranks_per_node: int = 1, **options: Any) -> list[Placement | None]:
+    """What every rank agrees on."""
+    store = dist.HashStore()
+    world = len(leaves) * ranks_per_node
+
+    def one(rank: int) -> Placement | None:
+        leaf = leaves[rank // ranks_per_node]
+        settings = Settings(model="m", nodes=len(leaves), leaf_switch=leaf, **options)
+        return place(settings, store, rank, ranks_per_node, world)
+
+    with ThreadPoolExecutor(world) as ranks:
+        return list(ranks.map(one, range(world)))
+
+
+def test_all_ranks_agree_on_an_order_by_switches() -> None:
+    found = placed(LEAVES, ranks_per_node=2, strategy="2x2/2x2/G")
+    assert len(set(found)) == 1
+    placement = found[0]
+    assert placement is not None
+    assert placement.order == (0, 2, 1, 3) and placement.leaves == ("red", "red", "blue", "blue")
+    assert placement.group == placement.nodes_per_switch == 2
+    assert str(placement).endswith("2 of 2 groups of 2 nodes stay under one")
+    assert str(placement).startswith("4 nodes under 2 leaf switches, numbered ")
+
+
+@pytest.mark.parametrize(("strategy", "group"), [
+    ("switch/switch/G", 2), ("fcdp", 4), ("III", 1), ("auto", 1), (None, 1), ("no such", 1)
+])  # fmt: skip
+def test_groups_are_those_of_the_strategy_that_is_named(strategy: str | None, group: int) -> None:
+    placement = placed(LEAVES, strategy=strategy)[0]
+    assert placement is not None and placement.group == group
+    assert placement.order == (0, 2, 1, 3)
+
+
+def test_nodes_that_are_in_order_stay_as_they_are() -> None:
+    placement = placed(("a", "a", "b"))[0]
+    assert placement is not None and placement.nodes_per_switch is None
+    assert str(placement).startswith("3 nodes under 2 leaf switches, in the order that they had")
+
+
+def test_without_all_switches_the_cluster_file_counts_and_else_nothing(tmp_path: Path) -> None:
+    assert placed(("a", None, "b", "b"), strategy="fcdp") == [None] * 4
+    file = tmp_path / "mine.toml"
+    text = preset_files("clusters")["a800-hdr"].read_text().replace("size = 128", "size = 4")
+    file.write_text(text.replace("device_memory =", "leaf_of_node = [7, 8, 7, 8]\ndevice_memory ="))
+    placement = placed(("a", None, "b", "b"), cluster=str(file))[0]
+    assert placement is not None and placement.order == (0, 2, 1, 3) and placement.leaves == ("7", "7", "8", "8")
+    assert placed((None, None), cluster=str(file)) == [None, None], "it is about four nodes"
+
+
+def test_one_node_and_drives_that_hold_a_ranks_data_keep_their_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert placed(("a",), ranks_per_node=2) == [None, None]
+    monkeypatch.setenv("SLURM_TOPOLOGY_ADDR_PATTERN", "switch.node")
+    monkeypatch.setenv("SLURM_TOPOLOGY_ADDR", "leaf1.gpu1")
+    assert placed((None, None))[0] is not None
+    assert placed((None, None), ssd=("/nowhere",)) == [None, None]
+
+
+@pytest.mark.parametrize(("pattern", "address", "leaf"), [
+    ("switch.switch.node", "spine1.leaf2.gpu07", "leaf2"),
+    ("switch.node", "leaf2.gpu07.cluster.org", "leaf2"),
+    ("node", "gpu07", None),  # no topology/tree
+    ("block.node", "b1.gpu07", None),
+    ("switch.switch.node", "spine1", None),
+    ("", "", None),
+])  # fmt: skip
+def test_slurms_tree_topology_names_the_leaf(pattern: str, address: str, leaf: str | None) -> None:
+    assert leaf_by_slurm({"SLURM_TOPOLOGY_ADDR_PATTERN": pattern, "SLURM_TOPOLOGY_ADDR": address}) == leaf

@@ -1,0 +1,83 @@
+"""Which processors a process is pinned to, on machines of which only /sys is there; and pinning itself."""
+
+import multiprocessing
+import os
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from common.memory import numa
+
+
+def machine(system: Path, *nodes: str, hyperthreads: int = 0) -> Path:
+    """Write /sys of a machine with these processors in each node; hyperthread i + ``hyperthreads`` is on core i."""
+    for node, cores in enumerate(nodes):
+        (system / f"node/node{node}").mkdir(parents=True)
+        (system / f"node/node{node}/cpulist").write_text(f"{cores}\n")
+    for core in range(hyperthreads):
+        for cpu in (core, core + hyperthreads):
+            (system / f"cpu/cpu{cpu}/topology").mkdir(parents=True)
+            (system / f"cpu/cpu{cpu}/topology/thread_siblings_list").write_text(f"{core},{core + hyperthreads}\n")
+    return system
+
+
+def test_ranks_share_the_cores_of_their_gpus_node(tmp_path: Path) -> None:
+    system = machine(tmp_path, "0-3,8-11", "4-7,12-15", "", hyperthreads=8)  # the last has memory alone
+    assert numa.cores_by_node(system) == {0: {0, 1, 2, 3, 8, 9, 10, 11}, 1: {4, 5, 6, 7, 12, 13, 14, 15}}
+    everything = set(range(16))
+    nodes = [0, 0, 0, 1]
+    found = [numa.cores_for(nodes, rank, everything, system) for rank in range(4)]
+    assert found == [(0, 8), (1, 9), (2, 3, 10, 11), (4, 5, 6, 7, 12, 13, 14, 15)]
+    crowded = [numa.cores_for([1] * 5, rank, everything, system) for rank in range(5)]
+    assert None not in crowded and set().union(*map(set, crowded)) == {4, 5, 6, 7, 12, 13, 14, 15}  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("allowed", "cores"), [
+    (range(16), (0, 1, 2, 3, 4, 5, 6, 7)),
+    ((2, 3, 9), (2, 3)),  # a container that has parts of both nodes
+    ((2, 3), None),  # pinned by somebody else
+    ((9, 10), None),
+])  # fmt: skip
+def test_an_affinity_is_never_widened(allowed: tuple[int, ...], cores: tuple[int, ...] | None, tmp_path: Path) -> None:
+    system = machine(tmp_path, "0-7", "8-15")
+    assert numa.cores_for([0, 1], 0, set(allowed), system) == cores
+
+
+def test_machines_where_nothing_is_pinned(tmp_path: Path) -> None:
+    one = machine(tmp_path / "one", "0-15")
+    assert numa.cores_for([0, 0], 1, set(range(16)), one) is None
+    two = machine(tmp_path / "two", "0-7", "8-15")
+    assert numa.cores_for([None, 1], 0, set(range(16)), two) is None, "computes on the CPU"
+    assert numa.cores_for([2], 0, set(range(16)), two) is None, "a node of memory alone"
+    assert numa.cores_for([0], 0, set(range(16)), tmp_path / "none") is None, "not Linux, or hidden"
+
+
+def test_all_threads_are_pinned_and_torch_starts_no_more() -> None:
+    context = multiprocessing.get_context("fork")
+    core = max(os.sched_getaffinity(0))
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_pin, args=(core, theirs))
+    process.start()
+    assert ours.recv() == ({core}, {core}, {core}, 1)
+    process.join()
+
+
+def _pin(core: int, pipe: "multiprocessing.connection.Connection") -> None:
+    """Pin this process, and send the affinity of a thread from before, of this one and of a later one."""
+    begin, found = threading.Event(), []
+
+    def look() -> None:
+        begin.wait()
+        found.append(os.sched_getaffinity(0))
+
+    before = threading.Thread(target=look)
+    before.start()
+    numa.pin([core])
+    begin.set()
+    before.join()
+    after = threading.Thread(target=look)
+    after.start()
+    after.join()
+    pipe.send((found[0], os.sched_getaffinity(0), found[1], torch.get_num_threads()))
