@@ -140,6 +140,11 @@ def report(plain: dict[str, tuple[str, str]], ours: dict[str, tuple[str, str]]) 
     for name in sorted(plain):
         here, there = plain[name][0], ours.get(name, ("missing", ""))
         print(f"{here:8} {there[0]:8} {name}" + (f"\n    {there[1]}" if here == "passed" != there[0] else ""))
+    print("\n| file | passed with FSDP2 | of these with ours | failed with FSDP2 | skipped |\n|---|---|---|---|---|")
+    for file in sorted({name.split("::")[0] for name in plain}):
+        ended = Counter(how for name, (how, _) in plain.items() if name.startswith(f"{file}::"))
+        ours_too = sum(name.startswith(f"{file}::") for name in with_ours)
+        print(f"| `{file}` | {ended['passed']} | {ours_too} | {ended['failed']} | {ended['skipped']} |")
     share = len(with_ours) / max(len(passed), 1)
     print(f"With FSDP2 {counts['passed']} pass, {counts['failed']} fail and {counts['skipped']} are skipped.")
     print(f"Of those that pass with FSDP2, {len(with_ours)} of {len(passed)} pass with ours ({share:.1%}).")

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from fcdp.planner.collectives import BYTES_PER_ELEMENT
 from fcdp.planner.workload import Workload
-from fcdp.strategy.routes import Routes
-from fcdp.strategy.strategy import StrategyMeshes
+from fcdp.strategy.routes import Axis, Routes
+from fcdp.strategy.strategy import Format, StrategyMeshes
 
 P_BYTES, G_BYTES, OS_BYTES = 2.0, 2.0, 12.0
 """Bytes per parameter of P in bf16, of G in bf16, and of OS, which is K of the papers."""
@@ -91,8 +91,9 @@ def _gather_scratch(layout: StrategyMeshes, workload: Workload) -> float:
     """
     routes, precision = Routes.of(layout), layout.strategy.precision
     block = workload.parameters / workload.units
+    stages: list[tuple[tuple[Axis, ...], Format]] = [(routes.spread, "bf16"), (routes.gather, precision.gather)]
     worst = 0.0
-    for axes, form in ((routes.spread, "bf16"), (routes.gather, precision.gather)):
+    for axes, form in stages:
         one_by_one = layout.strategy.ring == "ho" and len(axes) > 1 and axes[0].stride == 1
         for axis in axes:
             part = block / axis.stride
