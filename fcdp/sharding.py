@@ -46,6 +46,7 @@ class Sharding:
         self._cache: HostCache | None = None
         self._placement: AdaptivePlacement | None = None
         self._staleness: StalenessCheck | None = None
+        self._streams: CopyStreams | None = None
         self._optimizer_hooks: OptimizerHooks | None = None
         this = weakref.ref(self)
 
@@ -153,8 +154,8 @@ class Sharding:
     def install(self, threshold: float, host_cache_bytes: int | None, device_memory: DeviceMemory | None) -> None:
         """Install the collectives of every group. Collective; the arguments are those of ``fully_shard``."""
         topology, routes = self.topology, self.routes
-        self._staleness = StalenessCheck(topology.device)
-        streams = CopyStreams.on(topology.device)
+        self._staleness = StalenessCheck(topology.device, topology.mesh.get_group())
+        self._streams = streams = CopyStreams.on(topology.device)
         cached, secondary = self._make_cached_shards(streams, threshold, host_cache_bytes, device_memory)
         precision = self.strategy.precision
         gathers = GatherLevels(
@@ -248,6 +249,8 @@ class Sharding:
                 group.holder.set_reshard_after_backward(reshard, recurse=False)
 
     def _before_step(self) -> None:
+        if self._streams is not None:  # else the output that was cached last would be held until the next gather
+            self._streams.release()
         if self._staleness is not None:
             self._staleness.raise_if_found()
         for reduction in self._reductions:

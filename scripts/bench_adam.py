@@ -39,7 +39,7 @@ from common.units import format_count, parse_bytes
 from fuyou.layout.record import PAGE_ELEMENTS, Kind, Precision, Record, allocate_extents
 from fuyou.optimizer.adam import AdamConfig, Update
 from fuyou.optimizer.chunk_update import ChunkOptimizer
-from fuyou.optimizer.kernels import Kernels, compiled_library
+from fuyou.optimizer.kernels import Kernels, optimizer_library
 from fuyou.optimizer.moments import OptimizerStates
 from fuyou.optimizer.process.client import OptimizerLink
 from fuyou.optimizer.process.protocol import (
@@ -85,7 +85,7 @@ class InMemory:
         torch.set_num_threads(threads)
         self._parameters, self._threads, self._chunk_elements = parameters, threads, chunk_elements
         self._pool = ThreadPoolExecutor(threads)
-        library = compiled_library()  # not as it was tried: that is for another number of threads
+        library = optimizer_library()  # not as it was tried: that is for another number of threads
         self._adam = ChunkOptimizer(kernels=None if library is None else Kernels(library))
         self._torch, self._step = ChunkOptimizer(), torch.ones(())
         self._update = Update(1, AdamConfig())

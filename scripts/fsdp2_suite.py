@@ -12,6 +12,7 @@ are not counted. With ours two ranks share a node, so that four ranks are two no
 """
 
 import argparse
+import contextlib
 import json
 import multiprocessing
 import os
@@ -32,10 +33,15 @@ RANKS = 8
 
 
 class Recorder:
-    """A plugin of pytest that notes how each test ended."""
+    """A plugin of pytest that notes how each test ended, and writes it down at once: the last of a name counts.
 
-    def __init__(self) -> None:
+    Args:
+        file: to which a line is added for each test; None: none is.
+    """
+
+    def __init__(self, file: Path | None) -> None:
         self.ended: dict[str, tuple[str, str]] = {}
+        self._file = file
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Note ``passed``, ``failed`` or ``skipped``, and the last line of what was raised."""
@@ -45,6 +51,9 @@ class Recorder:
         if report.when == "call" or name not in self.ended:
             lines = [line for line in str(report.longrepr or "").splitlines() if "Error" in line]
             self.ended[name] = report.outcome, lines[-1].strip() if lines else ""
+            if self._file is not None:
+                with self._file.open("a") as file:
+                    print(json.dumps([name, *self.ended[name]]), file=file)
 
 
 def pretend_gpus() -> None:
@@ -56,6 +65,17 @@ def pretend_gpus() -> None:
 
     def fork(case: Any) -> None:
         case._start_processes(multiprocessing.get_context("fork").Process)
+
+    shared = common_distributed.MultiProcContinuousTest
+    start_once = shared.__dict__["_ensure_processes_spawned"].__func__
+
+    def start_again(case: Any) -> None:
+        """Start ranks that several tests share anew after one has failed, instead of skipping the others."""
+        if case.poison_pill:
+            case.poison_pill = case._processes_spawned = False
+            for process in case.processes:
+                process.kill()
+        start_once(case)
 
     def on_cpu(model: Any, *args: Any, **options: Any) -> None:
         make_replicas(model, *args, **{**options, "device_ids": None})
@@ -69,6 +89,8 @@ def pretend_gpus() -> None:
         (replicas, "__init__", on_cpu),
         (common_distributed, "skip_if_lt_x_gpu", unconditional),
         (common_distributed.MultiProcessTestCase, "_spawn_processes", fork),
+        (shared, "_ensure_processes_spawned", classmethod(start_again)),
+        (torch.multiprocessing, "set_start_method", lambda *_, **__: None),  # forked, too
         (common_fsdp, "DEVICE_COUNT", RANKS),
         (common_fsdp, "DEVICE_TYPE", "cpu"),
         (common_fsdp, "DISTRIBUTED_BACKEND", "gloo"),
@@ -77,8 +99,8 @@ def pretend_gpus() -> None:
         mock.patch.object(target, name, value).start()
 
 
-def run_tests(tests: list[str], ours: bool) -> dict[str, tuple[str, str]]:
-    """Run the files in this process, and return how each test ended."""
+def run_tests(tests: list[str], ours: bool, file: Path | None) -> None:
+    """Run the files in this process, and write how each test ended to ``file``."""
     torch.set_num_threads(1)
     pretend_gpus()
     if ours:
@@ -86,26 +108,28 @@ def run_tests(tests: list[str], ours: bool) -> dict[str, tuple[str, str]]:
 
         os.environ["LOCAL_WORLD_SIZE"] = "2"
         fcdp.replace_fsdp2()
-    recorder = Recorder()
     pytest.main(
         ["-q", "--no-header", "-p", "no:cacheprovider", "--tb=short", "--continue-on-collection-errors", *tests],
-        plugins=[recorder],
+        plugins=[Recorder(file)],
     )
-    return recorder.ended
 
 
 def in_a_process(tests: list[str], ours: bool, timeout_s: float) -> dict[str, tuple[str, str]]:
-    """Return what :func:`run_tests` does in a process of its own, whose output goes to a file beside the tests."""
+    """Return how each test ended in a process of its own; those that it had no time for are missing."""
     with tempfile.TemporaryDirectory() as folder:
-        result = Path(folder) / "ended.json"
+        result, log = Path(folder) / "ended.jsonl", Path(folder) / "log"
         command = [sys.executable, __file__, *tests, "--only", "ours" if ours else "fsdp2", "--to", str(result)]
         env = {**os.environ, "OMP_NUM_THREADS": "1", "DISTRIBUTED_TESTS_DEFAULT_TIMEOUT": "120"}
-        log = Path(folder) / "log"
-        with log.open("w") as output:
+        with log.open("w") as output, contextlib.suppress(subprocess.TimeoutExpired):
             subprocess.run(command, env=env, stdout=output, stderr=output, timeout=timeout_s, check=False)
         if not result.exists():
-            raise SystemExit(f"The tests did not end in order:\n{log.read_text()[-4000:]}")
-        return {name: (ended, why) for name, (ended, why) in json.loads(result.read_text()).items()}
+            raise SystemExit(f"The tests did not begin in order:\n{log.read_text()[-4000:]}")
+        return read(result)
+
+
+def read(file: Path) -> dict[str, tuple[str, str]]:
+    """Return what :class:`Recorder` has written."""
+    return {name: (ended, why) for name, ended, why in map(json.loads, file.read_text().splitlines())}
 
 
 def report(plain: dict[str, tuple[str, str]], ours: dict[str, tuple[str, str]]) -> None:
@@ -116,6 +140,11 @@ def report(plain: dict[str, tuple[str, str]], ours: dict[str, tuple[str, str]]) 
     for name in sorted(plain):
         here, there = plain[name][0], ours.get(name, ("missing", ""))
         print(f"{here:8} {there[0]:8} {name}" + (f"\n    {there[1]}" if here == "passed" != there[0] else ""))
+    print("\n| file | passed with FSDP2 | of these with ours | failed with FSDP2 | skipped |\n|---|---|---|---|---|")
+    for file in sorted({name.split("::")[0] for name in plain}):
+        ended = Counter(how for name, (how, _) in plain.items() if name.startswith(f"{file}::"))
+        ours_too = sum(name.startswith(f"{file}::") for name in with_ours)
+        print(f"| `{file}` | {ended['passed']} | {ours_too} | {ended['failed']} | {ended['skipped']} |")
     share = len(with_ours) / max(len(passed), 1)
     print(f"With FSDP2 {counts['passed']} pass, {counts['failed']} fail and {counts['skipped']} are skipped.")
     print(f"Of those that pass with FSDP2, {len(with_ours)} of {len(passed)} pass with ours ({share:.1%}).")
@@ -130,9 +159,7 @@ def main() -> None:
     parser.add_argument("--timeout", type=float, default=3600, metavar="SECONDS", help="of either run")
     args = parser.parse_args()
     if args.only:
-        ended = run_tests(args.tests, args.only == "ours")
-        if args.to:
-            args.to.write_text(json.dumps(ended))
+        run_tests(args.tests, args.only == "ours", args.to)
         return
     plain, ours = (in_a_process(args.tests, which, args.timeout) for which in (False, True))
     report(plain, ours)

@@ -72,6 +72,11 @@ def find_meeting(settings: Settings, environment: Mapping[str, str] = os.environ
         port = 20_000 + (int(job) * 31 + int(step)) % 10_000  # several jobs may share a node
         run_id = f"finetune-{job}-{step}"
     elif "MASTER_ADDR" in environment:
+        if (started := int(environment.get("LOCAL_WORLD_SIZE", 1))) > 1:
+            raise UserError(
+                f"torchrun has started finetune {started} times on this node; once on each is right, as it starts its "
+                "own ranks: torchrun --nproc-per-node 1."
+            )
         host, port = _parse_endpoint(f"{environment['MASTER_ADDR']}:{environment.get('MASTER_PORT', DEFAULT_PORT)}")
         run_id = "finetune"
     else:

@@ -17,6 +17,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -126,12 +127,19 @@ class StalenessCheck:
     """Compares cached with current parameters at each hit.
 
     On the CPU this is exact and done at once. On CUDA a sum of the words' bits is compared on the device, and the
-    result is read once per step: the host never waits inside the step, and a difference stops the step before the
-    optimizer applies it.
+    result is read once per step, that of all ranks on each: the host never waits inside the step, and a difference
+    stops the step on every rank before the optimizer applies it.
+
+    Args:
+        device: where the parameters are.
+        group: the ranks that share them; None: this one.
+        at_once: whether a hit raises itself; None: on the CPU, where nothing has to be waited for.
     """
 
-    def __init__(self, device: torch.device):
-        self._found = torch.zeros((), dtype=torch.bool, device=device) if device.type == "cuda" else None
+    def __init__(self, device: torch.device, group: dist.ProcessGroup | None = None, at_once: bool | None = None):
+        at_once = device.type != "cuda" if at_once is None else at_once
+        self._found = None if at_once else torch.zeros((), dtype=torch.int32, device=device)
+        self._group = group
 
     def filled(self, group: ParameterGroup, current: torch.Tensor) -> None:
         """Note that the cache of ``group`` has just been filled, this rank's part of it with ``current``."""
@@ -151,17 +159,22 @@ class StalenessCheck:
         """
         if self._found is not None:
             if group.fingerprint is not None:
-                self._found |= _fingerprint(current) != group.fingerprint
+                self._found |= (_fingerprint(current) != group.fingerprint).int()
         elif cached is not None and not torch.equal(_words(cached), _words(current)):
             raise StaleCacheError(f"'{group.name}'")
 
     def raise_if_found(self) -> None:
-        """Read what checks on CUDA have found since the last call. This waits for the device.
+        """Read what checks on CUDA have found on any rank since the last call. Collective; this waits for the device.
 
         Raises:
             StaleCacheError: some group's parameters differed.
         """
-        if self._found is not None and bool(self._found):
+        if self._found is None:
+            return
+        if self._group is not None:
+            # A rank that raised alone would leave the others waiting for it.
+            dist.all_reduce(self._found, dist.ReduceOp.MAX, self._group)
+        if bool(self._found):
             self._found.zero_()
             raise StaleCacheError("at least one group")
 

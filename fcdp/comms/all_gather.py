@@ -179,7 +179,7 @@ class StagedAllGather:
                 secondary.store(cells, self._rank, output_tensor, allocated_on)
             elif secondary is not None and secondary.bits is not None:
                 for others in (slice(self._rank), slice(self._rank + 1, None)):
-                    cells[others] = dequantise(travelling[others], cells.size(1), secondary.bits)
+                    dequantise(travelling[others], cells.size(1), secondary.bits, cells[others])
 
         if self._streams is None:
             return PendingGather(finish)

@@ -66,7 +66,7 @@ class QuantisedLevel:
                 arrived()
                 side.join(until=gathered)
                 for others in self._others:
-                    rows[:, others, start:stop] = dequantise(payload[:, others], stop - start, bits)
+                    dequantise(payload[:, others], stop - start, bits, rows[:, others, start:stop])
             in_transit.clear()
 
         if not rows.is_cuda:
@@ -90,11 +90,14 @@ class QuantisedLevel:
             in_transit.append((start, stop, sent, received, level.all_to_all(sent, received)))
         for start, stop, _, received, arrived in in_transit:
             arrived()
-            places = [dequantise(cells, stop - start, self._bits) for cells in received.unbind(1)]
-            places.insert(self.index, rows[:, self.index, start:stop].float())
-            total = places[0] if self.index else places[0].clone()
-            for place in places[1:]:
-                total += place
+            own, places = rows[:, self.index, start:stop], received.unbind(1)
+            total = torch.zeros(own.shape, dtype=torch.float32, device=own.device)
+            for number in range(self.size):
+                if number == self.index:
+                    total += own
+                else:
+                    cells = places[number - (number > self.index)]
+                    dequantise(cells, stop - start, self._bits, total, add=True)
             output[:, start:stop] = total
 
 

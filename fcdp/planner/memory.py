@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from fcdp.planner.collectives import BYTES_PER_ELEMENT
 from fcdp.planner.workload import Workload
-from fcdp.strategy.strategy import StrategyMeshes
+from fcdp.strategy.routes import Axis, Routes
+from fcdp.strategy.strategy import Format, StrategyMeshes
 
 P_BYTES, G_BYTES, OS_BYTES = 2.0, 2.0, 12.0
 """Bytes per parameter of P in bf16, of G in bf16, and of OS, which is K of the papers."""
@@ -78,4 +79,26 @@ def _gathered(layout: StrategyMeshes, workload: Workload) -> float:
     """Return the bytes of blocks that are whole: the one that computes, the one fetched ahead, and one's gradients."""
     parameters = 2 * P_BYTES * workload.parameters / workload.units if layout.p.shards > 1 or layout.p_in_cache else 0.0
     gradients = G_BYTES * workload.trainable / workload.units if layout.g.shards > 1 else 0.0
-    return parameters + gradients
+    return parameters + gradients + _gather_scratch(layout, workload)
+
+
+def _gather_scratch(layout: StrategyMeshes, workload: Workload) -> float:
+    """Return the bytes that the largest gather of a block takes beside the block itself.
+
+    Along an axis whose ranks are not next to each other the cells that arrive are not, either: they are gathered in
+    memory of their own and copied to their places (``RankLevel.gather``), but for those that HO-Ring sends one by one.
+    What is quantised arrives in bytes of its own, side by side.
+    """
+    routes, precision = Routes.of(layout), layout.strategy.precision
+    block = workload.parameters / workload.units
+    stages: list[tuple[tuple[Axis, ...], Format]] = [(routes.spread, "bf16"), (routes.gather, precision.gather)]
+    worst = 0.0
+    for axes, form in stages:
+        one_by_one = layout.strategy.ring == "ho" and len(axes) > 1 and axes[0].stride == 1
+        for axis in axes:
+            part = block / axis.stride
+            if form != "bf16":
+                worst = max(worst, part * BYTES_PER_ELEMENT[form])
+            elif axis.stride > 1 and not one_by_one:
+                worst = max(worst, part * P_BYTES * (1 + 1 / axis.size))
+    return worst

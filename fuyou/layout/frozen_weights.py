@@ -66,7 +66,7 @@ class FrozenDtype(Enum):
         """Undo :meth:`encode`, up to rounding."""
         for part, row in self._rows(flat, matrices, payload):
             if self is FrozenDtype.INT8:
-                part.copy_(dequantise(row, part.shape[-1], 8))
+                dequantise(row, part.shape[-1], 8, part)
             elif self is FrozenDtype.NF4:
                 part.copy_(dequantise_nf4(row, part.shape[-1]))
             else:

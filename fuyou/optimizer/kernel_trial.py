@@ -7,7 +7,7 @@ import torch
 from fuyou.layout.optimizer_state import ADAMW, BLOCK_ELEMENTS
 from fuyou.optimizer.adam import AdamConfig, Update
 from fuyou.optimizer.chunk_update import ChunkOptimizer
-from fuyou.optimizer.kernels import Kernels, compiled_library
+from fuyou.optimizer.kernels import Kernels, optimizer_library
 from fuyou.optimizer.moments import OptimizerStates
 from fuyou.optimizer.split_weights import split
 
@@ -22,7 +22,7 @@ _STEPS = (
 @functools.cache
 def tried_kernels(optimizer: str = ADAMW) -> Kernels | None:
     """Return the kernels, if an optimizer's gives PyTorch's bits; None where it does not, or there is no compiler."""
-    library = compiled_library()
+    library = optimizer_library()
     if library is None:
         return None
     kernels = Kernels(library)

@@ -5,31 +5,21 @@ seconds, and kept in the cache. Where there is none, or where they do not give t
 (tried each time they are loaded, which takes a few milliseconds), PyTorch does it alone.
 """
 
-import contextlib
 import ctypes
-import functools
-import hashlib
 import math
-import os
-import platform
-import shutil
-import subprocess
-import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
 
-from common.files.result_cache import cache_directory
+from common.compiled_library import compiled_library
 from fuyou.layout.optimizer_state import ADAMW, BLOCK_ELEMENTS, OPTIMIZERS
 from fuyou.optimizer.dynamic8 import LEAST, MOMENT_CODES, MOST, SIGNS
 from fuyou.optimizer.moments import OptimizerStates
 from fuyou.optimizer.rules import StepScalars
 
 _SOURCE = Path(__file__).with_name("kernels.cpp")
-_FLAGS = ("-std=c++17", "-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-shared", "-fPIC")
-_COMPILE_SECONDS = 120.0
 _SMALLEST_SHARE = 1 << 14
 """Elements below which another thread costs more than it saves."""
 
@@ -131,29 +121,6 @@ def _job(optimizer: str, states: OptimizerStates, gradient: torch.Tensor, scalar
     return job
 
 
-@functools.cache
-def compiled_library() -> ctypes.CDLL | None:
+def optimizer_library() -> ctypes.CDLL | None:
     """Return the compiled kernels, which are compiled if they are not in the cache; None where that cannot be."""
-    compiler = next((found for name in ("c++", "g++", "clang++") if (found := shutil.which(name))), None)
-    if compiler is None:
-        return None
-    key = "\n".join([_SOURCE.read_text(), compiler, *_FLAGS, platform.machine(), _processor_features()])
-    path = cache_directory() / "kernels" / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.so"
-    with contextlib.suppress(OSError, subprocess.SubprocessError):
-        if not path.exists():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-                made = Path(folder) / path.name
-                command = [compiler, *_FLAGS, "-o", str(made), str(_SOURCE)]
-                subprocess.run(command, check=True, capture_output=True, timeout=_COMPILE_SECONDS)
-                os.replace(made, path)  # whole or not at all, whoever else compiles it
-        return ctypes.CDLL(str(path))
-    return None
-
-
-def _processor_features() -> str:
-    """Return what the processor can do: a cache may be shared by machines that differ in that."""
-    with contextlib.suppress(OSError):
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next((line for line in lines if line.startswith(("flags", "Features"))), "")
-    return platform.processor()
+    return compiled_library(_SOURCE)

@@ -117,6 +117,7 @@ def machine_of_one_rank(machine: Machine, ranks_per_node: int, links: RankLinks)
         read_bytes_per_second=rates.read_bytes_per_second * share,
         write_bytes_per_second=rates.write_bytes_per_second * share,
         adam_parameters_per_second=rates.adam_parameters_per_second * share,
+        exchanges_in_one_order=not machine.cpu,
         intra_node_bytes_per_second=links.intra_node_bytes_per_second,
         inter_node_bytes_per_second=links.inter_node_bytes_per_second,
         message_seconds=links.message_seconds,

@@ -89,6 +89,8 @@ class TaskRates:
     """Bytes per second from one rank to other nodes, while the other ranks of its node send as well."""
     message_seconds: float = 0.0
     """Seconds that every exchange between ranks takes beside its bytes."""
+    exchanges_in_one_order: bool = False
+    """Whether one exchange between ranks at a time is under way, in the order of the list, as on GPUs (NCCL)."""
     saving_seconds_per_token: float = 0.0
     """Seconds per token by which a block's forward pass takes longer if it saves outputs of its operators."""
     backward_flops_per_second: float | None = None

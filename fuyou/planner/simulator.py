@@ -17,7 +17,7 @@ from fuyou.planner.rates import TaskRates
 from fuyou.planner.simulated_machine import Clock, OptimizerProcess, SimulatedLink, Simulation
 from fuyou.schedule.memory_plan import MemoryPlan
 from fuyou.schedule.scheduler import Scheduler
-from fuyou.schedule.tasks import SSD_READS, ComputeTask, Op, Resource, StepList, Task, known
+from fuyou.schedule.tasks import EXCHANGES, SSD_READS, ComputeTask, Op, Resource, StepList, Task, known
 
 _LINKS = (Resource.HOST_TO_DEVICE, Resource.DEVICE_TO_HOST, Resource.INTRA_NODE, Resource.INTER_NODE)
 
@@ -70,8 +70,9 @@ class Simulator:
         for op in Op:
             self._advance(op)
 
-    @staticmethod
-    def _lane(op: Op) -> Op:
+    def _lane(self, op: Op) -> Op:
+        if self._rates.exchanges_in_one_order and op in EXCHANGES:
+            return EXCHANGES[0]
         return Op.COMPUTE if op is Op.STEP else op  # the caller ends the step after its last computation
 
     def _advance(self, op: Op) -> None:

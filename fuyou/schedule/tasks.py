@@ -57,6 +57,9 @@ class Op(Enum):
     __hash__ = object.__hash__
 
 
+#: Exchanges between ranks whose data is on the device. NCCL wants all of them in one order on every rank.
+EXCHANGES = (Op.PARAMETER_GATHER, Op.GRADIENT_REDUCE, Op.GRADIENT_EXCHANGE)
+
 #: Tasks that read from or write to the SSDs, for counting bytes.
 SSD_READS = frozenset(
     {

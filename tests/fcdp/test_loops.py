@@ -25,8 +25,18 @@ def test_accelerate_trains_and_checkpoints_go_both_ways(pool: Pool, tmp_path: Pa
         assert losses == pytest.approx(expected, rel=2e-6)
 
 
-def test_sft_trainer(pool: Pool, tmp_path: Path) -> None:
-    plain, ours = (pool.run(FOUR, cases.sft_trainer, which, 8, str(tmp_path)) for which in (False, True))
-    assert len(plain[0][0]) == 8
-    assert ours[0][0] == pytest.approx(plain[0][0], rel=2e-6)
+def test_sft_trainer_and_checkpoints_go_both_ways(pool: Pool, tmp_path: Path) -> None:
+    saved = [str(tmp_path / name) for name in ("plain", "ours")]
+    plain, ours = (pool.run(FOUR, cases.sft_trainer, which, 22, saved[which]) for which in (False, True))
+    for (losses, _), (expected, _) in zip(ours, plain, strict=True):
+        assert len(losses) == 22
+        assert losses == pytest.approx(expected, rel=2e-6)
     assert ours[0][1][0] == ours[0][1][1] > 0
+    # From what the other has saved after 20 steps, weights, AdamW's states and the place in the data, both go on as
+    # the run that was not interrupted.
+    for which in (False, True):
+        after = f"{saved[not which]}/checkpoint-20"
+        for (losses, _), (expected, _) in zip(
+            pool.run(FOUR, cases.sft_trainer, which, 22, str(tmp_path / "later"), after), plain, strict=True
+        ):
+            assert losses == pytest.approx(expected, rel=2e-6)

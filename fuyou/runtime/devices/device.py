@@ -20,9 +20,8 @@ from fuyou.runtime.devices.computation import Computation
 from fuyou.runtime.devices.emulated import PREFIX, EmulatedDevice, EmulatedSpec, is_emulated
 from fuyou.runtime.devices.out_of_memory import explain_out_of_memory
 from fuyou.runtime.executor import Executor
-from fuyou.schedule.tasks import Op, StepList, Task
+from fuyou.schedule.tasks import EXCHANGES, Op, StepList, Task
 
-_EXCHANGES = (Op.PARAMETER_GATHER, Op.GRADIENT_REDUCE, Op.GRADIENT_EXCHANGE)
 _COPIES = (Op.PARAMETER_UPLOAD, Op.GRADIENT_DOWNLOAD, Op.ACTIVATION_UPLOAD, Op.ACTIVATION_DOWNLOAD)
 
 
@@ -208,14 +207,14 @@ class CudaDevice(_RealDevice):
 
     shares_host_memory = False
     page_locks = True
-    in_one_order = frozenset(_EXCHANGES)  # NCCL
+    in_one_order = frozenset(EXCHANGES)  # NCCL
 
     def __init__(self, index: int):
         self.torch_device = torch.device("cuda", index)
         torch.cuda.set_device(self.torch_device)
         self.name = torch.cuda.get_device_name(index)
         torch.cuda.reset_peak_memory_stats(self.torch_device)
-        self._streams = {op: torch.cuda.Stream(self.torch_device) for op in _COPIES + _EXCHANGES}
+        self._streams = {op: torch.cuda.Stream(self.torch_device) for op in _COPIES + EXCHANGES}
         self._origin = torch.cuda.Event(enable_timing=True)
         self._origin.record()
         self._origin.synchronize()

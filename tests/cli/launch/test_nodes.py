@@ -360,6 +360,7 @@ def test_where_nodes_meet() -> None:
     ({}, {"SLURM_JOB_ID": "7"}, "srun --nodes 2 --ntasks-per-node 1"),
     ({}, slurm(STEP_NUM_NODES="3", STEP_NUM_TASKS="3"), "give --nodes 3"),
     ({}, slurm(STEP_NUM_TASKS="16"), "started finetune 16 times on 2 nodes"),
+    ({}, {"MASTER_ADDR": "127.0.0.1", "LOCAL_WORLD_SIZE": "4"}, "torchrun has started finetune 4 times on this node"),
     ({"rdzv_endpoint": "node0:port"}, {}, "'node0:port' is not HOST:PORT"),
     ({"rdzv_endpoint": "no-such-node.invalid:1"}, {}, "cannot be reached"),
 ])  # fmt: skip

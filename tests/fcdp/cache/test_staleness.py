@@ -9,8 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from fcdp.cache.staleness import OptimizerHooks
+import fcdp
+from fcdp.cache.staleness import OptimizerHooks, StaleCacheError, StalenessCheck
 from fcdp.grouping import ParameterGroup
+from tests.helpers.fcdp.pool import Pool
 
 
 class Owner:
@@ -61,3 +63,29 @@ def test_a_stranger_at_the_address_of_one_that_is_gone_marks_nothing(watched: An
     for stranger in strangers:
         step(stranger)
     assert not group.dirty
+
+
+def _check_as_on_cuda(topology: fcdp.Topology, stale_rank: int) -> list[bool]:
+    """Whether this rank is stopped before each of two steps, the parameters of one rank being others in the first."""
+    check = StalenessCheck(torch.device("cpu"), topology.mesh.get_group(), at_once=False)
+    module = nn.Linear(2, 2, bias=False)
+    group = ParameterGroup("", [module], [(module, "weight")], 0)
+    stopped = []
+    for step in range(2):
+        parameters = torch.arange(4.0)
+        check.filled(group, parameters)
+        if topology.rank == stale_rank and step == 0:
+            parameters[1] += 1
+        check.check(group, parameters, None)
+        try:
+            check.raise_if_found()
+            stopped.append(False)
+        except StaleCacheError:
+            stopped.append(True)
+    return stopped
+
+
+@pytest.mark.parametrize("stale_rank", [0, 3, -1])
+def test_what_one_rank_finds_stops_all_of_them(pool: Pool, stale_rank: int) -> None:
+    found = stale_rank >= 0
+    assert pool.run((2, 2), _check_as_on_cuda, stale_rank) == [[found, False]] * 4

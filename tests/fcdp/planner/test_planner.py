@@ -51,6 +51,25 @@ def test_zero_topos_tables_v_and_vi() -> None:
     assert memory.gradients == pytest.approx(PSI / 4)
 
 
+@pytest.mark.parametrize(("name", "scratch"), [
+    # Of a block in bf16 on 8 x 4 ranks: what arrives, and this rank's own.
+    ("zero3", 0.0),  # a flat ring over ranks in order
+    ("ddp", 0.0),
+    ("mics", 0.0),  # inside nodes alone
+    ("fcdp", 1 / 8 * (1 + 1 / 4)),  # between nodes: ranks 8 apart
+    ("zero++-exact", 1 / 8 * (1 + 1 / 4)),
+    ("zero++", (1 + 4 / 256) / 2),  # in int8, inside the node, beside the whole block
+    ("paro-igg", 1 / 8 * (1 + 1 / 4)),
+    ("paro-ggg", 0.0),  # HO-Ring
+])  # fmt: skip
+def test_strided_and_quantised_gathers_take_memory_of_their_own(name: str, scratch: float) -> None:
+    layout = parse_strategy(name).on(Levels((8, 4)))
+    memory, block = memory_of(layout, WORKLOAD, checkpointing=False), PSI / WORKLOAD.units
+    gathered = 2 * 2 * block if layout.p.shards > 1 or layout.p_in_cache else 0.0
+    reduced = 2 * block if layout.g.shards > 1 else 0.0
+    assert memory.working - RUNTIME_BYTES - gathered - reduced == pytest.approx(2 * block * scratch, abs=1.0)
+
+
 def test_frozen_parameters_have_neither_gradients_nor_states() -> None:
     adapters = replace(WORKLOAD, trainable=PSI / 100)
     memory = memory_of(PRESETS["mics"].on(Levels((8, 4))), adapters, checkpointing=False)

@@ -5,9 +5,9 @@ from math import prod
 
 import pytest
 
-from fcdp.strategy.names import PARO
+from fcdp.strategy.names import PARO, PRESETS
 from tests.helpers.fcdp.pool import Pool
-from tests.helpers.fcdp.recorder import check_same_order
+from tests.helpers.fcdp.recorder import Launch, check_same_order
 from tests.helpers.fcdp.strategy_cases import Run, Trained, train_all, train_under_switches
 
 REFERENCE = "fsdp2"
@@ -20,6 +20,9 @@ THREE_LEVELS = [
     *("zero3", "zero-topo-exact", "pair/pair/node", "pair/G/G+host", "2x1/4x1/4x1", "G/G/G+device+second"),
     *("pair/node/cluster+second", "G/G/G+host+second=pair"),
 ]
+QUANTISED = {(2, 2): "zero++", (2, 2, 2): "zero-topo", (1, 4, 2): "zero-topo-8"}
+"""By layout: what is not exact, of which the order alone is compared here."""
+AMSP, OVER_EIGHT = ["amsp-7b", "amsp-13b"], ["zero-topo-8-exact"]
 ADAPTERS = ["zero1", "zero3", "mics", "zero++-exact", "fcdp", "I/I/G+device", "paro-ing"]
 
 
@@ -27,8 +30,8 @@ ADAPTERS = ["zero1", "zero3", "mics", "zero++-exact", "fcdp", "I/I/G+device", "p
     ((2, 2), TWO_LEVELS, Run()),
     ((2, 2), ADAPTERS, Run(micro_batches=(1, 4, 1), adapters=True)),
     ((2, 2, 2), THREE_LEVELS, Run()),
-    ((1, 8), ["amsp-7b", "amsp-13b"], Run(micro_batches=(1, 2, 1))),
-    ((1, 4, 2), ["zero-topo-8-exact"], Run(micro_batches=(1, 2, 1))),
+    ((1, 8), AMSP, Run(micro_batches=(1, 2, 1))),
+    ((1, 4, 2), OVER_EIGHT, Run(micro_batches=(1, 2, 1))),
 ], ids=["two levels", "adapters", "three levels", "amsp", "second shards over eight"])  # fmt: skip
 def test_every_strategy_trains_as_plain_fsdp2_and_sends_what_the_planner_says(
     pool: Pool, layout: tuple[int, ...], strategies: list[str], run: Run
@@ -61,3 +64,39 @@ def check(ranks: list[dict[str, Trained]], layout: tuple[int, ...], strategies: 
             # Gradients that are added up over replicas are padded to a multiple of them: two times, three groups.
             padding = 2 * 3 * 4 * (on_node[0].replicas - 1)
             assert sent == pytest.approx(on_node[0].formula, rel=1e-12, abs=padding), name
+
+
+@pytest.mark.parametrize("layout", QUANTISED)
+def test_quantised_collectives_are_launched_in_one_order(pool: Pool, layout: tuple[int, ...]) -> None:
+    name = QUANTISED[layout]
+    check_same_order([rank[name].launches for rank in pool.run(layout, train_all, [name], Run())])
+
+
+def test_every_preset_is_among_them() -> None:
+    recorded = {*TWO_LEVELS, *THREE_LEVELS, *QUANTISED.values(), *AMSP, *OVER_EIGHT}
+    # amsp-30b is for 32 ranks or more.
+    assert {name for name in PRESETS if name not in recorded} == {"hsdp", "hybrid", "amsp-30b"}
+    same = PRESETS["mics"]
+    for name in ("hsdp", "hybrid"):  # other names of one point of the space
+        assert (PRESETS[name].scopes, PRESETS[name].ring, PRESETS[name].cache) == (same.scopes, same.ring, same.cache)
+
+
+def _launches() -> list[Launch]:
+    one, other = ("mesh", "0,1"), ("other", "0,1")
+    return [(*one, "all_gather_single", 8), (*one, "exchange", 4), (*other, "exchange", 4), (*one, "exchange", 12)]
+
+
+@pytest.mark.parametrize("odd", [
+    [0, 3, 2, 1],  # other order on one communicator
+    [0, 2, 1, 3],  # the same order on each, another between them
+    [0, 1, 2],  # one launch less
+])  # fmt: skip
+def test_other_orders_are_noticed(odd: list[int]) -> None:
+    check_same_order([_launches(), _launches()])
+    with pytest.raises(AssertionError):
+        check_same_order([_launches(), [_launches()[index] for index in odd]])
+    other_size = [*_launches()[:3], ("mesh", "0,1", "exchange", 16)]
+    with pytest.raises(AssertionError):
+        check_same_order([_launches(), other_size])
+    # Threads that launch on communicators of their own may interleave as they like.
+    check_same_order([_launches(), [_launches()[index] for index in (0, 2, 1, 3)]], one_thread=False)

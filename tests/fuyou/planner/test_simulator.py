@@ -9,7 +9,7 @@ from fuyou.layout.model_layout import BatchShape, BufferCounts, Recomputation
 from fuyou.planner.rates import TaskRates
 from fuyou.planner.simulator import Simulator
 from fuyou.schedule.scheduler import Scheduler
-from fuyou.schedule.tasks import Op, Resource, StepList
+from fuyou.schedule.tasks import Op, Resource, StepList, Task
 from tests.helpers.simulation import BF16, CHUNK, COUNTS, FAST, LAYERS, run
 from tests.helpers.step_shapes import step_shape
 
@@ -155,3 +155,23 @@ def test_deferred_blocks_lie_between_the_others(fraction: float, layers: list[in
     shape = step_shape(8, False, BF16)
     assert interleaved(shape, fraction) == {shape.blocks[layer][0] for layer in layers}
     assert interleaved(shape, 1.0) == {record.index for record in shape.records}
+
+
+@pytest.mark.parametrize("in_one_order", [False, True])
+def test_exchanges_of_a_gpu_wait_behind_each_other(in_one_order: bool) -> None:
+    """The sum over nodes waits for the sum in the node, and what is gathered next for both where the order is one."""
+    rates = replace(
+        FAST,
+        intra_node_bytes_per_second=1e6,
+        inter_node_bytes_per_second=1e5,
+        message_seconds=0.0,
+        exchanges_in_one_order=in_one_order,
+    )
+    reduce = Task(Op.GRADIENT_REDUCE, [], nbytes=1_000_000)
+    exchange = Task(Op.GRADIENT_EXCHANGE, [reduce], nbytes=1_000_000)
+    gather = Task(Op.PARAMETER_GATHER, [], nbytes=1_000_000)
+    shape = step_shape(LAYERS, False, BF16)
+    Simulator(shape.records, rates, 3, CHUNK).run([StepList(1, [reduce, exchange, gather])])
+    times = [(round(task.started_at), round(task.finished_at)) for task in (reduce, exchange, gather)]
+    # Without the one order the gather is not behind what goes between nodes, though last in the list.
+    assert times == ([(0, 1), (1, 11), (11, 12)] if in_one_order else [(1, 2), (2, 12), (0, 1)])

@@ -83,9 +83,13 @@ def accelerate_loop(
 
 
 def sft_trainer(
-    topology: fcdp.Topology, ours: bool, steps: int, folder: str
+    topology: fcdp.Topology, ours: bool, steps: int, folder: str, load: str = ""
 ) -> tuple[list[float], tuple[float, float]]:
-    """The same of TRL's ``SFTTrainer``."""
+    """The same of TRL's ``SFTTrainer``, which writes a checkpoint of its own into ``folder`` after 20 steps.
+
+    Args:
+        load: such a checkpoint, with optimizer states, from which it goes on until ``steps`` are done.
+    """
     from datasets import Dataset
     from trl import SFTConfig, SFTTrainer
 
@@ -96,8 +100,10 @@ def sft_trainer(
             max_steps=steps,
             per_device_train_batch_size=1,
             learning_rate=1e-3,
+            lr_scheduler_type="constant",
             logging_steps=1,
-            save_strategy="no",
+            save_strategy="steps",
+            save_steps=20,
             report_to=[],
             use_cpu=True,
             bf16=False,
@@ -114,7 +120,7 @@ def sft_trainer(
             train_dataset=Dataset.from_dict({"input_ids": rows}),
             processing_class=_tokenizer(),
         )
-        trainer.train()
+        trainer.train(resume_from_checkpoint=load or None)
         losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
         return losses, _bytes(trainer.model_wrapped, steps, 1) if ours else (0.0, 0.0)
 

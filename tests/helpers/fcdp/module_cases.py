@@ -26,7 +26,12 @@ Losses = list[float]
 
 def on_nodes_of_two(topology: fcdp.Topology, call: Callable[..., Any], *args: Any) -> Any:
     """Return ``call(topology, *args)`` while torchrun's variable says that two ranks share a node."""
-    os.environ["LOCAL_WORLD_SIZE"] = "2"
+    return on_nodes_of(topology, 2, call, *args)
+
+
+def on_nodes_of(topology: fcdp.Topology, ranks: int, call: Callable[..., Any], *args: Any) -> Any:
+    """Return ``call(topology, *args)`` while torchrun's variable says that so many ranks share a node."""
+    os.environ["LOCAL_WORLD_SIZE"] = str(ranks)
     try:
         return call(topology, *args)
     finally:
