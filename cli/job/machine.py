@@ -94,6 +94,7 @@ def training_of(settings: Settings) -> TrainingJob:
         clip_by=clip_by_named(settings.clip_by),
         clipped_share=_clip_statistics(settings).share if settings.max_grad_norm > 0 else 0.0,
         loss=loss_inputs(settings),
+        padded=settings.traits.classifies,
     )
 
 

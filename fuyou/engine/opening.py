@@ -189,7 +189,7 @@ class OpenRun:
         )
         check_lora_plus(config.adam.lora_plus_ratio, () if self.model.adapters is None else self.model.adapters.names)
         self._source = self.model.weights()
-        self.model.shape = self._cut_blocks(self.model.shape, share)
+        self.model.shape = self._cut_blocks(replace(self.model.shape, padded=config.memory.padded), share)
         if config.memory.reference:
             check_reference(self.model)
         if self.model.shape.orders and config.prove and self.device.computes:

@@ -139,6 +139,8 @@ class ModelLayout:
     """Memory that images take, per token; it counts where batches come with images."""
     images: bool = False
     """Whether batches come with images."""
+    padded: bool = False
+    """Whether batches come with a mask that hides tokens: attention is then given one of all pairs of tokens."""
     attention: AttentionMemory = NO_ATTENTION
     """Memory that grows with the square of a row's length."""
     expert_output_bytes: int = 0

@@ -171,6 +171,7 @@ def describe_training(
     towers: TowerFreezing = DEFAULT_FREEZING,
     router_loss: str = "auto",
     train_experts: float | None = None,
+    padded: bool = False,
     **settings: Any,
 ) -> TrainingJob:
     """Describe the training of a model without its weights: half a second for 160 layers.
@@ -186,6 +187,7 @@ def describe_training(
         towers: which towers of a vision-language model are frozen.
         router_loss: see :mod:`fuyou.model.loss.router_loss`.
         train_experts: part of the experts of each layer to train while the weights are frozen.
+        padded: whether batches come with a mask that hides tokens.
         settings: further fields of :class:`TrainingJob`, such as ``clips`` and ``micro_batch``.
 
     Raises:
@@ -210,7 +212,7 @@ def describe_training(
         type(meta).__name__ if isinstance(model, PreTrainedConfig) else os.fspath(model),
         config,
         opened.stack,
-        opened.shape,
+        replace(opened.shape, padded=padded),
         rows,
         seq_len,
         model_flops_per_token(meta, seq_len),
