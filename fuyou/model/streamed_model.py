@@ -27,6 +27,7 @@ from transformers import Cache, PreTrainedModel
 from common.data.documents import Documents
 from common.errors import FinetuneError, UserError
 from common.models.attention.isolation import DocumentSeparator, takes_positions
+from common.models.attention.kernels import AttentionKernels
 from common.models.structure import find_blocks
 from common.models.vision.towers import tower_parameters
 from fuyou.model.blocks.calls import BlockCalls
@@ -81,6 +82,8 @@ class StreamedModel:
         self.token_dim = 1
         """Dimension of the hidden states that counts tokens."""
         self._takes_positions = takes_positions(model)
+        self.kernels = AttentionKernels(model.config, model.dtype, device)
+        """Kernels that attention may take in all passes."""
         self._survey()
 
     # -- which parameters belong where ----------------------------------------------------------------------------
@@ -227,9 +230,15 @@ class StreamedModel:
         assert self.family.isolation is not None
         return DocumentSeparator(self.model, self.family.isolation)
 
-    def apart(self, documents: Documents | None) -> contextlib.AbstractContextManager[None]:
-        """Keep ``documents`` apart in what the model computes while the context is open; None: there are none."""
-        return contextlib.nullcontext() if documents is None else self._separator.apart(documents)
+    @contextmanager
+    def apart(self, documents: Documents | None) -> Iterator[None]:
+        """Keep ``documents`` apart in what the model computes while the context is open; None: there are none.
+
+        Attention takes the same kernels whenever this is entered, with gradients or without.
+        """
+        separated = contextlib.nullcontext() if documents is None else self._separator.apart(documents)
+        with self.kernels.pinned(), separated:
+            yield
 
     @contextmanager
     def bound(self, parameters: Mapping[str, torch.Tensor], *, before: bool | None = None) -> Iterator[None]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from common.errors import UserError
+from common.models.attention.kernels import KERNELS
 from fuyou.layout.model_layout import Recomputation
 from fuyou.model.recompute.block_trace import BlockTrace, Operator
 from fuyou.model.recompute.policy import (
@@ -174,7 +175,10 @@ class Evaluator:
 
     @property
     def _kernels(self) -> str:
-        return "cpu" if self.machine.cpu else "cuda"
+        """What attention is traced with: the kernel that the profiled device was seen to take, if any."""
+        profile = self.machine.profile
+        seen = (one.name for one in profile.operators) if profile is not None else ()
+        return next((name for name in seen if name in KERNELS), "cpu" if self.machine.cpu else "cuda")
 
     # -- costs of a block's operators -----------------------------------------------------------------------------
 
