@@ -26,7 +26,7 @@ from transformers import Cache, PreTrainedModel
 
 from common.data.documents import Documents
 from common.errors import FinetuneError, UserError
-from common.models.attention.isolation import DocumentSeparator, takes_positions
+from common.models.attention.isolation import DocumentSeparator, configurations, takes_positions, without_masks
 from common.models.attention.kernels import AttentionKernels
 from common.models.structure import find_blocks
 from common.models.vision.towers import tower_parameters
@@ -81,7 +81,7 @@ class StreamedModel:
         """Elements of the hidden states, per token."""
         self.token_dim = 1
         """Dimension of the hidden states that counts tokens."""
-        self._takes_positions = takes_positions(model)
+        self._takes_positions, self._configurations = takes_positions(model), configurations(model)
         self.kernels = AttentionKernels(model.config, model.dtype, device)
         """Kernels that attention may take in all passes."""
         self._survey()
@@ -329,11 +329,16 @@ class StreamedModel:
     def head(self, batch: Mapping[str, torch.Tensor], hidden: torch.Tensor) -> torch.Tensor:
         """Run what comes after the blocks: return logits ``[B, S, V]`` from the last block's output.
 
-        Positions are left out: they would make the model build masks that nobody uses.
+        Masks, and positions that would only be made into some, are left out: blocks alone use them.
         """
         batch = {name: value for name, value in batch.items() if name != "position_ids"}
         empty = empty_parameters(self._read_before, self.device)
-        with self._stand_ins.handing_out(hidden), self._skipped(self.before), replaced_parameters(empty):
+        with (
+            self._stand_ins.handing_out(hidden),
+            self._skipped(self.before),
+            replaced_parameters(empty),
+            without_masks(self._configurations),
+        ):
             return self.model(**batch, use_cache=False).logits
 
     @torch.no_grad()

@@ -86,10 +86,10 @@ class AttentionKernels:
     def _asked(
         self, parts: Sequence[torch.Tensor], mask: torch.Tensor | None, dropout: float, causal: bool, gradients: bool
     ) -> SDPBackend:
-        tensors = [one.detach().requires_grad_(gradients) for one in parts]
-        shared = tensors[0].shape[1] != tensors[1].shape[1]
+        query, key, value = (one.detach().requires_grad_(gradients) for one in parts)
+        shared = query.shape[1] != key.shape[1]
         with self.pinned(), torch.set_grad_enabled(gradients):
-            return _NUMBERS[torch._fused_sdp_choice(*tensors, mask, dropout, causal, enable_gqa=shared)]
+            return _NUMBERS[torch._fused_sdp_choice(query, key, value, mask, dropout, causal, enable_gqa=shared)]
 
     def _empty(self, like: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
         return torch.empty((*like.shape[:-2], rows, columns), dtype=like.dtype, device=self._device)

@@ -12,7 +12,14 @@ import numpy as np
 import torch
 
 from common.errors import UserError
-from common.hardware.machine import cpu_count, memory_available_bytes, memory_limit_bytes, pick_gpu, torch_name
+from common.hardware.machine import (
+    core_count,
+    cpu_count,
+    memory_available_bytes,
+    memory_limit_bytes,
+    pick_gpu,
+    torch_name,
+)
 from common.memory.buffers import HostBuffer
 from common.store import IoThrottle
 from common.units import format_bytes, parse_bytes
@@ -308,9 +315,10 @@ class CudaDevice(_RealDevice):
 def optimizer_threads(device: Device) -> int:
     """Return the number of threads for the optimizer process beside ``device``.
 
-    Beside a GPU, all cores are the optimizer's; on a CPU device most belong to the computation.
+    Beside a GPU, all cores but two are the optimizer's; on a CPU device most belong to the computation. Threads that
+    share a core would not be faster: vector units and memory bandwidth bound an update.
     """
-    return 1 if device.shares_host_memory else max(1, cpu_count() - 2)
+    return 1 if device.shares_host_memory else max(1, core_count() - 2)
 
 
 def leave_cores(device: Device) -> None:
