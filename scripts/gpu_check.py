@@ -101,8 +101,7 @@ def main(
 
 
 def usual_presets(ssd: Path) -> tuple[str, ...]:
-    """Names of the models that are trained: a small one, and the largest that the drive holds in one slot and that a
-    drive of 3 GB/s fills in the time there is."""
+    """Names of the models that are trained: a small one, and the largest that the drive holds in one slot."""
     free = shutil.disk_usage(ssd).free - (6 << 30)
     larger = (name for name, parameters in LARGER.items() if 12.1 * parameters < free)
     return ("gpt3-1.3b", *list(larger)[:1])

@@ -175,8 +175,8 @@ def _engine(data: Data) -> list[str]:
         lines.append(f"The drive has room for {format_count(int(data['largest_parameters']))} parameters, in one slot.")
     if "uncapped" in data:
         lines.append(f"{data['uncapped']}.")
-    header = ["batch", "micro-batch", "s/step", "tokens/s", "model TFLOP/s", "hardware TFLOP/s", "of matmul", "predicted",
-              "gpu", "to device", "to host", "ssd", "adam", "largest", "overlap", "device peak", "host peak",
+    header = ["batch", "micro-batch", "s/step", "tokens/s", "model TFLOP/s", "hardware TFLOP/s", "of matmul",
+              "predicted", "gpu", "to device", "to host", "ssd", "adam", "largest", "overlap", "device peak", "host peak",
               "read", "written"]  # fmt: skip
     rows = []
     for row in data.get("rows", []):
@@ -196,8 +196,8 @@ def _engine(data: Data) -> list[str]:
             format_bytes(row["host_peak_bytes"]), format_bytes(row["read_bytes"]), format_bytes(row["written_bytes"]),
         ])  # fmt: skip
     lines += ["", *_table(header, rows), "",
-              "Bounds are seconds per step; overlap is the largest of them over s/step. Predicted is s/step as the planner "
-              "simulates it with the limits measured above."]  # fmt: skip
+              "Bounds are seconds per step; overlap is the largest of them over s/step. Predicted is s/step as the "
+              "planner simulates it with the limits measured above."]  # fmt: skip
     for row in data.get("rows", []):
         waits = sorted((row.get("idle") or {}).items(), key=lambda item: -item[1])
         if waits:
