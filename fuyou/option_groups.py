@@ -8,6 +8,7 @@ from pathlib import Path
 from peft import PeftConfig
 
 from common.models.adapters.options import AdapterOptions
+from common.store.store import READS_ONLY
 from fuyou.layout.optimizer_state import ADAMW
 from fuyou.model.recompute.policy import ActivationPolicy
 
@@ -34,13 +35,23 @@ class StoreConfig:
     single_slot: bool = False
     """Whether to take half the space and no protection: a crash in the middle of a step loses the run."""
     io: str = "auto"
-    """Way of parameters from the SSDs to a GPU: ``"posix"``, through host memory; ``"kvikio"``, past it, but for what
-    is cached there; ``"auto"``, whichever is measured to be faster."""
+    """Way between the SSDs and a GPU: ``"posix"``, through host memory; ``"kvikio"``, past it, but for what is cached
+    there; ``"auto"``, whichever is measured to be faster, for reads and for writes."""
 
     def __post_init__(self) -> None:
         for name in ("ssd", "leave_ssd"):  # which are gone through more than once
             given = getattr(self, name)
             object.__setattr__(self, name, (given,) if isinstance(given, str | os.PathLike) else tuple(given))
+
+    @property
+    def direct_reads(self) -> bool:
+        """Whether the device's memory is read into past host memory, once :attr:`io` is settled."""
+        return self.io in ("kvikio", READS_ONLY)
+
+    @property
+    def direct_writes(self) -> bool:
+        """Whether it is written from past host memory, likewise."""
+        return self.io == "kvikio"
 
     @property
     def drives(self) -> list[Path]:

@@ -28,6 +28,7 @@ from fuyou.engine.common_decisions import (
     check_memory,
     common_limits,
     prove_once,
+    store_io,
     with_common_dtype,
     with_common_io,
 )
@@ -305,7 +306,7 @@ class OpenRun:
             emulated=not self.device.computes,
             piece_bytes=self.shape.piece_bytes,
         )
-        io: dict[str, Any] = {"io": store.io, "throttle": self.device.throttle}
+        io: dict[str, Any] = {"io": store_io(config, self.device), "throttle": self.device.throttle}
         if store.resume:
             reshard_run(drives, self.model.shape, wanted, self.agreement)
             self.files = resume_run(drives, wanted, self.agreement, **io)

@@ -6,7 +6,8 @@ real copies, made by the lanes' threads. So what runs on a machine without a GPU
 
 import time
 from collections.abc import Callable
-from typing import Protocol
+from concurrent.futures import Future
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -66,6 +67,16 @@ class Device(Protocol):
 
     def copy(self, task: Task, target: torch.Tensor, source: torch.Tensor) -> None:
         """Copy contiguous bytes (``uint8 [n]`` each) between host and device, in the lane of ``task``."""
+        ...
+
+    def move_past_host(self, task: Task, memory: torch.Tensor, begin: Callable[[Any], Future]) -> Future:
+        """Move bytes between the drives and the device, past host memory.
+
+        Args:
+            task: what moves them.
+            memory: of the device, ``uint8 [n]``.
+            begin: begins to read into the memory that it is given, or to write from it.
+        """
         ...
 
     def exchange(self, task: Task, work: Callable[[], None], meet: Callable[[], None]) -> None:
@@ -144,6 +155,9 @@ class _RealDevice:
     exchange_rates: tuple[float, float] | None = None
     throttle: IoThrottle | None = None
     in_one_order: frozenset[Op] = frozenset()
+
+    def move_past_host(self, task: Task, memory: torch.Tensor, begin: Callable[[Any], Future]) -> Future:
+        return begin(memory)
 
     def stand_in(self, executor: Executor, tasks: StepList, tokens: int, start_time: float) -> Computation | None:
         return None

@@ -108,6 +108,7 @@ def scenarios(draw: st.DrawFn) -> dict[str, Any]:
         "cuts": cuts, "share": ALONE if speculate else draw(st.sampled_from(SHARES)),
         "own": draw(st.sets(st.integers(0, 4))), "reference": reference and not cuts,
         "together": draw(st.sampled_from([None, 1, 2])), "direct_reads": draw(st.booleans()),
+        "direct_writes": draw(st.booleans()),
     }  # fmt: skip
 
 
