@@ -42,8 +42,8 @@ def with_common_io(config: EngineConfig, device: Device, agreement: Agreement) -
 
 
 def store_io(config: EngineConfig, device: Device) -> Io:
-    """Return how stores are opened: what an emulated device moves past host memory is moved by the host."""
-    return cast("Io", config.store.io) if device.computes else "posix"
+    """Return how stores are opened: the memory of what is no GPU is the host's, which reads and writes it itself."""
+    return cast("Io", config.store.io) if device.torch_device.type == "cuda" else "posix"
 
 
 def common_limits(config: EngineConfig, device: Device, agreement: Agreement) -> tuple[int, int]:

@@ -68,7 +68,7 @@ class ActivationPools:
         self._host = SortedPool(f"host activations ({activation.value})", host, self._next_use, spared=1)
         self._ssd_free = list(range(ssd))
         self._ssd: dict[Hashable, tuple[int, Task]] = {}
-        self._uses: dict[Hashable, list[int]] = {}
+        self._uses: dict[ActivationKey, list[int]] = {}
         self._list = StepList(0)
         self._bytes = 0
         self._ssd_users: dict[int, list[Task]] = {}
@@ -221,5 +221,5 @@ class ActivationPools:
         return task
 
     def _next_use(self, key: Hashable) -> float:
-        uses = self._uses.get(key)
+        uses = self._uses.get(key)  # type: ignore[call-overload]  # pools know keys as hashable objects
         return uses[-1] if uses else NEVER

@@ -21,11 +21,11 @@ def predicted_seconds(engine: fuyou.Engine, limits: dict[str, Any]) -> float | N
     matmul, store, adam, copies = (limits.get(name) for name in ("matmul", "store", "adam", "copies"))
     if not (isinstance(matmul, dict) and isinstance(store, dict) and isinstance(adam, dict)):
         return None
-    there = isinstance(copies, dict)  # a CPU copies to itself, as fast as its memory
+    links = copies if isinstance(copies, dict) else {}  # a CPU copies to itself, as fast as its memory
     rates = TaskRates(
         BLOCK_FRACTION * matmul["best_flops_per_second"],
-        copies["to_device_beside"] if there else 1e10,
-        copies["to_host_beside"] if there else 1e10,
+        links.get("to_device_beside", 1e10),
+        links.get("to_host_beside", 1e10),
         store["read"],
         store["write"],
         adam["bf16"],

@@ -22,6 +22,7 @@ import torch
 
 import fuyou.engine.common_decisions
 import fuyou.engine.opening
+import fuyou.engine.runtime
 from fuyou.runtime.compute.step_computation import StepComputation
 from fuyou.runtime.devices.device import CpuDevice
 from fuyou.schedule.tasks import ComputeTask, Op, Task
@@ -76,6 +77,8 @@ class QueuedDevice(CpuDevice):
         """Have kvikio's stand-in fill this device's memory."""
         kvikio.install(monkeypatch, self.opened)
         monkeypatch.setattr(fuyou.engine.common_decisions, "way_to_device", lambda *_: "kvikio")
+        for module in (fuyou.engine.opening, fuyou.engine.runtime):
+            monkeypatch.setattr(module, "store_io", lambda config, device: config.store.io)
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         made = super().allocate(nbytes)
