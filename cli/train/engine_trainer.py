@@ -162,6 +162,7 @@ class EngineTrainer(Trainer):
             evaluation_io=self._evaluation_io,
             created_bytes=engine.created_bytes,
             clip_by=engine.clip_by and engine.clip_by.value,
+            way=engine.io,
         )
 
 
