@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import _disable_current_modes
 from transformers import PreTrainedConfig
 
 from common.models.layer_configs import layer_configs
@@ -65,8 +66,10 @@ class AttentionKernels:
             return KERNELS[device]
         if device == self._device.type:
             tokens = [min(one.shape[2], _TOKENS) for one in parts]
-            given = [self._empty(one, count, one.shape[3]) for one, count in zip(parts, tokens, strict=True)]
-            return self._asked(given, None if mask is None else self._empty(mask, *tokens[:2]), 0.0, causal, True)
+            with _disable_current_modes():  # the question is no part of what is traced
+                given = [self._empty(one, count, one.shape[3]) for one, count in zip(parts, tokens, strict=True)]
+                hides = None if mask is None else self._empty(mask, *tokens[:2])
+                return self._asked(given, hides, 0.0, causal, True)
         query, _, value = parts
         if device == "cpu":
             return SDPBackend.FLASH_ATTENTION if query.shape[-1] == value.shape[-1] else SDPBackend.MATH
