@@ -176,8 +176,8 @@ def _engine(data: Data) -> list[str]:
     if "uncapped" in data:
         lines.append(f"{data['uncapped']}.")
     header = ["batch", "micro-batch", "s/step", "tokens/s", "model TFLOP/s", "hardware TFLOP/s", "of matmul",
-              "predicted", "gpu", "to device", "to host", "ssd", "adam", "largest", "overlap", "device peak", "host peak",
-              "read", "written"]  # fmt: skip
+              "predicted", "gpu", "to device", "to host", "ssd", "adam", "largest", "overlap", "device peak",
+              "host peak", "read", "written"]  # fmt: skip
     rows = []
     for row in data.get("rows", []):
         if "seconds" not in row:
