@@ -8,6 +8,7 @@ from pathlib import Path
 from peft import PeftConfig
 
 from common.models.adapters.options import AdapterOptions
+from common.store.store import READS_ONLY
 from fuyou.layout.optimizer_state import ADAMW
 from fuyou.model.recompute.policy import ActivationPolicy
 
@@ -34,13 +35,23 @@ class StoreConfig:
     single_slot: bool = False
     """Whether to take half the space and no protection: a crash in the middle of a step loses the run."""
     io: str = "auto"
-    """Way of parameters from the SSDs to a GPU: ``"posix"``, through host memory; ``"kvikio"``, past it, but for what
-    is cached there; ``"auto"``, whichever is measured to be faster."""
+    """Way between the SSDs and a GPU: ``"posix"``, through host memory; ``"kvikio"``, past it, but for what is cached
+    there; ``"auto"``, whichever is measured to be faster, for reads and for writes."""
 
     def __post_init__(self) -> None:
         for name in ("ssd", "leave_ssd"):  # which are gone through more than once
             given = getattr(self, name)
             object.__setattr__(self, name, (given,) if isinstance(given, str | os.PathLike) else tuple(given))
+
+    @property
+    def direct_reads(self) -> bool:
+        """Whether the device's memory is read into past host memory, once :attr:`io` is settled."""
+        return self.io in ("kvikio", READS_ONLY)
+
+    @property
+    def direct_writes(self) -> bool:
+        """Whether it is written from past host memory, likewise."""
+        return self.io == "kvikio"
 
     @property
     def drives(self) -> list[Path]:
@@ -131,6 +142,9 @@ class MemoryConfig:
     """Whether it is going to be asked for the model's without adapters, too (``reference``), likewise."""
     images: bool = False
     """Whether to plan memory for batches with images from the start. Without it, that happens when the first comes."""
+    padded: bool = False
+    """Whether to plan memory for batches whose ``attention_mask`` hides tokens, likewise: attention is given a byte for
+    each pair of tokens of a row then, which stays on the device during the step."""
     generation: tuple[int, int, int] | None = None
     """(prompts, tokens of the longest one, new tokens) that :meth:`fuyou.Engine.generate` is going to be called with,
     to plan memory for what it keeps from the start. Without it, buffers are made anew for each call and after it."""

@@ -11,6 +11,8 @@ nor a slow section costs the others their figures. results.json and results.md i
 come in.
 
 ``--device cpu --quick`` runs everything that needs no GPU on tiny models: it tests this script, and measures nothing.
+
+What to send back is printed at the end: results.md, or the whole output directory if something failed.
 """
 
 import contextlib
@@ -45,6 +47,8 @@ SHARES = {
     "in-memory": 2.0,
 }
 """Shares of the time. What a section leaves goes to those after it."""
+LARGER = {"gpt3-13b": 12.9e9, "gpt3-6.7b": 6.7e9, "gpt3-2.7b": 2.7e9}
+"""Larger models by their parameters, the largest first."""
 GRACE_S = 20.0
 """How long after its time a section is stopped by force."""
 RESERVE_S = 25.0
@@ -57,7 +61,9 @@ RESERVE_S = 25.0
 @click.option("--device", default="cuda:0", show_default=True)
 @click.option("--device-memory", default="24GiB", show_default=True, help="The engine's at most; 'all': what is free.")
 @click.option("--host-memory", help="What the engine may use. [default: four fifths of what is available]")
-@click.option("--preset", "presets", multiple=True, help="Repeatable. [default: gpt3-1.3b, gpt3-2.7b]")
+@click.option(
+    "--preset", "presets", multiple=True, help="Repeatable. [default: gpt3-1.3b, and the largest the drive holds]"
+)
 @click.option("--batch", "batches", multiple=True, type=int, help="Sequences; repeatable. [default: 16, 64, 256]")
 @click.option("--seq-len", default=1024, show_default=True)
 @click.option("--minutes", default=9.0, show_default=True, help="For everything together.")
@@ -85,13 +91,20 @@ def main(
     settings = Settings(
         output=str(Path(output).resolve()), ssd=str(Path(ssd).resolve()), device=device, quick=quick,
         device_memory=None if device_memory == "all" or device == "cpu" else device_memory, host_memory=host_memory,
-        presets=presets or ("gpt3-1.3b", "gpt3-2.7b"), batches=tuple(sorted(batches or (16, 64, 256))), seq_len=seq_len,
+        presets=presets or usual_presets(Path(ssd)), batches=tuple(sorted(batches or (16, 64, 256))), seq_len=seq_len,
         command="python " + shlex.join(sys.argv),
     )  # fmt: skip
     if quick:
         settings = replace(settings, presets=("tiny",), batches=(2,), seq_len=32, host_memory=host_memory or "600MiB")
     Path(output).mkdir(parents=True, exist_ok=True)
     sys.exit(everything(settings, time.time() + 60 * minutes, sections.split(",") if sections else None))
+
+
+def usual_presets(ssd: Path) -> tuple[str, ...]:
+    """Names of the models that are trained: a small one, and the largest that the drive holds in one slot."""
+    free = shutil.disk_usage(ssd).free - (6 << 30)
+    larger = (name for name, parameters in LARGER.items() if 12.1 * parameters < free)
+    return ("gpt3-1.3b", *list(larger)[:1])
 
 
 def planned(settings: Settings, wanted: list[str] | None) -> list[str]:
@@ -128,6 +141,7 @@ def everything(settings: Settings, end: float, wanted: list[str] | None) -> int:
         failed += status not in ("done", "skipped")
     remove_data(Path(settings.ssd))
     print("\n" + (Path(settings.output) / "results.md").read_text(), flush=True)
+    print(f"Send back {settings.output}: results.md and results.json, and what was printed above if something failed.")
     return 1 if failed else 0
 
 

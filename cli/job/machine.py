@@ -82,6 +82,7 @@ def training_of(settings: Settings) -> TrainingJob:
         clips=waits,
         single_slot=settings.single_slot,
         direct_reads=settings.io == "kvikio",
+        direct_writes=settings.io == "kvikio",
         micro_batch=settings.micro_batch,
         host_cache=settings.host_cache,
         piece_bytes=settings.piece_size,
@@ -95,6 +96,7 @@ def training_of(settings: Settings) -> TrainingJob:
         clip_by=clip_by_named(settings.clip_by),
         clipped_share=_clip_statistics(settings).share if settings.max_grad_norm > 0 else 0.0,
         loss=loss_inputs(settings),
+        padded=settings.traits.classifies,
     )
 
 

@@ -110,7 +110,7 @@ class MemorySettings:
     """What to train of a vision-language model beside its language model: the projector, or all that turns images into
     tokens. Default: neither."""
     io: str = option("auto", type=("auto", "kvikio", "posix"), only=Only.OUT_OF_CORE, modes=Mode.RUN)
-    """Way of parameters from the SSDs to a GPU: posix, through host memory; kvikio, past it; auto, what is faster."""
+    """Way between the SSDs and a GPU: posix, through host memory; kvikio, past it; auto, what is faster."""
     single_slot: bool = option(False, modes=Mode.MODEL, only=Only.OUT_OF_CORE)
     """Take half the space on SSD; a crash loses the run."""
     unproven: bool = option(False, only=Only.OUT_OF_CORE, modes=Mode.RUN)

@@ -212,6 +212,8 @@ class RunTotals:
     """Bytes that a node sends to others per step, by the formula; None: what was sent was counted by it."""
     clip_by: str | None = None
     """How gradients were clipped out of core, if they were."""
+    way: str | None = None
+    """Way between SSDs and device, out of core: ``posix``, ``kvikio`` or ``kvikio-reads``."""
 
     @property
     def total_written(self) -> int:

@@ -52,6 +52,9 @@ class Report:
     """Steps whose loss or gradient were not finite, so that nothing was changed."""
     clip_by: str | None = None
     """How gradients were clipped out of core: ``deferral`` or ``speculation``; None: they were not, or in memory."""
+    way: str | None = None
+    """Way between SSDs and device: ``posix``, through host memory; ``kvikio``, past it; ``kvikio-reads``, past it for
+    reads only. None in memory."""
     clipped_steps: int = 0
     """Steps whose gradients were scaled down."""
     updated_again_steps: int = 0
@@ -95,7 +98,7 @@ class Report:
             lines["ssd"] = (
                 f"{format_bytes(self.ssd_read_bytes_per_step)} read and "
                 f"{format_bytes(self.ssd_written_bytes_per_step)} written per step; "
-                f"{total_written / 1e12:.3g} TB written in all"
+                f"{total_written / 1e12:.3g} TB written in all{_PAST_HOST.get(self.way or '', '')}"
             )
         if not self.bound_seconds or self.network_sent_bytes_per_step:
             lines["network"] = f"{format_bytes(self.network_sent_bytes_per_step)} sent by each node per step"
@@ -107,6 +110,13 @@ class Report:
             return ""
         bound = max(self.bound_seconds, key=lambda name: self.bound_seconds[name])
         return f", bound by {RESOURCES.get(bound, bound)} ({self.overlap_efficiency:.0%} of the time)"
+
+
+_PAST_HOST = {
+    "kvikio": "; to and from the device past host memory, where that would not keep it (kvikio)",
+    "kvikio-reads": "; to the device past host memory, where that would not keep it (kvikio)",
+}
+"""What the summary says about ways between SSDs and device."""
 
 
 class Measurements:
@@ -178,6 +188,7 @@ class Measurements:
             planned_network_sent_bytes_per_step=sent if planned_sent is None else planned_sent,
             skipped_steps=self._skipped_steps,
             clip_by=totals.clip_by,
+            way=totals.way,
             clipped_steps=self._clipped_steps,
             updated_again_steps=self._updated_again_steps,
             watched=self._watched,

@@ -162,18 +162,21 @@ class EngineTrainer(Trainer):
             evaluation_io=self._evaluation_io,
             created_bytes=engine.created_bytes,
             clip_by=engine.clip_by and engine.clip_by.value,
+            way=engine.io,
         )
 
 
 def engine_options(job: Job) -> dict[str, Any]:
     """Return the arguments of the engine that are the same whether one rank trains or several."""
     settings, towers, loss = job.settings, towers_of(job.settings), loss_inputs(job.settings)
+    images = isinstance(job.batches, ImageBatches) or isinstance(job.held_out, ImageBatches)
     names = OPTION_NAMES - {"ssd", "leave_ssd", "resume", "overwrite"}
     return settings.named(names) | {
         "model": settings.model if job.checkpoint is None else job.checkpoint,
         "packed": job.batches.packed,
         "adapters": adapters_of(settings),
-        "images": isinstance(job.batches, ImageBatches) or isinstance(job.held_out, ImageBatches),
+        "images": images,
+        "padded": images or settings.traits.classifies,
         "freeze_vision_tower": towers.freeze_vision_tower,
         "freeze_multi_modal_projector": towers.freeze_multi_modal_projector,
         "token_outputs": loss.outputs,

@@ -42,6 +42,20 @@ def cpu_count(proc_self: Path = PROC_SELF) -> int:
     return max(1, min([affinity, *(math.ceil(share) for share in shares if share is not None)]))
 
 
+def core_count(proc_self: Path = PROC_SELF, devices: Path = Path("/sys/devices/system/cpu")) -> int:
+    """Return how many whole cores this process may use: hyperthreads of one core count once.
+
+    Where the kernel does not tell which processors share a core, every processor counts as one. The arguments are for
+    tests.
+    """
+    usable = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+    try:
+        cores = {(devices / f"cpu{number}/topology/thread_siblings_list").read_text() for number in usable}
+    except OSError:
+        return cpu_count(proc_self)
+    return min(len(cores), cpu_count(proc_self))
+
+
 def huge_pages_enabled(switch: Path = Path("/sys/kernel/mm/transparent_hugepage/enabled")) -> bool:
     """Return whether private memory gets huge pages by ``madvise(MADV_HUGEPAGE)``."""
     try:

@@ -6,12 +6,13 @@ from common.store.errors import StoreError
 from common.store.layout import ALIGNMENT, Extent, Layout
 from common.store.lock import DirectoryLock
 from common.store.manifest import commit_manifest, first_manifest, load_manifest
-from common.store.store import Store
+from common.store.store import Io, Store
 
 __all__ = [
     "ALIGNMENT",
     "DirectoryLock",
     "Extent",
+    "Io",
     "IoThrottle",
     "Layout",
     "Store",

@@ -23,7 +23,9 @@ from common.store.layout import ALIGNMENT, Extent, Layout, pieces, whole_pages
 if TYPE_CHECKING:
     import torch
 
-Io = Literal["auto", "kvikio", "posix"]
+Io = Literal["auto", "kvikio", "kvikio-reads", "posix"]
+READS_ONLY: Literal["kvikio-reads"] = "kvikio-reads"
+"""Way that ``auto`` may come to: kvikio for reads, and writes through host memory."""
 
 
 class Store:
@@ -328,8 +330,8 @@ def _join_clock(directory: Path) -> DriveClock:
 
 def way_to_device(
     directories: Sequence[Path], io: str, device: "torch.device", threads: int = 4
-) -> Literal["kvikio", "posix"]:
-    """Return how a store's bytes are to come into a device's memory: with kvikio, past the host's, or through that.
+) -> Literal["kvikio", "kvikio-reads", "posix"]:
+    """Return how a store's bytes are to get to and from a device's memory: with kvikio, past the host's, or through it.
 
     Args:
         directories: one on each drive; ``"auto"`` measures on the first.
@@ -345,7 +347,8 @@ def way_to_device(
         import torch
 
         with torch.cuda.device(device):
-            return "kvikio" if _device_directions(list(directories), io, threads)[0] else "posix"
+            reads, writes = _device_directions(list(directories), io, threads)
+        return "posix" if not reads else "kvikio" if writes else READS_ONLY
     if io == "kvikio":
         raise UserError(f"--io kvikio reads into the memory of a GPU, and this run computes on {device}: leave it out.")
     return "posix"
@@ -354,9 +357,9 @@ def way_to_device(
 def _check_io(io: str) -> None:
     """Refuse a way that cannot work, before anything is written."""
     choices = ("auto", "kvikio", "posix")
-    if io not in choices:
+    if io not in (*choices, READS_ONLY):
         raise UserError(f"--io {io} is unknown; it is one of {', '.join(choices)}.{did_you_mean(io, choices)}")
-    if io == "kvikio":
+    if io in ("kvikio", READS_ONLY):
         kvikio_backend.require()
 
 
@@ -364,9 +367,9 @@ def _device_directions(directories: list[Path], io: str, threads: int) -> tuple[
     """Return whether kvikio is to read, and to write, device memory. ``auto`` measures, and so initialises CUDA."""
     if io == "posix" or (io == "auto" and kvikio_backend.why_unavailable()):
         return False, False
-    if io == "kvikio":
+    if io in ("kvikio", READS_ONLY):
         kvikio_backend.configure(threads * len(directories))
-        return True, True
+        return True, io == "kvikio"
 
     import torch
 

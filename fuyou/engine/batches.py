@@ -71,14 +71,24 @@ def with_labels(run: OpenRun, batch: dict[str, Any]) -> dict[str, Any]:
 
 def largest_of_all(
     run: OpenRun, batch: dict[str, Any], loss: LossInputs = ENGINE_LOSS
-) -> tuple[int, int, bool, LossInputs]:
-    """Return the largest batch of all ranks: sequences, tokens per sequence, whether any has images, and what any
-    computes its loss from.
+) -> tuple[int, int, bool, bool, LossInputs]:
+    """Return the largest batch of all ranks: sequences, tokens per sequence, whether any has images, whether a mask of
+    any hides tokens, and what any computes its loss from.
 
     All or none of the ranks make their buffers anew.
     """
     rows, seq_len = batch["input_ids"].shape
-    size = (rows, seq_len, holds_images(batch), loss.outputs, loss.reference)
+    size = (rows, seq_len, holds_images(batch), _makes_mask(run, batch), loss.outputs, loss.reference)
     of_all = run.agreement.all_gather_object(size)
-    rows, seq_len, images, outputs, reference = (max(sizes) for sizes in zip(*of_all, strict=True))
-    return rows, seq_len, images, LossInputs(outputs, reference)
+    rows, seq_len, images, padded, outputs, reference = (max(sizes) for sizes in zip(*of_all, strict=True))
+    return rows, seq_len, images, padded, LossInputs(outputs, reference)
+
+
+def _makes_mask(run: OpenRun, batch: dict[str, Any]) -> bool:
+    """Return whether attention is given a mask of all pairs of tokens: because one of padding hides some, or because
+    positions restart in a family that keeps documents apart with a mask."""
+    mask = batch.get("attention_mask")
+    if isinstance(mask, torch.Tensor):
+        return mask.dim() > 2 or not bool(mask.all())
+    isolation = run.model.stack.family.isolation if restarts(batch.get("position_ids")) else None
+    return isolation is not None and not isolation.attention_by_document

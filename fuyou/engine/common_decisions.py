@@ -2,14 +2,14 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from transformers import PreTrainedConfig
 
 from common.activity import activity
 from common.errors import UserError
 from common.hardware.machine import memory_available_bytes
-from common.store.store import way_to_device
+from common.store.store import READS_ONLY, Io, way_to_device
 from common.units import format_bytes
 from fuyou.config import AUTO, EngineConfig
 from fuyou.engine.computing_dtype import dtype_of_all, stored_dtype
@@ -30,9 +30,20 @@ def with_common_dtype(config: EngineConfig, device: Device, ssd: Sequence[Path],
 
 
 def with_common_io(config: EngineConfig, device: Device, agreement: Agreement) -> EngineConfig:
-    """Return ``config`` with a way in the place of ``io="auto"``: past host memory if that is faster on every rank."""
-    ways = agreement.all_gather_object(way_to_device(config.store.drives, config.store.io, device.torch_device))
-    return config.with_options(io="kvikio" if set(ways) == {"kvikio"} else "posix")
+    """Return ``config`` with a way in the place of ``io="auto"``: past host memory if that is faster on every rank.
+
+    On an emulated device, only what is asked for is done.
+    """
+    asked = config.store.io
+    if device.computes or asked != "kvikio":
+        asked = way_to_device(config.store.drives, asked, device.torch_device)
+    ways = set(agreement.all_gather_object(asked))
+    return config.with_options(io="posix" if "posix" in ways else ways.pop() if len(ways) == 1 else READS_ONLY)
+
+
+def store_io(config: EngineConfig, device: Device) -> Io:
+    """Return how stores are opened: the memory of what is no GPU is the host's, which reads and writes it itself."""
+    return cast("Io", config.store.io) if device.torch_device.type == "cuda" else "posix"
 
 
 def common_limits(config: EngineConfig, device: Device, agreement: Agreement) -> tuple[int, int]:

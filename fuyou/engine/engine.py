@@ -46,7 +46,8 @@ class Engine(EngineFigures):
             ``lora_plus_ratio``, ``optimizer``, ``optimizer_dtype``, ``max_grad_norm``, ``clip_by``,
             ``deferred_fraction``, ``on_nonfinite`` (:class:`fuyou.option_groups.OptimizerConfig`); ``host_memory``,
             ``device_memory``, ``host_cache``, ``kept_activations``, ``piece_size``, ``micro_batch``, ``batch_shape``,
-            ``token_outputs``, ``reference``, ``images``, ``generation`` (:class:`fuyou.option_groups.MemoryConfig`);
+            ``token_outputs``, ``reference``, ``images``, ``padded``, ``generation``
+            (:class:`fuyou.option_groups.MemoryConfig`);
             ``adapters``, ``trainable``, ``train_experts``, ``frozen_dtype``, ``freeze_vision_tower``,
             ``freeze_multi_modal_projector`` (:class:`fuyou.option_groups.WeightsConfig`); ``device``, ``dtype``,
             ``seed``, ``deterministic``, ``compile``, ``neftune_alpha``, ``router_loss``, ``automatic``, ``topology``,

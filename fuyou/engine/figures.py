@@ -87,6 +87,12 @@ class EngineFigures:
         config = self._run.config
         return None if config.max_grad_norm == math.inf else config.clips_by
 
+    @property
+    def io(self) -> str:
+        """Way between the SSDs and the device: ``"posix"``, through host memory; ``"kvikio"``, past it, for what host
+        memory would not keep; ``"kvikio-reads"``, past it for reads only."""
+        return self._run.config.store.io
+
     def keep_trace(self) -> None:
         """Keep what happens in the newest step, from the next one on, for :meth:`write_trace`."""
         self._run.runtime.keep_trace()

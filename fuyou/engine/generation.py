@@ -116,10 +116,11 @@ class Generation:
         if options.max_new_tokens < 1:
             raise UserError(f"max_new_tokens must be at least 1, not {options.max_new_tokens}.")
         self._steps.flush()
-        sizes = run.agreement.all_gather_object((*ids.shape, options.max_new_tokens, options.use_cache))
+        hides = not bool(mask.all())
+        sizes = run.agreement.all_gather_object((*ids.shape, options.max_new_tokens, options.use_cache, hides))
         if len({one[3] for one in sizes}) > 1:
             raise UserError("use_cache must be the same on all ranks.")
-        rows, longest, new, _ = (max(one) for one in zip(*sizes, strict=True))
+        rows, longest, new, _, padded = (max(one) for one in zip(*sizes, strict=True))
         context = getattr(run.model.config.get_text_config(), "max_position_embeddings", None)
         if context and longest + new > context:
             raise UserError(
@@ -129,7 +130,8 @@ class Generation:
         if options.use_cache:
             dtype = run.shape.precision.dtype
             wanted = KeyValueCache(run.model.key_values, dtype.itemsize, rows, longest + new, 0)
-        with run.runtime.room_to_generate(rows, longest if options.use_cache else longest + new - 1, wanted) as cache:
+        most = longest if options.use_cache else longest + new - 1
+        with run.runtime.room_to_generate(rows, most, padded, wanted) as cache:
             caches = [] if cache is None else self._caches(cache, ids)
             return _Sequences(self, caches, ids, mask, options).generate(max(one[2] for one in sizes))
 

@@ -28,6 +28,7 @@ from fuyou.engine.common_decisions import (
     check_memory,
     common_limits,
     prove_once,
+    store_io,
     with_common_dtype,
     with_common_io,
 )
@@ -191,7 +192,8 @@ class OpenRun:
             self._check_compiled()
         check_lora_plus(config.adam.lora_plus_ratio, () if self.model.adapters is None else self.model.adapters.names)
         self._source = self.model.weights()
-        self.model.shape = self._cut_blocks(replace(self.model.shape, compiled=config.compile), share)
+        shape = replace(self.model.shape, padded=config.memory.padded, compiled=config.compile)
+        self.model.shape = self._cut_blocks(shape, share)
         if config.memory.reference:
             check_reference(self.model)
         if self.model.shape.orders and config.prove and self.device.computes:
@@ -317,7 +319,7 @@ class OpenRun:
             emulated=not self.device.computes,
             piece_bytes=self.shape.piece_bytes,
         )
-        io: dict[str, Any] = {"io": store.io, "throttle": self.device.throttle}
+        io: dict[str, Any] = {"io": store_io(config, self.device), "throttle": self.device.throttle}
         if store.resume:
             reshard_run(drives, self.model.shape, wanted, self.agreement)
             self.files = resume_run(drives, wanted, self.agreement, **io)

@@ -10,6 +10,7 @@ from common.store.migration import SCRATCH
 from fuyou.checkpoint.commits import Commits
 from fuyou.checkpoint.run_files import RunFiles
 from fuyou.config import EngineConfig
+from fuyou.engine.common_decisions import store_io
 from fuyou.layout.key_values import KeyValueCache
 from fuyou.layout.model_layout import BatchShape, ModelLayout
 from fuyou.layout.record import RecordExtents
@@ -100,17 +101,18 @@ class Runtime:
         rows: int,
         seq_len: int,
         images: bool = False,
+        padded: bool = False,
         loss: LossInputs = ENGINE_LOSS,
         cache: KeyValueCache | None = None,
     ) -> None:
-        """Divide the budgets for batches of this size, with ``images`` or without, for what ``loss`` is made of, and
-        for what generation keeps.
+        """Divide the budgets for batches of this size, with ``images`` or without, ``padded`` behind a mask or not, for
+        what ``loss`` is made of, and for what generation keeps.
 
         Raises:
             UserError: they do not hold what a step needs.
         """
-        if images:
-            self._planner.shape = replace(self._planner.shape, images=True)
+        shape = self._planner.shape
+        self._planner.shape = replace(shape, images=shape.images or images, padded=shape.padded or padded)
         self.memory_plan = self._planned(rows, seq_len, loss, cache)
 
     def _planned(self, rows: int, seq_len: int, loss: LossInputs, cache: KeyValueCache | None) -> MemoryPlan:
@@ -120,14 +122,16 @@ class Runtime:
         return plan_with_cache(lambda tiers: self._planner.plan(rows, seq_len, micro, loss, tiers), cache)
 
     @contextmanager
-    def room_to_generate(self, rows: int, seq_len: int, cache: KeyValueCache | None) -> Iterator[KeyValueCache | None]:
+    def room_to_generate(
+        self, rows: int, seq_len: int, padded: bool, cache: KeyValueCache | None
+    ) -> Iterator[KeyValueCache | None]:
         """Have buffers for passes over such batches and for what generation keeps, and afterwards those of before.
 
         So nothing that is trained afterwards depends on what was generated. Where memory was planned for both, nothing
         is made anew. Nothing may be pending.
 
         Args:
-            rows, seq_len: of the largest pass.
+            rows, seq_len, padded: of the largest pass.
             cache: what is kept, on any tiers; None: nothing.
 
         Yields:
@@ -136,12 +140,16 @@ class Runtime:
         Raises:
             UserError: the budgets do not hold it.
         """
-        planned = self.memory_plan
+        planned, shape = self.memory_plan, self._planner.shape
         there = planned.batch.cache
-        if self.fits(rows, seq_len) and (cache is None or (there is not None and there.covers(cache))):
+        if self.fits(rows, seq_len, padded=padded) and (cache is None or (there is not None and there.covers(cache))):
             yield cache if there is None or cache is None else cache.on_device(there.device_layers)
             return
-        chosen, was_open = self._planned(rows, seq_len, ENGINE_LOSS, cache), self.is_open
+        self._planner.shape = replace(shape, padded=shape.padded or padded)
+        try:
+            chosen, was_open = self._planned(rows, seq_len, ENGINE_LOSS, cache), self.is_open
+        finally:
+            self._planner.shape = shape
         self.close()
         self.memory_plan = chosen
         self.open(self._commits)
@@ -188,13 +196,14 @@ class Runtime:
             speculate=options.update_policy.speculative,
             resident=plan.resident,
             recomputation=recomputation,
-            direct_reads=store.device_reads,
+            direct_reads=options.store.direct_reads,
+            direct_writes=options.store.direct_writes,
         )
         assert self.link.shared_fd is not None
         buffers = Buffers(self._shape, plan, self._device, self.link.shared_fd)
         folders = [folder / SCRATCH for folder in store.directories]
         spills = plan.spills_gradients(self._shape, options.update_policy.held(self._shape))
-        scratch = Scratch(buffers, folders, spills, store.directories)
+        scratch = Scratch(buffers, folders, spills, store.directories, store_io(options, self._device))
         stored = StoredRecords(store, self._extents, commits.state.slots, commits.sums, commits.missed)
         locks = self._files.lock.descriptors
         optimizer = OptimizerHandlers(self.link, stored, commits.update_of, plan.resident, locks)
@@ -222,24 +231,38 @@ class Runtime:
         """Whether buffers and workers are there."""
         return self._plane is not None
 
-    def fit(self, rows: int, seq_len: int, images: bool = False, loss: LossInputs = ENGINE_LOSS) -> None:
+    def fit(
+        self,
+        rows: int,
+        seq_len: int,
+        images: bool = False,
+        padded: bool = False,
+        loss: LossInputs = ENGINE_LOSS,
+    ) -> None:
         """Make sure that there are buffers in which such a batch has room. Nothing may be pending where there are not.
 
         Raises:
             UserError: the budgets do not hold it.
         """
-        if self.fits(rows, seq_len, images, loss):
+        if self.fits(rows, seq_len, images, padded, loss):
             return
         planned = self.memory_plan.batch
         rows, seq_len = max(rows, planned.rows), max(seq_len, planned.seq_len)
-        self.plan(rows, seq_len, images, planned.loss.joined(loss), planned.cache)
+        self.plan(rows, seq_len, images, padded, planned.loss.joined(loss), planned.cache)
         self.close()
         self.open(self._commits)
 
-    def fits(self, rows: int, seq_len: int, images: bool = False, loss: LossInputs = ENGINE_LOSS) -> bool:
+    def fits(
+        self,
+        rows: int,
+        seq_len: int,
+        images: bool = False,
+        padded: bool = False,
+        loss: LossInputs = ENGINE_LOSS,
+    ) -> bool:
         """Return whether there are buffers in which such a batch has room."""
-        planned = self.memory_plan.batch
-        counted = (self._planner.shape.images or not images) and planned.loss.covers(loss)
+        planned, shape = self.memory_plan.batch, self._planner.shape
+        counted = images <= shape.images and padded <= shape.padded and planned.loss.covers(loss)
         return self.is_open and rows <= planned.rows and seq_len <= planned.seq_len and counted
 
     def batch_shape(self, rows: int, seq_len: int, loss: LossInputs = ENGINE_LOSS) -> BatchShape:

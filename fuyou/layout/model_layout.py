@@ -139,6 +139,8 @@ class ModelLayout:
     """Memory that images take, per token; it counts where batches come with images."""
     images: bool = False
     """Whether batches come with images."""
+    padded: bool = False
+    """Whether batches come with a mask that hides tokens: attention is then given one of all pairs of tokens."""
     attention: AttentionMemory = NO_ATTENTION
     """Memory that grows with the square of a row's length."""
     expert_output_bytes: int = 0
@@ -152,8 +154,7 @@ class ModelLayout:
     widened: int = 0
     """Weights of a compressed checkpoint in the compute dtype, as pieces would cut its tensors of all experts."""
     compiled: bool = False
-    """Whether blocks run as PyTorch compiles them: no outputs of theirs are saved, and all their gradients come at
-    once."""
+    """Whether PyTorch compiles blocks: nothing of them is saved, and all their gradients come at once."""
     read_whole: int = 0
     """Elements (up to 4 bytes) in memory while a store is filled, as rows are not read alone; 0: unknown source."""
     repeated_parameters: int = 0

@@ -26,7 +26,8 @@ from transformers import Cache, PreTrainedModel
 
 from common.data.documents import Documents
 from common.errors import FinetuneError, UserError
-from common.models.attention.isolation import DocumentSeparator, takes_positions
+from common.models.attention.isolation import DocumentSeparator, configurations, takes_positions, without_masks
+from common.models.attention.kernels import AttentionKernels
 from common.models.structure import find_blocks
 from common.models.vision.towers import tower_parameters
 from fuyou.model.blocks.calls import BlockCalls
@@ -80,7 +81,9 @@ class StreamedModel:
         """Elements of the hidden states, per token."""
         self.token_dim = 1
         """Dimension of the hidden states that counts tokens."""
-        self._takes_positions = takes_positions(model)
+        self._takes_positions, self._configurations = takes_positions(model), configurations(model)
+        self.kernels = AttentionKernels(model.config, model.dtype, device)
+        """Kernels that attention may take in all passes."""
         self._survey()
 
     # -- which parameters belong where ----------------------------------------------------------------------------
@@ -227,9 +230,15 @@ class StreamedModel:
         assert self.family.isolation is not None
         return DocumentSeparator(self.model, self.family.isolation)
 
-    def apart(self, documents: Documents | None) -> contextlib.AbstractContextManager[None]:
-        """Keep ``documents`` apart in what the model computes while the context is open; None: there are none."""
-        return contextlib.nullcontext() if documents is None else self._separator.apart(documents)
+    @contextmanager
+    def apart(self, documents: Documents | None) -> Iterator[None]:
+        """Keep ``documents`` apart in what the model computes while the context is open; None: there are none.
+
+        Attention takes the same kernels whenever this is entered, with gradients or without.
+        """
+        separated = contextlib.nullcontext() if documents is None else self._separator.apart(documents)
+        with self.kernels.pinned(), separated:
+            yield
 
     @contextmanager
     def bound(self, parameters: Mapping[str, torch.Tensor], *, before: bool | None = None) -> Iterator[None]:
@@ -327,11 +336,16 @@ class StreamedModel:
     def head(self, batch: Mapping[str, torch.Tensor], hidden: torch.Tensor) -> torch.Tensor:
         """Run what comes after the blocks: return logits ``[B, S, V]`` from the last block's output.
 
-        Positions are left out: they would make the model build masks that nobody uses.
+        Masks, and positions that would only be made into some, are left out: blocks alone use them.
         """
         batch = {name: value for name, value in batch.items() if name != "position_ids"}
         empty = empty_parameters(self._read_before, self.device)
-        with self._stand_ins.handing_out(hidden), self._skipped(self.before), replaced_parameters(empty):
+        with (
+            self._stand_ins.handing_out(hidden),
+            self._skipped(self.before),
+            replaced_parameters(empty),
+            without_masks(self._configurations),
+        ):
             return self.model(**batch, use_cache=False).logits
 
     @torch.no_grad()

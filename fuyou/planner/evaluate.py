@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from common.errors import UserError
+from common.models.attention.kernels import KERNELS
 from fuyou.layout.model_layout import Recomputation
 from fuyou.model.recompute.block_trace import BlockTrace, Operator
 from fuyou.model.recompute.policy import (
@@ -29,7 +30,7 @@ from fuyou.planner.training_job import TrainingJob
 from fuyou.schedule.cache_tiers import plan_with_cache
 from fuyou.schedule.memory_plan import MemoryPlan
 from fuyou.schedule.memory_planner import MemoryPlanner
-from fuyou.schedule.tasks import ComputeTask, Op, Resource, StepList
+from fuyou.schedule.tasks import PAST_HOST, SSD_WRITES, ComputeTask, Op, Resource, StepList
 from fuyou.schedule.update_policy import UpdatePolicy
 
 _MAX_TASKS = 640
@@ -176,7 +177,10 @@ class Evaluator:
 
     @property
     def _kernels(self) -> str:
-        return "cpu" if self.machine.cpu else "cuda"
+        """What attention is traced with: the kernel that the profiled device was seen to take, if any."""
+        profile = self.machine.profile
+        seen = (one.name for one in profile.operators) if profile is not None else ()
+        return next((name for name in seen if name in KERNELS), "cpu" if self.machine.cpu else "cuda")
 
     # -- costs of a block's operators -----------------------------------------------------------------------------
 
@@ -285,6 +289,7 @@ class Evaluator:
                 commit=commit,
                 clipped=clipped,
                 direct_reads=job.direct_reads,
+                direct_writes=job.direct_writes,
             )
 
         simulation, tasks = run(False if updates.speculative else None)
@@ -352,8 +357,8 @@ def busy_seconds(tasks: StepList, rates: TaskRates) -> dict[Resource, float]:
         resource = task.op.resource
         moved[resource] += rates.compute_seconds(task) if isinstance(task, ComputeTask) else task.nbytes
         messages[resource] += 1
-        if task.op is Op.PARAMETER_READ_DEVICE:  # keeps the link busy beside the drives
-            moved[Resource.HOST_TO_DEVICE] += task.nbytes
+        if task.op in PAST_HOST:
+            moved[PAST_HOST[task.op]] += task.nbytes
     busy = {
         Resource.GPU: moved[Resource.GPU],
         Resource.HOST_TO_DEVICE: moved[Resource.HOST_TO_DEVICE] / rates.upload_bytes_per_second,
@@ -371,13 +376,16 @@ def busy_seconds(tasks: StepList, rates: TaskRates) -> dict[Resource, float]:
     return busy
 
 
+_UPDATE_WRITES = SSD_WRITES - {Op.ACTIVATION_WRITE, Op.ACTIVATION_WRITE_DEVICE}
+
+
 def update_seconds(tasks: StepList, rates: TaskRates) -> float:
     """Return the seconds of work that a step's updates take: gradients that leave, Adam, and states on the SSDs."""
     seconds = 0.0
     for task in tasks.tasks:
         if task.op in (Op.STATE_READ, Op.GRADIENT_READ):
             seconds += task.nbytes / rates.read_bytes_per_second
-        elif task.op in (Op.STATE_WRITE, Op.RESIDENT_WRITE, Op.PARAMETER_WRITE, Op.GRADIENT_WRITE):
+        elif task.op in _UPDATE_WRITES:
             seconds += task.nbytes / rates.write_bytes_per_second
         elif task.op is Op.UPDATE:
             seconds += task.nbytes / rates.adam_parameters_per_second

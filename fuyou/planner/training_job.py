@@ -46,7 +46,9 @@ class TrainingJob:
     finite."""
     single_slot: bool = False
     direct_reads: bool = False
-    """Whether parameters that host memory would not keep are read from the SSDs to the device past it."""
+    """Whether what host memory would not keep is read from the SSDs to the device past it: parameters, activations."""
+    direct_writes: bool = False
+    """Whether activations and gradients that it would not keep are written from the device to the SSDs past it."""
     micro_batch: int | None = None
     """Sequences that are computed at once; None leaves it to the planner."""
     deferred_fraction: float | None = None
@@ -147,7 +149,8 @@ def training_job_of_run(
         hardware_flops_per_token(module, seq_len),
         clips=config.max_grad_norm is not None,
         single_slot=config.store.single_slot,
-        direct_reads=config.store.io == "kvikio",
+        direct_reads=config.store.direct_reads,
+        direct_writes=config.store.direct_writes,
         micro_batch=config.memory.micro_batch,
         deferred_fraction=config.optimizer.deferred_fraction or None,
         host_cache=config.host_cache,
@@ -171,6 +174,7 @@ def describe_training(
     towers: TowerFreezing = DEFAULT_FREEZING,
     router_loss: str = "auto",
     train_experts: float | None = None,
+    padded: bool = False,
     compiled: bool = False,
     **settings: Any,
 ) -> TrainingJob:
@@ -187,6 +191,7 @@ def describe_training(
         towers: which towers of a vision-language model are frozen.
         router_loss: see :mod:`fuyou.model.loss.router_loss`.
         train_experts: part of the experts of each layer to train while the weights are frozen.
+        padded: whether batches come with a mask that hides tokens.
         compiled: whether blocks run as PyTorch compiles them.
         settings: further fields of :class:`TrainingJob`, such as ``clips`` and ``micro_batch``.
 
@@ -212,7 +217,7 @@ def describe_training(
         type(meta).__name__ if isinstance(model, PreTrainedConfig) else os.fspath(model),
         config,
         opened.stack,
-        replace(opened.shape, compiled=compiled),
+        replace(opened.shape, padded=padded, compiled=compiled),
         rows,
         seq_len,
         model_flops_per_token(meta, seq_len),

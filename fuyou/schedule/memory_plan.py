@@ -182,7 +182,7 @@ class MemoryCounter:
             + counts.device_adapter_gradients * shape.device_gradient_nbytes(Kind.ADAPTER)
             + counts.device_activations * plan.activation_bytes
             + counts.device_kept * plan.kept_bytes
-            + passing * (shape.carried_bytes(batch.seq_len) + shape.attention.mask_bytes(batch.seq_len))
+            + passing * (shape.carried_bytes(batch.seq_len) + shape.attention.mask_bytes(batch.seq_len, shape.padded))
             + passing * batch.seq_len * images.kept * width
             + (0 if batch.cache is None else batch.cache.device_bytes(batch.micro_rows))
             + plan.workspace_bytes

@@ -39,7 +39,10 @@ class Scheduler:
         resident: indices of the records that live in host memory: read once, and written in steps that are committed.
             The host buffers must hold the parameters of all records of their kind then, so that none is read again.
         recomputation: which blocks save more than their input, and what that saves.
-        direct_reads: whether parameters that nothing takes from host memory are read to the device past it.
+        direct_reads: whether parameters that nothing takes from host memory, and activations on SSD, are read to the
+            device past it.
+        direct_writes: whether activations and deferred gradients that host memory would not keep are written to SSD
+            past it.
     """
 
     def __init__(
@@ -55,6 +58,7 @@ class Scheduler:
         resident: Collection[int] = (),
         recomputation: Recomputation = FULL_RECOMPUTATION,
         direct_reads: bool = False,
+        direct_writes: bool = False,
     ):
         assert not (speculate and single_slot)
         self.shape = shape
@@ -74,6 +78,7 @@ class Scheduler:
         host = {kind: SortedPool(f"host parameters ({kind.value})", counts.host(kind), next_use) for kind in Kind}
         self._slots = RecordSlots(shape, slot, single_slot, host, self._emit)
         past_host = self._pass.used_from_host if direct_reads else None
+        self._direct_writes, direct = direct_writes, (direct_reads, direct_writes)
         self._parameters = ParameterPools(counts, host, self._slots, next_use, self._emit, past_host)
         self._device_gradients = {
             kind: Pool(f"device gradients ({kind.value})", counts.device_gradients(kind), lambda _: NEVER)
@@ -89,9 +94,10 @@ class Scheduler:
             counts.host_activations,
             counts.ssd_activations,
             hidden_arguments,
+            direct,
         )
         self._saved = ActivationPools(
-            Activation.KEPT, counts.device_kept, counts.host_kept, counts.ssd_kept, self._saved_arguments
+            Activation.KEPT, counts.device_kept, counts.host_kept, counts.ssd_kept, self._saved_arguments, direct
         )
         for kind in {shape.records[index].kind for index in self._resident}:
             assert counts.host(kind) >= len(shape.of_kind(kind))
@@ -266,6 +272,28 @@ class Scheduler:
 
     def _finish_gradient(self, record: Record, source: int, compute: Task) -> None:
         """Bring a complete gradient to the host; update at once, or let it wait for the next forward pass."""
+        if self._is_deferred(record.index):
+            past_host = self._direct_writes and self._gradients.passes_host(record, self._is_deferred)
+            if past_host:
+                left = self._gradients.write_past_host(record, source, self._reduce(record, source, compute))
+            else:
+                left = self._download_gradient(record, source, compute)[1]
+            self._gradients.pending[record.index] = self._list.step
+        else:
+            target, left = self._download_gradient(record, source, compute)
+        device = self._device_gradients[record.kind]
+        device.drop(record.index)
+        device.use(source, left)
+        self._parameters.drop_from_device(record)  # the update makes the device's copy stale
+        if not self._is_deferred(record.index):
+            self._update(record, target, left, self._list.step, self._durable, keep=self._speculate)
+
+    def _is_deferred(self, index: int) -> bool:
+        """Return whether the update of a record waits for the next forward pass."""
+        return self._defer_all or index in self._deferred
+
+    def _download_gradient(self, record: Record, source: int, compute: Task) -> tuple[int, Task]:
+        """Copy a complete gradient to a host buffer; return that, and the task after which it is there."""
         target, after = self._gradients.take(record)
         download = self._emit(
             Op.GRADIENT_DOWNLOAD,
@@ -276,14 +304,7 @@ class Scheduler:
             nbytes=record.gradient_nbytes,
         )
         self._gradients.fill(target, record, download)
-        device = self._device_gradients[record.kind]
-        device.drop(record.index)
-        device.use(source, download)
-        self._parameters.drop_from_device(record)  # the update makes the device's copy stale
-        if self._defer_all or record.index in self._deferred:
-            self._gradients.pending[record.index] = self._list.step
-        else:
-            self._update(record, target, download, self._list.step, self._durable, keep=self._speculate)
+        return target, download
 
     def _reduce(self, record: Record, buffer: int, ready: Task) -> Task:
         """Sum a gradient over all ranks, inside nodes, then between them; return the task after which it is there."""

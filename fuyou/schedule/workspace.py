@@ -73,7 +73,8 @@ class Workspace:
         streams = max(1, shape.hidden_size // self._text.hidden_size)
         per_token = streams * self._elements * self._width
         per_token += ROUTER_BYTES * shape.router_experts + adapting.per_token
-        fixed = adapting.fixed + batch.micro_rows * shape.attention.workspace_bytes(batch.seq_len, self._cpu)
+        attention = shape.attention.workspace_bytes(batch.seq_len, self._cpu, shape.padded)
+        fixed = adapting.fixed + batch.micro_rows * attention
         if shape.orders:
             return self._passes(batch, per_token, fixed)
         return int(batch.micro_tokens * (per_token + shape.expert_output_bytes)) + fixed

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from common.hardware.machine import cpu_count
+from common.hardware.machine import core_count
 from common.memory.buffers import HostBuffer
 from common.store import Layout, Store, remove
 from common.units import format_bytes
@@ -181,7 +181,7 @@ def _store(check: Check) -> dict[str, Any]:
 
 def _adam(check: Check) -> dict[str, Any]:
     """Parameters per second on all cores but two, over chunks as the optimizer process has them, out of the cache."""
-    threads = max(1, cpu_count() - 2)
+    threads = max(1, core_count() - 2)
     torch.set_num_threads(threads)
     count, chunks = (1 << 18, 2) if check.settings.quick else (4 << 20, 16)
     adam, update = ChunkOptimizer(kernels=tried_kernels()), Update(1, AdamConfig())

@@ -10,7 +10,13 @@ from typing import Any
 
 import torch
 
-from common.hardware.machine import cpu_count, huge_pages_enabled, memory_available_bytes, memory_limit_bytes
+from common.hardware.machine import (
+    core_count,
+    cpu_count,
+    huge_pages_enabled,
+    memory_available_bytes,
+    memory_limit_bytes,
+)
 from common.store.backends import kvikio_backend
 from gpu.journal import Check
 
@@ -44,7 +50,7 @@ def _packages() -> dict[str, str]:
 def _processors() -> dict[str, Any]:
     info = Path("/proc/cpuinfo").read_text().splitlines()
     model = next((line.partition(":")[2].strip() for line in info if line.startswith("model name")), "unknown")
-    return {"model": model, "usable": cpu_count(), "counted_by_os": os.cpu_count()}
+    return {"model": model, "usable": cpu_count(), "cores": core_count(), "counted_by_os": os.cpu_count()}
 
 
 def _memory() -> dict[str, Any]:

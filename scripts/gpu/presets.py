@@ -19,6 +19,7 @@ from common.models.meta_model import build_meta_model
 from common.models.presets import load_config
 from common.units import format_bytes
 from gpu.journal import DATA_PREFIX, Check, Settings, Skip, describe
+from gpu.prediction import predicted_seconds
 from gpu.profiling import profile_step
 
 RUN_NAME = f"{DATA_PREFIX}store"
@@ -38,6 +39,7 @@ def run(check: Check) -> None:
     if free < 12.1 * parameters:
         raise Skip(f"{preset} needs {format_bytes(12 * parameters)} on the drive even with a single slot")
     check.note(
+        largest_parameters=free / 12.1,
         preset=preset, parameters=parameters, single_slot=single, seq_len=check.settings.seq_len,
         device_memory=check.settings.device_memory or "all", host_memory=check.settings.host_memory or "available",
     )  # fmt: skip
@@ -116,8 +118,8 @@ class MeasuredRates:
         )  # fmt: skip
         seconds = time.monotonic() - began
         check.note(fill={"seconds": seconds, "bytes": self.engine.created_bytes})
-        limits = check.earlier("limits")
-        matmul = limits.get("matmul")
+        self._limits = check.earlier("limits")
+        matmul = self._limits.get("matmul")
         self._matmul = matmul["best_flops_per_second"] if isinstance(matmul, dict) else None
 
     def sweep(self) -> None:
@@ -178,7 +180,7 @@ class MeasuredRates:
         check.add(
             "rows", batch=rows, tokens=rows * seq_len, micro_batch=plan.batch.micro_rows, steps=len(reports),
             warm_up_seconds=warm_up, seconds=seconds, each_seconds=[report.seconds for report in reports],
-            tokens_per_second=per_second,
+            tokens_per_second=per_second, predicted_seconds=predicted_seconds(engine, self._limits),
             model_flops_per_second=engine.model_flops_per_token(seq_len) * per_second,
             hardware_flops_per_second=hardware,
             matmul_fraction=hardware / self._matmul if self._matmul else None,

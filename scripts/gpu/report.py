@@ -171,11 +171,13 @@ def _engine(data: Data) -> list[str]:
     ]
     if "fill" in data:
         lines.append(f"Filling the store: {format_bytes(data['fill']['bytes'])}, {data['fill']['seconds']:.0f} s.")
+    if "largest_parameters" in data:
+        lines.append(f"The drive has room for {format_count(int(data['largest_parameters']))} parameters, in one slot.")
     if "uncapped" in data:
         lines.append(f"{data['uncapped']}.")
-    header = ["batch", "micro-batch", "s/step", "tokens/s", "model TFLOP/s", "hardware TFLOP/s", "of matmul", "gpu",
-              "to device", "to host", "ssd", "adam", "largest", "overlap", "device peak", "host peak",
-              "read", "written"]  # fmt: skip
+    header = ["batch", "micro-batch", "s/step", "tokens/s", "model TFLOP/s", "hardware TFLOP/s", "of matmul",
+              "predicted", "gpu", "to device", "to host", "ssd", "adam", "largest", "overlap", "device peak",
+              "host peak", "read", "written"]  # fmt: skip
     rows = []
     for row in data.get("rows", []):
         if "seconds" not in row:
@@ -187,11 +189,15 @@ def _engine(data: Data) -> list[str]:
         rows.append([
             row["batch"], row["micro_batch"], f"{row['seconds']:.2f}", f"{row['tokens_per_second']:,.0f}",
             _tflops(row["model_flops_per_second"]), _tflops(row["hardware_flops_per_second"]),
-            f"{fraction:.1%}" if fraction else "-", *(f"{bounds.get(name, 0):.2f}" for name in names),
+            f"{fraction:.1%}" if fraction else "-",
+            f"{row['predicted_seconds']:.2f}" if row.get("predicted_seconds") else "-",
+            *(f"{bounds.get(name, 0):.2f}" for name in names),
             row["largest_bound"], f"{row['overlap_efficiency']:.2f}", format_bytes(row["device_peak_bytes"]),
             format_bytes(row["host_peak_bytes"]), format_bytes(row["read_bytes"]), format_bytes(row["written_bytes"]),
         ])  # fmt: skip
-    lines += ["", *_table(header, rows), "", "Bounds are seconds per step; overlap is the largest of them over s/step."]
+    lines += ["", *_table(header, rows), "",
+              "Bounds are seconds per step; overlap is the largest of them over s/step. Predicted is s/step as the "
+              "planner simulates it with the limits measured above."]  # fmt: skip
     for row in data.get("rows", []):
         waits = sorted((row.get("idle") or {}).items(), key=lambda item: -item[1])
         if waits:

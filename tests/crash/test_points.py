@@ -47,6 +47,23 @@ def test_power_that_goes_right_after_a_commit(expected: Reference, tmp_path: Pat
     assert came[0] and not came[-1]  # from before the first state is there to after the last step
 
 
+def test_a_crash_while_drives_and_device_pass_host_memory(expected: Reference, tmp_path: Path) -> None:
+    """The CPU plays the device. It ends as if everything had gone through host memory, and makes more calls."""
+    options = {**CLIPPED, "io": "kvikio"}
+    past = reference(Run(tmp_path / "run", options))
+    assert past.outcome.final == expected.outcome.final
+    assert past.calls > expected.calls
+    points = [(number, ENDINGS[number % 4]) for number in range(50, past.calls, past.calls // 5)]
+
+    def attempt(point: tuple[int, tuple[str, bool]]) -> bool:
+        number, (action, power) = point
+        run = Run(tmp_path / str(number), options, fault=Fault(number, action))
+        return crash(run, past, number if power else None)
+
+    with ThreadPoolExecutor(2) as pool:
+        assert all(pool.map(attempt, points))
+
+
 def test_a_crash_while_a_clipped_step_is_updated_again(expected: Reference, tmp_path: Path) -> None:
     """Every step is clipped, so all is written twice before it counts; it ends as if it had been deferred."""
     options = {**CLIPPED, "clip_by": "speculation"}

@@ -22,8 +22,8 @@ import torch
 
 import fuyou.engine.common_decisions
 import fuyou.engine.opening
+import fuyou.engine.runtime
 from fuyou.runtime.compute.step_computation import StepComputation
-from fuyou.runtime.data_plane.data_plane import DataPlane
 from fuyou.runtime.devices.device import CpuDevice
 from fuyou.schedule.tasks import ComputeTask, Op, Task
 from tests.helpers import kvikio
@@ -47,6 +47,8 @@ class QueuedDevice(CpuDevice):
         self._dice, self._deaf = random.Random(5), deaf
         self._protects, self._open_count, self._lock = protects, 0, threading.Lock()
         self._mappings: list[tuple[int, int]] = []
+        self.past_host: list[Task] = []
+        """Tasks that have moved its memory between it and the drives."""
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> "QueuedDevice":
         """Have engines use this device, and queue what they compute."""
@@ -75,10 +77,8 @@ class QueuedDevice(CpuDevice):
         """Have kvikio's stand-in fill this device's memory."""
         kvikio.install(monkeypatch, self.opened)
         monkeypatch.setattr(fuyou.engine.common_decisions, "way_to_device", lambda *_: "kvikio")
-        parameters = DataPlane._device_parameters
-        monkeypatch.setattr(
-            DataPlane, "_device_parameters", lambda plane, task: kvikio.on_device(parameters(plane, task))
-        )
+        for module in (fuyou.engine.opening, fuyou.engine.runtime):
+            monkeypatch.setattr(module, "store_io", lambda config, device: config.store.io)
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         made = super().allocate(nbytes)
@@ -89,6 +89,10 @@ class QueuedDevice(CpuDevice):
 
     def copy(self, task: Task, target: torch.Tensor, source: torch.Tensor) -> None:
         self._launch(task, lambda: target.copy_(source))
+
+    def move_past_host(self, task: Task, memory: torch.Tensor, begin: Callable[[Any], Future]) -> Future:
+        self.past_host.append(task)
+        return begin(kvikio.on_device(memory))
 
     def wait_event(self, task: Task, event: Any) -> None:
         if task.op is self._deaf:

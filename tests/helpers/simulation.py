@@ -21,10 +21,12 @@ COUNTS = BufferCounts(device_activations=40, host_blocks=3)
 
 
 def run(
-    rates: TaskRates, deferred: float = 0.0, micro: int = 2, ring: int = 3, *, direct_reads: bool = False
+    rates: TaskRates, deferred: float = 0.0, micro: int = 2, ring: int = 3, *, direct: bool = False, **more: int
 ) -> tuple[Simulation, list[StepList]]:
     shape = step_shape(LAYERS, False, BF16)
-    counts = replace(COUNTS, host_block_gradients=2 + len(interleaved(shape, deferred)))
-    scheduler = Scheduler(shape, counts, deferred=interleaved(shape, deferred), direct_reads=direct_reads)
+    counts = replace(COUNTS, **{"host_block_gradients": 2 + len(interleaved(shape, deferred)), **more})
+    scheduler = Scheduler(
+        shape, counts, deferred=interleaved(shape, deferred), direct_reads=direct, direct_writes=direct
+    )
     lists = [scheduler.training_step(step, BatchShape(micro, 4096, 8)) for step in range(1, 7)]
     return Simulator(shape.records, rates, ring, CHUNK).run(lists), lists

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,7 @@ def test_everything_runs_without_a_gpu(check: Callable[..., tuple[int, dict[str,
     row = sections["engine:tiny"]["data"]["rows"][0]
     assert row["tokens_per_second"] == pytest.approx(64 / row["seconds"])
     assert 0 < row["overlap_efficiency"] <= 1.5
+    assert row["predicted_seconds"] > 0 and "| predicted |" in report
     # Of the last step's write-back, some may still be under way when it is counted.
     assert row["written_bytes"] >= 0.4 * 12 * sections["engine:tiny"]["data"]["parameters"]
     assert sections["in-memory:tiny"]["data"]["rows"][0]["engine_over_in_memory"] > 0
@@ -89,6 +91,17 @@ def test_a_section_that_fails_says_why(check: Callable[..., tuple[int, dict[str,
     assert sections["timeline:tiny"]["status"] == "skipped"
     assert sections["timeline:tiny"]["why"] == "no CUDA"
     assert sections["machine"]["status"] == "done"  # of the earlier call, kept
+
+
+@pytest.mark.parametrize(("room", "larger"), [(200, ["gpt3-13b"]), (100, ["gpt3-6.7b"]), (58, ["gpt3-2.7b"]), (20, [])])
+def test_the_largest_model_that_the_drive_holds(
+    room: int, larger: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(SCRIPTS)
+    import gpu_check
+
+    monkeypatch.setattr(gpu_check.shutil, "disk_usage", lambda _: types.SimpleNamespace(free=room * 10**9))
+    assert gpu_check.usual_presets(tmp_path) == ("gpt3-1.3b", *larger)
 
 
 def test_what_there_was_no_time_for_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ other tokens in one document must not change the logits of the others. A family 
 """
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -58,7 +58,7 @@ class DocumentSeparator:
     """
 
     def __init__(self, model: nn.Module, isolation: Isolation):
-        found = [config for config in _configs(model) if config._attn_implementation == "sdpa"]
+        found = [config for config in configurations(model) if config._attn_implementation == "sdpa"]
         self._configs = found if isolation.attention_by_document else []
         self._open = 0
         self._wrapped = [module for _, module in isolation.called_for_each(model)]
@@ -95,12 +95,30 @@ class DocumentSeparator:
         self._wrapped = []
 
 
+@contextmanager
+def without_masks(configs: Sequence[PreTrainedConfig]) -> Iterator[None]:
+    """Let a model with these configurations make no masks while the context is open: for passes without attention.
+
+    To see whether positions restart, transformers waits for the device, and a mask has a byte for each pair of tokens.
+    """
+    changed = [(config, config._attn_implementation) for config in configs]
+    try:
+        for config, before in changed:
+            if before in ("sdpa", "eager"):
+                config._attn_implementation = BY_DOCUMENT
+        yield
+    finally:
+        for config, before in changed:
+            config._attn_implementation = before
+
+
 def takes_positions(model: nn.Module) -> bool:
     """Return whether the model takes the tokens' positions: some families derive them from the order alone."""
     return "position_ids" in inspect.signature(model.forward).parameters
 
 
-def _configs(model: nn.Module) -> list[PreTrainedConfig]:
+def configurations(model: nn.Module) -> list[PreTrainedConfig]:
+    """Return the configurations that modules of a model read, each once."""
     found = {}
     for module in model.modules():
         config = getattr(module, "config", None)
@@ -317,7 +335,7 @@ def find_isolation(model: PreTrainedModel) -> Isolation | None:
     Returns:
         None if no way holds.
     """
-    interface = any(config._attn_implementation == "sdpa" for config in _configs(model))
+    interface = any(config._attn_implementation == "sdpa" for config in configurations(model))
     with _inference_mode(model):
         for by_document in (True, False) if interface else (False,):
             with suppress(Exception):  # whatever a family's own code does with what it does not expect

@@ -46,25 +46,31 @@ class AttentionMemory:
         window = min((one for one in windows if isinstance(one, int) and one > 0), default=0)
         return AttentionMemory(heads, window, width, unequal, keys)
 
-    def mask_bytes(self, seq_len: int) -> int:
-        """Return the bytes of the masks that are held from the forward to the backward pass."""
+    def mask_bytes(self, seq_len: int, padded: bool = False) -> int:
+        """Return the bytes of the masks that are held from the forward to the backward pass.
+
+        Args:
+            seq_len: tokens of the row.
+            padded: whether a mask of padding is given: kernels are then given one of all pairs of tokens.
+        """
         windowed = 0 < self.window < seq_len
         if self.eager_heads:
             return (1 + windowed) * self.width * seq_len**2
-        return windowed * seq_len**2  # boolean; without a window there is none
+        return (padded + windowed) * seq_len**2  # boolean; there is none for what is merely causal
 
-    def workspace_bytes(self, seq_len: int, cpu: bool = True) -> int:
+    def workspace_bytes(self, seq_len: int, cpu: bool = True, padded: bool = False) -> int:
         """Return the bytes that computing one block takes.
 
         Args:
             seq_len: tokens of the row.
             cpu: whether the device is the CPU.
+            padded: whether a mask of padding is given.
         """
         if self.eager_heads:
             return self.eager_heads * _EAGER_BYTES * seq_len**2
         if self.unequal_heads and cpu:
             return self.unequal_heads * seq_len * (_UNEQUAL_BYTES * seq_len + _UNEQUAL_COPIES * self.key_width)
-        return (0 < self.window < seq_len) * _MASK_BYTES * seq_len**2
+        return (padded or 0 < self.window < seq_len) * _MASK_BYTES * seq_len**2
 
 
 def _unequal_heads(layer: PreTrainedConfig) -> tuple[int, int]:

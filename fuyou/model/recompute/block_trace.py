@@ -14,12 +14,14 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.attention import SDPBackend
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from common.models.attention import documents as document_attention
+from common.models.attention.kernels import KERNELS, AttentionKernels
 from fuyou.model.blocks.probe import is_grouped_product
 from fuyou.model.operators import makes_views
 
@@ -142,8 +144,11 @@ class BlockTrace:
         self._index = {(one.name, one.ordinal): index for index, one in enumerate(operators)}
 
     def find(self, name: str, ordinal: int) -> int | None:
-        """Return the index of the ``ordinal``-th call of an operator, or of the one in its place in packed rows."""
-        return self._index.get((name, ordinal), self._index.get((_IN_PACKED_ROWS.get(name, name), ordinal)))
+        """Return the index of the ``ordinal``-th call of an operator, or of the kernel that attention took instead: in
+        packed rows, with a mask, or on another GPU."""
+        others = KERNELS if name in KERNELS else (_IN_PACKED_ROWS.get(name, name),)
+        found = (self._index.get((one, ordinal)) for one in (name, *others))
+        return next((index for index in found if index is not None), None)
 
     def required(self, kept: frozenset[int] = frozenset()) -> frozenset[int]:
         """Return the calls that a recomputation has to make if it is given the outputs of ``kept``."""
@@ -313,12 +318,13 @@ class AttentionOf(TorchFunctionMode):
     """Makes attention on the meta device call the kernel that a real device would, instead of one product at a time.
 
     Args:
-        device: ``"cpu"`` or ``"cuda"``.
+        device: ``"cpu"`` or ``"cuda"``, or the name of the kernel that a GPU was seen to take.
+        kernels: that the run may take.
     """
 
-    def __init__(self, device: str):
+    def __init__(self, device: str, kernels: AttentionKernels):
         super().__init__()
-        self._device = device
+        self._device, self._kernels = device, kernels
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -341,16 +347,20 @@ class AttentionOf(TorchFunctionMode):
     ) -> Callable[[], torch.Tensor] | None:
         if dropout_p or query.shape[-1] != value.shape[-1]:
             return None
-        if self._device == "cpu":
-            mask = attn_mask
-            if mask is not None and mask.dtype == torch.bool:
-                mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(mask.logical_not(), float("-inf"))
-            return lambda: _aten._scaled_dot_product_flash_attention_for_cpu(
-                query, key, value, 0.0, is_causal, attn_mask=mask, scale=scale
-            )[0]
-        if enable_gqa:
+        if enable_gqa and self._device != "cpu":
             times = query.shape[1] // key.shape[1]
             key, value = key.repeat_interleave(times, 1), value.repeat_interleave(times, 1)
-        if attn_mask is None and query.dtype in (torch.bfloat16, torch.float16):
+        taken = self._kernels.taken(self._device, (query, key, value), attn_mask, is_causal)
+        if taken is SDPBackend.MATH:
+            return None
+        if taken is SDPBackend.FLASH_ATTENTION and self._device != "cpu":
             return lambda: _aten._scaled_dot_product_flash_attention(query, key, value, 0.0, is_causal, scale=scale)[0]
-        return None
+        bias = attn_mask
+        if bias is not None and bias.dtype == torch.bool:
+            bias = torch.zeros_like(bias, dtype=query.dtype).masked_fill_(bias.logical_not(), float("-inf"))
+        if self._device == "cpu":
+            kernel = _aten._scaled_dot_product_flash_attention_for_cpu
+            return lambda: kernel(query, key, value, 0.0, is_causal, attn_mask=bias, scale=scale)[0]
+        cudnn = taken is SDPBackend.CUDNN_ATTENTION
+        kernel = _aten._scaled_dot_product_cudnn_attention if cudnn else _aten._scaled_dot_product_efficient_attention
+        return lambda: kernel(query, key, value, bias, True, 0.0, is_causal, scale=scale)[0]

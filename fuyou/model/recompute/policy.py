@@ -182,7 +182,7 @@ def trace_block(stack: StreamedModel, seq_len: int, device: str, dtype: torch.dt
     Args:
         stack: the model.
         seq_len: tokens in the row.
-        device: ``"cpu"`` or ``"cuda"``, whose attention kernel the trace has.
+        device: ``"cpu"`` or ``"cuda"``, whose attention kernel the trace has; or that kernel's name.
         dtype: type of the hidden states.
         layer: index of the block; the last by default (where families mix kinds, it sees the whole sequence).
     """
@@ -200,7 +200,7 @@ def _trace_block(stack: StreamedModel, seq_len: int, device: str, dtype: torch.d
     _, calls = stack.embed_without_weights(torch.zeros(1, seq_len, dtype=torch.long, device=stack.device))
     args, kwargs = tree_map(to_meta, calls.arguments[layer])
     hidden = torch.empty(calls.hidden_shape, dtype=dtype, device="meta", requires_grad=True)
-    with on_meta(stack.blocks[layer]), torch.enable_grad(), AttentionOf(device), Tracer() as tracer:
+    with on_meta(stack.blocks[layer]), torch.enable_grad(), AttentionOf(device, stack.kernels), Tracer() as tracer:
         result = stack.blocks[layer](hidden, *args, **kwargs)
     return tracer.finish(result if isinstance(result, torch.Tensor) else result[0])
 
@@ -237,7 +237,7 @@ class ActivationPlanner:
 
     Args:
         stack: the model.
-        device: ``"cpu"`` or ``"cuda"``.
+        device: ``"cpu"`` or ``"cuda"``, or a kernel, as :func:`trace_block` has it.
         dtype: type of the hidden states.
         policy: the operators and the number of layers; or a number of bytes, into which the best outputs of every layer
             and micro-batch must fit.

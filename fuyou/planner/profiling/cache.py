@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from common.files.result_cache import cached_path, read_cached, write_cached
-from common.hardware.machine import cpu_count
+from common.hardware.machine import core_count, cpu_count
 from fuyou.planner.profiling.measure import ProfiledWorkload, versions
 from fuyou.planner.profiling.profile import FORMAT, Profile
 from fuyou.runtime.devices.device import Device
@@ -59,6 +59,7 @@ def describe(workload: ProfiledWorkload, device: Device) -> dict[str, Any]:
         "pace": "" if device.computes else str(device.throttle),
         "processor": _processor(),
         "processors": cpu_count(),
+        "cores": core_count(),
         "threads": torch.get_num_threads() if device.shares_host_memory else 0,
         "drives": sorted(_drive(path) for path in workload.directories),
         "shape": shape,

@@ -8,7 +8,7 @@ import torch
 from common.memory import numa
 from common.memory.buffers import HostBuffer
 from fuyou.layout.model_layout import ModelLayout
-from fuyou.layout.record import Kind
+from fuyou.layout.record import Kind, Record
 from fuyou.optimizer.process.protocol import BufferRegion, SharedRegions
 from fuyou.runtime.devices.device import Device
 from fuyou.schedule.memory_plan import MemoryPlan
@@ -112,6 +112,15 @@ class Buffers:
         """Return the host buffer ``index`` of the activations that ``task`` moves, as many bytes as it moves."""
         start = index * self.activation_bytes[task.activation]
         return self._host_activations[task.activation].bytes(start, task.nbytes)
+
+    def device_activation(self, task: Task, index: int) -> torch.Tensor:
+        """Return the device buffer ``index`` of the activations that ``task`` moves, as many bytes as it moves."""
+        return self.activations[task.activation].bytes(index, task.nbytes)
+
+    def own_gradient(self, record: Record, index: int) -> torch.Tensor:
+        """Return this rank's part, ``uint8``, of the device buffer ``index`` of the record's gradient."""
+        start = record.share.owned_start(record.numel) * record.precision.gradient_bytes
+        return self.gradients[record.kind].bytes(index, start + record.gradient_nbytes)[start:]
 
     def close(self) -> None:
         """Give all memory back, once the device has come to rest."""

@@ -92,8 +92,12 @@ class DataPlane:
         return self.stored.read_parameters(record, known(task.source), task.step, buffer)
 
     def _parameter_read_device(self, task: Task) -> Future:
-        record = self._record(task)
-        return self.stored.read_parameters(record, known(task.source), task.step, self._device_parameters(task))
+        record, slot = self._record(task), known(task.source)
+        return self.buffers.device.move_past_host(
+            task,
+            self._device_parameters(task),
+            lambda memory: self.stored.read_parameters(record, slot, task.step, memory),
+        )
 
     def _parameter_upload(self, task: Task) -> None:
         record = self._record(task)
@@ -108,19 +112,15 @@ class DataPlane:
     def _gradient_download(self, task: Task) -> None:
         record = self._record(task)
         target = torch.from_numpy(self.buffers.host_gradients(record.kind, known(task.target), task.nbytes))
-        start = record.share.owned_start(record.numel) * record.precision.gradient_bytes
-        source = self.buffers.gradients[record.kind].bytes(known(task.source), start + task.nbytes)[start:]
-        self.buffers.device.copy(task, target, source)
+        self.buffers.device.copy(task, target, self.buffers.own_gradient(record, known(task.source)))
 
     def _activation_download(self, task: Task) -> None:
         target = torch.from_numpy(self.buffers.host_activation(task, known(task.target)))
-        source = self.buffers.activations[task.activation].bytes(known(task.source), task.nbytes)
-        self.buffers.device.copy(task, target, source)
+        self.buffers.device.copy(task, target, self.buffers.device_activation(task, known(task.source)))
 
     def _activation_upload(self, task: Task) -> None:
         source = torch.from_numpy(self.buffers.host_activation(task, known(task.source)))
-        target = self.buffers.activations[task.activation].bytes(known(task.target), task.nbytes)
-        self.buffers.device.copy(task, target, source)
+        self.buffers.device.copy(task, self.buffers.device_activation(task, known(task.target)), source)
 
     def _device_parameters(self, task: Task) -> torch.Tensor:
         """Return this rank's part, ``uint8 [nbytes]``, of the device buffer that a task fills."""

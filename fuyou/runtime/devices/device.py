@@ -6,13 +6,21 @@ real copies, made by the lanes' threads. So what runs on a machine without a GPU
 
 import time
 from collections.abc import Callable
-from typing import Protocol
+from concurrent.futures import Future
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 
 from common.errors import UserError
-from common.hardware.machine import cpu_count, memory_available_bytes, memory_limit_bytes, pick_gpu, torch_name
+from common.hardware.machine import (
+    core_count,
+    cpu_count,
+    memory_available_bytes,
+    memory_limit_bytes,
+    pick_gpu,
+    torch_name,
+)
 from common.memory.buffers import HostBuffer
 from common.store import IoThrottle
 from common.units import format_bytes, parse_bytes
@@ -58,6 +66,16 @@ class Device(Protocol):
 
     def copy(self, task: Task, target: torch.Tensor, source: torch.Tensor) -> None:
         """Copy contiguous bytes (``uint8 [n]`` each) between host and device, in the lane of ``task``."""
+        ...
+
+    def move_past_host(self, task: Task, memory: torch.Tensor, begin: Callable[[Any], Future]) -> Future:
+        """Move bytes between the drives and the device, past host memory.
+
+        Args:
+            task: what moves them.
+            memory: of the device, ``uint8 [n]``.
+            begin: begins to read into the memory that it is given, or to write from it.
+        """
         ...
 
     def exchange(self, task: Task, work: Callable[[], None], meet: Callable[[], None]) -> None:
@@ -137,6 +155,9 @@ class _RealDevice:
     throttle: IoThrottle | None = None
     in_one_order: frozenset[Op] = frozenset()
 
+    def move_past_host(self, task: Task, memory: torch.Tensor, begin: Callable[[Any], Future]) -> Future:
+        return begin(memory)
+
     def stand_in(self, executor: Executor, tasks: StepList, tokens: int, start_time: float) -> Computation | None:
         return None
 
@@ -163,6 +184,9 @@ class CpuDevice(_RealDevice):
     def copy(self, task: Task, target: torch.Tensor, source: torch.Tensor) -> None:
         # numpy copies without the interpreter lock and without waking PyTorch's thread pool in this thread
         np.copyto(target.numpy(), source.numpy())
+
+    def move_past_host(self, task: Task, memory: torch.Tensor, begin: Callable[[Any], Future]) -> Future:
+        return begin(memory.numpy())
 
     def exchange(self, task: Task, work: Callable[[], None], meet: Callable[[], None]) -> None:
         work()
@@ -307,9 +331,10 @@ class CudaDevice(_RealDevice):
 def optimizer_threads(device: Device) -> int:
     """Return the number of threads for the optimizer process beside ``device``.
 
-    Beside a GPU, all cores are the optimizer's; on a CPU device most belong to the computation.
+    Beside a GPU, all cores but two are the optimizer's; on a CPU device most belong to the computation. Threads that
+    share a core would not be faster: vector units and memory bandwidth bound an update.
     """
-    return 1 if device.shares_host_memory else max(1, cpu_count() - 2)
+    return 1 if device.shares_host_memory else max(1, core_count() - 2)
 
 
 def leave_cores(device: Device) -> None:

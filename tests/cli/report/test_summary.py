@@ -1,6 +1,7 @@
 """The report's fields and its arithmetic."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ def test_report(tmp_path: Path) -> None:
     busy = {"gpu": 1.0, "ssd": 2.5}
     measured.add(3.0, StepResult(2.0, 1.0, clipped=True, updated_again=True, busy_seconds=busy))
     io, evaluation = IoCounts(2700, 1100, 2500, 1000), IoCounts(400, 100, 300, 0)
-    report = measured.report(RunTotals(10, 9, MemoryUse(1, 2), 3, io, evaluation, clip_by="speculation"))
+    report = measured.report(RunTotals(10, 9, MemoryUse(1, 2), 3, io, evaluation, clip_by="speculation", way="kvikio"))
     report.write(tmp_path / "report.json")
     got = json.loads((tmp_path / "report.json").read_text())
     assert got.keys() == FIELDS
@@ -30,7 +31,8 @@ def test_report(tmp_path: Path) -> None:
     assert got["bound_seconds"] == {"gpu": 1.0, "ssd": 2.0}
     assert got["overlap_efficiency"] == pytest.approx(2.0 / 2.5)
     assert "bound by the SSDs (80% of the time)" in report.summary(10**12)
-    assert "1 TB written in all" in report.summary(10**12)
+    assert "1 TB written in all; to and from the device past host memory" in report.summary(10**12)
+    assert "past host memory" not in replace(report, way="posix").summary(10**12)
     assert "by speculation: 1 of 2 steps clipped, 1 of them updated again" in report.summary(0)
 
 

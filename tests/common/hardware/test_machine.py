@@ -51,9 +51,24 @@ def test_without_groups_the_host_is_the_limit(tmp_path: Path) -> None:
     assert hardware.cpu_count(tmp_path) == len(os.sched_getaffinity(0))
 
 
+@pytest.mark.parametrize(("pairs", "cores"), [(1, 8), (2, 4)])
+def test_hyperthreads_of_a_core_count_once(
+    pairs: int, cores: int, tmp_path: Path, capped: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(1, 9)))
+    for number in range(10):
+        place = tmp_path / f"cpu{number}/topology"
+        place.mkdir(parents=True)
+        first = (number - 1) // pairs
+        (place / "thread_siblings_list").write_text(f"{first},{first + 10}\n")
+    assert hardware.core_count(tmp_path, tmp_path) == cores
+    assert hardware.core_count(capped, tmp_path) == 2  # a control group's share of time
+    assert hardware.core_count(tmp_path, tmp_path / "nothing") == 8
+
+
 def test_this_machine_has_something() -> None:
     assert 0 < hardware.memory_available_bytes() <= hardware.memory_limit_bytes() <= psutil.virtual_memory().total
-    assert 1 <= hardware.cpu_count() <= (os.cpu_count() or 1)
+    assert 1 <= hardware.core_count() <= hardware.cpu_count() <= (os.cpu_count() or 1)
     assert "processors" in hardware.describe_machine()
 
 

@@ -9,6 +9,7 @@ import math
 import os
 import threading
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,9 @@ import fuyou
 from common.errors import FinetuneError
 from common.memory.buffers import HostBuffer
 from fuyou.optimizer.gradient_sum import sum_of_squares
-from fuyou.runtime.data_plane.data_plane import DataPlane
 from fuyou.runtime.devices.device import open_device
 from fuyou.schedule.memory_planner import MemoryPlanner
-from fuyou.schedule.tasks import Op, Task
+from fuyou.schedule.tasks import Activation, Op, Task
 from tests.helpers.accelerator import QueuedDevice
 from tests.helpers.twin import Twin, tiny_configs
 
@@ -109,29 +109,53 @@ def test_a_stream_that_does_not_wait_is_noticed(
 
 @pytest.mark.parametrize("clip", [None, 0.5])
 @pytest.mark.parametrize("blocks", [1, 2])
-def test_parameters_that_come_past_host_memory(
+def test_parameters_and_activations_that_pass_host_memory(
     blocks: int, clip: float | None, checkpoints: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    device, seen = QueuedDevice(), []
-    device.install(monkeypatch)
+    device = QueuedDevice().install(monkeypatch)
     device.install_kvikio(monkeypatch)
-    read = DataPlane._parameter_read_device
-    monkeypatch.setattr(DataPlane, "_parameter_read_device", lambda plane, task: seen.append(task) or read(plane, task))
     counts = {**SCARCE, "device_blocks": blocks, "host_blocks": 1}
     check(checkpoints / "llama-tied", tmp_path, monkeypatch, clip=clip, counts=counts)
-    assert len(seen) >= (STEPS if clip is None else 1)  # what is clipped is updated in the forward pass, on the host
+    moved = Counter(task.op for task in device.past_host)
+    # What is clipped is updated in the forward pass, on the host.
+    assert moved[Op.PARAMETER_READ_DEVICE] >= (STEPS if clip is None else 1)
+    assert moved[Op.ACTIVATION_READ_DEVICE] >= moved[Op.ACTIVATION_WRITE_DEVICE] >= STEPS
 
 
-def test_a_read_that_does_not_wait_for_the_device_is_noticed(
+def test_saved_outputs_that_pass_host_memory(
     checkpoints: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    device = QueuedDevice(deaf=Op.PARAMETER_READ_DEVICE)
-    device.install(monkeypatch)
+    device = QueuedDevice().install(monkeypatch)
     device.install_kvikio(monkeypatch)
+    check(checkpoints / "llama-tied", tmp_path, monkeypatch, counts={**SCARCE, **SCARCE_KEPT}, kept=1 << 20)
+    moved = Counter((task.op, task.activation) for task in device.past_host)
+    for op in (Op.ACTIVATION_WRITE_DEVICE, Op.ACTIVATION_READ_DEVICE):
+        assert moved[op, Activation.KEPT] >= STEPS
+
+
+def test_deferred_gradients_that_pass_host_memory(
+    checkpoints: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = QueuedDevice().install(monkeypatch)
+    device.install_kvikio(monkeypatch)
+    counts = {"host_block_gradients": 1, "host_non_block_gradients": 1}
+    check(checkpoints / "llama", tmp_path, monkeypatch, clip=0.5, counts=counts)
+    assert sum(task.op is Op.GRADIENT_WRITE_DEVICE for task in device.past_host) >= STEPS
+
+
+@pytest.mark.parametrize(
+    "deaf",
+    [Op.PARAMETER_READ_DEVICE, Op.ACTIVATION_READ_DEVICE, Op.ACTIVATION_WRITE_DEVICE, Op.GRADIENT_WRITE_DEVICE],
+)
+def test_a_drive_that_does_not_wait_for_the_device_is_noticed(
+    deaf: Op, checkpoints: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = QueuedDevice(deaf=deaf).install(monkeypatch)
+    device.install_kvikio(monkeypatch)
+    counts = {**SCARCE, "device_blocks": 1, "host_blocks": 1, "host_block_gradients": 1, "host_non_block_gradients": 1}
+    clip = 0.5 if deaf is Op.GRADIENT_WRITE_DEVICE else None
     with pytest.raises((AssertionError, FinetuneError)):
-        check(
-            checkpoints / "llama-tied", tmp_path, monkeypatch, counts={**SCARCE, "device_blocks": 1, "host_blocks": 1}
-        )
+        check(checkpoints / "llama-tied", tmp_path, monkeypatch, clip=clip, counts=counts)
 
 
 def test_nothing_on_the_host_reads_device_memory() -> None:

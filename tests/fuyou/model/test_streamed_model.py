@@ -3,10 +3,12 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, BigBirdConfig, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
 
@@ -110,6 +112,32 @@ def test_the_head_in_ranges_of_tokens(family: str) -> None:
             with only(stack, parameters, "head"):
                 parts.append(stack.head({name: value[:, columns] for name, value in batch.items()}, hidden[:, columns]))
         torch.testing.assert_close(torch.cat(parts, dim=1), expected, rtol=1e-5, atol=1e-5)
+
+
+class Waits(TorchDispatchMode):
+    """Counts how often the host asks for a value on the device, and the masks that are made."""
+
+    def __init__(self, length: int) -> None:
+        super().__init__()
+        self.length, self.waits, self.masks = length, 0, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.waits += func is torch.ops.aten._local_scalar_dense.default
+        result = func(*args, **(kwargs or {}))
+        self.masks += isinstance(result, torch.Tensor) and result.shape[-2:] == (self.length, self.length)
+        return result
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_head_waits_for_nothing_and_makes_no_mask(family: str) -> None:
+    whole, stack = reference(family, torch.float32), streamed(family, torch.float32)
+    length = 13  # no size of a small model
+    hidden = torch.randn(2, length, stack.hidden_size)
+    if stack.token_dim:
+        ids = torch.zeros(2, length, dtype=torch.long)
+        with only(stack, weights(whole), "head"), torch.no_grad(), Waits(length) as seen:
+            stack.head({"input_ids": ids, "position_ids": torch.arange(length).expand(2, -1)}, hidden)
+        assert (seen.waits, seen.masks) == (0, 0)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

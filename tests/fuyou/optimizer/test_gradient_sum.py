@@ -134,3 +134,37 @@ def test_rounding_in_place(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     wide.copy_(values)
     round_in_place(wide, narrow)
     assert torch.equal(narrow, values.bfloat16())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("count", [1, 63, 64, 1000, 200_000])
+def test_squares_in_groups_are_those_of_float64(
+    count: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gradients, "_CUDA_NORM_ELEMENTS", 1 << 13)  # several passes
+    flat = (torch.randn(count) * torch.logspace(-9, 3, count)).to(dtype)
+    expected = float(flat.double().square().sum())
+    found = gradients.sum_of_squares_in_groups(flat)
+    assert found.dtype == torch.float64
+    assert abs(float(found) - expected) <= expected * (1e-6 if count < 1000 else 1e-7)
+
+
+def test_the_error_of_squares_in_groups_is_bounded_and_cancels() -> None:
+    """The worst group: one large term, and small ones that are lost if each is added to it."""
+    flat = torch.full((64,), 2.0**-13)
+    flat[0] = 1.0
+    expected = float(flat.double().square().sum())
+    assert abs(float(gradients.sum_of_squares_in_groups(flat)) - expected) <= 66 * 2.0**-24 * expected
+    many = torch.randn(4_000_000, generator=torch.Generator().manual_seed(2))
+    expected = float(many.double().square().sum())
+    assert abs(float(gradients.sum_of_squares_in_groups(many)) - expected) <= 1e-9 * expected
+
+
+def test_gpus_that_are_slow_at_float64(monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = {}
+    for name, capability in {"4090": (8, 9), "5090": (12, 0), "A100": (8, 0), "H100": (9, 0), "B200": (10, 0)}.items():
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, found=capability: found)
+        gradients._slow_at_fp64.cache_clear()
+        slow[name] = gradients._slow_at_fp64(torch.device("cuda"))
+    gradients._slow_at_fp64.cache_clear()
+    assert slow == {"4090": True, "5090": True, "A100": False, "H100": False, "B200": False}

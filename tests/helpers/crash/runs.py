@@ -18,7 +18,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +28,13 @@ from transformers.models.llama import modeling_llama  # noqa: F401 - so that no 
 from transformers.models.qwen3_moe import modeling_qwen3_moe  # noqa: F401 - likewise
 
 import fuyou
+import fuyou.engine.common_decisions
 import fuyou.optimizer.process.client
 import fuyou.optimizer.process.main  # so that no run has to import it
 from common.data import RandomBatches
 from common.errors import FinetuneError
+from fuyou.schedule.memory_plan import MemoryPlan
+from fuyou.schedule.memory_planner import MemoryPlanner
 from tests.helpers.crash.drives import Fault, FaultyDrives
 from tests.helpers.processes.forked import Child, as_subprocess
 
@@ -40,6 +43,13 @@ _looking_after_children = threading.Lock()
 
 ROWS, SEQ_LEN, VOCABULARY = 2, 16, 64
 STEPS = 3
+
+
+SCARCE = {
+    "device_blocks": 1, "host_blocks": 1, "device_activations": 4, "host_activations": 2, "ssd_activations": 40,
+    "host_block_gradients": 1, "host_non_block_gradients": 1,
+}  # fmt: skip
+"""Buffers with which parameters, activations and deferred gradients pass host memory."""
 
 
 @dataclass(frozen=True)
@@ -251,7 +261,21 @@ def open_engine(run: Run) -> fuyou.Engine:
         "dtype": "bf16",
         **run.options,
     }
+    if options.get("io") == "kvikio":
+        play_device()
     return fuyou.Engine(tiny_config(run.model), ssd=run.ssd, leave_ssd=run.leaving, **options)
+
+
+def play_device() -> None:
+    """Let the CPU be a device whose memory drives read and write, with the fewest buffers; for this process's life."""
+    fuyou.engine.common_decisions.way_to_device = lambda *_: "kvikio"  # type: ignore[assignment]
+    original = MemoryPlanner.plan
+
+    def plan(*arguments: Any, **keywords: Any) -> MemoryPlan:
+        made = original(*arguments, **keywords)
+        return replace(made, counts=replace(made.counts, **SCARCE))
+
+    MemoryPlanner.plan = plan  # type: ignore[method-assign]
 
 
 def digests(engine: fuyou.Engine) -> dict[str, str]:

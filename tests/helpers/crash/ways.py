@@ -104,6 +104,9 @@ WAYS: dict[str, Callable[[Path], Way]] = {
     "training: commit every 2 steps": partial(_training, {"commit_every": 2}),
     "training: half of the experts": partial(_training, {"train_experts": 0.5, "host_cache": 0}, model="mixtures"),
     "training: moments in 8 bits": partial(_training, {"optimizer": "adamw8bit", "host_cache": 0}),
+    "training: past host memory (all updates deferred)": partial(
+        _training, {"io": "kvikio", "max_grad_norm": 0.5, "host_cache": 0}
+    ),
     "training: fp32": partial(_training, {"dtype": "fp32", "host_cache": 0}),
     **{f"pieces: {name}": partial(_training, options, model=model) for name, (model, options) in PIECES.items()},
     # Cut over both ranks; whole on each of them, which take turns in writing.

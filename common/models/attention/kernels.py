@@ -1,0 +1,127 @@
+"""Which of PyTorch's kernels attention takes: settled once, for the forward pass and for its recomputation.
+
+PyTorch chooses a kernel at each call: by shapes and dtypes, by what the caller has switched on, and on some GPUs by
+whether gradients are wanted (the flash kernel has no backward pass for heads wider than 192 on GeForce cards). A block
+is computed once without gradients and once with them. Both must take the same kernel: kernels round differently, and
+with dropout in attention they would drop different values. Not run on a GPU yet.
+"""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import _disable_current_modes
+from transformers import PreTrainedConfig
+
+from common.models.layer_configs import layer_configs
+
+_TOKENS = 128
+"""Tokens of the example that PyTorch is asked about."""
+_WIDEST_FLASH = 256
+"""Widest heads of CUDA's flash kernel."""
+_DROPOUT = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
+
+KERNELS: dict[str, SDPBackend] = {
+    str(packet.default): backend
+    for backend, packet in (
+        (SDPBackend.FLASH_ATTENTION, torch.ops.aten._scaled_dot_product_flash_attention),
+        (SDPBackend.EFFICIENT_ATTENTION, torch.ops.aten._scaled_dot_product_efficient_attention),
+        (SDPBackend.CUDNN_ATTENTION, torch.ops.aten._scaled_dot_product_cudnn_attention),
+    )
+}
+"""CUDA's kernels that do a whole call of attention, by the names of their operators."""
+
+
+class AttentionKernels:
+    """The kernels that attention may take in a run.
+
+    Args:
+        config: the model's configuration.
+        dtype: type of hidden states.
+        device: where the model computes.
+    """
+
+    def __init__(self, config: PreTrainedConfig, dtype: torch.dtype, device: torch.device):
+        self._device = device
+        self.backends = _switched_on()
+        """What is switched on now, without what PyTorch would take in only one of the two passes."""
+        for width, dropout in sorted(_heads(config.get_text_config())):
+            self._settle(width, dropout, dtype)
+
+    def pinned(self) -> AbstractContextManager[None]:
+        """Let attention take these kernels only while the context is open, whatever is switched on elsewhere."""
+        return sdpa_kernel(list(self.backends))
+
+    def taken(self, device: str, parts: Sequence[torch.Tensor], mask: torch.Tensor | None, causal: bool) -> SDPBackend:
+        """Return the kernel that a call of attention takes on a device: that device is asked, if it is the model's.
+
+        Args:
+            device: ``"cpu"`` or ``"cuda"``, or a name of :data:`KERNELS`: what was seen to be taken there.
+            parts: query, key and value, ``[B, H, S, D]`` each, on any device.
+            mask: ``[.., S, S]``, if there is one.
+            causal: whether attention is causal without a mask.
+        """
+        if device in KERNELS:
+            return KERNELS[device]
+        if device == self._device.type:
+            tokens = [min(one.shape[2], _TOKENS) for one in parts]
+            with _disable_current_modes():  # the question is no part of what is traced
+                given = [self._empty(one, count, one.shape[3]) for one, count in zip(parts, tokens, strict=True)]
+                hides = None if mask is None else self._empty(mask, *tokens[:2])
+                return self._asked(given, hides, 0.0, causal, True)
+        query, _, value = parts
+        if device == "cpu":
+            return SDPBackend.FLASH_ATTENTION if query.shape[-1] == value.shape[-1] else SDPBackend.MATH
+        narrow = query.dtype.itemsize == 2 and query.shape[-1] <= _WIDEST_FLASH
+        return SDPBackend.FLASH_ATTENTION if mask is None and narrow else SDPBackend.EFFICIENT_ATTENTION
+
+    def _settle(self, width: int, dropout: float, dtype: torch.dtype) -> None:
+        """Leave out what would be taken without gradients and not with them, by heads of this width."""
+        parts = [torch.empty(1, 1, _TOKENS, width, dtype=dtype, device=self._device)] * 3
+        for mask in (None, torch.ones(_TOKENS, _TOKENS, dtype=torch.bool, device=self._device)):
+            while len(self.backends) > 1:
+                without, with_them = (self._asked(parts, mask, dropout, mask is None, one) for one in (False, True))
+                if without is with_them or without not in self.backends:
+                    break
+                self.backends = tuple(one for one in self.backends if one is not without)
+
+    def _asked(
+        self, parts: Sequence[torch.Tensor], mask: torch.Tensor | None, dropout: float, causal: bool, gradients: bool
+    ) -> SDPBackend:
+        query, key, value = (one.detach().requires_grad_(gradients) for one in parts)
+        shared = query.shape[1] != key.shape[1]
+        with self.pinned(), torch.set_grad_enabled(gradients):
+            return _NUMBERS[torch._fused_sdp_choice(query, key, value, mask, dropout, causal, enable_gqa=shared)]
+
+    def _empty(self, like: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+        return torch.empty((*like.shape[:-2], rows, columns), dtype=like.dtype, device=self._device)
+
+
+_NUMBERS = {one.value: one for one in SDPBackend.__members__.values()}
+
+
+def _switched_on() -> tuple[SDPBackend, ...]:
+    switches = {
+        SDPBackend.MATH: torch.backends.cuda.math_sdp_enabled,
+        SDPBackend.FLASH_ATTENTION: torch.backends.cuda.flash_sdp_enabled,
+        SDPBackend.EFFICIENT_ATTENTION: torch.backends.cuda.mem_efficient_sdp_enabled,
+        SDPBackend.CUDNN_ATTENTION: torch.backends.cuda.cudnn_sdp_enabled,
+    }
+    return tuple(backend for backend, enabled in switches.items() if enabled()) or (SDPBackend.MATH,)
+
+
+def _heads(config: PreTrainedConfig) -> set[tuple[int, float]]:
+    """Return the widths of the heads of all layers, and what drops out of their attention."""
+    found = set()
+    for layer in layer_configs(config):
+        heads, hidden = getattr(layer, "num_attention_heads", None), getattr(layer, "hidden_size", None)
+        width = getattr(layer, "head_dim", None)
+        if getattr(layer, "qk_nope_head_dim", None):
+            width = layer.qk_nope_head_dim + layer.qk_rope_head_dim
+        if width is None and isinstance(heads, int) and isinstance(hidden, int) and heads:
+            width = hidden // heads
+        dropout = next((value for name in _DROPOUT if (value := getattr(layer, name, None))), 0.0)
+        if isinstance(width, int) and width:
+            found.add((width, float(dropout)))
+    return found
