@@ -18,7 +18,7 @@ from typing import Protocol
 import torch
 
 from common.quantisation import reference
-from common.quantisation.compiled import compiled_kernels
+from common.quantisation.cpu_kernels import compiled_kernels
 from common.quantisation.layout import BLOCK, Bits, quantised_nbytes
 
 

@@ -1,4 +1,4 @@
-// Quantise and dequantise in one pass over the data: see common/quantisation/compiled.py.
+// Quantise and dequantise in one pass over the data: see common/quantisation/cpu_kernels.py.
 //
 // Products are rounded where PyTorch's kernels round them, so that the bits are the same: it is compiled with
 // -ffp-contract=off.

@@ -15,7 +15,7 @@ from fuyou.layout.key_values import KeyValueCache
 from fuyou.layout.model_layout import BatchShape, ModelLayout
 from fuyou.layout.record import RecordExtents
 from fuyou.model.open_model import OpenModel
-from fuyou.model.recompute.compiled import CompiledBlocks
+from fuyou.model.recompute.compiled_blocks import CompiledBlocks
 from fuyou.model.recompute.policy import ActivationPlanner
 from fuyou.model.recompute.replay import BlockReplay
 from fuyou.optimizer.process.client import OptimizerLink

@@ -173,10 +173,11 @@ class StreamedModel:
         self.token_dim, self.hidden_size = changed[0], hidden.numel() // _SURVEYED
 
     def _check_head(self, hidden: torch.Tensor) -> None:
-        """Check that what comes after the blocks uses nothing from before but the last block's output.
+        """Check that what comes after the blocks uses nothing from before but the last block's output, and see whether
+        it does without masks.
 
         Raises:
-            UserError: it does.
+            UserError: it does use something.
         """
         ids = torch.zeros(1, _SURVEYED, dtype=torch.long, device=self.device)
         with EarlierValueUses() as uses, self._stand_ins.handing_out(torch.zeros_like(hidden)):
@@ -190,6 +191,11 @@ class StreamedModel:
                 f"{self._name} cannot be split at its blocks: after the last one it uses again what was "
                 "computed before."
             )
+        try:
+            with self._stand_ins.handing_out(torch.zeros_like(hidden)), without_masks(self._configurations):
+                self.model(input_ids=ids, use_cache=False)
+        except Exception:  # of families that do something with a mask before any block is given it (MPT)
+            self._configurations = []
 
     def carried_bytes(self, seq_len: int) -> int:
         """Return the bytes on the device of the values that link blocks (:attr:`links`), gradients included.

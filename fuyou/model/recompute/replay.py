@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from fuyou.model.blocks.calls import BlockCalls
 from fuyou.model.operators import makes_views
 from fuyou.model.recompute.block_trace import ALIGN_BYTES, BlockTrace, TensorSpec, Tracer, argument_index
-from fuyou.model.recompute.compiled import CompiledBlocks
+from fuyou.model.recompute.compiled_blocks import CompiledBlocks
 
 _clone = torch.ops.aten.clone.default
 _RUN, _LEAVE_OUT = -1, -2  # what to do with a call; other numbers are places in the buffer

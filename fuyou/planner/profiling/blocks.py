@@ -20,7 +20,7 @@ from fuyou.layout.record import Record
 from fuyou.model.blocks.calls import BlockCalls
 from fuyou.model.loss.cross_entropy import cross_entropy
 from fuyou.model.operators import makes_views
-from fuyou.model.recompute.compiled import CompiledBlocks
+from fuyou.model.recompute.compiled_blocks import CompiledBlocks
 from fuyou.model.recompute.policy import operators_worth_saving, saved_outputs, trace_block
 from fuyou.model.recompute.replay import BlockReplay, SavedForward
 from fuyou.model.streamed_model import StreamedModel

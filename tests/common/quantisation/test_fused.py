@@ -12,7 +12,7 @@ import torch
 
 from common.quantisation import BLOCK, Bits, blockwise, dequantise, quantise, quantised_nbytes, reference
 from common.quantisation.blockwise import FusedKernels, gives_the_same_bits
-from common.quantisation.compiled import compiled_kernels
+from common.quantisation.cpu_kernels import compiled_kernels
 
 CPU = torch.device("cpu")
 ROOT = Path(__file__).parents[3]

@@ -9,7 +9,7 @@ from peft import LoraConfig
 from transformers import AutoModelForCausalLM, GPT2Config, PreTrainedConfig
 
 from common.errors import UserError
-from fuyou.model.recompute import compiled
+from fuyou.model.recompute import compiled_blocks
 from tests.helpers.engines import OPTIONS, TOKENS, batches, directories, engine, train
 from tests.helpers.twin import Twin, tiny_configs
 
@@ -17,7 +17,7 @@ from tests.helpers.twin import Twin, tiny_configs
 @pytest.fixture
 def not_generated(monkeypatch: pytest.MonkeyPatch) -> None:
     """Stop before code is generated: the operators of both graphs, forward and backward, run as in eager mode."""
-    monkeypatch.setattr(compiled, "BACKEND", "aot_eager")
+    monkeypatch.setattr(compiled_blocks, "BACKEND", "aot_eager")
 
 
 @pytest.fixture
