@@ -12,7 +12,7 @@ namespace {
 constexpr int64_t BLOCK = 256, HALF = BLOCK / 2;
 constexpr uint32_t INFINITE = 0x7f800000u;
 
-// As `Job` in compiled.py.
+// As `Job` in cpu_kernels.py.
 struct Job {
     const char *rows;             // elements, bf16 or fp32, read by quantise and written by dequantise
     const char *payload;          // bytes, of a row its scales and then its values
