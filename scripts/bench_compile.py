@@ -1,4 +1,4 @@
-"""Claim: compiled blocks take less time than eager ones, and give the same losses but for rounding.
+"""Claim: compiled blocks give the same losses but for rounding; this measures what time they take beside eager ones.
 
 Two engines train the same model on the same batches and take turns, step by step, one of them with ``compile=True``.
 States stay in host memory, so that computing bounds the step.
