@@ -21,10 +21,12 @@ def start_exchange(
     Returns:
         A function to call before reading what is received. With gloo the host waits, with NCCL the current stream.
     """
-    operations = [dist.P2POp(dist.isend, data, group=group, group_peer=to) for to, data in sends if data.numel()]
-    operations += [
+    # Receives first: gloo tells a peer that it may send by a message in the same stream as what goes to that peer, and
+    # behind a large message both directions would take turns.
+    operations = [
         dist.P2POp(dist.irecv, data, group=group, group_peer=source) for source, data in receives if data.numel()
     ]
+    operations += [dist.P2POp(dist.isend, data, group=group, group_peer=to) for to, data in sends if data.numel()]
     works = dist.batch_isend_irecv(operations) if operations else []
 
     def wait() -> None:

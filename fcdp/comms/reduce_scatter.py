@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 
 from common.errors import FinetuneError
+from common.mixed_sum import add_to_wider
 from fcdp import fsdp2
 from fcdp.comms.rank_level import CommLevel
 from fcdp.grouping import ParameterGroup
@@ -101,7 +102,7 @@ class StagedReduction:
         """Make ``gradient`` the mean over all ranks: FSDP2's hook after a reduction, where OS is not sharded."""
         if gradient.is_cuda:  # allocated on one stream of FSDP2's, and freed while this one may still use it
             gradient.record_stream(torch.cuda.current_stream())
-        is_kept = not self._micro_batches.is_last and self.partial is None
+        is_kept = not self._micro_batches.is_last and self.partial is None and gradient.dtype == torch.float32
         total = self._accumulate((gradient.clone() if is_kept else gradient).view(1, -1))
         if total is None:
             gradient.zero_()
@@ -118,7 +119,8 @@ class StagedReduction:
                     f"({self.partial.numel():,} and {cells.numel():,} elements per rank). Which parameters "
                     "require gradients must not change between the micro-batches of a step."
                 )
-            cells = self.partial.add_(cells)
+            add_to_wider(self.partial, cells)
+            cells = self.partial
         if self._micro_batches.is_last:
             self.partial = None
             return cells.to(dtype)

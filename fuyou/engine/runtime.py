@@ -12,7 +12,7 @@ from fuyou.checkpoint.run_files import RunFiles
 from fuyou.config import EngineConfig
 from fuyou.engine.common_decisions import store_io
 from fuyou.layout.key_values import KeyValueCache
-from fuyou.layout.model_layout import BatchShape, ModelLayout
+from fuyou.layout.model_layout import ModelLayout
 from fuyou.layout.record import RecordExtents
 from fuyou.model.open_model import OpenModel
 from fuyou.model.recompute.compiled_blocks import CompiledBlocks
@@ -31,7 +31,7 @@ from fuyou.runtime.executor import Handler
 from fuyou.runtime.io_counter import Bytes, IoCounter
 from fuyou.runtime.ranks.topology import ClusterTopology
 from fuyou.runtime.trace import StepTrace
-from fuyou.schedule.batch import ENGINE_LOSS, Batch, LossInputs
+from fuyou.schedule.batch import ENGINE_LOSS, Batch, BatchShape, LossInputs
 from fuyou.schedule.cache_tiers import plan_with_cache
 from fuyou.schedule.memory_plan import MemoryPlan
 from fuyou.schedule.memory_planner import MemoryPlanner
@@ -71,7 +71,6 @@ class Runtime:
             "cpu" if device.shares_host_memory else "cuda",
             options.precision.dtype,
             0 if shape.orders else options.kept_activations,
-            shape.compiled,
         )
         host_limit, device_limit = limits
         self._planner = MemoryPlanner(
@@ -185,6 +184,7 @@ class Runtime:
             self._keeping.saved(plan.batch.micro_rows, plan.batch.seq_len).operators,
             plan.kept_bytes,
             CompiledBlocks(self._device.torch_device) if self._shape.compiled else None,
+            recomputation.unneeded,
         )
         self.scheduler = Scheduler(
             self._shape,

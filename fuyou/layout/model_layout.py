@@ -10,7 +10,7 @@ from common.models.vision.memory import NO_IMAGES, ImageMemory
 from fuyou.layout.pieces import PieceOrder
 from fuyou.layout.record import Kind, Precision, Record
 from fuyou.layout.share import Share
-from fuyou.layout.visits import REFERENCE_PHASES, Part, Phase, Visit
+from fuyou.layout.visits import Part, Phase, Visit
 
 
 @dataclass(frozen=True)
@@ -350,36 +350,6 @@ class ModelLayout:
         """Return a ``visit`` of the backward pass, with the one of its records that is trained."""
         trained = next((index for index in visit.records if index in self.trainable), None)
         return replace(visit, trained=trained)
-
-
-@dataclass(frozen=True)
-class BatchShape:
-    """The sizes of a batch that a schedule depends on."""
-
-    micro_batches: int
-    """Number of micro-batches that the batch is split into."""
-    activation_bytes: int
-    """Bytes of a block's input, for one micro-batch."""
-    tokens: float
-    """Tokens in one micro-batch, on average."""
-    kept_bytes: int = 0
-    """Bytes of the activations that one block saves beside its input, for one micro-batch."""
-    own_loss: bool = False
-    """Whether the caller computes the loss, between two runs of the head."""
-    reference: bool = False
-    """Whether every micro-batch also passes forward through the model without its adapters, as its own reference."""
-    together: int | None = None
-    """Micro-batches that go through a block in pieces together in a forward pass; None: all."""
-
-    def micro_batches_of(self, visit: Visit) -> range:
-        """Return the numbers of the micro-batches that a visit runs; those of the reference come after the others."""
-        return visit.micro_batches(
-            self.micro_batches * (2 if self.reference and visit.phase in REFERENCE_PHASES else 1)
-        )
-
-    def is_reference(self, micro: int | None) -> bool:
-        """Return whether ``micro`` is a micro-batch of the reference."""
-        return micro is not None and micro >= self.micro_batches
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,13 @@ from fuyou.model.blocks.links import BlockLinks, argument_paths
 from fuyou.model.blocks.probe import BlockProbe
 from fuyou.model.blocks.stand_ins import BlockStandIns
 from fuyou.model.blocks.tensor_uses import EarlierValueUses, UsedTensors
-from fuyou.model.blocks.weightless import empty_parameters, replaced_parameters, restored, skipped_modules
+from fuyou.model.blocks.weightless import (
+    empty_parameters,
+    replaced_parameters,
+    restored,
+    runners_of,
+    skipped_modules,
+)
 from fuyou.model.family import Family, family_of
 
 _SURVEYED = 8
@@ -94,7 +100,7 @@ class StreamedModel:
         self._towers = frozenset(tower_parameters(self.model))
         owners = self._outer_owners = {owner for owner, _, _ in self._owners.values()} - inside
         holders = {owner for owner in owners if any(module in inside for module in owner.modules())}
-        self._runners = _runners(self.model, owners - holders)
+        self._runners = runners_of(self.model, owners - holders)
         outside, stand_ins = set(self._runners.values()), self._stand_ins
         called: list[nn.Module] = []
 
@@ -383,21 +389,3 @@ class StreamedModel:
 
         parameters = {(owner, name): value for owner, name, value in self._owners.values()}
         return skipped_modules(modules, parameters, self.device, note)
-
-
-def _runners(model: nn.Module, owners: set[nn.Module]) -> dict[nn.Module, nn.Module]:
-    """Return, for each of ``owners`` of parameters, the module that is called to use them.
-
-    That is the owner itself; for a mere collection of parameters, it is the module that holds the collection, and this
-    module then runs all that it contains.
-    """
-    parents = {child: parent for parent in model.modules() for child in parent.children()}
-    holders = {parents[owner] for owner in owners if isinstance(owner, nn.ParameterDict | nn.ParameterList)}
-    found = {}
-    for owner in owners:
-        found[owner] = module = owner
-        while module in parents:
-            module = parents[module]
-            if module in holders:
-                found[owner] = module
-    return found

@@ -9,6 +9,7 @@ from functools import cache
 
 import torch
 
+from common.mixed_sum import add_to_wider
 from fuyou.layout.record import Record
 
 _NORM_ELEMENTS = 1 << 17
@@ -49,7 +50,7 @@ class GradientSum:
     def add(self, name: str, gradient: torch.Tensor) -> None:
         """Add a gradient of the parameter ``name``."""
         if name in self.seen:
-            self._views[name].add_(gradient)
+            add_to_wider(self._views[name], gradient)
         else:
             self._views[name].copy_(gradient)
             self.seen.add(name)

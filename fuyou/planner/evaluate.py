@@ -143,7 +143,7 @@ class Evaluator:
         policy = SAVE_NOTHING if shape.orders or shape.compiled else candidate.activation_policy
         if policy not in self._activation_planners:
             self._activation_planners[policy] = ActivationPlanner(
-                self.job.stack, self._kernels, shape.precision.dtype, policy, shape.compiled
+                self.job.stack, self._kernels, shape.precision.dtype, policy
             )
         return self._activation_planners[policy]
 
@@ -186,10 +186,8 @@ class Evaluator:
 
     @cached_property
     def trace(self) -> BlockTrace | None:
-        """Operators of a block; None where its family's code does not run without values, or blocks are compiled."""
+        """Operators of a block; None where its family's code does not run without values."""
         job = self.job
-        if job.shape.compiled:
-            return None
         try:
             return trace_block(job.stack, job.seq_len, self._kernels, job.shape.precision.dtype)
         except Exception:
@@ -199,8 +197,7 @@ class Evaluator:
     def rates(self) -> TaskRates:
         """Rates of the machine, with the device's in FLOPs as tasks count them: 2 per parameter and token."""
         machine, job = self.machine, self.job
-        if self._operator_seconds is not None:
-            assert machine.profile is not None and self.trace is not None
+        if machine.profile is not None and self.trace is not None:
             measured = machine.profile.rates(1.0 - saved_outputs(self.trace, ()).saved_fraction)
             return replace(
                 machine.rates,

@@ -10,7 +10,6 @@ from typing import Any
 
 from common.units import format_bytes, format_seconds
 from fuyou.layout.key_values import KeyValueCache
-from fuyou.layout.model_layout import BatchShape
 from fuyou.layout.visits import Phase
 from fuyou.planner.evaluate import SAVE_NOTHING, Candidate, Evaluator, busy_seconds
 from fuyou.planner.machine import Machine
@@ -19,7 +18,7 @@ from fuyou.planner.rates import TaskRates
 from fuyou.planner.simulator import Simulator
 from fuyou.planner.training_job import TrainingJob
 from fuyou.runtime.devices.device import Device
-from fuyou.schedule.batch import ENGINE_LOSS
+from fuyou.schedule.batch import ENGINE_LOSS, BatchShape
 from fuyou.schedule.memory_plan import MemoryPlan
 from fuyou.schedule.scheduler import Scheduler
 from fuyou.schedule.tasks import Op, Resource, StepList, Task

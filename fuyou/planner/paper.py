@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from common.units import format_bytes
-from fuyou.layout.model_layout import BatchShape, BufferCounts, ModelLayout
+from fuyou.layout.model_layout import BufferCounts, ModelLayout
 from fuyou.layout.record import Precision
 from fuyou.layout.visits import Phase
 from fuyou.planner.evaluate import Evaluator, busy_seconds
@@ -22,7 +22,7 @@ from fuyou.planner.run_plan import RunPlan, missing_space
 from fuyou.planner.simulated_machine import Simulation
 from fuyou.planner.simulator import Simulator
 from fuyou.planner.training_job import TrainingJob
-from fuyou.schedule.batch import Batch
+from fuyou.schedule.batch import Batch, BatchShape
 from fuyou.schedule.memory_plan import MemoryPlan
 from fuyou.schedule.scheduler import Scheduler
 from fuyou.schedule.tasks import Op, StepList, Task

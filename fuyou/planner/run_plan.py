@@ -319,9 +319,10 @@ def _search_activation_policy(evaluator: Evaluator, best: Evaluation) -> Evaluat
 
     First the same outputs in all blocks; then more of them in some of the blocks.
     """
-    if best.bound is not Resource.GPU or evaluator.trace is None or evaluator.job.shape.orders:
+    shape = evaluator.job.shape
+    if best.bound is not Resource.GPU or evaluator.trace is None or shape.orders or shape.compiled:
         return best
-    layers = len(evaluator.job.shape.blocks)
+    layers = len(shape.blocks)
     operators: tuple[tuple[str, int], ...] = ()
     choices = []
     for output in savable_outputs(evaluator.trace, cost=evaluator.cost).outputs:

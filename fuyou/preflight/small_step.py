@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import torch
 
-from fuyou.layout.model_layout import BatchShape, BufferCounts
+from fuyou.layout.model_layout import BufferCounts
 from fuyou.layout.record import Record
 from fuyou.layout.record_parts import ParameterSlot
 from fuyou.model.open_model import OpenModel
@@ -20,7 +20,7 @@ from fuyou.model.recompute.replay import BlockReplay
 from fuyou.optimizer.absent_gradients import marked_absent
 from fuyou.runtime.compute.step_computation import StepComputation, StepInputs
 from fuyou.runtime.data_plane.data_plane import DataPlane
-from fuyou.schedule.batch import Batch
+from fuyou.schedule.batch import Batch, BatchShape
 from fuyou.schedule.memory_plan import MemoryPlan
 from fuyou.schedule.scheduler import Scheduler
 from fuyou.schedule.tasks import Activation, ComputeTask, known

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from fuyou.layout.key_values import KeyValueCache
+from fuyou.layout.visits import REFERENCE_PHASES, Visit
 
 
 @dataclass(frozen=True)
@@ -79,3 +80,33 @@ class Batch:
     def mean_tokens(self) -> float:
         """Average tokens of a micro-batch."""
         return self.rows * self.seq_len / self.micro_batches
+
+
+@dataclass(frozen=True)
+class BatchShape:
+    """The sizes of a batch that a schedule depends on."""
+
+    micro_batches: int
+    """Number of micro-batches that the batch is split into."""
+    activation_bytes: int
+    """Bytes of a block's input, for one micro-batch."""
+    tokens: float
+    """Tokens in one micro-batch, on average."""
+    kept_bytes: int = 0
+    """Bytes of the activations that one block saves beside its input, for one micro-batch."""
+    own_loss: bool = False
+    """Whether the caller computes the loss, between two runs of the head."""
+    reference: bool = False
+    """Whether every micro-batch also passes forward through the model without its adapters, as its own reference."""
+    together: int | None = None
+    """Micro-batches that go through a block in pieces together in a forward pass; None: all."""
+
+    def micro_batches_of(self, visit: Visit) -> range:
+        """Return the numbers of the micro-batches that a visit runs; those of the reference come after the others."""
+        return visit.micro_batches(
+            self.micro_batches * (2 if self.reference and visit.phase in REFERENCE_PHASES else 1)
+        )
+
+    def is_reference(self, micro: int | None) -> bool:
+        """Return whether ``micro`` is a micro-batch of the reference."""
+        return micro is not None and micro >= self.micro_batches

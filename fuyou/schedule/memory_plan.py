@@ -12,10 +12,10 @@ from common.memory.buffers import round_up
 from common.models.vision.memory import NO_IMAGES
 from fuyou.layout.filling import filling_bytes
 from fuyou.layout.frozen_weights import ROW_ELEMENTS, ROWS_ON_ACCELERATORS, FrozenDtype
-from fuyou.layout.model_layout import BatchShape, BufferCounts, ModelLayout
+from fuyou.layout.model_layout import BufferCounts, ModelLayout
 from fuyou.layout.record import Kind, Record
 from fuyou.optimizer.gradient_sum import squares_bytes
-from fuyou.schedule.batch import Batch
+from fuyou.schedule.batch import Batch, BatchShape
 from fuyou.schedule.workspace import Workspace
 
 #: Optimizer states move and are updated in chunks of this many parameters. Small ones (10 MB of low, mean and variance)

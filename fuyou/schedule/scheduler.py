@@ -9,10 +9,11 @@ whose buffer becomes free early. The engine runs the list; a simulator can run t
 
 from collections.abc import Collection, Iterator, Sequence
 
-from fuyou.layout.model_layout import FULL_RECOMPUTATION, BatchShape, BufferCounts, ModelLayout, Recomputation
+from fuyou.layout.model_layout import FULL_RECOMPUTATION, BufferCounts, ModelLayout, Recomputation
 from fuyou.layout.record import Kind, Record
 from fuyou.layout.visits import FORWARD_PHASES, Phase, Visit
 from fuyou.schedule.activation_pools import ActivationPools, Arguments, hidden_arguments
+from fuyou.schedule.batch import BatchShape
 from fuyou.schedule.buffer_pool import NEVER, Pool, SortedPool
 from fuyou.schedule.gradient_pools import GradientPools
 from fuyou.schedule.parameter_pools import ParameterPools

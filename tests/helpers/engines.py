@@ -1,11 +1,16 @@
 """Small engines beside their twins in memory: opened, fed, trained, compared to the bit."""
 
 import math
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 
 import fuyou
+from fuyou.schedule.memory_planner import MemoryPlanner
 from tests.helpers.twin import Twin
 
 ROWS, TOKENS, STEPS = 4, 32, 5
@@ -85,3 +90,14 @@ def train(trained: fuyou.Engine, feed: list[dict[str, torch.Tensor]]) -> list[fl
         trained.step()
         losses.append(out.loss.item())
     return losses
+
+
+def give_buffers(monkeypatch: pytest.MonkeyPatch, counts: Mapping[str, int]) -> None:
+    """Have memory plans give these numbers of buffers, whatever there would be room for."""
+    original = MemoryPlanner.plan
+
+    def plan(self: MemoryPlanner, *arguments: Any, **keywords: Any) -> Any:
+        made = original(self, *arguments, **keywords)
+        return replace(made, counts=replace(made.counts, **counts))
+
+    monkeypatch.setattr(MemoryPlanner, "plan", plan)

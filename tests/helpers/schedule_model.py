@@ -11,10 +11,11 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
 from fuyou.layout.deferred import interleaved
-from fuyou.layout.model_layout import BatchShape, BufferCounts, ModelLayout, Recomputation
+from fuyou.layout.model_layout import BufferCounts, ModelLayout, Recomputation
 from fuyou.layout.record import Kind, Precision
 from fuyou.layout.share import ALONE, Share
 from fuyou.layout.visits import Phase
+from fuyou.schedule.batch import BatchShape
 from fuyou.schedule.scheduler import Scheduler
 from fuyou.schedule.tasks import Activation, ComputeTask, Op, StepList, Task
 from tests.helpers.step_shapes import BF16, Cut, computations, step_shape

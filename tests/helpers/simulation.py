@@ -5,11 +5,12 @@ from dataclasses import replace
 import torch
 
 from fuyou.layout.deferred import interleaved
-from fuyou.layout.model_layout import BatchShape, BufferCounts
+from fuyou.layout.model_layout import BufferCounts
 from fuyou.layout.record import Precision
 from fuyou.planner.rates import TaskRates
 from fuyou.planner.simulated_machine import Simulation
 from fuyou.planner.simulator import Simulator
+from fuyou.schedule.batch import BatchShape
 from fuyou.schedule.scheduler import Scheduler
 from fuyou.schedule.tasks import StepList
 from tests.helpers.step_shapes import step_shape

@@ -135,3 +135,21 @@ def restored(module: nn.Module) -> Iterator[None]:
 
 def _to_meta(value: Any) -> Any:
     return value.to("meta") if isinstance(value, torch.Tensor) else value
+
+
+def runners_of(model: nn.Module, owners: set[nn.Module]) -> dict[nn.Module, nn.Module]:
+    """Return, for each of ``owners`` of parameters, the module that is called to use them.
+
+    That is the owner itself; for a mere collection of parameters, it is the module that holds the collection, and this
+    module then runs all that it contains.
+    """
+    parents = {child: parent for parent in model.modules() for child in parent.children()}
+    holders = {parents[owner] for owner in owners if isinstance(owner, nn.ParameterDict | nn.ParameterList)}
+    found = {}
+    for owner in owners:
+        found[owner] = module = owner
+        while module in parents:
+            module = parents[module]
+            if module in holders:
+                found[owner] = module
+    return found

@@ -3,8 +3,8 @@ kind share (*regional compilation*).
 
 A compiler joins what eager mode runs one operator after the other: norms, activations, rotary embeddings, residuals. It
 leaves matrix products and attention to the same libraries. Numbers differ from eager mode's by rounding; random numbers
-are the same. A block is recomputed whole, because single outputs can be neither saved nor left out any more, and all of
-its gradients are there at once.
+are the same. A recomputation leaves out what only the block's output needs, as eager mode's does; but nothing that the
+forward pass has computed is saved for it, and all of a block's gradients are there at once.
 """
 
 from collections.abc import Callable, Mapping
@@ -33,7 +33,9 @@ class CompiledBlocks:
     """
 
     def __init__(self, device: torch.device):
-        self._call = torch.compile(_call, backend=BACKEND, options=_options())
+        self._forward, self._recompute = (
+            torch.compile(function, backend=BACKEND, options=_options()) for function in (_forward, _recompute)
+        )
         self._called = 0
         torch._dynamo.config.recompile_limit = max(KINDS, torch._dynamo.config.recompile_limit)
         _try_compiler(device)
@@ -52,7 +54,7 @@ class CompiledBlocks:
 
     def _run(self, block: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         try:
-            return self._call(block, args, kwargs)
+            return (self._recompute if torch.is_grad_enabled() else self._forward)(block, args, kwargs)
         except torch._dynamo.exc.TorchDynamoException as error:
             reason = str(error).strip().partition("\n")[0]
             raise FinetuneError(
@@ -61,8 +63,27 @@ class CompiledBlocks:
             ) from error
 
 
-def _call(block: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+class _Unread(torch.autograd.Function):
+    """Hidden states ``[B, S, H]`` whose gradient is passed on, and whose values are not read: nothing computes them."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor) -> torch.Tensor:
+        return torch.empty_like(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient
+
+
+def _forward(block: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     return block(*args, **kwargs)
+
+
+def _recompute(block: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    output = block(*args, **kwargs)
+    if isinstance(output, torch.Tensor):
+        return _Unread.apply(output)
+    return (_Unread.apply(output[0]), *output[1:])
 
 
 def _options() -> dict[str, Any] | None:

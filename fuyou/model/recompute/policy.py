@@ -241,19 +241,10 @@ class ActivationPlanner:
         dtype: type of the hidden states.
         policy: the operators and the number of layers; or a number of bytes, into which the best outputs of every layer
             and micro-batch must fit.
-        whole: whether blocks are recomputed whole, and nothing is saved: as they are when PyTorch compiles them.
     """
 
-    def __init__(
-        self,
-        stack: StreamedModel,
-        device: str,
-        dtype: torch.dtype,
-        policy: ActivationPolicy | int,
-        whole: bool = False,
-    ):
+    def __init__(self, stack: StreamedModel, device: str, dtype: torch.dtype, policy: ActivationPolicy | int):
         self._stack, self._device, self._dtype, self._policy = stack, device, dtype, policy
-        self._whole = whole
         layers = len(stack.blocks)
         count = policy.layers if isinstance(policy, ActivationPolicy) else layers if policy else 0
         if not 0 <= count <= layers:
@@ -285,8 +276,6 @@ class ActivationPlanner:
         return Recomputation(frozenset(self.layers if saved.nbytes else ()), saved.saved_fraction, unneeded)
 
     def _trace(self, seq_len: int) -> BlockTrace | None:
-        if self._whole:
-            return None
         if seq_len not in self._traces:
             try:
                 with torch.random.fork_rng(devices=[]):  # a resumed run goes on with the numbers that it stopped at

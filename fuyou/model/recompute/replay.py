@@ -164,13 +164,15 @@ class BlockReplay:
         layers: blocks that save outputs.
         operators: name and ordinal of the calls whose outputs they save.
         nbytes: size of the buffers that they are saved in.
-        compiled: blocks as PyTorch compiles them, which save nothing and are recomputed whole; None: as they are.
+        compiled: blocks as PyTorch compiles them, which save nothing; None: as they are.
+        unneeded: fraction of the forward FLOPs that compiled blocks leave out when they are recomputed.
     """
 
     layers: Collection[int] = ()
     operators: Collection[tuple[str, int]] = ()
     nbytes: int = 0
     compiled: CompiledBlocks | None = None
+    unneeded: float = 0.0
     _plans: dict[Hashable, _ReplayPlan | None] = field(default_factory=dict)
     """Plans by kind of call; None where a recomputation did not match its trace."""
     _distinct: list[_ReplayPlan] = field(default_factory=list)
@@ -213,7 +215,9 @@ class BlockReplay:
         kind = _kind(layer, hidden, calls)
         plan = saved.plan
         if plan is None:
-            if self.compiled is not None or kind in self._plans:  # it did not match its trace once
+            if self.compiled is not None:
+                return run(), self.unneeded
+            if kind in self._plans:  # it did not match its trace once
                 return run(), 0.0
             with Tracer() as tracer:
                 result = run()

@@ -5,7 +5,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
 from peft import LoraConfig
+from torch._dynamo.backends.common import aot_autograd
 from transformers import AutoModelForCausalLM, GPT2Config, PreTrainedConfig
 
 from common.errors import UserError
@@ -53,6 +55,22 @@ def test_graphs_are_right(family: str, dtype: str, packed: bool, tmp_path: Path)
     """Micro-batches of three sequences and of one: two shapes, with gradients and without."""
     model = saved(tiny_configs()[family], tmp_path)
     compare(model, directories(tmp_path, 1), dtype, packed=packed, micro_batch=3, resume_at=3)
+
+
+def test_a_recomputation_leaves_out_what_only_the_output_needs(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a Llama's seven products it does six, and the backward pass two for each of the seven."""
+    products: list[int] = []
+
+    def count(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> object:
+        products.append(sum(node.target is torch.ops.aten.mm.default for node in graph.graph.nodes))
+        return make_boxed_func(graph.forward)
+
+    monkeypatch.setattr(compiled_blocks, "BACKEND", aot_autograd(fw_compiler=count))
+    with engine(checkpoint, directories(tmp_path, 1), "fp32", compile=True, prove=False, micro_batch=2) as trained:
+        train(trained, batches(1, packed=False))
+    assert [number for number in products if number] == [7, 6, 14]
 
 
 @pytest.mark.usefixtures("not_generated")

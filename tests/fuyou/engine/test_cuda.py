@@ -4,7 +4,6 @@ Most of it needs a GPU and is skipped elsewhere. That the engine waits for queue
 without one, by a processor that plays the device and copies late.
 """
 
-import dataclasses
 import math
 import os
 import threading
@@ -22,9 +21,9 @@ from common.errors import FinetuneError
 from common.memory.buffers import HostBuffer
 from fuyou.optimizer.gradient_sum import sum_of_squares
 from fuyou.runtime.devices.device import open_device
-from fuyou.schedule.memory_planner import MemoryPlanner
 from fuyou.schedule.tasks import Activation, Op, Task
 from tests.helpers.accelerator import QueuedDevice
+from tests.helpers.engines import give_buffers
 from tests.helpers.twin import Twin, tiny_configs
 
 ROWS, TOKENS, STEPS = 4, 32, 4
@@ -57,13 +56,7 @@ def check(
     micro_batch: int = 1, clip: float | None = None, counts: dict[str, int] | None = None, kept: int = 0,
 ) -> None:  # fmt: skip
     """The engine equals the plain loop on the same device."""
-    original = MemoryPlanner.plan
-
-    def plan(self: MemoryPlanner, *arguments: Any, **keywords: Any) -> Any:
-        made = original(self, *arguments, **keywords)
-        return dataclasses.replace(made, counts=dataclasses.replace(made.counts, **(counts or {})))
-
-    monkeypatch.setattr(MemoryPlanner, "plan", plan)
+    give_buffers(monkeypatch, counts or {})
     twin = Twin(str(model), bf16=dtype == "bf16", max_grad_norm=clip, device=device, **OPTIONS)
     with fuyou.Engine(
         model, ssd=[ssd], device=device, dtype=dtype, host_memory="600MiB", host_cache=0, micro_batch=micro_batch,

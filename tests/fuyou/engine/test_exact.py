@@ -1,6 +1,5 @@
 """The engine equals a plain in-memory loop, bit for bit: losses of every step, masters at the end."""
 
-import dataclasses
 import math
 from itertools import pairwise
 from pathlib import Path
@@ -10,7 +9,6 @@ import torch
 from transformers import AutoModelForCausalLM, RoFormerConfig
 
 from common.errors import UserError
-from fuyou.schedule.memory_planner import MemoryPlanner
 from tests.helpers.engines import (
     ONE_OF_EACH,
     OPTIONS,
@@ -22,6 +20,7 @@ from tests.helpers.engines import (
     compare,
     directories,
     engine,
+    give_buffers,
     train,
 )
 from tests.helpers.twin import Twin, tiny_configs
@@ -152,13 +151,7 @@ def test_states_that_live_in_host_memory(
 def test_tiers_and_prefetch_depths(
     counts: dict[str, int], clip: float | None, checkpoints: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original = MemoryPlanner.plan
-
-    def plan(self: MemoryPlanner, *batch: object):
-        made = original(self, *batch)
-        return dataclasses.replace(made, counts=dataclasses.replace(made.counts, **counts))
-
-    monkeypatch.setattr(MemoryPlanner, "plan", plan)
+    give_buffers(monkeypatch, counts)
     check(checkpoints / "llama-tied", directories(tmp_path, 1), dtype="bf16", micro_batch=1, clip=clip)
 
 

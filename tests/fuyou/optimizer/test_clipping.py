@@ -11,7 +11,6 @@ import pytest
 from common.errors import UserError
 from fuyou.engine.runtime import Runtime
 from fuyou.optimizer.clipping import ClipBy, ClipStatistics, clip_by_named, speculation_obstacle
-from fuyou.schedule.memory_planner import MemoryPlanner
 from fuyou.schedule.tasks import Op, StepList
 from tests.helpers.engines import (
     ONE_OF_EACH,
@@ -22,6 +21,7 @@ from tests.helpers.engines import (
     compare,
     directories,
     engine,
+    give_buffers,
     train,
 )
 from tests.helpers.twin import Twin, save_checkpoints
@@ -61,14 +61,7 @@ def test_gradients_that_wait_on_ssd(
     dtype: str, clip: float, fraction: float, checkpoints: Path, tmp_path: Path, lists: list[StepList],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    original = MemoryPlanner.plan
-
-    def plan(self: MemoryPlanner, *batch: object):
-        made = original(self, *batch)
-        counts = dataclasses.replace(made.counts, **SCARCE, **ONE_OF_EACH, host_non_block_gradients=1)
-        return dataclasses.replace(made, counts=counts)
-
-    monkeypatch.setattr(MemoryPlanner, "plan", plan)
+    give_buffers(monkeypatch, {**SCARCE, **ONE_OF_EACH, "host_non_block_gradients": 1})
     ssd = directories(tmp_path, 1)
     check(checkpoints / "llama", ssd, dtype=dtype, micro_batch=1, clip=clip, deferred_fraction=fraction, **SPECULATION)
     assert moved(lists, Op.GRADIENT_WRITE) > 0

@@ -11,7 +11,7 @@ from transformers import AutoConfig, LlamaConfig
 
 from common.models.flops import active_parameters, model_flops_per_token
 from common.models.structure import find_blocks
-from fuyou.layout.model_layout import BatchShape, BufferCounts
+from fuyou.layout.model_layout import BufferCounts
 from fuyou.layout.record import Precision
 from fuyou.optimizer.clipping import ClipBy
 from fuyou.planner import Machine, TrainingJob, describe_training, plan
@@ -20,6 +20,7 @@ from fuyou.planner.evaluate import SAVE_NOTHING, Candidate, Evaluator
 from fuyou.planner.rates import TaskRates
 from fuyou.planner.run_plan import gpu_bound_tokens, max_clipped_share, search
 from fuyou.planner.simulator import simulate
+from fuyou.schedule.batch import BatchShape
 from fuyou.schedule.scheduler import Scheduler
 from fuyou.schedule.tasks import Resource
 

@@ -5,10 +5,11 @@ from dataclasses import replace
 import pytest
 
 from fuyou.layout.deferred import interleaved
-from fuyou.layout.model_layout import BatchShape, BufferCounts, Recomputation
+from fuyou.layout.model_layout import BufferCounts, Recomputation
 from fuyou.planner.evaluate import busy_seconds
 from fuyou.planner.rates import TaskRates
 from fuyou.planner.simulator import Simulator
+from fuyou.schedule.batch import BatchShape
 from fuyou.schedule.scheduler import Scheduler
 from fuyou.schedule.tasks import PAST_HOST, Op, Resource, StepList, Task
 from tests.helpers.simulation import BF16, CHUNK, COUNTS, FAST, LAYERS, run

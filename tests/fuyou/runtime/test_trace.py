@@ -10,11 +10,12 @@ import torch
 
 from common.errors import UserError
 from fuyou import Engine
-from fuyou.layout.model_layout import BatchShape, BufferCounts
+from fuyou.layout.model_layout import BufferCounts
 from fuyou.layout.record import Precision
 from fuyou.planner.rates import TaskRates
 from fuyou.planner.simulator import Simulator
 from fuyou.runtime.trace import RecordInterval, Span, StepTrace, write_spans, write_trace
+from fuyou.schedule.batch import BatchShape
 from fuyou.schedule.scheduler import Scheduler
 from fuyou.schedule.tasks import Op, Resource, Task
 from tests.helpers.step_shapes import step_shape

@@ -13,12 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.errors import UserError
-from fuyou.layout.model_layout import BatchShape, BufferCounts, ModelLayout
+from fuyou.layout.model_layout import BufferCounts, ModelLayout
 from fuyou.layout.pieces import PieceOrder, Stage
 from fuyou.layout.record import Kind, Precision
 from fuyou.layout.share import ALONE, Share
 from fuyou.layout.visits import Phase
-from fuyou.schedule.batch import Batch, LossInputs
+from fuyou.schedule.batch import Batch, BatchShape, LossInputs
 from fuyou.schedule.buffer_pool import Pool
 from fuyou.schedule.scheduler import Scheduler
 from fuyou.schedule.tasks import PAST_HOST, SSD_READS, SSD_WRITES, ComputeTask, Op, StepList, Task

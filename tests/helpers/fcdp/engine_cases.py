@@ -1,11 +1,13 @@
 """What ranks do in the tests of the out-of-core engine over a process group."""
 
 import itertools
+from collections import Counter
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -15,6 +17,8 @@ from common.errors import FinetuneError
 from common.store import commit_manifest, load_manifest
 from fuyou.runtime.data_plane import rank_handlers as handlers
 from fuyou.runtime.devices.device import CpuDevice, CudaDevice
+from tests.helpers.accelerator import QueuedDevice
+from tests.helpers.engines import give_buffers
 from tests.helpers.fcdp.recorder import Launch, recorded
 from tests.helpers.own_loss import dpo
 from tests.helpers.own_loss import pairs as preferences
@@ -241,6 +245,17 @@ def generate_all(topology: fcdp.Topology | None, run: Run, ranks: int) -> list[l
             engine.generate(rank_prompts(rank), 4 + 3 * rank, temperature=0, eos_token_id=()) for rank in range(ranks)
         ]
     return [[row.tolist() for row in one.tokens] for one in made]
+
+
+def train_past_host(topology: fcdp.Topology | None, run: Run, counts: dict[str, int]) -> tuple[Outcome, Counter[str]]:
+    """Train on a processor that plays a GPU with GPUDirect Storage. Return also how often each kind of task has moved
+    its memory between it and the drives."""
+    with pytest.MonkeyPatch.context() as patch:
+        device = QueuedDevice(protects=False).install(patch)  # gloo reads what NCCL would
+        device.install_kvikio(patch)
+        give_buffers(patch, counts)
+        outcome = train(topology, run)
+    return outcome, Counter(task.op.name for task in device.past_host)
 
 
 def train_routed(topology: fcdp.Topology | None, run: Run) -> Outcome:

@@ -1,6 +1,5 @@
 """Kept outputs are worth what a hand count says, and leave training as it is, to the bit, wherever they are kept."""
 
-import dataclasses
 import math
 import time
 from collections.abc import Callable
@@ -28,8 +27,7 @@ from fuyou.model.recompute.policy import (
 )
 from fuyou.model.recompute.replay import BlockReplay
 from fuyou.model.streamed_model import StreamedModel
-from fuyou.schedule.memory_planner import MemoryPlanner
-from tests.helpers.engines import batches, check, directories, engine
+from tests.helpers.engines import batches, check, directories, engine, give_buffers
 from tests.helpers.twin import tiny_configs
 
 BF16 = torch.bfloat16
@@ -284,14 +282,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def place(counts: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Let every plan have these buffers of kept outputs."""
-    original = MemoryPlanner.plan
-
-    def plan(self: MemoryPlanner, *arguments: Any) -> Any:
-        made = original(self, *arguments)
-        none = {"device_kept": 0, "host_kept": 0, "ssd_kept": 0}
-        return dataclasses.replace(made, counts=dataclasses.replace(made.counts, **{**none, **counts}))
-
-    monkeypatch.setattr(MemoryPlanner, "plan", plan)
+    give_buffers(monkeypatch, {"device_kept": 0, "host_kept": 0, "ssd_kept": 0, **counts})
 
 
 @pytest.mark.parametrize(

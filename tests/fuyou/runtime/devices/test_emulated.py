@@ -2,9 +2,7 @@
 
 import time
 from concurrent.futures import Future
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,9 +15,8 @@ from fuyou.layout.record import Kind
 from fuyou.planner.rates import TaskRates
 from fuyou.planner.simulator import simulate
 from fuyou.runtime.devices.emulated import EmulatedDevice, EmulatedEvent, EmulatedSpec
-from fuyou.schedule.memory_plan import MemoryPlan
-from fuyou.schedule.memory_planner import MemoryPlanner
 from fuyou.schedule.tasks import PAST_HOST, Op, Task
+from tests.helpers.engines import give_buffers
 from tests.helpers.twin import tiny_configs
 
 DEVICE = "emulated:tflops=0.002,memory=1GiB,link=1GB/s,ssd_read=2GB/s,ssd_write=2GB/s"
@@ -136,13 +133,8 @@ def test_steps_past_host_memory_take_what_the_simulation_says(
     io: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With little host memory, on slow drives that bound the step: the same bytes, and the simulated time."""
-    original, scarce = MemoryPlanner.plan, {"device_activations": 4, "host_activations": 2, "ssd_activations": 40}
-
-    def plan(*arguments: Any, **keywords: Any) -> MemoryPlan:
-        made = original(*arguments, **keywords)
-        return replace(made, counts=replace(made.counts, host_blocks=1, **scarce))
-
-    monkeypatch.setattr(MemoryPlanner, "plan", plan)
+    scarce = {"host_blocks": 1, "device_activations": 4, "host_activations": 2, "ssd_activations": 40}
+    give_buffers(monkeypatch, scarce)
     config, tokens = tiny_configs()["llama"], torch.zeros(4, 32, dtype=torch.long)
     config.num_hidden_layers = 6
     device = "emulated:tflops=1,memory=1GiB,link=1GB/s,ssd_read=3MB/s,ssd_write=3MB/s"
