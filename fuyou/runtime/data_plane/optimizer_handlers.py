@@ -152,7 +152,9 @@ class OptimizerHandlers:
             self._running.finish(task, message.start_time)
         elif isinstance(message, Written):
             self._stored.sums.written(message.record, message.slot, message.parameters, message.states)
-            self.read_bytes, self.written_bytes = message.read_bytes, message.written_bytes
+            # Threads send these, and the one that has counted first may come last.
+            self.read_bytes = max(self.read_bytes, message.read_bytes)
+            self.written_bytes = max(self.written_bytes, message.written_bytes)
             created = self._created.pop(message.record, None)
             if created is not None:
                 created.set()
