@@ -47,7 +47,7 @@ def meet(settings: Settings, rank: RankProcess, device: torch.device) -> tuple[d
     store = dist.TCPStore(
         address, port, rank.world_size, is_master=rank.is_rank0, timeout=timeout, wait_for_workers=False
     )
-    placement = place(settings, store, rank.rank, int(os.environ["LOCAL_WORLD_SIZE"]), rank.world_size)
+    placement = place(settings, store)
     if placement is not None:
         rank.move(placement.order.index(rank.node))
     news = dist.TCPStore(address, port, is_master=False, timeout=timeout, wait_for_workers=False)

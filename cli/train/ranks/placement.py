@@ -54,23 +54,27 @@ class Placement:
         )
 
 
-def place(settings: Settings, store: dist.Store, rank: int, ranks_per_node: int, world_size: int) -> Placement | None:
-    """Agree with all ranks on the numbers of nodes; None where switches are not known. Collective.
+def place(settings: Settings, store: dist.Store, world: Mapping[str, str] = os.environ) -> Placement | None:
+    """Agree with all ranks on the numbers of nodes. Collective.
 
     Args:
         settings: of the run. Out of core nodes keep their numbers: their drives hold what is of these.
         store: of this start of the run.
-        rank: this rank, as the launchers have numbered it.
+        world: the variables with which the launcher has numbered this rank and its node.
+
+    Returns:
+        None where switches are not known, or nodes have different numbers of ranks, which is refused once they are
+        connected.
     """
-    if settings.ssd or world_size == ranks_per_node:
+    node, nodes = int(world["GROUP_RANK"]), int(world["GROUP_WORLD_SIZE"])
+    if settings.ssd or nodes == 1:
         return None
-    node, local_rank = divmod(rank, ranks_per_node)
-    if local_rank == 0:
+    if world["LOCAL_RANK"] == "0":
         own = settings.leaf_switch or leaf_by_slurm() or ""
-        store.set(f"leaf{node}", json.dumps([own, socket.gethostname()]))
-    if rank == 0:
-        there = [json.loads(store.get(f"leaf{each}")) for each in range(world_size // ranks_per_node)]
-        store.set("placement", json.dumps(_decide(settings, there, ranks_per_node)))
+        store.set(f"leaf{node}", json.dumps([own, socket.gethostname(), int(world["LOCAL_WORLD_SIZE"])]))
+    if world["RANK"] == "0":
+        there = [json.loads(store.get(f"leaf{each}")) for each in range(nodes)]
+        store.set("placement", json.dumps(_decide(settings, there)))
     decided = json.loads(store.get("placement"))
     if decided is None:
         return None
@@ -90,14 +94,16 @@ def leaf_by_slurm(environment: Mapping[str, str] = os.environ) -> str | None:
     return names[len(kinds) - 2]  # a node's own name may have dots
 
 
-def _decide(settings: Settings, there: list[list[str]], ranks_per_node: int) -> list[object] | None:
-    leaves, hosts = ([each[part] for each in there] for part in (0, 1))
+def _decide(settings: Settings, there: list[tuple[str, str, int]]) -> list[object] | None:
+    leaves, hosts, ranks_per_node = map(list, zip(*there, strict=True))
+    if len(set(ranks_per_node)) > 1:
+        return None
     if not all(leaves):
         leaves = _leaves_of_cluster(settings, len(there))
     if not leaves:
         return None
     switches = nodes_per_switch([leaves[node] for node in node_order(leaves, 1)])
-    group = _group(settings, Levels((ranks_per_node, len(there)), nodes_per_switch=switches))
+    group = _group(settings, Levels((ranks_per_node[0], len(there)), nodes_per_switch=switches))
     order = node_order(leaves, group)
     return [order, [leaves[node] for node in order], [hosts[node] for node in order], group]
 

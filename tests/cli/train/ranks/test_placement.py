@@ -14,22 +14,25 @@ from common.files.presets import preset_files
 LEAVES = ("red", "blue", "red", "blue")
 
 
-def placed(leaves: tuple[str | None, ...], ranks_per_node: int = 1, **options: Any) -> list[Placement | None]:
-    """What every rank agrees on."""
+def placed(leaves: tuple[str | None, ...], *ranks_per_node: int, **options: Any) -> list[Placement | None]:
+    """What every rank agrees on; ``ranks_per_node``: of each node; none: one on each."""
     store = dist.HashStore()
-    world = len(leaves) * ranks_per_node
+    counts = ranks_per_node or (1,) * len(leaves)
+    places = [(node, local) for node, count in enumerate(counts) for local in range(count)]
 
     def one(rank: int) -> Placement | None:
-        leaf = leaves[rank // ranks_per_node]
-        settings = Settings(model="m", nodes=len(leaves), leaf_switch=leaf, **options)
-        return place(settings, store, rank, ranks_per_node, world)
+        node, local = places[rank]
+        settings = Settings(model="m", nodes=len(leaves), leaf_switch=leaves[node], **options)
+        numbers = {"RANK": rank, "LOCAL_RANK": local, "LOCAL_WORLD_SIZE": counts[node], "GROUP_RANK": node,
+                   "GROUP_WORLD_SIZE": len(leaves)}  # fmt: skip
+        return place(settings, store, {name: str(number) for name, number in numbers.items()})
 
-    with ThreadPoolExecutor(world) as ranks:
-        return list(ranks.map(one, range(world)))
+    with ThreadPoolExecutor(len(places)) as ranks:
+        return list(ranks.map(one, range(len(places))))
 
 
 def test_all_ranks_agree_on_an_order_by_switches() -> None:
-    found = placed(LEAVES, ranks_per_node=2, strategy="2x2/2x2/G")
+    found = placed(LEAVES, 2, 2, 2, 2, strategy="2x2/2x2/G")
     assert len(set(found)) == 1
     placement = found[0]
     assert placement is not None
@@ -65,11 +68,17 @@ def test_without_all_switches_the_cluster_file_counts_and_else_nothing(tmp_path:
 
 
 def test_one_node_and_drives_that_hold_a_ranks_data_keep_their_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert placed(("a",), ranks_per_node=2) == [None, None]
+    assert placed(("a",), 2) == [None, None]
     monkeypatch.setenv("SLURM_TOPOLOGY_ADDR_PATTERN", "switch.node")
     monkeypatch.setenv("SLURM_TOPOLOGY_ADDR", "leaf1.gpu1")
     assert placed((None, None))[0] is not None
     assert placed((None, None), ssd=("/nowhere",)) == [None, None]
+
+
+@pytest.mark.parametrize("ranks_per_node", [(1, 2), (2, 1), (2, 1, 3)])
+def test_nodes_with_different_numbers_of_ranks_are_left_to_be_refused(ranks_per_node: tuple[int, ...]) -> None:
+    """Whichever comes first, nobody waits for a node that there is not."""
+    assert placed(("a", "b", "a")[: len(ranks_per_node)], *ranks_per_node) == [None] * sum(ranks_per_node)
 
 
 @pytest.mark.parametrize(("pattern", "address", "leaf"), [
