@@ -58,7 +58,8 @@ def place(settings: Settings, store: dist.Store, world: Mapping[str, str] = os.e
     """Agree with all ranks on the numbers of nodes. Collective.
 
     Args:
-        settings: of the run. Out of core nodes keep their numbers: their drives hold what is of these.
+        settings: of the run. Out of core nodes keep their numbers, to which their drives belong: each exchanges with
+            all others directly, so that order would change nothing.
         store: of this start of the run.
         world: the variables with which the launcher has numbered this rank and its node.
 
