@@ -1,5 +1,6 @@
 """What every test runs under: one thread, no network, and a plain word where a GPU is missing."""
 
+import gc
 import os
 import signal
 from collections.abc import Iterator
@@ -40,6 +41,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("cuda"):
             item.add_marker(skip)
+
+
+def pytest_collection_finish() -> None:
+    """What is there before the first test is no garbage, and is not looked through again and again."""
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -5,6 +5,7 @@ fraction of a second: hundreds of crashes can be tried.
 """
 
 import contextlib
+import gc
 import hashlib
 import json
 import multiprocessing.connection
@@ -214,6 +215,7 @@ def _outcome(status: int, results: Path) -> Outcome:
 
 def _train(run: Run, results: Path) -> None:
     os.setpgid(0, 0)
+    gc.freeze()
     out = os.open(results, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
     with contextlib.suppress(AttributeError):
         sys.stdin.close()

@@ -91,6 +91,7 @@ def _serve(index: int, pipe: Connection, server: str) -> None:
     import fcdp
     from fcdp.strategy.mesh import Levels
 
+    gc.freeze()  # what the libraries are made of is no garbage: looking through it takes longer than most cases
     torch.set_num_threads(1)
     forked.use(server)
     forked.stand_in(setattr)

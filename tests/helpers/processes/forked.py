@@ -12,6 +12,7 @@ import atexit
 import contextlib
 import ctypes
 import fcntl
+import gc
 import importlib
 import inspect
 import io
@@ -274,6 +275,7 @@ class _Server:
 def _import(names: Sequence[str]) -> None:
     for name in names:
         importlib.import_module(name)
+    gc.freeze()  # nobody who is forked looks for garbage in it, which would copy every page
 
 
 def _run(request: dict[str, Any], received: Sequence[int]) -> NoReturn:
