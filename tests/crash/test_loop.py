@@ -8,6 +8,7 @@ from tests.crash import loop as crash_loop
 from tests.crash.loop import Loop
 
 
+@pytest.mark.slow
 def test_random_kills_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(crash_loop, "STEPS", 5)
     loop = Loop(tmp_path, seed=3)

@@ -35,6 +35,7 @@ def test_a_crash_at_any_call_loses_at_most_the_step_in_flight(
         assert all(pool.map(attempt, points))
 
 
+@pytest.mark.slow
 def test_power_that_goes_right_after_a_commit(expected: Reference, tmp_path: Path) -> None:
     """The instants around each rename are where an order of syncs that is not quite right shows."""
 
@@ -83,6 +84,7 @@ def test_a_crash_while_a_clipped_step_is_updated_again(expected: Reference, tmp_
 
 
 @pytest.mark.parametrize("way", PIECES)
+@pytest.mark.slow
 def test_a_crash_of_blocks_in_pieces(way: str, tmp_path: Path) -> None:
     found = WAYS[f"pieces: {way}"](tmp_path)
     draw = random.Random(way)

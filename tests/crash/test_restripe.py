@@ -26,6 +26,7 @@ def moving(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return request.param, move_reference(tmp_path_factory.mktemp("moved") / "run", request.param)
 
 
+@pytest.mark.slow
 def test_a_crash_while_records_move_leaves_the_old_places_or_the_new_ones(
     moving: tuple[Move, Reference], tmp_path: Path
 ) -> None:

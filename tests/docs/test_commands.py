@@ -60,6 +60,7 @@ def place(
 
 
 @pytest.mark.parametrize("block", [block for block in BLOCKS if block.language or block.commands], ids=str)
+@pytest.mark.slow
 def test_a_block_runs(block: Block, place: Path) -> None:
     if block.reason is not None:
         pytest.skip(block.reason)

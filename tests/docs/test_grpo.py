@@ -16,6 +16,7 @@ def example(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return importlib.import_module("grpo")
 
 
+@pytest.mark.slow
 def test_rewards_rise(example: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = [str(tmp_path), "--digits", "3"]
     rewards = example.main([*words, "--learning-steps", "200", "--steps", "6"])

@@ -56,6 +56,7 @@ def _look(sharding: fcdp.Sharding, case: Case) -> dict[str, float]:
     ],
     ids=lambda case: f"{'lora' if case.lora else 'full'}-{case.micro_batches}",
 )
+@pytest.mark.slow
 def test_bytes_across_nodes_are_the_formulas(pool: Pool, layout: tuple[int, int], case: Case) -> None:
     ranks = pool.run(layout, _count, case)
     nodes, per_node = layout

@@ -110,6 +110,7 @@ def test_two_ranks_equal_one(
 
 
 @pytest.mark.parametrize("layout", [(2, 1), (1, 2)])
+@pytest.mark.slow
 def test_activations_of_ranks_that_pass_host_memory(
     layout: tuple[int, int], model: str, pool: Pool, tmp_path: Path
 ) -> None:
@@ -139,6 +140,7 @@ def test_exchanges_are_launched_in_one_order_where_nccl_wants_it(model: str, poo
 
 
 @pytest.mark.parametrize(("layout", "dtype"), [((2, 1), "bf16"), ((1, 2), "fp32")])
+@pytest.mark.slow
 def test_ranks_that_train_some_experts_equal_one(
     layout: tuple[int, int], dtype: str, pool: Pool, tmp_path: Path
 ) -> None:
@@ -189,6 +191,7 @@ def test_ranks_compute_in_what_the_first_is_fast_in_and_go_on_in_that(model: str
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.slow
 def test_only_what_no_rank_has_a_gradient_for_is_skipped(dtype: str, pool: Pool, tmp_path: Path) -> None:
     """Experts get few tokens, on some rank or on none; slices cut them; then two ranks become one, and that one two."""
     torch.manual_seed(1)
@@ -243,6 +246,7 @@ def check_bytes(ranks: list[cases.Outcome], alone: cases.Outcome) -> None:
     assert 4 * trained <= sum(rank.planned[2] for rank in ranks) <= 4 * (trained + padding)
 
 
+@pytest.mark.slow
 def test_four_ranks_come_back_to_the_step_that_all_have(model: str, pool: Pool, tmp_path: Path) -> None:
     options = {"dtype": "fp32", "max_grad_norm": 0.5, "micro_batch": 1, "host_cache": "1MiB"}
     alone = cases.train(None, Run(model, tmp_path / "alone", 10, options=options))

@@ -81,16 +81,23 @@ def _name(case: Any) -> str:
 
 
 def _runs() -> list[Any]:
-    """All cases on 2 x 2 ranks; on 3 x 1 half of them, in which any three settings meet, and some events."""
+    """All cases on 2 x 2 ranks; on 3 x 1 half of them, in which any three settings meet, and some events. Left to the
+    slow tests are the other half on 2 x 2, all on 3 x 1, and what compiles."""
     chosen = []
     for layout in ((2, 2), (3, 1)):
         for case in CASES:
             settings = case.bf16 + case.lora + (case.micro_batches == 3) + case.checkpointing
             if layout == (2, 2) or settings % 2 == 0:
-                chosen.append((layout, case, PLACEMENTS[(settings + layout[1]) % 3]))
-        events = EVENTS if layout == (2, 2) else EVENTS[::4]
-        chosen += [(layout, case, PLACEMENTS[index % 3]) for index, case in enumerate(events)]
+                slow = layout != (2, 2) or settings % 2
+                chosen.append(_run(slow, layout, case, PLACEMENTS[(settings + layout[1]) % 3]))
+        for index, case in enumerate(EVENTS if layout == (2, 2) else EVENTS[::4]):
+            slow = layout != (2, 2) or case.event == "compile"
+            chosen.append(_run(slow, layout, case, PLACEMENTS[index % 3]))
     return chosen
+
+
+def _run(slow: bool, *values: Any) -> Any:
+    return pytest.param(*values, marks=[pytest.mark.slow] if slow else [])
 
 
 @pytest.mark.parametrize(("layout", "case", "placement"), _runs(), ids=_name)
@@ -122,6 +129,7 @@ def _placed(sharding: Any) -> tuple[int, int]:
 
 @pytest.mark.parametrize("lora", [False, True])
 @pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.slow
 def test_equals_hybrid_sharding(runs: Runs, lora: bool, bf16: bool) -> None:
     # The fused optimizer treats the ends of a shard differently from its middle, and shards are larger here.
     case = Case(bf16=bf16, lora=lora, micro_batches=2, checkpointing=bf16, optimizer="foreach")
@@ -129,6 +137,7 @@ def test_equals_hybrid_sharding(runs: Runs, lora: bool, bf16: bool) -> None:
 
 
 @pytest.mark.parametrize("case", [Case(lora=True, bf16=True, checkpointing=True), Case(micro_batches=4)], ids=_name)
+@pytest.mark.slow
 def test_shares_that_come_and_go_change_nothing(runs: Runs, case: Case) -> None:
     plain_case = dataclasses.replace(case, checkpointing=False)
     moving = runs.run((2, 2), case, "fcdp", memory="waves")
@@ -139,11 +148,13 @@ def test_shares_that_come_and_go_change_nothing(runs: Runs, case: Case) -> None:
 @pytest.mark.parametrize(
     "options", [{"adapter_groups": "model"}, {"host_cache_bytes": 9_000}, {"host_cache_bytes": 0}], ids=str
 )
+@pytest.mark.slow
 def test_options_change_nothing(runs: Runs, case: Case, options: dict[str, Any]) -> None:
     assert runs.run((2, 2), case, "fcdp", **options) == runs.reference((2, 2), case, "fcdp")
 
 
 @pytest.mark.parametrize("layout", [(1, 4), (4, 1), (1, 1)], ids=_name)
+@pytest.mark.slow
 def test_one_node_or_one_rank_per_node(runs: Runs, layout: tuple[int, int]) -> None:
     case = Case(lora=True, micro_batches=2)
     twin = {"in_order": True} if layout != (1, 1) else {}

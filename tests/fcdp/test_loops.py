@@ -13,6 +13,7 @@ from tests.helpers.fcdp.pool import Pool
 FOUR = (2, 2)
 
 
+@pytest.mark.slow
 def test_accelerate_trains_and_checkpoints_go_both_ways(pool: Pool, tmp_path: Path) -> None:
     saved = [str(tmp_path / name) for name in ("plain", "ours")]
     plain, ours = (pool.run(FOUR, cases.accelerate_loop, which, 20, saved[which]) for which in (False, True))
@@ -25,6 +26,7 @@ def test_accelerate_trains_and_checkpoints_go_both_ways(pool: Pool, tmp_path: Pa
         assert losses == pytest.approx(expected, rel=2e-6)
 
 
+@pytest.mark.slow
 def test_sft_trainer_and_checkpoints_go_both_ways(pool: Pool, tmp_path: Path) -> None:
     saved = [str(tmp_path / name) for name in ("plain", "ours")]
     plain, ours = (pool.run(FOUR, cases.sft_trainer, which, 22, saved[which]) for which in (False, True))

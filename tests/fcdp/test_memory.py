@@ -97,6 +97,7 @@ def _train(
 
 
 @pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.slow
 def test_the_device_holds_what_it_holds_under_zero3_and_a_node_one_copy_of_the_model(pool: Pool, lora: bool) -> None:
     plain = pool.run((2, 2), _train, "fsdp2", lora=lora)
     ours = pool.run((2, 2), _train, "fcdp", lora=lora)

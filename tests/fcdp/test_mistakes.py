@@ -115,6 +115,7 @@ def test_what_cannot_be_is_refused_on_every_rank(pool: Pool) -> None:
 
 
 @pytest.mark.parametrize("tidy", [True, False])
+@pytest.mark.slow
 def test_processes_end_cleanly(tidy: bool, tmp_path: Path) -> None:
     """A process group that outlives destroy_process_group can abort the interpreter at exit."""
     program = textwrap.dedent(f"""

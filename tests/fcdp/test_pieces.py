@@ -39,6 +39,7 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> str:
         ((1, 2), "mixture", "fp32", {"piece_size": "20KiB", "frozen_dtype": "nf4", "adapters": ADAPTERS}),
     ],
 )
+@pytest.mark.slow
 def test_two_ranks_equal_one_with_whole_blocks(
     layout: tuple[int, int],
     family: str,
@@ -59,6 +60,7 @@ def test_two_ranks_equal_one_with_whole_blocks(
     assert {rank.first for rank in ended} == {2}
 
 
+@pytest.mark.slow
 def test_other_ranks_go_on_with_the_same_pieces(mixture: str, pool: Pool, tmp_path: Path) -> None:
     """Two nodes, then one, then two ranks of one node, of which the second has drives that held nothing."""
     options = {"dtype": "bf16", "micro_batch": 2, "piece_size": "10KiB", "host_cache": 0}

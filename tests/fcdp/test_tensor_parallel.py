@@ -55,5 +55,6 @@ def test_tensor_parallel_between_nodes_and_sharded_in_the_node(pool: Pool) -> No
 
 
 @pytest.mark.parametrize("run", [TwoDimensions(micro_batches=2, accumulate=True), TwoDimensions(strategy="paro-igg")])
+@pytest.mark.slow
 def test_nodes_of_two_shards_with_two_parts_each(pool: Pool, run: TwoDimensions) -> None:
     _check(pool, run, (2, 4), (2, 2))

@@ -76,6 +76,7 @@ def ordinary(model: Any, steps: int, rows: int = 5) -> tuple[list[float], list[f
     return losses, norms, {name: value.detach() for name, value in model.named_parameters()}
 
 
+@pytest.mark.slow
 def test_any_number_of_ranks_trains_as_one_and_continues_as_another(
     pool: Pool, checkpoint: Path, tmp_path: Path
 ) -> None:
@@ -99,6 +100,7 @@ def test_any_number_of_ranks_trains_as_one_and_continues_as_another(
         torch.testing.assert_close(tuned[name], value, rtol=1e-3, atol=2e-5)
 
 
+@pytest.mark.slow
 def test_a_preset_begins_with_the_weights_of_the_engine_on_one_machine(pool: Pool, tmp_path: Path) -> None:
     config, _ = load_config("llama-10m")
     meta = build_meta_model(config)

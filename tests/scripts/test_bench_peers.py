@@ -60,6 +60,7 @@ def test_fsdp2_trains(tmp_path: Path) -> None:
     steps("peers.fsdp2_offload", tmp_path)
 
 
+@pytest.mark.slow
 def test_the_engine_trains(tmp_path: Path) -> None:
     with start("peers.streamed", tiny(tmp_path, host_memory="streamed")) as contender:
         taken = [contender.step() for _ in range(2)]
@@ -140,6 +141,7 @@ def test_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "1.57x" in (printed := capsys.readouterr().out) and "x: skipped" in printed
 
 
+@pytest.mark.slow
 def test_ctrl_c_leaves_no_process_and_no_file(tmp_path: Path) -> None:
     command = [sys.executable, str(ROOT / "scripts" / "bench_peers.py"), "--ssd", str(tmp_path), "--models", "125m"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}

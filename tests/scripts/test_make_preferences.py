@@ -21,6 +21,7 @@ def maker() -> ModuleType:
     return module
 
 
+@pytest.mark.slow
 def test_pairs_are_the_same_sentence_twice_and_can_be_learned_from(maker: ModuleType, tmp_path: Path) -> None:
     maker.main(tmp_path)
     pairs, held_out = (

@@ -8,6 +8,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from tests.cli.conftest import Finetune
 from tests.helpers.command.histories import history
 from tests.helpers.processes.namespaces import needs_namespaces, netcluster
@@ -20,6 +22,7 @@ STEPS = 8
 
 
 @needs_namespaces
+@pytest.mark.slow
 def test_a_short_cut_is_waited_out_and_a_long_one_ends_both_nodes_with_a_message(
     finetune: Finetune, checkpoint: Path, data: Path, tmp_path: Path
 ) -> None:

@@ -103,6 +103,7 @@ def test_a_run_that_began_without_a_measured_cluster_goes_on_as_it_was(
 
 @pytest.mark.real_start  # of ranks: elsewhere here they are forked
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.slow
 def test_adapters_are_trained_written_and_merged(
     finetune: Finetune, checkpoint: Path, data: Path, tmp_path: Path
 ) -> None:
@@ -197,6 +198,7 @@ def one_ends_by_its_deadline(pair: Pair, host: bool) -> Node:
     return stays
 
 
+@pytest.mark.slow
 def test_a_terminal_that_goes_away_and_a_node_that_ends_alone_by_its_deadline(
     pair: Pair, checkpoint: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -280,6 +282,7 @@ def test_nodes_that_differ_are_told_how(
     assert error.startswith("finetune: error: The nodes were not started alike: --eps is 1e-0")
 
 
+@pytest.mark.slow
 def test_nodes_with_different_code_are_told_so(
     pair: Pair, checkpoint: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

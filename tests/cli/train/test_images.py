@@ -80,6 +80,7 @@ def test_the_projector_can_be_trained(checkpoint: Path, data: Path, tmp_path: Pa
 
 
 @pytest.mark.parametrize("where", ["memory", "ssd"])
+@pytest.mark.slow
 def test_two_ranks_train_what_one_does(where: str, checkpoint: Path, data: Path, tmp_path: Path) -> None:
     run(checkpoint, data, tmp_path / "alone", "--steps", "2", "--unproven")
     (tmp_path / "drive").mkdir()

@@ -151,6 +151,7 @@ CASES = {
         ("kto with adapters", "16"), ("reward", "4"), ("reward with adapters", "16"), ("classify", "2"),
     ],
 )  # fmt: skip
+@pytest.mark.slow
 def test_a_run_is_what_trl_trains_in_memory(
     objective: str, micro: str, checkpoint: Path, finetune: Finetune, tmp_path: Path
 ) -> None:

@@ -120,6 +120,7 @@ def test_a_run_that_goes_on_is_the_same_run(checkpoint: Path, pairs: Path, finet
     assert losses[1] == losses[0][2:]
 
 
+@pytest.mark.slow
 def test_a_plan_counts_the_reference_and_the_second_run_of_the_head(finetune: Finetune) -> None:
     """DPO reads what SFT reads of as many rows, and computes more."""
     where = ("--gpu", "rtx4090", "--drive", "samsung-990-pro-4tb", "--ssds", "4", "--seq-len", "1024", *LORA, "--json")

@@ -19,6 +19,7 @@ def test_every_level_on_every_layout(pool: Pool, layout: tuple[int, ...]) -> Non
         pool.run(layout, cases.reduce_quantised, bits)
 
 
+@pytest.mark.slow
 def test_quantised_strategies_train_close_to_exact_ones(pool: Pool) -> None:
     run = Run(micro_batches=(1, 2, 1, 1, 2))
     for layout, name in (((2, 2), "zero++"), ((2, 2, 2), "zero-topo"), ((1, 4, 2), "zero-topo-8")):

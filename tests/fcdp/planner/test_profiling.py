@@ -31,6 +31,7 @@ def _collectives(topology: fcdp.Topology, path: Path) -> None:
 
 
 @pytest.mark.parametrize(("layout", "measure"), [((2, 2), _profile), ((2, 2, 2), _collectives)], ids=["2x2", "2x2x2"])
+@pytest.mark.slow
 def test_a_profile_serves_for_every_strategy(
     pool: Pool, tmp_path: Path, layout: tuple[int, ...], measure: object
 ) -> None:

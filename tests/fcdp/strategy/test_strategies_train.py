@@ -33,6 +33,7 @@ ADAPTERS = ["zero1", "zero3", "mics", "zero++-exact", "fcdp", "I/I/G+device", "p
     ((1, 8), AMSP, Run(micro_batches=(1, 2, 1))),
     ((1, 4, 2), OVER_EIGHT, Run(micro_batches=(1, 2, 1))),
 ], ids=["two levels", "adapters", "three levels", "amsp", "second shards over eight"])  # fmt: skip
+@pytest.mark.slow
 def test_every_strategy_trains_as_plain_fsdp2_and_sends_what_the_planner_says(
     pool: Pool, layout: tuple[int, ...], strategies: list[str], run: Run
 ) -> None:

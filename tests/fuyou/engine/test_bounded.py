@@ -12,6 +12,7 @@ from common.units import parse_bytes
 
 @pytest.mark.real_start  # a forked process has less memory of its own
 @pytest.mark.parametrize(("layers", "budget", "clip"), [(6, "280MiB", 1.0), (28, "280MiB", None)])
+@pytest.mark.slow
 def test_memory_and_bytes(layers: int, budget: str, clip: float | None, tmp_path: Path) -> None:
     """Models whose states are up to 4 times the budget (scripts/measure_bounds.py goes to 20 times)."""
     config = LlamaConfig(

@@ -51,6 +51,7 @@ def compare(model: Path, ssd: list[Path], dtype: str, *, packed: bool, micro_bat
 
 @pytest.mark.usefixtures("not_generated")
 @pytest.mark.parametrize(("family", "dtype", "packed"), [("llama", "fp32", True), ("llama", "bf16", False)])
+@pytest.mark.slow
 def test_graphs_are_right(family: str, dtype: str, packed: bool, tmp_path: Path) -> None:
     """Micro-batches of three sequences and of one: two shapes, with gradients and without."""
     model = saved(tiny_configs()[family], tmp_path)
@@ -75,6 +76,7 @@ def test_a_recomputation_leaves_out_what_only_the_output_needs(
 
 
 @pytest.mark.usefixtures("not_generated")
+@pytest.mark.slow
 def test_adapters(checkpoint: Path, tmp_path: Path) -> None:
     first, second = directories(tmp_path, 2)
     feed = batches(3, packed=True)

@@ -79,6 +79,7 @@ def check(
     [{}, SCARCE, {**SCARCE, "device_blocks": 1, "device_block_gradients": 1, "host_blocks": 1}],
     ids=["planned", "ssd", "one of each"],
 )
+@pytest.mark.slow
 def test_everything_that_is_queued_ends_late(
     counts: dict[str, int], clip: float | None, checkpoints: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -102,6 +103,7 @@ def test_a_stream_that_does_not_wait_is_noticed(
 
 @pytest.mark.parametrize("clip", [None, 0.5])
 @pytest.mark.parametrize("blocks", [1, 2])
+@pytest.mark.slow
 def test_parameters_and_activations_that_pass_host_memory(
     blocks: int, clip: float | None, checkpoints: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -140,6 +142,7 @@ def test_deferred_gradients_that_pass_host_memory(
     "deaf",
     [Op.PARAMETER_READ_DEVICE, Op.ACTIVATION_READ_DEVICE, Op.ACTIVATION_WRITE_DEVICE, Op.GRADIENT_WRITE_DEVICE],
 )
+@pytest.mark.slow
 def test_a_drive_that_does_not_wait_for_the_device_is_noticed(
     deaf: Op, checkpoints: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -24,6 +24,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(("dtype", "micro", "clip"), [("fp32", 3, 0.1), ("bf16", 2, None)])
 @pytest.mark.parametrize("family", MIXTURES)
+@pytest.mark.slow
 def test_equals_peft_in_memory(
     family: str, dtype: str, micro: int, clip: float | None, checkpoints: Path, tmp_path: Path
 ) -> None:

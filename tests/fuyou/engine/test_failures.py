@@ -96,6 +96,7 @@ def test_a_single_directory_stands_alone(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["fuyou-run"]
 
 
+@pytest.mark.slow
 def test_death_of_the_engine_ends_the_optimizer_process(tmp_path: Path) -> None:
     script = textwrap.dedent(f"""
         import sys, os, signal

@@ -148,6 +148,7 @@ def test_training_goes_on_as_without(planned: bool, checkpoints: Path, tmp_path:
         assert torch.equal(value, runs[1][1][key]), key
 
 
+@pytest.mark.slow
 def test_keys_and_values_in_host_memory(checkpoints: Path, tmp_path: Path) -> None:
     """Where the device has no room for them, they pass through it."""
     for family in ("llama", "gemma3"):
@@ -197,6 +198,7 @@ def test_whole_sequences_again(checkpoints: Path, tmp_path: Path) -> None:
         assert greedy(trained, prompts(), 6, use_cache=False) == expected
 
 
+@pytest.mark.slow
 def test_what_cannot_be_generated_is_said(checkpoints: Path, tmp_path: Path) -> None:
     with engine(checkpoints / "llama", directories(tmp_path, 1), "fp32") as trained:
         for asked, message in (

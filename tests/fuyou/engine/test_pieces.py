@@ -78,6 +78,7 @@ ATTENTION = {"deepseek-v3": ["q_b_proj", "kv_b_proj", "o_proj"]}
         ("gpt-oss", "bf16", 4),
     ],
 )
+@pytest.mark.slow
 def test_adapters_beside_frozen_pieces(family: str, dtype: str, micro: int, checkpoints: Path, tmp_path: Path) -> None:
     def adapters() -> LoraConfig:
         return LoraConfig(

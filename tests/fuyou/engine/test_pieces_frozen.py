@@ -31,6 +31,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
         ("qwen3_moe", "int8", "fp32", 2, "24KiB", True),
     ],
 )
+@pytest.mark.slow
 def test_rounded_as_whole_blocks_are(
     family: str, kept: str, dtype: str, micro: int, size: str, odd: bool, tmp_path: Path
 ) -> None:

@@ -75,6 +75,7 @@ def cross_entropy_step(trained: fuyou.Engine, batch: dict[str, torch.Tensor]) ->
         (ROUTED, "bf16", 1, {}),
     ],
 )
+@pytest.mark.slow
 def test_cross_entropy_is_the_engines_own(
     family: str, dtype: str, micro: int, options: dict, checkpoints: Path, tmp_path: Path
 ) -> None:
@@ -323,6 +324,7 @@ def test_a_loss_that_is_not_finite(said: bool, checkpoints: Path, tmp_path: Path
 
 
 @pytest.mark.real_start  # a forked process has less memory of its own
+@pytest.mark.slow
 def test_memory_and_bytes_with_a_large_vocabulary_and_a_reference(tmp_path: Path) -> None:
     """In a process of its own, and not a forked one: pages that are there already would count when they are used."""
     code = f"from {__name__} import train_with_a_large_vocabulary as train; train({str(tmp_path)!r})"

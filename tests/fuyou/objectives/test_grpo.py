@@ -117,6 +117,7 @@ def test_steps_are_those_in_memory(checkpoint: Path, tmp_path: Path) -> None:
         compare(trained, twin.model.get_base_model())
 
 
+@pytest.mark.slow
 def test_the_training_part_reads_what_sft_reads(checkpoint: Path, tmp_path: Path) -> None:
     """The reference passes in the same visits; at most 1.02 of the bytes, counted at the drives, but for the first step
     after generation: a block of 12 more, as generation ends at the other end of the model."""

@@ -118,6 +118,7 @@ def test_whole_blocks_with_chosen_experts(name: str, dtype: str) -> None:
 
 @pytest.mark.parametrize("together", [1, 2, 4])
 @pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.slow
 def test_blocks_in_pieces(name: str, together: int) -> None:
     passes = Passes(name, "bf16")
     taken, between = passes.in_pieces(4, together)

@@ -10,6 +10,7 @@ from tests.cli.conftest import Finetune, alone_and_on_two_ranks
 PLACE = ("--gpu", "cpu", "--host-memory", "2GiB", "--dtype", "fp32", "--schedule", "constant", "--lr", "1e-3")
 
 
+@pytest.mark.slow
 def test_two_ranks_learn_what_one_machine_learns(checkpoint: Path, finetune: Finetune, tmp_path: Path) -> None:
     """KTO with a reference that was computed before training, whose distance is that of all ranks' answers."""
     answers = [
@@ -55,6 +56,7 @@ TEXTS = [{"text": f"{i} and {i * i} are numbers", "label": ("odd", "even", "odde
         ("classify", TEXTS, ()),
     ],
 )
+@pytest.mark.slow
 def test_losses_of_all_ranks_are_one_loss(
     objective: str, records: list[dict[str, str]], options: tuple[str, ...], checkpoint: Path, finetune: Finetune,
     tmp_path: Path,

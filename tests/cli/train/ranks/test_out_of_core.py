@@ -13,6 +13,7 @@ from tests.helpers.command.histories import history
 from tests.helpers.processes.pairs import COMMON, Pair, same
 
 
+@pytest.mark.slow
 def test_a_killed_rank_and_an_exported_model(
     pair: Pair,
     checkpoint: Path,

@@ -62,6 +62,7 @@ def engine(model: Path | PreTrainedConfig, ssd: list[Path], **options: Any) -> f
 
 @pytest.mark.parametrize("micro_batches", [1, 4])
 @pytest.mark.parametrize("family", ["mixtral", "qwen3-moe", "gpt-oss"])
+@pytest.mark.slow
 def test_equals_the_model_in_memory(family: str, micro_batches: int, checkpoints: Path, tmp_path: Path) -> None:
     """Which never splits its batch: to the bit where the engine does not either, else but for rounding."""
     twin = Twin(str(checkpoints / family), bf16=False, max_grad_norm=None, **OPTIONS)

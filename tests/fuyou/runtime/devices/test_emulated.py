@@ -129,6 +129,7 @@ def test_what_passes_host_memory_is_read_and_written_while_the_link_is_busy() ->
 
 
 @pytest.mark.parametrize("io", ["posix", "kvikio"])
+@pytest.mark.slow
 def test_steps_past_host_memory_take_what_the_simulation_says(
     io: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
