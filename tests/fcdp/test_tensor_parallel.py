@@ -39,6 +39,7 @@ def _check(pool: Pool, run: TwoDimensions, world: tuple[int, int], layout: tuple
 
 
 @pytest.mark.parametrize("run", [TwoDimensions(), TwoDimensions(micro_batches=3, accumulate=True)], ids=["1", "3"])
+@pytest.mark.slow
 def test_tensor_parallel_in_the_node_and_sharded_between_nodes(pool: Pool, run: TwoDimensions) -> None:
     _check(pool, run, (2, 2), (2, 1))
 

@@ -114,6 +114,7 @@ def test_a_preset_begins_with_the_weights_of_the_engine_on_one_machine(pool: Poo
 
 @pytest.mark.parametrize(("checkpoint", "is_saved"), [("untied", False), ("tied", True)], indirect=["checkpoint"])
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.slow
 def test_adapters_train_as_with_peft_in_one_process(
     pool: Pool, checkpoint: Path, is_saved: bool, tmp_path: Path
 ) -> None:

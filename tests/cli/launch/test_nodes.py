@@ -58,6 +58,7 @@ def held_out(output: Path) -> list[tuple[int, float]]:
     return [(line["step"], line["validation_metrics/loss"]) for line in seen if "validation_metrics/loss" in line]
 
 
+@pytest.mark.slow
 def test_two_ranks_train_as_the_engine_does_and_three_go_on(
     finetune: Finetune, checkpoint: Path, data: Path, tmp_path: Path, reference: tuple[list[dict[str, Any]], Path]
 ) -> None:

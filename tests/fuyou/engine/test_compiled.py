@@ -87,6 +87,7 @@ def test_adapters(checkpoint: Path, tmp_path: Path) -> None:
         assert train(trained, feed) == pytest.approx(expected, rel=1e-6)
 
 
+@pytest.mark.slow
 def test_generated_code_differs_by_rounding_and_drops_out_the_same(tmp_path: Path) -> None:
     model = saved(
         GPT2Config(vocab_size=211, n_embd=32, n_layer=2, n_head=2, n_positions=TOKENS, attn_pdrop=0.0), tmp_path
