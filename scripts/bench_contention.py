@@ -1,8 +1,8 @@
 """Claims: beside busy processes a run keeps its share of the processors, and alone it is as fast as ever.
 
-The demo's own job, as before (OpenMP's threads spin for 300,000 rounds, bf16 on every processor) and as it is now
-(short spinning, ``--dtype auto``), in turns, on two processors that N busy processes share, which this script starts
-and ends. What else runs on the machine is measured, too: the load is a column.
+The demo's own job, as before (OpenMP's threads spin for 300,000 rounds, bf16 on every processor) and as it is now (they
+do while nobody else needs the processors, ``--dtype auto``), in turns, on two processors that N busy processes share,
+which this script starts and ends. What else runs on the machine is measured, too: the load is a column.
 
     python scripts/bench_contention.py --ssd DIR
     python scripts/bench_contention.py --ssd DIR --busy 0 --rounds 5 --steps 12

@@ -30,7 +30,7 @@ from common.units import parse_bytes
 from fuyou import Engine
 from fuyou.calibration import profile_or_measure
 from fuyou.planner import Machine, PlannerContext, RunPlan, TrainingJob, describe_training, plan, profiled_machine
-from fuyou.runtime.devices.device import leave_cores, memory_limits, open_device
+from fuyou.runtime.devices.device import memory_limits, open_device
 
 NAME = "bench-plan"
 SEQ_LEN = 512
@@ -141,7 +141,6 @@ class Row:
 def machine_of(one: Configuration, job: TrainingJob, ssd: Sequence[Path]) -> Machine:
     """The machine at hand, profiled for ``job``."""
     device = open_device(one.device)
-    leave_cores(device)
     limits = memory_limits(device, parse_bytes(one.host_memory), None)
     profile = profile_or_measure(PlannerContext(job, device, limits, ssd))
     return profiled_machine(profile, device.shares_host_memory, limits[1], limits[0], len(ssd), None)

@@ -17,7 +17,7 @@ from fuyou.layout.frozen_weights import FrozenDtype
 from fuyou.layout.record import Precision
 from fuyou.optimizer.clipping import ClipStatistics, clip_by_named
 from fuyou.planner import TrainingJob, describe_training
-from fuyou.runtime.devices.device import Device, leave_cores, open_device
+from fuyou.runtime.devices.device import Device, open_device
 from fuyou.runtime.devices.emulated import is_emulated
 from fuyou.schedule.batch import LossInputs
 
@@ -25,14 +25,12 @@ DEFAULT_SEQ_LEN = 1024
 
 
 def device_at_hand(gpu: str) -> Device:
-    """Open the device that ``--gpu`` names; the CPU computes on all cores but the optimizer's from now on.
+    """Open the device that ``--gpu`` names.
 
     Raises:
         UserError: there is no such device here.
     """
-    device = open_device(gpu if is_emulated(gpu) else torch_name(pick_gpu(gpu)))
-    leave_cores(device)
-    return device
+    return open_device(gpu if is_emulated(gpu) else torch_name(pick_gpu(gpu)))
 
 
 def directories_at_hand(settings: Settings) -> list[Path]:

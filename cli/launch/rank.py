@@ -1,6 +1,5 @@
 """The entry point of a rank of ``finetune --nodes``, which the launcher starts: reads the same command line."""
 
-import os
 import socket
 import sys
 import traceback
@@ -59,8 +58,7 @@ def main(arguments: list[str]) -> NoReturn:
 
 def _found_by(rank: RankProcess) -> str:
     """Return which rank found an error, where there are several nodes."""
-    nodes = rank.world_size // int(os.environ["LOCAL_WORLD_SIZE"])
-    return f" (Rank {rank.rank} on {socket.gethostname()} found this.)" if nodes > 1 else ""
+    return f" (Rank {rank.rank} on {socket.gethostname()} found this.)" if rank.nodes > 1 else ""
 
 
 def _is_lost_contact(error: BaseException) -> bool:

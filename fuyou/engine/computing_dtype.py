@@ -19,7 +19,8 @@ RANK_FOLDERS = rank_folder("*")
 _SIDE = 384
 """Side of the matrices that are multiplied: 113 MFLOP, a millisecond in fp32, long enough not to measure the call
 alone."""
-_ROUNDS = 5
+_ROUNDS = 20
+"""Enough for one in which no other process was in the way."""
 
 
 def stored_dtype(directories: Iterable[Path]) -> str | None:

@@ -52,8 +52,13 @@ class RankProcess:
 
     @property
     def node(self) -> int:
-        """Number of this rank's node."""
-        return self.rank // int(os.environ["LOCAL_WORLD_SIZE"])
+        """Number of this rank's node, which the launcher gave it, or :meth:`move`."""
+        return int(os.environ["GROUP_RANK"])
+
+    @property
+    def nodes(self) -> int:
+        """How many nodes there are, as the launcher counts them."""
+        return int(os.environ["GROUP_WORLD_SIZE"])
 
     def move(self, node: int) -> None:
         """Give this rank's node another number, before it connects; rank 0 keeps its own."""

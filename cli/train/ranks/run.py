@@ -69,10 +69,9 @@ def _prepare(settings: Settings, rank: RankProcess, store: dist.Store) -> Job:
             print(job.header(), flush=True)
         store.set("prepared", "")
         return job
-    speaks = os.environ["LOCAL_RANK"] == "0" and rank.rank >= int(os.environ["LOCAL_WORLD_SIZE"])
+    speaks = os.environ["LOCAL_RANK"] == "0" and rank.node > 0
     if speaks and not settings.quiet:
-        node, nodes = os.environ["GROUP_RANK"], rank.world_size // int(os.environ["LOCAL_WORLD_SIZE"])
-        print(f"nodes    this is node {int(node) + 1} of {nodes}: rank 0 reads the data first", flush=True)
+        print(f"nodes    this is node {rank.node + 1} of {rank.nodes}: rank 0 reads the data first", flush=True)
     while not store.check(["prepared"]):  # not a collective: tokenizing may take longer than those may wait
         time.sleep(0.1)
     job = prepare(settings)

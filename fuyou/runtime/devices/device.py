@@ -15,12 +15,12 @@ import torch
 from common.errors import UserError
 from common.hardware.machine import (
     core_count,
-    cpu_count,
     memory_available_bytes,
     memory_limit_bytes,
     pick_gpu,
     torch_name,
 )
+from common.hardware.shared_processors import watch_processors
 from common.memory.buffers import HostBuffer
 from common.store import IoThrottle
 from common.units import format_bytes, parse_bytes
@@ -337,16 +337,6 @@ def optimizer_threads(device: Device) -> int:
     return 1 if device.shares_host_memory else max(1, core_count() - 2)
 
 
-def leave_cores(device: Device) -> None:
-    """Let PyTorch compute on all cores but those that the optimizer needs, if the device is the CPU.
-
-    Its threads wait for each other after every operator: where one of them shares a core with Adam, all of them wait.
-    A quarter of the step of a small model on four cores (docs/experiments.md).
-    """
-    if device.shares_host_memory:
-        torch.set_num_threads(max(1, min(torch.get_num_threads(), cpu_count() - optimizer_threads(device))))
-
-
 def memory_limits(
     device: Device, host: int | str | None, device_memory: int | str | None, ranks_per_node: int = 1
 ) -> tuple[int, int]:
@@ -386,6 +376,7 @@ def open_device(name: str | torch.device) -> Device:
     except RuntimeError:
         raise UserError(f"{name!r} is not a device. It is auto, cpu, cuda:0 or {PREFIX}...") from None
     if device.type == "cpu":
+        watch_processors()
         return CpuDevice()
     if device.type != "cuda" or not torch.cuda.is_available():
         raise UserError(f"There is no device {device} here. device='cpu' works everywhere.")
