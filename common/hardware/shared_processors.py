@@ -16,6 +16,8 @@ from pathlib import Path
 
 from common.openmp import PROCESSORS, spins_long
 
+import torch
+
 PERIOD_SECONDS = 0.5
 """Time between two looks."""
 SHARED_WAITING = 0.25
@@ -55,14 +57,19 @@ def is_shared(ran: float, waited: float) -> bool | None:
 
 
 class IdleTeam:
-    """A team of OpenMP's threads that sleep: one more than there are processors.
+    """A team of OpenMP's threads that sleep. With PyTorch's own they are one more than there are processors.
 
     Args:
         libraries: GNU's, in each of which there is to be one.
+
+    Raises:
+        RuntimeError: the system allows no more threads.
     """
 
     def __init__(self, libraries: list[ctypes.CDLL]) -> None:
         self._libraries, self._ending, self._made = libraries, threading.Event(), threading.Event()
+        self._size = max(2, PROCESSORS + 2 - torch.get_num_threads())  # who makes it is one, and was there before
+        _start_and_end(self._size * len(libraries))
         self._thread = threading.Thread(target=self._hold, name="idle OpenMP team", daemon=True)
         self._thread.start()
         self._made.wait()
@@ -76,13 +83,13 @@ class IdleTeam:
         for library in self._libraries:
             # What compilers make of "#pragma omp parallel", around a function that does nothing.
             nothing = ctypes.cast(library.omp_get_thread_num, ctypes.c_void_p)
-            library.GOMP_parallel(nothing, None, ctypes.c_uint(PROCESSORS + 1), ctypes.c_uint(0))
+            library.GOMP_parallel(nothing, None, ctypes.c_uint(self._size), ctypes.c_uint(0))
         self._made.set()
         self._ending.wait()  # a team ends with the thread that made it
 
 
 def _watch(times: Path, libraries: list[ctypes.CDLL]) -> None:
-    team: IdleTeam | None = IdleTeam(libraries)
+    team = _idle_team(libraries)
     calm_at = 0.0
     before = _seconds(times)
     while before is not None:
@@ -94,12 +101,38 @@ def _watch(times: Path, libraries: list[ctypes.CDLL]) -> None:
         before = now
         if shared:
             calm_at = time.monotonic() + CALM_SECONDS
-            team = team or IdleTeam(libraries)
+            team = team or _idle_team(libraries)
         elif shared is False and team is not None and time.monotonic() >= calm_at:
             team.end()
             team = None
     if team is not None:
         team.end()
+
+
+def _idle_team(libraries: list[ctypes.CDLL]) -> IdleTeam | None:
+    try:
+        return IdleTeam(libraries)
+    except RuntimeError:  # threads spin long, as they would without us
+        return None
+
+
+def _start_and_end(count: int) -> None:
+    """See that the system allows ``count`` more threads: where it does not, GNU's library would end the process.
+
+    Raises:
+        RuntimeError: it does not.
+    """
+    end = threading.Event()
+    started = []
+    try:
+        for _ in range(count):
+            started.append(threading.Thread(target=end.wait, daemon=True))
+            started[-1].start()
+    finally:
+        end.set()
+        for thread in started:
+            if thread.ident is not None:
+                thread.join()
 
 
 def _seconds(times: Path) -> tuple[float, float] | None:

@@ -43,6 +43,22 @@ team.end()
 print(alone, beside, spun())
 """
 
+NO_MORE = """
+import threading
+import common.hardware.shared_processors as ours
+import torch
+torch.ones(512, 320).exp()
+start = threading.Thread.start
+threads = []
+def start_one(thread):
+    if threads:
+        raise RuntimeError("can't start new thread")
+    threads.append(thread)
+    start(thread)
+threading.Thread.start = start_one
+print(ours._idle_team(ours._gnu_libraries()), "going on")
+"""
+
 WATCHED = """
 import os, threading, time
 import common.hardware.shared_processors as ours
@@ -88,6 +104,11 @@ def test_an_idle_team_lets_the_others_sleep_and_its_end_lets_them_spin() -> None
 
 
 @needs_gnu
+def test_a_system_that_allows_no_more_threads_does_not_end_the_process() -> None:
+    assert run(NO_MORE) == ["None", "going", "on"]
+
+
+@needs_gnu
 def test_busy_processes_on_the_same_processor_are_noticed() -> None:
     assert run(WATCHED) == ["True", "1", "1"]
 
@@ -106,7 +127,7 @@ class Teams:
     def __init__(self) -> None:
         self.open = self.made = 0
 
-    def __call__(self, libraries: list[object]) -> "Teams":
+    def __call__(self, _: list[object]) -> "Teams":
         self.open += 1
         self.made += 1
         return self
