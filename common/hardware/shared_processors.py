@@ -12,6 +12,9 @@ more, until it is ended. Nothing that computes is changed, and so no bit of any 
 import ctypes
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
 
 from common.openmp import PROCESSORS, spins_long
@@ -91,14 +94,8 @@ class IdleTeam:
 def _watch(times: Path, libraries: list[ctypes.CDLL]) -> None:
     team = _idle_team(libraries)
     calm_at = 0.0
-    before = _seconds(times)
-    while before is not None:
-        time.sleep(PERIOD_SECONDS)
-        now = _seconds(times)
-        if now is None:
-            break
+    for before, now in pairwise(_looks(times)):
         shared = is_shared(now[0] - before[0], now[1] - before[1])
-        before = now
         if shared:
             calm_at = time.monotonic() + CALM_SECONDS
             team = team or _idle_team(libraries)
@@ -135,13 +132,13 @@ def _start_and_end(count: int) -> None:
                 thread.join()
 
 
-def _seconds(times: Path) -> tuple[float, float] | None:
-    """Return the seconds that a thread ran, and those that it waited for a processor; None if it has ended."""
-    try:
-        ran, waited, _ = times.read_text().split()
-    except OSError:
-        return None
-    return int(ran) / 1e9, int(waited) / 1e9
+def _looks(times: Path) -> Iterator[tuple[float, float]]:
+    """Yield the seconds that a thread has run, and waited for a processor, once in a period until it has ended."""
+    with suppress(OSError):  # it has ended
+        while True:
+            ran, waited, _ = times.read_text().split()
+            yield int(ran) / 1e9, int(waited) / 1e9
+            time.sleep(PERIOD_SECONDS)
 
 
 def _gnu_libraries() -> list[ctypes.CDLL]:
