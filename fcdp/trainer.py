@@ -19,7 +19,6 @@ from torch.distributed.tensor import DTensor
 
 from common.communication.object_collectives import all_gather_object
 from common.errors import UserError
-from common.hardware.shared_processors import watch_processors
 from common.memory import numa
 from common.memory.meter import PeakMeter
 from common.models.adapters.saved import SavedAdapter
@@ -82,8 +81,6 @@ class Trainer:
         self._topology, self._options = topology, config
         self._nonfinite = NonFinitePolicy(config.on_nonfinite)
         self._device = topology.device
-        if self._device.type == "cpu":
-            watch_processors()
         self.cores = _pin_threads(topology)
         """Processors that this process was pinned to; None: it was not."""
         self._meter = PeakMeter(_pids_of_node(topology))

@@ -26,8 +26,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import common.openmp  # noqa: F401
-
 import click
 import numpy as np
 import torch

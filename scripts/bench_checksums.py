@@ -18,8 +18,6 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import common.openmp  # noqa: F401
-
 import click
 import numpy as np
 import psutil

@@ -13,8 +13,6 @@ import time
 from contextlib import ExitStack
 from pathlib import Path
 
-import common.openmp  # noqa: F401
-
 import click
 import torch
 from transformers import LlamaConfig

@@ -30,12 +30,12 @@ import click
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(1, str(ROOT))  # not installed: run from a checkout
 
-from common.openmp import WAITING_VARIABLES  # noqa: E402
 
 from cli.train.demo import DemoSize, write_checkpoint, write_data  # noqa: E402
 
 WARM_STEPS = 2
 """Left out of every median."""
+WAITING_VARIABLES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME", "KMP_LIBRARY")
 DEFAULT_SPINNING = {"GOMP_SPINCOUNT": "300000"}
 """What GNU's library does where nothing is set."""
 HIDE_BF16 = {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE"}

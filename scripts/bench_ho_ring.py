@@ -25,8 +25,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import common.openmp  # noqa: F401
-
 import click
 import torch
 import torch.distributed as dist

@@ -16,8 +16,6 @@ import time
 from dataclasses import dataclass
 from typing import Any, cast
 
-import common.openmp  # noqa: F401
-
 import click
 import torch
 import torch.distributed as dist

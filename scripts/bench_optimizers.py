@@ -12,8 +12,6 @@ import math
 import statistics
 from pathlib import Path
 
-import common.openmp  # noqa: F401
-
 import click
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM

@@ -16,8 +16,6 @@ from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
 
-import common.openmp  # noqa: F401
-
 import click
 import torch
 from transformers import LlamaConfig

@@ -28,8 +28,6 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-import common.openmp  # noqa: F401
-
 import click
 import torch
 

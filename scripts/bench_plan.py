@@ -19,7 +19,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import common.openmp  # noqa: F401
+import common  # noqa: F401  (before PyTorch, which reads how threads wait)
+
+# isort: split
 
 import click
 import torch

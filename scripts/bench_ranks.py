@@ -18,7 +18,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-import common.openmp  # noqa: F401
+import common  # noqa: F401  (before PyTorch, which reads how threads wait)
+
+# isort: split
 
 import click
 import torch

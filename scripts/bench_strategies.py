@@ -20,8 +20,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import common.openmp  # noqa: F401
-
 import click
 import torch
 import torch.distributed as dist

@@ -16,8 +16,6 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-import common.openmp  # noqa: F401
-
 import torch
 import torch.distributed as dist
 from netcluster import Cluster, rank_environments

@@ -33,8 +33,6 @@ import click
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(1, str(ROOT))  # not installed: run from a checkout
 
-import common.openmp  # noqa: E402, F401  (before PyTorch)
-
 from gpu.journal import DATA_PREFIX, Check, Journal, Settings, Skip, describe  # noqa: E402
 
 SHARES = {

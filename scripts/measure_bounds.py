@@ -15,8 +15,6 @@ and ``--device-memory`` can be less than a block, which is in pieces then.
 
 import tempfile
 
-import common.openmp  # noqa: F401
-
 import click
 import torch
 from transformers import LlamaConfig, PreTrainedConfig, Qwen3MoeConfig, logging

@@ -18,8 +18,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import common.openmp  # noqa: F401
-
 import click
 
 NODES, RANKS = 2, 2

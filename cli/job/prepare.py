@@ -30,7 +30,6 @@ from common.data import Batches
 from common.data.files import find_files
 from common.errors import UserError
 from common.hardware.machine import Gpu, pick_gpu, torch_name
-from common.hardware.shared_processors import watch_processors
 from common.models.checkpoint.compressed import method_of
 from common.models.checkpoint.sources import CheckpointSource
 from common.models.meta_model import build_meta_model
@@ -124,7 +123,6 @@ def prepare(settings: Settings) -> Job:
     Raises:
         UserError: something typed does not exist or does not go together.
     """
-    watch_processors()
     found = check(settings)
     settings = with_dtype(settings, None if found.gpu is None else "cuda")
     config, checkpoint, seq_len, output = found.config, found.checkpoint, found.seq_len, found.output

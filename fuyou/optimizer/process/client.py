@@ -9,8 +9,6 @@ import threading
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 
-from common.openmp import spin_briefly
-
 from common.errors import FinetuneError
 from fuyou.optimizer.process.protocol import BEAT_SECONDS, Alive, Failed, Ready, Setup
 
@@ -33,7 +31,6 @@ class OptimizerLink:
         child_fds = (theirs.fileno(), self.shared_fd)
         # The user's own directory must not shadow our packages: the search path is ours, without "" in front.
         environment = dict(os.environ, PYTHONPATH=os.pathsep.join(path for path in sys.path if path))
-        spin_briefly(environment)
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", "fuyou.optimizer.process.main", str(theirs.fileno())],
             pass_fds=child_fds,

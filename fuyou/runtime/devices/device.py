@@ -20,7 +20,6 @@ from common.hardware.machine import (
     pick_gpu,
     torch_name,
 )
-from common.hardware.shared_processors import watch_processors
 from common.memory.buffers import HostBuffer
 from common.store import IoThrottle
 from common.units import format_bytes, parse_bytes
@@ -376,7 +375,6 @@ def open_device(name: str | torch.device) -> Device:
     except RuntimeError:
         raise UserError(f"{name!r} is not a device. It is auto, cpu, cuda:0 or {PREFIX}...") from None
     if device.type == "cpu":
-        watch_processors()
         return CpuDevice()
     if device.type != "cuda" or not torch.cuda.is_available():
         raise UserError(f"There is no device {device} here. device='cpu' works everywhere.")
