@@ -24,6 +24,10 @@ class Tally:
         self.tokens += tokens
 
 
+TALLIES = ("cut", "left_out", "untrained", "empty")
+"""Names of the tallies of :class:`DataCounts`."""
+
+
 @dataclass(kw_only=True)
 class DataCounts:
     """The header of a file of prepared data."""
@@ -36,6 +40,8 @@ class DataCounts:
     left_out: Tally = field(default_factory=Tally)
     untrained: Tally = field(default_factory=Tally)
     """Records that are not there as they were written; see :class:`common.data.encoding.fitting.RowFitter`."""
+    empty: Tally = field(default_factory=Tally)
+    """Records without any text, such as blank ones and conversations without messages."""
     digest: str = ""
     """Hash of all rows in order: equal data have equal hashes, wherever they lie."""
 
@@ -49,8 +55,7 @@ class DataCounts:
         values = json.loads(text)
         if not isinstance(values, dict) or set(values) != {field.name for field in fields(cls)}:
             raise ValueError("not the header of prepared data")
-        tallies = {name: Tally(**values[name]) for name in ("cut", "left_out", "untrained")}
-        return cls(**(values | tallies))
+        return cls(**(values | {name: Tally(**values[name]) for name in TALLIES}))
 
     def changes(self, seq_len: int, truncate: bool) -> list[str]:
         """Describe what is cut and what is left out, each with the place of the first such record."""
@@ -64,6 +69,7 @@ class DataCounts:
             ("cut", self.cut, kept),
             ("left out", self.left_out, too_long),
             ("left out", self.untrained, "no completion, output or message of the assistant to train on"),
+            ("left out", self.empty, "no text in them"),
         )
         return [
             f"{what}: {tally.records:,} {'record' if tally.records == 1 else 'records'}, {format_count(tally.tokens)} "

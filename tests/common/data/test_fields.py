@@ -1,0 +1,71 @@
+"""Fields of records: text is text, and JSON means what JSON says."""
+
+import datetime
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from common.data.fields import parse_json, require_text, structured
+from common.errors import UserError
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (3, 'is a number, where text is expected: 3. Write "3", in quotes'),
+        (2.5, "a number"),
+        (True, 'is true or false, where text is expected: True. Write "true"'),
+        ([], "a list"),
+        ({}, "an object"),
+        (b"x", "of type bytes"),
+        (datetime.date(2024, 1, 1), "of type date, where text is expected: 2024-01-01"),
+    ],
+)
+def test_what_is_not_text_is_refused_with_its_place(value: Any, message: str) -> None:
+    with pytest.raises(UserError) as error:
+        require_text({"text": value}, "text", "a.jsonl, line 7")
+    assert str(error.value).startswith("a.jsonl, line 7: 'text' is ") and message in str(error.value)
+
+
+def test_text_and_nothing() -> None:
+    assert [require_text(record, "a", "") for record in ({"a": " 1 "}, {"a": None}, {})] == [" 1 ", "", ""]
+
+
+def test_lists_and_objects_as_text() -> None:
+    for value, expected in [
+        ([1], [1]),
+        ('[{"role": "user"}]', [{"role": "user"}]),
+        (" {} ", {}),
+        ("", None),
+        ("a", "a"),
+    ]:
+        assert structured({"messages": value}, "messages", "") == expected
+    with pytest.raises(UserError, match=r"a.csv, line 2: 'messages' is text that is not JSON \(.*\): \[\{'role'"):
+        structured({"messages": "[{'role': 'user'}]"}, "messages", "a.csv, line 2")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"a": NaN}', "JSON has no NaN"),
+        ("[-Infinity]", "JSON has no -Infinity"),
+        ("1e999", "1e999 is too large a number"),
+        ('{"a": {"b": 1, "c": 2, "b": 1}}', "the key 'b' occurs twice"),
+        (r'{"a": "x\ud83e"}', r"\\ud83e is half of a surrogate pair"),
+        ('{"a": 1,}', "Expecting"),
+    ],
+)
+def test_what_is_not_json_is_refused(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        parse_json(text)
+
+
+scalars = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text()
+
+
+@given(st.recursive(scalars, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner), max_leaves=8))
+def test_any_json_is_read_as_python_reads_it(value: Any) -> None:
+    assert parse_json(json.dumps(value)) == value
