@@ -192,10 +192,6 @@ USES = [
         ],
     ),
     Task(
-        "for llama.cpp, whose converter is not there",
-        [Step(f"{TEXTS} --steps 2 --gguf q8_0 --output out", says=("run it: python llama.cpp/convert_hf_to_gguf.py",))],
-    ),
-    Task(
         "an adapter trained further, at another rate for its B matrices",
         [
             Step(f"{TEXTS} --steps 2 --lora-rank 4 --output first"),

@@ -11,6 +11,7 @@ from click.shell_completion import CompletionItem, get_completion_class
 from cli.options.all_options import GROUPS
 from cli.options.config_file import load_config_file
 from cli.options.option import WRITTEN, GroupedOption, attribute_docstrings, option_fields
+from cli.options.removed import instead_of
 
 EXAMPLES = {
     "Model": "finetune --model ~/Llama-3-8B --data chats.jsonl\n"
@@ -75,7 +76,13 @@ class GroupedCommand(click.Command):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         names = {name for option in self.options if option.words for name in option.opts}
-        rest = super().parse_args(ctx, repeat_option(_resume_auto(args), names))
+        try:
+            rest = super().parse_args(ctx, repeat_option(_resume_auto(args), names))
+        except click.NoSuchOption as error:
+            instead = instead_of(error.option_name)
+            if instead is None:
+                raise
+            raise click.UsageError(instead, ctx) from None
         by_name = {option.name: option for option in self.options}
         for option in self.options:
             other = option.declaration.excludes

@@ -16,6 +16,7 @@ import click
 
 from cli.options.data_words import split_weight
 from cli.options.option import WRITTEN, GroupedOption
+from cli.options.removed import did_nothing, instead_of
 from common.errors import UserError, did_you_mean
 
 NOT_IN_FILES = ("config", "write_config", "version", "completion")
@@ -65,7 +66,10 @@ def _read(where: str, content: Mapping[str, Any], options: list[GroupedOption]) 
     for key, value in entries:
         option = by_key.get(key.replace("_", "-"))
         if option is None or option.name is None:
-            raise UserError(f"{where}: there is no option {key!r}.{did_you_mean(key.replace('_', '-'), by_key)}")
+            if did_nothing(key, value):
+                continue
+            hint = instead_of(key) or f"there is no option {key!r}.{did_you_mean(key.replace('_', '-'), by_key)}"
+            raise UserError(f"{where}: {hint}")
         if option.name in seen:
             raise UserError(f"{where}: {key!r} is there twice. Give it once.")
         seen.add(option.name)

@@ -21,9 +21,6 @@ class OutputSettings:
     after each."""
     keep: int = option(2, "K", POSITIVE, modes=Mode.RUN)
     """How many checkpoints of --save-every to keep, the newest."""
-    gguf: str | None = option(None, type=("auto", "f32", "f16", "bf16", "q8_0"), modes=Mode.RUN)
-    """Write the result for llama.cpp, too, in this type, with its converter (on the path, or in the directory that
-    LLAMA_CPP names); without it, the command to run is printed. Of adapters, those; with --merge, the whole model."""
     push_to_hub: str | None = option(None, "OWNER/NAME", modes=Mode.RUN)
     """Push the result to this repository of the Hugging Face hub; a new one is private. Needs a token (hf auth
     login)."""

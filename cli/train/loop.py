@@ -19,7 +19,7 @@ from cli.report.results import EvaluationResult, IoCounts, MemoryUse, RunTotals,
 from cli.report.summary import Measurements, Report
 from cli.train.care import RunCare
 from cli.train.interrupts import Stopped
-from cli.train.publishing import convert_to_gguf, push
+from cli.train.publishing import push
 from common.activity import activity
 from common.data import Batches
 from common.errors import UserError
@@ -294,8 +294,6 @@ def _export(job: Job, trainer: Trainer, is_rank0: bool) -> None:
         (job.output / "chat_template.jinja").write_text(chat_template_named(settings.chat_template))
     for directory in [job.output, *([job.output / MERGED] if settings.merge else [])]:
         write_card(job, directory, trainer.model.step_count)
-    if settings.gguf is not None:
-        print(convert_to_gguf(job), flush=True)
     if settings.push_to_hub is not None:
         print(push(job), flush=True)
 

@@ -9,6 +9,7 @@ import pytest
 from cli.main import main
 from cli.options.command import build_command, parse_command_line
 from cli.options.config_file import effective_config
+from cli.options.removed import REMOVED, Removed
 
 
 def parse(*words: object) -> dict[str, Any]:
@@ -101,3 +102,13 @@ def test_mistakes(text: str, message: str, capsys: pytest.CaptureFixture[str]) -
 def test_no_file(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--config", "nowhere.toml"]) == 2
     assert "--config nowhere.toml: it cannot be read: No such file or directory." in capsys.readouterr().err
+
+
+def test_a_file_of_the_previous_version(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A removed option at the value that did nothing is skipped; at any other, the message says what to do."""
+    monkeypatch.setitem(REMOVED, "old-option", Removed("Use something else.", (0.0,)))
+    assert parse("--config", write("[objective]\nold-option = 0.0\n[training]\nlr = 3\n"))["lr"] == 3
+    assert main(["--model", "m", "--config", str(write("old-option = 0.1\n"))]) == 2
+    assert "no longer has --old-option. Use something else." in capsys.readouterr().err
+    assert main(["--model", "m", "--old-option", "0.1"]) == 2
+    assert "no longer has --old-option. Use something else." in capsys.readouterr().err

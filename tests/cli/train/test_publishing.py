@@ -1,4 +1,4 @@
-"""What is exported comes with a card, and goes on to a hub or to llama.cpp, for which stand-ins are here."""
+"""What is exported comes with a card, and is pushed to a hub, for which a stand-in is here."""
 
 from pathlib import Path
 from typing import Any
@@ -11,13 +11,6 @@ from common.hub import NO_DOWNLOAD
 from tests.cli.conftest import Finetune
 from tests.helpers.command.messages import check
 
-CONVERTER = """import pathlib, sys
-options = dict(zip(sys.argv[1::2], sys.argv[2::2]))
-assert pathlib.Path(sys.argv[-1], "{needs}").exists()
-if options["--outtype"] == "f32":
-    sys.exit("this family is not known")
-pathlib.Path(options["--outfile"]).write_text(" ".join(sys.argv[1:]))
-"""
 COMMON = ("--batch-size", 2, "--seq-len", 32, "--steps", 2, "--gpu", "cpu", "--lr", "1e-3")
 
 
@@ -55,20 +48,15 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> type[Hub]:
 def test_adapters_with_a_card_go_to_a_hub(
     finetune: Finetune, checkpoint: Path, data: Path, tmp_path: Path, hub: type[Hub], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "llama.cpp").mkdir()
-    (tmp_path / "llama.cpp/convert_hf_to_gguf.py").write_text(CONVERTER.format(needs="config.json"))
-    monkeypatch.setenv("LLAMA_CPP", str(tmp_path / "llama.cpp"))
     out = tmp_path / "out"
     command = ("--model", checkpoint, "--data", data, "--eval-split", "10%", *COMMON, "--output", out)
     lora = ("--lora-rank", 4, "--merge")
-    done = finetune(*command, *lora, "--gguf", "q8_0", "--push-to-hub", "me/tuned", "--save-every", 1)
+    done = finetune(*command, *lora, "--push-to-hub", "me/tuned", "--save-every", 1)
     assert done.status == 0, done.err
-    assert "pushed   me/tuned" in done.out and f"gguf     {out}/out-q8_0.gguf" in done.out
+    assert "pushed   me/tuned" in done.out
     assert hub.calls[:2] == [("whoami",), ("create_repo", "me/tuned", True, True)]
     sent = hub.calls[2][2]
-    assert {"README.md", "adapter_model.safetensors", "adapter_config.json", "tokenizer.json", "out-q8_0.gguf"} <= set(
-        sent
-    )
+    assert {"README.md", "adapter_model.safetensors", "adapter_config.json", "tokenizer.json"} <= set(sent)
     assert not any("/" in name or "losses" in name for name in sent)
 
     card = ModelCard.load(out / "README.md")
@@ -98,21 +86,17 @@ def test_adapters_with_a_card_go_to_a_hub(
         again, 1, "was exported to", "and not pushed: ConnectionError: no route to host", f"`hf upload me/tuned {out} ."
     )
     assert (out / "README.md").read_text() == "My own words."
-    assert finetune(*command, *lora, "--resume", "--export", "--gguf", "f32").err.count("this family is not known") == 1
 
 
-def test_without_a_converter_its_command_is_printed(
-    finetune: Finetune, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_checkpoint_in_a_hubs_cache_has_the_hubs_name_in_its_card(
+    finetune: Finetune, checkpoint: Path, tmp_path: Path
 ) -> None:
-    """Of adapters, the converter of adapters; a checkpoint of a hub's cache has the hub's name in its card."""
     snapshot = tmp_path / "models--some--llama" / "snapshots" / "abc"
     snapshot.parent.mkdir(parents=True)
     snapshot.symlink_to(checkpoint)
-    monkeypatch.delenv("LLAMA_CPP", raising=False)
     out = tmp_path / "out"
-    done = finetune("--model", snapshot, *COMMON, "--lora-rank", 2, "--output", out, "--gguf", "f16")
-    assert done.status == 0 and "llama.cpp's converter is not here" in done.out, done.err
-    assert f"python llama.cpp/convert_lora_to_gguf.py --base {snapshot} --outfile {out}/out-f16.gguf" in done.out
+    done = finetune("--model", snapshot, *COMMON, "--lora-rank", 2, "--output", out)
+    assert done.status == 0, done.err
     card = ModelCard.load(out / "README.md")
     assert card.data.base_model == "some/llama" and card.data.base_model_relation == "adapter"
     assert "Random tokens." in card.content and 'from_pretrained("some/llama")' in card.content

@@ -1,0 +1,36 @@
+"""Options that earlier versions had: what to do instead, and which values in a configuration file mean nothing now."""
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Removed:
+    """An option that no longer exists."""
+
+    instead: str
+    """A sentence that says what to do."""
+    unset: tuple[Any, ...] = ()
+    """Values that did nothing, which a run's own configuration file may contain."""
+
+
+REMOVED = {
+    "gguf": Removed("Run llama.cpp's convert_hf_to_gguf.py on the result instead (docs/command.md)."),
+}
+"""By name, without dashes in front."""
+
+
+def instead_of(name: str) -> str | None:
+    """Return what to do instead of using an option; None: it never existed.
+
+    Args:
+        name: as typed or as a key in a file, with or without dashes in front.
+    """
+    removed = REMOVED.get(name.lstrip("-").replace("_", "-"))
+    return None if removed is None else f"This version no longer has --{name.lstrip('-')}. {removed.instead}"
+
+
+def did_nothing(name: str, value: Any) -> bool:
+    """Return whether a key in a configuration file names a removed option with a value that did nothing."""
+    removed = REMOVED.get(name.replace("_", "-"))
+    return removed is not None and value in removed.unset
