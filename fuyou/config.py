@@ -170,7 +170,7 @@ class EngineConfig:
         """Hyper-parameters of the optimizer."""
         options = self.optimizer
         betas = options.betas or OPTIMIZERS[options.optimizer].betas
-        return AdamConfig(options.lr, betas, options.eps, options.weight_decay, options.lora_plus_ratio)
+        return AdamConfig(options.lr, betas, options.eps, options.weight_decay)
 
     @property
     def max_grad_norm(self) -> float | None:

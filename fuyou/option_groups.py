@@ -90,8 +90,6 @@ class OptimizerConfig:
     """Number that is added to the denominator of an update."""
     weight_decay: float = 0.01
     """Decoupled weight decay, for matrices only."""
-    lora_plus_ratio: float = 1.0
-    """Learning rate of LoRA's B matrices over that of the A matrices (LoRA+, :mod:`fuyou.optimizer.lora_plus`)."""
     optimizer_dtype: str = "fp32"
     """Dtype of moments that are not in 8 bits: ``"fp32"``, or ``"bf16"`` with stochastic rounding."""
     max_grad_norm: float | None = None

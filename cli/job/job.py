@@ -22,8 +22,6 @@ ADAPTERS = "adapters"
 """Key in :attr:`Job.fixed_settings` that says which adapters are trained."""
 ADAPTER = "--adapter"
 """Key in :attr:`Job.fixed_settings` that says which adapters training has begun with."""
-LORA_PLUS = "--lora-plus-ratio"
-"""Key in :attr:`Job.fixed_settings` that says at how many times the rate LoRA's B matrices learn."""
 
 
 @dataclass(frozen=True)
@@ -137,7 +135,6 @@ class Job:
             "--warmup": rate.warmup,
             "--min-lr": settings.min_lr,
             ADAPTERS: settings.adapters_in_words,
-            **({LORA_PLUS: settings.lora_plus_ratio} if settings.trains_adapters else {}),
             **({} if settings.adapter is None else {ADAPTER: adapter_digest(settings)}),
             # A constant rate does not depend on the end, so such a run can be made longer.
             **({} if settings.schedule == "constant" else {"--steps": rate.total}),
@@ -237,9 +234,4 @@ class Job:
         if settings.adapter is not None:
             what = f"those of {settings.adapter}, trained further"
         part = self.adapter_parameters / self.parameters
-        plus = ""
-        if settings.lora_plus_ratio != 1:
-            plus = f"; their B matrices learn at {settings.lora_plus_ratio:g} times the rate (LoRA+)"
-        return {
-            "adapters": f"{what}: {format_count(self.adapter_parameters)} parameters, {part:.2%} of the model's{plus}"
-        }
+        return {"adapters": f"{what}: {format_count(self.adapter_parameters)} parameters, {part:.2%} of the model's"}

@@ -8,6 +8,7 @@ from typing import Any
 
 from cli.job.job import ADAPTER, ADAPTERS, LONG_RECORDS
 from cli.options.adapters import adapter_digest
+from cli.options.removed import did_nothing, instead_of
 from cli.options.settings import COMMITS, Settings
 from common.errors import FinetuneError, UserError
 from common.store import load_manifest
@@ -100,8 +101,12 @@ def check_same(then: Mapping[str, Any], now: Mapping[str, Any]) -> None:
         now: what is asked for.
 
     Raises:
-        UserError: something differs.
+        UserError: something differs, or the run began with an option that this version does not have.
     """
+    for option, before in then.items():
+        instead = instead_of(option)
+        if instead is not None and not did_nothing(option, before):
+            raise UserError(f"--resume: this run began with {option} {before}. {instead} Begin a new run.")
     for option in now:
         before, after = then.get(option), now[option]
         if before == after or option not in then:

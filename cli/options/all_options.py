@@ -255,9 +255,6 @@ class AdapterSettings:
     lora_targets: tuple[str, ...] = option((), "NAME...", modes=Mode.MODEL, only=Only.LORA)
     """Modules to adapt: q_proj v_proj; of fused experts gate_up_proj down_proj. Default: every linear layer but the
     head, and experts and routers in families where peft knows them."""
-    lora_plus_ratio: float = option(1.0, "R", ABOVE_ZERO, modes=Mode.RUN, only=Only.OUT_OF_CORE)
-    """Let LoRA's B matrices learn at R times the rate of the A matrices (LoRA+); usual: 16. Weight decay stays as it is
-    asked for."""
     peft_config: Path | None = option(None, "FILE", modes=Mode.MODEL)
     """An adapter_config.json of the peft library instead (or its directory): rsLoRA, DoRA, LoHa, LoKr, IA3."""
     adapter: Path | None = option(None, "DIR", modes=Mode.MODEL)

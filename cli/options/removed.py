@@ -16,6 +16,7 @@ class Removed:
 
 REMOVED = {
     "gguf": Removed("Run llama.cpp's convert_hf_to_gguf.py on the result instead (docs/command.md)."),
+    "lora-plus-ratio": Removed("All of an adapter's matrices learn at the rate of --lr: leave it out.", (1.0,)),
 }
 """By name, without dashes in front."""
 
@@ -31,6 +32,6 @@ def instead_of(name: str) -> str | None:
 
 
 def did_nothing(name: str, value: Any) -> bool:
-    """Return whether a key in a configuration file names a removed option with a value that did nothing."""
-    removed = REMOVED.get(name.replace("_", "-"))
+    """Return whether an option, in a configuration file or noted by a run, is removed, and its value did nothing."""
+    removed = REMOVED.get(name.lstrip("-").replace("_", "-"))
     return removed is not None and value in removed.unset

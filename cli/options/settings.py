@@ -126,8 +126,6 @@ class Settings(
             self._refuse(Only.LORA, f"is what the adapters of --adapter {self.adapter} have already: leave it out")
         if self.lora_rank is None:
             self._refuse(Only.LORA, "is about LoRA adapters: add --lora-rank, or put it into --peft-config's file")
-        if self.lora_plus_ratio != 1 and not self.trains_adapters:
-            raise UserError(f"--lora-plus-ratio {self.lora_plus_ratio:g} is about LoRA adapters: add --lora-rank.")
         if self.frozen_dtype is not None and not self.freezes_weights:
             raise UserError(
                 f"--frozen-dtype {self.frozen_dtype} is about weights that are frozen: add --lora-rank, --peft-config, "

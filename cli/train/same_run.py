@@ -3,7 +3,7 @@
 from collections.abc import Collection
 from typing import Any, Protocol
 
-from cli.job.job import ADAPTERS, LONG_RECORDS, LORA_PLUS, Job
+from cli.job.job import ADAPTERS, LONG_RECORDS, Job
 from cli.job.resumed import check_same
 from common.errors import UserError
 from common.units import counted
@@ -37,7 +37,7 @@ def check_same_run(job: Job, run: ContinuedRun, launches: Collection[str] = ()) 
     if fixed_then is None:
         run.user_state["run"] = fixed
         return
-    then = {LORA_PLUS: 1.0, **fixed_then}  # runs of earlier versions did not note it, and did not have it
+    then = dict(fixed_then)
     is_extended = _is_extended(job, run, then)
     if is_extended:
         for option in ("--steps", "--warmup"):

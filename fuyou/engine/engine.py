@@ -43,7 +43,7 @@ class Engine(EngineFigures):
             the only one that must be given; all others have defaults. The names are: ``ssd``, ``run_name``,
             ``resume``, ``overwrite``, ``leave_ssd``, ``commit_every``, ``single_slot``, ``io``
             (:class:`fuyou.option_groups.StoreConfig`); ``lr``, ``betas``, ``eps``, ``weight_decay``,
-            ``lora_plus_ratio``, ``optimizer``, ``optimizer_dtype``, ``max_grad_norm``, ``clip_by``,
+            ``optimizer``, ``optimizer_dtype``, ``max_grad_norm``, ``clip_by``,
             ``deferred_fraction``, ``on_nonfinite`` (:class:`fuyou.option_groups.OptimizerConfig`); ``host_memory``,
             ``device_memory``, ``host_cache``, ``kept_activations``, ``piece_size``, ``micro_batch``, ``batch_shape``,
             ``token_outputs``, ``reference``, ``images``, ``padded``, ``generation``

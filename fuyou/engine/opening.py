@@ -45,7 +45,6 @@ from fuyou.model.open_model import OpenModel
 from fuyou.model.reference import check_reference
 from fuyou.optimizer.absent_gradients import MissedUpdates
 from fuyou.optimizer.clipping import ClipStatistics
-from fuyou.optimizer.lora_plus import check_lora_plus
 from fuyou.optimizer.nonfinite import NonFinitePolicy
 from fuyou.optimizer.process.client import OptimizerLink
 from fuyou.pieces.cut import in_pieces
@@ -190,7 +189,6 @@ class OpenRun:
         )
         if config.compile:
             self._check_compiled()
-        check_lora_plus(config.adam.lora_plus_ratio, () if self.model.adapters is None else self.model.adapters.names)
         self._source = self.model.weights()
         shape = replace(self.model.shape, padded=config.memory.padded, compiled=config.compile)
         self.model.shape = self._cut_blocks(shape, share)

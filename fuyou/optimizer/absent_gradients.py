@@ -17,7 +17,6 @@ import torch
 from fuyou.layout.record import Record
 from fuyou.layout.record_parts import Chunk, ParameterSlot
 from fuyou.optimizer.adam import UpdateRange
-from fuyou.optimizer.lora_plus import learns_faster
 
 
 def mark_absent(record: Record, flat: torch.Tensor, present: Collection[str]) -> None:
@@ -61,8 +60,6 @@ class _Part:
     start: int
     """First element, counted from the first one that this rank owns; ``stop`` likewise."""
     stop: int
-    learns_faster: bool
-    """Whether the ratio of LoRA+ applies to it."""
 
 
 class OwnedParameters:
@@ -80,8 +77,7 @@ class OwnedParameters:
         self._marked: list[_Part] = []
         for index, end in zip(slots, ends, strict=True):
             slot = record.parameters[index]
-            faster = learns_faster(slot.name, slot.shape)
-            part = _Part(index, max(slot.offset - first, 0), min(end - first, owned), faster)
+            part = _Part(index, max(slot.offset - first, 0), min(end - first, owned))
             if part.start < part.stop:
                 self._parts.append(part)
                 if first + part.start < slot.offset + slot.numel:  # else it is nothing but padding
@@ -93,26 +89,23 @@ class OwnedParameters:
         without = marked_absent(gradient[self._firsts])
         return tuple(part.slot for part, none in zip(self._marked, without.tolist(), strict=True) if none)
 
-    def runs(
-        self, chunk: Chunk, absent: Collection[int], missed: Mapping[int, int], lora_plus: bool = False
-    ) -> list[UpdateRange]:
+    def runs(self, chunk: Chunk, absent: Collection[int], missed: Mapping[int, int]) -> list[UpdateRange]:
         """Return the ranges of a chunk that are to be updated, counted from its start.
 
         Args:
             chunk: a chunk of what this rank owns.
             absent: indices of the parameters that have no gradient.
             missed: number of earlier steps in which a parameter had none, by index; 0 for those that are not listed.
-            lora_plus: whether some parameters learn faster than others.
         """
         runs: list[UpdateRange] = []
         for part in self._parts:
             start, stop = max(part.start, chunk.start) - chunk.start, min(part.stop, chunk.stop) - chunk.start
             if start >= stop or part.slot in absent:
                 continue
-            count, faster = missed.get(part.slot, 0), lora_plus and part.learns_faster
-            if runs and (runs[-1].stop, runs[-1].missed, runs[-1].learns_faster) == (start, count, faster):
+            count = missed.get(part.slot, 0)
+            if runs and (runs[-1].stop, runs[-1].missed) == (start, count):
                 start = runs.pop().start
-            runs.append(UpdateRange(start, stop, count, faster))
+            runs.append(UpdateRange(start, stop, count))
         return runs
 
 

@@ -18,16 +18,12 @@ class AdamConfig:
     """Added to the denominator."""
     weight_decay: float = 0.01
     """Decoupled decay, for matrices only: biases and norms are not decayed."""
-    lora_plus_ratio: float = 1.0
-    """Learning rate of LoRA's second factors over that of all else, see :mod:`fuyou.optimizer.lora_plus`."""
 
     def __post_init__(self) -> None:
         check_learning_rate(self.lr)
         for name, value in (("weight_decay", self.weight_decay), ("eps", self.eps)):
             if not (math.isfinite(value) and value >= 0):
                 raise UserError(f"{name} must be a finite number of at least 0, not {value}.")
-        if not (math.isfinite(self.lora_plus_ratio) and self.lora_plus_ratio > 0):
-            raise UserError(f"lora_plus_ratio must be a finite number above 0, not {self.lora_plus_ratio}.")
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise UserError(f"betas must be two numbers of at least 0 and less than 1, not {self.betas}.")
 
@@ -72,11 +68,9 @@ class Update:
 
 @dataclass(frozen=True)
 class UpdateRange:
-    """Elements ``[start, stop)`` that are updated at one rate, all of which have had equally many updates before."""
+    """Elements ``[start, stop)`` that are updated, all of which have had equally many updates before."""
 
     start: int
     stop: int
     missed: int
     """Number of steps in which these parameters had no gradient: bias correction does not count them."""
-    learns_faster: bool = False
-    """Whether :attr:`AdamConfig.lora_plus_ratio` applies."""

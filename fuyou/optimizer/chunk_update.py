@@ -68,8 +68,7 @@ class ChunkOptimizer:
         compiled = self._kernels is not None and self._kernels.can_update(self._name, states, gradient)
         for run in (UpdateRange(0, states.parameter.numel(), 0),) if runs is None else runs:
             count = update.step - update.skipped - run.missed
-            lr = adam.lr * (adam.lora_plus_ratio if run.learns_faster else 1.0)
-            scalars = StepScalars(count, lr, adam.betas, adam.eps, adam.weight_decay if decay else 0.0)
+            scalars = StepScalars(count, adam.lr, adam.betas, adam.eps, adam.weight_decay if decay else 0.0)
             if compiled and self._kernels is not None:
                 part = slice(run.start, run.stop)
                 self._kernels.update(self._name, states.part(part), gradient[part], scalars, update.gradient_scale)

@@ -157,8 +157,7 @@ class RecordUpdater:
         stream = record.share.owned_start(record.numel) // PAGE_ELEMENTS
         owned = self._owned(message.record)
         absent = () if message.update.skip else owned.absent(gradients)
-        lora_plus = message.update.adam.lora_plus_ratio != 1
-        uneven = bool(absent or message.missed or lora_plus)
+        uneven = bool(absent or message.missed)
         start_time, computing = 0.0, []
         for number in range(write.pending):
             memory = self._read.get()
@@ -175,7 +174,7 @@ class RecordUpdater:
                 message.update,
                 decay=chunk.decay,
                 stream=message.record << 32 | stream + number,
-                runs=owned.runs(chunk, absent, message.missed, lora_plus) if uneven else None,
+                runs=owned.runs(chunk, absent, message.missed) if uneven else None,
             )
             computing.append((chunk_start_time, time.monotonic()))
             if message.target is not None:

@@ -61,6 +61,15 @@ def test_what_becomes_of_long_records_is_fixed() -> None:
     check_same_run(of(False), earlier)
 
 
+def test_a_run_with_an_option_that_was_removed() -> None:
+    """Where the option did nothing, the run continues; it never continues silently without what it was doing."""
+    run: Any = SimpleNamespace(user_state={"run": job().fixed_settings | {"--lora-plus-ratio": 1.0}}, step_count=3)
+    check_same_run(job(), run)
+    run.user_state["run"]["--lora-plus-ratio"] = 16.0
+    with pytest.raises(UserError, match=r"began with --lora-plus-ratio 16.0. This version no longer has"):
+        check_same_run(job(), run)
+
+
 def test_a_constant_rate_may_go_on_for_longer_but_not_be_over_already() -> None:
     engine: Any = SimpleNamespace(user_state={"run": job(schedule="constant").fixed_settings}, step_count=7)
     check_same_run(job(schedule="constant", total=100), engine)

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 import torch
 from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model
-from peft.optimizers import create_loraplus_optimizer
 from transformers import AutoModelForCausalLM
 
 from common.errors import UserError
@@ -14,7 +13,7 @@ from common.models.adapters.options import AdapterOptions
 from fuyou.layout.record import Kind
 from fuyou.schedule.memory_planner import MemoryPlanner
 from tests.helpers.adapters import DTYPES, InMemory, compare, train
-from tests.helpers.engines import OPTIONS, STEPS, batches, directories
+from tests.helpers.engines import STEPS, batches, directories
 from tests.helpers.engines import engine as plain_engine
 from tests.helpers.twin import save_checkpoints
 
@@ -167,41 +166,3 @@ def test_nothing_to_train(checkpoints: Path, tmp_path: Path) -> None:
         plain_engine(checkpoints / "llama", ssd, trainable=["lm_haed.weight"])
     with pytest.raises(UserError, match="either adapters or trainable"):
         plain_engine(checkpoints / "llama", ssd, trainable=["lm_head.weight"], adapters=AdapterOptions(2))
-
-
-@pytest.mark.parametrize(("family", "config"), [("llama", {}), ("gpt2", {"use_dora": True})])
-def test_lora_plus(family: str, config: dict, checkpoints: Path, tmp_path: Path) -> None:
-    """Peft's own optimizer for it, over a resume and a rate that changes."""
-
-    def adapters() -> LoraConfig:
-        return LoraConfig(r=16, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM", **config)
-
-    model, feed, ssd = checkpoints / family, batches(4, packed=True), directories(tmp_path, 1)
-    twin = in_memory(model, "bf16", adapters())
-    rates = {"lr": OPTIONS["lr"], "loraplus_lr_ratio": 16.0, "loraplus_weight_decay": OPTIONS["weight_decay"]}
-    twin.optimizer = create_loraplus_optimizer(twin.model, torch.optim.AdamW, fused=True, **rates)
-    groups = twin.optimizer.param_groups
-    vectors = [p for group in groups for p in group["params"] if p.dim() == 1]
-    for group in groups:  # peft decays DoRA's magnitudes; here no vector decays, with or without LoRA+
-        group["params"] = [p for p in group["params"] if p.dim() > 1]
-    if vectors:
-        twin.optimizer.add_param_group({"params": vectors, "lr": groups[2]["lr"], "weight_decay": 0.0})
-    options = {"micro_batch": 2, "lora_plus_ratio": 16.0}
-    with plain_engine(model, ssd, adapters=adapters(), **options) as trained:
-        train(trained, twin, feed[:2], 2)
-    with plain_engine(model, ssd, adapters=adapters(), resume=True, **options) as trained:
-        trained.lr = OPTIONS["lr"] / 2
-        for group in groups:
-            group["lr"] /= 2
-        train(trained, twin, feed[2:], 2)
-        compare(trained, twin.model.get_base_model())
-
-
-def test_lora_plus_needs_two_factors(checkpoints: Path, tmp_path: Path) -> None:
-    model, ssd = checkpoints / "llama", directories(tmp_path, 1)
-    with pytest.raises(UserError, match="train LoRA adapters"):
-        plain_engine(model, ssd, lora_plus_ratio=16.0)
-    with pytest.raises(UserError, match=r"an embedding's adapters, such as .*lora_embedding_A"):
-        plain_engine(model, ssd, lora_plus_ratio=16.0, adapters=AdapterOptions(4, targets=("q_proj", "embed_tokens")))
-    with pytest.raises(UserError, match="finite number above 0"):
-        plain_engine(model, ssd, lora_plus_ratio=0.0, adapters=AdapterOptions(4))

@@ -92,7 +92,7 @@ def test_compiled_updates_give_the_same_bits(optimizer: str, dtype: torch.dtype)
     """Several steps, ranges that are left out, decay, clipping; and what is left out stays as it is."""
     kernels = tried_kernels(optimizer)
     plain, compiled = (states_of(optimizer, dtype) for _ in range(2))
-    runs = [UpdateRange(0, 5 * 128, 0), UpdateRange(7 * 128, COUNT - 128, 1, learns_faster=True)]
+    runs = [UpdateRange(0, 5 * 128, 0), UpdateRange(7 * 128, COUNT - 128, 1)]
     for step, decay in itertools.product((2, 3, 50), (True, False)):
         gradient = randn(COUNT, 10 + step).to(dtype)
         update = Update(step, CONFIG, gradient_scale=1.0 if decay else 0.3)
