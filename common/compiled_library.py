@@ -22,7 +22,7 @@ _COMPILE_SECONDS = 120.0
 def compiled_library(source: Path) -> ctypes.CDLL | None:
     """Return ``source``, one file of C++, as a library; None where there is no compiler, or it does not compile.
 
-    It takes two seconds the first time. Whoever loads it should try it against PyTorch before believing it.
+    It takes two seconds the first time. Compare it with PyTorch before use.
     """
     compiler = next((found for name in ("c++", "g++", "clang++") if (found := shutil.which(name))), None)
     if compiler is None:

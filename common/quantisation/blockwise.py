@@ -7,35 +7,21 @@ damage inside its block (Dettmers et al., arXiv:2110.02861, section 2.1; used by
 A row of c elements becomes one row of bytes: the scales of its blocks, then their values. Rows are independent, so each
 can be sent by itself. Bytes per element: 1 + 4/256 and 0.5 + 4/256, against 2 in bf16.
 
-PyTorch does it in a dozen kernels with fp32 temporaries. Where it can, one pass does it without any: compiled C++ on
-the CPU, Triton on CUDA. Each is tried when it is first used, and taken if it gives the very bits that PyTorch gives on
-the CPU.
+:mod:`.reference` defines the arithmetic. On CUDA, PyTorch compiles it at the first call (not run on a GPU).
 """
 
 import functools
-from typing import Protocol
+import warnings
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from common.quantisation import reference
-from common.quantisation.cpu_kernels import compiled_kernels
-from common.quantisation.layout import BLOCK, Bits, quantised_nbytes
+from common.quantisation.layout import Bits, quantised_nbytes
 
-
-class FusedKernels(Protocol):
-    """Both directions in one pass each."""
-
-    def takes(self, rows: torch.Tensor, payload: torch.Tensor) -> bool:
-        """Return whether these can be read and written."""
-        ...
-
-    def quantise(self, rows: torch.Tensor, bits: Bits, out: torch.Tensor) -> None:
-        """See :func:`common.quantisation.reference.quantise`."""
-        ...
-
-    def dequantise(self, payload: torch.Tensor, bits: Bits, out: torch.Tensor, add: bool) -> None:
-        """See :func:`common.quantisation.reference.dequantise`."""
-        ...
+_failures: list[str] = []
+"""Why PyTorch could not compile the reference; after that it runs eagerly."""
 
 
 def quantise(rows: torch.Tensor, bits: Bits, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -50,11 +36,7 @@ def quantise(rows: torch.Tensor, bits: Bits, out: torch.Tensor | None = None) ->
     rows = rows.detach()
     if out is None:
         out = rows.new_empty((*rows.shape[:-1], quantised_nbytes(rows.size(-1), bits)), dtype=torch.uint8)
-    fused = fused_kernels(rows.device)
-    if fused is not None and rows.numel() and fused.takes(rows, out):
-        fused.quantise(rows, bits, out)
-    else:
-        reference.quantise(rows, bits, out)
+    _run(reference.quantise, rows.device.type, rows, bits, out)
     return out
 
 
@@ -69,57 +51,23 @@ def dequantise(
     """
     if out is None:
         out = payload.new_empty((*payload.shape[:-1], count), dtype=torch.float32)
-    fused = fused_kernels(payload.device)
-    if fused is not None and out.numel() and fused.takes(out, payload):
-        fused.dequantise(payload, bits, out, add)
-    else:
-        reference.dequantise(payload, bits, out, add)
+    _run(reference.dequantise, payload.device.type, payload, bits, out, add)
     return out
 
 
-@functools.cache
-def fused_kernels(device: torch.device) -> FusedKernels | None:
-    """Return what does it in one pass on ``device``, if it gives PyTorch's bits there; None otherwise."""
-    kernels: FusedKernels | None = None
-    if device.type == "cpu":
-        kernels = compiled_kernels()
-    elif device.type == "cuda":
+def _run(function: Callable[..., None], device_type: str, *arguments: Any) -> None:
+    """Run ``function``: on CUDA compiled, unless compiling has failed, which is reported once."""
+    if device_type == "cuda" and not _failures:
         try:
-            from common.quantisation.triton_kernels import TritonKernels
-        except ImportError:
-            return None
-        kernels = TritonKernels()
-    return kernels if kernels is not None and gives_the_same_bits(kernels, device) else None
+            _compiled(function)(*arguments)
+            return
+        except Exception as error:  # whatever Dynamo, Inductor, Triton or a missing compiler raise
+            _failures.append(f"{type(error).__name__}: {error}")
+            warnings.warn(f"Quantization runs uncompiled: torch.compile failed ({_failures[0]}).", stacklevel=3)
+    function(*arguments)
 
 
-def gives_the_same_bits(kernels: FusedKernels, device: torch.device) -> bool:
-    """Return whether ``kernels`` on ``device`` give what :mod:`.reference` gives on the CPU.
-
-    Its division by a number is a multiplication on CUDA: it gives other bits there.
-    """
-    random = torch.Generator().manual_seed(1)
-    for dtype in (torch.float32, torch.bfloat16):
-        rows = torch.randn((3, 5 * BLOCK + 7), generator=random) * 10.0 ** torch.arange(-3, 0).unsqueeze(-1)
-        rows[0, :BLOCK], rows[1, 3], rows[2, BLOCK + 1] = 0.0, torch.inf, torch.nan
-        rows[2, 2 * BLOCK : 3 * BLOCK] *= 1e-38
-        rows = rows.to(dtype)
-        for bits in (8, 4):
-            if not _same_bits(kernels, rows, bits, device):
-                return False
-    return True
-
-
-def _same_bits(kernels: FusedKernels, rows: torch.Tensor, bits: Bits, device: torch.device) -> bool:
-    payload = torch.empty((rows.size(0), quantised_nbytes(rows.size(1), bits)), dtype=torch.uint8)
-    expected, found = torch.empty_like(rows), torch.empty_like(rows, device=device)
-    sums, found_sums = (rows.to(device, torch.float32, copy=True) for device in (torch.device("cpu"), device))
-    reference.quantise(rows, bits, payload)
-    reference.dequantise(payload, bits, expected, False)
-    reference.dequantise(payload, bits, sums, True)
-    given = torch.empty_like(payload, device=device)
-    kernels.quantise(rows.to(device), bits, given)
-    kernels.dequantise(given, bits, found, False)
-    kernels.dequantise(given, bits, found_sums, True)
-    pairs = (expected, found), (sums, found_sums)
-    same = all(torch.allclose(one, two.cpu(), rtol=0, atol=0, equal_nan=True) for one, two in pairs)
-    return same and torch.equal(payload, given.cpu())
+@functools.cache
+def _compiled(function: Callable[..., None]) -> Callable[..., None]:
+    # fullgraph: compiling fails as a whole, before anything has been written or added.
+    return torch.compile(function, fullgraph=True, dynamic=True)

@@ -1,4 +1,4 @@
-"""Quantisation by PyTorch's own kernels: what every other way gives the bits of, and what is there everywhere."""
+"""Define the arithmetic of quantisation in blocks."""
 
 import torch
 
@@ -25,7 +25,7 @@ def quantise(rows: torch.Tensor, bits: Bits, out: torch.Tensor) -> None:
         values.view(torch.int8).copy_(whole_steps)
     else:  # the first half of a block in the low halves of its bytes
         low, high = whole_steps.to(torch.int8).split(_HALF, dim=-1)
-        torch.bitwise_or(low & 0xF, high << 4, out=values.view(torch.int8))
+        values.view(torch.int8).copy_((low & 0xF) | (high << 4))
 
 
 def dequantise(payload: torch.Tensor, bits: Bits, out: torch.Tensor, add: bool) -> None:

@@ -1,9 +1,11 @@
 """Block quantisation: error bounds, sizes, and the same values as a plain twin."""
 
+import warnings
+
 import pytest
 import torch
 
-from common.quantisation import BLOCK, Bits, dequantise, quantise, quantised_nbytes
+from common.quantisation import BLOCK, Bits, blockwise, dequantise, quantise, quantised_nbytes, reference
 
 
 def twin(values: list[float], largest: int) -> list[float]:
@@ -88,3 +90,78 @@ def test_the_same_numbers_give_the_same_bytes_alone_and_in_rows(bits: Bits) -> N
     rows[:, BLOCK : 2 * BLOCK] = 0.0
     together = quantise(rows, bits)
     assert all(torch.equal(quantise(row, bits), found) for row, found in zip(rows, together, strict=True))
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_halfway_between_two_steps_the_even_one_is_taken(bits: Bits) -> None:
+    largest = 127 if bits == 8 else 7
+    rows = torch.cat((torch.tensor([float(largest)]), torch.arange(-largest + 0.5, largest)))[None]
+    back = dequantise(quantise(rows, bits), rows.size(1), bits)
+    assert (back % 2 == 0)[:, 1:].all()
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_strided_places_between_which_nothing_is_touched(bits: Bits) -> None:
+    torch.manual_seed(0)
+    rows = torch.randn(4, 5, 3 * BLOCK).bfloat16()[:, 1:4, 17:600]
+    nbytes = quantised_nbytes(rows.size(-1), bits)
+    places = torch.full((4, 6, nbytes + 8), 77, dtype=torch.uint8)
+    quantise(rows, bits, places[:, 2:5, 4:-4])
+    assert torch.equal(places[:, 2:5, 4:-4], quantise(rows.contiguous(), bits))
+    assert (places[:, :2] == 77).all() and (places[..., -4:] == 77).all()
+    whole = torch.full((4, 5, 3 * BLOCK), 9.0)
+    dequantise(places[:, 2:5, 4:-4], rows.size(-1), bits, whole[:, 1:4, 17:600])
+    assert torch.equal(whole[:, 1:4, 17:600], dequantise(quantise(rows, bits), rows.size(-1), bits))
+    assert (whole[:, 0] == 9).all() and (whole[..., :17] == 9).all() and (whole[..., 600:] == 9).all()
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_rows_are_added_in_fp32(bits: Bits) -> None:
+    torch.manual_seed(0)
+    rows, start = torch.randn(3, 700).bfloat16(), torch.randn(3, 700)
+    payload, total = quantise(rows, bits), start.clone()
+    assert dequantise(payload, 700, bits, total, add=True) is total
+    assert torch.equal(total, start + dequantise(payload, 700, bits))
+
+
+def test_half_precision_is_quantised_as_fp32_is() -> None:
+    rows = torch.randn(3, 300).half()
+    assert torch.equal(quantise(rows, 8), quantise(rows.float(), 8))
+    back = dequantise(quantise(rows, 8), 300, 8, torch.empty_like(rows))
+    assert back.dtype == torch.float16 and torch.equal(back, dequantise(quantise(rows, 8), 300, 8).half())
+
+
+def test_where_compiling_fails_one_warning_names_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    def compiler(*_: object, **__: object) -> None:
+        raise RuntimeError("no Triton here")
+
+    monkeypatch.setattr(torch, "compile", compiler)
+    monkeypatch.setattr(blockwise, "_failures", [])
+    blockwise._compiled.cache_clear()
+    rows = torch.randn(2, 300)
+    expected = quantise(rows, 8)
+    payload, again = torch.zeros_like(expected), torch.zeros_like(expected)
+    with pytest.warns(UserWarning, match="no Triton here"):
+        blockwise._run(reference.quantise, "cuda", rows, 8, payload)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        blockwise._run(reference.quantise, "cuda", rows, 8, again)
+    assert torch.equal(payload, expected) and torch.equal(again, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bits", [8, 4])
+def test_compiled_for_the_cpu_it_gives_the_same_bits(bits: Bits, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What CUDA would run, compiled by Inductor for the processor instead."""
+    monkeypatch.setattr(blockwise, "_failures", [])
+    torch.manual_seed(0)
+    for dtype, shape in ((torch.float32, (3, 700)), (torch.bfloat16, (2, 3, 2 * BLOCK))):
+        rows = torch.randn(shape).to(dtype)
+        expected = quantise(rows, bits)
+        payload = torch.zeros_like(expected)
+        blockwise._run(reference.quantise, "cuda", rows, bits, payload)
+        total = torch.randn(shape)
+        sums = dequantise(expected, shape[-1], bits, total.clone(), add=True)
+        blockwise._run(reference.dequantise, "cuda", expected, bits, total, True)
+        assert torch.equal(payload, expected) and torch.equal(total, sums)
+    assert not blockwise._failures
