@@ -1,6 +1,5 @@
-"""``scripts/bench_adam.py`` at a size that takes seconds: it runs, says what it measured, and leaves nothing behind."""
+"""``scripts/bench_adam.py`` at a size that takes seconds: it measures every contender, and leaves nothing behind."""
 
-import json
 import os
 import signal
 import subprocess
@@ -25,21 +24,17 @@ def start(ssd: Path, *options: str) -> forked.Popen:
 
 
 def test_measures_every_contender_and_cleans_up(tmp_path: Path) -> None:
-    ssd, result = tmp_path / "ssd", tmp_path / "result.json"
-    ssd.mkdir()
-    process = start(ssd, "--rounds", "2", "--steps", "2", "--threads", "1", "--threads", "2", "--json", str(result))
+    process = start(tmp_path, "--rounds", "2", "--steps", "2", "--threads", "1", "--threads", "2")
     printed, errors = process.communicate(timeout=400)
     assert process.returncode == 0, errors
+    rows = [line.split("  ") for line in printed.splitlines() if line.startswith("  ") and "M parameters" not in line]
+    assert len(rows) == 12
     assert printed.count("AdamW on split weights, without a compiler") == printed.count("optimizer process") == 2
-    content = json.loads(result.read_text())
-    assert [row["threads"] for row in content["rows"]] == [1] * 8 + [2] * 8
-    assert all(len(row["seconds"]) == 2 and min(row["seconds"]) > 0 for row in content["rows"])
-    assert set(content["latency_seconds"]) == {"1", "2"}
-    assert not list(ssd.iterdir())
+    assert not list(tmp_path.iterdir())
 
 
 def test_cleans_up_when_it_is_interrupted(tmp_path: Path) -> None:
-    process = start(tmp_path, "--no-in-memory", "--rounds", "100000")
+    process = start(tmp_path, "--rounds", "1000", "--steps", "1000")
     deadline = time.monotonic() + 240
     while not list(tmp_path.glob("*/store.json")) and time.monotonic() < deadline:
         time.sleep(0.05)

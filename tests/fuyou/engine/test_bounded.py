@@ -14,7 +14,7 @@ from common.units import parse_bytes
 @pytest.mark.parametrize(("layers", "budget", "clip"), [(6, "280MiB", 1.0), (28, "280MiB", None)])
 @pytest.mark.slow
 def test_memory_and_bytes(layers: int, budget: str, clip: float | None, tmp_path: Path) -> None:
-    """Models whose states are up to 4 times the budget (scripts/measure_bounds.py goes to 20 times)."""
+    """Models whose states are up to 4 times the budget."""
     config = LlamaConfig(
         vocab_size=2048, hidden_size=512, intermediate_size=1408, num_hidden_layers=layers, num_attention_heads=8
     )

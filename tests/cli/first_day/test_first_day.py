@@ -1,11 +1,9 @@
-"""A first day with ``finetune``: thirty tasks as somebody new would do them, each of which must end as the docs say.
+"""A first day with ``finetune``: tasks of a new user, each of which must end as the docs say.
 
 Every format of data, every interruption, every mistake. Each task is one or more command lines, with the status that
-they must end with, what they must say and what they must leave. Small checkpoints and data are made first; nothing is
-downloaded.
+they must end with, what they must print and what they must leave. Nothing is downloaded.
 
-    python scripts/first_day.py                  # all, two at a time
-    python scripts/first_day.py --only resume    # those whose names have the word
+    pytest -m slow tests/cli/first_day -k resume    # the tasks whose names have the word
 """
 
 import contextlib
@@ -15,18 +13,18 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import click
 import psutil
-from first_day_materials import make_materials
+import pytest
 
-ROOT = Path(__file__).parents[1]
+from tests.cli.first_day.materials import make_materials
+from tests.helpers.doc_blocks import ROOT
+
+pytestmark = pytest.mark.slow
 LONGEST_SILENCE_S = 3.0
 """Seconds without a word after which a command is too silent, not counting those in which the machine had no core for
 it."""
@@ -319,45 +317,24 @@ def faults(step: Step, ended: Ended, directory: Path) -> list[str]:
     return found + [f"leaves {name}" for name in step.lacks if (directory / name).exists()]
 
 
-def run_task(task: Task, work: Path) -> bool:
-    """Run a task in a directory of its own; return whether it ended as it should."""
-    directory = work / "tasks" / "".join(letter if letter.isalnum() else "-" for letter in task.name)
-    directory.mkdir(parents=True)
+@pytest.fixture(scope="module")
+def work(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A directory with the models and the data of all tasks."""
+    folder = tmp_path_factory.mktemp("first-day")
+    make_materials(folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HF_HOME", str(folder / "hub"))  # where nobody has logged in
+        patch.delenv("HF_TOKEN", raising=False)
+        patch.setenv("FINETUNE_CACHE", str(folder / "cache"))
+        _SERVER.set_forkserver_preload(_PRELOADED)
+        yield folder
+
+
+@pytest.mark.parametrize("task", TASKS, ids=lambda task: task.name)
+def test_task(task: Task, work: Path, tmp_path: Path) -> None:
     for name in ("models", "data"):
-        (directory / name).symlink_to(work / name)
-    began, silences = time.monotonic(), []
+        (tmp_path / name).symlink_to(work / name)
     for number, step in enumerate(task.steps, 1):
-        ended = run_step(step, directory, directory.with_name(f"{directory.name}-{number}.log"))
-        if not step.words.startswith("python "):
-            silences.append(ended.longest_silence)
-        wrong = faults(step, ended, directory)
-        if wrong:
-            shown = step.words if len(step.words) < 200 else f"{step.words[:200]} ..."
-            told = "; ".join(wrong)
-            print(f"FAILED   {task.name}, step {number}: {told}\n$ finetune {shown}\n{ended.output}", flush=True)
-            return False
-    longest = f", at most {max(silences):.1f} without a word" if silences else ""
-    print(f"ok       {task.name} ({time.monotonic() - began:.1f} s{longest})", flush=True)
-    return True
-
-
-@click.command()
-@click.option("--only", default="", help="Run the tasks whose names hold this word.")
-@click.option("--jobs", default=2, show_default=True, help="Tasks at a time.")
-def main(only: str, jobs: int) -> None:
-    """Do thirty things as somebody new would, and see that each ends as the docs say."""
-    _SERVER.set_forkserver_preload(_PRELOADED)
-    chosen = [task for task in TASKS if only in task.name]
-    began = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="first-day-") as folder, ThreadPoolExecutor(jobs) as pool:
-        os.environ["HF_HOME"] = str(Path(folder) / "hub")  # where nobody has logged in
-        os.environ.pop("HF_TOKEN", None)
-        os.environ["FINETUNE_CACHE"] = str(Path(folder) / "cache")
-        make_materials(Path(folder))
-        good = list(pool.map(lambda task: run_task(task, Path(folder)), chosen))
-    print(f"{sum(good)} of {len(chosen)} tasks ended as they should, in {time.monotonic() - began:.0f} s")
-    sys.exit(not all(good))
-
-
-if __name__ == "__main__":
-    main()
+        ended = run_step(step, tmp_path, tmp_path / f"{number}.log")
+        wrong = faults(step, ended, tmp_path)
+        assert not wrong, f"$ finetune {step.words[:200]}\n{ended.output}"

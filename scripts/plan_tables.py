@@ -1,0 +1,176 @@
+"""The planned figures in README.md, docs/benchmarks.md and docs/machines.md: ``finetune --plan`` for each row.
+
+python scripts/plan_tables.py            prints all tables; takes about three minutes
+python scripts/plan_tables.py --write    puts the six machines into docs/machines.md instead
+"""
+
+import contextlib
+import io
+import json
+import shlex
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(1, str(ROOT))  # not installed: run from a checkout
+
+from cli.main import main as finetune  # noqa: E402
+from cli.report.results import RESOURCES  # noqa: E402
+from common.units import format_bytes, format_count, format_seconds  # noqa: E402
+
+PAGE = ROOT / "docs" / "machines.md"
+BEGIN, END = "<!-- planned: written by scripts/plan_tables.py -->", "<!-- end of planned -->"
+
+
+def planned(options: str) -> dict[str, Any]:
+    """Return the JSON of ``finetune --plan`` with these options."""
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        finetune(["--plan", *shlex.split(options), "--json"])
+    content: dict[str, Any] = json.loads(out.getvalue())
+    return content
+
+
+def assumptions(plans: list[dict[str, Any]]) -> list[str]:
+    """Return what is assumed in some of the plans."""
+    return list(dict.fromkeys(text for plan in plans for text in plan["assumptions"]))
+
+
+# -- models whose blocks are larger than the card, in README.md and docs/benchmarks.md ---------------------------------
+
+CARD = "--gpu 4090 --drive samsung-990-pro-4tb"
+_LORA = "--lora-rank 8 --frozen-dtype nf4 --batch-size 16 --seq-len 2048"
+
+
+@dataclass(frozen=True)
+class LargeModel:
+    """A model to train on one card."""
+
+    title: str
+    options: str
+    """Options of ``finetune --plan`` in addition to :data:`CARD`."""
+
+    def readme_row(self, plan: dict[str, Any]) -> str:
+        """Return the row of README.md."""
+        words = self.options.split()
+        host = words[words.index("--host-memory") + 1].replace("GiB", " GiB")
+        return f"| {self.title} | {host} | {format_count(plan['tokens_per_second'])} tokens/s |"
+
+    def docs_row(self, plan: dict[str, Any]) -> str:
+        """Return the row of docs/benchmarks.md."""
+        return (
+            f"| {self.title} | `{self.options}` | {format_count(plan['parameters'])} "
+            f"| {plan['micro_batches']} x {plan['micro_batch']} | {format_seconds(plan['step_seconds'])} "
+            f"| {format_count(plan['tokens_per_second'])} | {plan['bound'].replace('_', ' ')} "
+            f"| {format_bytes(plan['device_peak_bytes'])} | {format_bytes(plan['host_peak_bytes'])} "
+            f"| {format_bytes(plan['ssd_bytes'])} |"
+        )
+
+
+LARGE_MODELS = (
+    LargeModel("DeepSeek-V3, LoRA, nf4", f"--ssds 4 --host-memory 128GiB --model deepseek-v3 {_LORA}"),
+    LargeModel("Qwen3-235B-A22B, LoRA, nf4", f"--ssds 4 --host-memory 64GiB --model qwen3-235b-a22b {_LORA}"),
+    LargeModel("gpt-oss-120b, LoRA, nf4", f"--ssds 4 --host-memory 64GiB --model gpt-oss-120b {_LORA}"),
+    LargeModel("Qwen3-30B-A3B, all weights",
+               "--ssds 4 --host-memory 64GiB --model qwen3-30b-a3b --batch-size 64 --seq-len 2048"),
+    LargeModel("GPT-3 805B, LoRA, nf4", f"--ssds 4 --host-memory 128GiB --model gpt3-805b {_LORA}"),
+)  # fmt: skip
+
+
+def large_model_tables() -> str:
+    """Return both tables of large models."""
+    plans = [planned(f"{CARD} {model.options}") for model in LARGE_MODELS]
+    pairs = list(zip(LARGE_MODELS, plans, strict=True))
+    return "\n".join([
+        *(model.readme_row(plan) for model, plan in pairs), "",
+        *(model.docs_row(plan) for model, plan in pairs), "",
+        *(f"* {text}" for text in assumptions(plans)),
+    ])  # fmt: skip
+
+
+# -- six machines, in docs/machines.md --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Hardware that people have, and jobs for it."""
+
+    title: str
+    hardware: str
+    """Options that describe it to ``--plan``."""
+    jobs: tuple[str, ...]
+    """Options of a run each."""
+
+
+MACHINES = (
+    Machine("A gaming PC: RTX 3090, 32 GiB, one Samsung 980 PRO 2TB",
+            "--gpu rtx-3090 --drive samsung-980-pro-2tb --ssds 1 --host-memory 26GiB",
+            ("--model llama-7b --batch-size 32", "--model llama-13b --batch-size 32")),
+    Machine("A gaming PC: RTX 4090, 64 GiB, one Samsung 990 PRO 4TB",
+            "--gpu rtx-4090 --drive samsung-990-pro-4tb --ssds 1 --host-memory 56GiB",
+            ("--model llama-7b --batch-size 64", "--model llama-30b --batch-size 64")),
+    Machine("A workstation: RTX 5090, 128 GiB, two Crucial T705 2TB",
+            "--gpu rtx-5090 --drive crucial-t705-2tb --ssds 2 --host-memory 112GiB",
+            ("--model llama-13b --batch-size 64", "--model llama-65b --batch-size 64")),
+    Machine("A workstation: RTX A6000, 256 GiB, two WD_BLACK SN850X 4TB",
+            "--gpu rtx-a6000 --drive wd-sn850x-4tb --ssds 2 --host-memory 240GiB",
+            ("--model llama-13b --batch-size 64", "--model llama-65b --batch-size 64")),
+    Machine("The server of the Fuyou paper: RTX 4090, 768 GiB, twelve Intel P5510 3.84TB",
+            "--gpu rtx-4090 --drive intel-p5510-3.84tb --ssds 12 --host-memory 740GiB",
+            ("--model gpt3-13b --batch-size 64", "--model gpt3-175b --batch-size 16")),
+    Machine("A cloud node: H100 PCIe, 512 GiB, four Intel P5510 3.84TB",
+            "--gpu h100-pcie --drive intel-p5510-3.84tb --ssds 4 --host-memory 480GiB",
+            ("--model llama-30b --batch-size 128", "--model gpt3-175b --batch-size 128")),
+)  # fmt: skip
+
+HEADER = """\
+| run | step | tokens/s | bound by | device | host | SSDs | written per day (days the drives are warranted for) |
+|---|---|---|---|---|---|---|---|
+"""
+
+
+def machine_row(job: str, plan: dict[str, Any]) -> str:
+    """Return a row of a machine's table."""
+    if not plan["fits"]:
+        return f"| `{job}` | does not fit: {' '.join(plan['missing'])} | | | | | | |\n"
+    days = plan["drive_life_days"]
+    cells = [
+        f"`{job}`", format_seconds(plan["step_seconds"]), format_count(plan["tokens_per_second"]),
+        RESOURCES[plan["bound"]],
+        format_bytes(plan["device_peak_bytes"]), format_bytes(plan["host_peak_bytes"]),
+        format_bytes(plan["ssd_bytes"]),
+        format_bytes(plan["ssd_written_bytes_per_day"]) + ("" if days is None else f" ({days:,.0f} days)"),
+    ]  # fmt: skip
+    return f"| {' | '.join(cells)} |\n"
+
+
+def machine_tables() -> str:
+    """Return the tables of all machines."""
+    parts = []
+    for machine in MACHINES:
+        plans = [planned(f"{machine.hardware} {job}") for job in machine.jobs]
+        rows = "".join(machine_row(job, plan) for job, plan in zip(machine.jobs, plans, strict=True))
+        parts.append(
+            f"### {machine.title}\n\n`finetune --plan {machine.hardware} ...`\n\n{HEADER}{rows}\n"
+            f"Assumed: {'; '.join(assumptions(plans)) or 'nothing beyond the presets'}.\n"
+        )
+    return "\n".join(parts)
+
+
+@click.command()
+@click.option("--write", is_flag=True, help="Put the six machines into docs/machines.md.")
+def main(write: bool) -> None:
+    """Print the planned figures of the docs, or write those of docs/machines.md."""
+    if write:
+        before, rest = PAGE.read_text().split(BEGIN)
+        PAGE.write_text(f"{before}{BEGIN}\n\n{machine_tables()}\n{END}{rest.split(END)[1]}")
+    else:
+        print(f"{large_model_tables()}\n\n{machine_tables()}")
+
+
+if __name__ == "__main__":
+    main()
