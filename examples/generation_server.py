@@ -40,9 +40,12 @@ class GenerationServer:
         self._ask("load", {"adapters": str(adapters.absolute())})
 
     def generate(
-        self, prompts: list[torch.Tensor], most: int, seed: int
+        self, prompts: list[torch.Tensor], most: int, seed: int | None
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Return the tokens of an answer to each prompt, and their log-probabilities; prompts are equally long."""
+        """Return the tokens of an answer to each prompt, and their log-probabilities; prompts are equally long.
+
+        Without a seed, answers are of the likeliest tokens.
+        """
         told = self._ask("generate", {"prompts": [row.tolist() for row in prompts], "most": most, "seed": seed})
         return [torch.tensor(row) for row in told["tokens"]], [torch.tensor(row) for row in told["log_probs"]]
 
@@ -74,15 +77,15 @@ class _Model:
         return {}
 
     @torch.no_grad()
-    def generate(self, prompts: list[list[int]], most: int, seed: int) -> dict[str, Any]:
-        """Draw an answer to each prompt."""
-        torch.manual_seed(seed)
+    def generate(self, prompts: list[list[int]], most: int, seed: int | None) -> dict[str, Any]:
+        """Draw an answer to each prompt, or without a seed take the likeliest tokens."""
+        torch.manual_seed(seed or 0)
         ids, end = torch.tensor(prompts), self._model.config.eos_token_id
         made = self._model.generate(
             input_ids=ids,
             attention_mask=torch.ones_like(ids),
             max_new_tokens=most,
-            do_sample=True,
+            do_sample=seed is not None,
             top_k=0,
             pad_token_id=end,
             output_logits=True,

@@ -1,9 +1,9 @@
 """Reinforcement learning out of core: a small model learns to sort digits as it is rewarded, by GRPO.
 
-    python examples/grpo.py DIR [--rollouts engine|server] [--steps 40]
+    python examples/grpo.py DIR [--steps 40]
 
 A model first learns from texts in which digits are sorted up or down, by chance. Then only what is sorted upwards is
-rewarded. Answers come from the engine itself, or from a server on this machine that loads the adapters after each step
+rewarded. Answers come from a server on this machine that loads the exported adapters before each rollout
 (examples/generation_server.py stands in for one such as vLLM). The loss is a formula in PyTorch; the reference is the
 model without its adapters, which the same pass over the weights computes.
 """
@@ -13,7 +13,6 @@ import json
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from generation_server import GenerationServer
@@ -92,36 +91,16 @@ def learned_model(task: Task, folder: Path, steps: int) -> Path:
     return folder / "learned"
 
 
-class Generator(Protocol):
-    """What makes answers."""
-
-    def answers(self, prompts: list[torch.Tensor], most: int, seed: int) -> Answers:
-        """Return the tokens of each answer, and their log-probabilities."""
-        ...
-
-
-@dataclass
-class EngineRollouts:
-    """Answers from the engine that trains: each block is read once for each token of all answers."""
-
-    engine: fuyou.Engine
-
-    def answers(self, prompts: list[torch.Tensor], most: int, seed: int) -> Answers:
-        """See :class:`Generator`."""
-        made = self.engine.generate(prompts, most, seed=seed)
-        return made.tokens, made.log_probs
-
-
 @dataclass
 class ServerRollouts:
-    """Answers from a server that holds the model in memory, and loads the newest adapters before each rollout."""
+    """Answers from a server that holds the model in memory and loads the newest adapters before each rollout."""
 
     engine: fuyou.Engine
     server: GenerationServer
     folder: Path
 
-    def answers(self, prompts: list[torch.Tensor], most: int, seed: int) -> Answers:
-        """See :class:`Generator`."""
+    def answers(self, prompts: list[torch.Tensor], most: int, seed: int | None) -> Answers:
+        """Return the tokens of each answer and their log-probabilities; without a seed, the likeliest tokens."""
         self.engine.save_pretrained(self.folder)
         self.server.load(self.folder)
         return self.server.generate(prompts, most, seed)
@@ -138,7 +117,7 @@ def update(engine: fuyou.Engine, rollouts: Rollouts, advantages: torch.Tensor, c
 
 
 def train(
-    engine: fuyou.Engine, source: Generator, task: Task, config: GrpoConfig, prompts: int, steps: int, updates: int
+    source: ServerRollouts, task: Task, config: GrpoConfig, prompts: int, steps: int, updates: int
 ) -> list[float]:
     """Generate, reward and learn; return the mean reward of each step."""
     generator, rewards = torch.Generator().manual_seed(2), list[float]()
@@ -149,25 +128,24 @@ def train(
         generated = time.monotonic() - start
         given = torch.tensor([task.reward(prompt, answer) for prompt, answer in zip(asked, answers, strict=True)])
         advantages, rollouts = group_advantages(given, config), rollouts_of(list(asked), answers, log_probs)
-        losses = [update(engine, rollouts, advantages, config) for _ in range(updates)]
+        losses = [update(source.engine, rollouts, advantages, config) for _ in range(updates)]
         rewards.append(given.mean().item())
         line = {"step": step + 1, "reward": rewards[-1], "loss": losses[0], "generating_seconds": generated}
         print(json.dumps(line | {"seconds": time.monotonic() - start}), flush=True)
     return rewards
 
 
-def sorted_upwards(engine: fuyou.Engine, task: Task, count: int) -> float:
+def sorted_upwards(source: ServerRollouts, task: Task, count: int) -> float:
     """Return how often the likeliest answer is the right one, to prompts that were not trained on."""
     prompts = list(task.prompts(count, torch.Generator().manual_seed(3)))
-    made = engine.generate(prompts, task.digits + 1, temperature=0)
-    return sum(task.reward(prompt, answer) for prompt, answer in zip(prompts, made.tokens, strict=True)) / count
+    answers, _ = source.answers(prompts, task.digits + 1, seed=None)
+    return sum(task.reward(prompt, answer) for prompt, answer in zip(prompts, answers, strict=True)) / count
 
 
 def main(arguments: list[str] | None = None) -> list[float]:
     """Learn to sort, then to sort upwards; return the mean reward of each step."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--rollouts", choices=("engine", "server"), default="engine")
     parser.add_argument("--digits", type=int, default=5)
     parser.add_argument("--learning-steps", type=int, default=400, help="0: go on from what an earlier run learned")
     parser.add_argument("--steps", type=int, default=40)
@@ -179,7 +157,7 @@ def main(arguments: list[str] | None = None) -> list[float]:
     task, config = Task(options.digits), GrpoConfig(num_generations=8, beta=0.02)
     checkpoint = learned_model(task, options.folder, options.learning_steps)
     rows = options.prompts * config.num_generations
-    with fuyou.Engine(
+    engine = fuyou.Engine(
         checkpoint,
         ssd=[options.folder],
         run_name="grpo",
@@ -193,16 +171,12 @@ def main(arguments: list[str] | None = None) -> list[float]:
         batch_shape=(rows, task.tokens),
         token_outputs=1,
         reference=True,
-        generation=(rows, task.digits + 1, task.digits + 1),
-    ) as engine:
-        print(f"sorted upwards, of {rows} others: {sorted_upwards(engine, task, rows):.1%}", flush=True)
-        learn = (task, config, options.prompts, options.steps, options.updates)
-        if options.rollouts == "engine":
-            rewards = train(engine, EngineRollouts(engine), *learn)
-        else:
-            with GenerationServer(checkpoint) as server:
-                rewards = train(engine, ServerRollouts(engine, server, options.folder / "adapters"), *learn)
-        print(f"sorted upwards, of {rows} others: {sorted_upwards(engine, task, rows):.1%}", flush=True)
+    )
+    with engine, GenerationServer(checkpoint) as server:
+        source = ServerRollouts(engine, server, options.folder / "adapters")
+        print(f"sorted upwards, of {rows} others: {sorted_upwards(source, task, rows):.1%}", flush=True)
+        rewards = train(source, task, config, options.prompts, options.steps, options.updates)
+        print(f"sorted upwards, of {rows} others: {sorted_upwards(source, task, rows):.1%}", flush=True)
     return rewards
 
 

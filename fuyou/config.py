@@ -135,7 +135,6 @@ class EngineConfig:
             "micro_batch": (self.memory.micro_batch, self.memory.micro_batch is None or self.memory.micro_batch > 0),
             "piece_size": (self.memory.piece_size, self.piece_bytes is None or self.piece_bytes > 0),
             "token_outputs": (self.memory.token_outputs, self.memory.token_outputs >= self.memory.reference),
-            "generation": (self.memory.generation, min(self.memory.generation or (1,)) > 0),
             "neftune_alpha": (self.neftune_alpha, self.neftune_alpha >= 0),
             "commit_every": (self.store.commit_every, self.store.commit_every > 0),
             "deferred_fraction": (self.optimizer.deferred_fraction, 0 <= self.optimizer.deferred_fraction <= 1),

@@ -143,9 +143,6 @@ class MemoryConfig:
     padded: bool = False
     """Whether to plan memory for batches whose ``attention_mask`` hides tokens, likewise: attention is given a byte for
     each pair of tokens of a row then, which stays on the device during the step."""
-    generation: tuple[int, int, int] | None = None
-    """(prompts, tokens of the longest one, new tokens) that :meth:`fuyou.Engine.generate` is going to be called with,
-    to plan memory for what it keeps from the start. Without it, buffers are made anew for each call and after it."""
 
 
 @dataclass(frozen=True, kw_only=True)

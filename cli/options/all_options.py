@@ -279,8 +279,6 @@ class PlanningSettings:
 
     plan: bool = option(False, modes=Mode.PLAN)
     """Train nothing: say whether it fits, how fast it will be, and what bounds it."""
-    generate: str | None = option(None, "NxPxT", modes=Mode.PLAN_HERE | Mode.PLAN_BY_NAME)
-    """Plan also how fast N prompts of P tokens get T new tokens each, between steps: 8x512x64."""
     drive: str | None = option(None, "NAME", presets="drives", modes=Mode.PLAN_BY_NAME | Mode.PLAN_RANKS)
     """Plan for drives of this kind, and for the kind of GPU that --gpu names."""
     ssds: int | None = option(None, "N", POSITIVE, modes=Mode.PLAN_HERE | Mode.PLAN_BY_NAME | Mode.PLAN_RANKS)

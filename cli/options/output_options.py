@@ -35,11 +35,11 @@ class OutputSettings:
     commit_every: int | None = option(None, "N", POSITIVE, modes=Mode.STEP)
     """Steps between commits: a crash loses at most so many. Default: 1; 100 with --nodes in memory."""
     sample: str | None = option(None, "PROMPT", only=Only.ONE_MACHINE, modes=Mode.RUN)
-    """At the end, print how the tuned model goes on from there."""
+    """After training, load the saved result and print what it generates after this prompt."""
     sample_chat: bool = option(False, only=Only.SAMPLE, modes=Mode.RUN)
     """Take the --sample as a user's message, and answer through the chat template."""
     sample_tokens: int = option(32, "N", POSITIVE, only=Only.SAMPLE, modes=Mode.RUN)
-    """Maximum number of tokens of the --sample."""
+    """Most tokens that the --sample generates."""
     temperature: float = option(0.0, "X", NOT_NEGATIVE, only=Only.SAMPLE, modes=Mode.RUN)
     """Temperature of the --sample: 0 takes the likeliest word each time, 0.8 varies."""
     report: Path | None = option(None, "FILE", modes=Mode.TRAIN | Mode.DEMO, of_call=True, may_differ=True)

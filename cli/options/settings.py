@@ -105,6 +105,8 @@ class Settings(
         """Refuse what does not go together of checkpoints, and of runs that go on."""
         if self.export and not self.resume:
             raise UserError("--export writes what a run has come to: add --resume.")
+        if self.sample is not None and not self.save:
+            raise UserError("--sample generates with the saved result: leave --no-save out.")
         if self.keep != 2 and self.save_every is None:
             raise UserError(f"--keep {self.keep} counts checkpoints of --save-every: add that.")
         if self.resume and self.overwrite:
@@ -166,7 +168,7 @@ class Settings(
         if traits.outputs and not (self.plan or self.profile or self.data):
             raise UserError(f"--objective {objective} {traits.learns}: give --data with {traits.data}.")
         if traits.classifies and self.sample is not None:
-            raise UserError(f"--sample lets a model write, and --objective {objective} trains one that does not.")
+            raise UserError(f"--sample generates text, which a model of --objective {objective} cannot: leave it out.")
         if self.nodes is not None and not self.ssd and not self.plan:
             raise UserError(
                 f"--objective {objective} does not go with --nodes in memory: give each node drives, --ssd, or write "

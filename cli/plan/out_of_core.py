@@ -15,7 +15,6 @@ from cli.options.settings import Settings
 from cli.plan.compare_engines import InMemory, in_memory
 from cli.plan.consulted import planned_consultation
 from cli.plan.described import describe, row
-from cli.plan.generation import planned_generation, wanted_generation
 from cli.plan.plan_page import write_plan_page
 from cli.plan.whole_run import planned_steps, run_rows
 from common.errors import UserError
@@ -63,7 +62,6 @@ def run_plan(settings: Settings) -> int:
         quiet_transformers()
     settings = with_dtype(settings, None if settings.drive is None else ELSEWHERE)
     planned_steps(settings, 1)  # what is mistyped comes out before the simulation
-    generation = wanted_generation(settings)
     machine = _machine(settings)
     wanted = _largest(settings, machine) if settings.max_model else training_of(settings)
     other: InMemory | None = None
@@ -78,16 +76,11 @@ def run_plan(settings: Settings) -> int:
         print(json.dumps({"model": None, "fits": False, "missing": [lacking]}) if settings.json else lacking)
         return DOES_NOT_FIT
     result = _plan(wanted, machine, settings.scheme)
-    generated = None
-    if generation is not None and result.memory is not None:
-        device = None if settings.drive is not None else _open(settings.gpu)
-        generated = planned_generation(generation, result.job, machine, device)
     consulted = planned_consultation(settings, wanted, machine)
     if settings.trace is not None:
         _write_trace(result, settings.trace)
     if settings.json:
         content = result.to_json() | ({} if other is None else {"in_memory": other.to_json()})
-        content |= {} if generated is None else {"generation": generated.to_json()}
         content |= {} if consulted is None else {"before": consulted.to_json()}
         print(json.dumps(content, indent=2))
     if not settings.json or settings.html is not None:
@@ -98,8 +91,6 @@ def run_plan(settings: Settings) -> int:
             lines += row("before", consulted.describe())
         if other is not None:
             lines += ["", *row("in memory", other.verdict(result))]
-        if generated is not None:
-            lines += ["", *row("generate", generated.describe())]
         if settings.html is not None:
             write_plan_page(result, lines, settings.html.expanduser())
         if not settings.json:

@@ -132,6 +132,8 @@ class Measurements:
         self.tokens_per_step = tokens_per_step
         self.model_flops = model_flops
         self.hardware_flops = hardware_flops
+        self.is_saved = False
+        """Whether the result has been exported."""
         self.losses: list[float] = []
         self.step_seconds: list[float] = []
         self._bounds: dict[str, float] = {}

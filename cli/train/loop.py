@@ -146,8 +146,9 @@ def train(job: Job, trainer: Trainer, process: Process) -> Measurements:
     with activity("writing the last step to the drives"):
         trainer.finish()
     process.enter("after the last step")
-    if not care.time_is_up:
+    if job.settings.save and not care.time_is_up:
         _export(job, trainer, process.is_rank0)
+        measured.is_saved = True
     if process.is_rank0 and care.last_words:
         print(care.last_words, flush=True)
     return measured
@@ -170,7 +171,7 @@ def conclude(job: Job, trainer: Trainer, process: Process, measured: Measurement
         print(report.summary(totals.total_written))
     elif not job.settings.export:
         print(f"nothing to do: all {job.steps:,} steps are done")
-    print(_where(job, trainer.location, report.steps), flush=True)
+    print(_where(job, trainer.location, report.steps, measured.is_saved), flush=True)
     return RunResult(report, totals.total_written)
 
 
@@ -278,10 +279,8 @@ def _check_ids(job: Job, batch: dict[str, Any]) -> None:
 
 
 def _export(job: Job, trainer: Trainer, is_rank0: bool) -> None:
-    """Export the result, if it is wanted."""
+    """Export the result."""
     settings = job.settings
-    if not settings.save:
-        return
     what = f"writing the {'adapters' if settings.trains_adapters else 'checkpoint'} to {job.output}"
     if is_rank0:
         done = f" as step {trainer.model.step_count:,} of {job.steps:,} left it" if settings.export else ""
@@ -304,12 +303,12 @@ def _print_resumed(job: Job, step_count: int, restarts: int) -> None:
     print(f"resume   after step {step_count:,} of {job.steps:,}{after}", flush=True)
 
 
-def _where(job: Job, location: tuple[str, str], steps: int) -> str:
+def _where(job: Job, location: tuple[str, str], steps: int, is_saved: bool) -> str:
     """Return lines that say where everything is; without any of the ``steps``, there is no trace."""
     settings, (kept, place) = job.settings, location
     lines = {"run": f"{job.output / RUN} (configuration, versions, metrics; index.html to look at)"}
     lines[kept] = f"{place} (safe to delete unless you will resume)"
-    if settings.save:
+    if is_saved:
         model = job.task_type.auto_class
         loads = "PeftModel" if settings.trains_adapters else model
         lines["saved"] = f"{job.output}, for {loads}.from_pretrained"

@@ -4,7 +4,6 @@ import contextlib
 from dataclasses import dataclass
 from pathlib import Path
 
-from cli.job.data import tokenizer_of
 from cli.job.job import Job
 from cli.job.prepare import prepare
 from cli.job.quiet import quiet_transformers
@@ -80,10 +79,10 @@ def _train(job: Job, engine: Engine, process: SingleProcess, teacher: RowTable |
     check_same_run(job, engine)
     trainer = EngineTrainer(job, engine, teacher=teacher)
     measured = train(job, trainer, process)
-    if job.settings.sample is not None:
-        with activity("writing the sample"):
-            _print_sample(job, engine, job.settings.sample)
     result = conclude(job, trainer, process, measured)
+    if job.settings.sample is not None and measured.is_saved:
+        engine.close()  # its memory is the sample's now
+        print_sample(job, job.settings.sample)
     process.interrupts.finish()
     assert result is not None
     return result
@@ -115,19 +114,4 @@ def _open_engine(job: Job) -> Engine:
         resume=settings.resume,
         overwrite=settings.overwrite,
         batch_shape=(job.rows, job.seq_len),
-    )
-
-
-def _print_sample(job: Job, engine: Engine, prompt: str) -> None:
-    """Print what the model makes of a prompt."""
-    settings = job.settings
-    print_sample(
-        engine,
-        tokenizer_of(settings, job.checkpoint, "--sample"),
-        prompt,
-        tokens=settings.sample_tokens,
-        temperature=settings.temperature,
-        longest=job.seq_len,
-        seed=settings.seed,
-        as_chat=settings.sample_chat,
     )

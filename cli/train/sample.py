@@ -1,91 +1,84 @@
-"""``--sample``: a prompt continued by the model that was just trained, so that people see what it has learnt."""
+"""``--sample``: transformers generates with the saved result, once training has ended and its memory is free again."""
 
-import sys
+import time
+import warnings
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
+import peft
 import torch
-from transformers import PreTrainedTokenizerBase
+import transformers
+from transformers import GenerationConfig, PreTrainedTokenizerBase, TextStreamer
 
-from common.errors import UserError
-from fuyou import Engine
-
-
-class SampleOutput:
-    """Prints text as its tokens come.
-
-    Args:
-        tokenizer: the model's tokenizer.
-        prompt: what is continued, printed at once.
-    """
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, prompt: str):
-        self._tokenizer, self._tokens, self._shown = tokenizer, list[int](), ""
-        print(f"sample   {prompt}", end="", flush=True)
-
-    def __call__(self, newest: list[int | None]) -> None:
-        """Print what the newest token adds."""
-        token = newest[0]
-        if token is None or token == self._tokenizer.eos_token_id:
-            return
-        self._tokens.append(token)
-        # A token may be a part of a letter, or a space that only shows before the next word: decode from the start.
-        text = str(self._tokenizer.decode(self._tokens, skip_special_tokens=True)).removesuffix("\ufffd")
-        sys.stdout.write(text.removeprefix(self._shown))
-        sys.stdout.flush()
-        self._shown = text
+from cli.job.data import tokenizer_of
+from cli.job.job import Job
+from common.activity import activity
+from common.data.encoding.encoder import Encoder
+from common.data.shapes import PlainText
+from common.errors import on_one_line
+from common.models.adapters.adapters import MERGED
+from fuyou.runtime.devices.device import memory_limits, open_device
 
 
-def print_sample(
-    engine: Engine,
-    tokenizer: PreTrainedTokenizerBase,
-    prompt: str,
-    *,
-    tokens: int,
-    temperature: float,
-    longest: int,
-    seed: int,
-    as_chat: bool = False,
-) -> None:
-    """Print the prompt and, token by token, what follows, to the end of the document; then how fast that was.
-
-    Args:
-        engine: whose weights generate.
-        tokenizer: the model's tokenizer.
-        prompt: text to continue.
-        tokens: how many to make at most.
-        temperature: 0 takes the likeliest token, more draws.
-        longest: sequence that memory was planned for; of a longer prompt, its end is taken.
-        seed: seed of what is drawn.
-        as_chat: whether the prompt is a user's message, which the chat template puts between its marks.
-    """
-    ids = _prompt_ids(tokenizer, prompt, as_chat)[:, -longest:]
-    if not ids.numel():  # an empty prompt, and a tokenizer that begins documents with nothing
-        ids = torch.tensor([[tokenizer.bos_token_id or tokenizer.eos_token_id or 0]])
-    end = tokenizer.eos_token_id
-    options: dict[str, Any] = {
-        "temperature": temperature,
-        "seed": seed,
-        "eos_token_id": () if end is None else end,
-        "on_tokens": SampleOutput(tokenizer, prompt),
-    }
-    most = min(tokens, longest - ids.shape[1])
-    if most < 1:
-        print(f"\n         (nothing: the prompt is {ids.shape[1]} tokens long, and --seq-len is {longest})", flush=True)
-        return
+def print_sample(job: Job, prompt: str) -> None:
+    """Print ``prompt`` and the saved model's answer as it is generated. Never raises: the run itself has succeeded."""
     try:
-        made = engine.generate(ids, most, **options)
-    except UserError:  # a family that keeps no keys and values, or blocks in pieces
-        made = engine.generate(ids, most, use_cache=False, **options)
-    print(f"\n         ({len(made.tokens[0])} tokens in {made.seconds:.1f} s; each reads the model once)", flush=True)
+        with warnings.catch_warnings(action="ignore"), TemporaryDirectory(prefix="sample-", dir=job.output) as offload:
+            with activity("loading the saved model for the sample"):
+                tokenizer = tokenizer_of(job.settings, job.checkpoint, "--sample")
+                ids = _prompt_ids(tokenizer, prompt, job.settings.sample_chat).to(job.device)
+                model = _load(job, tokenizer, offload)
+            print(f"sample   {prompt}", end="", flush=True)
+            torch.manual_seed(job.settings.seed)
+            start, streamer = time.monotonic(), TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+            result = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), streamer=streamer)
+            new, seconds = result.shape[1] - ids.shape[1], time.monotonic() - start
+            print(f"         ({new} tokens in {seconds:.1f} s)", flush=True)
+    except KeyboardInterrupt:
+        print("\nsample   stopped; the result is saved", flush=True)
+    except Exception as error:  # of any library: it must not make a run fail whose result is saved
+        advice = " (with --merge, no adapters are loaded)" if job.settings.trains_adapters else ""
+        reason = f"{type(error).__name__}: {on_one_line(error)}"
+        print(f"\nsample   failed: {reason}; the result is saved{advice}", flush=True)
 
 
 def _prompt_ids(tokenizer: PreTrainedTokenizerBase, prompt: str, as_chat: bool) -> torch.Tensor:
-    """Return the prompt's tokens ``[1, S]``."""
-    if not as_chat:
-        ids: torch.Tensor = tokenizer(prompt, return_tensors="pt")["input_ids"]
-        return ids
-    asked: Any = tokenizer.apply_chat_template(
-        [{"role": "user", "content": prompt}], add_generation_prompt=True, return_dict=True, return_tensors="pt"
+    """Return the prompt's tokens ``[1, S]``, encoded as in training: one BOS where the tokenizer adds it, no EOS."""
+    if as_chat:
+        message = [{"role": "user", "content": prompt}]
+        rendered: Any = tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=True)
+        return torch.tensor([rendered["input_ids"]])
+    ids = [int(token) for part in Encoder(tokenizer).encode([PlainText("", prompt, ends=False)]) for token in part.ids]
+    return torch.tensor([ids or [tokenizer.bos_token_id or tokenizer.eos_token_id or 0]])
+
+
+def _load(job: Job, tokenizer: PreTrainedTokenizerBase, offload: str) -> Any:
+    """Return the saved model, ready to generate; what exceeds the run's memory stays on disk, through accelerate."""
+    settings, adapters = job.settings, job.settings.trains_adapters and not job.settings.merge
+    host, device = memory_limits(open_device(job.device), settings.host_memory, settings.device_memory)
+    limits = {"cpu": host} | ({} if job.gpu is None else {torch.device(job.device).index or 0: device})
+    source = job.checkpoint if adapters else job.output / MERGED if settings.merge else job.output
+    model = getattr(transformers, job.task_type.auto_class).from_pretrained(
+        source, dtype="auto", device_map="auto", max_memory=limits, offload_folder=offload, local_files_only=True
     )
-    ids = asked["input_ids"]
-    return ids
+    stops = model.generation_config.eos_token_id
+    ends = {tokenizer.eos_token_id, *(stops if isinstance(stops, list) else [stops])} - {None}
+    drawn = {"do_sample": True, "temperature": settings.temperature, "top_k": 0} if settings.temperature else {}
+    model.generation_config = GenerationConfig(
+        max_new_tokens=settings.sample_tokens, eos_token_id=sorted(ends) or None, **drawn
+    )
+    return _with_adapters(model, job.output, job.device) if adapters else model
+
+
+def _with_adapters(model: Any, directory: Path, device: str) -> peft.PeftModel:
+    """Return ``model`` with saved adapters. PeftModel.from_pretrained fails where parts of the model are on disk."""
+    base = {id(value) for value in model.parameters()}
+    adapted = peft.get_peft_model(model, peft.PeftConfig.from_pretrained(str(directory)), low_cpu_mem_usage=True)
+    for name, value in list(adapted.named_parameters()):
+        if value.is_meta and id(value) not in base:
+            module, _, attribute = name.rpartition(".")
+            values = torch.nn.Parameter(torch.empty_like(value, device=device), requires_grad=False)
+            adapted.get_submodule(module)._parameters[attribute] = values
+    peft.set_peft_model_state_dict(adapted, peft.load_peft_weights(str(directory), device=device))
+    return adapted.eval()

@@ -1,7 +1,7 @@
 """The single-node engine: fine-tunes a model that is larger than the machine's memory, in an ordinary PyTorch loop."""
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -12,9 +12,7 @@ from transformers import PreTrainedConfig
 from common.errors import UserError
 from fuyou.config import EngineConfig
 from fuyou.engine.figures import EngineFigures
-from fuyou.engine.generation import Generated, Generation, GenerationOptions, Prompts, left_padded
 from fuyou.engine.opening import OpenRun
-from fuyou.engine.sampling import Sampler
 from fuyou.engine.saving import save
 from fuyou.engine.steps import EngineOutput, Steps
 from fuyou.engine.token_outputs import TokenOutput, TokenRequest
@@ -46,7 +44,7 @@ class Engine(EngineFigures):
             ``optimizer``, ``optimizer_dtype``, ``max_grad_norm``, ``clip_by``,
             ``deferred_fraction``, ``on_nonfinite`` (:class:`fuyou.option_groups.OptimizerConfig`); ``host_memory``,
             ``device_memory``, ``host_cache``, ``kept_activations``, ``piece_size``, ``micro_batch``, ``batch_shape``,
-            ``token_outputs``, ``reference``, ``images``, ``padded``, ``generation``
+            ``token_outputs``, ``reference``, ``images``, ``padded``
             (:class:`fuyou.option_groups.MemoryConfig`);
             ``adapters``, ``trainable``, ``train_experts``, ``frozen_dtype``, ``freeze_vision_tower``,
             ``freeze_multi_modal_projector`` (:class:`fuyou.option_groups.WeightsConfig`); ``device``, ``dtype``,
@@ -263,48 +261,6 @@ class Engine(EngineFigures):
             batch: as in training.
         """
         return self._steps.eval_loss(batch)
-
-    def generate(
-        self,
-        prompts: Prompts,
-        max_new_tokens: int,
-        *,
-        temperature: float = 1.0,
-        top_p: float = 1.0,
-        eos_token_id: int | Sequence[int] | None = None,
-        seed: int = 0,
-        attention_mask: torch.Tensor | None = None,
-        use_cache: bool = True,
-        on_tokens: Callable[[list[int | None]], None] | None = None,
-    ) -> Generated:
-        """Continue many prompts at once: each block is read once for each new token of all of them.
-
-        >>> made = engine.generate([tokenizer(text).input_ids for text in texts], 64, temperature=0.7)
-        >>> print(tokenizer.batch_decode(made.tokens))
-
-        Nothing changes but pending updates, which are applied first: training goes on as if nothing had been
-        generated. Keys and values are kept on the device, else in host memory. Give ``generation=`` to the engine to
-        have memory planned for that from the start; without it, buffers are made anew for the call, and again after it.
-
-        Args:
-            prompts: tokens of each, of any lengths; or int64 ``[B, S]`` with ``attention_mask``, padded on either side.
-            max_new_tokens: most tokens that are added to each.
-            temperature: 0 takes the likeliest token each time, 1 draws by the model's own probabilities.
-            top_p: draws from the fewest tokens that have this probability together.
-            eos_token_id: tokens that end a sequence; None: those of the model's configuration; ``()``: none.
-            seed: seed of what is drawn; the same prompts and weights give the same tokens.
-            attention_mask: 0 where a tensor of prompts has padding.
-            use_cache: whether keys and values are kept from token to token; without them, whole sequences are computed
-                again for each token, which works for every family.
-            on_tokens: called after each pass with the newest token of each sequence, None for those that have ended.
-
-        Raises:
-            UserError: the model cannot keep keys and values, or memory does not hold them; or the run is emulated.
-        """
-        options = GenerationOptions(
-            max_new_tokens, Sampler(temperature, top_p, seed), eos_token_id, use_cache, on_tokens
-        )
-        return Generation(self._run, self._steps).generate(*left_padded(prompts, attention_mask), options)
 
     # -- reading --------------------------------------------------------------------------------------------------
 

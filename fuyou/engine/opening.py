@@ -36,7 +36,6 @@ from fuyou.engine.computing_dtype import stored_micro_batch
 from fuyou.engine.runtime import Runtime
 from fuyou.layout.checksums import RecordSums
 from fuyou.layout.filling import whole_elements
-from fuyou.layout.key_values import KeyValueCache
 from fuyou.layout.model_layout import ModelLayout
 from fuyou.layout.record import allocate_extents, weights_file
 from fuyou.layout.share import Share
@@ -265,7 +264,6 @@ class OpenRun:
             return
         statistics = ClipStatistics.of_run(config.store.folders) if config.store.resume else ClipStatistics()
         training = training_job_of_run(config, self.model, self.shape, config.memory.batch_shape, statistics)
-        training = replace(training, cache=self._key_values())
         context = PlannerContext(training, self.device, self.limits, self._ssd)
         choice: ChosenSettings | None
         if self.topology is None:
@@ -284,20 +282,8 @@ class OpenRun:
         )
         self._link = None  # it is the runtime's now
         rows, seq_len = self._planned_batch()
-        if self.config.memory.generation is not None:
-            prompts, longest, _ = self.config.memory.generation
-            rows, seq_len = max(rows, prompts), max(seq_len, longest)
-        runtime.plan(rows, seq_len, loss=self.config.loss_inputs, cache=self._key_values())
+        runtime.plan(rows, seq_len, loss=self.config.loss_inputs)
         check_memory(runtime.memory_plan.host_bytes, self.agreement)
-
-    def _key_values(self) -> KeyValueCache | None:
-        """Return what generation is going to keep, as far as that is said from the start."""
-        if self.config.memory.generation is None:
-            return None
-        prompts, longest, new = self.config.memory.generation
-        return KeyValueCache(
-            self.model.key_values, self.config.precision.dtype.itemsize, prompts, longest + new, device_layers=0
-        )
 
     def _open_store(self) -> None:
         """Open or make what is on the SSDs, and start the workers."""

@@ -1,7 +1,5 @@
 """Buffers, workers and the schedule of a run, made for a size of batch, and made again for a larger one."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +9,6 @@ from fuyou.checkpoint.commits import Commits
 from fuyou.checkpoint.run_files import RunFiles
 from fuyou.config import EngineConfig
 from fuyou.engine.common_decisions import store_io
-from fuyou.layout.key_values import KeyValueCache
 from fuyou.layout.model_layout import ModelLayout
 from fuyou.layout.record import RecordExtents
 from fuyou.model.open_model import OpenModel
@@ -32,7 +29,6 @@ from fuyou.runtime.io_counter import Bytes, IoCounter
 from fuyou.runtime.ranks.topology import ClusterTopology
 from fuyou.runtime.trace import StepTrace
 from fuyou.schedule.batch import ENGINE_LOSS, Batch, BatchShape, LossInputs
-from fuyou.schedule.cache_tiers import plan_with_cache
 from fuyou.schedule.memory_plan import MemoryPlan
 from fuyou.schedule.memory_planner import MemoryPlanner
 from fuyou.schedule.scheduler import Scheduler
@@ -102,65 +98,16 @@ class Runtime:
         images: bool = False,
         padded: bool = False,
         loss: LossInputs = ENGINE_LOSS,
-        cache: KeyValueCache | None = None,
     ) -> None:
         """Divide the budgets for batches of this size, with ``images`` or without, ``padded`` behind a mask or not, for
-        what ``loss`` is made of, and for what generation keeps.
+        what ``loss`` is made of.
 
         Raises:
             UserError: they do not hold what a step needs.
         """
         shape = self._planner.shape
         self._planner.shape = replace(shape, images=shape.images or images, padded=shape.padded or padded)
-        self.memory_plan = self._planned(rows, seq_len, loss, cache)
-
-    def _planned(self, rows: int, seq_len: int, loss: LossInputs, cache: KeyValueCache | None) -> MemoryPlan:
-        micro = self._options.memory.micro_batch
-        if cache is None:
-            return self._planner.plan(rows, seq_len, micro, loss)
-        return plan_with_cache(lambda tiers: self._planner.plan(rows, seq_len, micro, loss, tiers), cache)
-
-    @contextmanager
-    def room_to_generate(
-        self, rows: int, seq_len: int, padded: bool, cache: KeyValueCache | None
-    ) -> Iterator[KeyValueCache | None]:
-        """Have buffers for passes over such batches and for what generation keeps, and afterwards those of before.
-
-        So nothing that is trained afterwards depends on what was generated. Where memory was planned for both, nothing
-        is made anew. Nothing may be pending.
-
-        Args:
-            rows, seq_len, padded: of the largest pass.
-            cache: what is kept, on any tiers; None: nothing.
-
-        Yields:
-            The same on the tiers where it is.
-
-        Raises:
-            UserError: the budgets do not hold it.
-        """
-        planned, shape = self.memory_plan, self._planner.shape
-        there = planned.batch.cache
-        if self.fits(rows, seq_len, padded=padded) and (cache is None or (there is not None and there.covers(cache))):
-            yield cache if there is None or cache is None else cache.on_device(there.device_layers)
-            return
-        self._planner.shape = replace(shape, padded=shape.padded or padded)
-        try:
-            chosen, was_open = self._planned(rows, seq_len, ENGINE_LOSS, cache), self.is_open
-        finally:
-            self._planner.shape = shape
-        self.close()
-        self.memory_plan = chosen
-        self.open(self._commits)
-        try:
-            yield chosen.batch.cache
-        finally:
-            failed = self.plane.executor.failure is not None
-            self.memory_plan = planned
-            if not failed:  # else what is there tells why
-                self.close()
-                if was_open:
-                    self.open(self._commits)
+        self.memory_plan = self._planner.plan(rows, seq_len, self._options.memory.micro_batch, loss)
 
     def attach(self, files: RunFiles, extents: list[RecordExtents]) -> None:
         """Train what is in these files; what was read and written before is not counted as training's.
@@ -248,7 +195,7 @@ class Runtime:
             return
         planned = self.memory_plan.batch
         rows, seq_len = max(rows, planned.rows), max(seq_len, planned.seq_len)
-        self.plan(rows, seq_len, images, padded, planned.loss.joined(loss), planned.cache)
+        self.plan(rows, seq_len, images, padded, planned.loss.joined(loss))
         self.close()
         self.open(self._commits)
 

@@ -91,7 +91,7 @@ class Steps:
         if not train:
             tasks = self._evaluation(batch, loss_inputs(passing))
             current = self._computation(tasks, batch, labels, time.monotonic(), passing)
-            self.run_forward(current, tasks)
+            self._run_forward(current, tasks)
         else:
             current = self._begin(batch, labels, lr, passing)
         current.loss = 0.0
@@ -261,7 +261,7 @@ class Steps:
         labels = self._prepare(batch)
         tasks = self._evaluation(batch)
         computation = self._computation(tasks, batch, labels, time.monotonic())
-        self.run_forward(computation, tasks)
+        self._run_forward(computation, tasks)
         return self._whole_loss(computation)
 
     def _evaluation(self, batch: dict[str, Any], loss: LossInputs = ENGINE_LOSS) -> StepList:
@@ -271,7 +271,7 @@ class Steps:
         shape = runtime.batch_shape(rows, seq_len, loss)
         return runtime.scheduler.evaluation(self._run.step_count, shape)
 
-    def run_forward(self, computation: Computation, tasks: StepList) -> None:
+    def _run_forward(self, computation: Computation, tasks: StepList) -> None:
         """Run a forward pass alone, without dropout.
 
         Args:

@@ -12,7 +12,6 @@ import hashlib
 import inspect
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -27,7 +26,6 @@ from common.errors import UserError
 from common.models.task_type import TaskType
 from fuyou.engine.engine import Engine
 from fuyou.engine.token_outputs import TokenOutput
-from fuyou.integrations.generation import generate_as_transformers
 from fuyou.model.reference import check_reference
 
 _NO_REFERENCE = "ref_model=fuyou.integrations.as_reference(engine)"
@@ -212,15 +210,16 @@ class _Facade(PreTrainedModel):
     def enable_input_require_grads(self) -> None:
         """Do nothing, likewise."""
 
-    def generate(self, inputs: Any = None, **options: Any) -> Any:  # type: ignore[override]
-        """Generate with the engine, as :func:`fuyou.integrations.generation.generate_as_transformers` does."""
-        ids = options.pop("input_ids", inputs)
-        with self.engine_as_this_model():
-            return generate_as_transformers(self._streamed.engine, ids, **options)
+    def generate(self, *_: Any, **__: Any) -> Any:  # type: ignore[override]
+        """Refuse: each token would read all weights from the SSDs.
 
-    def engine_as_this_model(self) -> AbstractContextManager[None]:
-        """Let the engine compute what this model is: a reference has no adapters."""
-        return self._streamed.engine.disable_adapters() if self._is_reference else nullcontext()
+        Raises:
+            UserError: always; says where rollouts come from.
+        """
+        raise UserError(
+            "The engine trains and does not generate: rollouts come from a server that loads the adapters of "
+            "engine.save_pretrained, as in examples/grpo.py; give TRL's GRPOTrainer a rollout_func that calls it."
+        )
 
 
 @functools.cache

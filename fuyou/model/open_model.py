@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
-from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -21,9 +20,7 @@ from common.models.meta_model import build_meta_model
 from common.models.task_type import task_type_of
 from common.models.vision.towers import DEFAULT_FREEZING, TowerFreezing
 from fuyou.layout.frozen_weights import FrozenDtype
-from fuyou.layout.key_values import LayerKeyValues
 from fuyou.layout.record import Precision
-from fuyou.model.caching import find_key_values
 from fuyou.model.loss.router_loss import find_router_loss, wants_router_loss
 from fuyou.model.model_records import fingerprint, model_records
 from fuyou.model.streamed_model import StreamedModel
@@ -136,20 +133,6 @@ class OpenModel:
             return source
         self.adapters.check_saved(source)
         return self.adapters.source(source)
-
-    @cached_property
-    def key_values(self) -> tuple[LayerKeyValues, ...]:
-        """What each block keeps of a token while the model generates.
-
-        Raises:
-            UserError: blocks keep nothing, or something else.
-        """
-        if self.shape.orders:
-            raise UserError(
-                "Blocks of this model are computed in pieces, in which nothing is kept from token to token: generate "
-                "with use_cache=False, which computes whole sequences again for each token, or give more memory."
-            )
-        return find_key_values(self.stack)
 
     @property
     def fingerprint(self) -> str:

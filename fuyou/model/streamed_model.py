@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils._pytree import tree_map
-from transformers import Cache, PreTrainedModel
+from transformers import PreTrainedModel
 
 from common.data.documents import Documents
 from common.errors import FinetuneError, UserError
@@ -271,26 +271,23 @@ class StreamedModel:
 
     # -- the three parts ------------------------------------------------------------------------------------------
 
-    def embed(self, batch: Mapping[str, torch.Tensor], cache: Cache | None = None) -> tuple[torch.Tensor, BlockCalls]:
+    def embed(self, batch: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, BlockCalls]:
         """Run what comes before the blocks.
 
         Args:
             batch: ``input_ids`` int64 ``[B, S]`` and, if any, ``position_ids`` and ``attention_mask``. Without a mask,
                 documents at which positions restart are kept apart.
-            cache: what blocks have kept of the tokens before these, and add to; a mask is then of all tokens.
 
         Returns:
             The first block's input ``[B, S, H]``, and what each block is called with.
         """
-        return self._embed(batch, self.links, cache)
+        return self._embed(batch, self.links)
 
     @torch.no_grad()
-    def embed_without_weights(
-        self, input_ids: torch.Tensor, cache: Cache | None = None
-    ) -> tuple[torch.Tensor, BlockCalls]:
+    def embed_without_weights(self, input_ids: torch.Tensor) -> tuple[torch.Tensor, BlockCalls]:
         """Run what comes before the blocks without parameters: shapes are right, but values mean nothing."""
         with self._skipped(self.before), self._without_outer_weights():
-            return self._embed({"input_ids": input_ids}, self.links, cache)
+            return self._embed({"input_ids": input_ids}, self.links)
 
     @cached_property
     def meta_calls(self) -> list[tuple[torch.Tensor, tuple[Any, ...], dict[str, Any]]]:
@@ -318,14 +315,11 @@ class StreamedModel:
         calls.zero_produced_values(probe.values, self.device)
         return hidden, calls
 
-    def _embed(
-        self, batch: Mapping[str, torch.Tensor], links: BlockLinks, cache: Cache | None = None
-    ) -> tuple[torch.Tensor, BlockCalls]:
+    def _embed(self, batch: Mapping[str, torch.Tensor], links: BlockLinks) -> tuple[torch.Tensor, BlockCalls]:
         documents = None if "attention_mask" in batch else Documents.of(batch.get("position_ids"))
         known = {name: value for name, value in batch.items() if name != "position_ids" or self._takes_positions}
-        kept = {"use_cache": False} if cache is None else {"use_cache": True, "past_key_values": cache}
         with self.apart(documents), self._stand_ins.recording(links, documents) as calls:
-            self.model(**known, **kept)
+            self.model(**known, use_cache=False)
         hidden, calls.first_hidden = calls.first_hidden, None
         assert hidden is not None
         return hidden, calls

@@ -27,7 +27,6 @@ from fuyou.planner.rates import TaskRates
 from fuyou.planner.simulated_machine import Simulation
 from fuyou.planner.simulator import simulate
 from fuyou.planner.training_job import TrainingJob
-from fuyou.schedule.cache_tiers import plan_with_cache
 from fuyou.schedule.memory_plan import MemoryPlan
 from fuyou.schedule.memory_planner import MemoryPlanner
 from fuyou.schedule.tasks import PAST_HOST, SSD_WRITES, ComputeTask, Op, Resource, StepList
@@ -169,11 +168,7 @@ class Evaluator:
             kept_layers=len(activations.layers),
             kept_bytes=lambda batch: activations.saved(batch.micro_rows, batch.seq_len).nbytes,
         )
-        if job.cache is None:
-            return planner.plan(job.rows, job.seq_len, candidate.micro_rows, job.loss)
-        return plan_with_cache(
-            lambda tiers: planner.plan(job.rows, job.seq_len, candidate.micro_rows, job.loss, tiers), job.cache
-        )
+        return planner.plan(job.rows, job.seq_len, candidate.micro_rows, job.loss)
 
     @property
     def _kernels(self) -> str:

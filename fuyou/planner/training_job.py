@@ -14,7 +14,6 @@ from common.models.presets import load_config
 from common.models.vision.towers import DEFAULT_FREEZING, TowerFreezing
 from fuyou.config import EngineConfig
 from fuyou.layout.frozen_weights import FrozenDtype
-from fuyou.layout.key_values import KeyValueCache
 from fuyou.layout.model_layout import ModelLayout
 from fuyou.layout.record import Precision
 from fuyou.layout.share import Share
@@ -66,8 +65,6 @@ class TrainingJob:
     """Share of the steps that are expected to be clipped; 0 if the norm only tells what is not finite."""
     loss: LossInputs = ENGINE_LOSS
     """What the loss is computed from, if the caller computes it."""
-    cache: KeyValueCache | None = None
-    """What is kept while sequences are generated between steps, on any tiers; None: none are."""
 
     @property
     def option_without_norm(self) -> str:

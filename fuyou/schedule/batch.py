@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 
-from fuyou.layout.key_values import KeyValueCache
 from fuyou.layout.visits import REFERENCE_PHASES, Visit
 
 
@@ -44,8 +43,6 @@ class Batch:
     """Sequences in one micro-batch; the last one may have fewer."""
     loss: LossInputs = ENGINE_LOSS
     """What the loss is computed from."""
-    cache: KeyValueCache | None = None
-    """What generation keeps from token to token, between steps; None: nothing is generated, or nothing kept."""
     most_together: int | None = None
     """Micro-batches that may go through a block in pieces together in a forward pass; None: all."""
 

@@ -184,7 +184,6 @@ class MemoryCounter:
             + counts.device_kept * plan.kept_bytes
             + passing * (shape.carried_bytes(batch.seq_len) + shape.attention.mask_bytes(batch.seq_len, shape.padded))
             + passing * batch.seq_len * images.kept * width
-            + (0 if batch.cache is None else batch.cache.device_bytes(batch.micro_rows))
             + plan.workspace_bytes
             + REDUCTION_BYTES * ((shape.share.ranks_per_node > 1) + (shape.share.nodes > 1))
             + self._squares_bytes()
@@ -210,7 +209,6 @@ class MemoryCounter:
             + plan.ring_chunks * shape.trained_precision.state_nbytes(plan.chunk_elements)
             + counts.host_activations * plan.activation_bytes
             + counts.host_kept * plan.kept_bytes
-            + (0 if batch.cache is None else batch.cache.host_bytes)
             + batch.rows * batch.seq_len * batch.loss.outputs * OUTPUT_BYTES * batch.loss.passes
             + self._filling_bytes(plan)
             + HOST_OVERHEAD_BYTES

@@ -13,7 +13,6 @@ from transformers import PreTrainedConfig
 
 from common.errors import UserError
 from common.units import format_bytes
-from fuyou.layout.key_values import KeyValueCache
 from fuyou.layout.model_layout import BufferCounts, ModelLayout
 from fuyou.layout.record import Kind
 from fuyou.layout.resident import resident_records
@@ -64,7 +63,6 @@ class MemoryPlanner:
         seq_len: int,
         micro_rows: int | None,
         loss: LossInputs = ENGINE_LOSS,
-        cache: KeyValueCache | None = None,
     ) -> MemoryPlan:
         """Return the best plan that fits: micro-batches as large as the device takes (or as asked), then buffers.
 
@@ -72,7 +70,6 @@ class MemoryPlanner:
             rows, seq_len: of the batch.
             micro_rows: sequences that are computed at once; None: as many as fit.
             loss: what it is made of.
-            cache: what generation keeps beside all that, on these tiers.
 
         Raises:
             UserError: not even one buffer of each kind fits; says how much would.
@@ -80,7 +77,7 @@ class MemoryPlanner:
         sizes = [micro_rows] if micro_rows else _even_parts(rows)
         counter = MemoryCounter(self.shape, self._config, self._limits.cpu, self._saved_bytes)
         best: MemoryPlan | None = None
-        batches = self._batches([Batch(rows, seq_len, min(size, rows), loss, cache=cache) for size in sizes])
+        batches = self._batches([Batch(rows, seq_len, min(size, rows), loss) for size in sizes])
         for batch in batches:
             if best is not None and best.counts.device_blocks > 1 and not self._as_often(batch, best.batch):
                 break  # smaller micro-batches would only cost speed

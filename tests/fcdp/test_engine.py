@@ -317,12 +317,3 @@ def test_nodes_that_hold_different_parameters() -> None:
 def test_no_agreement(everyone: list[LocalCommit], said: str) -> None:
     with pytest.raises(UserError, match=said):
         agreed_step(everyone, NODES)
-
-
-def test_each_rank_generates_from_prompts_of_its_own(model: str, pool: Pool, tmp_path: Path) -> None:
-    """All make as many passes as the one that makes most tokens, and train on."""
-    options = {"dtype": "fp32", "micro_batch": 2, "lr": 0.05, "generation": (3, 8, 7)}
-    ranks = pool.run((2, 1), cases.generate, Run(model, tmp_path / "ranks", options=options))
-    alone = cases.generate_all(None, Run(model, tmp_path / "alone", options=options), 2)
-    assert [tokens for tokens, _ in ranks] == alone
-    assert [passes for _, passes in ranks] == [7, 7]

@@ -36,15 +36,6 @@ _MAX_REPETITIONS = 7
 _TILE_ELEMENTS = 1 << 20
 
 
-@dataclass(frozen=True)
-class ForwardTimes:
-    """Seconds of a micro-batch's forward pass, part by part."""
-
-    embedding: float
-    block: float
-    head: float
-
-
 class BlockBench:
     """The largest block of a model and the parts outside its blocks, with random weights, ready to be measured.
 
@@ -98,13 +89,6 @@ class BlockBench:
             embed_backward_seconds=_extrapolated([(one.tokens, one.embed_backward) for one in samples], whole),
             operators=self._operators(arguments, hidden),
         )
-
-    def forward_times(self) -> ForwardTimes:
-        """Measure the forward pass alone, as generation runs it."""
-        hidden, calls, (embed, _) = self.embedding(self.seq_len)
-        forward, _ = self.block(calls, hidden)
-        _, head = self._head(hidden.detach())
-        return ForwardTimes(self.seconds(embed), self.seconds(forward), head)
 
     def _sample(self, seq_len: int) -> "_Sample":
         """Return the times on sequences of ``seq_len`` tokens."""

@@ -67,16 +67,10 @@ class Buffers:
             Activation.HIDDEN: DeviceBuffers(device, plan.activation_bytes, counts.device_activations),
             Activation.KEPT: DeviceBuffers(device, plan.kept_bytes, counts.device_kept),
         }
-        cache = plan.batch.cache
-        kept = (0, 0) if cache is None else (cache.buffer_bytes(plan.batch.micro_rows), cache.host_bytes)
-        self.key_values = DeviceBuffers(device, kept[0], 1)
-        """Keys and values that generation keeps on the device, and those that pass through it."""
         self.shared = self._regions()
         """Where host parameters and gradients lie in the shared memory file."""
         os.ftruncate(shared_fd, self.shared.nbytes)
         with numa.prefer(numa.node_of(device.torch_device)):
-            self.host_key_values = HostBuffer(kept[1]).touch()
-            """Those that generation keeps in host memory."""
             self.host = HostBuffer(self.shared.nbytes, fd=os.dup(shared_fd)).touch()
             self._host_activations = {
                 Activation.HIDDEN: HostBuffer(plan.activation_bytes * counts.host_activations).touch(),
@@ -86,7 +80,6 @@ class Buffers:
             self.host.page_lock(self.shared.starts())
             for activation, buffer in self._host_activations.items():
                 buffer.page_lock(range(0, buffer.nbytes, max(1, self.activation_bytes[activation])))
-            self.host_key_values.page_lock()
 
     def _regions(self) -> SharedRegions:
         counts, shape, offset = self.plan.counts, self.shape, 0
@@ -128,8 +121,8 @@ class Buffers:
             self.device.synchronize()
         finally:  # a device that failed must not keep host memory registered
             self.host.close()
-            for buffer in (*self._host_activations.values(), self.host_key_values):
+            for buffer in self._host_activations.values():
                 buffer.close()
             self.parameters = self.gradients = self.wide = {}
-            del self.activations, self.decoded, self.key_values
+            del self.activations, self.decoded
             self.device.release()

@@ -21,23 +21,6 @@ def test_a_plan_for_people(finetune: Finetune) -> None:
     assert "4 x Intel SSD D7-P5510" in lines[0]
 
 
-def test_generation_is_planned(finetune: Finetune) -> None:
-    words = ("--plan", *SERVER, "--model", "gpt3-1.3b", "--batch-size", 16)
-    outcome = finetune(*words, "--generate", "64x128x32")
-    assert outcome.status == 0 and "\ngenerate  64 x 32 tokens after 128: " in outcome.out
-    few, many = (
-        json.loads(finetune(*words, "--json", "--generate", asked).out)["generation"]
-        for asked in ("4x128x32", "64x128x32")
-    )
-    # The weights take as long for few as for many, whose keys and values take more.
-    assert many["tokens_per_second"] > 10 * few["tokens_per_second"]
-    assert many["key_value_bytes"] == 16 * few["key_value_bytes"] == 64 * 160 * 24 * 2 * 2048 * 2
-    assert few["ssd_read_bytes_per_token"] == many["ssd_read_bytes_per_token"]
-    assert few["token_seconds"] < few["prompt_seconds"] * 1.5
-    wrong = finetune(*words, "--generate", "64x128")
-    assert wrong.status == 2 and "write 8x512x64" in wrong.err
-
-
 def test_only_json_on_stdout(finetune: Finetune, tmp_path: Path) -> None:
     trace = tmp_path / "step.json"
     outcome = finetune("--plan", *SERVER, "--model", "gpt3-1.3b", "--json", "--trace", trace)

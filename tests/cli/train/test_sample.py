@@ -1,43 +1,118 @@
-"""``--sample`` prints what transformers would generate, token by token."""
+"""``--sample`` prints what transformers generates with the saved result, and a failure there does not fail the run."""
 
+import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationMixin, PreTrainedModel
 
-import fuyou
-from cli.train.sample import print_sample
-from common.data.demo_text import train_demo_tokenizer
+from cli.train import sample
+from tests.cli.conftest import Finetune
+
+TOKENS = 12
+TRAIN = ("--steps", 2, "--seq-len", 32, "--batch-size", 2, "--dtype", "fp32", "--lr", 0.03, "--unproven")
+SAMPLE = ("--sample", "Two and two", "--sample-tokens", TOKENS)
+LORA = ("--lora-rank", 4)
 
 
-def test_prints_what_the_model_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    torch.manual_seed(2)
-    config = LlamaConfig(
-        vocab_size=384,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        max_position_embeddings=64,
-        initializer_range=0.3,
-        bos_token_id=1,
-        eos_token_id=2,
-    )
-    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
-    train_demo_tokenizer(384, tmp_path / "model")
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
-    (tmp_path / "ssd").mkdir()
-    options = {"ssd": [tmp_path / "ssd"], "host_memory": "600MiB", "dtype": "fp32", "prove": False}
-    asked = {"temperature": 0.0, "longest": 40, "seed": 0}
-    with fuyou.Engine(tmp_path / "model", batch_shape=(1, 40), generation=(1, 40, 12), **options) as engine:
-        print_sample(engine, tokenizer, "Two and two", tokens=12, **asked)
-        shown = capsys.readouterr().out
-        print_sample(engine, tokenizer, "word " * 60, tokens=12, **asked)
-        assert "(nothing: the prompt is 40 tokens long, and --seq-len is 40)" in capsys.readouterr().out
-    ids = tokenizer("Two and two", return_tensors="pt")["input_ids"]
-    real = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
-    made = real.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False, pad_token_id=2)
-    said = tokenizer.decode(made[0, ids.shape[1] :], skip_special_tokens=True).removesuffix("\ufffd")
-    assert shown.startswith(f"sample   Two and two{said}\n") and said
-    assert f"({made.shape[1] - ids.shape[1]} tokens in " in shown
+def trained(finetune: Finetune, checkpoint: Path, data: Path, *words: Any) -> str:
+    outcome = finetune("--model", checkpoint, "--data", data, "--output", "out", *TRAIN, *SAMPLE, *words)
+    assert outcome.status == 0, outcome.err
+    return outcome.out
+
+
+def expected(checkpoint: Path, kind: str, chat: bool = False) -> str:
+    """Return what the run has to print, by a loop of its own over the saved model."""
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    text = "<|start|><|turn|>user\nTwo and two\n<|turn|>assistant\n" if chat else "<|start|>Two and two"
+    ids = tokenizer(text, add_special_tokens=False, return_tensors="pt")["input_ids"]
+    source = {"full": "out", "merged": "out/merged", "adapters": checkpoint}[kind]
+    model: Any = AutoModelForCausalLM.from_pretrained(source)
+    if kind == "adapters":
+        model = PeftModel.from_pretrained(model, "out")
+    prompt = ids.shape[1]
+    with torch.no_grad():
+        while ids.shape[1] < prompt + TOKENS and ids[0, -1] != tokenizer.eos_token_id:
+            ids = torch.cat([ids, model(input_ids=ids).logits[:, -1:].argmax(-1)], 1)
+    answer = tokenizer.decode(ids[0, prompt:], skip_special_tokens=True)
+    return f"\nsample   Two and two{answer}\n         ({ids.shape[1] - prompt} tokens in "
+
+
+@pytest.mark.parametrize(
+    ("kind", "words", "fits"),
+    [
+        ("full", (), True),
+        ("full", (), False),
+        ("adapters", LORA, True),
+        ("adapters", LORA, False),
+        ("merged", (*LORA, "--merge"), True),
+    ],
+)
+def test_prints_what_the_saved_model_generates(
+    kind: str, words: tuple[Any, ...], fits: bool, finetune: Finetune, checkpoint: Path, data: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    on_disk, loaded = [], sample._load
+    if not fits:
+        monkeypatch.setattr(sample, "memory_limits", lambda *_: (100_000, 100_000))
+
+    def load(*arguments: Any) -> Any:
+        model = loaded(*arguments)
+        on_disk.append("disk" in getattr(model, "hf_device_map", {}).values())
+        return model
+
+    monkeypatch.setattr(sample, "_load", load)
+    shown = trained(finetune, checkpoint, data, *words)
+    assert expected(checkpoint, kind) in shown
+    assert on_disk == [not fits]
+    assert not list(Path("out").glob("sample-*"))
+
+
+def test_a_chat_prompt_has_one_start(finetune: Finetune, checkpoint: Path, data: Path) -> None:
+    shown = trained(finetune, checkpoint, data, "--sample-chat")
+    assert expected(checkpoint, "full", chat=True) in shown
+
+
+def test_a_saved_run_is_sampled_later(finetune: Finetune, checkpoint: Path, data: Path) -> None:
+    """--temperature draws by --seed."""
+    drawn = [trained(finetune, checkpoint, data, "--temperature", 2)]
+    drawn += [trained(finetune, checkpoint, data, "--temperature", 2, "--resume", "--export") for _ in range(2)]
+    lines = [next(line for line in text.splitlines() if line.startswith("sample")) for text in drawn]
+    assert lines[0] == lines[1] == lines[2]
+    assert not expected(checkpoint, "full").startswith("\n" + lines[0])
+
+
+def test_a_failing_sample_does_not_fail_the_run(
+    finetune: Finetune, checkpoint: Path, data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise MemoryError("none\nleft")
+
+    monkeypatch.setattr(PreTrainedModel, "from_pretrained", fail)
+    assert "\nsample   failed: MemoryError: none left; the result is saved\n" in trained(finetune, checkpoint, data)
+    assert Path("out/model.safetensors").exists()
+
+
+def test_ctrl_c_ends_the_sample_alone(
+    finetune: Finetune, checkpoint: Path, data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(GenerationMixin, "generate", lambda *_, **__: signal.raise_signal(signal.SIGINT))
+    assert "\nsample   stopped; the result is saved\n" in trained(finetune, checkpoint, data)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--no-save",), "--sample generates with the saved result: leave --no-save out."),
+        (("--objective", "classify"), "--sample generates text, which a model of --objective classify cannot"),
+        (("--objective", "reward"), "--sample generates text, which a model of --objective reward cannot"),
+    ],
+)
+def test_what_cannot_be_sampled(
+    words: tuple[str, ...], message: str, finetune: Finetune, checkpoint: Path, data: Path
+) -> None:
+    outcome = finetune("--model", checkpoint, "--data", data, *SAMPLE, *words)
+    assert outcome.status == 2 and message in outcome.err

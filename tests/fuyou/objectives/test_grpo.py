@@ -21,7 +21,6 @@ CONFIG = GrpoConfig(num_generations=4, epsilon=0.1, beta=0.3)
 OPTIONS = {
     "micro_batch": 4,
     "batch_shape": (PROMPTS * CONFIG.num_generations, 16),
-    "generation": (PROMPTS * CONFIG.num_generations, 6, NEW),
     "token_outputs": 1,
     "reference": True,
 }
@@ -52,13 +51,21 @@ def adapters() -> LoraConfig:
 
 
 def generated(trained: fuyou.Engine, seed: int) -> tuple[Rollouts, torch.Tensor]:
-    """Answers to a few prompts, and their advantages: small tokens are rewarded."""
+    """Chance answers to a few prompts, as a server a little behind would give them, and their advantages: small tokens
+    are rewarded."""
     generator = torch.Generator().manual_seed(seed)
     prompts = [torch.randint(3, 211, (3 + index,), generator=generator) for index in range(PROMPTS)]
     prompts = [prompt for prompt in prompts for _ in range(CONFIG.num_generations)]
-    made = trained.generate(prompts, NEW, seed=seed)
-    rewards = torch.tensor([float((row < 100).float().mean()) for row in made.tokens])
-    return rollouts_of(prompts, made.tokens, made.log_probs), group_advantages(rewards, CONFIG)
+    answers = [torch.randint(3, 211, (NEW - index % 3,), generator=generator) for index in range(len(prompts))]
+    unknown = rollouts_of(prompts, answers, [torch.zeros(len(answer)) for answer in answers])
+    with torch.no_grad():
+        now = trained.tokens(**unknown.batch)
+    old = [
+        row[mask] + 0.05 * torch.randn(int(mask.sum()), generator=generator)
+        for row, mask in zip(now.log_probs, now.mask, strict=True)
+    ]
+    rewards = torch.tensor([float((row < 100).float().mean()) for row in answers])
+    return rollouts_of(prompts, answers, old), group_advantages(rewards, CONFIG)
 
 
 def test_the_loss_is_trls() -> None:
@@ -92,18 +99,16 @@ def test_the_loss_is_trls() -> None:
 
 
 def test_steps_are_those_in_memory(checkpoint: Path, tmp_path: Path) -> None:
-    """Two updates on each of two rollouts; the old log-probabilities come from generation."""
+    """Two updates on each of two rollouts."""
     real = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
     torch.manual_seed(0)
     twin = OwnLossInMemory(get_peft_model(real, adapters()), None)
     with engine(checkpoint, directories(tmp_path, 1), "fp32", adapters=adapters(), **OPTIONS) as trained:
         for seed in range(2):
             rollouts, advantages = generated(trained, seed)
-            for number in range(2):
+            for _ in range(2):
                 out = trained.tokens(**rollouts.batch, reference=True)
                 arguments = rollouts.old_log_probs, advantages, out.mask, CONFIG
-                if not number:  # before anything is updated, generation and training agree
-                    torch.testing.assert_close(out.log_probs.detach(), rollouts.old_log_probs, rtol=1e-5, atol=1e-5)
                 loss = grpo_loss(out.log_probs, *arguments, out.reference.log_probs)
                 trained.backward(loss)
                 report = trained.step()
@@ -119,8 +124,7 @@ def test_steps_are_those_in_memory(checkpoint: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_training_part_reads_what_sft_reads(checkpoint: Path, tmp_path: Path) -> None:
-    """The reference passes in the same visits; at most 1.02 of the bytes, counted at the drives, but for the first step
-    after generation: a block of 12 more, as generation ends at the other end of the model."""
+    """The reference passes in the same visits; at most 1.02 of the bytes, counted at the drives."""
     read = {}
     with engine(checkpoint, directories(tmp_path, 1), "fp32", adapters=adapters(), **OPTIONS) as trained:
         rollouts, advantages = generated(trained, 0)
@@ -137,8 +141,6 @@ def test_the_training_part_reads_what_sft_reads(checkpoint: Path, tmp_path: Path
                 trained.step()
                 trained.flush()
                 read[kind, number] = trained.io_bytes()[0] - before
-            generated(trained, 1)
         block = trained._run.shape.parameter_nbytes(Kind.BLOCK)
     assert read["sft", 2] > LAYERS * block
-    assert max(read["grpo", 1], read["grpo", 2]) <= 1.02 * read["sft", 2]
-    assert read["grpo", 0] <= 1.02 * read["sft", 2] + block  # whose buffer the last of generation's blocks has taken
+    assert max(read["grpo", number] for number in range(3)) <= 1.02 * read["sft", 2]

@@ -213,40 +213,6 @@ def train_preferences(topology: fcdp.Topology | None, run: Run) -> Outcome:
     return outcome
 
 
-def generate(topology: fcdp.Topology | None, run: Run) -> tuple[list[list[int]], int]:
-    """Train a step, and generate from prompts of this rank's own: it has one more than the rank before, and each is
-    longer. Return the tokens and the number of passes."""
-    rank = 0 if topology is None else topology.rank
-    options = {**OPTIONS, **run.options}
-    with fuyou.Engine(run.model, ssd=directories(run.folder, rank, run.ssds), topology=topology, **options) as engine:
-        engine(**batch(1, 2)).loss.backward()
-        engine.step()
-        made = engine.generate(
-            rank_prompts(rank), 4 + 3 * rank, temperature=0, eos_token_id=(), on_tokens=lambda newest: None
-        )
-        engine(**batch(2, 2)).loss.backward()
-        engine.step()
-    return [row.tolist() for row in made.tokens], made.passes
-
-
-def rank_prompts(rank: int) -> list[list[int]]:
-    """Prompts of a rank, of unequal lengths."""
-    return [[1 + (7 * row + 3 * place + rank) % 60 for place in range(5 + row + rank)] for row in range(2 + rank)]
-
-
-def generate_all(topology: fcdp.Topology | None, run: Run, ranks: int) -> list[list[list[int]]]:
-    """Generate on one rank what several would."""
-    options = {**OPTIONS, **run.options}
-    with fuyou.Engine(run.model, ssd=directories(run.folder, 0, 1), topology=topology, **options) as engine:
-        both = {name: torch.cat([value, value]) for name, value in batch(1, 2).items()}
-        engine(**both).loss.backward()
-        engine.step()
-        made = [
-            engine.generate(rank_prompts(rank), 4 + 3 * rank, temperature=0, eos_token_id=()) for rank in range(ranks)
-        ]
-    return [[row.tolist() for row in one.tokens] for one in made]
-
-
 def train_past_host(topology: fcdp.Topology | None, run: Run, counts: dict[str, int]) -> tuple[Outcome, Counter[str]]:
     """Train on a processor that plays a GPU with GPUDirect Storage. Return also how often each kind of task has moved
     its memory between it and the drives."""
