@@ -15,6 +15,7 @@ class Removed:
 
 
 REMOVED = {
+    "generate": Removed("The engine only trains; --sample generates with the saved result."),
     "gguf": Removed("Run llama.cpp's convert_hf_to_gguf.py on the result instead (docs/command.md)."),
     "lora-plus-ratio": Removed("All of an adapter's matrices learn at the rate of --lr: leave it out.", (1.0,)),
 }
