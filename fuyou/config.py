@@ -67,8 +67,6 @@ class EngineConfig:
     """Whether blocks run as PyTorch compiles them (:mod:`fuyou.model.recompute.compiled_blocks`): compiled once, which
     takes a minute or two. Meant for GPUs, and not run on one yet; on a CPU 1 to 7% was gained. Other numbers by
     rounding. No activations are kept then, and a block must fit the device whole."""
-    neftune_alpha: float = 0.0
-    """Strength of the noise that is added to embeddings in training (:mod:`fuyou.model.embedding_noise`); 0: none."""
     router_loss: str = AUTO
     """Whether a mixture of experts' load-balancing loss is a part of the loss, as it is in transformers where the
     configuration has ``output_router_logits`` on: ``"auto"`` goes by the configuration, ``"on"`` and ``"off"`` do not.
@@ -135,7 +133,6 @@ class EngineConfig:
             "micro_batch": (self.memory.micro_batch, self.memory.micro_batch is None or self.memory.micro_batch > 0),
             "piece_size": (self.memory.piece_size, self.piece_bytes is None or self.piece_bytes > 0),
             "token_outputs": (self.memory.token_outputs, self.memory.token_outputs >= self.memory.reference),
-            "neftune_alpha": (self.neftune_alpha, self.neftune_alpha >= 0),
             "commit_every": (self.store.commit_every, self.store.commit_every > 0),
             "deferred_fraction": (self.optimizer.deferred_fraction, 0 <= self.optimizer.deferred_fraction <= 1),
             "kept_activations": (kept, isinstance(kept, ActivationPolicy) or kept >= 0),

@@ -238,8 +238,6 @@ class ObjectiveSettings:
     """Weight of a loss that keeps the mean reward at 0 (reward); usual: 0.01."""
     z_loss: float = option(0.0, "X", NOT_NEGATIVE, modes=Mode.STEP)
     """Weight of the squared logarithm of the sum of exponentials of the logits (sft, pretrain); usual: 1e-4."""
-    neftune_alpha: float = option(0.0, "X", NOT_NEGATIVE, only=Only.OUT_OF_CORE)
-    """Strength of the noise that is added to embeddings in training (sft, pretrain); usual: 5."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -31,7 +31,7 @@ class ObjectiveTraits:
 
 _PAIRS = "learns from pairs of answers", "prompt, chosen and rejected"
 
-_NEXT_TOKEN = frozenset({"label_smoothing", "z_loss", "neftune_alpha"})
+_NEXT_TOKEN = frozenset({"label_smoothing", "z_loss"})
 
 OBJECTIVES = {
     "sft": ObjectiveTraits("learns the next token", "text", _NEXT_TOKEN, outputs=0),

@@ -18,6 +18,9 @@ REMOVED = {
     "generate": Removed("The engine only trains; --sample generates with the saved result."),
     "gguf": Removed("Run llama.cpp's convert_hf_to_gguf.py on the result instead (docs/command.md)."),
     "lora-plus-ratio": Removed("All of an adapter's matrices learn at the rate of --lr: leave it out.", (1.0,)),
+    "neftune-alpha": Removed(
+        "Give neftune_noise_alpha to a trainer of transformers or TRL on the engine (docs/objectives.md).", (0.0,)
+    ),
 }
 """By name, without dashes in front."""
 

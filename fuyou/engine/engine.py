@@ -48,7 +48,7 @@ class Engine(EngineFigures):
             (:class:`fuyou.option_groups.MemoryConfig`);
             ``adapters``, ``trainable``, ``train_experts``, ``frozen_dtype``, ``freeze_vision_tower``,
             ``freeze_multi_modal_projector`` (:class:`fuyou.option_groups.WeightsConfig`); ``device``, ``dtype``,
-            ``seed``, ``deterministic``, ``compile``, ``neftune_alpha``, ``router_loss``, ``automatic``, ``topology``,
+            ``seed``, ``deterministic``, ``compile``, ``router_loss``, ``automatic``, ``topology``,
             ``prove``, ``packed``.
 
     Attributes:

@@ -39,7 +39,6 @@ from fuyou.layout.filling import whole_elements
 from fuyou.layout.model_layout import ModelLayout
 from fuyou.layout.record import allocate_extents, weights_file
 from fuyou.layout.share import Share
-from fuyou.model.embedding_noise import add_embedding_noise
 from fuyou.model.open_model import OpenModel
 from fuyou.model.reference import check_reference
 from fuyou.optimizer.absent_gradients import MissedUpdates
@@ -276,7 +275,6 @@ class OpenRun:
     def _open_runtime(self) -> None:
         """Plan memory, and see whether the machine has it."""
         assert self._link is not None
-        add_embedding_noise(self.model.stack.model, self.config.neftune_alpha)
         runtime = self._runtime = Runtime(
             self.config, self.model, self.shape, self.device, self.limits, self._link, self.topology
         )
