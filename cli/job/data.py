@@ -209,7 +209,7 @@ class DataSource:
     def _item_kind(self) -> ItemKind | None:
         """Return what items the objective learns from; None: rows of tokens."""
         match self.settings.objective:
-            case "dpo" | "ipo" | "simpo" | "orpo":
+            case "dpo":
                 return pair_kind()
             case "kto":
                 return answer_kind()

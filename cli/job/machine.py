@@ -100,12 +100,12 @@ def training_of(settings: Settings) -> TrainingJob:
 
 def loss_inputs(settings: Settings) -> LossInputs:
     """Return what the loss is computed from, and whether the reference passes beside the model."""
-    traits, extra = settings.traits, settings.extra_outputs
+    traits = settings.traits
     # What the teacher has found is there beside the outputs, twice: 16 bytes for each of its tokens, where an output
     # counts as 32.
     found = -(-settings.teacher_tokens // 2) if traits.needs_teacher else 0
     passes_beside = traits.needs_reference and not settings.precomputes_reference
-    return LossInputs(found + (traits.outputs or (extra and 1 + extra)), passes_beside)
+    return LossInputs(found + traits.outputs, passes_beside)
 
 
 def _clip_statistics(settings: Settings) -> ClipStatistics:

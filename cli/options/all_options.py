@@ -205,16 +205,16 @@ class ObjectiveSettings:
     """What is learned from the data."""
 
     objective: str = option("sft", type=tuple(OBJECTIVES), modes=Mode.STEP)
-    """sft: the next token, of answers where there are prompts; pretrain: of prompts as well. dpo, ipo, simpo, orpo: to
-    prefer one answer to another (columns prompt, chosen, rejected); kto: the same from single answers (prompt,
-    completion, label true or false); reward: a model that scores answers, from pairs; classify: classes of texts (text,
-    label); distil: a --teacher's distributions over the next token. --batch-size counts pairs, answers or texts. dpo,
-    ipo and kto compare with the model as it was."""
+    """sft: the next token, of answers where there are prompts; pretrain: of prompts as well. dpo: to prefer one
+    answer to another (columns prompt, chosen, rejected); kto: the same from single answers (prompt, completion, label
+    true or false); reward: a model that scores answers, from pairs; classify: classes of texts (text, label); distil: a
+    --teacher's distributions over the next token. --batch-size counts pairs, answers or texts. dpo and kto compare with
+    the model as it was."""
     beta: float | None = option(None, "X", NOT_NEGATIVE)
-    """Strength of the preference; of orpo, weight of the odds ratio. Default: 0.1; of simpo, 2. Of distil, from 0 (the
-    divergence of the student from the teacher, the default) to 1 (of the teacher from the student)."""
+    """Strength of the preference (dpo, kto). Default: 0.1. Of distil, from 0 (the divergence of the student from the
+    teacher, the default) to 1 (of the teacher from the student)."""
     reference: str | None = option(None, "DIR", modes=Mode.STEP)
-    """Checkpoint to compare with instead of the model as it was (dpo, ipo, kto). It passes over the data before the
+    """Checkpoint to compare with instead of the model as it was (dpo, kto). It passes over the data before the
     first step."""
     teacher: str | None = option(None, "DIR", modes=Mode.STEP)
     """Checkpoint to learn from (distil), of the same vocabulary. It passes over the data before the first step."""
@@ -225,19 +225,12 @@ class ObjectiveSettings:
     """What the logits of teacher and student are divided by (distil)."""
     distil_alpha: float = option(1.0, "X", FiniteFloat(min=0, max=1))
     """Part of the loss that the teacher has; the rest is the data's cross entropy (distil)."""
-    label_smoothing: float = option(0.0, "X", FiniteFloat(min=0, max=0.5, max_open=True), modes=Mode.STEP)
-    """Part of the pairs that may be labelled the wrong way round (dpo, simpo); part of each token's probability that is
-    spread over the vocabulary (sft, pretrain)."""
-    simpo_gamma: float = option(0.5, "X", NOT_NEGATIVE)
-    """Margin that simpo asks for between the rewards of a pair."""
     desirable_weight: float = option(1.0, "X", NOT_NEGATIVE)
     """Weight of desirable answers (kto)."""
     undesirable_weight: float = option(1.0, "X", NOT_NEGATIVE)
     """Weight of the others (kto)."""
     center_rewards: float = option(0.0, "X", NOT_NEGATIVE)
     """Weight of a loss that keeps the mean reward at 0 (reward); usual: 0.01."""
-    z_loss: float = option(0.0, "X", NOT_NEGATIVE, modes=Mode.STEP)
-    """Weight of the squared logarithm of the sum of exponentials of the logits (sft, pretrain); usual: 1e-4."""
 
 
 @dataclass(frozen=True, kw_only=True)

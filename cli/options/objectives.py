@@ -14,7 +14,7 @@ class ObjectiveTraits:
     options: frozenset[str] = frozenset()
     """Options that are for some objectives alone, and that it reads."""
     outputs: int = 1
-    """Numbers that the head makes for each token; 0: the loss is the engine's own, unless options add to it."""
+    """Numbers that the head makes for each token; 0: the loss is the engine's own."""
     rows: int = 1
     """Rows of a batch for each of ``--batch-size``."""
     counts: str = ""
@@ -31,19 +31,10 @@ class ObjectiveTraits:
 
 _PAIRS = "learns from pairs of answers", "prompt, chosen and rejected"
 
-_NEXT_TOKEN = frozenset({"label_smoothing", "z_loss"})
-
 OBJECTIVES = {
-    "sft": ObjectiveTraits("learns the next token", "text", _NEXT_TOKEN, outputs=0),
-    "pretrain": ObjectiveTraits("learns the next token of all text", "text", _NEXT_TOKEN, outputs=0),
-    "dpo": ObjectiveTraits(
-        *_PAIRS, frozenset({"beta", "label_smoothing", "reference"}), rows=2, counts="pairs", needs_reference=True
-    ),
-    "ipo": ObjectiveTraits(*_PAIRS, frozenset({"beta", "reference"}), rows=2, counts="pairs", needs_reference=True),
-    "simpo": ObjectiveTraits(
-        *_PAIRS, frozenset({"beta", "label_smoothing", "simpo_gamma"}), rows=2, counts="pairs", beta=2.0
-    ),
-    "orpo": ObjectiveTraits(*_PAIRS, frozenset({"beta"}), rows=2, counts="pairs"),
+    "sft": ObjectiveTraits("learns the next token", "text", outputs=0),
+    "pretrain": ObjectiveTraits("learns the next token of all text", "text", outputs=0),
+    "dpo": ObjectiveTraits(*_PAIRS, frozenset({"beta", "reference"}), rows=2, counts="pairs", needs_reference=True),
     "kto": ObjectiveTraits(
         "learns from answers that are known to be desirable or not",
         "prompt, completion and label",

@@ -14,6 +14,8 @@ class Removed:
     """Values that did nothing, which a run's own configuration file may contain."""
 
 
+_LOSS = "Write the loss with engine.tokens (docs/objectives.md)."
+
 REMOVED = {
     "generate": Removed("The engine only trains; --sample generates with the saved result."),
     "gguf": Removed("Run llama.cpp's convert_hf_to_gguf.py on the result instead (docs/command.md)."),
@@ -21,6 +23,9 @@ REMOVED = {
     "neftune-alpha": Removed(
         "Give neftune_noise_alpha to a trainer of transformers or TRL on the engine (docs/objectives.md).", (0.0,)
     ),
+    "label-smoothing": Removed(_LOSS, (0.0,)),
+    "z-loss": Removed(_LOSS, (0.0,)),
+    "simpo-gamma": Removed("Use TRL's trainers on the engine (docs/objectives.md).", (0.5,)),
 }
 """By name, without dashes in front."""
 

@@ -158,14 +158,14 @@ class Settings(
                 *some, last = readers(name)
                 others = f"{', '.join(some)} or {last}" if some else last
                 raise UserError(f"{spelled(name)} is not known to --objective {objective}: it is for {others}.")
-        if not self.is_special:
+        if not traits.outputs:
             return
         if "beta" in traits.options and not (self.preference_beta <= 1 if traits.needs_teacher else self.beta != 0):
             wanted = "from 0 to 1" if traits.needs_teacher else "above 0"
             raise UserError(f"--beta {self.preference_beta:g}: that of --objective {objective} is {wanted}.")
         if traits.needs_teacher and self.teacher is None:
             raise UserError(f"--objective {objective} {traits.learns}: say whose, --teacher DIR.")
-        if traits.outputs and not (self.plan or self.profile or self.data):
+        if not (self.plan or self.profile or self.data):
             raise UserError(f"--objective {objective} {traits.learns}: give --data with {traits.data}.")
         if traits.classifies and self.sample is not None:
             raise UserError(f"--sample generates text, which a model of --objective {objective} cannot: leave it out.")
@@ -179,16 +179,6 @@ class Settings(
     def traits(self) -> ObjectiveTraits:
         """What is known about the objective."""
         return OBJECTIVES[self.objective]
-
-    @property
-    def is_special(self) -> bool:
-        """Whether the loss is another than the engine's own."""
-        return self.traits.outputs > 0 or self.extra_outputs > 0
-
-    @property
-    def extra_outputs(self) -> int:
-        """Numbers for each token that options add to the objective's."""
-        return 0 if self.traits.outputs else (self.label_smoothing > 0) + (self.z_loss > 0)
 
     @property
     def precomputes_reference(self) -> bool:

@@ -16,9 +16,8 @@ from common.data.items.batches import REFERENCE
 from fuyou import Engine
 from fuyou.objectives.classifiers import ClassObjective, RewardObjective
 from fuyou.objectives.distillation import DistillationConfig, DistillationObjective
-from fuyou.objectives.next_token import NextTokenObjective
 from fuyou.objectives.objective import BatchNumbers, Learned, Mean, Objective, SumOverRanks, alone
-from fuyou.objectives.preferences import PairObjective, PreferenceConfig, preference_loss
+from fuyou.objectives.preferences import PairObjective
 from fuyou.objectives.unpaired import UnpairedConfig, UnpairedObjective
 
 Batch = dict[str, torch.Tensor]
@@ -27,11 +26,9 @@ _ROWS = "row numbers"
 
 def objective_of(settings: Settings) -> Objective | None:
     """Return the objective that the settings name; None: the engine's own loss."""
-    if not settings.is_special:
-        return None
     match settings.objective:
-        case "sft" | "pretrain":
-            return NextTokenObjective(settings.label_smoothing, settings.z_loss)
+        case "dpo":
+            return PairObjective(settings.preference_beta)
         case "kto":
             weights = settings.desirable_weight, settings.undesirable_weight
             return UnpairedObjective(UnpairedConfig(settings.preference_beta, *weights))
@@ -42,8 +39,7 @@ def objective_of(settings: Settings) -> Objective | None:
         case "distil":
             given = settings.teacher_temperature, settings.preference_beta, settings.distil_alpha
             return DistillationObjective(DistillationConfig(*given))
-    config = PreferenceConfig(settings.preference_beta, settings.label_smoothing, settings.simpo_gamma)
-    return PairObjective(preference_loss(settings.objective), config)
+    return None
 
 
 @dataclass(frozen=True)
@@ -82,7 +78,7 @@ class ObjectiveLoop:
     @property
     def keeps_cross_entropy(self) -> bool:
         """Whether held-out data are evaluated with the plain cross entropy of the next token."""
-        return isinstance(self._objective, NextTokenObjective | DistillationObjective)
+        return isinstance(self._objective, DistillationObjective)
 
     def loss(self, batch: Batch, items: int, rows: np.ndarray) -> tuple[torch.Tensor, dict[str, float]]:
         """Return this rank's share of the loss of a batch, and what people watch: means over the items of all ranks.

@@ -18,8 +18,6 @@ from transformers import (
     Trainer,
     TrainingArguments,
 )
-from trl.experimental.cpo import CPOConfig, CPOTrainer
-from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 
 from common.data.packed.order import draw_rows
 from tests.cli.conftest import Finetune
@@ -66,16 +64,6 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, lr=LR, eps=EPS)
 
 
-class AnswersAlone(ORPOTrainer):  # type: ignore[misc]
-    """ORPO whose cross entropy is that of the preferred answers, without their prompts, as it is ours."""
-
-    def concatenated_forward(self, model: Any, batch: Any) -> Any:
-        chosen, *others = super().concatenated_forward(model, batch)
-        tokens = (batch["chosen_labels"][:, 1:] != -100).sum(1)
-        others[3] = -(chosen * tokens).sum() / tokens.sum()
-        return chosen, *others
-
-
 class Classes(Trainer):
     """A trainer that notes how many are right."""
 
@@ -98,21 +86,14 @@ def with_trl(
     data, optimizers = in_our_order(records), (adamw(model), None)
     given: dict[str, Any] = {"train_dataset": data, "processing_class": tokenizer, "optimizers": optimizers}
     reference = None
-    if objective in ("dpo", "ipo", "kto"):
+    if objective in ("dpo", "kto"):
         reference = AutoModelForCausalLM.from_pretrained(reference_path, dtype=torch.float32)
     if objective == "kto":
         args = settings(trl.KTOConfig, folder, beta=0.3, desirable_weight=1.5, max_length=64)
         trainer = trl.KTOTrainer(model, reference, args, **given)
-    elif objective in ("dpo", "ipo"):
-        kind = "sigmoid" if objective == "dpo" else "ipo"
-        args = settings(trl.DPOConfig, folder, beta=0.3, loss_type=[kind], max_length=64)
+    elif objective == "dpo":
+        args = settings(trl.DPOConfig, folder, beta=0.3, max_length=64)
         trainer = trl.DPOTrainer(model, reference, args, **given)
-    elif objective == "simpo":
-        args = settings(CPOConfig, folder, beta=2.0, loss_type="simpo", cpo_alpha=0.0, simpo_gamma=0.7, max_length=64)
-        trainer = CPOTrainer(model, args, **given)
-    elif objective == "orpo":
-        args = settings(ORPOConfig, folder, beta=0.3, max_length=64)
-        trainer = AnswersAlone(model, args, **given)
     elif objective == "reward":
         args = settings(trl.RewardConfig, folder, center_rewards_coefficient=0.1, max_length=64)
         trainer = trl.RewardTrainer(model, args, **given)
@@ -132,10 +113,8 @@ LORA, PREFERRED = ("--lora-rank", "4"), ("rewards/accuracies", "rewards/chosen",
 KTO = "--beta", "0.3", "--desirable-weight", "1.5"
 CASES = {
     "dpo": (PAIRS, ("--beta", "0.3"), PREFERRED),
-    "ipo in pieces": (PAIRS, ("--beta", "0.3", "--piece-size", "16KiB"), PREFERRED),
+    "dpo in pieces": (PAIRS, ("--beta", "0.3", "--piece-size", "16KiB"), PREFERRED),
     "dpo of another": (PAIRS, ("--beta", "0.3", "--reference", "OTHER"), PREFERRED),
-    "simpo": (PAIRS, ("--simpo-gamma", "0.7"), PREFERRED[:3]),
-    "orpo": (PAIRS, ("--beta", "0.3"), PREFERRED[:3]),
     "kto": (ANSWERS, KTO, ("rewards/chosen", "rewards/margins", "kl")),
     "kto with adapters": (ANSWERS, (*KTO, *LORA), ("rewards/chosen", "rewards/margins", "kl")),
     "reward": (MARGINS, ("--center-rewards", "0.1"), ("accuracy", "margin", "mean_reward")),
@@ -147,7 +126,7 @@ CASES = {
 @pytest.mark.parametrize(
     ("objective", "micro"),
     [
-        ("dpo", "16"), ("dpo of another", "4"), ("ipo in pieces", "4"), ("simpo", "16"), ("orpo", "4"), ("kto", "4"),
+        ("dpo", "16"), ("dpo of another", "4"), ("dpo in pieces", "4"), ("kto", "4"),
         ("kto with adapters", "16"), ("reward", "4"), ("reward with adapters", "16"), ("classify", "2"),
     ],
 )  # fmt: skip
@@ -218,7 +197,7 @@ def test_a_reference_is_kept_until_the_run_ends(checkpoint: Path, finetune: Fine
     assert done.status == 2 and "is missing, damaged or of fewer steps" in done.err
 
 
-@pytest.mark.parametrize("objective", ["simpo", "orpo", "kto", "reward", "classify", "distil"])
+@pytest.mark.parametrize("objective", ["kto", "reward", "classify", "distil"])
 def test_a_run_that_goes_on_is_the_same_run(
     objective: str, checkpoint: Path, finetune: Finetune, tmp_path: Path
 ) -> None:

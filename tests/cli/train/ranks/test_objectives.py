@@ -49,9 +49,7 @@ TEXTS = [{"text": f"{i} and {i * i} are numbers", "label": ("odd", "even", "odde
     ("objective", "records", "options"),
     [
         ("dpo", PAIRS, ()),
-        ("ipo", PAIRS, ("--lora-rank", "2")),
-        ("simpo", PAIRS, ()),
-        ("orpo", PAIRS, ()),
+        ("dpo", PAIRS, ("--lora-rank", "2")),
         ("reward", PAIRS, ()),
         ("classify", TEXTS, ()),
     ],
