@@ -12,6 +12,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from cli.options.data_words import data_sets
 from cli.options.naming import naming
+from cli.options.objectives import Items
 from cli.options.settings import Settings, expand_pattern
 from common.data import Batches, DataConfig, PackedBatches, RandomBatches, open_data
 from common.data.images.batches import ImageBatches, any_images, open_image_data
@@ -193,8 +194,6 @@ class DataSource:
             assert self.checkpoint is not None and self.tokenizer is not None
             if config.every_token:
                 raise UserError("--objective pretrain reads text, and the data hold images: leave it out.")
-            if settings.traits.needs_teacher:
-                raise UserError("--objective distil reads text, and the data hold images: leave it out.")
             if self.task_type is not TaskType.IMAGE_TEXT_TO_TEXT:
                 raise UserError(
                     f"The data hold images, and {self.checkpoint} is {self.task_type.value}: it reads text only."
@@ -208,14 +207,15 @@ class DataSource:
 
     def _item_kind(self) -> ItemKind | None:
         """Return what items the objective learns from; None: rows of tokens."""
-        match self.settings.objective:
-            case "dpo":
-                return pair_kind()
-            case "kto":
-                return answer_kind()
-            case "reward":
+        traits = self.settings.traits
+        match traits.items:
+            case Items.PAIRS if traits.classifies:
                 return pair_kind(classifies=True, pad=self.config.pad_token_id)
-            case "classify":
+            case Items.PAIRS:
+                return pair_kind()
+            case Items.ANSWERS:
+                return answer_kind()
+            case Items.TEXTS:
                 classes: dict[str, int] = {
                     str(name): int(number) for name, number in (self.config.label2id or {}).items()
                 }

@@ -150,15 +150,10 @@ class Job:
     def _objective(self) -> dict[str, Any]:
         """What the loss is, by option, where it is another than the engine's own."""
         settings = self.settings
-        if settings.objective == "sft" and not any(getattr(settings, name) for name in settings.traits.options):
+        if settings.objective == "sft":
             return {}
-        values = {name: getattr(settings, name) for name in sorted(settings.traits.options)}
-        if "beta" in values:
-            values["beta"] = settings.preference_beta
-        values |= {name: Path(values[name]).name for name in ("teacher", "reference") if values.get(name) is not None}
-        if values.get("reference", "") is None:  # of runs before there were others
-            values.pop("reference")
-        return {"--objective": settings.objective, **{spelled(name): value for name, value in values.items()}}
+        values = {spelled(name): getattr(settings, name) for name in sorted(settings.traits.options)}
+        return {"--objective": settings.objective, **values}
 
     def close(self) -> None:
         """Close the data files."""
@@ -198,11 +193,8 @@ class Job:
     def _learns(self) -> str:
         """Return what the loss is, for people."""
         given = {name[2:]: value for name, value in self._objective.items() if name != "--objective" and value}
-        named = [f"{name} {value if isinstance(value, str) else f'{value:g}'}" for name, value in given.items()]
-        against = ""
-        if self.settings.traits.needs_reference and self.settings.reference is None:
-            adapted = self.settings.trains_adapters
-            against = f" against the model {'without its adapters' if adapted else 'as it is before the first step'}"
+        named = [f"{name} {value:g}" for name, value in given.items()]
+        against = " against the model as it is before the first step" if self.settings.traits.needs_reference else ""
         return ", ".join([f"{self.settings.objective}{against}", *named])
 
     def _compressed(self) -> dict[str, str]:

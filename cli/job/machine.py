@@ -93,19 +93,9 @@ def training_of(settings: Settings) -> TrainingJob:
         commit_every=settings.commit_interval,
         clip_by=clip_by_named(settings.clip_by),
         clipped_share=_clip_statistics(settings).share if settings.max_grad_norm > 0 else 0.0,
-        loss=loss_inputs(settings),
+        loss=LossInputs(settings.traits.outputs),
         padded=settings.traits.classifies,
     )
-
-
-def loss_inputs(settings: Settings) -> LossInputs:
-    """Return what the loss is computed from, and whether the reference passes beside the model."""
-    traits = settings.traits
-    # What the teacher has found is there beside the outputs, twice: 16 bytes for each of its tokens, where an output
-    # counts as 32.
-    found = -(-settings.teacher_tokens // 2) if traits.needs_teacher else 0
-    passes_beside = traits.needs_reference and not settings.precomputes_reference
-    return LossInputs(found + traits.outputs, passes_beside)
 
 
 def _clip_statistics(settings: Settings) -> ClipStatistics:

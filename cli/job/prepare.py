@@ -13,7 +13,6 @@ from pathlib import Path
 
 from transformers import PreTrainedConfig
 
-from cli.job.consulted import check_consulted
 from cli.job.data import DataSource, chat_template_named, class_names, tokenizer_of
 from cli.job.head import check_head, with_head
 from cli.job.hub import check_push
@@ -72,7 +71,6 @@ def check(settings: Settings) -> CheckedSettings:
     with naming("--model"):
         config, checkpoint = load_config(settings.model)
     check_head(settings, config)
-    check_consulted(settings, config, checkpoint)
     peft_config_of(settings)
     emulated = is_emulated(settings.gpu)
     if emulated and settings.save:

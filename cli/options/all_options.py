@@ -207,24 +207,11 @@ class ObjectiveSettings:
     objective: str = option("sft", type=tuple(OBJECTIVES), modes=Mode.STEP)
     """sft: the next token, of answers where there are prompts; pretrain: of prompts as well. dpo: to prefer one
     answer to another (columns prompt, chosen, rejected); kto: the same from single answers (prompt, completion, label
-    true or false); reward: a model that scores answers, from pairs; classify: classes of texts (text, label); distil: a
-    --teacher's distributions over the next token. --batch-size counts pairs, answers or texts. dpo and kto compare with
-    the model as it was."""
-    beta: float | None = option(None, "X", NOT_NEGATIVE)
-    """Strength of the preference (dpo, kto). Default: 0.1. Of distil, from 0 (the divergence of the student from the
-    teacher, the default) to 1 (of the teacher from the student)."""
-    reference: str | None = option(None, "DIR", modes=Mode.STEP)
-    """Checkpoint to compare with instead of the model as it was (dpo, kto). It passes over the data before the
-    first step."""
-    teacher: str | None = option(None, "DIR", modes=Mode.STEP)
-    """Checkpoint to learn from (distil), of the same vocabulary. It passes over the data before the first step."""
-    teacher_tokens: int = option(64, "K", POSITIVE, modes=Mode.STEP)
-    """How many of the teacher's likeliest tokens are kept for each token of the data, 8 bytes each; all others count as
-    one (distil)."""
-    teacher_temperature: float = option(1.0, "X", ABOVE_ZERO)
-    """What the logits of teacher and student are divided by (distil)."""
-    distil_alpha: float = option(1.0, "X", FiniteFloat(min=0, max=1))
-    """Part of the loss that the teacher has; the rest is the data's cross entropy (distil)."""
+    true or false); reward: a model that scores answers, from pairs; classify: classes of texts (text, label).
+    --batch-size counts pairs, answers or texts. dpo and kto compare with the model as the run found it, with --adapter
+    if there is one."""
+    beta: float = option(0.1, "X", ABOVE_ZERO)
+    """Strength of the preference (dpo, kto)."""
     desirable_weight: float = option(1.0, "X", NOT_NEGATIVE)
     """Weight of desirable answers (kto)."""
     undesirable_weight: float = option(1.0, "X", NOT_NEGATIVE)

@@ -1,63 +1,97 @@
-"""The objectives of ``--objective``: what each reads, and what it asks of data, model and memory."""
+"""The objectives of ``--objective``, one entry each: what computes the loss, and what it needs of data and model."""
 
 from dataclasses import dataclass
+from enum import Enum, auto
+
+
+class Items(Enum):
+    """What an objective learns from."""
+
+    TOKENS = auto()
+    """Rows of tokens."""
+    PAIRS = auto()
+    """Pairs of answers."""
+    ANSWERS = auto()
+    """Labelled answers."""
+    TEXTS = auto()
+    """Texts with a class."""
 
 
 @dataclass(frozen=True)
 class ObjectiveTraits:
-    """What is known about an objective without importing what computes it."""
+    """An objective, described without importing what computes it."""
 
     learns: str
     """What it learns, as the rest of a sentence that begins with its name."""
     data: str
     """Columns that it needs."""
-    options: frozenset[str] = frozenset()
-    """Options that are for some objectives alone, and that it reads."""
-    outputs: int = 1
-    """Numbers that the head makes for each token; 0: the loss is the engine's own."""
+    loss: str | None = None
+    """Module and class of the :class:`~fuyou.objectives.objective.Objective`, whose arguments are :attr:`options`.
+    None: the engine's own loss."""
+    options: tuple[str, ...] = ()
+    """Options that are for some objectives only, and that it reads."""
+    items: Items = Items.TOKENS
+    outputs: int = 0
+    """Numbers that the head returns for each token; 0: the loss is the engine's own."""
     rows: int = 1
     """Rows of a batch for each of ``--batch-size``."""
     counts: str = ""
     """What ``--batch-size`` counts, if it is not rows."""
     needs_reference: bool = False
-    """Whether it compares with the model as it was."""
+    """Whether it compares with the model as the run found it."""
     classifies: bool = False
     """Whether its model is a sequence classifier."""
-    beta: float = 0.1
-    """Default of ``--beta``."""
-    needs_teacher: bool = False
-    """Whether it learns from another model's distributions."""
 
 
 _PAIRS = "learns from pairs of answers", "prompt, chosen and rejected"
 
 OBJECTIVES = {
-    "sft": ObjectiveTraits("learns the next token", "text", outputs=0),
-    "pretrain": ObjectiveTraits("learns the next token of all text", "text", outputs=0),
-    "dpo": ObjectiveTraits(*_PAIRS, frozenset({"beta", "reference"}), rows=2, counts="pairs", needs_reference=True),
+    "sft": ObjectiveTraits("learns the next token", "text"),
+    "pretrain": ObjectiveTraits("learns the next token of all text", "text"),
+    "dpo": ObjectiveTraits(
+        *_PAIRS,
+        loss="fuyou.objectives.preferences.PairObjective",
+        options=("beta",),
+        items=Items.PAIRS,
+        outputs=1,
+        rows=2,
+        counts="pairs",
+        needs_reference=True,
+    ),
     "kto": ObjectiveTraits(
         "learns from answers that are known to be desirable or not",
         "prompt, completion and label",
-        frozenset({"beta", "desirable_weight", "undesirable_weight", "reference"}),
+        loss="fuyou.objectives.unpaired.UnpairedObjective",
+        options=("beta", "desirable_weight", "undesirable_weight"),
+        items=Items.ANSWERS,
+        outputs=1,
         rows=2,
         counts="answers",
         needs_reference=True,
     ),
-    "reward": ObjectiveTraits(*_PAIRS, frozenset({"center_rewards"}), rows=2, counts="pairs", classifies=True),
-    "classify": ObjectiveTraits("learns classes of texts", "text and label", outputs=2, classifies=True),
-    "distil": ObjectiveTraits(
-        "learns a teacher's distributions over the next token",
-        "text",
-        frozenset({"teacher", "teacher_tokens", "teacher_temperature", "distil_alpha", "beta"}),
+    "reward": ObjectiveTraits(
+        *_PAIRS,
+        loss="fuyou.objectives.classifiers.RewardObjective",
+        options=("center_rewards",),
+        items=Items.PAIRS,
+        outputs=1,
+        rows=2,
+        counts="pairs",
+        classifies=True,
+    ),
+    "classify": ObjectiveTraits(
+        "learns classes of texts",
+        "text and label",
+        loss="fuyou.objectives.classifiers.ClassObjective",
+        items=Items.TEXTS,
         outputs=2,
-        beta=0.0,
-        needs_teacher=True,
+        classifies=True,
     ),
 }
 """Objectives by name."""
 
-SPECIFIC = frozenset().union(*(traits.options for traits in OBJECTIVES.values()))
-"""Options that are for some objectives alone."""
+SPECIFIC = {option for traits in OBJECTIVES.values() for option in traits.options}
+"""Options that are for some objectives only."""
 
 
 def readers(option: str) -> list[str]:

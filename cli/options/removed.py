@@ -14,6 +14,7 @@ class Removed:
     """Values that did nothing, which a run's own configuration file may contain."""
 
 
+_TRL = "Use TRL's trainers on the engine (docs/objectives.md)."
 _LOSS = "Write the loss with engine.tokens (docs/objectives.md)."
 
 REMOVED = {
@@ -25,7 +26,12 @@ REMOVED = {
     ),
     "label-smoothing": Removed(_LOSS, (0.0,)),
     "z-loss": Removed(_LOSS, (0.0,)),
-    "simpo-gamma": Removed("Use TRL's trainers on the engine (docs/objectives.md).", (0.5,)),
+    "simpo-gamma": Removed(_TRL, (0.5,)),
+    "teacher": Removed(_TRL),
+    "teacher-tokens": Removed(_TRL, (64,)),
+    "teacher-temperature": Removed(_TRL, (1.0,)),
+    "distil-alpha": Removed(_TRL, (1.0,)),
+    "reference": Removed("dpo and kto compare with the model as the run found it, with its --adapter."),
 }
 """By name, without dashes in front."""
 

@@ -154,17 +154,12 @@ class Settings(
         objective, traits = self.objective, self.traits
         for field in option_fields(ObjectiveSettings):
             name = field.name
-            if name in SPECIFIC - traits.options and getattr(self, name) != field.default:
+            if name in SPECIFIC.difference(traits.options) and getattr(self, name) != field.default:
                 *some, last = readers(name)
                 others = f"{', '.join(some)} or {last}" if some else last
                 raise UserError(f"{spelled(name)} is not known to --objective {objective}: it is for {others}.")
         if not traits.outputs:
             return
-        if "beta" in traits.options and not (self.preference_beta <= 1 if traits.needs_teacher else self.beta != 0):
-            wanted = "from 0 to 1" if traits.needs_teacher else "above 0"
-            raise UserError(f"--beta {self.preference_beta:g}: that of --objective {objective} is {wanted}.")
-        if traits.needs_teacher and self.teacher is None:
-            raise UserError(f"--objective {objective} {traits.learns}: say whose, --teacher DIR.")
         if not (self.plan or self.profile or self.data):
             raise UserError(f"--objective {objective} {traits.learns}: give --data with {traits.data}.")
         if traits.classifies and self.sample is not None:
@@ -179,24 +174,6 @@ class Settings(
     def traits(self) -> ObjectiveTraits:
         """What is known about the objective."""
         return OBJECTIVES[self.objective]
-
-    @property
-    def precomputes_reference(self) -> bool:
-        """Whether the objective's reference is computed before training: all weights are trained, so that nothing
-        is left of the model as it was, or it is another model."""
-        return self.traits.needs_reference and (self.reference is not None or not self.freezes_weights)
-
-    @property
-    def consulted(self) -> tuple[str, str] | None:
-        """The other model that passes over the data before training, behind the option that names it."""
-        if self.teacher is not None:
-            return "--teacher", self.teacher
-        return None if self.reference is None else ("--reference", self.reference)
-
-    @property
-    def preference_beta(self) -> float:
-        """``--beta``, or its default for the objective."""
-        return self.traits.beta if self.beta is None else self.beta
 
     def _refuse(self, only: Only, why: str) -> None:
         """Refuse options that are for other runs only, where they differ from their defaults."""

@@ -13,7 +13,6 @@ from cli.options.computing_dtype import ELSEWHERE, with_dtype
 from cli.options.naming import naming
 from cli.options.settings import Settings
 from cli.plan.compare_engines import InMemory, in_memory
-from cli.plan.consulted import planned_consultation
 from cli.plan.described import describe, row
 from cli.plan.plan_page import write_plan_page
 from cli.plan.whole_run import planned_steps, run_rows
@@ -76,26 +75,22 @@ def run_plan(settings: Settings) -> int:
         print(json.dumps({"model": None, "fits": False, "missing": [lacking]}) if settings.json else lacking)
         return DOES_NOT_FIT
     result = _plan(wanted, machine, settings.scheme)
-    consulted = planned_consultation(settings, wanted, machine)
     if settings.trace is not None:
         _write_trace(result, settings.trace)
     if settings.json:
         content = result.to_json() | ({} if other is None else {"in_memory": other.to_json()})
-        content |= {} if consulted is None else {"before": consulted.to_json()}
         print(json.dumps(content, indent=2))
     if not settings.json or settings.html is not None:
         lines = describe(result)
         for label, text in run_rows(result, settings).items() if result.memory is not None else ():
             lines += row(label, text)
-        if consulted is not None:
-            lines += row("before", consulted.describe())
         if other is not None:
             lines += ["", *row("in memory", other.verdict(result))]
         if settings.html is not None:
             write_plan_page(result, lines, settings.html.expanduser())
         if not settings.json:
             print("\n".join(lines))
-    return 0 if result.fits and (consulted is None or consulted.fits) else DOES_NOT_FIT
+    return 0 if result.fits else DOES_NOT_FIT
 
 
 def _plan(wanted: TrainingJob, machine: Machine, scheme: str) -> RunPlan:

@@ -51,7 +51,7 @@ def run_rows(result: RunPlan, settings: Settings) -> dict[str, str]:
             f"{counted(steps, 'step')} in {format_seconds(steps * result.step_seconds)}{how}; "
             f"{format_bytes(written)} written{wear}"
         )
-    if settings.precomputes_reference and settings.reference is None:
+    if settings.traits.needs_reference:
         seconds = forward_seconds(result)
         passes = "each step's batch" if settings.objective == "kto" else "each batch of the data"
         whole = "" if planned is None else f", at most {format_seconds(planned[0] * seconds)} in all"

@@ -4,14 +4,13 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import asdict
 from typing import Any
 
 import torch
 
 from cli.job.job import Job
-from cli.job.machine import loss_inputs, training_of
+from cli.job.machine import training_of
 from cli.options.adapters import adapters_of, towers_of
 from cli.report.results import EvaluationResult, IoCounts, MemoryUse, RunTotals, StepResult
 from cli.train.evaluation import evaluate
@@ -19,7 +18,6 @@ from cli.train.experts import choose_experts_once
 from cli.train.loop import Trainer
 from cli.train.objectives import ObjectiveLoop, Ranks, objective_of
 from cli.train.reference import ReferencePass
-from cli.train.row_table import RowTable
 from common.data import Batches
 from common.data.images.batches import ImageBatches
 from common.errors import UserError
@@ -47,7 +45,6 @@ class EngineTrainer(Trainer):
         is_rank0: whether this process writes the trace.
         ranks: that share batches, of which this is one.
         writes_files: whether this process writes files that its node needs to go on.
-        teacher: what a teacher has found, if there is one.
     """
 
     def __init__(
@@ -57,7 +54,6 @@ class EngineTrainer(Trainer):
         is_rank0: bool = True,
         ranks: Ranks | None = None,
         writes_files: bool = True,
-        teacher: RowTable | None = None,
     ) -> None:
         self.model = self._engine = engine
         choose_experts_once(job, engine, self._part, is_rank0)
@@ -67,7 +63,7 @@ class EngineTrainer(Trainer):
         self._ranks, self._writes_files = ranks or Ranks(), writes_files
         self._job, self._writes_trace = job, is_rank0 and job.settings.trace is not None
         objective = objective_of(job.settings)
-        self._objective = None if objective is None else ObjectiveLoop(objective, engine, self._ranks, teacher)
+        self._objective = None if objective is None else ObjectiveLoop(objective, engine, self._ranks)
         self._watched: dict[str, float] = {}
         if job.settings.trace is not None:
             engine.keep_trace()
@@ -80,11 +76,8 @@ class EngineTrainer(Trainer):
 
     def prepare(self) -> None:
         """Compute what training needs before its first step, if that is not there."""
-        job, engine = self._job, self._engine
-        if not job.settings.precomputes_reference or job.settings.reference is not None:
-            return
-        begun = engine.step_count > 0
-        ReferencePass(lambda: nullcontext(engine), self._ranks, self._writes_files, begun=begun).attach_all(job)
+        if self._job.settings.traits.needs_reference:
+            ReferencePass(self._engine, self._ranks, self._writes_files).attach_all(self._job)
 
     def train_step(self, batch: dict[str, torch.Tensor], lr: float) -> StepResult:
         """Take a step; its updates and its commit may go on while the next one runs."""
@@ -95,8 +88,7 @@ class EngineTrainer(Trainer):
         if self._objective is None:
             self._engine(**batch).loss.backward()
         else:
-            rows = self._job.batches.row_numbers(self._engine.step_count)
-            loss, self._watched = self._objective.loss(batch, self._job.settings.batch_size, rows)
+            loss, self._watched = self._objective.loss(batch, self._job.settings.batch_size)
             self._engine.backward(loss)
         return self._engine.step()
 
@@ -124,7 +116,7 @@ class EngineTrainer(Trainer):
     def evaluate(self, batches: Batches) -> EvaluationResult:
         """Return the loss on held-out data; its traffic is not the steps'."""
         before = self.io_counts()
-        if self._objective is None or self._objective.keeps_cross_entropy:
+        if self._objective is None:
             result = evaluate(batches, self._job.settings.batch_size, lambda batch: self._engine.eval_loss(**batch))
         else:
             result = self._objective.evaluate(batches, self._job.settings.batch_size)
@@ -168,7 +160,7 @@ class EngineTrainer(Trainer):
 
 def engine_options(job: Job) -> dict[str, Any]:
     """Return the arguments of the engine that are the same whether one rank trains or several."""
-    settings, towers, loss = job.settings, towers_of(job.settings), loss_inputs(job.settings)
+    settings, towers = job.settings, towers_of(job.settings)
     images = isinstance(job.batches, ImageBatches) or isinstance(job.held_out, ImageBatches)
     names = OPTION_NAMES - {"ssd", "leave_ssd", "resume", "overwrite"}
     return settings.named(names) | {
@@ -179,8 +171,7 @@ def engine_options(job: Job) -> dict[str, Any]:
         "padded": images or settings.traits.classifies,
         "freeze_vision_tower": towers.freeze_vision_tower,
         "freeze_multi_modal_projector": towers.freeze_multi_modal_projector,
-        "token_outputs": loss.outputs,
-        "reference": loss.reference,
+        "token_outputs": settings.traits.outputs,
         "automatic": True,
     }
 

@@ -1,45 +1,32 @@
 """Training and evaluating with an objective other than the engine's own loss."""
 
+import importlib
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 
 from cli.options.settings import Settings
 from cli.report.results import EvaluationResult
-from cli.train.row_table import RowTable
 from common.data import Batches
 from common.data.items.batches import REFERENCE
 from fuyou import Engine
-from fuyou.objectives.classifiers import ClassObjective, RewardObjective
-from fuyou.objectives.distillation import DistillationConfig, DistillationObjective
 from fuyou.objectives.objective import BatchNumbers, Learned, Mean, Objective, SumOverRanks, alone
-from fuyou.objectives.preferences import PairObjective
-from fuyou.objectives.unpaired import UnpairedConfig, UnpairedObjective
 
 Batch = dict[str, torch.Tensor]
-_ROWS = "row numbers"
 
 
 def objective_of(settings: Settings) -> Objective | None:
     """Return the objective that the settings name; None: the engine's own loss."""
-    match settings.objective:
-        case "dpo":
-            return PairObjective(settings.preference_beta)
-        case "kto":
-            weights = settings.desirable_weight, settings.undesirable_weight
-            return UnpairedObjective(UnpairedConfig(settings.preference_beta, *weights))
-        case "reward":
-            return RewardObjective(settings.center_rewards)
-        case "classify":
-            return ClassObjective()
-        case "distil":
-            given = settings.teacher_temperature, settings.preference_beta, settings.distil_alpha
-            return DistillationObjective(DistillationConfig(*given))
-    return None
+    if settings.traits.loss is None:
+        return None
+    module, _, name = settings.traits.loss.rpartition(".")
+    objective: Objective = getattr(importlib.import_module(module), name)(
+        **{option: getattr(settings, option) for option in settings.traits.options}
+    )
+    return objective
 
 
 @dataclass(frozen=True)
@@ -67,34 +54,19 @@ class ObjectiveLoop:
         objective: whose loss it is.
         engine: computes what the loss is made of.
         ranks: that share each batch.
-        teacher: what a teacher has found, if the objective has one.
     """
 
-    def __init__(
-        self, objective: Objective, engine: Engine, ranks: Ranks | None = None, teacher: RowTable | None = None
-    ) -> None:
-        self._objective, self._engine, self._ranks, self._teacher = objective, engine, ranks or Ranks(), teacher
+    def __init__(self, objective: Objective, engine: Engine, ranks: Ranks | None = None) -> None:
+        self._objective, self._engine, self._ranks = objective, engine, ranks or Ranks()
 
-    @property
-    def keeps_cross_entropy(self) -> bool:
-        """Whether held-out data are evaluated with the plain cross entropy of the next token."""
-        return isinstance(self._objective, DistillationObjective)
-
-    def loss(self, batch: Batch, items: int, rows: np.ndarray) -> tuple[torch.Tensor, dict[str, float]]:
+    def loss(self, batch: Batch, items: int) -> tuple[torch.Tensor, dict[str, float]]:
         """Return this rank's share of the loss of a batch, and what people watch: means over the items of all ranks.
 
         Args:
             batch: of all ranks.
             items: in it.
-            rows: numbers of its rows in the data, int64 ``[R]``.
         """
-        part, _ = self._ranks.part({**batch, _ROWS: torch.from_numpy(rows)}, items)
-        numbers = part.pop(_ROWS).numpy()
-        if self._teacher is not None:
-            width = part["input_ids"].shape[1]
-            found = self._teacher.read(numbers)
-            part |= {name: torch.from_numpy(np.ascontiguousarray(one[:, :width])) for name, one in found.items()}
-        learned, aux = self._learn(part)
+        learned, aux = self._learn(self._ranks.part(batch, items)[0])
         return learned.loss + aux, _values(self._joined(learned.watched))
 
     @torch.no_grad()
@@ -127,15 +99,10 @@ class ObjectiveLoop:
         """Return what a batch of this rank gives, and its share of the router loss."""
         objective = self._objective
         extras = {name: batch[name] for name in objective.extras if name in batch}
-        theirs = batch.get(REFERENCE)
-        inputs = {name: batch[name] for name in objective.inputs}
-        apart = (extras.keys() - {"labels"}) | {REFERENCE} | inputs.keys()
+        apart = (extras.keys() - {"labels"}) | {REFERENCE}
         named: dict[str, Any] = {name: value for name, value in batch.items() if name not in apart}
-        asks = objective.needs_reference and theirs is None
-        asked: dict[str, Any] = {"outputs": objective.outputs, "head": objective.head, "inputs": inputs}
-        out = self._engine.tokens(**named, **asked, reference=asks)
-        theirs = theirs if out.reference is None else out.reference["log_probs"]
-        learned = objective.learn(BatchNumbers(out, theirs, extras, self._ranks.sum))
+        out = self._engine.tokens(**named, outputs=objective.outputs)
+        learned = objective.learn(BatchNumbers(out, batch.get(REFERENCE), extras, self._ranks.sum))
         if out.aux_loss is None:
             return learned, torch.zeros(())
         return learned, out.aux_coefficient / self._ranks.world_size * out.aux_loss

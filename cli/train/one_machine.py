@@ -8,12 +8,9 @@ from cli.job.job import Job
 from cli.job.prepare import prepare
 from cli.job.quiet import quiet_transformers
 from cli.options.settings import Settings
-from cli.train.consulted import Consultation
 from cli.train.engine_trainer import EngineTrainer, engine_options, profile_once
 from cli.train.interrupts import Interrupts, Stopped
 from cli.train.loop import RunResult, conclude, train
-from cli.train.objectives import Ranks
-from cli.train.row_table import RowTable
 from cli.train.same_run import check_same_run
 from cli.train.sample import print_sample
 from common.activity import activity
@@ -53,10 +50,9 @@ def finetune(settings: Settings, interrupts: Interrupts) -> RunResult:
     interrupts.how_to_continue = settings.how_to_continue
     _announce_move(job)
     with DirectoryLock([job.output]), contextlib.ExitStack() as stack:
-        teacher = Consultation(job, Ranks()).run()
         engine = stack.enter_context(_opened(job))
         try:
-            result = _train(job, engine, SingleProcess(interrupts), teacher)
+            result = _train(job, engine, SingleProcess(interrupts))
         except KeyboardInterrupt:
             step = engine.step_count + 1
             with activity(f"stopping in step {step}: what is committed stays"):
@@ -75,9 +71,9 @@ def finetune(settings: Settings, interrupts: Interrupts) -> RunResult:
     return result
 
 
-def _train(job: Job, engine: Engine, process: SingleProcess, teacher: RowTable | None) -> RunResult:
+def _train(job: Job, engine: Engine, process: SingleProcess) -> RunResult:
     check_same_run(job, engine)
-    trainer = EngineTrainer(job, engine, teacher=teacher)
+    trainer = EngineTrainer(job, engine)
     measured = train(job, trainer, process)
     result = conclude(job, trainer, process, measured)
     if job.settings.sample is not None and measured.is_saved:

@@ -15,16 +15,16 @@ class RewardObjective(Objective):
     Rows 2 i and 2 i + 1 of a batch are the preferred and the rejected answer of pair i.
 
     Args:
-        center: weight of the squared sum of a pair's rewards, which keeps their mean at 0 (Eisenstein et al. 2023,
-            arXiv:2312.09244).
+        center_rewards: weight of the squared sum of a pair's rewards, which keeps their mean at 0 (Eisenstein et al.
+            2023, arXiv:2312.09244).
     """
 
     outputs = ("logits",)
     watches = ("accuracy", "margin", "mean_reward")
     extras = (MARGINS,)
 
-    def __init__(self, center: float = 0.0):
-        self._center = center
+    def __init__(self, center_rewards: float = 0.0):
+        self._center = center_rewards
 
     def learn(self, batch: BatchNumbers) -> Learned:
         """Return the mean loss of all pairs, and what is watched: ``accuracy``, ``margin``, ``mean_reward``."""

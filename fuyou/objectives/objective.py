@@ -10,9 +10,6 @@ import torch
 SumOverRanks = Callable[[Sequence[float]], list[float]]
 """Function that adds numbers up over all ranks, each with those of the same place; all ranks call it alike."""
 
-Head = Callable[[torch.Tensor, Mapping[str, torch.Tensor]], dict[str, torch.Tensor]]
-"""Function ``head=`` of :meth:`fuyou.Engine.tokens`."""
-
 
 def alone(values: Sequence[float]) -> list[float]:
     """Return the sums over all ranks where there is one: the values themselves."""
@@ -72,16 +69,10 @@ class Objective(ABC):
 
     outputs: tuple[str, ...] = ("log_probs",)
     """Outputs of :meth:`fuyou.Engine.tokens`."""
-    needs_reference: bool = False
-    """Whether it compares with log-probabilities of the model as it was before training."""
     watches: tuple[str, ...] = ()
     """Names of what people watch beside the loss, in this order; some may be missing in a batch."""
     extras: tuple[str, ...] = ()
     """Names of what a batch has for the loss alone, one entry for each item."""
-    head: Head | None = None
-    """Function that makes more outputs of logits."""
-    inputs: tuple[str, ...] = ()
-    """Names of what a batch has for :attr:`head`, ``[R, S, ...]`` each."""
 
     @abstractmethod
     def learn(self, batch: BatchNumbers) -> Learned:

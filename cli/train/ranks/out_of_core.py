@@ -9,7 +9,6 @@ import torch.distributed as dist
 
 from cli.job.job import Job
 from cli.report.results import EvaluationResult, IoCounts, MemoryUse, RunTotals, StepResult
-from cli.train.consulted import Consultation
 from cli.train.engine_trainer import EngineTrainer, engine_options, profile_once
 from cli.train.evaluation import evaluate
 from cli.train.objectives import Ranks
@@ -39,11 +38,10 @@ class RankEngineTrainer(EngineTrainer):
     def __init__(self, job: Job, topology: Topology, rank: RankProcess, launches: Collection[str]) -> None:
         broadcast_from_rank0(lambda: profile_once(job, share_of(topology)))
         ranks = Ranks(topology.rank, topology.world_size, sum_over_ranks)
-        teacher = Consultation(job, ranks, topology).run()
         engine = _open_engine(job, topology, launches)
         check_same_run(job, engine, launches)
         self._topology, self._rank = topology, rank
-        super().__init__(job, engine, rank.is_rank0, ranks, topology.local_rank == 0, teacher)
+        super().__init__(job, engine, rank.is_rank0, ranks, topology.local_rank == 0)
         self.is_resumed = engine.step_count > 0
         kind, place = self.location
         self.location = (kind, f"{place} on every node")
@@ -53,7 +51,7 @@ class RankEngineTrainer(EngineTrainer):
         return self._step_result(report, report.planned_sent_bytes * self._topology.ranks_per_node)
 
     def evaluate(self, batches: Batches) -> EvaluationResult:
-        if self._objective is not None and not self._objective.keeps_cross_entropy:
+        if self._objective is not None:
             return super().evaluate(batches)
         rows = self._job.settings.batch_size
         return evaluate(batches, rows, lambda batch: self._engine.eval_loss(**self._part(batch)))

@@ -114,7 +114,6 @@ KTO = "--beta", "0.3", "--desirable-weight", "1.5"
 CASES = {
     "dpo": (PAIRS, ("--beta", "0.3"), PREFERRED),
     "dpo in pieces": (PAIRS, ("--beta", "0.3", "--piece-size", "16KiB"), PREFERRED),
-    "dpo of another": (PAIRS, ("--beta", "0.3", "--reference", "OTHER"), PREFERRED),
     "kto": (ANSWERS, KTO, ("rewards/chosen", "rewards/margins", "kl")),
     "kto with adapters": (ANSWERS, (*KTO, *LORA), ("rewards/chosen", "rewards/margins", "kl")),
     "reward": (MARGINS, ("--center-rewards", "0.1"), ("accuracy", "margin", "mean_reward")),
@@ -126,7 +125,7 @@ CASES = {
 @pytest.mark.parametrize(
     ("objective", "micro"),
     [
-        ("dpo", "16"), ("dpo of another", "4"), ("dpo in pieces", "4"), ("kto", "4"),
+        ("dpo", "16"), ("dpo in pieces", "4"), ("kto", "4"),
         ("kto with adapters", "16"), ("reward", "4"), ("reward with adapters", "16"), ("classify", "2"),
     ],
 )  # fmt: skip
@@ -135,15 +134,6 @@ def test_a_run_is_what_trl_trains_in_memory(
     objective: str, micro: str, checkpoint: Path, finetune: Finetune, tmp_path: Path
 ) -> None:
     records, options, watched = CASES[objective]
-    other = tmp_path / "other"
-    if "OTHER" in options:
-        noisy = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
-        torch.manual_seed(3)
-        for parameter in noisy.parameters():
-            parameter.data += 0.02 * torch.randn_like(parameter)
-        noisy.save_pretrained(other)
-        AutoTokenizer.from_pretrained(checkpoint).save_pretrained(other)
-        options = tuple(str(other) if word == "OTHER" else word for word in options)
     objective, adapted = objective.split()[0], "--lora-rank" in options
     (tmp_path / "data.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     common = ("--model", checkpoint, "--data", tmp_path / "data.jsonl", "--objective", objective, *options, *PLACE)
@@ -162,8 +152,7 @@ def test_a_run_is_what_trl_trains_in_memory(
         task = None if auto is AutoModelForSequenceClassification else "CAUSAL_LM"
         lora = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type=task)
         model = get_peft_model(model, lora).get_base_model()
-    reference = other if other.exists() else model.name_or_path
-    trainer = with_trl(objective, model, tokenizer, records, tmp_path / "trl", reference)
+    trainer = with_trl(objective, model, tokenizer, records, tmp_path / "trl", model.name_or_path)
     logged = [line for line in trainer.state.log_history if {"loss", watched[0]} <= line.keys()]
     assert report["losses"] == pytest.approx([line["loss"] for line in logged[:STEPS]], rel=1e-5)
     for name in watched:
@@ -178,34 +167,14 @@ def test_a_run_is_what_trl_trains_in_memory(
         torch.testing.assert_close(values[name], value.data, rtol=1e-5, atol=1e-6, msg=name)
 
 
-def test_a_reference_is_kept_until_the_run_ends(checkpoint: Path, finetune: Finetune, tmp_path: Path) -> None:
-    """A run that goes on is the same run, bit for bit; without the file it cannot, and says so."""
-    data, report = tmp_path / "data.jsonl", tmp_path / "report.json"
-    data.write_text("".join(json.dumps(record) + "\n" for record in PAIRS))
-    common = ("--model", checkpoint, "--data", data, "--objective", "dpo", *PLACE, "--batch-size", ITEMS)
-    losses = []
-    for name, parts in (("whole", (4,)), ("broken", (2, 4))):
-        for number, steps in enumerate(parts):
-            words = ("--resume",) if number else ()
-            done = finetune(*common, *words, "--steps", steps, "--no-save", "--output", name, "--report", report)
-            assert done.status == 0, done.err
-        losses.append(json.loads(report.read_text())["losses"])
-    assert "dpo against the model as it is before the first step" in done.out
-    assert losses[1] == losses[0][2:]
-    (tmp_path / "broken" / "run" / "reference.npz").unlink()
-    done = finetune(*common, "--resume", "--steps", 6, "--no-save", "--output", "broken")
-    assert done.status == 2 and "is missing, damaged or of fewer steps" in done.err
-
-
-@pytest.mark.parametrize("objective", ["kto", "reward", "classify", "distil"])
+@pytest.mark.parametrize("objective", ["kto", "reward", "classify"])
 def test_a_run_that_goes_on_is_the_same_run(
     objective: str, checkpoint: Path, finetune: Finetune, tmp_path: Path
 ) -> None:
     """In the middle of an epoch, bit for bit."""
-    records = {"kto": ANSWERS, "classify": TEXTS, "distil": TEXTS}.get(objective, PAIRS)
+    records = {"kto": ANSWERS, "classify": TEXTS}.get(objective, PAIRS)
     (tmp_path / "data.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    # With all weights trained, the reference of KTO is computed for all steps that a run is to take.
-    words = {"distil": ("--teacher", checkpoint, "--beta", "0.5"), "kto": LORA}.get(objective, ())
+    words = LORA if objective == "kto" else ()
     file = "adapter_model.safetensors" if objective == "kto" else "model.safetensors"
     common = ("--model", checkpoint, "--data", tmp_path / "data.jsonl", "--objective", objective, *words, *PLACE)
     runs = []

@@ -112,7 +112,7 @@ def test_a_resumed_run_keeps_its_reference(
     if trains == "trained adapters":
         first = ("--data", data, *LORA, "--steps", "1", "--batch-size", "4", "--seq-len", "32")
         assert finetune("--model", checkpoint, *first, *PLACE, "--output", tmp_path / "first").status == 0
-    common = ("--model", checkpoint, "--data", pairs, "--objective", "dpo", *words, *PLACE, "--batch-size", "4")
+    common = ("--model", checkpoint, "--data", pairs, "--objective", "dpo", *words, *PLACE, "--batch-size", "12")
     common = (*common, "--report", tmp_path / "report.json")
 
     def losses() -> list[float]:
