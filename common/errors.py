@@ -9,6 +9,7 @@ _KEYWORDS = {
     **{name: f"{name.replace('-', '_')}=True" for name in ("resume", "overwrite", "single-slot", "merge")},
     "allow-nonfinite": "allow_nonfinite=True",
     "drop-long": "truncate=False",
+    "drop-unseen": "drop_unseen=True",
     "truncate": "truncate=True",
     **{f"lora-{name}": name for name in ("rank", "alpha", "dropout", "targets")},
     "verify": "finetune --verify",

@@ -185,6 +185,8 @@ class DataSource:
             labels_ahead=not self.family.shifts_labels,
             selection=self._selection(held_out),
             every_token=settings.objective == "pretrain",
+            vocab_size=self.config.get_text_config().vocab_size,
+            drop_unseen=settings.drop_unseen,
         )
         kind = self._item_kind()
         if kind is not None:

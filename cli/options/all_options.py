@@ -67,6 +67,8 @@ class DataSettings:
     """Leave out conversations, and prompts with completions, that are longer than --seq-len. By default (--truncate)
     they are cut behind the last answer that fits, so that what is trained on keeps all that comes before it. Either way
     they are counted; plain texts go on in the next row."""
+    drop_unseen: bool = option(False, modes=Mode.RUN)
+    """Count and leave out conversations with text that the chat template leaves out. By default they are an error."""
     eval_data: tuple[str, ...] = option((), "FILE...", patterns=True, modes=Mode.RUN)
     """Held-out data: loss and perplexity on all of them before the first and after the last step."""
     eval_split: Share | None = option(

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -56,6 +57,26 @@ class DataConfig:
     """Which records are taken."""
     every_token: bool = False
     """Whether every token carries loss, those of prompts among them."""
+    vocab_size: int | None = None
+    """Number of tokens that the model knows, which the data may not exceed; None: as many as there are."""
+    drop_unseen: bool = False
+    """Whether conversations with text that the chat template leaves out are left out; else they are an error."""
+
+    @property
+    def identity(self) -> list[Any]:
+        """What the prepared data depend on, other than files, tokenizer, and rows, as JSON."""
+        return [*self.selection.identity, self.every_token, self.vocab_size, self.drop_unseen]
+
+    def encoder(self, tokenizer: PreTrainedTokenizerBase, is_alone: bool = False) -> Encoder:
+        """Return an encoder of these data; see its arguments."""
+        return Encoder(
+            tokenizer,
+            RowFitter(self.seq_len, self.truncate),
+            vocab_size=self.vocab_size,
+            every_token=self.every_token,
+            is_alone=is_alone,
+            drop_unseen=self.drop_unseen,
+        )
 
     def __post_init__(self) -> None:
         if not self.files:
@@ -222,8 +243,7 @@ def open_data(config: DataConfig, tokenizer: PreTrainedTokenizerBase, cache_dir:
     """
     files = find_files(config.files)
     cache_dir.mkdir(parents=True, exist_ok=True)
-    identity = [*config.selection.identity, *(["every token"] if config.every_token else [])]
-    key = cache_key(files, config.seq_len, tokenizer, config.truncate, config.packed, identity)
+    key = cache_key(files, config.seq_len, tokenizer, config.truncate, config.packed, config.identity)
     path = cache_dir / f"data-{key}.tokens"
     unusable = contextlib.suppress(OSError, ValueError)  # not there, or damaged
     with unusable:
@@ -250,12 +270,8 @@ def _named(files: list[Path]) -> str:
 def _build(
     path: Path, files: list[Path], config: DataConfig, tokenizer: PreTrainedTokenizerBase, doing: Activity
 ) -> None:
-    seq_len = config.seq_len
-    fitting = RowFitter(seq_len, config.truncate)
-    header = Header(
-        seq_len=seq_len, files=len(files), cut=fitting.cut, left_out=fitting.left_out, untrained=fitting.untrained
-    )
-    encoder = Encoder(tokenizer, fitting)
+    seq_len, encoder = config.seq_len, config.encoder(tokenizer)
+    header = Header(seq_len=seq_len, files=len(files), **encoder.fitting.tallies())
     with write_token_file(path, header) as out, reading(path.parent) as scratch:
 
         def write(row: np.ndarray) -> None:
@@ -264,8 +280,6 @@ def _build(
 
         packer = (Packer if config.packed else Padder)(seq_len, padding_id(tokenizer), write)
         what, encoded = doing.what, _encode_files(files, encoder, scratch, config.selection)
-        if config.every_token:
-            encoded = (document._replace(trained=np.ones_like(document.trained)) for document in encoded)
         for piece in cut_documents(_count_documents(encoded, header), seq_len):
             doing.what = f"{what}: {format_count(header.tokens)} tokens so far"
             trained = int(np.count_nonzero(piece & TRAINED))
@@ -277,8 +291,7 @@ def _build(
             packer.add(piece)
         packer.finish()
         if not header.rows:
-            is_empty = not (header.documents or header.left_out.records or header.untrained.records)
-            raise UserError(nothing_to_train(files, is_empty, _changes(header, config)))
+            raise UserError(nothing_to_train(files, header, _changes(header, config)))
 
 
 def _return_free_memory() -> None:
@@ -299,7 +312,8 @@ def _encode_files(
     for name, some in groupby(taken, lambda pair: pair[0]):
         records = (record for _, record in some)
         is_text = is_text_file(Path(name))
-        yield from encoder.encode(examples_of_text_file(records) if is_text else examples_of_records(records, name))
+        examples = (examples_of_text_file if is_text else examples_of_records)(records, name)
+        yield from encoder.encode(examples)
 
 
 def _count_documents(documents: Iterator[EncodedSegment], header: Header) -> Iterator[EncodedSegment]:
@@ -341,5 +355,5 @@ def _changes(header: Header, config: DataConfig) -> list[str]:
     lines = header.changes(header.seq_len, config.truncate)
     if header.skipped_tokens:
         skipped = format_count(header.skipped_tokens)
-        lines.append(f"left out: {skipped} tokens of texts of one token, or of empty answers")
+        lines.append(f"left out: {skipped} tokens of texts of one token")
     return lines

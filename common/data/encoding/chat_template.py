@@ -1,178 +1,360 @@
-"""Render conversations with a tokenizer's chat template, and refuse content that it would silently drop or garble.
+"""Render conversations with a chat template so that every text of a record appears, or find the one that does not.
 
-Templates are programs, each of which supports what its author thought of: whether one takes tools, or content of
-several parts, is found by rendering them.
+Templates are programs, each of which takes what its author thought of. What one takes is found by rendering each kind
+of conversation (its roles, keys, and parts) with marks in place of its texts, and looking for the marks.
 """
 
+import hashlib
 import json
 import re
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
+from common.data.counts import Tally
+from common.data.messages import REASONING, Message, parsed
 from common.data.shapes import Chat
 from common.errors import UserError
+from common.files.presets import preset_files
 
 _GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_KINDS_KEPT = 4096
+"""Number of kinds of conversations whose form is remembered."""
+
+Change = Callable[[Message], Message]
+
+
+def texts_of(message: Message) -> list[tuple[str, str]]:
+    """Return the texts of a message, each with the name of its field."""
+    texts: list[tuple[str, str]] = []
+    _map_texts(message, lambda name, text: texts.append((name, text)) or text)  # type: ignore[func-returns-value]
+    return [(name, text) for name, text in texts if text.strip()]
+
+
+def varied(message: Message, mark: str) -> Message:
+    """Return a message with other texts: ``mark`` in each of them."""
+    return _map_texts(message, lambda _, text: mark if text.strip() else text)
+
+
+def _map_texts(message: Message, change: Callable[[str, str], str]) -> Message:
+    """Return a message with its texts changed, each by the name of its field and its value."""
+    result = dict(message)
+    for name in (*REASONING, "content", "refusal"):
+        value = message.get(name)
+        if isinstance(value, str):
+            result[name] = change(name, value)
+        elif isinstance(value, list):
+            result[name] = [
+                {**part, "text": change(name, part["text"])} if isinstance(part.get("text"), str) else part
+                for part in value
+            ]
+    calls = message.get("tool_calls")
+    if isinstance(calls, list):
+        result["tool_calls"] = [_changed_call(call, change) for call in calls]
+    return result
+
+
+def _changed_call(call: Any, change: Callable[[str, str], str]) -> Any:
+    function = call.get("function", call) if isinstance(call, dict) else None
+    if not isinstance(function, dict):
+        return call
+    function = dict(function)
+    if isinstance(function.get("name"), str):
+        function["name"] = change("tool_calls", function["name"])
+    arguments = function.get("arguments")
+    inner = parsed(arguments)
+    if isinstance(inner, dict):
+        function["arguments"] = json.dumps(_leaves(inner, change), ensure_ascii=False)
+    elif arguments is not None:
+        function["arguments"] = _leaves(arguments, change)
+    return {**call, "function": function} if "function" in call else function
+
+
+def _leaves(value: Any, change: Callable[[str, str], str]) -> Any:
+    if isinstance(value, dict):
+        return {key: _leaves(item, change) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_leaves(item, change) for item in value]
+    return change("tool_calls", value) if isinstance(value, str) else value
+
+
+def _joined(message: Message) -> Message:
+    content = message.get("content")
+    if not isinstance(content, list) or not all(isinstance(part.get("text"), str) for part in content):
+        return message
+    return {**message, "content": "".join(part["text"] for part in content)}
+
+
+def _parted(message: Message) -> Message:
+    content = message.get("content")
+    return {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else message
+
+
+def _with_objects(message: Message) -> Message:
+    """Turn arguments of calls that are JSON text, as in OpenAI's format, into objects."""
+    if not message.get("tool_calls"):
+        return message
+    message = json.loads(json.dumps(message))
+    for call in message["tool_calls"]:
+        function = call.get("function", call)
+        if isinstance(inner := parsed(function.get("arguments")), dict):
+            function["arguments"] = inner
+    return message
+
+
+def _with_json(message: Message) -> Message:
+    """Turn arguments of calls that are objects into JSON text."""
+    if not message.get("tool_calls"):
+        return message
+    message = json.loads(json.dumps(message))
+    for call in message["tool_calls"]:
+        function = call.get("function", call)
+        if isinstance(function.get("arguments"), dict):
+            function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
+    return message
+
+
+def _reasoning_as(name: str) -> Change:
+    def change(message: Message) -> Message:
+        given = next((message[key] for key in REASONING if key in message), None)
+        rest = {key: value for key, value in message.items() if key not in REASONING}
+        return message if given is None else {**rest, name: given}
+
+    return change
+
+
+def _role_as(role: str, other: str) -> Change:
+    return lambda message: {**message, "role": other} if message["role"] == role else message
+
+
+def _with_content(message: Message) -> Message:
+    return {"content": "", **message}
+
+
+_REFUSED = (-2, "")
+"""Stands for all texts of a conversation that the template refuses."""
+_CHANGES: tuple[Change, ...] = (
+    _joined,
+    _parted,
+    _with_objects,
+    _with_json,
+    *map(_reasoning_as, REASONING),
+    _role_as("developer", "system"),
+    _role_as("function", "tool"),
+    _role_as("ipython", "tool"),
+    _with_content,
+)
+"""Other forms of the same messages, which are tried in this order where a text would not appear."""
+
+
+@dataclass
+class Form:
+    """What a template makes of one kind of conversation."""
+
+    changes: list[Change]
+    """What messages are put through."""
+    missing: list[tuple[int, str]]
+    """Messages and fields whose text does not appear; of a negative number, an argument of the template."""
+    is_whole: bool
+    """Whether all texts appear in one rendering, not only in those that end with their own turn."""
+    marks_answers: bool
+    """Whether the template marks tokens of the assistant, and only of the assistant."""
 
 
 class ChatTemplate:
-    """A tokenizer's chat template.
+    """A chat template.
 
     Args:
-        tokenizer: the tokenizer; without a template, every conversation is refused.
+        source: the tokenizer or processor whose template it is; without one, every conversation is refused.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, source: PreTrainedTokenizerBase | ProcessorMixin) -> None:
+        self._source: Any = source
+        self._tokenizer: Any = getattr(source, "tokenizer", source)
+        self._forms: dict[bytes, Form] = {}
 
-    def marks_answers(self, chat: Chat) -> bool:
-        """Return whether the template itself marks the tokens that the assistant generates."""
-        if not self._tokenizer.is_fast:  # only fast ones know which characters a token comes from
-            return False
-        return bool(_GENERATION_MARK.search(self._source(chat)))
+    @cached_property
+    def writes_alpaca(self) -> bool:
+        """Whether instructions become Alpaca's texts: there is no template, or it is the one of that name."""
+        template = self._source.chat_template
+        return template is None or template == preset_files("chat_templates", ".jinja")["alpaca"].read_text()
 
-    def render(self, chat: Chat, stop: int | None = None, *, ask: bool = False) -> list[int]:
-        """Return the token ids of the first ``stop`` messages; with ``ask``, also the prompt for an answer."""
-        messages = chat.messages[:stop]
-        if not messages:
-            return []
-        out: Any = self._tokenizer.apply_chat_template(
-            messages, add_generation_prompt=ask, return_dict=True, **chat.options
+    def render(self, messages: list[Message], options: dict[str, Any], *, ask: bool = False) -> list[int]:
+        """Return the token ids of messages; with ``ask``, also the prompt for an answer."""
+        out = self._source.apply_chat_template(
+            messages, tokenize=True, add_generation_prompt=ask, return_dict=True, **options
         )
         return list(out["input_ids"])
 
-    def render_marked(self, chat: Chat, stop: int | None = None) -> tuple[list[int], list[bool]]:
-        """Return the token ids of the first ``stop`` messages, and for each whether the template marks it."""
-        out: Any = self._tokenizer.apply_chat_template(
-            chat.messages[:stop], return_dict=True, return_assistant_tokens_mask=True, **chat.options
+    def render_marked(self, messages: list[Message], options: dict[str, Any]) -> tuple[list[int], list[bool]]:
+        """Return the token ids of messages, and for each whether the template marks it as the assistant's."""
+        out = self._source.apply_chat_template(
+            messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True, **options
         )
         return list(out["input_ids"]), [bool(bit) for bit in out["assistant_masks"]]
 
-    def adapted(self, chat: Chat) -> Chat:
-        """Return ``chat`` in the form that this template takes.
+    def checked(self, chat: Chat, drop_unseen: Tally | None) -> tuple[Chat | None, Form]:
+        """Return a conversation in the form that the template takes, and what is known about that form.
 
-        Content of several texts becomes one text where the template would write a Python list, and a call's arguments
-        an object where it would put JSON into a string of JSON.
+        Args:
+            chat: the conversation.
+            drop_unseen: counts it, and None is returned, where a text appears in no rendering; None: it is an error.
 
         Raises:
-            UserError: there is no template, or it drops a part of the conversation.
+            UserError: there is no template, or it leaves text out.
         """
-        if self._tokenizer.chat_template is None:
+        if self._source.chat_template is None and self._tokenizer.chat_template is None:
             raise UserError(
                 f"{chat.where} is a conversation, but the tokenizer has no chat template. Give one with "
                 "--chat-template (chatml, llama-3, ... or a file), or records with text or with prompt and completion "
                 "strings."
             )
-        messages = chat.messages
-        if any(isinstance(message.get("content"), list) for message in messages):
-            chat = self._with_text(chat)
-        if any(message.get("tool_calls") for message in messages):
-            chat = self._with_calls(chat)
-        for name in chat.options:
-            self._check_option(chat, name)
-        return chat
+        parts = [part for one in chat.messages if isinstance(one.get("content"), list) for part in one["content"]]
+        if self._source is self._tokenizer and (other := [part for part in parts if part["type"] != "text"]):
+            raise UserError(f"{chat.where}: content has a part {str(other[0])[:80]}, and a tokenizer takes text only.")
+        kind = replace(chat, messages=_marked(chat.messages))
+        key = hashlib.blake2b(json.dumps([kind.messages, chat.options], default=str).encode()).digest()
+        form = self._forms.get(key)
+        if form is None:
+            if len(self._forms) >= _KINDS_KEPT:
+                self._forms.clear()
+            form = self._forms[key] = self._form(kind)
+        chat, missing = replace(chat, messages=_changed(chat.messages, form.changes)), form.missing
+        if not missing:
+            missing, is_whole = self._missing(chat)
+            missing, form = [one for one in missing if _REFUSED not in missing], replace(form, is_whole=is_whole)
+        if not missing:
+            return chat, form
+        if drop_unseen is None:
+            raise UserError(
+                f"{chat.where}: the chat template leaves out {self._named(chat, *missing[0])}. Use the tokenizer of a "
+                "model whose template shows it, take it out of the data, or leave out such records with --drop-unseen."
+            )
+        drop_unseen.add(0, chat.where)
+        return None, form
 
-    def _source(self, chat: Chat) -> str:
-        return str(self._tokenizer.get_chat_template(tools=chat.options.get("tools")))
+    @staticmethod
+    def _named(chat: Chat, number: int, field: str) -> str:
+        if number < 0:
+            return field
+        message = chat.messages[number]
+        text = next((text for name, text in texts_of(message) if name == field), "")
+        return f"{field!r} of turn {number + 1} ({message['role']}): {' '.join(text.split())[:60]!r}"
 
-    def _text(self, chat: Chat) -> str | None:
+    def _form(self, chat: Chat) -> Form:
+        """Find the form of one kind of conversation, whose texts are marks."""
+        changes: list[Change] = []
+        missing, is_whole = self._missing(chat)
+        for change in _CHANGES if missing else ():
+            other = replace(chat, messages=_changed(chat.messages, [change]))
+            if other.messages == chat.messages:
+                continue
+            still, still_whole = self._missing(other)
+            if len(still) < len(missing):
+                chat, missing, is_whole = other, still, still_whole
+                changes.append(change)
+        if _REFUSED in missing:  # rendering it says why
+            return Form(changes, [], False, False)
+        return Form(changes, [*missing, *self._unread(chat)], is_whole, self._marks_answers(chat))
+
+    def _text(self, messages: list[Message], options: dict[str, Any]) -> str | None:
         """Return the text that the template writes; None if it refuses."""
         try:
-            return str(self._tokenizer.apply_chat_template(chat.messages, tokenize=False, **chat.options))
+            return str(self._source.apply_chat_template(messages, tokenize=False, **options))
         except Exception:  # templates raise any exception
             return None
 
-    def _with_text(self, chat: Chat) -> Chat:
-        """Join content of several texts, if need be."""
-        contents = [message["content"] for message in chat.messages if isinstance(message.get("content"), list)]
-        written = self._text(chat)
-        if written is not None and not any(str(content) in written for content in contents if content):
-            return chat
-        for part in (part for content in contents for part in content):
-            if (
-                not isinstance(part, dict)
-                or part.get("type", "text") != "text"
-                or not isinstance(part.get("text"), str)
-            ):
-                raise UserError(
-                    f"{chat.where}: content has a part {str(part)[:80]}, and the tokenizer's chat template takes text "
-                    'only: write the text as a string, or as parts {"type": "text", "text": ...}.'
-                )
-        return _changed(chat, _with_joined_texts)
+    def _missing(self, chat: Chat) -> tuple[list[tuple[int, str]], bool]:
+        """Return the messages and fields whose text does not appear, and whether one rendering has all others.
 
-    def _with_calls(self, chat: Chat) -> Chat:
-        """Turn arguments of calls into objects, if need be.
-
-        Raises:
-            UserError: the template leaves calls out.
+        What the assistant thought may be there only until other turns follow.
         """
-        written = self._text(chat)
-        if written is None:
-            other = _changed(chat, _with_parsed_arguments)
-            return other if self._text(other) is not None else chat  # which it refuses later, with its own message
-        without = _changed(chat, lambda message: {k: v for k, v in message.items() if k != "tool_calls"})
-        if self._text(without) == written:
-            raise UserError(
-                f"{chat.where}: the assistant calls tools, and the tokenizer's chat template leaves tool_calls out. "
-                "Use the tokenizer of a model that calls tools, or write the call as content."
-            )
-        texts = [text for message in chat.messages for text in _argument_texts(message)]
-        if any(json.dumps(text, ensure_ascii=False) in written for text in texts):
-            return _changed(chat, _with_parsed_arguments)
-        return chat
+        texts = [(number, *text) for number, message in enumerate(chat.messages) for text in texts_of(message)]
+        whole = self._text(chat.messages, chat.options)
+        if whole is None:
+            return [(number, name) for number, name, _ in texts] + [_REFUSED], False
+        missing = [(n, "content or tool_calls") for n, one in enumerate(chat.messages) if _is_garbled(one, whole)]
+        late = [(number, name, text) for number, name, text in texts if not _appears(text, whole)]
+        for number, name, text in late:
+            alone = None
+            if chat.messages[number]["role"] == "assistant":
+                alone = self._text(chat.messages[: number + 1], chat.options)
+            if alone is None or not _appears(text, alone):
+                missing.append((number, name))
+        return missing, not late
 
-    def _check_option(self, chat: Chat, name: str) -> None:
-        """Refuse an option that the template does not read."""
-        if name in ("tools", "documents"):
-            written = self._text(chat)  # None: it refuses, and says why when it is rendered
-            rest = {key: value for key, value in chat.options.items() if key != name}
-            read = written is None or written != self._text(replace(chat, options=rest))
-        else:  # a switch may well make no difference to one conversation
-            read = bool(re.search(rf"\b{re.escape(name)}\b", self._source(chat)))
-        if not read:
-            raise UserError(
-                f"{chat.where} has {name}, and the tokenizer's chat template leaves them out: the model would never "
-                f"see them. Use the tokenizer of a model whose template takes {name}, or take {name} out of the data."
-            )
+    def _unread(self, chat: Chat) -> Iterator[tuple[int, str]]:
+        """Yield the arguments that the template does not read."""
+        written = self._text(chat.messages, chat.options)
+        for name in chat.options:
+            if name in ("tools", "documents"):
+                rest = {key: value for key, value in chat.options.items() if key != name}
+                is_read = written is None or written != self._text(chat.messages, rest)
+            else:  # a switch may well make no difference to one conversation
+                is_read = bool(re.search(rf"\b{re.escape(name)}\b", self._program(chat.options)))
+            if not is_read:
+                yield -1, name
+
+    def _program(self, options: dict[str, Any]) -> str:
+        if self._source is self._tokenizer:
+            return str(self._tokenizer.get_chat_template(tools=options.get("tools")))
+        return str(self._source.chat_template or self._tokenizer.chat_template)
+
+    def _marks_answers(self, chat: Chat) -> bool:
+        """Return whether the template marks the assistant's tokens, and none of others."""
+        # Only fast tokenizers know which characters a token comes from.
+        if self._source is not self._tokenizer or not self._tokenizer.is_fast:
+            return False
+        if not _GENERATION_MARK.search(self._program(chat.options)):
+            return False
+        try:
+            ids, marked = self.render_marked(chat.messages, chat.options)
+        except Exception:  # a template that refuses this; rendering it says why
+            return False
+        trained = str(self._tokenizer.decode([token for token, mark in zip(ids, marked, strict=True) if mark]))
+        others = [message for message in chat.messages if message["role"] != "assistant"]
+        return not any(text in trained for message in others for _, text in texts_of(message))
 
 
-def _changed(chat: Chat, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Chat:
-    return replace(chat, messages=[change(message) for message in chat.messages])
+def _marked(messages: list[Message]) -> list[Message]:
+    """Return messages with a mark of its own in place of each text; a tool's name has the same one wherever it is."""
+    names: dict[str, str] = {}
+    number = 0
+
+    def mark(field: str, text: str) -> str:
+        nonlocal number
+        if not text.strip():
+            return text
+        number += 1
+        made = f"qz{number}zq"
+        return names.setdefault(text, made) if field == "tool_calls" else made
+
+    marked = [_map_texts(message, mark) for message in messages]
+    return [{**one, "name": names.get(one["name"], one["name"])} if "name" in one else one for one in marked]
 
 
-def _with_joined_texts(message: dict[str, Any]) -> dict[str, Any]:
+def _changed(messages: list[Message], changes: list[Change]) -> list[Message]:
+    for change in changes:
+        messages = [change(message) for message in messages]
+    return messages
+
+
+def _appears(text: str, written: str) -> bool:
+    """Return whether a text is in what a template writes, white space at its ends apart, or as JSON has it."""
+    text = text.strip()
+    if text in written or any(json.dumps(text, ensure_ascii=kind)[1:-1] in written for kind in (False, True)):
+        return True
+    return "".join(text.split()) in "".join(written.split())
+
+
+def _is_garbled(message: Message, written: str) -> bool:
+    """Return whether a list was written as Python or JSON writes it, or JSON text within a string of JSON."""
     content = message.get("content")
-    return message | {"content": "".join(part["text"] for part in content)} if isinstance(content, list) else message
-
-
-def _functions(message: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the functions that a message calls in the usual format."""
-    calls = message.get("tool_calls")
-    found = [call.get("function", call) for call in calls if isinstance(call, dict)] if isinstance(calls, list) else []
-    return [function for function in found if isinstance(function, dict)]
-
-
-def _argument_texts(message: dict[str, Any]) -> list[str]:
-    """Return arguments that are JSON objects in a string, as in OpenAI's format."""
-    texts = [function.get("arguments") for function in _functions(message)]
-    return [text for text in texts if isinstance(text, str) and isinstance(_parsed(text), dict)]
-
-
-def _with_parsed_arguments(message: dict[str, Any]) -> dict[str, Any]:
-    if not _argument_texts(message):
-        return message
-    message = json.loads(json.dumps(message))
-    for function in _functions(message):
-        if isinstance(function.get("arguments"), str) and isinstance(_parsed(function["arguments"]), dict):
-            function["arguments"] = _parsed(function["arguments"])
-    return message
-
-
-def _parsed(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError:
-        return None
+    if isinstance(content, list) and content and (str(content) in written or json.dumps(content) in written):
+        return True
+    arguments = [call.get("function", call).get("arguments") for call in message.get("tool_calls") or ()]
+    texts = [text for text in arguments if isinstance(text, str) and isinstance(parsed(text), dict)]
+    return any(json.dumps(text, ensure_ascii=False) in written for text in texts)

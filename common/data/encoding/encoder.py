@@ -1,17 +1,18 @@
 """Encode examples as token ids, and find which of them carry loss.
 
-Every document ends with EOS, which is trained on; it starts with BOS where the tokenizer adds one by default. The end
-of a prompt is found by tokenizing the prompt alone and with its completion, and taking the common prefix, so that the
-ids are those of the whole text.
+A text begins with BOS where the tokenizer adds one by default, and ends with EOS, which is trained on; neither is added
+where the text has it already. A conversation is what its chat template renders, with nothing added. The end of a prompt
+is found by tokenizing the prompt alone and with its completion, and taking the common prefix, so that the ids are those
+of the whole text.
 """
 
 from collections.abc import Iterable, Iterator
-from itertools import takewhile
 from typing import NamedTuple
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from common.data.encoding.answers import AnswerFinder, common_prefix
 from common.data.encoding.chat_template import ChatTemplate
 from common.data.encoding.fitting import RowFitter, TokenizedAnswer, run_ends
 from common.data.shapes import Chat, Example, PlainText
@@ -19,6 +20,7 @@ from common.errors import UserError
 
 _BATCH_EXAMPLES = 256
 _BATCH_CHARACTERS = 1 << 20  # an encoding takes some hundred bytes per token
+_CONTEXT_CHARACTERS = 256
 
 
 class EncodedSegment(NamedTuple):
@@ -38,23 +40,48 @@ class Encoder:
     Args:
         tokenizer: the checkpoint's tokenizer.
         fitting: makes records with a prompt fit into rows, and counts them; None: they stay as they are.
+        vocab_size: number of tokens that the model knows; None: all that the tokenizer has.
+        every_token: whether all tokens carry loss: each record is one document, which continues in the next row.
+        is_alone: whether each record has a row to itself, so that texts without a prompt are made to fit as well, and
+            empty answers are not left out.
+        drop_unseen: whether conversations with text that the template leaves out are counted and left out.
 
     Raises:
-        UserError: (while encoding) a conversation, but no chat template or one that refuses it.
+        UserError: (while encoding) a conversation, but no chat template, or one that refuses it or leaves text out.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, fitting: RowFitter | None = None) -> None:
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        fitting: RowFitter | None = None,
+        *,
+        vocab_size: int | None = None,
+        every_token: bool = False,
+        is_alone: bool = False,
+        drop_unseen: bool = False,
+    ) -> None:
         self.tokenizer = tokenizer
         self.fitting = fitting or RowFitter()
         self.eos: int | None = tokenizer.eos_token_id
+        self._vocab_size, self._every_token, self._is_alone = vocab_size, every_token, is_alone
+        self._drop_unseen = drop_unseen
         self._prefix = self._default_prefix()
         self._template = ChatTemplate(tokenizer)
+        self._finder = AnswerFinder(self._template.render)
+        self._context = ""
 
     def encode(self, examples: Iterable[Example]) -> Iterator[EncodedSegment]:
         """Encode documents in the order of ``examples``; texts are tokenized in batches of bounded size."""
         batch: list[PlainText] = []
         characters = 0
         for example in examples:
+            if example.is_empty and not self._is_alone:  # of items, what may be empty depends on their kind
+                self.fitting.empty.add(0, example.where)
+                continue
+            if isinstance(example, Chat) and example.plain is not None:
+                plain = self._template.writes_alpaca
+                (self.fitting.alpaca if plain else self.fitting.turns).add(0, example.where)
+                example = example.plain if plain else example
             if isinstance(example, Chat):
                 yield from self._encode_texts(batch)
                 batch, characters = [], 0
@@ -77,37 +104,62 @@ class Encoder:
         # Not verbose: documents longer than the model's context are cut later, which is no news.
         return list(self.tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]) if texts else []
 
+    def _tokenize_segments(self, batch: list[PlainText]) -> list[list[int]]:
+        """Tokenize whole texts; one that continues another is read behind the end of that one, as in the whole."""
+        contexts = []
+        for example in batch:
+            contexts.append("" if example.begins else self._context)
+            self._context = example.completion[-_CONTEXT_CHARACTERS:]
+        texts = [example.prompt + example.completion for example in batch]
+        whole = self._tokenize([context + text for context, text in zip(contexts, texts, strict=True)])
+        known = self._tokenize(contexts) if any(contexts) else [[]] * len(batch)
+        return [ids[common_prefix(before, ids) :] for ids, before in zip(whole, known, strict=True)]
+
     def _encode_texts(self, batch: list[PlainText]) -> Iterator[EncodedSegment]:
-        whole = self._tokenize([example.prompt + example.completion for example in batch])
+        whole = self._tokenize_segments(batch)
         prompts = iter(self._tokenize([example.prompt for example in batch if example.prompt]))
         for example, ids in zip(batch, whole, strict=True):
-            untrained = _common_prefix(next(prompts), ids) if example.prompt else 0
+            untrained = common_prefix(next(prompts), ids) if example.prompt else 0
             trained = [False] * untrained + [True] * (len(ids) - untrained)
-            if example.begins:
-                ids, trained = self._prefix + ids, [not example.prompt] * len(self._prefix) + trained
-            if example.ends:
-                ids, trained = self._closed(ids, trained, trained_end=True)
-            if not example.prompt:  # a text goes on in the next row
-                yield _encoded(ids, trained, example.ends)
-                continue
-            for part in self.fitting.fit([TokenizedAnswer(ids, trained)], example.where):
-                yield _encoded(part.ids, part.trained)
+            prefix = self._prefix if example.begins and ids[: len(self._prefix)] != self._prefix else []
+            ids, trained = prefix + ids, [not example.prompt] * len(prefix) + trained
+            if example.ends and not self._is_closed(ids, untrained + len(prefix)):
+                ids, trained = [*ids, self.eos], [*trained, True]  # type: ignore[list-item]
+            continues = self._every_token or not (example.prompt or self._is_alone)
+            yield from self._fitted([TokenizedAnswer(ids, trained)], example.where, continues, example.ends)
 
-    def _closed(self, ids: list[int], trained: list[bool], *, trained_end: bool) -> tuple[list[int], list[bool]]:
-        """Append EOS, unless it is there."""
-        if self.eos is None or self._is_closed(ids):
-            return ids, trained
-        return [*ids, self.eos], [*trained, trained_end]
+    def encode_classified(self, text: PlainText) -> Iterator[EncodedSegment]:
+        """Encode a text for a classifier, with what the tokenizer puts around texts by default, and without loss."""
+        ids = list(self.tokenizer(text.completion, verbose=False)["input_ids"])
+        count = len(self._prefix)
+        if ids[count : 2 * count] == self._prefix:  # the text has it already
+            ids = ids[count:]
+        for part in self._fitted([TokenizedAnswer(ids, [True] * len(ids))], text.where, len(ids) == 1):
+            yield part._replace(trained=np.zeros(len(part.ids), dtype=bool))
 
-    def _is_closed(self, ids: list[int]) -> bool:
-        """Return whether the last token is EOS, or is white space behind EOS, as at the end of many chat templates."""
-        if len(ids) > 1 and ids[-2] == self.eos and not str(self.tokenizer.decode(ids[-1:])).strip():
-            return True
-        return bool(ids) and ids[-1] == self.eos
+    def _is_closed(self, ids: list[int], start: int) -> bool:
+        """Return whether a completion ends with EOS, white space apart, or there is no EOS to add."""
+        ends = [place for place in (len(ids) - 1, len(ids) - 2) if place >= start and ids[place] == self.eos]
+        return self.eos is None or any(not str(self.tokenizer.decode(ids[end + 1 :])).strip() for end in ends)
+
+    def _fitted(
+        self, parts: list[TokenizedAnswer], where: str, continues: bool, ends: bool = True
+    ) -> Iterator[EncodedSegment]:
+        """Yield what of a record goes into rows; one that ``continues`` in the next row goes there as it is."""
+        if self._vocab_size is not None and (most := max((max(part.ids, default=0) for part in parts), default=0)):
+            if most >= self._vocab_size:
+                raise UserError(
+                    f"{where}: {self.tokenizer.convert_ids_to_tokens(most)!r} is token {most}, and the model knows "
+                    f"{self._vocab_size:,} tokens: the tokenizer is another model's, or its new tokens are not in the "
+                    "model's embeddings yet."
+                )
+        for part in parts if continues else self.fitting.fit(parts, where):
+            trained = np.ones(len(part.ids), bool) if self._every_token else np.array(part.trained, dtype=bool)
+            yield EncodedSegment(np.array(part.ids, dtype=np.uint32), trained, ends)
 
     def _encode_chat(self, chat: Chat) -> Iterator[EncodedSegment]:
         try:
-            parts = self._parts(self._template.adapted(chat))
+            parts = self._parts(chat)
         except UserError:
             raise
         except Exception as error:  # templates are programs: they raise whatever they like
@@ -115,8 +167,8 @@ class Encoder:
                 f"{chat.where}: the tokenizer's chat template refuses this conversation "
                 f"(roles {', '.join(str(message.get('role')) for message in chat.messages)}): {error}"
             ) from error
-        for part in self.fitting.fit(parts, chat.where):
-            yield _encoded(part.ids, part.trained)
+        if parts:
+            yield from self._fitted(parts, chat.where, self._every_token)
 
     def _parts(self, chat: Chat) -> list[TokenizedAnswer]:
         """Return the conversation as one document; or as one for each answer, each as the model will see it.
@@ -124,57 +176,40 @@ class Encoder:
         The latter is for templates that render a turn differently once others follow (Qwen3 drops earlier reasoning)
         and do not mark the assistant's tokens themselves.
         """
+        seen, form = self._template.checked(chat, self.fitting.unseen if self._drop_unseen else None)
+        if seen is None:
+            return []
+        chat = seen
         wanted = chat.answers
-        ids, trained = self._render(chat)
-        if chat.prompt_messages is not None:
-            start = _common_prefix(self._template.render(chat, chat.prompt_messages, ask=True), ids)
-            trained = [place >= start for place in range(len(ids))]
+        marks = form.marks_answers and chat.prompt_messages is None
+        ids, trained = self._render(chat, marks)
+        if self._every_token or not wanted:
+            return [TokenizedAnswer(ids, [False] * len(ids))]
         turns_decide = trained is None or bool(chat.untrained)
-        spans = self._spans(chat, ids, wanted) if turns_decide or self.fitting.is_long(len(ids) + 1) else None
-        if turns_decide:
-            if spans is None:
-                return [self._answer(chat, turn) for turn in wanted]
+        spans = None
+        if form.is_whole and (turns_decide or self.fitting.is_long(len(ids))):
+            spans = self._finder.spans(chat, ids, wanted)
+        if not form.is_whole or (turns_decide and spans is None):
+            return [self._answer(chat, turn, marks) for turn in wanted]
+        if spans is not None and turns_decide:
             in_turns = _within(spans, len(ids))
             trained = in_turns if trained is None else [a and b for a, b in zip(trained, in_turns, strict=True)]
         assert trained is not None
         ends = run_ends(trained) if spans is None else tuple(stop for _, stop in spans)
-        return [TokenizedAnswer(*self._closed(ids, trained, trained_end=len(chat.messages) - 1 in wanted), ends)]
+        return [TokenizedAnswer(ids, trained, ends)]
 
-    def _render(self, chat: Chat, stop: int | None = None) -> tuple[list[int], list[bool] | None]:
+    def _render(self, chat: Chat, marks: bool, stop: int | None = None) -> tuple[list[int], list[bool] | None]:
         """Return token ids, and which of them the template marks as the assistant's; None if it marks none."""
-        if chat.prompt_messages is None and self._template.marks_answers(chat):
-            return self._template.render_marked(chat, stop)
-        return self._template.render(chat, stop), None
+        messages = chat.messages[:stop]
+        if marks:
+            return self._template.render_marked(messages, chat.options)
+        return self._template.render(messages, chat.options), None
 
-    def _spans(self, chat: Chat, whole: list[int], turns: list[int]) -> list[tuple[int, int]] | None:
-        """Find where in ``whole`` some turns are, by rendering growing prefixes of the conversation.
-
-        Returns:
-            None if a turn is rendered differently once others follow.
-        """
-        spans = []
-        for turn in turns:
-            after = whole if turn + 1 == len(chat.messages) else self._template.render(chat, turn + 1)
-            if whole[: len(after)] != after:
-                return None
-            spans.append((self._start(chat, turn, after), len(after)))
-        return spans
-
-    def _answer(self, chat: Chat, turn: int) -> TokenizedAnswer:
+    def _answer(self, chat: Chat, turn: int, marks: bool) -> TokenizedAnswer:
         """Return the conversation up to a turn, with loss on that one."""
-        ids, marked = self._render(chat, turn + 1)
-        start = self._start(chat, turn, ids)
-        trained = [place >= start and (marked is None or marked[place]) for place in range(len(ids))]
-        return TokenizedAnswer(*self._closed(ids, trained, trained_end=True))
-
-    def _start(self, chat: Chat, turn: int, ids: list[int]) -> int:
-        """Find where the last turn in ``ids`` begins, behind the prompt for an answer."""
-        ask = chat.messages[turn]["role"] == "assistant"
-        return _common_prefix(self._template.render(chat, turn, ask=ask), ids)
-
-
-def _encoded(ids: list[int], trained: list[bool], ends: bool = True) -> EncodedSegment:
-    return EncodedSegment(np.array(ids, dtype=np.uint32), np.array(trained, dtype=bool), ends)
+        ids, marked = self._render(chat, marks, turn + 1)
+        start = self._finder.start(chat, turn, ids)
+        return TokenizedAnswer(ids, [at >= start and (marked is None or marked[at]) for at in range(len(ids))])
 
 
 def _within(spans: list[tuple[int, int]], length: int) -> list[bool]:
@@ -182,7 +217,3 @@ def _within(spans: list[tuple[int, int]], length: int) -> list[bool]:
     for start, stop in spans:
         trained[start:stop] = [True] * (stop - start)
     return trained
-
-
-def _common_prefix(left: list[int], right: list[int]) -> int:
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(left, right, strict=False)))

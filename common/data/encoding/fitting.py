@@ -5,11 +5,11 @@ long conversation keeps its beginning, the system prompt among it, up to the las
 even the first does, that one is cut at the end of the row, as a completion is, and nothing says that it ends there.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import groupby
 from typing import NamedTuple
 
-from common.data.counts import Tally
+from common.data.counts import Tallies
 
 
 class TokenizedAnswer(NamedTuple):
@@ -32,7 +32,7 @@ class TokenizedAnswer(NamedTuple):
 
 
 @dataclass
-class RowFitter:
+class RowFitter(Tallies):
     """Makes records fit into rows, and counts those that do not.
 
     Args:
@@ -42,12 +42,6 @@ class RowFitter:
 
     seq_len: int | None = None
     truncate: bool = True
-    cut: Tally = field(default_factory=Tally)
-    left_out: Tally = field(default_factory=Tally)
-    """Records that are too long, and not to be cut, or without any answer that begins within the row."""
-    untrained: Tally = field(default_factory=Tally)
-    """Records without any answer to train on, however long the row."""
-
     def is_long(self, tokens: int) -> bool:
         """Return whether so many tokens are more than a row takes."""
         return self.seq_len is not None and tokens > self.seq_len

@@ -34,7 +34,7 @@ from common.store.errors import described
 from common.store.lock import DirectoryLock
 from common.units import format_count
 
-_FORMAT_VERSION = 1
+_FORMAT_VERSION = 2
 _SUM = 9  # bytes of a line's checksum and the space behind it
 
 
@@ -190,7 +190,7 @@ def _cache_key(files: list[Path], config: DataConfig, processor: ProcessorMixin)
     identity = [tokenizer_identity(processor.tokenizer), processor_identity(processor)]
     return hashlib.sha256(
         json.dumps(
-            [_FORMAT_VERSION, config.seq_len, config.truncate, file_states(files), identity, *config.selection.identity]
+            [_FORMAT_VERSION, config.seq_len, config.truncate, file_states(files), identity, *config.identity]
         ).encode()
     ).hexdigest()[:16]
 
@@ -203,11 +203,10 @@ def _build(path: Path, files: list[Path], config: DataConfig, encoder: ImageEnco
             records = config.selection.of(
                 (str(file), record) for file in files for record in read_records(file, scratch)
             )
-            rows = _rows(records, encoder, seq_len if config.truncate else None)
-            header, sizes = _write_rows(rows, seq_len, out)
+            header = _Header()
+            sizes = _write_rows(_rows(records, encoder, config, header), header, seq_len, out)
         if not header.rows:
-            is_empty = not (header.left_out.records or header.untrained.records)
-            raise UserError(nothing_to_train(files, is_empty, header.changes(seq_len, config.truncate)))
+            raise UserError(nothing_to_train(files, header, header.changes(seq_len, config.truncate)))
         first = _line(asdict(header))
         starts = len(first) + np.cumsum([0, *sizes[:-1]], dtype=np.int64)
         with described("writing", path), file_when_complete(path) as whole, lines.open("rb") as written:
@@ -218,9 +217,9 @@ def _build(path: Path, files: list[Path], config: DataConfig, encoder: ImageEnco
         lines.unlink(missing_ok=True)
 
 
-def _write_rows(rows: Iterator[ImageRow], seq_len: int, out: BinaryIO) -> tuple[_Header, list[int]]:
-    """Write the rows that can be trained on, a line each; return their counts and the lines' lengths."""
-    header, digest, sizes = _Header(), hashlib.blake2b(digest_size=8), []
+def _write_rows(rows: Iterator[ImageRow], header: _Header, seq_len: int, out: BinaryIO) -> list[int]:
+    """Write the rows that can be trained on, a line each, and count them; return the lines' lengths."""
+    digest, sizes = hashlib.blake2b(digest_size=8), []
     for row in rows:
         if row.tokens > seq_len:
             header.left_out.add(row.tokens, row.where)
@@ -233,22 +232,33 @@ def _write_rows(rows: Iterator[ImageRow], seq_len: int, out: BinaryIO) -> tuple[
             header.tokens += row.tokens
             header.trainable_tokens += row.trained_tokens
             header.longest = max(header.longest, row.tokens)
-            header.images += sum(part["type"] == "image" for one in row.messages for part in one["content"])
+            header.images += sum(map(_count_images, row.messages))
             line = _line(asdict(row))
             digest.update(line)
             sizes.append(out.write(line))
     header.digest = digest.hexdigest()
-    return header, sizes
+    return sizes
 
 
-def _rows(records: Iterator[tuple[str, DataRecord]], encoder: ImageEncoder, limit: int | None) -> Iterator[ImageRow]:
+def _count_images(message: dict[str, Any]) -> int:
+    content = message.get("content")
+    return sum(part["type"] == "image" for part in content) if isinstance(content, list) else 0
+
+
+def _rows(
+    records: Iterator[tuple[str, DataRecord]], encoder: ImageEncoder, config: DataConfig, header: _Header
+) -> Iterator[ImageRow]:
+    limit = config.seq_len if config.truncate else None
     for file, (values, place) in records:
         where = f"{file}, {place}"
         record = DataRecord(with_images(values, where, Path(file).parent), place)
         for example in examples_of_records([record], file):
+            if example.is_empty:
+                header.empty.add(0, where)
+                continue
             if not isinstance(example, Chat):
                 raise UserError(f"{where} is no conversation: beside images, there are only conversations.")
-            yield from encoder.rows(example, limit)
+            yield from encoder.rows(example, limit, header.unseen if config.drop_unseen else None)
 
 
 def _line(content: dict[str, Any]) -> bytes:

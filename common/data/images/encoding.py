@@ -2,13 +2,15 @@
 
 import json
 from dataclasses import dataclass, replace
-from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import ProcessorMixin
 
+from common.data.counts import Tally
+from common.data.encoding.answers import AnswerFinder
+from common.data.encoding.chat_template import ChatTemplate
 from common.data.shapes import Chat
 from common.errors import FinetuneError, UserError
 
@@ -69,8 +71,9 @@ class ImageEncoder:
 
     def __init__(self, processor: ProcessorMixin) -> None:
         self._processor = processor
+        self._template = ChatTemplate(processor)
 
-    def rows(self, chat: Chat, limit: int | None = None) -> list[ImageRow]:
+    def rows(self, chat: Chat, limit: int | None = None, drop_unseen: Tally | None = None) -> list[ImageRow]:
         """Return the rows of a conversation, one as a rule, with the tokens that carry loss.
 
         Some templates render a turn differently once others follow. Such a conversation becomes one row per answer,
@@ -79,29 +82,34 @@ class ImageEncoder:
         Args:
             chat: the conversation, whose contents are lists of parts.
             limit: number of tokens; a longer conversation ends behind the last answer within them, if there is one.
+            drop_unseen: counts conversations with text that the template leaves out; None: they are an error.
 
         Raises:
-            UserError: an image cannot be read, or the template refuses the conversation.
+            UserError: an image cannot be read, or the template refuses the conversation, or leaves text out.
         """
-        messages = self._opened(chat.messages, chat.where)
-        whole = self._ids(messages, chat)
-        turns = []
-        for place in chat.answers:
-            asks = messages[place]["role"] == "assistant"
-            before, after = self._ids(messages[:place], chat, asks), self._ids(messages[: place + 1], chat)
-            turns.append((place + 1, (_common_prefix(before, after), len(after)), after))
+        seen, form = self._template.checked(chat, drop_unseen)
+        if seen is None:
+            return []
+        chat = seen
+        finder = AnswerFinder(lambda messages, options, ask=False: self._ids(messages, chat, ask))
+        opened = replace(chat, messages=self._opened(chat.messages, chat.where))
+        whole = self._ids(opened.messages, chat)
 
         def row(count: int, spans: list[tuple[int, int]], tokens: int) -> ImageRow:
             return ImageRow(chat.messages[:count], spans, tokens, chat.where, chat.options)
 
-        if any(whole[: len(after)] != after for _, _, after in turns):
-            return [row(count, [span], span[1]) for count, span, _ in turns]
-        spans = [span for _, span, _ in turns]
+        spans = finder.spans(opened, whole, chat.answers) if form.is_whole else None
+        if spans is None:
+            rows = []
+            for turn in chat.answers:
+                ids = self._ids(opened.messages[: turn + 1], chat)
+                rows.append(row(turn + 1, [(finder.start(opened, turn, ids), len(ids))], len(ids)))
+            return rows
         fitting = [number for number, span in enumerate(spans) if limit is not None and span[1] <= limit]
         if limit is None or len(whole) <= limit or not fitting:
-            return [row(len(messages), spans, len(whole))]
+            return [row(len(opened.messages), spans, len(whole))]
         last = fitting[-1]
-        kept = row(turns[last][0], spans[: last + 1], spans[last][1])
+        kept = row(chat.answers[last] + 1, spans[: last + 1], spans[last][1])
         return [replace(kept, cut=len(whole) - kept.tokens)]
 
     def tensors(self, row: ImageRow) -> dict[str, torch.Tensor]:
@@ -141,7 +149,13 @@ class ImageEncoder:
 
     def _opened(self, messages: list[dict[str, Any]], where: str) -> list[dict[str, Any]]:
         """Return the messages with their images read."""
-        return [{**one, "content": [self._open(part, where) for part in one["content"]]} for one in messages]
+        opened = []
+        for message in messages:
+            content = message.get("content")
+            if isinstance(content, list):
+                message = {**message, "content": [self._open(part, where) for part in content]}
+            opened.append(message)
+        return opened
 
     @staticmethod
     def _open(part: dict[str, Any], where: str) -> dict[str, Any]:
@@ -154,6 +168,3 @@ class ImageEncoder:
         except Exception as error:  # Pillow raises many kinds
             raise UserError(f"{where}: the image {part['url'][:80]} cannot be read: {error}") from error
 
-
-def _common_prefix(left: list[int], right: list[int]) -> int:
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(left, right, strict=False)))

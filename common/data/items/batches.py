@@ -10,6 +10,7 @@ from common.data.items.shapes import margin_of
 from common.data.packed.order import draw_rows
 from common.data.packed.packing import STARTS, TRAINED, first_lengths, unpack
 from common.data.packed.token_file import TokenFile
+from common.errors import UserError
 from common.units import format_count
 
 IGNORED = -100
@@ -134,14 +135,24 @@ class AnswerBatches(ItemBatches):
     rows_per_item = 2
     what = "answers"
 
+    def __init__(self, file: TokenFile, config: DataConfig, classifies: bool = False) -> None:
+        super().__init__(file, config, classifies)
+        if min(config.batch_size, self.rows) < 2:
+            raise UserError(
+                f"kto compares each answer with another one of its batch, and a batch has {config.batch_size} of "
+                f"{self.rows:,} answers: it takes at least 2 of both (--batch-size 2)."
+            )
+
     def _batch(self, step: int) -> dict[str, torch.Tensor]:
         rows, marks = self._read(step)
-        lengths = first_lengths(rows)
+        lengths, items = first_lengths(rows), self.drawn(step)
         begins = ((rows & TRAINED) != 0).argmax(1)
         answers = [row[begin:length] for row, begin, length in zip(rows, begins, lengths, strict=True)]
         both = np.repeat(rows, 2, axis=0)
         for place, (row, begin) in enumerate(zip(both[1::2], begins, strict=True)):
-            pasted_answer(row, int(begin), answers[place - 1], self._file.header.seq_len - 1)
+            # Where an epoch ends within the batch, the neighbor may be the same answer again.
+            other = next((n for n in range(place - 1, place - len(items), -1) if items[n] != items[place]), place - 1)
+            pasted_answer(row, int(begin), answers[other], self._file.header.seq_len - 1)
         return self._named(both) | {"desirable": torch.from_numpy(marks.astype(bool))}
 
     # Each step has rows of its own, as answers meet other prompts.

@@ -13,7 +13,6 @@ from transformers import PreTrainedTokenizerBase
 from common.data.batches import DataConfig, padding_id
 from common.data.counts import nothing_to_train
 from common.data.encoding.encoder import EncodedSegment, Encoder
-from common.data.encoding.fitting import RowFitter
 from common.data.files import DataRecord, find_files, read_records, reading
 from common.data.items.batches import AnswerBatches, ClassBatches, ItemBatches, PairBatches
 from common.data.items.shapes import (
@@ -92,7 +91,7 @@ def open_items(kind: ItemKind, config: DataConfig, tokenizer: PreTrainedTokenize
     files = find_files(config.files)
     cache_dir.mkdir(parents=True, exist_ok=True)
     pad = padding_id(tokenizer) if kind.pad is None else kind.pad
-    identity = [*config.selection.identity, kind.name, pad, *kind.identity]
+    identity = [*config.identity, kind.name, pad, *kind.identity]
     key = cache_key(files, config.seq_len, tokenizer, config.truncate, packed=False, selection=identity)
     path = cache_dir / f"{kind.name}-{key}.tokens"
     unusable = contextlib.suppress(OSError, ValueError)  # not there, or damaged
@@ -102,7 +101,7 @@ def open_items(kind: ItemKind, config: DataConfig, tokenizer: PreTrainedTokenize
         with unusable:
             return kind.batches(TokenFile(path), config, kind.classifies)
         remove_unfinished(cache_dir)
-        _build(kind, path, files, config, Encoder(tokenizer, RowFitter(config.seq_len, config.truncate)), pad)
+        _build(kind, path, files, config, config.encoder(tokenizer, is_alone=True), pad)
     return_free_memory()
     return kind.batches(TokenFile(path), config, kind.classifies)
 
@@ -112,22 +111,22 @@ def _records(files: list[Path], config: DataConfig, scratch: Path) -> Records:
 
 
 def _build(kind: ItemKind, path: Path, files: list[Path], config: DataConfig, encoder: Encoder, pad: int) -> None:
-    fitting = encoder.fitting
-    header = Header(seq_len=config.seq_len + 1, files=len(files))
-    header.cut, header.left_out, header.untrained = fitting.cut, fitting.left_out, fitting.untrained
+    header = Header(seq_len=config.seq_len + 1, files=len(files), **encoder.fitting.tallies())
     with write_token_file(path, header) as out, reading(path.parent) as scratch:
         for item in kind.items(_records(files, config, scratch)):
+            if not item.examples:
+                header.empty.add(0, item.where)
+                continue
             header.documents += 1
-            rows = [_row(kind, encoder, example, config.seq_len) for example in item.examples]
-            for row in rows if all(one is not None for one in rows) else ():
+            rows = [_row(encoder, example, whole=kind.batches is ClassBatches) for example in item.examples]
+            for row in rows if None not in rows else ():
                 assert row is not None
                 header.tokens += len(row.ids)
                 header.trainable_tokens += int(row.trained.sum())
                 header.rows += 1
                 _write(out, row, item.mark, config.seq_len, pad)
         if not header.rows:
-            changes = header.changes(config.seq_len, config.truncate)
-            raise UserError(nothing_to_train(files, is_empty=not header.documents, changes=changes))
+            raise UserError(nothing_to_train(files, header, header.changes(config.seq_len, config.truncate)))
 
 
 def _write(out: TokenFileWriter, row: EncodedSegment, mark: int, seq_len: int, pad: int) -> None:
@@ -139,10 +138,25 @@ def _write(out: TokenFileWriter, row: EncodedSegment, mark: int, seq_len: int, p
         padder.add(piece)
 
 
-def _row(kind: ItemKind, encoder: Encoder, example: Example, seq_len: int) -> EncodedSegment | None:
-    """Return an example as one row; None if it does not fit into one, or teaches nothing."""
-    if isinstance(example, PlainText) and not example.prompt and kind.classifies:
-        ids = np.array(encoder.tokenizer(example.completion, verbose=False)["input_ids"][:seq_len], dtype=np.uint32)
-        return EncodedSegment(ids, np.zeros(len(ids), dtype=bool), True) if len(ids) else None
-    made = list(encoder.encode([example]))
-    return made[0] if len(made) == 1 and made[0].trained[1:].any() else None
+def _row(encoder: Encoder, example: Example, whole: bool) -> EncodedSegment | None:
+    """Return an example as one row; None if it does not fit into one, or teaches nothing.
+
+    Args:
+        encoder: tokenizes and fits it.
+        example: what becomes the row.
+        whole: whether it is a text to be classified, with the tokens that the tokenizer puts around texts.
+
+    Raises:
+        UserError: a template renders its answers only in several rows.
+    """
+    if whole:
+        assert isinstance(example, PlainText)
+        rows = list(encoder.encode_classified(example))
+    else:
+        rows = list(encoder.encode([example]))
+    if len(rows) > 1:
+        raise UserError(
+            f"{example.where}: the chat template renders earlier turns in another way once others follow, so that the "
+            "answers of this record do not fit into one row: make it one record for each answer."
+        )
+    return rows[0] if rows else None

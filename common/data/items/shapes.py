@@ -7,20 +7,17 @@ from typing import Any
 import numpy as np
 
 from common.data.files import DataRecord
-from common.data.shapes import (
-    ALPACA_PROMPT,
-    ALPACA_PROMPT_WITH_INPUT,
-    Chat,
-    Example,
-    PlainText,
-    prompt_completion,
-    shape_of,
-    string_of,
-)
+from common.data.fields import require_text
+from common.data.messages import messages_of
+from common.data.shapes import Chat, Example, PlainText, example_of, layout_of
 from common.errors import UserError, did_you_mean
 
-KNOWN_PAIRS = "prompt, chosen, rejected | instruction, chosen, rejected (and optionally input) | chosen, rejected"
-
+KNOWN_PAIRS = (
+    "prompt, chosen, rejected | messages or conversations, chosen, rejected | instruction, chosen, rejected (and "
+    "optionally input) | chosen, rejected"
+)
+_PROMPTS = ("prompt", "messages", "conversations", "instruction")
+"""Columns with a pair's prompt, of which the first that has a value counts."""
 _MARKS = ("label", "kto_tag")
 """Columns that say whether an answer is desirable: TRL's, and LLaMA-Factory's."""
 _WORDS = {"true": True, "false": False, "1": True, "0": False, "1.0": True, "0.0": False}
@@ -31,9 +28,11 @@ class Item:
     """One of what ``--batch-size`` counts."""
 
     examples: tuple[Example, ...]
-    """What becomes its rows."""
+    """What becomes its rows; none where the record has nothing to learn from."""
     mark: int = 0
     """A number of 32 bits that goes with it."""
+    where: str = ""
+    """File and line, for messages about it."""
 
 
 def margin_of(mark: np.ndarray) -> np.ndarray:
@@ -45,8 +44,8 @@ def pairs_of_records(records: Iterable[tuple[str, DataRecord]]) -> Iterator[Item
     """Return the preferred and the rejected answer of each record, each with its prompt.
 
     Both are what ``prompt`` and ``completion`` would be: texts, or conversations. Without a prompt, ``chosen`` and
-    ``rejected`` are whole conversations (or texts), and what both begin with is the prompt. Alpaca's ``instruction``
-    and ``input`` are a prompt, too. A ``margin`` says by how much the preferred answer is better.
+    ``rejected`` are whole conversations (or texts), and what both begin with is the prompt. A ``margin`` says by how
+    much the preferred answer is better. A rejected answer may be empty.
 
     Args:
         records: each with the name of its file.
@@ -56,20 +55,20 @@ def pairs_of_records(records: Iterable[tuple[str, DataRecord]]) -> Iterator[Item
     """
     for file, (values, place) in records:
         where = f"{file}, {place}"
+        values = _from_openai(values)
         if not {"chosen", "rejected"} <= set(values):
             raise UserError(
                 f"{where} has the columns {', '.join(values)}; a pair has chosen and rejected, and a prompt: "
                 f"{KNOWN_PAIRS}."
             )
-        pair = _pair(values, where)
-        if pair is not None:
-            yield Item(pair, int(np.float32(_number(values, "margin", where)).view(np.uint32)))
+        mark = int(np.float32(_number(values, "margin", where)).view(np.uint32))
+        yield Item(_pair(values, where), mark, where)
 
 
 def answers_of_records(records: Iterable[tuple[str, DataRecord]]) -> Iterator[Item]:
     """Return single answers, each with its prompt, and marked 1 if they are desirable, else 0.
 
-    A record is of any shape that has a prompt and an answer, and says in ``label`` (or ``kto_tag``) whether the answer
+    A record is of any layout that has a prompt and an answer, and says in ``label`` (or ``kto_tag``) whether the answer
     is desirable; of a conversation, the last message is the answer. A pair is two records: its preferred answer is
     desirable, and the rejected one is not.
 
@@ -81,26 +80,32 @@ def answers_of_records(records: Iterable[tuple[str, DataRecord]]) -> Iterator[It
     """
     for file, (values, place) in records:
         where = f"{file}, {place}"
+        values = _from_openai(values)
         mark = next((name for name in _MARKS if values.get(name) is not None), None)
         if mark is None and {"chosen", "rejected"} <= set(values):
-            for is_desirable, answer in zip((1, 0), _pair(values, where) or (), strict=False):
-                yield Item((answer,), is_desirable)
+            pair = _pair(values, where)
+            yield from [Item((answer,), int(not rank), where) for rank, answer in enumerate(pair)] or [Item((), 0, where)]
             continue
-        given = [column for column, value in values.items() if value is not None]
-        shape = shape_of([name for name in given if name != "text"])
-        if mark is None or shape is None:
+        layout = layout_of((name for name, value in values.items() if value is not None), without="text")
+        layout = layout or layout_of(values, without="text")
+        if mark is None or layout is None:
             raise UserError(
                 f"{where} has the columns {', '.join(values)}; a labelled answer has a prompt, a completion, and a "
                 "label that is true or false: prompt, completion, label | instruction, output, kto_tag (and optionally "
                 "input) | messages, label."
             )
-        said = _WORDS.get(str(values[mark]).strip().lower())
-        if said is None:
+        desirable = _WORDS.get(str(values[mark]).strip().lower())
+        if desirable is None:
             raise UserError(f"{where}: {mark!r} must be true or false, not {values[mark]!r}.")
-        for example in shape(values, where):
-            if isinstance(example, Chat) and example.prompt_messages is None:
+        example = example_of(values, where, *layout)
+        if isinstance(example, Chat) and example.messages:
+            if (last := example.messages[-1]["role"]) != "assistant":
+                raise UserError(f"{where}: the last turn is the answer that the label is about, and it is the {last}'s.")
+            if example.prompt_messages is None:
                 example = replace(example, prompt_messages=len(example.messages) - 1)
-            yield Item((example,), int(said))
+        # That the model must not stop at once is something to learn: an undesirable answer may be empty.
+        missing = values.get(layout[1] or layout[0]) in (None, [])
+        yield Item(() if missing or (desirable and example.is_empty) else (example,), int(desirable), where)
 
 
 def labels_of_records(records: Iterable[tuple[str, DataRecord]]) -> list[str]:
@@ -132,20 +137,21 @@ def classes_of_records(records: Iterable[tuple[str, DataRecord]], classes: Mappi
     """
     for file, (values, place) in records:
         where = f"{file}, {place}"
-        label, text = _label(values, where), string_of(values, "text", where)
-        if label not in classes:
+        label, text = _label(values, where), require_text(values, "text", where)
+        # A configuration without names of its own calls its classes LABEL_0, LABEL_1, ...
+        number = classes.get(label, classes.get(f"LABEL_{label}"))
+        if number is None:
             known = ", ".join(list(classes)[:8])
             raise UserError(f"{where} has the label {label!r}; the model knows {known}.{did_you_mean(label, classes)}")
-        if text.strip():
-            yield Item((PlainText("", text, where=where),), classes[label])
+        yield Item((PlainText("", text, where=where),) if text.strip() else (), number, where)
 
 
 def _label(values: Mapping[str, Any], where: str) -> str:
     label = values.get("label")
     if "text" not in values or label is None or isinstance(label, list | dict):
         raise UserError(
-            f"{where} has the columns {', '.join(values)}; a text with its class has text and label. Columns of other "
-            "names are told with --columns: text=review label=stars."
+            f"{where} has the columns {', '.join(values)}; a text with its class has text and label. Give columns of "
+            "other names with --columns: text=review label=stars."
         )
     if isinstance(label, float) and label.is_integer():
         label = int(label)
@@ -160,31 +166,50 @@ def _number(values: Mapping[str, Any], column: str, where: str) -> float:
         raise UserError(f"{where}: {column!r} must be a number, not {value!r}.") from None
 
 
-def _pair(values: dict[str, Any], where: str) -> tuple[Example, Example] | None:
-    """Return both answers of a record, each with its prompt; None where one is empty."""
-    prompt, chosen, rejected = _prompted(values, where)
-    rest = {name: value for name, value in values.items() if name not in ("chosen", "rejected", "messages")}
-    made = [
-        list(prompt_completion({**rest, "prompt": prompt, "completion": answer}, where))
-        for answer in (chosen, rejected)
-    ]
-    return (made[0][0], made[1][0]) if all(made) else None
+def _from_openai(values: dict[str, Any]) -> dict[str, Any]:
+    """Return a record of OpenAI's preference format under the names of others."""
+    if not {"input", "preferred_output", "non_preferred_output"} <= set(values) or not isinstance(values["input"], dict):
+        return values
+    answers = {"chosen": values["preferred_output"], "rejected": values["non_preferred_output"]}
+    return {**values["input"], **answers}
 
 
-def _prompted(values: dict[str, Any], where: str) -> tuple[Any, Any, Any]:
-    """Return prompt, preferred and rejected answer of a record."""
+def _pair(values: dict[str, Any], where: str) -> tuple[()] | tuple[Example, Example]:
+    """Return both answers of a record, each with its prompt; none where there is nothing to prefer."""
     chosen, rejected = values["chosen"], values["rejected"]
-    if values.get("prompt") is not None:
-        return values["prompt"], chosen, rejected
-    if values.get("instruction") is not None:
-        fields = {name: string_of(values, name, where) for name in ("instruction", "input")}
-        template = ALPACA_PROMPT_WITH_INPUT if fields["input"].strip() else ALPACA_PROMPT
-        return template.format(**fields), chosen, rejected
-    if type(chosen) is not type(rejected) or not isinstance(chosen, str | list):
+    if chosen is None or rejected is None:
+        return ()
+    column = next((name for name in _PROMPTS if values.get(name) is not None), None)
+    whole = column is None or not _begins_with_answer(values, where)
+    if column is None and isinstance(chosen, str) and isinstance(rejected, str):
+        cut = _common_text(chosen, rejected)
+        values = {**values, "prompt": chosen[:cut], "chosen": chosen[cut:], "rejected": rejected[cut:]}
+    pair = tuple(example_of(values, where, column or "prompt", answer) for answer in ("chosen", "rejected"))
+    if isinstance(pair[0], Chat) and isinstance(pair[1], Chat):
+        pair = _with_common_prompt(*pair) if whole else pair
+    elif type(pair[0]) is not type(pair[1]):
         raise UserError(f"{where}: chosen and rejected must both be texts, or both be lists of messages.")
-    alike = 0
-    while alike < min(len(chosen), len(rejected)) and chosen[alike] == rejected[alike]:
+    return () if pair[0].is_empty else (pair[0], pair[1])
+
+
+def _begins_with_answer(values: dict[str, Any], where: str) -> bool:
+    """Return whether the preferred answer is the answer alone, not the conversation with it."""
+    if not isinstance(values["chosen"], list | dict):
+        return True
+    return all(turn["role"] == "assistant" for turn in messages_of(values["chosen"], "chosen", where)[:1])
+
+
+def _with_common_prompt(chosen: Chat, rejected: Chat) -> tuple[Chat, Chat]:
+    """Return whole conversations whose prompt is what both begin with, except for the last turn of each."""
+    alike, most = 0, min(len(chosen.messages), len(rejected.messages)) - 1
+    while alike < most and chosen.messages[alike] == rejected.messages[alike]:
         alike += 1
-    if isinstance(chosen, str) and alike:  # not within a word
-        alike = max(chosen.rfind(" ", 0, alike), chosen.rfind("\n", 0, alike)) + 1
-    return chosen[:alike], chosen[alike:], rejected[alike:]
+    return replace(chosen, prompt_messages=alike), replace(rejected, prompt_messages=alike)
+
+
+def _common_text(chosen: str, rejected: str) -> int:
+    """Return the number of characters that both texts begin with, up to a white space, and not all of either."""
+    alike, most = 0, min(len(chosen), len(rejected)) - 1
+    while alike < most and chosen[alike] == rejected[alike]:
+        alike += 1
+    return max(chosen.rfind(" ", 0, alike), chosen.rfind("\n", 0, alike)) + 1 if alike > 0 else 0

@@ -16,19 +16,19 @@ from typing import Any, BinaryIO
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from common.data.counts import TALLIES, DataCounts
+from common.data.counts import DataCounts
 from common.data.files import file_states
 from common.errors import FinetuneError
 from common.files.atomic import TEMPORARY_SUFFIX, file_when_complete
 from common.store.errors import described
 
-FORMAT_VERSION = 4
+FORMAT_VERSION = 5
 """Counts changes to anything that decides what is in the file: shapes, templates, packing, layout."""
 
 _HEADER_BYTES = 4096
 _SUM_BYTES = 4
-_LONGEST_PLACE = 180
-"""Characters, of four bytes at most; four places and all numbers take less than a header."""
+_LONGEST_PLACE = 100
+"""Characters, of four bytes at most; the places of all tallies and all numbers take less than a header."""
 
 
 @dataclass(kw_only=True)
@@ -43,7 +43,7 @@ class Header(DataCounts):
 
     def to_json(self) -> bytes:
         """Return the header as JSON, with the ends of long places in files, so that it fits."""
-        for tally in (getattr(self, name) for name in TALLIES):
+        for tally in self.tallies().values():
             if len(tally.first) > _LONGEST_PLACE:
                 tally.first = "..." + tally.first[-_LONGEST_PLACE:]
         return json.dumps(asdict(self), ensure_ascii=False).encode()

@@ -1,0 +1,146 @@
+"""Turn conversations as data files write them into messages with the roles and keys that chat templates know.
+
+A turn is ``{"role", "content"}``, or ShareGPT's ``{"from", "value"}``; its content is text or parts. All of them become
+messages with ``role``, ``content`` and, where the turn has them, ``reasoning_content`` and ``tool_calls``.
+"""
+
+import json
+from typing import Any
+
+from common.errors import UserError, did_you_mean
+
+Message = dict[str, Any]
+
+_NAMES = {
+    "system": ("system",),
+    "developer": ("developer",),
+    "user": ("user", "human", "prompter", "customer"),
+    "assistant": ("assistant", "gpt", "chatgpt", "bing", "bard", "model", "bot", "chatbot", "ai", "agent")
+    + ("function_call", "tool_call"),
+    "tool": ("tool", "observation", "function_response", "tool_response", "tool_result"),
+    "function": ("function",),
+    "ipython": ("ipython",),
+    "document": ("document",),
+}
+ROLES = {name: role for role, names in _NAMES.items() for name in names}
+"""Roles that chat templates know, by the names that data files give them."""
+_CALLS = ("function_call", "tool_call")
+REASONING = ("reasoning_content", "thinking", "reasoning")
+"""Names under which a message keeps what the assistant thought."""
+_OTHER_PARTS = ("image", "image_url", "video", "video_url", "audio", "audio_url", "input_audio")
+"""Types of parts that hold no text; templates and processors decide what becomes of them."""
+
+
+def parsed(text: Any) -> Any:
+    """Return what JSON text says; None for what is no JSON text."""
+    try:
+        return json.loads(text) if isinstance(text, str) else None
+    except (ValueError, RecursionError):
+        return None
+
+
+def messages_of(value: Any, column: str, where: str) -> list[Message]:
+    """Return the messages of a conversation, or of a single turn; none for None.
+
+    Args:
+        value: list of turns, or one turn.
+        column: its name, for messages.
+        where: file and line, for messages.
+
+    Raises:
+        UserError: this is no conversation, or a turn has a role, content or call that is not understood.
+    """
+    turns = [value] if isinstance(value, dict) else [] if value is None else value
+    if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
+        raise UserError(f'{where}: {column!r} is not a list of {{"role": ..., "content": ...}}: {str(value)[:80]}')
+    return [_message(turn, f"{where}: turn {number} of {column!r}") for number, turn in enumerate(turns, 1)]
+
+
+def _message(turn: dict[str, Any], which: str) -> Message:
+    # As in transformers, keys that are null are not there: most templates ignore them, or write None.
+    message = {key: value for key, value in turn.items() if value is not None}
+    sharegpt = "from" in message
+    name, content = (message.pop(key, None) for key in (("from", "value") if sharegpt else ("role", "content")))
+    if not isinstance(name, str) or (sharegpt and "value" not in turn):
+        raise UserError(f'{which} is not {{"role": ..., "content": ...}}: {str(turn)[:80]}')
+    role = ROLES.get(name.strip().lower())
+    if role is None:
+        raise UserError(f"{which} has the role {name!r}, none of {', '.join(ROLES)}.{did_you_mean(name, ROLES)}")
+    rest, message = message, {"role": role}
+    if name.strip().lower() in _CALLS:
+        message |= {"content": "", "tool_calls": _calls(content, which)}
+    elif content is not None or sharegpt:
+        message["content"] = content if content is not None else ""
+    if "function_call" in rest:
+        message["tool_calls"] = [*rest.pop("tool_calls", []), *_calls(rest.pop("function_call"), which)]
+    message = {**message, **rest}
+    if isinstance(message.get("content"), list):
+        message = _with_parts(message, which)
+    elif role in ("tool", "function", "ipython") and isinstance(message.get("content"), dict):
+        message["content"] = json.dumps(message["content"], ensure_ascii=False)
+    for key in ("content", *REASONING):
+        if not isinstance(message.get(key, ""), str | list):
+            raise UserError(f"{which}: {key!r} is {json.dumps(message[key])[:80]}, expected text.")
+    _check_weight(message, which)
+    return message
+
+
+def _calls(value: Any, which: str) -> list[dict[str, Any]]:
+    """Return calls in OpenAI's format, which may be JSON text."""
+    value = parsed(value) if isinstance(value, str) else value
+    calls = value if isinstance(value, list) else [value]
+    if not calls or not all(isinstance(call, dict) and "name" in call.get("function", call) for call in calls):
+        raise UserError(f'{which} is a function call that is not {{"name": ..., "arguments": ...}}: {str(value)[:80]}')
+    functions = [call.get("function", call) for call in calls]
+    functions = [{"name": one["name"], "arguments": one.get("arguments", {})} for one in functions]
+    return [{"type": "function", "function": function} for function in functions]
+
+
+def _with_parts(message: Message, which: str) -> Message:
+    """Return a message whose parts are texts (and images), with reasoning and calls moved to their own keys."""
+    content, moved = [], dict[str, Any]()
+    for part in message["content"]:
+        part = {"type": "text", "text": part} if isinstance(part, str) else part
+        kind = part.get("type", "text") if isinstance(part, dict) else None
+        if kind in _OTHER_PARTS:
+            content.append(part)
+            continue
+        text = next((part[key] for key in ("text", "value", kind) if part.get(key) is not None), None) if kind else None
+        if kind in ("reasoning", "thinking") and isinstance(text, str):
+            key = next((name for name in REASONING if name in message), REASONING[0])
+            moved[key] = moved.get(key, message.get(key, "")) + text
+        elif kind in _CALLS:
+            moved["tool_calls"] = [*moved.get("tool_calls", message.get("tool_calls", [])), *_calls(text, which)]
+        elif kind in ("text", "input_text", "output_text") and isinstance(text, str):
+            content.append({"type": "text", "text": text})
+        else:
+            raise UserError(f"{which}: content has a part {str(part)[:80]}, which is none of text, reasoning, tool_call.")
+    return {**message, "content": content or "", **moved}
+
+
+def _check_weight(message: Message, which: str) -> None:
+    weight = message.get("weight")
+    allowed = (0, 1) if message["role"] == "assistant" else (0,)
+    if weight is not None and (isinstance(weight, bool) or weight not in allowed):
+        raise UserError(
+            f"{which} (role {message['role']}) has the weight {json.dumps(weight)}. A weight of 0 takes the loss "
+            "from a message of the assistant, and 1 leaves it there: there are no others, nor a 1 for other roles."
+        )
+
+
+def has_text(message: Message) -> bool:
+    """Return whether a message says or calls anything."""
+    content = message.get("content") or ""
+    if isinstance(content, list):
+        content = "".join(part.get("text", "image") for part in content)
+    return bool(content.strip() or message.get("tool_calls") or any(message.get(key) for key in REASONING))
+
+
+def same_turns(left: list[Message], right: list[Message]) -> bool:
+    """Return whether messages have the same roles and contents, white space around them apart."""
+    return [(one["role"], _bare(one)) for one in left] == [(one["role"], _bare(one)) for one in right]
+
+
+def _bare(message: Message) -> str:
+    content = message.get("content") or ""
+    return ("".join(part.get("text", "") for part in content) if isinstance(content, list) else content).strip()
