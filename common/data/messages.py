@@ -87,8 +87,8 @@ def _message(turn: dict[str, Any], which: str) -> Message:
 
 def _calls(value: Any, which: str) -> list[dict[str, Any]]:
     """Return calls in OpenAI's format, which may be JSON text."""
-    value = parsed(value) if isinstance(value, str) else value
-    calls = value if isinstance(value, list) else [value]
+    calls = parsed(value) if isinstance(value, str) else value
+    calls = calls if isinstance(calls, list) else [calls]
     if not calls or not all(isinstance(call, dict) and "name" in call.get("function", call) for call in calls):
         raise UserError(f'{which} is a function call that is not {{"name": ..., "arguments": ...}}: {str(value)[:80]}')
     functions = [call.get("function", call) for call in calls]

@@ -174,10 +174,8 @@ def test_messages_with_marks() -> None:
 def test_messages_that_end_with_the_user(template: str) -> None:
     tokenizer = make_tokenizer(template.replace("</s>", "<|turn|>"))
     [(whole, trained)] = encode_records(tokenizer, {"messages": CONVERSATION[:4]})
-    assert whole.endswith("Thank you!<|turn|>\n</s>")
-    assert trained.rstrip() == "Paris.<|turn|>", "the user's words, or an EOS that the assistant did not say"
-    [(_, trained)] = encode_records(tokenizer, {"messages": CONVERSATION})
-    assert trained.endswith("</s>")
+    assert whole.endswith("Thank you!<|turn|>\n"), "a conversation is what its template writes, without another EOS"
+    assert trained.rstrip() == "Paris.<|turn|>"
 
 
 def test_template_that_rewrites_earlier_turns() -> None:
@@ -222,10 +220,10 @@ def test_keys_of_other_records_do_not_reach_the_template(tmp_path: Path) -> None
         with reading(tmp_path) as scratch:
             [(first, _), (second, _)] = encode(tokenizer, *examples_of_records(read_records(path, scratch), name))
         call_written = "{'function': {'name': 'f', 'arguments': " + arguments + "}}"
-        assert sorted(first.removesuffix("</s>").split(";")) == [
+        assert sorted(first.split(";")) == [
             "", "content=A", "role=assistant", f"tool_calls=[{call_written}]",
         ]  # fmt: skip
-        assert sorted(second.removesuffix("</s>").split(";")) == ["", "content=B", "name=n", "role=assistant"]
+        assert sorted(second.split(";")) == ["", "content=B", "name=n", "role=assistant"]
 
 
 TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "default": None}}}]
@@ -269,8 +267,8 @@ def test_tools_and_calls_reach_the_template(arguments: Any, tools: Any) -> None:
             "</s>\n{% endfor %}", "</s>{% endgeneration %}{{ '\\n' }}{% endfor %}"
         )
     )
-    [(whole, trained)] = encode_records(marked, record)  # this one marks what everybody says
-    assert whole == expected and trained == "In Paris?!</s>" + answers.replace("\n", "sunny!</s>", 1).strip()
+    # This one marks what everybody says, which is not believed.
+    assert encode_records(marked, record) == [(expected, answers)]
 
 
 def test_documents_reach_the_template() -> None:
@@ -291,7 +289,7 @@ def test_content_in_parts_as_the_template_takes_it() -> None:
             encode_records(tokenizer, {"messages": [{"role": "user", "content": [{"type": "image"}]}, CONVERSATION[2]]})
     taking = "{% for m in messages %}{% for p in m['content'] %}[{{ p['text'] }}]{% endfor %}{% endfor %}"
     [(whole, _)] = encode_records(make_tokenizer(taking), {"messages": chat[1:]})
-    assert whole == "[Pa][ris.]</s>"
+    assert whole == "[Pa][ris.]"
 
 
 def weighted(*weights: int | None) -> list[dict[str, Any]]:
@@ -326,27 +324,23 @@ def test_weights_in_completions_and_conversations_without_any_loss(template: str
     record = {"prompt": messages[:2], "completion": messages[2:]}
     [(whole, trained)] = encode_records(tokenizer, record)
     assert whole == rendered(CONVERSATION) and trained.endswith("The quick brown fox.</s>\n")
-    assert "Paris" not in trained and "Thank you!" in trained, "a completion is trained on as a whole"
+    assert "Paris" not in trained and "Thank you!" not in trained, "a user's turn carries no loss, in a completion too"
     assert encode_records(tokenizer, {"messages": weighted(0, 0)}) == []
 
 
 @pytest.mark.parametrize(
     ("turn", "told"),
     [
-        ({"role": "gpt", "content": "a"}, ["line 1: message 2 of 'messages' has the role 'gpt'", "Write 'assistant'"]),
-        ({"role": "model", "content": "a"}, ["line 1", "'model'", "Write 'assistant'"]),
-        ({"role": "human", "content": "a"}, ["line 1", "'human'", "Write 'user'"]),
-        ({"role": "Assistant", "content": "a"}, ["line 1", "'Assistant'", "Write 'assistant'"]),
         ({"role": "asistant", "content": "a"}, ["line 1", "'asistant'", "Did you mean 'assistant'?"]),
-        ({"role": 3, "content": "a"}, ["line 1", "role 3", "assistant"]),
-        ({"from": "gpt", "value": "a"}, ["line 1: turn 1 of the conversation", '"from"']),
-        ({"role": "assistant", "content": "a", "weight": 0.5}, ["line 1: message 2", "weight 0.5", "0", "1"]),
+        ({"role": 3, "content": "a"}, ["line 1: turn 2 of 'messages' is not", "'role': 3"]),
+        ({"role": "assistant", "content": 3}, ["line 1: turn 2 of 'messages': 'content' is 3, expected text"]),
+        ({"role": "assistant", "content": "a", "weight": 0.5}, ["line 1: turn 2", "weight 0.5", "0", "1"]),
         ({"role": "assistant", "content": "a", "weight": 2}, ["weight 2"]),
         ({"role": "assistant", "content": "a", "weight": -1}, ["weight -1"]),
         ({"role": "assistant", "content": "a", "weight": True}, ["weight true"]),
         ({"role": "assistant", "content": "a", "weight": "0"}, ['weight "0"']),
         ({"role": "user", "content": "a", "weight": 1}, ["role user", "weight 1"]),
-        ({"role": "assistant", "tool_calls": calls({})[1]["tool_calls"]}, ["line 1", "leaves tool_calls out"]),
+        ({"role": "assistant", "tool_calls": calls({})[1]["tool_calls"]}, ["line 1", "leaves out 'tool_calls' of turn 2 (assistant): 'weather'"]),
     ],
 )
 def test_turns_that_would_be_trained_on_as_something_else(turn: dict[str, Any], told: list[str]) -> None:
@@ -358,9 +352,9 @@ def test_turns_that_would_be_trained_on_as_something_else(turn: dict[str, Any], 
 @pytest.mark.parametrize(
     ("columns", "told"),
     [
-        ({"tools": TOOLS}, ["line 1 has tools", "leaves them out"]),
-        ({"documents": [{"text": "A fact."}]}, ["line 1 has documents", "leaves them out"]),
-        ({"chat_template_kwargs": {"enable_thinking": False}}, ["line 1 has enable_thinking", "leaves them out"]),
+        ({"tools": TOOLS}, ["line 1", "leaves out tools"]),
+        ({"documents": [{"text": "A fact."}]}, ["line 1", "leaves out documents"]),
+        ({"chat_template_kwargs": {"enable_thinking": False}}, ["line 1", "leaves out enable_thinking"]),
         ({"tools": "weather"}, ["line 1: 'tools' is not a list of objects", "weather"]),
         ({"tools": ["weather"]}, ["line 1: 'tools' is not a list of objects"]),
         ({"chat_template_kwargs": [1]}, ["line 1: 'chat_template_kwargs' is not an object"]),

@@ -148,11 +148,10 @@ def test_a_completion_of_several_messages_is_cut_between_them() -> None:
     tokenizer = make_tokenizer(PLAIN_TEMPLATE)
     record = {"prompt": CONVERSATION[:2], "completion": CONVERSATION[2:]}
     [(ids, trained)] = fit(tokenizer, record, RowFitter())
-    ends = [
-        len(tokenizer.apply_chat_template(CONVERSATION[:stop], return_dict=True)["input_ids"]) for stop in range(3, 8)
-    ]
+    whole, spans = plainly(tokenizer, CONVERSATION, "</s>\n")
+    assert (ids, trained) == whole, "its user's turns carry no loss"
+    ends = [stop for _, stop in spans]
     asked = tokenizer.apply_chat_template(CONVERSATION[:2], add_generation_prompt=True, return_dict=True)["input_ids"]
-    assert trained == [place >= len(asked) for place in range(len(ids))] and ends[-1] == len(ids)
     for seq_len in range(len(asked) + 1, len(ids) + 1):
         stop = max((end for end in ends if end <= seq_len), default=seq_len)
         assert fit(tokenizer, record, RowFitter(seq_len)) == [(ids[:stop], trained[:stop])]

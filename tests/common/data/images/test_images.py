@@ -176,8 +176,8 @@ def test_tools_reach_the_template_and_unknown_roles_are_refused(tmp_path: Path) 
     plain, with_tools = (make_processor().tokenizer.decode(ids) for ids in batches.batch(0)["input_ids"])
     assert "1look" in with_tools and "1look" not in plain
     wrong = chat([image], "yes")
-    wrong["messages"][1]["role"] = "gpt"
-    with pytest.raises(UserError, match=r"line 1: message 2 of 'messages' has the role 'gpt'.* Write 'assistant'"):
+    wrong["messages"][1]["role"] = "gtp"
+    with pytest.raises(UserError, match=r"line 1: turn 2 of 'messages' has the role 'gtp'.* Did you mean 'gpt'"):
         opened([write(tmp_path / "wrong.jsonl", wrong)], tmp_path)
 
 

@@ -28,12 +28,6 @@ def pairs_of(*records: dict[str, Any]) -> list[tuple[Any, Any]]:
         ({"prompt": "2+2 ", "chosen": "4", "rejected": "5"}, "2+2 ", ("4", "5")),
         ({"chosen": "Say it: two words", "rejected": "Say it: two wombats"}, "Say it: two ", ("words", "wombats")),
         ({"chosen": "yes", "rejected": "yesterday"}, "", ("yes", "yesterday")),
-        (
-            {"instruction": "Add.", "input": "", "chosen": "2", "rejected": "3"},
-            "Below is an instruction that describes a task. Write a response that appropriately completes the request."
-            "\n\n### Instruction:\nAdd.\n\n### Response:\n",
-            ("2", "3"),
-        ),
     ],
 )
 def test_texts(record: dict[str, Any], prompt: str, answers: tuple[str, str]) -> None:
@@ -56,7 +50,10 @@ def test_what_is_no_pair_is_refused() -> None:
         pairs_of({"text": "hello"})
     with pytest.raises(UserError, match="must both be texts, or both be lists"):
         pairs_of({"chosen": "a", "rejected": [{"role": "user", "content": "a"}]})
-    assert pairs_of({"prompt": "a", "chosen": "", "rejected": "b"}) == []  # nothing to prefer
+    for record in ({"chosen": "", "rejected": "b"}, {"chosen": "b", "rejected": None}):  # nothing to prefer
+        assert pairs_of({"prompt": "a", **record}) == [()]
+    empty = pairs_of({"prompt": "a", "chosen": "b", "rejected": ""})  # to end at once is worse
+    assert [answer.completion for answer in empty[0]] == ["b", ""]
 
 
 def test_rows_are_pairs_in_every_epoch(tmp_path: Path) -> None:

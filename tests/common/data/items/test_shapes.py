@@ -27,7 +27,7 @@ TURNS = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "He
 )
 def test_labelled_answers(record: dict[str, Any], example: Any) -> None:
     """As TRL and LLaMA-Factory have them."""
-    assert list(answers_of_records(given(record))) == [Item((example,), 1)]
+    assert list(answers_of_records(given(record))) == [Item((example,), 1, "a.jsonl, line 1")]
 
 
 def test_a_pair_is_two_labelled_answers() -> None:
@@ -40,7 +40,7 @@ def test_classes_are_numbered() -> None:
     names = labels_of_records(records)
     assert names == ["down", "up"]
     made = classes_of_records(records, {name: number for number, name in enumerate(names)})
-    assert [item.mark for item in made] == [1, 0]
+    assert [(item.mark, len(item.examples)) for item in made] == [(1, 1), (0, 1), (1, 0)]
     assert labels_of_records(given({"text": "a", "label": 3}, {"text": "b", "label": 0.0})) == ["0", "1", "2", "3"]
 
 

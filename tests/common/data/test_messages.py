@@ -1,4 +1,4 @@
-"""ShareGPT's conversations as messages."""
+"""Conversations as data files write them, as messages."""
 
 import json
 from typing import Any
@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from common.data.files import DataRecord
+from common.data.messages import messages_of
 from common.data.shapes import Chat, examples_of_records
 from common.errors import UserError
 
@@ -52,12 +53,44 @@ def test_tools() -> None:
 @pytest.mark.parametrize(
     ("turns", "told"),
     [
-        ([turn("human", "a"), turn("gtp", "b")], "data.jsonl, line 1: turn 2 .* from 'gtp'.*Did you mean 'gpt'"),
+        ([turn("human", "a"), turn("gtp", "b")], "data.jsonl, line 1: turn 2 .* the role 'gtp'.*Did you mean 'gpt'"),
         ([turn("human", "a"), {"from": "gpt"}], "line 1: turn 2 .* is not"),
-        ([turn("human", "a"), turn("function_call", "{")], "turn 2 .* is a function call that is not JSON"),
-        ([turn("human", "a"), turn("function_call", "[]")], "turn 2 .* without"),
+        ([turn("human", "a"), turn("function_call", "{")], "turn 2 .* is a function call that is not .*: {$"),
+        ([turn("human", "a"), turn("function_call", "[]")], r"turn 2 .* is a function call that is not .*: \[\]$"),
     ],
 )
 def test_turns_that_are_not_understood(turns: list[dict[str, Any]], told: str) -> None:
     with pytest.raises(UserError, match=told):
         chat_of({"conversations": turns})
+
+
+CALL = {"name": "weather", "arguments": '{"city": "Rome"}'}
+CALLS = [{"type": "function", "function": CALL}]
+
+
+@pytest.mark.parametrize(
+    ("written", "message"),
+    [
+        ({"role": "GPT", "content": "a"}, {"content": "a"}),
+        ({"role": "assistant", "content": None, "function_call": CALL}, {"tool_calls": CALLS}),
+        (
+            {"role": "assistant", "content": [{"type": "reasoning", "value": "why"}, {"type": "text", "value": "a"}]},
+            {"content": [{"type": "text", "text": "a"}], "reasoning_content": "why"},
+        ),
+        (
+            {"role": "assistant", "content": [{"type": "tool_call", "value": json.dumps(CALL)}]},
+            {"content": "", "tool_calls": CALLS},
+        ),
+        ({"role": "assistant", "content": ["a", "b"]}, {"content": [{"type": "text", "text": one} for one in "ab"]}),
+        ({"role": "assistant", "content": "", "thinking": "why"}, {"content": "", "thinking": "why"}),
+    ],
+)
+def test_one_turn(written: dict[str, Any], message: dict[str, Any]) -> None:
+    assert messages_of([written], "messages", "line 1") == messages_of(written, "messages", "line 1")
+    assert messages_of([written], "messages", "line 1") == [{"role": "assistant", **message}]
+
+
+@pytest.mark.parametrize("content", [3, True, {"a": 1}, [3], [{"type": "sound", "text": "a"}], [{"type": "text"}]])
+def test_content_that_is_no_text(content: Any) -> None:
+    with pytest.raises(UserError, match="line 1: turn 1 of 'messages'.*(expected text|none of text)"):
+        messages_of([{"role": "user", "content": content}], "messages", "line 1")
