@@ -3,7 +3,7 @@
 import json
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from common.units import format_count
 
@@ -42,7 +42,7 @@ class Tallies:
     alpaca: Tally = field(default_factory=Tally)
     """Instructions that became Alpaca's text."""
 
-    def tallies(self) -> dict[str, Tally]:
+    def tallies(self) -> dict[str, Any]:
         """Return all tallies by name."""
         return {name: value for name, value in vars(self).items() if isinstance(value, Tally)}
 
@@ -85,7 +85,11 @@ class DataCounts(Tallies):
             ("left out", self.untrained, "no completion, output or message of the assistant to train on"),
             ("left out", self.empty, "no text, or an empty answer"),
             ("left out", self.unseen, "text that the chat template leaves out (--drop-unseen)"),
-            ("instructions", self.turns, "user and assistant turns of the chat template (--chat-template alpaca: texts)"),
+            (
+                "instructions",
+                self.turns,
+                "user and assistant turns of the chat template (--chat-template alpaca: texts)",
+            ),
             ("instructions", self.alpaca, "Alpaca's texts"),
         )
         return [

@@ -11,12 +11,12 @@ from common.errors import UserError, did_you_mean
 
 Message = dict[str, Any]
 
+_CALLS = ("function_call", "tool_call")
 _NAMES = {
     "system": ("system",),
     "developer": ("developer",),
     "user": ("user", "human", "prompter", "customer"),
-    "assistant": ("assistant", "gpt", "chatgpt", "bing", "bard", "model", "bot", "chatbot", "ai", "agent")
-    + ("function_call", "tool_call"),
+    "assistant": ("assistant", "gpt", "chatgpt", "bing", "bard", "model", "bot", "chatbot", "ai", "agent", *_CALLS),
     "tool": ("tool", "observation", "function_response", "tool_response", "tool_result"),
     "function": ("function",),
     "ipython": ("ipython",),
@@ -24,7 +24,6 @@ _NAMES = {
 }
 ROLES = {name: role for role, names in _NAMES.items() for name in names}
 """Roles that chat templates know, by the names that data files give them."""
-_CALLS = ("function_call", "tool_call")
 REASONING = ("reasoning_content", "thinking", "reasoning")
 """Names under which a message keeps what the assistant thought."""
 _OTHER_PARTS = ("image", "image_url", "video", "video_url", "audio", "audio_url", "input_audio")
@@ -98,7 +97,8 @@ def _calls(value: Any, which: str) -> list[dict[str, Any]]:
 
 def _with_parts(message: Message, which: str) -> Message:
     """Return a message whose parts are texts (and images), with reasoning and calls moved to their own keys."""
-    content, moved = [], dict[str, Any]()
+    content: list[Any] = []
+    moved: dict[str, Any] = {}
     for part in message["content"]:
         part = {"type": "text", "text": part} if isinstance(part, str) else part
         kind = part.get("type", "text") if isinstance(part, dict) else None
@@ -108,13 +108,15 @@ def _with_parts(message: Message, which: str) -> Message:
         text = next((part[key] for key in ("text", "value", kind) if part.get(key) is not None), None) if kind else None
         if kind in ("reasoning", "thinking") and isinstance(text, str):
             key = next((name for name in REASONING if name in message), REASONING[0])
-            moved[key] = moved.get(key, message.get(key, "")) + text
+            moved[key] = str((message | moved).get(key, "")) + text
         elif kind in _CALLS:
-            moved["tool_calls"] = [*moved.get("tool_calls", message.get("tool_calls", [])), *_calls(text, which)]
+            moved["tool_calls"] = [*(message | moved).get("tool_calls", ()), *_calls(text, which)]
         elif kind in ("text", "input_text", "output_text") and isinstance(text, str):
             content.append({"type": "text", "text": text})
         else:
-            raise UserError(f"{which}: content has a part {str(part)[:80]}, which is none of text, reasoning, tool_call.")
+            raise UserError(
+                f"{which}: content has a part {str(part)[:80]}, which is none of text, reasoning, tool_call."
+            )
     return {**message, "content": content or "", **moved}
 
 

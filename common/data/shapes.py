@@ -8,8 +8,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from common.data.files import DataRecord
 from common.data.fields import require_text, structured
+from common.data.files import DataRecord
 from common.data.messages import Message, has_text, messages_of, same_turns
 from common.errors import UserError
 

@@ -6,7 +6,6 @@ from itertools import takewhile
 from typing import Any
 
 from common.data.encoding.chat_template import varied
-from common.data.messages import Message
 from common.data.shapes import Chat
 from common.errors import UserError
 

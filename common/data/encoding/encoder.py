@@ -146,13 +146,13 @@ class Encoder:
         self, parts: list[TokenizedAnswer], where: str, continues: bool, ends: bool = True
     ) -> Iterator[EncodedSegment]:
         """Yield what of a record goes into rows; one that ``continues`` in the next row goes there as it is."""
-        if self._vocab_size is not None and (most := max((max(part.ids, default=0) for part in parts), default=0)):
-            if most >= self._vocab_size:
-                raise UserError(
-                    f"{where}: {self.tokenizer.convert_ids_to_tokens(most)!r} is token {most}, and the model knows "
-                    f"{self._vocab_size:,} tokens: the tokenizer is another model's, or its new tokens are not in the "
-                    "model's embeddings yet."
-                )
+        most = max((max(part.ids, default=0) for part in parts), default=0)
+        if self._vocab_size is not None and most >= self._vocab_size:
+            raise UserError(
+                f"{where}: {self.tokenizer.convert_ids_to_tokens(most)!r} is token {most}, and the model knows "
+                f"{self._vocab_size:,} tokens: the tokenizer is another model's, or its new tokens are not in the "
+                "model's embeddings yet."
+            )
         for part in parts if continues else self.fitting.fit(parts, where):
             trained = np.ones(len(part.ids), bool) if self._every_token else np.array(part.trained, dtype=bool)
             yield EncodedSegment(np.array(part.ids, dtype=np.uint32), trained, ends)

@@ -42,6 +42,7 @@ class RowFitter(Tallies):
 
     seq_len: int | None = None
     truncate: bool = True
+
     def is_long(self, tokens: int) -> bool:
         """Return whether so many tokens are more than a row takes."""
         return self.seq_len is not None and tokens > self.seq_len

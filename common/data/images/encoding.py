@@ -167,4 +167,3 @@ class ImageEncoder:
             return {"type": "image", "image": load_image(part["url"])}
         except Exception as error:  # Pillow raises many kinds
             raise UserError(f"{where}: the image {part['url'][:80]} cannot be read: {error}") from error
-

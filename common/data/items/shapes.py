@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from common.data.files import DataRecord
 from common.data.fields import require_text
+from common.data.files import DataRecord
 from common.data.messages import messages_of
 from common.data.shapes import Chat, Example, PlainText, example_of, layout_of
 from common.errors import UserError, did_you_mean
@@ -84,7 +84,9 @@ def answers_of_records(records: Iterable[tuple[str, DataRecord]]) -> Iterator[It
         mark = next((name for name in _MARKS if values.get(name) is not None), None)
         if mark is None and {"chosen", "rejected"} <= set(values):
             pair = _pair(values, where)
-            yield from [Item((answer,), int(not rank), where) for rank, answer in enumerate(pair)] or [Item((), 0, where)]
+            yield from [Item((answer,), int(not rank), where) for rank, answer in enumerate(pair)] or [
+                Item((), 0, where)
+            ]
             continue
         layout = layout_of((name for name, value in values.items() if value is not None), without="text")
         layout = layout or layout_of(values, without="text")
@@ -100,7 +102,9 @@ def answers_of_records(records: Iterable[tuple[str, DataRecord]]) -> Iterator[It
         example = example_of(values, where, *layout)
         if isinstance(example, Chat) and example.messages:
             if (last := example.messages[-1]["role"]) != "assistant":
-                raise UserError(f"{where}: the last turn is the answer that the label is about, and it is the {last}'s.")
+                raise UserError(
+                    f"{where}: the last turn is the answer that the label is about, and it is the {last}'s."
+                )
             if example.prompt_messages is None:
                 example = replace(example, prompt_messages=len(example.messages) - 1)
         # That the model must not stop at once is something to learn: an undesirable answer may be empty.
@@ -168,7 +172,9 @@ def _number(values: Mapping[str, Any], column: str, where: str) -> float:
 
 def _from_openai(values: dict[str, Any]) -> dict[str, Any]:
     """Return a record of OpenAI's preference format under the names of others."""
-    if not {"input", "preferred_output", "non_preferred_output"} <= set(values) or not isinstance(values["input"], dict):
+    if not {"input", "preferred_output", "non_preferred_output"} <= set(values) or not isinstance(
+        values["input"], dict
+    ):
         return values
     answers = {"chosen": values["preferred_output"], "rejected": values["non_preferred_output"]}
     return {**values["input"], **answers}
@@ -184,12 +190,12 @@ def _pair(values: dict[str, Any], where: str) -> tuple[()] | tuple[Example, Exam
     if column is None and isinstance(chosen, str) and isinstance(rejected, str):
         cut = _common_text(chosen, rejected)
         values = {**values, "prompt": chosen[:cut], "chosen": chosen[cut:], "rejected": rejected[cut:]}
-    pair = tuple(example_of(values, where, column or "prompt", answer) for answer in ("chosen", "rejected"))
-    if isinstance(pair[0], Chat) and isinstance(pair[1], Chat):
-        pair = _with_common_prompt(*pair) if whole else pair
-    elif type(pair[0]) is not type(pair[1]):
+    better, worse = (example_of(values, where, column or "prompt", answer) for answer in ("chosen", "rejected"))
+    if type(better) is not type(worse):
         raise UserError(f"{where}: chosen and rejected must both be texts, or both be lists of messages.")
-    return () if pair[0].is_empty else (pair[0], pair[1])
+    if whole and isinstance(better, Chat) and isinstance(worse, Chat):
+        better, worse = _with_common_prompt(better, worse)
+    return () if better.is_empty else (better, worse)
 
 
 def _begins_with_answer(values: dict[str, Any], where: str) -> bool:

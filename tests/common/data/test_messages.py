@@ -92,5 +92,5 @@ def test_one_turn(written: dict[str, Any], message: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("content", [3, True, {"a": 1}, [3], [{"type": "sound", "text": "a"}], [{"type": "text"}]])
 def test_content_that_is_no_text(content: Any) -> None:
-    with pytest.raises(UserError, match="line 1: turn 1 of 'messages'.*(expected text|none of text)"):
+    with pytest.raises(UserError, match=r"line 1: turn 1 of 'messages'.*(expected text|none of text)"):
         messages_of([{"role": "user", "content": content}], "messages", "line 1")

@@ -340,7 +340,10 @@ def test_weights_in_completions_and_conversations_without_any_loss(template: str
         ({"role": "assistant", "content": "a", "weight": True}, ["weight true"]),
         ({"role": "assistant", "content": "a", "weight": "0"}, ['weight "0"']),
         ({"role": "user", "content": "a", "weight": 1}, ["role user", "weight 1"]),
-        ({"role": "assistant", "tool_calls": calls({})[1]["tool_calls"]}, ["line 1", "leaves out 'tool_calls' of turn 2 (assistant): 'weather'"]),
+        (
+            {"role": "assistant", "tool_calls": calls({})[1]["tool_calls"]},
+            ["line 1", "leaves out 'tool_calls' of turn 2 (assistant): 'weather'"],
+        ),
     ],
 )
 def test_turns_that_would_be_trained_on_as_something_else(turn: dict[str, Any], told: list[str]) -> None:
