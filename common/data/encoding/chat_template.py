@@ -351,10 +351,11 @@ def _appears(text: str, written: str) -> bool:
 
 
 def _is_garbled(message: Message, written: str) -> bool:
-    """Return whether a list was written as Python or JSON writes it, or JSON text within a string of JSON."""
+    """Return whether a part was written as Python or JSON writes it, or JSON text within a string of JSON."""
     content = message.get("content")
-    if isinstance(content, list) and content and (str(content) in written or json.dumps(content) in written):
-        return True
+    for part in content if isinstance(content, list) else ():
+        if any(shown in written for shown in (str(part), json.dumps(part), json.dumps(part, ensure_ascii=False))):
+            return True
     arguments = [call.get("function", call).get("arguments") for call in message.get("tool_calls") or ()]
     texts = [text for text in arguments if isinstance(text, str) and isinstance(parsed(text), dict)]
     return any(json.dumps(text, ensure_ascii=False) in written for text in texts)

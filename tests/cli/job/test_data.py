@@ -55,12 +55,12 @@ def test_options_about_data_are_for_runs_with_data(finetune: Finetune, checkpoin
 
 
 def test_turns_that_nobody_would_train_on(finetune: Finetune, checkpoint: Path, tmp_path: Path) -> None:
-    gpt = [SHORT[0], {"role": "gpt", "content": "Yes"}]
+    gpt = [SHORT[0], {"role": "gtp", "content": "Yes"}]
     file = write(tmp_path / "gpt.jsonl", SHORT, None, gpt)
     refused = finetune("--model", checkpoint, "--data", file, *SMALL)
-    check(refused, 2, f"{file}, line 3: message 2", "'gpt'", "Write 'assistant' instead")
+    check(refused, 2, f"{file}, line 3: turn 2", "'gtp'", "Did you mean 'gpt'")
     half = write(tmp_path / "half.jsonl", SHORT, [SHORT[0], {**SHORT[1], "weight": 0.5}])
-    check(finetune("--model", checkpoint, "--data", half, *SMALL), 2, f"{half}, line 2: message 2", "weight 0.5")
+    check(finetune("--model", checkpoint, "--data", half, *SMALL), 2, f"{half}, line 2: turn 2", "weight 0.5")
 
 
 @pytest.mark.parametrize("value", ["inf", "nan", "-inf"])

@@ -101,7 +101,9 @@ def conversation(start: str, turns: list[str], texts: Iterator[str]) -> list[dic
         if turn == "two":
             say("assistant", "ANSWER")
         if turn == "parts":
-            messages[-1]["content"] = [{"type": "text", "text": messages[-1]["content"]}]
+            for message in messages:
+                if isinstance(message["content"], str):
+                    message["content"] = [{"type": "text", "text": message["content"]}]
     return messages
 
 
@@ -109,7 +111,9 @@ def check(documents: list[EncodedSegment], messages: list[dict[str, Any]], promp
     """Every text is there, each answer carries loss once, and nothing else does."""
     tag = re.compile(r"(?:ANSWER|OTHER)\d+\.")
     texts = [set(tag.findall(json.dumps(message, ensure_ascii=False))) for message in messages]
-    seen = tag.findall("".join(str(TOKENIZER.decode(document.ids.tolist())) for document in documents))
+    whole = "".join(str(TOKENIZER.decode(document.ids.tolist())) for document in documents)
+    assert "'text'" not in whole and '"text"' not in whole, "parts are written as texts"
+    seen = tag.findall(whole)
     carrying = [word for document in documents for word in tag.findall(trained_text(document))]
     answers = {word for text in texts[prompt:] for word in text if word.startswith("ANSWER")}
     assert sorted(carrying) == sorted(answers)
