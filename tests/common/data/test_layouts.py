@@ -1,0 +1,295 @@
+"""Every layout that data files use: what of it the model sees, what carries loss, and what is counted or an error."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import normalizers
+from transformers import PreTrainedTokenizerFast
+
+from common.data import DataConfig, open_data
+from common.data.encoding.encoder import Encoder
+from common.data.files import DataRecord
+from common.data.items.building import ItemKind, answer_kind, class_kind, open_items, pair_kind
+from common.data.items.shapes import answers_of_records, pairs_of_records
+from common.data.shapes import SEGMENT_CHARACTERS, examples_of_records
+from common.errors import UserError
+from common.files.presets import preset_files
+from tests.common.data.conftest import PLAIN_TEMPLATE, REWRITING_TEMPLATE, make_tokenizer, write_records
+
+ALPACA = preset_files("chat_templates", ".jinja")["alpaca"].read_text()
+ASK, ANSWER = {"role": "user", "content": "Hi?"}, {"role": "assistant", "content": "Yes."}
+BAD = {"role": "assistant", "content": "No."}
+SYSTEM = {"role": "system", "content": "Be kind."}
+TALK = "<s><|turn|>user\nHi?</s>\n<|turn|>assistant\n«Yes.</s>\n»"
+KIND = TALK.replace("<s>", "<s><|turn|>system\nBe kind.</s>\n", 1)
+
+
+def shown(tokenizer: PreTrainedTokenizerFast, documents: Any) -> list[str]:
+    """Texts of documents, with « and » around what carries loss."""
+    texts = []
+    for document in documents:
+        text, before = "", False
+        for token, carries in zip(document.ids.tolist(), document.trained.tolist(), strict=True):
+            text += ("«" if carries else "»") * (carries != before) + str(tokenizer.decode([token]))
+            before = carries
+        texts.append(text + "»" * before)
+    return texts
+
+
+def read(record: dict[str, Any], template: str | None = PLAIN_TEMPLATE, **options: Any) -> list[str]:
+    tokenizer = make_tokenizer(template)
+    examples = examples_of_records([DataRecord(record, "line 1")], "data.jsonl")
+    return shown(tokenizer, Encoder(tokenizer, **options).encode(examples))
+
+
+def pairs(record: dict[str, Any], template: str | None = PLAIN_TEMPLATE) -> list[str]:
+    tokenizer = make_tokenizer(template)
+    [item] = pairs_of_records([("data.jsonl", DataRecord(record, "line 1"))])
+    return shown(tokenizer, Encoder(tokenizer, is_alone=True).encode(item.examples))
+
+
+@pytest.mark.parametrize(
+    ("record", "expected"),
+    [
+        ({"messages": json.dumps([ASK, ANSWER])}, TALK),
+        ({"messages": [ASK, ANSWER], "system": "Be kind."}, KIND),
+        ({"messages": [SYSTEM, ASK, ANSWER], "system": "Be kind."}, KIND),
+        ({"conversations": [ASK, ANSWER], "system": "Be kind."}, KIND),
+        ({"prompt": "Hi?", "completion": "Yes.", "system": "Be kind."}, KIND),
+        ({"prompt": "Hi?", "completion": [ASK, ANSWER]}, TALK),
+        ({"prompt": [ASK], "completion": [SYSTEM, ASK, ANSWER]}, KIND),
+        ({"instruction": "Hi?", "input": "", "output": "Yes."}, TALK),
+        ({"instruction": "Hi?", "output": "Yes.", "system": "Be kind."}, KIND),
+        ({"instruction": "Hi", "input": "there?", "output": "Yes."}, TALK.replace("Hi?", "Hi\nthere?")),
+        (
+            {"instruction": "Hi?", "output": "Yes.", "history": [["A", "B"]]},
+            TALK.replace("<|turn|>user", "<|turn|>user\nA</s>\n<|turn|>assistant\n«B</s>\n»<|turn|>user", 1),
+        ),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "value": "Hi?"}]}, ANSWER]}, TALK),
+    ],
+)
+def test_conversations(record: dict[str, Any], expected: str) -> None:
+    assert read(record) == [expected]
+
+
+PAIR = [TALK, TALK.replace("Yes", "No")]
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"prompt": "Hi?", "chosen": [ASK, ANSWER], "rejected": [ASK, BAD]},  # UltraFeedback
+        {"prompt": [ASK], "chosen": [ASK, ANSWER], "rejected": [ASK, BAD]},
+        {"prompt": [ASK], "chosen": ANSWER, "rejected": BAD},
+        {"chosen": [ASK, ANSWER], "rejected": [ASK, BAD]},
+        {"instruction": "Hi?", "chosen": "Yes.", "rejected": "No."},
+        {
+            "conversations": [{"from": "human", "value": "Hi?"}],
+            "chosen": {"from": "gpt", "value": "Yes."},
+            "rejected": {"from": "gpt", "value": "No."},
+        },
+        {"input": {"messages": [ASK], "tools": []}, "preferred_output": [ANSWER], "non_preferred_output": [BAD]},
+    ],
+)
+def test_pairs(record: dict[str, Any]) -> None:
+    assert pairs(record) == PAIR
+    tokenizer = make_tokenizer(PLAIN_TEMPLATE)
+    items = list(answers_of_records([("data.jsonl", DataRecord(record, "line 1"))]))
+    assert [item.mark for item in items] == [1, 0]
+    assert shown(tokenizer, Encoder(tokenizer).encode([item.examples[0] for item in items])) == PAIR
+
+
+def test_of_conversations_one_of_which_continues_the_other_the_last_turn_is_the_answer() -> None:
+    longer = [ASK, ANSWER, ASK, BAD]
+    assert pairs({"chosen": [ASK, ANSWER], "rejected": longer}) == [
+        TALK, TALK + "<|turn|>user\nHi?</s>\n<|turn|>assistant\n«No.</s>\n»",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("template", [None, ALPACA])
+def test_instructions_are_alpacas_text_without_a_template_or_with_its(template: str | None, tmp_path: Path) -> None:
+    record = {"instruction": "Say it.", "input": "fox", "output": "The fox"}
+    [text] = read(record, template)
+    assert text.endswith("### Instruction:\nSay it.\n\n### Input:\nfox\n\n### Response:\n«The fox</s>»")
+    file = write_records(tmp_path / "a.jsonl", [record])
+    for used, words in ((template, "Alpaca's texts"), (PLAIN_TEMPLATE, "user and assistant turns")):
+        config = DataConfig((file,), 400, 1)
+        description = open_data(config, make_tokenizer(used), tmp_path / "cache").description
+        assert f"instructions: 1 record; first {file}, line 1; {words}" in description
+
+
+@pytest.mark.parametrize(
+    ("record", "expected"),
+    [
+        ({"text": "<s>A</s>"}, "<s>«A</s>»"),
+        ({"prompt": "<s>A", "completion": " b"}, "<s>A« b</s>»"),
+        ({"prompt": "A</s>", "completion": " b"}, "<s>A</s>« b</s>»"),
+    ],
+)
+def test_neither_bos_nor_eos_is_doubled(record: dict[str, Any], expected: str) -> None:
+    assert [text.replace("«<s>", "<s>«") for text in read(record)] == [expected]
+
+
+def test_a_conversation_ends_as_its_template_does() -> None:
+    assert read({"messages": [ASK, ANSWER]}, PLAIN_TEMPLATE.replace("</s>", "<|turn|>"))[0].endswith("Yes.<|turn|>\n»")
+
+
+def test_rewards_read_texts_to_their_end(tmp_path: Path) -> None:
+    """Whether or not the texts begin alike."""
+    tokenizer, records = make_tokenizer(), [{"chosen": "the fox", "rejected": "a dog"}]
+    records.append({"prompt": "", "chosen": "the fox", "rejected": "the dog"})
+    file = write_records(tmp_path / "a.jsonl", records)
+    batches = open_items(pair_kind(classifies=True), DataConfig((file,), 32, 2), tokenizer, tmp_path / "cache")
+    batch = batches.batch(0)
+    texts = [tokenizer.decode(ids[mask.bool()]) for ids, mask in zip(*map(batch.get, ("input_ids", "attention_mask")),
+                                                                     strict=True)]  # type: ignore[arg-type]  # fmt: skip
+    assert sorted(texts) == ["<s>a dog</s>", "<s>the dog</s>", "<s>the fox</s>", "<s>the fox</s>"]
+
+
+def test_every_token_of_a_conversation_once() -> None:
+    talk = [ASK, {**ANSWER, "content": "A"}, ASK, {**ANSWER, "content": "B"}]
+    assert len(read({"messages": talk}, REWRITING_TEMPLATE)) == 2
+    [text] = read({"messages": talk}, REWRITING_TEMPLATE, every_token=True)
+    assert text.startswith("«<s>") and text.count("Hi?") == 2 and text.count("»") == 1
+    assert read({"messages": [ASK]}, every_token=True) == ["«<s><|turn|>user\nHi?</s>\n»"]
+
+
+def test_no_space_where_a_long_text_is_cut() -> None:
+    """With a tokenizer that puts a space before every text, as Llama 2's does."""
+    tokenizer = make_tokenizer(bos=False)
+    tokenizer.backend_tokenizer.normalizer = normalizers.Prepend(" ")
+    text = "The quick brown fox.\n" * (3 * SEGMENT_CHARACTERS // 21)
+    examples = list(examples_of_records([DataRecord({"text": text}, "line 1")], "f"))
+    assert len(examples) > 2
+    ids = [token for part in Encoder(tokenizer).encode(examples) for token in part.ids.tolist()]
+    assert ids == [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]
+
+
+def test_a_chat_that_begins_with_the_assistant() -> None:
+    first = PLAIN_TEMPLATE.replace("{% for", "{% if messages[0]['role'] != 'system' %}default{% endif %}{% for", 1)
+    [text] = read({"messages": [ANSWER, ASK, BAD]}, first)
+    assert text == "<s>default<|turn|>assistant\n«Yes.</s>\n»<|turn|>user\nHi?</s>\n<|turn|>assistant\n«No.</s>\n»"
+
+
+@pytest.mark.parametrize(
+    ("record", "words"),
+    [
+        ({"messages": [ASK, ANSWER], "tools": [{"name": "f"}]}, "line 1: the chat template leaves out tools"),
+        ({"messages": [SYSTEM, ASK, ANSWER], "system": "Be rude."}, "line 1 has a 'system' column, and a conversation"),
+        ({"messages": [ASK, {**ANSWER, "reasoning_content": "why"}]}, "leaves out 'reasoning_content' of turn 2"),
+        ({"instruction": "Hi?", "output": "Yes.", "history": ["A"]}, "line 1: 'history' is not a list of"),
+    ],
+)
+def test_what_the_template_leaves_out_is_an_error_or_counted(
+    record: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    with pytest.raises(UserError, match=words):
+        read(record)
+    if "leaves out" in words:
+        file = write_records(tmp_path / "a.jsonl", [{"messages": [ASK, ANSWER]}, record])
+        config = DataConfig((file,), 64, 1, drop_unseen=True)
+        said = open_data(config, make_tokenizer(PLAIN_TEMPLATE), tmp_path / "cache").description
+        assert said.startswith("1 document ") and f"left out: 1 record; first {file}, line 2; text that" in said
+
+
+CLASSES = class_kind({"LABEL_0": 0, "LABEL_1": 1})
+
+
+@pytest.mark.parametrize(
+    ("kind", "good", "left_out"),
+    [
+        (None, {"text": "a fox"}, [{"text": " "}, {"prompt": "a", "completion": ""}, {"messages": []}]),
+        (None, {"text": "a fox"}, [{"instruction": "a", "output": ""}, {"messages": [ASK, {**ANSWER, "content": ""}]}]),
+        (
+            pair_kind(),
+            {"prompt": "a", "chosen": " b", "rejected": ""},
+            [{"chosen": "", "rejected": "b", "prompt": "a"}],
+        ),
+        (
+            answer_kind(),
+            {"prompt": "a", "completion": " b", "label": 1},
+            [{"prompt": "", "completion": "", "label": 1}],
+        ),
+        (CLASSES, {"text": "a fox", "label": 1}, [{"text": " ", "label": 0}]),
+    ],
+)
+def test_records_without_an_answer_are_counted(
+    kind: ItemKind | None, good: dict[str, Any], left_out: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    file = write_records(tmp_path / "a.jsonl", [good, good, *left_out])
+    config, tokenizer = DataConfig((file,), 64, 2), make_tokenizer(PLAIN_TEMPLATE)
+    opened = open_items(kind, config, tokenizer, tmp_path) if kind else open_data(config, tokenizer, tmp_path)
+    number = f"{len(left_out)} record{'s' * (len(left_out) > 1)}"
+    assert opened.description.startswith("2 ")
+    assert f"left out: {number}; first {file}, line 3; no text, or an empty answer" in opened.description
+
+
+def test_long_texts_with_a_class_are_counted(tmp_path: Path) -> None:
+    file = write_records(tmp_path / "a.jsonl", [{"text": "dog " * n, "label": n % 2} for n in (1, 60)])
+    for truncate, words in ((True, "cut: 1 record, "), (False, "left out: 1 record, ")):
+        config = DataConfig((file,), 32, 1, truncate=truncate)
+        assert words in open_items(CLASSES, config, make_tokenizer(), tmp_path / "cache").description
+    wrong = write_records(tmp_path / "b.jsonl", [{"text": "a", "label": 2}])
+    with pytest.raises(UserError, match="line 1 has the label '2'"):
+        open_items(CLASSES, DataConfig((wrong,), 32, 1), make_tokenizer(), tmp_path / "cache")
+
+
+def test_an_answer_is_compared_with_another_one(tmp_path: Path) -> None:
+    records = [{"prompt": f"{number} is", "completion": " odd" * (number + 1), "label": True} for number in range(3)]
+    file, tokenizer = write_records(tmp_path / "a.jsonl", records), make_tokenizer()
+    with pytest.raises(UserError, match="at least 2 of both"):
+        open_items(answer_kind(), DataConfig((file,), 32, 1), tokenizer, tmp_path)
+    batches = open_items(answer_kind(), DataConfig((file,), 32, 2), tokenizer, tmp_path)
+    for step in range(9):  # also where an epoch ends within the batch
+        rows = batches.batch(step)["input_ids"].tolist()
+        same = len({tuple(row) for row in rows[::2]}) == 1
+        assert all((one != other) or same for one, other in zip(rows[::2], rows[1::2], strict=True))
+    with pytest.raises(UserError, match=r"line 1: the last turn is the answer .* the user's"):
+        list(answers_of_records([("f", DataRecord({"messages": [ASK, ANSWER, ASK], "label": True}, "line 1"))]))
+
+
+def test_tokens_that_the_model_does_not_know(tmp_path: Path) -> None:
+    tokenizer = make_tokenizer()
+    file = write_records(tmp_path / "a.jsonl", [{"text": "fox"}, {"text": "fox <new>"}])
+    tokenizer.add_tokens(["<new>"])
+    size = len(tokenizer) - 1
+    with pytest.raises(UserError, match=rf"line 2: '<new>' is token {size}, and the model knows {size} tokens"):
+        open_data(DataConfig((file,), 32, 1, vocab_size=size), tokenizer, tmp_path)
+    open_data(DataConfig((file,), 32, 1, vocab_size=size + 1), tokenizer, tmp_path)
+
+
+REASONING = {  # as LLaMA-Factory's reasoning with tools, shortened
+    "messages": [
+        {"role": "user", "content": [{"type": "text", "value": "Which schools are near?"}]},
+        {
+            "role": "assistant",
+            "content": [
+                {"type": "reasoning", "value": "No tool for that."},
+                {"type": "tool_call", "value": '{"name": "find", "arguments": {"near": "Rome"}}'},
+            ],
+        },
+        {"role": "tool", "content": [{"type": "text", "value": "none"}]},
+        {
+            "role": "assistant",
+            "content": [{"type": "reasoning", "value": "So none."}, {"type": "text", "value": "None."}],
+        },
+    ],
+    "tools": '[{"type": "function", "function": {"name": "find", "parameters": {}}}]',
+}
+
+
+def test_reasoning_and_calls_in_parts() -> None:
+    template = (
+        "{{ tools | tojson }}{% for m in messages %}<|turn|>{{ m.role }}\n{% if m.reasoning_content is defined %}"
+        "({{ m.reasoning_content }}){% endif %}{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.function.name }}"
+        "{{ c.function.arguments | tojson }}{% endfor %}</s>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|turn|>assistant\n{% endif %}"
+    )
+    [text] = read(REASONING, template)
+    assert text.removeprefix(str(REASONING["tools"])) == (
+        "<|turn|>user\nWhich schools are near?</s>\n<|turn|>assistant\n"
+        '«(No tool for that.)find{"near": "Rome"}</s>\n»'
+        "<|turn|>tool\nnone</s>\n<|turn|>assistant\n«(So none.)None.</s>\n»"
+    )
