@@ -30,8 +30,16 @@ from transformers import DeepseekV3Config, LlamaConfig, PreTrainedConfig
 from common.models.adapters.options import AdapterOptions
 from common.units import parse_bytes
 from fuyou import Engine
-from fuyou.calibration import profile_or_measure
-from fuyou.planner import Machine, PlannerContext, RunPlan, TrainingJob, describe_training, plan, profiled_machine
+from fuyou.planner import (
+    Machine,
+    PlannerContext,
+    RunPlan,
+    TrainingJob,
+    describe_training,
+    plan,
+    profile_or_measure,
+    profiled_machine,
+)
 from fuyou.runtime.devices.device import memory_limits, open_device
 
 NAME = "bench-plan"

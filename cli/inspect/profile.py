@@ -9,9 +9,8 @@ from cli.options.settings import Settings
 from cli.report.results import RESOURCES
 from common.hardware.machine import describe_machine
 from common.units import format_bytes, format_count
-from fuyou.calibration import measured_profile
 from fuyou.planner import PlannerContext
-from fuyou.planner.profiling import Profile, save
+from fuyou.planner.profiling import Profile, measure, save
 from fuyou.planner.profiling.cache import describe, profile_path
 from fuyou.runtime.devices.device import memory_limits
 from fuyou.schedule.tasks import Resource
@@ -42,7 +41,7 @@ def run_profile(settings: Settings) -> None:
         f"on {device.name}",
         flush=True,
     )
-    profile = save(measured_profile(context), workload, device)
+    profile = save(measure(workload, device), workload, device)
     print("\n".join(table(profile, len(directories))))
     print(f"Measured in {profile.measured_in_seconds:.1f} s; kept in {profile_path(describe(workload, device))}")
 

@@ -265,8 +265,6 @@ class PlanningSettings:
     """Number of drives to plan for.  [default: 1]"""
     network: str | None = option(None, "RATE", modes=Mode.PLAN_RANKS)
     """Plan for several nodes with SSDs: what each sends, 25Gbit/s."""
-    scheme: str = option("ours", type=("ours", "fuyou"), modes=Mode.PLAN_HERE | Mode.PLAN_BY_NAME)
-    """Plan what this program does, or what the paper's Fuyou did."""
     max_model: bool = option(False, modes=Mode.PLAN_HERE | Mode.PLAN_BY_NAME)
     """Plan the largest preset that fits."""
     cluster: str | None = option(
@@ -288,10 +286,8 @@ class PlanningSettings:
     """Let the plan for a cluster, or --strategy auto, choose strategies that send fewer bits."""
     json: bool = option(False, modes=Mode.PLAN)
     """Print the plan as JSON."""
-    prices: str | None = option(None, "NAME|FILE", presets="prices", modes=Mode.PLAN_BY_NAME | Mode.PLAN_RANKS)
-    """Prices of parts, for tokens per dollar: a preset, or a file of the same form. Default: fuyou-table-5."""
     html: Path | None = option(None, "FILE", modes=Mode.PLAN_HERE | Mode.PLAN_BY_NAME | Mode.PLAN_RANKS)
-    """Draw the plan on a page: the step, the memory and what would help."""
+    """Draw the plan on a page: the step and the memory."""
     verify: tuple[str, ...] = option((), "DIR...", patterns=True, modes=Mode.VERIFY)
     """Train nothing: check that what runs have in DIR (as --ssd, or --output) is what was written."""
     profile: bool = option(False, modes=Mode.PROFILE | Mode.PROFILE_NODES)

@@ -104,7 +104,7 @@ class Declaration:
     @property
     def may_be_path(self) -> bool:
         """Whether a path may stand in the place of a preset's name."""
-        return self.presets in ("models", "clusters", "prices")
+        return self.presets in ("models", "clusters")
 
     def complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
         """Complete names of presets, and paths where one may stand instead."""

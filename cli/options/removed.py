@@ -19,6 +19,8 @@ _LOSS = "Write the loss with engine.tokens (docs/objectives.md)."
 
 REMOVED = {
     "generate": Removed("The engine only trains; --sample generates with the saved result."),
+    "prices": Removed("Divide the plan's tokens/s by your own prices."),
+    "scheme": Removed("scripts/reproduce_fuyou.py plans the paper's scheme.", ("ours",)),
     "gguf": Removed("Run llama.cpp's convert_hf_to_gguf.py on the result instead (docs/command.md)."),
     "lora-plus-ratio": Removed("All of an adapter's matrices learn at the rate of --lr: leave it out.", (1.0,)),
     "neftune-alpha": Removed(

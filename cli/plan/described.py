@@ -1,4 +1,4 @@
-"""A plan as people read it: what is trained where, how fast, what bounds it, and what would help."""
+"""A plan as people read it: what is trained where, how fast, and what bounds it."""
 
 import textwrap
 
@@ -6,17 +6,8 @@ from cli.report.results import RESOURCES
 from common.units import format_bytes, format_count, format_seconds
 from fuyou.layout.record import Kind
 from fuyou.optimizer.clipping import ClipBy
-from fuyou.planner import (
-    RunPlan,
-    TrainingJob,
-)
-from fuyou.planner.advice import (
-    MOST_ROWS,
-    best_changes,
-    clipping_cost,
-    largest_batch,
-    rarer_commits,
-)
+from fuyou.planner import RunPlan, TrainingJob
+from fuyou.planner.advice import what_relaxes
 from fuyou.schedule.tasks import Resource
 
 WIDTH = 100
@@ -28,23 +19,18 @@ def describe(result: RunPlan) -> list[str]:
     """Return the plan as lines of at most :data:`WIDTH` columns."""
     job, machine, share = result.job, result.machine, result.job.shape.share
     several = f"{machine.drive_count} x " if machine.drive_count > 1 else ""
-    scheme = ", as the paper's Fuyou would run it" if result.scheme == "fuyou" else ""
     adapters = sum(record.trained_count for record in job.shape.of_kind(Kind.ADAPTER))
     among = f"{share.nodes} nodes of " if share.nodes > 1 else ""
     among += f"{share.ranks_per_node} x " if share.ranks_per_node > 1 else ""
     lines = [
-        *textwrap.wrap(f"{job.name} on {among}{machine.device} with {several}{machine.drives}{scheme}", WIDTH),
+        *textwrap.wrap(f"{job.name} on {among}{machine.device} with {several}{machine.drives}", WIDTH),
         f"{format_count(job.parameters)} parameters{_trained(job, adapters)}; "
         f"a step of {job.rows * share.world_size:,} x {job.seq_len:,} tokens"
         + (f"; below is one of {share.world_size} ranks" if share.world_size > 1 else ""),
         "",
     ]
     if result.memory is None:
-        lines += row("does not fit", " ".join(result.missing), 14)
-        changes = [change.what for change in best_changes(result)] if result.scheme == "ours" else []
-        if changes:
-            lines += row("would fit", " or ".join(changes), 14)
-        return lines
+        return lines + row("does not fit", " ".join(result.missing), 14)
     lines += [*_speed(result), "", *_bars(result), "", *_places(result), "", *_limits(result)]
     return lines
 
@@ -70,7 +56,8 @@ def _speed(result: RunPlan) -> list[str]:
     bound = result.busy[result.bound]
     return rows + row(
         "bound",
-        f"{RESOURCES[result.bound.value]}, {format_seconds(bound)} ({bound / result.step_seconds:.0%} of the step)",
+        f"{RESOURCES[result.bound.value]}, {format_seconds(bound)} ({bound / result.step_seconds:.0%} of the step); "
+        f"relaxed by {', '.join(what_relaxes(result))}",
     )
 
 
@@ -105,9 +92,8 @@ def _places(result: RunPlan) -> list[str]:
         counts.host_activations and _many(counts.host_activations, "block input"),
         counts.host_kept and f"{counts.host_kept:,} sets of kept outputs",
     ]
-    slots = 1 if job.single_slot or result.scheme == "fuyou" else 2
     ssd = [
-        f"parameters and optimizer states{'' if slots == 1 else ', two slots'}",
+        f"parameters and optimizer states{'' if job.single_slot else ', two slots'}",
         counts.ssd_activations and "block inputs",
         counts.ssd_kept and "kept outputs",
     ]
@@ -162,31 +148,19 @@ def _limits(result: RunPlan) -> list[str]:
     if result.drive_days is not None:
         traffic += f": {_days(result.drive_days)} until the drives' warranted writes are used up"
     rows += row("drives", traffic)
-    if result.scheme == "ours":
-        rows += _commits(result)
-        most = largest_batch(job, result.machine) * job.shape.share.world_size
-        tokens = result.gpu_bound_tokens
-        rows += row(
-            "batch",
-            f"{'at least ' if most >= MOST_ROWS else ''}{most:,} sequences fit{_where_not(most)}; "
-            "computing is the bound from "
-            f"{tokens:,.0f} tokens per step ({-(-tokens // job.seq_len):,.0f} sequences)",
-        )
-        changes = [f"{change.what}: {change.speedup:.2g}x" for change in best_changes(result) if change.speedup]
-        rows += row("faster", "; ".join(changes) or "nothing that is simple to change would help by more than 5%")
+    tokens = result.gpu_bound_tokens
+    rows += row(
+        "batch",
+        f"computing is the bound from {tokens:,.0f} tokens per step ({-(-tokens // job.seq_len):,.0f} sequences)",
+    )
     if result.assumptions:
         rows += row("assumed", "; ".join(result.assumptions))
     return rows
 
 
-def _where_not(most: int) -> str:
-    """Return why not even one sequence fits: it is the drives' room, since the plan has found memory for a step."""
-    return "" if most else ", as the drives are too small for the model"
-
-
 def _clipping(result: RunPlan) -> str:
-    """Return how gradients are clipped, and what that costs."""
-    job, cost = result.job, clipping_cost(result)
+    """Return how gradients are clipped."""
+    job = result.job
     what = "clipping" if job.clipped_share else "leaving out what is not finite"
     if result.clip_by is ClipBy.SPECULATION:
         text = f"{what} by speculation, updates before the gradient's norm is known, done again where it is too large"
@@ -196,21 +170,7 @@ def _clipping(result: RunPlan) -> str:
         text = f"{what} by deferral, all updates in the next forward pass, when the gradient's norm is known"
         if job.speculation_obstacle is not None:
             text += f" (speculation: {job.speculation_obstacle})"
-    return text if cost is None else f"{text}: a step {cost:.2f} times as long as with {job.option_without_norm}"
-
-
-def _commits(result: RunPlan) -> list[str]:
-    """Return what rarer commits would save, where it is more than a little."""
-    rarer = rarer_commits(result)
-    if rarer is None or rarer.written_bytes_per_day * rarer.step_seconds > 0.95 * result.written_bytes * 86400:
-        return []
-    life = "" if rarer.drive_days is None else f", {_days(rarer.drive_days)} for the drives"
-    return row(
-        "commits",
-        f"every step; with --commit-every {rarer.every} a step takes {format_seconds(rarer.step_seconds)} and "
-        f"{format_bytes(rarer.written_bytes_per_day)} are written per day{life}, but a crash loses up to {rarer.every} "
-        "steps",
-    )
+    return text
 
 
 def row(label: str, text: str, width: int = _LABEL) -> list[str]:

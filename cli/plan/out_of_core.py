@@ -12,7 +12,6 @@ from cli.job.quiet import quiet_transformers
 from cli.options.computing_dtype import ELSEWHERE, with_dtype
 from cli.options.naming import naming
 from cli.options.settings import Settings
-from cli.plan.compare_engines import InMemory, in_memory
 from cli.plan.described import describe, row
 from cli.plan.plan_page import write_plan_page
 from cli.plan.whole_run import planned_steps, run_rows
@@ -20,11 +19,9 @@ from common.errors import UserError
 from common.hardware.machine import memory_available_bytes
 from common.hardware.presets import drive_names, drive_preset, gpu_names, gpu_preset
 from common.units import format_bytes, parse_bytes
-from fuyou.calibration import profile_or_measure
 from fuyou.layout.share import Share
 from fuyou.planner import (
     Machine,
-    PaperScheme,
     PlannerContext,
     RankLinks,
     RunPlan,
@@ -32,12 +29,10 @@ from fuyou.planner import (
     machine_of_one_rank,
     plan,
     preset_machine,
+    profile_or_measure,
     profiled_machine,
 )
-from fuyou.planner.advice import (
-    fits_our_scheme,
-    largest_model,
-)
+from fuyou.planner.advice import fits, largest_model
 from fuyou.runtime.devices.device import Device, memory_limits
 from fuyou.runtime.devices.emulated import is_emulated
 from fuyou.runtime.trace import write_trace
@@ -63,10 +58,8 @@ def run_plan(settings: Settings) -> int:
     planned_steps(settings, 1)  # what is mistyped comes out before the simulation
     machine = _machine(settings)
     wanted = _largest(settings, machine) if settings.max_model else training_of(settings)
-    other: InMemory | None = None
     if wanted is not None and share is not None:
         wanted, network = wanted.among(share), _network(settings.network, share.nodes)
-        other = in_memory(wanted, machine, network)
         machine = machine_of_one_rank(
             machine, share.ranks_per_node, RankLinks.assumed(machine, share.ranks_per_node, network)
         )
@@ -74,18 +67,15 @@ def run_plan(settings: Settings) -> int:
         lacking = f"No preset fits on {machine.device} with {format_bytes(machine.host_bytes)} of host memory."
         print(json.dumps({"model": None, "fits": False, "missing": [lacking]}) if settings.json else lacking)
         return DOES_NOT_FIT
-    result = _plan(wanted, machine, settings.scheme)
+    result = plan(wanted, machine)
     if settings.trace is not None:
         _write_trace(result, settings.trace)
     if settings.json:
-        content = result.to_json() | ({} if other is None else {"in_memory": other.to_json()})
-        print(json.dumps(content, indent=2))
+        print(json.dumps(result.to_json(), indent=2))
     if not settings.json or settings.html is not None:
         lines = describe(result)
         for label, text in run_rows(result, settings).items() if result.memory is not None else ():
             lines += row(label, text)
-        if other is not None:
-            lines += ["", *row("in memory", other.verdict(result))]
         if settings.html is not None:
             write_plan_page(result, lines, settings.html.expanduser())
         if not settings.json:
@@ -93,19 +83,11 @@ def run_plan(settings: Settings) -> int:
     return 0 if result.fits else DOES_NOT_FIT
 
 
-def _plan(wanted: TrainingJob, machine: Machine, scheme: str) -> RunPlan:
-    return PaperScheme(wanted, machine).plan() if scheme == "fuyou" else plan(wanted, machine)
-
-
 def _largest(settings: Settings, machine: Machine) -> TrainingJob | None:
     """Return the training of the largest preset that fits; None: none fits."""
-
-    def fits(candidate: TrainingJob) -> bool:
-        if settings.scheme == "fuyou":
-            return not PaperScheme(candidate, machine).missing()
-        return fits_our_scheme(candidate, machine)
-
-    return largest_model(lambda name: training_of(replace(settings, model=name)), fits)
+    return largest_model(
+        lambda name: training_of(replace(settings, model=name)), lambda candidate: fits(candidate, machine)
+    )
 
 
 # -- the machine ------------------------------------------------------------------------------------------------------

@@ -1,15 +1,14 @@
-"""``--plan --html``: a planned step, its memory and what would help, on a page."""
+"""``--plan --html``: a planned step and its memory on a page."""
 
 import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from cli.report.page.html import bars, lanes, page, preformatted, section, table
+from cli.report.page.html import bars, lanes, page, preformatted, section
 from cli.report.results import RESOURCES
 from common.files.atomic import replace_file
 from common.store.errors import described
 from common.units import format_bytes, format_count, format_seconds
-from fuyou.planner.advice import best_changes
 from fuyou.planner.run_plan import RunPlan
 
 
@@ -47,10 +46,6 @@ def plan_page(result: RunPlan, lines: Sequence[str]) -> str:
             }
             sections.append(section("when", lanes(busy_then, begin, end)))
         sections.append(section("memory", _memory(result)))
-        if result.scheme == "ours":
-            found = [change for change in best_changes(result, 6) if change.speedup]
-            changes = {change.what: f"{change.speedup:.2g} times as fast" for change in found}
-            sections.append(section("what would help", table(changes or {"nothing": "that is simple to change"})))
     sections.append(section("the plan in words", preformatted("\n".join(lines)), wide=True))
     subtitle = (
         f"{format_count(result.job.parameters)} parameters on {result.machine.device} with {result.machine.drives}"

@@ -1,13 +1,11 @@
-"""What a whole run comes to, beside one step of it: its duration, its writes, and what it gives for a dollar."""
+"""What a whole run comes to: its duration and its writes."""
 
 import math
 from pathlib import Path
 
 from cli.options.data_words import data_sets
 from cli.options.settings import Settings, expand_pattern
-from cli.plan.prices import Prices
 from common.data.files import find_files
-from common.hardware.presets import drive_preset, gpu_preset
 from common.units import counted, format_bytes, format_count, format_seconds
 from fuyou.planner.forward_pass import forward_seconds
 from fuyou.planner.run_plan import RunPlan
@@ -56,21 +54,4 @@ def run_rows(result: RunPlan, settings: Settings) -> dict[str, str]:
         passes = "each step's batch" if settings.objective == "kto" else "each batch of the data"
         whole = "" if planned is None else f", at most {format_seconds(planned[0] * seconds)} in all"
         rows["reference"] = f"{passes} passes forward once before the first step, {format_seconds(seconds)} each{whole}"
-    price = _price(result, settings)
-    return rows if price is None else rows | {"price": price}
-
-
-def _price(result: RunPlan, settings: Settings) -> str | None:
-    if settings.drive is None:
-        return None
-    prices, share = Prices.load(settings.prices), result.job.shape.share
-    gpu, drive = gpu_preset(settings.gpu).name, drive_preset(settings.drive).name
-    price = prices.of_machine(gpu, drive, settings.ssds or 1, share.nodes, share.ranks_per_node)
-    if price is None:
-        return None if settings.prices is None else f"{settings.prices} has no price of {gpu} or {drive}"
-    rate = result.tokens_per_second * 1000
-    parts, whole = f"{rate / price.parts:.3g} tokens/s", f"{rate / price.whole:.3g}"
-    return (
-        f"{parts} per 1,000 dollars of GPU and SSDs ({price.parts:,.0f}), {whole} with the server "
-        f"({price.whole:,.0f}); {prices.title}"
-    )
+    return rows

@@ -22,10 +22,9 @@ from common.data import Batches
 from common.data.images.batches import ImageBatches
 from common.errors import UserError
 from fuyou import Engine, StepReport
-from fuyou.calibration import profile_or_measure
 from fuyou.config import OPTION_NAMES
 from fuyou.layout.share import Share
-from fuyou.planner import PlannerContext
+from fuyou.planner import PlannerContext, profile_or_measure
 from fuyou.runtime.devices.device import memory_limits, open_device
 
 PROFILED_PARAMETERS, PROFILED_STEPS = 100_000_000, 20

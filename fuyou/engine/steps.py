@@ -214,7 +214,6 @@ class Steps:
             kept_activation_bytes=ended.tasks.kept_bytes(self._run.runtime.memory_plan.kept_bytes),
             recomputation_saved=ended.recomputation_saved,
             aux_loss=_aux_loss(ended),
-            task_seconds=times.tasks,
             busy_intervals=times.intervals,
             **happened,
         )

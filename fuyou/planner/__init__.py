@@ -5,16 +5,15 @@ from fuyou.planner.choose_settings import (
     PlannerContext,
     choose_settings,
     choose_settings_on_all_ranks,
+    profile_or_measure,
 )
 from fuyou.planner.machine import Machine, RankLinks, machine_of_one_rank, preset_machine, profiled_machine
-from fuyou.planner.paper import PaperScheme
 from fuyou.planner.run_plan import RunPlan, plan
 from fuyou.planner.training_job import TrainingJob, describe_training
 
 __all__ = [
     "ChosenSettings",
     "Machine",
-    "PaperScheme",
     "PlannerContext",
     "RankLinks",
     "RunPlan",
@@ -25,5 +24,6 @@ __all__ = [
     "machine_of_one_rank",
     "plan",
     "preset_machine",
+    "profile_or_measure",
     "profiled_machine",
 ]

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from common.activity import activity
 from common.errors import UserError
 from fuyou.config import EngineConfig
 from fuyou.model.recompute.policy import ActivationPolicy
@@ -18,7 +19,7 @@ from fuyou.optimizer.clipping import ClipBy
 from fuyou.planner.evaluate import Evaluator
 from fuyou.planner.machine import RankLinks, machine_of_one_rank, profiled_machine
 from fuyou.planner.piece_size import fitting_job
-from fuyou.planner.profiling import Profile, ProfiledWorkload, load
+from fuyou.planner.profiling import Profile, ProfiledWorkload, load, measure, save
 from fuyou.planner.run_plan import max_clipped_share, search
 from fuyou.planner.training_job import TrainingJob
 from fuyou.runtime.devices.device import Device
@@ -69,6 +70,14 @@ class PlannerContext:
     def profile(self) -> Profile | None:
         """Cached profile of this machine and model, or None if there is none. Nothing is measured."""
         return load(self.workload, self.device)
+
+
+def profile_or_measure(context: PlannerContext) -> Profile:
+    """Return the cached profile, or one that is measured and cached now."""
+    if context.profile is not None:
+        return context.profile
+    with activity("measuring this machine with this model, which is kept for the next time"):
+        return save(measure(context.workload, context.device), context.workload, context.device)
 
 
 @dataclass(frozen=True)

@@ -119,10 +119,6 @@ class Evaluator:
             raise result
         return result
 
-    def evaluate_uncommitted(self, candidate: Candidate) -> Evaluation:
-        """Simulate ``candidate`` if no step is committed: what lives in host memory is then not written."""
-        return self._evaluate(candidate, merged=True, commit=False)
-
     def fits(self, candidate: Candidate) -> bool:
         """Return whether ``candidate`` fits into memory."""
         try:
@@ -254,7 +250,7 @@ class Evaluator:
 
     # -- simulation -----------------------------------------------------------------------------------------------
 
-    def _evaluate(self, candidate: Candidate, merged: bool, commit: bool = True) -> Evaluation:
+    def _evaluate(self, candidate: Candidate, merged: bool) -> Evaluation:
         job, memory = self.job, self.memory(candidate)
         layers, batch = len(job.shape.blocks), memory.batch
         plan = merge_micro_batches(memory, layers) if merged else memory
@@ -266,7 +262,7 @@ class Evaluator:
         rates = replace(self.rates, saving_seconds_per_token=saving_seconds)
         deferred = updates.deferred(job.shape)
         waits = bool(deferred) or job.clips
-        writes_late = waits and bool(plan.resident) and commit
+        writes_late = waits and bool(plan.resident)
         steps = _STEPS_WRITING_LATE if writes_late else _STEPS_DEFERRING if waits else _STEPS
 
         def run(clipped: bool | None) -> tuple[Simulation, StepList]:
@@ -278,7 +274,6 @@ class Evaluator:
                 steps,
                 hold=job.clips,
                 recomputation=recomputation,
-                commit=commit,
                 clipped=clipped,
                 direct_reads=job.direct_reads,
                 direct_writes=job.direct_writes,

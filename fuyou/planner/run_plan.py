@@ -35,8 +35,6 @@ class RunPlan:
 
     job: TrainingJob
     machine: Machine
-    scheme: str = "ours"
-    """``ours``, or ``fuyou`` for the paper's."""
     missing: tuple[str, ...] = ()
     """Sentences that say what the machine lacks; none if the run fits."""
     memory: MemoryPlan | None = None
@@ -51,8 +49,6 @@ class RunPlan:
     """Bytes of saved activations of one step, beyond the blocks' inputs."""
     step_seconds: float = 0.0
     """Average over steps that are clipped and steps that are not; what follows is for one that is not."""
-    compared_seconds: float = 0.0
-    """Step seconds with merged micro-batches, as candidates are simulated: only these compare with each other."""
     busy: dict[Resource, float] = field(default_factory=dict)
     """Seconds of work in one step, by resource."""
     tasks: StepList | None = None
@@ -145,7 +141,6 @@ class RunPlan:
 
         return {
             "model": self.job.name,
-            "scheme": self.scheme,
             "fits": self.fits,
             "missing": list(self.missing),
             "parameters": self.job.parameters,
@@ -215,7 +210,6 @@ def plan(job: TrainingJob, machine: Machine) -> RunPlan:
         best = search(evaluator)
     except UserError as error:
         return RunPlan(job, machine, missing=(str(error),), ssd_bytes=job.record_bytes)
-    compared_seconds = best.step_seconds
     if best.memory.batch.micro_batches > 1:
         best = evaluator.evaluate(best.candidate, merged=False)
     needed = ssd_bytes(evaluator, best)
@@ -231,7 +225,6 @@ def plan(job: TrainingJob, machine: Machine) -> RunPlan:
         clipped_seconds=best.clipped_seconds,
         kept_activation_bytes=best.tasks.kept_bytes(best.kept_bytes),
         step_seconds=best.step_seconds,
-        compared_seconds=compared_seconds,
         busy=best.busy,
         tasks=best.tasks,
         simulation=best.simulation,
@@ -344,24 +337,6 @@ def _search_activation_policy(evaluator: Evaluator, best: Evaluation) -> Evaluat
         for quarters in (1, 2, 3):
             activation_policy = ActivationPolicy(choices[number], max(1, layers * quarters // 4))
             best = _better(evaluator, best, replace(best.candidate, activation_policy=activation_policy))
-    return best
-
-
-def quick_search(evaluator: Evaluator, near: Candidate) -> Evaluation:
-    """Return the best of a few candidates like ``near``, to compare machines.
-
-    Raises:
-        UserError: none fits.
-    """
-    near = replace(near, micro_rows=None if near.micro_rows is None else min(near.micro_rows, evaluator.job.rows))
-    first = near if evaluator.fits(near) else Candidate(evaluator.job.micro_batch, 0.0, clip_by=near.clip_by)
-    best = evaluator.evaluate(first)
-    for fraction, activation_policy in (
-        (near.deferred_fraction, SAVE_NOTHING),
-        (1 / 8, near.activation_policy),
-        (1 / 8, SAVE_NOTHING),
-    ):
-        best = _better(evaluator, best, Candidate(first.micro_rows, fraction, activation_policy, near.clip_by))
     return best
 
 

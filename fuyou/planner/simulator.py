@@ -171,7 +171,6 @@ def simulate(
     *,
     hold: bool = False,
     recomputation: Recomputation = FULL_RECOMPUTATION,
-    commit: bool = True,
     clipped: bool | None = None,
     direct_reads: bool = False,
     direct_writes: bool = False,
@@ -182,7 +181,7 @@ def simulate(
         shape: the model's records.
         plan: the buffers and the batch.
         rates: rates of the machine.
-        deferred, hold, recomputation, commit: as :class:`fuyou.schedule.scheduler.Scheduler` has them.
+        deferred, hold, recomputation: as :class:`fuyou.schedule.scheduler.Scheduler` has them.
         direct_reads, direct_writes: likewise.
         steps: number of steps.
         clipped: if updates are speculative, whether every step is clipped and does them again, or none is; None if
@@ -204,7 +203,7 @@ def simulate(
     resolved: list[Task] = []
     with _no_garbage_collection():
         for step in range(1, steps + 1):
-            lists.append(scheduler.training_step(step, batch, commit=commit))
+            lists.append(scheduler.training_step(step, batch))
             lists[-1].tasks[:0] = resolved
             resolved = scheduler.resolve_speculation(step, clipped).tasks if clipped is not None else []
         simulator = Simulator(shape.records, rates, plan.ring_chunks, plan.chunk_elements)

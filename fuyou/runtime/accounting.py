@@ -1,26 +1,11 @@
 """Where a step's time went: how long each resource was busy, and what the device waited for when it was not."""
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from common.intervals import Interval, merge, total
-from fuyou.layout.visits import Phase
 from fuyou.runtime.data_plane.data_plane import DataPlane
 from fuyou.runtime.trace import StepTrace
 from fuyou.schedule.tasks import ComputeTask, Op, Resource, StepList, Task
-
-
-class TaskKind(NamedTuple):
-    """A kind of compute task, all of which take about the same time."""
-
-    phase: Phase
-    kept: bool
-    """Whether they write or read saved activations."""
-
-    @staticmethod
-    def of(task: ComputeTask) -> "TaskKind":
-        """Return the kind of a compute task."""
-        return TaskKind(task.visit.phase, task.kept is not None)
 
 
 @dataclass(frozen=True)
@@ -55,8 +40,6 @@ class StepReport:
     """The router loss, not multiplied by its coefficient, where it is a part of the loss."""
     updated_again: bool = False
     """Whether updates had been done before it was known that the step is clipped or left out, and are done again."""
-    task_seconds: dict[TaskKind, list[float]] = field(default_factory=dict)
-    """Seconds of each compute task that ended since the last report, from when nothing kept it waiting to its end."""
     busy_intervals: dict[str, list[Interval]] = field(default_factory=dict)
     """When each resource was busy since the last report, (begin, end) in seconds on ``time.monotonic``'s clock."""
 
@@ -70,8 +53,6 @@ class Times:
     idle: dict[str, float] = field(default_factory=dict)
     """Seconds that the device was idle, by the kind of task that it waited for; ``caller`` is what the caller did in
     between."""
-    tasks: dict[TaskKind, list[float]] = field(default_factory=dict)
-    """Seconds of each compute task, from when nothing kept it waiting to its end."""
     intervals: dict[str, list[Interval]] = field(default_factory=dict)
     """When each resource was busy."""
 
@@ -110,12 +91,8 @@ class Accounting:
         busy[Resource.SSD] += [(one.started_at, one.finished_at) for one in states]
         busy[Resource.ADAM] += [(one.started_at, one.finished_at) for one in adam]
         idle: dict[str, float] = {}
-        tasks: dict[TaskKind, list[float]] = {}
         for task in done:
             if isinstance(task, ComputeTask):
-                free = max((earlier.finished_at for earlier in task.after), default=0.0)
-                free = min(task.started_at, max(free, self._computed_until)) or task.started_at
-                tasks.setdefault(TaskKind.of(task), []).append(task.finished_at - free)
                 if self._computed_until:
                     self._explain(self._computed_until, task, idle)
                 self._computed_until = max(self._computed_until, task.finished_at)
@@ -124,7 +101,7 @@ class Accounting:
         for task in done:
             task.after = []  # or every task would keep all of its ancestors alive
         merged = {resource.value: merge(found) for resource, found in busy.items()}
-        return Times({name: total(found) for name, found in merged.items()}, idle, tasks, merged)
+        return Times({name: total(found) for name, found in merged.items()}, idle, merged)
 
     @staticmethod
     def _explain(since: float, task: Task, idle: dict[str, float]) -> None:

@@ -1,7 +1,7 @@
 """Measures everything that a prediction of a step needs.
 
 It takes 6 to 12 s, three of them to start the optimizer process, and no more than 20 s where drives or processors are
-slow; on a CPU, calibration comes after it (see :mod:`fuyou.calibration`). It takes about as much memory as the engine
+slow. It takes about as much memory as the engine
 itself needs for one block or the head, and 24 MiB per drive.
 """
 

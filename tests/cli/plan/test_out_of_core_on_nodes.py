@@ -39,24 +39,10 @@ def test_bytes_and_bounds(capsys: pytest.CaptureFixture[str]) -> None:
         assert slow["gpu_bound_tokens"] > fast["gpu_bound_tokens"]
 
 
-def test_which_of_the_two_engines(capsys: pytest.CaptureFixture[str]) -> None:
-    """In memory where the model fits there, out of core where it does not; by the formulas, within what overlaps."""
-    found = plan(capsys, "--nodes", "2", "--network", "10Gbit/s")
-    small = found["in_memory"]
-    assert small["fits"] and small["step_seconds"] < found["step_seconds"]
-    # Two ranks exchange half of each gradient and of each parameter, at least, in two bytes.
-    assert small["step_seconds"] >= 0.9 * 2 * found["parameters"] / 1.25e9
-    assert main([*COMMAND, "--nodes", "2", "--network", "10Gbit/s"]) == 0
-    assert "times as fast: leave --ssd out" in capsys.readouterr().out
-    large = plan(capsys, "--nodes", "2", "--network", "10Gbit/s", "--model", "llama-7b", "--host-memory", "64GiB")
-    assert large["fits"] and not large["in_memory"]["fits"]
-    assert large["in_memory"]["least_device_bytes"] > 24 << 30
-
-
 @pytest.mark.parametrize(("words", "message"), [
     ((), "--network 25Gbit/s"),
     (("--network", "fast"), "--network fast is not a rate"),
-    (("--network", "10Gbit/s", "--scheme", "fuyou"), "this program trains and cannot be combined with --scheme"),
+    (("--network", "10Gbit/s", "--scheme", "fuyou"), "This version no longer has --scheme. scripts/reproduce_fuyou.py"),
     (("--network", "10Gbit/s", "--strategy", "zero3"), "cannot be combined with --strategy"),
     (("--network", "10Gbit/s", "--trainable", "0.1"), "cannot be combined with --trainable"),
 ])  # fmt: skip

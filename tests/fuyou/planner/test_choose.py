@@ -2,14 +2,13 @@
 
 import time
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 from transformers import LlamaConfig
 
-from fuyou import calibration
-from fuyou.calibration import profile_or_measure
-from fuyou.planner import PlannerContext, choose_settings, describe_training
+from fuyou.planner import PlannerContext, choose_settings, describe_training, profile_or_measure
 from fuyou.planner.profiling import Profile, ProfiledWorkload, save
 from fuyou.runtime.devices.device import open_device
 from fuyou.schedule.memory_planner import MemoryPlanner
@@ -30,8 +29,7 @@ def test_it_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         measured.append(workload)
         return replace(PROFILE, measured_at=time.time())
 
-    monkeypatch.setattr(calibration, "measure", measure)
-    monkeypatch.setattr(calibration, "as_the_engine_runs_it", lambda alone, *_: alone)
+    monkeypatch.setattr(import_module("fuyou.planner.choose_settings"), "measure", measure)
     job, device = describe_training(CONFIG, 8, 64), open_device("emulated:tflops=0.01,memory=256MiB,link=1GB/s")
     first = PlannerContext(job, device, LIMITS, [tmp_path])
     assert first.profile is None

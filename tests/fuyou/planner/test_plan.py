@@ -15,7 +15,7 @@ from fuyou.layout.model_layout import BufferCounts
 from fuyou.layout.record import Precision
 from fuyou.optimizer.clipping import ClipBy
 from fuyou.planner import Machine, TrainingJob, describe_training, plan
-from fuyou.planner.advice import best_changes, clipping_cost, largest_batch, rarer_commits
+from fuyou.planner.advice import what_relaxes
 from fuyou.planner.evaluate import SAVE_NOTHING, Candidate, Evaluator
 from fuyou.planner.rates import TaskRates
 from fuyou.planner.run_plan import gpu_bound_tokens, max_clipped_share, search
@@ -171,8 +171,6 @@ def test_what_does_not_fit_says_what_is_missing(job: TrainingJob) -> None:
     content = result.to_json()
     assert not result.fits and content["step_seconds"] is None and content["fits"] is False
     assert "device_memory" in result.missing[0]
-    changes = [change.what for change in best_changes(plan(job, machine(device=5 << 20)))]
-    assert all(change.speedup is None for change in best_changes(plan(job, machine(device=5 << 20)))), changes
 
 
 def test_space_on_ssd_is_exact(job: TrainingJob) -> None:
@@ -185,25 +183,16 @@ def test_space_on_ssd_is_exact(job: TrainingJob) -> None:
     assert not lacking.fits and "on SSD" in lacking.missing[0]
 
 
-def test_the_largest_batch_fits_and_a_larger_does_not(job: TrainingJob) -> None:
-    on = machine(device=20 << 20, host=150 << 20, store_bytes=24 * sum(r.numel for r in job.shape.records) + (6 << 20))
-    most = largest_batch(job, on)
-    assert 1 <= most < 1 << 16
-    assert plan(job.with_batch(most), on).fits
-    assert not plan(job.with_batch(2 * most), on).fits
-
-
 BALANCED = machine(TaskRates(1e11, 1e10, 1e10, 3e8, 3e8, 1e9), host=140 << 20)
 
 
-def test_clipping_by_deferral_defers_everything_and_says_what_it_costs(job: TrainingJob) -> None:
+def test_clipping_by_deferral_defers_everything_and_takes_longer(job: TrainingJob) -> None:
     free = plan(job, BALANCED)
     for more in ({"clip_by": ClipBy.DEFERRAL}, {"single_slot": True}, {"commit_every": 2}, {"clipped_share": 1.0}):
         result = plan(replace(job, clips=True, **more), BALANCED)
         assert (result.clip_by, result.deferred_fraction) == (ClipBy.DEFERRAL, 1.0)
-        cost = clipping_cost(result)
-        assert cost == pytest.approx(result.step_seconds / free.step_seconds, rel=0.05) and cost > 1.05
-    assert clipping_cost(free) is None and free.clip_by is None
+        assert result.step_seconds > 1.05 * free.step_seconds
+    assert free.clip_by is None
 
 
 def test_clipping_by_speculation_costs_by_how_often_it_strikes(job: TrainingJob) -> None:
@@ -242,19 +231,6 @@ def test_gradients_that_are_kept_are_written_where_they_find_no_room(job: Traini
     assert 12 * elements < written[140] <= 14 * elements
 
 
-def test_rarer_commits_write_what_streams_and_the_rest_every_nth_time(job: TrainingJob) -> None:
-    slow = replace(FAST, read_bytes_per_second=1e8, write_bytes_per_second=1e8)
-    everything = plan(job, machine(slow, host=1 << 30, endurance_bytes=10**12))
-    assert everything.memory is not None and len(everything.memory.resident) == len(job.shape.records)
-    rarer = rarer_commits(everything, 4)
-    assert rarer is not None
-    assert rarer.step_seconds == pytest.approx(everything.step_seconds / 4, rel=0.1)
-    written = rarer.written_bytes_per_day * rarer.step_seconds / 86400
-    assert written == pytest.approx(everything.written_bytes / 4)
-    assert rarer.drive_days == pytest.approx(10**12 / rarer.written_bytes_per_day)
-    assert rarer_commits(plan(job, machine(slow, host=140 << 20))) is None, "nothing lives in host memory"
-
-
 def test_merged_micro_batches_predict_what_all_of_them_do(job: TrainingJob) -> None:
     rates = TaskRates(1e12, 1e10, 1e10, 4e8, 3e8, 1e8)
     many = replace(job, rows=256, micro_batch=1)
@@ -266,23 +242,18 @@ def test_merged_micro_batches_predict_what_all_of_them_do(job: TrainingJob) -> N
     assert merged.busy[Resource.GPU] == pytest.approx(exact.busy[Resource.GPU])
 
 
-def test_more_of_what_is_there_in_plenty_is_no_change(job: TrainingJob, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Though a plan of merged micro-batches, as changes are compared, may be far from the plan itself."""
-    monkeypatch.setattr("fuyou.planner.evaluate._MAX_TASKS", 2 * LAYERS)
-    rates = replace(FAST, flops_per_second=1e12, upload_bytes_per_second=5e8, download_bytes_per_second=5e8)
-    base = plan(replace(job, rows=32, micro_batch=1), machine(rates, host=1 << 30, device=10 << 20))
-    assert abs(base.step_seconds / base.compared_seconds - 1) > 0.1
-    found = {change.what: change.speedup for change in best_changes(base)}
-    assert "2 GiB of host memory" not in found, found
-    cost = clipping_cost(replace(base, job=replace(base.job, clips=True)))
-    assert cost == pytest.approx(1, abs=0.01)
-
-
-def test_the_best_change_relieves_the_bound(job: TrainingJob) -> None:
+def test_what_relaxes_the_bound_makes_the_step_shorter(job: TrainingJob) -> None:
     slow = replace(FAST, read_bytes_per_second=1e8, write_bytes_per_second=1e8, flops_per_second=1e13)
-    changes = best_changes(plan(job, machine(slow)))
-    assert {"1 more SSD", "a batch of 16"} == {change.what for change in changes}
-    assert all(change.speedup == pytest.approx(2, rel=0.1) for change in changes)
+    base = plan(job, machine(slow))
+    assert what_relaxes(base) == ["more or faster SSDs", "a larger --batch-size", "--optimizer adamw8bit"]
+    twice = plan(job, machine(replace(slow, read_bytes_per_second=2e8, write_bytes_per_second=2e8)))
+    assert twice.tokens_per_second == pytest.approx(2 * base.tokens_per_second, rel=0.1)
+    assert plan(job.with_batch(2 * job.rows), machine(slow)).tokens_per_second > 1.8 * base.tokens_per_second
+    blockwise = job.shape.with_precision(Precision(torch.bfloat16, torch.float32, "adamw8bit"))
+    halved = plan(replace(job, shape=blockwise), machine(slow))
+    assert halved.step_seconds < 0.75 * base.step_seconds and "--optimizer adamw8bit" not in what_relaxes(halved)
+    computing = plan(job, machine(replace(FAST, flops_per_second=1e9)))
+    assert what_relaxes(computing) == ["a faster device"]
 
 
 def test_bf16_moments_move_less(job: TrainingJob) -> None:

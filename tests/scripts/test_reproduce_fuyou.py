@@ -1,14 +1,14 @@
-"""The paper's scheme, against its equations worked out by hand and the sizes that its text gives."""
+"""The paper's scheme, against its equations worked out by hand, the sizes that its text gives, and its prices."""
 
 from dataclasses import replace
 
 import pytest
 
 from common.hardware.presets import drive_preset, gpu_preset
-from fuyou.planner import Machine, PaperScheme, TrainingJob, describe_training, preset_machine
-from fuyou.planner.paper import Swap
+from fuyou.planner import Machine, TrainingJob, describe_training, preset_machine
 from fuyou.planner.rates import TaskRates
 from fuyou.schedule.tasks import Resource
+from scripts.reproduce_fuyou import PaperScheme, Swap, tokens_per_dollar
 
 RATES = TaskRates(200e12, 25e9, 25e9, 25e9, 25e9, 4e9)
 
@@ -90,3 +90,9 @@ def test_largest_models_of_section_5_2(gpu: str, host: int, fits: str, too_large
     if too_large:
         lacks = PaperScheme(describe_training(too_large, 1, 1024), on).missing()
         assert lacks and "memory" in lacks[0]
+
+
+def test_six_drives_give_most_tokens_per_dollar() -> None:
+    """Section 5.7: for 175B on a 4090 they rise with the drives up to 6, and 12 are too many."""
+    few, six, twelve = (tokens_per_dollar(drives)[0] for drives in (2, 6, 12))
+    assert few < six > twelve
