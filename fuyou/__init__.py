@@ -15,7 +15,6 @@ if getattr(common, "PROJECT", None) != "fuyou":
 if TYPE_CHECKING:
     from fuyou.config import EngineConfig
     from fuyou.engine.engine import Engine
-    from fuyou.engine.expert_usage import choose_experts, profile_experts
     from fuyou.engine.steps import EngineOutput
     from fuyou.model.recompute.policy import ActivationPolicy
     from fuyou.optimizer.nonfinite import NonFiniteLoss
@@ -29,8 +28,6 @@ __all__ = [
     "EngineOutput",
     "NonFiniteLoss",
     "StepReport",
-    "choose_experts",
-    "profile_experts",
     "prove",
 ]
 
@@ -38,8 +35,6 @@ _MODULES = {
     "Engine": "engine.engine",
     "EngineConfig": "config",
     "EngineOutput": "engine.steps",
-    "choose_experts": "engine.expert_usage",
-    "profile_experts": "engine.expert_usage",
     "ActivationPolicy": "model.recompute.policy",
     "NonFiniteLoss": "optimizer.nonfinite",
     "StepReport": "runtime.accounting",

@@ -12,7 +12,6 @@ from peft import PeftConfig
 from common.errors import UserError
 from common.models.adapters.options import AdapterOptions
 from common.models.adapters.saved import SavedAdapter
-from common.models.chosen_experts import check_share
 from common.models.vision.towers import TowerFreezing
 from common.units import parse_bytes
 from fuyou.layout.frozen_weights import FrozenDtype
@@ -124,8 +123,6 @@ class EngineConfig:
         check_max_grad_norm(self.optimizer.max_grad_norm)
         # Whatever has to be parsed is parsed here, so that mistakes come out before anything is opened.
         _ = self.precision, self.adam, self.clip_by, self.host_cache, self.piece_bytes, self.adapters, self.frozen_dtype
-        if self.train_experts is not None:
-            check_share(self.train_experts)
         kept = self.kept_activations
         if self.compile and kept:
             raise UserError("Compiled blocks keep no activations: leave kept_activations or compile out.")
@@ -220,11 +217,6 @@ class EngineConfig:
     def trainable(self) -> tuple[str, ...] | None:
         """Names of the parameters that are trained, if not all are."""
         return None if self.weights.trainable is None else tuple(self.weights.trainable)
-
-    @property
-    def train_experts(self) -> float | None:
-        """Part of the experts of each layer that are trained, if not everything is."""
-        return self.weights.train_experts
 
     @cached_property
     def frozen_dtype(self) -> FrozenDtype | None:

@@ -157,9 +157,6 @@ class WeightsConfig:
     committed."""
     trainable: Sequence[str] | None = None
     """Names of the parameters that are trained (``*`` stands for anything); the others are frozen likewise."""
-    train_experts: float | None = None
-    """Part of the experts of each layer of a mixture that are trained (0.1: a tenth), all else being frozen likewise.
-    Which experts that are is chosen by the data they get, before the first step: :func:`fuyou.choose_experts`."""
     frozen_dtype: str | None = None
     """Format of frozen matrices in the blocks. ``"int8"`` or ``"nf4"`` keeps them in 1.016 or 0.5625 bytes per
     parameter on SSD, on their way and in the host's cache; the device brings them back into ``dtype``. Not lossless:

@@ -79,7 +79,7 @@ def _proof(settings: Settings) -> str:
     config, _ = load_config(settings.model)
     start_time = time.monotonic()
     dtype, adapters = precision_of(settings).dtype, peft_config_of(settings)
-    prove(config, adapters=adapters, dtype=dtype, train_experts=settings.train_experts)
+    prove(config, adapters=adapters, dtype=dtype)
     seconds = time.monotonic() - start_time
     return f"losses and all gradients of a small {config.model_type}, block by block ({seconds:.1f} s)"
 

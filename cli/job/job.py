@@ -59,9 +59,7 @@ class Job:
     """Digest that changes with the tokens that are trained on."""
     learning_rate: LearningRate
     adapter_parameters: int = 0
-    """Numbers in the adapters, or in the chosen experts, where those are trained instead of the weights; else 0."""
-    experts: str = ""
-    """How many experts are chosen and trained, for people; empty where all weights or adapters are."""
+    """Numbers in the adapters, where those are trained instead of the weights; else 0."""
     held_out: Batches | None = None
     """Data to evaluate with, in a fixed order; None: no evaluation."""
     frozen_parameters: int = 0
@@ -111,7 +109,7 @@ class Job:
             return 2 * (self.adapter_parameters or self.parameters) * 12
         slots = 1 if settings.single_slot else 2
         width, nodes = 2 if settings.dtype == "bf16" else 4, settings.nodes or 1
-        if settings.freezes_weights:  # every node has all parameters, and a part of the states
+        if settings.trains_adapters:  # every node has all parameters, and a part of the states
             return self.parameters * width + int(self.adapter_parameters * (4 + moments / nodes)) * slots
         trained = self.parameters - self.frozen_parameters
         return self.frozen_parameters * width + int(trained * slots * (width * nodes + 4 - width + moments) / nodes)
@@ -212,14 +210,6 @@ class Job:
 
     def _adapters(self) -> dict[str, str]:
         settings = self.settings
-        if settings.train_experts is not None:
-            chosen, each = self.adapter_parameters, 4 + self._moment_bytes
-            return {
-                "experts": f"{self.experts} are trained: {format_count(chosen)} parameters, "
-                f"{chosen / self.parameters:.2%} of the model's\n"
-                f"a commit writes {format_bytes(int(chosen * each))}; with all parameters trained, it would be "
-                f"{format_bytes(int(self.parameters * each))}"
-            }
         if not settings.trains_adapters:
             return {}
         what = f"LoRA of rank {settings.lora_rank}" if settings.lora_rank is not None else str(settings.peft_config)

@@ -88,7 +88,6 @@ def training_of(settings: Settings) -> TrainingJob:
         frozen=FrozenDtype.named(settings.frozen_dtype),
         towers=towers_of(settings),
         router_loss=settings.router_loss,
-        train_experts=settings.train_experts,
         compiled=settings.compile,
         commit_every=settings.commit_interval,
         clip_by=clip_by_named(settings.clip_by),

@@ -19,7 +19,7 @@ from cli.job.hub import check_push
 from cli.job.job import Job, QuantisedStore
 from cli.job.machine import sequence_length, training_of
 from cli.job.resumed import check_there_is_one
-from cli.options.adapters import ADAPTER_CONFIG, experts_in_words, peft_config_of, towers_of, trainable_parameters
+from cli.options.adapters import ADAPTER_CONFIG, peft_config_of, towers_of, trainable_parameters
 from cli.options.computing_dtype import with_dtype
 from cli.options.data_words import data_sets
 from cli.options.naming import naming
@@ -135,10 +135,8 @@ def prepare(settings: Settings) -> Job:
     if checkpoint is not None and not settings.resume:  # whose weights are on the drives
         CheckpointSource(checkpoint, model).check()
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    adapter_parameters, frozen_parameters, experts = 0, 0, ""
-    if settings.train_experts is not None:
-        experts, adapter_parameters = experts_in_words(settings, model)
-    elif settings.trains_adapters:
+    adapter_parameters, frozen_parameters = 0, 0
+    if settings.trains_adapters:
         adapter_parameters = trainable_parameters(settings, model)
     else:
         frozen_parameters = sum(model.get_parameter(name).numel() for name in towers_of(settings).frozen(model))
@@ -163,7 +161,6 @@ def prepare(settings: Settings) -> Job:
         data_key=data_key,
         learning_rate=rate,
         adapter_parameters=adapter_parameters,
-        experts=experts,
         held_out=data.held_out(),
         frozen_parameters=frozen_parameters,
         task_type=task_type,
@@ -200,7 +197,7 @@ def _context(settings: Settings, found: CheckedSettings) -> PlannerContext:
 def _keeps_fewer_bits(settings: Settings, checkpoint: Path | None) -> bool:
     """Return whether frozen weights take fewer bits on SSD than in computing."""
     out_of_core = settings.nodes is None or bool(settings.ssd)
-    if not (settings.freezes_weights and out_of_core):
+    if not (settings.trains_adapters and out_of_core):
         return False
     if settings.frozen_dtype is None:
         return checkpoint is not None and method_of(checkpoint) is not None

@@ -1,6 +1,5 @@
-"""Adapters, chosen experts and frozen towers, as the settings ask for them."""
+"""Adapters and frozen towers, as the settings ask for them."""
 
-from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -70,22 +69,6 @@ def towers_of(settings: Settings) -> "TowerFreezing":
     from common.models.vision.towers import TowerFreezing
 
     return TowerFreezing(settings.train_vision != "all", settings.train_vision is None)
-
-
-def experts_in_words(settings: Settings, model: "PreTrainedModel") -> tuple[str, int]:
-    """Return how many experts ``--train-experts`` trains, and their parameters. ``model`` is on the meta device, and is
-    changed.
-
-    Raises:
-        UserError: the model has no experts.
-    """
-    from common.models.chosen_experts import ChosenExperts
-
-    assert settings.train_experts is not None
-    experts = ChosenExperts(model, settings.train_experts)
-    layers = Counter(experts.counts.values())
-    words = [f"{chosen:,} of {every:,} in each of {count:,} layers" for (chosen, every), count in layers.items()]
-    return " and ".join(words), experts.parameters
 
 
 def trainable_parameters(settings: Settings, model: "PreTrainedModel") -> int:

@@ -16,7 +16,6 @@ from cli.options.option import (
     BUDGET,
     COUNT,
     NOT_NEGATIVE,
-    PART,
     POSITIVE,
     SIZE,
     FiniteFloat,
@@ -240,10 +239,6 @@ class AdapterSettings:
     adapter: Path | None = option(None, "DIR", modes=Mode.MODEL)
     """Adapters that were trained before (a directory of peft's): train them further. Their method, rank, alpha, dropout
     and targets stay as they are."""
-    train_experts: float | None = option(None, "PART", PART, modes=Mode.MODEL, only=Only.OUT_OF_CORE)
-    """Of a mixture of experts, train this part of the experts of every layer (10% or 0.1; rounded down, at least one),
-    and freeze all other weights. The experts are those to which routers give most weight on the first of the training
-    data (ESFT), and do not change afterwards."""
     frozen_dtype: str | None = option(
         None, type=("checkpoint", "int8", "nf4", "plain"), modes=Mode.MODEL, only=Only.OUT_OF_CORE
     )

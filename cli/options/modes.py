@@ -33,7 +33,7 @@ ADVICE: dict[Mode, dict[str, str]] = {
     Mode.PLAN_CLUSTER: {
         "ssd": "is for a plan of this machine. For several nodes with SSDs, name their hardware: --gpu NAME --drive "
         "NAME --ssds N --network 25Gbit/s; for training in memory, leave --ssd out.",
-        **dict.fromkeys(("lora_rank", "peft_config", "adapter", "train_experts", "frozen_dtype"), _NO_ADAPTERS),
+        **dict.fromkeys(("lora_rank", "peft_config", "adapter", "frozen_dtype"), _NO_ADAPTERS),
     },
 }
 """Messages about some of them in particular, by name."""

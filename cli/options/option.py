@@ -273,14 +273,6 @@ class FiniteFloat(click.FloatRange):
         return _in_range(self, number, value, param, ctx)
 
 
-class Part(FiniteFloat):
-    """A part of a whole: ``10%`` or ``0.1``."""
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        percent = isinstance(value, str) and value.endswith("%")
-        return super().convert(click.FLOAT.convert(value[:-1], param, ctx) / 100 if percent else value, param, ctx)
-
-
 def _in_range(
     numbers: click.IntRange | click.FloatRange,
     number: Any,
@@ -329,5 +321,4 @@ POSITIVE = WholeNumber(min=1)
 COUNT = WholeNumber(min=0)
 NOT_NEGATIVE = FiniteFloat(min=0)
 ABOVE_ZERO = FiniteFloat(min=0, min_open=True)
-PART = Part(min=0, min_open=True, max=1)
 BELOW_ONE = FiniteFloat(min=0, max=1, max_open=True)

@@ -33,6 +33,7 @@ REMOVED = {
     "teacher-tokens": Removed(_TRL, (64,)),
     "teacher-temperature": Removed(_TRL, (1.0,)),
     "distil-alpha": Removed(_TRL, (1.0,)),
+    "train-experts": Removed("Train adapters of the experts instead: --lora-rank."),
     "reference": Removed("dpo and kto compare with the model as the run found it, with its --adapter."),
 }
 """By name, without dashes in front."""

@@ -120,18 +120,14 @@ class Settings(
         if len(says) > 1:
             both = " and ".join(map(spelled, says[:2]))
             raise UserError(f"{both} both say what the adapters are: give one of them.")
-        if self.train_experts is not None and self.trains_adapters:
-            raise UserError(
-                f"--train-experts freezes all other weights, and so does {self.adapters_in_words}: give one of them."
-            )
         if self.adapter is not None:
             self._refuse(Only.LORA, f"is what the adapters of --adapter {self.adapter} have already: leave it out")
         if self.lora_rank is None:
             self._refuse(Only.LORA, "is about LoRA adapters: add --lora-rank, or put it into --peft-config's file")
-        if self.frozen_dtype is not None and not self.freezes_weights:
+        if self.frozen_dtype is not None and not self.trains_adapters:
             raise UserError(
-                f"--frozen-dtype {self.frozen_dtype} is about weights that are frozen: add --lora-rank, --peft-config, "
-                "--adapter or --train-experts."
+                f"--frozen-dtype {self.frozen_dtype} is about weights that are frozen: add --lora-rank, --peft-config "
+                "or --adapter."
             )
         if self.merge and not self.trains_adapters:
             raise UserError("--merge merges adapters into the weights: add --lora-rank, --peft-config or --adapter.")
@@ -238,15 +234,8 @@ class Settings(
         return not (self.lora_rank is None and self.peft_config is None and self.adapter is None)
 
     @property
-    def freezes_weights(self) -> bool:
-        """Whether the weights are frozen, and adapters or some experts are trained."""
-        return self.trains_adapters or self.train_experts is not None
-
-    @property
     def adapters_in_words(self) -> str:
-        """The adapters, or the part of the experts, that are trained, as they are asked for."""
-        if self.train_experts is not None and not self.trains_adapters:
-            return f"--train-experts {self.train_experts:g}"
+        """The adapters that are trained, as the options name them."""
         if self.peft_config is not None or self.adapter is not None:
             return "--peft-config" if self.adapter is None else "--adapter"
         return "no adapters" if self.lora_rank is None else f"--lora-rank {self.lora_rank}"

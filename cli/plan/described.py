@@ -36,11 +36,10 @@ def describe(result: RunPlan) -> list[str]:
 
 
 def _trained(job: TrainingJob, adapters: int) -> str:
-    """Return how many parameters are trained, where these are adapters' or some experts'."""
+    """Return how many parameters are trained, where these are adapters'."""
     if not adapters:
         return ""
-    where = "experts that are trained" if job.shape.repeated_parameters else "adapters"
-    return f", {format_count(adapters)} of them in {where}"
+    return f", {format_count(adapters)} of them in adapters"
 
 
 def _speed(result: RunPlan) -> list[str]:

@@ -14,7 +14,6 @@ from cli.job.machine import training_of
 from cli.options.adapters import adapters_of, towers_of
 from cli.report.results import EvaluationResult, IoCounts, MemoryUse, RunTotals, StepResult
 from cli.train.evaluation import evaluate
-from cli.train.experts import choose_experts_once
 from cli.train.loop import Trainer
 from cli.train.objectives import ObjectiveLoop, Ranks, objective_of
 from cli.train.reference import ReferencePass
@@ -55,7 +54,6 @@ class EngineTrainer(Trainer):
         writes_files: bool = True,
     ) -> None:
         self.model = self._engine = engine
-        choose_experts_once(job, engine, self._part, is_rank0)
         self.is_resumed = job.settings.resume
         self.plan = asdict(engine.memory_plan)
         self.location = ("store", ", ".join(str(path / job.run_name) for path in job.ssd))

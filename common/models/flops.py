@@ -17,7 +17,6 @@ import re
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from common.models.chosen_experts import chosen_rows
 from common.models.layer_configs import layer_configs
 from common.models.meta_model import build_meta_model
 from common.models.structure import find_blocks
@@ -50,8 +49,6 @@ def active_parameters(model: PreTrainedModel, part: nn.Module, trained: bool = F
     """
     shares = {id(model.get_parameter(name)): share for name, share in visited_shares(model).items()}
     shares |= {id(model.get_parameter(name)): 0.0 for name in tower_parameters(model)}
-    if not trained:  # rows of chosen experts take the places of frozen ones, which count
-        shares |= {id(rows): 0.0 for rows in chosen_rows(model)}
     return sum(
         parameter.numel() * shares.get(id(parameter), 1.0)
         for parameter in part.parameters()

@@ -45,7 +45,7 @@ class Exporter:
 
     def checkpoint(self, directory: Path, dtype: torch.dtype) -> None:
         """Write a Hugging Face checkpoint: what was trained in ``dtype``, adapters merged into the weights that they
-        adapt (and chosen experts put into their places), and all else as training found it.
+        adapt, and all else as training found it.
 
         Memory: a shard and, with adapters, one block in ``dtype`` and its adapters.
 
@@ -67,12 +67,10 @@ class Exporter:
                 continue  # the checkpoint that training began with has it
             records = [self._shape.records[index] for index in sorted(indices)]
             pieces = any(slot.experts is not None for record in records for slot in record.parameters)
-            everything = model.adapters is not None or source is None or (pieces and model.experts is None)
+            everything = model.adapters is not None or source is None or pieces
             values = self._values([record for record in records if everything or record.trainable])
             if writer is None:
                 continue
-            if model.experts is not None:
-                values = model.experts.merged(values, dtype, source)
             if model.adapters is not None:
                 values = model.adapters.merge(values)
                 values = values if source is None else model.adapters.changed(values)

@@ -15,9 +15,9 @@ from fuyou.optimizer.split_weights import split
 from fuyou.runtime.data_plane.data_plane import DataPlane
 
 
-def fill_store(plane: DataPlane, source: WeightSource, target: int, frozen: bool = True) -> None:
+def fill_store(plane: DataPlane, source: WeightSource, target: int) -> None:
     """Write this rank's part of every record's first state: weights from ``source``; what is trained to slot
-    ``target``, with zero moments. Without ``frozen``, frozen records stay as they are.
+    ``target``, with zero moments.
 
     Host parameter buffer 0 takes a record's weights and, where master weights are split, gradient buffer 0 their low 16
     bits. Beyond that there are the rows that are read at once (:mod:`fuyou.layout.filling`), and of a parameter whose
@@ -25,8 +25,6 @@ def fill_store(plane: DataPlane, source: WeightSource, target: int, frozen: bool
     """
     reader = _SlotReader(source)
     for record in plane.buffers.shape.records:
-        if not (frozen or record.trainable):
-            continue
         if record.frozen is FrozenDtype.CHECKPOINT:
             _fill_compressed(plane, reader, record, target)
             continue

@@ -49,8 +49,6 @@ class TrainingState:
     """Checksums of everything in ``slot``, as dictionaries of :class:`common.store.verify.ChecksummedExtent`."""
     piece_bytes: int | None = None
     """Most bytes of a piece of a block; None: blocks are whole."""
-    experts: dict[str, list[int]] | None = None
-    """Numbers of the experts that are trained, by the name of their module; None: all, or they are not chosen yet."""
     micro_batch: list[int] = field(default_factory=list)
     """Sequences of the newest step's batch, tokens of each, and how many sequences were computed at once: sums are
     rounded in that order. Empty before the first step."""
@@ -73,15 +71,20 @@ class TrainingState:
                 f"This run was written in format {content.get('format')}; this version reads format {FORMAT}. "
                 "Finish it with the version that began it."
             )
+        # Of earlier versions, which could train selected experts.
+        if content.get("experts") is not None:
+            raise UserError(
+                "This run trains selected experts (--train-experts), and this version trains adapters of them instead "
+                "(--lora-rank). Finish it with the version that began it."
+            )
         try:
-            state = TrainingState(**content)
+            state = TrainingState(**{name: value for name, value in content.items() if name != "experts"})
             integers = (state.step, state.slot, state.slots, state.clipped, state.skipped)
             good = (
                 all(isinstance(value, int) for value in integers)
                 and all(isinstance(value, bool) for value in (state.torn, state.emulated))
                 and all(isinstance(value, dict) for value in (state.random, state.user, state.missed))
                 and all(isinstance(value, list) for value in (state.checksums, state.micro_batch))
-                and isinstance(state.experts, dict | None)
                 and 0 <= state.slot < state.slots <= 2
                 and 0 <= state.skipped <= state.step
             )

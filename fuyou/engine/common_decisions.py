@@ -68,7 +68,6 @@ def prove_once(config: EngineConfig, model: PreTrainedConfig, agreement: Agreeme
         "adapters": config.adapters,
         "trainable": config.trainable,
         "router_loss": config.router_loss,
-        "train_experts": config.train_experts,
     }
     if agreement.share.rank == 0:
         try:

@@ -46,7 +46,7 @@ class Engine(EngineFigures):
             ``device_memory``, ``host_cache``, ``kept_activations``, ``piece_size``, ``micro_batch``, ``batch_shape``,
             ``token_outputs``, ``reference``, ``images``, ``padded``
             (:class:`fuyou.option_groups.MemoryConfig`);
-            ``adapters``, ``trainable``, ``train_experts``, ``frozen_dtype``, ``freeze_vision_tower``,
+            ``adapters``, ``trainable``, ``frozen_dtype``, ``freeze_vision_tower``,
             ``freeze_multi_modal_projector`` (:class:`fuyou.option_groups.WeightsConfig`); ``device``, ``dtype``,
             ``seed``, ``deterministic``, ``compile``, ``router_loss``, ``automatic``, ``topology``,
             ``prove``, ``packed``.
@@ -221,11 +221,6 @@ class Engine(EngineFigures):
     def in_step(self) -> bool:
         """Whether a step has begun, by a forward pass with gradients, and not ended."""
         return self._steps.in_step
-
-    @property
-    def chooses_experts(self) -> bool:
-        """Whether :func:`fuyou.choose_experts` is to come before the first step (``train_experts``)."""
-        return self._run.experts_are_open
 
     @property
     def step_count(self) -> int:

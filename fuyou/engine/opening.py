@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -37,7 +36,7 @@ from fuyou.engine.runtime import Runtime
 from fuyou.layout.checksums import RecordSums
 from fuyou.layout.filling import whole_elements
 from fuyou.layout.model_layout import ModelLayout
-from fuyou.layout.record import allocate_extents, weights_file
+from fuyou.layout.record import allocate_extents
 from fuyou.layout.share import Share
 from fuyou.model.open_model import OpenModel
 from fuyou.model.reference import check_reference
@@ -100,11 +99,6 @@ class OpenRun:
     def is_open(self) -> bool:
         """Whether there are buffers and workers."""
         return self._runtime is not None and self._runtime.is_open
-
-    @property
-    def experts_are_open(self) -> bool:
-        """Whether some experts are to be trained, and it is not known yet which."""
-        return self.model.experts is not None and not self.model.experts.is_chosen
 
     @property
     def is_running(self) -> bool:
@@ -182,7 +176,6 @@ class OpenRun:
             checkpoint=self.checkpoint,
             towers=config.towers,
             images=config.memory.images,
-            train_experts=config.train_experts,
             saved=None if config.store.resume else config.saved_adapter,
         )
         if config.compile:
@@ -315,42 +308,11 @@ class OpenRun:
         runtime.attach(self.files, self._extents)
         runtime.open(self.commits)
         self.created_bytes = 0 if store.resume else self._fill(self.files)
-        if store.resume and self.model.experts is not None:
-            self._take_up_experts(state.experts)
         if store.resume and not self.agreement.is_alone:
             self.commits.write_manifest()  # a step that this rank alone had committed does not count
         self.agreement.all_gather_object(None)
         if self.model.adapters is not None:
             self.model.adapters.forget_initial_values()
-
-    def choose_experts(self, experts: Mapping[str, Sequence[int]]) -> None:
-        """Train these experts, by the name of their module: commit their first values. Nothing may be pending.
-
-        The values go to the slot that does not count, and their moments with them: one manifest makes all of it count,
-        together with the choice. Collective.
-        """
-        assert self.model.experts is not None and self.files is not None
-        self.model.experts.choose(experts)
-        state, runtime = self.commits.state, self.runtime
-        if state.experts is None:
-            target = state.slots - 1 - state.slot
-            if not runtime.is_open:
-                runtime.open(self.commits)
-            with runtime.io.not_counted():
-                fill_store(runtime.plane, self._source, target, frozen=False)
-            self.files.store.sync([weights_file(target)])
-            state.slot, state.experts = target, {name: list(own) for name, own in self.model.experts.numbers.items()}
-            self.commits.seal()
-            runtime.close()  # whose schedule begins with the other slot
-            runtime.open(self.commits)
-        self.agreement.all_gather_object(None)
-
-    def _take_up_experts(self, experts: Mapping[str, Sequence[int]] | None) -> None:
-        """Train the experts that the run has chosen. After a crash, some ranks may not have come to commit that."""
-        choices = self.agreement.all_gather_object(experts)
-        chosen = next((one for one in choices if one is not None), None)
-        if chosen is not None:
-            self.choose_experts(chosen)
 
     def _make_commits(self, files: RunFiles) -> Commits:
         store = self.config.store

@@ -13,7 +13,6 @@ from fuyou.engine.opening import OpenRun
 from fuyou.engine.token_outputs import AUX_LOSS, TokenOutput, TokenRequest, loss_inputs, streamed_values, token_output
 from fuyou.model.loss.cross_entropy import IGNORED, targets_of
 from fuyou.model.loss.loss_tensor import loss_tensor
-from fuyou.model.reference import adapters_off
 from fuyou.optimizer.adam import Update
 from fuyou.optimizer.clipping import clip_coefficient
 from fuyou.runtime.accounting import StepReport
@@ -61,7 +60,6 @@ class Steps:
             lr: the step's learning rate.
         """
         self._check_idle()
-        self._check_experts()
         labels = self._prepare(batch)
         current = self._begin(batch, labels, lr)
         loss = self._known_loss = current.loss = self._whole_loss(current)
@@ -80,7 +78,6 @@ class Steps:
         run, train = self._run, torch.is_grad_enabled()
         if train:
             self._check_idle()
-            self._check_experts()
         else:
             self.flush()
         batch = with_labels(run, batch)
@@ -126,14 +123,6 @@ class Steps:
                 "a forward pass alone, use engine.eval_loss(), or torch.no_grad() around engine.tokens(); for larger "
                 "batches, pass the whole batch at once; to leave out a batch that failed, call engine.abandon(), which "
                 "goes back to the last committed step."
-            )
-
-    def _check_experts(self) -> None:
-        run = self._run
-        if run.experts_are_open and run.device.computes:
-            raise UserError(
-                "This run trains some of its experts, and which these are has not been chosen: call "
-                "fuyou.choose_experts(engine, fuyou.profile_experts(engine, batches)) first."
             )
 
     def _begin(self, batch: dict[str, Any], labels: int, lr: float, passing: TokenPass | None = None) -> Computation:
@@ -279,12 +268,9 @@ class Steps:
         """
         model, runtime = self._run.model.stack.model, self._run.runtime
         model.eval()
-        # As long as no experts are chosen, the model is the frozen one.
-        modules = model.modules() if self._run.experts_are_open else ()
         try:
             runtime.submit(tasks)
-            with adapters_off(modules):
-                computation.forward()
+            computation.forward()
         except BaseException:
             # What waits for the rest of this pass must not wait for ever: nobody looks at what it leaves behind.
             for task in tasks.tasks:

@@ -1,13 +1,11 @@
 """Cutting blocks' records into pieces: one record for each, with the parameters and ranges of experts that it holds."""
 
 import math
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
 from common.errors import UserError
 from common.models.checkpoint.compressed import CompressedParameter
-from common.models.chosen_experts import whole_name
 from fuyou.layout.frozen_weights import FrozenDtype
 from fuyou.layout.model_layout import ModelLayout
 from fuyou.layout.pieces import Piece, PieceOrder
@@ -32,14 +30,12 @@ def cut_blocks(
     made: list[Record] = []
     places: dict[int, int] = {}  # index of a record that is not cut -> its new index
     blocks = {index: layer for layer, (index,) in enumerate(layout.blocks)}
-    adapters = {index: layer for layer, index in enumerate(layout.block_adapters)}
     cut: dict[int, tuple[int, ...]] = {}
     for record in layout.records:
         layer = blocks.get(record.index)
         if layer is None or len(pieces[layer]) == 1:
             places[record.index] = len(made)
-            owner = adapters.get(record.index)
-            made.append(replace(record if owner is None else _by_range(record, pieces[owner]), index=len(made)))
+            made.append(replace(record, index=len(made)))
             continue
         _check_order(record, pieces[layer], orders[layer])
         cut[layer] = tuple(range(len(made), len(made) + len(pieces[layer])))
@@ -63,20 +59,6 @@ def cut_blocks(
         piece_bytes=piece_bytes,
         widened=sum(_compressed_weights(one) for one in layout.records) - sum(map(_compressed_weights, made)),
     )
-
-
-def _by_range(record: Record, pieces: Sequence[Piece]) -> Record:
-    """Return the record of what is trained beside a block. Of chosen experts, gradients are made of those ranges
-    that they are in: at most one for each of them."""
-    ranges = Counter(part.name for piece in pieces for part in piece if part.experts is not None)
-
-    def by_range(slot: ParameterSlot) -> ParameterSlot:
-        count = ranges[whole_name(slot.names[0])]
-        if slot.rows_gradient is None or not count:
-            return slot
-        return replace(slot, rows_gradient=slot.rows_gradient * min(1.0, slot.shape[0] / count))
-
-    return replace(record, parameters=tuple(map(by_range, record.parameters)))
 
 
 def _piece_of(record: Record, index: int, name: str, piece: Piece) -> Record:

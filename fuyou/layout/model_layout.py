@@ -157,8 +157,6 @@ class ModelLayout:
     """Whether PyTorch compiles blocks: nothing of them is saved, and all their gradients come at once."""
     read_whole: int = 0
     """Elements (up to 4 bytes) in memory while a store is filled, as rows are not read alone; 0: unknown source."""
-    repeated_parameters: int = 0
-    """Trained parameters that are rows of frozen ones, which are in the records as well."""
 
     @property
     def share(self) -> Share:
@@ -209,7 +207,7 @@ class ModelLayout:
     @property
     def parameters(self) -> int:
         """Number of parameters of the model and its adapters."""
-        return sum(record.parameter_count for record in self.records) - self.repeated_parameters
+        return sum(record.parameter_count for record in self.records)
 
     @cached_property
     def parameter_tensors(self) -> int:

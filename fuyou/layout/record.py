@@ -280,11 +280,6 @@ class Record:
         """Number of parameters that a token is multiplied with, on average: not those of experts it is not sent to."""
         return sum(slot.numel * slot.activity for slot in self.parameters)
 
-    @cached_property
-    def gradient_count(self) -> float:
-        """Number of parameters that a token adds to the gradient of, on average, as :attr:`active_count`."""
-        return sum(slot.numel * slot.gradient_activity for slot in self.parameters)
-
     @property
     def trained_count(self) -> int:
         """Number of parameters that gradients flow to."""

@@ -38,11 +38,7 @@ class ParameterSlot:
     all_experts: int = 0
     """Number of the parameter's experts, where :attr:`experts` is given."""
     activity: float = 1.0
-    """Fraction of the tokens that it is multiplied with: of an expert, those that are routed to it on average; none
-    where it takes the place of rows of another parameter, which counts."""
-    rows_gradient: float | None = None
-    """Of rows that take the places of others, :attr:`gradient_activity`; more than 1 where gradients of the other rows
-    are made, too, and thrown away."""
+    """Fraction of the tokens that it is multiplied with: of an expert, those that are routed to it on average."""
 
     @property
     def name(self) -> str:
@@ -57,11 +53,6 @@ class ParameterSlot:
     def taken_from(self, parameter: torch.Tensor) -> torch.Tensor:
         """Return what is in the record of the whole ``parameter``."""
         return parameter if self.experts is None else parameter[self.experts[0] : self.experts[1]]
-
-    @property
-    def gradient_activity(self) -> float:
-        """What a token adds to in making its gradient: numbers, for each number that it has."""
-        return self.activity if self.rows_gradient is None else self.rows_gradient
 
     @property
     def numel(self) -> int:

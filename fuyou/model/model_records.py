@@ -12,7 +12,6 @@ from common.errors import UserError
 from common.models.adapters.memory import AdapterMemory, adapter_memory
 from common.models.attention.memory import AttentionMemory
 from common.models.checkpoint.compressed import CompressedParameter
-from common.models.chosen_experts import experts_per_chosen
 from common.models.flops import visited_shares
 from common.models.structure import fp32_parameters, parameter_names
 from common.models.vision.memory import image_memory
@@ -20,7 +19,7 @@ from common.models.vision.towers import tower_parameters
 from fuyou.layout.frozen_weights import FrozenDtype
 from fuyou.layout.model_layout import ModelLayout, no_bytes
 from fuyou.layout.record import Kind, Precision, Record
-from fuyou.layout.record_parts import ParameterSlot, wants_decay
+from fuyou.layout.record_parts import wants_decay
 from fuyou.model.expert_modules import expert_output_bytes
 from fuyou.model.streamed_model import StreamedModel
 
@@ -81,11 +80,10 @@ class _Records:
         frozen: FrozenDtype,
         compressed: Mapping[str, CompressedParameter],
         shares: Mapping[str, float],
-        chosen: Mapping[str, float],
     ):
         self.made: list[Record] = []
         self._precision, self._frozen, self._compressed = precision, frozen, compressed
-        self._shares, self._chosen = shares, chosen
+        self._shares = shares
 
     def main(self, name: str, kind: Kind, group: _Group) -> int:
         """Make a record of a whole group, or of its frozen parameters if there are any; return its index."""
@@ -127,15 +125,9 @@ class _Records:
             held=held,
             compressed=compressed,
         )
-        self.made.append(replace(record, parameters=tuple(map(self._with_products, record.parameters))))
+        slots = (replace(slot, activity=self._shares.get(slot.name, 1.0)) for slot in record.parameters)
+        self.made.append(replace(record, parameters=tuple(slots)))
         return len(self.made) - 1
-
-    def _with_products(self, slot: ParameterSlot) -> ParameterSlot:
-        """Return the place of a parameter with what it costs a token."""
-        share = self._shares.get(slot.name, 1.0)
-        if slot.name not in self._chosen:
-            return replace(slot, activity=share)
-        return replace(slot, activity=0.0, rows_gradient=share * self._chosen[slot.name])
 
 
 def model_records(
@@ -168,8 +160,7 @@ def model_records(
         )
     if not any(parameter.requires_grad for parameter in stack.model.parameters()):
         raise UserError("All parameters of the model are frozen: there is nothing to train.")
-    shares, chosen = visited_shares(stack.model), experts_per_chosen(stack.model)
-    records = _Records(precision, frozen, compressed or {}, shares, chosen)
+    records = _Records(precision, frozen, compressed or {}, visited_shares(stack.model))
     made = _build_layout(_group_parameters(stack), records, precision)
     adapted = [name for name, module in stack.model.named_modules() if isinstance(module, BaseTunerLayer)]
     prefix = f"{stack.block_prefix}."

@@ -15,7 +15,6 @@ from common.models.adapters.saved import SavedAdapter
 from common.models.checkpoint.compressed import CompressedParameter, method_of
 from common.models.checkpoint.random_source import RandomSource
 from common.models.checkpoint.sources import CheckpointSource, WeightSource
-from common.models.chosen_experts import ChosenExperts
 from common.models.meta_model import build_meta_model
 from common.models.task_type import task_type_of
 from common.models.vision.towers import DEFAULT_FREEZING, TowerFreezing
@@ -44,7 +43,6 @@ class OpenModel:
         towers: what of a vision-language model's towers is frozen, if ``trainable`` does not say it.
         images: whether batches come with images.
         draw: whether adapters' first values are needed; see :class:`Adapters`.
-        train_experts: part of the experts of each layer that are trained, while everything else is frozen.
         saved: adapters of the configuration ``adapters`` to begin with.
 
     Attributes:
@@ -52,7 +50,6 @@ class OpenModel:
         stack: the model, in parts.
         shape: its records.
         adapters: its adapters, or None.
-        experts: its parameters of chosen experts, or None.
         router_loss: its router loss, or None.
 
     Raises:
@@ -75,13 +72,10 @@ class OpenModel:
         towers: TowerFreezing = DEFAULT_FREEZING,
         images: bool = False,
         draw: bool = True,
-        train_experts: float | None = None,
         saved: SavedAdapter | None = None,
     ):
         if adapters is not None and trainable is not None:
             raise UserError("adapters freeze all other parameters: give either adapters or trainable.")
-        if train_experts is not None and (adapters is not None or trainable is not None):
-            raise UserError("train_experts freezes all other parameters: give neither adapters nor trainable with it.")
         self.config, self._seed, self._checkpoint = config, seed, checkpoint
         self.task_type = task_type_of(config)
         """Task that the model's head is for."""
@@ -93,14 +87,11 @@ class OpenModel:
             model = build_meta_model(config, dtype=precision.dtype)
             towers.without_adapters(adapters, model)
             self.adapters = Adapters(model, adapters, seed, draw, saved)
-        elif train_experts is not None:
-            model = build_meta_model(config, dtype=precision.dtype)
         elif trainable is not None:
             self._freeze_all_but(trainable)
         else:
             for name in towers.frozen(model):
                 model.get_parameter(name).requires_grad_(False)
-        self.experts = None if train_experts is None else ChosenExperts(model, train_experts)
         wanted = wants_router_loss(model, router_loss)
         self.stack = StreamedModel(model, device)
         self.router_loss = find_router_loss(self.stack, router_loss) if wanted else None
@@ -109,8 +100,7 @@ class OpenModel:
         if frozen is None:
             frozen = FrozenDtype.CHECKPOINT if compressed else FrozenDtype.PLAIN
         records = model_records(self.stack, precision, frozen, compressed)
-        repeated = 0 if self.experts is None else self.experts.parameters
-        self.shape = replace(records, router_experts=experts, images=images, repeated_parameters=repeated)
+        self.shape = replace(records, router_experts=experts, images=images)
 
     def weights(self) -> WeightSource:
         """Return the source of the first values, after checking it and filling the model's buffers from it.
@@ -127,8 +117,6 @@ class OpenModel:
             if self.stack.model is not self.base:
                 now = name if self.adapters is None else self.adapters.buffer_names[name]
                 self.stack.model.get_buffer(now).copy_(value)
-        if self.experts is not None:
-            return self.experts.source(source)
         if self.adapters is None:
             return source
         self.adapters.check_saved(source)

@@ -9,17 +9,15 @@ from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import nn
 
 from common.errors import UserError
-from common.models.chosen_experts import has_chosen_experts
 from fuyou.layout.model_layout import ModelLayout
 from fuyou.model.open_model import OpenModel
 
 
 @contextmanager
 def adapters_off(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Let those of ``modules`` that have adapters, or parameters of chosen experts, compute without them while the
-    context is open."""
+    """Let those of ``modules`` that have adapters compute without them while the context is open."""
     kinds = BaseTunerLayer | AuxiliaryTrainingWrapper
-    adapted: Iterator[Any] = (one for one in modules if isinstance(one, kinds) or has_chosen_experts(one))
+    adapted: Iterator[Any] = (one for one in modules if isinstance(one, kinds))
     switched = [one for one in adapted if not one._disable_adapters]
     # Not by enable_adapters, which changes requires_grad, too.
     for one in switched:
@@ -63,8 +61,7 @@ def check_reference(model: OpenModel) -> None:
     Raises:
         UserError: it is not, or cannot.
     """
-    if model.experts is None:
-        _check_frozen(model)
+    _check_frozen(model)
     check_whole_blocks(model.shape)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from fuyou.layout.pieces import PiecePart
-from fuyou.pieces.expert_adapters import Addition, tensors_of
+from fuyou.pieces.expert_adapters import Factors, tensors_of
 from fuyou.pieces.expert_parts import ExpertParts
 from fuyou.pieces.handle import Handle, Origin, chosen_expert, hand_on
 from fuyou.pieces.run import Use, Weights, current_supply
@@ -58,7 +58,7 @@ class _Call:
         device: where handles pretend to be.
     """
 
-    def __init__(self, mixture: ExpertParts, factors: Sequence[Addition], device: torch.device):
+    def __init__(self, mixture: ExpertParts, factors: Sequence[Factors], device: torch.device):
         self._mixture, self._device = mixture, device
         self._factors = {one.name: one for one in factors}
         self._of_factors = {
@@ -78,7 +78,7 @@ class _Call:
             whole = self._mixture.module._parameters[inside]
             shape, first = whole.shape[1:], self._mixture.ranges[number][0]
             geometry = torch.empty(shape, dtype=whole.dtype, device="meta")
-            factors = self._own_factors(inside, expert)
+            factors = self._factors.get(inside)
             if factors is None:
                 origin = Origin(self, name, (part,), (expert - first) * shape.numel())
             else:
@@ -108,21 +108,14 @@ class _Call:
         self._finish(0)
         return [each for both in self._of_factors.values() for each in both]
 
-    def _own_factors(self, name: str, expert: int) -> Addition | None:
-        """Return what changes one expert's part of the parameter called ``name`` in the module, if anything does."""
-        factors = self._factors.get(name)
-        place = slice(0, 0) if factors is None else factors.place(expert, expert + 1)
-        return factors if place.start < place.stop else None
-
     def _take(self, name: str, number: int, expert: int, gradient: torch.Tensor) -> None:
         inside, first = name.rpartition(".")[2], self._mixture.ranges[number][0]
-        factors = self._own_factors(inside, expert)
+        factors = self._factors.get(inside)
         if factors is not None:
-            own, place = factors.of(expert, expert + 1), factors.place(expert, expert + 1)
-            found = own.gradients(gradient.contiguous().unsqueeze(0))
+            found = factors.of(expert, expert + 1).gradients(gradient.contiguous().unsqueeze(0))
             for target, each in zip(self._of_factors[inside], found, strict=True):
                 if target is not None:
-                    target[place] = each
+                    target[expert : expert + 1] = each
         if name in self._mixture.trained:
             self._add(number, self._mixture.trained_parts(number)[inside], expert - first, gradient)
 
@@ -144,7 +137,7 @@ class _Call:
                 self._mixture.source.take_gradient(part, total)
 
 
-def _adding(factors: Addition, place: int) -> Callable[[torch.Tensor], torch.Tensor]:
+def _adding(factors: Factors, place: int) -> Callable[[torch.Tensor], torch.Tensor]:
     """Return what adds one expert's ``factors`` to its weights, which are at this place of its range."""
     return lambda weights: factors.added_to(weights[place : place + 1])[0]
 

@@ -18,7 +18,6 @@ from peft.tuners.lora.layer import ParamWrapper
 from torch import nn
 
 from common.errors import UserError
-from fuyou.pieces.expert_rows import ChosenRows
 
 
 @dataclass(frozen=True)
@@ -38,10 +37,6 @@ class Factors:
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """What gradients are wanted of."""
         return self.left, self.right
-
-    def place(self, first: int, last: int) -> slice:
-        """Return which entries of the factors are those of experts ``[first, last)``."""
-        return slice(first, last)
 
     def of(self, first: int, last: int) -> "Factors":
         """Return the factors of experts ``[first, last)`` as leaves, which want gradients if these do."""
@@ -65,24 +60,20 @@ class Factors:
         )
 
 
-Addition = Factors | ChosenRows
-"""What changes the parameters of experts where they are computed."""
-
-
-def tensors_of(additions: Iterable[Addition]) -> list[torch.Tensor]:
-    """Return all tensors of several additions, of factors left and right by turns."""
-    return [each for one in additions for each in one.tensors]
+def tensors_of(factors: Iterable[Factors]) -> list[torch.Tensor]:
+    """Return all tensors of several factors, left and right alternating."""
+    return [each for one in factors for each in one.tensors]
 
 
 class AdaptedWeights:
-    """The parameters of a range of experts by their names in the module: those with additions have them when read.
+    """The parameters of a range of experts by their names in the module: those with adapters have them added when read.
 
     Args:
         weights: the parameters.
-        factors: the additions of this range.
+        factors: of the adapters of this range.
     """
 
-    def __init__(self, weights: Mapping[str, torch.Tensor], factors: Iterable[Addition]):
+    def __init__(self, weights: Mapping[str, torch.Tensor], factors: Iterable[Factors]):
         self.weights, self.factors = dict(weights), {one.name: one for one in factors}
 
     def __getitem__(self, name: str) -> torch.Tensor:

@@ -6,8 +6,7 @@ from typing import Any
 import torch
 
 from fuyou.layout.pieces import PiecePart
-from fuyou.pieces.expert_adapters import AdaptedWeights, Addition, ExpertAdapters
-from fuyou.pieces.expert_rows import rows_of
+from fuyou.pieces.expert_adapters import AdaptedWeights, ExpertAdapters, Factors
 from fuyou.pieces.handle import Parts
 from fuyou.pieces.run import Use
 
@@ -49,11 +48,11 @@ class ExpertParts:
         """Return the index of the range that an expert is in."""
         return next(index for index, (first, last) in enumerate(self.ranges) if first <= expert < last)
 
-    def factors(self) -> list[Addition]:
-        """Return the adapters' factors, or the rows of chosen experts, that the model has now."""
-        return [*self.adapters.factors(), *rows_of(self.module)]
+    def factors(self) -> list[Factors]:
+        """Return the adapters' factors that the model has now."""
+        return self.adapters.factors()
 
-    def fetch(self, index: int, use: Use, factors: Sequence[Addition]) -> AdaptedWeights:
+    def fetch(self, index: int, use: Use, factors: Sequence[Factors]) -> AdaptedWeights:
         """Return the parameters of a range, and wait until they are on the device; ``factors`` are all experts'."""
         parts = self.parts(index)
         weights = self.source.fetch(parts, use)

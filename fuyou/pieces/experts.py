@@ -2,14 +2,12 @@
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from types import MethodType
 from typing import Any
 
 import torch
 from torch import nn
 
 from common.errors import UserError
-from common.models.chosen_experts import has_chosen_experts, row_names
 from fuyou.layout.pieces import PiecePart
 from fuyou.model.expert_modules import expert_modules
 from fuyou.model.streamed_model import StreamedModel
@@ -37,17 +35,17 @@ def expert_parameters(stack: StreamedModel, layer: int, names: Collection[str]) 
     """
     found = []
     for prefix, module in expert_modules(stack, layer):
-        experts, rows = int(module.num_experts), row_names(module).values()  # type: ignore[arg-type]
+        experts = int(module.num_experts)  # type: ignore[arg-type]
         own = {
             f"{prefix}.{name}"
             for name, value in module._parameters.items()
-            if value is not None and value.dim() > 1 and value.shape[0] == experts and name not in rows
+            if value is not None and value.dim() > 1 and value.shape[0] == experts
         }
         if own - set(names):
             raise UserError(
                 f"The experts of {prefix} are trained beside frozen parameters of their block, in a record of their "
-                "own that cannot be cut in pieces: train all of the block, some experts (--train-experts) or adapters "
-                "(--lora-rank), or give more --device-memory, so that a whole block fits."
+                "own that cannot be cut in pieces: train all of the block or adapters (--lora-rank), "
+                "or give more --device-memory, so that a whole block fits."
             )
         if own:
             found.append((tuple(name for name in names if name in own), experts))
@@ -69,10 +67,7 @@ class ExpertRanges:
     @contextmanager
     def bound(self) -> Iterator[None]:
         """Let the module compute range by range while the context is open."""
-        own = self._module.forward
-        if has_chosen_experts(self._module):  # whose rows the computation puts into their places
-            own = MethodType(type(self._module).forward, self._module)
-        self._computation.own = own
+        self._computation.own = self._module.forward
 
         def forward(
             hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor

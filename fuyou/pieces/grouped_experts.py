@@ -14,7 +14,7 @@ import torch
 from torch.nn import functional
 from transformers.integrations.moe import _grouped_linear
 
-from fuyou.pieces.expert_adapters import AdaptedWeights, Addition, tensors_of
+from fuyou.pieces.expert_adapters import AdaptedWeights, Factors, tensors_of
 from fuyou.pieces.expert_parts import ExpertParts
 from fuyou.pieces.run import Use, current_supply
 
@@ -86,7 +86,7 @@ class GroupedExperts:
         return torch.zeros_like(hidden) if self._skips else None
 
     def forward(
-        self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, factors: Sequence[Addition]
+        self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, factors: Sequence[Factors]
     ) -> torch.Tensor:
         """Compute all ranges, one after another."""
         result: torch.Tensor | None = None  # of all rows, which stays from range to range
@@ -138,7 +138,7 @@ class GroupedExperts:
     def backward(
         self,
         saved: tuple[torch.Tensor, ...],
-        factors: Sequence[Addition],
+        factors: Sequence[Factors],
         gradient: torch.Tensor,
         wanted: tuple[bool, bool],
     ) -> list[torch.Tensor | None]:
@@ -178,7 +178,7 @@ class GroupedExperts:
         self,
         number: int,
         given: tuple[torch.Tensor, torch.Tensor],
-        factors: Sequence[Addition],
+        factors: Sequence[Factors],
         gradient: torch.Tensor,
         found: tuple[list[torch.Tensor | None], list[torch.Tensor | None]],
         routing: _Routing,
@@ -191,7 +191,7 @@ class GroupedExperts:
             self._mixture.hand_on_zeros(number)
             return
         trained = self._mixture.trained_parts(number)
-        places = [rows, rows, *(one.place(first, last) for one in factors for _ in one.tensors)]
+        places = [rows, rows, *[slice(first, last)] * len(found[1])]
         both = zip([*found[0], *found[1]], places, strict=True)
         targets = [(target, place) for target, place in both if target is not None and place.start < place.stop]
         if not (targets or trained):
@@ -247,7 +247,7 @@ class _Grouped(torch.autograd.Function):
     def forward(
         ctx: Any,
         experts: GroupedExperts,
-        factors: Sequence[Addition],
+        factors: Sequence[Factors],
         hidden: torch.Tensor,
         index: torch.Tensor,
         weights: torch.Tensor,

@@ -170,7 +170,6 @@ def describe_training(
     frozen: FrozenDtype | None = None,
     towers: TowerFreezing = DEFAULT_FREEZING,
     router_loss: str = "auto",
-    train_experts: float | None = None,
     padded: bool = False,
     compiled: bool = False,
     **settings: Any,
@@ -187,7 +186,6 @@ def describe_training(
         frozen: how frozen matrices are stored; None: in a compressed checkpoint's own bytes, else as they compute.
         towers: which towers of a vision-language model are frozen.
         router_loss: see :mod:`fuyou.model.loss.router_loss`.
-        train_experts: part of the experts of each layer to train while the weights are frozen.
         padded: whether batches come with a mask that hides tokens.
         compiled: whether blocks run as PyTorch compiles them.
         settings: further fields of :class:`TrainingJob`, such as ``clips`` and ``micro_batch``.
@@ -207,7 +205,6 @@ def describe_training(
         checkpoint=checkpoint,
         towers=towers,
         draw=False,
-        train_experts=train_experts,
     )
     meta = opened.stack.model
     return TrainingJob(

@@ -28,7 +28,6 @@ class Claim:
         router_loss: of a mixture of experts: ``"on"``, ``"off"``, or ``"auto"``, which leaves it to the configuration.
         dtype: that is computed in.
         pieces: whether blocks are cut into pieces, as small as can be.
-        train_experts: part of the experts that are trained, if only these are.
     """
 
     config: PreTrainedConfig
@@ -38,7 +37,6 @@ class Claim:
     router_loss: str = "auto"
     dtype: torch.dtype = torch.float32
     pieces: bool = False
-    train_experts: float | None = None
 
     def small_config(self) -> PreTrainedConfig:
         """Return the small configuration, with the router loss that is asked for."""
@@ -63,7 +61,6 @@ class Claim:
             "router_loss": self.router_loss,
             "dtype": str(self.dtype),
             **({"pieces": True} if self.pieces else {}),
-            **({} if self.train_experts is None else {"train_experts": self.train_experts}),
         }
         return {
             "claim": json.loads(json.dumps(settled, sort_keys=True, default=same_text)),

@@ -12,7 +12,6 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from common.models.adapters.options import ALL_LINEAR
-from common.models.chosen_experts import ChosenExperts
 from common.models.meta_model import build_meta_model
 from common.models.miniature import TOKENS, VOCABULARY
 from common.models.task_type import TaskType, task_type_of
@@ -56,8 +55,6 @@ class MemoryTwin:
         model: nn.Module = type(self._plain)._from_config(config, dtype=self._claim.dtype)
         if self.adapters is not None:  # a copy, as peft fills in what is left out; the engine names things as inside
             model = get_peft_model(model, copy.deepcopy(self.adapters)).get_submodule("base_model.model")  # type: ignore[arg-type]
-        if self._claim.train_experts is not None:
-            ChosenExperts(model, self._claim.train_experts)
         generator = torch.Generator().manual_seed(2)
         with torch.no_grad():
             for parameter in model.parameters():  # so that no path is idle because it begins with zeros

@@ -37,7 +37,6 @@ def prove(
     packed: bool = False,
     router_loss: str = "auto",
     dtype: torch.dtype = torch.float32,
-    train_experts: float | None = None,
 ) -> None:
     """Prove on a small model that this family trains out of core as it does in memory.
 
@@ -52,13 +51,12 @@ def prove(
         router_loss: of a mixture of experts, as :class:`fuyou.Engine` has it.
         dtype: that will be computed in. Most is proven in fp32, where rounding hides nothing; then, that this dtype is
             the same between blocks as inside them.
-        train_experts: part of the experts that are trained, if only these are.
 
     Raises:
         UserError: it does not, or no small model could be built to prove it with; says which tensor differs first.
     """
     names = None if trainable is None else tuple(trainable)
-    claim = Claim(config, adapters, names, router_loss=router_loss, train_experts=train_experts)
+    claim = Claim(config, adapters, names, router_loss=router_loss)
     _prove(claim)
     if dtype != torch.float32:
         try:
@@ -76,7 +74,6 @@ def prove_pieces(
     adapters: PeftConfig | None = None,
     trainable: Sequence[str] | None = None,
     router_loss: str = "auto",
-    train_experts: float | None = None,
 ) -> None:
     """Prove on a small model that this family trains in pieces, as small as its blocks can be cut.
 
@@ -85,13 +82,12 @@ def prove_pieces(
         adapters: what is trained, if the weights are frozen.
         trainable: names of the parameters that are trained, if not all are.
         router_loss: of a mixture of experts, as :class:`fuyou.Engine` has it.
-        train_experts: part of the experts that are trained, if only these are.
 
     Raises:
         UserError: it does not, or its blocks cannot be cut.
     """
     names = None if trainable is None else tuple(trainable)
-    _prove(Claim(config, adapters, names, router_loss=router_loss, pieces=True, train_experts=train_experts))
+    _prove(Claim(config, adapters, names, router_loss=router_loss, pieces=True))
 
 
 def _prove(claim: Claim) -> None:
@@ -128,7 +124,6 @@ class _Proof:
             torch.device("cpu"),
             twin.adapters,
             twin.trainable,
-            train_experts=claim.train_experts,
         )
         if claim.pieces:
             opened.shape = in_pieces(opened.stack, opened.shape, 1)

@@ -21,7 +21,7 @@ def visit_flops(shape: ModelLayout, visit: Visit, tokens: float, recomputation: 
     if not visit.ends:  # adapters count once in each pass
         records = [record for record in records if record.kind is not Kind.ADAPTER]
     parameters = sum(record.active_count for record in records)
-    trained = sum(record.gradient_count for record in records if record.index == visit.trained)
+    trained = sum(record.active_count for record in records if record.index == visit.trained)
     forward = 1.0 if visit.phase in (Phase.BLOCK_FORWARD, Phase.HEAD_EVAL, Phase.HEAD) else 0.0
     if visit.phase is Phase.BLOCK_BACKWARD:
         forward = recomputation.fraction(known(visit.layer)) if part is None else float(part.recomputes)

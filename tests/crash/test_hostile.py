@@ -104,6 +104,14 @@ def test_a_state_of_an_older_version_is_refused_with_both_numbers() -> None:
         TrainingState.from_dict(older)
 
 
+def test_a_state_of_a_version_that_trained_selected_experts() -> None:
+    """It is read if the run trained everything else it could: then the field was empty."""
+    state = TrainingState(3, 1, "id", "model", "bf16", "fp32", 2)
+    assert TrainingState.from_dict(state.to_dict() | {"experts": None}) == state
+    with pytest.raises(UserError, match="This run trains selected experts"):
+        TrainingState.from_dict(state.to_dict() | {"experts": {"model.layers.0.mlp.experts": [1]}})
+
+
 @pytest.mark.parametrize("file", ["../other.safetensors", "/etc/passwd", "a/../../b"])
 def test_an_index_names_files_of_its_own_directory_only(tmp_path: Path, file: str) -> None:
     (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"weight": file}}))

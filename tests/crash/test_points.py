@@ -91,19 +91,3 @@ def test_a_crash_of_blocks_in_pieces(way: str, tmp_path: Path) -> None:
     points = [(draw.randrange(1, found.calls + 1), *ENDINGS[turn]) for turn in (0, 2)]
     with ThreadPoolExecutor(2) as pool:
         assert all(pool.map(lambda point: found.attempt(tmp_path / str(point[0]), *point), points))
-
-
-def test_a_crash_while_experts_are_chosen(tmp_path: Path) -> None:
-    """Their first values and the choice count together, or not at all; then they are chosen anew."""
-    options = {"train_experts": 0.5, "host_cache": 0}
-    expected = reference(Run(tmp_path / "run", options, model="mixtures"))
-    points = [(number, ENDINGS[number % 4]) for number in range(3, expected.calls, 41)]
-    assert len(points) >= 4
-
-    def attempt(point: tuple[int, tuple[str, bool]]) -> bool:
-        number, (action, power) = point
-        run = Run(tmp_path / str(number), options, fault=Fault(number, action), model="mixtures")
-        return crash(run, expected, number if power else None)
-
-    with ThreadPoolExecutor(2) as pool:
-        assert all(pool.map(attempt, points))

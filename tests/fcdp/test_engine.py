@@ -23,7 +23,6 @@ from tests.helpers.fcdp import engine_cases as cases
 from tests.helpers.fcdp.engine_cases import Run
 from tests.helpers.fcdp.pool import Pool
 from tests.helpers.fcdp.recorder import check_same_order
-from tests.helpers.models.mixtures import save_mixtures
 from tests.helpers.models.routed import RoutedConfig
 from tests.helpers.models.routers import config_of
 from tests.helpers.twin import Twin
@@ -137,27 +136,6 @@ def test_exchanges_are_launched_in_one_order_where_nccl_wants_it(model: str, poo
     for one, other in itertools.combinations(device, 2):  # each in the order of what they launch together
         assert [launch for launch in one if launch in other] == [launch for launch in other if launch in one]
     assert all(rank.losses == pytest.approx(alone.losses, rel=1e-6) for rank in ranks)
-
-
-@pytest.mark.parametrize(("layout", "dtype"), [((2, 1), "bf16"), ((1, 2), "fp32")])
-@pytest.mark.slow
-def test_ranks_that_train_some_experts_equal_one(
-    layout: tuple[int, int], dtype: str, pool: Pool, tmp_path: Path
-) -> None:
-    """Chosen by the data of both; gone on with after three steps."""
-    path = str(save_mixtures(tmp_path / "models", ["qwen3_moe"], vocab_size=cases.VOCABULARY) / "qwen3_moe")
-    options = {"dtype": dtype, "micro_batch": 2, "train_experts": 0.5}
-    alone = cases.train(None, Run(path, tmp_path / "alone", save=tmp_path / "tuned", options=options))
-    run = Run(path, tmp_path / "ranks", 3, options=options)
-    pool.run(layout, cases.train, run)
-    run = replace(run, steps=5, save=tmp_path / "tuned-by-both", options={**options, "resume": True})
-    ranks = pool.run(layout, cases.train, run)
-    for rank in ranks:
-        assert rank.losses == alone.losses[3:] and rank.counted == rank.scheduled
-    for name, master in alone.masters.items():
-        assert torch.equal(ranks[0].masters[name], master), name
-    tuned = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("tuned", "tuned-by-both")]
-    assert tuned[0] == tuned[1]
 
 
 @pytest.mark.parametrize(("layout", "dtype"), [((2, 1), "fp32"), ((1, 2), "bf16")])

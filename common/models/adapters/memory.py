@@ -1,4 +1,4 @@
-"""Memory that adapters, or chosen experts, take while a module computes with them, beside that of the module itself.
+"""Memory that adapters take while a module computes with them, beside that of the module itself.
 
 Factors are upper bounds of what PyTorch's allocator was seen to hand out for one adapted linear layer: bf16 and fp32,
 with dropout and without, wide and narrow (tests/common/models/adapters/test_memory.py measures again).
@@ -7,16 +7,12 @@ with dropout and without, wide and narrow (tests/common/models/adapters/test_mem
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import cast
 
 import torch
 from peft.tuners.ia3.layer import IA3Layer
 from peft.tuners.lora.layer import LoraLayer, ParamWrapper
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
-from transformers import PreTrainedConfig
-
-from common.models.chosen_experts import has_chosen_experts, row_names
 
 SAVED, SAVED_MORE = 4, 7
 """Bytes per token for each element that is kept until the backward pass: a fp32 copy of a layer's input (with IA3 both
@@ -30,10 +26,6 @@ FACTOR_GRADIENTS = 8
 """Bytes for each element of the factors of experts that are computed range by range, for the factors' gradients until
 they reach the adapters' own. Of the weights of a range, the sums with the product of factors are kept for the backward
 pass, in the weights' dtype, and a gradient as large comes in passing."""
-WHOLE_GRADIENTS = 3
-"""Gradients of all experts that a module's own loop over chosen ones makes at once, where ``grouped_mm`` makes one."""
-ROW_GRADIENT = 2
-"""Bytes for each element of the rows of chosen experts, for what their gradient in fp32 takes more than in bf16."""
 UNIT_MATRIX = 4
 """DoRA takes its norm of the weight with the adapter added, which it makes by way of a unit matrix of the input's
 size."""
@@ -79,7 +71,6 @@ def adapter_memory(module: nn.Module, share: float | None = None) -> AdapterMemo
     layers = [layer for layer in module.modules() if isinstance(layer, BaseTunerLayer)]
     widths = [_width(layer) for layer in layers]
     weights = [_weights(layer, share) for layer in layers]
-    weights += [_chosen_weights(one, share) for one in module.modules() if has_chosen_experts(one)]
     saved, passing = zip(*weights, strict=True) if weights else ((), ())
     return AdapterMemory(
         sum(saved) + max(passing, default=0),
@@ -119,19 +110,6 @@ def _weights(layer: BaseTunerLayer, share: float | None) -> tuple[int, int]:
     if isinstance(layer, LoraLayer) and any(layer.use_dora.values()):
         return 0, PASSING_WEIGHT * elements + UNIT_MATRIX * max(shape) ** 2
     return 0, 0
-
-
-def _chosen_weights(module: nn.Module, share: float | None) -> tuple[int, int]:
-    """Return the bytes that are kept until the backward pass of a module of experts with parameters of chosen ones, and
-    those in passing: the whole with the rows in their places, its gradient, and that of the rows."""
-    names = row_names(module)
-    whole = sum(getattr(module, name).nbytes for name in names)
-    rows = sum(getattr(module, name).numel() for name in names.values())
-    if share is not None:
-        return math.ceil(share * whole) + FACTOR_GRADIENTS * rows, math.ceil(share * whole)
-    config = cast(PreTrainedConfig, module.config)
-    factor = 1 if config._experts_implementation == "grouped_mm" else WHOLE_GRADIENTS
-    return whole, factor * whole + ROW_GRADIENT * rows
 
 
 def _shape(layer: BaseTunerLayer) -> tuple[int, ...]:

@@ -210,11 +210,9 @@ class _Resharding:
         _, damage = verify(new, sealed)
         if damage:
             raise FinetuneError(f"A drive does not return what was written to it; nothing has changed. {damage[0]}")
-        chosen = all(state.experts is not None for state in states.values())  # else they are chosen anew
         state = replace(
             states[0],
             store=new.id,
-            experts=states[0].experts if chosen else None,
             checksums=[one.to_dict() for one in sealed],
             # Ranks that there were not before begin as they would have begun the run.
             random=states[self._rank].random if self._rank in states else {},

@@ -113,7 +113,7 @@ LORA, PREFERRED = ("--lora-rank", "4"), ("rewards/accuracies", "rewards/chosen",
 KTO = "--beta", "0.3", "--desirable-weight", "1.5"
 CASES = {
     "dpo": (PAIRS, ("--beta", "0.3"), PREFERRED),
-    "dpo in pieces": (PAIRS, ("--beta", "0.3", "--piece-size", "16KiB"), PREFERRED),
+    "dpo in pieces": (PAIRS, ("--beta", "0.3", "--piece-size", "16KiB", *LORA), PREFERRED),
     "kto": (ANSWERS, KTO, ("rewards/chosen", "rewards/margins", "kl")),
     "kto with adapters": (ANSWERS, (*KTO, *LORA), ("rewards/chosen", "rewards/margins", "kl")),
     "reward": (MARGINS, ("--center-rewards", "0.1"), ("accuracy", "margin", "mean_reward")),

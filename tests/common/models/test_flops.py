@@ -5,7 +5,6 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from common.models.adapters.adapters import Adapters
-from common.models.chosen_experts import ChosenExperts
 from common.models.flops import active_parameters, hardware_flops_per_token, model_flops_per_token, visited_shares
 from common.models.meta_model import build_meta_model
 from common.models.presets import load_config
@@ -116,16 +115,3 @@ def test_only_visited_experts_count(family, share):
     experts = sum(p.numel() for n, p in blocks.named_parameters() if p.ndim == 3)
     assert experts > 0
     assert active_parameters(model, blocks) == sum(p.numel() for p in blocks.parameters()) - (1 - share) * experts
-
-
-def test_chosen_experts_take_two_more_flops_and_no_place_of_their_own() -> None:
-    model = build_meta_model(family_config("qwen3_moe"))
-    frozen = 4 * active_parameters(model, model)
-    attention = model_flops_per_token(model, 64) - 1.5 * frozen
-    blocks = find_blocks(model)[1]
-    inside = active_parameters(model, blocks)
-    chosen = ChosenExperts(model, 0.5)
-    visited = sum(visited_shares(model)[name] * model.get_parameter(name).numel() for name in chosen.whole_names)
-    assert visited > 0 and active_parameters(model, model, trained=True) == visited
-    assert model_flops_per_token(model, 64) == frozen + 2 * visited + attention
-    assert active_parameters(model, blocks) == inside

@@ -30,7 +30,6 @@ from tests.helpers.crash.runs import (
     VOCABULARY,
     Outcome,
     Run,
-    choose_experts,
     digests,
     execute,
     tiny_config,
@@ -126,13 +125,12 @@ def _train(run: RanksRun, node: int, say: Callable[..., None]) -> None:
     batches = RandomBatches(VOCABULARY, SEQ_LEN, ROWS, seed=5)
     # Not closed where it fails: its threads may wait for a rank that is no more, and the process ends anyway.
     engine = fuyou.Engine(
-        tiny_config("mixtures" if "train_experts" in run.options else "dense"),
+        tiny_config("dense"),
         ssd=[own],
         leave_ssd=[path for path in gone if path.is_dir()],
         topology=topology,
         **options,
     )
-    choose_experts(engine, {name: value[:rows] for name, value in batches.batch(0).items()})
     while engine.step_count < run.steps:
         batch = batches.batch(engine.step_count)
         part = {name: value[rows * node : rows * (node + 1)] for name, value in batch.items()}
@@ -178,9 +176,6 @@ BLOCKWISE = {"optimizer": "adamw8bit"}
 STORIES = {
     "two nodes": Story((), RanksRun(Path(), {}), may_be_lost=True),
     "two nodes, everything streamed": Story((), RanksRun(Path(), {"host_cache": 0}), may_be_lost=True),
-    "two nodes, half of the experts": Story(
-        (), RanksRun(Path(), {"train_experts": 0.5, "host_cache": 0}), may_be_lost=True
-    ),
     "two nodes, then one": Story(
         (RanksRun(Path(), steps=1),), RanksRun(Path(), {"resume": True}, nodes=1, before=2, steps=2)
     ),

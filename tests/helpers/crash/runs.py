@@ -116,24 +116,17 @@ def tiny_config(model: str = "dense") -> PreTrainedConfig:
     """Small enough that a step's writes can be tried one by one.
 
     Args:
-        model: ``"dense"`` has two blocks, ``"block"`` has one such block, ``"mixture"`` has one with four experts, and
-            ``"mixtures"`` has two of them.
+        model: ``"dense"`` has two blocks, ``"block"`` has one such block, ``"mixture"`` has one with four experts.
     """
     common = {
         "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2,
         "num_key_value_heads": 2, "max_position_embeddings": 64, "bos_token_id": 1, "eos_token_id": 2,
-        "pad_token_id": 0, "num_hidden_layers": 2 if model in ("dense", "mixtures") else 1,
+        "pad_token_id": 0, "num_hidden_layers": 2 if model == "dense" else 1,
     }  # fmt: skip
-    if model.startswith("mixture"):
+    if model == "mixture":
         common |= {"head_dim": 16, "moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2}
         return Qwen3MoeConfig(**common)
     return LlamaConfig(**common)
-
-
-def choose_experts(engine: fuyou.Engine, batch: dict[str, torch.Tensor]) -> None:
-    """Choose experts by a batch, where some are to be trained and it is not known which."""
-    if engine.chooses_experts:
-        fuyou.choose_experts(engine, fuyou.profile_experts(engine, [batch]))
 
 
 def _context() -> multiprocessing.context.ForkServerContext:
@@ -240,7 +233,6 @@ def _train(run: Run, results: Path) -> None:
 def _steps(run: Run, say: Any) -> None:
     batches = RandomBatches(VOCABULARY, SEQ_LEN, ROWS, seed=5)
     with open_engine(run) as engine:
-        choose_experts(engine, batches.batch(0))
         while engine.step_count < run.steps:
             batch = batches.batch(engine.step_count)
             loss = engine(**batch).loss

@@ -85,7 +85,6 @@ PIECES: dict[str, tuple[str, dict[str, Any]]] = {
     "adapters": (
         "mixture", {"piece_size": 8960, "host_cache": 0, "adapters": AdapterOptions(2, 4.0, 0.0, (ALL_LINEAR,))}
     ),
-    "half of the experts": ("mixture", {"piece_size": 8960, "host_cache": 0, "train_experts": 0.5}),
 }  # fmt: skip
 
 
@@ -102,7 +101,6 @@ WAYS: dict[str, Callable[[Path], Way]] = {
     ),
     "training: half of the updates deferred": partial(_training, {"deferred_fraction": 0.5, "host_cache": 0}),
     "training: commit every 2 steps": partial(_training, {"commit_every": 2}),
-    "training: half of the experts": partial(_training, {"train_experts": 0.5, "host_cache": 0}, model="mixtures"),
     "training: moments in 8 bits": partial(_training, {"optimizer": "adamw8bit", "host_cache": 0}),
     "training: past host memory (all updates deferred)": partial(
         _training, {"io": "kvikio", "max_grad_norm": 0.5, "host_cache": 0}

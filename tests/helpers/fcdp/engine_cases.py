@@ -103,9 +103,6 @@ def train(topology: fcdp.Topology | None, run: Run) -> Outcome:
         fuyou.Engine(run.model, ssd=ssd, leave_ssd=leave, topology=topology, **options) as engine,
     ):
         mine = slice(rank * run.rows // world, (rank + 1) * run.rows // world)
-        if engine.chooses_experts:
-            seen = [{name: value[mine] for name, value in batch(0, run.rows).items()}]
-            fuyou.choose_experts(engine, fuyou.profile_experts(engine, seen))
         pieces = max(len(block) for block in engine._run.shape.blocks)
         outcome = Outcome(engine.step_count, kept=engine.memory_plan.kept_bytes, pieces=pieces)
         for step in range(engine.step_count + 1, run.steps + 1):

@@ -33,7 +33,6 @@ class PieceModel:
         dtype: ``"fp32"`` or ``"bf16"``.
         adapters: trained in place of the model.
         experts: transformers' implementation of experts; None: its default.
-        train_experts: part of the experts that are trained, in place of the model.
     """
 
     def __init__(
@@ -42,11 +41,10 @@ class PieceModel:
         dtype: str = "fp32",
         adapters: PeftConfig | None = None,
         experts: str | None = None,
-        train_experts: float | None = None,
     ):
         config = small_config(config) if isinstance(config, str) else config
         precision = Precision(DTYPES[dtype], DTYPES[dtype])
-        self.opened = OpenModel(config, precision, torch.device("cpu"), adapters=adapters, train_experts=train_experts)
+        self.opened = OpenModel(config, precision, torch.device("cpu"), adapters=adapters)
         self.stack: StreamedModel = self.opened.stack
         if experts is not None:
             self.stack.model.config._experts_implementation = experts
@@ -68,9 +66,8 @@ class PieceModel:
         return {name: value for name, value in self.weights.items() if name.startswith(prefix)}
 
     def base_of_block(self, layer: int) -> dict[str, torch.Tensor]:
-        """Those that neither adapters nor chosen experts have added."""
+        """Those that adapters have not added."""
         added = set(self.opened.adapters.names if self.opened.adapters is not None else ())
-        added |= set(self.opened.experts.whole_names if self.opened.experts is not None else ())
         return {name: value for name, value in self.of_block(layer).items() if name not in added}
 
     def inputs(self, rows: Sequence[int], tokens: int = 13, documents: bool = False) -> Inputs:

@@ -6,12 +6,9 @@ import pytest
 import torch
 from peft import IA3Config, LoHaConfig, LoKrConfig, LoraConfig, PeftConfig, get_peft_model
 from torch import nn
-from transformers import AutoModelForCausalLM
 
 from common.models.adapters.memory import AdapterMemory, adapter_memory
-from common.models.chosen_experts import ChosenExperts
 from fuyou.pieces.live_bytes import LiveBytes
-from tests.helpers.models.mixtures import mixture_config
 
 NAMES = ["first", "second", "third"]
 
@@ -55,32 +52,6 @@ def test_enough(make: Callable[[], PeftConfig], inputs: int, outputs: int, token
     assert taken <= total + 2 * 4 * 2 * 8 * (inputs + outputs)
     if dtype is torch.bfloat16 and not isinstance(make(), IA3Config):  # in fp32 nothing need be copied
         assert total <= 3 * taken
-
-
-@pytest.mark.parametrize("implementation", ["grouped_mm", "eager"])
-@pytest.mark.parametrize(("dtype", "share"), [(torch.bfloat16, 0.125), (torch.bfloat16, 1.0), (torch.float32, 0.5)])
-def test_enough_for_chosen_experts(implementation: str, dtype: torch.dtype, share: float) -> None:
-    config = mixture_config("qwen3_moe", hidden_size=128, moe_intermediate_size=192, num_hidden_layers=1)
-
-    def taken(only: float | None) -> int:
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, experts_implementation=implementation)
-        model.requires_grad_(False)
-        if only is not None:
-            ChosenExperts(model, only)
-        experts = model.model.layers[0].mlp.experts
-        for parameter in experts.parameters():
-            if parameter.requires_grad:
-                parameter.grad = torch.zeros_like(parameter)
-        hidden = torch.ones(16, 128, dtype=dtype, requires_grad=True)
-        index = torch.arange(32).remainder(8).view(16, 2)
-        with LiveBytes() as seen:
-            experts(hidden, index, torch.ones(16, 2, dtype=dtype)).sum().backward()
-        planned.append(adapter_memory(experts).fixed)
-        return seen.most
-
-    planned: list[int] = []
-    more = taken(share) - taken(None)
-    assert more <= planned[0] <= 1.5 * more and planned[1] == 0
 
 
 def test_the_most_of_several() -> None:
