@@ -3,11 +3,11 @@
 import contextlib
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -28,6 +28,7 @@ from common.memory.heap import return_free_memory
 from common.store.lock import DirectoryLock
 from common.units import counted, format_bytes, format_count
 
+Opened = TypeVar("Opened", bound="Batches")
 WIDTH_MULTIPLE = 64
 """Number of tokens to a multiple of which batches are padded where rows are not packed."""
 
@@ -245,20 +246,29 @@ def open_data(config: DataConfig, tokenizer: PreTrainedTokenizerBase, cache_dir:
     cache_dir.mkdir(parents=True, exist_ok=True)
     key = cache_key(files, config.seq_len, tokenizer, config.truncate, config.packed, config.identity)
     path = cache_dir / f"data-{key}.tokens"
-    unusable = contextlib.suppress(OSError, ValueError)  # not there, or damaged
+
+    def build(doing: Activity) -> None:
+        doing.what = f"reading {_named(files)}"
+        _build(path, files, config, tokenizer, doing)
+
+    return open_or_build(lambda: PackedBatches(TokenFile(path), config), build, cache_dir)
+
+
+def open_or_build(open_file: Callable[[], Opened], build: Callable[[Activity], None], cache_dir: Path) -> Opened:
+    """Return what ``open_file`` opens, built before where it is not there, or damaged."""
+    unusable = contextlib.suppress(OSError, ValueError, TypeError)
     with unusable:
-        return PackedBatches(TokenFile(path), config)
+        return open_file()
     with (
         activity("waiting for another run that prepares the same data") as doing,
         DirectoryLock([cache_dir], patience=math.inf),  # of several ranks on a machine, the first one makes it for all
     ):
         with unusable:
-            return PackedBatches(TokenFile(path), config)
-        doing.what = f"reading {_named(files)}"
+            return open_file()
         remove_unfinished(cache_dir)
-        _build(path, files, config, tokenizer, doing)
+        build(doing)
     _return_free_memory()
-    return PackedBatches(TokenFile(path), config)
+    return open_file()
 
 
 def _named(files: list[Path]) -> str:

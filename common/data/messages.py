@@ -70,9 +70,9 @@ def _message(turn: dict[str, Any], which: str) -> Message:
         message |= {"content": "", "tool_calls": _calls(content, which)}
     elif content is not None or sharegpt:
         message["content"] = content if content is not None else ""
-    if "function_call" in rest:
-        message["tool_calls"] = [*rest.pop("tool_calls", []), *_calls(rest.pop("function_call"), which)]
-    message = {**message, **rest}
+    calls = [call for key in ("tool_calls", "function_call") if rest.get(key) for call in _calls(rest[key], which)]
+    rest = {key: value for key, value in rest.items() if key not in ("tool_calls", "function_call")}
+    message |= rest | ({"tool_calls": calls} if calls else {})
     if isinstance(message.get("content"), list):
         message = _with_parts(message, which)
     elif role in ("tool", "function", "ipython") and isinstance(message.get("content"), dict):
@@ -85,14 +85,17 @@ def _message(turn: dict[str, Any], which: str) -> Message:
 
 
 def _calls(value: Any, which: str) -> list[dict[str, Any]]:
-    """Return calls in OpenAI's format, which may be JSON text."""
+    """Return calls, which may be JSON text, in OpenAI's format."""
     calls = parsed(value) if isinstance(value, str) else value
     calls = calls if isinstance(calls, list) else [calls]
-    if not calls or not all(isinstance(call, dict) and "name" in call.get("function", call) for call in calls):
+    calls = [{"type": "function", "function": call} if _is_function(call) else call for call in calls]
+    if not calls or not all(isinstance(call, dict) and _is_function(call.get("function")) for call in calls):
         raise UserError(f'{which} is a function call that is not {{"name": ..., "arguments": ...}}: {str(value)[:80]}')
-    functions = [call.get("function", call) for call in calls]
-    functions = [{"name": one["name"], "arguments": one.get("arguments", {})} for one in functions]
-    return [{"type": "function", "function": function} for function in functions]
+    return calls
+
+
+def _is_function(value: Any) -> bool:
+    return isinstance(value, dict) and isinstance(value.get("name"), str)
 
 
 def _with_parts(message: Message, which: str) -> Message:
@@ -140,7 +143,7 @@ def has_text(message: Message) -> bool:
 
 def same_turns(left: list[Message], right: list[Message]) -> bool:
     """Return whether messages have the same roles and contents, white space around them apart."""
-    return [(one["role"], _bare(one)) for one in left] == [(one["role"], _bare(one)) for one in right]
+    return [(turn["role"], _bare(turn)) for turn in left] == [(turn["role"], _bare(turn)) for turn in right]
 
 
 def _bare(message: Message) -> str:

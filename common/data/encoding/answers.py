@@ -66,11 +66,11 @@ class AnswerFinder:
         """Return where the header of an answer ends that is the last one in ``ids``; their number if there is none."""
         if self._header is None:
             self._header = self._prompt_for_answer(options)
-        starts = [place for place, token in enumerate(ids) if self._header and token == self._header[0]]
+        starts = [at for at, token in enumerate(ids) if self._header and token == self._header[0]]
         return starts[-1] + common_prefix(self._header, ids[starts[-1] :]) if starts else len(ids)
 
     def _prompt_for_answer(self, options: dict[str, Any]) -> list[int]:
-        """Return what the template writes for the assistant to go on from; nothing if that cannot be found out."""
+        """Return what the template writes for the assistant to continue; nothing if that cannot be found out."""
         probe = [{"role": "user", "content": _OTHER}]
         try:
             asked = self._render(probe, options, ask=True)

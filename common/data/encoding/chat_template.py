@@ -9,7 +9,7 @@ import json
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
@@ -51,26 +51,25 @@ def _map_texts(message: Message, change: Callable[[str, str], str]) -> Message:
                 {**part, "text": change(name, part["text"])} if isinstance(part.get("text"), str) else part
                 for part in value
             ]
-    calls = message.get("tool_calls")
-    if isinstance(calls, list):
-        result["tool_calls"] = [_changed_call(call, change) for call in calls]
-    return result
+    return _with_functions(result, lambda function: _changed_function(function, change))
 
 
-def _changed_call(call: Any, change: Callable[[str, str], str]) -> Any:
-    function = call.get("function", call) if isinstance(call, dict) else None
-    if not isinstance(function, dict):
-        return call
-    function = dict(function)
-    if isinstance(function.get("name"), str):
-        function["name"] = change("tool_calls", function["name"])
+def _with_functions(message: Message, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Message:
+    """Return a message with each function that it calls changed."""
+    if not message.get("tool_calls"):
+        return message
+    return {**message, "tool_calls": [{**call, "function": change(call["function"])} for call in message["tool_calls"]]}
+
+
+def _changed_function(function: dict[str, Any], change: Callable[[str, str], str]) -> dict[str, Any]:
     arguments = function.get("arguments")
     inner = parsed(arguments)
     if isinstance(inner, dict):
-        function["arguments"] = json.dumps(_leaves(inner, change), ensure_ascii=False)
-    elif arguments is not None:
-        function["arguments"] = _leaves(arguments, change)
-    return {**call, "function": function} if "function" in call else function
+        arguments = json.dumps(_leaves(inner, change), ensure_ascii=False)
+    else:
+        arguments = _leaves(arguments, change)
+    given = {"arguments": arguments} if "arguments" in function else {}
+    return {**function, "name": change("tool_calls", function["name"]), **given}
 
 
 def _leaves(value: Any, change: Callable[[str, str], str]) -> Any:
@@ -93,28 +92,16 @@ def _parted(message: Message) -> Message:
     return {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else message
 
 
-def _with_objects(message: Message) -> Message:
-    """Turn arguments of calls that are JSON text, as in OpenAI's format, into objects."""
-    if not message.get("tool_calls"):
-        return message
-    message = json.loads(json.dumps(message))
-    for call in message["tool_calls"]:
-        function = call.get("function", call)
-        if isinstance(inner := parsed(function.get("arguments")), dict):
-            function["arguments"] = inner
-    return message
+def _as_object(function: dict[str, Any]) -> dict[str, Any]:
+    """Turn arguments that are JSON text, as in OpenAI's format, into an object."""
+    inner = parsed(function.get("arguments"))
+    return {**function, "arguments": inner} if isinstance(inner, dict) else function
 
 
-def _with_json(message: Message) -> Message:
-    """Turn arguments of calls that are objects into JSON text."""
-    if not message.get("tool_calls"):
-        return message
-    message = json.loads(json.dumps(message))
-    for call in message["tool_calls"]:
-        function = call.get("function", call)
-        if isinstance(function.get("arguments"), dict):
-            function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
-    return message
+def _as_json(function: dict[str, Any]) -> dict[str, Any]:
+    """Turn arguments that are an object into JSON text."""
+    inner = function.get("arguments")
+    return {**function, "arguments": json.dumps(inner, ensure_ascii=False)} if isinstance(inner, dict) else function
 
 
 def _reasoning_as(name: str) -> Change:
@@ -139,8 +126,8 @@ _REFUSED = (-2, "")
 _CHANGES: tuple[Change, ...] = (
     _joined,
     _parted,
-    _with_objects,
-    _with_json,
+    partial(_with_functions, change=_as_object),
+    partial(_with_functions, change=_as_json),
     *map(_reasoning_as, REASONING),
     _role_as("developer", "system"),
     _role_as("function", "tool"),
@@ -212,7 +199,8 @@ class ChatTemplate:
                 "--chat-template (chatml, llama-3, ... or a file), or records with text or with prompt and completion "
                 "strings."
             )
-        parts = [part for one in chat.messages if isinstance(one.get("content"), list) for part in one["content"]]
+        contents = [message.get("content") for message in chat.messages]
+        parts = [part for content in contents if isinstance(content, list) for part in content]
         if self._source is self._tokenizer and (other := [part for part in parts if part["type"] != "text"]):
             raise UserError(f"{chat.where}: content has a part {str(other[0])[:80]}, and a tokenizer takes text only.")
         kind = replace(chat, messages=_marked(chat.messages))
@@ -225,7 +213,7 @@ class ChatTemplate:
         chat, missing = replace(chat, messages=_changed(chat.messages, form.changes)), form.missing
         if not missing:
             missing, is_whole = self._missing(chat)
-            missing, form = [one for one in missing if _REFUSED not in missing], replace(form, is_whole=is_whole)
+            missing, form = [] if _REFUSED in missing else missing, replace(form, is_whole=is_whole)
         if not missing:
             return chat, form
         if drop_unseen is None:
@@ -276,7 +264,8 @@ class ChatTemplate:
         whole = self._text(chat.messages, chat.options)
         if whole is None:
             return [(number, name) for number, name, _ in texts] + [_REFUSED], False
-        missing = [(n, "content or tool_calls") for n, one in enumerate(chat.messages) if _is_garbled(one, whole)]
+        garbled = [number for number, message in enumerate(chat.messages) if _is_garbled(message, whole)]
+        missing = [(number, "content or tool_calls") for number in garbled]
         late = [(number, name, text) for number, name, text in texts if not _appears(text, whole)]
         for number, name, text in late:
             alone = None
@@ -329,11 +318,10 @@ def _marked(messages: list[Message]) -> list[Message]:
         if not text.strip():
             return text
         number += 1
-        made = f"qz{number}zq"
-        return names.setdefault(text, made) if field == "tool_calls" else made
+        return names.setdefault(text, f"qz{number}zq") if field == "tool_calls" else f"qz{number}zq"
 
     marked = [_map_texts(message, mark) for message in messages]
-    return [{**one, "name": names.get(one["name"], one["name"])} if "name" in one else one for one in marked]
+    return [turn | ({"name": names[turn["name"]]} if turn.get("name") in names else {}) for turn in marked]
 
 
 def _changed(messages: list[Message], changes: list[Change]) -> list[Message]:
@@ -356,6 +344,6 @@ def _is_garbled(message: Message, written: str) -> bool:
     for part in content if isinstance(content, list) else ():
         if any(shown in written for shown in (str(part), json.dumps(part), json.dumps(part, ensure_ascii=False))):
             return True
-    arguments = [call.get("function", call).get("arguments") for call in message.get("tool_calls") or ()]
+    arguments = [call["function"].get("arguments") for call in message.get("tool_calls") or ()]
     texts = [text for text in arguments if isinstance(text, str) and isinstance(parsed(text), dict)]
     return any(json.dumps(text, ensure_ascii=False) in written for text in texts)

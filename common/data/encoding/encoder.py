@@ -139,7 +139,7 @@ class Encoder:
 
     def _is_closed(self, ids: list[int], start: int) -> bool:
         """Return whether a completion ends with EOS, white space apart, or there is no EOS to add."""
-        ends = [place for place in (len(ids) - 1, len(ids) - 2) if place >= start and ids[place] == self.eos]
+        ends = [at for at in (len(ids) - 1, len(ids) - 2) if at >= start and ids[at] == self.eos]
         return self.eos is None or any(not str(self.tokenizer.decode(ids[end + 1 :])).strip() for end in ends)
 
     def _fitted(
@@ -162,7 +162,7 @@ class Encoder:
             parts = self._parts(chat)
         except UserError:
             raise
-        except Exception as error:  # templates are programs: they raise whatever they like
+        except Exception as error:  # templates are programs: they raise any exception
             raise UserError(
                 f"{chat.where}: the tokenizer's chat template refuses this conversation "
                 f"(roles {', '.join(str(message.get('role')) for message in chat.messages)}): {error}"
@@ -180,17 +180,17 @@ class Encoder:
         if seen is None:
             return []
         chat = seen
-        wanted = chat.answers
+        turns = chat.answers
         marks = form.marks_answers and chat.prompt_messages is None
         ids, trained = self._render(chat, marks)
-        if self._every_token or not wanted:
+        if self._every_token or not turns:
             return [TokenizedAnswer(ids, [False] * len(ids))]
         turns_decide = trained is None or bool(chat.untrained)
         spans = None
         if form.is_whole and (turns_decide or self.fitting.is_long(len(ids))):
-            spans = self._finder.spans(chat, ids, wanted)
+            spans = self._finder.spans(chat, ids, turns)
         if not form.is_whole or (turns_decide and spans is None):
-            return [self._answer(chat, turn, marks) for turn in wanted]
+            return [self._answer(chat, turn, marks) for turn in turns]
         if spans is not None and turns_decide:
             in_turns = _within(spans, len(ids))
             trained = in_turns if trained is None else [a and b for a, b in zip(trained, in_turns, strict=True)]

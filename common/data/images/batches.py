@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from transformers import ProcessorMixin
 
-from common.data.batches import Batches, DataConfig, padding_id, rounded_width
+from common.data.batches import Batches, DataConfig, open_or_build, padding_id, rounded_width
 from common.data.counts import DataCounts, nothing_to_train
 from common.data.files import DataRecord, file_states, find_files, read_records, reading
 from common.data.images.content import has_images, with_images
@@ -176,14 +176,11 @@ def open_image_data(config: DataConfig, processor: ProcessorMixin, cache_dir: Pa
     files = find_files(config.files)
     cache_dir.mkdir(parents=True, exist_ok=True)
     path = cache_dir / f"images-{_cache_key(files, config, processor)}.jsonl"
-    unusable = contextlib.suppress(OSError, ValueError, TypeError)  # not there, or damaged
-    with unusable:
-        return ImageBatches(path, config, processor)
-    with DirectoryLock([cache_dir], patience=math.inf):  # of several ranks on a machine, the first one makes it for all
-        with unusable:
-            return ImageBatches(path, config, processor)
+
+    def build(_: object) -> None:
         _build(path, files, config, ImageEncoder(processor))
-    return ImageBatches(path, config, processor)
+
+    return open_or_build(lambda: ImageBatches(path, config, processor), build, cache_dir)
 
 
 def _cache_key(files: list[Path], config: DataConfig, processor: ProcessorMixin) -> str:

@@ -140,7 +140,7 @@ class ImageEncoder:
             made: Any = self._processor.apply_chat_template(
                 messages, tokenize=True, return_dict=True, return_tensors="pt", add_generation_prompt=ask, **options
             )
-        except Exception as error:  # templates and processors raise whatever they like
+        except Exception as error:  # templates and processors raise any exception
             roles = ", ".join(str(message["role"]) for message in messages)
             raise UserError(
                 f"{where}: the checkpoint's processor refuses this conversation (roles {roles}): {error}"

@@ -1,7 +1,5 @@
 """Open batches of items: records become a token file of rows with marks, or one that is there is found."""
 
-import contextlib
-import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -10,7 +8,7 @@ from pathlib import Path
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from common.data.batches import DataConfig, padding_id
+from common.data.batches import DataConfig, open_or_build, padding_id
 from common.data.counts import nothing_to_train
 from common.data.encoding.encoder import EncodedSegment, Encoder
 from common.data.files import DataRecord, find_files, read_records, reading
@@ -28,13 +26,10 @@ from common.data.packed.token_file import (
     TokenFile,
     TokenFileWriter,
     cache_key,
-    remove_unfinished,
     write_token_file,
 )
 from common.data.shapes import Example, PlainText
 from common.errors import UserError
-from common.memory.heap import return_free_memory
-from common.store.lock import DirectoryLock
 
 Records = Iterable[tuple[str, DataRecord]]
 
@@ -94,16 +89,11 @@ def open_items(kind: ItemKind, config: DataConfig, tokenizer: PreTrainedTokenize
     identity = [*config.identity, kind.name, pad, *kind.identity]
     key = cache_key(files, config.seq_len, tokenizer, config.truncate, packed=False, selection=identity)
     path = cache_dir / f"{kind.name}-{key}.tokens"
-    unusable = contextlib.suppress(OSError, ValueError)  # not there, or damaged
-    with unusable:
-        return kind.batches(TokenFile(path), config, kind.classifies)
-    with DirectoryLock([cache_dir], patience=math.inf):  # of several ranks on a machine, the first one makes it for all
-        with unusable:
-            return kind.batches(TokenFile(path), config, kind.classifies)
-        remove_unfinished(cache_dir)
+
+    def build(_: object) -> None:
         _build(kind, path, files, config, config.encoder(tokenizer, is_alone=True), pad)
-    return_free_memory()
-    return kind.batches(TokenFile(path), config, kind.classifies)
+
+    return open_or_build(lambda: kind.batches(TokenFile(path), config, kind.classifies), build, cache_dir)
 
 
 def _records(files: list[Path], config: DataConfig, scratch: Path) -> Records:
