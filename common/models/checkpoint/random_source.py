@@ -1,73 +1,95 @@
-"""Random weights from a family's own initialisation, in the memory of one module or of the rows that are read."""
+"""Random weights from a family's own initialisation, in the memory of the rows that are read."""
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from itertools import groupby
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
 from common.errors import FinetuneError
-from common.models.checkpoint.random_rows import RowDraws, RowRecorder
 from common.models.meta_model import unset_buffers
 from common.models.structure import stored_names
 
+GROUP_ELEMENTS = 1 << 20
+"""Elements that are drawn together, or a row if that has more: any rows can be drawn without those before them."""
+
+_ATEN = torch.ops.aten
+_OVERWRITES = {_ATEN.normal_.default, _ATEN.uniform_.default, _ATEN.zero_.default, _ATEN.fill_.Scalar}
+_CHANGES = {
+    _ATEN.mul_.Tensor,
+    _ATEN.mul_.Scalar,
+    _ATEN.div_.Tensor,
+    _ATEN.add_.Tensor,
+    _ATEN.add_.Scalar,
+    _ATEN.erfinv_.default,
+    _ATEN.clamp_.default,
+}
+"""Operators that do the same to each element, whatever the others are."""
+
 
 class RandomSource:
-    """Weights from a family's own initialisation, as ``from_config`` applies it, one module at a time.
+    """Weights distributed as a family's own initialisation has them.
 
-    Values depend on ``seed`` and the module's name, not on the order of reading. All are fp32.
+    Values depend on ``seed`` and the parameter's name, not on the order of reading. All are fp32.
 
     Args:
-        model: from :func:`common.models.meta_model.build_meta_model`. It holds a module's values while they are made.
+        model: from :func:`common.models.meta_model.build_meta_model`. It holds a module's values while they are drawn.
 
-    Memory: the parameters of one module that holds parameters itself (a linear layer, a layer's fused experts), or the
-    rows that are read.
+    Memory: the rows that are read; where rows are not alike, the parameters of one module that holds parameters itself.
     """
 
     def __init__(self, model: PreTrainedModel, seed: int) -> None:
         self.model = model
         self.seed = seed
         self._stored_name = stored_names(model)
-        self._by_rows: dict[str, bool] = {}
-        self._draws: tuple[str, dict[str, RowDraws]] = "", {}
-        """The module whose rows were read last, and how its parameters are made."""
+        self._recorded: dict[str, dict[str, _Initialisation]] = {}
 
     def check(self) -> None:
         """Raise a FinetuneError for a persistent buffer that only a checkpoint has values for."""
         for name in unset_buffers(self.model):
-            raise FinetuneError(
-                f"transformers does not initialise {name} of {type(self.model).__name__}: start from a checkpoint."
-            )
+            raise self._not_initialised(name)
 
     def read(self, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
         """Read parameters; see :meth:`WeightSource.read`."""
-        for path, group in groupby(names, key=lambda name: self._stored_name[name].rpartition(".")[0]):
-            values = self._initialise(path)
-            for name in group:
-                yield name, values.pop(self._stored_name[name])
+        for name in names:
+            stored = self._stored_name[name]
+            initialisation = self._initialisation(stored)
+            if initialisation.alike and initialisation.shape:
+                yield name, self.read_rows(name, 0, initialisation.shape[0])
+            else:
+                yield name, self._read_whole(stored)
 
     def reads_rows(self, name: str) -> bool:
         """Return whether rows can be read alone; see :meth:`WeightSource.reads_rows`."""
-        stored = self._stored_name[name]
-        if stored not in self._by_rows:
-            path = stored.rpartition(".")[0]
-            recorder = self._record(path)
-            prefix = f"{path}." if path else ""
-            self._by_rows |= {prefix + own: recorder.possible and it.by_rows for own, it in recorder.made.items()}
-        return self._by_rows[stored]
+        initialisation = self._initialisation(self._stored_name[name])
+        return initialisation.alike and len(initialisation.shape) > 0
 
     def read_rows(self, name: str, first: int, stop: int) -> torch.Tensor:
         """Read rows; see :meth:`WeightSource.read_rows`."""
-        path, _, own = self._stored_name[name].rpartition(".")
-        if self._draws[0] != path:
-            self._draws = path, self._record(path).made
-        made = self._draws[1][own]
-        if not made.is_set:
-            raise self._not_initialised(path, own)
-        return made.rows(first, stop)
+        stored = self._stored_name[name]
+        initialisation = self._initialisation(stored)
+        if not initialisation.steps:
+            raise self._not_initialised(stored)
+        rows, width = initialisation.shape[0], initialisation.shape[1:].numel()
+        group = max(1, GROUP_ELEMENTS // max(1, width))
+        values = torch.empty(stop - first, *initialisation.shape[1:])
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            for start in range(first // group * group, stop, group):
+                end = min(start + group, rows)
+                torch.default_generator.manual_seed(self._seed_of(f"{stored}/{start // group}"))
+                if first <= start and end <= stop:
+                    initialisation.apply(values[start - first : end - first])
+                else:
+                    drawn = initialisation.apply(torch.empty(end - start, *initialisation.shape[1:]))
+                    begin, end = max(first, start), min(stop, end)
+                    values[begin - first : end - first] = drawn[begin - start : end - start]
+        return values
 
     def read_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Read nothing: the model has all its buffers."""
@@ -77,40 +99,45 @@ class RandomSource:
         """Read nothing: random numbers are not compressed."""
         return iter(())
 
-    def _initialise(self, path: str) -> dict[str, torch.Tensor]:
+    def _read_whole(self, stored: str) -> torch.Tensor:
+        """Return a parameter whose rows are not alike, from an initialisation of its whole module."""
+        path, _, own = stored.rpartition(".")
         # NaN, so that a parameter that is not initialised is found.
-        real = {
+        values = {
             name: nn.Parameter(torch.full(parameter.shape, torch.nan, dtype=torch.float32), requires_grad=False)
             for name, parameter in self._parameters(path).items()
         }
-        self._run(path, real)
-        for name, parameter in real.items():
-            if parameter.flatten()[:: max(1, parameter.numel() // 4096)].isnan().any():
-                raise self._not_initialised(path, name)
-        prefix = f"{path}." if path else ""
-        return {prefix + name: parameter.detach() for name, parameter in real.items()}
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(self._seed_of(path))
+            self._initialise(path, values)
+        value = values[own].detach()
+        if value.flatten()[:: max(1, value.numel() // 4096)].isnan().any():
+            raise self._not_initialised(stored)
+        return value
 
-    def _record(self, path: str) -> RowRecorder:
-        """Return what the initialisation does to a module's parameters."""
-        fake = {
-            name: nn.Parameter(torch.empty(parameter.shape, device="meta"), requires_grad=False)
-            for name, parameter in self._parameters(path).items()
-        }
-        recorder = RowRecorder(fake)
-        self._run(path, fake, recorder)
-        return recorder
+    def _initialisation(self, stored: str) -> "_Initialisation":
+        """Return what is done to a parameter."""
+        path, _, own = stored.rpartition(".")
+        if path not in self._recorded:
+            fake = {
+                name: nn.Parameter(torch.empty(parameter.shape, device="meta"), requires_grad=False)
+                for name, parameter in self._parameters(path).items()
+            }
+            recorder = _Recorder(fake)
+            self._initialise(path, fake, recorder)
+            self._recorded[path] = recorder.recorded
+        return self._recorded[path][own]
 
     def _parameters(self, path: str) -> dict[str, nn.Parameter]:
         return dict(self.model.get_submodule(path).named_parameters(recurse=False))
 
-    def _run(self, path: str, values: Mapping[str, nn.Parameter], recorder: RowRecorder | None = None) -> None:
+    def _initialise(self, path: str, values: Mapping[str, nn.Parameter], recorder: "_Recorder | None" = None) -> None:
         """Initialise a module with ``values`` as its parameters."""
         module, on_meta = self.model.get_submodule(path), self._parameters(path)
         try:
             for name, parameter in values.items():
                 setattr(module, name, parameter)
-            with torch.random.fork_rng(devices=[]), torch.no_grad(), recorder or nullcontext():
-                torch.default_generator.manual_seed(self._seed_of(path))
+            with torch.no_grad(), recorder or nullcontext():
                 for owner, ancestor in self._initialisers(path):
                     # From the leaf upwards, as transformers does: a block may scale its projections once more (GPT-2).
                     # All other parameters are on the meta device, where this costs nothing.
@@ -119,14 +146,13 @@ class RandomSource:
             for name, parameter in on_meta.items():
                 setattr(module, name, parameter)
 
-    def _not_initialised(self, path: str, name: str) -> FinetuneError:
-        whole = f"{path}.{name}" if path else name
+    def _not_initialised(self, name: str) -> FinetuneError:
         return FinetuneError(
-            f"transformers does not initialise {whole} of {type(self.model).__name__}: start from a checkpoint."
+            f"transformers does not initialise {name} of {type(self.model).__name__}: start from a checkpoint."
         )
 
-    def _seed_of(self, path: str) -> int:
-        digest = hashlib.blake2b(f"{self.seed}/{path}".encode(), digest_size=8).digest()
+    def _seed_of(self, name: str) -> int:
+        digest = hashlib.blake2b(f"{self.seed}/{name}".encode(), digest_size=8).digest()
         return int.from_bytes(digest, "little") >> 1
 
     def _initialisers(self, path: str) -> list[tuple[PreTrainedModel, nn.Module]]:
@@ -137,3 +163,54 @@ class RandomSource:
             module = module.get_submodule(part)
             chain.append((module if isinstance(module, PreTrainedModel) else chain[-1][0], module))
         return chain[::-1]
+
+
+@dataclass
+class _Initialisation:
+    """What a family does to a parameter."""
+
+    shape: torch.Size
+    alike: bool = True
+    """Whether all elements get the same, so that any rows can be drawn alone."""
+    steps: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = field(default_factory=list)
+    """In-place operators on all elements, with their other arguments; none if nothing sets the parameter."""
+
+    def apply(self, values: torch.Tensor) -> torch.Tensor:
+        for function, arguments, keywords in self.steps:
+            function(values, *arguments, **keywords)
+        return values
+
+
+class _Recorder(TorchDispatchMode):
+    """Records, while active, what is done to parameters on the meta device."""
+
+    def __init__(self, parameters: Mapping[str, torch.Tensor]) -> None:
+        super().__init__()
+        self.recorded = {name: _Initialisation(value.shape) for name, value in parameters.items()}
+        self._by_memory = {_memory(value): self.recorded[name] for name, value in parameters.items()}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        keywords = kwargs or {}
+        tensors = [leaf for leaf in tree_leaves((args, keywords)) if isinstance(leaf, torch.Tensor)]
+        touched = [self._by_memory[_memory(one)] for one in tensors if one.is_meta and _memory(one) in self._by_memory]
+        is_view = all(
+            result.alias_info is not None and not result.alias_info.is_write for result in func._schema.returns
+        )
+        if not touched or is_view:
+            return func(*args, **keywords)
+        target, rest = touched[0], tree_leaves((args[1:], keywords))
+        whole = tensors[0] is args[0] and args[0].shape == target.shape and args[0].is_contiguous()
+        others = any(isinstance(one, torch.Tensor | torch.Generator) for one in rest)
+        if not whole or others or func not in _OVERWRITES | _CHANGES:
+            for initialisation in touched:
+                initialisation.alike = False
+            return func(*args, **keywords)
+        if func in _OVERWRITES:
+            target.steps.clear()
+        if func in _OVERWRITES or target.steps:
+            target.steps.append((func, tuple(args[1:]), keywords))
+        return args[0]
+
+
+def _memory(value: torch.Tensor) -> int:
+    return value.untyped_storage()._cdata

@@ -312,27 +312,18 @@ def test_random_weights_depend_on_seed_and_name_only():
     assert torch.equal(dict(RandomSource(model, 1).read(["lm_head.weight"]))["lm_head.weight"], first[names[0]])
 
 
-@pytest.mark.parametrize(
-    ("family", "path"),
-    [
-        ("llama", "model.embed_tokens"),
-        ("llama", "model.layers.1.mlp.up_proj"),
-        ("gpt2", "transformer.h.1.mlp.c_proj"),  # scaled once more by the layer around it
-        ("mixtral", "model.layers.0.mlp.experts"),
-    ],
-)
-def test_random_weights_equal_transformers_with_the_same_random_numbers(family, path):
-    config = family_config(family)
-    real = AutoModelForCausalLM.from_config(config)
-    module = real.get_submodule(path)
-    names = [f"{path}.{name}" for name, _ in module.named_parameters(recurse=False)]
-    source = RandomSource(build_meta_model(config), seed=3)
-    given = dict(source.read(names))
-    torch.manual_seed(source._seed_of(path))
-    with torch.no_grad():
-        real._init_weights(module)
-        real._init_weights(real.get_submodule(path.rpartition(".")[0]))
-    assert all(torch.equal(given[name], real.get_parameter(name)) for name in names)
+def test_random_rows_do_not_depend_on_the_range_that_is_read(monkeypatch):
+    """Groups of 7 rows, which are read whole, in part, and with the last one shorter than the others."""
+    source = RandomSource(build_meta_model(family_config("gpt2")), seed=3)
+    name = "transformer.h.1.mlp.c_proj.weight"  # scaled by the block around it
+    width = source.model.get_parameter(name).shape[1]
+    monkeypatch.setattr("common.models.checkpoint.random_source.GROUP_ELEMENTS", 7 * width)
+    whole = dict(source.read([name]))[name]
+    assert not torch.equal(whole[:7], whole[7:14])
+    assert whole.std() == pytest.approx(0.02 / (2 * source.model.config.n_layer) ** 0.5, rel=0.1)
+    rows = whole.shape[0]
+    for first, stop in ((0, 7), (3, 5), (6, 15), (7, rows), (rows - 1, rows)):
+        assert torch.equal(source.read_rows(name, first, stop), whole[first:stop])
 
 
 def test_one_tensor_on_disk_that_is_several_in_the_model(tmp_path, monkeypatch):
