@@ -8,7 +8,6 @@ from pathlib import Path
 from peft import PeftConfig
 
 from common.models.adapters.options import AdapterOptions
-from common.store.store import READS_ONLY
 from fuyou.layout.optimizer_state import ADAMW
 from fuyou.model.recompute.policy import ActivationPolicy
 
@@ -34,9 +33,9 @@ class StoreConfig:
     """Steps from one commit to the next: memory is not written in between, and a crash loses up to so many steps."""
     single_slot: bool = False
     """Whether to take half the space and no protection: a crash in the middle of a step loses the run."""
-    io: str = "auto"
-    """Way between the SSDs and a GPU: ``"posix"``, through host memory; ``"kvikio"``, past it, but for what is cached
-    there; ``"auto"``, whichever is measured to be faster, for reads and for writes."""
+    io: str = "posix"
+    """How parameters get from the SSDs to a GPU: ``"posix"``, through host memory; ``"kvikio"``, past it, except those
+    that are cached there."""
 
     def __post_init__(self) -> None:
         for name in ("ssd", "leave_ssd"):  # which are gone through more than once
@@ -45,12 +44,7 @@ class StoreConfig:
 
     @property
     def direct_reads(self) -> bool:
-        """Whether the device's memory is read into past host memory, once :attr:`io` is settled."""
-        return self.io in ("kvikio", READS_ONLY)
-
-    @property
-    def direct_writes(self) -> bool:
-        """Whether it is written from past host memory, likewise."""
+        """Whether parameters are read to the device past host memory."""
         return self.io == "kvikio"
 
     @property

@@ -80,7 +80,6 @@ def training_of(settings: Settings) -> TrainingJob:
         clips=waits,
         single_slot=settings.single_slot,
         direct_reads=settings.io == "kvikio",
-        direct_writes=settings.io == "kvikio",
         micro_batch=settings.micro_batch,
         host_cache=settings.host_cache,
         piece_bytes=settings.piece_size,

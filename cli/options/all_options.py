@@ -110,8 +110,8 @@ class MemorySettings:
     train_vision: str | None = option(None, type=("projector", "all"), modes=Mode.MODEL)
     """What to train of a vision-language model beside its language model: the projector, or all that turns images into
     tokens. Default: neither."""
-    io: str = option("auto", type=("auto", "kvikio", "posix"), only=Only.OUT_OF_CORE, modes=Mode.RUN)
-    """Way between the SSDs and a GPU: posix, through host memory; kvikio, past it; auto, what is faster."""
+    io: str = option("posix", type=("posix", "kvikio"), only=Only.OUT_OF_CORE, modes=Mode.RUN)
+    """How parameters get from the SSDs to a GPU: posix, through host memory; kvikio, past it."""
     single_slot: bool = option(False, modes=Mode.MODEL, only=Only.OUT_OF_CORE)
     """Take half the space on SSD; a crash loses the run."""
     unproven: bool = option(False, only=Only.OUT_OF_CORE, modes=Mode.RUN)

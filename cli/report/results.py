@@ -213,7 +213,7 @@ class RunTotals:
     clip_by: str | None = None
     """How gradients were clipped out of core, if they were."""
     way: str | None = None
-    """Way between SSDs and device, out of core: ``posix``, ``kvikio`` or ``kvikio-reads``."""
+    """How parameters got from SSDs to device, out of core: ``posix`` or ``kvikio``."""
 
     @property
     def total_written(self) -> int:

@@ -53,8 +53,7 @@ class Report:
     clip_by: str | None = None
     """How gradients were clipped out of core: ``deferral`` or ``speculation``; None: they were not, or in memory."""
     way: str | None = None
-    """Way between SSDs and device: ``posix``, through host memory; ``kvikio``, past it; ``kvikio-reads``, past it for
-    reads only. None in memory."""
+    """How parameters got from SSDs to device: ``posix``, through host memory; ``kvikio``, past it. None in memory."""
     clipped_steps: int = 0
     """Steps whose gradients were scaled down."""
     updated_again_steps: int = 0
@@ -95,10 +94,11 @@ class Report:
             again = f", {self.updated_again_steps:,} of them updated again" if self.clip_by == "speculation" else ""
             lines["clipping"] = f"by {self.clip_by}: {self.clipped_steps:,} of {self.steps:,} steps clipped{again}"
         if self.bound_seconds:
+            past = "; parameters to the device past host memory (kvikio)" if self.way == "kvikio" else ""
             lines["ssd"] = (
                 f"{format_bytes(self.ssd_read_bytes_per_step)} read and "
                 f"{format_bytes(self.ssd_written_bytes_per_step)} written per step; "
-                f"{total_written / 1e12:.3g} TB written in all{_PAST_HOST.get(self.way or '', '')}"
+                f"{total_written / 1e12:.3g} TB written in all{past}"
             )
         if not self.bound_seconds or self.network_sent_bytes_per_step:
             lines["network"] = f"{format_bytes(self.network_sent_bytes_per_step)} sent by each node per step"
@@ -110,13 +110,6 @@ class Report:
             return ""
         bound = max(self.bound_seconds, key=lambda name: self.bound_seconds[name])
         return f", bound by {RESOURCES.get(bound, bound)} ({self.overlap_efficiency:.0%} of the time)"
-
-
-_PAST_HOST = {
-    "kvikio": "; to and from the device past host memory, where that would not keep it (kvikio)",
-    "kvikio-reads": "; to the device past host memory, where that would not keep it (kvikio)",
-}
-"""What the summary says about ways between SSDs and device."""
 
 
 class Measurements:

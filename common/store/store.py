@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 
@@ -20,12 +20,8 @@ from common.store.checksums import ExtentChecksums
 from common.store.errors import StoreError, described
 from common.store.layout import ALIGNMENT, Extent, Layout, pieces, whole_pages
 
-if TYPE_CHECKING:
-    import torch
-
-Io = Literal["auto", "kvikio", "kvikio-reads", "posix"]
-READS_ONLY: Literal["kvikio-reads"] = "kvikio-reads"
-"""Way that ``auto`` may come to: kvikio for reads, and writes through host memory."""
+Io = Literal["posix", "kvikio"]
+IOS = get_args(Io)
 
 
 class Store:
@@ -43,7 +39,7 @@ class Store:
         directories: Sequence[Path],
         layout: Layout,
         *,
-        io: Io = "auto",
+        io: Io = "posix",
         threads: int = 4,
         overwrite: bool = False,
         throttle: IoThrottle | None = None,
@@ -55,8 +51,7 @@ class Store:
 
         Args:
             directories: one per drive, as many as the layout is for.
-            io: how device memory is reached (host memory always by direct POSIX I/O). ``auto`` measures, which
-                needs CUDA in this process: one that must stay without CUDA says ``posix``.
+            io: ``kvikio`` also reads into device memory; host memory is always reached by direct POSIX I/O.
             threads: I/O threads per directory; four keep a drive busy.
             overwrite: replace stores that the directories hold.
             throttle: makes every drive look this slow. Other stores on it must be opened with an equal one.
@@ -81,7 +76,7 @@ class Store:
 
     @classmethod
     def open(
-        cls, directories: Sequence[Path], *, io: Io = "auto", threads: int = 4, throttle: IoThrottle | None = None
+        cls, directories: Sequence[Path], *, io: Io = "posix", threads: int = 4, throttle: IoThrottle | None = None
     ) -> "Store":
         """Open the store that ``directories`` hold, given in any order; the rest as in ``create``.
 
@@ -125,9 +120,8 @@ class Store:
                 self._files[name] = []
                 for path in directories:
                     self._files[name].append(PosixFile(path / name))
-            self.device_reads, self.device_writes = _device_directions(directories, io, threads)
-            """Whether kvikio reads into CUDA tensors, and writes from them."""
-            if self.device_reads or self.device_writes:
+            if io == "kvikio":
+                kvikio_backend.configure(threads * len(directories))
                 for name, files in self._files.items():
                     self._device_files[name] = [KvikioFile(file.path, file) for file in files]
             if throttle is not None:
@@ -157,7 +151,7 @@ class Store:
         Args:
             extent: from this store's layout.
             buffer: writable C-contiguous memory (numpy array, mmap, memoryview, ...), fastest at a page-aligned
-                address; or a contiguous CUDA tensor, if ``device_reads``.
+                address; or a contiguous CUDA tensor, if opened with ``io="kvikio"``.
             offset: any, but a multiple of 4096 for device memory.
             nbytes: to the end of the extent if not given.
             sums: checksums to which the bytes are added: whole pages. From device memory a stripe at a time is copied.
@@ -285,10 +279,8 @@ class Store:
         """Return ``tensor``, on a device, as flat uint8."""
         import torch
 
-        if not (self.device_reads if direction == "read" else self.device_writes):
-            raise TypeError(
-                f"this store cannot {direction} device memory, since kvikio is not in use: go through the host"
-            )
+        if direction == "write" or not self._device_files:
+            raise TypeError(f"this store cannot {direction} device memory: go through the host")
         if not tensor.is_contiguous():
             raise ValueError("device memory must be contiguous")
         if offset % ALIGNMENT:
@@ -328,57 +320,9 @@ def _join_clock(directory: Path) -> DriveClock:
         return DriveClock(directory)
 
 
-def way_to_device(
-    directories: Sequence[Path], io: str, device: "torch.device", threads: int = 4
-) -> Literal["kvikio", "kvikio-reads", "posix"]:
-    """Return how a store's bytes are to get to and from a device's memory: with kvikio, past the host's, or through it.
-
-    Args:
-        directories: one on each drive; ``"auto"`` measures on the first.
-        io: what is asked for.
-        device: whose memory it is.
-        threads: I/O threads per directory.
-
-    Raises:
-        UserError: kvikio is asked for and cannot be used here.
-    """
-    _check_io(io)
-    if device.type == "cuda":
-        import torch
-
-        with torch.cuda.device(device):
-            reads, writes = _device_directions(list(directories), io, threads)
-        return "posix" if not reads else "kvikio" if writes else READS_ONLY
-    if io == "kvikio":
-        raise UserError(f"--io kvikio reads into the memory of a GPU, and this run computes on {device}: leave it out.")
-    return "posix"
-
-
 def _check_io(io: str) -> None:
     """Refuse a way that cannot work, before anything is written."""
-    choices = ("auto", "kvikio", "posix")
-    if io not in (*choices, READS_ONLY):
-        raise UserError(f"--io {io} is unknown; it is one of {', '.join(choices)}.{did_you_mean(io, choices)}")
-    if io in ("kvikio", READS_ONLY):
+    if io not in IOS:
+        raise UserError(f"--io {io} is unknown; it is {' or '.join(IOS)}.{did_you_mean(io, IOS)}")
+    if io == "kvikio":
         kvikio_backend.require()
-
-
-def _device_directions(directories: list[Path], io: str, threads: int) -> tuple[bool, bool]:
-    """Return whether kvikio is to read, and to write, device memory. ``auto`` measures, and so initialises CUDA."""
-    if io == "posix" or (io == "auto" and kvikio_backend.why_unavailable()):
-        return False, False
-    if io in ("kvikio", READS_ONLY):
-        kvikio_backend.configure(threads * len(directories))
-        return True, io == "kvikio"
-
-    import torch
-
-    if not torch.cuda.is_available():
-        return False, False
-    from common.store.backends.measure import measure_device_rates
-
-    kvikio_backend.configure(threads * len(directories))
-    rates = measure_device_rates(directories[0], threads, torch.device("cuda", torch.cuda.current_device()))
-    if rates is None:
-        return False, False
-    return rates.kvikio_read > rates.posix_read, rates.kvikio_write > rates.posix_write

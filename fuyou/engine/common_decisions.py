@@ -2,14 +2,13 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from transformers import PreTrainedConfig
 
 from common.activity import activity
 from common.errors import UserError
 from common.hardware.machine import memory_available_bytes
-from common.store.store import READS_ONLY, Io, way_to_device
 from common.units import format_bytes
 from fuyou.config import AUTO, EngineConfig
 from fuyou.engine.computing_dtype import dtype_of_all, stored_dtype
@@ -29,21 +28,10 @@ def with_common_dtype(config: EngineConfig, device: Device, ssd: Sequence[Path],
     return config.with_options(dtype=dtype_of_all(stored_dtype(continued), kind, agreement.all_gather_object))
 
 
-def with_common_io(config: EngineConfig, device: Device, agreement: Agreement) -> EngineConfig:
-    """Return ``config`` with a way in the place of ``io="auto"``: past host memory if that is faster on every rank.
-
-    On an emulated device, only what is asked for is done.
-    """
-    asked = config.store.io
-    if device.computes or asked != "kvikio":
-        asked = way_to_device(config.store.drives, asked, device.torch_device)
-    ways = set(agreement.all_gather_object(asked))
-    return config.with_options(io="posix" if "posix" in ways else ways.pop() if len(ways) == 1 else READS_ONLY)
-
-
-def store_io(config: EngineConfig, device: Device) -> Io:
-    """Return how stores are opened: the memory of what is no GPU is the host's, which reads and writes it itself."""
-    return cast("Io", config.store.io) if device.torch_device.type == "cuda" else "posix"
+def check_io(config: EngineConfig, device: Device) -> None:
+    """Raise a UserError if kvikio is to read into the memory of a device that is no GPU."""
+    if config.store.direct_reads and device.torch_device.type != "cuda":
+        raise UserError(f"--io kvikio reads into a GPU's memory, and this run computes on {device.name}: leave it out.")
 
 
 def common_limits(config: EngineConfig, device: Device, agreement: Agreement) -> tuple[int, int]:

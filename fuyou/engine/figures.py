@@ -89,8 +89,8 @@ class EngineFigures:
 
     @property
     def io(self) -> str:
-        """Way between the SSDs and the device: ``"posix"``, through host memory; ``"kvikio"``, past it, for what host
-        memory would not keep; ``"kvikio-reads"``, past it for reads only."""
+        """How parameters get from the SSDs to the device: ``"posix"``, through host memory; ``"kvikio"``, past it,
+        where that would not keep them."""
         return self._run.config.store.io
 
     def keep_trace(self) -> None:

@@ -24,12 +24,11 @@ from fuyou.checkpoint.run_files import RunFiles, create_run, resume_run
 from fuyou.checkpoint.state import TrainingState, random_states, restore_random_states
 from fuyou.config import EngineConfig
 from fuyou.engine.common_decisions import (
+    check_io,
     check_memory,
     common_limits,
     prove_once,
-    store_io,
     with_common_dtype,
-    with_common_io,
 )
 from fuyou.engine.computing_dtype import stored_micro_batch
 from fuyou.engine.runtime import Runtime
@@ -146,7 +145,7 @@ class OpenRun:
         if self.topology is not None:
             connect(self.topology, self.device.torch_device)
         config = with_common_dtype(config, self.device, self._ssd, self.agreement)
-        config = with_common_io(config, self.device, self.agreement)
+        check_io(config, self.device)
         if share.world_size > 1:
             self.device.check_ranks(share.ranks_per_node, share.nodes)
         if config.host_cache is not None:
@@ -294,7 +293,7 @@ class OpenRun:
             emulated=not self.device.computes,
             piece_bytes=self.shape.piece_bytes,
         )
-        io: dict[str, Any] = {"io": store_io(config, self.device), "throttle": self.device.throttle}
+        io: dict[str, Any] = {"io": config.store.io, "throttle": self.device.throttle}
         if store.resume:
             reshard_run(drives, self.model.shape, wanted, self.agreement)
             self.files = resume_run(drives, wanted, self.agreement, **io)

@@ -8,7 +8,6 @@ from common.store.migration import SCRATCH
 from fuyou.checkpoint.commits import Commits
 from fuyou.checkpoint.run_files import RunFiles
 from fuyou.config import EngineConfig
-from fuyou.engine.common_decisions import store_io
 from fuyou.layout.model_layout import ModelLayout
 from fuyou.layout.record import RecordExtents
 from fuyou.model.open_model import OpenModel
@@ -144,13 +143,12 @@ class Runtime:
             resident=plan.resident,
             recomputation=recomputation,
             direct_reads=options.store.direct_reads,
-            direct_writes=options.store.direct_writes,
         )
         assert self.link.shared_fd is not None
         buffers = Buffers(self._shape, plan, self._device, self.link.shared_fd)
         folders = [folder / SCRATCH for folder in store.directories]
         spills = plan.spills_gradients(self._shape, options.update_policy.held(self._shape))
-        scratch = Scratch(buffers, folders, spills, store.directories, store_io(options, self._device))
+        scratch = Scratch(buffers, folders, spills, store.directories)
         stored = StoredRecords(store, self._extents, commits.state.slots, commits.sums, commits.missed)
         locks = self._files.lock.descriptors
         optimizer = OptimizerHandlers(self.link, stored, commits.update_of, plan.resident, locks)

@@ -29,7 +29,7 @@ from fuyou.planner.simulator import simulate
 from fuyou.planner.training_job import TrainingJob
 from fuyou.schedule.memory_plan import MemoryPlan
 from fuyou.schedule.memory_planner import MemoryPlanner
-from fuyou.schedule.tasks import PAST_HOST, SSD_WRITES, ComputeTask, Op, Resource, StepList
+from fuyou.schedule.tasks import SSD_WRITES, ComputeTask, Op, Resource, StepList
 from fuyou.schedule.update_policy import UpdatePolicy
 
 _MAX_TASKS = 640
@@ -276,7 +276,6 @@ class Evaluator:
                 recomputation=recomputation,
                 clipped=clipped,
                 direct_reads=job.direct_reads,
-                direct_writes=job.direct_writes,
             )
 
         simulation, tasks = run(False if updates.speculative else None)
@@ -344,8 +343,8 @@ def busy_seconds(tasks: StepList, rates: TaskRates) -> dict[Resource, float]:
         resource = task.op.resource
         moved[resource] += rates.compute_seconds(task) if isinstance(task, ComputeTask) else task.nbytes
         messages[resource] += 1
-        if task.op in PAST_HOST:
-            moved[PAST_HOST[task.op]] += task.nbytes
+        if task.op is Op.PARAMETER_READ_DEVICE:
+            moved[Resource.HOST_TO_DEVICE] += task.nbytes
     busy = {
         Resource.GPU: moved[Resource.GPU],
         Resource.HOST_TO_DEVICE: moved[Resource.HOST_TO_DEVICE] / rates.upload_bytes_per_second,
@@ -363,7 +362,7 @@ def busy_seconds(tasks: StepList, rates: TaskRates) -> dict[Resource, float]:
     return busy
 
 
-_UPDATE_WRITES = SSD_WRITES - {Op.ACTIVATION_WRITE, Op.ACTIVATION_WRITE_DEVICE}
+_UPDATE_WRITES = SSD_WRITES - {Op.ACTIVATION_WRITE}
 
 
 def update_seconds(tasks: StepList, rates: TaskRates) -> float:

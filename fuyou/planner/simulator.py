@@ -17,7 +17,7 @@ from fuyou.planner.rates import TaskRates
 from fuyou.planner.simulated_machine import Clock, OptimizerProcess, SimulatedLink, Simulation
 from fuyou.schedule.memory_plan import MemoryPlan
 from fuyou.schedule.scheduler import Scheduler
-from fuyou.schedule.tasks import EXCHANGES, PAST_HOST, SSD_READS, ComputeTask, Op, Resource, StepList, Task, known
+from fuyou.schedule.tasks import EXCHANGES, SSD_READS, ComputeTask, Op, Resource, StepList, Task, known
 
 _LINKS = (Resource.HOST_TO_DEVICE, Resource.DEVICE_TO_HOST, Resource.INTRA_NODE, Resource.INTER_NODE)
 
@@ -109,8 +109,8 @@ class Simulator:
                 self._copy(lane, task, rates.inter_node_bytes_per_second, rates.message_seconds)
             case _ if task.op.resource is Resource.DEVICE_TO_HOST:
                 self._copy(lane, task, rates.download_bytes_per_second)
-            case _ if task.op in PAST_HOST:
-                self._move_past_host(task)
+            case Op.PARAMETER_READ_DEVICE:
+                self._read_to_device(task)
             case Op.RESIDENT_WRITE:
                 self._drives.submit(1, False, task.nbytes, lambda: self._finish(task))
             case _:
@@ -122,8 +122,8 @@ class Simulator:
         seconds = task.nbytes / bytes_per_second + start_seconds
         self._links[task.op.resource].copy(task, seconds, lambda: self._leave(lane, task))
 
-    def _move_past_host(self, task: Task) -> None:
-        """Keep the drives and the device's link busy, side by side: it is done when both are."""
+    def _read_to_device(self, task: Task) -> None:
+        """Keep the drives and the link to the device busy at the same time: it is done when both are."""
         moving = 2
 
         def end() -> None:
@@ -132,11 +132,9 @@ class Simulator:
             if not moving:
                 self._finish(task)
 
-        link, rates = PAST_HOST[task.op], self._rates
-        up = link is Resource.HOST_TO_DEVICE
-        self._drives.submit(0, up, task.nbytes, end)
-        rate = rates.upload_bytes_per_second if up else rates.download_bytes_per_second
-        self._links[link].copy(task, task.nbytes / rate, end)
+        self._drives.submit(0, True, task.nbytes, end)
+        seconds = task.nbytes / self._rates.upload_bytes_per_second
+        self._links[Resource.HOST_TO_DEVICE].copy(task, seconds, end)
 
     def _occupy(self, lane: Op, task: Task, resource: Resource, seconds: float) -> None:
         """Let ``task`` hold its lane until it is done."""
@@ -173,7 +171,6 @@ def simulate(
     recomputation: Recomputation = FULL_RECOMPUTATION,
     clipped: bool | None = None,
     direct_reads: bool = False,
-    direct_writes: bool = False,
 ) -> tuple[Simulation, StepList]:
     """Simulate steps of a model with the buffers of a memory plan; return also the task list of the last step.
 
@@ -181,8 +178,7 @@ def simulate(
         shape: the model's records.
         plan: the buffers and the batch.
         rates: rates of the machine.
-        deferred, hold, recomputation: as :class:`fuyou.schedule.scheduler.Scheduler` has them.
-        direct_reads, direct_writes: likewise.
+        deferred, hold, recomputation, direct_reads: as :class:`fuyou.schedule.scheduler.Scheduler` has them.
         steps: number of steps.
         clipped: if updates are speculative, whether every step is clipped and does them again, or none is; None if
             updates are not speculative.
@@ -196,7 +192,6 @@ def simulate(
         resident=plan.resident,
         recomputation=recomputation,
         direct_reads=direct_reads,
-        direct_writes=direct_writes,
     )
     batch = plan.batch_shape(plan.batch)
     lists: list[StepList] = []

@@ -46,8 +46,6 @@ class TrainingJob:
     single_slot: bool = False
     direct_reads: bool = False
     """Whether what host memory would not keep is read from the SSDs to the device past it: parameters, activations."""
-    direct_writes: bool = False
-    """Whether activations and gradients that it would not keep are written from the device to the SSDs past it."""
     micro_batch: int | None = None
     """Sequences that are computed at once; None leaves it to the planner."""
     deferred_fraction: float | None = None
@@ -147,7 +145,6 @@ def training_job_of_run(
         clips=config.max_grad_norm is not None,
         single_slot=config.store.single_slot,
         direct_reads=config.store.direct_reads,
-        direct_writes=config.store.direct_writes,
         micro_batch=config.memory.micro_batch,
         deferred_fraction=config.optimizer.deferred_fraction or None,
         host_cache=config.host_cache,

@@ -73,7 +73,6 @@ def task_name(task: Task, records: Sequence[Record]) -> str:
         Op.PARAMETER_UPLOAD: "parameters",
         Op.GRADIENT_DOWNLOAD: "gradient",
         Op.GRADIENT_WRITE: "gradient",
-        Op.GRADIENT_WRITE_DEVICE: "gradient",
         Op.GRADIENT_READ: "gradient",
         Op.UPDATE: "update",
         Op.STATE_WRITE: "parameters and states",

@@ -1,6 +1,5 @@
 """Activations on their way through the tiers: what is needed soonest is nearest to the device."""
 
-import bisect
 from collections.abc import Callable, Hashable, Sequence
 
 from fuyou.layout.visits import Phase, Visit
@@ -47,8 +46,6 @@ class ActivationPools:
         activation: the kind; each has buffers of its own size.
         device, host, ssd: numbers of buffers.
         arguments: returns which of these activations a compute task reads and writes.
-        direct: whether what is on SSD is read to the device past host memory; and whether what host memory would not
-            keep until its next use is written from the device past it.
     """
 
     def __init__(
@@ -58,12 +55,8 @@ class ActivationPools:
         host: int,
         ssd: int,
         arguments: Callable[[Visit, int], Arguments],
-        direct: tuple[bool, bool] = (False, False),
     ):
         self._activation, self._arguments = activation, arguments
-        self._direct_reads, self._direct_writes = direct
-        self._last_uses: list[int] = []  # of what a forward pass leaves, in order
-        self._now = 0  # position of the newest computation that reads any
         self._device = SortedPool(f"device activations ({activation.value})", device, self._next_use, spared=1)
         self._host = SortedPool(f"host activations ({activation.value})", host, self._next_use, spared=1)
         self._ssd_free = list(range(ssd))
@@ -87,21 +80,11 @@ class ActivationPools:
                 position += 1
         for uses in self._uses.values():
             uses.reverse()  # the next use is the last element
-        # Gradients come and go: there are only a few at a time.
-        self._last_uses = sorted(uses[0] for key, uses in self._uses.items() if key[0] != "d")
-        self._now = 0
 
     def fetch(self, key: ActivationKey, pinned: list[ActivationKey], task: Task) -> int:
         """Return the device buffer that will hold ``key`` when ``task`` starts."""
         index = self._device.find(key)
-        if index is None and self._direct_reads and self._host.find(key) is None:
-            place, write = self._ssd[key]
-            index, after = self._room_on_device(key, pinned)
-            fields = {"source": place, "target": index, "micro": key[2]}
-            read = self._emit(Op.ACTIVATION_READ_DEVICE, [write, *after], **fields)
-            self._ssd_users.setdefault(place, []).append(read)
-            self._device.fill(index, key, read)
-        elif index is None:
+        if index is None:
             source = self._on_host(key)
             index, after = self._room_on_device(key, pinned)
             after = [self._host.slots[source].filled, *after]
@@ -125,7 +108,7 @@ class ActivationPools:
         self._host.end_computation()
         for key in keys:
             uses = self._uses[key]
-            self._now = uses.pop()
+            uses.pop()
             if uses:
                 self._device.update_next_use(key)
                 self._host.update_next_use(key)
@@ -141,13 +124,10 @@ class ActivationPools:
         after = slot.busy()
         if leaving is None or self._host.find(leaving) is not None or leaving in self._ssd:
             return index, after
-        if self._passes_host(leaving):
-            after.append(self._write(Op.ACTIVATION_WRITE_DEVICE, leaving, index, slot.filled))
-        else:
-            target, room = self._room_on_host(leaving, key)
-            download = self._emit(Op.ACTIVATION_DOWNLOAD, [slot.filled, *room], source=index, target=target)
-            self._host.fill(target, leaving, download)
-            after.append(download)
+        target, room = self._room_on_host(leaving, key)
+        download = self._emit(Op.ACTIVATION_DOWNLOAD, [slot.filled, *room], source=index, target=target)
+        self._host.fill(target, leaving, download)
+        after.append(download)
         return index, after
 
     def _room_on_host(self, key: Hashable, keep: Hashable = None) -> tuple[int, list[Task]]:
@@ -161,25 +141,14 @@ class ActivationPools:
         slot = self._host.slots[index]
         after = slot.busy()
         if leaving is not None and leaving not in self._ssd and self._device.find(leaving) is None:
-            after.append(self._write(Op.ACTIVATION_WRITE, leaving, index, slot.filled))
+            after.append(self._write(leaving, index, slot.filled))
         return index, after
 
-    def _passes_host(self, key: Hashable) -> bool:
-        """Return whether ``key``, which leaves the device, goes to SSD past host memory.
-
-        That is where host memory would not keep it: more of what is or will be there until its next use is needed
-        sooner than there are buffers on the device and in host memory together.
-        """
-        if not self._direct_writes or not self._ssd_free:
-            return False
-        use = self._next_use(key)
-        sooner = bisect.bisect_left(self._last_uses, use) - bisect.bisect_right(self._last_uses, self._now)
-        return sooner >= len(self._device.slots) + len(self._host.slots)
-
-    def _write(self, op: Op, key: Hashable, source: int, ready: Task) -> Task:
-        """Write ``key`` to SSD from a buffer that has it after ``ready``."""
+    def _write(self, key: Hashable, source: int, ready: Task) -> Task:
+        """Write ``key`` to SSD from a host buffer that has it after ``ready``."""
         place = self._ssd_free.pop()
-        write = self._emit(op, [ready, *self._ssd_users.pop(place, [])], source=source, target=place)
+        after = [ready, *self._ssd_users.pop(place, [])]
+        write = self._emit(Op.ACTIVATION_WRITE, after, source=source, target=place)
         self._ssd[key] = (place, write)
         return write
 

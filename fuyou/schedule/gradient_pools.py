@@ -55,29 +55,6 @@ class GradientPools:
             after.append(write)
         return index, after
 
-    def passes_host(self, record: Record, deferred: Callable[[int], bool]) -> bool:
-        """Return whether host memory would give up the record's deferred gradient before its update: as many others
-        that wait are needed sooner as there are buffers.
-
-        Args:
-            record: whose gradient is complete.
-            deferred: whether the gradient of a record, by its index, waits in this step.
-        """
-        own = self._first_use(record.index)
-        sooner = sum(
-            one.kind is record.kind and one.trainable and deferred(one.index) and self._first_use(one.index) < own
-            for one in self._records
-        )
-        return sooner >= len(self._pools[record.kind].slots)
-
-    def write_past_host(self, record: Record, source: int, ready: Task) -> Task:
-        """Write the record's gradient to SSD from device buffer ``source``, which has it after ``ready``."""
-        write = self._emit(
-            Op.GRADIENT_WRITE_DEVICE, [ready], record=record.index, source=source, nbytes=record.gradient_nbytes
-        )
-        self._spilled[record.index] = write
-        return write
-
     def fill(self, index: int, record: Record, ready: Task) -> None:
         """Note that ``ready`` brings the record's gradient into buffer ``index``."""
         self._pools[record.kind].fill(index, record.index, ready)

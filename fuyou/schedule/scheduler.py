@@ -40,10 +40,7 @@ class Scheduler:
         resident: indices of the records that live in host memory: read once, and written in steps that are committed.
             The host buffers must hold the parameters of all records of their kind then, so that none is read again.
         recomputation: which blocks save more than their input, and what that saves.
-        direct_reads: whether parameters that nothing takes from host memory, and activations on SSD, are read to the
-            device past it.
-        direct_writes: whether activations and deferred gradients that host memory would not keep are written to SSD
-            past it.
+        direct_reads: whether parameters that nothing takes from host memory are read to the device past it.
     """
 
     def __init__(
@@ -59,7 +56,6 @@ class Scheduler:
         resident: Collection[int] = (),
         recomputation: Recomputation = FULL_RECOMPUTATION,
         direct_reads: bool = False,
-        direct_writes: bool = False,
     ):
         assert not (speculate and single_slot)
         self.shape = shape
@@ -79,7 +75,6 @@ class Scheduler:
         host = {kind: SortedPool(f"host parameters ({kind.value})", counts.host(kind), next_use) for kind in Kind}
         self._slots = RecordSlots(shape, slot, single_slot, host, self._emit)
         past_host = self._pass.used_from_host if direct_reads else None
-        self._direct_writes, direct = direct_writes, (direct_reads, direct_writes)
         self._parameters = ParameterPools(counts, host, self._slots, next_use, self._emit, past_host)
         self._device_gradients = {
             kind: Pool(f"device gradients ({kind.value})", counts.device_gradients(kind), lambda _: NEVER)
@@ -95,10 +90,9 @@ class Scheduler:
             counts.host_activations,
             counts.ssd_activations,
             hidden_arguments,
-            direct,
         )
         self._saved = ActivationPools(
-            Activation.KEPT, counts.device_kept, counts.host_kept, counts.ssd_kept, self._saved_arguments, direct
+            Activation.KEPT, counts.device_kept, counts.host_kept, counts.ssd_kept, self._saved_arguments
         )
         for kind in {shape.records[index].kind for index in self._resident}:
             assert counts.host(kind) >= len(shape.of_kind(kind))
@@ -273,15 +267,9 @@ class Scheduler:
 
     def _finish_gradient(self, record: Record, source: int, compute: Task) -> None:
         """Bring a complete gradient to the host; update at once, or let it wait for the next forward pass."""
+        target, left = self._download_gradient(record, source, compute)
         if self._is_deferred(record.index):
-            past_host = self._direct_writes and self._gradients.passes_host(record, self._is_deferred)
-            if past_host:
-                left = self._gradients.write_past_host(record, source, self._reduce(record, source, compute))
-            else:
-                left = self._download_gradient(record, source, compute)[1]
             self._gradients.pending[record.index] = self._list.step
-        else:
-            target, left = self._download_gradient(record, source, compute)
         device = self._device_gradients[record.kind]
         device.drop(record.index)
         device.use(source, left)

@@ -35,7 +35,6 @@ class Op(Enum):
     GRADIENT_REDUCE = ("gradient reduction", Resource.INTRA_NODE)  # over the ranks of the node, each keeps its slice
     GRADIENT_EXCHANGE = ("gradient exchange", Resource.INTER_NODE)  # over nodes, each rank keeps its part of the slice
     GRADIENT_DOWNLOAD = ("gradient download", Resource.DEVICE_TO_HOST)
-    GRADIENT_WRITE_DEVICE = ("gradient write from the device", Resource.SSD)  # device -> SSD, past the host's memory
     GRADIENT_WRITE = ("gradient write", Resource.SSD)  # deferred updates whose gradient finds no room in host memory
     GRADIENT_READ = ("gradient read", Resource.SSD)
     STATE_READ = ("state read", Resource.SSD)
@@ -46,9 +45,7 @@ class Op(Enum):
     PARAMETER_WRITE = ("parameter write", Resource.SSD)  # of several nodes: the parameters, once they are spread
     ACTIVATION_DOWNLOAD = ("activation download", Resource.DEVICE_TO_HOST)
     ACTIVATION_WRITE = ("activation write", Resource.SSD)
-    ACTIVATION_WRITE_DEVICE = ("activation write from the device", Resource.SSD)  # past the host's memory
     ACTIVATION_READ = ("activation read", Resource.SSD)
-    ACTIVATION_READ_DEVICE = ("activation read to the device", Resource.SSD)
     ACTIVATION_UPLOAD = ("activation upload", Resource.HOST_TO_DEVICE)
     STEP = ("step", Resource.NONE)  # passes when the caller has ended the step
     COMMIT = ("commit", Resource.NONE)  # fdatasync and manifest
@@ -71,27 +68,17 @@ SSD_READS = frozenset(
         Op.GRADIENT_READ,
         Op.STATE_READ,
         Op.ACTIVATION_READ,
-        Op.ACTIVATION_READ_DEVICE,
     }
 )
 SSD_WRITES = frozenset(
     {
         Op.GRADIENT_WRITE,
-        Op.GRADIENT_WRITE_DEVICE,
         Op.STATE_WRITE,
         Op.RESIDENT_WRITE,
         Op.PARAMETER_WRITE,
         Op.ACTIVATION_WRITE,
-        Op.ACTIVATION_WRITE_DEVICE,
     }
 )
-#: Tasks between the SSDs and the device that go past host memory, and the link that they keep busy beside the drives.
-PAST_HOST = {
-    Op.PARAMETER_READ_DEVICE: Resource.HOST_TO_DEVICE,
-    Op.ACTIVATION_READ_DEVICE: Resource.HOST_TO_DEVICE,
-    Op.ACTIVATION_WRITE_DEVICE: Resource.DEVICE_TO_HOST,
-    Op.GRADIENT_WRITE_DEVICE: Resource.DEVICE_TO_HOST,
-}
 
 
 class Activation(Enum):

@@ -20,9 +20,7 @@ from typing import Any
 import pytest
 import torch
 
-import fuyou.engine.common_decisions
 import fuyou.engine.opening
-import fuyou.engine.runtime
 from fuyou.runtime.compute.step_computation import StepComputation
 from fuyou.runtime.devices.device import CpuDevice
 from fuyou.schedule.tasks import ComputeTask, Op, Task
@@ -48,7 +46,7 @@ class QueuedDevice(CpuDevice):
         self._protects, self._open_count, self._lock = protects, 0, threading.Lock()
         self._mappings: list[tuple[int, int]] = []
         self.past_host: list[Task] = []
-        """Tasks that have moved its memory between it and the drives."""
+        """Tasks that have read from the drives into its memory."""
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> "QueuedDevice":
         """Have engines use this device, and queue what they compute."""
@@ -76,9 +74,7 @@ class QueuedDevice(CpuDevice):
     def install_kvikio(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Have kvikio's stand-in fill this device's memory."""
         kvikio.install(monkeypatch, self.opened)
-        monkeypatch.setattr(fuyou.engine.common_decisions, "way_to_device", lambda *_: "kvikio")
-        for module in (fuyou.engine.opening, fuyou.engine.runtime):
-            monkeypatch.setattr(module, "store_io", lambda config, device: config.store.io)
+        monkeypatch.setattr(fuyou.engine.opening, "check_io", lambda config, device: None)
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         made = super().allocate(nbytes)
@@ -90,9 +86,9 @@ class QueuedDevice(CpuDevice):
     def copy(self, task: Task, target: torch.Tensor, source: torch.Tensor) -> None:
         self._launch(task, lambda: target.copy_(source))
 
-    def move_past_host(self, task: Task, memory: torch.Tensor, begin: Callable[[Any], Future]) -> Future:
+    def read_buffer(self, task: Task, memory: torch.Tensor) -> torch.Tensor:
         self.past_host.append(task)
-        return begin(kvikio.on_device(memory))
+        return kvikio.on_device(memory)
 
     def wait_event(self, task: Task, event: Any) -> None:
         if task.op is self._deaf:

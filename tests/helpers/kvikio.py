@@ -31,11 +31,9 @@ def on_device(tensor: torch.Tensor) -> torch.Tensor:
 class LazyFuture:
     """Like kvikio's: keeps neither buffer nor file alive, and only ``get`` makes sure that it happened."""
 
-    def __init__(
-        self, file: "StandInCuFile", buffer: torch.Tensor, size: int, offset: int, move: Callable[..., int]
-    ) -> None:
+    def __init__(self, file: "StandInCuFile", buffer: torch.Tensor, size: int, offset: int) -> None:
         self.file, self.buffer = weakref.ref(file), weakref.ref(buffer)
-        self.size, self.offset, self.move = size, offset, move
+        self.size, self.offset = size, offset
 
     def get(self) -> int:
         """Do it, and return how many bytes were moved."""
@@ -43,7 +41,7 @@ class LazyFuture:
         assert file is not None, "the file was closed under kvikio's feet"
         assert buffer is not None, "the buffer was freed under kvikio's feet"
         with file.opened():
-            return self.move(file.descriptor, [buffer.detach().as_subclass(torch.Tensor).numpy()], self.offset)
+            return os.preadv(file.descriptor, [buffer.detach().as_subclass(torch.Tensor).numpy()], self.offset)
 
 
 class StandInCuFile:
@@ -60,16 +58,9 @@ class StandInCuFile:
 
     def pread(self, buffer: torch.Tensor, size: int, file_offset: int) -> LazyFuture:
         """Read into a tensor."""
-        return self._move(buffer, size, file_offset, os.preadv)
-
-    def pwrite(self, buffer: torch.Tensor, size: int, file_offset: int) -> LazyFuture:
-        """Write from a tensor."""
-        return self._move(buffer, size, file_offset, os.pwritev)
-
-    def _move(self, buffer: torch.Tensor, size: int, offset: int, move: Callable[..., int]) -> LazyFuture:
         assert size == len(buffer) <= LARGEST_UNIT  # one task, see KvikioFile
-        assert size % ALIGNMENT == offset % ALIGNMENT == 0  # all of it direct
-        return LazyFuture(self, buffer, size, offset, move)
+        assert size % ALIGNMENT == file_offset % ALIGNMENT == 0  # all of it direct
+        return LazyFuture(self, buffer, size, file_offset)
 
     def close(self) -> None:
         """Close the file."""
@@ -84,7 +75,7 @@ def install(
     Args:
         opened: lets the tensors' memory be touched.
     """
-    settings = {"num_threads": 1, "auto_direct_io_read": False, "auto_direct_io_write": True}
+    settings = {"num_threads": 1, "auto_direct_io_read": False}
     defaults, package = types.ModuleType("kvikio.defaults"), types.ModuleType("kvikio")
     vars(defaults).update(set=settings.__setitem__, get=settings.__getitem__)
     vars(package).update(CuFile=StandInCuFile, defaults=defaults)

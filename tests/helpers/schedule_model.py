@@ -23,8 +23,7 @@ from tests.helpers.step_shapes import BF16, Cut, computations, step_shape
 #: Tasks of these kinds go on when the lane has started them, so the next one may start before they are finished.
 ASYNCHRONOUS = frozenset({
     Op.PARAMETER_READ, Op.PARAMETER_READ_DEVICE, Op.GRADIENT_WRITE, Op.GRADIENT_READ, Op.STATE_WRITE,
-    Op.RESIDENT_WRITE, Op.ACTIVATION_WRITE, Op.ACTIVATION_READ, Op.PARAMETER_WRITE, Op.GRADIENT_WRITE_DEVICE,
-    Op.ACTIVATION_WRITE_DEVICE, Op.ACTIVATION_READ_DEVICE,
+    Op.RESIDENT_WRITE, Op.ACTIVATION_WRITE, Op.ACTIVATION_READ, Op.PARAMETER_WRITE,
 })  # fmt: skip
 
 
@@ -127,8 +126,6 @@ class Program:
                 return [("device gradient", buffers, task.source)], [("host gradient", buffers, task.target)]
             case Op.GRADIENT_WRITE:
                 return [("host gradient", buffers, task.source)], [("ssd gradient", record)]
-            case Op.GRADIENT_WRITE_DEVICE:
-                return [("device gradient", buffers, task.source)], [("ssd gradient", record)]
             case Op.GRADIENT_READ:
                 return [("ssd gradient", record)], [("host gradient", buffers, task.target)]
             case Op.STATE_READ:
@@ -155,10 +152,6 @@ class Program:
                 return [(f"host {kind}", task.source)], [(f"ssd {kind}", task.target)]
             case Op.ACTIVATION_READ:
                 return [(f"ssd {kind}", task.source)], [(f"host {kind}", task.target)]
-            case Op.ACTIVATION_WRITE_DEVICE:
-                return [(f"device {kind}", task.source)], [(f"ssd {kind}", task.target)]
-            case Op.ACTIVATION_READ_DEVICE:
-                return [(f"ssd {kind}", task.source)], [(f"device {kind}", task.target)]
             case Op.COMMIT:
                 numbers = self.shape.trainable
                 kinds = ("ssd parameters", "ssd states")
@@ -430,7 +423,6 @@ class Machine:
                 | Op.PARAMETER_READ_DEVICE
                 | Op.PARAMETER_UPLOAD
                 | Op.GRADIENT_WRITE
-                | Op.GRADIENT_WRITE_DEVICE
                 | Op.GRADIENT_READ
                 | Op.GRADIENT_DOWNLOAD
             ):
@@ -477,7 +469,6 @@ def build(
     reference: bool = False,
     together: int | None = None,
     direct_reads: bool = False,
-    direct_writes: bool = False,
 ) -> Program:
     """Ask a scheduler for ``script``: (``train`` | ``eval`` | ``flush``, micro-batches, commit), as an engine does.
 
@@ -505,7 +496,6 @@ def build(
         shape, counts, single_slot=single_slot, slot=slot, deferred=interleaved(shape, defer),
         hold=defer >= 1 if hold is None else hold, resident=kept, speculate=speculate,
         recomputation=Recomputation(frozenset(saving_layers), saved=0.5), direct_reads=direct_reads,
-        direct_writes=direct_writes,
     )  # fmt: skip
     visited = {visit.layer for visit in shape.visits(train=True) if visit.phase is Phase.BLOCK_BACKWARD}
     program = Program(shape, single_slot, slot, kept, visited & frozenset(saving_layers))

@@ -26,8 +26,6 @@ def run(
 ) -> tuple[Simulation, list[StepList]]:
     shape = step_shape(LAYERS, False, BF16)
     counts = replace(COUNTS, **{"host_block_gradients": 2 + len(interleaved(shape, deferred)), **more})
-    scheduler = Scheduler(
-        shape, counts, deferred=interleaved(shape, deferred), direct_reads=direct, direct_writes=direct
-    )
+    scheduler = Scheduler(shape, counts, deferred=interleaved(shape, deferred), direct_reads=direct)
     lists = [scheduler.training_step(step, BatchShape(micro, 4096, 8)) for step in range(1, 7)]
     return Simulator(shape.records, rates, ring, CHUNK).run(lists), lists

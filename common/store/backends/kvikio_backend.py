@@ -1,17 +1,16 @@
-"""Move device memory to and from the drives with kvikio (GPUDirect Storage where it works, bounce buffers elsewhere).
+"""Read from the drives into device memory with kvikio (GPUDirect Storage where it works, bounce buffers elsewhere).
 
 Only device memory comes here: for host memory kvikio makes the same POSIX calls as ``posix.py``. The logic is tested
 with a stand-in for kvikio and, on host memory, with kvikio itself; it has not been run on a GPU yet.
 
-What callers must know: kvikio knows nothing of CUDA streams other than the default one. Synchronise with the stream
-that produced the data (``event.synchronize()``) before a write, and wait for the future before using what was read.
+kvikio knows nothing of CUDA streams other than the default one: wait for the future before using what was read.
 """
 
 import contextlib
 import ctypes
 import threading
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -36,7 +35,7 @@ def why_unavailable() -> str | None:
     try:
         ctypes.CDLL("libcuda.so.1")
     except OSError:
-        return "no CUDA driver was found (libcuda.so.1), and kvikio reads and writes nothing without one."
+        return "no CUDA driver was found (libcuda.so.1), and kvikio reads nothing without one."
     return None
 
 
@@ -55,13 +54,12 @@ def configure(threads: int) -> None:
 
     with _setting:
         kvikio.defaults.set("auto_direct_io_read", True)
-        kvikio.defaults.set("auto_direct_io_write", True)
         if kvikio.defaults.get("num_threads") < threads:
             kvikio.defaults.set("num_threads", threads)
 
 
 class KvikioFile:
-    """A file of the store, read into and written from device memory: flat contiguous uint8 tensors.
+    """A file of the store, read into device memory: flat contiguous uint8 tensors.
 
     Each call moves at most one stripe, which is kvikio's task size: one task per call, so no sibling task can still be
     writing into the tensor when the call fails (kvikio up to 26.08 did that with larger calls).
@@ -87,30 +85,23 @@ class KvikioFile:
         import torch
 
         body = len(tensor) - len(tensor) % ALIGNMENT
-        self._transfer("reading", self._file.pread, offset, tensor[:body])
+        self._read_pages(offset, tensor[:body])
         if body < len(tensor):
             tail = np.empty(len(tensor) - body, dtype=np.uint8)
             self._posix.read(offset + body, tail)
             tensor[body:].copy_(torch.from_numpy(tail))
 
-    def write(self, offset: int, tensor: "torch.Tensor") -> None:
-        """Write ``tensor`` (uint8, flat, on a device) from ``offset`` on; the rest of its last page becomes zeros."""
-        body = len(tensor) - len(tensor) % ALIGNMENT
-        self._transfer("writing", self._file.pwrite, offset, tensor[:body])
-        if body < len(tensor):
-            self._posix.write(offset + body, tensor[body:].cpu().numpy())
-
-    def _transfer(self, doing: str, call: Any, offset: int, pages: "torch.Tensor") -> None:
+    def _read_pages(self, offset: int, pages: "torch.Tensor") -> None:
         if len(pages) == 0:
             return
         try:
             # kvikio's future keeps neither buffer nor file alive; this frame holds both until get() returns.
-            moved = call(pages, len(pages), offset).get()
+            moved = self._file.pread(pages, len(pages), offset).get()
         except RuntimeError as error:
             moved = error
         if moved != len(pages):
             why = moved if isinstance(moved, Exception) else f"only {moved} bytes were moved"
-            what = f"{doing} {format_bytes(len(pages))} at offset {offset} of {self.path.name} in {self.path.parent}"
+            what = f"reading {format_bytes(len(pages))} at offset {offset} of {self.path.name} in {self.path.parent}"
             raise StoreError(f"{what} with kvikio failed: {why}. --io posix does without kvikio.")
 
     def close(self) -> None:

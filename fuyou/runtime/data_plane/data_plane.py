@@ -92,12 +92,8 @@ class DataPlane:
         return self.stored.read_parameters(record, known(task.source), task.step, buffer)
 
     def _parameter_read_device(self, task: Task) -> Future:
-        record, slot = self._record(task), known(task.source)
-        return self.buffers.device.move_past_host(
-            task,
-            self._device_parameters(task),
-            lambda memory: self.stored.read_parameters(record, slot, task.step, memory),
-        )
+        buffer = self.buffers.device.read_buffer(task, self._device_parameters(task))
+        return self.stored.read_parameters(self._record(task), known(task.source), task.step, buffer)
 
     def _parameter_upload(self, task: Task) -> None:
         record = self._record(task)

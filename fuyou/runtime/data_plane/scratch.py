@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
 
-from common.store import Io, Layout, Store, remove
+from common.store import Layout, Store, remove
 from fuyou.runtime.data_plane.buffers import Buffers
 from fuyou.runtime.executor import Handler
 from fuyou.schedule.tasks import Activation, Op, Task, known
@@ -18,12 +18,9 @@ class Scratch:
         directories: one per SSD; made here, and removed in the end.
         gradients: whether gradients may have to wait on SSD.
         clocks: the training store's directories, on the same drives.
-        io: way to the device's memory.
     """
 
-    def __init__(
-        self, buffers: Buffers, directories: Sequence[Path], gradients: bool, clocks: Sequence[Path], io: Io = "posix"
-    ):
+    def __init__(self, buffers: Buffers, directories: Sequence[Path], gradients: bool, clocks: Sequence[Path]):
         self._buffers, self._directories = buffers, list(directories)
         layout, counts, shape = Layout(len(self._directories)), buffers.plan.counts, buffers.shape
         self._activations = {
@@ -39,20 +36,15 @@ class Scratch:
             for path in self._directories:
                 path.mkdir(exist_ok=True)
             throttle = buffers.device.throttle
-            self._opened = Store.create(
-                self._directories, layout, io=io, overwrite=True, throttle=throttle, clocks=clocks
-            )
+            self._opened = Store.create(self._directories, layout, overwrite=True, throttle=throttle, clocks=clocks)
 
     def handlers(self) -> dict[Op, Handler]:
         """Return what does each kind of task that reads or writes here."""
         return {
             Op.GRADIENT_WRITE: self._gradient_write,
-            Op.GRADIENT_WRITE_DEVICE: self._gradient_write_device,
             Op.GRADIENT_READ: self._gradient_read,
             Op.ACTIVATION_WRITE: self._activation_write,
             Op.ACTIVATION_READ: self._activation_read,
-            Op.ACTIVATION_WRITE_DEVICE: self._activation_write_device,
-            Op.ACTIVATION_READ_DEVICE: self._activation_read_device,
         }
 
     def io_bytes(self) -> tuple[int, int]:
@@ -89,23 +81,3 @@ class Scratch:
     def _activation_read(self, task: Task) -> Future:
         place = self._activations[task.activation][known(task.source)]
         return self._store.read(place, self._buffers.host_activation(task, known(task.target)), 0, task.nbytes)
-
-    def _gradient_write_device(self, task: Task) -> Future:
-        record = self._buffers.shape.records[known(task.record)]
-        gradient = self._buffers.own_gradient(record, known(task.source))
-        place = self._gradients[record.index]
-        return self._buffers.device.move_past_host(task, gradient, lambda memory: self._store.write(place, memory))
-
-    def _activation_write_device(self, task: Task) -> Future:
-        memory = self._buffers.device_activation(task, known(task.source))
-        place = self._activations[task.activation][known(task.target)]
-        return self._buffers.device.move_past_host(
-            task, memory, lambda memory: self._store.write(place, memory, 0, task.nbytes)
-        )
-
-    def _activation_read_device(self, task: Task) -> Future:
-        memory = self._buffers.device_activation(task, known(task.target))
-        place = self._activations[task.activation][known(task.source)]
-        return self._buffers.device.move_past_host(
-            task, memory, lambda memory: self._store.read(place, memory, 0, task.nbytes)
-        )

@@ -6,7 +6,6 @@ real copies, made by the lanes' threads. So what runs on a machine without a GPU
 
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
 from typing import Any, Protocol
 
 import numpy as np
@@ -67,14 +66,8 @@ class Device(Protocol):
         """Copy contiguous bytes (``uint8 [n]`` each) between host and device, in the lane of ``task``."""
         ...
 
-    def move_past_host(self, task: Task, memory: torch.Tensor, begin: Callable[[Any], Future]) -> Future:
-        """Move bytes between the drives and the device, past host memory.
-
-        Args:
-            task: what moves them.
-            memory: of the device, ``uint8 [n]``.
-            begin: begins to read into the memory that it is given, or to write from it.
-        """
+    def read_buffer(self, task: Task, memory: torch.Tensor) -> Any:
+        """Return the device's ``memory``, ``uint8 [n]``, as stores read into it for ``task``."""
         ...
 
     def exchange(self, task: Task, work: Callable[[], None], meet: Callable[[], None]) -> None:
@@ -154,8 +147,8 @@ class _RealDevice:
     throttle: IoThrottle | None = None
     in_one_order: frozenset[Op] = frozenset()
 
-    def move_past_host(self, task: Task, memory: torch.Tensor, begin: Callable[[Any], Future]) -> Future:
-        return begin(memory)
+    def read_buffer(self, task: Task, memory: torch.Tensor) -> Any:
+        return memory
 
     def stand_in(self, executor: Executor, tasks: StepList, tokens: int, start_time: float) -> Computation | None:
         return None
@@ -184,8 +177,8 @@ class CpuDevice(_RealDevice):
         # numpy copies without the interpreter lock and without waking PyTorch's thread pool in this thread
         np.copyto(target.numpy(), source.numpy())
 
-    def move_past_host(self, task: Task, memory: torch.Tensor, begin: Callable[[Any], Future]) -> Future:
-        return begin(memory.numpy())
+    def read_buffer(self, task: Task, memory: torch.Tensor) -> Any:
+        return memory.numpy()
 
     def exchange(self, task: Task, work: Callable[[], None], meet: Callable[[], None]) -> None:
         work()

@@ -11,20 +11,18 @@ Like a GPU it is asynchronous: work is queued on streams in no time, waits for e
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
-from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from common.errors import UserError
-from common.memory.buffers import HostBuffer
 from common.store import IoThrottle
 from common.units import format_bytes, parse_bytes
 from fuyou.layout.visits import BEFORE_HEAD_PHASES, Phase
 from fuyou.model.loss.router_loss import RouterPass
 from fuyou.runtime.executor import Executor
-from fuyou.schedule.tasks import PAST_HOST, ComputeTask, Op, Resource, StepList, Task
+from fuyou.schedule.tasks import ComputeTask, Op, Resource, StepList, Task
 
 PREFIX = "emulated:"
 _USAGE = (
@@ -128,8 +126,6 @@ class EmulatedDevice:
         )
         self._free_at: dict[Resource, float] = {}  # one compute stream, one copy engine per direction
         self._waits: dict[Task, float] = {}
-        self._passing: dict[int, list[HostBuffer]] = {}
-        """Host memory that plays the device's where drives are concerned, by size, when it is idle."""
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         """Return memory that has a size and no bytes."""
@@ -138,18 +134,8 @@ class EmulatedDevice:
     def copy(self, task: Task, target: torch.Tensor, source: torch.Tensor) -> None:
         self._queue(task, source.numel() / self.spec.link_bytes_per_second)
 
-    def move_past_host(self, task: Task, memory: torch.Tensor, begin: Callable[[Any], Future]) -> Future:
-        """Move the bytes between the drives and memory of the host's, while the link takes the time that it would.
-
-        What this device takes of host memory for that is in no plan.
-        """
-        nbytes = memory.numel()
-        self._queue(task, nbytes / self.spec.link_bytes_per_second, PAST_HOST[task.op])
-        idle = self._passing.setdefault(nbytes, [])
-        buffer = idle.pop() if idle else HostBuffer(nbytes).touch()
-        moved = begin(buffer.bytes(0, nbytes))
-        moved.add_done_callback(lambda _: idle.append(buffer))
-        return moved
+    def read_buffer(self, task: Task, memory: torch.Tensor) -> Any:
+        raise AssertionError("the engine refuses to read into memory that is no GPU's")
 
     def exchange(self, task: Task, work: Callable[[], None], meet: Callable[[], None]) -> None:
         """Meet the other ranks, then take the time that the bytes would take; buffers here have none."""
@@ -194,7 +180,7 @@ class EmulatedDevice:
         return task.event is None or task.event.finished_at <= time.monotonic()
 
     def interval(self, task: Task) -> tuple[float, float]:
-        if task.event is None or task.op in PAST_HOST:
+        if task.event is None:
             return task.started_at, task.finished_at
         return task.event.started_at, task.event.finished_at
 
@@ -203,7 +189,7 @@ class EmulatedDevice:
         sleep_until(self._free_at.get(Resource.GPU, 0.0))
 
     def release(self) -> None:
-        self._passing.clear()
+        pass
 
     def memory_limit(self) -> int | None:
         return self.spec.memory_bytes
@@ -214,8 +200,8 @@ class EmulatedDevice:
     def peak_bytes(self) -> int | None:
         return None
 
-    def _queue(self, task: Task, seconds: float, resource: Resource | None = None) -> None:
-        resource = resource or task.op.resource
+    def _queue(self, task: Task, seconds: float) -> None:
+        resource = task.op.resource
         began = max(time.monotonic(), self._free_at.get(resource, 0.0), self._waits.pop(task, 0.0))
         self._free_at[resource] = began + seconds
         task.event = EmulatedEvent(began, began + seconds)

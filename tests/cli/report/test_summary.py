@@ -31,7 +31,7 @@ def test_report(tmp_path: Path) -> None:
     assert got["bound_seconds"] == {"gpu": 1.0, "ssd": 2.0}
     assert got["overlap_efficiency"] == pytest.approx(2.0 / 2.5)
     assert "bound by the SSDs (80% of the time)" in report.summary(10**12)
-    assert "1 TB written in all; to and from the device past host memory" in report.summary(10**12)
+    assert "1 TB written in all; parameters to the device past host memory" in report.summary(10**12)
     assert "past host memory" not in replace(report, way="posix").summary(10**12)
     assert "by speculation: 1 of 2 steps clipped, 1 of them updated again" in report.summary(0)
 

@@ -8,7 +8,6 @@ import math
 import os
 import threading
 import time
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from common.errors import FinetuneError
 from common.memory.buffers import HostBuffer
 from fuyou.optimizer.gradient_sum import sum_of_squares
 from fuyou.runtime.devices.device import open_device
-from fuyou.schedule.tasks import Activation, Op, Task
+from fuyou.schedule.tasks import Op, Task
 from tests.helpers.accelerator import QueuedDevice
 from tests.helpers.engines import give_buffers
 from tests.helpers.twin import Twin, tiny_configs
@@ -54,13 +53,14 @@ def batches() -> list[dict[str, torch.Tensor]]:
 def check(
     model: Path, ssd: Path, monkeypatch: pytest.MonkeyPatch, *, device: str = "cpu", dtype: str = "bf16",
     micro_batch: int = 1, clip: float | None = None, counts: dict[str, int] | None = None, kept: int = 0,
+    io: str = "posix",
 ) -> None:  # fmt: skip
     """The engine equals the plain loop on the same device."""
     give_buffers(monkeypatch, counts or {})
     twin = Twin(str(model), bf16=dtype == "bf16", max_grad_norm=clip, device=device, **OPTIONS)
     with fuyou.Engine(
         model, ssd=[ssd], device=device, dtype=dtype, host_memory="600MiB", host_cache=0, micro_batch=micro_batch,
-        io="posix", device_memory="2GiB" if device != "cpu" else None, batch_shape=(ROWS, TOKENS), max_grad_norm=clip,
+        io=io, device_memory="2GiB" if device != "cpu" else None, batch_shape=(ROWS, TOKENS), max_grad_norm=clip,
         kept_activations=kept, **OPTIONS,
     ) as engine:  # fmt: skip
         for batch in batches():
@@ -104,54 +104,26 @@ def test_a_stream_that_does_not_wait_is_noticed(
 @pytest.mark.parametrize("clip", [None, 0.5])
 @pytest.mark.parametrize("blocks", [1, 2])
 @pytest.mark.slow
-def test_parameters_and_activations_that_pass_host_memory(
+def test_parameters_that_pass_host_memory(
     blocks: int, clip: float | None, checkpoints: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     device = QueuedDevice().install(monkeypatch)
     device.install_kvikio(monkeypatch)
     counts = {**SCARCE, "device_blocks": blocks, "host_blocks": 1}
-    check(checkpoints / "llama-tied", tmp_path, monkeypatch, clip=clip, counts=counts)
-    moved = Counter(task.op for task in device.past_host)
+    check(checkpoints / "llama-tied", tmp_path, monkeypatch, clip=clip, counts=counts, io="kvikio")
     # What is clipped is updated in the forward pass, on the host.
-    assert moved[Op.PARAMETER_READ_DEVICE] >= (STEPS if clip is None else 1)
-    assert moved[Op.ACTIVATION_READ_DEVICE] >= moved[Op.ACTIVATION_WRITE_DEVICE] >= STEPS
+    assert len(device.past_host) >= (STEPS if clip is None else 1)
 
 
-def test_saved_outputs_that_pass_host_memory(
-    checkpoints: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    device = QueuedDevice().install(monkeypatch)
-    device.install_kvikio(monkeypatch)
-    check(checkpoints / "llama-tied", tmp_path, monkeypatch, counts={**SCARCE, **SCARCE_KEPT}, kept=1 << 20)
-    moved = Counter((task.op, task.activation) for task in device.past_host)
-    for op in (Op.ACTIVATION_WRITE_DEVICE, Op.ACTIVATION_READ_DEVICE):
-        assert moved[op, Activation.KEPT] >= STEPS
-
-
-def test_deferred_gradients_that_pass_host_memory(
-    checkpoints: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    device = QueuedDevice().install(monkeypatch)
-    device.install_kvikio(monkeypatch)
-    counts = {"host_block_gradients": 1, "host_non_block_gradients": 1}
-    check(checkpoints / "llama", tmp_path, monkeypatch, clip=0.5, counts=counts)
-    assert sum(task.op is Op.GRADIENT_WRITE_DEVICE for task in device.past_host) >= STEPS
-
-
-@pytest.mark.parametrize(
-    "deaf",
-    [Op.PARAMETER_READ_DEVICE, Op.ACTIVATION_READ_DEVICE, Op.ACTIVATION_WRITE_DEVICE, Op.GRADIENT_WRITE_DEVICE],
-)
 @pytest.mark.slow
 def test_a_drive_that_does_not_wait_for_the_device_is_noticed(
-    deaf: Op, checkpoints: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    checkpoints: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    device = QueuedDevice(deaf=deaf).install(monkeypatch)
+    device = QueuedDevice(deaf=Op.PARAMETER_READ_DEVICE).install(monkeypatch)
     device.install_kvikio(monkeypatch)
-    counts = {**SCARCE, "device_blocks": 1, "host_blocks": 1, "host_block_gradients": 1, "host_non_block_gradients": 1}
-    clip = 0.5 if deaf is Op.GRADIENT_WRITE_DEVICE else None
+    counts = {**SCARCE, "device_blocks": 1, "host_blocks": 1}
     with pytest.raises((AssertionError, FinetuneError)):
-        check(checkpoints / "llama-tied", tmp_path, monkeypatch, clip=clip, counts=counts)
+        check(checkpoints / "llama-tied", tmp_path, monkeypatch, counts=counts, io="kvikio")
 
 
 def test_nothing_on_the_host_reads_device_memory() -> None:

@@ -11,7 +11,7 @@ from fuyou.planner.rates import TaskRates
 from fuyou.planner.simulator import Simulator
 from fuyou.schedule.batch import BatchShape
 from fuyou.schedule.scheduler import Scheduler
-from fuyou.schedule.tasks import PAST_HOST, Op, Resource, StepList, Task
+from fuyou.schedule.tasks import Op, Resource, StepList, Task
 from tests.helpers.simulation import BF16, CHUNK, COUNTS, FAST, LAYERS, run
 from tests.helpers.step_shapes import step_shape
 
@@ -49,24 +49,20 @@ def test_one_slow_resource_is_the_step(slow: dict[str, float], resource: Resourc
     assert simulation.step_seconds() == pytest.approx(work(lists, rates)[resource], rel=0.02)
 
 
-@pytest.mark.parametrize("slow", ["read_bytes_per_second", "upload_bytes_per_second", "download_bytes_per_second"])
-def test_what_goes_past_host_memory_keeps_drives_and_link_busy(slow: str) -> None:
-    few = {"device_activations": 6, "host_activations": 2, "ssd_activations": 100, "host_block_gradients": 2}
-    simulation, lists = run(replace(FAST, **{slow: 1e6}), 0.5, direct=True, **few)
+@pytest.mark.parametrize(
+    ("slow", "resource"),
+    [("read_bytes_per_second", Resource.SSD), ("upload_bytes_per_second", Resource.HOST_TO_DEVICE)],
+)
+def test_what_goes_past_host_memory_keeps_drives_and_link_busy(slow: str, resource: Resource) -> None:
+    rates = replace(FAST, **{slow: 1e6})
+    simulation, lists = run(rates, 0.5, direct=True, host_block_gradients=2)
     tasks = lists[-1].tasks
-    past = {op: sum(task.nbytes for task in tasks if task.op is op) for op in PAST_HOST}
-    assert all(past.values())
-    up, down = (
-        sum(task.nbytes for task in tasks if link in (task.op.resource, PAST_HOST.get(task.op)))
-        for link in (Resource.HOST_TO_DEVICE, Resource.DEVICE_TO_HOST)
-    )
-    moved = {"upload_bytes_per_second": up, "download_bytes_per_second": down}
-    expected = moved.get(slow, lists[-1].ssd_read_bytes()) / 1e6
+    past = sum(task.nbytes for task in tasks if task.op is Op.PARAMETER_READ_DEVICE)
+    up = sum(task.nbytes for task in tasks if task.op.resource is Resource.HOST_TO_DEVICE)
+    assert past
+    expected = (past + up if resource is Resource.HOST_TO_DEVICE else lists[-1].ssd_read_bytes()) / 1e6
     assert simulation.step_seconds() == pytest.approx(expected, rel=0.02)
-    link = {"upload_bytes_per_second": Resource.HOST_TO_DEVICE, "download_bytes_per_second": Resource.DEVICE_TO_HOST}
-    assert busy_seconds(lists[-1], replace(FAST, **{slow: 1e6}))[link.get(slow, Resource.SSD)] == pytest.approx(
-        expected, rel=1e-6
-    )
+    assert busy_seconds(lists[-1], rates)[resource] == pytest.approx(expected, rel=1e-6)
 
 
 def test_two_resources_overlap_but_no_step_beats_its_largest_bound() -> None:

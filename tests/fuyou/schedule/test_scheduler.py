@@ -21,7 +21,7 @@ from fuyou.layout.visits import Phase
 from fuyou.schedule.batch import Batch, BatchShape, LossInputs
 from fuyou.schedule.buffer_pool import Pool
 from fuyou.schedule.scheduler import Scheduler
-from fuyou.schedule.tasks import PAST_HOST, SSD_READS, SSD_WRITES, ComputeTask, Op, StepList, Task
+from fuyou.schedule.tasks import SSD_READS, SSD_WRITES, ComputeTask, Op, StepList, Task
 from tests.helpers.schedule_model import Machine, Program, build, check_order
 from tests.helpers.step_shapes import CUTS, Computation, Cut, computations, one_by_one, step_shape
 
@@ -108,7 +108,6 @@ def scenarios(draw: st.DrawFn) -> dict[str, Any]:
         "cuts": cuts, "share": ALONE if speculate else draw(st.sampled_from(SHARES)),
         "own": draw(st.sets(st.integers(0, 4))), "reference": reference and not cuts,
         "together": draw(st.sampled_from([None, 1, 2])), "direct_reads": draw(st.booleans()),
-        "direct_writes": draw(st.booleans()),
     }  # fmt: skip
 
 
@@ -380,44 +379,6 @@ def test_direct_reads_leave_in_host_memory_what_it_keeps(host: int, frozen: bool
     assert not reads[0][Op.PARAMETER_READ_DEVICE]
     assert reads[1][Op.PARAMETER_READ] + reads[1][Op.PARAMETER_READ_DEVICE] <= reads[0][Op.PARAMETER_READ]
     assert (reads[1][Op.PARAMETER_READ_DEVICE] > 0) == (host < 7)
-
-
-@pytest.mark.parametrize("micro", [1, 3])
-@pytest.mark.parametrize("host", [2, 6, 40])
-def test_direct_writes_leave_in_host_memory_what_it_keeps(host: int, micro: int) -> None:
-    """Nothing is written more often for it, nothing that finds room is written past it, and less is copied."""
-    counts = replace(LEAST, device_activations=6, host_activations=host, ssd_activations=60)
-    script = [("train", micro, True), ("eval", micro, True)] * 2
-    ways = [{}, {"direct_reads": True}, {"direct_writes": True}, {"direct_reads": True, "direct_writes": True}]
-    ops = [
-        Counter(task.op for task in build(9, False, counts, script, **way).tasks if "ACTIVATION" in task.op.name)
-        for way in ways
-    ]
-    usual, reads, writes, both = ops
-    for found in ops[1:]:
-        written = found[Op.ACTIVATION_WRITE] + found[Op.ACTIVATION_WRITE_DEVICE]
-        assert written <= usual[Op.ACTIVATION_WRITE]
-        assert found[Op.ACTIVATION_READ] + found[Op.ACTIVATION_READ_DEVICE] <= usual[Op.ACTIVATION_READ] + micro
-    if not usual[Op.ACTIVATION_WRITE]:
-        assert not any(found[op] for found in ops for op in PAST_HOST)
-        return
-    assert reads[Op.ACTIVATION_READ] == both[Op.ACTIVATION_READ] == 0 < reads[Op.ACTIVATION_READ_DEVICE]
-    assert reads[Op.ACTIVATION_UPLOAD] < usual[Op.ACTIVATION_UPLOAD]
-    assert writes[Op.ACTIVATION_WRITE_DEVICE] >= writes[Op.ACTIVATION_WRITE]
-    assert writes[Op.ACTIVATION_DOWNLOAD] < usual[Op.ACTIVATION_DOWNLOAD]
-
-
-@pytest.mark.parametrize("buffers", [1, 3, 9])
-def test_deferred_gradients_are_written_past_host_memory_that_is_full(buffers: int) -> None:
-    counts = replace(LEAST, host_block_gradients=buffers)
-    written = []
-    for direct in (False, True):
-        program = build(7, False, counts, [("train", 1, True)] * 3, defer=1, direct_writes=direct)
-        blocks = {index for block in program.shape.blocks for index in block}
-        found = Counter(task.op for task in program.lists[1][2].tasks if task.record in blocks)
-        written.append((found[Op.GRADIENT_WRITE], found[Op.GRADIENT_WRITE_DEVICE], found[Op.GRADIENT_DOWNLOAD]))
-    assert written[0][1] == 0 and sum(written[1][:2]) <= written[0][0]
-    assert written[1] == (0, max(0, 7 - buffers), min(7, buffers))
 
 
 def test_updates_and_reads_are_not_held_up_by_what_they_do_not_need() -> None:

@@ -23,19 +23,21 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from transformers import LlamaConfig, PreTrainedConfig, Qwen3MoeConfig
 from transformers.models.llama import modeling_llama  # noqa: F401 - so that no run has to import it
 from transformers.models.qwen3_moe import modeling_qwen3_moe  # noqa: F401 - likewise
 
 import fuyou
-import fuyou.engine.common_decisions
+import fuyou.engine.opening
 import fuyou.optimizer.process.client
 import fuyou.optimizer.process.main  # so that no run has to import it
 from common.data import RandomBatches
 from common.errors import FinetuneError
 from fuyou.schedule.memory_plan import MemoryPlan
 from fuyou.schedule.memory_planner import MemoryPlanner
+from tests.helpers import kvikio
 from tests.helpers.crash.drives import Fault, FaultyDrives
 from tests.helpers.processes.forked import Child, as_subprocess
 
@@ -50,7 +52,7 @@ SCARCE = {
     "device_blocks": 1, "host_blocks": 1, "device_activations": 4, "host_activations": 2, "ssd_activations": 40,
     "host_block_gradients": 1, "host_non_block_gradients": 1,
 }  # fmt: skip
-"""Buffers with which parameters, activations and deferred gradients pass host memory."""
+"""Buffers with which parameters pass host memory, and activations and deferred gradients overflow it."""
 
 
 @dataclass(frozen=True)
@@ -262,7 +264,8 @@ def open_engine(run: Run) -> fuyou.Engine:
 
 def play_device() -> None:
     """Let the CPU be a device whose memory drives read and write, with the fewest buffers; for this process's life."""
-    fuyou.engine.common_decisions.way_to_device = lambda *_: "kvikio"  # type: ignore[assignment]
+    kvikio.install(pytest.MonkeyPatch())
+    fuyou.engine.opening.check_io = lambda *_: None  # type: ignore[assignment]
     original = MemoryPlanner.plan
 
     def plan(*arguments: Any, **keywords: Any) -> MemoryPlan:

@@ -1,7 +1,6 @@
 """What ranks do in the tests of the out-of-core engine over a process group."""
 
 import itertools
-from collections import Counter
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -210,15 +209,14 @@ def train_preferences(topology: fcdp.Topology | None, run: Run) -> Outcome:
     return outcome
 
 
-def train_past_host(topology: fcdp.Topology | None, run: Run, counts: dict[str, int]) -> tuple[Outcome, Counter[str]]:
-    """Train on a processor that plays a GPU with GPUDirect Storage. Return also how often each kind of task has moved
-    its memory between it and the drives."""
+def train_past_host(topology: fcdp.Topology | None, run: Run, counts: dict[str, int]) -> tuple[Outcome, int]:
+    """Train on a processor that plays a GPU with GPUDirect Storage. Return also how often drives have read into it."""
     with pytest.MonkeyPatch.context() as patch:
         device = QueuedDevice(protects=False).install(patch)  # gloo reads what NCCL would
         device.install_kvikio(patch)
         give_buffers(patch, counts)
         outcome = train(topology, run)
-    return outcome, Counter(task.op.name for task in device.past_host)
+    return outcome, len(device.past_host)
 
 
 def train_routed(topology: fcdp.Topology | None, run: Run) -> Outcome:
