@@ -110,8 +110,6 @@ class Batches(ABC):
     """Whether documents share rows."""
     rows_per_item: int = 1
     """Rows of a batch that belong together: 2 of pairs. ``rows`` and batch sizes count what they make up."""
-    batch_rows: int
-    """Rows of a batch."""
 
     @abstractmethod
     def batch(self, step: int) -> dict[str, torch.Tensor]:
@@ -120,20 +118,6 @@ class Batches(ABC):
         Several documents share a row, if they are packed, and ``position_ids`` restart at 0 with each. ``labels`` are
         -100 where no loss is wanted, and as the model's own loss takes them (``labels_ahead``).
         """
-
-    def row_numbers(self, step: int) -> np.ndarray:
-        """Return a number for each row of a step's batch, int64 ``[R]``: rows of equal numbers are equal. By default
-        each step has rows of its own."""
-        rows = self.batch_rows
-        return np.arange(step * rows, (step + 1) * rows)
-
-    def row_count(self, steps: int) -> int:
-        """Return a number above all those of :meth:`row_numbers` in so many steps."""
-        return steps * self.batch_rows
-
-    def steps_of_new_rows(self, steps: int) -> int:
-        """Return how many of the first ``steps`` steps have rows that none before them has."""
-        return steps
 
     def close(self) -> None:  # noqa: B027 - most have nothing to close
         """Close the files behind this."""
@@ -146,7 +130,7 @@ class PackedBatches(Batches):
         header = file.header
         self._file = file
         self._config = config
-        self.rows, self.batch_rows = header.rows, config.batch_size
+        self.rows = header.rows
         self.tokens = header.tokens
         self.trainable_tokens = header.trainable_tokens
         self.steps_per_epoch = -(-header.rows // config.batch_size)
@@ -156,28 +140,17 @@ class PackedBatches(Batches):
 
     def batch(self, step: int) -> dict[str, torch.Tensor]:
         """Read the rows of a step; see :meth:`Batches.batch`."""
-        return batch_of_words(self._file.read(self.row_numbers(step)), self.packed, self.labels_ahead)
-
-    def row_numbers(self, step: int) -> np.ndarray:
-        """Return the places of a step's rows in the file, int64 ``[batch_size]``."""
         size = self._config.batch_size
-        # Rows that are not packed stay with their like: neighbours, which are about as long.
-        return self._drawn(range(step * size, (step + 1) * size), group_size=1 if self.packed else size)
-
-    def row_count(self, steps: int) -> int:
-        """Return the number of rows in the file."""
-        return self.rows
-
-    def steps_of_new_rows(self, steps: int) -> int:
-        """Return the number of steps of an epoch, if there are more."""
-        return min(steps, self.steps_per_epoch)
+        # Rows that are not packed stay with their like: neighbors, which are about as long.
+        rows = self._drawn(range(step * size, (step + 1) * size), group_size=1 if self.packed else size)
+        return batch_of_words(self._file.read(rows), self.packed, self.labels_ahead)
 
     def words(self, draws: range) -> np.ndarray:
         """Read the rows at some places of the endless sequence of epochs, uint32 [len(draws), seq_len]."""
         return self._file.read(self._drawn(draws))
 
     def _drawn(self, draws: range, group_size: int = 1) -> np.ndarray:
-        """Return the rows at some places of the endless sequence of epochs, of which neighbours stay together."""
+        """Return the rows at some places of the endless sequence of epochs, of which neighbors stay together."""
         seed = self._config.seed if self._config.shuffle else None
         return draw_rows(draws, self.rows, seed, group_size)
 
@@ -212,7 +185,7 @@ class RandomBatches(Batches):
         self.labels_ahead = labels_ahead
         self._shape = (batch_size, seq_len)
         self._seed = seed
-        self.rows = self.batch_rows = batch_size
+        self.rows = batch_size
         self.steps_per_epoch = 1
         self.tokens = batch_size * seq_len
         self.trainable_tokens = batch_size * (seq_len - 1)

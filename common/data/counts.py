@@ -18,7 +18,7 @@ class Tally:
     first: str = ""
 
     def add(self, tokens: int, where: str) -> None:
-        """Count one record more, at ``where``, which lost so many ``tokens``."""
+        """Count one record more, at ``where``, which lost ``tokens``."""
         self.first = self.first or where
         self.records += 1
         self.tokens += tokens

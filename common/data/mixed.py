@@ -36,7 +36,7 @@ class MixedBatches(Batches):
         self._parts, self._size, self._seed = list(parts), batch_size, seed
         self._counts = counts_of(weights)
         self._last = -1, np.empty(0, np.int64)
-        self.rows, self.batch_rows = sum(part.rows for part in parts), batch_size
+        self.rows = sum(part.rows for part in parts)
         self.tokens = sum(part.tokens for part in parts)
         self.trainable_tokens = sum(part.trainable_tokens for part in parts)
         self.steps_per_epoch = -(-self.rows // batch_size)

@@ -1,6 +1,6 @@
 """Make records that are longer than a row fit: cut them so that answers keep what comes before them, or leave them out.
 
-A plain text goes on in the next row. A record with a question does not: its answer would be trained without it. So a
+A plain text continues in the next row. A record with a question does not: its answer would be trained without it. So a
 long conversation keeps its beginning, the system prompt among it, up to the last answer that fits as a whole; where not
 even the first does, that one is cut at the end of the row, as a completion is, and nothing says that it ends there.
 """
@@ -44,7 +44,7 @@ class RowFitter(Tallies):
     truncate: bool = True
 
     def is_long(self, tokens: int) -> bool:
-        """Return whether so many tokens are more than a row takes."""
+        """Return whether ``tokens`` are more than a row takes."""
         return self.seq_len is not None and tokens > self.seq_len
 
     def fit(self, parts: list[TokenizedAnswer], where: str) -> list[TokenizedAnswer]:

@@ -120,7 +120,7 @@ class ImageBatches(Batches):
             self._file.close()
             raise
         self.rows, self.tokens, self.trainable_tokens = header.rows, header.tokens, header.trainable_tokens
-        self.steps_per_epoch, self.batch_rows = -(-header.rows // config.batch_size), config.batch_size
+        self.steps_per_epoch = -(-header.rows // config.batch_size)
         self.seq_len = min(config.seq_len, rounded_width(header.longest))
         self.digest = header.digest
         self.description = _describe(header, self.seq_len, config)
@@ -156,7 +156,7 @@ class ImageBatches(Batches):
         except ValueError as error:
             raise FinetuneError(
                 f"The prepared data are damaged: line {row + 2} of {self._path} is not what was written there. Delete "
-                "the file: --resume makes it anew from the data, and goes on."
+                "the file: --resume makes it again from the data, and continues."
             ) from error
 
     def close(self) -> None:
@@ -254,7 +254,7 @@ def _rows(
                 header.empty.add(0, where)
                 continue
             if not isinstance(example, Chat):
-                raise UserError(f"{where} is no conversation: beside images, there are only conversations.")
+                raise UserError(f"{where} is no conversation: next to images, there are only conversations.")
             yield from encoder.rows(example, limit, header.unseen if config.drop_unseen else None)
 
 

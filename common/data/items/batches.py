@@ -19,7 +19,7 @@ REFERENCE = "reference_log_probs"
 
 
 class ItemBatches(Batches):
-    """Batches of items, each of which is one or more neighbouring rows of a token file.
+    """Batches of items, each of which is one or more neighboring rows of a token file.
 
     The last word of each row of the file is its item's mark.
 
@@ -39,7 +39,7 @@ class ItemBatches(Batches):
         self._file, self._config, self._classifies = file, config, classifies
         self.reference: np.ndarray | None = None
         """Log-probabilities under a reference, fp32, where :meth:`row_numbers` says; None: there are none."""
-        self.rows, self.batch_rows = header.rows // self.rows_in_file, self.rows_per_item * config.batch_size
+        self.rows = header.rows // self.rows_in_file
         self.tokens, self.trainable_tokens = header.tokens, header.trainable_tokens
         self.steps_per_epoch = -(-self.rows // config.batch_size)
         self.digest, self.labels_ahead = header.digest, config.labels_ahead
@@ -69,11 +69,11 @@ class ItemBatches(Batches):
         return self._rows_of(self.drawn(step))
 
     def row_count(self, steps: int) -> int:
-        """Return the number of rows in the file."""
+        """Return a number above all those of :meth:`row_numbers` in ``steps`` steps."""
         return self.rows * self.rows_in_file
 
     def steps_of_new_rows(self, steps: int) -> int:
-        """Return the number of steps of an epoch, if there are more."""
+        """Return how many of the first ``steps`` steps have rows that none before them has: those of an epoch."""
         return min(steps, self.steps_per_epoch)
 
     def drawn(self, step: int) -> np.ndarray:
@@ -155,8 +155,17 @@ class AnswerBatches(ItemBatches):
             pasted_answer(row, int(begin), answers[other], self._file.header.seq_len - 1)
         return self._named(both) | {"desirable": torch.from_numpy(marks.astype(bool))}
 
-    # Each step has rows of its own, as answers meet other prompts.
-    row_numbers, row_count, steps_of_new_rows = Batches.row_numbers, Batches.row_count, Batches.steps_of_new_rows
+    # Each step has new rows, as answers meet other prompts.
+
+    def row_numbers(self, step: int) -> np.ndarray:
+        rows = self.rows_per_item * self._config.batch_size
+        return np.arange(step * rows, (step + 1) * rows)
+
+    def row_count(self, steps: int) -> int:
+        return steps * self.rows_per_item * self._config.batch_size
+
+    def steps_of_new_rows(self, steps: int) -> int:
+        return steps
 
 
 class ClassBatches(ItemBatches):

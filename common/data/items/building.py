@@ -123,7 +123,7 @@ def _write(out: TokenFileWriter, row: EncodedSegment, mark: int, seq_len: int, p
     def write(words: np.ndarray) -> None:
         out.add(np.append(words, np.uint32(mark)))
 
-    padder = Padder(seq_len, pad, write, window=1)  # rows of an item are neighbours, whichever is longer
+    padder = Padder(seq_len, pad, write, window=1)  # rows of an item are neighbors, whichever is longer
     for piece in cut_documents(iter([row]), seq_len):
         padder.add(piece)
 
