@@ -131,8 +131,6 @@ def _limits(result: RunPlan) -> list[str]:
     how += _pieces(job)
     if job.loss.outputs:
         how.append("the head runs twice, for a loss over log-probabilities")
-    if job.loss.reference:
-        how.append("every sequence also passes without the adapters, in the same visits of the weights")
     if result.clip_by is not None:
         how.append(_clipping(result))
     if 0 < result.deferred_fraction < 1:
