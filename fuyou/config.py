@@ -22,6 +22,7 @@ from fuyou.optimizer.adam import AdamConfig, check_max_grad_norm
 from fuyou.optimizer.clipping import ClipBy, clip_by_named, speculation_obstacle
 from fuyou.optimizer.nonfinite import NonFinitePolicy
 from fuyou.option_groups import MemoryConfig, OptimizerConfig, StoreConfig, WeightsConfig
+from fuyou.runtime.devices.device import Device
 from fuyou.runtime.ranks.topology import ClusterTopology
 from fuyou.schedule.batch import LossInputs
 from fuyou.schedule.update_policy import UpdatePolicy
@@ -51,10 +52,9 @@ class EngineConfig:
     """Memory budgets."""
     weights: WeightsConfig = field(default_factory=WeightsConfig)
     """Which weights are trained."""
-    device: str | torch.device = AUTO
-    """Where blocks compute: ``"auto"``, which is the first GPU, or the CPU where PyTorch can use none; ``"cpu"``, a
-    CUDA device (``"cuda:1"``), or an accelerator that is only timed, to measure overlap:
-    ``"emulated:tflops=165,memory=24GiB,link=25GB/s"``, see :mod:`fuyou.runtime.devices.emulated`."""
+    device: str | torch.device | Device = AUTO
+    """Where blocks compute: ``"auto"``, which is the first GPU, or the CPU where PyTorch can use none; ``"cpu"``; a
+    CUDA device (``"cuda:1"``); or an object that does what :class:`fuyou.runtime.devices.device.Device` says."""
     dtype: str = AUTO
     """``"bf16"`` computes in bf16 with exact fp32 masters; ``"fp32"`` computes in fp32; ``"auto"`` takes what a run
     that is continued began with, else what the device (of several ranks, the first one's) multiplies faster."""

@@ -25,6 +25,7 @@ import common  # noqa: F401  (before PyTorch, which reads how threads wait)
 
 import click
 import torch
+from emulated.device import PREFIX, emulated_device
 from transformers import DeepseekV3Config, LlamaConfig, PreTrainedConfig
 
 from common.models.adapters.options import AdapterOptions
@@ -40,7 +41,7 @@ from fuyou.planner import (
     profile_or_measure,
     profiled_machine,
 )
-from fuyou.runtime.devices.device import memory_limits, open_device
+from fuyou.runtime.devices.device import Device, memory_limits, open_device
 
 NAME = "bench-plan"
 SEQ_LEN = 512
@@ -148,9 +149,14 @@ class Row:
         return self.predicted / self.measured
 
 
+def device_of(one: Configuration) -> Device:
+    """The device of a configuration."""
+    return emulated_device(one.device) if one.device.startswith(PREFIX) else open_device(one.device)
+
+
 def machine_of(one: Configuration, job: TrainingJob, ssd: Sequence[Path]) -> Machine:
     """The machine at hand, profiled for ``job``."""
-    device = open_device(one.device)
+    device = device_of(one)
     limits = memory_limits(device, parse_bytes(one.host_memory), None)
     profile = profile_or_measure(PlannerContext(job, device, limits, ssd))
     return profiled_machine(profile, device.shares_host_memory, limits[1], limits[0], len(ssd), None)
@@ -172,7 +178,7 @@ def run(one: Configuration, ssd: Sequence[Path], chosen: RunPlan, steps: int, **
     config = one.config
     ids = torch.randint(0, config.vocab_size, (one.batch, one.seq_len))
     with Engine(
-        config, ssd=ssd, device=one.device, host_memory=one.host_memory, batch_shape=(one.batch, one.seq_len),
+        config, ssd=ssd, device=device_of(one), host_memory=one.host_memory, batch_shape=(one.batch, one.seq_len),
         micro_batch=chosen.memory.batch.micro_rows, deferred_fraction=chosen.deferred_fraction,
         kept_activations=chosen.activation_policy, run_name=NAME, overwrite=True, dtype="bf16",
         adapters=one.adapters, piece_size=one.piece_size, **options,

@@ -25,6 +25,7 @@ import common  # noqa: F401  (before PyTorch, which reads how threads wait)
 import click
 import torch
 import torch.distributed as dist
+from emulated.device import PREFIX, EmulatedDevice, emulated_device
 from netcluster import network_bytes
 
 import fcdp
@@ -34,7 +35,6 @@ from common.models.adapters.options import AdapterOptions
 from fuyou.planner import describe_training
 from fuyou.planner.rates import TaskRates
 from fuyou.planner.simulator import simulate
-from fuyou.runtime.devices.emulated import EmulatedSpec, is_emulated
 from fuyou.runtime.ranks.topology import share_of
 
 WARM_UP = 2
@@ -61,13 +61,15 @@ def main(
     shutil.rmtree(store, ignore_errors=True)
     store.mkdir(parents=True)
     adapters = AdapterOptions(lora_rank) if lora_rank is not None else None
+    emulated = emulated_device(device) if device.startswith(PREFIX) else None
     engine = fuyou.Engine(
-        model, ssd=[store], device=device, dtype="bf16", topology=topology, host_cache=0, batch_shape=(batch, seq_len),
-        host_memory=f"{int(host_memory.removesuffix('GiB')) * topology.ranks_per_node}GiB", adapters=adapters,
+        model, ssd=[store], device=emulated or device, dtype="bf16", topology=topology, host_cache=0,
+        batch_shape=(batch, seq_len), adapters=adapters,
+        host_memory=f"{int(host_memory.removesuffix('GiB')) * topology.ranks_per_node}GiB",
     )  # fmt: skip
     with engine:
         seconds, moved, listed, sent = train(engine, topology, batch, seq_len, steps)
-        facts = report(engine, topology, model, device, adam, adapters)
+        facts = report(engine, topology, model, emulated, adam, adapters)
     everyone = all_gather_object((*moved, *listed))
     if topology.rank == 0:
         read, written, listed_read, listed_written = map(sum, zip(*everyone[: topology.ranks_per_node], strict=True))
@@ -113,8 +115,9 @@ def payload(topology: fcdp.Topology) -> int:
 
 
 def report(
-    engine: fuyou.Engine, topology: fcdp.Topology, model: str, device: str, adam: float, adapters: AdapterOptions | None
-) -> dict[str, Any]:
+    engine: fuyou.Engine, topology: fcdp.Topology, model: str, emulated: EmulatedDevice | None, adam: float,
+    adapters: AdapterOptions | None,
+) -> dict[str, Any]:  # fmt: skip
     """What formulas and simulation say, of a node."""
     nodes, total, trained = topology.nodes, engine.parameters, engine.trainable_parameters
     if trained < total:  # what is frozen is read twice; adapters in fp32, kept in host memory, are only written
@@ -127,8 +130,8 @@ def report(
         "parameters": total, "trainable": trained, "formula_read": round(read), "formula_written": round(written),
         "formula_network": round(sent),
     }  # fmt: skip
-    if is_emulated(device):
-        spec = EmulatedSpec.parse(device)
+    if emulated is not None:
+        spec = emulated.spec
         assert spec.throttle is not None
         rates = TaskRates(
             spec.flops_per_second, spec.link_bytes_per_second, spec.link_bytes_per_second,

@@ -14,7 +14,6 @@ from common.models.checkpoint.compressed import method_of
 from common.models.task_type import TaskType
 from common.units import format_bytes, format_count
 from fuyou.layout.record import Precision
-from fuyou.runtime.devices.emulated import is_emulated
 
 LONG_RECORDS = "long records"
 """Key in :attr:`Job.fixed_settings` that says whether records longer than a row are cut or left out."""
@@ -71,13 +70,8 @@ class Job:
 
     @property
     def device(self) -> str:
-        """Name of the device, as torch (or, for an emulated one, the engine) knows it."""
-        return self.settings.gpu if self.emulated else torch_name(self.gpu)
-
-    @property
-    def emulated(self) -> bool:
-        """Whether the device is emulated: it takes time and computes nothing."""
-        return is_emulated(self.settings.gpu)
+        """Name of the device, as torch knows it."""
+        return torch_name(self.gpu)
 
     @property
     def computing_on(self) -> str:
@@ -86,8 +80,6 @@ class Job:
             ranks, what = self.settings.gpus_per_node or 1, self.gpu.name if self.gpu else "the CPU"
             ranks_of = f"{ranks} {'ranks' if ranks > 1 else 'rank'} on {what}"
             return ranks_of if self.settings.nodes == 1 else f"{self.settings.nodes} nodes, {ranks_of} in each,"
-        if self.emulated:
-            return f"an {self.settings.gpu} accelerator (times only: nothing is learned)"
         return self.gpu.name if self.gpu else "the CPU"
 
     @property

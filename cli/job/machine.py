@@ -18,7 +18,6 @@ from fuyou.layout.record import Precision
 from fuyou.optimizer.clipping import ClipStatistics, clip_by_named
 from fuyou.planner import TrainingJob, describe_training
 from fuyou.runtime.devices.device import Device, open_device
-from fuyou.runtime.devices.emulated import is_emulated
 from fuyou.schedule.batch import LossInputs
 
 DEFAULT_SEQ_LEN = 1024
@@ -30,7 +29,7 @@ def device_at_hand(gpu: str) -> Device:
     Raises:
         UserError: there is no such device here.
     """
-    return open_device(gpu if is_emulated(gpu) else torch_name(pick_gpu(gpu)))
+    return open_device(torch_name(pick_gpu(gpu)))
 
 
 def directories_at_hand(settings: Settings) -> list[Path]:

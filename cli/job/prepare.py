@@ -41,7 +41,6 @@ from fuyou.model.family import family_of
 from fuyou.planner import PlannerContext
 from fuyou.planner.piece_size import fitting_job
 from fuyou.runtime.devices.device import memory_limits, open_device
-from fuyou.runtime.devices.emulated import is_emulated
 
 DEFAULT_STEPS = 10
 """Steps of a run without data: enough to see a steady rate."""
@@ -55,7 +54,7 @@ class CheckedSettings:
     checkpoint: Path | None
     """Directory of the checkpoint; None for a preset."""
     gpu: Gpu | None
-    """GPU that computes; None: the CPU does, or the device is emulated."""
+    """GPU that computes; None: the CPU does."""
     seq_len: int
     ssd: tuple[Path, ...]
     output: Path
@@ -72,19 +71,12 @@ def check(settings: Settings) -> CheckedSettings:
         config, checkpoint = load_config(settings.model)
     check_head(settings, config)
     peft_config_of(settings)
-    emulated = is_emulated(settings.gpu)
-    if emulated and settings.save:
-        raise UserError(f"--gpu {settings.gpu} computes nothing, so there is no checkpoint to write: add --no-save.")
     if settings.sample is not None:
-        if emulated:
-            raise UserError(f"--gpu {settings.gpu} computes nothing, and so no --sample: leave that out.")
         tokenizer = tokenizer_of(settings, checkpoint, "--sample")  # rather than when training has ended
         if settings.sample_chat and tokenizer.chat_template is None:
             raise UserError("--sample-chat needs a chat template, and this tokenizer has none: add --chat-template.")
-    if emulated and settings.eval_data:
-        raise UserError(f"--gpu {settings.gpu} computes nothing, and so no loss on --eval-data: leave that out.")
     _check_trackers(settings.log_to)
-    gpu = None if emulated else pick_gpu(settings.gpu)
+    gpu = pick_gpu(settings.gpu)
     seq_len = sequence_length(settings.seq_len, config)
     for option, files in (("--data", settings.data), ("--eval-data", settings.eval_data)):
         for words, _ in data_sets(files) if option == "--data" else [(files, None)] if files else []:
@@ -178,7 +170,7 @@ def _check_memory(settings: Settings, found: CheckedSettings) -> None:
         UserError: says what would do.
     """
     given = settings.host_memory is not None or settings.device_memory is not None
-    if given and settings.nodes is None and not is_emulated(settings.gpu):
+    if given and settings.nodes is None:
         _ = _context(settings, found).memory
 
 
@@ -208,7 +200,7 @@ def _quantised(settings: Settings, found: CheckedSettings) -> QuantisedStore:
     """Return what the store of one node is, with frozen weights in fewer bits; of several ranks, with whole blocks:
     what their devices have in common is known when they have met."""
     share = Share(settings.nodes or 1, settings.gpus_per_node or 1)
-    alone = settings.nodes is None and not is_emulated(settings.gpu)
+    alone = settings.nodes is None
     job = _context(settings, found).job if alone else training_of(settings)
     return QuantisedStore(job.among(share).record_bytes * share.ranks_per_node, job.shape.widened)
 

@@ -88,7 +88,7 @@ class MemorySettings:
     """With --resume: drives that the run is on and that --ssd no longer names. Its records move to those of --ssd, as
     they do to drives that are new there."""
     gpu: str = option("auto", "auto|cpu|NAME|INDEX", presets="gpus", modes=Mode.STEP | Mode.PROFILE_NODES)
-    """Device to train on. (emulated:tflops=165,memory=24GiB,link=25GB/s computes nothing and times the rest.)"""
+    """Device to train on."""
     device_memory: int | None = option(None, "SIZE", BUDGET, modes=Mode.STEP, only=Only.OUT_OF_CORE)
     """Device memory to use: 24GiB. Default: what is free."""
     host_memory: int | None = option(None, "SIZE", BUDGET, modes=Mode.STEP, only=Only.OUT_OF_CORE)

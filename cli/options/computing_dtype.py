@@ -10,7 +10,6 @@ from common.errors import FinetuneError, UserError
 from common.hardware.machine import pick_gpu, torch_name
 from fuyou.config import AUTO
 from fuyou.engine.computing_dtype import dtype_of_all, fastest_dtype, stored_dtype
-from fuyou.runtime.devices.emulated import is_emulated
 
 ELSEWHERE = "meta"
 """Device type of hardware that is not in this machine."""
@@ -59,8 +58,6 @@ def _stored(settings: Settings) -> str | None:
 
 
 def _type_at_hand(gpu: str) -> str:
-    if is_emulated(gpu):
-        return ELSEWHERE
     try:
         return torch_name(pick_gpu(gpu)).partition(":")[0]
     except UserError:  # said with more to go by where the device is opened

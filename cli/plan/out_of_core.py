@@ -34,7 +34,6 @@ from fuyou.planner import (
 )
 from fuyou.planner.advice import fits, largest_model
 from fuyou.runtime.devices.device import Device, memory_limits
-from fuyou.runtime.devices.emulated import is_emulated
 from fuyou.runtime.trace import write_trace
 
 DOES_NOT_FIT = 1
@@ -96,7 +95,7 @@ def _largest(settings: Settings, machine: Machine) -> TrainingJob | None:
 def _machine(settings: Settings) -> Machine:
     """Return the machine that presets describe if ``--drive`` is given, else the one at hand, profiled."""
     if settings.drive is not None:
-        if settings.gpu in ("auto", "cpu") or is_emulated(settings.gpu):
+        if settings.gpu in ("auto", "cpu"):
             raise UserError(
                 f"--drive plans for hardware by name: name the GPU as well, --gpu {' | '.join(gpu_names())}."
             )

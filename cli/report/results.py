@@ -106,8 +106,6 @@ class StepMetrics:
     """Bytes that a node moved from and to its SSDs; None: states are in memory."""
     ranks: int = 1
     """Devices that share the work."""
-    emulated: bool = False
-    """Whether nothing was computed, so that there is no loss."""
     epoch: float | None = None
     """Passes over the data so far; None: there are none."""
 
@@ -125,7 +123,7 @@ class StepMetrics:
         """Return what people look at in a line of less than 100 columns; ``metrics.jsonl`` has the rest."""
         return ", ".join(
             [
-                "emulated" if self.emulated else self._learned(),
+                self._learned(),
                 f"lr {self.lr:.3g}",
                 *([] if self.epoch is None else [f"epoch {self.epoch:.2f}"]),
                 f"{format_count(self.tokens_per_second)} tokens/s",

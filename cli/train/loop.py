@@ -212,7 +212,6 @@ def _take_steps(job: Job, trainer: Trainer, process: Process, care: RunCare) -> 
                     memory=trainer.memory(),
                     io=io,
                     ranks=process.world_size,
-                    emulated=job.emulated,
                     epoch=step * job.settings.batch_size / job.batches.rows if job.settings.data else None,
                 )
                 logger.step(metrics)

@@ -13,7 +13,6 @@ from typing import Any
 
 from common.errors import FinetuneError, UserError
 from common.files.atomic import TEMPORARY_SUFFIX
-from common.store.backends.throttle import CLOCK_FILE
 from common.store.errors import StoreError, described, opened
 from common.store.layout import ALIGNMENT, Layout
 from common.store.manifest import MANIFEST_FILE
@@ -182,7 +181,7 @@ def remove(directories: Iterable[Path]) -> None:
         files = identity.layout.file_bytes()
         temporary = [name + TEMPORARY_SUFFIX for name in (*files, MANIFEST_FILE, IDENTITY_FILE)]
         # Each group is gone for good before the next one goes, so that a power cut does not change their order.
-        for names in ([MANIFEST_FILE], [*temporary, CLOCK_FILE, *files], [IDENTITY_FILE]):
+        for names in ([MANIFEST_FILE], [*temporary, *files], [IDENTITY_FILE]):
             for name in names:
                 with described("removal", directory / name):
                     (directory / name).unlink(missing_ok=True)

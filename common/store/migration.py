@@ -15,7 +15,6 @@ from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 
 from common.errors import FinetuneError, UserError
-from common.store.backends.throttle import CLOCK_FILE
 from common.store.directories import (
     IDENTITY_FILE,
     Identity,
@@ -133,7 +132,7 @@ def refuse_foreign_files(folders: Iterable[Path], shared: bool = False) -> None:
     for folder in filter(Path.is_dir, folders):
         identity = Identity.read(folder)
         ours = {IDENTITY_FILE, MANIFEST_FILE, _MOVED_FILE, *(identity.layout.file_bytes() if identity else ())}
-        ours |= {name + ".tmp" for name in ours} | {CLOCK_FILE, LOCK_FILE, SCRATCH}
+        ours |= {name + ".tmp" for name in ours} | {LOCK_FILE, SCRATCH}
         for path in sorted(folder.iterdir()):
             if path.name not in ours and not (shared and _holds_store(path)):
                 raise UserError(f"{path} belongs to no run. Move it elsewhere: the run's folder will be made anew.")

@@ -14,10 +14,9 @@ from common.store import directories as placement
 from common.store.backends import kvikio_backend
 from common.store.backends.kvikio_backend import KvikioFile
 from common.store.backends.posix import PosixFile
-from common.store.backends.throttle import CLOCK_FILE, DriveClock, IoThrottle
-from common.store.backends.transfers import Transfer
+from common.store.backends.transfers import Clock, Throttle, Transfer
 from common.store.checksums import ExtentChecksums
-from common.store.errors import StoreError, described
+from common.store.errors import StoreError
 from common.store.layout import ALIGNMENT, Extent, Layout, pieces, whole_pages
 
 Io = Literal["posix", "kvikio"]
@@ -42,8 +41,7 @@ class Store:
         io: Io = "posix",
         threads: int = 4,
         overwrite: bool = False,
-        throttle: IoThrottle | None = None,
-        clocks: Sequence[Path] | None = None,
+        throttle: Throttle | None = None,
         later: Collection[str] = (),
         replaces: str = "",
     ) -> "Store":
@@ -54,9 +52,7 @@ class Store:
             io: ``kvikio`` also reads into device memory; host memory is always reached by direct POSIX I/O.
             threads: I/O threads per directory; four keep a drive busy.
             overwrite: replace stores that the directories hold.
-            throttle: makes every drive look this slow. Other stores on it must be opened with an equal one.
-            clocks: with ``throttle``, the directories of another store, one for each of these on the same drive: the
-                two stores share the drives' time.
+            throttle: slows the drives down.
             later: files that get their space later, from :func:`common.store.directories.reserve`.
             replaces: name of the store that this one will replace.
 
@@ -71,12 +67,11 @@ class Store:
             io,
             threads,
             throttle,
-            clocks,
         )
 
     @classmethod
     def open(
-        cls, directories: Sequence[Path], *, io: Io = "posix", threads: int = 4, throttle: IoThrottle | None = None
+        cls, directories: Sequence[Path], *, io: Io = "posix", threads: int = 4, throttle: Throttle | None = None
     ) -> "Store":
         """Open the store that ``directories`` hold, given in any order; the rest as in ``create``.
 
@@ -93,8 +88,7 @@ class Store:
         identity: placement.Identity,
         io: Io,
         threads: int,
-        throttle: IoThrottle | None = None,
-        clocks: Sequence[Path] | None = None,
+        throttle: Throttle | None = None,
     ) -> None:
         """Open the files; callers use ``Store.create`` or ``Store.open``."""
         self.id = identity.store
@@ -110,8 +104,7 @@ class Store:
         self._file_bytes = self.layout.file_bytes()
         self._files: dict[str, list[PosixFile]] = {}
         self._device_files: dict[str, list[KvikioFile]] = {}
-        self._throttle = throttle
-        self._clocks: list[DriveClock] = []
+        self._clocks: list[Clock] = []
         self._pools: list[ThreadPoolExecutor] = []
         # Their own threads: a sync takes as long as the drive likes, and reads must not queue behind it.
         self._syncing = ThreadPoolExecutor(len(directories), "store-sync")
@@ -125,8 +118,8 @@ class Store:
                 for name, files in self._files.items():
                     self._device_files[name] = [KvikioFile(file.path, file) for file in files]
             if throttle is not None:
-                for path in directories if clocks is None else clocks:
-                    self._clocks.append(_join_clock(path))
+                for path in directories:
+                    self._clocks.append(throttle.clock(path))
             # A pool for each drive, so that a slow one does not collect the threads of the others.
             self._pools = [ThreadPoolExecutor(threads, f"store-{index}") for index in range(len(directories))]
         except BaseException:
@@ -252,11 +245,9 @@ class Store:
             work, part = getattr(files[directory], direction), flat[start : start + length]
             if sums is not None:
                 work = partial(_move_and_add, sums, directory, work)
-            if self._throttle is None:
-                transfer.submit(self._pools[directory], work, at, part)
-            else:
-                seconds = self._throttle.seconds(direction, whole_pages(at % ALIGNMENT + length))
-                transfer.submit(self._pools[directory], self._clocks[directory].during, seconds, work, at, part)
+            if self._clocks:
+                work = partial(self._clocks[directory].during, direction, whole_pages(at % ALIGNMENT + length), work)
+            transfer.submit(self._pools[directory], work, at, part)
         return transfer.future
 
     def _check_open(self) -> None:
@@ -313,11 +304,6 @@ def _move_and_add(
 def _sync_all(files: Iterable[PosixFile]) -> None:
     for file in files:
         file.sync()
-
-
-def _join_clock(directory: Path) -> DriveClock:
-    with described("opening", directory / CLOCK_FILE):
-        return DriveClock(directory)
 
 
 def _check_io(io: str) -> None:

@@ -195,11 +195,6 @@ def check_state(store: Store, content: dict[str, Any] | None, wanted: TrainingSt
     state = TrainingState.from_dict(content)
     if state.store != store.id:
         raise FinetuneError(f"The manifest in {place} belongs to another store.")
-    if state.emulated:
-        raise UserError(
-            f"The run in {place} was made on an emulated device: its weights are meaningless. Begin again with "
-            "--overwrite."
-        )
     if state.torn:
         raise FinetuneError(
             f"This run keeps a single slot and was interrupted in the middle of step {state.step + 1}: its state "

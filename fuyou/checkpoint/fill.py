@@ -60,10 +60,6 @@ def fill_store(plane: DataPlane, source: WeightSource, target: int) -> None:
             record.frozen.encode(values, record.decayed, encoded)
             _keep_own(record, encoded, payload)
         plane.create(record, target)
-        if low is not None:
-            # An emulated device never writes a gradient. Low bits read as one are full of denormal numbers, which
-            # make Adam five times slower than it is.
-            low.zero_()
         plane.heap.trim()
 
 

@@ -34,8 +34,6 @@ class TrainingState:
     """States of the random generators, base64, by device."""
     user: dict[str, Any] = field(default_factory=dict)
     """Whatever the caller keeps with the state."""
-    emulated: bool = False
-    """Whether it was made on an emulated device: then there is nothing to continue."""
     clipped: int = 0
     """Steps up to this one whose gradients were clipped."""
     skipped: int = 0
@@ -71,18 +69,22 @@ class TrainingState:
                 f"This run was written in format {content.get('format')}; this version reads format {FORMAT}. "
                 "Finish it with the version that began it."
             )
-        # Of earlier versions, which could train selected experts.
+        # Of earlier versions, which could train selected experts, and time accelerators that were not there.
+        if content.get("emulated"):
+            raise UserError("This run was made on an emulated device, so it trained nothing: begin with --overwrite.")
         if content.get("experts") is not None:
             raise UserError(
                 "This run trains selected experts (--train-experts), and this version trains adapters of them instead "
                 "(--lora-rank). Finish it with the version that began it."
             )
         try:
-            state = TrainingState(**{name: value for name, value in content.items() if name != "experts"})
+            state = TrainingState(
+                **{name: value for name, value in content.items() if name not in ("experts", "emulated")}
+            )
             integers = (state.step, state.slot, state.slots, state.clipped, state.skipped)
             good = (
                 all(isinstance(value, int) for value in integers)
-                and all(isinstance(value, bool) for value in (state.torn, state.emulated))
+                and isinstance(state.torn, bool)
                 and all(isinstance(value, dict) for value in (state.random, state.user, state.missed))
                 and all(isinstance(value, list) for value in (state.checksums, state.micro_batch))
                 and 0 <= state.slot < state.slots <= 2

@@ -24,8 +24,8 @@ def with_common_dtype(config: EngineConfig, device: Device, ssd: Sequence[Path],
         return config
     store = config.store
     continued = [*store.folders, *store.folders_to_leave, *ssd] if store.resume else []
-    kind = device.torch_device.type if device.computes else "meta"
-    return config.with_options(dtype=dtype_of_all(stored_dtype(continued), kind, agreement.all_gather_object))
+    stored, kind = stored_dtype(continued), device.torch_device.type
+    return config.with_options(dtype=dtype_of_all(stored, kind, agreement.all_gather_object))
 
 
 def check_io(config: EngineConfig, device: Device) -> None:

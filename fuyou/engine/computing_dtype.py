@@ -61,7 +61,7 @@ def fastest_dtype(device_type: str) -> str:
     A CPU without AMX or AVX512-BF16 multiplies bf16 at a fifth of fp32's rate or less, one with AMX at eight times. It
     is measured rather than read off the processor's flags: libraries and virtual machines do not use all that flags
     promise. The best of several rounds in turns, which other processes do not change by factors. Where nothing is
-    computed (a meta or emulated device, hardware that is only planned for) it is bf16, as on every GPU since 2020.
+    computed (a meta device, hardware that is only planned for) it is bf16, as on every GPU since 2020.
 
     Args:
         device_type: of a ``torch.device``.

@@ -55,7 +55,6 @@ class Engine(EngineFigures):
         config: the model's configuration, of transformers.
         parameters: number of the model's parameters.
         trainable_parameters: number of those that are trained.
-        emulated: whether the device is only timed, so that no number of the run means anything.
         created_bytes: bytes written to fill the store of a new run.
 
     Raises:
@@ -78,7 +77,6 @@ class Engine(EngineFigures):
         super().__init__(run, Steps(run))
         self._adapters_off = False
         self.config = self._run.model_config
-        self.emulated = not self._run.device.computes
         self.created_bytes = self._run.created_bytes
         self.parameters = self._run.model.parameters
         self.trainable_parameters = self._run.model.trainable_parameters
@@ -280,11 +278,8 @@ class Engine(EngineFigures):
             allow_nonfinite: export tensors that hold a NaN or an infinity, too.
 
         Raises:
-            UserError: the run is emulated: its weights mean nothing.
             NonFiniteWeights: a tensor holds a NaN or an infinity, on every rank; ``directory`` is as it was.
         """
-        if self.emulated:
-            raise UserError("A run on an emulated device has no weights worth keeping: nothing is exported.")
         self.flush()
         save(self._run, Path(directory), merge, allow_nonfinite)
 

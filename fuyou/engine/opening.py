@@ -138,7 +138,8 @@ class OpenRun:
         self.model_config, self.checkpoint = load_config(model)
         if config.deterministic:  # before CUDA starts
             self._determinism.enter_context(deterministic_algorithms())
-        self.device = open_device(config.device)
+        device = config.device
+        self.device = open_device(device) if isinstance(device, str | torch.device) else device
         share = share_of(config.topology)
         self.topology = config.topology if share.world_size > 1 else None  # one rank alone is alone
         self.agreement = Agreement(share)
@@ -146,8 +147,6 @@ class OpenRun:
             connect(self.topology, self.device.torch_device)
         config = with_common_dtype(config, self.device, self._ssd, self.agreement)
         check_io(config, self.device)
-        if share.world_size > 1:
-            self.device.check_ranks(share.ranks_per_node, share.nodes)
         if config.host_cache is not None:
             config = config.with_options(host_cache=config.host_cache // share.ranks_per_node)
         config.check_clipping(share.world_size)
@@ -155,7 +154,7 @@ class OpenRun:
         self.limits = common_limits(config, self.device, self.agreement)
         self.device.cap_memory(self.limits[1])
         self._link = OptimizerLink()  # imports PyTorch while the model is built
-        if config.prove and self.device.computes:
+        if config.prove:
             prove_once(config, self.model_config, self.agreement)
         self._link.wait_until_up()
         self.meter.start()
@@ -184,7 +183,7 @@ class OpenRun:
         self.model.shape = self._cut_blocks(shape, share)
         if config.memory.reference:
             check_reference(self.model)
-        if self.model.shape.orders and config.prove and self.device.computes:
+        if self.model.shape.orders and config.prove:
             prove_once(config, self.model_config, self.agreement, pieces=True)
         self.shape = self.model.shape.shared(share)
         if share.rank:
@@ -192,8 +191,6 @@ class OpenRun:
 
     def _check_compiled(self) -> None:
         """Refuse what blocks cannot do when PyTorch compiles them."""
-        if not self.device.computes:
-            raise UserError(f"{self.device.name} computes nothing that could be compiled: leave --compile out.")
         if self.model.router_loss is not None:
             raise UserError(
                 "Compiled blocks do not hand out what a router loss is made of: leave --compile out, or "
@@ -290,7 +287,6 @@ class OpenRun:
             optimizer_dtype=str(config.precision.optimizer_dtype),
             optimizer=config.precision.optimizer,
             slots=slots,
-            emulated=not self.device.computes,
             piece_bytes=self.shape.piece_bytes,
         )
         io: dict[str, Any] = {"io": config.store.io, "throttle": self.device.throttle}

@@ -148,7 +148,7 @@ class Runtime:
         buffers = Buffers(self._shape, plan, self._device, self.link.shared_fd)
         folders = [folder / SCRATCH for folder in store.directories]
         spills = plan.spills_gradients(self._shape, options.update_policy.held(self._shape))
-        scratch = Scratch(buffers, folders, spills, store.directories)
+        scratch = Scratch(buffers, folders, spills)
         stored = StoredRecords(store, self._extents, commits.state.slots, commits.sums, commits.missed)
         locks = self._files.lock.descriptors
         optimizer = OptimizerHandlers(self.link, stored, commits.update_of, plan.resident, locks)

@@ -18,7 +18,6 @@ from fuyou.optimizer.clipping import clip_coefficient
 from fuyou.runtime.accounting import StepReport
 from fuyou.runtime.compute.step_computation import StepComputation, StepInputs
 from fuyou.runtime.compute.token_computation import TokenComputation, TokenPass
-from fuyou.runtime.devices.computation import Computation
 from fuyou.schedule.batch import ENGINE_LOSS, LossInputs
 from fuyou.schedule.tasks import Op, StepList
 
@@ -43,7 +42,7 @@ class Steps:
 
     def __init__(self, run: OpenRun):
         self._run = run
-        self._current: Computation | None = None
+        self._current: StepComputation | None = None
         self._in_flight = False
         self._norm: float | None = None  # of the step's gradient, once it is asked for
         self.norm_parameter: torch.nn.Parameter | None = None
@@ -125,7 +124,9 @@ class Steps:
                 "goes back to the last committed step."
             )
 
-    def _begin(self, batch: dict[str, Any], labels: int, lr: float, passing: TokenPass | None = None) -> Computation:
+    def _begin(
+        self, batch: dict[str, Any], labels: int, lr: float, passing: TokenPass | None = None
+    ) -> StepComputation:
         """Begin a step: schedule it, and run its forward pass."""
         run, runtime = self._run, self._run.runtime
         start_time, step = time.monotonic(), run.step_count + 1
@@ -143,7 +144,7 @@ class Steps:
         current.forward()
         return current
 
-    def _backward(self, current: Computation, passing: TokenPass, gradients: dict[str, torch.Tensor]) -> None:
+    def _backward(self, current: StepComputation, passing: TokenPass, gradients: dict[str, torch.Tensor]) -> None:
         """Run the backward pass of a step with the gradients of the caller's loss."""
         if current is not self._current:
             raise FinetuneError("The step that this loss is of has ended: call backward() before engine.step().")
@@ -187,7 +188,7 @@ class Steps:
         self._in_flight = False
         return self._report(current, step, norm, skipped=skipped, clipped=clipped, updated_again=again)
 
-    def _report(self, ended: Computation, step: int, norm: float, **happened: bool) -> StepReport:
+    def _report(self, ended: StepComputation, step: int, norm: float, **happened: bool) -> StepReport:
         seconds, times = time.monotonic() - ended.start_time, self._run.runtime.accounting.take()
         return StepReport(
             step=step,
@@ -230,9 +231,9 @@ class Steps:
             self._norm = self._computed_norm(self._current)
         return self._norm
 
-    def _computed_norm(self, current: Computation) -> float:
+    def _computed_norm(self, current: StepComputation) -> float:
         run = self._run
-        if run.agreement.is_alone or not run.device.computes:
+        if run.agreement.is_alone:
             return current.gradient_norm()
         reductions = [task for task in current.tasks.tasks if task.op in (Op.GRADIENT_REDUCE, Op.GRADIENT_EXCHANGE)]
         run.runtime.plane.executor.wait(reductions)
@@ -259,7 +260,7 @@ class Steps:
         shape = runtime.batch_shape(rows, seq_len, loss)
         return runtime.scheduler.evaluation(self._run.step_count, shape)
 
-    def _run_forward(self, computation: Computation, tasks: StepList) -> None:
+    def _run_forward(self, computation: StepComputation, tasks: StepList) -> None:
         """Run a forward pass alone, without dropout.
 
         Args:
@@ -309,17 +310,14 @@ class Steps:
         labels: int,
         start_time: float,
         passing: TokenPass | None = None,
-    ) -> Computation:
+    ) -> StepComputation:
         run, runtime = self._run, self._run.runtime
-        stand_in = run.device.stand_in(runtime.plane.executor, tasks, batch["input_ids"].numel(), start_time)
-        if stand_in is not None:
-            return stand_in
         inputs = StepInputs(run.model, runtime.plane, tasks, batch, runtime.recomputations, start_time)
         if passing is not None:
             return TokenComputation(passing, inputs)
         return StepComputation(inputs, None if run.agreement.is_alone else labels)
 
-    def _whole_loss(self, computation: Computation) -> float:
+    def _whole_loss(self, computation: StepComputation) -> float:
         """Return the sum of what all ranks have found, added in fp32 in their order, and the router loss of all
         together."""
         router = computation.router
@@ -366,6 +364,6 @@ class Steps:
             run.runtime.plane.executor.wait(run.commits.under_way(run.step_count + 1))
 
 
-def _aux_loss(computation: Computation) -> float | None:
+def _aux_loss(computation: StepComputation) -> float | None:
     """Return the router loss of a pass that has one."""
     return None if computation.router is None else computation.router.value

@@ -171,8 +171,7 @@ def measure_links(topology: ClusterTopology, device: Device, agreement: Agreemen
     """Measure the slowest link inside and between nodes, and the fixed cost of an exchange. Collective.
 
     Takes a second at most on a network of 1 Gbit/s. All groups of a level send at once, as they do in a step, so ranks
-    that share a wire are measured sharing it. An emulated accelerator has rates of its own: only the fixed cost is
-    measured then.
+    that share a wire are measured sharing it.
     """
     groups = topology.gather_groups
     rates, messages = [], [0.0]
@@ -180,12 +179,11 @@ def measure_links(topology: ClusterTopology, device: Device, agreement: Agreemen
         rate = float("inf")
         if group is not None:
             messages.append(_exchange_seconds(group, device, _SMALL_BYTES, _SMALL_ROUNDS, agreement))
-            if device.exchange_rates is None:
-                first = _exchange_seconds(group, device, _FIRST_BYTES, 1, agreement)
-                nbytes = min(max(int(_FIRST_BYTES * _SECONDS / first), _FIRST_BYTES), _MAX_BYTES)
-                rate = nbytes / max(_exchange_seconds(group, device, nbytes, 1, agreement) - messages[-1], 1e-9)
+            first = _exchange_seconds(group, device, _FIRST_BYTES, 1, agreement)
+            nbytes = min(max(int(_FIRST_BYTES * _SECONDS / first), _FIRST_BYTES), _MAX_BYTES)
+            rate = nbytes / max(_exchange_seconds(group, device, nbytes, 1, agreement) - messages[-1], 1e-9)
         rates.append(rate)
-    intra_node, inter_node = device.exchange_rates or rates
+    intra_node, inter_node = rates
     return RankLinks(intra_node, inter_node, max(messages))
 
 

@@ -1,1 +1,1 @@
-"""How bytes reach the drives: direct I/O, kvikio, and drives made to look slower."""
+"""How bytes reach the drives: direct I/O and kvikio."""

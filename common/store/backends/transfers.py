@@ -1,10 +1,31 @@
-"""A transfer is one future for many I/O calls."""
+"""A transfer is one future for many I/O calls, each of which may be made to take longer."""
 
 import threading
 import traceback
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+
+class Clock(Protocol):
+    """The time of one drive."""
+
+    def during(
+        self, direction: Literal["read", "write"], nbytes: int, work: Callable[..., None], *arguments: Any
+    ) -> None:
+        """Run ``work(*arguments)``, and return when the drive has had time to move ``nbytes`` bytes."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class Throttle(Protocol):
+    """Slows drives down, for benchmarks. The optimizer process gets a pickled copy."""
+
+    def clock(self, directory: Path) -> Clock:
+        """Return the clock of the drive that ``directory``, a store's, lies on."""
+        ...
 
 
 class Transfer:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from common.store import IoThrottle
+from common.store import Throttle
 from common.store.store import Io
 from fuyou.layout.record import Kind, Record
 from fuyou.layout.share import ALONE, Share
@@ -63,7 +63,7 @@ class Setup:
     """Share of this process in every record. Parameters that several nodes update are written by the engine."""
     resident: list[int] = field(default_factory=list)
     """Records whose states stay in memory once they have been read."""
-    throttle: IoThrottle | None = None
+    throttle: Throttle | None = None
     """Limit of the drives' speed, for experiments; None: as fast as they are."""
 
 

@@ -56,7 +56,6 @@ def describe(workload: ProfiledWorkload, device: Device) -> dict[str, Any]:
     shape = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode()).hexdigest()
     return {
         "device": device.name,
-        "pace": "" if device.computes else str(device.throttle),
         "processor": _processor(),
         "processors": cpu_count(),
         "cores": core_count(),

@@ -16,7 +16,7 @@ import numpy as np
 import psutil
 
 from common.memory.buffers import HostBuffer
-from common.store import Extent, IoThrottle, Layout, Store, commit_manifest
+from common.store import Extent, Layout, Store, Throttle, commit_manifest
 from fuyou.layout.record import Record, allocate_extents
 
 FOLDER = "fuyou-profile-"
@@ -112,7 +112,7 @@ class ScratchFiles:
 
 @contextmanager
 def open_scratch(
-    directories: Sequence[Path], records: Sequence[Record], throttle: IoThrottle | None
+    directories: Sequence[Path], records: Sequence[Record], throttle: Throttle | None
 ) -> Iterator[ScratchFiles]:
     """Open a store of scratch files, in a new folder in each of ``directories``; it is always removed afterwards.
 

@@ -150,28 +150,5 @@ def versions() -> dict[str, str]:
 def _parts(
     stack: StreamedModel, shape: ModelLayout, device: Device, workload: ProfiledWorkload
 ) -> tuple[PartTimes, BlockBench | None]:
-    if device.flops_per_second is not None:
-        return _emulated_parts(shape, device.flops_per_second, workload.tokens), None
     blocks = BlockBench(stack, shape, device, workload.rows, workload.seq_len, workload.head_columns)
     return blocks.measure(), blocks
-
-
-def _emulated_parts(shape: ModelLayout, flops_per_second: float, tokens: int) -> PartTimes:
-    """Return the times of an emulated device, which computes the FLOPs that tasks count."""
-    block = shape.active_parameters(shape.largest_block) * tokens / flops_per_second
-    head = shape.records[shape.head].parameter_count * tokens / flops_per_second
-    return PartTimes(
-        measured_tokens=tokens,
-        matmul_flops_per_second=flops_per_second,
-        embed_forward_seconds=0.0,
-        block_forward_seconds=2 * block,
-        block_backward_seconds=6 * block,
-        kept_forward_seconds=0.0,
-        kept_backward_seconds=0.0,
-        kept_bytes=0,
-        block_finish_seconds=0.0,
-        head_seconds=6 * head,
-        head_forward_seconds=2 * head,
-        embed_backward_seconds=0.0,
-        operators=(),
-    )

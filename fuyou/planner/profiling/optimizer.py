@@ -9,7 +9,7 @@ import torch
 
 from common.errors import FinetuneError
 from common.memory.buffers import HostBuffer
-from common.store import IoThrottle
+from common.store import Throttle
 from fuyou.layout.record import Kind, Precision, Record
 from fuyou.optimizer.adam import AdamConfig, Update
 from fuyou.optimizer.process.client import OptimizerLink
@@ -103,7 +103,7 @@ class OptimizerBench:
         scratch: the store with the records of :func:`scratch_records`.
         precision: types of parameters and states.
         chunk_elements, threads: as the run has them.
-        throttle: rates of emulated drives.
+        throttle: slows the drives down.
 
     Attributes:
         updating: the load that updates one chunk in each piece of work, and writes nothing.
@@ -118,7 +118,7 @@ class OptimizerBench:
         precision: Precision,
         chunk_elements: int,
         threads: int,
-        throttle: IoThrottle | None,
+        throttle: Throttle | None,
     ):
         self._link, records = link, scratch.records
         written = [record.index for record in records[-_WRITTEN_RECORDS:]]

@@ -48,7 +48,7 @@ class PartTimes:
     head_forward_seconds: float
     embed_backward_seconds: float
     operators: tuple[OperatorTime, ...]
-    """Operators of the block's forward pass, in order; none for an emulated device, where FLOPs take the time."""
+    """Operators of the block's forward pass, in order."""
 
 
 @dataclass(frozen=True)

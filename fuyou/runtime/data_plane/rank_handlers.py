@@ -115,5 +115,4 @@ class RankHandlers:
 
     def _run(self, task: Task, group: dist.ProcessGroup | None, work: Callable[[dist.ProcessGroup], None]) -> None:
         assert group is not None
-        cells = (group.size(), 1)
-        self._buffers.device.exchange(task, lambda: work(group), lambda: gather(torch.empty(cells), group))
+        self._buffers.device.exchange(task, lambda: work(group))

@@ -17,10 +17,9 @@ class Scratch:
         buffers: which the bytes come from and go to.
         directories: one per SSD; made here, and removed in the end.
         gradients: whether gradients may have to wait on SSD.
-        clocks: the training store's directories, on the same drives.
     """
 
-    def __init__(self, buffers: Buffers, directories: Sequence[Path], gradients: bool, clocks: Sequence[Path]):
+    def __init__(self, buffers: Buffers, directories: Sequence[Path], gradients: bool):
         self._buffers, self._directories = buffers, list(directories)
         layout, counts, shape = Layout(len(self._directories)), buffers.plan.counts, buffers.shape
         self._activations = {
@@ -36,7 +35,7 @@ class Scratch:
             for path in self._directories:
                 path.mkdir(exist_ok=True)
             throttle = buffers.device.throttle
-            self._opened = Store.create(self._directories, layout, overwrite=True, throttle=throttle, clocks=clocks)
+            self._opened = Store.create(self._directories, layout, overwrite=True, throttle=throttle)
 
     def handlers(self) -> dict[Op, Handler]:
         """Return what does each kind of task that reads or writes here."""

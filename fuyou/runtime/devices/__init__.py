@@ -1,1 +1,1 @@
-"""Where blocks compute: a GPU, the CPU, or an accelerator that is emulated."""
+"""Where blocks compute: a GPU or the CPU."""

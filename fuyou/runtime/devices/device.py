@@ -20,13 +20,10 @@ from common.hardware.machine import (
     torch_name,
 )
 from common.memory.buffers import HostBuffer
-from common.store import IoThrottle
+from common.store import Throttle
 from common.units import format_bytes, parse_bytes
-from fuyou.runtime.devices.computation import Computation
-from fuyou.runtime.devices.emulated import PREFIX, EmulatedDevice, EmulatedSpec, is_emulated
 from fuyou.runtime.devices.out_of_memory import explain_out_of_memory
-from fuyou.runtime.executor import Executor
-from fuyou.schedule.tasks import EXCHANGES, Op, StepList, Task
+from fuyou.schedule.tasks import EXCHANGES, Op, Task
 
 _COPIES = (Op.PARAMETER_UPLOAD, Op.GRADIENT_DOWNLOAD, Op.ACTIVATION_UPLOAD, Op.ACTIVATION_DOWNLOAD)
 
@@ -46,15 +43,8 @@ class Device(Protocol):
     """Whether its memory is a part of the host's."""
     page_locks: bool
     """Whether host buffers must be page-locked."""
-    computes: bool
-    """Whether it really computes: else no number of a run on it means anything."""
-    flops_per_second: float | None
-    """FLOP/s that compute tasks are made to take; None where that can only be measured."""
-    exchange_rates: tuple[float, float] | None
-    """Bytes per second, inside a node and across nodes, that exchanges are made to take; None where that can only be
-    measured."""
-    throttle: IoThrottle | None
-    """Rates to which the drives are slowed down, if they are."""
+    throttle: Throttle | None
+    """What slows the drives down, in benchmarks."""
     in_one_order: frozenset[Op]
     """Kinds of task that all ranks must launch in one order, whichever can begin first."""
 
@@ -70,33 +60,8 @@ class Device(Protocol):
         """Return the device's ``memory``, ``uint8 [n]``, as stores read into it for ``task``."""
         ...
 
-    def exchange(self, task: Task, work: Callable[[], None], meet: Callable[[], None]) -> None:
-        """Move bytes between ranks, in the lane of ``task``.
-
-        Args:
-            task: the exchange.
-            work: moves the bytes.
-            meet: waits for the other ranks without moving anything, for buffers that have no bytes.
-        """
-        ...
-
-    def stand_in(self, executor: Executor, tasks: StepList, tokens: int, start_time: float) -> Computation | None:
-        """Return what takes the place of a step's computation; None if the device really computes.
-
-        Args:
-            executor: runs all other tasks of the step.
-            tasks: the step.
-            tokens: in the whole batch.
-            start_time: when the step began, on :func:`time.monotonic`'s clock.
-        """
-        ...
-
-    def check_ranks(self, ranks_per_node: int, nodes: int) -> None:
-        """See whether the device can be one of so many.
-
-        Raises:
-            UserError: it cannot.
-        """
+    def exchange(self, task: Task, work: Callable[[], None]) -> None:
+        """Move bytes between ranks by calling ``work``, in the lane of ``task``."""
         ...
 
     def wait_event(self, task: Task, event: object) -> None:
@@ -138,32 +103,15 @@ class Device(Protocol):
         ...
 
 
-class _RealDevice:
-    """A device that is really there: it computes, and the time that anything takes can only be measured."""
-
-    computes = True
-    flops_per_second: float | None = None
-    exchange_rates: tuple[float, float] | None = None
-    throttle: IoThrottle | None = None
-    in_one_order: frozenset[Op] = frozenset()
-
-    def read_buffer(self, task: Task, memory: torch.Tensor) -> Any:
-        return memory
-
-    def stand_in(self, executor: Executor, tasks: StepList, tokens: int, start_time: float) -> Computation | None:
-        return None
-
-    def check_ranks(self, ranks_per_node: int, nodes: int) -> None:
-        pass
-
-
-class CpuDevice(_RealDevice):
+class CpuDevice:
     """The processor as device. Buffers come from one mapping per pool, on huge pages."""
 
     name = "cpu"
     torch_device = torch.device("cpu")
     shares_host_memory = True
     page_locks = False
+    throttle: Throttle | None = None
+    in_one_order: frozenset[Op] = frozenset()
 
     def __init__(self) -> None:
         self._buffers: list[HostBuffer] = []
@@ -180,7 +128,7 @@ class CpuDevice(_RealDevice):
     def read_buffer(self, task: Task, memory: torch.Tensor) -> Any:
         return memory.numpy()
 
-    def exchange(self, task: Task, work: Callable[[], None], meet: Callable[[], None]) -> None:
+    def exchange(self, task: Task, work: Callable[[], None]) -> None:
         work()
 
     def wait_event(self, task: Task, event: object) -> None:
@@ -214,7 +162,7 @@ class CpuDevice(_RealDevice):
         return None
 
 
-class CudaDevice(_RealDevice):
+class CudaDevice:
     """A CUDA GPU: one stream per copy lane beside the compute stream, tied together by events only.
 
     All buffers are rings that are allocated once, so PyTorch's caching allocator and its rules about streams stay out
@@ -223,6 +171,7 @@ class CudaDevice(_RealDevice):
 
     shares_host_memory = False
     page_locks = True
+    throttle: Throttle | None = None
     in_one_order = frozenset(EXCHANGES)  # NCCL
 
     def __init__(self, index: int):
@@ -248,7 +197,10 @@ class CudaDevice(_RealDevice):
             target.copy_(source, non_blocking=True)
             self._finish(task, stream)
 
-    def exchange(self, task: Task, work: Callable[[], None], meet: Callable[[], None]) -> None:
+    def read_buffer(self, task: Task, memory: torch.Tensor) -> Any:
+        return memory
+
+    def exchange(self, task: Task, work: Callable[[], None]) -> None:
         stream = self._streams.get(task.op)
         if stream is None:  # parameters in host memory, on their way to other nodes
             work()
@@ -356,17 +308,15 @@ def memory_limits(
 
 
 def open_device(name: str | torch.device) -> Device:
-    """Open the device called ``"auto"`` (the first GPU, else the CPU), ``"cpu"``, ``"cuda:0"`` or ``"emulated:..."``.
+    """Open the device called ``"auto"`` (the first GPU, else the CPU), ``"cpu"`` or ``"cuda:0"``.
 
     Raises:
         UserError: there is no such device.
     """
-    if is_emulated(name):
-        return EmulatedDevice(EmulatedSpec.parse(str(name)))
     try:
         device = torch.device(torch_name(pick_gpu("auto")) if name == "auto" else name)
     except RuntimeError:
-        raise UserError(f"{name!r} is not a device. It is auto, cpu, cuda:0 or {PREFIX}...") from None
+        raise UserError(f"{name!r} is not a device. It is auto, cpu or cuda:0.") from None
     if device.type == "cpu":
         return CpuDevice()
     if device.type != "cuda" or not torch.cuda.is_available():

@@ -78,7 +78,6 @@ def test_the_table_is_aligned() -> None:
         (("--profile", "--trace", "x.json"), "cannot be combined with --trace"),
         (("--profile", "--ssd", "nowhere"), "no directory nowhere"),
         (("--profile", "--model", "gpt3-1.4b"), "gpt3-1.3b"),
-        (("--profile", "--gpu", "emulated:tflops=1"), "lacks memory, link"),
         (("--profile", "--gpu", "cpu", "--host-memory", "1MiB", "--model", "llama-10m"), "--host-memory of at least"),
         (("--demo", "--trace", "x.json"), "--demo brings everything with it"),
         (("--model", "llama-10m", "--gpu", "cpu", "--trace", "."), "--trace . is a directory"),

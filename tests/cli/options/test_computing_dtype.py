@@ -40,7 +40,6 @@ def test_a_run_says_what_it_computes_in_and_goes_on_in_that(
 def test_what_is_asked_for_is_not_decided(fastest: list[str]) -> None:
     assert with_dtype(Settings(model="m", gpu="cpu")).dtype == "fp32"
     assert with_dtype(Settings(model="m", gpu="cpu", dtype="bf16")).dtype == "bf16"
-    assert with_dtype(Settings(model="m", gpu="emulated:tflops=1,memory=1GiB,link=1GB/s")).dtype == "bf16"
 
 
 def test_a_file_leaves_it_open_and_a_plan_for_other_hardware_takes_bf16(

@@ -190,7 +190,6 @@ def test_tensorboard_itself(finetune: Finetune, tmp_path: Path) -> None:
     (["--log-to", "tensorbord"], "'tensorbord' is not one of 'tensorboard'"),
     (["--eval-every", "5"], "there is no data for them: add --eval-data"),
     (["--eval-data", "nothing.jsonl"], "There is no data file 'nothing.jsonl'"),
-    (["--eval-data", ".", "--gpu", "emulated:tflops=1,memory=1GiB,link=1GB/s", "--no-save"], "no loss on --eval-data"),
 ])  # fmt: skip
 def test_mistakes(finetune: Finetune, monkeypatch: pytest.MonkeyPatch, words: list[str], message: str) -> None:
     find = importlib.util.find_spec

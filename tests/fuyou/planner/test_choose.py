@@ -6,11 +6,11 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
+from emulated.device import emulated_device
 from transformers import LlamaConfig
 
 from fuyou.planner import PlannerContext, choose_settings, describe_training, profile_or_measure
 from fuyou.planner.profiling import Profile, ProfiledWorkload, save
-from fuyou.runtime.devices.device import open_device
 from fuyou.schedule.memory_planner import MemoryPlanner
 from tests.helpers.profiles import PROFILE
 
@@ -30,7 +30,7 @@ def test_it_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         return replace(PROFILE, measured_at=time.time())
 
     monkeypatch.setattr(import_module("fuyou.planner.choose_settings"), "measure", measure)
-    job, device = describe_training(CONFIG, 8, 64), open_device("emulated:tflops=0.01,memory=256MiB,link=1GB/s")
+    job, device = describe_training(CONFIG, 8, 64), emulated_device("emulated:tflops=0.01,memory=256MiB,link=1GB/s")
     first = PlannerContext(job, device, LIMITS, [tmp_path])
     assert first.profile is None
     again = PlannerContext(job, device, LIMITS, [tmp_path])
@@ -40,7 +40,7 @@ def test_it_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_the_profile_at_hand_decides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path / "cache"))
-    device = open_device("emulated:tflops=0.01,memory=256MiB,link=1GB/s")
+    device = emulated_device("emulated:tflops=0.01,memory=256MiB,link=1GB/s")
     job = describe_training(CONFIG, 8, 64)
     assert choose_settings(PlannerContext(job, device, LIMITS, [tmp_path])) is None
     plan = MemoryPlanner(job.shape, CONFIG, LIMITS[1], LIMITS[0], False).plan(8, 64, None)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from emulated.device import emulated_device
 
 from common.errors import UserError
 from fuyou import Engine
@@ -146,10 +147,10 @@ def test_only_the_newest_step_is_kept(tmp_path: Path) -> None:
 
 
 def test_a_real_step_on_an_emulated_accelerator(tmp_path: Path) -> None:
-    device = "emulated:tflops=0.002,memory=1GiB,link=1GB/s"
+    device = emulated_device("emulated:tflops=0.002,memory=1GiB,link=1GB/s")
     config = tiny_configs()["llama"]
     tokens = torch.randint(0, config.vocab_size, (4, 16))
-    with Engine(config, ssd=[tmp_path], device=device, micro_batch=2, batch_shape=(4, 16)) as engine:
+    with Engine(config, ssd=[tmp_path], device=device, dtype="bf16", micro_batch=2, batch_shape=(4, 16)) as engine:
         with pytest.raises(UserError, match="No step was taken"):
             engine.write_trace(tmp_path / "none.json")
         engine.keep_trace()

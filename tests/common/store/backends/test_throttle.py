@@ -7,11 +7,11 @@ import time
 from concurrent.futures import wait
 
 import pytest
+from emulated import throttle as pacing
+from emulated.throttle import DriveClock, IoThrottle, clock_file
 
 from common.errors import UserError
-from common.store import IoThrottle, Layout, Store, remove
-from common.store.backends import throttle as pacing
-from common.store.backends.throttle import CLOCK_FILE, DriveClock
+from common.store import Layout, Store
 from tests.common.store.conftest import memory, noise
 
 MIB = 1 << 20
@@ -57,7 +57,7 @@ def test_pace_is_a_value():
 
 @pytest.mark.parametrize("threads", [1, 2, 4, 7])
 def test_a_drive_is_never_faster_than_its_pace_and_hardly_slower(tmp_path, threads):
-    clock = DriveClock(tmp_path)
+    clock = DriveClock(tmp_path / "clock")
 
     def work():
         workers = [threading.Thread(target=use, args=(clock, 0.0021, 250 // threads)) for _ in range(threads)]
@@ -71,7 +71,7 @@ def test_a_drive_is_never_faster_than_its_pace_and_hardly_slower(tmp_path, threa
 
 
 def test_idle_time_is_lost_and_a_stale_clock_is_reset(tmp_path, monkeypatch):
-    clock = DriveClock(tmp_path)
+    clock = DriveClock(tmp_path / "clock")
     use(clock, 0.01, 1)
     time.sleep(0.1)
     begin = time.monotonic()
@@ -86,16 +86,16 @@ def test_idle_time_is_lost_and_a_stale_clock_is_reset(tmp_path, monkeypatch):
 
 
 def test_failed_work_raises_at_once(tmp_path):
-    clock = DriveClock(tmp_path)
+    clock = DriveClock(tmp_path / "clock")
     with pytest.raises(ZeroDivisionError):
         clock.during(20, lambda: 1 / 0)
     clock.close()
 
 
 def test_the_clock_is_removed_by_its_maker_only(tmp_path):
-    first, second = DriveClock(tmp_path), DriveClock(tmp_path)
+    first, second = DriveClock(tmp_path / "clock"), DriveClock(tmp_path / "clock")
     second.close()
-    assert (tmp_path / CLOCK_FILE).exists()
+    assert (tmp_path / "clock").exists()
     first.close()
     assert not list(tmp_path.iterdir())
 
@@ -167,8 +167,8 @@ def test_two_processes_share_a_drive(make_directories):
         child.join()
         assert child.exitcode == 0
         assert shared(*taken[-1], nbytes), taken
-        assert (paths[0] / CLOCK_FILE).exists()
-    assert not (paths[0] / CLOCK_FILE).exists()
+        assert clock_file(paths[0]).exists()
+    assert not clock_file(paths[0]).exists()
 
 
 def shared(mine, theirs, nbytes):
@@ -177,23 +177,13 @@ def shared(mine, theirs, nbytes):
     return expected - LATE <= max(mine, theirs) <= expected * 1.05 + LATE and mine > nbytes / 200e6 * 1.4
 
 
-def test_a_second_store_can_share_the_drives_of_the_first(make_directories, tmp_path):
+def test_scratch_files_share_the_drives_of_their_store(make_directories):
     paths, nbytes = make_directories(1), 20 * MIB
-    (tmp_path / "scratch").mkdir()
+    (paths[0] / "scratch").mkdir()
     store, (one, _) = make(paths, nbytes, throttle=PACE)
-    scratch, (there, _) = make([tmp_path / "scratch"], nbytes, throttle=PACE, clocks=store.directories)
+    scratch, (there, _) = make([paths[0] / "scratch"], nbytes, throttle=PACE)
     with store, scratch:
         takes(
             lambda: wait([store.read(one, memory(nbytes)), scratch.write(there, memory(nbytes))]),
             nbytes / 200e6 + nbytes / 100e6,
         )
-
-
-def test_a_clock_left_by_a_crash_goes_with_the_store(make_directories):
-    paths = make_directories(1)
-    make(paths, 1)[0].close()
-    (paths[0] / CLOCK_FILE).write_bytes(b"\x00" * 8)
-    with Store.open(paths, io="posix", throttle=PACE) as store:
-        store.read_now(store.layout.extents("weights.0")[0], memory(1))
-    remove(paths)
-    assert not list(paths[0].iterdir())

@@ -13,7 +13,6 @@ from common.files.result_cache import cache_directory
 from fuyou.layout.record import Precision
 from fuyou.planner.profiling import Profile, ProfiledWorkload, load, save
 from fuyou.runtime.devices.device import CpuDevice
-from fuyou.runtime.devices.emulated import EmulatedDevice, EmulatedSpec
 from tests.helpers.profiles import PROFILE
 from tests.helpers.twin import tiny_configs
 
@@ -63,7 +62,9 @@ def test_other_work_has_another(workload: ProfiledWorkload, change: dict[str, An
 
 
 def test_another_device_has_another(workload: ProfiledWorkload) -> None:
-    assert load(workload, EmulatedDevice(EmulatedSpec(1e12, 1 << 30, 1e9))) is None
+    other = CpuDevice()
+    other.name = "another processor"
+    assert load(workload, other) is None
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"format": 1}', '{"format": 99, "key": {}, "profile": {}}', "\0"])

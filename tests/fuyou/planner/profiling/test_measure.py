@@ -6,13 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from emulated.device import emulated_device
+from emulated.throttle import IoThrottle
 from torch import nn
 from transformers import CONFIG_MAPPING
 
 from common.errors import UserError
 from common.models.meta_model import build_meta_model
 from common.models.miniature import miniature
-from common.store.backends.throttle import IoThrottle
 from fuyou.layout.record import Precision
 from fuyou.model.model_records import model_records
 from fuyou.model.recompute.policy import trace_block
@@ -23,7 +24,7 @@ from fuyou.planner.profiling.blocks import BlockBench, OperatorTimer, _extrapola
 from fuyou.planner.profiling.contention import pieces_per_second
 from fuyou.planner.profiling.drives import open_scratch
 from fuyou.planner.profiling.optimizer import OptimizerBench, scratch_records
-from fuyou.runtime.devices.device import CpuDevice, open_device
+from fuyou.runtime.devices.device import CpuDevice
 from tests.helpers.twin import tiny_configs
 
 BF16 = Precision(torch.bfloat16, torch.float32)
@@ -38,7 +39,7 @@ def test_an_emulated_device_and_paced_drives_measure_what_they_were_told(tmp_pat
     drives = [tmp_path / name for name in ("nvme0", "nvme1")]
     for drive in drives:
         drive.mkdir()
-    device = open_device("emulated:tflops=2,memory=1GiB,link=3GB/s,ssd_read=400MB/s,ssd_write=200MB/s")
+    device = emulated_device("emulated:tflops=2,memory=1GiB,link=3GB/s,ssd_read=400MB/s,ssd_write=200MB/s")
     profile = measure(workload("llama", *drives), device)
     assert profile.read_bytes_per_second == pytest.approx(800e6, rel=0.15)
     assert profile.write_bytes_per_second == pytest.approx(400e6, rel=0.15)

@@ -3,11 +3,15 @@
 There is seldom a GPU at hand, and a CPU that plays the device takes the cores that Adam and I/O need. With
 ``emulated:tflops=165,memory=24GiB,link=25GB/s`` block computation is a timed wait and copies are paced, while
 scheduling, buffers, SSDs and the optimizer process are what they always are. It measures overlap and nothing else: no
-loss, no gradient and no weight of such a run means anything, and none is ever exported.
+loss, no gradient and no weight of such a run means anything.
 
 Like a GPU it is asynchronous: work is queued on streams in no time, waits for events, and the host goes on.
+
+Give engines ``device=emulated_device("emulated:tflops=165,memory=24GiB,link=25GB/s")`` and a ``dtype``.
 """
 
+import functools
+import importlib
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
@@ -17,13 +21,26 @@ from typing import Any
 import torch
 
 from common.errors import UserError
-from common.store import IoThrottle
-from common.units import format_bytes, parse_bytes
+from common.store import Throttle
+from common.units import parse_bytes
+from emulated.throttle import IoThrottle
+from fuyou.config import EngineConfig
+from fuyou.engine import opening
+from fuyou.engine.steps import Steps
+from fuyou.layout.model_layout import ModelLayout
 from fuyou.layout.visits import BEFORE_HEAD_PHASES, Phase
 from fuyou.model.loss.router_loss import RouterPass
+from fuyou.planner.profiling.profile import PartTimes
+from fuyou.runtime.compute.step_computation import StepComputation
+from fuyou.runtime.data_plane.buffers import Buffers
+from fuyou.runtime.data_plane.data_plane import DataPlane
+from fuyou.runtime.data_plane.rank_handlers import RankHandlers
+from fuyou.runtime.devices.device import Device
 from fuyou.runtime.executor import Executor
+from fuyou.runtime.ranks.collectives import gather
 from fuyou.schedule.tasks import ComputeTask, Op, Resource, StepList, Task
 
+measure = importlib.import_module("fuyou.planner.profiling.measure")  # the package has a function of that name
 PREFIX = "emulated:"
 _USAGE = (
     "Write it as emulated:tflops=165,memory=24GiB,link=25GB/s, and to slow the drives down as well, "
@@ -78,9 +95,9 @@ class EmulatedSpec:
         return spec
 
 
-def is_emulated(device: object) -> bool:
-    """Return whether ``device`` names an accelerator that is only timed."""
-    return isinstance(device, str) and device.startswith(PREFIX)
+def emulated_device(text: str) -> "EmulatedDevice":
+    """Return the accelerator that ``text`` describes, see :meth:`EmulatedSpec.parse`."""
+    return EmulatedDevice(EmulatedSpec.parse(text))
 
 
 def _number(name: str, value: str, text: str) -> float:
@@ -111,19 +128,15 @@ class EmulatedDevice:
     torch_device = torch.device("cpu")
     shares_host_memory = False
     page_locks = False
-    computes = False
     in_one_order: frozenset[Op] = frozenset()
-    flops_per_second: float | None
-    exchange_rates: tuple[float, float] | None
 
     def __init__(self, spec: EmulatedSpec):
-        self.spec, self.throttle, self.flops_per_second = spec, spec.throttle, spec.flops_per_second
-        intra_node, inter_node = spec.intra_node_bytes_per_second, spec.inter_node_bytes_per_second
-        self.exchange_rates = intra_node or float("inf"), inter_node or float("inf")
-        self.name = (
-            f"emulated accelerator ({spec.flops_per_second / 1e12:g} TFLOP/s, {format_bytes(spec.memory_bytes)}, link "
-            f"{spec.link_bytes_per_second / 1e9:g} GB/s)"
-        )
+        install()
+        self.spec = spec
+        self.throttle: Throttle | None = spec.throttle
+        self.name = f"emulated accelerator ({spec})"
+        self.plane: DataPlane | None = None
+        """What moves the bytes of the newest run."""
         self._free_at: dict[Resource, float] = {}  # one compute stream, one copy engine per direction
         self._waits: dict[Task, float] = {}
 
@@ -137,30 +150,14 @@ class EmulatedDevice:
     def read_buffer(self, task: Task, memory: torch.Tensor) -> Any:
         raise AssertionError("the engine refuses to read into memory that is no GPU's")
 
-    def exchange(self, task: Task, work: Callable[[], None], meet: Callable[[], None]) -> None:
-        """Meet the other ranks, then take the time that the bytes would take; buffers here have none."""
-        meet()
+    def exchange(self, task: Task, work: Callable[[], None]) -> None:
+        """Meet the other ranks (:func:`install` makes ``work`` do that), then take the time that the bytes would."""
+        work()
         intra_node = task.op.resource is Resource.INTRA_NODE
         rate = self.spec.intra_node_bytes_per_second if intra_node else self.spec.inter_node_bytes_per_second
-        assert rate is not None
+        if rate is None:
+            raise UserError(f"{self.name} among several ranks needs rates: add inside=10GB/s,across=1GB/s.")
         self._queue(task, task.nbytes / rate)
-
-    def check_ranks(self, ranks_per_node: int, nodes: int) -> None:
-        """See whether there is a rate for each level of ranks.
-
-        Raises:
-            UserError: there is none.
-        """
-        for level, ranks, rate in (
-            ("inside", ranks_per_node, self.spec.intra_node_bytes_per_second),
-            ("across", nodes, self.spec.inter_node_bytes_per_second),
-        ):
-            if ranks > 1 and rate is None:
-                raise UserError(f"An emulated accelerator among several ranks needs a rate: add {level}=10GB/s.")
-
-    def stand_in(self, executor: Executor, tasks: StepList, tokens: int, start_time: float) -> "TimedComputation":
-        """Return a computation that only takes its time."""
-        return TimedComputation(self, executor, tasks, tokens, start_time)
 
     def begin_compute(self, task: Task) -> None:
         """Queue the time that ``task`` would compute for."""
@@ -208,7 +205,7 @@ class EmulatedDevice:
 
 
 class TimedComputation:
-    """Stands in for ``StepComputation`` (fuyou/runtime/compute): launches compute tasks, which compute nothing.
+    """Replaces ``StepComputation`` (fuyou/runtime/compute): launches compute tasks, which compute nothing.
 
     Args:
         device: whose clock they take.
@@ -267,3 +264,76 @@ def sleep_until(moment: float) -> None:
     remaining = moment - time.monotonic()
     if remaining > 0:
         time.sleep(remaining)
+
+
+@functools.cache
+def install() -> None:
+    """Let engines and profiles in this process time emulated devices instead of computing on them."""
+    computation, norm, parts = Steps._computation, Steps._computed_norm, measure._parts
+    prove, run = opening.prove_once, RankHandlers._run
+
+    def timed_computation(
+        steps: Steps, tasks: StepList, batch: dict[str, Any], labels: int, start_time: float, *passing: Any
+    ) -> StepComputation | TimedComputation:
+        device, plane = steps._run.device, steps._run.runtime.plane
+        if not isinstance(device, EmulatedDevice):
+            return computation(steps, tasks, batch, labels, start_time, *passing)
+        if device.plane is not plane:
+            device.plane = plane
+            _zero_gradients(plane.buffers)
+        return TimedComputation(device, plane.executor, tasks, batch["input_ids"].numel(), start_time)
+
+    def timed_norm(steps: Steps, current: Any) -> float:
+        return current.gradient_norm() if isinstance(current, TimedComputation) else norm(steps, current)
+
+    def timed_parts(stack: Any, shape: ModelLayout, device: Device, workload: Any) -> tuple[PartTimes, Any]:
+        if isinstance(device, EmulatedDevice):
+            return _parts_of(shape, device.spec.flops_per_second, workload.tokens), None
+        return parts(stack, shape, device, workload)
+
+    def prove_unless_timed(config: EngineConfig, *arguments: Any, **options: Any) -> None:
+        if not isinstance(config.device, EmulatedDevice):
+            prove(config, *arguments, **options)
+
+    def meet(handlers: RankHandlers, task: Task, group: Any, work: Callable[[Any], None]) -> None:
+        if isinstance(handlers._buffers.device, EmulatedDevice):  # whose buffers have no bytes
+            run(handlers, task, group, lambda group: gather(torch.empty(group.size(), 1), group))
+        else:
+            run(handlers, task, group, work)
+
+    for owner, name, function in (
+        (Steps, "_computation", timed_computation),
+        (Steps, "_computed_norm", timed_norm),
+        (measure, "_parts", timed_parts),
+        (opening, "prove_once", prove_unless_timed),
+        (RankHandlers, "_run", meet),
+    ):
+        setattr(owner, name, function)
+
+
+def _zero_gradients(buffers: Buffers) -> None:
+    """Clear what the store's making left in host gradients, which nothing overwrites here: low bits of weights, read as
+    gradients, are full of denormal numbers, which make Adam five times slower."""
+    for region in buffers.shared.gradients.values():
+        buffers.host.bytes(region.start(0), region.nbytes)[:] = 0
+
+
+def _parts_of(shape: ModelLayout, flops_per_second: float, tokens: int) -> PartTimes:
+    """Return the times of a device that computes the FLOPs which tasks count."""
+    block = shape.active_parameters(shape.largest_block) * tokens / flops_per_second
+    head = shape.records[shape.head].parameter_count * tokens / flops_per_second
+    return PartTimes(
+        measured_tokens=tokens,
+        matmul_flops_per_second=flops_per_second,
+        embed_forward_seconds=0.0,
+        block_forward_seconds=2 * block,
+        block_backward_seconds=6 * block,
+        kept_forward_seconds=0.0,
+        kept_backward_seconds=0.0,
+        kept_bytes=0,
+        block_finish_seconds=0.0,
+        head_seconds=6 * head,
+        head_forward_seconds=2 * head,
+        embed_backward_seconds=0.0,
+        operators=(),
+    )

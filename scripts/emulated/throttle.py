@@ -8,10 +8,12 @@ Times are absolute: a sleep that ends late delays its caller, but not the drive.
 
 import contextlib
 import fcntl
+import hashlib
 import math
 import mmap
 import os
 import struct
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -20,9 +22,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from common.errors import UserError
-
-CLOCK_FILE = "drive-clock.tmp"
-"""Name of the clock's file. No file of a store can have it: theirs do not end in ``.tmp``."""
+from common.store.migration import SCRATCH
 
 _NANOSECONDS = struct.Struct("=q")
 _STALE = 60 * 10**9
@@ -50,6 +50,16 @@ class IoThrottle:
         """Return how long the drive is busy with ``nbytes`` bytes."""
         return nbytes / (self.read_bytes_per_second if direction == "read" else self.write_bytes_per_second)
 
+    def clock(self, directory: Path) -> "PacedClock":
+        """Return the clock of the drive of ``directory``, a store's; its scratch files are on the same drive."""
+        return PacedClock(self, DriveClock(clock_file(directory)))
+
+
+def clock_file(directory: Path) -> Path:
+    """Return the file of the clock of the drive that a store's directory stands for."""
+    drive = directory.parent if directory.name == SCRATCH else directory
+    return Path(tempfile.gettempdir()) / f"drive-clock-{hashlib.sha256(str(drive.resolve()).encode()).hexdigest()[:16]}"
+
 
 class DriveClock:
     """The clock of a drive: eight bytes of a file that every process maps, in nanoseconds of ``time.monotonic_ns``.
@@ -57,13 +67,13 @@ class DriveClock:
     Any number of threads and processes may use it, each process (or store) with an object of its own.
     """
 
-    def __init__(self, directory: Path) -> None:
-        """Join the clock in ``directory``, or make it there.
+    def __init__(self, path: Path) -> None:
+        """Join the clock in the file ``path``, or make it.
 
         Raises:
             OSError: the file cannot be made.
         """
-        self._path = directory / CLOCK_FILE
+        self._path = path
         try:
             self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             self._made_here = True
@@ -107,3 +117,20 @@ class DriveClock:
                 self._path.unlink(missing_ok=True)
         self._time.close()
         os.close(self._descriptor)
+
+
+class PacedClock:
+    """A drive's clock and its rates, as a store wants them."""
+
+    def __init__(self, throttle: IoThrottle, clock: DriveClock) -> None:
+        self._throttle, self._clock = throttle, clock
+
+    def during(
+        self, direction: Literal["read", "write"], nbytes: int, work: Callable[..., None], *arguments: Any
+    ) -> None:
+        """Reserve the time that the drive needs, run ``work(*arguments)``, and return when both have ended."""
+        self._clock.during(self._throttle.seconds(direction, nbytes), work, *arguments)
+
+    def close(self) -> None:
+        """Leave the clock."""
+        self._clock.close()
