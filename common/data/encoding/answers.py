@@ -52,7 +52,9 @@ class AnswerFinder:
         with contextlib.suppress(Exception):  # no template has to render what is no whole conversation
             asked = self._render(history, options, ask=True)
             start = common_prefix(asked, ids)
-            if history and start >= common_prefix(self._render(history, options), asked):
+            if history and start == len(asked):
+                return start
+            if history and start >= common_prefix(self._render(history, options), asked):  # differs in the header alone
                 return start
         # What comes before is rendered differently now. Vary the answer, then the rest, and see where ids change.
         first = common_prefix(ids, self._render([*history, varied(answer, _OTHER)], options))
