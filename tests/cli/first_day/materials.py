@@ -73,5 +73,5 @@ def _make_data(folder: Path) -> None:
     tools = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
     (folder / "tools.jsonl").write_text(_lines([{"messages": messages, "tools": tools}] * 3))
     (folder / "broken.jsonl").write_text('{"text": "whole"}\n{"text": \n')
-    wrong = [{"role": "user", "content": "Hi"}, {"role": "gpt", "content": "Hello"}]
+    wrong = [{"role": "user", "content": "Hi"}, {"role": "critic", "content": "Hello"}]
     (folder / "role.jsonl").write_text(_lines([{"messages": wrong}]))
