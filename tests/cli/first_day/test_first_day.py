@@ -132,7 +132,7 @@ MISTAKES = [
     is_refused("a model that is not there", "--model llama-7x", "llama-7x", "Did you mean"),
     is_refused("a data file that is not there", f"{SMALL} --data data/text.jsonl", "no data file", "Did you mean"),
     is_refused("a broken line", f"{SMALL} --data data/broken.jsonl --steps 2", "broken.jsonl, line 2 is not JSON"),
-    is_refused("a role no template knows", f"{SMALL} --data data/role.jsonl --steps 2", "has the role 'critic', none of"),
+    is_refused("a role no template knows", f"{SMALL} --data data/role.jsonl --steps 2", "has the role 'critic'"),
     is_refused("no steps", f"{SMALL} --steps 0", "must be at least 1, not 0"),
     is_refused("a longer warm-up than the run", f"{BROKEN} --steps 5 --warmup 200", "--warmup 200"),
     is_refused("too little memory", f"{BROKEN} --steps 5 --host-memory 1MiB", "--host-memory of"),
