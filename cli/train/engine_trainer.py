@@ -1,9 +1,6 @@
 """The engine as the training loop drives it, and how a job opens one."""
 
 import contextlib
-import threading
-import time
-from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
@@ -30,8 +27,6 @@ PROFILED_PARAMETERS, PROFILED_STEPS = 100_000_000, 20
 """Parameters and steps from which on a run is worth measuring the machine for."""
 PROFILED_HOST_BYTES = 4 << 30
 """Host memory from which on the measurement itself is sure to fit."""
-_LOOK_EVERY_S = 2.0
-"""Seconds between two readings of figures that are slow to read."""
 
 
 class EngineTrainer(Trainer):
@@ -68,8 +63,6 @@ class EngineTrainer(Trainer):
         self._io_start = self._io_end = engine.io_bytes()
         self._planned_start = engine.planned_io_bytes()
         self._evaluation_io = IoCounts()
-        self._host_bytes = _SlowFigure(engine.host_memory_in_use)
-        self._store_bytes = _SlowFigure(lambda: _disk_usage(job))
 
     def prepare(self) -> None:
         """Compute what training needs before its first step, if that is not there."""
@@ -135,8 +128,8 @@ class EngineTrainer(Trainer):
         return IoCounts(*self._engine.io_bytes(), *self._engine.planned_io_bytes())
 
     def memory(self) -> MemoryUse:
-        """Return memory and drive space in use; what is slow to read is some seconds old."""
-        return MemoryUse(self._engine.device_peak_bytes, self._host_bytes(), self._store_bytes())
+        engine = self._engine
+        return MemoryUse(engine.device_peak_bytes, engine.host_memory_in_use(), _disk_usage(self._job))
 
     def totals(self) -> RunTotals:
         engine = self._engine
@@ -200,29 +193,3 @@ def _disk_usage(job: Job) -> int:
     """Return the bytes that the store takes on all drives."""
     folders = (path / job.run_name for path in job.ssd)
     return sum(file.stat().st_blocks * 512 for folder in folders for file in folder.iterdir() if file.is_file())
-
-
-class _SlowFigure:
-    """A slow figure is read every other second, and, after the first time, by a thread beside the one that asks: that
-    one launches a GPU's kernels, and the kernel takes seconds to count hundreds of GiB of pages."""
-
-    def __init__(self, read: Callable[[], int]) -> None:
-        self._read = read
-        self._next = 0.0
-        self._value: int | None = None
-        self._reading: threading.Thread | None = None
-
-    def __call__(self) -> int:
-        if self._value is None:
-            self._look()
-        elif time.monotonic() >= self._next and not (self._reading and self._reading.is_alive()):
-            self._reading = threading.Thread(target=self._look, name="slow-figure", daemon=True)
-            self._reading.start()
-        assert self._value is not None
-        return self._value
-
-    def _look(self) -> None:
-        with contextlib.suppress(FileNotFoundError):  # the run ends, and its files or processes go
-            self._value = self._read()
-        self._value = self._value or 0
-        self._next = time.monotonic() + _LOOK_EVERY_S

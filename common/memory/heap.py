@@ -1,10 +1,8 @@
 """Return freed memory that malloc keeps to the system, before it counts against a budget."""
 
 import ctypes
-import mmap
-from pathlib import Path
 
-_STATM = Path("/proc/self/statm")
+import psutil
 
 
 def return_free_memory() -> None:
@@ -26,7 +24,7 @@ class Heap:
     """
 
     def __init__(self, slack: int) -> None:
-        self._slack = slack
+        self._slack, self._process = slack, psutil.Process()
         self._least = self._resident()
 
     def trim(self) -> None:
@@ -36,8 +34,4 @@ class Heap:
             self._least = self._resident()
 
     def _resident(self) -> int:
-        """Return the resident bytes of this process; 0 where the kernel does not tell."""
-        try:
-            return int(_STATM.read_text().split()[1]) * mmap.PAGESIZE
-        except OSError:
-            return 0
+        return int(self._process.memory_info().rss)

@@ -4,7 +4,6 @@ import math
 import os
 from pathlib import Path
 
-from common.memory.meter import proportional_set_bytes
 from common.models.flops import hardware_flops_per_token, model_flops_per_token
 from fuyou.engine.opening import OpenRun
 from fuyou.engine.steps import Steps
@@ -53,12 +52,13 @@ class EngineFigures:
         return self._run.runtime.io.planned
 
     def host_memory_in_use(self) -> int:
-        """Return the proportional set size of the engine's processes, in bytes, beyond :attr:`host_baseline_bytes`."""
-        return max(0, proportional_set_bytes(self._run.pids()) - self.host_baseline_bytes)
+        """Return the proportional set size of the engine's processes in the newest sample, in bytes beyond
+        :attr:`host_baseline_bytes`."""
+        return max(0, self._run.meter.current_bytes - self.host_baseline_bytes)
 
     @property
     def host_peak_bytes(self) -> int:
-        """Most host memory that the engine's processes ever held together, bytes of proportional set size."""
+        """Most host memory that the engine's processes held together in any sample, bytes of proportional set size."""
         return self._run.meter.peak_bytes
 
     @property

@@ -15,8 +15,8 @@ from types import TracebackType
 from typing import Any
 
 import psutil
+from memory_meter import PeakMeter
 
-from common.memory.meter import PeakMeter
 from common.units import format_bytes
 from peers.contender import MARK, Task
 
