@@ -12,12 +12,9 @@ from typing import Protocol
 class Activity:
     """Something that takes long."""
 
-    what: str
-    """What it is, as people read it: ``reading the data``."""
-    announced: bool = False
-    """Whether it is said before it begins: it may well keep every other thread from saying so."""
-    since: float = field(default_factory=time.monotonic)
-    """When it began (``time.monotonic``)."""
+    what: str  # What it is, as people read it: `reading the data`
+    announced: bool = False  # Whether it is said before it begins: it may well keep every other thread from saying so
+    since: float = field(default_factory=time.monotonic)  # When it began (`time.monotonic`)
 
 
 class Watcher(Protocol):

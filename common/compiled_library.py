@@ -13,8 +13,8 @@ from pathlib import Path
 
 from common.files.result_cache import cache_directory
 
+# `-ffp-contract=off`: sums and products are rounded where PyTorch's are.
 _FLAGS = ("-std=c++17", "-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-shared", "-fPIC")
-"""``-ffp-contract=off``: sums and products are rounded where PyTorch's are."""
 _COMPILE_SECONDS = 120.0
 
 

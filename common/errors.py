@@ -4,6 +4,7 @@ import difflib
 import re
 from collections.abc import Iterable
 
+# Keywords of the Python API that are not simply an option's name with underscores.
 _KEYWORDS = {
     "gpu": "device",
     **{name: f"{name.replace('-', '_')}=True" for name in ("resume", "overwrite", "single-slot", "merge")},
@@ -14,7 +15,6 @@ _KEYWORDS = {
     **{f"lora-{name}": name for name in ("rank", "alpha", "dropout", "targets")},
     "verify": "finetune --verify",
 }
-"""Keywords of the Python API that are not simply an option's name with underscores."""
 _FLAG = re.compile(r"(?<![\w-])(?<!finetune )--([a-z][a-z0-9]*(?:-[a-z0-9]+)*)")
 
 
@@ -26,8 +26,7 @@ class FinetuneError(Exception):
     """
 
     exit_status = 1
-    names_flags = False
-    """Whether this process is the command's, which sets this on the class itself."""
+    names_flags = False  # Whether this process is the command's, which sets this on the class itself
 
     @property
     def as_written(self) -> str:

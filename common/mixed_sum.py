@@ -2,8 +2,7 @@
 
 import torch
 
-_ELEMENTS = 1 << 18
-"""Elements that are converted at once: 1 MiB in fp32, which stays in the cache."""
+_ELEMENTS = 1 << 18  # Elements that are converted at once: 1 MiB in fp32, which stays in the cache
 
 
 def add_to_wider(total: torch.Tensor, values: torch.Tensor) -> None:

@@ -68,11 +68,6 @@ def run_check(settings: Settings) -> None:
 
 
 def _proof(settings: Settings) -> str:
-    """Prove on a small model of the same family that it trains out of core as in memory.
-
-    Raises:
-        UserError: it does not train alike.
-    """
     from fuyou import prove
 
     assert settings.model is not None

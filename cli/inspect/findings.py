@@ -13,23 +13,16 @@ from common.units import format_bytes, format_count
 class MachineFound:
     """Processors and memory, as they were found."""
 
-    processors: int
-    """Processors that this process may use."""
+    processors: int  # Processors that this process may use
     all_processors: int
-    memory_bytes: int
-    """Memory of the whole machine."""
-    limit_bytes: int
-    """Memory that control groups allow, at most all."""
+    memory_bytes: int  # Memory of the whole machine
+    limit_bytes: int  # Memory that control groups allow, at most all
     available_bytes: int
-    huge_pages: bool
-    """Whether memory gets huge pages on request."""
+    huge_pages: bool  # Whether memory gets huge pages on request
     numa_nodes: int
-    governor: str | None
-    """Governor of the processors' clock."""
-    has_p2p_storage: bool
-    """Whether the kernel module of GPUDirect Storage is loaded."""
-    torch_cuda: tuple[int, int] | None
-    """CUDA version that PyTorch was built for."""
+    governor: str | None  # Governor of the processors' clock
+    has_p2p_storage: bool  # Whether the kernel module of GPUDirect Storage is loaded
+    torch_cuda: tuple[int, int] | None  # CUDA version that PyTorch was built for
 
 
 @dataclass(frozen=True)
@@ -37,15 +30,11 @@ class GpuFound:
     """A GPU, as it was found."""
 
     gpu: Gpu
-    used_bytes: int
-    """Bytes of its memory in use by anybody."""
+    used_bytes: int  # Bytes of its memory in use by anybody
     link_generation: int
-    link_width: int
-    """PCI Express lanes in use; 0: unknown."""
-    full_link_width: int
-    """Lanes that device and slot could have."""
-    driver_cuda: tuple[int, int]
-    """Newest CUDA version that the driver can serve."""
+    link_width: int  # PCI Express lanes in use; 0: unknown
+    full_link_width: int  # Lanes that device and slot could have
+    driver_cuda: tuple[int, int]  # Newest CUDA version that the driver can serve
 
 
 @dataclass(frozen=True)
@@ -53,16 +42,12 @@ class DriveFound:
     """A directory for a store, with what was measured through it."""
 
     drive: Drive
-    file_system_id: int
-    """Number of the file system."""
+    file_system_id: int  # Number of the file system
     total_bytes: int
     free_bytes: int
-    direct: bool
-    """Whether direct I/O works."""
-    read: float
-    """Bytes read per second."""
-    write: float
-    """Bytes written per second, on an empty fast cache."""
+    direct: bool  # Whether direct I/O works
+    read: float  # Bytes read per second
+    write: float  # Bytes written per second, on an empty fast cache
     commit_seconds: float
 
 
@@ -71,10 +56,8 @@ class Finding:
     """A potential problem."""
 
     what: str
-    mend: str = ""
-    """What to do about it; a command where there is one."""
-    grave: bool = False
-    """Whether a run will fail, or be several times slower."""
+    mend: str = ""  # What to do about it; a command where there is one
+    grave: bool = False  # Whether a run will fail, or be several times slower
 
 
 def find_trouble(
@@ -211,7 +194,6 @@ def _of_drives(gpus: list[GpuFound], drives: list[DriveFound]) -> Iterator[Findi
 
 
 def _of_preset(found: DriveFound) -> Iterator[Finding]:
-    """Yield what is known of this kind of drive and shows only after a while."""
     preset = found.drive.preset
     if preset is None:
         return

@@ -17,8 +17,7 @@ from fuyou.schedule.tasks import Resource
 
 _OPERATORS = 8
 
-Row = tuple[str, str, str]
-"""Row of the table: what was measured, how much it was, and a remark."""
+Row = tuple[str, str, str]  # Row of the table: what was measured, how much it was, and a remark
 
 
 def run_profile(settings: Settings) -> None:

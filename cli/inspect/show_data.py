@@ -15,8 +15,8 @@ from common.activity import activity
 from common.data import Batches
 
 GREEN, FAINT, BOLD = 32, 2, 1
+# What stands around trained text where there are no colours.
 MARKS = ("\N{LEFT-POINTING DOUBLE ANGLE QUOTATION MARK}", "\N{RIGHT-POINTING DOUBLE ANGLE QUOTATION MARK}")
-"""What stands around trained text where there are no colours."""
 
 
 def show_data(settings: Settings) -> None:
@@ -69,7 +69,6 @@ def _rows(batches: Batches, wanted: int) -> Iterator[list[list[tuple[int, bool]]
 
 
 def _painted(document: list[tuple[int, bool]], tokenizer: PreTrainedTokenizerBase, paint: Paint) -> str:
-    """Return a document's text, trained tokens in green, or between marks without colours."""
     parts = []
     for is_trained, tokens in groupby(document, lambda pair: pair[1]):
         text = str(tokenizer.decode([token for token, _ in tokens]))

@@ -27,10 +27,8 @@ from common.files.result_cache import cache_directory
 from common.models.task_type import TaskType
 from fuyou.model.family import Family
 
-RANDOM_TOKENS = "random tokens"
-"""Digest of data that are made up."""
-_KEPT_S = 30 * 86400
-"""Seconds after its last use that a data set's tokens stay in the cache."""
+RANDOM_TOKENS = "random tokens"  # Digest of data that are made up
+_KEPT_S = 30 * 86400  # Seconds after its last use that a data set's tokens stay in the cache
 
 
 def tokenizer_of(settings: Settings, checkpoint: Path | None, option: str = "--data") -> PreTrainedTokenizerBase:
@@ -135,8 +133,7 @@ class DataSource:
     output: Path
     task_type: TaskType
     family: Family
-    config: PreTrainedConfig
-    """Of the model."""
+    config: PreTrainedConfig  # Of the model
 
     def batches(self, vocab_size: int) -> tuple[Batches, str]:
         """Return the batches of ``--data`` with their digest; random tokens where no data are given."""
@@ -208,7 +205,6 @@ class DataSource:
         return open_data(config, self.tokenizer, token_cache(files, self.output, settings.nodes is not None))
 
     def _item_kind(self) -> ItemKind | None:
-        """Return what items the objective learns from; None: rows of tokens."""
         traits = self.settings.traits
         match traits.items:
             case Items.PAIRS if traits.classifies:

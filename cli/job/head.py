@@ -12,12 +12,9 @@ from common.models.checkpoint.new_head import classifier_config, write_with_new_
 from common.models.task_type import TaskType, task_type_of
 from common.store.lock import DirectoryLock
 
-REWARD = ("reward",)
-"""Names of a reward model's classes: a single one, which is a number."""
-FOLDER = "base"
-"""Folder inside the output directory with the language model as a classifier, before training."""
-_CLASSES = 2
-"""Classes that are assumed where no data say it, for a plan: their number changes next to nothing."""
+REWARD = ("reward",)  # Names of a reward model's classes: a single one, which is a number
+FOLDER = "base"  # Folder inside the output directory with the language model as a classifier, before training
+_CLASSES = 2  # Classes that are assumed where no data say it, for a plan: their number changes next to nothing
 
 
 def check_head(settings: Settings, config: PreTrainedConfig) -> None:

@@ -15,12 +15,10 @@ from common.models.task_type import TaskType
 from common.units import format_bytes, format_count
 from fuyou.layout.record import Precision
 
+# Key in :attr:`Job.fixed_settings` that says whether records longer than a row are cut or left out.
 LONG_RECORDS = "long records"
-"""Key in :attr:`Job.fixed_settings` that says whether records longer than a row are cut or left out."""
-ADAPTERS = "adapters"
-"""Key in :attr:`Job.fixed_settings` that says which adapters are trained."""
-ADAPTER = "--adapter"
-"""Key in :attr:`Job.fixed_settings` that says which adapters training has begun with."""
+ADAPTERS = "adapters"  # Key in :attr:`Job.fixed_settings` that says which adapters are trained
+ADAPTER = "--adapter"  # Key in :attr:`Job.fixed_settings` that says which adapters training has begun with
 
 
 @dataclass(frozen=True)
@@ -28,8 +26,8 @@ class QuantisedStore:
     """A store on one node in which frozen weights are kept in fewer bits."""
 
     nbytes: int
+    # Weights that are in the compute dtype all the same: see :attr:`fuyou.layout.model_layout.ModelLayout.widened`.
     widened: int = 0
-    """Weights that are in the compute dtype all the same: see :attr:`fuyou.layout.model_layout.ModelLayout.widened`."""
 
 
 @dataclass(frozen=True)
@@ -37,36 +35,23 @@ class Job:
     """A job is a run that can begin: its settings, its model, its data and its places on the drives."""
 
     settings: Settings
-    architecture: str
-    """Name of the model's class."""
+    architecture: str  # Name of the model's class
     vocab_size: int
     parameters: int
-    checkpoint: Path | None
-    """Directory of the checkpoint; None for a preset, whose weights are random."""
-    gpu: Gpu | None
-    """GPU that computes; None: the CPU does."""
-    output: Path
-    """Output directory, which exists."""
-    ssd: tuple[Path, ...]
-    """Directories, one per drive, in which the store's own directories are made."""
-    run_name: str
-    """Name of the store's directory in each of ``ssd``."""
-    seq_len: int
-    """Tokens per sequence."""
+    checkpoint: Path | None  # Directory of the checkpoint; None for a preset, whose weights are random
+    gpu: Gpu | None  # GPU that computes; None: the CPU does
+    output: Path  # Output directory, which exists
+    ssd: tuple[Path, ...]  # Directories, one per drive, in which the store's own directories are made
+    run_name: str  # Name of the store's directory in each of `ssd`
+    seq_len: int  # Tokens per sequence
     batches: Batches
-    data_key: str
-    """Digest that changes with the tokens that are trained on."""
+    data_key: str  # Digest that changes with the tokens that are trained on
     learning_rate: LearningRate
-    adapter_parameters: int = 0
-    """Numbers in the adapters, where those are trained instead of the weights; else 0."""
-    held_out: Batches | None = None
-    """Data to evaluate with, in a fixed order; None: no evaluation."""
-    frozen_parameters: int = 0
-    """Parameters in vision towers that stay frozen while all other weights are trained."""
-    task_type: TaskType = TaskType.CAUSAL_LM
-    """Task that the model's head is for."""
-    quantised: QuantisedStore | None = None
-    """The store where frozen weights are kept in fewer bits; None: they are not."""
+    adapter_parameters: int = 0  # Numbers in the adapters, where those are trained instead of the weights; else 0
+    held_out: Batches | None = None  # Data to evaluate with, in a fixed order; None: no evaluation
+    frozen_parameters: int = 0  # Parameters in vision towers that stay frozen while all other weights are trained
+    task_type: TaskType = TaskType.CAUSAL_LM  # Task that the model's head is for
+    quantised: QuantisedStore | None = None  # The store where frozen weights are kept in fewer bits; None: they are not
 
     @property
     def device(self) -> str:
@@ -108,7 +93,6 @@ class Job:
 
     @property
     def _moment_bytes(self) -> float:
-        """Bytes of the moments of a parameter."""
         return Precision.named("fp32", self.settings.optimizer_dtype, self.settings.optimizer).state_bytes
 
     @property
@@ -138,7 +122,6 @@ class Job:
 
     @property
     def _objective(self) -> dict[str, Any]:
-        """What the loss is, by option, where it is another than the engine's own."""
         settings = self.settings
         if settings.objective == "sft":
             return {}
@@ -181,7 +164,6 @@ class Job:
         return f"{size:,} {what}, {self.rows:,}" if what else f"{size:,}"
 
     def _learns(self) -> str:
-        """Return what the loss is, for people."""
         given = {name[2:]: value for name, value in self._objective.items() if name != "--objective" and value}
         named = [f"{name} {value:g}" for name, value in given.items()]
         against = " against the model as it is before the first step" if self.settings.traits.needs_reference else ""

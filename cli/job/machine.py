@@ -96,7 +96,6 @@ def training_of(settings: Settings) -> TrainingJob:
 
 
 def _clip_statistics(settings: Settings) -> ClipStatistics:
-    """Return how often gradients were clipped in the run that is to be continued, if there is one."""
     if not settings.resume:
         return ClipStatistics()
     drives = [Path(word).expanduser() for word in settings.ssd] or [settings.output_directory]
@@ -104,5 +103,4 @@ def _clip_statistics(settings: Settings) -> ClipStatistics:
 
 
 def _existing(directory: Path) -> Path:
-    """Return the nearest directory above that exists, which is on the same drive."""
     return next(path for path in (directory, *directory.parents) if path.is_dir())

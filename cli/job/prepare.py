@@ -42,8 +42,7 @@ from fuyou.planner import PlannerContext
 from fuyou.planner.piece_size import fitting_job
 from fuyou.runtime.devices.device import memory_limits, open_device
 
-DEFAULT_STEPS = 10
-"""Steps of a run without data: enough to see a steady rate."""
+DEFAULT_STEPS = 10  # Steps of a run without data: enough to see a steady rate
 
 
 @dataclass(frozen=True)
@@ -51,10 +50,8 @@ class CheckedSettings:
     """Settings that were checked, with what was found out about them without opening anything large."""
 
     config: PreTrainedConfig
-    checkpoint: Path | None
-    """Directory of the checkpoint; None for a preset."""
-    gpu: Gpu | None
-    """GPU that computes; None: the CPU does."""
+    checkpoint: Path | None  # Directory of the checkpoint; None for a preset
+    gpu: Gpu | None  # GPU that computes; None: the CPU does
     seq_len: int
     ssd: tuple[Path, ...]
     output: Path
@@ -93,11 +90,6 @@ def check(settings: Settings) -> CheckedSettings:
 
 
 def _check_trackers(names: Sequence[str]) -> None:
-    """Refuse trackers that are not installed; each is called as its package.
-
-    Raises:
-        UserError: says what to install.
-    """
     for name in names:
         if name != "jsonl" and importlib.util.find_spec(name) is None:
             raise UserError(
@@ -164,22 +156,12 @@ def prepare(settings: Settings) -> Job:
 
 
 def _check_memory(settings: Settings, found: CheckedSettings) -> None:
-    """Refuse budgets into which not even one piece of a block fits, before the data are read.
-
-    Raises:
-        UserError: says what would do.
-    """
     given = settings.host_memory is not None or settings.device_memory is not None
     if given and settings.nodes is None:
         _ = _context(settings, found).memory
 
 
 def _context(settings: Settings, found: CheckedSettings) -> PlannerContext:
-    """Return what the planner knows of a run on this machine, whose blocks are in pieces if they do not fit.
-
-    Raises:
-        UserError: not even a piece of a block fits the budgets, or blocks cannot be cut.
-    """
     device = open_device(torch_name(found.gpu))
     limits = host_bytes, device_bytes = memory_limits(device, settings.host_memory, settings.device_memory)
     job = fitting_job(training_of(settings), device_bytes, host_bytes, device.shares_host_memory)
@@ -187,7 +169,6 @@ def _context(settings: Settings, found: CheckedSettings) -> PlannerContext:
 
 
 def _keeps_fewer_bits(settings: Settings, checkpoint: Path | None) -> bool:
-    """Return whether frozen weights take fewer bits on SSD than in computing."""
     out_of_core = settings.nodes is None or bool(settings.ssd)
     if not (settings.trains_adapters and out_of_core):
         return False
@@ -246,11 +227,7 @@ def _total_steps(settings: Settings, batches: Batches) -> int:
 
 
 def _check_space(job: Job) -> None:
-    """Refuse a run whose checkpoint will not fit beside its store; the store itself checks when it is made.
-
-    Raises:
-        UserError: the drive of the output directory has too little space.
-    """
+    """Refuse a run whose checkpoint will not fit beside its store; the store itself checks when it is made."""
     settings = job.settings
     if settings.resume or settings.overwrite:
         return  # what is there will be replaced: its space counts, and only the store knows how much that is

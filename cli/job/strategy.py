@@ -11,10 +11,8 @@ from fcdp.strategy.mesh import Levels
 from fcdp.strategy.names import AUTO, parse_strategy
 from fcdp.strategy.strategy import Strategy
 
-DEFAULT = "fcdp"
-"""Strategy of a single rank, and of runs that began before clusters were measured without being asked."""
-PROFILE = "cluster.json"
-"""Name of the file in the output directory that describes the cluster as it was measured."""
+DEFAULT = "fcdp"  # Strategy of a single rank, and of runs that began before clusters were measured without being asked
+PROFILE = "cluster.json"  # Name of the file in the output directory that describes the cluster as it was measured
 
 
 def cluster_of(name: str | None, levels: str | None, nodes: int | None, gpus_per_node: int | None) -> Cluster:

@@ -112,7 +112,6 @@ def effective_config(ctx: click.Context, *, of_run: bool = False) -> str:
 
 
 def _entry(option: GroupedOption, value: Any, absolute: bool) -> str:
-    """Return an option's help as a comment, its key and its value."""
     lines = textwrap.wrap(option.help or "", _WIDTH, initial_indent="# ", subsequent_indent="# ")
     key = option.shown.removeprefix("--")
     if option.is_flag:
@@ -127,7 +126,6 @@ def _entry(option: GroupedOption, value: Any, absolute: bool) -> str:
 
 
 def _toml(option: GroupedOption, value: Any, absolute: bool) -> str:
-    """Return a value as TOML: numbers as they are, all else as a string."""
     text = str(value)
     name, weight = split_weight(text) if option.name == "data" else (text, None)
     if absolute and weight is not None:
@@ -140,5 +138,4 @@ def _toml(option: GroupedOption, value: Any, absolute: bool) -> str:
 
 
 def _names_a_path(option: GroupedOption, text: str) -> bool:
-    """Return whether this word of an option for names and paths alike is a path."""
     return (option.words or option.declaration.may_be_path) and Path(text).expanduser().exists()

@@ -73,7 +73,6 @@ class Settings(
             self._check_nodes()
 
     def _check_data(self) -> None:
-        """Refuse what does not go together of how long to train, on what, and what to evaluate with."""
         if self.steps is not None and self.epochs is not None:
             raise UserError(f"--steps {self.steps} and --epochs {self.epochs:g} exclude each other: give one of them.")
         if self.epochs is not None and not self.data:
@@ -102,7 +101,6 @@ class Settings(
             raise UserError(f"--min-lr {self.min_lr:g} is more than --lr {self.lr:g}.")
 
     def _check_saving(self) -> None:
-        """Refuse what does not go together of checkpoints, and of runs that go on."""
         if self.export and not self.resume:
             raise UserError("--export writes what a run has come to: add --resume.")
         if self.sample is not None and not self.save:
@@ -115,7 +113,6 @@ class Settings(
             raise UserError("--leave-ssd takes drives from a run that goes on: add --resume, and --ssd for the others.")
 
     def _check_adapters(self) -> None:
-        """Refuse what does not go together of what is trained, and what is frozen."""
         says = [name for name in ("lora_rank", "peft_config", "adapter") if getattr(self, name) is not None]
         if len(says) > 1:
             both = " and ".join(map(spelled, says[:2]))
@@ -133,7 +130,6 @@ class Settings(
             raise UserError("--merge merges adapters into the weights: add --lora-rank, --peft-config or --adapter.")
 
     def _check_nodes(self) -> None:
-        """Refuse what is for another number of nodes, or for another place to train in."""
         if self.nodes is None:
             self._refuse(Only.NODES, "is for several nodes or ranks: add --nodes N (1 for this machine alone)")
             return
@@ -146,7 +142,6 @@ class Settings(
             self._refuse(Only.OUT_OF_CORE, "does not go with --nodes, which trains in memory unless --ssd is given")
 
     def _check_objective(self) -> None:
-        """Refuse what the objective does not know, and an objective that cannot be had."""
         objective, traits = self.objective, self.traits
         for field in option_fields(ObjectiveSettings):
             name = field.name
@@ -172,7 +167,6 @@ class Settings(
         return OBJECTIVES[self.objective]
 
     def _refuse(self, only: Only, why: str) -> None:
-        """Refuse options that are for other runs only, where they differ from their defaults."""
         for field in option_fields(Settings):
             if declaration_of(field).only & only and getattr(self, field.name) != field.default:
                 raise UserError(f"{spelled(field.name)} {why}.")

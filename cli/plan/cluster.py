@@ -61,7 +61,6 @@ def _workload(settings: Settings, batch_size: int | None, cluster: Cluster) -> W
 
 
 def _node_order(found: StrategyPlan, cluster: Cluster) -> list[int] | None:
-    """Return how to number nodes for the chosen strategy, where the cluster tells their leaf switches."""
     if found.choice is None or cluster.leaf_of_node is None:
         return None
     return node_order(cluster.leaf_of_node, group_of(found.choice.layout))

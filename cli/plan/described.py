@@ -36,7 +36,6 @@ def describe(result: RunPlan) -> list[str]:
 
 
 def _trained(job: TrainingJob, adapters: int) -> str:
-    """Return how many parameters are trained, where these are adapters'."""
     if not adapters:
         return ""
     return f", {format_count(adapters)} of them in adapters"
@@ -108,7 +107,6 @@ def _places(result: RunPlan) -> list[str]:
 
 
 def _pieces(job: TrainingJob) -> list[str]:
-    """Return what is to be said of blocks in pieces, if they are."""
     shape = job.shape
     if shape.piece_bytes is None:
         return []
@@ -156,7 +154,6 @@ def _limits(result: RunPlan) -> list[str]:
 
 
 def _clipping(result: RunPlan) -> str:
-    """Return how gradients are clipped."""
     job = result.job
     what = "clipping" if job.clipped_share else "leaving out what is not finite"
     if result.clip_by is ClipBy.SPECULATION:

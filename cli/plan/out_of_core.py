@@ -36,8 +36,7 @@ from fuyou.planner.advice import fits, largest_model
 from fuyou.runtime.devices.device import Device, memory_limits
 from fuyou.runtime.trace import write_trace
 
-DOES_NOT_FIT = 1
-"""Exit status of a plan that does not fit."""
+DOES_NOT_FIT = 1  # Exit status of a plan that does not fit
 
 
 def run_plan(settings: Settings) -> int:
@@ -83,7 +82,6 @@ def run_plan(settings: Settings) -> int:
 
 
 def _largest(settings: Settings, machine: Machine) -> TrainingJob | None:
-    """Return the training of the largest preset that fits; None: none fits."""
     return largest_model(
         lambda name: training_of(replace(settings, model=name)), lambda candidate: fits(candidate, machine)
     )
@@ -128,11 +126,6 @@ def _machine_at_hand(settings: Settings) -> Machine:
 
 
 def _open(name: str) -> Device:
-    """Open the device at hand.
-
-    Raises:
-        UserError: it is not there; for a GPU with a preset, says that only its drives need to be named.
-    """
     try:
         return device_at_hand(name)
     except UserError as error:
@@ -147,11 +140,6 @@ def _open(name: str) -> Device:
 
 
 def _network(text: str | None, nodes: int) -> float:
-    """Return the bytes per second of ``25Gbit/s`` or ``3GB/s``.
-
-    Raises:
-        UserError: it is neither, or not given for several nodes.
-    """
     if text is None:
         if nodes > 1:
             raise UserError("A plan for several nodes with SSDs needs to know what connects them: --network 25Gbit/s.")

@@ -10,8 +10,7 @@ from common.units import counted, format_bytes, format_count, format_seconds
 from fuyou.planner.forward_pass import forward_seconds
 from fuyou.planner.run_plan import RunPlan
 
-BYTES_PER_TOKEN = 4
-"""Bytes of a data file that make a token, about: English text in JSON."""
+BYTES_PER_TOKEN = 4  # Bytes of a data file that make a token, about: English text in JSON
 
 
 def planned_steps(settings: Settings, tokens_per_step: int) -> tuple[int, str] | None:

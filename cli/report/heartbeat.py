@@ -7,10 +7,9 @@ import time
 
 from common.activity import Activity, current_activity, watched_by
 
-FIRST_AFTER_S = 2.0
-"""Seconds that an activity may take without a word."""
+FIRST_AFTER_S = 2.0  # Seconds that an activity may take without a word
+# Seconds from one line about it to the next in a log, the last for all others; on a terminal, one line counts.
 AGAIN_AFTER_S = (8.0, 20.0, 30.0)
-"""Seconds from one line about it to the next in a log, the last for all others; on a terminal, one line counts."""
 _LOOK_EVERY_S = 0.25
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from common.files.atomic import replace_file
 from common.store.errors import described
 
+# File in the output directory with what was learnt, which is the same whenever the run is repeated.
 HISTORY_FILE = "losses.jsonl"
-"""File in the output directory with what was learnt, which is the same whenever the run is repeated."""
 
 
 class History:

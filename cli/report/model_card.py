@@ -23,13 +23,13 @@ from common.units import format_count
 CARD = "README.md"
 _MARK = "<!-- Written by finetune, and again by every export, until this line is removed. -->"
 _SNAPSHOT = re.compile(r"models--([^/]+?)--([^/]+)/snapshots/")
+# What a hub calls the tasks.
 _PIPELINES = {
     TaskType.CAUSAL_LM: "text-generation",
     TaskType.IMAGE_TEXT_TO_TEXT: "image-text-to-text",
     TaskType.SEQUENCE_CLASSIFICATION: "text-classification",
     TaskType.TOKEN_CLASSIFICATION: "token-classification",
 }
-"""What a hub calls the tasks."""
 
 
 def write_card(job: Job, directory: Path, step: int) -> bool:
@@ -81,7 +81,6 @@ def model_card(job: Job, adapters: bool, step: int) -> str:
 
 
 def _base_on_a_hub(job: Job) -> str | None:
-    """Return the hub's name of what training began with, as far as it is known."""
     snapshot = _SNAPSHOT.search(str(job.checkpoint))
     if snapshot is not None:
         return f"{snapshot[1]}/{snapshot[2]}"
@@ -151,7 +150,6 @@ def _adapters(job: Job) -> str:
 
 
 def _losses(job: Job, step: int) -> dict[str, str]:
-    """Return losses up to ``step`` from the run's metrics."""
     entries = [one for one in read_metrics(job.output / RUN / METRICS) if int(one.get("step", step + 1)) <= step]
     trained = _values(entries, "loss_metrics/global_avg_loss")
     held_out = _values(entries, "validation_metrics/loss")

@@ -9,8 +9,7 @@ from tqdm import tqdm
 from cli.report.results import StepMetrics
 from common.units import format_seconds
 
-_RECENT = 20
-"""Steps whose median duration tells the time that is left."""
+_RECENT = 20  # Steps whose median duration tells the time that is left
 
 
 class Progress:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from common.intervals import Interval
 from common.units import format_count
 
+# Names for people of what bounds a step.
 RESOURCES = {
     "gpu": "computing",
     "host_to_device": "copies to the device",
@@ -16,7 +17,7 @@ RESOURCES = {
     "intra_node": "exchanges in the node",
     "inter_node": "the network",
 }
-"""Names for people of what bounds a step."""
+# The same in a word, for lines of a log.
 SHORT = {
     "gpu": "computing",
     "host_to_device": "uploads",
@@ -26,7 +27,6 @@ SHORT = {
     "intra_node": "ranks",
     "inter_node": "network",
 }
-"""The same in a word, for lines of a log."""
 
 
 @dataclass(frozen=True)
@@ -54,12 +54,9 @@ class IoCounts:
 class MemoryUse:
     """Memory and drive space in use; on several ranks, by one rank or one node."""
 
-    device_bytes: int = 0
-    """Device memory of one rank, at its peak so far."""
-    host_bytes: int = 0
-    """Host memory of all our processes on one node."""
-    ssd_bytes: int = 0
-    """Bytes of the store on all drives; 0: not looked at."""
+    device_bytes: int = 0  # Device memory of one rank, at its peak so far
+    host_bytes: int = 0  # Host memory of all our processes on one node
+    ssd_bytes: int = 0  # Bytes of the store on all drives; 0: not looked at
 
 
 @dataclass(frozen=True)
@@ -67,24 +64,18 @@ class StepResult:
     """A step as the trainer reports it, the same on all ranks."""
 
     loss: float
-    grad_norm: float
-    """Norm of the whole gradient before clipping."""
-    skipped: bool = False
-    """Whether loss or gradient were not finite, and nothing was changed."""
-    clipped: bool = False
-    """Whether the gradient was scaled down."""
+    grad_norm: float  # Norm of the whole gradient before clipping
+    skipped: bool = False  # Whether loss or gradient were not finite, and nothing was changed
+    clipped: bool = False  # Whether the gradient was scaled down
+    # Whether updates had been done before it was known that the step is clipped or skipped, and were done again.
     updated_again: bool = False
-    """Whether updates had been done before it was known that the step is clipped or skipped, and were done again."""
-    aux_loss: float | None = None
-    """Router loss before its coefficient, where it is a part of the loss."""
-    sent_bytes: float | None = None
-    """Bytes that a node sent to others; None: this process trains alone."""
-    busy_seconds: Mapping[str, float] = field(default_factory=dict)
-    """Time for which the step kept each resource busy."""
+    aux_loss: float | None = None  # Router loss before its coefficient, where it is a part of the loss
+    sent_bytes: float | None = None  # Bytes that a node sent to others; None: this process trains alone
+    busy_seconds: Mapping[str, float] = field(default_factory=dict)  # Time for which the step kept each resource busy
+    # When the step kept each resource busy, (begin, end) in seconds of one clock.
     busy_intervals: Mapping[str, Sequence[Interval]] = field(default_factory=dict)
-    """When the step kept each resource busy, (begin, end) in seconds of one clock."""
+    # What people watch beside the loss, by the names that TRL gives it: `rewards/accuracies`, ...
     watched: Mapping[str, float] = field(default_factory=dict)
-    """What people watch beside the loss, by the names that TRL gives it: ``rewards/accuracies``, ..."""
 
 
 @dataclass(frozen=True)
@@ -93,21 +84,14 @@ class StepMetrics:
 
     step: int
     result: StepResult
-    lr: float
-    """Learning rate."""
-    seconds: float
-    """Time from the end of the step before to that of this one."""
-    tokens: int
-    """Tokens of all ranks together, padding counted."""
-    model_flops_per_token: float
-    """FLOPs per token, recomputation not counted."""
+    lr: float  # Learning rate
+    seconds: float  # Time from the end of the step before to that of this one
+    tokens: int  # Tokens of all ranks together, padding counted
+    model_flops_per_token: float  # FLOPs per token, recomputation not counted
     memory: MemoryUse
-    io: IoCounts | None = None
-    """Bytes that a node moved from and to its SSDs; None: states are in memory."""
-    ranks: int = 1
-    """Devices that share the work."""
-    epoch: float | None = None
-    """Passes over the data so far; None: there are none."""
+    io: IoCounts | None = None  # Bytes that a node moved from and to its SSDs; None: states are in memory
+    ranks: int = 1  # Devices that share the work
+    epoch: float | None = None  # Passes over the data so far; None: there are none
 
     @property
     def tokens_per_second(self) -> float:
@@ -150,14 +134,11 @@ class StepMetrics:
 class EvaluationResult:
     """Loss on the held-out data."""
 
-    loss: float
-    """Mean over all tokens that carry loss, in nats."""
-    tokens: int
-    """Tokens that carry loss."""
-    tokens_per_second: float
-    """Tokens computed per second, padding counted."""
+    loss: float  # Mean over all tokens that carry loss, in nats
+    tokens: int  # Tokens that carry loss
+    tokens_per_second: float  # Tokens computed per second, padding counted
+    # What people watch where the loss is not of single tokens: means over all pairs; empty otherwise.
     watched: Mapping[str, float] = field(default_factory=dict)
-    """What people watch where the loss is not of single tokens: means over all pairs; empty otherwise."""
 
     @property
     def perplexity(self) -> float:
@@ -173,6 +154,7 @@ class EvaluationResult:
         return f"loss {self.loss:.4f}, perplexity {self.perplexity:.4g} over {self.tokens:,} tokens"
 
 
+# What a line shows of what people watch, and how.
 _SHOWN = {
     "rewards/accuracies": ("accuracy", ".1%"),
     "accuracy": ("accuracy", ".1%"),
@@ -181,11 +163,9 @@ _SHOWN = {
     "cross_entropy": ("cross entropy", ".4f"),
     "kl": ("KL", ".3g"),
 }
-"""What a line shows of what people watch, and how."""
 
 
 def _preferred(watched: Mapping[str, float]) -> str:
-    """Return the most important figures of what people watch, for a line."""
     found = {name: watched[name] for name in _SHOWN if name in watched}
     return "".join(f", {_SHOWN[name][0]} {value:{_SHOWN[name][1]}}" for name, value in found.items())
 
@@ -196,22 +176,15 @@ class RunTotals:
 
     parameters: int
     trainable_parameters: int
-    memory: MemoryUse = MemoryUse()
-    """Memory at its peak."""
-    host_baseline_bytes: int = 0
-    """Host memory just before the model was touched."""
-    io: IoCounts = IoCounts()
-    """Bytes moved since the first step began."""
-    evaluation_io: IoCounts = IoCounts()
-    """Bytes of ``io`` that belong to evaluations, not to steps."""
-    created_bytes: int = 0
-    """Bytes written when the store was made."""
+    memory: MemoryUse = MemoryUse()  # Memory at its peak
+    host_baseline_bytes: int = 0  # Host memory just before the model was touched
+    io: IoCounts = IoCounts()  # Bytes moved since the first step began
+    evaluation_io: IoCounts = IoCounts()  # Bytes of `io` that belong to evaluations, not to steps
+    created_bytes: int = 0  # Bytes written when the store was made
+    # Bytes that a node sends to others per step, by the formula; None: what was sent was counted by it.
     planned_sent_bytes_per_step: float | None = None
-    """Bytes that a node sends to others per step, by the formula; None: what was sent was counted by it."""
-    clip_by: str | None = None
-    """How gradients were clipped out of core, if they were."""
-    way: str | None = None
-    """How parameters got from SSDs to device, out of core: ``posix`` or ``kvikio``."""
+    clip_by: str | None = None  # How gradients were clipped out of core, if they were
+    way: str | None = None  # How parameters got from SSDs to device, out of core: `posix` or `kvikio`
 
     @property
     def total_written(self) -> int:

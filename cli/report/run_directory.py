@@ -64,7 +64,6 @@ class RunDirectory:
         _replace(self.path / CONFIG, effective_config(context, of_run=True))
 
     def _load(self) -> dict[str, Any]:
-        """Return the description that is there; nothing if it is lost."""
         try:
             return dict(json.loads((self.path / DESCRIPTION).read_text()))
         except (OSError, ValueError, TypeError, RecursionError):
@@ -92,6 +91,5 @@ def _describe(job: Job, done: int) -> dict[str, Any]:
 
 
 def _replace(file: Path, text: str) -> None:
-    """Write a file, completely or not at all."""
     with described("writing", file):
         replace_file(file, text)

@@ -18,48 +18,35 @@ class Report:
     parameters: int
     trainable_parameters: int
     steps: int
-    losses: list[float]
-    """Loss of each step: NaN, and null in JSON, where it was not finite."""
-    step_seconds: list[float]
-    """Duration of each step."""
-    tokens_per_second: float
-    """Tokens per second, padding counted, as it is computed."""
-    flops_per_second: float
-    """Model FLOPs: 6 per parameter and token plus attention, recomputation not counted."""
-    hardware_flops_per_second: float
-    """FLOPs with recomputation counted."""
+    losses: list[float]  # Loss of each step: NaN, and null in JSON, where it was not finite
+    step_seconds: list[float]  # Duration of each step
+    tokens_per_second: float  # Tokens per second, padding counted, as it is computed
+    flops_per_second: float  # Model FLOPs: 6 per parameter and token plus attention, recomputation not counted
+    hardware_flops_per_second: float  # FLOPs with recomputation counted
     device_peak_bytes: int
-    host_peak_bytes: int
-    """Proportional set size summed over our processes, at its peak."""
-    host_baseline_bytes: int
-    """Proportional set size just before the model was touched."""
-    ssd_read_bytes_per_step: float
-    """Bytes read, measured by what our processes asked the system for."""
+    host_peak_bytes: int  # Proportional set size summed over our processes, at its peak
+    host_baseline_bytes: int  # Proportional set size just before the model was touched
+    ssd_read_bytes_per_step: float  # Bytes read, measured by what our processes asked the system for
     ssd_written_bytes_per_step: float
-    planned_ssd_read_bytes_per_step: float
-    """Bytes read, by the schedule."""
+    planned_ssd_read_bytes_per_step: float  # Bytes read, by the schedule
     planned_ssd_written_bytes_per_step: float
+    # Time for which a step keeps each resource busy: no step can be shorter than the largest of them.
     bound_seconds: dict[str, float]
-    """Time for which a step keeps each resource busy: no step can be shorter than the largest of them."""
+    # Largest bound over measured step time: 1 means that all else hides behind it. 0 without any step.
     overlap_efficiency: float
-    """Largest bound over measured step time: 1 means that all else hides behind it. 0 without any step."""
+    # Bytes that each node sends to others: counted where they are sent, or, for FSDP2's own strategies, by the formula.
+    # The first step of a run fills caches.
     network_sent_bytes_per_step: float = 0.0
-    """Bytes that each node sends to others: counted where they are sent, or, for FSDP2's own strategies, by the
-    formula. The first step of a run fills caches."""
-    planned_network_sent_bytes_per_step: float = 0.0
-    """Bytes sent by the formula, in a step that is not the first."""
-    skipped_steps: int = 0
-    """Steps whose loss or gradient were not finite, so that nothing was changed."""
+    planned_network_sent_bytes_per_step: float = 0.0  # Bytes sent by the formula, in a step that is not the first
+    skipped_steps: int = 0  # Steps whose loss or gradient were not finite, so that nothing was changed
+    # How gradients were clipped out of core: `deferral` or `speculation`; None: they were not, or in memory.
     clip_by: str | None = None
-    """How gradients were clipped out of core: ``deferral`` or ``speculation``; None: they were not, or in memory."""
+    # How parameters got from SSDs to device: `posix`, through host memory; `kvikio`, past it. None in memory.
     way: str | None = None
-    """How parameters got from SSDs to device: ``posix``, through host memory; ``kvikio``, past it. None in memory."""
-    clipped_steps: int = 0
-    """Steps whose gradients were scaled down."""
-    updated_again_steps: int = 0
-    """Clipped steps whose updates had been done before that was known, and were done again."""
+    clipped_steps: int = 0  # Steps whose gradients were scaled down
+    updated_again_steps: int = 0  # Clipped steps whose updates had been done before that was known, and were done again
+    # What people watch beside the loss, of each step, by name: `rewards/accuracies`, ...
     watched: dict[str, list[float]] = field(default_factory=dict)
-    """What people watch beside the loss, of each step, by name: ``rewards/accuracies``, ..."""
 
     def write(self, path: Path) -> None:
         """Write the report as JSON, complete or not at all."""
@@ -105,7 +92,6 @@ class Report:
         return "\n".join(f"{name:8} {text}" for name, text in lines.items())
 
     def _bound(self) -> str:
-        """Return what bounds a step, where that was measured."""
         if not self.bound_seconds:
             return ""
         bound = max(self.bound_seconds, key=lambda name: self.bound_seconds[name])

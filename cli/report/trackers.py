@@ -11,8 +11,7 @@ from typing import Any
 
 from common.errors import UserError, on_one_line
 
-PROJECT = "finetune"
-"""Project that runs are filed under, unless a tracker's own environment variable names another."""
+PROJECT = "finetune"  # Project that runs are filed under, unless a tracker's own environment variable names another
 
 
 @dataclass(frozen=True)
@@ -21,18 +20,15 @@ class TrackedRun:
 
     name: str
     id: str
-    directory: Path
-    """Directory of the run, where trackers may write."""
+    directory: Path  # Directory of the run, where trackers may write
 
 
 @dataclass(frozen=True)
 class _Tracker:
     """A tracker, as accelerate wraps it."""
 
-    arguments: Callable[[TrackedRun], dict[str, Any]]
-    """Arguments of accelerate's class for a run."""
-    metric_name: Callable[[str], str] = str
-    """Function that changes what the tracker does not allow in names of metrics."""
+    arguments: Callable[[TrackedRun], dict[str, Any]]  # Arguments of accelerate's class for a run
+    metric_name: Callable[[str], str] = str  # Function that changes what the tracker does not allow in names of metrics
 
 
 def _mlflow_name(name: str) -> str:

@@ -5,8 +5,7 @@ from collections.abc import Callable, Iterable
 import torch
 import torch.distributed as dist
 
-Wait = Callable[[], None]
-"""A function to call before using what a communication has filled, or changing what it sends."""
+Wait = Callable[[], None]  # A function to call before using what a communication has filled, or changing what it sends
 
 
 def start_exchange(

@@ -7,8 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
-TEMPORARY_SUFFIX = ".tmp"
-"""End of the name under which a file is written until it is complete."""
+TEMPORARY_SUFFIX = ".tmp"  # End of the name under which a file is written until it is complete
 
 
 def replace_file(path: Path, text: str, *, durable: bool = False, suffix: str = TEMPORARY_SUFFIX) -> None:

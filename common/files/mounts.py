@@ -9,16 +9,12 @@ from pathlib import Path
 class Mount:
     """A mounted file system."""
 
-    root: str
-    """Directory of the file system that is mounted: ``/`` for all of it."""
-    point: str
-    """Directory at which it is mounted."""
-    device: str
-    """Major and minor number: ``259:2``."""
+    root: str  # Directory of the file system that is mounted: `/` for all of it
+    point: str  # Directory at which it is mounted
+    device: str  # Major and minor number: `259:2`
     file_system: str
     source: str
-    options: str
-    """Options of the file system, separated by commas."""
+    options: str  # Options of the file system, separated by commas
 
 
 def mounts(file: Path) -> Iterator[Mount]:

@@ -9,8 +9,7 @@ from typing import Any
 
 from common.files.atomic import replace_file
 
-CACHE_VARIABLE = "FINETUNE_CACHE"
-"""Name of the environment variable that gives the cache another directory."""
+CACHE_VARIABLE = "FINETUNE_CACHE"  # Name of the environment variable that gives the cache another directory
 
 
 def cache_directory() -> Path:

@@ -8,10 +8,10 @@ from common.files.mounts import Mount, mounts
 from common.hardware.presets import DrivePreset, drive_preset_of
 
 IN_MEMORY = ("tmpfs", "ramfs")
+# Names of file systems, without a leading `fuse.`.
 OVER_A_NETWORK = ("nfs", "nfs4", "cifs", "smb3", "smbfs", "lustre", "ceph", "9p", "glusterfs", "beegfs", "gpfs")
-"""Names of file systems, without a leading ``fuse.``."""
+# Words in the models of drives that hypervisors and clouds offer.
 _VIRTUAL = ("virtual", "qemu", "vbox", "vmware", "msft", "persistentdisk", "elastic block", "xen")
-"""Words in the models of drives that hypervisors and clouds offer."""
 
 
 @dataclass(frozen=True)
@@ -19,17 +19,12 @@ class Drive:
     """The drive behind a directory."""
 
     directory: Path
-    file_system: str
-    """Kind of file system: ``ext4``, ``xfs``, ``tmpfs``, ``nfs4``, ...; empty where the kernel does not tell."""
-    device: str | None
-    """Name of the whole drive: ``nvme0n1``. None where there is none, or several behind one."""
-    model: str | None
-    """Model, as the drive reports it."""
+    file_system: str  # Kind of file system: `ext4`, `xfs`, `tmpfs`, `nfs4`, ...; empty where the kernel does not tell
+    device: str | None  # Name of the whole drive: `nvme0n1`. None where there is none, or several behind one.
+    model: str | None  # Model, as the drive reports it
     is_rotational: bool
-    link: str | None
-    """PCI Express link in use: ``16.0 GT/s PCIe x4``."""
-    full_link: str | None
-    """Link that the drive supports: its slot is slower if this is more."""
+    link: str | None  # PCI Express link in use: `16.0 GT/s PCIe x4`
+    full_link: str | None  # Link that the drive supports: its slot is slower if this is more
     numa_node: int | None
 
     @property
@@ -67,7 +62,6 @@ def drive_of(directory: Path, sys: Path = Path("/sys"), listed: Path = Path("/pr
 
 
 def _mount_of(directory: Path, listed: Path) -> Mount:
-    """Return the mount that ``directory`` is in, by the file that lists them."""
     best = Mount("/", "", "", "", "", "")
     for mount in mounts(listed):
         # Of equally long ones the later: it hides what was mounted there before.
@@ -93,7 +87,6 @@ def _whole_drive(sys: Path, number: str, source: str) -> Path | None:
 
 
 def _links(device: Path) -> tuple[str | None, str | None]:
-    """Return the drive's PCI Express link in use, and the one that it supports."""
     for folder in device.resolve().parents:
         if (folder / "current_link_speed").exists():
             found = [

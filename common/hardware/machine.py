@@ -68,20 +68,14 @@ def huge_pages_enabled(switch: Path = Path("/sys/kernel/mm/transparent_hugepage/
 class Gpu:
     """An NVIDIA GPU that CUDA programs started from here would see."""
 
+    # Place among the visible GPUs: in CUDA_VISIBLE_DEVICES' order, else in that of the PCI bus, as in nvidia-smi.
+    # PyTorch may count differently ("fastest first"): see :func:`torch_index`.
     index: int
-    """Place among the visible GPUs: in CUDA_VISIBLE_DEVICES' order, else in that of the PCI bus, as in nvidia-smi.
-
-    PyTorch may count differently ("fastest first"): see :func:`torch_index`."""
-    uuid: str
-    """Identifier: ``GPU-`` and a UUID, or ``MIG-`` and a UUID for a slice of one."""
-    name: str
-    """Name, as the driver reports it: ``NVIDIA GeForce RTX 4090``."""
-    memory_bytes: int
-    """Bytes of all its memory, used or not; 0 where the driver does not tell this user."""
-    pci_bus_id: str
-    """Address in /sys/bus/pci/devices: ``0000:65:00.0``. Empty where the driver does not tell."""
-    numa_node: int | None
-    """Host memory node that it is attached to; None where the kernel does not tell."""
+    uuid: str  # Identifier: `GPU-` and a UUID, or `MIG-` and a UUID for a slice of one
+    name: str  # Name, as the driver reports it: `NVIDIA GeForce RTX 4090`
+    memory_bytes: int  # Bytes of all its memory, used or not; 0 where the driver does not tell this user
+    pci_bus_id: str  # Address in /sys/bus/pci/devices: `0000:65:00.0`. Empty where the driver does not tell.
+    numa_node: int | None  # Host memory node that it is attached to; None where the kernel does not tell
 
 
 def list_gpus() -> list[Gpu]:
@@ -149,11 +143,6 @@ class _NotInMigMode(Exception):
 
 
 def _slices(handle: Any) -> Iterator[Any]:
-    """Yield the slices of a GPU.
-
-    Raises:
-        _NotInMigMode: it is not divided.
-    """
     import pynvml
 
     try:
@@ -194,7 +183,6 @@ def _listed_handles() -> Iterator[Any]:
 
 
 def _describe(index: int, handle: Any) -> Gpu:
-    """Return what the management library knows about a GPU."""
     import pynvml
 
     try:
@@ -225,7 +213,6 @@ def _memory_bytes(handle: Any) -> int:
 
 
 def _text(value: str | bytes) -> str:
-    """Return text; older bindings of the management library answer in bytes."""
     return value.decode() if isinstance(value, bytes) else value
 
 
@@ -270,7 +257,6 @@ def _matches(spec: str, gpu: Gpu) -> bool:
 
 
 def _torch_has_cuda() -> bool:
-    """Return whether this PyTorch was built with CUDA, without starting CUDA."""
     import torch
 
     return torch.backends.cuda.is_built()

@@ -15,53 +15,39 @@ from common.errors import UserError, did_you_mean
 from common.files.presets import preset_files
 from common.units import parse_bytes
 
+# Part of a link's rate that copies reach, where there is no measurement: it is 24.5 of 31.5 GB/s on an A100, 25.6 of
+# 31.5 on an RTX 4090, and 56.3 of 63 on an RTX 5090.
 COPY_FRACTION = 0.8
-"""Part of a link's rate that copies reach, where there is no measurement: it is 24.5 of 31.5 GB/s on an A100, 25.6 of
-31.5 on an RTX 4090, and 56.3 of 63 on an RTX 5090."""
 
 
 @dataclass(frozen=True)
 class GpuPreset:
     """The facts about a kind of GPU."""
 
-    name: str
-    """Name of the preset: ``rtx-4090``."""
-    title: str
-    """The driver's name for it: ``NVIDIA GeForce RTX 4090``."""
-    memory_bytes: int
-    """Bytes of all its memory."""
-    link_bytes_per_second: float
-    """Rate of its PCI Express lanes, in each direction."""
-    upload_bytes_per_second: float
-    """Rate of copies from page-locked host memory, while nothing goes the other way."""
-    download_bytes_per_second: float
-    """Rate of copies to page-locked host memory, while nothing goes the other way."""
-    bf16_flops_per_second: float
-    """Peak of dense bf16 matrix products with fp32 accumulation."""
-    block_flops_per_second: float | None
-    """Rate that a transformer block reaches, if it has been measured."""
+    name: str  # Name of the preset: `rtx-4090`
+    title: str  # The driver's name for it: `NVIDIA GeForce RTX 4090`
+    memory_bytes: int  # Bytes of all its memory
+    link_bytes_per_second: float  # Rate of its PCI Express lanes, in each direction
+    upload_bytes_per_second: float  # Rate of copies from page-locked host memory, while nothing goes the other way
+    download_bytes_per_second: float  # Rate of copies to page-locked host memory, while nothing goes the other way
+    bf16_flops_per_second: float  # Peak of dense bf16 matrix products with fp32 accumulation
+    block_flops_per_second: float | None  # Rate that a transformer block reaches, if it has been measured
 
 
 @dataclass(frozen=True)
 class DrivePreset:
     """The facts about a kind of SSD."""
 
-    name: str
-    """Name of the preset: ``samsung-990-pro-2tb``."""
-    title: str
-    """Its maker's name for it."""
-    capacity_bytes: int
-    """Capacity, as sold."""
-    read_bytes_per_second: float
-    """Rate of sequential reads."""
-    write_bytes_per_second: float
-    """Rate of sequential writes, into the fast cache if it has one."""
+    name: str  # Name of the preset: `samsung-990-pro-2tb`
+    title: str  # Its maker's name for it
+    capacity_bytes: int  # Capacity, as sold
+    read_bytes_per_second: float  # Rate of sequential reads
+    write_bytes_per_second: float  # Rate of sequential writes, into the fast cache if it has one
+    # Rate of sequential writes when the fast cache is full, as in training after a few steps.
     sustained_write_bytes_per_second: float | None
-    """Rate of sequential writes when the fast cache is full, as in training after a few steps."""
+    # Bytes that an empty drive takes at the fast rate; None if there is no such cache or its size is not known.
     cache_bytes: int | None
-    """Bytes that an empty drive takes at the fast rate; None if there is no such cache or its size is not known."""
-    endurance_bytes: int | None
-    """Bytes that its maker warrants may be written."""
+    endurance_bytes: int | None  # Bytes that its maker warrants may be written
 
 
 Preset = TypeVar("Preset", GpuPreset, DrivePreset)
@@ -106,7 +92,6 @@ def _drives() -> dict[str, DrivePreset]:
 
 
 def _load(folder: str, read: Callable[[str, dict[str, Any]], Preset]) -> dict[str, Preset]:
-    """Load the presets of a folder, by name."""
     return {
         name: read(name, tomllib.loads(file.read_text(encoding="utf-8"))) for name, file in preset_files(folder).items()
     }
@@ -172,5 +157,4 @@ def _words(name: str) -> set[str]:
 
 
 def _key(name: str) -> str:
-    """Return a name without case and punctuation."""
     return re.sub(r"[^a-z0-9]", "", name.lower())

@@ -19,12 +19,12 @@ from common.units import format_bytes
 PAGE = 4096
 HUGE_PAGE = 2 << 20
 _MAP_FIXED = 0x10
+# Advice since Linux 6.1: make huge pages now, of shared memory too, whatever the system's default is.
 _MADV_COLLAPSE = 25
-"""Advice since Linux 6.1: make huge pages now, of shared memory too, whatever the system's default is."""
 _ALLOCATE_PIECE_BYTES = 16 << 20
+# Some drivers refuse one registration of 512 GiB or more; pieces of this size always work. Only one buffer that is
+# larger by itself is registered as a larger one.
 _REGISTER_PIECE_BYTES = 64 << 30
-"""Some drivers refuse one registration of 512 GiB or more; pieces of this size always work. Only one buffer that is
-larger by itself is registered as a larger one."""
 
 
 def round_up(value: int, unit: int) -> int:

@@ -20,10 +20,8 @@ PROC_SELF = Path("/proc/self")
 class ControlGroup:
     """A control group: a directory of a cgroup file system."""
 
-    path: Path
-    """The group's directory."""
-    version: int
-    """Version of the hierarchy, 1 or 2: decides the names of the files inside."""
+    path: Path  # The group's directory
+    version: int  # Version of the hierarchy, 1 or 2: decides the names of the files inside
 
     def _number(self, name: str) -> int | None:
         """Return the single number in file ``name``; None where there is no such file, or it says ``max``."""
@@ -119,7 +117,6 @@ def _mounts(controller: str, version: int, proc_self: Path) -> Iterator[tuple[st
 
 
 def _read(path: Path) -> str:
-    """Return a small file's text, or nothing where it is absent or not readable."""
     try:
         return path.read_text()
     except OSError:

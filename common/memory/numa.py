@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
+# Number of the system call `set_mempolicy`; the C library has no function for it.
 _SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237}
-"""Number of the system call ``set_mempolicy``; the C library has no function for it."""
 _DEFAULT, _PREFERRED = 0, 1
 _SYSTEM = Path("/sys/devices/system")
 
@@ -90,7 +90,6 @@ def pin(cores: Sequence[int]) -> None:
 
 
 def _siblings(core: int, system: Path) -> set[int]:
-    """Return the hyperthreads of a processor's core, itself among them."""
     try:
         return _parse_list((system / f"cpu/cpu{core}/topology/thread_siblings_list").read_text()) | {core}
     except OSError:
@@ -98,7 +97,6 @@ def _siblings(core: int, system: Path) -> set[int]:
 
 
 def _parse_list(text: str) -> set[int]:
-    """Parse the kernel's form of a list: ``0-3,8``."""
     found: set[int] = set()
     for part in text.split(","):
         if part.strip():

@@ -20,29 +20,23 @@ from common.store.sealed import read_sealed, sync_directory, write_sealed
 from common.units import format_bytes
 
 IDENTITY_FILE = "store.json"
-FORMAT = 1
-"""Version of the format of the directories. Any other is refused, not guessed at."""
+FORMAT = 1  # Version of the format of the directories. Any other is refused, not guessed at.
 
+# Bytes needed beside the extents: for identity and manifest, each twice while it is replaced.
 SMALL_FILES_BYTES = 1 << 20
-"""Bytes needed beside the extents: for identity and manifest, each twice while it is replaced."""
 
 
 @dataclass(frozen=True)
 class Identity:
     """What each directory says about itself in ``store.json``."""
 
-    store: str
-    """Random name of the store, equal in all of its directories."""
-    index: int
-    """Number of this directory, from 0; stripe k lies in number k % count."""
-    count: int
-    """Number of directories of the store."""
+    store: str  # Random name of the store, equal in all of its directories
+    index: int  # Number of this directory, from 0; stripe k lies in number k % count
+    count: int  # Number of directories of the store
+    # Whether the store has been made; a crash before that leaves a directory that holds nothing of value.
     complete: bool
-    """Whether the store has been made; a crash before that leaves a directory that holds nothing of value."""
-    layout: Layout
-    """Place of every extent."""
-    replaces: str = ""
-    """Name of the store that this one replaces, or has replaced."""
+    layout: Layout  # Place of every extent
+    replaces: str = ""  # Name of the store that this one replaces, or has replaced
 
     def write(self, directory: Path) -> None:
         """Write the identity into ``directory``, atomically."""
@@ -217,7 +211,6 @@ def usable_directories(directories: Sequence[Path]) -> list[Path]:
 
 
 def _replaceable_files(directory: Path, layout: Layout, overwrite: bool) -> list[Path]:
-    """Return the files that a new store may delete in ``directory``."""
     identity = Identity.read(directory)
     if identity is not None and identity.complete and not overwrite:
         raise UserError(f"{directory} holds a run already: add --resume to continue it or --overwrite to replace it.")
@@ -318,7 +311,6 @@ def _allocate(descriptor: int, nbytes: int) -> None:
 
 
 def _check_file(path: Path, nbytes: int) -> None:
-    """Refuse a file of the store that is missing or has the wrong size."""
     with described("opening", path):
         size = path.stat().st_size
     if size != nbytes or size % ALIGNMENT:

@@ -8,14 +8,11 @@ from collections.abc import Iterator
 from dataclasses import astuple, dataclass
 from typing import Any, NamedTuple
 
-ALIGNMENT = 4096
-"""Bytes of a page: direct I/O needs address, offset and length in whole pages."""
+ALIGNMENT = 4096  # Bytes of a page: direct I/O needs address, offset and length in whole pages
 
-LARGEST_UNIT = 4 << 20
-"""Bytes of the largest single I/O call. Larger ones gain nothing; smaller ones cost more calls."""
+LARGEST_UNIT = 4 << 20  # Bytes of the largest single I/O call. Larger ones gain nothing; smaller ones cost more calls.
 
-LARGEST_FILE = 1 << 60
-"""Bytes above which a stated size is taken for damage."""
+LARGEST_FILE = 1 << 60  # Bytes above which a stated size is taken for damage
 
 
 def whole_pages(nbytes: int) -> int:
@@ -27,14 +24,10 @@ def whole_pages(nbytes: int) -> int:
 class Extent:
     """A striped byte range."""
 
-    file: str
-    """Name of the logical file that holds it, such as ``weights.0``."""
-    offset: int
-    """Start inside that file in every directory, in bytes; a multiple of ``ALIGNMENT``."""
-    nbytes: int
-    """Logical length in bytes; any positive number."""
-    unit: int
-    """Bytes of one stripe: a multiple of ``ALIGNMENT``, at most ``LARGEST_UNIT``."""
+    file: str  # Name of the logical file that holds it, such as `weights.0`
+    offset: int  # Start inside that file in every directory, in bytes; a multiple of `ALIGNMENT`
+    nbytes: int  # Logical length in bytes; any positive number
+    unit: int  # Bytes of one stripe: a multiple of `ALIGNMENT`, at most `LARGEST_UNIT`
 
     def bytes_per_directory(self, directories: int) -> int:
         """Return the bytes that it takes in each directory (in the fullest one, to be exact)."""
@@ -47,10 +40,8 @@ class TransferPiece(NamedTuple):
     """The part of a transfer that one I/O call moves."""
 
     directory: int
-    offset: int
-    """Start in the file of that directory, in bytes."""
-    start: int
-    """Start in the caller's buffer, in bytes."""
+    offset: int  # Start in the file of that directory, in bytes
+    start: int  # Start in the caller's buffer, in bytes
     nbytes: int
 
 

@@ -16,13 +16,11 @@ from pathlib import Path
 from common.errors import UserError
 from common.store.errors import describe_os_error
 
-PATIENCE_SECONDS = 5.0
-"""Seconds to wait for processes of a run that was just killed."""
+PATIENCE_SECONDS = 5.0  # Seconds to wait for processes of a run that was just killed
 
+# Error numbers of network file systems that lock files which are open for writing, but no directories.
 _UNSUPPORTED = (errno.EBADF, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL)
-"""Error numbers of network file systems that lock files which are open for writing, but no directories."""
-LOCK_FILE = ".lock"
-"""Name of the file that is locked, and stays, where a directory cannot be locked."""
+LOCK_FILE = ".lock"  # Name of the file that is locked, and stays, where a directory cannot be locked
 
 
 class DirectoryLock:
@@ -90,7 +88,6 @@ def _lock(directory: Path, deadline: float) -> int:
 
 
 def _owner(descriptor: int) -> str:
-    """Return who took the lock, where the kernel tells it: `` (process 123)``."""
     status = os.fstat(descriptor)
     wanted = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}"
     try:

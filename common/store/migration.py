@@ -32,11 +32,10 @@ from common.store.manifest import MANIFEST_FILE, load_manifest
 from common.store.sealed import read_sealed, sync_directory, write_sealed
 from common.store.store import Store
 
-SCRATCH = "scratch"
-"""Name of the folder inside a store's for what does not outlive a run: a store of its own."""
+SCRATCH = "scratch"  # Name of the folder inside a store's for what does not outlive a run: a store of its own
 _SUFFIX = ".new"
+# Name of the file that says where the new store is, in a directory of an old one that is about to be removed.
 _MOVED_FILE = "moved.json"
-"""Name of the file that says where the new store is, in a directory of an old one that is about to be removed."""
 
 
 def successor_folder(folder: Path) -> Path:
@@ -266,13 +265,6 @@ def _refuse_remains(folders: Sequence[Path]) -> None:
 
 
 def _find(named: Sequence[Path], empty: Sequence[Path], folders: Sequence[Path]) -> list[Path]:
-    """Return the directories of the only store.
-
-    Args:
-        named: the folders that hold a store.
-        empty: the folders that exist and hold none.
-        folders: all folders, which need not exist.
-    """
     try:
         return find_directories(named or empty or folders)[0]
     except UserError as error:
@@ -282,7 +274,6 @@ def _find(named: Sequence[Path], empty: Sequence[Path], folders: Sequence[Path])
 
 
 def _existing(folders: Sequence[Path]) -> dict[Path, int]:
-    """Return the inodes of those folders, and of their successors', that exist."""
     found = {}
     for path in (place for folder in folders for place in (folder, successor_folder(folder))):
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
@@ -297,7 +288,6 @@ def _holds_store(folder: Path) -> bool:
 
 
 def _stores(directories: Sequence[Path]) -> list[list[Path]]:
-    """Group directories by the store that they belong to."""
     stores: dict[str, list[Path]] = {}
     for directory in directories:
         identity = Identity.read(directory)
@@ -307,7 +297,6 @@ def _stores(directories: Sequence[Path]) -> list[list[Path]]:
 
 
 def _is_committed(members: Sequence[Path]) -> bool:
-    """Return whether these are all directories of a store that has something committed in it."""
     try:
         return load_manifest(find_directories(members)[0][0]) is not None
     except UserError:

@@ -267,7 +267,6 @@ class Store:
             )
 
     def _flat_tensor(self, direction: str, tensor: Any, offset: int) -> Any:
-        """Return ``tensor``, on a device, as flat uint8."""
         import torch
 
         if direction == "write" or not self._device_files:
@@ -280,7 +279,6 @@ class Store:
 
 
 def _flat_bytes(direction: str, buffer: Any) -> Any:
-    """Return the memory of ``buffer`` as flat uint8; the result keeps it alive."""
     try:
         flat = np.frombuffer(buffer, dtype=np.uint8)
     except TypeError:
@@ -307,7 +305,6 @@ def _sync_all(files: Iterable[PosixFile]) -> None:
 
 
 def _check_io(io: str) -> None:
-    """Refuse a way that cannot work, before anything is written."""
     if io not in IOS:
         raise UserError(f"--io {io} is unknown; it is {' or '.join(IOS)}.{did_you_mean(io, IOS)}")
     if io == "kvikio":

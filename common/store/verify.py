@@ -12,21 +12,17 @@ from common.store.errors import StoreError
 from common.store.layout import Extent
 from common.store.store import Store
 
-PIECE_BYTES = 16 << 20
-"""Bytes of one read."""
-PIECES = 4
-"""Number of reads that are under way at once, so this takes 64 MiB of memory."""
+PIECE_BYTES = 16 << 20  # Bytes of one read
+PIECES = 4  # Number of reads that are under way at once, so this takes 64 MiB of memory
 
 
 @dataclass(frozen=True)
 class ChecksummedExtent:
     """An extent, and the checksums of what was written to it."""
 
-    what: str
-    """Name of its content, for messages: ``block 7, optimizer states``."""
+    what: str  # Name of its content, for messages: `block 7, optimizer states`
     extent: Extent
-    sums: tuple[int, ...]
-    """Checksum of each directory."""
+    sums: tuple[int, ...]  # Checksum of each directory
 
     def to_dict(self) -> dict[str, Any]:
         """Return this for JSON."""

@@ -40,11 +40,7 @@ class ClusterCommits(Commits):
         self._agreement.all_gather_at_commit(task.step)
 
     def _compare(self, step: int) -> None:
-        """Check that all nodes, which hold copies of the same parameters, hold the same after ``step``.
-
-        Raises:
-            FinetuneError: they do not. The step is not committed anywhere.
-        """
+        """Check that all nodes, which hold copies of the same parameters, hold the same after ``step``."""
         share = self._agreement.share
         checksums: list[tuple[str, int]] = self._agreement.all_gather_at_commit((host(), self._checksum(step)))
         for rank, (name, checksum) in enumerate(checksums):
@@ -88,10 +84,8 @@ class LocalCommit:
     run: str = ""
     nodes: int = 0
     ranks_per_node: int = 0
-    rank: int = 0
-    """Rank that the store belongs to."""
-    steps: Sequence[int] = ()
-    """Steps that it could continue from, newest first."""
+    rank: int = 0  # Rank that the store belongs to
+    steps: Sequence[int] = ()  # Steps that it could continue from, newest first
 
 
 def find_common_state(

@@ -17,8 +17,7 @@ from fuyou.optimizer.adam import Update
 from fuyou.optimizer.clipping import ClipStatistics
 from fuyou.schedule.tasks import Op, Task, known
 
-CLUSTER = "cluster"
-"""Key in a manifest under which a run of several ranks says which of them the store belongs to."""
+CLUSTER = "cluster"  # Key in a manifest under which a run of several ranks says which of them the store belongs to
 
 
 class Commits:
@@ -99,7 +98,6 @@ class Commits:
             del self._states[old]
 
     def _make_durable(self, task: Task) -> None:
-        """Sync what is written, then write the manifest."""
         slot = known(task.target)
         self._store.sync([weights_file(slot)])
         # Updates of later steps wait for this commit: none of them is counted yet.
@@ -116,7 +114,6 @@ class Commits:
         commit_manifest(self._store.directories[0], self._content())
 
     def _content(self) -> dict[str, Any]:
-        """Return the content of the manifest."""
         return self.state.to_dict()
 
     def submitted(self, tasks: Sequence[Task]) -> None:

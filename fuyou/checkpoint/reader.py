@@ -59,7 +59,6 @@ class StoreReader:
                 yield slot, self._master(record, slot)
 
     def _parameters(self, record: Record) -> torch.Tensor:
-        """Return all values of a record in its dtype, ``[numel]``."""
         stored = self._stored_bytes(record)
         if not record.decoded_nbytes:
             return stored.view(record.precision.dtype)
@@ -68,7 +67,6 @@ class StoreReader:
         return values
 
     def _stored_bytes(self, record: Record) -> torch.Tensor:
-        """Return all of a record's parameters as they are stored, ``uint8``."""
         stored = torch.empty(record.device_nbytes, dtype=torch.uint8)
         own = stored[record.first_byte : record.first_byte + record.parameter_nbytes]
         self._store.read_now(self._extents[record.index].parameters[self._slot(record)], own.numpy())

@@ -22,18 +22,15 @@ from fuyou.checkpoint.commits import check_records, sealed_records
 from fuyou.checkpoint.state import TrainingState
 from fuyou.layout.record import weights_file
 
-_READS, _WRITES = 2, 2
-"""Pieces that are read, and written, at once: a record of any size is copied in 64 MiB of memory."""
+_READS, _WRITES = 2, 2  # Pieces that are read, and written, at once: a record of any size is copied in 64 MiB of memory
 
 
 @dataclass(frozen=True)
 class Drives:
     """The folders of a run on all drives: where it is to be, and where else it may be now."""
 
-    folders: Sequence[Path]
-    """Folders on the drives that it is to use."""
-    leaving: Sequence[Path] = ()
-    """Folders on the drives that it is to leave."""
+    folders: Sequence[Path]  # Folders on the drives that it is to use
+    leaving: Sequence[Path] = ()  # Folders on the drives that it is to leave
 
     @property
     def everywhere(self) -> list[Path]:
@@ -102,7 +99,6 @@ def restripe(
 
 
 def _copy_all(old: Store, state: TrainingState, new: Store) -> list[dict[str, Any]]:
-    """Copy all that counts, make it durable, read it again to compare, and return its checksums."""
     places = {
         place: other
         for name in old.layout.file_bytes()

@@ -28,10 +28,8 @@ class RunFiles:
 
     lock: DirectoryLock
     store: Store
-    state: TrainingState
-    """State that the store holds, or will hold when it is filled."""
-    run: str
-    """Random name of the run, equal on all ranks; empty with a single one."""
+    state: TrainingState  # State that the store holds, or will hold when it is filled
+    run: str  # Random name of the run, equal on all ranks; empty with a single one
 
     @classmethod
     def cleaned(cls, lock: DirectoryLock, store: Store, state: TrainingState, run: str) -> "RunFiles":

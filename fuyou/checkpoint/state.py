@@ -9,47 +9,36 @@ import torch
 from common.errors import FinetuneError, UserError
 from fuyou.layout.optimizer_state import ADAMW
 
-FORMAT = 3
-"""Version of the files in a store; raised whenever their meaning changes."""
+FORMAT = 3  # Version of the files in a store; raised whenever their meaning changes
 
 
 @dataclass
 class TrainingState:
     """Everything that ``--resume`` needs to go on bit for bit, and to notice that it would not."""
 
-    step: int
-    """Last completed step; 0 before the first."""
-    slot: int
-    """Slot that holds every record as it was after that step."""
-    store: str
-    """Identity of the store that this state belongs to."""
-    model: str
-    """Fingerprint of the records: names, shapes, layout."""
+    step: int  # Last completed step; 0 before the first
+    slot: int  # Slot that holds every record as it was after that step
+    store: str  # Identity of the store that this state belongs to
+    model: str  # Fingerprint of the records: names, shapes, layout
     dtype: str
     optimizer_dtype: str
     slots: int
-    optimizer: str = ADAMW
-    """Name of the optimizer."""
-    random: dict[str, str] = field(default_factory=dict)
-    """States of the random generators, base64, by device."""
-    user: dict[str, Any] = field(default_factory=dict)
-    """Whatever the caller keeps with the state."""
-    clipped: int = 0
-    """Steps up to this one whose gradients were clipped."""
-    skipped: int = 0
-    """Steps up to this one that were skipped, because their gradients were not finite."""
+    optimizer: str = ADAMW  # Name of the optimizer
+    random: dict[str, str] = field(default_factory=dict)  # States of the random generators, base64, by device
+    user: dict[str, Any] = field(default_factory=dict)  # Whatever the caller keeps with the state
+    clipped: int = 0  # Steps up to this one whose gradients were clipped
+    skipped: int = 0  # Steps up to this one that were skipped, because their gradients were not finite
+    # Number of steps up to this one in which a parameter (by name) had no gradient; 0 for those not listed. Each of
+    # several ranks knows it for the parameters that it updates a part of.
     missed: dict[str, int] = field(default_factory=dict)
-    """Number of steps up to this one in which a parameter (by name) had no gradient; 0 for those not listed. Each of
-    several ranks knows it for the parameters that it updates a part of."""
+    # Whether a later step has begun to overwrite this state and is not committed; only with a single slot.
     torn: bool = False
-    """Whether a later step has begun to overwrite this state and is not committed; only with a single slot."""
+    # Checksums of everything in `slot`, as dictionaries of :class:`common.store.verify.ChecksummedExtent`.
     checksums: list[dict[str, Any]] = field(default_factory=list)
-    """Checksums of everything in ``slot``, as dictionaries of :class:`common.store.verify.ChecksummedExtent`."""
-    piece_bytes: int | None = None
-    """Most bytes of a piece of a block; None: blocks are whole."""
+    piece_bytes: int | None = None  # Most bytes of a piece of a block; None: blocks are whole
+    # Sequences of the newest step's batch, tokens of each, and how many sequences were computed at once: sums are
+    # rounded in that order. Empty before the first step.
     micro_batch: list[int] = field(default_factory=list)
-    """Sequences of the newest step's batch, tokens of each, and how many sequences were computed at once: sums are
-    rounded in that order. Empty before the first step."""
     format: int = FORMAT
 
     def to_dict(self) -> dict[str, Any]:

@@ -19,12 +19,10 @@ class VerifiedRun:
     """What verifying one run has found."""
 
     directories: tuple[Path, ...]
-    step: int
-    """Committed step whose state was read."""
+    step: int  # Committed step whose state was read
     records: int
     nbytes: int
-    damage: list[str]
-    """One sentence for each damaged record, which names the SSD and the file."""
+    damage: list[str]  # One sentence for each damaged record, which names the SSD and the file
 
 
 def find_runs(places: Iterable[Path], may_have_none: Container[Path] = ()) -> list[list[Path]]:

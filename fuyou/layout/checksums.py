@@ -10,9 +10,9 @@ from fuyou.layout.record import Record, RecordExtents
 Part = Literal["parameters", "states"]
 PARTS: tuple[Part, ...] = get_args(Part)
 
+# Number of steps of training in which each record is checked once: damage that a drive does unnoticed is found within
+# so many steps, for a thirty-second of what it costs to check everything.
 CHECK_EVERY = 32
-"""Number of steps of training in which each record is checked once: damage that a drive does unnoticed is found within
-so many steps, for a thirty-second of what it costs to check everything."""
 
 
 def sealed_name(record: Record, part: Part) -> str:

@@ -62,7 +62,6 @@ def cut_blocks(
 
 
 def _piece_of(record: Record, index: int, name: str, piece: Piece) -> Record:
-    """Return the record of a piece of a block's ``record``."""
     slots = {slot.names[0]: slot for slot in record.parameters}
     parts = {part.name: part for part in piece}
     whole = [(slots[part.name], part.experts) for part in piece]
@@ -110,7 +109,6 @@ def _cut_compressed(slot: ParameterSlot, experts: tuple[int, int] | None) -> Com
 
 
 def _check_order(record: Record, pieces: Sequence[Piece], order: PieceOrder) -> None:
-    """Check that every trained piece is used, and that there is one gradient at a time, for which there is memory."""
     names = {slot.names[0] for slot in record.parameters if slot.trained} if record.trainable else set()
     trained = [index for index, piece in enumerate(pieces) if any(part.name in names for part in piece)]
     never = set(trained) - (set(order.forward) & {stage.piece for stage in order.backward})

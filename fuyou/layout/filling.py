@@ -5,11 +5,10 @@ from collections.abc import Callable, Iterable
 from fuyou.layout.record import Record
 from fuyou.layout.record_parts import ParameterSlot
 
-SPAN_ELEMENTS = 4 << 20
-"""Elements that are read at once, unless a single row (an expert) has more."""
+SPAN_ELEMENTS = 4 << 20  # Elements that are read at once, unless a single row (an expert) has more
+# Upper bound of the bytes that one of these takes: its value, at most fp32, and half a row more where a checkpoint has
+# experts in two parts.
 BYTES_PER_ELEMENT = 6
-"""Upper bound of the bytes that one of these takes: its value, at most fp32, and half a row more where a checkpoint has
-experts in two parts."""
 
 
 def row_spans(slot: ParameterSlot) -> list[tuple[int, int]]:

@@ -12,24 +12,21 @@ import torch
 from common.errors import UserError
 from common.quantisation import dequantise, dequantise_nf4, nf4_nbytes, quantise, quantise_nf4, quantised_nbytes
 
+# Elements of a row. A CPU decodes one at a time, so that this needs little memory beside the result.
 ROW_ELEMENTS = 1 << 20
-"""Elements of a row. A CPU decodes one at a time, so that this needs little memory beside the result."""
+# Rows that an accelerator decodes at once: a dozen kernels each, which take longer to launch than a row takes.
 ROWS_ON_ACCELERATORS = 8
-"""Rows that an accelerator decodes at once: a dozen kernels each, which take longer to launch than a row takes."""
 
 
 class FrozenDtype(Enum):
     """Format of the blocks' frozen matrices; embeddings and head stay in the compute dtype."""
 
-    PLAIN = "plain"
-    """The dtype that blocks compute in."""
-    INT8 = "int8"
-    """1.016 bytes per weight; errors are at most 1/254 of the largest in each 256 weights."""
-    NF4 = "nf4"
-    """0.5625 bytes per weight: one of 16 values, relative to the largest in each 64 weights."""
+    PLAIN = "plain"  # The dtype that blocks compute in
+    INT8 = "int8"  # 1.016 bytes per weight; errors are at most 1/254 of the largest in each 256 weights
+    NF4 = "nf4"  # 0.5625 bytes per weight: one of 16 values, relative to the largest in each 64 weights
+    # The bytes of a compressed checkpoint (:mod:`common.models.checkpoint.compressed`); nothing is rounded. How many
+    # they are depends on the parameter: see :meth:`fuyou.layout.record.Record.decode`.
     CHECKPOINT = "checkpoint"
-    """The bytes of a compressed checkpoint (:mod:`common.models.checkpoint.compressed`); nothing is rounded. How many
-    they are depends on the parameter: see :meth:`fuyou.layout.record.Record.decode`."""
 
     @classmethod
     def named(cls, name: str | None) -> "FrozenDtype | None":

@@ -111,52 +111,41 @@ class ModelLayout:
     """The records of a model, the order in which a step visits them, and what else decides how much memory it takes."""
 
     records: tuple[Record, ...]
-    embedding: int
-    """Index of the record that the embeddings are in."""
-    head: int
-    """Index of the record that the head is in; the same as ``embedding`` where they are tied."""
+    embedding: int  # Index of the record that the embeddings are in
+    head: int  # Index of the record that the head is in; the same as `embedding` where they are tied
+    # Indices of the records of block 0 .. L - 1: one each, or one for each of its pieces.
     blocks: tuple[tuple[int, ...], ...]
-    """Indices of the records of block 0 .. L - 1: one each, or one for each of its pieces."""
-    precision: Precision
-    """Precision of everything but adapters; its dtype is that of activations, too."""
+    precision: Precision  # Precision of everything but adapters; its dtype is that of activations, too
+    # For each block, the index of its adapter record; empty if no block has one.
     block_adapters: tuple[int | None, ...] = ()
-    """For each block, the index of its adapter record; empty if no block has one."""
-    embedding_adapter: int | None = None
-    """Index of the embeddings' adapter record."""
-    head_adapter: int | None = None
-    """Index of the head's adapter record."""
-    tower: int | None = None
-    """Index of the record of frozen towers, which the embedding uses."""
+    embedding_adapter: int | None = None  # Index of the embeddings' adapter record
+    head_adapter: int | None = None  # Index of the head's adapter record
+    tower: int | None = None  # Index of the record of frozen towers, which the embedding uses
+    # Memory that adapters take while a block computes, in the block that needs most.
     block_adapter_memory: AdapterMemory = NO_ADAPTERS
-    """Memory that adapters take while a block computes, in the block that needs most."""
+    # Memory that adapters take outside the blocks; tokens are those that go through the head at once.
     non_block_adapter_memory: AdapterMemory = NO_ADAPTERS
-    """Memory that adapters take outside the blocks; tokens are those that go through the head at once."""
-    hidden_size: int = 0
-    """Elements of the hidden states between blocks, per token; 0: as in the configuration."""
+    hidden_size: int = 0  # Elements of the hidden states between blocks, per token; 0: as in the configuration
+    # Bytes on the device that link blocks, beside hidden states, for a row of so many tokens.
     carried_bytes: Callable[[int], int] = no_bytes
-    """Bytes on the device that link blocks, beside hidden states, for a row of so many tokens."""
+    # Memory that images take, per token; it counts where batches come with images.
     image_memory: ImageMemory = NO_IMAGES
-    """Memory that images take, per token; it counts where batches come with images."""
-    images: bool = False
-    """Whether batches come with images."""
+    images: bool = False  # Whether batches come with images
+    # Whether batches come with a mask that hides tokens: attention is then given one of all pairs of tokens.
     padded: bool = False
-    """Whether batches come with a mask that hides tokens: attention is then given one of all pairs of tokens."""
-    attention: AttentionMemory = NO_ATTENTION
-    """Memory that grows with the square of a row's length."""
-    expert_output_bytes: int = 0
-    """Bytes, for each token, of outputs of experts while a whole block computes."""
+    attention: AttentionMemory = NO_ATTENTION  # Memory that grows with the square of a row's length
+    expert_output_bytes: int = 0  # Bytes, for each token, of outputs of experts while a whole block computes
+    # Number of experts that routers choose among, if their loss is a part of the loss; otherwise 0.
     router_experts: int = 0
-    """Number of experts that routers choose among, if their loss is a part of the loss; otherwise 0."""
+    # For each block, the order in which its pieces are needed; empty if all blocks are one record each.
     orders: tuple[PieceOrder, ...] = ()
-    """For each block, the order in which its pieces are needed; empty if all blocks are one record each."""
-    piece_bytes: int | None = None
-    """Bytes of the largest piece that was asked for; None: blocks are not in pieces."""
+    piece_bytes: int | None = None  # Bytes of the largest piece that was asked for; None: blocks are not in pieces
+    # Weights of a compressed checkpoint in the compute dtype, as pieces would cut its tensors of all experts.
     widened: int = 0
-    """Weights of a compressed checkpoint in the compute dtype, as pieces would cut its tensors of all experts."""
+    # Whether PyTorch compiles blocks: nothing of them is saved, and all their gradients come at once.
     compiled: bool = False
-    """Whether PyTorch compiles blocks: nothing of them is saved, and all their gradients come at once."""
+    # Elements (up to 4 bytes) in memory while a store is filled, as rows are not read alone; 0: unknown source.
     read_whole: int = 0
-    """Elements (up to 4 bytes) in memory while a store is filled, as rows are not read alone; 0: unknown source."""
 
     @property
     def share(self) -> Share:
@@ -354,17 +343,13 @@ class ModelLayout:
 class Recomputation:
     """The part of the blocks' forward pass that the backward pass computes again."""
 
-    layers: frozenset[int] = frozenset()
-    """Blocks that save outputs of operators, beside their input."""
-    saved: float = 0.0
-    """Fraction of the forward pass's FLOPs that is not computed again in these blocks."""
-    unneeded: float = 0.0
-    """Fraction that is not computed again in all other blocks: what no backward pass reads."""
+    layers: frozenset[int] = frozenset()  # Blocks that save outputs of operators, beside their input
+    saved: float = 0.0  # Fraction of the forward pass's FLOPs that is not computed again in these blocks
+    unneeded: float = 0.0  # Fraction that is not computed again in all other blocks: what no backward pass reads
 
     def fraction(self, layer: int) -> float:
         """Return the fraction of a block's forward FLOPs that is computed again."""
         return 1.0 - (self.saved if layer in self.layers else self.unneeded)
 
 
-FULL_RECOMPUTATION = Recomputation()
-"""All of every block is computed again."""
+FULL_RECOMPUTATION = Recomputation()  # All of every block is computed again

@@ -12,11 +12,10 @@ import torch
 from common.errors import UserError, did_you_mean
 from fuyou.layout.record_parts import ALIGN_ELEMENTS
 
+# Elements that share a scale where moments have 8 bits. A parameter begins with a block, so none holds values of two:
+# what one parameter's moments are rounded to does not depend on another's.
 BLOCK_ELEMENTS = ALIGN_ELEMENTS
-"""Elements that share a scale where moments have 8 bits. A parameter begins with a block, so none holds values of two:
-what one parameter's moments are rounded to does not depend on another's."""
-LOW = "low"
-"""Name of the component with the low 16 bits of split master weights: the first one, where there is one."""
+LOW = "low"  # Name of the component with the low 16 bits of split master weights: the first one, where there is one
 
 
 @dataclass(frozen=True)
@@ -25,8 +24,7 @@ class StateComponent:
 
     name: str
     dtype: torch.dtype
-    per: int = 1
-    """Elements that share one value."""
+    per: int = 1  # Elements that share one value
 
     def nbytes(self, elements: int) -> int:
         """Return the bytes of the values of so many elements."""
@@ -37,12 +35,9 @@ class StateComponent:
 class OptimizerFormat:
     """An optimizer as far as its states are concerned, and the defaults that differ from AdamW's."""
 
-    moments: tuple[str, ...]
-    """Names of its running means."""
-    blockwise: bool = False
-    """Whether they are kept in 8 bits by blocks (:mod:`fuyou.optimizer.dynamic8`)."""
-    betas: tuple[float, float] = (0.9, 0.999)
-    """Decay of its running means, as its authors have it."""
+    moments: tuple[str, ...]  # Names of its running means
+    blockwise: bool = False  # Whether they are kept in 8 bits by blocks (:mod:`fuyou.optimizer.dynamic8`)
+    betas: tuple[float, float] = (0.9, 0.999)  # Decay of its running means, as its authors have it
 
     def components(self, split: bool, moment_dtype: torch.dtype) -> tuple[StateComponent, ...]:
         """Return what is kept, in order.
@@ -64,12 +59,12 @@ def scale_of(moment: str) -> str:
 
 
 ADAMW = "adamw"
+# All optimizers, by the names that options give them.
 OPTIMIZERS = {
     ADAMW: OptimizerFormat(("mean", "variance")),
     "adamw8bit": OptimizerFormat(("mean", "variance"), blockwise=True),
     "lion": OptimizerFormat(("mean",), betas=(0.9, 0.99)),
 }
-"""All optimizers, by the names that options give them."""
 
 
 def check_optimizer(name: str, optimizer_dtype: str) -> None:

@@ -12,40 +12,31 @@ from dataclasses import dataclass, field
 class PiecePart:
     """A parameter of a block, or a range of its experts."""
 
-    name: str
-    """First name of the parameter in the model."""
-    experts: tuple[int, int] | None = None
-    """``[first, last)`` of its first dimension; None: all of it."""
+    name: str  # First name of the parameter in the model
+    experts: tuple[int, int] | None = None  # `[first, last)` of its first dimension; None: all of it
 
 
-Piece = tuple[PiecePart, ...]
-"""What is cut from a block: its parts are on the device at the same time."""
+Piece = tuple[PiecePart, ...]  # What is cut from a block: its parts are on the device at the same time
 
 
 @dataclass(frozen=True)
 class Stage:
     """The part of a block's backward pass during which one piece is on the device."""
 
-    piece: int
-    """Index of the piece in the block."""
-    recomputes: bool
-    """Whether forward operators run that use the piece."""
-    differentiates: bool
-    """Whether backward operators run that use the piece."""
-    trains: bool
-    """Whether gradients of the piece's parameters arrive."""
+    piece: int  # Index of the piece in the block
+    recomputes: bool  # Whether forward operators run that use the piece
+    differentiates: bool  # Whether backward operators run that use the piece
+    trains: bool  # Whether gradients of the piece's parameters arrive
 
 
 @dataclass(frozen=True)
 class PieceOrder:
     """The order in which a block's pieces are needed, for one micro-batch."""
 
-    forward: tuple[int, ...]
-    """Pieces of the forward pass: a piece may come again."""
-    backward: tuple[Stage, ...]
-    """Stages of the backward pass, which begins with the forward pass once more."""
+    forward: tuple[int, ...]  # Pieces of the forward pass: a piece may come again
+    backward: tuple[Stage, ...]  # Stages of the backward pass, which begins with the forward pass once more
+    # Bytes, for each token, that a forward pass keeps at most while it waits for its next piece.
     between_bytes: int = field(default=0, compare=False)
-    """Bytes, for each token, that a forward pass keeps at most while it waits for its next piece."""
 
     def holds_gradient(self, trained: Collection[int]) -> tuple[bool, ...]:
         """Return, for each stage of the backward pass, whether the gradient of its piece is on the device.

@@ -29,23 +29,20 @@ from fuyou.layout.share import ALONE, Share
 if TYPE_CHECKING:  # transformers is behind it, which the optimizer process can do without
     from common.models.checkpoint.compressed import CompressedParameter
 
+# Ranges that are read or written on their own are multiples of this many elements: a page even at two bytes each.
 PAGE_ELEMENTS = PAGE // 2
-"""Ranges that are read or written on their own are multiples of this many elements: a page even at two bytes each."""
 
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-"""Dtypes by the names that options give them."""
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}  # Dtypes by the names that options give them
 
 
 @dataclass(frozen=True)
 class Precision:
     """The dtypes of parameters, gradients and optimizer states."""
 
-    dtype: torch.dtype
-    """Dtype of forward and backward pass: bfloat16 (with split fp32 master weights) or float32."""
+    dtype: torch.dtype  # Dtype of forward and backward pass: bfloat16 (with split fp32 master weights) or float32
+    # Dtype of moments that are not in 8 bits: float32, or bfloat16 with stochastic rounding.
     optimizer_dtype: torch.dtype
-    """Dtype of moments that are not in 8 bits: float32, or bfloat16 with stochastic rounding."""
-    optimizer: str = ADAMW
-    """Name of the optimizer, which decides what is kept of each parameter."""
+    optimizer: str = ADAMW  # Name of the optimizer, which decides what is kept of each parameter
 
     @classmethod
     def named(cls, dtype: str, optimizer_dtype: str, optimizer: str = ADAMW) -> "Precision":
@@ -111,14 +108,11 @@ class Precision:
 class Kind(Enum):
     """Kind of a record, which decides the buffers that it passes through: each kind has buffers of its own size."""
 
-    BLOCK = "block"
-    """Parameters of a block: all of them, or those that are frozen."""
-    NON_BLOCK = "outer"
-    """Parameters outside the blocks, likewise; may be many times larger than a block."""
-    ADAPTER = "adapter"
-    """Trained parameters of a block, the embeddings or the head whose other parameters are frozen."""
+    BLOCK = "block"  # Parameters of a block: all of them, or those that are frozen
+    NON_BLOCK = "outer"  # Parameters outside the blocks, likewise; may be many times larger than a block
+    ADAPTER = "adapter"  # Trained parameters of a block, the embeddings or the head whose other parameters are frozen
+    # Frozen parameters of towers, which turn images into input of the embedding; they stay on the device.
     TOWER = "tower"
-    """Frozen parameters of towers, which turn images into input of the embedding; they stay on the device."""
 
 
 @dataclass(frozen=True)
@@ -130,21 +124,16 @@ class Record:
     """
 
     index: int
-    name: str
-    """``block 7``, ``embedding``, ``head`` or ``outer`` (both of these), for messages and traces."""
+    name: str  # `block 7`, `embedding`, `head` or `outer` (both of these), for messages and traces
     kind: Kind
     precision: Precision
+    # Whether it has gradients and optimizer states; a frozen record has a single place on SSD, and is only read.
     trainable: bool
-    """Whether it has gradients and optimizer states; a frozen record has a single place on SSD, and is only read."""
     parameters: tuple[ParameterSlot, ...]
-    decayed: int
-    """Elements of the part with weight decay, padding included."""
-    numel: int
-    """Elements of the whole record, padding included."""
-    frozen: FrozenDtype = FrozenDtype.PLAIN
-    """Format in which it is stored, if it is frozen."""
-    share: Share = ALONE
-    """Share of this rank. With several ranks, the record is padded so that all have equal parts."""
+    decayed: int  # Elements of the part with weight decay, padding included
+    numel: int  # Elements of the whole record, padding included
+    frozen: FrozenDtype = FrozenDtype.PLAIN  # Format in which it is stored, if it is frozen
+    share: Share = ALONE  # Share of this rank. With several ranks, the record is padded so that all have equal parts.
 
     @staticmethod
     def build(
@@ -371,8 +360,7 @@ class RecordExtents:
     states: tuple[Extent, ...]
 
 
-FROZEN_FILE = "weights.frozen"
-"""Name of the file, in every SSD directory, that holds all frozen records."""
+FROZEN_FILE = "weights.frozen"  # Name of the file, in every SSD directory, that holds all frozen records
 
 
 def weights_file(slot: int) -> str:

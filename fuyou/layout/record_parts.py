@@ -13,32 +13,27 @@ from fuyou.layout.pieces import PiecePart
 if TYPE_CHECKING:  # transformers is behind it, which the optimizer process can do without
     from common.models.checkpoint.compressed import CompressedParameter
 
+# Every parameter starts on a multiple of this many elements: 256 bytes in bf16, enough for any vector unit and for
+# bit-reproducible BLAS, and no chunk ever ends in a scalar tail.
 ALIGN_ELEMENTS = 128
-"""Every parameter starts on a multiple of this many elements: 256 bytes in bf16, enough for any vector unit and for
-bit-reproducible BLAS, and no chunk ever ends in a scalar tail."""
 
 
 @dataclass(frozen=True)
 class ParameterSlot:
     """The place of one parameter in its record."""
 
-    names: tuple[str, ...]
-    """Name in the model, and then the names of parameters tied to it."""
+    names: tuple[str, ...]  # Name in the model, and then the names of parameters tied to it
     shape: tuple[int, ...]
-    offset: int
-    """First element within the record."""
-    decay: bool
-    """Whether weight decay applies."""
-    trained: bool = True
-    """Whether gradients flow to it, if its record is trained."""
+    offset: int  # First element within the record
+    decay: bool  # Whether weight decay applies
+    trained: bool = True  # Whether gradients flow to it, if its record is trained
+    # How it is stored if its record is stored in the checkpoint's own bytes; None: in the compute dtype.
     compressed: "CompressedParameter | None" = None
-    """How it is stored if its record is stored in the checkpoint's own bytes; None: in the compute dtype."""
+    # `[first, last)` of the parameter's experts, if only these are in the record, a piece of a block.
     experts: tuple[int, int] | None = None
-    """``[first, last)`` of the parameter's experts, if only these are in the record, a piece of a block."""
-    all_experts: int = 0
-    """Number of the parameter's experts, where :attr:`experts` is given."""
+    all_experts: int = 0  # Number of the parameter's experts, where :attr:`experts` is given
+    # Fraction of the tokens that it is multiplied with: of an expert, those that are routed to it on average.
     activity: float = 1.0
-    """Fraction of the tokens that it is multiplied with: of an expert, those that are routed to it on average."""
 
     @property
     def name(self) -> str:

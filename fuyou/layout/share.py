@@ -22,13 +22,10 @@ from common.memory.buffers import round_up
 class Share:
     """A rank's place among all ranks, which decides its part of every record; the default is a rank that is alone."""
 
-    nodes: int = 1
-    """Number of nodes, N."""
-    ranks_per_node: int = 1
-    """Number of ranks in each node, M."""
+    nodes: int = 1  # Number of nodes, N
+    ranks_per_node: int = 1  # Number of ranks in each node, M
     node: int = 0
-    local_rank: int = 0
-    """Number of this rank in its node."""
+    local_rank: int = 0  # Number of this rank in its node
 
     @property
     def world_size(self) -> int:
@@ -92,5 +89,4 @@ def _filled(start: int, length: int, count: int, used: int) -> list[int]:
     return [max(0, min(length, used - start - number * length)) for number in range(count)]
 
 
-ALONE = Share()
-"""The share of a rank that is alone."""
+ALONE = Share()  # The share of a rank that is alone

@@ -16,28 +16,23 @@ class Phase(Enum):
     EMBED_BACKWARD = "embedding backward"
 
 
-BEFORE_HEAD_PHASES = frozenset({Phase.EMBED_FORWARD, Phase.BLOCK_FORWARD})
-"""Phases before the head."""
+BEFORE_HEAD_PHASES = frozenset({Phase.EMBED_FORWARD, Phase.BLOCK_FORWARD})  # Phases before the head
+# Phases up to the one in which the loss becomes known; a head's forward and backward pass are one phase.
 FORWARD_PHASES = BEFORE_HEAD_PHASES | {Phase.HEAD, Phase.HEAD_EVAL}
-"""Phases up to the one in which the loss becomes known; a head's forward and backward pass are one phase."""
 
 
+# Phases that a reference takes part in, which is never trained.
 REFERENCE_PHASES = BEFORE_HEAD_PHASES | {Phase.HEAD_EVAL}
-"""Phases that a reference takes part in, which is never trained."""
 
 
 @dataclass(frozen=True)
 class Part:
     """The part of a block's forward or backward pass during which one piece of the block is on the device."""
 
-    first: bool
-    """Whether it begins the pass: it takes the block's input."""
-    last: bool
-    """Whether it ends the pass: it makes the block's output, or the gradient of its input."""
-    recomputes: bool = True
-    """Whether forward operators run in it."""
-    differentiates: bool = False
-    """Whether backward operators run in it."""
+    first: bool  # Whether it begins the pass: it takes the block's input
+    last: bool  # Whether it ends the pass: it makes the block's output, or the gradient of its input
+    recomputes: bool = True  # Whether forward operators run in it
+    differentiates: bool = False  # Whether backward operators run in it
 
 
 @dataclass(frozen=True)
@@ -46,23 +41,18 @@ class Visit:
 
     phase: Phase
     record: int
-    layer: int | None = None
-    """Index of the block, 0 to L - 1, or L for the head; None for the embedding."""
-    adapter: int | None = None
-    """Adapter record that is used beside ``record``, which is frozen then."""
-    tower: int | None = None
-    """Record of frozen towers that the embedding uses."""
-    trained: int | None = None
-    """Record whose gradient a backward visit adds to: ``record`` or ``adapter``."""
+    layer: int | None = None  # Index of the block, 0 to L - 1, or L for the head; None for the embedding
+    adapter: int | None = None  # Adapter record that is used beside `record`, which is frozen then
+    tower: int | None = None  # Record of frozen towers that the embedding uses
+    trained: int | None = None  # Record whose gradient a backward visit adds to: `record` or `adapter`
+    # Whether that gradient is complete afterwards: not after the head, if the embedding trains the same record.
     completes: bool = True
-    """Whether that gradient is complete afterwards: not after the head, if the embedding trains the same record."""
+    # Whether a backward visit computes the gradient of its input: not if nothing before it is trained.
     passes_on: bool = True
-    """Whether a backward visit computes the gradient of its input: not if nothing before it is trained."""
 
+    # The part of a block that is in pieces; None: the visit is about the whole block, or what is outside.
     part: Part | None = None
-    """The part of a block that is in pieces; None: the visit is about the whole block, or what is outside."""
-    micros: range | None = None
-    """Numbers of the visit's micro-batches; None: all of them."""
+    micros: range | None = None  # Numbers of the visit's micro-batches; None: all of them
 
     @property
     def begins(self) -> bool:

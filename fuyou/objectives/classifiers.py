@@ -4,8 +4,7 @@ from torch.nn import functional
 
 from fuyou.objectives.objective import BatchNumbers, Learned, Mean, Objective
 
-MARGINS = "margins"
-"""Name of a batch's margins: by how much the preferred answer is better, fp32 ``[P]``."""
+MARGINS = "margins"  # Name of a batch's margins: by how much the preferred answer is better, fp32 `[P]`
 
 
 class RewardObjective(Objective):

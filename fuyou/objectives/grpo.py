@@ -13,8 +13,7 @@ import torch
 
 from common.errors import UserError
 
-IGNORED = -100
-"""Label of tokens that are not learned from."""
+IGNORED = -100  # Label of tokens that are not learned from
 
 
 @dataclass(frozen=True)
@@ -25,12 +24,9 @@ class GrpoConfig:
         UserError: one has a value that it cannot have.
     """
 
-    num_generations: int = 8
-    """Answers to each prompt."""
-    epsilon: float = 0.2
-    """By how much the ratio of probabilities may leave 1 before its gradient is cut off."""
-    beta: float = 0.0
-    """Weight of the divergence from the reference; 0 needs no reference."""
+    num_generations: int = 8  # Answers to each prompt
+    epsilon: float = 0.2  # By how much the ratio of probabilities may leave 1 before its gradient is cut off
+    beta: float = 0.0  # Weight of the divergence from the reference; 0 needs no reference
 
     def __post_init__(self) -> None:
         if self.num_generations < 2:
@@ -62,10 +58,10 @@ def group_advantages(rewards: torch.Tensor, config: GrpoConfig) -> torch.Tensor:
 class Rollouts:
     """Prompts with their answers as a batch for :meth:`fuyou.Engine.tokens`, padded on the right."""
 
+    # `input_ids`, `attention_mask` and `labels`, int64 `[B, S]`: only answers have labels.
     batch: dict[str, torch.Tensor]
-    """``input_ids``, ``attention_mask`` and ``labels``, int64 ``[B, S]``: only answers have labels."""
+    # What answers' tokens had when they were generated, fp32 `[B, S]`, at the places of `engine.tokens`.
     old_log_probs: torch.Tensor
-    """What answers' tokens had when they were generated, fp32 ``[B, S]``, at the places of ``engine.tokens``."""
 
     @property
     def rows(self) -> int:

@@ -7,8 +7,8 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+# Function that adds numbers up over all ranks, each with those of the same place; all ranks call it alike.
 SumOverRanks = Callable[[Sequence[float]], list[float]]
-"""Function that adds numbers up over all ranks, each with those of the same place; all ranks call it alike."""
 
 
 def alone(values: Sequence[float]) -> list[float]:
@@ -42,37 +42,31 @@ class Mean(NamedTuple):
 class Learned:
     """The loss of a batch, and what people watch beside it."""
 
-    loss: torch.Tensor
-    """This rank's share of the mean loss, an fp32 scalar with a graph."""
-    items: float
-    """Number of what that mean is over (pairs, answers, rows, tokens) on this rank."""
+    loss: torch.Tensor  # This rank's share of the mean loss, an fp32 scalar with a graph
+    items: float  # Number of what that mean is over (pairs, answers, rows, tokens) on this rank
+    # What people watch, by the names that TRL gives it; what has no value in this batch is not there.
     watched: dict[str, Mean] = field(default_factory=dict)
-    """What people watch, by the names that TRL gives it; what has no value in this batch is not there."""
 
 
 @dataclass(frozen=True)
 class BatchNumbers:
     """What a loss is made of: the numbers of a batch."""
 
-    out: TokenNumbers
-    """Numbers for each token, of this rank's rows."""
+    out: TokenNumbers  # Numbers for each token, of this rank's rows
+    # Log-probability of each row's targets under the reference, fp32 `[R]`; or of each target, `[R, S]`.
     reference: torch.Tensor | None = None
-    """Log-probability of each row's targets under the reference, fp32 ``[R]``; or of each target, ``[R, S]``."""
+    # What the batch has under :attr:`Objective.extras`.
     extras: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    """What the batch has under :attr:`Objective.extras`."""
-    sum_over_ranks: SumOverRanks = alone
-    """Adds up numbers of all ranks."""
+    sum_over_ranks: SumOverRanks = alone  # Adds up numbers of all ranks
 
 
 class Objective(ABC):
     """An objective: which numbers it wants for each token, and the loss that it makes of them."""
 
-    outputs: tuple[str, ...] = ("log_probs",)
-    """Outputs of :meth:`fuyou.Engine.tokens`."""
+    outputs: tuple[str, ...] = ("log_probs",)  # Outputs of :meth:`fuyou.Engine.tokens`
+    # Names of what people watch beside the loss, in this order; some may be missing in a batch.
     watches: tuple[str, ...] = ()
-    """Names of what people watch beside the loss, in this order; some may be missing in a batch."""
-    extras: tuple[str, ...] = ()
-    """Names of what a batch has for the loss alone, one entry for each item."""
+    extras: tuple[str, ...] = ()  # Names of what a batch has for the loss alone, one entry for each item
 
     @abstractmethod
     def learn(self, batch: BatchNumbers) -> Learned:

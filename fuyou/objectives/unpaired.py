@@ -8,8 +8,7 @@ import torch
 from common.errors import UserError
 from fuyou.objectives.objective import BatchNumbers, Learned, Mean, Objective, row_sums
 
-DESIRABLE = "desirable"
-"""Name of a batch's marks: which answers are desirable, bool ``[N]``."""
+DESIRABLE = "desirable"  # Name of a batch's marks: which answers are desirable, bool `[N]`
 
 
 class UnpairedObjective(Objective):

@@ -45,7 +45,6 @@ def marked_absent(firsts: torch.Tensor) -> torch.Tensor:
 
 
 def _part_starts(record: Record, slot: ParameterSlot) -> list[int]:
-    """Return the elements of the record at which some rank's part of a parameter begins."""
     stop = slot.offset + slot.numel
     following = (slot.offset // record.owned + 1) * record.owned
     return [*range(slot.offset, min(slot.offset + 1, stop)), *range(following, stop, record.owned)]
@@ -55,10 +54,8 @@ def _part_starts(record: Record, slot: ParameterSlot) -> list[int]:
 class _Part:
     """The part of a parameter, padding behind it included, that this rank updates: ``[start, stop)``."""
 
-    slot: int
-    """Index of the parameter in its record."""
-    start: int
-    """First element, counted from the first one that this rank owns; ``stop`` likewise."""
+    slot: int  # Index of the parameter in its record
+    start: int  # First element, counted from the first one that this rank owns; `stop` likewise
     stop: int
 
 

@@ -10,14 +10,10 @@ from common.errors import UserError
 class AdamConfig:
     """Hyper-parameters of AdamW (Loshchilov and Hutter, 2019), and of the other optimizers as far as they have them."""
 
-    lr: float = 1e-5
-    """Learning rate; a schedule may change it every step."""
-    betas: tuple[float, float] = (0.9, 0.999)
-    """Decay of the running mean of gradients and of their squares."""
-    eps: float = 1e-8
-    """Added to the denominator."""
-    weight_decay: float = 0.01
-    """Decoupled decay, for matrices only: biases and norms are not decayed."""
+    lr: float = 1e-5  # Learning rate; a schedule may change it every step
+    betas: tuple[float, float] = (0.9, 0.999)  # Decay of the running mean of gradients and of their squares
+    eps: float = 1e-8  # Added to the denominator
+    weight_decay: float = 0.01  # Decoupled decay, for matrices only: biases and norms are not decayed
 
     def __post_init__(self) -> None:
         check_learning_rate(self.lr)
@@ -52,18 +48,12 @@ def check_max_grad_norm(norm: float | None) -> None:
 class Update:
     """The parameters of one step's update, which are sent to the optimizer process with the gradients."""
 
-    step: int
-    """Number of this step, from 1: bias correction depends on it."""
-    adam: AdamConfig
-    """Hyper-parameters of this step."""
-    gradient_scale: float = 1.0
-    """Clipping coefficient, by which every gradient is multiplied."""
-    seed: int = 0
-    """Seed of the stochastic rounding of bf16 moments."""
-    skipped: int = 0
-    """Number of earlier steps that were skipped: bias correction does not count them."""
-    skip: bool = False
-    """Whether the step changes nothing, because its gradient is not finite."""
+    step: int  # Number of this step, from 1: bias correction depends on it
+    adam: AdamConfig  # Hyper-parameters of this step
+    gradient_scale: float = 1.0  # Clipping coefficient, by which every gradient is multiplied
+    seed: int = 0  # Seed of the stochastic rounding of bf16 moments
+    skipped: int = 0  # Number of earlier steps that were skipped: bias correction does not count them
+    skip: bool = False  # Whether the step changes nothing, because its gradient is not finite
 
 
 @dataclass(frozen=True)
@@ -72,5 +62,4 @@ class UpdateRange:
 
     start: int
     stop: int
-    missed: int
-    """Number of steps in which these parameters had no gradient: bias correction does not count them."""
+    missed: int  # Number of steps in which these parameters had no gradient: bias correction does not count them

@@ -17,9 +17,9 @@ from fuyou.optimizer.moments import Moments, OptimizerStates
 from fuyou.optimizer.rules import RULES, StepScalars
 from fuyou.optimizer.split_weights import join, split_in_place
 
+# Elements per pass and thread. Master and gradient in fp32 take 512 KiB, and what a pass reads and writes about 1 MiB:
+# together they stay in the second-level cache of a core (1 to 2 MiB).
 PASS_ELEMENTS = 1 << 16
-"""Elements per pass and thread. Master and gradient in fp32 take 512 KiB, and what a pass reads and writes about 1 MiB:
-together they stay in the second-level cache of a core (1 to 2 MiB)."""
 
 
 class ChunkOptimizer:
@@ -104,7 +104,6 @@ class ChunkOptimizer:
             split_in_place(master, states.parameter, states.low)
 
     def _room(self, states: OptimizerStates) -> list[torch.Tensor]:
-        """Return memory for fp32 copies of moments that have another dtype."""
         if not self._moments and states.moments[0].dtype != torch.float32:
             self._moments = [torch.empty(self._elements) for _ in states.moments]
         return self._moments

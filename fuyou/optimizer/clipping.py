@@ -59,10 +59,8 @@ def clip_coefficient(norm: float, limit: float) -> float | None:
 class ClipStatistics:
     """The number of clipped steps of a run."""
 
-    clipped: int = 0
-    """Steps that were clipped."""
-    steps: int = 0
-    """Steps of the run so far."""
+    clipped: int = 0  # Steps that were clipped
+    steps: int = 0  # Steps of the run so far
 
     @property
     def share(self) -> float:

@@ -14,12 +14,10 @@ import torch
 
 from fuyou.layout.optimizer_state import BLOCK_ELEMENTS
 
+# Upper 16 bits of 2**-24, below which all numbers are rounded as it is, and of 1, the largest quotient.
 LEAST, MOST = 0x3380, 0x3F80
-"""Upper 16 bits of 2**-24, below which all numbers are rounded as it is, and of 1, the largest quotient."""
-SIGNS = MOST - LEAST + 1
-"""Where in a table by magnitudes those of negative numbers begin."""
-_DECADES = 7
-"""Powers of ten that the values span; the last has 64 values of each sign, the one before it 32, and so on."""
+SIGNS = MOST - LEAST + 1  # Where in a table by magnitudes those of negative numbers begin
+_DECADES = 7  # Powers of ten that the values span; the last has 64 values of each sign, the one before it 32, and so on
 
 
 def dynamic_values(signed: bool) -> np.ndarray:
@@ -80,5 +78,4 @@ class DynamicCode:
 
 
 SIGNED, UNSIGNED = DynamicCode(signed=True), DynamicCode(signed=False)
-MOMENT_CODES = (SIGNED, UNSIGNED)
-"""The codes of mean and variance."""
+MOMENT_CODES = (SIGNED, UNSIGNED)  # The codes of mean and variance

@@ -12,18 +12,15 @@ import torch
 from common.mixed_sum import add_to_wider
 from fuyou.layout.record import Record
 
-_NORM_ELEMENTS = 1 << 17
-"""Elements per pass when squares are summed on a CPU: as float64 they stay in the cache."""
+_NORM_ELEMENTS = 1 << 17  # Elements per pass when squares are summed on a CPU: as float64 they stay in the cache
+# Elements per pass when squares are summed on a GPU, where CUDA makes a float64 copy: 64 MiB of it. Larger ones would
+# not be faster.
 _CUDA_NORM_ELEMENTS = 1 << 23
-"""Elements per pass when squares are summed on a GPU, where CUDA makes a float64 copy: 64 MiB of it. Larger ones would
-not be faster."""
+# Compute capabilities of GPUs that do half of their fp32 arithmetic in fp64 (CUDA C++ Programming Guide, Arithmetic
+# Instructions). Others, those for games among them, do a 32nd or 64th.
 _FAST_FP64 = frozenset({(6, 0), (7, 0), (8, 0), (9, 0), (10, 0)})
-"""Compute capabilities of GPUs that do half of their fp32 arithmetic in fp64 (CUDA C++ Programming Guide, Arithmetic
-Instructions). Others, those for games among them, do a 32nd or 64th."""
-_GROUP = 64
-"""Squares that are added in fp32 where fp64 is slow."""
-_ROUNDING_ELEMENTS = 1 << 24
-"""Elements per pass when a sum is rounded in place."""
+_GROUP = 64  # Squares that are added in fp32 where fp64 is slow
+_ROUNDING_ELEMENTS = 1 << 24  # Elements per pass when a sum is rounded in place
 
 
 class GradientSum:
@@ -67,7 +64,6 @@ class GradientSum:
         leaf.grad = None
 
     def _zero_padding(self) -> None:
-        """Set the gradient of the padding between parameters to zero, as it is updated like them."""
         position = 0
         for slot in sorted(self.record.parameters, key=lambda slot: slot.offset):
             self.flat[position : slot.offset].zero_()

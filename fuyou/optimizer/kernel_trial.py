@@ -45,7 +45,6 @@ def _same_bits(optimizer: str, kernels: Kernels, split_weights: bool) -> bool:
 
 
 def _states(optimizer: str, split_weights: bool) -> OptimizerStates:
-    """Return states before the first step, the same each time."""
     parameter, low = torch.randn(_ELEMENTS, generator=torch.Generator().manual_seed(0)) * 0.02, None
     if split_weights:
         master, low = parameter, torch.empty(_ELEMENTS, dtype=torch.int16)

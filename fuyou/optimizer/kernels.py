@@ -20,8 +20,7 @@ from fuyou.optimizer.moments import OptimizerStates
 from fuyou.optimizer.rules import StepScalars
 
 _SOURCE = Path(__file__).with_name("kernels.cpp")
-_SMALLEST_SHARE = 1 << 14
-"""Elements below which another thread costs more than it saves."""
+_SMALLEST_SHARE = 1 << 14  # Elements below which another thread costs more than it saves
 
 
 class _Job(ctypes.Structure):

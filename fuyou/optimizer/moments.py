@@ -16,14 +16,10 @@ from fuyou.optimizer.dynamic8 import MOMENT_CODES
 class OptimizerStates(NamedTuple):
     """Parameters and what an optimizer keeps of them: flat tensors ``[n]``, which an update changes."""
 
-    parameter: torch.Tensor
-    """bf16 part of the split master weights, or the fp32 master weights if ``low`` is None."""
-    low: torch.Tensor | None
-    """Low 16 bits of the master weights, int16."""
-    moments: tuple[torch.Tensor, ...]
-    """Running means, in the order of their names: fp32, bf16, or codes, uint8."""
-    scales: tuple[torch.Tensor, ...] = ()
-    """Scales of codes, fp32 ``[n / 128]`` for each moment."""
+    parameter: torch.Tensor  # bf16 part of the split master weights, or the fp32 master weights if `low` is None
+    low: torch.Tensor | None  # Low 16 bits of the master weights, int16
+    moments: tuple[torch.Tensor, ...]  # Running means, in the order of their names: fp32, bf16, or codes, uint8
+    scales: tuple[torch.Tensor, ...] = ()  # Scales of codes, fp32 `[n / 128]` for each moment
 
     @classmethod
     def before_training(

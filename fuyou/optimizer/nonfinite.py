@@ -6,9 +6,9 @@ from common.errors import FinetuneError, UserError, did_you_mean
 
 POLICIES = ("stop", "skip")
 
+# Number of steps that may be skipped in a row before training stops all the same: after so many, the weights have
+# diverged, or the data are broken throughout.
 MOST_IN_A_ROW = 10
-"""Number of steps that may be skipped in a row before training stops all the same: after so many, the weights have
-diverged, or the data are broken throughout."""
 
 
 class NonFiniteLoss(FinetuneError):

@@ -10,17 +10,15 @@ import torch
 class StepScalars:
     """The numbers of one step, as they apply to one range of parameters."""
 
-    count: int
-    """Number of this update of these parameters, from 1: bias correction depends on it."""
+    count: int  # Number of this update of these parameters, from 1: bias correction depends on it
     lr: float
     betas: tuple[float, float]
     eps: float
-    weight_decay: float
-    """0 where there is none."""
+    weight_decay: float  # 0 where there is none
 
 
+# Changes master weights and moments, given a gradient: fp32 `[n]` each.
 Rule = Callable[[torch.Tensor, torch.Tensor, Sequence[torch.Tensor], StepScalars], None]
-"""Changes master weights and moments, given a gradient: fp32 ``[n]`` each."""
 
 
 def adamw(master: torch.Tensor, gradient: torch.Tensor, moments: Sequence[torch.Tensor], scalars: StepScalars) -> None:
@@ -52,5 +50,5 @@ def lion(master: torch.Tensor, gradient: torch.Tensor, moments: Sequence[torch.T
     mean.mul_(beta2).add_(gradient, alpha=1 - beta2)
 
 
+# Arithmetic by the optimizer's name in :data:`fuyou.layout.optimizer_state.OPTIMIZERS`.
 RULES: dict[str, Rule] = {"adamw": adamw, "adamw8bit": adamw, "lion": lion}
-"""Arithmetic by the optimizer's name in :data:`fuyou.layout.optimizer_state.OPTIMIZERS`."""

@@ -96,7 +96,6 @@ def _repeated(stack: StreamedModel, layer: int, names: Sequence[str]) -> list[se
 
 
 def _ranges(names: Sequence[str], experts: int, limit: int, nbytes: Callable[[str], int]) -> list[list[PiecePart]]:
-    """Cut parameters that hold one matrix for each of ``experts``."""
     each = -(-sum(nbytes(name) for name in names) // experts)
     count = math.ceil(experts / max(1, min(experts, limit // each)))
     ends = [experts * (index + 1) // count for index in range(count)]

@@ -70,7 +70,6 @@ class _Call:
         self._open = len(mixture.ranges)  # ranges whose gradients have not been handed on
 
     def expert(self, name: str, expert: int) -> torch.Tensor:
-        """Return the handle of one expert's part of the parameter called ``name``."""
         if (name, expert) not in self._handles:
             number = self._mixture.range_of(expert)
             (part,) = (part for part in self._mixture.parts(number) if part.name == name)
@@ -100,7 +99,6 @@ class _Call:
         return self._mixture.source.fetch(parts, use)
 
     def take_gradient(self, part: PiecePart, gradient: torch.Tensor) -> None:
-        """Hand on a gradient: :meth:`fuyou.pieces.handle.Parts.take_gradient`."""
         self._mixture.source.take_gradient(part, gradient)
 
     def finish(self) -> list[torch.Tensor | None]:
@@ -127,7 +125,6 @@ class _Call:
         self._sums[part][expert] = gradient
 
     def _finish(self, first: int) -> None:
-        """Hand on the gradients of all ranges from ``first`` on."""
         while self._open > first:
             self._open -= 1
             for part in self._mixture.trained_parts(self._open).values():

@@ -24,14 +24,10 @@ from common.errors import UserError
 class Factors:
     """Two factors for each expert, whose product is added to its part of a parameter."""
 
-    name: str
-    """The parameter's name in its module."""
-    left: torch.Tensor
-    """``[E, rows, rank]``, in the adapter's dtype."""
-    right: torch.Tensor
-    """``[E, rank, columns]``, in the adapter's dtype."""
-    scaling: float
-    """What the product is multiplied by."""
+    name: str  # The parameter's name in its module
+    left: torch.Tensor  # `[E, rows, rank]`, in the adapter's dtype
+    right: torch.Tensor  # `[E, rank, columns]`, in the adapter's dtype
+    scaling: float  # What the product is multiplied by
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:

@@ -69,12 +69,10 @@ class _Marks(TorchDispatchMode):
         self._marked: dict[int, torch.UntypedStorage] = {}  # kept, so that no other memory gets a marked one's identity
 
     def mark(self, value: torch.Tensor) -> None:
-        """Mark a tensor."""
         storage = value.untyped_storage()
         self._marked[storage._cdata] = storage
 
     def see(self, value: torch.Tensor) -> torch.Tensor:
-        """Notice that autograd saves ``value``."""
         self.seen |= self._has(value)
         return value
 

@@ -119,7 +119,6 @@ def own_computations(
 
 
 def _implementation(prefix: str, module: Any, parts: Mapping[str, Sequence[PiecePart]]) -> str:
-    """Return the name of the module's implementation, after checking that it can be computed in ranges."""
     if module._is_expert_parallel:
         raise UserError(
             f"The experts of {prefix} are spread over devices (expert parallelism) and cannot be cut in pieces as well."

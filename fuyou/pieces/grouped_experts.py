@@ -19,24 +19,18 @@ from fuyou.pieces.expert_parts import ExpertParts
 from fuyou.pieces.run import Use, current_supply
 
 _put = torch.ops.aten._index_put_impl_
-_VECTOR = 64
-"""Elements, or a divisor's multiple, that a CPU's kernels compute at once: two registers of 16-bit numbers."""
+_VECTOR = 64  # Elements, or a divisor's multiple, that a CPU's kernels compute at once: two registers of 16-bit numbers
 
 
 @dataclass(frozen=True)
 class _Routing:
     """Which rows there are, sorted by expert."""
 
-    experts: torch.Tensor
-    """Expert of each row, int64 ``[R]``."""
-    order: torch.Tensor
-    """Place of each row among the rows by token, int64 ``[R]``."""
-    tokens: torch.Tensor
-    """Token of each row, int64 ``[R]``."""
-    offsets: torch.Tensor
-    """End of each expert's rows, int32 ``[E]``."""
-    ends: list[int]
-    """The same on the host."""
+    experts: torch.Tensor  # Expert of each row, int64 `[R]`
+    order: torch.Tensor  # Place of each row among the rows by token, int64 `[R]`
+    tokens: torch.Tensor  # Token of each row, int64 `[R]`
+    offsets: torch.Tensor  # End of each expert's rows, int32 `[E]`
+    ends: list[int]  # The same on the host
 
     @staticmethod
     def of(index: torch.Tensor, experts: int) -> "_Routing":
@@ -48,7 +42,6 @@ class _Routing:
         return _Routing(sorted_experts, order, order // index.size(-1), offsets, offsets.tolist())
 
     def rows(self, first: int, last: int) -> slice:
-        """Return the rows of experts ``[first, last)``."""
         return slice(self.ends[first - 1] if first else 0, self.ends[last - 1])
 
 
@@ -223,13 +216,6 @@ def _at_its_place(
     (``silu`` and ``sigmoid`` differ in the last bit). So rows are added, before or behind, that let the same elements
     be the last ones. Where a row fills whole registers, there are no last ones. (Several threads cut a large tensor at
     places of their own: there the numbers are those of a single thread only.)
-
-    Args:
-        activate: takes ``[rows, parts * I]``, returns ``[rows, I]``.
-        values: some of the rows.
-        rows: which.
-        count: number of all rows.
-        parts: as above.
     """
     width = values.shape[1] // parts
     if values.device.type != "cpu" or width % _VECTOR == 0:

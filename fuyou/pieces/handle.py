@@ -20,8 +20,8 @@ from fuyou.model.recompute.block_trace import makes_views
 from fuyou.pieces.run import Use, Weights
 
 _aten = torch.ops.aten
+# What autograd does with a gradient before it stores it.
 _PASSED_ON = (_aten.detach.default, _aten.clone.default, _aten.alias.default)
-"""What autograd does with a gradient before it stores it."""
 
 
 class Parts(Protocol):
@@ -44,14 +44,12 @@ class Origin:
     """What a handle stands for."""
 
     source: Parts
-    name: str
-    """First name of the parameter."""
+    name: str  # First name of the parameter
+    # The parts that hold the parameter; several where it is a mixture's and cut by experts.
     parts: tuple[PiecePart, ...]
-    """The parts that hold the parameter; several where it is a mixture's and cut by experts."""
-    start: int = 0
-    """Element of the part at which the handle's parameter begins."""
+    start: int = 0  # Element of the part at which the handle's parameter begins
+    # Makes the handle's parameter, which is contiguous, from the part; None: it is a view of the part.
     make: Callable[[torch.Tensor], torch.Tensor] | None = None
-    """Makes the handle's parameter, which is contiguous, from the part; None: it is a view of the part."""
 
     def real(self, weights: Weights, geometry: torch.Tensor) -> torch.Tensor:
         """Return the memory that a handle of this ``geometry`` (on the meta device) stands for."""
@@ -69,17 +67,15 @@ class Origin:
 
 
 _Choice = Callable[[str, int], torch.Tensor]
+# Returns the handle of one expert's part of a parameter, by first name and index, while a module of experts runs.
 chosen_expert: ContextVar[_Choice | None] = ContextVar("chosen_expert", default=None)
-"""Returns the handle of one expert's part of a parameter, by first name and index, while a module of experts runs."""
 
 
 class Handle(torch.Tensor):
     """A tensor without memory that stands for a parameter, or for a view of it."""
 
-    geometry: torch.Tensor
-    """Its shape, strides, offset and dtype, as a view of the whole parameter on the meta device."""
-    origin: Origin | None
-    """What it stands for; None: for a gradient that has been handed on."""
+    geometry: torch.Tensor  # Its shape, strides, offset and dtype, as a view of the whole parameter on the meta device
+    origin: Origin | None  # What it stands for; None: for a gradient that has been handed on
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -140,7 +136,6 @@ class Handle(torch.Tensor):
 
 
 def _view(func: Any, args: Any, kwargs: Any) -> Any:
-    """Return what a view operator gives for a handle: handles."""
     handle = args[0]
     if not isinstance(handle, Handle):  # such as a view as another tensor's shape
         raise FinetuneError(f"{func} has been given a parameter in pieces as a mere argument.")
@@ -154,19 +149,16 @@ def _view(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _pass_on(func: Any, handle: Handle) -> Handle:
-    """Return the stand-in for a gradient that autograd is about to store."""
     if func not in _PASSED_ON:
         raise FinetuneError(f"{func} was called on a gradient that has been handed on: two backward passes at once.")
     return Handle.make(handle.geometry, None, handle.device)
 
 
 def _is_written(argument: torch._C.Argument) -> bool:
-    """Return whether an operator writes to an argument."""
     return argument.alias_info is not None and argument.alias_info.is_write
 
 
 def _refuse(func: Any, args: Any, origins: Sequence[Origin]) -> None:
-    """Raise an error where an operator cannot run on pieces."""
     for argument, value in zip(func._schema.arguments, args, strict=False):
         if isinstance(value, Handle) and _is_written(argument):
             raise UserError(f"The block changes its parameter {_name(value)} ({func}): it cannot be cut in pieces.")

@@ -37,7 +37,6 @@ def _order(stack: StreamedModel, layer: int, pieces: Sequence[Piece]) -> PieceOr
 
 
 def _stages(uses: Sequence[tuple[int, Use]]) -> list[Stage]:
-    """Join consecutive uses of the same piece."""
     stages: list[Stage] = []
     for piece, use in uses:
         if not stages or stages[-1].piece != piece:
@@ -53,13 +52,11 @@ def _stages(uses: Sequence[tuple[int, Use]]) -> list[Stage]:
 
 
 def _insert_forward(stages: list[Stage], new: Stage) -> None:
-    """Insert a piece that no token has come to: in the order of pieces."""
     earlier = [place for place, stage in enumerate(stages) if stage.piece == new.piece - 1]
     stages.insert(earlier[0] + 1 if earlier else 0, new)
 
 
 def _insert_backward(stages: list[Stage], new: Stage) -> None:
-    """Insert a piece that no token has come to, behind the recomputation of the one before it, and in reverse order."""
     recomputing = replace(new, differentiates=False, trains=False)
     places = [place for place, stage in enumerate(stages) if stage.piece == new.piece - 1]
     if not places:

@@ -26,12 +26,10 @@ _META = torch.device("meta")
 class Recording:
     """The pieces that one run of a block has needed."""
 
-    uses: list[tuple[frozenset[int], Use]]
-    """What was needed for what, operator by operator."""
-    complete: bool
-    """Whether that is all that any run may need; if not, what is used depends on values."""
+    uses: list[tuple[frozenset[int], Use]]  # What was needed for what, operator by operator
+    complete: bool  # Whether that is all that any run may need; if not, what is used depends on values
+    # Bytes, for each token, that a forward pass kept at most when it asked for another piece, its input included.
     between_bytes: int
-    """Bytes, for each token, that a forward pass kept at most when it asked for another piece, its input included."""
 
 
 class _Recorder:
@@ -116,7 +114,6 @@ def _run(stack: StreamedModel, layer: int, pieces: Sequence[Piece], backward: bo
 
 
 def _tensors_held(block: nn.Module) -> dict[int, torch.Tensor]:
-    """Return the tensors that modules hold as plain attributes, by their identities."""
     return {
         id(leaf): leaf
         for module in block.modules()
@@ -129,7 +126,6 @@ def _tensors_held(block: nn.Module) -> dict[int, torch.Tensor]:
 
 @contextmanager
 def _bound(stack: StreamedModel, layer: int, pieces: Sequence[Piece], device: torch.device) -> Iterator[None]:
-    """Let a block have handles for what is in pieces, and no memory for the rest of its parameters."""
     names = {part.name for piece in pieces for part in piece}
     trained = {name for name in names if stack.model.get_parameter(name).requires_grad}
     handles = PieceHandles(stack, layer, pieces, trained, lambda part, gradient: None, device)

@@ -37,8 +37,7 @@ class Use(Enum):
 class Supply(Protocol):
     """Where parameters in pieces come from."""
 
-    computes: bool
-    """Whether they have values."""
+    computes: bool  # Whether they have values
 
     def need(self, pieces: frozenset[int], use: Use) -> Weights:
         """Return the parameters of ``pieces``, and wait until they are on the device."""
@@ -93,14 +92,12 @@ class _Worker:
 
     @classmethod
     def take(cls) -> "_Worker":
-        """Return a thread that has nothing to do. It is put back, into :attr:`idle`, at the end of what it does."""
         try:
             return cls.idle.pop()
         except IndexError:
             return cls()
 
     def do(self, work: Callable[[], None]) -> None:
-        """Let the thread call ``work``."""
         self._todo.put(work)
 
     def _main(self) -> None:
@@ -214,7 +211,6 @@ class PieceRun(Generic[T]):
         self.close()
 
     def _pass_baton(self) -> None:
-        """Let the pass compute until it waits or ends."""
         outside = _ProcessState.now(self._device)
         inside = outside if self.random_state is None else _ProcessState(self.random_state, self._documents)
         if self._device.type == "cuda":

@@ -20,8 +20,8 @@ _HARDWARE = {
     Resource.INTRA_NODE: "faster links inside the nodes",
     Resource.INTER_NODE: "a faster network",
 }
+# Resources whose work is the same for a larger batch, or nearly so.
 _PER_STEP = (Resource.SSD, Resource.ADAM, Resource.INTER_NODE)
-"""Resources whose work is the same for a larger batch, or nearly so."""
 
 
 def what_relaxes(plan: RunPlan) -> list[str]:

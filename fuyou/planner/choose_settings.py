@@ -30,8 +30,8 @@ from fuyou.schedule.memory_plan import MemoryPlan
 from fuyou.schedule.memory_planner import MemoryPlanner
 
 _SMALL_BYTES, _SMALL_ROUNDS = 64, 8
+# Bytes that each rank sends: first a few to see how long they take, then as many as take `_SECONDS`.
 _FIRST_BYTES, _MAX_BYTES = 1 << 20, 64 << 20
-"""Bytes that each rank sends: first a few to see how long they take, then as many as take ``_SECONDS``."""
 _SECONDS = 0.25
 
 
@@ -43,12 +43,9 @@ class PlannerContext:
     """
 
     job: TrainingJob
-    device: Device
-    """Device that computes."""
-    limits: tuple[int, int]
-    """Bytes of host memory and of device memory."""
-    directories: Sequence[Path]
-    """Directories of the run, one per drive."""
+    device: Device  # Device that computes
+    limits: tuple[int, int]  # Bytes of host memory and of device memory
+    directories: Sequence[Path]  # Directories of the run, one per drive
 
     @cached_property
     def memory(self) -> MemoryPlan:
@@ -88,8 +85,8 @@ class ChosenSettings:
     deferred_fraction: float
     activation_policy: ActivationPolicy
     clip_by: ClipBy
+    # Share of clipped steps up to which speculation takes less time than deferral, where both were possible.
     max_clipped_share: float
-    """Share of clipped steps up to which speculation takes less time than deferral, where both were possible."""
 
     def complete(self, config: EngineConfig) -> EngineConfig:
         """Return ``config`` with the chosen values for the options that were left open."""

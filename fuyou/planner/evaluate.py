@@ -32,11 +32,10 @@ from fuyou.schedule.memory_planner import MemoryPlanner
 from fuyou.schedule.tasks import SSD_WRITES, ComputeTask, Op, Resource, StepList
 from fuyou.schedule.update_policy import UpdatePolicy
 
-_MAX_TASKS = 640
-"""Visits times micro-batches in a step that is only simulated to compare."""
+_MAX_TASKS = 640  # Visits times micro-batches in a step that is only simulated to compare
+# Steps until one is like the next: two, with deferred updates one more, and another one where what is written from host
+# memory, when a step has been committed, is what the step after the next waits for.
 _STEPS, _STEPS_DEFERRING, _STEPS_WRITING_LATE = 2, 3, 4
-"""Steps until one is like the next: two, with deferred updates one more, and another one where what is written from
-host memory, when a step has been committed, is what the step after the next waits for."""
 SAVE_NOTHING = ActivationPolicy((), 0)
 
 
@@ -44,12 +43,10 @@ SAVE_NOTHING = ActivationPolicy((), 0)
 class Candidate:
     """One way of running a step."""
 
-    micro_rows: int | None
-    """Sequences in a micro-batch; None takes what the memory plan prefers."""
+    micro_rows: int | None  # Sequences in a micro-batch; None takes what the memory plan prefers
     deferred_fraction: float
     activation_policy: ActivationPolicy = SAVE_NOTHING
-    clip_by: ClipBy = ClipBy.DEFERRAL
-    """Way in which gradients are clipped, if they are."""
+    clip_by: ClipBy = ClipBy.DEFERRAL  # Way in which gradients are clipped, if they are
 
 
 @dataclass(frozen=True)
@@ -58,21 +55,16 @@ class Evaluation:
 
     candidate: Candidate
     memory: MemoryPlan
-    step_seconds: float
-    """Average over steps that are clipped and steps that are not."""
+    step_seconds: float  # Average over steps that are clipped and steps that are not
+    # Seconds of work in one step (here and below: one that is not clipped, where that makes a difference).
     busy: dict[Resource, float]
-    """Seconds of work in one step (here and below: one that is not clipped, where that makes a difference)."""
-    tasks: StepList
-    """Tasks of a step in the steady state, with the simulator's times."""
+    tasks: StepList  # Tasks of a step in the steady state, with the simulator's times
     simulation: Simulation
-    kept_bytes: int
-    """Bytes of saved outputs of one layer and micro-batch, as simulated."""
-    saved_flops: float
-    """FLOPs that a step leaves out of the recomputation of all blocks' forward passes."""
-    update_seconds: float
-    """Seconds of work that the updates take in one step: what deferring some of them could move."""
+    kept_bytes: int  # Bytes of saved outputs of one layer and micro-batch, as simulated
+    saved_flops: float  # FLOPs that a step leaves out of the recomputation of all blocks' forward passes
+    update_seconds: float  # Seconds of work that the updates take in one step: what deferring some of them could move
+    # Seconds of a step that is clipped and does its updates twice; None where none does.
     clipped_seconds: float | None = None
-    """Seconds of a step that is clipped and does its updates twice; None where none does."""
 
     @property
     def bound(self) -> Resource:
@@ -202,7 +194,6 @@ class Evaluator:
 
     @cached_property
     def _operator_seconds(self) -> list[float] | None:
-        """Seconds of each of the trace's operators for the profile's micro-batch, if it measured just these."""
         profile = self.machine.profile
         if profile is None or self.trace is None:
             return None
@@ -241,7 +232,6 @@ class Evaluator:
         return sum(self._operator_seconds[index] for index in left_out)
 
     def _saving_seconds_per_token(self, saved_bytes: int, micro_tokens: int) -> float:
-        """Return by how much a forward pass is longer if it saves so many bytes of a micro-batch."""
         profile = self.machine.profile
         if profile is None or not profile.kept_bytes:
             return 0.0

@@ -7,54 +7,45 @@ from common.units import format_bytes
 from fuyou.planner.profiling import Profile
 from fuyou.planner.rates import TaskRates
 
+# Device memory for CUDA's context, its libraries and the allocator's slack: the engine leaves as much.
 LIBRARY_BYTES = 512 << 20
-"""Device memory for CUDA's context, its libraries and the allocator's slack: the engine leaves as much."""
 DEVICE_SHARE = 19 / 20
+# Fraction of the data sheet's peak that a transformer block is assumed to reach without a measurement: 200 of 312
+# TFLOP/s on an A100 (configs/gpus/a100-80g.toml). Consumer cards reach more (164 of 165 on an RTX 4090).
 BLOCK_FRACTION = 0.64
-"""Fraction of the data sheet's peak that a transformer block is assumed to reach without a measurement: 200 of 312
-TFLOP/s on an A100 (configs/gpus/a100-80g.toml). Consumer cards reach more (164 of 165 on an RTX 4090)."""
+# Bytes that host memory moves per parameter and step. Of parameters and gradients: 6 between SSDs and memory, 4 to the
+# device, 2 from it, 4 that the optimizer reads and 2 that it writes. Each byte of its states: both ways to the SSDs,
+# and read and written.
 MEMORY_BYTES_PER_PARAMETER, MEMORY_BYTES_PER_STATE_BYTE = 18, 4
-"""Bytes that host memory moves per parameter and step. Of parameters and gradients: 6 between SSDs and memory, 4 to the
-device, 2 from it, 4 that the optimizer reads and 2 that it writes. Each byte of its states: both ways to the SSDs, and
-read and written."""
+# Assumed copy bandwidth of host memory, of a desktop and of machines with more memory than goes into one.
 DESKTOP_MEMORY = 256 << 30
-"""Assumed copy bandwidth of host memory, of a desktop and of machines with more memory than goes into one."""
 DESKTOP_BANDWIDTH, SERVER_BANDWIDTH = 60e9, 160e9
+# Assumed seconds that an exchange between ranks takes beside its bytes: a round trip on Ethernet through the kernel,
+# and waking up threads on both ends.
 EXCHANGE_SECONDS = 100e-6
-"""Assumed seconds that an exchange between ranks takes beside its bytes: a round trip on Ethernet through the kernel,
-and waking up threads on both ends."""
 
 
 @dataclass(frozen=True)
 class Machine:
     """The rates and the room of one computer."""
 
-    device: str
-    """Name of what computes."""
-    drives: str
-    """Name of the drives."""
-    rates: TaskRates
-    """Rates of its parts; reads and writes are those of all drives together, writes sustained."""
-    device_bytes: int
-    """Device memory that a run may use; on a CPU this is a part of the host's."""
-    host_bytes: int
-    """Host memory that a run may use."""
+    device: str  # Name of what computes
+    drives: str  # Name of the drives
+    rates: TaskRates  # Rates of its parts; reads and writes are those of all drives together, writes sustained
+    device_bytes: int  # Device memory that a run may use; on a CPU this is a part of the host's
+    host_bytes: int  # Host memory that a run may use
     drive_count: int = 1
-    store_bytes: int | None = None
-    """Bytes that all drives together have room for; None if it is not known."""
+    store_bytes: int | None = None  # Bytes that all drives together have room for; None if it is not known
+    # Bytes that may be written to all drives together by their warranty; None if it is not known.
     endurance_bytes: int | None = None
-    """Bytes that may be written to all drives together by their warranty; None if it is not known."""
+    # Maximum bytes per second to and from all drives together, however many there are; None: no limit.
     drives_limit: float | None = None
-    """Maximum bytes per second to and from all drives together, however many there are; None: no limit."""
-    cpu: bool = False
-    """Whether the CPU is the device."""
+    cpu: bool = False  # Whether the CPU is the device
+    # Whether the device's rate counts all FLOPs, attention's included; else only 2 per parameter and token of the
+    # forward pass, as tasks count them.
     all_flops: bool = True
-    """Whether the device's rate counts all FLOPs, attention's included; else only 2 per parameter and token of the
-    forward pass, as tasks count them."""
-    profile: Profile | None = None
-    """Measurements of this machine, if there are any."""
-    assumptions: tuple[str, ...] = ()
-    """Sentences that say what was assumed without a measurement."""
+    profile: Profile | None = None  # Measurements of this machine, if there are any
+    assumptions: tuple[str, ...] = ()  # Sentences that say what was assumed without a measurement
 
     def with_drives(self, count: int) -> "Machine":
         """Return this machine with ``count`` drives of the same kind."""
@@ -77,14 +68,10 @@ class Machine:
 class RankLinks:
     """The links of a rank to the others, while all ranks use theirs."""
 
-    intra_node_bytes_per_second: float
-    """Bytes per second to the ranks of its node, each way."""
-    inter_node_bytes_per_second: float
-    """Bytes per second to other nodes, each way."""
-    message_seconds: float
-    """Seconds that an exchange takes beside its bytes."""
-    assumptions: tuple[str, ...] = ()
-    """Sentences that say what was assumed without a measurement."""
+    intra_node_bytes_per_second: float  # Bytes per second to the ranks of its node, each way
+    inter_node_bytes_per_second: float  # Bytes per second to other nodes, each way
+    message_seconds: float  # Seconds that an exchange takes beside its bytes
+    assumptions: tuple[str, ...] = ()  # Sentences that say what was assumed without a measurement
 
     @staticmethod
     def assumed(machine: Machine, ranks_per_node: int, network_bytes_per_second: float) -> "RankLinks":

@@ -14,10 +14,9 @@ from fuyou.planner.training_job import TrainingJob
 from fuyou.schedule.memory_plan import MemoryPlan
 from fuyou.schedule.memory_planner import MemoryPlanner
 
-PARTS = (2, 4, 8, 16, 32, 64, 128)
-"""Numbers of pieces that are tried for the largest block."""
+PARTS = (2, 4, 8, 16, 32, 64, 128)  # Numbers of pieces that are tried for the largest block
+# Buffers on the device that pieces should have: two for what comes ahead of its use, two for what is computed with.
 BUFFERS = 4
-"""Buffers on the device that pieces should have: two for what comes ahead of its use, two for what is computed with."""
 
 
 def fitting_layout(stack: StreamedModel, shape: ModelLayout, plan: Callable[[ModelLayout], MemoryPlan]) -> ModelLayout:

@@ -16,10 +16,10 @@ class Contention:
     Adam and I/O always run on the host's cores. Where the CPU is the device, computing and copying do, too.
     """
 
+    # Measured speeds, by the two or more resources that work at the same time. A combination that was not measured is
+    # put together from the largest measured part of it, times the speeds in pairs with each of the others; a pair that
+    # was not measured counts as full speed.
     speeds: dict[frozenset[Resource], dict[Resource, float]] = field(default_factory=dict)
-    """Measured speeds, by the two or more resources that work at the same time. A combination that was not measured
-    is put together from the largest measured part of it, times the speeds in pairs with each of the others; a pair
-    that was not measured counts as full speed."""
 
     def speed(self, resource: Resource, running: Collection[Resource]) -> float:
         """Return the speed of ``resource`` while all of ``running`` work, itself included."""
@@ -66,37 +66,29 @@ class Contention:
 class TaskRates:
     """Rates of a machine, in the units in which tasks count their work."""
 
-    flops_per_second: float
-    """FLOPs per second of the device, on blocks of the model."""
-    upload_bytes_per_second: float
-    """Bytes per second from host to device."""
-    download_bytes_per_second: float
-    """Bytes per second from device to host, at the same time."""
-    read_bytes_per_second: float
-    """Bytes per second from all SSDs together, reading only."""
+    flops_per_second: float  # FLOPs per second of the device, on blocks of the model
+    upload_bytes_per_second: float  # Bytes per second from host to device
+    download_bytes_per_second: float  # Bytes per second from device to host, at the same time
+    read_bytes_per_second: float  # Bytes per second from all SSDs together, reading only
+    # Bytes per second to all SSDs together, writing only; mixed traffic takes the sum of both times.
     write_bytes_per_second: float
-    """Bytes per second to all SSDs together, writing only; mixed traffic takes the sum of both times."""
     adam_parameters_per_second: float
-    commit_seconds: float = 0.005
-    """Seconds for ``fdatasync`` and the manifest."""
+    commit_seconds: float = 0.005  # Seconds for `fdatasync` and the manifest
+    # Seconds per token in phases outside the blocks, where they were measured; others take their FLOPs' time.
     non_block_seconds: tuple[tuple[Phase, float], ...] = ()
-    """Seconds per token in phases outside the blocks, where they were measured; others take their FLOPs' time."""
+    # Seconds at the end of each block's backward visit, for its gradient's part of the norm.
     finish_seconds: float = 0.0
-    """Seconds at the end of each block's backward visit, for its gradient's part of the norm."""
-    intra_node_bytes_per_second: float = float("inf")
-    """Bytes per second from one rank of a node to the others."""
+    intra_node_bytes_per_second: float = float("inf")  # Bytes per second from one rank of a node to the others
+    # Bytes per second from one rank to other nodes, while the other ranks of its node send as well.
     inter_node_bytes_per_second: float = float("inf")
-    """Bytes per second from one rank to other nodes, while the other ranks of its node send as well."""
-    message_seconds: float = 0.0
-    """Seconds that every exchange between ranks takes beside its bytes."""
+    message_seconds: float = 0.0  # Seconds that every exchange between ranks takes beside its bytes
+    # Whether one exchange between ranks at a time is under way, in the order of the list, as on GPUs (NCCL).
     exchanges_in_one_order: bool = False
-    """Whether one exchange between ranks at a time is under way, in the order of the list, as on GPUs (NCCL)."""
+    # Seconds per token by which a block's forward pass takes longer if it saves outputs of its operators.
     saving_seconds_per_token: float = 0.0
-    """Seconds per token by which a block's forward pass takes longer if it saves outputs of its operators."""
+    # FLOPs per second of the device, on blocks in the backward pass; None: as in the forward pass.
     backward_flops_per_second: float | None = None
-    """FLOPs per second of the device, on blocks in the backward pass; None: as in the forward pass."""
-    contention: Contention | None = None
-    """Slowdown of work beside other work; None: there is none."""
+    contention: Contention | None = None  # Slowdown of work beside other work; None: there is none
 
     def compute_seconds(self, task: ComputeTask) -> float:
         """Return how long a compute task takes."""

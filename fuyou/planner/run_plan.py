@@ -16,17 +16,13 @@ from fuyou.planner.training_job import TrainingJob
 from fuyou.schedule.memory_plan import MemoryPlan
 from fuyou.schedule.tasks import Resource, StepList
 
+# Fractions of the blocks to defer that are tried, each with those that are tried next if it is the best. More than a
+# half never helps: the forward pass is a quarter of the work.
 FRACTIONS = {0.0: (), 1 / 8: (1 / 16, 3 / 16), 1 / 4: (3 / 16, 3 / 8, 1 / 2)}
-"""Fractions of the blocks to defer that are tried, each with those that are tried next if it is the best. More than a
-half never helps: the forward pass is a quarter of the work."""
-NEAR = 1.005
-"""A step within this factor of its largest bound has nothing to gain from any other schedule."""
-ALIKE = 1.01
-"""Micro-batches of two sizes are alike if their steps take equally long up to this factor."""
-IDLE = 1 / 3
-"""Updates are no reason to wait where all that they use is busy for less than this fraction of a step."""
-WORTH = 0.002
-"""Gains below this fraction of a step are not worth other costs (gradients that wait take host memory)."""
+NEAR = 1.005  # A step within this factor of its largest bound has nothing to gain from any other schedule
+ALIKE = 1.01  # Micro-batches of two sizes are alike if their steps take equally long up to this factor
+IDLE = 1 / 3  # Updates are no reason to wait where all that they use is busy for less than this fraction of a step
+WORTH = 0.002  # Gains below this fraction of a step are not worth other costs (gradients that wait take host memory)
 
 
 @dataclass(frozen=True)
@@ -35,28 +31,20 @@ class RunPlan:
 
     job: TrainingJob
     machine: Machine
-    missing: tuple[str, ...] = ()
-    """Sentences that say what the machine lacks; none if the run fits."""
+    missing: tuple[str, ...] = ()  # Sentences that say what the machine lacks; none if the run fits
     memory: MemoryPlan | None = None
-    activation_policy: ActivationPolicy = SAVE_NOTHING
-    """Operator outputs that are saved for the backward pass."""
+    activation_policy: ActivationPolicy = SAVE_NOTHING  # Operator outputs that are saved for the backward pass
     deferred_fraction: float = 0.0
-    clip_by: ClipBy | None = None
-    """Way in which gradients are clipped; None: they are not."""
+    clip_by: ClipBy | None = None  # Way in which gradients are clipped; None: they are not
+    # Seconds of a step that is clipped and does its updates twice; None where none does.
     clipped_seconds: float | None = None
-    """Seconds of a step that is clipped and does its updates twice; None where none does."""
-    kept_activation_bytes: int = 0
-    """Bytes of saved activations of one step, beyond the blocks' inputs."""
+    kept_activation_bytes: int = 0  # Bytes of saved activations of one step, beyond the blocks' inputs
+    # Average over steps that are clipped and steps that are not; what follows is for one that is not.
     step_seconds: float = 0.0
-    """Average over steps that are clipped and steps that are not; what follows is for one that is not."""
-    busy: dict[Resource, float] = field(default_factory=dict)
-    """Seconds of work in one step, by resource."""
-    tasks: StepList | None = None
-    """Tasks of a step in the steady state, with the simulator's times."""
-    simulation: Simulation | None = None
-    """Times at which each resource works."""
-    saved_flops: float = 0.0
-    """FLOPs that a step leaves out of the recomputation of all blocks."""
+    busy: dict[Resource, float] = field(default_factory=dict)  # Seconds of work in one step, by resource
+    tasks: StepList | None = None  # Tasks of a step in the steady state, with the simulator's times
+    simulation: Simulation | None = None  # Times at which each resource works
+    saved_flops: float = 0.0  # FLOPs that a step leaves out of the recomputation of all blocks
     ssd_bytes: int = 0
     device_peak_bytes: int = 0
     host_peak_bytes: int = 0
@@ -296,7 +284,6 @@ def _search_rest(evaluator: Evaluator, best: Evaluation) -> Evaluation:
 
 
 def _search_deferral(evaluator: Evaluator, best: Evaluation) -> Evaluation:
-    """Let some of the updates wait for the next forward pass, if that makes the step shorter."""
     all_wait = evaluator.job.clips and best.candidate.clip_by is ClipBy.DEFERRAL
     if evaluator.job.deferred_fraction is None and not all_wait:
         before = best

@@ -11,25 +11,21 @@ from fuyou.layout.record import Precision, Record
 from fuyou.planner.rates import Contention, TaskRates
 from fuyou.schedule.tasks import Resource, Task, known
 
-_PIECE_BYTES = 4 << 20
-"""I/O moves in pieces of at most this size: the stripe of the store."""
+_PIECE_BYTES = 4 << 20  # I/O moves in pieces of at most this size: the stripe of the store
+# Large records are simulated more coarsely, so that plans of the largest presets take seconds: none is cut into more
+# chunks than this, nor a chunk's states into more than two pieces.
 _MAX_CHUNKS, _CHUNK_PIECES = 8, 2
-"""Large records are simulated more coarsely, so that plans of the largest presets take seconds: none is cut into more
-chunks than this, nor a chunk's states into more than two pieces."""
-Done = Callable[[], None]
-"""What is called when a piece of work is done."""
+Done = Callable[[], None]  # What is called when a piece of work is done
 
 
 @dataclass
 class Simulation:
     """When everything happened, in seconds since the start."""
 
-    step_ends: list[float] = field(default_factory=list)
-    """Times at which the caller ended each step."""
-    busy: dict[Resource, float] = field(default_factory=dict)
-    """Seconds of work that each resource did in all."""
+    step_ends: list[float] = field(default_factory=list)  # Times at which the caller ended each step
+    busy: dict[Resource, float] = field(default_factory=dict)  # Seconds of work that each resource did in all
+    # Spans in which each resource worked; spans that touch are one.
     intervals: dict[Resource, list[Interval]] = field(default_factory=dict)
-    """Spans in which each resource worked; spans that touch are one."""
 
     def step_seconds(self) -> float:
         """Return the length of the last step, from the end of the one before: a run's steady state."""
@@ -205,13 +201,11 @@ class _Chunk:
     precision: Precision
     first: bool
     last: bool
+    # Whether its parameters are written with its states; else other nodes have a part in them, and a task of their own
+    # writes them.
     with_parameters: bool
-    """Whether its parameters are written with its states; else other nodes have a part in them, and a task of their
-    own writes them."""
-    resident: bool
-    """Whether its states are in host memory and need no buffer of the ring."""
-    ready: bool = False
-    """Whether its states are there."""
+    resident: bool  # Whether its states are in host memory and need no buffer of the ring
+    ready: bool = False  # Whether its states are there
 
 
 class OptimizerProcess:

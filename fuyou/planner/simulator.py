@@ -55,7 +55,6 @@ class Simulator:
         return self._clock.result
 
     def _hand_over(self) -> None:
-        """Put the next step's tasks into their lanes."""
         if not self._steps:
             return
         for task in self._steps.popleft().tasks:
@@ -76,7 +75,6 @@ class Simulator:
         return Op.COMPUTE if op is Op.STEP else op  # the caller ends the step after its last computation
 
     def _advance(self, op: Op) -> None:
-        """Start what can start in the lane of ``op``."""
         lane = self._lane(op)
         queue = self._lanes[lane]
         while queue and lane not in self._running and not self._remaining[queue[0]]:
@@ -117,7 +115,6 @@ class Simulator:
                 self._drives.submit(0, task.op in SSD_READS, task.nbytes, lambda: self._finish(task))
 
     def _copy(self, lane: Op, task: Task, bytes_per_second: float, start_seconds: float = 0.0) -> None:
-        """Copy over the task's link, which the lanes of one direction share, and those of one network."""
         self._running.add(lane)
         seconds = task.nbytes / bytes_per_second + start_seconds
         self._links[task.op.resource].copy(task, seconds, lambda: self._leave(lane, task))
@@ -137,7 +134,6 @@ class Simulator:
         self._links[Resource.HOST_TO_DEVICE].copy(task, seconds, end)
 
     def _occupy(self, lane: Op, task: Task, resource: Resource, seconds: float) -> None:
-        """Let ``task`` hold its lane until it is done."""
         self._running.add(lane)
         self._clock.work(resource, seconds, lambda: self._leave(lane, task))
 
@@ -147,7 +143,6 @@ class Simulator:
         self._advance(lane)
 
     def _finish(self, task: Task) -> None:
-        """Note that ``task`` is done, and start what waited for it."""
         task.finished_at, task.done = self._clock.now, True
         remaining = self._remaining
         del remaining[task]

@@ -30,39 +30,31 @@ class TrainingJob:
 
     name: str
     config: PreTrainedConfig
-    stack: StreamedModel
-    """The model, on the meta device."""
+    stack: StreamedModel  # The model, on the meta device
     shape: ModelLayout
-    rows: int
-    """Sequences per step and rank."""
+    rows: int  # Sequences per step and rank
     seq_len: int
-    model_flops_per_token: float
-    """FLOPs without recomputation."""
-    hardware_flops_per_token: float
-    """FLOPs with every block's forward pass counted twice."""
+    model_flops_per_token: float  # FLOPs without recomputation
+    hardware_flops_per_token: float  # FLOPs with every block's forward pass counted twice
+    # Whether no update is valid before the gradient's global norm is known: to clip it, or to skip steps that are not
+    # finite.
     clips: bool = False
-    """Whether no update is valid before the gradient's global norm is known: to clip it, or to skip steps that are not
-    finite."""
     single_slot: bool = False
+    # Whether what host memory would not keep is read from the SSDs to the device past it: parameters, activations.
     direct_reads: bool = False
-    """Whether what host memory would not keep is read from the SSDs to the device past it: parameters, activations."""
-    micro_batch: int | None = None
-    """Sequences that are computed at once; None leaves it to the planner."""
+    micro_batch: int | None = None  # Sequences that are computed at once; None leaves it to the planner
+    # Fraction of the blocks whose updates wait for the next forward pass; None leaves it to the planner.
     deferred_fraction: float | None = None
-    """Fraction of the blocks whose updates wait for the next forward pass; None leaves it to the planner."""
-    host_cache: int | None = None
-    """Maximum bytes of host memory that only save reading and writing; None: what is left."""
+    host_cache: int | None = None  # Maximum bytes of host memory that only save reading and writing; None: what is left
+    # Most bytes of a piece of a block; None leaves it to the planner, which cuts blocks that do not fit.
     piece_bytes: int | None = None
-    """Most bytes of a piece of a block; None leaves it to the planner, which cuts blocks that do not fit."""
+    # Operator outputs that are saved for the backward pass; None leaves it to the planner.
     activation_policy: ActivationPolicy | None = None
-    """Operator outputs that are saved for the backward pass; None leaves it to the planner."""
     commit_every: int = 1
-    clip_by: ClipBy | None = None
-    """Way in which gradients are clipped, if they are; None leaves it to the planner."""
+    clip_by: ClipBy | None = None  # Way in which gradients are clipped, if they are; None leaves it to the planner
+    # Share of the steps that are expected to be clipped; 0 if the norm only tells what is not finite.
     clipped_share: float = ClipStatistics().share
-    """Share of the steps that are expected to be clipped; 0 if the norm only tells what is not finite."""
-    loss: LossInputs = ENGINE_LOSS
-    """What the loss is computed from, if the caller computes it."""
+    loss: LossInputs = ENGINE_LOSS  # What the loss is computed from, if the caller computes it
 
     @property
     def option_without_norm(self) -> str:

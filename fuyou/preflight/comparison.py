@@ -18,19 +18,15 @@ class Gradients:
 class Tolerance:
     """How far two ways to compute the same may be apart."""
 
+    # Of a tensor's gradient, relative to its largest element (or a hundredth of the whole gradient's). What is lost or
+    # wrong is larger by orders of magnitude.
     gradient: float
-    """Of a tensor's gradient, relative to its largest element (or a hundredth of the whole gradient's). What is lost or
-    wrong is larger by orders of magnitude."""
-    loss: float
-    """Relative."""
+    loss: float  # Relative
 
 
-ORDER_OF_SUMS = Tolerance(1e-4, 2e-6)
-"""The same operators, gradients summed in another order in fp32."""
-DOCUMENTS_APART = Tolerance(2e-3, 2e-5)
-"""Documents of packed rows, and each of them computed alone."""
-NARROW = Tolerance(0.05, 2e-6)
-"""bf16, where a sum over a tied parameter's two places is rounded once more."""
+ORDER_OF_SUMS = Tolerance(1e-4, 2e-6)  # The same operators, gradients summed in another order in fp32
+DOCUMENTS_APART = Tolerance(2e-3, 2e-5)  # Documents of packed rows, and each of them computed alone
+NARROW = Tolerance(0.05, 2e-6)  # bf16, where a sum over a tied parameter's two places is rounded once more
 
 
 def first_difference(expected: Gradients, found: Gradients, tolerance: Tolerance) -> str | None:

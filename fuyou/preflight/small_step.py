@@ -136,7 +136,6 @@ class SmallStep:
                 self._join(slot)
 
     def _join(self, slot: ParameterSlot) -> None:
-        """Put the gradient of a parameter in pieces together, if all ranges of its experts have come."""
         name, found = slot.names[0], self._ranges[slot.names[0]]
         count = sum(other.names[0] == name for record in self._shape.records for other in record.parameters)
         if len(found) == count:

@@ -14,47 +14,39 @@ class StepReport:
 
     step: int
     loss: float
-    grad_norm: float
-    """Norm of the whole gradient before clipping."""
+    grad_norm: float  # Norm of the whole gradient before clipping
+    # From the call of the engine to the end of :meth:`Engine.step`; write-back may go on into the next step.
     seconds: float
-    """From the call of the engine to the end of :meth:`Engine.step`; write-back may go on into the next step."""
     tokens: int
+    # Time that each resource was busy since the last report: the largest bounds the step.
     bound_seconds: dict[str, float]
-    """Time that each resource was busy since the last report: the largest bounds the step."""
+    # Time that the device stood idle since the last report, by the kind of task that it waited for.
     idle_seconds: dict[str, float]
-    """Time that the device stood idle since the last report, by the kind of task that it waited for."""
-    planned_read_bytes: int
-    """Bytes that the schedule had the SSDs read."""
+    planned_read_bytes: int  # Bytes that the schedule had the SSDs read
     planned_written_bytes: int
-    planned_sent_bytes: int = 0
-    """Bytes that the schedule had this rank send to other nodes."""
-    kept_activation_bytes: int = 0
-    """Bytes of operator outputs that were saved for the backward pass, in whatever tier."""
+    planned_sent_bytes: int = 0  # Bytes that the schedule had this rank send to other nodes
+    kept_activation_bytes: int = 0  # Bytes of operator outputs that were saved for the backward pass, in whatever tier
+    # Fraction of the recomputation's FLOPs that was left out: saved, or needed by nothing. 0 in a run's first step.
     recomputation_saved: float = 0.0
-    """Fraction of the recomputation's FLOPs that was left out: saved, or needed by nothing. 0 in a run's first step."""
-    skipped: bool = False
-    """Whether loss or gradient were not finite, and nothing was changed."""
-    clipped: bool = False
-    """Whether the gradient was scaled down."""
-    aux_loss: float | None = None
-    """The router loss, not multiplied by its coefficient, where it is a part of the loss."""
+    skipped: bool = False  # Whether loss or gradient were not finite, and nothing was changed
+    clipped: bool = False  # Whether the gradient was scaled down
+    aux_loss: float | None = None  # The router loss, not multiplied by its coefficient, where it is a part of the loss
+    # Whether updates had been done before it was known that the step is clipped or left out, and are done again.
     updated_again: bool = False
-    """Whether updates had been done before it was known that the step is clipped or left out, and are done again."""
+    # When each resource was busy since the last report, (begin, end) in seconds on `time.monotonic`'s clock.
     busy_intervals: dict[str, list[Interval]] = field(default_factory=dict)
-    """When each resource was busy since the last report, (begin, end) in seconds on ``time.monotonic``'s clock."""
 
 
 @dataclass
 class Times:
     """Times of the tasks that have ended since the last look, in seconds."""
 
+    # Seconds that each resource was busy; tasks of one resource that overlap count once.
     busy: dict[str, float] = field(default_factory=dict)
-    """Seconds that each resource was busy; tasks of one resource that overlap count once."""
+    # Seconds that the device was idle, by the kind of task that it waited for; `caller` is what the caller did in
+    # between.
     idle: dict[str, float] = field(default_factory=dict)
-    """Seconds that the device was idle, by the kind of task that it waited for; ``caller`` is what the caller did in
-    between."""
-    intervals: dict[str, list[Interval]] = field(default_factory=dict)
-    """When each resource was busy."""
+    intervals: dict[str, list[Interval]] = field(default_factory=dict)  # When each resource was busy
 
 
 class Accounting:

@@ -15,9 +15,9 @@ from functools import partial
 
 from fuyou.schedule.tasks import Op, Task
 
+# Does a task's work. Returns None if it is done (or queued on the device: `task.event` is set), a future if it goes on,
+# or :data:`ELSEWHERE` if somebody else calls :meth:`Executor.finish`.
 Handler = Callable[[Task], "Future | object | None"]
-"""Does a task's work. Returns None if it is done (or queued on the device: ``task.event`` is set), a future if it goes
-on, or :data:`ELSEWHERE` if somebody else calls :meth:`Executor.finish`."""
 ELSEWHERE = object()
 
 

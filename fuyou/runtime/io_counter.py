@@ -5,8 +5,7 @@ from contextlib import contextmanager
 
 from fuyou.schedule.tasks import StepList
 
-Bytes = tuple[int, int]
-"""Bytes read, bytes written."""
+Bytes = tuple[int, int]  # Bytes read, bytes written
 
 
 class IoCounter:

@@ -20,6 +20,7 @@ from fuyou.layout.record import Record
 from fuyou.layout.visits import Phase
 from fuyou.schedule.tasks import Activation, Op, Resource, StepList, Task
 
+# Groups of lanes from top to bottom, and what they are called.
 GROUPS = {
     Resource.GPU: "computing",
     Resource.HOST_TO_DEVICE: "host to device",
@@ -28,11 +29,10 @@ GROUPS = {
     Resource.ADAM: "optimizer",
     Resource.NONE: "steps",
 }
-"""Groups of lanes from top to bottom, and what they are called."""
+# Lanes that are not kinds of task.
 STATE_LANE, ADAM_LANE, DRIVE_LANE, STEP_LANE = "states read and written", "Adam computing", "all traffic", "step"
-"""Lanes that are not kinds of task."""
+# A state read is announced in no time; what the optimizer process reads is in a lane of its own.
 _NOT_DRAWN = (Op.STATE_READ, Op.STEP)
-"""A state read is announced in no time; what the optimizer process reads is in a lane of its own."""
 _ORDER = [STEP_LANE, *(op.label for op in Op), STATE_LANE, DRIVE_LANE, ADAM_LANE]
 
 
@@ -184,7 +184,6 @@ def write_spans(path: Path, spans: Iterable[Span], begin: float) -> None:
 
 
 def _metadata(kind: str, group: int, thread: int, label: str) -> list[dict[str, Any]]:
-    """Return events that name a group or a lane and say where it stands."""
     where = {"ph": "M", "pid": group, "tid": thread}
     return [
         {**where, "name": f"{kind}_name", "args": {"name": label}},
@@ -193,7 +192,6 @@ def _metadata(kind: str, group: int, thread: int, label: str) -> list[dict[str, 
 
 
 def _lane_events(spans: list[Span], begin: float, group: int, thread: int) -> list[dict[str, Any]]:
-    """Return the events of one lane, each span from the end of the one before at the earliest."""
     events = []
     free = begin
     for span in sorted(spans, key=lambda span: (span.finished_at, span.started_at)):

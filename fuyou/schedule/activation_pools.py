@@ -145,7 +145,6 @@ class ActivationPools:
         return index, after
 
     def _write(self, key: Hashable, source: int, ready: Task) -> Task:
-        """Write ``key`` to SSD from a host buffer that has it after ``ready``."""
         place = self._ssd_free.pop()
         after = [ready, *self._ssd_users.pop(place, [])]
         write = self._emit(Op.ACTIVATION_WRITE, after, source=source, target=place)
@@ -160,7 +159,6 @@ class ActivationPools:
             self._host.drop(max(copies, key=self._next_use))
 
     def _on_host(self, key: ActivationKey) -> int:
-        """Return the host buffer that holds ``key``, which is read if it is on SSD."""
         index = self._host.find(key)
         if index is None:
             place, write = self._ssd[key]

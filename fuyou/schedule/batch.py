@@ -9,10 +9,8 @@ from fuyou.layout.visits import REFERENCE_PHASES, Visit
 class LossInputs:
     """What a loss is computed from, if the caller computes it."""
 
-    outputs: int = 0
-    """fp32 numbers that the head makes for each token; 0: the loss is the engine's own cross entropy."""
-    reference: bool = False
-    """Whether every sequence also passes through the model without its adapters."""
+    outputs: int = 0  # fp32 numbers that the head makes for each token; 0: the loss is the engine's own cross entropy
+    reference: bool = False  # Whether every sequence also passes through the model without its adapters
 
     @property
     def passes(self) -> int:
@@ -28,23 +26,19 @@ class LossInputs:
         return LossInputs(max(self.outputs, other.outputs), self.reference or other.reference)
 
 
-ENGINE_LOSS = LossInputs()
-"""The engine's own loss."""
+ENGINE_LOSS = LossInputs()  # The engine's own loss
 
 
 @dataclass(frozen=True)
 class Batch:
     """A batch as the engine runs it."""
 
-    rows: int
-    """Sequences in the batch."""
+    rows: int  # Sequences in the batch
     seq_len: int
-    micro_rows: int
-    """Sequences in one micro-batch; the last one may have fewer."""
-    loss: LossInputs = ENGINE_LOSS
-    """What the loss is computed from."""
+    micro_rows: int  # Sequences in one micro-batch; the last one may have fewer
+    loss: LossInputs = ENGINE_LOSS  # What the loss is computed from
+    # Micro-batches that may go through a block in pieces together in a forward pass; None: all.
     most_together: int | None = None
-    """Micro-batches that may go through a block in pieces together in a forward pass; None: all."""
 
     @property
     def together(self) -> int:
@@ -83,20 +77,14 @@ class Batch:
 class BatchShape:
     """The sizes of a batch that a schedule depends on."""
 
-    micro_batches: int
-    """Number of micro-batches that the batch is split into."""
-    activation_bytes: int
-    """Bytes of a block's input, for one micro-batch."""
-    tokens: float
-    """Tokens in one micro-batch, on average."""
-    kept_bytes: int = 0
-    """Bytes of the activations that one block saves beside its input, for one micro-batch."""
-    own_loss: bool = False
-    """Whether the caller computes the loss, between two runs of the head."""
+    micro_batches: int  # Number of micro-batches that the batch is split into
+    activation_bytes: int  # Bytes of a block's input, for one micro-batch
+    tokens: float  # Tokens in one micro-batch, on average
+    kept_bytes: int = 0  # Bytes of the activations that one block saves beside its input, for one micro-batch
+    own_loss: bool = False  # Whether the caller computes the loss, between two runs of the head
+    # Whether every micro-batch also passes forward through the model without its adapters, as its own reference.
     reference: bool = False
-    """Whether every micro-batch also passes forward through the model without its adapters, as its own reference."""
-    together: int | None = None
-    """Micro-batches that go through a block in pieces together in a forward pass; None: all."""
+    together: int | None = None  # Micro-batches that go through a block in pieces together in a forward pass; None: all
 
     def micro_batches_of(self, visit: Visit) -> range:
         """Return the numbers of the micro-batches that a visit runs; those of the reference come after the others."""

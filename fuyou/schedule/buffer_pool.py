@@ -25,8 +25,7 @@ class Slot:
     key: Hashable | None = None
     ready: Task | None = None
     users: list[Task] = field(default_factory=list)
-    last_use: int = 0
-    """The pool's clock when it was last filled or used."""
+    last_use: int = 0  # The pool's clock when it was last filled or used
 
     @property
     def filled(self) -> Task:

@@ -52,26 +52,21 @@ class MemoryPlan:
 
     counts: BufferCounts
     batch: Batch
-    ring_chunks: int
-    """Buffers in the optimizer's ring, each for the states of one chunk."""
+    ring_chunks: int  # Buffers in the optimizer's ring, each for the states of one chunk
     chunk_elements: int
-    activation_bytes: int
-    """Bytes of a block's input for one micro-batch, rounded up to whole pages."""
+    activation_bytes: int  # Bytes of a block's input for one micro-batch, rounded up to whole pages
+    # Bytes of operator outputs that one layer saves for one micro-batch, rounded up likewise; 0 if it saves none.
     kept_bytes: int
-    """Bytes of operator outputs that one layer saves for one micro-batch, rounded up likewise; 0 if it saves none."""
-    head_columns: int
-    """Tokens of each row that go through the head at once."""
+    head_columns: int  # Tokens of each row that go through the head at once
+    # Whether blocks' gradients are summed in fp32 (several micro-batches) before they are rounded to bf16.
     wide_blocks: bool
-    """Whether blocks' gradients are summed in fp32 (several micro-batches) before they are rounded to bf16."""
+    # Whether gradients of outer records are summed in fp32, too: chunks of the head and tied embeddings contribute
+    # separately.
     wide_non_block: bool
-    """Whether gradients of outer records are summed in fp32, too: chunks of the head and tied embeddings contribute
-    separately."""
-    workspace_bytes: int
-    """Estimated bytes that computing takes beside all buffers."""
+    workspace_bytes: int  # Estimated bytes that computing takes beside all buffers
     device_bytes: int
     host_bytes: int
-    resident: tuple[int, ...] = ()
-    """Records that live in host memory for the whole run, states included."""
+    resident: tuple[int, ...] = ()  # Records that live in host memory for the whole run, states included
 
     def batch_shape(self, batch: Batch) -> BatchShape:
         """Return ``batch``, which fits into this plan, as the schedule sees it."""
@@ -217,8 +212,6 @@ class MemoryCounter:
         )
 
     def _filling_bytes(self, plan: MemoryPlan) -> int:
-        """Return the host's bytes that filling a new store takes beside all buffers, beyond those that nothing else
-        takes then. Where blocks are whole, what is read of a parameter is not counted."""
         encoding = 0 if self._cpu else self._encoding_bytes
         if not self._shape.orders:
             return encoding
@@ -231,7 +224,6 @@ class MemoryCounter:
 
     @cached_property
     def _encoding_bytes(self) -> int:
-        """Host memory in which a record is put together, and encoded for all ranks of the node, when it is made."""
         several = self._shape.share.ranks_per_node > 1
         return max(
             (

@@ -151,7 +151,6 @@ class MemoryPlanner:
         return [(self._adapters, waiting), (min(3, self._adapters), min(2, self._adapters))]
 
     def _saved_buffers(self, batch: Batch) -> int:
-        """Return how many buffers of saved outputs a step fills."""
         return self._saving_layers * batch.micro_batches if self._saved_bytes(batch) else 0
 
     def _too_small(self, counter: MemoryCounter, batches: list[Batch]) -> UserError:
@@ -194,8 +193,7 @@ class _Limits:
 
     device: int
     host: int
-    cpu: bool
-    """Whether the device's memory is the host's."""
+    cpu: bool  # Whether the device's memory is the host's
 
 
 @dataclass(frozen=True)
@@ -206,13 +204,10 @@ class _Filler:
     counter: MemoryCounter
     limits: _Limits
     batch: Batch
-    ring: float
-    """Size of the optimizer's ring, in states of whole blocks."""
-    columns: int
-    """Tokens of each row that go through the head at once."""
+    ring: float  # Size of the optimizer's ring, in states of whole blocks
+    columns: int  # Tokens of each row that go through the head at once
 
     def plan(self, counts: BufferCounts) -> MemoryPlan:
-        """Return the plan with the buffers ``counts``."""
         return self.counter.count(self.batch, counts, self.ring, self.columns)
 
     def host_room(self, counts: BufferCounts) -> int:
@@ -258,7 +253,6 @@ class _Filler:
         return counts if counts.host_kept > missing else replace(counts, ssd_kept=total)
 
     def add_deferred_gradients(self, counts: BufferCounts, deferred: int) -> BufferCounts:
-        """Add host buffers for gradients of blocks that wait for the next forward pass."""
         nbytes = self.shape.gradient_nbytes(Kind.BLOCK)
         if not nbytes:
             return counts
@@ -313,7 +307,6 @@ def _even_parts(rows: int) -> list[int]:
 
 
 def _halvings(rows: int) -> list[int]:
-    """Return ``rows``, and each half of it down to 1."""
     sizes = [rows]
     while sizes[-1] > 1:
         sizes.append(-(-sizes[-1] // 2))

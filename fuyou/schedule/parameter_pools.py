@@ -75,13 +75,11 @@ class ParameterPools:
         return not self._used_from_host(record, len(host.slots))
 
     def _read_to_device(self, record: Record) -> tuple[int, Task]:
-        """Read the record's newest parameters from the SSDs into a device buffer."""
         pool = self._device[record.kind]
         index, _ = pool.take(record.index)
         return index, self._read(Op.PARAMETER_READ_DEVICE, record, index, pool.slots[index].busy())
 
     def _upload(self, record: Record) -> tuple[int, Task]:
-        """Copy the record's parameters from host memory into a device buffer."""
         pool = self._device[record.kind]
         source, loaded = self.on_host(record)
         index, _ = pool.take(record.index)

@@ -15,13 +15,11 @@ from fuyou.schedule.tasks import Op, Task
 class UpdatedRecord:
     """A record in host memory after its update."""
 
-    index: int
-    """Index of the record."""
+    index: int  # Index of the record
     update: Task
+    # Task after which the parameters that other nodes have updated are there, too; `update` if there are none.
     ready: Task
-    """Task after which the parameters that other nodes have updated are there, too; ``update`` if there are none."""
-    host: int
-    """Host buffer of its parameters."""
+    host: int  # Host buffer of its parameters
 
 
 class RecordSlots:
@@ -77,7 +75,6 @@ class RecordSlots:
         self.commit.step = step
 
     def _write(self, op: Op, updated: UpdatedRecord) -> None:
-        """Write states and, with them or by themselves if other nodes have a part in them, parameters."""
         record, together = self._shape.records[updated.index], updated.ready is updated.update
         target = self.target(updated.index)
         fields = {"record": updated.index, "source": updated.host, "target": target}

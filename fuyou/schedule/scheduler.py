@@ -186,18 +186,15 @@ class Scheduler:
     # -- visits ---------------------------------------------------------------------------------------------------
 
     def _training_visits(self) -> Sequence[Visit]:
-        """Return the visits of a step on the present batch."""
         return self.shape.visits(True, self._batch.micro_batches, self._batch.own_loss, self._batch.together)
 
     def _in_turn(self) -> Iterator[Visit]:
-        """Yield the visits of a pass, each when its records may be brought."""
         self._parameters.begin_pass()
         for visit in self._pass.in_turn():
             self._parameters.begin_visit([self.shape.records[index] for index in visit.records])
             yield visit
 
     def _visit(self, visit: Visit, train: bool = True) -> None:
-        """Run the visit's micro-batches through its records."""
         records = [self.shape.records[index] for index in visit.records]
         places = [self._parameters.on_device(record) for record in records]
         buffers = {record.index: buffer for record, (buffer, _) in zip(records, places, strict=True)}
@@ -256,8 +253,6 @@ class Scheduler:
     # -- gradients and updates ------------------------------------------------------------------------------------
 
     def _gradient_buffer(self, record: Record) -> tuple[int, bool, list[Task]]:
-        """Return the device buffer that sums the record's gradient, whether an earlier visit has begun it, and what
-        must have left the buffer if not."""
         pool = self._device_gradients[record.kind]
         index = pool.find(record.index)
         if index is not None:
@@ -278,7 +273,6 @@ class Scheduler:
             self._update(record, target, left, self._list.step, self._durable, keep=self._speculate)
 
     def _is_deferred(self, index: int) -> bool:
-        """Return whether the update of a record waits for the next forward pass."""
         return self._defer_all or index in self._deferred
 
     def _download_gradient(self, record: Record, source: int, compute: Task) -> tuple[int, Task]:
@@ -318,13 +312,6 @@ class Scheduler:
 
         States of a resident record are read the first time only (and to update it again), and written only if the step
         is to be committed.
-
-        Args:
-            record: the record to update.
-            gradient: host buffer that holds its gradient when ``ready`` is done.
-            step: number of the step that the gradient is of.
-            durable: whether that step is to be committed.
-            keep: whether the gradient is kept, in case the update must be done again.
         """
         host, loaded = self._parameters.on_host(record)
         written = durable or record.index not in self._resident
@@ -379,7 +366,6 @@ class Scheduler:
         return task
 
     def _saved_arguments(self, visit: Visit, micro: int) -> Arguments:
-        """Return which saved outputs a compute task reads and writes. A block in pieces saves only its input."""
         if visit.layer in self._saving_layers and visit.part is None and not self._batch.is_reference(micro):
             key = ("k", visit.layer, micro)
             if visit.phase is Phase.BLOCK_FORWARD:

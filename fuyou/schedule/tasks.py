@@ -15,10 +15,8 @@ class Resource(Enum):
     DEVICE_TO_HOST = "device_to_host"
     SSD = "ssd"
     ADAM = "adam"
-    INTRA_NODE = "intra_node"
-    """What connects the ranks of a node."""
-    INTER_NODE = "inter_node"
-    """The network between nodes."""
+    INTRA_NODE = "intra_node"  # What connects the ranks of a node
+    INTER_NODE = "inter_node"  # The network between nodes
     NONE = "none"
 
     __hash__ = object.__hash__  # there is one object for each member; Enum's own hash runs in Python, millions of times
@@ -84,10 +82,8 @@ SSD_WRITES = frozenset(
 class Activation(Enum):
     """What a pass leaves for later, by which buffers it lies in."""
 
-    HIDDEN = "hidden"
-    """A block's input, or the gradient with respect to it."""
-    KEPT = "kept"
-    """Outputs of operators inside a block, which its recomputation then need not compute."""
+    HIDDEN = "hidden"  # A block's input, or the gradient with respect to it
+    KEPT = "kept"  # Outputs of operators inside a block, which its recomputation then need not compute
 
 
 @dataclass(eq=False, slots=True)
@@ -95,31 +91,23 @@ class Task:
     """One piece of work. Tasks are compared by identity; they are built once and run once."""
 
     op: Op
-    after: "list[Task]"
-    """Tasks that must be finished before this one starts."""
-    nbytes: int = 0
-    """Bytes that it moves."""
-    flops: float = 0.0
-    """Floating-point operations that it computes."""
+    after: "list[Task]"  # Tasks that must be finished before this one starts
+    nbytes: int = 0  # Bytes that it moves
+    flops: float = 0.0  # Floating-point operations that it computes
     step: int = 0
+    # Index of the record whose bytes it works on; None for activations and for the end of a step.
     record: int | None = None
-    """Index of the record whose bytes it works on; None for activations and for the end of a step."""
-    visit: Visit | None = None
-    """Visit that it belongs to, of a task that computes or that moves what a visit leaves."""
-    micro: int | None = None
-    """Number of its micro-batch, from 0."""
-    source: int | None = None
-    """Index of the buffer slot (or, on SSD, of the file slot or extent) that it takes from."""
-    target: int | None = None
-    """Index of the slot that it writes to; None for an update that is not written."""
-    gradient: int | None = None
-    """Gradient slot of an update, or of the compute task that accumulates into it."""
+    visit: Visit | None = None  # Visit that it belongs to, of a task that computes or that moves what a visit leaves
+    micro: int | None = None  # Number of its micro-batch, from 0
+    source: int | None = None  # Index of the buffer slot (or, on SSD, of the file slot or extent) that it takes from
+    target: int | None = None  # Index of the slot that it writes to; None for an update that is not written
+    gradient: int | None = None  # Gradient slot of an update, or of the compute task that accumulates into it
+    # Kind of activation whose buffers an activation task moves bytes between.
     activation: Activation = Activation.HIDDEN
-    """Kind of activation whose buffers an activation task moves bytes between."""
     # Written while running:
     done: bool = False
+    # CUDA event after which the result is really there, for tasks that are only queued when they are done.
     event: Any = None
-    """CUDA event after which the result is really there, for tasks that are only queued when they are done."""
     started_at: float = 0.0
     finished_at: float = 0.0
 
@@ -134,22 +122,15 @@ class ComputeTask(Task):
 
     visit: Visit
     micro: int
-    tokens: float = 0.0
-    """Tokens that it computes on."""
-    places: dict[int, int] = field(default_factory=dict)
-    """Device buffer of each record that it uses."""
-    inputs: tuple[int, ...] = ()
-    """Device activation slots that it reads."""
-    output: int | None = None
-    """Device activation slot that it writes; None if nothing wants its result."""
+    tokens: float = 0.0  # Tokens that it computes on
+    places: dict[int, int] = field(default_factory=dict)  # Device buffer of each record that it uses
+    inputs: tuple[int, ...] = ()  # Device activation slots that it reads
+    output: int | None = None  # Device activation slot that it writes; None if nothing wants its result
+    # Device slot of saved activations, which a block's forward pass writes and its backward pass reads.
     kept: int | None = None
-    """Device slot of saved activations, which a block's forward pass writes and its backward pass reads."""
-    begins: bool = True
-    """Whether it is the first micro-batch of its visit."""
-    first: bool = False
-    """Whether it is the first micro-batch that adds to its gradient."""
-    last: bool = False
-    """Whether it is the last micro-batch of its visit."""
+    begins: bool = True  # Whether it is the first micro-batch of its visit
+    first: bool = False  # Whether it is the first micro-batch that adds to its gradient
+    last: bool = False  # Whether it is the last micro-batch of its visit
 
 
 def known(index: int | None) -> int:
@@ -164,10 +145,9 @@ class StepList:
 
     step: int
     tasks: list[Task] = field(default_factory=list)
-    end: Task | None = None
-    """The STEP task, which the caller finishes."""
+    end: Task | None = None  # The STEP task, which the caller finishes
+    # Whether the caller computes the loss once the forward pass has ended, with the first of two runs of the head.
     own_loss: bool = False
-    """Whether the caller computes the loss once the forward pass has ended, with the first of two runs of the head."""
 
     @property
     def forward_phases(self) -> frozenset[Phase]:

@@ -11,10 +11,9 @@ from fuyou.optimizer.clipping import ClipBy
 class UpdatePolicy:
     """Which updates are deferred, and which are done before the gradient's norm is known."""
 
-    clip_by: ClipBy | None
-    """Way in which gradients are clipped by their global norm; None: they are not."""
+    clip_by: ClipBy | None  # Way in which gradients are clipped by their global norm; None: they are not
+    # Fraction of the blocks whose updates wait for the next forward pass, where clipping does not defer all.
     deferred_fraction: float
-    """Fraction of the blocks whose updates wait for the next forward pass, where clipping does not defer all."""
 
     @property
     def speculative(self) -> bool:

@@ -36,8 +36,7 @@ svg .lane { stroke: var(--bar); stroke-width: 14; }
 pre { overflow-x: auto; background: color-mix(in srgb, var(--line) 35%, transparent); padding: .6rem; font-size: 12px; }
 """
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP = 480, 190, 56, 20, 8
-_LANE, _LANE_PARTS = 22, 300
-"""Height of a lane, and the parts of a step's length that are told apart in it."""
+_LANE, _LANE_PARTS = 22, 300  # Height of a lane, and the parts of a step's length that are told apart in it
 
 
 @dataclass(frozen=True)
@@ -47,8 +46,7 @@ class Series:
     name: str
     places: Sequence[float]
     values: Sequence[float | None]
-    dots: bool = False
-    """Whether each value has a dot, for few values."""
+    dots: bool = False  # Whether each value has a dot, for few values
 
 
 def page(title: str, subtitle: str, sections: Sequence[str], data: str = "") -> str:

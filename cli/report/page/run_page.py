@@ -18,13 +18,11 @@ from common.store.errors import described
 from common.units import format_bytes, format_count, format_seconds
 
 PAGE = "index.html"
-MOST_POINTS = 1000
-"""Points of a curve on the page: of longer runs, every second, third, ... step, and the newest."""
-BETWEEN_S = 10.0
-"""Seconds from one writing of the page to the next, unless there is something to see at once."""
+MOST_POINTS = 1000  # Points of a curve on the page: of longer runs, every second, third, ... step, and the newest.
+BETWEEN_S = 10.0  # Seconds from one writing of the page to the next, unless there is something to see at once
 _GIB = 1 << 30
+# When each resource was busy, by its name among :data:`cli.report.results.RESOURCES`.
 Lanes = Mapping[str, Sequence[Interval]]
-"""When each resource was busy, by its name among :data:`cli.report.results.RESOURCES`."""
 _LOSS, _EVALUATION = "loss_metrics/global_avg_loss", "validation_metrics/loss"
 _CURVES = {
     "loss": _LOSS, "evaluation": _EVALUATION, "gradient norm": "grad_norm", "learning rate": "lr",
@@ -39,16 +37,12 @@ class PageFacts:
 
     title: str
     subtitle: str
-    about: Mapping[str, str]
-    """Model, machine, data and so on, in words."""
+    about: Mapping[str, str]  # Model, machine, data and so on, in words
     steps: int
     how_to_continue: str
-    config: str
-    """The run's configuration file."""
-    budgets: Mapping[str, float]
-    """Bytes that the plan gives each tier, by its metric's name."""
-    endurance_bytes: float | None = None
-    """Bytes that the drives are warranted for; None: unknown."""
+    config: str  # The run's configuration file
+    budgets: Mapping[str, float]  # Bytes that the plan gives each tier, by its metric's name
+    endurance_bytes: float | None = None  # Bytes that the drives are warranted for; None: unknown
 
 
 class RunPage:
@@ -178,7 +172,6 @@ def step_lanes(busy: Lanes) -> str:
 
 
 def _busy(newest: Mapping[str, Any]) -> str:
-    """Return how long each resource was busy in the newest step."""
     seconds = newest["time_metrics/end_to_end(s)"]
     names = {name: f"time_metrics/busy_{name}(s)" for name in RESOURCES}
     rows = [
@@ -205,7 +198,6 @@ def _memory(facts: PageFacts, newest: Mapping[str, Any]) -> str:
 
 
 def _drives(facts: PageFacts, steps: list[dict[str, Any]]) -> dict[str, str]:
-    """Return traffic and wear; nothing where states are in memory."""
     written = [entry["ssd/written(GiB)"] * _GIB for entry in steps if "ssd/written(GiB)" in entry]
     if not written:
         sent = sum(entry.get("network/sent(GiB)", 0.0) for entry in steps) * _GIB

@@ -118,5 +118,4 @@ def _is_index_list(name: str, value: Any, depth: int) -> bool:
 
 
 def _is_by_layer(value: Any) -> bool:
-    """Return whether this is a dictionary from a layer's number to what differs there."""
     return isinstance(value, dict) and bool(value) and all(isinstance(key, str) and key.isdigit() for key in value)

@@ -41,8 +41,7 @@ from common.models.miniature.field_names import (
 )
 from common.models.miniature.layers import LEAST_LAYERS, KeptLayers
 
-TOKENS = 24
-"""Length of a row in which every window of a miniature hides something."""
+TOKENS = 24  # Length of a row in which every window of a miniature hides something
 VOCABULARY = 160
 _WINDOW = 6
 _HEADS = 4
@@ -51,10 +50,10 @@ _LEAST_ROTATED = 8
 _PLACES = 64
 _EXPERTS = 4
 
+# Fields that no rule can know, by model type.
 _EXCEPTIONS: dict[str, dict[str, Any]] = {
     "reformer": {"axial_pos_shape": [4, TOKENS // 4]},  # its product is the only length that trains
 }
-"""Fields that no rule can know, by model type."""
 
 
 def miniature(config: PreTrainedConfig) -> PreTrainedConfig:
@@ -108,7 +107,6 @@ class _Shrunk:
     # -- widths -----------------------------------------------------------------------------------------------------
 
     def _measure(self) -> None:
-        """Choose what heads and widths become; all others follow from these."""
         outer = self._outer
         self.width, self.heads = self._first(WIDTHS), self._first(HEAD_COUNTS)
         if self.width is None:
@@ -148,7 +146,6 @@ class _Shrunk:
             setattr(self, name, getattr(other, name))
 
     def _narrow(self, value: int) -> int:
-        """Return the width that stands for ``value``."""
         assert self.small_width is not None
         if self._outer is not None and self._outer.width == value != self.width:
             return self._outer.small_width
@@ -160,7 +157,6 @@ class _Shrunk:
         return min(value, max(8, _to_multiple(value * self.small_width / width, 8)))
 
     def _thin(self, value: int) -> int:
-        """Return the size of a head that stands for ``value``."""
         if value == self.head_dim:
             return self.small_head_dim
         small = value * self.small_head_dim / self.head_dim
@@ -303,7 +299,6 @@ class _Shrunk:
 
 
 def _fractions(fields: dict[str, Any]) -> list[float]:
-    """Return every fraction of a head's dimensions that is rotated."""
     found = []
     for name, value in fields.items():
         if isinstance(value, dict):
@@ -320,7 +315,6 @@ def _to_multiple(value: float, of: int) -> int:
 
 
 def _split(total: int, parts: list[int]) -> list[int]:
-    """Divide ``total`` in the proportions of ``parts``, each at least one."""
     made = [max(1, total * part // sum(parts)) for part in parts]
     made[-1] += total - sum(made)
     return made

@@ -19,14 +19,12 @@ from common.store.errors import StoreError, describe_os_error, described
 from common.store.layout import ALIGNMENT, whole_pages
 from common.units import format_bytes
 
-Bytes = npt.NDArray[np.uint8]
-"""A flat, contiguous view of somebody's memory."""
+Bytes = npt.NDArray[np.uint8]  # A flat, contiguous view of somebody's memory
 
+# Type of `os.preadv` and `os.pwritev`, which take descriptor, buffers and offset, and return the bytes moved.
 VectoredCall = Callable[[int, list[memoryview], int], int]
-"""Type of ``os.preadv`` and ``os.pwritev``, which take descriptor, buffers and offset, and return the bytes moved."""
 
-BOUNCE_BYTES = 1 << 20
-"""Bytes of the bounce buffer that a thread gets with its first transfer that needs one."""
+BOUNCE_BYTES = 1 << 20  # Bytes of the bounce buffer that a thread gets with its first transfer that needs one
 
 
 class PosixFile:

@@ -25,14 +25,10 @@ class StoreDirectory:
     """One directory of a store."""
 
     path: Path
-    store: str
-    """Identity of the store."""
-    index: int
-    """Position among the store's directories."""
-    count: int
-    """Number of the store's directories."""
-    replaces: tuple[str, ...]
-    """Identities of the stores whose place this one has taken, or is to take."""
+    store: str  # Identity of the store
+    index: int  # Position among the store's directories
+    count: int  # Number of the store's directories
+    replaces: tuple[str, ...]  # Identities of the stores whose place this one has taken, or is to take
 
     def to_dict(self) -> dict[str, Any]:
         """Return it as JSON, for the other ranks."""
@@ -48,22 +44,14 @@ class StoreDirectory:
 class LocalShard:
     """The store of one rank, with a committed step in it, as some rank sees it on its drives."""
 
-    directories: tuple[Path, ...]
-    """Directories in order, as seen by the rank that has found them."""
-    store: str
-    """Identity of the store."""
-    run: str
-    """Random name of the run."""
-    share: Share
-    """Share of the rank that it belongs to."""
-    steps: tuple[int, ...]
-    """Steps that it could continue from, newest first; empty if directories of it are missing."""
-    in_place: bool
-    """Whether it lies where the store of the rank that has found it is to be, or right beside."""
-    of_this_run: bool
-    """Whether it certainly belongs to the run that is to go on, not to another one nearby."""
-    piece_bytes: int | None = None
-    """:attr:`fuyou.checkpoint.state.TrainingState.piece_bytes` of the run."""
+    directories: tuple[Path, ...]  # Directories in order, as seen by the rank that has found them
+    store: str  # Identity of the store
+    run: str  # Random name of the run
+    share: Share  # Share of the rank that it belongs to
+    steps: tuple[int, ...]  # Steps that it could continue from, newest first; empty if directories of it are missing
+    in_place: bool  # Whether it lies where the store of the rank that has found it is to be, or right beside
+    of_this_run: bool  # Whether it certainly belongs to the run that is to go on, not to another one nearby
+    piece_bytes: int | None = None  # :attr:`fuyou.checkpoint.state.TrainingState.piece_bytes` of the run
 
     def to_dict(self) -> dict[str, Any]:
         """Return it as JSON, for the other ranks."""
@@ -83,8 +71,7 @@ class DriveScan:
     host: str
     directories: tuple[StoreDirectory, ...] = ()
     shards: tuple[LocalShard, ...] = ()
-    problem: str = ""
-    """Why it could not look, as a sentence; empty if it could."""
+    problem: str = ""  # Why it could not look, as a sentence; empty if it could
 
     def to_dict(self) -> dict[str, Any]:
         """Return it as JSON, for the other ranks."""
@@ -143,10 +130,9 @@ class ShardSet:
     """The shards of all ranks of a run."""
 
     run: str
-    share: Share
-    """Share of the set's first rank, which says how many ranks there are."""
+    share: Share  # Share of the set's first rank, which says how many ranks there are
+    # Shards by the rank that they belong to; where several ranks have found it, the one in place, else the first.
     members: dict[int, FoundShard]
-    """Shards by the rank that they belong to; where several ranks have found it, the one in place, else the first."""
 
     @property
     def missing(self) -> list[int]:
@@ -227,7 +213,6 @@ def _preference(shard: LocalShard) -> tuple[bool, tuple[int, ...]]:
 
 
 def _candidates(drives: Drives) -> Iterator[Path]:
-    """Return the directories that may belong to a store, each once."""
     places: dict[Path, None] = {}
     for folder in drives.everywhere:
         parent = folder.parent

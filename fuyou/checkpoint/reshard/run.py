@@ -88,7 +88,6 @@ class _Resharding:
         return chosen, [one for one in sets if chosen is None or one.run != chosen.run], hosts
 
     def _all_or_none(self, work: Callable[[], Any]) -> Any:
-        """Call ``work`` on every rank; an error on any of them is raised on all."""
         result, problem, user, failure = None, "", True, None
         try:
             result = work()
@@ -107,7 +106,6 @@ class _Resharding:
     # -- from an old set to a new one -----------------------------------------------------------------------------
 
     def _make_new_set(self, old: ShardSet, hosts: Sequence[str]) -> ShardSet:
-        """Make the new set beside the old one, commit it, and return it."""
         members = sorted(old.members.items())
         step = common_step(
             [(rank_name(old.share, rank, hosts[found.reader]), found.shard.steps) for rank, found in members]
@@ -162,14 +160,7 @@ class _Resharding:
         return ShardLayout(self._layout, share, directories, state.slots, state.slot)
 
     def _create_store(self, target: ShardLayout, mine: dict[int, LocalShard], spare: list[str], replaces: str) -> Store:
-        """Return an empty store beside this rank's folders; the old stores give back the space of what does not count.
-
-        Args:
-            target: layout of the new store.
-            mine: old shards that this rank reads.
-            spare: files of the slot that does not count.
-            replaces: identities of all old stores, separated by spaces.
-        """
+        """Return an empty store beside this rank's folders; old stores free what does not count."""
         folders = [successor_folder(folder) for folder in self._drives.folders]
         what = f"for the run's part of rank {self._rank} of {self._share.world_size}"
         new, old = target.layout.file_bytes(), [path for shard in mine.values() for path in shard.directories]
@@ -198,7 +189,6 @@ class _Resharding:
         states: dict[int, TrainingState],
         run: str,
     ) -> None:
-        """Move all records, make them durable, read them again to compare, and commit the new store."""
         with contextlib.ExitStack() as stack:
             stores = {}
             for rank, shard in mine.items():
@@ -228,11 +218,8 @@ class _Resharding:
     def _promote(self, chosen: ShardSet, others: Sequence[ShardSet]) -> bool:
         """Give the stores of the set that counts their final names, and remove all that it makes superfluous.
 
-        These are the stores that it has replaced, and those that were to replace it. Every rank does it for what it
-        has found.
-
-        Returns:
-            Whether there was anything to do, on any rank.
+        These are the stores that it has replaced, and those that were to replace it. Every rank does it for what it has
+        found.
         """
         scan = scan_drives(self._drives)
         stores = {found.shard.store for found in chosen.members.values()}
@@ -268,14 +255,6 @@ class _Resharding:
     def _superfluous(
         self, scan: DriveScan, stores: Collection[str], replaced: Collection[str], others: Sequence[ShardSet]
     ) -> list[Path]:
-        """Return the directories that this rank is to remove.
-
-        Args:
-            scan: what this rank sees.
-            stores: identities of the stores that count.
-            replaced: identities of those that they replace.
-            others: all other sets.
-        """
         old = [found for other in others for found in other.members.values() if found.shard.store in replaced]
         paths = [path for found in old if found.reader == self._rank for path in found.shard.directories]
         committed = {shard.store for shard in scan.shards}
@@ -300,11 +279,7 @@ def _merge_counts(counts: Iterable[dict[str, int]]) -> dict[str, int]:
 
 
 def _refuse_others(folder: Path, ours: Collection[str]) -> None:
-    """Refuse to remove or replace a folder that holds anything but the stores ``ours``.
-
-    Raises:
-        UserError: it does.
-    """
+    """Refuse to remove or replace a folder that holds anything but the stores ``ours``."""
     refuse_foreign_files([folder], shared=True)
     identity = Identity.read(folder)
     if identity is not None and identity.store not in ours and load_manifest(folder) is not None:

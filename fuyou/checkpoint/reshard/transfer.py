@@ -24,8 +24,7 @@ from fuyou.layout.share import Share
 from fuyou.runtime.ranks.agreement import Agreement
 from fuyou.schedule.memory_plan import chunk_elements
 
-PIECE_ELEMENTS = 4 << 20
-"""Elements of a record that are moved at once; a multiple of a page's, at two bytes each."""
+PIECE_ELEMENTS = 4 << 20  # Elements of a record that are moved at once; a multiple of a page's, at two bytes each
 
 
 @dataclass(frozen=True)
@@ -33,12 +32,9 @@ class ValueKind:
     """One kind of value that is stored of a record: its parameters, or one component of the optimizer states."""
 
     part: Part
-    width: int
-    """Bytes of one value."""
-    per: int = 1
-    """Elements that share one value."""
-    before: tuple[StateComponent, ...] = ()
-    """Components that precede it in each chunk of states."""
+    width: int  # Bytes of one value
+    per: int = 1  # Elements that share one value
+    before: tuple[StateComponent, ...] = ()  # Components that precede it in each chunk of states
 
     def nbytes(self, elements: int) -> int:
         """Return the bytes of the values of so many elements, a multiple of :attr:`per`."""
@@ -112,8 +108,7 @@ class SourceShard:
     """An old rank's store, which one of the ranks running now reads from."""
 
     layout: ShardLayout
-    reader: int
-    """Rank that reads it."""
+    reader: int  # Rank that reads it
 
 
 @dataclass(frozen=True)

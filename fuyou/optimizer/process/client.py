@@ -12,10 +12,8 @@ from multiprocessing.connection import Connection
 from common.errors import FinetuneError
 from fuyou.optimizer.process.protocol import BEAT_SECONDS, Alive, Failed, Ready, Setup
 
-PATIENCE_BEATS = 30
-"""Number of missing signs of life in a row (a minute) after which the process counts as hung."""
-_UNKILLABLE_SECONDS = 10.0
-"""Time after which a killed process is left behind that still hangs in a call to a drive."""
+PATIENCE_BEATS = 30  # Number of missing signs of life in a row (a minute) after which the process counts as hung
+_UNKILLABLE_SECONDS = 10.0  # Time after which a killed process is left behind that still hangs in a call to a drive
 
 
 class OptimizerLink:
@@ -132,11 +130,6 @@ class OptimizerLink:
                 return
 
     def _receive(self) -> object:
-        """Wait for the next message that is not a mere sign of life, and return it.
-
-        Raises:
-            FinetuneError: the process has not given a sign of life for too long. It is killed.
-        """
         missed = 0
         while True:
             # Missing beats count, not time that passes: Ctrl-Z stops both processes.

@@ -9,8 +9,7 @@ from fuyou.layout.record import Kind, Record
 from fuyou.layout.share import ALONE, Share
 from fuyou.optimizer.adam import Update
 
-BEAT_SECONDS = 2.0
-"""Seconds between two signs of life of the optimizer process."""
+BEAT_SECONDS = 2.0  # Seconds between two signs of life of the optimizer process
 
 
 @dataclass(frozen=True)
@@ -51,20 +50,17 @@ class Setup:
     directories: list[str]
     io: Io
     io_threads: int
-    records: Sequence[Record]
-    """All records of the model, as this rank shares them."""
+    records: Sequence[Record]  # All records of the model, as this rank shares them
     slots: int
     chunk_elements: int
+    # Number of chunk buffers: one is read into, one is updated, one is written from; more smooth the flow.
     ring_chunks: int
-    """Number of chunk buffers: one is read into, one is updated, one is written from; more smooth the flow."""
     shared: SharedRegions
     threads: int
+    # Share of this process in every record. Parameters that several nodes update are written by the engine.
     share: Share = ALONE
-    """Share of this process in every record. Parameters that several nodes update are written by the engine."""
-    resident: list[int] = field(default_factory=list)
-    """Records whose states stay in memory once they have been read."""
-    throttle: Throttle | None = None
-    """Limit of the drives' speed, for experiments; None: as fast as they are."""
+    resident: list[int] = field(default_factory=list)  # Records whose states stay in memory once they have been read
+    throttle: Throttle | None = None  # Limit of the drives' speed, for experiments; None: as fast as they are
 
 
 @dataclass(frozen=True)
@@ -72,10 +68,8 @@ class CreateRecord:
     """Write a record's first state to slot ``target``, with zero moments."""
 
     record: int
-    parameters: int
-    """Index of the host buffer with the parameters."""
-    low_bits: int
-    """Index of the gradient buffer with the low 16 bits of the master weights."""
+    parameters: int  # Index of the host buffer with the parameters
+    low_bits: int  # Index of the gradient buffer with the low 16 bits of the master weights
     target: int
 
 
@@ -85,10 +79,8 @@ class ReadStates:
 
     record: int
     source: int
-    expected: tuple[int, ...] | None = None
-    """Checksums that they must have; None: they are not checked."""
-    in_memory: bool = False
-    """Whether they are in memory already (resident records only): then nothing is read."""
+    expected: tuple[int, ...] | None = None  # Checksums that they must have; None: they are not checked
+    in_memory: bool = False  # Whether they are in memory already (resident records only): then nothing is read
 
 
 @dataclass(frozen=True)
@@ -96,15 +88,12 @@ class UpdateRecord:
     """Update the parameters of a record in place, and write everything to slot ``target``."""
 
     record: int
-    parameters: int
-    """Index of the host buffer with the parameters."""
-    gradient: int
-    """Index of the host buffer with the gradient."""
-    target: int | None
-    """Slot; None: nothing is written (resident records only)."""
+    parameters: int  # Index of the host buffer with the parameters
+    gradient: int  # Index of the host buffer with the gradient
+    target: int | None  # Slot; None: nothing is written (resident records only)
     update: Update
+    # Number of earlier steps in which a parameter (by index) had no gradient; 0 for those that are not listed.
     missed: dict[int, int] = field(default_factory=dict)
-    """Number of earlier steps in which a parameter (by index) had no gradient; 0 for those that are not listed."""
 
 
 @dataclass(frozen=True)
@@ -133,10 +122,9 @@ class Updated:
     record: int
     start_time: float
     end_time: float
+    # Start and end of the times at which it computed rather than waited, on :func:`time.monotonic`'s clock.
     adam_intervals: list[tuple[float, float]]
-    """Start and end of the times at which it computed rather than waited, on :func:`time.monotonic`'s clock."""
-    absent: tuple[int, ...] = ()
-    """Indices of parameters of the record that had no gradient, and were left as they were."""
+    absent: tuple[int, ...] = ()  # Indices of parameters of the record that had no gradient, and were left as they were
 
 
 @dataclass(frozen=True)
@@ -145,15 +133,12 @@ class Written:
 
     record: int
     slot: int
-    parameters: tuple[int, ...]
-    """Checksums of the parameters that were written, one for each SSD."""
-    states: tuple[int, ...]
-    """Checksums of the states, likewise."""
-    read_bytes: int
-    """Bytes read from the SSDs since the process started."""
+    parameters: tuple[int, ...]  # Checksums of the parameters that were written, one for each SSD
+    states: tuple[int, ...]  # Checksums of the states, likewise
+    read_bytes: int  # Bytes read from the SSDs since the process started
     written_bytes: int
+    # Start and end of the times at which this record was read or written, on :func:`time.monotonic`'s clock.
     ssd_intervals: list[tuple[float, float]]
-    """Start and end of the times at which this record was read or written, on :func:`time.monotonic`'s clock."""
 
 
 @dataclass(frozen=True)
@@ -161,5 +146,4 @@ class Failed:
     """Answer: something went wrong, and the process ends."""
 
     message: str
-    expected: bool
-    """Whether ``message`` is meant for the user (a failing drive); otherwise it is a traceback."""
+    expected: bool  # Whether `message` is meant for the user (a failing drive); otherwise it is a traceback

@@ -19,14 +19,11 @@ class ChunkMemory:
 
     chunk: Chunk
     buffer: HostBuffer
-    offset: int = 0
-    """First byte in the buffer; 0 in a buffer of the ring."""
-    resident: bool = False
-    """Whether the states stay there; otherwise the buffer goes back to the ring."""
-    reading: Future | None = None
-    """Pending read of the states, if they are not in memory already."""
+    offset: int = 0  # First byte in the buffer; 0 in a buffer of the ring
+    resident: bool = False  # Whether the states stay there; otherwise the buffer goes back to the ring
+    reading: Future | None = None  # Pending read of the states, if they are not in memory already
+    # Time at which reading has started and, once it is done, the time at which it ended.
     read_times: list[float] = field(default_factory=list)
-    """Time at which reading has started and, once it is done, the time at which it ended."""
 
 
 def state_views(memory: ChunkMemory, precision: Precision) -> dict[str, torch.Tensor]:

@@ -111,7 +111,6 @@ class RecordUpdater:
                     self._arrived.notify_all()
 
     def _read_ahead(self) -> None:
-        """Read the announced records' states, chunk by chunk, as far ahead as there are free buffers."""
         while True:
             message = self._announced.get()
             extent = self._extents[message.record].states[message.source]

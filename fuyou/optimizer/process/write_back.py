@@ -23,12 +23,11 @@ class WriteBack:
 
     record: int
     slot: int
-    pending: int
-    """Chunks that are not written yet."""
+    pending: int  # Chunks that are not written yet
     parameters: ExtentChecksums
     states: ExtentChecksums
+    # Times at which reads and writes of the record started and ended.
     intervals: list[tuple[float, float]] = field(default_factory=list)
-    """Times at which reads and writes of the record started and ended."""
     lock: threading.Lock = field(default_factory=threading.Lock)
     done: threading.Event = field(default_factory=threading.Event)
 

@@ -28,10 +28,9 @@ from fuyou.optimizer.gradient_sum import GradientSum, sum_of_squares
 from fuyou.planner.profiling.profile import OperatorTime, PartTimes
 from fuyou.runtime.devices.device import Device
 
+# If a pass through the block, forward and backward, is expected to take longer, fewer tokens are measured.
 LONGEST_PASS_SECONDS = 0.4
-"""If a pass through the block, forward and backward, is expected to take longer, fewer tokens are measured."""
-REPEAT_SECONDS = 0.4
-"""Repetitions of one piece of work end after this many seconds."""
+REPEAT_SECONDS = 0.4  # Repetitions of one piece of work end after this many seconds
 _MAX_REPETITIONS = 7
 _TILE_ELEMENTS = 1 << 20
 
@@ -91,7 +90,6 @@ class BlockBench:
         )
 
     def _sample(self, seq_len: int) -> "_Sample":
-        """Return the times on sequences of ``seq_len`` tokens."""
         hidden, calls, embed = self.embedding(seq_len)
         embed_forward, embed_backward = (self.seconds(work) for work in embed)
         forward, backward = self._both(*self.block(calls, hidden))
@@ -109,7 +107,6 @@ class BlockBench:
         )
 
     def _both(self, forward: Callable[[], None], backward: Callable[[], None]) -> tuple[float, float]:
-        """Return the seconds of a block's forward and backward pass, as they are from the second step on."""
         forward()
         backward()  # the first one is traced; from the next pass on it takes short cuts
         seconds = self.seconds(forward)
@@ -194,7 +191,6 @@ class BlockBench:
     # -- parts ----------------------------------------------------------------------------------------------------
 
     def _matmul_rate(self, tokens: int) -> float:
-        """Return the FLOP/s of products with the block's matrices, each as often as the block has it."""
         rows = min(tokens, 256 if self._device.torch_device.type == "cpu" else 4096)
         flops = taken = 0.0
         for (outputs, inputs), times in Counter(
@@ -254,7 +250,6 @@ class BlockBench:
         return self.seconds(both), self.seconds(forward)
 
     def _operators(self, calls: BlockCalls, hidden: torch.Tensor) -> tuple[OperatorTime, ...]:
-        """Return the times of the operators of the block's forward pass, with gradients enabled as in recomputation."""
         if self._compiled is not None:
             return ()
         runs: list[list[OperatorTime]] = []
@@ -275,7 +270,6 @@ class BlockBench:
         )
 
     def _leaves(self, record: Record, views: dict[str, torch.Tensor], sums: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return parameters, under all their names, whose gradients are summed as the engine does it."""
         leaves: dict[str, torch.Tensor] = {name: torch.nn.Parameter(view) for name, view in views.items()}
         GradientSum(record, sums).attach(leaves)
         return _named(record, leaves)

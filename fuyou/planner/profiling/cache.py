@@ -18,8 +18,7 @@ from fuyou.planner.profiling.profile import FORMAT, Profile
 from fuyou.runtime.devices.device import Device
 
 _KIND = "profiles"
-MAX_AGE_SECONDS = 30 * 86400.0
-"""Drives fill up and wear, drivers change: older profiles are measured again."""
+MAX_AGE_SECONDS = 30 * 86400.0  # Drives fill up and wear, drivers change: older profiles are measured again
 
 
 def load(workload: ProfiledWorkload, device: Device) -> Profile | None:
@@ -82,6 +81,5 @@ def _processor() -> str:
 
 
 def _drive(directory: Path) -> str:
-    """Return the block device that a directory lies on."""
     number = directory.stat().st_dev
     return f"{os.major(number)}:{os.minor(number)}"

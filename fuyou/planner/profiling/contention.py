@@ -11,20 +11,16 @@ from common.errors import FinetuneError
 from fuyou.planner.rates import Contention
 from fuyou.schedule.tasks import Resource
 
-WINDOW_SECONDS = 0.5
-"""Each combination is measured for this long, or until each kind of work has been done twice."""
-WARM_SECONDS = 0.1
-"""Time for caches and threads to warm up."""
+WINDOW_SECONDS = 0.5  # Each combination is measured for this long, or until each kind of work has been done twice
+WARM_SECONDS = 0.1  # Time for caches and threads to warm up
 _MAX_SECONDS = 60.0
 
 
 class Load(Protocol):
     """Work that can be repeated for as long as it is needed."""
 
-    ends: list[float]
-    """Times at which its pieces were done since :meth:`start`, on :func:`time.monotonic`'s clock."""
-    failure: BaseException | None
-    """Error because of which no more of it will be done; :meth:`stop` raises it."""
+    ends: list[float]  # Times at which its pieces were done since :meth:`start`, on :func:`time.monotonic`'s clock
+    failure: BaseException | None  # Error because of which no more of it will be done; :meth:`stop` raises it
 
     def start(self) -> None:
         """Begin with the first piece, and go on with the next until :meth:`stop` is called."""

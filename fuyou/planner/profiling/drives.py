@@ -19,12 +19,9 @@ from common.memory.buffers import HostBuffer
 from common.store import Extent, Layout, Store, Throttle, commit_manifest
 from fuyou.layout.record import Record, allocate_extents
 
-FOLDER = "fuyou-profile-"
-"""Beginning of the scratch folder's name; the process id follows."""
-DIRECTION_SECONDS = 0.5
-"""Each direction is measured for this long."""
-_FILL_SECONDS = 1.5
-"""The files are written once before anything is measured, but for no longer than this."""
+FOLDER = "fuyou-profile-"  # Beginning of the scratch folder's name; the process id follows
+DIRECTION_SECONDS = 0.5  # Each direction is measured for this long
+_FILL_SECONDS = 1.5  # The files are written once before anything is measured, but for no longer than this
 _TRANSFER_BYTES = 4 << 20
 _TRANSFERS = 24
 _IN_FLIGHT = 6
@@ -35,8 +32,7 @@ _FILE = "bandwidth"
 class DriveRates:
     """Rates of all drives together."""
 
-    read: float
-    """Bytes per second, as in the next two."""
+    read: float  # Bytes per second, as in the next two
     write: float
     mixed: float
     commit_seconds: float
@@ -102,7 +98,6 @@ class ScratchFiles:
         return count, moved / (time.perf_counter() - start)
 
     def _commit(self) -> float:
-        """Return the seconds from the last write's end to a committed manifest, as at the end of a step."""
         start = time.perf_counter()
         self.store.sync([_FILE])
         for path in self.store.directories:
@@ -144,7 +139,6 @@ def _remove(folders: Sequence[Path]) -> None:
 
 
 def _remove_left_behind(directory: Path) -> None:
-    """Remove the scratch folders of processes that were killed."""
     for folder in directory.glob(f"{FOLDER}*"):
         number = folder.name.removeprefix(FOLDER)
         if number.isdigit() and not psutil.pid_exists(int(number)):

@@ -11,8 +11,7 @@ from common.memory.buffers import HostBuffer
 from fuyou.runtime.devices.device import Device
 from fuyou.schedule.tasks import Op, Task
 
-LARGEST_COPY_BYTES = 64 << 20
-"""Largest copy that is measured: a block's parameters are rarely smaller where it matters."""
+LARGEST_COPY_BYTES = 64 << 20  # Largest copy that is measured: a block's parameters are rarely smaller where it matters
 _COPIES = 5
 
 
@@ -22,8 +21,7 @@ class LinkRates:
 
     upload: float
     download: float
-    upload_beside: float
-    """Bytes per second while the other direction is busy, too."""
+    upload_beside: float  # Bytes per second while the other direction is busy, too
     download_beside: float
 
 
@@ -62,7 +60,6 @@ class _Copies:
         return statistics.median([self.copy() for _ in range(_COPIES + 1)][1:])
 
     def copy(self) -> float:
-        """Copy once, and return the bytes per second."""
         task = Task(self._op, [])
         task.started_at = time.monotonic()
         self._device.copy(task, self._target, self._source)

@@ -38,17 +38,12 @@ class ProfiledWorkload:
 
     config: PreTrainedConfig
     precision: Precision
-    rows: int
-    """Sequences in a micro-batch."""
+    rows: int  # Sequences in a micro-batch
     seq_len: int
-    directories: tuple[Path, ...]
-    """Directories of the run's files, one per drive."""
-    head_columns: int
-    """Tokens of each row that go through the head at once."""
-    chunk_elements: int
-    """Parameters that the optimizer updates at once."""
-    compiled: bool = False
-    """Whether blocks run as PyTorch compiles them."""
+    directories: tuple[Path, ...]  # Directories of the run's files, one per drive
+    head_columns: int  # Tokens of each row that go through the head at once
+    chunk_elements: int  # Parameters that the optimizer updates at once
+    compiled: bool = False  # Whether blocks run as PyTorch compiles them
 
     @staticmethod
     def planned(
@@ -129,12 +124,6 @@ def measure(workload: ProfiledWorkload, device: Device) -> Profile:
 
 
 def _contention(bench: OptimizerBench, blocks: BlockBench | None) -> tuple[float, Contention]:
-    """Return how many chunks Adam updates in a second, and how it slows down beside other work.
-
-    Args:
-        bench: the optimizer process.
-        blocks: the computation, if it takes the same cores.
-    """
     loads: dict[Resource, Load] = {Resource.ADAM: bench.updating, Resource.SSD: bench.writing}
     if blocks is not None:
         loads[Resource.GPU] = RepeatedCall(blocks.work())

@@ -25,10 +25,9 @@ from fuyou.optimizer.process.protocol import (
 )
 from fuyou.planner.profiling.drives import ScratchFiles
 
+# Parameters that are updated in turn: more than a processor's own caches hold with their states.
 UPDATED_ELEMENTS = 4 << 20
-"""Parameters that are updated in turn: more than a processor's own caches hold with their states."""
-WRITTEN_ELEMENTS = 2 << 20
-"""Parameters in each record that is written while others are updated."""
+WRITTEN_ELEMENTS = 2 << 20  # Parameters in each record that is written while others are updated
 _WRITTEN_RECORDS = 3
 _ANSWER_SECONDS = 60.0
 

@@ -7,86 +7,66 @@ from typing import Any
 from fuyou.layout.visits import Phase
 from fuyou.planner.rates import Contention, TaskRates
 
-FORMAT = 4
-"""Version of the JSON: profiles of another one are not read, but measured again."""
+FORMAT = 4  # Version of the JSON: profiles of another one are not read, but measured again
 
 
 @dataclass(frozen=True)
 class OperatorTime:
     """One call of an operator in a block's forward pass."""
 
-    name: str
-    """Such as ``aten.addmm.default``."""
-    ordinal: int
-    """Number of the call among this operator's calls in the block, from 0."""
+    name: str  # Such as `aten.addmm.default`
+    ordinal: int  # Number of the call among this operator's calls in the block, from 0
     seconds: float
-    output_bytes: int
-    """Bytes of its results, without those that are views of older memory."""
+    output_bytes: int  # Bytes of its results, without those that are views of older memory
 
 
 @dataclass(frozen=True)
 class PartTimes:
     """Seconds of one micro-batch, part by part, as the engine's tasks do it."""
 
+    # Tokens in the micro-batch that was run: fewer where a whole one took too long, with times scaled up.
     measured_tokens: int
-    """Tokens in the micro-batch that was run: fewer where a whole one took too long, with times scaled up."""
-    matmul_flops_per_second: float
-    """FLOPs per second of matrix products with the shapes of the block's parameters."""
+    matmul_flops_per_second: float  # FLOPs per second of matrix products with the shapes of the block's parameters
     embed_forward_seconds: float
     block_forward_seconds: float
-    block_backward_seconds: float
-    """Seconds with the forward pass computed again, as far as it is needed."""
+    block_backward_seconds: float  # Seconds with the forward pass computed again, as far as it is needed
+    # Seconds in a block that saves all outputs that save FLOPs; 0 where nothing can be saved. So is the next.
     kept_forward_seconds: float
-    """Seconds in a block that saves all outputs that save FLOPs; 0 where nothing can be saved. So is the next."""
     kept_backward_seconds: float
-    kept_bytes: int
-    """Bytes of these outputs."""
+    kept_bytes: int  # Bytes of these outputs
+    # Seconds for squaring a block's gradient for its norm, once per visit for all micro-batches.
     block_finish_seconds: float
-    """Seconds for squaring a block's gradient for its norm, once per visit for all micro-batches."""
-    head_seconds: float
-    """Seconds of forward and backward pass."""
+    head_seconds: float  # Seconds of forward and backward pass
     head_forward_seconds: float
     embed_backward_seconds: float
-    operators: tuple[OperatorTime, ...]
-    """Operators of the block's forward pass, in order."""
+    operators: tuple[OperatorTime, ...]  # Operators of the block's forward pass, in order
 
 
 @dataclass(frozen=True)
 class Profile(PartTimes):
     """Rates and times of one machine with one model and one micro-batch."""
 
-    device: str
-    """Name of the device that computes."""
-    tokens: int
-    """Tokens in a micro-batch."""
-    block_parameters: float
-    """Parameters of a block that one token uses: of routed experts those that it visits."""
-    upload_bytes_per_second: float
-    """Bytes per second from host to device, while nothing goes the other way."""
+    device: str  # Name of the device that computes
+    tokens: int  # Tokens in a micro-batch
+    block_parameters: float  # Parameters of a block that one token uses: of routed experts those that it visits
+    upload_bytes_per_second: float  # Bytes per second from host to device, while nothing goes the other way
     download_bytes_per_second: float
-    upload_beside_bytes_per_second: float
-    """Bytes per second from host to device while both directions are busy."""
+    upload_beside_bytes_per_second: float  # Bytes per second from host to device while both directions are busy
     download_beside_bytes_per_second: float
 
-    read_bytes_per_second: float
-    """Bytes per second from all SSDs together, through the store, reading only."""
+    read_bytes_per_second: float  # Bytes per second from all SSDs together, through the store, reading only
     write_bytes_per_second: float
-    mixed_bytes_per_second: float
-    """Bytes per second of reads and writes together, as many of each."""
-    commit_seconds: float
-    """Seconds for ``fdatasync`` and manifest."""
+    mixed_bytes_per_second: float  # Bytes per second of reads and writes together, as many of each
+    commit_seconds: float  # Seconds for `fdatasync` and manifest
 
-    adam_parameters_per_second: float
-    """Parameters per second that the optimizer process updates with nothing beside it."""
+    adam_parameters_per_second: float  # Parameters per second that the optimizer process updates with nothing beside it
     adam_threads: int
+    # Slowdown of Adam and drives beside each other, and beside computing and copying on the same cores.
     contention: Contention
-    """Slowdown of Adam and drives beside each other, and beside computing and copying on the same cores."""
 
-    measured_at: float
-    """Time of the measurement, in seconds since the epoch."""
+    measured_at: float  # Time of the measurement, in seconds since the epoch
     measured_in_seconds: float
-    versions: dict[str, str]
-    """Versions of PyTorch and transformers."""
+    versions: dict[str, str]  # Versions of PyTorch and transformers
 
     def rates(self, recomputed: float = 1.0) -> TaskRates:
         """Return the rates for the simulator.

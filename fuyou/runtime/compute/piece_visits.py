@@ -15,8 +15,8 @@ from fuyou.pieces.handles import PieceHandles
 from fuyou.pieces.run import PieceRun
 from fuyou.schedule.tasks import ComputeTask, known
 
+# Takes the gradient of a parameter: index of its record, its name there, and the gradient.
 AddGradient = Callable[[int, str, torch.Tensor], None]
-"""Takes the gradient of a parameter: index of its record, its name there, and the gradient."""
 
 
 @dataclass

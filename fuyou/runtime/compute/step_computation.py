@@ -30,18 +30,12 @@ from fuyou.schedule.tasks import Activation, ComputeTask, StepList, known
 class StepInputs:
     """What one step or one evaluation is computed from."""
 
-    model: OpenModel
-    """Its parts compute."""
-    plane: DataPlane
-    """Buffers, and the executor that the other tasks run in."""
-    tasks: StepList
-    """The step."""
-    batch: Mapping[str, Any]
-    """``input_ids``, ``labels`` and the rest, ``[B, S]`` each; or lists, see :mod:`common.data.rows`."""
-    recomputations: BlockReplay
-    """How blocks are computed again; remembers from step to step."""
-    start_time: float
-    """When the step began, on :func:`time.monotonic`'s clock."""
+    model: OpenModel  # Its parts compute
+    plane: DataPlane  # Buffers, and the executor that the other tasks run in
+    tasks: StepList  # The step
+    batch: Mapping[str, Any]  # `input_ids`, `labels` and the rest, `[B, S]` each; or lists, see :mod:`common.data.rows`
+    recomputations: BlockReplay  # How blocks are computed again; remembers from step to step
+    start_time: float  # When the step began, on :func:`time.monotonic`'s clock
 
 
 class StepComputation:
@@ -126,7 +120,6 @@ class StepComputation:
         self._run_all(frozenset(Phase))
 
     def _run_all(self, phases: frozenset[Phase]) -> None:
-        """Run the next tasks while they are of these phases."""
         try:
             with explain_out_of_memory():
                 while self._next is not None and self._next.visit.phase in phases:
@@ -166,7 +159,6 @@ class StepComputation:
         self._plane.heap.trim()
 
     def _compute(self, task: ComputeTask) -> None:
-        """Launch everything that ``task`` computes."""
         match task.visit.phase:
             case Phase.EMBED_FORWARD:
                 self._embed_forward(task)
@@ -337,13 +329,11 @@ class StepComputation:
         return self._stack.block(layer, hidden, calls, self._recomputations.runs_as)
 
     def _pass_on(self, task: ComputeTask, hidden: torch.Tensor) -> None:
-        """Leave the gradient of a visit's input for the visit below, if that wants it."""
         if task.output is not None:
             assert hidden.grad is not None
             self._activation(task.output, hidden.shape).copy_(hidden.grad)
 
     def _logits(self, micro: int, hidden: torch.Tensor, columns: slice) -> torch.Tensor:
-        """Return ``[b, s, V]`` for this range of tokens."""
         dim = self._stack.token_dim
         whole = columns == slice(0, hidden.shape[dim])
         inputs = self._micro[micro]
@@ -355,7 +345,6 @@ class StepComputation:
     def _loss(
         self, micro: int, logits: torch.Tensor, columns: slice, gradient: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return what this range of tokens adds to the batch's mean loss, and the gradient of the logits."""
         return cross_entropy(logits, self._micro[micro]["targets"][:, columns], self._labels, gradient)
 
     def _columns(self, micro: int) -> list[slice]:
@@ -380,7 +369,6 @@ class StepComputation:
         return apart(buffers.values(index, math.prod(shape), self._dtype)).view(shape)
 
     def _kept(self, task: ComputeTask) -> torch.Tensor | None:
-        """Return the buffer of saved activations that a block's task writes or reads, if it has one."""
         if task.kept is None:
             return None
         return apart(self._buffers.activations[Activation.KEPT].bytes(task.kept, self._plan.kept_bytes))

@@ -134,7 +134,6 @@ class TokenComputation(StepComputation):
         return micro >= self._own
 
     def _modules(self, task: ComputeTask) -> Iterator[torch.nn.Module]:
-        """Yield the modules that a task runs: a block's, or all others."""
         if task.visit.phase is Phase.BLOCK_FORWARD:
             yield from self._stack.blocks[known(task.visit.layer)].modules()
         else:
@@ -146,11 +145,9 @@ class TokenComputation(StepComputation):
                 todo += [child for child in module.children() if child not in blocks]
 
     def _place(self, micro: int, columns: slice) -> tuple[slice, slice]:
-        """Return which rows and positions of the batch a range of tokens is."""
         return self._rows[micro % self._own], columns if self._passing.positions > 1 else slice(0, 1)
 
     def _tokens(self, micro: int, columns: slice) -> dict[str, torch.Tensor]:
-        """Return what the batch has for each of a range of tokens, ``[n, ...]``."""
         rows, positions = self._place(micro, columns)
         inputs = self._micro[micro]
         found = {"targets": inputs["targets"][:, positions].flatten()}

@@ -143,7 +143,6 @@ class OptimizerHandlers:
         return ELSEWHERE
 
     def _answered(self, message: object) -> None:
-        """Take in a message of the process, in the link's thread."""
         if isinstance(message, Updated):
             self._stored.missed.updated(message.record, message.absent)
             with self._lock:

@@ -18,16 +18,12 @@ from fuyou.optimizer.absent_gradients import MissedUpdates
 class StoredRecords:
     """The records of a training store."""
 
-    store: Store
-    """Store that they are in, open."""
-    extents: Sequence[RecordExtents]
-    """Place of each record."""
-    slots: int
-    """Number of slots of each record that is trained."""
-    sums: RecordSums
-    """Checksums: told of everything that is written, asked about what is read."""
+    store: Store  # Store that they are in, open
+    extents: Sequence[RecordExtents]  # Place of each record
+    slots: int  # Number of slots of each record that is trained
+    sums: RecordSums  # Checksums: told of everything that is written, asked about what is read
+    # Steps without a gradient: told which parameters an update has left alone, asked which earlier ones have.
     missed: MissedUpdates
-    """Steps without a gradient: told which parameters an update has left alone, asked which earlier ones have."""
 
     def read_parameters(self, record: Record, slot: int, step: int, buffer: np.ndarray | torch.Tensor) -> Future:
         """Read a record's parameters, and compare them with their checksum where ``step`` is one to do so.
