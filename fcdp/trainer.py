@@ -22,6 +22,7 @@ from common.errors import UserError
 from common.memory import numa
 from common.memory.meter import PeakMeter
 from common.models.adapters.saved import SavedAdapter
+from common.randomness import seed_run
 from fcdp.checkpoint.export import export
 from fcdp.checkpoint.training_state import TrainingCheckpoints, TrainingProgress
 from fcdp.config import TrainerConfig
@@ -154,7 +155,7 @@ class Trainer:
         check_learning_rate(lr)
         start_time, sent = time.monotonic(), self._sharding.traffic.inter_node
         step = self.step_count + 1
-        torch.manual_seed(((self._options.seed << 20) + step) * 65_537 % (1 << 62) + self._topology.rank)
+        seed_run(((self._options.seed << 20) + step) * 65_537 % (1 << 62) + self._topology.rank)
         parts, items = self._forward.split(batch)
         if items == 0:
             raise UserError("No token of this batch has a label (all are -100): there is nothing to learn from it.")

@@ -3,7 +3,10 @@
 import gc
 import os
 import signal
+import sys
+import traceback
 from collections.abc import Iterator
+from pathlib import Path
 
 # A shell's background jobs ignore Ctrl-C, and so would the processes whose answer to it is tested.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -31,6 +34,8 @@ torch.set_num_threads(1)
 # A loaded machine is not a failure, and a test run should say the same thing twice.
 hypothesis.settings.register_profile("repeatable", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("repeatable")
+
+ROOT, PRODUCT = Path(__file__).parents[1], ("cli", "common", "fcdp", "fuyou")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -68,3 +73,20 @@ def _forked(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     """What is started here comes without seconds of imports, but where a test asks for a real start."""
     if request.node.get_closest_marker("real_start") is None:
         forked.stand_in(monkeypatch.setattr)
+
+
+@pytest.fixture(autouse=True)
+def _nobody_seeds_an_open_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Raise where the product seeds CUDA's generators, or lets a library do it, while a run is open."""
+    seed_all = torch.cuda.manual_seed_all
+
+    def seed(number: int) -> None:
+        opening = sys.modules.get("fuyou.engine.opening")
+        files = {frame.filename for frame in traceback.extract_stack()}
+        ours = any(file.startswith(tuple(f"{ROOT}/{name}/" for name in PRODUCT)) for file in files)
+        if opening is not None and ours and f"{ROOT}/common/randomness.py" not in files:
+            runs = [one for one in gc.get_objects() if isinstance(one, opening.OpenRun)]
+            assert not any(run.is_open for run in runs), "CUDA's generators are seeded while a run is open"
+        seed_all(number)
+
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", seed)

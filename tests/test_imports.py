@@ -28,3 +28,19 @@ def test_no_test_imports_another_test() -> None:
     assert len(found) > 100
     others = [(file.name, name) for file, name in found if any(part.startswith("test_") for part in name.split("."))]
     assert others == []
+
+
+def test_one_module_alone_seeds_pytorchs_generators() -> None:
+    """``torch.manual_seed`` seeds CUDA's generators, which draw the dropout of an open run."""
+    calls = [
+        (str(file.relative_to(ROOT)), ast.unparse(node.func))
+        for folder in ("cli", "common", "fcdp", "fuyou")
+        for file in sorted((ROOT / folder).rglob("*.py"))
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.Call)
+    ]
+    seeding = {"torch.manual_seed", "torch.random.manual_seed", "torch.seed", "torch.random.fork_rng", "set_seed"}
+    assert {(file, name) for file, name in calls if name in seeding or ".cuda.manual_seed" in name} == {
+        ("common/randomness.py", "torch.manual_seed"),
+        ("common/randomness.py", "torch.random.fork_rng"),
+    }

@@ -24,6 +24,7 @@ from common.data.selection import RecordSelection
 from common.errors import UserError, did_you_mean
 from common.files.presets import preset_files
 from common.files.result_cache import cache_directory
+from common.models.checkpoint.export import CHAT_TEMPLATE
 from common.models.task_type import TaskType
 from fuyou.model.family import Family
 
@@ -60,6 +61,12 @@ def tokenizer_of(settings: Settings, checkpoint: Path | None, option: str = "--d
     if settings.chat_template is not None:
         tokenizer.chat_template = chat_template_named(settings.chat_template)
     return tokenizer
+
+
+def write_chat_template(settings: Settings, directory: Path) -> None:
+    """Put the chat template of ``--chat-template``, if there is one, into a directory with a tokenizer."""
+    if settings.chat_template is not None:
+        (directory / CHAT_TEMPLATE).write_text(chat_template_named(settings.chat_template))
 
 
 def chat_template_named(name: str) -> str:

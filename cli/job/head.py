@@ -6,6 +6,7 @@ from pathlib import Path
 
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
+from cli.job.data import write_chat_template
 from cli.options.settings import Settings
 from common.errors import UserError
 from common.models.checkpoint.new_head import classifier_config, write_with_new_head
@@ -84,4 +85,6 @@ def with_head(
     names = REWARD if settings.objective == "reward" else classes()
     made = classifier_config(config, names, pad)
     with DirectoryLock([output], patience=math.inf):  # of several ranks on a machine, the first one makes it for all
-        return write_with_new_head(checkpoint, made, output / FOLDER, settings.seed)
+        base = write_with_new_head(checkpoint, made, output / FOLDER, settings.seed)
+        write_chat_template(settings, base)
+        return base

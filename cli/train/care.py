@@ -2,16 +2,15 @@
 
 import sys
 import time
-from pathlib import Path
 from typing import Protocol
 
 from tqdm import tqdm
 
 from cli.job.job import Job
 from cli.options.settings import RUN
-from cli.report.model_card import write_card
 from cli.report.run_directory import METRICS
-from cli.train.checkpoints import BestEvaluation, Checkpoints, Exporter
+from cli.train.checkpoints import BestEvaluation, Checkpoints
+from cli.train.exporting import Exporter, export
 from common.activity import activity
 
 
@@ -47,7 +46,12 @@ class RunCare:
     def __init__(self, job: Job, trainer: CaredTrainer, process: CaringProcess) -> None:
         settings = self._settings = job.settings
         self._job, self._trainer, self._process = job, trainer, process
-        self._checkpoints = Checkpoints(job.output, settings.keep, process.is_rank0, settings.allow_nonfinite)
+        self._checkpoints = Checkpoints(
+            job.output,
+            settings.keep,
+            process.is_rank0,
+            lambda directory: export(job, trainer.model, directory, process.is_rank0),
+        )
         self._best = BestEvaluation.of_history(job.output / RUN / METRICS, trainer.model.step_count)
         self.time_is_up = False
         self.last_words = ""
@@ -64,8 +68,7 @@ class RunCare:
         if settings.save_every is not None and step % settings.save_every == 0 and step < self._job.steps:
             self._process.enter(f"saving after step {step}")
             with activity(f"saving the checkpoint of step {step}"):
-                path = self._checkpoints.save(self._trainer.model)
-            self._add_card(path)
+                path = self._checkpoints.save(step)
             self._say(f"saved    {path}")
         if settings.max_hours is not None and step < self._job.steps:
             late = time.time() - settings.started_at + seconds > settings.max_hours * 3600
@@ -81,8 +84,7 @@ class RunCare:
         is_best = self._best.take(step, loss)
         if is_best and step and self._settings.save_every is not None:
             with activity("saving the best checkpoint so far"):
-                path = self._checkpoints.save_best(self._trainer.model, loss)
-            self._add_card(path)
+                path = self._checkpoints.save_best(step, loss)
             self._say(f"saved    {path}: the best so far")
         if self._has_not_improved():
             self._is_over = True
@@ -97,10 +99,6 @@ class RunCare:
             f"{best.since} times in a row (--patience {patience})"
         )
         return True
-
-    def _add_card(self, path: Path) -> None:
-        if self._process.is_rank0:
-            write_card(self._job, path, self._trainer.model.step_count)
 
     def _say(self, text: str) -> None:
         if self._process.is_rank0 and not self._settings.quiet:

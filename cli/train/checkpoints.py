@@ -3,24 +3,14 @@
 import json
 import math
 import shutil
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 FOLDER, BEST = "checkpoints", "best"
 _STEP = "step-"
 _PARTIAL = ".partial"
 """End of a folder's name until everything is in it."""
-
-
-class Exporter(Protocol):
-    """An engine or a trainer, as far as it exports."""
-
-    step_count: int
-
-    def save_pretrained(self, directory: Path, *, merge: bool = False, allow_nonfinite: bool = False) -> None:
-        """Export what was trained. Collective on several ranks."""
 
 
 @dataclass
@@ -63,26 +53,26 @@ class Checkpoints:
         output: output directory of the run.
         keep: how many of the regular ones stay.
         is_rank0: whether this process renames and removes; all ranks export together.
-        allow_nonfinite: export weights that are not finite, too.
+        export: writes the model to a directory; collective.
     """
 
-    def __init__(self, output: Path, keep: int, is_rank0: bool, allow_nonfinite: bool = False) -> None:
+    def __init__(self, output: Path, keep: int, is_rank0: bool, export: Callable[[Path], None]) -> None:
         self.folder = output / FOLDER
-        self._keep, self._is_rank0, self._allow_nonfinite = keep, is_rank0, allow_nonfinite
+        self._keep, self._is_rank0, self._export = keep, is_rank0, export
 
-    def save(self, model: Exporter) -> Path:
-        """Write the checkpoint of the last step, and remove the oldest beyond those to keep."""
-        path = self._write(model, f"{_STEP}{model.step_count}")
+    def save(self, step: int) -> Path:
+        """Write the checkpoint of a step, the last one, and remove the oldest beyond those to keep."""
+        path = self._write(f"{_STEP}{step}")
         if self._is_rank0:
             for old in self.regular()[: -self._keep]:
                 shutil.rmtree(old)
         return path
 
-    def save_best(self, model: Exporter, loss: float) -> Path:
-        """Write the checkpoint of the last step as the best one, with the step and its loss beside it."""
-        path = self._write(model, BEST)
+    def save_best(self, step: int, loss: float) -> Path:
+        """Write the checkpoint of a step, the last one, as the best one, with the step and its loss next to it."""
+        path = self._write(BEST)
         if self._is_rank0:
-            (path / "evaluation.json").write_text(json.dumps({"step": model.step_count, "loss": loss}) + "\n")
+            (path / "evaluation.json").write_text(json.dumps({"step": step, "loss": loss}) + "\n")
         return path
 
     def regular(self) -> list[Path]:
@@ -90,12 +80,12 @@ class Checkpoints:
         found = [path for path in self.folder.glob(f"{_STEP}*") if path.name.removeprefix(_STEP).isdigit()]
         return sorted(found, key=lambda path: int(path.name.removeprefix(_STEP)))
 
-    def _write(self, model: Exporter, name: str) -> Path:
+    def _write(self, name: str) -> Path:
         path, partial = self.folder / name, self.folder / f"{name}{_PARTIAL}"
         if self._is_rank0:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
-        model.save_pretrained(partial, allow_nonfinite=self._allow_nonfinite)
+        self._export(partial)
         if self._is_rank0:
             shutil.rmtree(path, ignore_errors=True)
             partial.rename(path)

@@ -13,6 +13,7 @@ from cli.options.settings import Settings
 from cli.train.interrupts import Interrupts
 from cli.train.loop import RunResult
 from cli.train.one_machine import finetune
+from common.randomness import own_random_numbers
 from common.units import format_bytes, format_count, format_seconds
 
 PROMPT = "The module provides"
@@ -80,7 +81,6 @@ def _equivalent(settings: Settings, size: DemoSize) -> tuple[str, ...]:
 
 def write_checkpoint(directory: Path, size: DemoSize) -> None:
     """Write a Llama in miniature with a byte-pair tokenizer, as any checkpoint from a hub looks."""
-    import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from common.data.demo_text import train_demo_tokenizer
@@ -98,8 +98,7 @@ def write_checkpoint(directory: Path, size: DemoSize) -> None:
         eos_token_id=2,
         pad_token_id=0,
     )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
+    with own_random_numbers(0):
         model = LlamaForCausalLM(config)
     model.save_pretrained(directory)
     train_demo_tokenizer(size.vocab, directory)
@@ -136,8 +135,7 @@ def _generate(directory: Path, new_tokens: int) -> str:
     tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
     model: Any = AutoModelForCausalLM.from_pretrained(directory, local_files_only=True)
     inputs = tokenizer(PROMPT, return_tensors="pt")
-    with torch.no_grad(), torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
+    with torch.no_grad(), own_random_numbers(0):
         tokens = model.generate(
             input_ids=inputs["input_ids"],
             attention_mask=inputs["attention_mask"],

@@ -10,14 +10,13 @@ from typing import Any, Protocol
 
 import torch
 
-from cli.job.data import chat_template_named
 from cli.job.job import Job
 from cli.options.settings import RUN
 from cli.report.metrics_logger import MetricsLogger
-from cli.report.model_card import write_card
 from cli.report.results import EvaluationResult, IoCounts, MemoryUse, RunTotals, StepMetrics, StepResult
 from cli.report.summary import Measurements, Report
 from cli.train.care import RunCare
+from cli.train.exporting import export, merged_into
 from cli.train.interrupts import Stopped
 from cli.train.publishing import push
 from common.activity import activity
@@ -197,6 +196,11 @@ def _take_steps(job: Job, trainer: Trainer, process: Process, care: RunCare) -> 
             # The line of each step says when the next one is due; before the first one nothing does.
             with activity(f"taking step {step} of {job.steps}") if step == done + 1 else contextlib.nullcontext():
                 result = trainer.train_step(batch, lr)
+            if step == 1 and result.grad_norm == 0 and not job.emulated:
+                raise UserError(
+                    "The gradient of the first step is exactly 0 for everything that is trained, so the run would "
+                    "learn nothing: check what --peft-config adapts, and the labels of the data."
+                )
             if _evaluation_is_due(job, step):
                 trainer.wait_for_writes()
             seconds, io = interval.next()
@@ -285,13 +289,9 @@ def _export(job: Job, trainer: Trainer, is_rank0: bool) -> None:
         done = f" as step {trainer.model.step_count:,} of {job.steps:,} left it" if settings.export else ""
         print(f"{what}{done}", flush=True)
     with activity(what):
-        trainer.model.save_pretrained(job.output, merge=settings.merge, allow_nonfinite=settings.allow_nonfinite)
+        export(job, trainer.model, job.output, is_rank0, settings.merge)
     if not is_rank0:
         return
-    if settings.chat_template is not None:
-        (job.output / "chat_template.jinja").write_text(chat_template_named(settings.chat_template))
-    for directory in [job.output, *([job.output / MERGED] if settings.merge else [])]:
-        write_card(job, directory, trainer.model.step_count)
     if settings.push_to_hub is not None:
         print(push(job), flush=True)
 
@@ -312,7 +312,7 @@ def _where(job: Job, location: tuple[str, str], steps: int, is_saved: bool) -> s
         loads = "PeftModel" if settings.trains_adapters else model
         lines["saved"] = f"{job.output}, for {loads}.from_pretrained"
         if settings.merge:
-            lines["merged"] = f"{job.output / MERGED}, for {model}.from_pretrained"
+            lines["merged"] = f"{job.output / MERGED}, for {model}.from_pretrained: {merged_into(job)}"
     if settings.report is not None:
         lines["report"] = str(settings.report)
     if settings.trace is not None and steps:

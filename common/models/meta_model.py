@@ -12,6 +12,7 @@ from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from common.errors import FinetuneError, UserError
 from common.models.structure import keeps_fp32
 from common.models.task_type import config_for, model_class, refusal
+from common.randomness import own_random_numbers
 
 
 def build_meta_model(
@@ -72,7 +73,7 @@ def _fill_buffers(model: PreTrainedModel) -> None:
                 if dtype.is_floating_point:
                     real[id(buffer)].fill_(torch.nan)
             setattr(module, name, real[id(buffer)])
-    with torch.random.fork_rng(devices=[]), _NoRandomValues():
+    with own_random_numbers(), _NoRandomValues():
         model.initialize_weights()
     for name in unset_buffers(model):
         if name not in persistent:

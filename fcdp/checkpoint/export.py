@@ -7,7 +7,7 @@ import torch
 
 from common.communication.object_collectives import broadcast_from_rank0
 from common.models.adapters.adapters import MERGED, Adapters
-from common.models.checkpoint.export import CheckpointWriter, copy_tokenizer_files
+from common.models.checkpoint.export import CheckpointWriter
 from fcdp.model.model import ClusterModel
 from fcdp.model.weights import gather_blocks, whole
 
@@ -34,9 +34,10 @@ def export(model: ClusterModel, directory: Path, *, merge: bool, allow_nonfinite
         )
         return
     if merge:  # first: if it is refused, the adapters of before stay, too
-        _write(model, directory / MERGED, _merged(model, adapters, is_rank0), allow_nonfinite, is_rank0)
+        merged = _merged(model, adapters, is_rank0)
+        _write(model, directory / MERGED, merged, allow_nonfinite, is_rank0, adapters.unties)
     values = {name: whole(parameter).cpu() for name, parameter in model.trained()}
-    broadcast_from_rank0(lambda: adapters.save(directory, values, allow_nonfinite))
+    broadcast_from_rank0(lambda: adapters.save(directory, values, allow_nonfinite, model.checkpoint))
 
 
 def _write(
@@ -45,11 +46,12 @@ def _write(
     blocks: Iterator[dict[str, torch.Tensor]],
     allow_nonfinite: bool,
     is_rank0: bool,
+    unties: bool = False,
 ) -> None:
     writer = None
     if is_rank0:
         writer = CheckpointWriter(
-            directory, model.meta, model.config, model.dtype, _SHARD_BYTES, allow_nonfinite, model.stored
+            directory, model.meta, model.config, model.dtype, _SHARD_BYTES, allow_nonfinite, model.stored, unties
         )
     for named in blocks:
         if writer is not None:
@@ -58,17 +60,11 @@ def _write(
     def finish() -> None:
         assert writer is not None
         writer.finish()
-        if model.checkpoint is not None:
-            copy_tokenizer_files(model.checkpoint, directory)
 
     broadcast_from_rank0(finish)
 
 
 def _merged(model: ClusterModel, adapters: Adapters, is_rank0: bool) -> Iterator[dict[str, torch.Tensor]]:
     """Yield weights with their adapters added on the first rank, which writes them, and nothing on others."""
-    for named in gather_blocks(model.module, model.block_prefix, None, adapters.layers):
-        if not is_rank0:
-            yield {}
-            continue
-        merged = adapters.merge({name: value.cpu() for name, value in named.items()})
-        yield merged if model.stored is None else adapters.changed(merged)
+    for named in gather_blocks(model.module, model.block_prefix, None, adapters.merge_group):
+        yield adapters.merge({name: value.cpu() for name, value in named.items()}) if is_rank0 else {}

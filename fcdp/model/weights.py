@@ -6,7 +6,7 @@ together first (fused experts, other layouts), random weights, and adapters, whi
 rank, one parameter or module at a time, and the rank keeps its rows.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import cast
 
 import torch
@@ -95,7 +95,7 @@ def row_range(parameter: DTensor) -> tuple[int, int]:
 
 
 def gather_blocks(
-    model: nn.Module, prefix: str, dtype: torch.dtype | None, layers: Sequence[str] = ()
+    model: nn.Module, prefix: str, dtype: torch.dtype | None, group: Callable[[str], str] = str
 ) -> Iterator[dict[str, torch.Tensor]]:
     """Yield all parameters, those of one block at a time, then those outside blocks one by one.
 
@@ -104,13 +104,12 @@ def gather_blocks(
     Args:
         prefix: name of the model's list of blocks.
         dtype: dtype to give them in; None: their own.
-        layers: names of modules outside blocks whose parameters are to be given together.
+        group: returns a key for a parameter outside blocks; those of equal keys are given together.
     """
     by_layer: dict[str, list[str]] = {}
     for name, _ in model.named_parameters():
-        layer = next((layer for layer in layers if name.startswith(f"{layer}.")), name)
-        if name.startswith(f"{prefix}."):
-            layer = f"block {name.removeprefix(f'{prefix}.').partition('.')[0]}"
+        inside = name.startswith(f"{prefix}.")
+        layer = f"block {name.removeprefix(f'{prefix}.').partition('.')[0]}" if inside else group(name)
         by_layer.setdefault(layer, []).append(name)
     for names in by_layer.values():
         yield {name: whole(model.get_parameter(name), dtype) for name in names}

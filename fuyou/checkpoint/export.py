@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from common.errors import UserError
-from common.models.checkpoint.export import CheckpointWriter, copy_tokenizer_files
+from common.models.checkpoint.export import CheckpointWriter
 from fuyou.checkpoint.reader import StoreReader
 from fuyou.layout.model_layout import ModelLayout
 from fuyou.layout.record import Record
@@ -44,8 +44,8 @@ class Exporter:
         self._shard = max(_LEAST_SHARD, min(_LARGEST_SHARD, host_limit // 3))
 
     def checkpoint(self, directory: Path, dtype: torch.dtype) -> None:
-        """Write a Hugging Face checkpoint: what was trained in ``dtype``, adapters merged into the weights that they
-        adapt, and all else as training found it.
+        """Write a Hugging Face checkpoint in ``dtype`` that computes what the run does: adapters are merged, weights
+        that it has rounded (to ``nf4`` or ``int8``) stay rounded, and what it has only read is copied in ``dtype``.
 
         Memory: a shard and, with adapters, one block in ``dtype`` and its adapters.
 
@@ -55,31 +55,31 @@ class Exporter:
         """
         model, source, writer = self._model, self._model.source, None
         if self._writes:
+            unties = model.adapters is not None and model.adapters.unties
             writer = CheckpointWriter(
-                directory, model.base, model.config, dtype, self._shard, self._allows_nonfinite, source
+                directory, model.base, model.config, dtype, self._shard, self._allows_nonfinite, source, unties
             )
         used_together: dict[object, set[int]] = {}
         for visit in self._shape.visits(train=False):  # where embedding and head are tied, both use one record
             key = visit.record if visit.part is None else ("block", visit.layer)
             used_together.setdefault(key, set()).update(visit.records)
         for indices in used_together.values():
-            if source is not None and not any(self._shape.records[index].trainable for index in indices):
-                continue  # the checkpoint that training began with has it
             records = [self._shape.records[index] for index in sorted(indices)]
+            if source is not None and not any(record.trainable or record.decoded_nbytes for record in records):
+                continue  # the checkpoint that training began with has it
             pieces = any(slot.experts is not None for record in records for slot in record.parameters)
             everything = model.adapters is not None or source is None or pieces
-            values = self._values([record for record in records if everything or record.trainable])
+            values = self._values(
+                [record for record in records if everything or record.trainable or record.decoded_nbytes]
+            )
             if writer is None:
                 continue
             if model.adapters is not None:
                 values = model.adapters.merge(values)
-                values = values if source is None else model.adapters.changed(values)
             writer.add(values)
         if writer is None:
             return
         writer.finish()
-        if self._checkpoint is not None:
-            copy_tokenizer_files(self._checkpoint, directory)
 
     def adapter(self, directory: Path, write: bool = True) -> None:
         """Write a PEFT adapter directory; without ``write``, adapters are only read. Memory: all adapters.
@@ -91,14 +91,10 @@ class Exporter:
         adapters, shape = self._model.adapters, self._shape
         if adapters is None:
             raise UserError("This run trains the weights themselves: there is no adapter to write.")
-        if self._checkpoint is not None:
-            adapters.config.base_model_name_or_path = str(self._checkpoint.absolute())
         values = self._values([shape.records[index] for index in shape.trainable])
         if not (self._writes and write):
             return
-        adapters.save(directory, values, self._allows_nonfinite)
-        if self._checkpoint is not None:
-            copy_tokenizer_files(self._checkpoint, directory)
+        adapters.save(directory, values, self._allows_nonfinite, self._checkpoint)
 
     def _values(self, records: Sequence[Record]) -> dict[str, torch.Tensor]:
         """Return the parameters of records by first name, in the dtypes that the model computes in."""

@@ -5,12 +5,12 @@ import os
 from dataclasses import replace
 from typing import Any
 
-import torch
 from transformers import PreTrainedConfig
 
 from common.errors import UserError
 from common.memory.meter import PeakMeter
 from common.models.presets import load_config
+from common.randomness import seed_run
 from common.store import Layout
 from common.store.directories import usable_directories
 from fuyou.checkpoint.cluster_commits import ClusterCommits
@@ -161,7 +161,7 @@ class OpenRun:
 
     def _open_model(self) -> None:
         config, share = self.config, share_of(self.topology)
-        torch.manual_seed(config.seed)
+        seed_run(config.seed)
         self.model = OpenModel(
             self.model_config,
             config.precision,
@@ -187,7 +187,7 @@ class OpenRun:
             prove_once(config, self.model_config, self.agreement, pieces=True)
         self.shape = self.model.shape.shared(share)
         if share.rank:
-            torch.manual_seed(config.seed + share.rank)  # what drops out differs, as the sequences do
+            seed_run(config.seed + share.rank)  # what drops out differs, as the sequences do
 
     def _check_compiled(self) -> None:
         """Refuse what blocks cannot do when PyTorch compiles them."""

@@ -12,6 +12,7 @@ from common.models.attention.isolation import Isolation, find_isolation
 from common.models.label_shift import shifts_labels
 from common.models.miniature import miniature
 from common.models.task_type import TaskType, task_type_of
+from common.randomness import own_random_numbers
 
 _known: dict[tuple[type, str], "Family"] = {}
 
@@ -42,7 +43,7 @@ class Family:
         """Way to keep documents apart that share a row; None: there is none, so every document has a row of its own."""
         if self._small_model is None:  # no proof
             return None
-        with torch.random.fork_rng(devices=[]):
+        with own_random_numbers():
             return find_isolation(self._small_model)
 
     @cached_property
@@ -56,7 +57,7 @@ class Family:
             return False
         if self._small_model is None:
             return True
-        with torch.random.fork_rng(devices=[]):
+        with own_random_numbers():
             return shifts_labels(self._small_model)
 
     @cached_property
@@ -98,8 +99,7 @@ def small_model(kind: type[PreTrainedModel], config: PreTrainedConfig) -> PreTra
     for part in (small, small.get_text_config()):
         with contextlib.suppress(AttributeError):
             part.use_cache = part.output_router_logits = False
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
+    with own_random_numbers(0):
         model = kind._from_config(small, dtype=torch.float32)
         with torch.no_grad():
             for parameter in model.parameters():

@@ -15,6 +15,7 @@ from common.models.adapters.options import ALL_LINEAR
 from common.models.meta_model import build_meta_model
 from common.models.miniature import TOKENS, VOCABULARY
 from common.models.task_type import TaskType, task_type_of
+from common.randomness import own_random_numbers
 from fuyou.layout.model_layout import ModelLayout
 from fuyou.model.loss.cross_entropy import targets_of
 from fuyou.preflight.claim import Claim, config_parts
@@ -51,8 +52,8 @@ class MemoryTwin:
         for part, asked in zip(config_parts(config), config_parts(self._small), strict=True):
             if hasattr(part, "output_router_logits"):
                 part.output_router_logits = getattr(asked, "output_router_logits", False)
-        torch.manual_seed(1)
-        model: nn.Module = type(self._plain)._from_config(config, dtype=self._claim.dtype)
+        with own_random_numbers(1):
+            model: nn.Module = type(self._plain)._from_config(config, dtype=self._claim.dtype)
         if self.adapters is not None:  # a copy, as peft fills in what is left out; the engine names things as inside
             model = get_peft_model(model, copy.deepcopy(self.adapters)).get_submodule("base_model.model")  # type: ignore[arg-type]
         generator = torch.Generator().manual_seed(2)

@@ -6,9 +6,10 @@ import warnings
 from collections.abc import Iterator
 
 import numpy as np
-import torch
 import transformers
 from torch import nn
+
+from common.randomness import own_random_numbers
 
 
 def switch_off_dropout(model: nn.Module) -> None:
@@ -35,8 +36,7 @@ def seeded(number: int) -> Iterator[None]:
     """Draw the same random numbers each time, whoever draws them, and leave the caller's as they were."""
     python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002
     try:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(number)
+        with own_random_numbers(number):
             random.seed(number)
             np.random.seed(number)  # noqa: NPY002  # what a family's own code draws from
             yield

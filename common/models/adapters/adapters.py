@@ -32,6 +32,7 @@ from common.models.adapters.targets import (
     refuse_unknown_targets,
     target_fused_experts,
 )
+from common.models.checkpoint.export import copy_tokenizer_files
 from common.models.checkpoint.saving import (
     NonFiniteWeights,
     first_nonfinite,
@@ -40,6 +41,7 @@ from common.models.checkpoint.saving import (
     save_tensors,
 )
 from common.models.checkpoint.sources import WeightSource
+from common.randomness import own_random_numbers
 
 MERGED = "merged"
 """Name of the folder inside an adapter directory for the model with these adapters merged into it."""
@@ -61,6 +63,7 @@ class Adapters:
             are fp32 whatever the model computes in (``peft``'s own rule).
         names: names of the adapters' parameters, in the model's order.
         base_names: the name of every other parameter before adapters were injected, by its name now.
+        unties: whether merging gives different values to parameters that the model ties.
         buffer_names: the name of every buffer now, by its name before.
 
     Raises:
@@ -80,7 +83,9 @@ class Adapters:
         if config.task_type == TaskType.CAUSAL_LM and not hasattr(model, "prepare_inputs_for_generation"):
             config.task_type = None  # of a classifier: peft would look for what a model generates with
         self._dtype = model.dtype
-        before = {id(parameter): name for name, parameter in model.named_parameters()}
+        before: dict[int, list[str]] = {}
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            before.setdefault(id(parameter), []).append(name)
         modules, self._possible = [name for name, _ in model.named_modules()], possible_targets(model)
         target_fused_experts(model, config)
         buffers = dict(model.named_buffers(remove_duplicate=False))
@@ -90,14 +95,26 @@ class Adapters:
             on_meta = (not draw or saved is not None) and isinstance(config, LoraConfig) and not config.use_dora
             self._wrapped = self._inject(seed, on_meta)
             self._initial.empty(model)
-            self.base_names = {
-                name: before[id(originals[id(parameter)])]
-                for name, parameter in model.named_parameters()
-                if id(parameter) in originals
-            }
+            self._aliases: dict[str, dict[str, str]] = {}
+            """All names of every other parameter before, by its names now, by the first of them."""
+            now: dict[int, list[str]] = {}
+            for name, parameter in model.named_parameters(remove_duplicate=False):
+                if id(parameter) in originals:
+                    now.setdefault(id(originals[id(parameter)]), []).append(name)
+            for identity, names in now.items():  # modules stay in order, so tied names do
+                self._aliases[names[0]] = dict(zip(names, before[identity], strict=True))
+            self.base_names = {name: aliases[name] for name, aliases in self._aliases.items()}
         refuse_unknown_targets(modules, self._possible, config)
-        now = {id(buffer): name for name, buffer in model.named_buffers()}
-        self.buffer_names = {name: now[id(buffer)] for name, buffer in buffers.items()}
+        buffers_now = {id(buffer): name for name, buffer in model.named_buffers()}
+        self.buffer_names = {name: buffers_now[id(buffer)] for name, buffer in buffers.items()}
+        # A tied weight that one of its modules adapts: the others use it as it is, or with other adapters.
+        self._adapted_ties = {
+            layer: first
+            for first, aliases in self._aliases.items()
+            for layer in self.layers
+            if len(aliases) > 1 and any(alias.startswith(f"{layer}.") for alias in aliases)
+        }
+        self.unties = bool(self._adapted_ties)
         self.names = tuple(name for name, _ in model.named_parameters() if name not in self.base_names)
         self._norms = set() if on_meta else {name for name in self.names if self._initial.is_unknown(model, name)}
         """Names of DoRA's magnitudes, which are norms of weights, and made when these are read."""
@@ -186,13 +203,20 @@ class Adapters:
         """Free the memory of initial values, once they are elsewhere."""
         self._initial.forget()
 
-    def save(self, directory: Path, values: Mapping[str, torch.Tensor], allow_nonfinite: bool = False) -> None:
+    def save(
+        self,
+        directory: Path,
+        values: Mapping[str, torch.Tensor],
+        allow_nonfinite: bool = False,
+        checkpoint: Path | None = None,
+    ) -> None:
         """Write an adapter directory, for ``PeftModel.from_pretrained`` (and for vLLM's and others' LoRA loaders).
 
         Args:
             directory: made if it does not exist; an adapter in it is replaced.
             values: all trained parameters, by name in the model.
             allow_nonfinite: whether they may hold NaNs and infinities.
+            checkpoint: directory of the adapted model, which is named, and whose tokenizer is copied.
 
         Raises:
             NonFiniteWeights: they do, and may not; the directory is left as it was.
@@ -202,6 +226,9 @@ class Adapters:
         state = self._as_peft_saves(values)
         folder = make_staging_folder(directory)
         save_tensors(folder / WEIGHTS, state)
+        if checkpoint is not None:
+            self.config.base_model_name_or_path = str(checkpoint.absolute())
+            copy_tokenizer_files(checkpoint, directory)
         self.config.inference_mode = True
         try:
             self.config.save_pretrained(str(folder))
@@ -214,9 +241,13 @@ class Adapters:
         """Return weights with their adapters added, under the names that they had before.
 
         Args:
-            values: parameters on the CPU, whole modules at a time (a block's, for instance): the weights and all their
-                adapters. The weights are changed in place.
+            values: parameters on the CPU, those of a :meth:`merge_group` at a time: the weights and all their adapters.
+                The weights are changed in place.
         """
+        values = dict(values)
+        if self.unties:  # peft would add the adapters of one module to the weight that both use
+            for name in [name for name in values if name in self.base_names]:
+                values |= {alias: values[name].clone() for alias in self._aliases[name] if alias != name}
         layers = [
             layer
             for path, layer in self.model.named_modules()
@@ -228,28 +259,18 @@ class Adapters:
                 _set_parameter(self.model, name, nn.Parameter(value, requires_grad=False))
             for layer in layers:
                 layer.merge()
-            return {
-                self.base_names[name]: self.model.get_parameter(name).detach()
-                for name in values
-                if name in self.base_names
-            }
+            before = {alias: old for aliases in self._aliases.values() for alias, old in aliases.items()}
+            return {before[name]: self.model.get_parameter(name).detach() for name in values if name in before}
         finally:
             for layer in layers:
                 layer.merged_adapters.clear()
             for name, parameter in meta.items():
                 _set_parameter(self.model, name, parameter)
 
-    def changed(self, merged: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return those of the weights from :meth:`merge` that training can have changed: those of adapted modules, and
-        those that were trained themselves."""
-        layers = self.layers
-        now = {before: name for name, before in self.base_names.items()}
-        return {
-            name: value
-            for name, value in merged.items()
-            if now[name].startswith(tuple(f"{layer}." for layer in layers))
-            or self.model.get_parameter(now[name]).requires_grad
-        }
+    def merge_group(self, name: str) -> str:
+        """Return a key that is the same for all parameters that have to be merged in one call, by their names now."""
+        layer = next((layer for layer in self.layers if name.startswith(f"{layer}.")), name)
+        return self._adapted_ties.get(layer, layer)
 
     def _as_peft_saves(self, values: Mapping[str, torch.Tensor], embeddings: bool = False) -> dict[str, torch.Tensor]:
         """Return values by the names that they have in an adapter's file."""
@@ -276,9 +297,8 @@ class Adapters:
 
     def _inject(self, seed: int, on_meta: bool) -> PeftModel:
         try:
-            with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+            with own_random_numbers(seed), warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # that fan_in_fan_out is set where a family needs it
-                torch.default_generator.manual_seed(seed)
                 with self._initial:
                     return get_peft_model(self.model, self.config, low_cpu_mem_usage=on_meta)
         except (ValueError, KeyError, TypeError, RuntimeError, NotImplementedError) as error:

@@ -13,6 +13,8 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
+from common.randomness import own_random_numbers
+
 
 @dataclass(frozen=True)
 class _Constant:
@@ -59,7 +61,7 @@ class _Draw:
 
     def value(self) -> torch.Tensor:
         tensor = torch.empty(self.shape, dtype=self.drawn_in)
-        with torch.random.fork_rng(devices=[]):
+        with own_random_numbers():
             torch.set_rng_state(self.state)
             self.fill(tensor)
         return tensor.to(self.kept_in)

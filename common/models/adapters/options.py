@@ -17,16 +17,15 @@ METHODS = (PeftType.LORA, PeftType.LOHA, PeftType.LOKR, PeftType.IA3)
 
 ALL_LINEAR = "all-linear"
 
-_NOT_HONOURED = {
-    "modules_to_save": "makes trainable copies of whole modules",
-    "trainable_token_indices": "trains rows of the embedding",
-    "layer_replication": "uses blocks several times",
-    "eva_config": "needs activations of the whole model beforehand",
-    "corda_config": "needs activations of the whole model beforehand",
-    "lora_ga_config": "needs gradients of the whole model beforehand",
-    "megatron_config": "is for Megatron's layers",
-}
-"""Fields of a LoRA configuration that this project cannot honour, and why."""
+_HONORED = {
+    "task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode",
+    "target_modules", "exclude_modules", "target_parameters", "layers_to_transform", "layers_pattern",
+    "r", "rank_pattern", "alpha", "lora_alpha", "alpha_pattern", "use_rslora", "lora_dropout", "rank_dropout",
+    "rank_dropout_scale", "bias", "lora_bias", "use_dora", "fan_in_fan_out", "init_lora_weights", "init_weights",
+    "init_ia3_weights", "use_effective_conv2d", "decompose_both", "decompose_factor", "feedforward_modules",
+}  # fmt: skip
+"""Fields of the methods' configurations whose whole effect is in the adapted layers. All others, those that a new
+version of ``peft`` brings among them, must have their defaults."""
 
 
 @dataclass(frozen=True)
@@ -115,9 +114,13 @@ def check_supported(config: PeftConfig) -> None:
             f"peft_type {name} cannot be trained with weights that stream: there are {known} (LoRA with rsLoRA, DoRA, "
             "rank and alpha patterns)."
         )
-    for field, why in _NOT_HONOURED.items():
-        if getattr(config, field, None):
-            raise UserError(f"{field} in the adapter configuration {why}, which is not possible here: leave it out.")
+    defaults = vars(type(config)())
+    for field, value in vars(config).items():
+        if field not in _HONORED and (value or defaults.get(field)) and value != defaults.get(field):
+            raise UserError(
+                f"{field} in the adapter configuration is not supported: it does more than adapt single layers, or is "
+                "not known here. Leave it out."
+            )
     initialisation = getattr(config, "init_lora_weights", True)
     if initialisation not in (True, False, "gaussian", "orthogonal"):
         raise UserError(

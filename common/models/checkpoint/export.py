@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from common.errors import FinetuneError
+from common.errors import FinetuneError, UserError
 from common.models.checkpoint.conversion import to_disk
 from common.models.checkpoint.saving import (
     NonFiniteWeights,
@@ -20,8 +20,11 @@ from common.models.checkpoint.saving import (
 )
 from common.models.checkpoint.shards import INDEX, SINGLE
 from common.models.checkpoint.sources import CheckpointSource
-from common.models.structure import fp32_parameters, stored_names
+from common.models.meta_model import build_meta_model
+from common.models.structure import fp32_parameters, parameter_names, stored_names
 
+CHAT_TEMPLATE = "chat_template.jinja"
+"""Name of the file that transformers takes a tokenizer's or processor's chat template from."""
 _TOKENIZER_FILES = (
     "tokenizer*",
     "special_tokens_map.json",
@@ -54,8 +57,10 @@ class CheckpointWriter:
         shard_bytes: a shard is written when the next tensor would make it larger. Memory: this, and the parameters of
             one :meth:`add`.
         source: the checkpoint that training began with, if there was one. Every tensor in it that no added parameter
-            replaces goes into the new one as it is, whether the model uses it or not; and added parameters get the
-            names that they have there.
+            replaces goes into the new one: weights in ``dtype``, and what the model does not use as it is, with its
+            tokenizer. Added parameters get the names that they have there.
+        unties: whether parameters that the model ties are added with different values: the new checkpoint is that of
+            an untied model.
         allow_nonfinite: whether tensors may hold NaNs and infinities. If not, nothing is written from the first such
             tensor on, and :meth:`finish` refuses: until then all ranks may have to keep reading together.
     """
@@ -69,10 +74,14 @@ class CheckpointWriter:
         shard_bytes: int,
         allow_nonfinite: bool = False,
         source: CheckpointSource | None = None,
+        unties: bool = False,
     ) -> None:
         self.directory = directory
-        self.model = model
         self.config = copy.deepcopy(config)
+        if unties:
+            model = _untied(self.config, model)
+            source = None if source is None else CheckpointSource(source.shards.directory, model)
+        self.model = model
         self.dtype = dtype
         self.shard_bytes = shard_bytes
         self._stored_name = stored_names(model)
@@ -118,7 +127,7 @@ class CheckpointWriter:
         self._append(copies)
 
     def finish(self) -> None:
-        """Write the last shard, the index and the configurations, and move all into place.
+        """Write the last shard, the index, the configurations and the source's tokenizer, and move all into place.
 
         Raises:
             NonFiniteWeights: a tensor holds a NaN or an infinity; the directory is left as it was.
@@ -142,6 +151,8 @@ class CheckpointWriter:
             self._copy_untouched(source)
         self._flush()
         self._write_configs()
+        if source is not None:
+            copy_tokenizer_files(source.shards.directory, self.directory)
         self._move_into_place(self._name_shards())
 
     def discard(self) -> None:
@@ -172,7 +183,11 @@ class CheckpointWriter:
     def _copy_untouched(self, source: CheckpointSource) -> None:
         """Write every tensor of the source that no written one replaces, in the order of its files."""
         replaced = {part for name in self._written for part in source.made_from(name)}
-        weights = {part for name in self._shapes for part in source.made_from(name)}  # masks may well be infinite
+        weights = {  # not buffers: masks may well be infinite, and have dtypes that mean something
+            part: torch.float32 if name in self._fp32 else self.dtype
+            for name in self._shapes
+            for part in source.made_from(name)
+        }
         for name in source.shards.tensors:
             if name not in replaced:
                 value = source.shards.read(name)
@@ -180,7 +195,8 @@ class CheckpointWriter:
                     self.discard()
                     raise NonFiniteWeights(name)
                 # A compressed tensor is written dequantised: the configuration says nothing of compression any more.
-                self._put(name, value.to(self.dtype) if name in source.shards.compressed else value)
+                dtype = weights.get(name, self.dtype if name in source.shards.compressed else value.dtype)
+                self._put(name, value.to(dtype))
 
     def _flush(self) -> None:
         if not self._shard:
@@ -221,12 +237,31 @@ class CheckpointWriter:
         move_into_place(self.directory, old, last=weights)
 
 
+def _untied(config: PreTrainedConfig, model: PreTrainedModel) -> PreTrainedModel:
+    """Return the model without tied parameters, and change ``config`` to its configuration.
+
+    Raises:
+        UserError: the family ties them whatever its configuration says.
+    """
+    for part in (config, config.get_text_config()):
+        part.tie_word_embeddings = False
+    untied = build_meta_model(config, dtype=model.dtype)
+    tied = next((names for names in parameter_names(untied) if len(names) > 1), None)
+    if tied is not None:
+        raise UserError(
+            f"Adapters of {tied[0]} cannot be merged: {type(model).__name__} always uses that weight as {tied[1]} too, "
+            "which they do not change. Leave --merge out."
+        )
+    return untied
+
+
 def copy_tokenizer_files(source: Path, directory: Path) -> list[str]:
     """Copy a checkpoint's tokenizer, chat templates and processor; return the names of the copied files."""
     found = sorted({path for pattern in _TOKENIZER_FILES for path in source.glob(pattern)})
     if source.resolve() == directory.resolve():
         return [path.name for path in found]
     directory.mkdir(parents=True, exist_ok=True)
+    (directory / CHAT_TEMPLATE).unlink(missing_ok=True)  # of an earlier run; it would win over tokenizer_config.json's
     for path in found:
         if path.is_dir():
             shutil.copytree(path, directory / path.name, dirs_exist_ok=True)

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from common.errors import FinetuneError
 from common.models.meta_model import unset_buffers
 from common.models.structure import stored_names
+from common.randomness import own_random_numbers
 
 GROUP_ELEMENTS = 1 << 20
 """Elements that are drawn together, or a row if that has more: any rows can be drawn without those before them."""
@@ -79,7 +80,7 @@ class RandomSource:
         rows, width = initialisation.shape[0], initialisation.shape[1:].numel()
         group = max(1, GROUP_ELEMENTS // max(1, width))
         values = torch.empty(stop - first, *initialisation.shape[1:])
-        with torch.random.fork_rng(devices=[]), torch.no_grad():
+        with own_random_numbers(), torch.no_grad():
             for start in range(first // group * group, stop, group):
                 end = min(start + group, rows)
                 torch.default_generator.manual_seed(self._seed_of(f"{stored}/{start // group}"))
@@ -107,8 +108,7 @@ class RandomSource:
             name: nn.Parameter(torch.full(parameter.shape, torch.nan, dtype=torch.float32), requires_grad=False)
             for name, parameter in self._parameters(path).items()
         }
-        with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(self._seed_of(path))
+        with own_random_numbers(self._seed_of(path)):
             self._initialise(path, values)
         value = values[own].detach()
         if value.flatten()[:: max(1, value.numel() // 4096)].isnan().any():

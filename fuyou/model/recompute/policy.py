@@ -16,6 +16,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 from common.errors import UserError
+from common.randomness import own_random_numbers
 from fuyou.layout.model_layout import Recomputation
 from fuyou.layout.resident import evenly_spaced
 from fuyou.model.blocks.weightless import on_meta
@@ -278,7 +279,7 @@ class ActivationPlanner:
     def _trace(self, seq_len: int) -> BlockTrace | None:
         if seq_len not in self._traces:
             try:
-                with torch.random.fork_rng(devices=[]):  # a resumed run goes on with the numbers that it stopped at
+                with own_random_numbers():  # a resumed run goes on with the numbers that it stopped at
                     self._traces[seq_len] = trace_block(self._stack, seq_len, self._device, self._dtype)
             except Exception as error:  # whatever a family's own code does without values
                 if self.layers:

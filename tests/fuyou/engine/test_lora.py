@@ -73,6 +73,10 @@ def test_equals_peft_in_memory(
         with torch.no_grad():
             assert torch.equal(tuned(tokens).logits, twin.model.eval()(tokens).logits)
         merged = AutoModelForCausalLM.from_pretrained(tmp_path / "adapter" / "merged", dtype=DTYPES[dtype])
+        if trained._run.model.adapters.unties:  # peft's merge changes the head as well
+            with torch.no_grad():
+                torch.testing.assert_close(merged(tokens).logits, tuned(tokens).logits, rtol=1e-4, atol=1e-5)
+            return
         for name, value in tuned.merge_and_unload().named_parameters():
             assert torch.equal(merged.get_parameter(name), value), name
 

@@ -90,6 +90,8 @@ def test_same_as_peft(
     for name, value in again.source(source).read(list(meta)):
         assert torch.equal(value.to(values[name].dtype), values[name]), name
     merged = adapters.merge(values)
+    if adapters.unties:  # peft adds the embedding's adapters to the head, too; see tests/cli/train/test_exports.py
+        return
     expected = dict(back.merge_and_unload().named_parameters())
     assert merged.keys() == expected.keys()
     for name, parameter in expected.items():
@@ -147,6 +149,11 @@ def test_configuration_files(tmp_path: Path) -> None:
         ('{"peft_type": "VERA"}', "peft_type VERA cannot be trained"),
         ('{"peft_type": "PREFIX_TUNING", "num_virtual_tokens": 3}', "PREFIX_TUNING"),
         ('{"r": 4, "modules_to_save": ["lm_head"]}', "modules_to_save"),
+        ('{"r": 4, "trainable_token_indices": [5]}', "trainable_token_indices"),
+        ('{"r": 4, "alora_invocation_tokens": [5]}', "alora_invocation_tokens"),
+        ('{"r": 4, "kasa_config": {}}', "kasa_config"),
+        ('{"r": 4, "monteclora_config": {}}', "monteclora_config"),
+        ('{"r": 4, "ensure_weight_tying": true}', "ensure_weight_tying"),
         ('{"r": 4, "init_lora_weights": "pissa"}', "'pissa' changes or looks at the base weights"),
     ],
 )
