@@ -196,7 +196,7 @@ def _take_steps(job: Job, trainer: Trainer, process: Process, care: RunCare) -> 
             # The line of each step says when the next one is due; before the first one nothing does.
             with activity(f"taking step {step} of {job.steps}") if step == done + 1 else contextlib.nullcontext():
                 result = trainer.train_step(batch, lr)
-            if step == 1 and result.grad_norm == 0 and not job.emulated:
+            if step == 1 and result.grad_norm == 0:
                 raise UserError(
                     "The gradient of the first step is exactly 0 for everything that is trained, so the run would "
                     "learn nothing: check what --peft-config adapts, and the labels of the data."

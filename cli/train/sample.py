@@ -18,6 +18,7 @@ from common.data.encoding.encoder import Encoder
 from common.data.shapes import PlainText
 from common.errors import on_one_line
 from common.models.adapters.adapters import MERGED
+from common.randomness import seed_run
 from fuyou.runtime.devices.device import memory_limits, open_device
 
 
@@ -30,7 +31,7 @@ def print_sample(job: Job, prompt: str) -> None:
                 ids = _prompt_ids(tokenizer, prompt, job.settings.sample_chat).to(job.device)
                 model = _load(job, tokenizer, offload)
             print(f"sample   {prompt}", end="", flush=True)
-            torch.manual_seed(job.settings.seed)
+            seed_run(job.settings.seed)
             start, streamer = time.monotonic(), TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
             result = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), streamer=streamer)
             new, seconds = result.shape[1] - ids.shape[1], time.monotonic() - start

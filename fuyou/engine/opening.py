@@ -5,6 +5,7 @@ import os
 from dataclasses import replace
 from typing import Any
 
+import torch
 from transformers import PreTrainedConfig
 
 from common.errors import UserError

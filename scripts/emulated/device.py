@@ -64,8 +64,8 @@ class EmulatedSpec:
     """Bytes per second from a rank to the others of its node, where there are several."""
     inter_node_bytes_per_second: float | None = None
     """Bytes per second from a node to the others, for one task of its ranks at a time."""
-    norm: float = 0.0
-    """Norm that every gradient is said to have, for clipping to strike."""
+    norm: float = 1e-3
+    """Norm that every gradient is said to have: a run whose first one is 0 ends."""
 
     @staticmethod
     def parse(text: str) -> "EmulatedSpec":
@@ -83,7 +83,7 @@ class EmulatedSpec:
         missing = [name for name in ("tflops", "memory", "link") if name not in fields]
         if missing or ("ssd_read" in fields) != ("ssd_write" in fields):
             raise UserError(f"Device {text!r} lacks {', '.join(missing) or 'one of the two SSD rates'}. {_USAGE}")
-        tflops, norm = (_number(name, fields.get(name, "0"), text) for name in ("tflops", "norm"))
+        tflops, norm = (_number(name, fields.get(name, "1e-3"), text) for name in ("tflops", "norm"))
         throttle = IoThrottle(_rate(fields["ssd_read"]), _rate(fields["ssd_write"])) if "ssd_read" in fields else None
         intra_node, inter_node = (_rate(fields[name]) if name in fields else None for name in ("inside", "across"))
         spec = EmulatedSpec(

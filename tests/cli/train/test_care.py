@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from cli.train.checkpoints import BestEvaluation, Checkpoints
 from tests.cli.conftest import Finetune
@@ -85,3 +85,18 @@ def test_a_time_limit_ends_a_run_in_order(finetune: Finetune, checkpoint: Path, 
     assert on.status == 0 and "after step 1 of 4" in on.out, on.err
     longer = finetune(*command, "--steps", 5, "--resume")
     assert longer.status == 0 and len(history(tmp_path / "out")) == 5, longer.err
+
+
+def test_a_run_that_would_learn_nothing_ends_with_a_message(
+    finetune: Finetune, checkpoint: Path, data: Path, tmp_path: Path
+) -> None:
+    model = AutoModelForCausalLM.from_pretrained(checkpoint)
+    for layer in model.model.layers:
+        torch.nn.init.zeros_(layer.self_attn.o_proj.weight)  # no gradient reaches the values
+    model.save_pretrained(tmp_path / "model")
+    AutoTokenizer.from_pretrained(checkpoint).save_pretrained(tmp_path / "model")
+    for name, learns in (("v_proj", False), ("o_proj", True)):
+        options = ("--lora-rank", 2, "--lora-targets", name, "--steps", 1, "--output", tmp_path / name)
+        done = finetune("--model", tmp_path / "model", "--data", data, *SMALL, *options)
+        assert (done.status == 0) is learns, done.err
+        assert ("The gradient of the first step is exactly 0" in done.err) is not learns
