@@ -15,7 +15,6 @@ import click
 from click.core import ParameterSource
 
 from cli.options.command import GroupedCommand, build_command
-from cli.options.config_file import effective_config
 from cli.options.modes import mode_of, refuse_unread
 from cli.options.option import WRITTEN, GroupedOption, Mode
 from cli.options.settings import Settings
@@ -71,9 +70,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(interrupts: Interrupts, arguments: tuple[str, ...], **options: Any) -> int:
     context = click.get_current_context()
-    if options["write_config"]:
-        print(effective_config(context), end="")
-        return 0
     mode = mode_of(options)
     given = _given_options(context)
     refuse_unread(mode, given)
@@ -168,7 +164,7 @@ def _check_model(mode: Mode, options: dict[str, Any]) -> None:
 def _given_options(context: click.Context) -> list[GroupedOption]:
     """Return the options that are on the command line, be it with their defaults, or in a file with other values.
 
-    Files that ``--write-config`` made have all options.
+    The file that a run writes has all options.
     """
     assert isinstance(context.command, GroupedCommand)
     options = {option.name: option for option in context.command.options}

@@ -69,9 +69,7 @@ def check(settings: Settings) -> CheckedSettings:
     check_head(settings, config)
     peft_config_of(settings)
     if settings.sample is not None:
-        tokenizer = tokenizer_of(settings, checkpoint, "--sample")  # rather than when training has ended
-        if settings.sample_chat and tokenizer.chat_template is None:
-            raise UserError("--sample-chat needs a chat template, and this tokenizer has none: add --chat-template.")
+        tokenizer_of(settings, checkpoint, "--sample")  # rather than when training has ended
     _check_trackers(settings.log_to)
     gpu = pick_gpu(settings.gpu)
     seq_len = sequence_length(settings.seq_len, config)

@@ -101,7 +101,7 @@ def choose_strategy(settings: Settings, workload: Workload, levels: Levels) -> E
             strategy.on(levels)
             possible.append(strategy)
     # Blocks are recomputed in the backward pass, whether there is room or not: that is what the trainer does.
-    found = plan(workload, cluster, strategies=possible, allow_quantised=settings.quantise, checkpointing=True)
+    found = plan(workload, cluster, strategies=possible, checkpointing=True)
     if found.choice is None:
         raise refusal(found, cluster)
     return found.choice

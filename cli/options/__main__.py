@@ -9,7 +9,8 @@ from cli.options.option import GroupedOption
 INTRODUCTION = """# Options
 
 `finetune --help` shows the same, with an example for each group. In a file for `--config`, an option stands without its
-dashes (`batch-size = 4`), in a table named after its group or in none; `finetune --write-config` prints such a file.
+dashes (`batch-size = 4`), in a table named after its group or in none; each run writes such a file,
+`<output>/run/config.toml`.
 This page is generated: change [`cli/options/all_options.py`](../cli/options/all_options.py), then run
 `python -m cli.options > docs/options.md`.
 """

@@ -114,8 +114,6 @@ class MemorySettings:
     """How parameters get from the SSDs to a GPU: posix, through host memory; kvikio, past it."""
     single_slot: bool = option(False, modes=Mode.MODEL, only=Only.OUT_OF_CORE)
     """Take half the space on SSD; a crash loses the run."""
-    unproven: bool = option(False, only=Only.OUT_OF_CORE, modes=Mode.RUN)
-    """Skip the proof, on a small model, that streaming this family is exact."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -213,30 +211,24 @@ class ObjectiveSettings:
     if there is one."""
     beta: float = option(0.1, "X", ABOVE_ZERO)
     """Strength of the preference (dpo, kto)."""
-    desirable_weight: float = option(1.0, "X", NOT_NEGATIVE)
-    """Weight of desirable answers (kto)."""
-    undesirable_weight: float = option(1.0, "X", NOT_NEGATIVE)
-    """Weight of the others (kto)."""
-    center_rewards: float = option(0.0, "X", NOT_NEGATIVE)
-    """Weight of a loss that keeps the mean reward at 0 (reward); usual: 0.01."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AdapterSettings:
     """Frozen weights, and adapters that are trained in their place."""
 
-    lora_rank: int | None = option(None, "R", POSITIVE, modes=Mode.MODEL)
+    lora_rank: int | None = option(None, "R", POSITIVE, modes=Mode.MODEL | Mode.PLAN_CLUSTER)
     """Train LoRA adapters of this rank, and freeze the weights."""
     lora_alpha: float | None = option(None, "X", ABOVE_ZERO, modes=Mode.MODEL, only=Only.LORA)
     """An adapter's output is multiplied by this over the rank. Default: twice the rank."""
     lora_dropout: float = option(0.0, "X", BELOW_ONE, modes=Mode.MODEL, only=Only.LORA)
     """Part of the adapters' inputs to drop in training."""
-    lora_targets: tuple[str, ...] = option((), "NAME...", modes=Mode.MODEL, only=Only.LORA)
+    lora_targets: tuple[str, ...] = option((), "NAME...", modes=Mode.MODEL | Mode.PLAN_CLUSTER, only=Only.LORA)
     """Modules to adapt: q_proj v_proj; of fused experts gate_up_proj down_proj. Default: every linear layer but the
     head, and experts and routers in families where peft knows them."""
-    peft_config: Path | None = option(None, "FILE", modes=Mode.MODEL)
+    peft_config: Path | None = option(None, "FILE", modes=Mode.MODEL | Mode.PLAN_CLUSTER)
     """An adapter_config.json of the peft library instead (or its directory): rsLoRA, DoRA, LoHa, LoKr, IA3."""
-    adapter: Path | None = option(None, "DIR", modes=Mode.MODEL)
+    adapter: Path | None = option(None, "DIR", modes=Mode.MODEL | Mode.PLAN_CLUSTER)
     """Adapters that were trained before (a directory of peft's): train them further. Their method, rank, alpha, dropout
     and targets stay as they are."""
     frozen_dtype: str | None = option(
@@ -273,12 +265,6 @@ class PlanningSettings:
     measure it at the start, once for all runs of this --output."""
     levels: str | None = option(None, "N,N,...", modes=Mode.NODES | Mode.PLAN_CLUSTER, only=Only.NODES)
     """A cluster's ranks by level, fastest first: 2,4,16 is 16 nodes of 4 pairs."""
-    trainable: float | None = option(None, "X", FiniteFloat(min=0, min_open=True, max=1), modes=Mode.PLAN_CLUSTER)
-    """Part of the parameters to plan as trainable on a cluster: about 0.01 with LoRA. Default: 1."""
-    quantise: bool = option(
-        False, modes=Mode.TRAIN | Mode.PLAN_CLUSTER, only=Only.NODES | Only.CHOSEN_STRATEGY | Only.IN_MEMORY
-    )
-    """Let the plan for a cluster, or --strategy auto, choose strategies that send fewer bits."""
     json: bool = option(False, modes=Mode.PLAN)
     """Print the plan as JSON."""
     html: Path | None = option(None, "FILE", modes=Mode.PLAN_HERE | Mode.PLAN_BY_NAME | Mode.PLAN_RANKS)
@@ -308,12 +294,8 @@ class OtherSettings:
 
     config: Path | None = option(None, "FILE", modes=Mode.ALL, may_differ=True)
     """Take options from this TOML file, too; the command line wins."""
-    write_config: bool = option(False, modes=Mode.ALL)
-    """Print all options as they are now, as a file for --config, and stop."""
     debug: bool = option(False, modes=Mode.ALL, of_call=True, may_differ=True)
     """Show where an error came from."""
-    completion: str | None = option(None, type=("bash", "zsh", "fish"), modes=Mode(0))
-    """Print what makes a shell complete our options: put eval "$(finetune --completion bash)" in ~/.bashrc."""
     version: bool = option(False, modes=Mode(0))
     """Show the version."""
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 from click.core import ParameterSource
-from click.shell_completion import CompletionItem, get_completion_class
+from click.shell_completion import CompletionItem
 
 from cli.options.all_options import GROUPS
 from cli.options.config_file import load_config_file
@@ -29,8 +29,7 @@ EXAMPLES = {
     "finetune --config tuned/run/config.toml --resume",
     "Planning": "finetune --plan --gpu 4090 --drive p5510 --ssds 12 --host-memory 768GiB --model gpt3-13b\n"
     "finetune --check --ssd /mnt/nvme*",
-    "Other": "finetune --config run.toml --lr 2e-5              # the command line wins over the file\n"
-    "finetune --model ~/Llama-3-8B --epochs 2 --write-config > run.toml",
+    "Other": "finetune --config run.toml --lr 2e-5              # the command line wins over the file",
 }
 """Command lines for each heading of the help."""
 
@@ -45,18 +44,8 @@ def _show_version(ctx: click.Context, param: click.Parameter, value: bool) -> No
     ctx.exit()
 
 
-def _show_completion(ctx: click.Context, param: click.Parameter, shell: str | None) -> None:
-    if shell is None or ctx.resilient_parsing:
-        return
-    script = get_completion_class(shell)
-    assert script is not None
-    click.echo(script(ctx.command, {}, "finetune", "_FINETUNE_COMPLETE").source())
-    ctx.exit()
-
-
 CALLBACKS: dict[str, Callable[..., Any]] = {
     "config": load_config_file,
-    "completion": _show_completion,
     "version": _show_version,
 }
 """Callbacks of options that act at once, while the command line is read."""

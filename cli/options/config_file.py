@@ -1,4 +1,4 @@
-"""Options as TOML: the file that ``--config`` reads and ``--write-config`` prints.
+"""Options as TOML: the file that ``--config`` reads, and that each run writes.
 
 Keys are the names of options without their dashes, in tables named after the headings of ``--help``, or in none. Values
 are written as on the command line, numbers and ``true`` without quotation marks, several words as a list.
@@ -19,7 +19,7 @@ from cli.options.option import WRITTEN, GroupedOption
 from cli.options.removed import did_nothing, instead_of
 from common.errors import UserError, did_you_mean
 
-NOT_IN_FILES = ("config", "write_config", "version", "completion")
+NOT_IN_FILES = ("config", "version")
 """Options about options, which no file has."""
 _WIDTH = 116
 _NUMBER = re.compile(r"(0|[1-9]\d*)(\.\d+)?([eE][-+]?\d+)?")

@@ -7,10 +7,7 @@ from cli.options.option import GroupedOption, Mode
 from common.errors import UserError
 
 _NAMES_NETWORK = {"network": "connects several nodes: add --nodes N."}
-_CLUSTERS_ONLY = dict.fromkeys(
-    ("trainable", "quantise", "cluster", "levels"), "belongs to plans for a cluster: add --cluster."
-)
-_NO_ADAPTERS = "changes nothing in a plan for a cluster: say which part of the parameters is trained, --trainable 0.01."
+_CLUSTERS_ONLY = dict.fromkeys(("cluster", "levels"), "belongs to plans for a cluster: add --cluster.")
 
 REFUSALS = {
     Mode.TRAIN: "Only --plan reads {names}: add that, or leave it out.",
@@ -33,7 +30,6 @@ ADVICE: dict[Mode, dict[str, str]] = {
     Mode.PLAN_CLUSTER: {
         "ssd": "is for a plan of this machine. For several nodes with SSDs, name their hardware: --gpu NAME --drive "
         "NAME --ssds N --network 25Gbit/s; for training in memory, leave --ssd out.",
-        **dict.fromkeys(("lora_rank", "peft_config", "adapter", "frozen_dtype"), _NO_ADAPTERS),
     },
 }
 """Messages about some of them in particular, by name."""

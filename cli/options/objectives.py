@@ -62,7 +62,7 @@ OBJECTIVES = {
         "learns from answers that are known to be desirable or not",
         "prompt, completion and label",
         loss="fuyou.objectives.unpaired.UnpairedObjective",
-        options=("beta", "desirable_weight", "undesirable_weight"),
+        options=("beta",),
         items=Items.ANSWERS,
         outputs=1,
         rows=2,
@@ -72,7 +72,6 @@ OBJECTIVES = {
     "reward": ObjectiveTraits(
         *_PAIRS,
         loss="fuyou.objectives.classifiers.RewardObjective",
-        options=("center_rewards",),
         items=Items.PAIRS,
         outputs=1,
         rows=2,

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from cli.options.option import NOT_NEGATIVE, POSITIVE, Mode, Only, option
+from cli.options.option import POSITIVE, Mode, Only, option
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,13 +35,10 @@ class OutputSettings:
     commit_every: int | None = option(None, "N", POSITIVE, modes=Mode.STEP)
     """Steps between commits: a crash loses at most so many. Default: 1; 100 with --nodes in memory."""
     sample: str | None = option(None, "PROMPT", only=Only.ONE_MACHINE, modes=Mode.RUN)
-    """After training, load the saved result and print what it generates after this prompt."""
-    sample_chat: bool = option(False, only=Only.SAMPLE, modes=Mode.RUN)
-    """Take the --sample as a user's message, and answer through the chat template."""
+    """After training, load the saved result and print its answer to this prompt (likeliest tokens). A tokenizer with a
+    chat template gets it as a user's message."""
     sample_tokens: int = option(32, "N", POSITIVE, only=Only.SAMPLE, modes=Mode.RUN)
     """Most tokens that the --sample generates."""
-    temperature: float = option(0.0, "X", NOT_NEGATIVE, only=Only.SAMPLE, modes=Mode.RUN)
-    """Temperature of the --sample: 0 takes the likeliest word each time, 0.8 varies."""
     report: Path | None = option(None, "FILE", modes=Mode.TRAIN | Mode.DEMO, of_call=True, may_differ=True)
     """Write the summary there, as JSON."""
     quiet: bool = option(False, modes=Mode.RUN)

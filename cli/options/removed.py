@@ -19,6 +19,16 @@ _LOSS = "Write the loss with engine.tokens (docs/objectives.md)."
 
 REMOVED = {
     "generate": Removed("The engine only trains; --sample generates with the saved result."),
+    "completion": Removed('Put eval "$(_FINETUNE_COMPLETE=bash_source finetune)" in ~/.bashrc.'),
+    "write-config": Removed("Each run writes its options to <output>/run/config.toml; docs/options.md lists them all."),
+    "unproven": Removed("The proof takes seconds and always runs.", (False,)),
+    "trainable": Removed("Give the adapters that will train, for example --lora-rank 16."),
+    "quantise": Removed("Name a strategy that sends fewer bits with --strategy (docs/strategies.md).", (False,)),
+    "sample-chat": Removed("--sample uses the chat template where the tokenizer has one.", (False, True)),
+    "temperature": Removed("--sample prints the likeliest tokens.", (0.0,)),
+    "desirable-weight": Removed(_TRL, (1.0,)),
+    "undesirable-weight": Removed(_TRL, (1.0,)),
+    "center-rewards": Removed(_TRL, (0.0,)),
     "prices": Removed("Divide the plan's tokens/s by your own prices."),
     "scheme": Removed("scripts/reproduce_fuyou.py plans the paper's scheme.", ("ours",)),
     "gguf": Removed("Run llama.cpp's convert_hf_to_gguf.py on the result instead (docs/command.md)."),

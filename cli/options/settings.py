@@ -209,7 +209,6 @@ class Settings(
             "betas": (self.beta1, self.decay_of_squares),
             "commit_every": self.commit_interval,
             "max_grad_norm": self.max_grad_norm or None,
-            "prove": not self.unproven,
         }
         return {name: value for name, value in values.items() if name in names}
 

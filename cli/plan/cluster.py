@@ -2,11 +2,15 @@
 
 import json
 
+from transformers import PreTrainedConfig
+
 from cli.job.machine import sequence_length
 from cli.job.strategy import cluster_of
+from cli.options.adapters import trainable_parameters
 from cli.options.naming import naming
 from cli.options.settings import Settings
 from common.errors import UserError
+from common.models.meta_model import build_meta_model
 from common.models.presets import load_config
 from common.units import format_bytes, format_count, format_seconds
 from fcdp.planner import Cluster, Estimate, StrategyPlan, Workload, bytes_per_node, plan
@@ -29,8 +33,7 @@ def plan_cluster(settings: Settings, batch_size: int | None) -> int:
     cluster = cluster_of(settings.cluster, settings.levels, settings.nodes, settings.gpus_per_node)
     workload = _workload(settings, batch_size, cluster)
     chosen = None if settings.strategy in (None, AUTO) else [parse_strategy(settings.strategy)]
-    quantise = settings.quantise or chosen is not None
-    found = plan(workload, cluster, strategies=chosen, allow_quantised=quantise)
+    found = plan(workload, cluster, strategies=chosen, allow_quantised=chosen is not None)
     if settings.json:
         print(json.dumps({**found.as_dict(), "node_order": _node_order(found, cluster)}, indent=1))
     if found.choice is None:
@@ -56,8 +59,17 @@ def _workload(settings: Settings, batch_size: int | None, cluster: Cluster) -> W
         seq_len=sequence_length(settings.seq_len, config),
         micro_batch=micro_batch,
         micro_batches=batch // at_once,
-        trainable_ratio=settings.trainable or 1.0,
+        trainable_ratio=_trainable_ratio(settings, config),
     )
+
+
+def _trainable_ratio(settings: Settings, config: PreTrainedConfig) -> float:
+    """Return trained over all parameters: below 1 with adapters."""
+    if not settings.trains_adapters:
+        return 1.0
+    model = build_meta_model(config)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    return trainable_parameters(settings, model) / parameters
 
 
 def _node_order(found: StrategyPlan, cluster: Cluster) -> list[int] | None:

@@ -28,7 +28,7 @@ def print_sample(job: Job, prompt: str) -> None:
         with warnings.catch_warnings(action="ignore"), TemporaryDirectory(prefix="sample-", dir=job.output) as offload:
             with activity("loading the saved model for the sample"):
                 tokenizer = tokenizer_of(job.settings, job.checkpoint, "--sample")
-                ids = _prompt_ids(tokenizer, prompt, job.settings.sample_chat).to(job.device)
+                ids = _prompt_ids(tokenizer, prompt).to(job.device)
                 model = _load(job, tokenizer, offload)
             print(f"sample   {prompt}", end="", flush=True)
             seed_run(job.settings.seed)
@@ -44,9 +44,9 @@ def print_sample(job: Job, prompt: str) -> None:
         print(f"\nsample   failed: {reason}; the result is saved{advice}", flush=True)
 
 
-def _prompt_ids(tokenizer: PreTrainedTokenizerBase, prompt: str, as_chat: bool) -> torch.Tensor:
+def _prompt_ids(tokenizer: PreTrainedTokenizerBase, prompt: str) -> torch.Tensor:
     """Return the prompt's tokens ``[1, S]``, encoded as in training: one BOS where the tokenizer adds it, no EOS."""
-    if as_chat:
+    if tokenizer.chat_template is not None:
         message = [{"role": "user", "content": prompt}]
         rendered: Any = tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=True)
         return torch.tensor([rendered["input_ids"]])
@@ -65,10 +65,7 @@ def _load(job: Job, tokenizer: PreTrainedTokenizerBase, offload: str) -> Any:
     )
     stops = model.generation_config.eos_token_id
     ends = {tokenizer.eos_token_id, *(stops if isinstance(stops, list) else [stops])} - {None}
-    drawn = {"do_sample": True, "temperature": settings.temperature, "top_k": 0} if settings.temperature else {}
-    model.generation_config = GenerationConfig(
-        max_new_tokens=settings.sample_tokens, eos_token_id=sorted(ends) or None, **drawn
-    )
+    model.generation_config = GenerationConfig(max_new_tokens=settings.sample_tokens, eos_token_id=sorted(ends) or None)
     return _with_adapters(model, job.output, job.device) if adapters else model
 
 

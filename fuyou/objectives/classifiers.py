@@ -12,18 +12,11 @@ class RewardObjective(Objective):
     equation 1; with margins, as in Llama 2 (arXiv:2307.09288), equation 2.
 
     Rows 2 i and 2 i + 1 of a batch are the preferred and the rejected answer of pair i.
-
-    Args:
-        center_rewards: weight of the squared sum of a pair's rewards, which keeps their mean at 0 (Eisenstein et al.
-            2023, arXiv:2312.09244).
     """
 
     outputs = ("logits",)
     watches = ("accuracy", "margin", "mean_reward")
     extras = (MARGINS,)
-
-    def __init__(self, center_rewards: float = 0.0):
-        self._center = center_rewards
 
     def learn(self, batch: BatchNumbers) -> Learned:
         """Return the mean loss of all pairs, and what is watched: ``accuracy``, ``margin``, ``mean_reward``."""
@@ -32,8 +25,6 @@ class RewardObjective(Objective):
         differences = chosen - rejected
         asked = differences if MARGINS not in batch.extras else differences - batch.extras[MARGINS]
         losses = -functional.logsigmoid(asked)
-        if self._center:
-            losses = losses + self._center * (chosen + rejected) ** 2
         (pairs,) = batch.sum_over_ranks([len(chosen)])
         watched = {
             "accuracy": Mean.of((differences > 0).float()),

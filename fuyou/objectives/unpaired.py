@@ -19,22 +19,18 @@ class UnpairedObjective(Objective):
 
     Args:
         beta: strength of the preference against the reference.
-        desirable_weight: weight of desirable answers' losses.
-        undesirable_weight: weight of the others'.
 
     Raises:
-        UserError: if ``beta`` is not above 0, or a weight is negative.
+        UserError: if ``beta`` is not above 0.
     """
 
     watches = ("rewards/chosen", "rewards/rejected", "logps/chosen", "logps/rejected", "kl")
     extras = (DESIRABLE,)
 
-    def __init__(self, beta: float = 0.1, desirable_weight: float = 1.0, undesirable_weight: float = 1.0):
+    def __init__(self, beta: float = 0.1):
         if beta <= 0:
             raise UserError(f"beta must be above 0, not {beta:g}.")
-        if min(desirable_weight, undesirable_weight) < 0:
-            raise UserError(f"Weights must not be negative: {desirable_weight:g}, {undesirable_weight:g}.")
-        self._beta, self._desirable, self._undesirable = beta, desirable_weight, undesirable_weight
+        self._beta = beta
 
     def learn(self, batch: BatchNumbers) -> Learned:
         """Return the mean loss of all answers, and what is watched: ``rewards/chosen``, ``rewards/rejected``,
@@ -48,8 +44,7 @@ class UnpairedObjective(Objective):
         distance, answers = batch.sum_over_ranks([float(others.sum()), len(others)])
         distance = max(0.0, distance / answers)
         sign = torch.where(desirable, 1.0, -1.0)
-        weight = torch.where(desirable, self._desirable, self._undesirable)
-        losses = weight * (1 - torch.sigmoid(self._beta * sign * (matched - distance)))
+        losses = 1 - torch.sigmoid(self._beta * sign * (matched - distance))
         watched = {"kl": Mean(distance * len(others), len(others))}
         for name, some in (("chosen", desirable), ("rejected", ~desirable)):
             if some.any():

@@ -61,11 +61,10 @@ def test_paths_that_no_longer_depend_on_the_folder() -> None:
     assert content["output"]["output"] == f"{here}/out" and "trace" not in content["planning"]
 
 
-def test_write_config(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--model", "m", "--lr", "2e-5", "--write-config"]) == 0
-    content = tomllib.loads(capsys.readouterr().out)
+def test_a_run_writes_what_was_typed() -> None:
+    content = tomllib.loads(effective_config(parse_command_line(["--model", "m", "--lr", "2e-5"])))
     assert content["model"] == {"model": "m", "download": False, "demo": False} and content["training"]["lr"] == 2e-5
-    assert "config" not in content["other"] and "write-config" not in content["other"]
+    assert "config" not in content["other"]
 
 
 def test_a_full_file_does_not_count_as_typed(capsys: pytest.CaptureFixture[str]) -> None:

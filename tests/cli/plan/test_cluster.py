@@ -39,7 +39,7 @@ def test_json_has_what_is_promised_and_is_what_the_planner_says(capsys: pytest.C
 
 
 def test_table_names_every_strategy_that_fits_and_the_choice(capsys: pytest.CaptureFixture[str]) -> None:
-    words = [*A800, "--nodes", "2", "--batch-size", "64", "--seq-len", "2048", "--trainable", "0.01"]
+    words = [*A800, "--nodes", "2", "--batch-size", "64", "--seq-len", "2048", "--lora-rank", "16"]
     found = planned(capsys, *words)
     assert main(words) == 0
     out = capsys.readouterr().out
@@ -87,7 +87,6 @@ def test_order_of_nodes_under_leaf_switches(capsys: pytest.CaptureFixture[str], 
     ([*A800, "--trace", "x.json"], "--trace changes nothing in a plan for a cluster"),
     ([*A800, "--host-memory", "64GiB"], "--host-memory changes nothing"),
     ([*A800, "--seq-len", "100000"], "longer than the model's context"),
-    (["--plan", "--model", "llama-7b", "--trainable", "0.1"], "add --cluster"),
 ])  # fmt: skip
 def test_refuses_in_one_line(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(words) == 2

@@ -62,7 +62,6 @@ def test_the_largest_model(finetune: Finetune) -> None:
         (("--plan", *SERVER, "--model", "llama-10m", "--overwrite"), "cannot be combined with --overwrite"),
         (("--json", "--model", "gpt3-13b"), "Only --plan reads --json"),
         (("--plan", *SERVER, "--model", "gpt3-13b", "--network", "25Gbit/s"), "--network connects several nodes"),
-        (("--plan", "--cluster", "a800-hdr", "--nodes", 4, "--model", "llama-7b", "--lora-rank", 8), "--trainable"),
     ],
 )
 def test_mistakes(finetune: Finetune, words: tuple[object, ...], message: str) -> None:

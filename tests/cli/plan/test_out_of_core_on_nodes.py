@@ -44,7 +44,6 @@ def test_bytes_and_bounds(capsys: pytest.CaptureFixture[str]) -> None:
     (("--network", "fast"), "--network fast is not a rate"),
     (("--network", "10Gbit/s", "--scheme", "fuyou"), "This version no longer has --scheme. scripts/reproduce_fuyou.py"),
     (("--network", "10Gbit/s", "--strategy", "zero3"), "cannot be combined with --strategy"),
-    (("--network", "10Gbit/s", "--trainable", "0.1"), "cannot be combined with --trainable"),
 ])  # fmt: skip
 def test_mistakes(words: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*COMMAND, "--nodes", "2", *words]) == 2

@@ -89,13 +89,13 @@ def with_trl(
     if objective in ("dpo", "kto"):
         reference = AutoModelForCausalLM.from_pretrained(reference_path, dtype=torch.float32)
     if objective == "kto":
-        args = settings(trl.KTOConfig, folder, beta=0.3, desirable_weight=1.5, max_length=64)
+        args = settings(trl.KTOConfig, folder, beta=0.3, max_length=64)
         trainer = trl.KTOTrainer(model, reference, args, **given)
     elif objective == "dpo":
         args = settings(trl.DPOConfig, folder, beta=0.3, max_length=64)
         trainer = trl.DPOTrainer(model, reference, args, **given)
     elif objective == "reward":
-        args = settings(trl.RewardConfig, folder, center_rewards_coefficient=0.1, max_length=64)
+        args = settings(trl.RewardConfig, folder, max_length=64)
         trainer = trl.RewardTrainer(model, args, **given)
     else:
         names = sorted({record["label"] for record in records})
@@ -110,14 +110,14 @@ def with_trl(
 
 
 LORA, PREFERRED = ("--lora-rank", "4"), ("rewards/accuracies", "rewards/chosen", "rewards/margins", "logps/rejected")
-KTO = "--beta", "0.3", "--desirable-weight", "1.5"
+KTO = "--beta", "0.3"
 CASES = {
     "dpo": (PAIRS, ("--beta", "0.3"), PREFERRED),
     "dpo in pieces": (PAIRS, ("--beta", "0.3", "--piece-size", "16KiB", *LORA), PREFERRED),
     "kto": (ANSWERS, KTO, ("rewards/chosen", "rewards/margins", "kl")),
     "kto with adapters": (ANSWERS, (*KTO, *LORA), ("rewards/chosen", "rewards/margins", "kl")),
-    "reward": (MARGINS, ("--center-rewards", "0.1"), ("accuracy", "margin", "mean_reward")),
-    "reward with adapters": (MARGINS, ("--center-rewards", "0.1", *LORA), ("accuracy", "margin", "mean_reward")),
+    "reward": (MARGINS, (), ("accuracy", "margin", "mean_reward")),
+    "reward with adapters": (MARGINS, LORA, ("accuracy", "margin", "mean_reward")),
     "classify": (TEXTS, (), ("accuracy",)),
 }
 

@@ -163,7 +163,6 @@ def test_a_plan_counts_the_reference(finetune: Finetune) -> None:
     [
         (("--objective", "dpo"), "give --data with prompt, chosen and rejected"),
         (("--beta", "0.2"), "--beta is not known to --objective sft: it is for dpo or kto"),
-        (("--center-rewards", "1", "--objective", "dpo", *LORA), "--center-rewards is not known to --objective dpo"),
         (("--beta", "0", "--objective", "dpo"), "it must be more than 0, not 0"),
         (("--objective", "dpo", *LORA, "--nodes", "1", "--data", "."), "does not go with --nodes in memory"),
         (("--objective", "ipo"), "'ipo' is not one of 'sft', 'pretrain', 'dpo', 'kto', 'reward', 'classify'"),

@@ -13,7 +13,7 @@ from cli.train import sample
 from tests.cli.conftest import Finetune
 
 TOKENS = 12
-TRAIN = ("--steps", 2, "--seq-len", 32, "--batch-size", 2, "--dtype", "fp32", "--lr", 0.03, "--unproven")
+TRAIN = ("--steps", 2, "--seq-len", 32, "--batch-size", 2, "--dtype", "fp32", "--lr", 0.03)
 SAMPLE = ("--sample", "Two and two", "--sample-tokens", TOKENS)
 LORA = ("--lora-rank", 4)
 
@@ -24,7 +24,7 @@ def trained(finetune: Finetune, checkpoint: Path, data: Path, *words: Any) -> st
     return outcome.out
 
 
-def expected(checkpoint: Path, kind: str, chat: bool = False) -> str:
+def expected(checkpoint: Path, kind: str, chat: bool = True) -> str:
     """Return what the run has to print, by a loop of its own over the saved model."""
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
     text = "<|start|><|turn|>user\nTwo and two\n<|turn|>assistant\n" if chat else "<|start|>Two and two"
@@ -71,18 +71,13 @@ def test_prints_what_the_saved_model_generates(
     assert not list(Path("out").glob("sample-*"))
 
 
-def test_a_chat_prompt_has_one_start(finetune: Finetune, checkpoint: Path, data: Path) -> None:
-    shown = trained(finetune, checkpoint, data, "--sample-chat")
-    assert expected(checkpoint, "full", chat=True) in shown
-
-
-def test_a_saved_run_is_sampled_later(finetune: Finetune, checkpoint: Path, data: Path) -> None:
-    """--temperature draws by --seed."""
-    drawn = [trained(finetune, checkpoint, data, "--temperature", 2)]
-    drawn += [trained(finetune, checkpoint, data, "--temperature", 2, "--resume", "--export") for _ in range(2)]
-    lines = [next(line for line in text.splitlines() if line.startswith("sample")) for text in drawn]
-    assert lines[0] == lines[1] == lines[2]
-    assert not expected(checkpoint, "full").startswith("\n" + lines[0])
+def test_without_a_chat_template_the_prompt_is_plain_text(finetune: Finetune, own_checkpoint: Path, data: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(own_checkpoint)
+    tokenizer.chat_template = None
+    tokenizer.save_pretrained(own_checkpoint)
+    (own_checkpoint / "chat_template.jinja").unlink(missing_ok=True)
+    shown = trained(finetune, own_checkpoint, data)
+    assert expected(own_checkpoint, "full", chat=False) in shown
 
 
 def test_a_failing_sample_does_not_fail_the_run(
