@@ -5,7 +5,7 @@ import hashlib
 import os
 import shutil
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
@@ -15,6 +15,7 @@ from cli.options.naming import naming
 from cli.options.objectives import Items
 from cli.options.settings import Settings, expand_pattern
 from common.data import Batches, DataConfig, PackedBatches, RandomBatches, open_data
+from common.data.files import find_files
 from common.data.images.batches import ImageBatches, any_images, open_image_data
 from common.data.images.encoding import load_processor
 from common.data.items.batches import ItemBatches
@@ -116,7 +117,7 @@ def token_cache(words: tuple[str, ...], output: Path, shared: bool) -> Path:
     return root / name
 
 
-def class_names(settings: Settings, seq_len: int, output: Path) -> list[str]:
+def class_names(settings: Settings, seq_len: int) -> list[str]:
     """Return the names of the classes in ``--data``.
 
     Raises:
@@ -126,7 +127,7 @@ def class_names(settings: Settings, seq_len: int, output: Path) -> list[str]:
         files = _expanded(tuple(file for files, _ in data_sets(settings.data) for file in files))
         columns = dict(pair.split("=", 1) for pair in settings.columns)
         config = DataConfig(files, seq_len, settings.batch_size, selection=RecordSelection(columns))
-        return labels_of_files(config, output / "data")
+        return labels_of_files(config)
 
 
 @dataclass(frozen=True)
@@ -174,9 +175,13 @@ class DataSource:
         if settings.eval_split is None:
             return None
         with naming("--eval-split"):
-            return self._open(_expanded(tuple(file for files, _ in data_sets(settings.data) for file in files)), True)
+            sets = [_expanded(files) for files, _ in data_sets(settings.data)]
+            sizes = tuple(len(find_files(files)) for files in sets) if len(sets) > 1 else ()
+            return self._open(tuple(file for files in sets for file in files), True, sizes)
 
-    def _open(self, files: tuple[str, ...], held_out: bool = False) -> PackedBatches | ImageBatches | ItemBatches:
+    def _open(
+        self, files: tuple[str, ...], held_out: bool = False, files_of_sets: tuple[int, ...] = ()
+    ) -> PackedBatches | ImageBatches | ItemBatches:
         settings, folder = self.settings, self.output / "data"
         config = DataConfig(
             files,
@@ -187,7 +192,7 @@ class DataSource:
             truncate=settings.truncate,
             packed=self.family.isolation is not None,
             labels_ahead=not self.family.shifts_labels,
-            selection=self._selection(held_out),
+            selection=replace(self._selection(held_out), files_of_sets=files_of_sets),
             every_token=settings.objective == "pretrain",
             vocab_size=self.config.get_text_config().vocab_size,
             drop_unseen=settings.drop_unseen,
@@ -196,7 +201,7 @@ class DataSource:
         if kind is not None:
             assert self.tokenizer is not None
             return open_items(kind, config, self.tokenizer, folder)
-        if any_images(config.files, folder):
+        if any_images(config.files):
             assert self.checkpoint is not None and self.tokenizer is not None
             if config.every_token:
                 raise UserError("--objective pretrain reads text, and the data hold images: leave it out.")

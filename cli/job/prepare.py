@@ -109,7 +109,7 @@ def prepare(settings: Settings) -> Job:
     _check_memory(settings, found)
     tokenizer = tokenizer_of(settings, checkpoint) if settings.data or settings.eval_data else None
     if checkpoint is not None and tokenizer is not None:
-        names = partial(class_names, settings, seq_len, output)
+        names = partial(class_names, settings, seq_len)
         checkpoint = with_head(settings, config, checkpoint, tokenizer, names, output)
         config = config if checkpoint == found.checkpoint else load_config(checkpoint)[0]
     text = config.get_text_config()

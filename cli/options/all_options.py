@@ -46,9 +46,9 @@ class DataSettings:
     """What it is trained and evaluated with, and how much of it in a step."""
 
     data: tuple[str, ...] = option((), "FILE...", patterns=True, modes=Mode.RUN)
-    """Files (.jsonl .json .csv .parquet .txt .arrow, also .gz), directories, quoted patterns, or data sets of a hub in
-    the local cache (owner/name, owner/name:split). FILE=0.7 gives each data set a weight: its part of all rows.
-    Default: random tokens."""
+    """Files (.jsonl .json .csv .tsv .parquet .txt .arrow, also .gz), directories (their train split, or
+    directory:split), quoted patterns, or data sets of a hub in the local cache (owner/name, owner/name:split).
+    FILE=0.7 gives each data set a weight: its part of all rows. Default: random tokens."""
     columns: tuple[str, ...] = option((), "NAME=COLUMN...", ParsedValue("column", check_column), modes=Mode.RUN)
     """Names for columns that are called otherwise: prompt=question completion=answer."""
     max_records: int | None = option(None, "N", POSITIVE, modes=Mode.RUN)
@@ -73,7 +73,7 @@ class DataSettings:
     eval_split: Share | None = option(
         None, "FRACTION", ParsedValue("fraction", Share.parse), excludes="eval_data", modes=Mode.RUN
     )
-    """Hold this part of the records of --data out for evaluation, instead of --eval-data: 2% or 0.02."""
+    """Hold this part of the records of each data set out for evaluation, instead of --eval-data: 2% or 0.02."""
     eval_every: int | None = option(None, "N", POSITIVE, modes=Mode.RUN)
     """Steps between further evaluations."""
 

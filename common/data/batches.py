@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -17,10 +18,11 @@ from common.activity import Activity, activity
 from common.data.counts import nothing_to_train
 from common.data.encoding.encoder import EncodedSegment, Encoder
 from common.data.encoding.fitting import RowFitter
-from common.data.files import find_files, is_text_file, read_records, reading
+from common.data.files import find_files
 from common.data.packed.order import draw_rows
 from common.data.packed.packing import TRAINED, Packer, Padder, cut_documents, first_lengths, unpack
 from common.data.packed.token_file import Header, TokenFile, cache_key, remove_unfinished, write_token_file
+from common.data.records import is_text_file
 from common.data.selection import RecordSelection
 from common.data.shapes import examples_of_records, examples_of_text_file
 from common.errors import UserError
@@ -255,14 +257,14 @@ def _build(
 ) -> None:
     seq_len, encoder = config.seq_len, config.encoder(tokenizer)
     header = Header(seq_len=seq_len, files=len(files), **encoder.fitting.tallies())
-    with write_token_file(path, header) as out, reading(path.parent) as scratch:
+    with write_token_file(path, header) as out:
 
         def write(row: np.ndarray) -> None:
             header.rows += 1
             out.add(row)
 
         packer = (Packer if config.packed else Padder)(seq_len, padding_id(tokenizer), write)
-        what, encoded = doing.what, _encode_files(files, encoder, scratch, config.selection)
+        what, encoded = doing.what, _encode_files(files, encoder, config.selection)
         for piece in cut_documents(_count_documents(encoded, header), seq_len):
             doing.what = f"{what}: {format_count(header.tokens)} tokens so far"
             trained = int(np.count_nonzero(piece & TRAINED))
@@ -279,20 +281,16 @@ def _build(
 
 def _return_free_memory() -> None:
     """Return to the system what reading and tokenizing used: allocators keep 100 MB and more for a next time."""
-    import pyarrow
-
-    pyarrow.default_memory_pool().release_unused()
+    if "pyarrow" in sys.modules:  # it has read tables
+        sys.modules["pyarrow"].default_memory_pool().release_unused()
     return_free_memory()
 
 
-def _encode_files(
-    files: list[Path], encoder: Encoder, scratch: Path, selection: RecordSelection
-) -> Iterator[EncodedSegment]:
+def _encode_files(files: list[Path], encoder: Encoder, selection: RecordSelection) -> Iterator[EncodedSegment]:
     """Encode the files in their order: each text file is one document, all others have records."""
     if any(map(is_text_file, files)):
         selection.check_whole_files()
-    taken = selection.of((str(file), record) for file in files for record in read_records(file, scratch))
-    for name, some in groupby(taken, lambda pair: pair[0]):
+    for name, some in groupby(selection.read(files), lambda pair: pair[0]):
         records = (record for _, record in some)
         is_text = is_text_file(Path(name))
         examples = (examples_of_text_file if is_text else examples_of_records)(records, name)

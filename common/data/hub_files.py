@@ -29,14 +29,12 @@ def hub_files(name: str) -> list[Path]:
     """
     import huggingface_hub
 
-    repository, *parts = name.split(":")
-    split = parts[-1] if parts else TRAIN
-    configuration = parts[0] if len(parts) == 2 else None
+    repository, configuration, split = _parsed(name)
     snapshot: str | None = None
     with contextlib.suppress(OSError, ValueError):  # not in the cache, or only a part of it
         snapshot = huggingface_hub.snapshot_download(repository, repo_type="dataset", local_files_only=True)
     if snapshot is not None:
-        return _files_of(name, snapshot, configuration, split)
+        return files_of_split(name, snapshot)
     prepared = _prepared(repository, configuration, split)
     if prepared:
         return prepared
@@ -49,23 +47,31 @@ def hub_files(name: str) -> list[Path]:
         snapshot = huggingface_hub.snapshot_download(repository, repo_type="dataset")
     except Exception as error:  # the network's, the hub's and the disk's errors
         raise UserError(f"The data set {repository!r} cannot be fetched: {type(error).__name__}: {error}") from error
-    return _files_of(name, snapshot, configuration, split)
+    return files_of_split(name, snapshot)
 
 
-def _files_of(name: str, snapshot: str, configuration: str | None, split: str) -> list[Path]:
-    """Return the files of a split, by the rules of ``datasets``.
+def _parsed(name: str) -> tuple[str, str | None, str]:
+    """Return what a name consists of: repository or directory, configuration, and split."""
+    repository, *parts = name.split(":")
+    return repository, parts[0] if len(parts) > 1 else None, parts[-1] if parts else TRAIN
+
+
+def files_of_split(name: str, directory: str) -> list[Path]:
+    """Return the files of the configuration and split in ``name`` of a data set in ``directory``, by the rules of
+    ``datasets``.
 
     Raises:
         UserError: it has none of that name.
     """
     import datasets
 
+    _, configuration, split = _parsed(name)
     try:
-        builder: Any = datasets.load_dataset_builder(snapshot, configuration)
+        builder: Any = datasets.load_dataset_builder(directory, configuration)
     except Exception as error:  # among them: there are several configurations, which its message names
         first = str(error).splitlines()[:2]
         raise UserError(
-            f"The data set {name!r} in {snapshot} cannot be read: {' '.join(first)} (NAME:CONFIGURATION:SPLIT chooses "
+            f"The data set {name!r} in {directory} cannot be read: {' '.join(first)} (NAME:CONFIGURATION:SPLIT chooses "
             "one.)"
         ) from error
     splits: dict[str, Sequence[str]] = {str(key): files for key, files in (builder.config.data_files or {}).items()}

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from common.data.fields import require_text, structured
-from common.data.files import DataRecord
 from common.data.messages import Message, has_text, messages_of, same_turns
+from common.data.records import DataRecord
 from common.errors import UserError
 
 SEGMENT_CHARACTERS = 1 << 17
@@ -103,7 +103,7 @@ def examples_of_text_file(lines: Iterable[DataRecord], file: str = "") -> Iterat
     for line in lines:
         if size >= SEGMENT_CHARACTERS:
             yield PlainText("", "".join(segment), begins, ends=False, where=where)
-            segment, size, begins, where = [], 0, False, f"{file}, {line.place}"
+            segment, size, begins, where = [], 0, False, f"{file}, {line.position}"
         segment.append(line.values["text"])
         size += len(line.values["text"])
     yield PlainText("", "".join(segment), begins, ends=True, where=where)

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cli.options.command import build_command
-from common.data.files import read_records, reading
+from common.data.records import read_records
 from common.errors import FinetuneError, UserError
 from common.files.presets import preset_files
 from common.models.checkpoint.shards import INDEX, Shards
@@ -144,26 +144,25 @@ LINE = '{"text": "hello"}\n'
 def test_a_broken_line_is_named(tmp_path: Path, bad: bytes, what: str) -> None:
     file = tmp_path / "data.jsonl"
     file.write_bytes(LINE.encode() * 2 + bad + b"\n" + LINE.encode())
-    with reading(tmp_path) as scratch, pytest.raises(UserError, match=what) as caught:
-        list(read_records(file, scratch))
+    with pytest.raises(UserError, match=what) as caught:
+        list(read_records(file))
     assert str(file) in str(caught.value)
 
 
 @settings(max_examples=30, deadline=None)
-@given(content=st.binary(max_size=80), kind=st.sampled_from([".jsonl", ".json", ".csv", ".txt", ".parquet"]))
+@given(content=st.binary(max_size=80), kind=st.sampled_from([".jsonl", ".json", ".csv", ".tsv", ".txt", ".parquet"]))
 def test_data_files_of_any_content_are_read_or_refused_by_name(place: Path, content: bytes, kind: str) -> None:
     file = place / f"data{kind}"
     file.write_bytes(content)
-    with reading(place) as scratch:
-        try:
-            records, said = [record.values for record in read_records(file, scratch)], str(file)
-        except UserError as error:
-            records, said = [], str(error)
+    try:
+        records, said = [record.values for record in read_records(file)], str(file)
+    except UserError as error:
+        records, said = [], str(error)
     assert str(file) in said and all(isinstance(record, dict) for record in records)
 
 
 @settings(max_examples=60, deadline=None)
-@given(data=st.data(), kind=st.sampled_from([".jsonl", ".json", ".csv", ".txt", ".parquet"]))
+@given(data=st.data(), kind=st.sampled_from([".jsonl", ".json", ".csv", ".tsv", ".txt", ".parquet"]))
 def test_damaged_data_files_are_read_or_refused_by_name(place: Path, data: st.DataObject, kind: str) -> None:
     """Good files, in which some bytes are others, missing, or too many."""
     file = place / f"good{kind}"
@@ -175,11 +174,10 @@ def test_damaged_data_files_are_read_or_refused_by_name(place: Path, data: st.Da
     start = data.draw(st.integers(0, len(content) - 1))
     length = data.draw(st.sampled_from([0, 1, 1, 8, len(content)]))
     file.write_bytes(content[:start] + data.draw(st.binary(max_size=4)) + content[start + length :])
-    with reading(place) as scratch:
-        try:
-            records, said = [record.values for record in read_records(file, scratch)], str(file)
-        except UserError as error:
-            records, said = [], str(error)
+    try:
+        records, said = [record.values for record in read_records(file)], str(file)
+    except UserError as error:
+        records, said = [], str(error)
     assert str(file) in said and all(isinstance(record, dict) for record in records)
 
 
@@ -257,7 +255,7 @@ def test_a_damaged_parquet_file_is_named_with_the_last_record_that_is_good(tmp_p
     content[place - 40 : place - 1] = bytes(39)
     file.write_bytes(content)
     seen: list[dict] = []
-    with reading(tmp_path) as scratch, pytest.raises(UserError, match=r"data\.parquet cannot be read") as caught:
-        seen.extend(record.values for record in read_records(file, scratch))
+    with pytest.raises(UserError, match=r"data\.parquet cannot be read") as caught:
+        seen.extend(record.values for record in read_records(file))
     assert seen == records[: len(seen)] and len(seen) < 4
     assert (f"after record {len(seen)}:" in str(caught.value)) == bool(seen)

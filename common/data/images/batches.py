@@ -21,11 +21,12 @@ from transformers import ProcessorMixin
 
 from common.data.batches import Batches, DataConfig, open_or_build, padding_id, rounded_width
 from common.data.counts import DataCounts, nothing_to_train
-from common.data.files import DataRecord, file_states, find_files, read_records, reading
+from common.data.files import file_states, find_files
 from common.data.images.content import has_images, with_images
 from common.data.images.encoding import ImageEncoder, ImageRow, processor_identity
 from common.data.packed.order import draw_rows
 from common.data.packed.token_file import tokenizer_identity
+from common.data.records import DataRecord, read_records
 from common.data.shapes import Chat, examples_of_records
 from common.errors import FinetuneError, UserError
 from common.files.atomic import file_when_complete
@@ -47,13 +48,10 @@ class _Header(DataCounts):
     """Number of tokens of the longest row."""
 
 
-def any_images(files: tuple[str, ...], scratch: Path) -> bool:
+def any_images(files: tuple[str, ...]) -> bool:
     """Return whether the data files hold conversations with images.
 
     The files are searched once; what was found is cached for as long as they stay as they are.
-
-    Args:
-        scratch: a directory, made if it is not there.
 
     Raises:
         UserError: a file is missing or cannot be read.
@@ -64,11 +62,7 @@ def any_images(files: tuple[str, ...], scratch: Path) -> bool:
     if cached is not None:
         return bool(cached["found"])
     suspects = [file for file in paths if _names_images(file)]
-    found = False
-    if suspects:
-        scratch.mkdir(parents=True, exist_ok=True)
-        with DirectoryLock([scratch], patience=math.inf), reading(scratch) as folder:
-            found = any(has_images(record.values) for file in suspects for record in read_records(file, folder))
+    found = any(has_images(record.values) for file in suspects for record in read_records(file))
     write_cached("images", key, _FORMAT_VERSION, found=found)
     return found
 
@@ -196,12 +190,9 @@ def _build(path: Path, files: list[Path], config: DataConfig, encoder: ImageEnco
     """Write the index file, which takes its name only when it is complete."""
     lines, seq_len = path.with_suffix(".lines"), config.seq_len
     try:
-        with described("writing", lines), lines.open("wb") as out, reading(path.parent) as scratch:
-            records = config.selection.of(
-                (str(file), record) for file in files for record in read_records(file, scratch)
-            )
+        with described("writing", lines), lines.open("wb") as out:
             header = _Header()
-            sizes = _write_rows(_rows(records, encoder, config, header), header, seq_len, out)
+            sizes = _write_rows(_rows(config.selection.read(files), encoder, config, header), header, seq_len, out)
         if not header.rows:
             raise UserError(nothing_to_train(files, header, header.changes(seq_len, config.truncate)))
         first = _line(asdict(header))

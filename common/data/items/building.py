@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from common.data.batches import DataConfig, open_or_build, padding_id
 from common.data.counts import nothing_to_train
 from common.data.encoding.encoder import EncodedSegment, Encoder
-from common.data.files import DataRecord, find_files, read_records, reading
+from common.data.files import find_files
 from common.data.items.batches import AnswerBatches, ClassBatches, ItemBatches, PairBatches
 from common.data.items.shapes import (
     Item,
@@ -28,6 +28,7 @@ from common.data.packed.token_file import (
     cache_key,
     write_token_file,
 )
+from common.data.records import DataRecord
 from common.data.shapes import Example, PlainText
 from common.errors import UserError
 
@@ -70,11 +71,9 @@ def class_kind(classes: dict[str, int], pad: int | None = None) -> ItemKind:
     return ItemKind("texts", ClassBatches, items, True, pad, tuple(classes.items()))
 
 
-def labels_of_files(config: DataConfig, cache_dir: Path) -> list[str]:
+def labels_of_files(config: DataConfig) -> list[str]:
     """Return the names of all classes that data have; see :func:`labels_of_records`."""
-    cache_dir.mkdir(parents=True, exist_ok=True)
-    with reading(cache_dir) as scratch:
-        return labels_of_records(_records(find_files(config.files), config, scratch))
+    return labels_of_records(config.selection.read(find_files(config.files)))
 
 
 def open_items(kind: ItemKind, config: DataConfig, tokenizer: PreTrainedTokenizerBase, cache_dir: Path) -> ItemBatches:
@@ -96,14 +95,10 @@ def open_items(kind: ItemKind, config: DataConfig, tokenizer: PreTrainedTokenize
     return open_or_build(lambda: kind.batches(TokenFile(path), config, kind.classifies), build, cache_dir)
 
 
-def _records(files: list[Path], config: DataConfig, scratch: Path) -> Records:
-    return config.selection.of((str(file), record) for file in files for record in read_records(file, scratch))
-
-
 def _build(kind: ItemKind, path: Path, files: list[Path], config: DataConfig, encoder: Encoder, pad: int) -> None:
     header = Header(seq_len=config.seq_len + 1, files=len(files), **encoder.fitting.tallies())
-    with write_token_file(path, header) as out, reading(path.parent) as scratch:
-        for item in kind.items(_records(files, config, scratch)):
+    with write_token_file(path, header) as out:
+        for item in kind.items(config.selection.read(files)):
             if not item.examples:
                 header.empty.add(0, item.where)
                 continue

@@ -1,13 +1,17 @@
 """What the command says and does about data that do not fit, and about what it exports."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoTokenizer
 
+from common.data import PackedBatches, open_data
+from common.data.packed.packing import ID_MASK
 from tests.cli.conftest import Finetune
 from tests.helpers.command.messages import check
 
@@ -87,3 +91,33 @@ def test_a_run_that_has_diverged_exports_nothing(finetune: Finetune, checkpoint:
     assert again.status == 0, again.err
     weights = load_file("out/model.safetensors").values()
     assert any(not torch.isfinite(value).all() for value in weights)
+
+
+def test_held_out_records_of_weighted_data_sets_are_not_trained_on(
+    finetune: Finetune, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts: list[str] = []
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+
+    def opened(*args: Any) -> PackedBatches:
+        batches = open_data(*args)
+        texts.append(tokenizer.decode((batches.words(range(batches.rows)) & ID_MASK).flatten().tolist()))
+        return batches
+
+    monkeypatch.setattr("cli.job.data.open_data", opened)
+    words, names = [], set()
+    for letter, count in (("a", 25), ("b", 40), ("c", 7)):
+        file = tmp_path / f"{letter}.jsonl"
+        file.write_text("".join(f'{{"text": "{letter}{number:03} and so on"}}\n' for number in range(count)))
+        names |= {f"{letter}{number:03}" for number in range(min(count, 30))}
+        words.append(f"{file}={count}")
+    command = ("--model", checkpoint, "--data", *words, *SMALL, "--no-save", "--max-records", 30)
+    done = finetune(*command, "--eval-split", "40%")
+    assert done.status == 0, done.err
+    *trained, held_out = (re.findall(r"[abc]\d{3}", text) for text in texts)
+    assert [len(part) for part in trained] == [15, 18, 5] and len(held_out) == 10 + 12 + 2
+    assert sorted([*held_out, *(name for part in trained for name in part)]) == sorted(names)
+
+    (tmp_path / "few.jsonl").write_text('{"text": "a"}\n{"text": "b"}\n')
+    few = finetune("--model", checkpoint, "--data", tmp_path / "few.jsonl", *SMALL, "--eval-split", "2%")
+    check(few, 2, "--eval-split 0.02 of 2 records leaves none to evaluate with")

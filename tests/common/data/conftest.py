@@ -69,9 +69,9 @@ def write_records(path: Path, records: list[dict[str, Any]]) -> str:
             path.write_text("".join(json.dumps(record) + "\n" for record in records))
         case ".json":
             path.write_text(json.dumps(records, indent=2))
-        case ".csv":
+        case ".csv" | ".tsv":
             with path.open("w", newline="") as file:
-                writer = csv.DictWriter(file, list(records[0]))
+                writer = csv.DictWriter(file, list(records[0]), delimiter="," if path.suffix == ".csv" else "\t")
                 writer.writeheader()
                 writer.writerows(records)
         case ".parquet":

@@ -254,7 +254,7 @@ def test_what_a_killed_process_left_is_removed_and_two_take_turns(
     corpus: str, tokenizer: PreTrainedTokenizerFast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cache = tmp_path / "cache"
-    (cache / ".datasets-abc").mkdir(parents=True)
+    cache.mkdir()
     (cache / "data-0123456789abcdef.tokens.tmp").touch()
     built: list[Path] = []
     real = common.data.batches._build

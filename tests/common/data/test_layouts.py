@@ -10,9 +10,9 @@ from transformers import PreTrainedTokenizerFast
 
 from common.data import DataConfig, open_data
 from common.data.encoding.encoder import Encoder
-from common.data.files import DataRecord
 from common.data.items.building import ItemKind, answer_kind, class_kind, open_items, pair_kind
 from common.data.items.shapes import answers_of_records, pairs_of_records
+from common.data.records import DataRecord
 from common.data.shapes import SEGMENT_CHARACTERS, examples_of_records
 from common.errors import UserError
 from common.files.presets import preset_files

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from common.data.files import DataRecord
 from common.data.messages import messages_of
+from common.data.records import DataRecord
 from common.data.shapes import Chat, examples_of_records
 from common.errors import UserError
 

@@ -9,7 +9,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from common.data.encoding.encoder import Encoder
-from common.data.files import DataRecord, read_records, reading
+from common.data.records import DataRecord, read_records
 from common.data.shapes import SEGMENT_CHARACTERS, Chat, Example, PlainText, examples_of_records, examples_of_text_file
 from common.errors import UserError
 from tests.common.data.conftest import (
@@ -209,16 +209,19 @@ def test_order_is_kept() -> None:
 
 
 def test_keys_of_other_records_do_not_reach_the_template(tmp_path: Path) -> None:
-    """In a table every message has the keys of all others; in JSON lines, null is what somebody wrote."""
+    """In a table every message has the keys of all others; in JSON, null is what somebody wrote."""
     template = "{% for m in messages %}{% for key, value in m.items() %}{{ key }}={{ value }};{% endfor %}{% endfor %}"
     tokenizer = make_tokenizer(template)
     call = {"function": {"name": "f", "arguments": {"x": 1, "y": None}}}
     message = {"role": "assistant", "content": "A", "name": None, "tool_calls": [call]}
     other = {"role": "assistant", "content": "B", "name": "n", "tool_calls": None}
-    for name, arguments in [("a.jsonl", "{'x': 1, 'y': None}"), ("a.json", "{'x': 1}"), ("a.parquet", "{'x': 1}")]:
+    for name, arguments in [
+        ("a.jsonl", "{'x': 1, 'y': None}"),
+        ("a.json", "{'x': 1, 'y': None}"),
+        ("a.parquet", "{'x': 1}"),
+    ]:
         path = Path(write_records(tmp_path / name, [{"messages": [message]}, {"messages": [other]}]))
-        with reading(tmp_path) as scratch:
-            [(first, _), (second, _)] = encode(tokenizer, *examples_of_records(read_records(path, scratch), name))
+        [(first, _), (second, _)] = encode(tokenizer, *examples_of_records(read_records(path), name))
         call_written = "{'function': {'name': 'f', 'arguments': " + arguments + "}}"
         assert sorted(first.split(";")) == [
             "", "content=A", "role=assistant", f"tool_calls=[{call_written}]",

@@ -152,9 +152,9 @@ def test_files_with_images_are_told_from_others(tmp_path: Path) -> None:
     pq.write_table(pa.Table.from_pylist([chat("hello", "x")]), tmp_path / "without.parquet")
     (tmp_path / "list.json").write_text(json.dumps([{**chat("<image>", "x"), "images": ["0.png"]}]))
     for name, found in {"with.jsonl": True, "with.parquet": True, "list.json": True, "without.parquet": False}.items():
-        assert any_images((str(tmp_path / name),), tmp_path / "scratch") is found, name
-    assert not any_images((str(without),), tmp_path / "scratch")
-    assert any_images((str(without), str(with_image)), tmp_path / "scratch")
+        assert any_images((str(tmp_path / name),)) is found, name
+    assert not any_images((str(without),))
+    assert any_images((str(without), str(with_image)))
 
 
 def test_a_checkpoint_without_a_processor_is_refused(tmp_path: Path) -> None:

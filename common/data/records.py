@@ -1,0 +1,291 @@
+"""Read the records of data files: a value means what its format and its column say, and nothing is guessed.
+
+JSON is parsed by the letter, record by record; fields of CSV are text; tables (Parquet, Arrow) have the types that they
+say. Files are read as streams, compressed ones too. What needs a whole file in memory: a ``.json`` file that is one
+list, and a file that is one line.
+"""
+
+import bz2
+import csv
+import gzip
+import io
+import itertools
+import json
+import lzma
+import re
+import sys
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+from common.data.fields import JSON, check_characters, parse_json
+from common.errors import UserError
+
+RECORDS_PER_READ = 256
+"""Rows of a table that are converted at once."""
+
+_BOM = b"\xef\xbb\xbf"
+_SPACE = re.compile(r"[ \t\r\n]*")
+
+
+class DataRecord(NamedTuple):
+    """One record of a data file."""
+
+    values: dict[str, Any]
+    """Values by column."""
+    position: str
+    """Where it is in the file: ``line 7``, ``line 7, record 2``, or ``record 7`` where there are no lines."""
+
+
+def extension_of(path: Path) -> str:
+    """Return the extension that says what a data file holds: ``.jsonl`` of ``chats.jsonl.gz``."""
+    compressed = path.suffix.lower() in COMPRESSIONS
+    return (path.with_suffix("") if compressed else path).suffix.lower()
+
+
+def is_text_file(path: Path) -> bool:
+    """Return whether a data file is one document, without records."""
+    return extension_of(path) == ".txt"
+
+
+def read_records(path: Path) -> Iterator[DataRecord]:
+    """Read the records of one file, in order. A text file gives a record per line, line break included, as ``text``.
+
+    Blank lines between records hold none. Every value of a CSV file is a string, exactly as written, line breaks
+    included. In tables all records have the keys of all others, within their values too: those without a value are
+    taken away there. In JSON, null is what was written.
+
+    Raises:
+        UserError: the file cannot be read, or is not what its extension says; names the file and, but for tables, the
+            line.
+    """
+    count = 0
+    if path.stat().st_size == 0:  # no table, but no error either
+        return
+    try:
+        with _open(path) as file:
+            for record in READERS[extension_of(path)](path, file):
+                yield record
+                count += 1
+    except (ValueError, OSError, EOFError, zlib.error, lzma.LZMAError) as error:
+        raise UserError(f"{path} cannot be read{f' after record {count:,}' if count else ''}: {error}") from error
+
+
+def _open(path: Path) -> IO[bytes]:
+    opener = COMPRESSIONS.get(path.suffix.lower())
+    return path.open("rb") if opener is None else opener(path)
+
+
+def _open_zstandard(path: Path) -> IO[bytes]:
+    import pyarrow
+
+    return io.BufferedReader(pyarrow.input_stream(str(path), compression="zstd"))
+
+
+def _lines(path: Path, file: Iterable[bytes]) -> Iterator[str]:
+    """Return the lines of a file, with their line breaks; only a line feed ends one."""
+    for number, line in enumerate(file, 1):
+        yield _decoded(path, line.removeprefix(_BOM) if number == 1 else line, number)
+
+
+def _decoded(path: Path, data: bytes, first_line: int) -> str:
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        line = first_line + data.count(b"\n", 0, error.start)
+        raise UserError(f"{path}, line {line}, is not UTF-8 text: {error}.") from error
+
+
+def _read_text(path: Path, file: IO[bytes]) -> Iterator[DataRecord]:
+    for number, line in enumerate(_lines(path, file), 1):
+        yield DataRecord({"text": line}, f"line {number}")
+
+
+def _read_json_lines(path: Path, file: Iterable[bytes]) -> Iterator[DataRecord]:
+    for number, line in enumerate(_lines(path, file), 1):
+        if line.strip():
+            try:
+                yield _record(path, f"line {number}", parse_json(line))
+            except (ValueError, RecursionError) as error:
+                raise _not_json(path, number, error, line) from error
+
+
+def _read_json(path: Path, file: IO[bytes]) -> Iterator[DataRecord]:
+    """Read a list of objects, one object, or an object per line."""
+    head: list[bytes] = []
+    for line in file:
+        head.append(line)
+        if first := line.removeprefix(_BOM).strip():
+            break
+    else:
+        return
+    lines = itertools.chain(head, file)
+    if not first.startswith(b"[") and _is_json(first):
+        yield from _read_json_lines(path, lines)
+        return
+    text = _decoded(path, b"".join(lines).removeprefix(_BOM), 1)
+    for number, (row, value) in enumerate(_values(path, text), 1):
+        yield _record(path, f"line {row}, record {number}", value)
+
+
+def _is_json(line: bytes) -> bool:
+    try:
+        parse_json(line.decode())
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+def _values(path: Path, text: str) -> Iterator[tuple[int, Any]]:
+    """Return the values of a JSON list, or the value that is no list, each with its line; one is parsed at a time."""
+    at, line, counted = _after_space(text, 0), 1, 0
+    is_list = text.startswith("[", at)
+    at = _after_space(text, at + 1) if is_list else at
+    more = at < len(text) and not (is_list and text.startswith("]", at))
+    try:
+        while more:
+            line, counted = line + text.count("\n", counted, at), at
+            value, stop = JSON.raw_decode(text, at)
+            check_characters(text[at:stop], value)
+            yield line, value
+            at = _after_space(text, stop)
+            more = is_list and text.startswith(",", at)
+            at = _after_space(text, at + 1) if more else at
+        if is_list and not text.startswith("]", at):
+            raise json.JSONDecodeError("Expecting ',' or ']'", text, at)
+        at = _after_space(text, at + is_list)
+        if at < len(text):
+            raise json.JSONDecodeError("Extra data", text, at)
+    except json.JSONDecodeError as error:
+        raise _not_json(path, error.lineno, error, text.split("\n", error.lineno)[error.lineno - 1]) from error
+    except (ValueError, RecursionError) as error:
+        raise _not_json(path, line, error, text[at : at + 200]) from error
+
+
+def _after_space(text: str, at: int) -> int:
+    return _SPACE.match(text, at).end()  # type: ignore[union-attr]
+
+
+def _record(path: Path, position: str, value: Any) -> DataRecord:
+    if not isinstance(value, dict):
+        shown = _shown(json.dumps(value))
+        raise UserError(f'{path}, {position}: expected an object such as {{"text": "..."}}, found {shown}')
+    return DataRecord(value, position)
+
+
+def _not_json(path: Path, line: int, error: Exception, text: str) -> UserError:
+    what = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error)
+    return UserError(f"{path}, line {line} is not JSON ({what}): {_shown(text)}")
+
+
+def _shown(text: str) -> str:
+    text = text.strip()
+    return text if len(text) < 80 else text[:80] + "..."
+
+
+def _read_csv(path: Path, file: IO[bytes]) -> Iterator[DataRecord]:
+    csv.field_size_limit(sys.maxsize)
+    delimiter = "\t" if extension_of(path) == ".tsv" else ","
+    rows = csv.reader(_lines(path, file), delimiter=delimiter, strict=True)
+    names: list[str] = []
+    while True:
+        line = rows.line_num + 1
+        try:
+            row = next(rows, None)
+        except csv.Error as error:
+            raise UserError(
+                f"{path}, line {line}: a field is not quoted as CSV has it ({error}). Quote a text that holds quotes "
+                'or line breaks, and double the quotes within: "She said ""yes""."'
+            ) from error
+        if row is None:
+            return
+        if not row:
+            continue
+        if not names:
+            names = row
+            _check_names(path, names)
+        elif len(row) != len(names):
+            raise UserError(
+                f"{path}, line {line} has {len(row)} fields, and the header names {len(names)} ({', '.join(names)}). "
+                f"Quote a text that holds a {'tab' if delimiter == chr(9) else 'comma'}."
+            )
+        else:
+            yield DataRecord(dict(zip(names, row, strict=True)), f"line {line}")
+
+
+def _check_names(path: Path, names: Sequence[str]) -> None:
+    repeated = sorted({name for name in names if names.count(name) > 1})
+    if repeated:
+        raise UserError(f"{path} has more than one column {repeated[0]!r}: {', '.join(names)}.")
+
+
+def _read_parquet(path: Path, file: IO[bytes]) -> Iterator[DataRecord]:
+    import pyarrow.parquet as parquet
+
+    yield from _rows(path, lambda: parquet.ParquetFile(file, buffer_size=1 << 20).iter_batches(RECORDS_PER_READ))
+
+
+def _read_arrow(path: Path, file: IO[bytes]) -> Iterator[DataRecord]:
+    import pyarrow
+
+    def batches() -> Iterator[Any]:
+        if file.read(6) == b"ARROW1":
+            whole = pyarrow.ipc.open_file(file)
+            return (whole.get_batch(number) for number in range(whole.num_record_batches))
+        file.seek(0)
+        return iter(pyarrow.ipc.open_stream(file))
+
+    yield from _rows(path, batches)
+
+
+def _rows(path: Path, batches: Callable[[], Iterator[Any]]) -> Iterator[DataRecord]:
+    """Return the rows of a table's batches."""
+    import pyarrow
+
+    number = 0
+    try:
+        for batch in batches():
+            _check_names(path, batch.schema.names)
+            for start in range(0, len(batch), RECORDS_PER_READ):
+                for row in batch.slice(start, RECORDS_PER_READ).to_pylist():
+                    number += 1
+                    yield DataRecord(
+                        {column.name: _value(row[column.name], column.type) for column in batch.schema},
+                        f"record {number}",
+                    )
+    except (pyarrow.ArrowException, RecursionError) as error:
+        raise ValueError(str(error)) from error
+
+
+def _value(value: Any, kind: Any) -> Any:
+    """Return a value of an Arrow type: JSON is parsed, and objects lose the keys that have no value."""
+    import pyarrow
+
+    if isinstance(value, list) and hasattr(kind, "value_type"):
+        return [_value(item, kind.value_type) for item in value]
+    if isinstance(value, dict) and pyarrow.types.is_struct(kind):
+        return {part.name: _value(value[part.name], part.type) for part in kind if value[part.name] is not None}
+    return parse_json(value) if isinstance(value, str) and isinstance(kind, pyarrow.JsonType) else value
+
+
+READERS: dict[str, Callable[[Path, IO[bytes]], Iterator[DataRecord]]] = {
+    ".jsonl": _read_json_lines,
+    ".json": _read_json,
+    ".csv": _read_csv,
+    ".tsv": _read_csv,
+    ".parquet": _read_parquet,
+    ".txt": _read_text,
+    ".arrow": _read_arrow,  # as save_to_disk of datasets leaves them in a directory
+}
+"""Functions that read a data file, by its extension."""
+
+COMPRESSIONS: dict[str, Callable[[Path], Any]] = {
+    ".gz": gzip.open,
+    ".bz2": bz2.open,
+    ".xz": lzma.open,
+    ".zst": _open_zstandard,
+}
+"""Functions that open a compressed file, by the extension after the data file's."""
+
+KNOWN_EXTENSIONS = f"{', '.join(READERS)} (and {', '.join(COMPRESSIONS)} after them)"
