@@ -10,11 +10,13 @@ from pathlib import Path
 
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
+from cli.job.resumed import template_date
 from cli.options.data_words import data_sets
 from cli.options.naming import naming
 from cli.options.objectives import Items
 from cli.options.settings import Settings, expand_pattern
 from common.data import Batches, DataConfig, PackedBatches, RandomBatches, open_data
+from common.data.encoding.dates import dated
 from common.data.files import find_files
 from common.data.images.batches import ImageBatches, any_images, open_image_data
 from common.data.images.encoding import load_processor
@@ -61,6 +63,7 @@ def tokenizer_of(settings: Settings, checkpoint: Path | None, option: str = "--d
         ) from error
     if settings.chat_template is not None:
         tokenizer.chat_template = chat_template_named(settings.chat_template)
+    tokenizer.chat_template = dated(tokenizer.chat_template, template_date(settings))
     return tokenizer
 
 
@@ -212,6 +215,7 @@ class DataSource:
             processor = load_processor(self.checkpoint)
             if settings.chat_template is not None:
                 processor.chat_template = chat_template_named(settings.chat_template)
+            processor.chat_template = dated(processor.chat_template, template_date(settings))
             return open_image_data(config, processor, self.output / "data")
         assert self.tokenizer is not None
         return open_data(config, self.tokenizer, token_cache(files, self.output, settings.nodes is not None))

@@ -1,6 +1,7 @@
 """A run that can begin, with everything that was chosen and opened for it."""
 
 from dataclasses import dataclass
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from fuyou.layout.record import Precision
 
 # Key in :attr:`Job.fixed_settings` that says whether records longer than a row are cut or left out.
 LONG_RECORDS = "long records"
+TEMPLATE_DATE = "date in chat templates"  # Key in :attr:`Job.fixed_settings` of the day that chat templates write
 ADAPTERS = "adapters"  # Key in :attr:`Job.fixed_settings` that says which adapters are trained
 ADAPTER = "--adapter"  # Key in :attr:`Job.fixed_settings` that says which adapters training has begun with
 
@@ -51,6 +53,7 @@ class Job:
     held_out: Batches | None = None  # Data to evaluate with, in a fixed order; None: no evaluation
     frozen_parameters: int = 0  # Parameters in vision towers that stay frozen while all other weights are trained
     task_type: TaskType = TaskType.CAUSAL_LM  # Task that the model's head is for
+    template_date: date | None = None  # Day that chat templates write; None: there are no data
     quantised: QuantisedStore | None = None  # The store where frozen weights are kept in fewer bits; None: they are not
 
     @property
@@ -101,6 +104,7 @@ class Job:
         settings, rate = self.settings, self.learning_rate
         return {
             **({LONG_RECORDS: "--truncate" if settings.truncate else "--drop-long"} if settings.data else {}),
+            **({TEMPLATE_DATE: str(self.template_date)} if self.template_date is not None else {}),
             "--data": self.data_key,
             "--seq-len": self.seq_len,
             "--batch-size": settings.batch_size,

@@ -18,7 +18,7 @@ from cli.job.head import check_head, with_head
 from cli.job.hub import check_push
 from cli.job.job import Job, QuantisedStore
 from cli.job.machine import sequence_length, training_of
-from cli.job.resumed import check_there_is_one
+from cli.job.resumed import check_there_is_one, template_date
 from cli.options.adapters import ADAPTER_CONFIG, peft_config_of, towers_of, trainable_parameters
 from cli.options.computing_dtype import with_dtype
 from cli.options.data_words import data_sets
@@ -146,6 +146,7 @@ def prepare(settings: Settings) -> Job:
         held_out=data.held_out(),
         frozen_parameters=frozen_parameters,
         task_type=task_type,
+        template_date=None if tokenizer is None else template_date(settings),
         quantised=_quantised(settings, found) if _keeps_fewer_bits(settings, checkpoint) else None,
     )
     if settings.save:

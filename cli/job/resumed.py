@@ -3,10 +3,11 @@
 import contextlib
 from collections.abc import Mapping
 from dataclasses import replace
+from datetime import date
 from pathlib import Path
 from typing import Any
 
-from cli.job.job import ADAPTER, ADAPTERS, LONG_RECORDS
+from cli.job.job import ADAPTER, ADAPTERS, LONG_RECORDS, TEMPLATE_DATE
 from cli.options.adapters import adapter_digest
 from cli.options.removed import did_nothing, instead_of
 from cli.options.settings import COMMITS, Settings
@@ -80,6 +81,12 @@ def check_there_is_one(settings: Settings) -> None:
 def _parts(folder: Path) -> list[Path]:
     """Return a run's folder, and those beside it in which a move to other drives was interrupted."""
     return [folder, *folder.parent.glob(f"{folder.name}.*")]
+
+
+def template_date(settings: Settings) -> date:
+    """Return the day that chat templates write: the first of the run, so that resumed runs see the same data."""
+    run = ((committed(settings) if settings.resume else None) or {}).get("user", {}).get("run", {})
+    return date.fromisoformat(run[TEMPLATE_DATE]) if TEMPLATE_DATE in run else date.today()
 
 
 def known_before_data(settings: Settings) -> dict[str, Any]:

@@ -3,12 +3,12 @@
 from collections.abc import Collection
 from typing import Any, Protocol
 
-from cli.job.job import ADAPTERS, LONG_RECORDS, Job
+from cli.job.job import ADAPTERS, LONG_RECORDS, TEMPLATE_DATE, Job
 from cli.job.resumed import check_same
 from common.errors import UserError
 from common.units import counted
 
-_OPTIONAL = (LONG_RECORDS, ADAPTERS, "--min-lr")
+_OPTIONAL = (LONG_RECORDS, TEMPLATE_DATE, ADAPTERS, "--min-lr")
 """Settings that runs of earlier versions did not note."""
 
 

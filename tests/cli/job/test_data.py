@@ -2,6 +2,7 @@
 
 import json
 import re
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -121,3 +122,27 @@ def test_held_out_records_of_weighted_data_sets_are_not_trained_on(
     (tmp_path / "few.jsonl").write_text('{"text": "a"}\n{"text": "b"}\n')
     few = finetune("--model", checkpoint, "--data", tmp_path / "few.jsonl", *SMALL, "--eval-split", "2%")
     check(few, 2, "--eval-split 0.02 of 2 records leaves none to evaluate with")
+
+
+def test_a_template_with_the_date_writes_the_runs_first_day_for_good(
+    finetune: Finetune, own_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On another day, and with tokens that have to be made again, the data are the same."""
+    (own_checkpoint / "chat_template.jinja").write_text(
+        "{{ strftime_now('%d %b %Y') }}{% for m in messages %}\n{{ m['role'] }} {{ m['content'] }}{% endfor %}"
+    )
+    file = write(tmp_path / "chats.jsonl", SHORT)
+    command = ("--model", own_checkpoint, "--data", file, *SMALL, "--schedule", "constant", "--output", "out")
+
+    class Day(date):
+        today = classmethod(lambda cls: cls(2024, 7, cls.number))  # type: ignore[assignment]
+        number = 26
+
+    monkeypatch.setattr("cli.job.resumed.date", Day)
+    assert finetune(*command).status == 0
+    Day.number = 27
+    monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path / "other"))
+    resumed = finetune(*command, "--steps", 2, "--resume")
+    assert resumed.status == 0, resumed.err
+    shown = [finetune(*command, "--show-data", 1, *words).out for words in (("--overwrite",), ("--resume",))]
+    assert [("26 Jul 2024" in out, "27 Jul 2024" in out) for out in shown] == [(False, True), (True, False)]
