@@ -7,7 +7,6 @@ and the names of its images, which stay where they are.
 import contextlib
 import hashlib
 import json
-import math
 import shutil
 import zlib
 from collections.abc import Iterator
@@ -32,7 +31,6 @@ from common.errors import FinetuneError, UserError
 from common.files.atomic import file_when_complete
 from common.files.result_cache import read_cached, write_cached
 from common.store.errors import described
-from common.store.lock import DirectoryLock
 from common.units import format_count
 
 _FORMAT_VERSION = 2
