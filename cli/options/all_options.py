@@ -132,8 +132,8 @@ class ClusterSettings:
     leaf_switch: str | None = option(None, "NAME", modes=Mode.NODES, only=Only.NODES | Only.IN_MEMORY, may_differ=True)
     """This node's leaf switch: nodes under the same one get numbers in a row. Default: as Slurm's tree topology or
     --cluster FILE say."""
-    node_timeout: int = option(300, "SECONDS", POSITIVE, modes=Mode.NODES, only=Only.NODES, may_differ=True)
-    """How long to wait for a node that does not come or no longer answers."""
+    node_timeout: int = option(1800, "SECONDS", POSITIVE, modes=Mode.NODES, only=Only.NODES, may_differ=True)
+    """How long to wait for a node that does not come, and in a collective for a rank that does not answer."""
     max_restarts: int = option(3, "N", COUNT, modes=Mode.NODES, only=Only.NODES)
     """How often to start again from the last commit after a rank is lost."""
     # Which strategies there are is checked where they are known: that takes long to import.

@@ -11,7 +11,6 @@ import os
 import socket
 import weakref
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from typing import Literal
 
 import torch
@@ -19,6 +18,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from common.communication.object_collectives import all_gather_object
+from common.communication.timeouts import timeout_of
 from common.errors import FinetuneError, UserError
 from fcdp.strategy.links import linked_gpus
 from fcdp.strategy.mesh import Levels
@@ -187,7 +187,7 @@ class Topology:
             # Every rank makes the group of its own line only: ranks that do not take part know nothing of it.
             found = dist.new_group(
                 [self.ranks[place] for place in axis.line(self.rank)],
-                timeout=_timeout_of(self.mesh.get_group(), self.device),
+                timeout=timeout_of(self.mesh.get_group(), self.device),
                 use_local_synchronization=True,
                 group_desc=f"fcdp_{purpose}_{axis.size}_ranks_{axis.stride}_apart",
             )
@@ -259,16 +259,6 @@ def _node_name() -> str:
     if "SLURM_NODEID" in os.environ:
         return f"node {os.environ['SLURM_NODEID']}"
     return socket.gethostname()
-
-
-def _timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta | None:
-    """Return the timeout of ``group``, which groups made from it would not have by themselves; None: it has none, as
-    backends written in Python."""
-    try:
-        timeout: timedelta = group._get_backend(device).options._timeout
-    except (RuntimeError, AttributeError):
-        return None
-    return timeout
 
 
 def _agree(numbers: tuple[int, ...], group: dist.ProcessGroup | None = None) -> None:

@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from common.communication.object_collectives import all_gather_object
 from common.communication.point_to_point import start_exchange
+from common.communication.timeouts import timeout_of
 from fuyou.layout.share import Share
 
 
@@ -27,8 +28,9 @@ class Agreement:
         self._group: dist.ProcessGroup | None = None
         self._commits: dist.ProcessGroup | None = None
         if not self.is_alone:
-            self._group = dist.new_group(backend="gloo", group_desc="fuyou_agreement")
-            self._commits = dist.new_group(backend="gloo", group_desc="fuyou_commits")
+            timeout = timeout_of(dist.distributed_c10d._get_default_group(), torch.device("cpu"))
+            self._group = dist.new_group(backend="gloo", timeout=timeout, group_desc="fuyou_agreement")
+            self._commits = dist.new_group(backend="gloo", timeout=timeout, group_desc="fuyou_commits")
 
     @property
     def is_alone(self) -> bool:
