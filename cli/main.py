@@ -6,6 +6,7 @@
 
 import contextlib
 import gc
+import os
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
@@ -19,10 +20,12 @@ from cli.options.modes import mode_of, refuse_unread
 from cli.options.option import WRITTEN, GroupedOption, Mode
 from cli.options.settings import Settings
 from cli.report.heartbeat import Heartbeat
-from cli.train.interrupts import Interrupts, Stopped
+from cli.train.interrupts import STATUS, Interrupts, Stopped
+from cli.train.ranks.process import AGENT, Outcome, RankProcess, is_lost_contact
 from common.activity import activity
 from common.errors import FinetuneError, UserError, on_one_line
 from common.hub import stay_offline
+from common.units import counted
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -35,40 +38,65 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit status.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
-    debug = "--debug" in arguments
-    interrupts = Interrupts(ends_process=argv is None)
+    rank = RankProcess() if argv is None and AGENT in os.environ else None
     named_flags, FinetuneError.names_flags = FinetuneError.names_flags, True
-
-    def run(**options: Any) -> int:
-        nonlocal debug
-        debug = options["debug"]  # a file may say so, too
-        return _run(interrupts, tuple(arguments), **options)
-
     try:
-        with Heartbeat(), interrupts:
-            status = build_command(run).main(arguments, prog_name="finetune", standalone_mode=False)
-        return status if isinstance(status, int) else 0
-    except click.ClickException as error:
-        return _fail(f"{error.format_message()} (finetune --help lists all options)", 2)
-    except Stopped as stopped:
-        _say(f"\n{stopped}")
-        return interrupts.status(stopped)
-    except (KeyboardInterrupt, click.Abort):
-        _say("\nstopped before training began.")
-        return interrupts.status()
-    except FinetuneError as error:
-        return _fail(" ".join([str(error), *getattr(error, "__notes__", [])]), error.exit_status, debug)
-    except Exception as error:
-        notes = [] if debug else ["Run again with --debug for the traceback."]
-        notes += getattr(error, "__notes__", [])
-        return _fail(" ".join([f"{type(error).__name__}: {_one_line(error)}.", *notes]), 1, debug)
+        outcome = _outcome(arguments, rank, Interrupts(ends_process=argv is None))
     finally:
         FinetuneError.names_flags = named_flags
         if argv is None:
             gc.freeze()  # the interpreter's last search for garbage takes a second, and the process ends anyway
+    if rank is not None:
+        rank.end(outcome)
+    if outcome.message:
+        with contextlib.suppress(OSError):  # the terminal may be gone
+            start = "\n" if outcome.status in STATUS.values() else "finetune: error: "
+            print(f"{start}{outcome.message}", file=sys.stderr, flush=True)
+    return outcome.status
 
 
-def _run(interrupts: Interrupts, arguments: tuple[str, ...], **options: Any) -> int:
+def _outcome(arguments: list[str], rank: RankProcess | None, interrupts: Interrupts) -> Outcome:
+    """Run a command line, as one of several ranks or alone, to its exit status and message."""
+    debug = "--debug" in arguments
+
+    def run(**options: Any) -> int:
+        nonlocal debug
+        debug = options["debug"]  # a file may say so, too
+        return _run(interrupts, rank, tuple(arguments), **options)
+
+    try:
+        with contextlib.ExitStack() as stack:
+            if rank is None or rank.is_rank0:
+                stack.enter_context(Heartbeat())
+            if rank is None:
+                stack.enter_context(interrupts)
+            elif rank.stopping:
+                raise KeyboardInterrupt
+            status = build_command(run).main(arguments, prog_name="finetune", standalone_mode=False)
+        return Outcome(status if isinstance(status, int) else 0)
+    except click.ClickException as error:
+        return Outcome(2, f"{error.format_message()} (finetune --help lists all options)")
+    except Stopped as stopped:
+        return Outcome(interrupts.status(stopped), str(stopped))
+    except (KeyboardInterrupt, click.Abort):
+        return Outcome(interrupts.status(), "stopped before training began.")
+    except FinetuneError as error:
+        if debug:
+            traceback.print_exc()
+        return Outcome(error.exit_status, " ".join([str(error), *getattr(error, "__notes__", [])]))
+    except Exception as error:
+        if debug:
+            traceback.print_exc()
+        if rank is not None and is_lost_contact(error):
+            rank.lose(error)
+        notes = [] if debug else ["Run again with --debug for the traceback."]
+        if rank is not None and type(error).__name__ == "OutOfMemoryError":
+            notes = ["A smaller --micro-batch, a lower --device-cache-threshold or more ranks take less memory."]
+        text = on_one_line(error).removesuffix(".") or "no message"
+        return Outcome(1, " ".join([f"{type(error).__name__}: {text}.", *notes, *getattr(error, "__notes__", [])]))
+
+
+def _run(interrupts: Interrupts, rank: RankProcess | None, arguments: tuple[str, ...], **options: Any) -> int:
     context = click.get_current_context()
     mode = mode_of(options)
     given = _given_options(context)
@@ -101,8 +129,10 @@ def _run(interrupts: Interrupts, arguments: tuple[str, ...], **options: Any) -> 
             from cli.plan.out_of_core import run_plan
 
             return run_plan(settings)
+    elif rank is not None and settings.nodes != rank.nodes:
+        raise UserError(f"torchrun has started the ranks of {counted(rank.nodes, 'node')}: give --nodes {rank.nodes}.")
     elif settings.nodes is not None:
-        _launch(settings, trains=mode is Mode.TRAIN)
+        _run_on_nodes(settings, rank, trains=mode is Mode.TRAIN)
     elif mode is Mode.PROFILE:
         with activity("measuring this machine with the model", announced=True):
             from cli.inspect.profile import run_profile
@@ -113,14 +143,22 @@ def _run(interrupts: Interrupts, arguments: tuple[str, ...], **options: Any) -> 
     return 0
 
 
-def _launch(settings: Settings, trains: bool) -> None:
-    """Run on several nodes or ranks."""
-    from cli.job.resumed import decided
-    from cli.launch.launcher import launch
-
+def _run_on_nodes(settings: Settings, rank: RankProcess | None, trains: bool) -> None:
+    """Launch the ranks of this node, or be one of them."""
     if settings.show_data is not None:
         raise UserError("--show-data needs no nodes: leave --nodes out.")
-    launch(decided(settings), trains=trains)
+    if rank is None:
+        from cli.launch.launcher import launch
+
+        launch(settings, trains=trains)
+    elif trains:
+        from cli.train.ranks.run import train_rank
+
+        train_rank(settings, rank)
+    else:
+        from cli.inspect.profile_cluster import profile
+
+        profile(settings, rank)
 
 
 def _train(settings: Settings, interrupts: Interrupts) -> None:
@@ -177,25 +215,6 @@ def _given_options(context: click.Context) -> list[GroupedOption]:
         if source is not ParameterSource.DEFAULT and not is_default:
             given.append(options[name])
     return given
-
-
-def _say(message: str) -> None:
-    """Print a message for people; their terminal may be gone."""
-    with contextlib.suppress(OSError):
-        print(message, file=sys.stderr, flush=True)
-
-
-def _fail(message: str, status: int, debug: bool = False) -> int:
-    """Print one message, after the traceback with ``debug``, and return the exit status."""
-    if debug:
-        traceback.print_exc()
-    _say(f"finetune: error: {message}")
-    return status
-
-
-def _one_line(error: BaseException) -> str:
-    """Return an exception's text on one line, without its last full stop."""
-    return on_one_line(error).removesuffix(".") or "no message"
 
 
 if __name__ == "__main__":

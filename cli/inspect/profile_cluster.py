@@ -12,8 +12,8 @@ from cli.job.quiet import quiet_transformers
 from cli.job.strategy import PROFILE
 from cli.options.computing_dtype import with_dtype_of_all
 from cli.options.settings import Settings
-from cli.train.ranks.liveness import RankProcess
 from cli.train.ranks.meeting import device_of, meet
+from cli.train.ranks.process import RankProcess
 from common.models.presets import load_config
 from common.units import format_bytes, format_seconds
 from fcdp.planner.rates import MeasuredRates
@@ -47,7 +47,6 @@ def profile(settings: Settings, rank: RankProcess) -> None:
     if rank.is_rank0:
         print("\n".join(table(measured)))
         print(f"Kept in {path}. To plan with it: finetune --plan --cluster {_shortest(path)} --model {settings.model}")
-    rank.disconnect()
     dist.barrier()
     topology.close()
     dist.destroy_process_group()

@@ -1,1 +1,1 @@
-"""Starting the ranks of a node and ending them together: the launcher, and the entry point of a rank."""
+"""Start the ranks of a node, on torchrun's elastic agent."""

@@ -106,8 +106,8 @@ class Process(Protocol):
     """Whether this process reports for all."""
     world_size: int
     """Ranks that train together."""
-    restarts: int
-    """How often the launcher has started the ranks again."""
+    restarted: bool
+    """Whether the ranks were started again after one was lost."""
 
     def enter(self, where: str) -> None:
         """Note how far the run has come, for messages.
@@ -135,7 +135,7 @@ def train(job: Job, trainer: Trainer, process: Process) -> Measurements:
         UserError, FinetuneError: a batch or a step failed.
     """
     if process.is_rank0 and trainer.is_resumed:
-        _print_resumed(job, trainer.model.step_count, process.restarts)
+        _print_resumed(job, trainer.model.step_count, process.restarted)
     process.enter("before the first step")
     with activity("preparing the first step"):
         trainer.prepare()
@@ -296,9 +296,9 @@ def _export(job: Job, trainer: Trainer, is_rank0: bool) -> None:
         print(push(job), flush=True)
 
 
-def _print_resumed(job: Job, step_count: int, restarts: int) -> None:
-    """Print from where a run goes on, and how often its launcher has started it again."""
-    after = f" (start {restarts + 1}: a rank was lost)" if restarts else ""
+def _print_resumed(job: Job, step_count: int, restarted: bool) -> None:
+    """Print from where a run continues, and whether that is a restart."""
+    after = " (restarted: a rank was lost)" if restarted else ""
     print(f"resume   after step {step_count:,} of {job.steps:,}{after}", flush=True)
 
 

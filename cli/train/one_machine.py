@@ -26,7 +26,7 @@ class SingleProcess:
     interrupts: Interrupts
     is_rank0: bool = True
     world_size: int = 1
-    restarts: int = 0
+    restarted: bool = False
 
     def enter(self, where: str) -> None:
         """Raise KeyboardInterrupt if a signal came whose exception was lost."""

@@ -14,7 +14,7 @@ from cli.options.settings import COMMITS, Settings
 from cli.report.results import EvaluationResult, MemoryUse, RunTotals, StepResult
 from cli.train import loop
 from cli.train.evaluation import evaluate
-from cli.train.ranks.liveness import RankProcess
+from cli.train.ranks.process import RankProcess
 from cli.train.same_run import check_same_run
 from common.communication.object_collectives import all_gather_object, broadcast_from_rank0
 from common.data import Batches
@@ -42,7 +42,7 @@ class InMemoryTrainer(loop.Trainer):
 
     def __init__(self, job: Job, topology: Topology, rank: RankProcess, launches: Collection[str]) -> None:
         self.model = self._trainer = trainer = _open_trainer(job, topology, launches)
-        self.is_resumed = job.settings.resume or bool(rank.restarts)
+        self.is_resumed = job.settings.resume or rank.restarted
         self._planned_sent_bytes = trainer.planned_sent_bytes(job.settings.batch_size)
         self.plan = {"strategy": trainer.strategy, "sent_bytes_per_step": self._planned_sent_bytes}
         self.location = ("commits", str(job.output / COMMITS))

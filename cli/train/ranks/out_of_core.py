@@ -12,7 +12,7 @@ from cli.report.results import EvaluationResult, IoCounts, MemoryUse, RunTotals,
 from cli.train.engine_trainer import EngineTrainer, engine_options, profile_once
 from cli.train.evaluation import evaluate
 from cli.train.objectives import Ranks
-from cli.train.ranks.liveness import RankProcess
+from cli.train.ranks.process import RankProcess
 from cli.train.same_run import check_same_run
 from common.communication.object_collectives import all_gather_object, broadcast_from_rank0
 from common.data import Batches

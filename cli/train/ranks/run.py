@@ -9,13 +9,16 @@ import torch.distributed as dist
 from cli.job.job import Job
 from cli.job.prepare import prepare
 from cli.job.quiet import quiet_transformers
+from cli.job.resumed import decided
+from cli.job.start import check_start
 from cli.options.computing_dtype import with_dtype_of_all
 from cli.options.settings import Settings
 from cli.train.loop import conclude, train
 from cli.train.ranks.in_memory import InMemoryTrainer
-from cli.train.ranks.liveness import RankProcess
-from cli.train.ranks.meeting import check_same_command, check_shared, device_of, meet
+from cli.train.ranks.meeting import device_of, meet
 from cli.train.ranks.out_of_core import RankEngineTrainer
+from cli.train.ranks.process import LAUNCH, RankProcess
+from cli.train.ranks.same_command import check_same_command, check_shared
 from common.activity import activity
 from fcdp.strategy.mesh import Levels
 from fcdp.strategy.topology import Topology
@@ -31,18 +34,20 @@ def train_rank(settings: Settings, rank: RankProcess) -> None:
     """
     if not settings.debug:
         quiet_transformers()
-    settings = dataclasses.replace(settings, gpus_per_node=int(os.environ["LOCAL_WORLD_SIZE"]))
+    settings = dataclasses.replace(decided(settings), gpus_per_node=int(os.environ["LOCAL_WORLD_SIZE"]))
+    if LAUNCH not in os.environ and not rank.restarted:  # our launcher has checked this
+        check_start(settings, int(os.environ["LOCAL_WORLD_SIZE"]))
     device = device_of(settings, int(os.environ["LOCAL_RANK"]))
     store, placement = meet(settings, rank, device)
     levels = None if settings.levels is None else Levels.parse(settings.levels)
     switch = None if placement is None else placement.nodes_per_switch
     topology = Topology.from_environment(device=device, levels=levels, nodes_per_switch=switch)
-    launches = check_same_command(settings)
-    settings = with_dtype_of_all(settings, device.type, bool(rank.restarts))
+    launches = check_same_command(settings, rank)
+    settings = with_dtype_of_all(settings, device.type, rank.restarted)
     job = _prepare(settings, rank, store)
-    if placement is not None and rank.is_rank0 and not rank.restarts and not settings.quiet:
+    if placement is not None and rank.is_rank0 and not rank.restarted and not settings.quiet:
         print(f"nodes    {placement}", flush=True)
-    check_shared(job.output, rank)
+    check_shared(job.output)
     trainer_class = RankEngineTrainer if settings.ssd else InMemoryTrainer
     with activity("reading the weights, on every rank", announced=rank.is_rank0):
         trainer = trainer_class(job, topology, rank, launches)
@@ -52,7 +57,6 @@ def train_rank(settings: Settings, rank: RankProcess) -> None:
         if trainer.can_continue_after(error):
             error.add_note(job.settings.how_to_continue)
         raise
-    rank.disconnect()
     dist.barrier()
     trainer.model.close()
     topology.close()
@@ -65,7 +69,7 @@ def _prepare(settings: Settings, rank: RankProcess, store: dist.Store) -> Job:
     if rank.is_rank0:
         with activity("preparing the run: model, memory, data", announced=True):
             job = prepare(settings)
-        if not rank.restarts and not settings.quiet:
+        if not rank.restarted and not settings.quiet:
             print(job.header(), flush=True)
         store.set("prepared", "")
         return job

@@ -62,13 +62,16 @@ def test_a_short_cut_is_waited_out_and_a_long_one_ends_both_nodes_with_a_message
 
         cluster.set_link(1, False)
         cut = time.monotonic()
-        # Ranks wait for PATIENCE_S. The launcher that is cut off may still hear how the run ended, so it waits for half
-        # as long again and 5 s; it looks every quarter of PATIENCE_S, and as long for an answer.
-        assert [launcher.wait(2 * PATIENCE_S + 5 + 120) for launcher in launchers] == [1, 1]
+        # Collectives wait for PATIENCE_S. The launcher that is cut off waits for its store, until it gives up.
+        assert [launcher.wait(2 * PATIENCE_S + 60 + 120) for launcher in launchers] == [1, 1]
         assert time.monotonic() - cut > PATIENCE_S
-    for log, lost in zip(logs, ("lost contact with rank 1", "lost contact with rank 0"), strict=True):
+    for log in logs:
         said = log.read_text()
-        assert lost in said and said.count("finetune: error: ") == 1 and "To continue: finetune" in said
+        assert (
+            "lost contact with another rank" in said
+            and said.count("finetune: error: ") == 1
+            and "To continue: finetune" in said
+        )
         assert "Traceback" not in said and "terminate called" not in said
 
     last = max(int(path.name.removeprefix("step-")) for path in (output / "commits").glob("step-*"))

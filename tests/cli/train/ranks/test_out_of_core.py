@@ -29,7 +29,7 @@ def test_a_killed_rank_and_an_exported_model(
     pair.wait_for(r"^step 5/")
     ranks = {number: process for node in pair.nodes for number, process in node.ranks().items()}
     ranks[1].send_signal(signal.SIGKILL)
-    pair.wait_for(r"^resume   after step \d+ of 30 \(start 2: a rank was lost\)")
+    pair.wait_for(r"^resume   after step \d+ of 30 \(restarted: a rank was lost\)")
     assert pair.statuses(240) == [0, 0]
     assert main([str(word) for word in (*command, "--output", alone, "--micro-batch", 2)]) == 0
     said = "".join(node.said for node in pair.nodes)
@@ -45,7 +45,7 @@ def test_a_killed_rank_and_an_exported_model(
 @pytest.mark.parametrize(("words", "message"), [
     (["--strategy", "zero3"], "--strategy is for training in memory, without --ssd"),
     (["--sample", "Once"], "--sample does not go with --nodes yet"),
-    (["--gpu", "4090"], "every rank has a GPU of its own"),
+    (["--gpu", "4090"], "every rank has its own GPU"),
 ])  # fmt: skip
 def test_options_that_do_not_go_together(
     words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

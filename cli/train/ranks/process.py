@@ -1,0 +1,146 @@
+"""The process of one rank: its number among the others, the signals it receives, and how it ends."""
+
+import contextlib
+import ctypes
+import json
+import os
+import re
+import signal
+import socket
+import stat
+import sys
+import threading
+import time
+from dataclasses import astuple, dataclass
+from types import FrameType
+from typing import Any, NoReturn
+
+import psutil
+
+from cli.train.interrupts import STATUS
+from common.errors import on_one_line
+
+AGENT = "TORCHELASTIC_RUN_ID"  # in the environment of ranks, started by torchrun or by our launcher
+LAUNCH = "FINETUNE_LAUNCH"  # id of our launcher
+STOP = "FINETUNE_STOP"  # exists once the user has stopped the run, for ranks that start after that
+_ENDING = "ending"
+_GRACE_S = 3.0
+"""Seconds that an announced ending may take to reach all ranks."""
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The exit status of the command, and the message for the user if it is not 0."""
+
+    status: int
+    message: str = ""
+
+
+class RankProcess:
+    """A rank's process, as torchrun's variables number it."""
+
+    def __init__(self) -> None:
+        self.rank, self.world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        self.is_rank0 = self.rank == 0
+        self.restarted = os.environ["TORCHELASTIC_RESTART_COUNT"] != "0"
+        self.stopping = STOP in os.environ
+        # A restarted rank finds this id in the commits of its run, and continues from them.
+        parent = psutil.Process(os.getppid())
+        self.launch = os.environ.get(LAUNCH) or f"{socket.gethostname()} {parent.pid} {parent.create_time()}"
+        self._where = "before the first step"
+        self._store: Any = None
+        # Ranks are in sessions of their own, where nothing else would end them with a killed launcher.
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        signal.signal(signal.SIGINT, self._stop)
+        signal.signal(signal.SIGHUP, self._stop)
+
+    @property
+    def node(self) -> int:
+        return int(os.environ["GROUP_RANK"])
+
+    @property
+    def nodes(self) -> int:
+        return int(os.environ["GROUP_WORLD_SIZE"])
+
+    def move(self, node: int) -> None:
+        """Give this rank's node another number, before it connects; rank 0 keeps its number."""
+        ranks_per_node = int(os.environ["LOCAL_WORLD_SIZE"])
+        self.rank = node * ranks_per_node + self.rank % ranks_per_node
+        os.environ.update(RANK=str(self.rank), GROUP_RANK=str(node))  # libraries read them, too
+
+    def enter(self, where: str) -> None:
+        """Note how far the run has come, for messages."""
+        self._where = where
+
+    def listen(self, store: Any) -> None:
+        """End this process, whose main thread may wait in a collective, when another rank announces an ending."""
+        self._store = store
+        threading.Thread(target=self._listen, name="listen", daemon=True).start()
+
+    def end(self, outcome: Outcome) -> NoReturn:
+        """End this rank, and with an error all others."""
+        store, self._store = self._store, None
+        if outcome.status and outcome.status not in STATUS.values() and self.nodes > 1:
+            outcome = Outcome(outcome.status, f"Rank {self.rank} on {socket.gethostname()}: {outcome.message}")
+        if outcome.status and store is not None:
+            with contextlib.suppress(Exception):  # rank 0 has ended, and the store with it
+                announced = store.compare_set(_ENDING, "", json.dumps(astuple(outcome)))
+                outcome = Outcome(*json.loads(announced))
+        if LAUNCH not in os.environ:
+            _say(outcome.message)
+        self._leave(outcome)
+
+    def lose(self, error: BaseException) -> NoReturn:
+        """End this rank because another is lost. The agent then starts all again, from the last commit."""
+        time.sleep(_GRACE_S)  # the listening thread ends this process if the other rank has announced an ending
+        reason = re.sub(r"^\[\S+\] ", "", on_one_line(error)).partition(". ")[0][:300]  # without gloo's advice
+        _say(f"rank {self.rank} of {self.world_size} lost contact with another rank {self._where} ({reason})")
+        _exit(1)
+
+    def _listen(self) -> None:
+        with contextlib.suppress(Exception):  # rank 0 has ended: collectives fail
+            while not self._store.check([_ENDING]):
+                time.sleep(0.3)
+            self._leave(Outcome(*json.loads(self._store.get(_ENDING))))
+
+    def _leave(self, outcome: Outcome) -> NoReturn:
+        if outcome.status and self.is_rank0:
+            time.sleep(_GRACE_S)  # others read the ending in the store that this process holds
+        if outcome.status and "TORCHELASTIC_ERROR_FILE" in os.environ:  # in the format of torch's @record
+            extra = {"timestamp": str(int(time.time())), "py_callstack": outcome.message}
+            content = {"message": outcome.message, "errorCode": outcome.status, "extraInfo": extra}
+            with open(os.environ["TORCHELASTIC_ERROR_FILE"], "w") as file:
+                json.dump({"message": content}, file)
+        # Status 0 keeps our launcher's agent from restarting what failed for good.
+        _exit(0 if LAUNCH in os.environ else outcome.status)
+
+    def _stop(self, number: int, frame: FrameType | None) -> None:
+        self.stopping = True
+        if number == signal.SIGHUP:  # writing to a terminal that is gone would be an error
+            null = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
+            for descriptor in (1, 2):
+                if stat.S_ISCHR(os.fstat(descriptor).st_mode):
+                    os.dup2(null, descriptor)
+
+
+def is_lost_contact(error: BaseException) -> bool:
+    """Return whether a collective failed because of the network or another rank, not because of its arguments."""
+    import torch.distributed as dist
+
+    words = ("gloo", "Connection", "Timed out")
+    is_collective = isinstance(error, RuntimeError) and any(word in str(error) for word in words)
+    return is_collective or isinstance(error, dist.DistError | ConnectionError)
+
+
+def _say(text: str) -> None:
+    with contextlib.suppress(OSError):  # the terminal may be gone
+        print(f"finetune: {text}" if text else "", end="\n" if text else "", file=sys.stderr, flush=True)
+
+
+def _exit(status: int) -> NoReturn:
+    """End the process without the destructors of libraries, which may wait for what is broken."""
+    with contextlib.suppress(OSError):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(status)
