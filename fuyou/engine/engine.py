@@ -16,6 +16,7 @@ from fuyou.engine.opening import OpenRun
 from fuyou.engine.saving import save
 from fuyou.engine.steps import EngineOutput, Steps
 from fuyou.engine.token_outputs import TokenOutput, TokenRequest
+from fuyou.engine.user_state import checked_user_state
 from fuyou.model.loss.token_head import HeadFunction
 from fuyou.model.reference import adapters_off, check_reference
 from fuyou.optimizer.adam import check_learning_rate
@@ -212,8 +213,10 @@ class Engine(EngineFigures):
             FinetuneError: with ``single_slot``, the step had changed what is on the drives already.
         """
         self.close()
+        norm = self._steps.norm_parameter
         self._run = OpenRun(self._model, self._asked.with_options(resume=True, overwrite=False, leave_ssd=()))
         self._steps = Steps(self._run)
+        self._steps.norm_parameter = norm
 
     @property
     def in_step(self) -> bool:
@@ -236,12 +239,16 @@ class Engine(EngineFigures):
 
     @property
     def user_state(self) -> dict[str, Any]:
-        """Whatever the caller wants to be committed with each step, as JSON can carry it."""
+        """What the caller wants to be committed with each step: strings, numbers, lists and dictionaries of them.
+
+        Raises:
+            UserError: (when set, and by :meth:`step`) JSON would not bring the same back.
+        """
         return self._run.user_state
 
     @user_state.setter
     def user_state(self, state: dict[str, Any]) -> None:
-        self._run.user_state = state
+        self._run.user_state = checked_user_state(state)
 
     # -- evaluation -----------------------------------------------------------------------------------------------
 

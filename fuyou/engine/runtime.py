@@ -104,9 +104,13 @@ class Runtime:
         Raises:
             UserError: they do not hold what a step needs.
         """
-        shape = self._planner.shape
-        self._planner.shape = replace(shape, images=shape.images or images, padded=shape.padded or padded)
-        self.memory_plan = self._planner.plan(rows, seq_len, self._options.memory.micro_batch, loss)
+        before = self._planner.shape
+        self._planner.shape = replace(before, images=before.images or images, padded=before.padded or padded)
+        try:
+            self.memory_plan = self._planner.plan(rows, seq_len, self._options.memory.micro_batch, loss)
+        except BaseException:
+            self._planner.shape = before
+            raise
 
     def attach(self, files: RunFiles, extents: list[RecordExtents]) -> None:
         """Train what is in these files; what was read and written before is not counted as training's.
@@ -176,7 +180,7 @@ class Runtime:
         """Whether buffers and workers are there."""
         return self._plane is not None
 
-    def fit(
+    def plan_for(
         self,
         rows: int,
         seq_len: int,
@@ -184,16 +188,17 @@ class Runtime:
         padded: bool = False,
         loss: LossInputs = ENGINE_LOSS,
     ) -> None:
-        """Make sure that there are buffers in which such a batch has room. Nothing may be pending where there are not.
+        """Plan for such a batch besides those that there is room for: :meth:`reopen` makes the buffers.
 
         Raises:
             UserError: the budgets do not hold it.
         """
-        if self.fits(rows, seq_len, images, padded, loss):
-            return
         planned = self.memory_plan.batch
         rows, seq_len = max(rows, planned.rows), max(seq_len, planned.seq_len)
         self.plan(rows, seq_len, images, padded, planned.loss.joined(loss))
+
+    def reopen(self) -> None:
+        """Make all buffers again, by the memory plan. Nothing may be pending."""
         self.close()
         self.open(self._commits)
 

@@ -8,11 +8,12 @@ from typing import Any
 import torch
 
 from common.errors import FinetuneError, UserError
-from fuyou.engine.batches import check_batch, largest_of_all, with_labels
 from fuyou.engine.opening import OpenRun
 from fuyou.engine.token_outputs import AUX_LOSS, TokenOutput, TokenRequest, loss_inputs, streamed_values, token_output
-from fuyou.model.loss.cross_entropy import IGNORED, targets_of
+from fuyou.engine.user_state import checked_user_state
+from fuyou.model.loss.cross_entropy import IGNORED
 from fuyou.model.loss.loss_tensor import loss_tensor
+from fuyou.model.training_batch import TrainingBatch
 from fuyou.optimizer.adam import Update
 from fuyou.optimizer.clipping import clip_coefficient
 from fuyou.runtime.accounting import StepReport
@@ -44,6 +45,9 @@ class Steps:
         self._run = run
         self._current: StepComputation | None = None
         self._in_flight = False
+        # Whether what is scheduled and what has run may differ. Set before either changes and cleared when both have,
+        # so that an exception in between, whatever raises it, leaves it set.
+        self._torn = False
         self._norm: float | None = None  # of the step's gradient, once it is asked for
         self.norm_parameter: torch.nn.Parameter | None = None
         """A scalar whose gradient is to be the norm of the whole gradient."""
@@ -51,26 +55,29 @@ class Steps:
 
     # -- training -------------------------------------------------------------------------------------------------
 
-    def forward(self, batch: dict[str, Any], lr: float) -> EngineOutput:
+    def forward(self, given: dict[str, Any], lr: float) -> EngineOutput:
         """Begin a step: run its forward pass.
 
         Args:
-            batch: as :meth:`fuyou.Engine.__call__` has it.
+            given: the batch, as :meth:`fuyou.Engine.__call__` has it.
             lr: the step's learning rate.
         """
         self._check_idle()
-        labels = self._prepare(batch)
+        batch, labels = self._checked(given)
+        self._fit(batch)
         current = self._begin(batch, labels, lr)
         loss = self._known_loss = current.loss = self._whole_loss(current)
         if not self._run.nonfinite.skips:
             self._should_skip(self._run.step_count + 1, loss, 0.0)
-        return EngineOutput(loss_tensor(loss, current.backward), _aux_loss(current))
+        output = EngineOutput(loss_tensor(loss, lambda: self._backward(current)), _aux_loss(current))
+        self._torn = False
+        return output
 
-    def tokens(self, batch: dict[str, Any], request: TokenRequest, lr: float) -> TokenOutput:
+    def tokens(self, given: dict[str, Any], request: TokenRequest, lr: float) -> TokenOutput:
         """Begin a step whose loss the caller computes, or run a forward pass alone where gradients are disabled.
 
         Args:
-            batch: as :meth:`fuyou.Engine.tokens` has it.
+            given: the batch, as :meth:`fuyou.Engine.tokens` has it.
             request: what is asked for.
             lr: the step's learning rate.
         """
@@ -79,15 +86,11 @@ class Steps:
             self._check_idle()
         else:
             self.flush()
-        batch = with_labels(run, batch)
-        labels = check_batch(run, batch)
+        batch, labels = self._checked(given, own_loss=False)
         passing = request.open(run.model, batch)
         self._fit(batch, loss_inputs(passing))
-        mask = targets_of(batch["labels"], run.model.stack.family.shifts_labels) != IGNORED
         if not train:
-            tasks = self._evaluation(batch, loss_inputs(passing))
-            current = self._computation(tasks, batch, labels, time.monotonic(), passing)
-            self._run_forward(current, tasks)
+            current = self._evaluate(batch, labels, passing)
         else:
             current = self._begin(batch, labels, lr, passing)
         current.loss = 0.0
@@ -98,10 +101,11 @@ class Steps:
         if train:
             self._known_loss, current.loss = None, math.nan
             norm = None if self.norm_parameter is None else (self.norm_parameter, self.gradient_norm)
-            values = streamed_values(values, lambda gradients: self._backward(current, passing, gradients), norm)
-        result = token_output(passing, mask, values)
+            values = streamed_values(values, lambda grads: self._token_backward(current, passing, grads), norm)
+        result = token_output(passing, batch.targets != IGNORED, values)
         if current.router is not None:
             result.aux_coefficient = current.router.coefficient
+        self._torn = False
         return result
 
     def note_loss(self, loss: float) -> None:
@@ -115,7 +119,22 @@ class Steps:
         if not self._run.nonfinite.skips:
             self._should_skip(self._run.step_count + 1, total, 0.0)
 
+    def check_whole(self) -> None:
+        """See that the run is open, and that nothing has failed halfway.
+
+        Raises:
+            FinetuneError: it is closed, or something has.
+        """
+        if self._run.closed:
+            raise FinetuneError("The engine has been closed.")
+        if self._torn:
+            raise FinetuneError(
+                "The last call failed halfway, and what it began cannot be completed: call engine.abandon(), which "
+                f"goes back to the last committed step ({self._run.commits.committed_step}), or engine.close()."
+            )
+
     def _check_idle(self) -> None:
+        self.check_whole()
         if self._current is not None:
             raise FinetuneError(
                 "engine() was called again before the last step was ended with loss.backward() and engine.step(). For "
@@ -124,30 +143,26 @@ class Steps:
                 "goes back to the last committed step."
             )
 
-    def _begin(
-        self, batch: dict[str, Any], labels: int, lr: float, passing: TokenPass | None = None
-    ) -> StepComputation:
+    def _begin(self, batch: TrainingBatch, labels: int, lr: float, passing: TokenPass | None = None) -> StepComputation:
         """Begin a step: schedule it, and run its forward pass."""
         run, runtime = self._run, self._run.runtime
         start_time, step = time.monotonic(), run.step_count + 1
-        adam = replace(run.config.adam, lr=lr)
-        run.commits.begin(Update(step, adam, 1.0, run.config.seed, skipped=run.nonfinite.skipped))
-        loss = ENGINE_LOSS if passing is None else loss_inputs(passing)
-        rows, seq_len = batch["input_ids"].shape
-        shape = runtime.batch_shape(rows, seq_len, loss)
-        self._in_flight = True  # before the schedule changes: an interrupt may come at any point
+        update = Update(step, replace(run.config.adam, lr=lr), 1.0, run.config.seed, skipped=run.nonfinite.skipped)
+        shape = runtime.batch_shape(*batch.size, ENGINE_LOSS if passing is None else loss_inputs(passing))
+        micro = self._micro_batches(batch)
+        self._torn = self._in_flight = True
+        run.commits.begin(update)
         waits = run.commits.clip_statistics(run.step_count).share > run.config.max_clipped_share
         commits = step % run.config.store.commit_every == 0
         tasks = runtime.scheduler.training_step(step, shape, commit=commits, defer_all=waits)
-        current = self._current = self._computation(tasks, batch, labels, start_time, passing)
+        current = self._current = self._computation(tasks, batch, micro, labels, start_time, passing)
         runtime.submit(tasks)
         current.forward()
         return current
 
-    def _backward(self, current: StepComputation, passing: TokenPass, gradients: dict[str, torch.Tensor]) -> None:
+    def _token_backward(self, current: StepComputation, passing: TokenPass, gradients: dict[str, torch.Tensor]) -> None:
         """Run the backward pass of a step with the gradients of the caller's loss."""
-        if current is not self._current:
-            raise FinetuneError("The step that this loss is of has ended: call backward() before engine.step().")
+        self._check_backward(current)
         aux = gradients.pop(AUX_LOSS, None)
         factor = 0.0 if aux is None else float(aux)
         finite = math.isfinite(factor) and all(bool(one.isfinite().all()) for one in gradients.values())
@@ -158,16 +173,32 @@ class Steps:
         if current.router is not None:
             current.router.weigh(factor)
         passing.gradients = gradients
+        self._backward(current)
+
+    def _check_backward(self, current: StepComputation) -> None:
+        self.check_whole()
+        if current is not self._current:
+            raise FinetuneError("The step that this loss is of has ended: call backward() before engine.step().")
+        if current.complete:
+            raise FinetuneError("backward() was called twice: the blocks stream once. Call engine.step() now.")
+
+    def _backward(self, current: StepComputation) -> None:
+        self._check_backward(current)
+        self._torn = True
         current.backward()
+        self._torn = False
 
     def end(self) -> StepReport:
         """End the step whose backward pass has been run, and say what it was like."""
+        self.check_whole()
         run, runtime, current = self._run, self._run.runtime, self._current
         if current is None or not current.complete:
             raise FinetuneError("engine.step() comes after engine(**batch).loss.backward().")
         step = run.step_count + 1
+        user = checked_user_state(run.user_state)
         assert current.tasks.end is not None
         norm = self.gradient_norm()
+        self._torn = True
         skipped = self._should_skip(step, 0.0 if self._known_loss is None else self._known_loss, norm)
         coefficient = clip_coefficient(norm, run.config.max_grad_norm or math.inf)
         clipped = not skipped and coefficient is not None
@@ -178,15 +209,16 @@ class Steps:
         run.step_count = step
         planned = runtime.memory_plan.batch
         micro_batch = planned.rows, planned.seq_len, planned.micro_rows
-        run.commits.end(step, run.nonfinite.skipped, run.device.torch_device, run.user_state, micro_batch)
+        run.commits.end(step, run.nonfinite.skipped, run.device.torch_device, user, micro_batch)
         runtime.plane.executor.finish(current.tasks.end)
         again = False
         if run.config.update_policy.speculative:
             again = (clipped or skipped) and runtime.scheduler.speculative
             runtime.submit(runtime.scheduler.resolve_speculation(step, clipped or skipped))
+        report = self._report(current, step, norm, skipped=skipped, clipped=clipped, updated_again=again)
         self._current = self._norm = None
-        self._in_flight = False
-        return self._report(current, step, norm, skipped=skipped, clipped=clipped, updated_again=again)
+        self._in_flight = self._torn = False
+        return report
 
     def _report(self, ended: StepComputation, step: int, norm: float, **happened: bool) -> StepReport:
         seconds, times = time.monotonic() - ended.start_time, self._run.runtime.accounting.take()
@@ -221,10 +253,11 @@ class Steps:
     @property
     def in_step(self) -> bool:
         """Whether a step has begun and not ended."""
-        return self._current is not None
+        return self._current is not None or self._torn
 
     def gradient_norm(self) -> float:
         """Return the norm of the step's gradient summed over all ranks, after its backward pass. Collective."""
+        self.check_whole()
         if self._current is None or not self._current.complete:
             raise FinetuneError("A gradient's norm is there after loss.backward(), until engine.step().")
         if self._norm is None:
@@ -238,81 +271,99 @@ class Steps:
         reductions = [task for task in current.tasks.tasks if task.op in (Op.GRADIENT_REDUCE, Op.GRADIENT_EXCHANGE)]
         run.runtime.plane.executor.wait(reductions)
         run.device.synchronize()
+        self._torn = True  # the squares are taken once
         squares = run.runtime.ranks.take_squares(current.tasks.step)
-        return math.sqrt(sum(run.agreement.all_gather_object(float(squares))))
+        norm = math.sqrt(sum(run.agreement.all_gather_object(float(squares))))
+        self._torn = False
+        return norm
 
     # -- evaluation -----------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def eval_loss(self, batch: dict[str, Any]) -> float:
+    def eval_loss(self, given: dict[str, Any]) -> float:
         """Return the mean loss over a batch, forward only; pending updates are applied first."""
         self.flush()
-        labels = self._prepare(batch)
-        tasks = self._evaluation(batch)
-        computation = self._computation(tasks, batch, labels, time.monotonic())
-        self._run_forward(computation, tasks)
-        return self._whole_loss(computation)
+        batch, labels = self._checked(given)
+        self._fit(batch)
+        return self._whole_loss(self._evaluate(batch, labels))
 
-    def _evaluation(self, batch: dict[str, Any], loss: LossInputs = ENGINE_LOSS) -> StepList:
-        """Return the tasks of a forward pass that changes nothing."""
-        runtime = self._run.runtime
-        rows, seq_len = batch["input_ids"].shape
-        shape = runtime.batch_shape(rows, seq_len, loss)
-        return runtime.scheduler.evaluation(self._run.step_count, shape)
-
-    def _run_forward(self, computation: StepComputation, tasks: StepList) -> None:
-        """Run a forward pass alone, without dropout.
-
-        Args:
-            computation: the pass.
-            tasks: an evaluation's, not submitted yet.
-        """
-        model, runtime = self._run.model.stack.model, self._run.runtime
+    def _evaluate(self, batch: TrainingBatch, labels: int, passing: TokenPass | None = None) -> StepComputation:
+        """Run a forward pass that changes nothing, without dropout."""
+        run, model, runtime = self._run, self._run.model.stack.model, self._run.runtime
+        shape = runtime.batch_shape(*batch.size, ENGINE_LOSS if passing is None else loss_inputs(passing))
+        micro, start_time = self._micro_batches(batch), time.monotonic()
         model.eval()
         try:
+            self._torn = True
+            tasks = runtime.scheduler.evaluation(run.step_count, shape)
+            computation = self._computation(tasks, batch, micro, labels, start_time, passing)
             runtime.submit(tasks)
-            computation.forward()
-        except BaseException:
-            # What waits for the rest of this pass must not wait for ever: nobody looks at what it leaves behind.
-            for task in tasks.tasks:
-                if task.op is Op.COMPUTE and not task.done:
-                    runtime.plane.executor.finish(task)
-            raise
+            self._torn = False
+            try:
+                computation.forward()
+            except BaseException:
+                # What waits for the rest of this pass must not wait for ever: nobody looks at what it leaves behind.
+                self._torn = True
+                runtime.plane.executor.finish_all(task for task in tasks.tasks if task.op is Op.COMPUTE)
+                self._torn = False
+                raise
         finally:
             runtime.accounting.take()
             model.train()
+        return computation
 
     # -- what both need -------------------------------------------------------------------------------------------
 
-    def _prepare(self, batch: dict[str, Any]) -> int:
-        """Check the batch and find room for it; return the number of labels in the batches of all ranks."""
-        model = self._run.model
-        if not model.task_type.generates and model.config.num_labels == 1:
-            raise UserError(
-                "This model gives a single number for each row, which cross entropy cannot learn from: make a loss of "
-                'engine.tokens(outputs=("logits",)).'
-            )
-        labels = check_batch(self._run, batch)
-        self._fit(batch)
-        return labels
+    def _checked(self, given: dict[str, Any], own_loss: bool = True) -> tuple[TrainingBatch, int]:
+        """Return a batch that can be trained on, and the number of labels in the batches of all ranks.
 
-    def _fit(self, batch: dict[str, Any], loss: LossInputs = ENGINE_LOSS) -> None:
-        """See that there are buffers in which the batch has room, on every rank."""
-        size = largest_of_all(self._run, batch, loss)
-        if not self._run.runtime.fits(*size):
+        Raises:
+            UserError: it cannot, or another rank's cannot.
+        """
+        batch, refusal = None, None
+        try:
+            batch = TrainingBatch.of(self._run.model, given, own_loss=own_loss)
+        except UserError as error:
+            refusal = error
+        result = None if refusal is None else refusal.as_written, 0 if batch is None else batch.label_count
+        refusals, counts = zip(*self._run.agreement.all_gather_object(result), strict=True)
+        for rank, words in enumerate(refusals):
+            if words is not None:
+                raise refusal or UserError(f"Rank {rank} was given a batch that cannot be trained on: {words}")
+        assert batch is not None
+        if not sum(counts):
+            raise UserError("No token of this batch has a label (all are -100): there is nothing to learn from it.")
+        return batch, sum(counts)
+
+    def _fit(self, batch: TrainingBatch, loss: LossInputs = ENGINE_LOSS) -> None:
+        """See that there are buffers in which the batch has room, on every rank: all or none make theirs again."""
+        runtime = self._run.runtime
+        own = (*batch.size, batch.images, batch.padded, loss.outputs, loss.reference)
+        *size, outputs, reference = map(max, zip(*self._run.agreement.all_gather_object(own), strict=True))
+        needed = (*size, LossInputs(outputs, reference))
+        if not runtime.fits(*needed):
             self.flush()
-            self._run.runtime.fit(*size)
+            runtime.plan_for(*needed)
+            self._torn = True
+            runtime.reopen()
+            self._torn = False
+
+    def _micro_batches(self, batch: TrainingBatch) -> list[dict[str, torch.Tensor]]:
+        run = self._run
+        rows = min(batch.size[0], run.runtime.memory_plan.batch.micro_rows)
+        return batch.micro_batches(rows, run.device.torch_device, run.config.precision.dtype)
 
     def _computation(
         self,
         tasks: StepList,
-        batch: dict[str, Any],
+        batch: TrainingBatch,
+        micro_batches: list[dict[str, torch.Tensor]],
         labels: int,
         start_time: float,
         passing: TokenPass | None = None,
     ) -> StepComputation:
         run, runtime = self._run, self._run.runtime
-        inputs = StepInputs(run.model, runtime.plane, tasks, batch, runtime.recomputations, start_time)
+        inputs = StepInputs(run.model, runtime.plane, tasks, batch, micro_batches, runtime.recomputations, start_time)
         if passing is not None:
             return TokenComputation(passing, inputs)
         return StepComputation(inputs, None if run.agreement.is_alone else labels)
@@ -335,6 +386,7 @@ class Steps:
 
     def flush(self) -> None:
         """Apply what is pending and commit the last step; returns when it is on SSD."""
+        self.check_whole()
         run = self._run
         if not run.is_open:
             return
@@ -344,18 +396,21 @@ class Steps:
         if requested is None:
             requested = run.commits.committed_step
         if runtime.scheduler.pending or run.step_count != requested:
+            self._torn = True
             runtime.submit(runtime.scheduler.flush(run.step_count, commit=True))
+            self._torn = False
         runtime.plane.executor.drain()
 
     def close(self) -> None:
         """Commit a finished step; discard one that is in flight."""
         if self._run.is_running:
-            if not self._in_flight:
+            if not (self._in_flight or self._torn):
                 self.flush()
             elif self._current is not None:
                 self._current.abandon()
                 self._finish_earlier_commit()
         self._current = None
+        self._torn = False
 
     def _finish_earlier_commit(self) -> None:
         """Let the previous step's commit, which runs beside this one, come to its end."""

@@ -12,6 +12,7 @@ from common.models.task_type import TaskType
 from fuyou.model.loss.token_head import HeadFunction, TokenHead
 from fuyou.model.open_model import OpenModel
 from fuyou.model.reference import check_reference
+from fuyou.model.training_batch import TrainingBatch
 from fuyou.runtime.compute.token_computation import TokenPass
 from fuyou.schedule.batch import LossInputs
 
@@ -65,7 +66,7 @@ class TokenRequest:
     """The caller's own tensors ``[B, S, ...]``, for ``head``."""
     reference: bool
 
-    def open(self, model: OpenModel, batch: Mapping[str, Any]) -> TokenPass:
+    def open(self, model: OpenModel, batch: TrainingBatch) -> TokenPass:
         """Return a pass that gives it for a batch.
 
         Raises:
@@ -73,14 +74,15 @@ class TokenRequest:
         """
         if self.reference:
             check_reference(model)
-        rows, positions = batch["input_ids"].shape
+        rows, positions = batch.size
         config = model.config.get_text_config()
         classes = None if model.task_type.generates else config.num_labels
         if model.task_type is TaskType.SEQUENCE_CLASSIFICATION:
             positions = 1
         for name, value in self.inputs.items():
-            if value.shape[:2] != (rows, positions):
-                raise UserError(f"inputs[{name!r}] is {list(value.shape)}: it must begin with [{rows}, {positions}].")
+            if not isinstance(value, torch.Tensor) or value.shape[:2] != (rows, positions):
+                shape = list(value.shape) if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
+                raise UserError(f"inputs[{name!r}] is {shape}: it must be a tensor [{rows}, {positions}, ...].")
         head = TokenHead(self.outputs, self.head, classes)
         few = torch.zeros(2, dtype=torch.int64)
         tokens = {name: value.new_zeros(2, *value.shape[2:]) for name, value in self.inputs.items()}

@@ -74,6 +74,7 @@ class _Streamed:
     def tokens(self, batch: dict[str, Any], outputs: tuple[str, ...]) -> TokenOutput:
         """Run the model, and with it the reference if there is one, for the call that will ask for it."""
         engine = self.engine
+        engine._steps.check_whole()
         if engine.in_step:  # KTO's first pass of a batch has no gradients
             raise UserError(
                 "The engine takes one forward and one backward pass for each step: set gradient_accumulation_steps to "

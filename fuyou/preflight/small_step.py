@@ -17,6 +17,7 @@ from fuyou.layout.record import Record
 from fuyou.layout.record_parts import ParameterSlot
 from fuyou.model.open_model import OpenModel
 from fuyou.model.recompute.replay import BlockReplay
+from fuyou.model.training_batch import TrainingBatch
 from fuyou.optimizer.absent_gradients import marked_absent
 from fuyou.runtime.compute.step_computation import StepComputation, StepInputs
 from fuyou.runtime.data_plane.data_plane import DataPlane
@@ -60,9 +61,10 @@ class SmallStep:
         self.gradients: dict[str, torch.Tensor | None] = {}
         """Gradients by first name, in the order in which the backward pass has made them; None where nothing flows."""
 
-    def run(self, batch: Mapping[str, torch.Tensor], micro_rows: int) -> float:
+    def run(self, given: Mapping[str, torch.Tensor], micro_rows: int) -> float:
         """Run a forward and a backward pass; return the loss, and leave :attr:`gradients`."""
-        rows, length = batch["input_ids"].shape
+        batch = TrainingBatch.of(self._model, given, own_loss=False)
+        rows, length = batch.size
         micro_batches = -(-rows // micro_rows)
         room = 4 * micro_batches * (len(self._shape.blocks) + 2)
         enough = {field.name: max(room, len(self._shape.records)) for field in fields(BufferCounts)}
@@ -85,8 +87,9 @@ class SmallStep:
         plane = self._plane(plan)
         self.gradients = {}
         data_plane = cast(DataPlane, plane)
+        micro = batch.micro_batches(micro_rows, torch.device("cpu"), self._shape.precision.dtype)
         step = StepComputation(
-            StepInputs(self._model, data_plane, tasks, batch, self._recomputations, time.monotonic())
+            StepInputs(self._model, data_plane, tasks, batch, micro, self._recomputations, time.monotonic())
         )
         loss = float(step.forward())
         if step.router is not None:

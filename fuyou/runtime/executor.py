@@ -99,6 +99,13 @@ class Executor:
                 self._unfinished -= 1
             self._changed.notify_all()
 
+    def finish_all(self, tasks: Iterable[Task]) -> None:
+        """Mark tasks without a lane done that will not run, and wake all who wait."""
+        with self._changed:
+            for task in tasks:
+                task.done = True
+            self._changed.notify_all()
+
     def fail(self, error: BaseException) -> None:
         """Stop everything: every waiting thread raises ``error``. The first failure is the one that counts."""
         with self._changed:

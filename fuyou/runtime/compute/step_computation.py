@@ -3,20 +3,19 @@
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
-from common.data.rows import take_rows
 from common.errors import FinetuneError
 from common.models.task_type import TaskType
 from fuyou.layout.record import Kind
 from fuyou.layout.visits import BEFORE_HEAD_PHASES, Phase
 from fuyou.model.blocks.calls import BlockCalls
-from fuyou.model.loss.cross_entropy import cross_entropy, targets_of
+from fuyou.model.loss.cross_entropy import cross_entropy
 from fuyou.model.loss.router_loss import RouterPass, router_logits
 from fuyou.model.open_model import OpenModel
 from fuyou.model.recompute.replay import BlockReplay, SavedForward
+from fuyou.model.training_batch import TrainingBatch
 from fuyou.pieces.random_states import fresh_random_states, random_states, set_random_states
 from fuyou.runtime.compute.piece_visits import PieceVisits
 from fuyou.runtime.compute.random_replay import RandomReplay, random_state
@@ -33,7 +32,8 @@ class StepInputs:
     model: OpenModel  # Its parts compute
     plane: DataPlane  # Buffers, and the executor that the other tasks run in
     tasks: StepList  # The step
-    batch: Mapping[str, Any]  # `input_ids`, `labels` and the rest, `[B, S]` each; or lists, see :mod:`common.data.rows`
+    batch: TrainingBatch
+    micro_batches: list[dict[str, torch.Tensor]]  # The batch in parts, where it computes
     recomputations: BlockReplay  # How blocks are computed again; remembers from step to step
     start_time: float  # When the step began, on :func:`time.monotonic`'s clock
 
@@ -47,7 +47,7 @@ class StepComputation:
     """
 
     def __init__(self, inputs: StepInputs, labels: int | None = None):
-        model, plane, tasks, batch = inputs.model, inputs.plane, inputs.tasks, inputs.batch
+        model, plane, tasks = inputs.model, inputs.plane, inputs.tasks
         stack, router_loss = model.stack, model.router_loss
         self._stack, self._plane, self._buffers = stack, plane, plane.buffers
         self.tasks, self.start_time = tasks, inputs.start_time
@@ -55,13 +55,12 @@ class StepComputation:
         self._dtype = plane.buffers.shape.precision.dtype
         self._device = plane.buffers.device.torch_device
         self._task_type = model.task_type
-        targets = targets_of(batch["labels"], stack.family.shifts_labels)
         # On the device: CUDA divides by a number of the host's as multiplication by its reciprocal, which is not what
         # an ordinary loop (transformers' loss divides by such a tensor) gives.
-        count = (targets != -100).sum() if labels is None else torch.tensor(labels)
+        count = torch.tensor(inputs.batch.label_count if labels is None else labels)
         self._labels = count.to(self._device, non_blocking=True)
-        self.tokens = batch["input_ids"].numel()
-        self._micro = self._split(batch, targets)
+        self.tokens = inputs.batch.ids.numel()
+        self._micro = inputs.micro_batches
         self.router = None if router_loss is None else RouterPass(router_loss, self._router_masks(router_loss.masked))
         """To be settled between forward and backward pass, if the loss has a router loss."""
         self._calls: list[BlockCalls | None] = [None] * len(self._micro)
@@ -76,20 +75,6 @@ class StepComputation:
         self._todo: Iterator[ComputeTask] = iter([task for task in tasks.tasks if isinstance(task, ComputeTask)])
         self._next: ComputeTask | None = next(self._todo, None)
         self.loss = float("nan")
-
-    def _split(self, batch: Mapping[str, Any], targets: torch.Tensor) -> list[dict[str, torch.Tensor]]:
-        rows = min(batch["input_ids"].shape[0], self._plan.batch.micro_rows)
-        result = []
-        for start in range(0, batch["input_ids"].shape[0], rows):
-            taken = take_rows(batch, start, start + rows)
-            micro = {
-                name: value.to(self._device, self._dtype if value.is_floating_point() else None, non_blocking=True)
-                for name, value in taken.items()
-                if name != "labels"
-            }
-            micro["targets"] = targets[start : start + rows].to(self._device, non_blocking=True)
-            result.append(micro)
-        return result
 
     def _router_masks(self, masked: bool) -> list[torch.Tensor]:
         """Return, per micro-batch, 1 for tokens that count for routers and 0 for those that a mask ``[B, S]`` hides."""

@@ -66,6 +66,104 @@ def test_a_bad_batch_is_refused_and_changes_nothing(
         assert losses + train(engine, 3) == undisturbed[None]
 
 
+def test_whatever_else_a_batch_holds_is_accepted_or_refused_and_never_waited_for(
+    tmp_path: Path, undisturbed: dict[float | None, list[float]]
+) -> None:
+    """What transformers' trainers pass, what is no tensor, what has another shape: before anything is scheduled."""
+    ids, targets, most = BATCH["input_ids"], 62, tiny_configs()["llama"].vocab_size
+    accepted: list[dict[str, Any]] = [
+        {"use_cache": False, "return_dict": True, "output_hidden_states": False, "num_items_in_batch": targets},
+        {"num_items_in_batch": torch.tensor(targets), "position_ids": None, "logits_to_keep": 0},
+        {"labels": BATCH["labels"].int(), "input_ids": ids.to(torch.int32)},
+        {"attention_mask": torch.ones_like(ids), "position_ids": torch.arange(32).expand(2, -1)},
+    ]
+    refused: list[tuple[str, dict[str, Any]]] = [
+        ("output_hidden_states is True", {"output_hidden_states": True}),
+        ("num_items_in_batch is 100, and the loss is the mean over the 62 labels", {"num_items_in_batch": 100}),
+        ("pixel_values is a list of 1 for 2 sequences", {"pixel_values": [torch.zeros(1, 3)]}),
+        ("pixel_values is a list of 3 for 2 sequences", {"pixel_values": [None] * 3}),
+        (r"extra \[3\] cannot be split", {"extra": torch.zeros(3)}),
+        ("labels is a ndarray", {"labels": BATCH["labels"].numpy()}),
+        ("input_ids is a list", {"input_ids": ids.tolist()}),
+        ("it is float32", {"labels": BATCH["labels"].float()}),
+        (r"labels are \[2, 31\] and input_ids \[2, 32\]", {"labels": BATCH["labels"][:, 1:]}),
+        (f"labels hold {most}, and this model's tokens are 0 to {most - 1}", {"labels": BATCH["labels"] + most - 63}),
+        ("labels hold -7", {"labels": BATCH["labels"].masked_fill(ids == 5, -7)}),
+        ("attention_mask is int64", {"attention_mask": torch.ones(2, 31, dtype=torch.int64)}),
+        ("position_ids is int64", {"position_ids": torch.arange(31).expand(2, -1)}),
+        ("position_ids is a list", {"position_ids": [torch.arange(32)] * 2}),
+    ]
+    with small_engine(tmp_path, lr=1e-3) as engine:
+        losses = []
+        for number, good in enumerate(accepted):
+            for sentence, bad in refused[number :: len(accepted)]:
+                for call in (engine, engine.eval_loss):
+                    with pytest.raises(UserError, match=sentence):
+                        call(**{**BATCH, **bad})
+                assert not engine.in_step
+            loss = engine(**{**BATCH, **good}).loss
+            loss.backward()
+            engine.step()
+            losses.append(loss.item())
+    assert losses == undisturbed[None]
+
+
+def test_a_batch_that_is_too_large_for_the_budgets_changes_nothing(
+    tmp_path: Path, undisturbed: dict[float | None, list[float]]
+) -> None:
+    with small_engine(tmp_path, lr=1e-3) as engine:
+        losses = train(engine, 1)
+        long = torch.arange(3 << 18).view(1, -1) % 64
+        for _ in range(2):  # a plan that was refused is not taken for one that holds
+            with pytest.raises(UserError, match="host_memory"):
+                engine(input_ids=long, labels=long, attention_mask=(long > 0).long())
+        assert losses + train(engine, 3) == undisturbed[None]
+
+
+def test_learned_positions_are_checked(tmp_path: Path) -> None:
+    config = tiny_configs()["gpt2"]
+    long = torch.arange(config.n_positions + 1).view(1, -1) % 8
+    with fuyou.Engine(config, ssd=[tmp_path], host_memory="600MiB", batch_shape=(2, 32)) as engine:
+        with pytest.raises(UserError, match=f"this model has learned {config.n_positions} positions"):
+            engine(input_ids=long, labels=long)
+        with pytest.raises(UserError, match=f"position_ids hold {config.n_positions}, and this model's positions"):
+            engine(**BATCH, position_ids=torch.arange(32).expand(2, -1) + config.n_positions - 31)
+
+
+def test_a_second_backward_pass_is_refused(tmp_path: Path, undisturbed: dict[float | None, list[float]]) -> None:
+    with small_engine(tmp_path, lr=1e-3) as engine:
+        losses = []
+        for _ in range(2):
+            loss = engine(**BATCH).loss
+            loss.backward()
+            with pytest.raises(FinetuneError, match=r"backward\(\) was called twice.*engine.step\(\)"):
+                loss.backward()
+            engine.step()
+            with pytest.raises(FinetuneError, match="has ended"):
+                loss.backward()
+            losses.append(loss.item())
+    assert losses == undisturbed[None][:2]
+
+
+@pytest.mark.parametrize(
+    "state", [{"x": torch.ones(1)}, {"x": math.nan}, {"x": (1, 2)}, {1: "x"}, {"x": {2: 3}}], ids=str
+)
+def test_a_user_state_that_would_not_come_back_is_refused(state: dict, tmp_path: Path) -> None:
+    with small_engine(tmp_path) as engine:
+        with pytest.raises(UserError, match="user_state"):
+            engine.user_state = state
+        out = engine(**BATCH)
+        out.loss.backward()
+        engine.user_state["deep"] = state  # which no setter sees
+        with pytest.raises(UserError, match="user_state"):
+            engine.step()
+        engine.user_state["deep"] = {"x": [1, 2]}
+        engine.step()
+    with small_engine(tmp_path, resume=True) as engine:
+        assert engine.user_state == {"deep": {"x": [1, 2]}}
+        assert engine.step_count == 1
+
+
 @pytest.mark.parametrize("options", [{}, {"deferred_fraction": 1.0}, {"host_cache": 0}])
 def test_an_abandoned_step_counts_for_nothing(
     tmp_path: Path, options: dict[str, Any], undisturbed: dict[float | None, list[float]]

@@ -1,0 +1,223 @@
+"""A batch that has been checked: what a step reads of it, on the CPU."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from common.data.documents import restarts
+from common.data.rows import BatchValue, holds_images, take_rows
+from common.errors import UserError
+from common.models.task_type import TaskType
+from fuyou.model.loss.cross_entropy import IGNORED, targets_of
+from fuyou.model.open_model import OpenModel
+
+_WITHOUT_EFFECT: dict[str, tuple[object, ...]] = {
+    "use_cache": (True, False),
+    "return_dict": (True, False),
+    "output_attentions": (False,),
+    "output_hidden_states": (False,),
+    "output_router_logits": (False,),
+    "logits_to_keep": (0,),
+}
+"""Arguments of transformers' models that trainers pass, with the values that change nothing here."""
+
+
+@dataclass(frozen=True)
+class TrainingBatch:
+    """A batch that can be trained on; every tensor is on the CPU."""
+
+    inputs: Mapping[str, BatchValue]
+    """``input_ids`` int64 ``[B, S]``, and whatever else the model's forward takes of it, except labels."""
+    targets: torch.Tensor
+    """What each position is to predict, int64 ``[B, S]``, -100 where no loss is wanted; of a sequence classifier
+    ``[B, 1]``."""
+    label_count: int
+    """Number of targets that are not -100."""
+    images: bool
+    """Whether it has values of images."""
+    padded: bool
+    """Whether attention is given a mask of all pairs of tokens."""
+
+    @classmethod
+    def of(cls, model: OpenModel, given: Mapping[str, Any], *, own_loss: bool = True) -> "TrainingBatch":
+        """Check a batch and return it.
+
+        Args:
+            model: that is trained.
+            given: ``input_ids``, ``labels`` and the rest, as the caller passes them.
+            own_loss: whether the engine computes the loss. If the caller does, missing labels are the batch's own
+                tokens, except padding, and class 0 of a sequence classifier.
+
+        Raises:
+            UserError: it cannot be trained on.
+        """
+        inputs = {name: value for name, value in given.items() if value is not None}
+        items = inputs.pop("num_items_in_batch", None)
+        inputs = {name: _on_cpu(name, value) for name, value in inputs.items() if not _has_no_effect(name, value)}
+        ids = inputs["input_ids"] = _integers("input_ids", inputs.get("input_ids"), 2)
+        labels = inputs.pop("labels", None)
+        if own_loss and not model.task_type.generates and model.config.num_labels == 1:
+            raise UserError(
+                "This model gives a single number for each row, which cross entropy cannot learn from: make a loss of "
+                'engine.tokens(outputs=("logits",)).'
+            )
+        if labels is None and not own_loss:
+            labels = _own_labels(model, inputs, ids)
+        _check_ids(model, inputs, ids)
+        _check_positions(model, inputs, ids)
+        targets = _targets(model, labels, ids)
+        count = int((targets != IGNORED).sum())
+        if items is not None and items != count:
+            raise UserError(
+                f"num_items_in_batch is {int(items)}, and the loss is the mean over the {count} labels of this batch: "
+                "leave it out, or make a loss of engine.tokens()."
+            )
+        return cls(inputs, targets, count, holds_images(inputs), _makes_mask(model, inputs))
+
+    @property
+    def ids(self) -> torch.Tensor:
+        """The tokens, int64 ``[B, S]``."""
+        ids = self.inputs["input_ids"]
+        assert isinstance(ids, torch.Tensor)
+        return ids
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Sequences, and tokens of each."""
+        rows, length = self.ids.shape
+        return rows, length
+
+    def micro_batches(self, rows: int, device: torch.device, dtype: torch.dtype) -> list[dict[str, torch.Tensor]]:
+        """Return the batch on ``device``, ``rows`` sequences at a time, with ``targets``.
+
+        Raises:
+            UserError: a value cannot be divided among the sequences.
+        """
+        result = []
+        for start in range(0, self.size[0], rows):
+            micro = {
+                name: value.to(device, dtype if value.is_floating_point() else None, non_blocking=True)
+                for name, value in take_rows(self.inputs, start, start + rows).items()
+            }
+            micro["targets"] = self.targets[start : start + rows].to(device, non_blocking=True)
+            result.append(micro)
+        return result
+
+
+def _has_no_effect(name: str, value: Any) -> bool:
+    return name in _WITHOUT_EFFECT and isinstance(value, bool | int) and value in _WITHOUT_EFFECT[name]
+
+
+def _on_cpu(name: str, value: Any) -> BatchValue:
+    if isinstance(value, torch.Tensor):
+        return value.detach().cpu()
+    if isinstance(value, Sequence) and all(entry is None or isinstance(entry, torch.Tensor) for entry in value):
+        return [None if entry is None else entry.detach().cpu() for entry in value]
+    raise UserError(
+        f"{name} is {_described(value)}: the engine takes tensors, and lists of them with one entry for each sequence."
+    )
+
+
+def _described(value: Any) -> str:
+    """Return a few words about an argument."""
+    if value is None:
+        return "missing"
+    if isinstance(value, torch.Tensor):
+        return f"{value.dtype} {list(value.shape)}".removeprefix("torch.")
+    return repr(value) if isinstance(value, bool | int | float | str) else f"a {type(value).__name__}"
+
+
+def _integers(name: str, value: BatchValue | None, dims: int) -> torch.Tensor:
+    wanted = "[sequences, tokens]" if dims == 2 else "[sequences], one class each"
+    good = isinstance(value, torch.Tensor) and value.dim() == dims
+    if not good or value.is_floating_point() or value.is_complex() or value.dtype is torch.bool:  # type: ignore[union-attr]
+        raise UserError(f"A batch needs {name}, a tensor of integers {wanted}: it is {_described(value)}.")
+    return value.long()  # type: ignore[union-attr]
+
+
+def _own_labels(model: OpenModel, inputs: Mapping[str, BatchValue], ids: torch.Tensor) -> torch.Tensor:
+    if model.task_type is TaskType.SEQUENCE_CLASSIFICATION:
+        return ids.new_zeros(ids.shape[0])
+    mask = inputs.get("attention_mask")
+    if isinstance(mask, torch.Tensor) and mask.shape == ids.shape:
+        return ids.masked_fill(mask.eq(0), IGNORED)
+    return ids
+
+
+def _targets(model: OpenModel, given: BatchValue | None, ids: torch.Tensor) -> torch.Tensor:
+    """Return the targets that labels give, all of which the model can predict."""
+    per_row = model.task_type is TaskType.SEQUENCE_CLASSIFICATION
+    labels = _integers("labels", given, 1 if per_row else 2)
+    if labels.shape != ids.shape[: labels.dim()]:
+        raise UserError(f"labels are {list(labels.shape)} and input_ids {list(ids.shape)}: each needs its own label.")
+    targets = targets_of(labels, model.stack.family.shifts_labels)
+    config = model.config.get_text_config()
+    outcomes, kind = (config.vocab_size, "tokens") if model.task_type.generates else (config.num_labels, "classes")
+    _check_range("labels hold", targets[targets != IGNORED], outcomes, f"this model's {kind}")
+    return targets
+
+
+def _check_range(held: str, values: torch.Tensor, count: float, whose: str, advice: str = "") -> None:
+    """Refuse what an embedding or a loss would fail on: on a GPU that ends the process."""
+    if values.numel():
+        least, most = (int(value) for value in values.aminmax())
+        if least < 0 or most >= count:
+            wrong = least if least < 0 else most
+            raise UserError(f"{held} {wrong}, and {whose} are 0 to {count - 1}{advice}. The batch changed nothing.")
+
+
+def _check_ids(model: OpenModel, inputs: Mapping[str, BatchValue], ids: torch.Tensor) -> None:
+    """Refuse tokens that the model's embedding does not have; those that stand for images may be others."""
+    embedding = model.stack.model.get_input_embeddings()
+    if type(embedding) is nn.Embedding and not holds_images(inputs):
+        advice = ": use the tokenizer that belongs to it"
+        _check_range("input_ids holds", ids, embedding.num_embeddings, "this model's tokens", advice)
+
+
+def _check_positions(model: OpenModel, inputs: Mapping[str, BatchValue], ids: torch.Tensor) -> None:
+    """Refuse positions and masks of other shapes, positions that a learned table does not have, and documents of a row
+    that would see each other."""
+    for name in ("position_ids", "attention_mask"):
+        value = inputs.get(name)
+        shapes = {tuple(ids.shape)}
+        if isinstance(value, torch.Tensor):
+            axes = [-2, -1] if name == "position_ids" else [0, -1]
+            shapes |= {tuple(value.shape[axis] for axis in axes)} if value.dim() > 2 else {tuple(value.shape)}
+        if value is not None and (not isinstance(value, torch.Tensor) or len(shapes) > 1 or value.dim() < 2):
+            raise UserError(f"{name} is {_described(value)}, and input_ids are {list(ids.shape)}: they do not match.")
+    positions, mask = inputs.get("position_ids"), inputs.get("attention_mask")
+    if isinstance(positions, torch.Tensor):
+        _check_range("position_ids hold", positions, _learned_positions(model), "this model's positions")
+        if restarts(positions):
+            model.stack.family.check_documents(masked=isinstance(mask, torch.Tensor) and mask.dim() == 2)
+    elif ids.shape[1] > (most := _learned_positions(model, skipped=True)):
+        raise UserError(f"input_ids are {list(ids.shape)}, and this model has learned {most} positions: cut the rows.")
+
+
+def _learned_positions(model: OpenModel, skipped: bool = False) -> float:
+    """Return the number of positions in the model's learned table, infinity if it has none.
+
+    Args:
+        skipped: without the first ones, which some families pass over when they count positions themselves.
+    """
+    length = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    for name, module in model.stack.model.named_modules():
+        if isinstance(module, nn.Embedding) and name.endswith(("position_embeddings", "embed_positions", "wpe")):
+            count = module.num_embeddings - getattr(module, "offset", 0)
+            if count == length:  # not that of images
+                return count if module.padding_idx is None or not skipped else count - module.padding_idx - 1
+    return math.inf
+
+
+def _makes_mask(model: OpenModel, inputs: Mapping[str, BatchValue]) -> bool:
+    """Return whether attention is given a mask of all pairs of tokens: because one of padding hides some, or because
+    positions restart in a family that keeps documents apart with a mask."""
+    mask = inputs.get("attention_mask")
+    if isinstance(mask, torch.Tensor):
+        return mask.dim() > 2 or not bool(mask.all())
+    isolation = model.stack.family.isolation if restarts(inputs.get("position_ids")) else None
+    return isolation is not None and not isolation.attention_by_document
