@@ -16,8 +16,6 @@ import click
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[1:1] = [str(ROOT), str(ROOT / "scripts")]  # not installed: run from a checkout
 
-from drawing import open_pyplot, save  # noqa: E402
-
 from common.errors import FinetuneError, UserError  # noqa: E402
 
 METRICS = "metrics.jsonl"
@@ -94,14 +92,14 @@ def draw(rows: Sequence[Mapping[str, float]], picture: Path, title: str) -> None
     Raises:
         UserError: matplotlib is missing, or the file cannot be written.
     """
-    pyplot = open_pyplot()
+    pyplot = _open_pyplot()
     figure, grid = pyplot.subplots(3, 2, figsize=(11, 9), sharex=True, layout="constrained")
     for axes, panel in zip(grid.flat, PANELS, strict=True):
         _draw_panel(axes, panel, rows)
     for axes in grid[-1]:
         axes.set_xlabel("step")
     figure.suptitle(title)
-    save(pyplot, figure, picture, dpi=110)
+    _save(pyplot, figure, picture, dpi=110)
 
 
 def _draw_panel(axes: Any, panel: Panel, rows: Sequence[Mapping[str, float]]) -> None:
@@ -139,6 +137,31 @@ def main(run_dir: Path, picture: Path | None, title: str) -> None:
     except FinetuneError as error:
         print(f"plot_run: error: {error}", file=sys.stderr)
         sys.exit(error.exit_status)
+
+
+def _open_pyplot() -> Any:
+    """Return matplotlib's pyplot, set to draw into files.
+
+    Raises:
+        UserError: matplotlib is missing.
+    """
+    try:
+        import matplotlib
+
+        matplotlib.use("Agg")
+        from matplotlib import pyplot
+    except ImportError:
+        raise UserError("Drawing needs matplotlib: pip install 'fuyou[plots]', or pip install matplotlib.") from None
+    return pyplot
+
+
+def _save(pyplot: Any, figure: Any, path: Path, dpi: int) -> None:
+    try:
+        figure.savefig(path, dpi=dpi)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} cannot be written: {error}.") from None
+    finally:
+        pyplot.close(figure)
 
 
 if __name__ == "__main__":
