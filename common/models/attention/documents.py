@@ -2,8 +2,9 @@
 
 A row is cut where its documents begin, and every piece goes through the kernel that the document alone would go
 through. So no mask of ``[S, S]`` exists, and the work is that of the documents: the sum of their squared lengths
-instead of the square of the row's. On a CPU one operator does all pieces of a call, and its results have the same
-shapes wherever the cuts are: a recording of a block's operators holds for every batch.
+instead of the square of the row's. One operator does all documents of a call, and its results have the same shapes
+wherever the cuts are: a recording of a block's operators holds for every batch. On a CPU it computes each piece in
+turn; on CUDA one kernel does (:mod:`common.models.attention.varlen`, not run on a GPU yet).
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,7 +16,9 @@ from torch.utils.flop_counter import register_flop_formula
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from common.data.documents import current_documents
+from common.data.documents import Documents, current_documents
+from common.hardware.kernels import kernels_of
+from common.models.attention import varlen
 
 BY_DOCUMENT = "by_document"
 """The name under which transformers knows this. It has no mask function of that name, so it makes no mask."""
@@ -94,22 +97,31 @@ def _pad(*parts: torch.Tensor) -> list[torch.Tensor]:
 
 @torch.library.custom_op("fuyou::attention_by_document", mutates_args=())
 def attention_by_document(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, spans: Sequence[int], window: int, scale: float
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    starts: torch.Tensor | None,
+    spans: Sequence[int],
+    window: int,
+    scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attend causally within each document, on a CPU.
+    """Attend causally within each document.
 
     Args:
         query: ``[B, H, S, D]``.
         key: ``[B, G, S, D]``; each of its heads is shared by ``H / G`` of the query's.
-        value: ``[B, G, S, D]``.
+        value: ``[B, G, S, V]``; on a CPU, ``V`` is ``D``.
+        starts: for CUDA, as :meth:`common.data.documents.Documents.starts` returns.
         spans: row, first token and end of each document, one after another; together they cover every token.
         window: how many tokens a token sees, itself included; 0 for all.
         scale: what scores are multiplied by.
 
     Returns:
-        The result ``[B, S, H, D]``, and for the backward pass the logarithm of each softmax's denominator ``[B, S,
+        The result ``[B, S, H, V]``, and for the backward pass the logarithm of each softmax's denominator ``[B, S,
         H]``.
     """
+    if starts is not None:
+        return varlen.attend(query, key, value, starts, _longest(spans), window, scale)
     rows, heads, length, _ = query.shape
     result = query.new_empty(rows, length, heads, query.shape[-1])
     statistics = query.new_empty(rows, length, heads, dtype=_statistics_dtype(query))
@@ -129,10 +141,10 @@ def attention_by_document(
 
 
 @attention_by_document.register_fake
-def _(query: Any, key: Any, value: Any, spans: Any, window: int, scale: float) -> Any:
-    rows, heads, length, width = query.shape
+def _(query: Any, key: Any, value: Any, *others: Any) -> Any:
+    rows, heads, length, _ = query.shape
     statistics = query.new_empty(rows, length, heads, dtype=_statistics_dtype(query))
-    return query.new_empty(rows, length, heads, width), statistics
+    return query.new_empty(rows, length, heads, value.shape[-1]), statistics
 
 
 @torch.library.custom_op("fuyou::attention_by_document_backward", mutates_args=())
@@ -141,6 +153,7 @@ def attention_by_document_backward(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
+    starts: torch.Tensor | None,
     result: torch.Tensor,
     statistics: torch.Tensor,
     spans: Sequence[int],
@@ -148,6 +161,10 @@ def attention_by_document_backward(
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the gradients of query, key and value, given that of the result and what the forward pass had."""
+    if starts is not None:
+        return varlen.attend_backward(
+            gradient, query, key, value, result, statistics, starts, _longest(spans), window, scale
+        )
     gradients = torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
     narrow = query.dtype.itemsize == 2
     for piece in _pieces(spans, window):
@@ -173,13 +190,13 @@ def _(gradient: Any, query: Any, key: Any, value: Any, *others: Any) -> Any:
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    query, key, value, *ctx.settings = inputs
-    ctx.save_for_backward(query, key, value, *output)
+    query, key, value, starts, *ctx.settings = inputs
+    ctx.save_for_backward(query, key, value, starts, *output)
 
 
 def _backward(ctx: Any, gradient: torch.Tensor, _: Any) -> Any:
     gradients = attention_by_document_backward(gradient, *ctx.saved_tensors, *ctx.settings)
-    return (*gradients, None, None, None)
+    return (*gradients, None, None, None, None)
 
 
 attention_by_document.register_autograd(_backward, setup_context=_save)
@@ -192,9 +209,13 @@ AUTOGRAD_NODE = "GeneratedBackwardFor_fuyou_attention_by_document"
 
 
 @register_flop_formula(torch.ops.fuyou.attention_by_document)
-def _flops(query: Any, key: Any, value: Any, spans: Sequence[int], *_: Any, **__: Any) -> int:
+def _flops(query: Any, key: Any, value: Any, starts: Any, spans: Sequence[int], *_: Any, **__: Any) -> int:
     squares = sum((end - start) ** 2 for start, end in zip(spans[1::3], spans[2::3], strict=True))
-    return 4 * query[1] * query[3] * squares
+    return 2 * query[1] * (query[3] + value[3]) * squares
+
+
+def _longest(spans: Sequence[int]) -> int:
+    return max(end - start for start, end in zip(spans[1::3], spans[2::3], strict=True))
 
 
 def _statistics_dtype(query: torch.Tensor) -> torch.dtype:
@@ -229,18 +250,39 @@ def _by_document(
         raise NotImplementedError("Attention with a mask, a bias, a soft cap or sinks.")
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     window = options.get("sliding_window") or 0
-    if query.device.type in ("cpu", "meta") and query.shape[-1] == value.shape[-1] and not dropout:
-        return attention_by_document(query, key, value, documents.flat, window, scale)[0], None
-    result = value.new_empty(*wanted, query.shape[1], value.shape[-1])
-    for piece in _pieces(documents.flat, window):
-        q, k, v = _parts(piece, query, key, value)
-        mask = _mask(piece, window, query)
-        shared = q.shape[1] != k.shape[1]
-        out = functional.scaled_dot_product_attention(
-            q, k, v, mask, dropout, mask is None, scale=scale, enable_gqa=shared
-        )
-        result[piece.row, piece.queries] = out[0].transpose(0, 1)
-    return result, None
+    on_cuda = kernels_of(query.device) == "cuda" and query.dtype.itemsize <= 4
+    if not dropout and (on_cuda or query.shape[-1] == value.shape[-1]):
+        starts = documents.starts(query.device) if on_cuda else None
+        return attention_by_document(query, key, value, starts, documents.flat, window, scale)[0], None
+    return _one_by_one(query, key, value, documents, window, scale, dropout), None
+
+
+def _one_by_one(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    documents: Documents,
+    window: int,
+    scale: float,
+    dropout: float,
+) -> torch.Tensor:
+    """Attend to each document in a call that PyTorch differentiates; none of a recomputation is left out then."""
+    lengths = [end - start for _, start, end in documents.spans()]
+    # Split, whose gradient is one concatenation: that of a slice is as large as all documents.
+    parts = [each.transpose(1, 2).flatten(0, 1).split(lengths) for each in (query, key, value)]
+    results = []
+    for inputs in zip(*parts, strict=True):
+        alone = [each.transpose(0, 1)[None] for each in inputs]
+        for piece in _pieces((0, 0, len(inputs[0])), window):
+            q, k, v = _parts(piece, *alone)
+            mask = _mask(piece, window, query)
+            if mask is not None:  # with a mask, CUDA's kernels share no heads
+                k, v = (each.repeat_interleave(q.shape[1] // k.shape[1], 1) for each in (k, v))
+            out = functional.scaled_dot_product_attention(
+                q, k, v, mask, dropout, mask is None, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+            )
+            results.append(out[0].transpose(0, 1))
+    return torch.cat(results).unflatten(0, (documents.rows, documents.length))
 
 
 ALL_ATTENTION_FUNCTIONS.register(BY_DOCUMENT, _by_document)

@@ -18,7 +18,7 @@ from torch.nn.attention import SDPBackend
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
-from torch.utils.flop_counter import flop_registry, sdpa_flop_count
+from torch.utils.flop_counter import flop_registry
 
 from common.models.attention import documents as document_attention
 from common.models.attention.kernels import KERNELS, AttentionKernels
@@ -29,8 +29,10 @@ ALIGN_BYTES = 256
 """Every saved output starts on a multiple of this many bytes, as memory from an allocator does."""
 
 _aten = torch.ops.aten
-_IN_PACKED_ROWS = {str(_aten._scaled_dot_product_flash_attention_for_cpu.default): str(document_attention.OPERATOR)}
-"""Plans are made for rows of one document; where documents share a row, attention is another operator."""
+_ON_CPU = str(_aten._scaled_dot_product_flash_attention_for_cpu.default)
+_KERNELS = (_ON_CPU, *KERNELS, str(document_attention.OPERATOR))
+"""Operators that do a whole call of attention. Plans are made for rows of one document; where documents share a row,
+with a mask, or on another GPU, it is another one."""
 _HANDED_OVER = frozenset({torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.data_ptr})
 """Methods that read a tensor's memory without an operator. (``item`` and ``bool`` have one.)"""
 _SHAPE_ONLY = frozenset(
@@ -144,9 +146,8 @@ class BlockTrace:
         self._index = {(one.name, one.ordinal): index for index, one in enumerate(operators)}
 
     def find(self, name: str, ordinal: int) -> int | None:
-        """Return the index of the ``ordinal``-th call of an operator, or of the kernel that attention took instead: in
-        packed rows, with a mask, or on another GPU."""
-        others = KERNELS if name in KERNELS else (_IN_PACKED_ROWS.get(name, name),)
+        """Return the index of the ``ordinal``-th call of an operator, or of the kernel that attention took instead."""
+        others = _KERNELS if name in _KERNELS else ()
         found = (self._index.get((one, ordinal)) for one in (name, *others))
         return next((index for index in found if index is not None), None)
 
@@ -290,10 +291,11 @@ def _always_runs(function: Any, args: Any, kwargs: Any, outputs: list[torch.Tens
 
 def _flops(function: Any, args: Any, kwargs: Any, result: Any) -> float:
     packet = function.overloadpacket
+    if "scaled_dot_product" in packet.__name__ and "attention" in packet.__name__:
+        query, key, value = (each.shape for each in args[:3])  # PyTorch 2.11's own formula refuses shared heads
+        return 2.0 * query[:3].numel() * key[2] * (query[3] + value[3])
     if packet in flop_registry:
         return float(flop_registry[packet](*args, **kwargs, out_val=result))
-    if "scaled_dot_product" in packet.__name__ and "attention" in packet.__name__:
-        return float(sdpa_flop_count(*(tuple(value.shape) for value in args[:3])))
     if packet.__name__ in ("_grouped_mm", "grouped_mm"):  # every row goes through one expert
         return 2.0 * result.numel() * args[0].shape[-1]
     return 0.0

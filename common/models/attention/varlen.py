@@ -1,0 +1,135 @@
+"""Attention within documents by CUDA's kernels for sequences of different lengths. Not run on a GPU yet.
+
+Rows are laid end to end, and one call does all documents. Flash attention is taken where it works, otherwise
+memory-efficient attention, whose keys and values need as many heads as the queries.
+"""
+
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+_aten = torch.ops.aten
+_CAUSAL = 1
+"""Memory-efficient attention's number for a causal mask within each document."""
+
+
+def attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    starts: torch.Tensor,
+    longest: int,
+    window: int,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the result ``[B, S, H, V]``, and the logarithm of each softmax's denominator ``[B, S, H]``.
+
+    Args:
+        query: ``[B, H, S, D]``.
+        key: ``[B, G, S, D]``.
+        value: ``[B, G, S, V]``.
+        starts: as :meth:`common.data.documents.Documents.starts` returns.
+        longest: tokens of the longest document.
+        window: tokens that a token sees, itself included; 0 for all.
+        scale: what scores are multiplied by.
+    """
+    rows, heads, length, _ = query.shape
+    q, k, v = (_flat(each) for each in (query, key, value))
+    ends = (starts, starts, longest, longest, 0.0)
+    if _takes_flash(query, value):
+        out, logarithms, *_ = _aten._flash_attention_forward(
+            q, k, v, *ends, not window, False, scale=scale, **_sides(window)
+        )
+        statistics = logarithms.t()
+    else:
+        k, v = (each.repeat_interleave(heads // each.shape[1], 1) for each in (k, v))
+        out, logarithms, *_ = _aten._efficient_attention_forward(
+            q[None], k[None], v[None], None, *ends, _CAUSAL, True, scale=scale, window_size=window or None
+        )
+        out, statistics = out[0], logarithms.transpose(1, 2)[_places(starts, q.shape[0])]
+    result = out[..., : value.shape[-1]].reshape(rows, length, heads, -1)
+    return result, statistics.contiguous().view(rows, length, heads)
+
+
+def attend_backward(
+    gradient: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    result: torch.Tensor,
+    statistics: torch.Tensor,
+    starts: torch.Tensor,
+    longest: int,
+    window: int,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the gradients of query, key and value, given that of the result and what :func:`attend` returned."""
+    heads, groups = query.shape[1], key.shape[1]
+    q, k, v = (_flat(each) for each in (query, key, value))
+    flowing, out = (_padded(each.flatten(0, 1)) for each in (gradient, result))
+    logarithms = statistics.flatten(0, 1)
+    ends = (starts, starts, longest, longest)
+    unused = torch.empty(2, dtype=torch.uint64, device=query.device)  # random state of a dropout that there is not
+    if _takes_flash(query, value):
+        gradients = _aten._flash_attention_backward(
+            flowing,
+            q,
+            k,
+            v,
+            out,
+            logarithms.t().contiguous(),
+            *ends,
+            0.0,
+            not window,
+            unused,
+            unused,
+            scale=scale,
+            **_sides(window),
+        )
+    else:
+        k, v = (each.repeat_interleave(heads // groups, 1) for each in (k, v))
+        shape = (len(starts) - 1, heads, -(-longest // 32) * 32)
+        padded = logarithms.new_full(shape, float("inf"))  # infinite: no gradient flows from behind a document's end
+        padded.transpose(1, 2)[_places(starts, q.shape[0])] = logarithms
+        whole = _aten._efficient_attention_backward(
+            flowing[None], q[None], k[None], v[None], None, out[None], *ends, padded, 0.0, unused, unused, _CAUSAL,
+            False, scale=scale, window_size=window or None,
+        )  # fmt: skip
+        gradients = whole[0][0], *(each[0].unflatten(1, (groups, -1)).sum(2) for each in whole[1:3])
+    inputs = (query, key, value)
+    return tuple(_rows(each, like) for each, like in zip(gradients, inputs, strict=True))  # type: ignore[return-value]
+
+
+def _takes_flash(query: torch.Tensor, value: torch.Tensor) -> bool:
+    width = query.shape[-1]
+    fits = query.dtype.itemsize == 2 and width == value.shape[-1] and (width <= 192 or 224 < width <= 256)
+    return fits and (not query.is_cuda or torch.cuda.get_device_capability(query.device) >= (8, 0))
+
+
+def _sides(window: int) -> dict[str, Any]:
+    """Return how far tokens see before and behind themselves; -1: to the document's end."""
+    return {"window_size_left": window - 1, "window_size_right": 0} if window else {}
+
+
+def _flat(value: torch.Tensor) -> torch.Tensor:
+    """Return ``[B, H, S, D]`` as ``[B * S, H, D']``."""
+    return _padded(value.transpose(1, 2).flatten(0, 1))
+
+
+def _padded(value: torch.Tensor) -> torch.Tensor:
+    """Append zeros to heads whose width is no multiple of 8, which kernels want."""
+    return functional.pad(value, (0, -value.shape[-1] % 8)) if value.shape[-1] % 8 else value
+
+
+def _rows(flat: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Undo :func:`_flat`, for a gradient."""
+    rows, _, length, width = like.shape
+    return flat[..., :width].unflatten(0, (rows, length)).transpose(1, 2)
+
+
+def _places(starts: torch.Tensor, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return each token's document, and its place in it."""
+    token = torch.arange(tokens, dtype=torch.int32, device=starts.device)
+    document = torch.bucketize(token, starts[1:], right=True)
+    return document, token - starts[document]
