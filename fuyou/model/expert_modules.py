@@ -9,8 +9,8 @@ from common.errors import FinetuneError
 from fuyou.model.blocks.weightless import on_meta
 from fuyou.model.streamed_model import StreamedModel
 
-_INTERFACE = ("num_experts", "has_gate", "has_bias", "is_transposed", "_is_expert_parallel")
-"""Attributes that transformers' ``use_experts_implementation`` gives a module."""
+_INTERFACE = ("num_experts", "has_gate", "has_bias", "is_transposed")
+"""Attributes that ``use_experts_implementation`` gives a module in transformers 5.17 and later."""
 _SAME, _WIDER = 3, 4
 """Outputs of all experts that a whole block's backward pass holds at once, in the compute dtype, or in that of the
 routers' weights where that is wider. Measured on a CPU with small Mixtral, Qwen3-MoE, gpt-oss and DeepSeek-V3: 1.4 to

@@ -119,12 +119,12 @@ def own_computations(
 
 
 def _implementation(prefix: str, module: Any, parts: Mapping[str, Sequence[PiecePart]]) -> str:
-    if module._is_expert_parallel:
+    if getattr(module, "_is_expert_parallel", False):  # since transformers 5.18, and the norm since 5.20
         raise UserError(
             f"The experts of {prefix} are spread over devices (expert parallelism) and cannot be cut in pieces as well."
         )
     norm = getattr(module, "post_expert_norm", None)
-    if module.has_post_expert_norm and (norm is None or any(True for _ in norm.parameters())):
+    if getattr(module, "has_post_expert_norm", False) and (norm is None or any(True for _ in norm.parameters())):
         raise UserError(
             f"The experts of {prefix} are followed by a norm with parameters inside their module, whose gradient would "
             "be lost: they cannot be cut in pieces."

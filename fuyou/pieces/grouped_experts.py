@@ -124,7 +124,7 @@ class GroupedExperts:
         else:
             inner = _at_its_place(module.act_fn, project(states, "up_proj"), rows, len(routing.order), 1)
         outer = project(inner, "down_proj")
-        if module.has_post_expert_norm:
+        if getattr(module, "has_post_expert_norm", False):
             outer = module.post_expert_norm(outer)
         return outer
 

@@ -11,6 +11,7 @@ from transformers import AutoConfig
 from common.errors import UserError
 from common.models.meta_model import build_meta_model
 from fuyou.layout.pieces import PieceOrder, PiecePart, Stage
+from fuyou.model.expert_modules import expert_modules, expert_output_bytes
 from fuyou.model.streamed_model import StreamedModel
 from fuyou.pieces.division import divide
 from fuyou.pieces.expert_adapters import ExpertAdapters
@@ -191,6 +192,16 @@ def test_equal_blocks_of_a_large_mixture_are_learnt_once():
 def handles(model: PieceModel) -> PieceHandles:
     pieces = cut(model, 0, 20_000)
     return PieceHandles(model.stack, 0, pieces, set(), lambda part, gradient: None)
+
+
+def test_takes_experts_of_the_oldest_transformers():
+    """Version 5.17 has neither of these attributes."""
+    model = PieceModel("mixtral")
+    for layer, block in enumerate(model.stack.blocks):
+        del block.mlp.experts._is_expert_parallel, block.mlp.experts.has_post_expert_norm
+        assert list(expert_modules(model.stack, layer))
+    assert expert_output_bytes(model.stack) > 0
+    handles(model)
 
 
 def test_refuses_other_implementations_of_experts():

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.flop_counter import flop_registry
 from transformers import AutoModelForCausalLM, GPT2Config, GPTJConfig, LlamaConfig
 
 import fuyou
@@ -113,6 +114,22 @@ def test_a_block_of_llama_and_one_of_gpt2() -> None:
     found = savable_outputs(trace_block(gpt2, n, "cpu", BF16), cost=flops)
     assert found.forward_flops == n * (24 * h * h + 4 * n * h)
     assert found.unneeded_flops == n * 8 * h * h  # 4h to h: the paper's table has its swap benefit highest
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_attention_is_counted_by_our_own_formula(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch 2.11's refuses heads that share keys and values."""
+
+    def refuse(*_: Any, **__: Any) -> int:
+        raise AssertionError("sdpa_flop_count: query/key/value shapes are incompatible")
+
+    for packet in [packet for packet in flop_registry if "scaled_dot_product" in str(packet)]:
+        monkeypatch.setitem(flop_registry, packet, refuse)
+    config = tiny_configs()["llama"]
+    stack = StreamedModel(build_meta_model(config, dtype=BF16), torch.device("cpu"))
+    attention = [one for one in trace_block(stack, 32, device, BF16).operators if "attention" in one.name]
+    width = config.hidden_size // config.num_attention_heads
+    assert [one.flops for one in attention] == [4 * config.num_attention_heads * 32 * 32 * width]
 
 
 def test_random_numbers_are_drawn_again_and_never_kept() -> None:
