@@ -10,18 +10,11 @@ can be sent by itself. Bytes per element: 1 + 4/256 and 0.5 + 4/256, against 2 i
 :mod:`.reference` defines the arithmetic. On CUDA, PyTorch compiles it at the first call (not run on a GPU).
 """
 
-import functools
-import warnings
-from collections.abc import Callable
-from typing import Any
-
 import torch
 
 from common.quantisation import reference
-from common.quantisation.layout import Bits, quantised_nbytes
-
-_failures: list[str] = []
-"""Why PyTorch could not compile the reference; after that it runs eagerly."""
+from common.quantisation.fused import run_fused
+from common.quantisation.layout import BLOCK, Bits, blocks_of, parts_of, quantised_nbytes
 
 
 def quantise(rows: torch.Tensor, bits: Bits, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -36,7 +29,7 @@ def quantise(rows: torch.Tensor, bits: Bits, out: torch.Tensor | None = None) ->
     rows = rows.detach()
     if out is None:
         out = rows.new_empty((*rows.shape[:-1], quantised_nbytes(rows.size(-1), bits)), dtype=torch.uint8)
-    _run(reference.quantise, rows.device.type, rows, bits, out)
+    run_fused(reference.quantise, rows.device, rows, bits, out)
     return out
 
 
@@ -51,23 +44,6 @@ def dequantise(
     """
     if out is None:
         out = payload.new_empty((*payload.shape[:-1], count), dtype=torch.float32)
-    _run(reference.dequantise, payload.device.type, payload, bits, out, add)
+    parts = parts_of(payload, blocks_of(out.size(-1)), BLOCK * bits // 8)
+    run_fused(reference.dequantise, payload.device, *parts, bits, out, add)
     return out
-
-
-def _run(function: Callable[..., None], device_type: str, *arguments: Any) -> None:
-    """Run ``function``: on CUDA compiled, unless compiling has failed, which is reported once."""
-    if device_type == "cuda" and not _failures:
-        try:
-            _compiled(function)(*arguments)
-            return
-        except Exception as error:  # whatever Dynamo, Inductor, Triton or a missing compiler raise
-            _failures.append(f"{type(error).__name__}: {error}")
-            warnings.warn(f"Quantization runs uncompiled: torch.compile failed ({_failures[0]}).", stacklevel=3)
-    function(*arguments)
-
-
-@functools.cache
-def _compiled(function: Callable[..., None]) -> Callable[..., None]:
-    # fullgraph: compiling fails as a whole, before anything has been written or added.
-    return torch.compile(function, fullgraph=True, dynamic=True)

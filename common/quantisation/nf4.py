@@ -4,6 +4,7 @@ from functools import cache
 
 import torch
 
+from common.quantisation.fused import run_fused
 from common.quantisation.layout import SCALE_BYTES, blocks_of, parts_of
 
 NF4_BLOCK = 64
@@ -49,12 +50,19 @@ def quantise_nf4(rows: torch.Tensor, out: torch.Tensor | None = None) -> torch.T
     return out
 
 
-def dequantise_nf4(payload: torch.Tensor, count: int) -> torch.Tensor:
-    """Return the rows ``fp32 [..., count]`` of ``payload`` ``uint8 [..., nf4_nbytes(count)]``."""
-    scales, values = parts_of(payload, blocks_of(count, NF4_BLOCK), NF4_BLOCK // 2)
-    codes = torch.cat((values & 0xF, values >> 4), dim=-1)
-    elements = _nf4_levels(payload.device)[codes.int()] * scales.unsqueeze(-1)
-    return elements.flatten(-2)[..., :count]
+def dequantise_nf4(payload: torch.Tensor, out: torch.Tensor) -> None:
+    """Write to ``out`` ``[..., c]``, floating point, the rows of ``payload`` ``uint8 [..., nf4_nbytes(c)]``."""
+    parts = parts_of(payload, blocks_of(out.shape[-1], NF4_BLOCK), NF4_BLOCK // 2)
+    run_fused(_dequantise, payload.device, *parts, _nf4_levels(payload.device), out)
+
+
+def _dequantise(scales: torch.Tensor, values: torch.Tensor, levels: torch.Tensor, out: torch.Tensor) -> None:
+    if torch.compiler.is_compiling():  # where concatenating would take a kernel more
+        shifts = torch.arange(0, 8, 4, dtype=torch.uint8, device=values.device).unsqueeze(-1)
+        codes = (values.unsqueeze(-2) >> shifts & 0xF).flatten(-2)
+    else:
+        codes = torch.cat((values & 0xF, values >> 4), dim=-1)
+    out.copy_((levels[codes.int()] * scales.unsqueeze(-1)).flatten(-2)[..., : out.shape[-1]])
 
 
 @cache

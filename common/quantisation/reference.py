@@ -28,15 +28,13 @@ def quantise(rows: torch.Tensor, bits: Bits, out: torch.Tensor) -> None:
         values.view(torch.int8).copy_((low & 0xF) | (high << 4))
 
 
-def dequantise(payload: torch.Tensor, bits: Bits, out: torch.Tensor, add: bool) -> None:
-    """Write to ``out`` ``[..., c]`` the rows of ``payload``, or add them."""
-    count = out.size(-1)
-    scales, values = parts_of(payload, blocks_of(count), BLOCK * bits // 8)
+def dequantise(scales: torch.Tensor, values: torch.Tensor, bits: Bits, out: torch.Tensor, add: bool) -> None:
+    """Write to ``out`` ``[..., c]`` the rows of these scales and values (:func:`parts_of`), or add them."""
     signed = values.view(torch.int8)
     if bits == 4:
         # Arithmetic shifts bring the sign back.
         signed = torch.cat(((signed << 4) >> 4, signed >> 4), dim=-1)
-    elements = (signed * scales.unsqueeze(-1)).flatten(-2)[..., :count]
+    elements = (signed * scales.unsqueeze(-1)).flatten(-2)[..., : out.size(-1)]
     if add:
         out.add_(elements)
     else:

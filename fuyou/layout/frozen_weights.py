@@ -4,17 +4,21 @@ In a record in int8 or nf4, the matrices (all parameters that weight decay would
 and the rest follows in the compute dtype. On the device, the record is decoded into the compute dtype once per visit.
 """
 
+import sys
 from collections.abc import Iterator
 from enum import Enum
 
 import torch
 
 from common.errors import UserError
+from common.hardware.kernels import kernels_of
 from common.quantisation import dequantise, dequantise_nf4, nf4_nbytes, quantise, quantise_nf4, quantised_nbytes
+from common.quantisation.fused import fuses
 
 # Elements of a row. A CPU decodes one at a time, so that this needs little memory beside the result.
 ROW_ELEMENTS = 1 << 20
-# Rows that an accelerator decodes at once: a dozen kernels each, which take longer to launch than a row takes.
+# Rows that an accelerator decodes at once where PyTorch cannot compile: a dozen kernels each, which take longer to
+# launch than a row takes. Compiled, one kernel decodes all of them, and needs no other memory.
 ROWS_ON_ACCELERATORS = 8
 
 
@@ -65,7 +69,7 @@ class FrozenDtype(Enum):
             if self is FrozenDtype.INT8:
                 dequantise(row, part.shape[-1], 8, part)
             elif self is FrozenDtype.NF4:
-                part.copy_(dequantise_nf4(row, part.shape[-1]))
+                dequantise_nf4(row, part)
             else:
                 part.copy_(row.view(flat.dtype))
         flat[matrices:].copy_(self._rest(flat, matrices, payload))
@@ -94,4 +98,6 @@ class FrozenDtype(Enum):
 
 
 def _rows_at_once(device: torch.device) -> int:
-    return 1 if device.type == "cpu" else ROWS_ON_ACCELERATORS
+    if kernels_of(device) == "cpu":
+        return 1
+    return sys.maxsize if fuses(device) else ROWS_ON_ACCELERATORS

@@ -9,7 +9,7 @@ those of full recomputation, to the bit, whatever happens.
 Operators that draw random numbers always run, in their order: the random stream is that of the forward pass.
 """
 
-from collections.abc import Callable, Collection, Hashable
+from collections.abc import Callable, Collection, Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -76,8 +76,9 @@ class SavedForward:
     """The outputs that one block's forward pass on one micro-batch has saved for its backward pass."""
 
     plan: _ReplayPlan | None
-    kept: frozenset[int] = frozenset()
-    """Calls whose outputs are in the buffer."""
+    kept: Mapping[int, tuple[torch.Tensor, ...]] = field(default_factory=dict)
+    """Calls whose outputs are in the buffer, each with those that are on another device than it: the random state of an
+    attention kernel is on the host, and to copy it would make the host wait for the device."""
 
 
 class _SaveOutputs(TorchDispatchMode):
@@ -87,7 +88,7 @@ class _SaveOutputs(TorchDispatchMode):
         super().__init__()
         self._plan, self._buffer = plan, buffer
         self._next = 0
-        self.kept: set[int] = set()
+        self.kept: dict[int, tuple[torch.Tensor, ...]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -99,9 +100,11 @@ class _SaveOutputs(TorchDispatchMode):
             return func(*args, **kwargs)
         result = func(*_with_statistics(func, args), **kwargs)
         if TensorSpec.of_all(result) == self._plan.trace.operators[index].result:
-            for value, view in zip(_tensors(result), _views(self._plan, index, place, self._buffer), strict=True):
-                view.copy_(value)
-            self.kept.add(index)
+            values, views = _tensors(result), _views(self._plan, index, place, self._buffer)
+            for value, view in zip(values, views, strict=True):
+                if value.device == view.device:
+                    view.copy_(value)
+            self.kept[index] = tuple(value for value in values if value.device != self._buffer.device)
         return result
 
     def _follow(self, func: Any) -> int | None:
@@ -121,10 +124,10 @@ class _SaveOutputs(TorchDispatchMode):
 class _Recompute(TorchDispatchMode):
     """Follows a plan with gradients enabled, and takes its short cuts."""
 
-    def __init__(self, plan: _ReplayPlan, kept: frozenset[int], buffer: torch.Tensor | None):
+    def __init__(self, plan: _ReplayPlan, kept: Mapping[int, tuple[torch.Tensor, ...]], buffer: torch.Tensor | None):
         super().__init__()
-        self._plan, self._buffer = plan, buffer
-        self._actions = plan.actions(kept)
+        self._plan, self._kept, self._buffer = plan, kept, buffer
+        self._actions = plan.actions(frozenset(kept))
         self._next = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -143,8 +146,12 @@ class _Recompute(TorchDispatchMode):
         if action == _LEAVE_OUT:
             return tree_map(_uninitialized, operators[index].result)
         assert self._buffer is not None
-        views = iter(_views(self._plan, index, action, self._buffer))
-        return tree_map(lambda leaf: next(views) if isinstance(leaf, TensorSpec) else leaf, operators[index].result)
+        views, others = _views(self._plan, index, action, self._buffer), iter(self._kept[index])
+        given = (
+            next(others) if spec.device != view.device else view
+            for spec, view in zip(operators[index].outputs, views, strict=True)
+        )
+        return tree_map(lambda leaf: next(given) if isinstance(leaf, TensorSpec) else leaf, operators[index].result)
 
     def finish(self) -> None:
         """Check that the plan has been followed to its end.
@@ -195,7 +202,7 @@ class BlockReplay:
             return run(), SavedForward(plan)
         with _SaveOutputs(plan, buffer) as mode:
             result = run()
-        return result, SavedForward(plan, frozenset(mode.kept))
+        return result, SavedForward(plan, mode.kept)
 
     def backward(
         self,
@@ -230,7 +237,7 @@ class BlockReplay:
         except _TraceMismatch:
             self._plans[kind] = None
             return run(), 0.0
-        return result, plan.saved_fraction(saved.kept)
+        return result, plan.saved_fraction(frozenset(saved.kept))
 
     def _plan_for(self, trace: BlockTrace, layer: int) -> _ReplayPlan:
         """Return the plan for this trace; layers of one kind share it."""

@@ -5,7 +5,8 @@ import warnings
 import pytest
 import torch
 
-from common.quantisation import BLOCK, Bits, blockwise, dequantise, quantise, quantised_nbytes, reference
+from common.hardware.kernels import force_kernels
+from common.quantisation import BLOCK, Bits, dequantise, fused, quantise, quantised_nbytes
 
 
 def twin(values: list[float], largest: int) -> list[float]:
@@ -136,32 +137,31 @@ def test_where_compiling_fails_one_warning_names_the_reason(monkeypatch: pytest.
         raise RuntimeError("no Triton here")
 
     monkeypatch.setattr(torch, "compile", compiler)
-    monkeypatch.setattr(blockwise, "_failures", [])
-    blockwise._compiled.cache_clear()
+    monkeypatch.setattr(fused, "_failures", [])
+    fused._compiled.cache_clear()
     rows = torch.randn(2, 300)
     expected = quantise(rows, 8)
-    payload, again = torch.zeros_like(expected), torch.zeros_like(expected)
-    with pytest.warns(UserWarning, match="no Triton here"):
-        blockwise._run(reference.quantise, "cuda", rows, 8, payload)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        blockwise._run(reference.quantise, "cuda", rows, 8, again)
-    assert torch.equal(payload, expected) and torch.equal(again, expected)
+    with force_kernels("cuda"):
+        with pytest.warns(UserWarning, match="no Triton here"):
+            assert torch.equal(quantise(rows, 8), expected)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert torch.equal(quantise(rows, 8), expected)
+    fused._compiled.cache_clear()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("bits", [8, 4])
 def test_compiled_for_the_cpu_it_gives_the_same_bits(bits: Bits, monkeypatch: pytest.MonkeyPatch) -> None:
     """What CUDA would run, compiled by Inductor for the processor instead."""
-    monkeypatch.setattr(blockwise, "_failures", [])
+    monkeypatch.setattr(fused, "_failures", [])
     torch.manual_seed(0)
     for dtype, shape in ((torch.float32, (3, 700)), (torch.bfloat16, (2, 3, 2 * BLOCK))):
         rows = torch.randn(shape).to(dtype)
         expected = quantise(rows, bits)
-        payload = torch.zeros_like(expected)
-        blockwise._run(reference.quantise, "cuda", rows, bits, payload)
         total = torch.randn(shape)
         sums = dequantise(expected, shape[-1], bits, total.clone(), add=True)
-        blockwise._run(reference.dequantise, "cuda", expected, bits, total, True)
-        assert torch.equal(payload, expected) and torch.equal(total, sums)
-    assert not blockwise._failures
+        with force_kernels("cuda"):
+            assert torch.equal(quantise(rows, bits), expected)
+            assert torch.equal(dequantise(expected, shape[-1], bits, total, add=True), sums)
+    assert not fused._failures

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from common.models.checkpoint.compressed.placement import Placements
 from common.models.checkpoint.compressed.shards import CompressedShards
 from common.models.checkpoint.compressed.tensors import CompressedTensor
 from common.models.checkpoint.conversion import Conversion
+from common.quantisation.fused import fuses
 
 ALIGN = 128
 """Bytes of a multiple of which every component starts, so that it can be viewed as numbers on any device."""
@@ -79,9 +81,26 @@ class CompressedParameter:
     def decode(self, payload: torch.Tensor, flat: torch.Tensor) -> None:
         """Write the parameter's numbers to ``flat`` ``[numel]``, on the same device. Memory: see
         :meth:`CompressedTensor.decode`."""
+        if self._together(payload, flat):
+            return
         for index, views in enumerate(self._views(payload)):
             components = {one.role: views[one.role].view(one.dtype).view(one.shape) for one in self.tensor.components}
             self.tensor.decode(components, self._place(flat, index))
+
+    def _together(self, payload: torch.Tensor, flat: torch.Tensor) -> bool:
+        """Decode all parts as one tensor of one more dimension, if they lie at equal distances: experts, on a GPU."""
+        count, gaps = len(self.offsets), {later - earlier for earlier, later in pairwise(self.offsets)}
+        roles = [one.role for one in self.tensor.components]
+        if len(gaps) != 1 or min(gaps) <= 0 or "global_scale" in roles or not fuses(flat.device):
+            return False
+        components, rows, position = {}, payload[: self.nbytes].view(count, -1), 0
+        for one in self.tensor.components:
+            components[one.role] = rows[:, position : position + one.nbytes].view(one.dtype).unflatten(1, one.shape)
+            position += _aligned(one.nbytes)
+        shape, strides = (count, *self.tensor.shape), (gaps.pop(), *self.strides)
+        place = flat.as_strided(shape, strides, flat.storage_offset() + self.offsets[0])
+        replace(self.tensor, shape=shape).decode(components, place)
+        return True
 
     def assemble(self, parts: Iterable[Mapping[str, torch.Tensor]]) -> torch.Tensor:
         """Return the numbers ``[numel]``, given the components of all parts, which are read one after the other."""

@@ -18,10 +18,12 @@ from typing import Any
 
 import torch
 
+from common.hardware.kernels import kernels_of
 from common.models.checkpoint.shards import DTYPES
+from common.quantisation.fused import fuses, run_fused
 
 CHUNK_ELEMENTS = 1 << 20
-"""Number of elements that are decoded at once: temporary memory is below 20 bytes for each of these."""
+"""Number of elements that a CPU decodes at once: temporary memory is below 20 bytes for each of these."""
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """Positive numbers of four bits with two of exponent and one of mantissa; the highest bit is the sign."""
@@ -132,16 +134,24 @@ class CompressedTensor:
         Args:
             components: by their roles, on the device of ``out``.
 
-        Memory: 20 bytes for each of :data:`CHUNK_ELEMENTS` elements.
+        Memory: 20 bytes for each of :data:`CHUNK_ELEMENTS` elements, and 8 times as much on an accelerator. Where
+        PyTorch compiles, one kernel decodes all, without any.
         """
         *leading, rows, columns = self.shape
         count, grid_columns = math.prod(leading), -(-columns // self.block[1])
-        table = _words(self.codes, out.device)
         codes = components["codes"].reshape(count, rows, -1).view(torch.uint8)
         scales = components["scale"].reshape(count, -1, grid_columns)
         zeros = self._zero_points(components, count, grid_columns)
         divisor = components["global_scale"].float().reshape(()) if "global_scale" in components else None
-        step = max(1, CHUNK_ELEMENTS // columns)
+        if len(leading) < 2 and fuses(out.device):
+            scales = _as_fp32(scales) if divisor is None else _as_fp32(scales) / divisor
+            table = _numbers(self.codes, out.device)
+            run_fused(
+                _decode, out.device, table, codes, scales, zeros, self.block, self.dtype, out.view(count, rows, columns)
+            )
+            return
+        table = _words(self.codes, out.device)
+        step = max(1, CHUNK_ELEMENTS * (1 if kernels_of(out.device) == "cpu" else 8) // columns)
         for index, target in enumerate(_matrices(out)):
             for start in range(0, rows, step):
                 stop = min(rows, start + step)
@@ -200,10 +210,34 @@ def _matrices(out: torch.Tensor) -> Iterator[torch.Tensor]:
             yield from _matrices(part)
 
 
+def _decode(
+    table: torch.Tensor,
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    zeros: torch.Tensor | None,
+    block: tuple[int, int],
+    dtype: torch.dtype,
+    out: torch.Tensor,
+) -> None:
+    """Decode as :meth:`CompressedTensor.decode`, in operators that compile to one kernel."""
+    _, rows, columns = out.shape
+    row = (torch.arange(rows, device=out.device) // block[0]).unsqueeze(-1)
+    column = torch.arange(columns, device=out.device) // block[1]
+    numbers = table[codes.int()].flatten(-2)[..., :columns]
+    if zeros is not None:
+        numbers = numbers - zeros[:, row, column]
+    out.copy_((numbers * scales[:, row, column]).to(dtype))
+
+
+@cache
+def _numbers(codes: str, device: torch.device) -> torch.Tensor:
+    return TABLES[codes].to(device)
+
+
 @cache
 def _words(codes: str, device: torch.device) -> torch.Tensor:
     """Return the numbers of each byte as one integer, which is looked up faster than several numbers."""
-    table = TABLES[codes].to(device)
+    table = _numbers(codes, device)
     return table.view(torch.int32 if table.shape[1] == 1 else torch.int64).flatten()
 
 

@@ -1,0 +1,130 @@
+"""Kernels that decoding a block of 300 million weights launches on a GPU, counted without one."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch._inductor import metrics
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from common.hardware.kernels import force_kernels
+from common.models.checkpoint.compressed.parameters import CompressedParameter
+from common.models.checkpoint.compressed.tensors import Component, CompressedTensor
+from common.quantisation import fused
+from fuyou.layout.frozen_weights import FrozenDtype
+from fuyou.model.operators import makes_views
+from tests.helpers.fake_cuda import CUDA, fake_cuda
+
+HIDDEN, INNER, EXPERTS = 6144, 16384, 16
+MATRICES = 3 * HIDDEN * INNER
+FP8, UINT8, FP32 = torch.float8_e4m3fn, torch.uint8, torch.float32
+
+
+class Launches(TorchDispatchMode):
+    """Counts calls of operators that compute; memory that is only allocated takes no kernel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "aten" and not makes_views(func) and "empty" not in func.__name__:
+            self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
+    """Count what runs on a fake GPU, where a compiled function is one kernel (tested below)."""
+    mode = Launches()
+
+    def compiled(function: Any) -> Any:
+        return lambda *arguments: mode.names.append(function.__name__)
+
+    monkeypatch.setattr(fused, "_compiled", compiled)
+    monkeypatch.setattr(fused, "_failures", [])
+    fused.fuses.cache_clear()
+    with fake_cuda():
+        fused.fuses(CUDA)
+        mode.names.clear()
+        with mode:
+            yield mode
+    fused.fuses.cache_clear()
+
+
+@pytest.mark.parametrize(("kept", "most"), [(FrozenDtype.NF4, 6), (FrozenDtype.INT8, 4)])
+def test_a_block_in_fewer_bits(kept: FrozenDtype, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    rest = 2 * HIDDEN
+    with counted(monkeypatch) as launches:
+        flat = torch.empty(MATRICES + rest, dtype=torch.bfloat16, device=CUDA)
+        payload = torch.empty(kept.used_nbytes(MATRICES, rest, flat.dtype), dtype=UINT8, device=CUDA)
+        kept.decode(payload, MATRICES, flat)
+    assert 1 < len(launches.names) <= most, launches.names
+
+
+def compressed(name: str) -> tuple[list[CompressedParameter], float]:
+    """Return the matrices of a block in a format, and how many kernels may decode them."""
+    if name == "fp8":
+        shape, block, codes = (INNER, HIDDEN), (128, 128), "e4m3"
+        components = (Component("codes", FP8, shape), Component("scale", FP32, (INNER // 128, HIDDEN // 128)))
+        tensor = CompressedTensor(codes, shape, block, torch.bfloat16, components)
+        return [CompressedParameter(tensor, (HIDDEN, 1), (0,))] * 3, 40
+    if name == "fp8 experts":
+        shape = (INNER // EXPERTS, HIDDEN)
+        components = (Component("codes", FP8, shape), Component("scale", FP32, (shape[0] // 128, HIDDEN // 128)))
+        tensor = CompressedTensor("e4m3", shape, (128, 128), torch.bfloat16, components)
+        offsets = tuple(number * shape[0] * HIDDEN for number in range(EXPERTS))
+        return [CompressedParameter(tensor, (HIDDEN, 1), offsets)] * 3, 40
+    shape = (EXPERTS, INNER // EXPERTS, HIDDEN)
+    scales = Component("scale", UINT8, (*shape[:2], HIDDEN // 32))
+    components = (Component("codes", UINT8, (*shape[:2], HIDDEN // 2)), scales)
+    tensor = CompressedTensor("e2m1", shape, (1, 32), torch.bfloat16, components)
+    return [CompressedParameter(tensor, (shape[1] * HIDDEN, HIDDEN, 1), (0,))] * 3, 40
+
+
+@pytest.mark.parametrize("name", ["fp8", "fp8 experts", "mxfp4"])
+def test_a_compressed_block(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    parameters, most = compressed(name)
+    assert sum(one.numel for one in parameters) == MATRICES
+    with counted(monkeypatch) as launches:
+        for one in parameters:
+            flat = torch.empty(one.numel, dtype=torch.bfloat16, device=CUDA)
+            one.decode(torch.empty(one.nbytes, dtype=UINT8, device=CUDA), flat)
+    assert 2 < len(launches.names) <= most, launches.names
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["nf4", "int8", "fp8 experts", "mxfp4"])
+def test_what_is_compiled_is_one_kernel_with_the_same_bits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiled by Inductor for the processor instead."""
+    monkeypatch.setattr("tests.fuyou.layout.test_launches.HIDDEN", 256)
+    monkeypatch.setattr("tests.fuyou.layout.test_launches.INNER", 2048)
+    monkeypatch.setattr(fused, "_failures", [])
+    generator = torch.Generator().manual_seed(0)
+
+    def decode(flat: torch.Tensor) -> None:
+        if name in ("nf4", "int8"):
+            kept = FrozenDtype(name)
+            payload = torch.empty(kept.used_nbytes(flat.numel(), 0, flat.dtype), dtype=UINT8)
+            kept.encode(torch.randn(flat.numel(), generator=generator).to(flat.dtype), flat.numel(), payload)
+            metrics.reset()
+            kept.decode(payload, flat.numel(), flat)
+        else:
+            one = compressed(name)[0][0]
+            payload = torch.randint(0, 120, (one.nbytes,), dtype=UINT8, generator=generator)
+            one.decode(payload, flat)
+
+    count = 2048 * 256
+    expected, found = torch.zeros(count, dtype=torch.bfloat16), torch.zeros(count, dtype=torch.bfloat16)
+    decode(expected)
+    generator.manual_seed(0)
+    fused.fuses.cache_clear()
+    with force_kernels("cuda"):
+        assert fused.fuses(found.device)
+        metrics.reset()
+        decode(found)
+    fused.fuses.cache_clear()
+    assert not fused._failures and torch.equal(found, expected) and found.any()
+    assert metrics.generated_kernel_count == 1
