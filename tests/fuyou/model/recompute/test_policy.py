@@ -226,12 +226,33 @@ def by_mask(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     return torch.zeros_like(y).masked_scatter(y > 0, y[y > 0].exp()) @ w
 
 
+@torch.library.custom_op("tests::with_state", mutates_args=())
+def with_state(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a result, and a state on another device, as attention kernels of CUDA do."""
+    return x.tanh(), torch.empty((), device="meta")
+
+
+def with_state_backward(ctx: Any, gradient: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+    result, state = ctx.saved_tensors
+    assert state.is_meta
+    return gradient * (1 - result * result)
+
+
+with_state.register_autograd(
+    with_state_backward, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*output)
+)
+
+
+def stateful(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return with_state(x @ w)[0] @ w
+
+
 @pytest.mark.parametrize("everything", [False, True])
 @pytest.mark.parametrize(
     ("block", "saves"),
     [
         (plain, True), (in_place, True), (normalised, True), (strided, True), (several, True), (random, True),
-        (custom, None),
+        (custom, None), (stateful, None),
         (by_value, False), (by_mask, False),
     ],
 )  # fmt: skip
