@@ -107,58 +107,56 @@ class Machine:
 
 
 MACHINES = (
-    Machine("A gaming PC: RTX 3090, 32 GiB, one Samsung 980 PRO 2TB",
+    Machine("Gaming PC, 32 GiB",
             "--gpu rtx-3090 --drive samsung-980-pro-2tb --ssds 1 --host-memory 26GiB",
             ("--model llama-7b --batch-size 32", "--model llama-13b --batch-size 32")),
-    Machine("A gaming PC: RTX 4090, 64 GiB, one Samsung 990 PRO 4TB",
+    Machine("Gaming PC, 64 GiB",
             "--gpu rtx-4090 --drive samsung-990-pro-4tb --ssds 1 --host-memory 56GiB",
             ("--model llama-7b --batch-size 64", "--model llama-30b --batch-size 64")),
-    Machine("A workstation: RTX 5090, 128 GiB, two Crucial T705 2TB",
+    Machine("Workstation, 128 GiB",
             "--gpu rtx-5090 --drive crucial-t705-2tb --ssds 2 --host-memory 112GiB",
             ("--model llama-13b --batch-size 64", "--model llama-65b --batch-size 64")),
-    Machine("A workstation: RTX A6000, 256 GiB, two WD_BLACK SN850X 4TB",
+    Machine("Workstation, 256 GiB",
             "--gpu rtx-a6000 --drive wd-sn850x-4tb --ssds 2 --host-memory 240GiB",
             ("--model llama-13b --batch-size 64", "--model llama-65b --batch-size 64")),
-    Machine("The server of the Fuyou paper: RTX 4090, 768 GiB, twelve Intel P5510 3.84TB",
+    Machine("Server of the Fuyou paper, 768 GiB",
             "--gpu rtx-4090 --drive intel-p5510-3.84tb --ssds 12 --host-memory 740GiB",
             ("--model gpt3-13b --batch-size 64", "--model gpt3-175b --batch-size 16")),
-    Machine("A cloud node: H100 PCIe, 512 GiB, four Intel P5510 3.84TB",
+    Machine("Cloud node, 512 GiB",
             "--gpu h100-pcie --drive intel-p5510-3.84tb --ssds 4 --host-memory 480GiB",
             ("--model llama-30b --batch-size 128", "--model gpt3-175b --batch-size 128")),
 )  # fmt: skip
 
 HEADER = """\
-| run | step | tokens/s | bound by | device | host | SSDs | written per day (days the drives are warranted for) |
-|---|---|---|---|---|---|---|---|
+| machine, options of `finetune --plan` | run | step | tokens/s | bound by | SSDs | written per day (days of warranty) |
+|---|---|---|---|---|---|---|
 """
 
 
-def machine_row(job: str, plan: dict[str, Any]) -> str:
-    """Return a row of a machine's table."""
+def machine_row(machine: str, job: str, plan: dict[str, Any]) -> str:
+    """Return a row of the table of machines."""
     if not plan["fits"]:
-        return f"| `{job}` | does not fit: {' '.join(plan['missing'])} | | | | | | |\n"
+        return f"| {machine} | `{job}` | does not fit: {' '.join(plan['missing'])} | | | | |\n"
     days = plan["drive_life_days"]
     cells = [
-        f"`{job}`", format_seconds(plan["step_seconds"]), format_count(plan["tokens_per_second"]),
-        RESOURCES[plan["bound"]],
-        format_bytes(plan["device_peak_bytes"]), format_bytes(plan["host_peak_bytes"]),
-        format_bytes(plan["ssd_bytes"]),
+        machine, f"`{job}`", format_seconds(plan["step_seconds"]), format_count(plan["tokens_per_second"]),
+        RESOURCES[plan["bound"]], format_bytes(plan["ssd_bytes"]),
         format_bytes(plan["ssd_written_bytes_per_day"]) + ("" if days is None else f" ({days:,.0f} days)"),
     ]  # fmt: skip
     return f"| {' | '.join(cells)} |\n"
 
 
-def machine_tables() -> str:
-    """Return the tables of all machines."""
-    parts = []
+def machine_table() -> str:
+    """Return the table of all machines, and what is assumed for some of them."""
+    rows, plans = [], []
     for machine in MACHINES:
-        plans = [planned(f"{machine.hardware} {job}") for job in machine.jobs]
-        rows = "".join(machine_row(job, plan) for job, plan in zip(machine.jobs, plans, strict=True))
-        parts.append(
-            f"### {machine.title}\n\n`finetune --plan {machine.hardware} ...`\n\n{HEADER}{rows}\n"
-            f"Assumed: {'; '.join(assumptions(plans)) or 'nothing beyond the presets'}.\n"
-        )
-    return "\n".join(parts)
+        label = f"{machine.title}: `{machine.hardware}`"
+        for job in machine.jobs:
+            plans.append(planned(f"{machine.hardware} {job}"))
+            rows.append(machine_row(label, job, plans[-1]))
+            label = ""
+    assumed = "".join(f"* {text}\n" for text in assumptions(plans))
+    return f"{HEADER}{''.join(rows)}\nAssumed for some of them:\n\n{assumed}"
 
 
 @click.command()
@@ -167,9 +165,9 @@ def main(write: bool) -> None:
     """Print the planned figures of the docs, or write those of docs/machines.md."""
     if write:
         before, rest = PAGE.read_text().split(BEGIN)
-        PAGE.write_text(f"{before}{BEGIN}\n\n{machine_tables()}\n{END}{rest.split(END)[1]}")
+        PAGE.write_text(f"{before}{BEGIN}\n\n{machine_table()}\n{END}{rest.split(END)[1]}")
     else:
-        print(f"{large_model_tables()}\n\n{machine_tables()}")
+        print(f"{large_model_tables()}\n\n{machine_table()}")
 
 
 if __name__ == "__main__":

@@ -162,9 +162,9 @@ def _wrapped(text: str, indent: str = "") -> list[str]:
 
 _MEANING = {
     "exact": f"Losses are equal to {EXACT_LOSS:.0e} and weights to {EXACT_WEIGHT:.0e}, mostly to the bit.",
-    "refused": "The engine says so, in this sentence, before anything is written.",
+    "refused": "The engine stops with this sentence before anything is written.",
     "untrainable": "Transformers' own code does not train it in memory, from token ids alone.",
-    "wrong": "Other numbers, and nothing is said. There must be none.",
+    "wrong": "Other numbers, without an error. There must be none.",
     "crash": "Another error than a refusal. There must be none.",
     "hang": "Not done in time. There must be none.",
 }
