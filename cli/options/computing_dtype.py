@@ -43,12 +43,12 @@ def with_dtype_of_all(settings: Settings, device_type: str, restarted: bool) -> 
 
 
 def _stored(settings: Settings) -> str | None:
-    """Return the dtype of the run that is on this node's drives, or in its commits; None: there is none."""
+    """Return the dtype of the run that is on this node's drives, or in its commits; None if there is none."""
     if settings.nodes is not None and not settings.ssd:
         from fcdp.checkpoint.commits import ShardedCheckpoints
 
         commits = ShardedCheckpoints(settings.output_directory / COMMITS)
-        with contextlib.suppress(FinetuneError, OSError):  # whoever opens it says what is wrong
+        with contextlib.suppress(FinetuneError, OSError):  # the one that opens it says what is wrong
             newest = commits.newest()
             saved: Any = None if newest is None else commits.describe(newest).get("--dtype")
             return saved if isinstance(saved, str) else None

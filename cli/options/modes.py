@@ -59,8 +59,8 @@ def refuse_unread(mode: Mode, given: Iterable[GroupedOption]) -> None:
     """Refuse options that ``mode`` does not read.
 
     Args:
-        mode: what is asked for.
-        given: options with which somebody has asked for another value than the default.
+        mode: what is requested.
+        given: options with which somebody has requested another value than the default.
 
     Raises:
         UserError: names every such option.

@@ -78,7 +78,7 @@ class Only(Flag):
 
 @dataclass(frozen=True)
 class Declaration:
-    """A declaration is what a field says about its option, beside name, type, default and docstring (the help)."""
+    """A declaration is what a field says about its option, next to name, type, default and docstring (the help)."""
 
     metavar: str | None = None
     """Placeholder for the value in the help."""
@@ -103,7 +103,7 @@ class Declaration:
 
     @property
     def may_be_path(self) -> bool:
-        """Whether a path may stand in the place of a preset's name."""
+        """Whether a path may stand instead of a preset's name."""
         return self.presets in ("models", "clusters")
 
     def complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
@@ -238,13 +238,13 @@ class GroupedOption(click.Option):
         return record and (self.shown if self.is_flag else record[0], record[1])
 
     def get_help_extra(self, ctx: click.Context) -> Any:
-        """Leave out ranges such as ``x>=1``, which are said only to those who leave them; keep defaults."""
+        """Leave out ranges such as ``x>=1``, which are reported only to those who leave them; keep defaults."""
         extra = super().get_help_extra(ctx)
         extra.pop("range", None)
         return extra
 
     def process_value(self, ctx: click.Context, value: Any) -> Any:
-        """Convert and check; what is wrong in a file is said to be there."""
+        """Convert and check; what is wrong in a file is reported to be there."""
         source = ctx.get_parameter_source(self.name or "")
         if source in (ParameterSource.COMMANDLINE, ParameterSource.DEFAULT_MAP):
             ctx.meta.setdefault(WRITTEN, {})[self.name] = value
@@ -257,7 +257,7 @@ class GroupedOption(click.Option):
 
 
 class WholeNumber(click.IntRange):
-    """A whole number in a range, which is said in words to those who leave it."""
+    """A whole number in a range, which is reported in words to those who leave it."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         return _in_range(self, click.INT.convert(value, param, ctx), value, param, ctx)

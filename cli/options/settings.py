@@ -1,4 +1,4 @@
-"""One run of ``finetune``: what was asked for, checked for what can be checked without looking at the machine."""
+"""One run of ``finetune``: what was requested, checked for what can be checked without looking at the machine."""
 
 import contextlib
 import dataclasses
@@ -214,7 +214,7 @@ class Settings(
 
     @property
     def decay_of_squares(self) -> float:
-        """The second beta: as it is asked for, else as the optimizer's authors have it."""
+        """The second beta: as it is requested, else as the optimizer's authors have it."""
         if self.beta2 is not None:
             return self.beta2
         from fuyou.layout.optimizer_state import OPTIMIZERS
