@@ -1,9 +1,9 @@
-"""A server on this machine that generates with a model and adapters that it is told to load: a stand-in for vLLM.
+"""A server on this machine that generates with a model and adapters that it loads on request: a stand-in for vLLM.
 
     python examples/generation_server.py CHECKPOINT
 
 It holds the whole model in memory, in transformers, and answers JSON on loopback: ``/load`` with the folder of an
-adapter, ``/generate`` with prompts. A real server would be asked in the same two ways.
+adapter, ``/generate`` with prompts. A real server takes the same two requests.
 """
 
 import json
@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM
 
 
 class GenerationServer:
-    """A server in a process of its own, as its client sees it.
+    """A server in a separate process, as its client sees it.
 
     Args:
         checkpoint: folder of the model.
@@ -46,8 +46,8 @@ class GenerationServer:
 
         Without a seed, answers are of the likeliest tokens.
         """
-        told = self._ask("generate", {"prompts": [row.tolist() for row in prompts], "most": most, "seed": seed})
-        return [torch.tensor(row) for row in told["tokens"]], [torch.tensor(row) for row in told["log_probs"]]
+        answer = self._ask("generate", {"prompts": [row.tolist() for row in prompts], "most": most, "seed": seed})
+        return [torch.tensor(row) for row in answer["tokens"]], [torch.tensor(row) for row in answer["log_probs"]]
 
     def _ask(self, what: str, content: dict[str, Any]) -> Any:
         request = Request(f"http://127.0.0.1:{self._port}/{what}", json.dumps(content).encode())
@@ -81,7 +81,7 @@ class _Model:
         """Draw an answer to each prompt, or without a seed take the likeliest tokens."""
         torch.manual_seed(seed or 0)
         ids, end = torch.tensor(prompts), self._model.config.eos_token_id
-        made = self._model.generate(
+        output = self._model.generate(
             input_ids=ids,
             attention_mask=torch.ones_like(ids),
             max_new_tokens=most,
@@ -91,8 +91,8 @@ class _Model:
             output_logits=True,
             return_dict_in_generate=True,
         )
-        new = made.sequences[:, ids.shape[1] :]
-        log_probs = torch.stack(made.logits, 1).log_softmax(-1).gather(-1, new.unsqueeze(-1)).squeeze(-1)
+        new = output.sequences[:, ids.shape[1] :]
+        log_probs = torch.stack(output.logits, 1).log_softmax(-1).gather(-1, new.unsqueeze(-1)).squeeze(-1)
         lengths = [(row.index(end) + 1 if end in row else len(row)) for row in new.tolist()]
         return {
             "tokens": [row[:length] for row, length in zip(new.tolist(), lengths, strict=True)],

@@ -31,7 +31,7 @@ Answers = tuple[list[torch.Tensor], list[torch.Tensor]]
 
 @dataclass(frozen=True)
 class Task:
-    """Sorting so many digits."""
+    """Sorting a number of digits."""
 
     digits: int
 
@@ -57,8 +57,8 @@ class Task:
 
     def reward(self, prompt: torch.Tensor, answer: torch.Tensor) -> float:
         """Return 1 for the digits of the prompt in ascending order, then the end; else 0."""
-        wanted = [*prompt[:-1].sort().values.tolist(), END]
-        return float(answer.tolist() == wanted)
+        ascending = [*prompt[:-1].sort().values.tolist(), END]
+        return float(answer.tolist() == ascending)
 
 
 def learned_model(task: Task, folder: Path, steps: int) -> Path:
@@ -123,11 +123,11 @@ def train(
     generator, rewards = torch.Generator().manual_seed(2), list[float]()
     for step in range(steps):
         start = time.monotonic()
-        asked = task.prompts(prompts, generator).repeat_interleave(config.num_generations, 0)
-        answers, log_probs = source.answers(list(asked), task.digits + 1, seed=step)
+        repeated = task.prompts(prompts, generator).repeat_interleave(config.num_generations, 0)
+        answers, log_probs = source.answers(list(repeated), task.digits + 1, seed=step)
         generated = time.monotonic() - start
-        given = torch.tensor([task.reward(prompt, answer) for prompt, answer in zip(asked, answers, strict=True)])
-        advantages, rollouts = group_advantages(given, config), rollouts_of(list(asked), answers, log_probs)
+        given = torch.tensor([task.reward(prompt, answer) for prompt, answer in zip(repeated, answers, strict=True)])
+        advantages, rollouts = group_advantages(given, config), rollouts_of(list(repeated), answers, log_probs)
         losses = [update(source.engine, rollouts, advantages, config) for _ in range(updates)]
         rewards.append(given.mean().item())
         line = {"step": step + 1, "reward": rewards[-1], "loss": losses[0], "generating_seconds": generated}
@@ -147,7 +147,7 @@ def main(arguments: list[str] | None = None) -> list[float]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--digits", type=int, default=5)
-    parser.add_argument("--learning-steps", type=int, default=400, help="0: go on from what an earlier run learned")
+    parser.add_argument("--learning-steps", type=int, default=400, help="0: continue from what an earlier run learned")
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--prompts", type=int, default=16)
     parser.add_argument("--updates", type=int, default=2, help="steps on each rollout")

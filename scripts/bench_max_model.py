@@ -231,7 +231,7 @@ class ZeroInfinity(System):
 
 
 def climb(ladder: list[Rung], cap: int, attempt: Callable[[Rung, int], Try], known: Try | None) -> Row:
-    """Walk up until one fails. ``known`` trained under a smaller cap: the walk goes on above it."""
+    """Walk up until one fails. ``known`` trained under a smaller cap: the walk continues above it."""
     largest, stopped = known, None
     for rung in ladder:
         if known is not None and rung.parameters <= known.rung.parameters:

@@ -3,7 +3,7 @@
 Trains the same models on the same tokens with plain PyTorch in memory, this engine, DeepSpeed ZeRO-Infinity, DeepSpeed
 with CPU offload and FSDP2 with CPU offload. In every round each contender runs as a fresh process, in turn; medians,
 spread and ratios are over the steps of all rounds. Everyone computes on the same threads with the same malloc
-settings. DeepSpeed gets an environment of its own below --work, made on first use (needs g++ and libaio-dev).
+settings. DeepSpeed gets a separate environment below --work, made on first use (needs g++ and libaio-dev).
 
     python scripts/bench_peers.py --ssd DIR --models 125m,350m --rounds 3
     python scripts/bench_peers.py --ssd DIR --models 1.3b --rounds 1
@@ -363,7 +363,7 @@ def run(names: list[str], wanted: list[str], options: Options, work: Path, json_
         if json_path:
             json_path.write_text(json.dumps({**facts, "options": vars(replace(options)), "models": tables},
                                             default=str, indent=1))  # fmt: skip
-    print("\nbound: larger of the in-memory step and the drive's time for the bytes moved, reads beside writes; "
+    print("\nbound: larger of the in-memory step and the drive's time for the bytes moved, reads and writes together; "
           "r+w: reads and writes one after the other.")  # fmt: skip
 
 

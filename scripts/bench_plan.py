@@ -1,7 +1,7 @@
 """Predicted over measured step time, in every regime, on the machine at hand.
 
 Each configuration is profiled, planned from the profile, and run with what the plan chose. The accelerator is emulated
-(its computing is a timed wait) in all but two, where the CPU computes; drives are paced where a name says so,
+(its computing is a timed wait) in all but two, where the CPU computes; drives are paced where a name gives a rate,
 so that one machine can be bound by each of its parts. Storage, buffers, Adam and scheduling are real everywhere. The
 last ones are a small DeepSeek-V3 with adapters, whose blocks are whole, in pieces because they must be, and in pieces
 although they need not be.
@@ -109,7 +109,7 @@ CONFIGURATIONS: tuple[Configuration, ...] = (
 
 
 def mixture(name: str, regime: str, tflops: float, memory: str, link: str, **options: Any) -> Configuration:
-    """A small DeepSeek-V3 with adapters, on an accelerator of so much memory."""
+    """A small DeepSeek-V3 with adapters, on an accelerator of this much memory."""
     device = emulated(tflops, memory=memory, link=link)
     return Configuration(
         name, regime, 16, device, "1500MiB", layers=6, hidden=512, seq_len=SEQ_LEN, experts=32, **options

@@ -1,10 +1,10 @@
-"""One cluster of ranks that train out of core: step time and bytes, beside what planner and formulas say.
+"""One cluster of ranks that train out of core: step time and bytes, next to what planner and formulas say.
 
     python scripts/netcluster.py up --nodes 2 --ranks 2 -- python scripts/bench_ranks.py --model llama-10m
     python scripts/netcluster.py up --nodes 4 -- python scripts/bench_ranks.py --model gpt2-125m --batch 2 --device \
         emulated:tflops=100,memory=8GiB,link=25GB/s,ssd_read=400MB/s,ssd_write=300MB/s,inside=25GB/s,across=1.25GB/s
 
-Every rank makes its store in a folder of its own inside `--folder`. Bytes of the SSDs are what the stores count, bytes
+Every rank makes its store in a separate folder inside `--folder`. Bytes of the SSDs are what the stores count, bytes
 of the network what the node's device counts, headers taken off, both over all steps but the first two. On an emulated
 accelerator the step is also simulated, with the accelerator's own figures; there the network is emulated as well, and
 nothing but meetings goes over the real one. Rank 0 prints one line of JSON.

@@ -4,8 +4,8 @@
     python scripts/bench_strategies.py times --rates 1gbit,10gbit --out times.json --plot docs/strategies.png
 
 `volumes`: bytes between nodes per step for every strategy with 1 and 4 micro-batches, from the counters of the nodes'
-network devices less packet headers, beside the planner's formula. `times`: step times of strategies that a user would
-consider, for three shapes of model and batch and at several rates, beside the planner's prediction from a profile of
+network devices less packet headers, next to the planner's formula. `times`: step times of strategies that a user would
+consider, for three shapes of model and batch and at several rates, next to the planner's prediction from a profile of
 the same cluster taken in the same run; and how much slower than the best the planner's choice is.
 
 All strategies of a command run in the same processes, one after the other. Needs root (see netcluster.py).
@@ -238,7 +238,7 @@ def main() -> None:
 @click.option("--steps", default=2, show_default=True, type=int, help="Counted steps of each.")
 @click.option("--out", default=None, type=click.Path(dir_okay=False), help="Write all figures here, as JSON.")
 def volumes(nodes: int, ranks: int, strategies: str, levels: str | None, steps: int, out: str | None) -> None:
-    """Bytes across nodes, counted by the network, beside the planner's formula."""
+    """Bytes across nodes, counted by the network, next to the planner's formula."""
     cases = [Case(384, 4, micro_batches) for micro_batches in (1, 4)]
     if "RANK" in os.environ:
         parsed = None if levels is None else Levels.parse(levels)
@@ -268,7 +268,7 @@ CONSIDERED = (
 def times(
     nodes: int, ranks: int, rates: str, strategies: str, shapes: str, steps: int, out: str | None, plot: str | None
 ) -> None:
-    """Step times beside the planner's, and what its choice is worth."""
+    """Step times next to the planner's, and what its choice is worth."""
     if "RANK" in os.environ:
         cases = [SHAPES[int(number)] for number in shapes.split(",")]
         Worker(strategies.split(","), rates.split(","), steps).run(cases, predict=True)

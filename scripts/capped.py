@@ -2,11 +2,11 @@
 
     python scripts/capped.py --memory 4GiB -- finetune --model llama-1.3b --steps 2
 
-Puts the command into a memory control group of its own (version 1 or 2, whichever the machine has; needs root)
+Puts the command into a separate memory control group (version 1 or 2, whichever the machine has; needs root)
 without swap. The limit covers all the command's processes together: private and shared memory, page cache and kernel
 memory; page cache yields under pressure, the rest does not, and beyond the limit the kernel kills. Signals go through
 to the command, and its exit status comes back (128 + N if signal N ended it). What was used at most, and whether the
-kernel killed, is said on stderr at the end. 125 is the exit status where the group cannot be made, 126 and 127 where
+kernel killed, is printed on stderr at the end. 125 is the exit status where the group cannot be made, 126 and 127 where
 the command cannot be run.
 """
 

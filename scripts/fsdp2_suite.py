@@ -70,7 +70,7 @@ def pretend_gpus() -> None:
     start_once = shared.__dict__["_ensure_processes_spawned"].__func__
 
     def start_again(case: Any) -> None:
-        """Start ranks that several tests share anew after one has failed, instead of skipping the others."""
+        """Restart ranks that several tests share after one has failed, instead of skipping the others."""
         if case.poison_pill:
             case.poison_pill = case._processes_spawned = False
             for process in case.processes:
@@ -115,7 +115,7 @@ def run_tests(tests: list[str], ours: bool, file: Path | None) -> None:
 
 
 def in_a_process(tests: list[str], ours: bool, timeout_s: float) -> dict[str, tuple[str, str]]:
-    """Return how each test ended in a process of its own; those that it had no time for are missing."""
+    """Return how each test ended in a separate process; those that it had no time for are missing."""
     with tempfile.TemporaryDirectory() as folder:
         result, log = Path(folder) / "ended.jsonl", Path(folder) / "log"
         command = [sys.executable, __file__, *tests, "--only", "ours" if ours else "fsdp2", "--to", str(result)]

@@ -6,7 +6,7 @@ Sections: ``machine`` (what it is), ``limits`` (matrix products, copies, drive, 
 against a plain in-memory loop on the GPU), ``ranks`` (FCDP, two ranks on the one GPU: exactness, races, the host
 cache's rate), ``engine:PRESET`` (training speed at several batch sizes, what bounds it,
 and the GPU's timeline), ``in-memory:PRESET`` (plain PyTorch where that fits), and on request ``timeline:PRESET`` (the
-timeline alone). Each runs in a process of its own and gets its share of the time that is left, so that neither a crash
+timeline alone). Each runs in a separate process and gets its share of the time that is left, so that neither a crash
 nor a slow section costs the others their figures. results.json and results.md in the output directory grow as figures
 come in.
 
@@ -144,7 +144,7 @@ def everything(settings: Settings, end: float, wanted: list[str] | None) -> int:
 
 
 def supervised(name: str, settings: Settings, end: float, journal: Journal) -> str:
-    """Run one section in a process of its own, and stop that when its time is over; returns how it ended."""
+    """Run one section in a separate process, and stop that when its time is over; returns how it ended."""
     print(f"[        ] {name}: {settings.deadline - time.time():.0f} s at most", flush=True)
     journal.update(name, status="running", data={})
     environment = dict(os.environ, HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", PYTHONUNBUFFERED="1")

@@ -87,7 +87,7 @@ def _read(pid: int, file: str, keys: tuple[str, ...]) -> list[int]:
 class PeakMeter:
     """Watches the memory of some processes from a daemon thread; see the module for what it can and cannot see.
 
-    ``pids`` is called anew for every look, so processes may come and go. They should be spawned, not forked: memory
+    ``pids`` is called again for every sample, so processes may come and go. They should be spawned, not forked: memory
     that stays shared with a parent until it is written counts as private in the estimates.
     """
 

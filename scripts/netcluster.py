@@ -2,7 +2,7 @@
 
     python scripts/netcluster.py up --nodes 2 --ranks 2 --rate 1gbit -- python train.py
 
-The nodes hang on a bridge in a namespace of its own, so nothing of the machine's own network is touched; `tc tbf`
+The nodes hang on a bridge in a separate namespace, so nothing of the machine's own network is touched; `tc tbf`
 limits every link in both directions. COMMAND is started `--ranks` times on each node with the environment that torchrun
 gives (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_RANK, MASTER_ADDR, MASTER_PORT), or with `--per-node` once
 on each with NNODES, NODE_RANK, MASTER_ADDR and MASTER_PORT. Ranks of one node talk over its loopback device, so the
@@ -141,7 +141,7 @@ class Cluster:
     def start(
         self, node: int, command: Sequence[str], environment: Mapping[str, str], **options: object
     ) -> "subprocess.Popen[str]":
-        """Start ``command`` on a node, in a process group of its own that ends with the cluster.
+        """Start ``command`` on a node, in a separate process group that ends with the cluster.
 
         Args:
             environment: on top of ours and of what makes libraries find the right network device.
@@ -274,7 +274,7 @@ def _namespaces() -> list[str]:
 
 
 def _remove(namespace: str) -> None:
-    """Delete a namespace after whatever still runs in it: a namespace lives as long as its processes do."""
+    """Delete a namespace after all that still runs in it: a namespace lives as long as its processes do."""
     for process in _run(["ip", "netns", "pids", namespace], may_fail=True).split():
         with contextlib.suppress(ProcessLookupError):
             os.kill(int(process), signal.SIGKILL)
@@ -284,7 +284,7 @@ def _remove(namespace: str) -> None:
 def _keep_order(namespace: str, device: str) -> None:
     """Have each connection's packets handled by one CPU, as the queues of a real network device do.
 
-    Else they queue on whatever CPU their sender runs on, overtake each other when it moves, and TCP sends again what
+    Else they queue on the CPU that their sender runs on, overtake each other when it moves, and TCP sends again what
     was never lost: measured, 1 to 3 percent of the bytes.
     """
     groups = f"{(1 << (os.cpu_count() or 1)) - 1:x}"
@@ -339,10 +339,10 @@ def node_environments(cluster: Cluster) -> Iterator[tuple[int, dict[str, str]]]:
 
 
 def thread_limit(processes: int) -> dict[str, str]:
-    """The cores of this machine, divided among processes that each believe to have a machine of their own.
+    """The cores of this machine, divided among processes that each believe they have the machine alone.
 
     Their threads wait for each other after every operator, spinning: with four times as many as there are cores, what
-    takes seconds takes minutes. Whoever sets OMP_NUM_THREADS knows better.
+    takes seconds takes minutes. A value of OMP_NUM_THREADS wins.
     """
     return {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, cpu_count() // processes)))}
 

@@ -55,7 +55,7 @@ def find_metrics(directory: Path) -> Path:
     """The metrics in a run's output directory, or in its folder ``run``.
 
     Raises:
-        UserError: there are none.
+        UserError: if there are none.
     """
     for file in (directory / "run" / METRICS, directory / METRICS):
         if file.is_file():

@@ -57,7 +57,7 @@ _PREFETCH = 2
 
 
 class PaperPrecision(Precision):
-    """fp16 parameters beside fp32 masters and moments."""
+    """fp16 parameters next to fp32 masters and moments."""
 
     def state_nbytes(self, elements: int) -> int:
         """Return 12 bytes for each element."""
@@ -176,7 +176,7 @@ class PaperScheme:
     def iteration_seconds(self, swapped: float, saved_flops: float) -> float:
         """Return T_iter by equation 1, with equations 2 to 8; ``swapped`` is D_f without the block inputs.
 
-        Without overlap the optimizer's stage comes by itself, for which the paper gives no equation: its terms of
+        Without overlap the optimizer's stage comes alone, for which the paper gives no equation: its terms of
         equations 5 and 7 are taken out of the backward pass.
         """
         rates, p = self.rates, float(self.elements)
@@ -505,7 +505,7 @@ def report_throughputs(rows: Sequence[Throughput]) -> list[str]:
 def report_overlap() -> list[str]:
     lines = [
         "Throughput with optimizer and backward pass overlapped, over that without (5.4, RTX 4090). Without it, Adam",
-        "runs beside its I/O (4.4), and as many activations are swapped as is best for stages one after the other",
+        "runs during its I/O (4.4), and as many activations are swapped as is best for stages one after the other",
         f"{'':4}{'model':11}{'batch':>5}{'published':>11}{'predicted':>11}",
     ]
     for name, batch, published in OVERLAP:

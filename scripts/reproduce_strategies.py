@@ -1,4 +1,4 @@
-"""The papers' own tables about sharding strategies, recomputed with our planner: theirs beside ours, misses explained.
+"""The papers' own tables about sharding strategies, recomputed with our planner: theirs next to ours, misses explained.
 
     python scripts/reproduce_strategies.py
 
@@ -109,7 +109,7 @@ def paro_table_1() -> str:
 
 * NNN, NNI, NII: an all-reduce moves what a reduce-scatter and an all-gather move, so NNG and NIG hold less at the same
   communication and beat them. The paper counts fewer operations in their favour.
-* Principle 2 is said to hold from a sixth of the parameters on, but its column marks ING, GNG and GIG, which it
+* Principle 2 should hold from a sixth of the parameters on, but its column marks ING, GNG and GIG, which it
   excludes. Our rule agrees with the column on ING and GIG: with less G, keeping it whole is cheap. (And the sixth is
   where OS's 12 bytes outweigh P's 2, not where G's do, as 3.1.3 says: G's 2 never outweigh P's.)
 * III and IIG below a sixth look exchanged: IIG moves what III moves and holds less at every ratio. That is why the
@@ -163,7 +163,7 @@ def paro_printed() -> dict[str, tuple[float, float]]:
 
 
 def paro_table_3() -> str:
-    """Volumes: the printed formulas beside what the planner counts."""
+    """Volumes: the printed formulas next to what the planner counts."""
     cluster = load_cluster("a100-ib").resized(PARO_LEVELS)
     rows, totals = [], {}
     for name, printed in paro_printed().items():
@@ -329,10 +329,10 @@ of choices within {SAME:.0%}, the one that takes least memory:
 
 * 7B and 13B come out. 30B: OS is theirs, P over 4 is not: by the paper's own formulas it fits in 80 GB and moves less
   than P over 8. What its solver saw that excluded it is not in the paper: its bandwidths are in a figure (3) without
-  numbers, and its memory for activations and buffers is not given. (ZeRO++ is said to run out of memory on 32 GPUs,
-  VI-B1, where its states take 24 GB of 80: buffers there are larger than any formula of the paper's.)
+  numbers, and its memory for activations and buffers is not given. (In its VI-B1, ZeRO++ lacks memory on 32 GPUs,
+  where its states take 24 GB of 80: buffers there are larger than any formula of the paper's.)
 
-A choice for each cluster by itself, for comparison:
+A choice for each cluster alone, for comparison:
 
 {table((*headings, "step s", "GB"), rows)}
 

@@ -7,7 +7,7 @@ by TRL's own programs (``scripts/trl_tests/standins.py``); nothing is loaded fro
     python scripts/trl_suite.py path/to/trl work-folder
     python scripts/trl_suite.py path/to/trl work-folder --steps 2 --select "TestDPOTrainer and not vlm"
 
-It goes on where it was ended: a test whose finding is in the folder is not run again. Ends with status 1 if a test that
+It continues where it ended: a test whose finding is in the folder is not run again. Ends with status 1 if a test that
 passes in memory fails on the engine.
 """
 

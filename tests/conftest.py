@@ -39,7 +39,7 @@ ROOT, PRODUCT = Path(__file__).parents[1], ("cli", "common", "fcdp", "fuyou")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what is marked ``cuda`` where PyTorch has no GPU, and say so."""
+    """Skip what is marked ``cuda`` where PyTorch has no GPU, and report it."""
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs an NVIDIA GPU that PyTorch can use, and there is none")
@@ -62,7 +62,7 @@ def _server() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _on_the_cpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What chooses its device by itself takes the CPU, which the numbers are compared with, in all tests but those of
+    """What chooses its device alone takes the CPU, which the numbers are compared with, in all tests but those of
     GPUs."""
     if request.node.get_closest_marker("cuda") is None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")

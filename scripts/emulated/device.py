@@ -5,7 +5,7 @@ There is seldom a GPU at hand, and a CPU that plays the device takes the cores t
 scheduling, buffers, SSDs and the optimizer process are what they always are. It measures overlap and nothing else: no
 loss, no gradient and no weight of such a run means anything.
 
-Like a GPU it is asynchronous: work is queued on streams in no time, waits for events, and the host goes on.
+Like a GPU it is asynchronous: work is queued on streams in no time, waits for events, and the host continues.
 
 Give engines ``device=emulated_device("emulated:tflops=165,memory=24GiB,link=25GB/s")`` and a ``dtype``.
 """
@@ -65,7 +65,7 @@ class EmulatedSpec:
     inter_node_bytes_per_second: float | None = None
     """Bytes per second from a node to the others, for one task of its ranks at a time."""
     norm: float = 1e-3
-    """Norm that every gradient is said to have: a run whose first one is 0 ends."""
+    """Norm that every gradient is reported to have: a run whose first one is 0 ends."""
 
     @staticmethod
     def parse(text: str) -> "EmulatedSpec":
@@ -243,7 +243,7 @@ class TimedComputation:
             self._executor.finish(task)
 
     def gradient_norm(self) -> float:
-        """Return the norm that gradients are said to have, when the backward pass would be done."""
+        """Return the norm that gradients are reported to have, when the backward pass would be done."""
         self._device.synchronize()
         return self._device.spec.norm
 

@@ -2,7 +2,7 @@
 
 Each drive has one clock, shared by all processes that use the drive: the time until which the drive is reserved. An I/O
 call of n bytes reserves the next n / rate seconds on that clock, does its real I/O, and sleeps until these have passed.
-Reads and writes share the clock, so r bytes read and w written take r / R + w / W together, whoever moves them.
+Reads and writes share the clock, so r bytes read and w written take r / R + w / W together, in any process.
 Times are absolute: a sleep that ends late delays its caller, but not the drive.
 """
 
@@ -64,7 +64,7 @@ def clock_file(directory: Path) -> Path:
 class DriveClock:
     """The clock of a drive: eight bytes of a file that every process maps, in nanoseconds of ``time.monotonic_ns``.
 
-    Any number of threads and processes may use it, each process (or store) with an object of its own.
+    Any number of threads and processes may use it, each process (or store) with a separate object.
     """
 
     def __init__(self, path: Path) -> None:

@@ -80,7 +80,7 @@ class _Running:
 def run_forked(
     tasks: Sequence[Any], work: Callable[[Any], dict[str, Any]], *, jobs: int, seconds: float
 ) -> Iterator[tuple[Any, dict[str, Any] | None, str]]:
-    """Do ``work`` for every task in a process of its own.
+    """Do ``work`` for every task in a separate process.
 
     Args:
         work: what it returns must be fit for JSON.
@@ -125,7 +125,7 @@ def _start(task: Any, work: Callable[[Any], dict[str, Any]], seconds: float) -> 
         return _Running(task, pid, reading, time.monotonic() + seconds)
     status = 1
     try:
-        os.setsid()  # with whatever it starts, it is a group that can be ended by its number
+        os.setsid()  # with all that it starts, it is a group that can be ended by its number
         os.close(reading)
         torch.set_num_threads(1)
         null = os.open(os.devnull, os.O_RDWR)

@@ -237,7 +237,7 @@ class _Trial:
             difference = float((found.float() - master.to(found.dtype).float()).abs().max())
             changed = float((master - expected.before[name]).abs().max())
             finding.weight_difference = max(finding.weight_difference, difference)
-            # Beside what is allowed in all: a small gradient that is lost altogether must not pass as rounding.
+            # In addition to what is allowed in all: a small gradient that is lost altogether must not pass as rounding.
             excess = max(difference / EXACT_WEIGHT, difference / (5e-7 + 0.05 * changed))
             if excess > worst:
                 worst, finding.tensor = excess, name

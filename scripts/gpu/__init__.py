@@ -1,1 +1,1 @@
-"""What ``scripts/gpu_check.py`` checks and measures: one section per file, each run in a process of its own."""
+"""What ``scripts/gpu_check.py`` checks and measures: one section per file, each run in a separate process."""

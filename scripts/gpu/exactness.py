@@ -1,7 +1,7 @@
 """The engine on the device against a plain in-memory loop on the same device: losses, gradient norms, masters.
 
 The aim is equality to the bit, with PyTorch's deterministic algorithms. Where a case falls short, the largest
-difference is kept, beside that between two runs of the plain loop itself.
+difference is kept, and that between two runs of the plain loop itself.
 """
 
 import dataclasses
@@ -115,7 +115,7 @@ def run(check: Check) -> None:
 
 
 def compare(case: Case, device: str, ssd: str, deadline: float = float("inf")) -> dict[str, Any]:
-    """Run one case; a row of the table, whatever happens."""
+    """Run one case; return a row of the table in any case."""
     row: dict[str, Any] = {"name": case.name, "dtype": case.dtype, "micro_batch": case.micro_batch}
     if time.time() > deadline - 15:
         return {**row, "verdict": "not run", "why": "out of time"}

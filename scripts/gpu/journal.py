@@ -22,12 +22,12 @@ class Skip(Exception):
 
 @dataclass(frozen=True)
 class Settings:
-    """What the command was asked for; passed to every section's process as JSON."""
+    """The command's options; passed to every section's process as JSON."""
 
     output: str
     """Directory that results.json, results.md and traces go to."""
     ssd: str
-    """Directory on the drive to measure; stores are made in folders of their own in it, and removed."""
+    """Directory on the drive to measure; stores are made in separate folders in it, and removed."""
     device: str
     """``cpu`` or ``cuda:N``."""
     quick: bool
@@ -111,7 +111,7 @@ class Check:
         self._save()
 
     def attempt(self, name: str, work: Callable[[], Any]) -> Any:
-        """Keep what ``work`` returns; if it fails, keep why and go on (returns None)."""
+        """Keep what ``work`` returns; if it fails, keep why and return None."""
         try:
             value = work()
         except Skip as skip:

@@ -133,7 +133,7 @@ def _copies(check: Check) -> dict[str, Any]:
 
 
 def _store(check: Check) -> dict[str, Any]:
-    """Through the store, as the engine reads and writes: 40 MB at a time, several under way."""
+    """Through the store, as the engine reads and writes: 40 MB at a time, several at once."""
     quick = check.settings.quick
     nbytes, total, depth = (4 << 20, 32 << 20, 4) if quick else (40 << 20, 4 << 30, 6)
     path = check.directory("io")

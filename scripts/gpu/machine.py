@@ -145,7 +145,7 @@ def _link(device: torch.device) -> dict[str, Any]:
 
 
 def _ask_driver(device: torch.device, ask: Any) -> Any:
-    """One question to the management library about this GPU; what it cannot tell is said in words."""
+    """One question to the management library about this GPU; what it cannot answer is described."""
     try:
         import pynvml
 

@@ -159,7 +159,7 @@ class MeasuredRates:
         if check.cuda:
             torch.cuda.reset_peak_memory_stats()
         began = time.monotonic()
-        train_step(engine, batch)  # plans, allocates, loads kernels; its write-back goes on into the next step
+        train_step(engine, batch)  # plans, allocates, loads kernels; its write-back continues in the next step
         warm_up = time.monotonic() - began
         before, began = engine.io_bytes(), time.monotonic()
         reports: list[fuyou.StepReport] = []

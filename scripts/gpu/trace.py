@@ -1,4 +1,4 @@
-"""Reads a profiler's trace: when the compute stream stood still, and what else went on meanwhile."""
+"""Reads a profiler's trace: when the compute stream stood still, and what else ran meanwhile."""
 
 from collections import defaultdict
 from collections.abc import Iterable

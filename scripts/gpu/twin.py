@@ -28,7 +28,7 @@ class DeviceTwin(Twin):
         checkpoint: its directory.
         dtype: of computing.
         device: where the model computes.
-        max_grad_norm: global norm to which gradients are clipped; None: they are not.
+        max_grad_norm: global norm to which gradients are clipped; None if they are not clipped.
         options: ``lr``, ``weight_decay``, ``eps``.
     """
 
@@ -49,7 +49,7 @@ class DeviceTwin(Twin):
         head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
         self._embedding = next(name for name, value in model.named_parameters() if value is embedding.weight)
         self._tied_head: nn.Parameter | None = None
-        if head.weight is embedding.weight:  # a parameter of its own, so that its gradient can be told apart
+        if head.weight is embedding.weight:  # a separate parameter, so that its gradient can be told apart
             head.weight = self._tied_head = nn.Parameter(head.weight.detach().clone())
         super().__init__(model, masters, options)
 

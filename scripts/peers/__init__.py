@@ -1,1 +1,1 @@
-"""The contenders of bench_peers.py and bench_max_model.py: each a small program of its own, and what runs them."""
+"""The contenders of bench_peers.py and bench_max_model.py: each a small program, and what runs them."""

@@ -7,7 +7,7 @@ TUNED_MALLOC = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(64 << 30)
 """glibc keeps what is freed instead of giving it back to the kernel: no page faults on every activation."""
 
 INTERPRETER_BYTES = 1 << 30
-"""What a contender needs beside what grows with the model."""
+"""What a contender needs apart from what grows with the model."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""An environment of its own for DeepSpeed: made once in a folder, then found there."""
+"""A separate environment for DeepSpeed: made once in a folder, then found there."""
 
 import os
 import shutil

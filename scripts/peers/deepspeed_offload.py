@@ -1,6 +1,6 @@
 """Contender: DeepSpeed ZeRO-3, parameters and optimizer offloaded to SSD (ZeRO-Infinity) or to host memory.
 
-Runs in an environment of its own, on DeepSpeed's CPU accelerator, as a world of one process. Settings:
+Runs in a separate environment, on DeepSpeed's CPU accelerator, as a world of one process. Settings:
 
 * ``device``: "nvme" or "cpu".
 * ``aio``, ``offload_optimizer``, ``offload_param``, ``zero``: merged into the sections of DeepSpeed's configuration.

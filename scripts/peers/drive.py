@@ -11,7 +11,7 @@ from common.store import Layout, Store
 
 PIECE_BYTES = 64 << 20
 DEPTH = 4
-"""Pieces under way at once; each is split over the store's I/O threads."""
+"""Pieces in flight at once; each is split over the store's I/O threads."""
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Contender: plain PyTorch, everything in memory, every block's activations recomputed in the backward pass.
 
-What a person would write for mixed precision with bf16 computation: a bf16 model, fp32 master weights beside it, fused
+What a person would write for mixed precision with bf16 computation: a bf16 model, fp32 master weights next to it, fused
 AdamW on the masters. Settings: ``step_in_backward`` updates each parameter as soon as its gradient is complete, for
 models that fit into memory only without all gradients at once (18 bytes per parameter become 14).
 """

@@ -1,4 +1,4 @@
-"""The benchmark's side of a contender: start it, have it step, watch what it takes, end it whatever happens."""
+"""The benchmark's side of a contender: start it, have it step, watch what it takes, end it in any case."""
 
 import contextlib
 import json
@@ -43,7 +43,7 @@ class Step:
 
 
 class Contender:
-    """A contender's process tree, in a session of its own, so that Ctrl-C reaches the benchmark only.
+    """A contender's process tree, in a separate session, so that Ctrl-C reaches the benchmark only.
 
     Args:
         python: interpreter that runs it.
@@ -86,7 +86,7 @@ class Contender:
                 self._meter.start()
             began = time.monotonic()
             self.facts = self._hear("ready")
-            """What it said when it was ready: ``parameters`` and facts of its own."""
+            """What it said when it was ready: ``parameters`` and the contender's facts."""
             self.startup_s = time.monotonic() - began
             """Seconds from its start until it was ready."""
         except BaseException:
@@ -202,7 +202,7 @@ class Contender:
         return ContenderFailedError(f"{how}: {self.last_words()}")
 
     def _tree(self, fresh: bool = False) -> list[psutil.Process]:
-        """It and its descendants; asked for anew once a second, because the look is not free."""
+        """It and its descendants; read again once a second, because the look is not free."""
         if fresh or time.monotonic() > self._looked + 1.0:
             try:
                 top = psutil.Process(self._process.pid)

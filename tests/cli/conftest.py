@@ -77,7 +77,7 @@ def finetune(capfd: pytest.CaptureFixture[str]) -> Finetune:
 def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Default outputs go to a folder of the test's own, a busy machine is no news, and messages are the command's."""
     monkeypatch.setattr("cli.report.heartbeat.FIRST_AFTER_S", 3600.0)
-    monkeypatch.setattr("cli.report.heartbeat.Heartbeat.began", lambda *_: None)  # what a log has beside messages
+    monkeypatch.setattr("cli.report.heartbeat.Heartbeat.began", lambda *_: None)  # what a log has next to messages
     monkeypatch.setattr("common.errors.FinetuneError.names_flags", True)  # whose errors these tests are about
     monkeypatch.chdir(tmp_path)
 
@@ -115,10 +115,10 @@ def leftovers() -> set[str]:
 
 
 def alone_and_on_two_ranks(finetune: Finetune, options: tuple[Any, ...], folder: Path) -> list[Path]:
-    """Run the same training on one machine and on two ranks of it, each with a drive ``NAME-ssd`` of its own.
+    """Run the same training on one machine and on two ranks of it, each with a separate drive ``NAME-ssd``.
 
     Returns:
-        Their output directories, ``alone`` and ``ranks``; beside each is its report, ``NAME.json``.
+        Their output directories, ``alone`` and ``ranks``; next to each is its report, ``NAME.json``.
     """
     outputs = []
     for name, words in (("alone", ()), ("ranks", ("--nodes", "1", "--gpus-per-node", "2"))):

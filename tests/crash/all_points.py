@@ -3,8 +3,8 @@
 For each way of running (``tests/helpers/crash/ways.py``: one machine, records that move to other drives, ranks in host
 memory, nodes out of core that become more or fewer), every call is tried in four ways: all processes are killed before
 it; only the process that makes it is killed; it is torn in half, and the power goes; the power goes before it. A power
-cut keeps any subset of what no sync had covered, drawn anew for each point. What must hold afterwards:
-``tests/helpers/crash/points.py`` and, for ranks, ``cluster.py`` and ``ranks.py`` beside it.
+cut keeps any subset of what no sync had covered, drawn again for each point. What must hold afterwards:
+``tests/helpers/crash/points.py`` and, for ranks, ``cluster.py`` and ``ranks.py`` next to it.
 
 All of it takes hours, and can be done in pieces: with ``--log``, what that file lists is not done again. Each call is
 tried in one of the four ways first, then each in the next.
@@ -84,7 +84,7 @@ def _ways(context: click.Context, parameter: click.Parameter, given: tuple[str, 
 @click.option("--every", default=1, show_default=True, help="Try every N-th call only.")
 @click.option("--first", default=1, show_default=True, help="Begin with this call: with --every, another subset.")
 @click.option("--way", "ways", multiple=True, callback=_ways, help="Only ways of running that begin with this word.")
-@click.option("--log", type=click.Path(dir_okay=False, path_type=Path), help="What was tried; goes on after that.")
+@click.option("--log", type=click.Path(dir_okay=False, path_type=Path), help="What was tried; continues after that.")
 @click.option("--seconds", type=float, default=float("inf"), help="Begin no crash after this time.")
 @click.option("--directory", type=click.Path(exists=True, file_okay=False, path_type=Path), help="Default: temporary.")
 def main(
@@ -106,7 +106,7 @@ def main(
                     try:
                         left += len(jobs) - sum(pool.map(attempt, jobs))
                     except KeyboardInterrupt:
-                        pool.shutdown(cancel_futures=True)  # those under way come to their end, and are logged
+                        pool.shutdown(cancel_futures=True)  # those in progress come to their end, and are logged
                         sys.exit(130)
     for name, way in found.items():
         print(f"{name}: {way.calls} calls; {tried.describe(name)}")

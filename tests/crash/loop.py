@@ -8,7 +8,7 @@ its numbers: full or LoRA (with weights as they are, or in int8), the norm to cl
 decides in which order gradients are added up. In one run of five that is redrawn for every life as well, and losses
 must agree within 2 %.
 
-Whatever a killed run has left must be gone in the end: processes, shared memory, temporary files, files on any drive.
+All that a killed run has left must be gone in the end: processes, shared memory, temporary files, files on any drive.
 
     nice -n 19 python -m tests.crash.loop --minutes 30 --seed 1 --workers 2
 """
@@ -54,9 +54,9 @@ class Tally:
     """By what they train."""
     lives: int = 0
     moves: int = 0
-    """Lives that were to go on with other drives than the one before."""
+    """Lives that were to continue with other drives than the one before."""
     kills_moving: int = 0
-    """Kills that came while records were under way."""
+    """Kills that came while records were in progress."""
     mismatches: list[str] = field(default_factory=list)
 
     def add(self, other: "Tally") -> None:
@@ -119,10 +119,10 @@ class Loop:
             if outcome.losses:
                 first = min(outcome.losses)
                 self._require(first > reached - allowed, f"from step {reached} back to {first} {context}")
-                self._require(first > committed, f"step {committed} was committed, and goes on with {first} {context}")
+                self._require(first > committed, f"step {committed} was committed, and then comes {first} {context}")
                 reached, committed = max(outcome.losses), max(committed, outcome.committed)
             deferred = numerics["max_grad_norm"] is not None or options["deferred_fraction"] > 0
-            allowed = options["commit_every"] + deferred + 1  # that this life may have told of and not committed
+            allowed = options["commit_every"] + deferred + 1  # that this life may have reported and not committed
             # One that is killed after its last step, while it clears up, leaves that to the next one.
             ended = outcome.status == 0 or bool(tally.mismatches)
         if outcome.status == 0:
@@ -223,7 +223,7 @@ class Loop:
 
 
 def own_shared_memory() -> bool:
-    """Let this process and its children have a /dev/shm of their own, so that whatever is left there is theirs.
+    """Let this process and its children have a separate /dev/shm, so that all that is left there is theirs.
     Returns whether the system allows it."""
     libc = ctypes.CDLL(None)
     return (
@@ -234,7 +234,7 @@ def own_shared_memory() -> bool:
 
 
 @click.command()
-@click.option("--minutes", type=float, default=1.0, show_default=True, help="How long to go on.")
+@click.option("--minutes", type=float, default=1.0, show_default=True, help="How long to continue.")
 @click.option("--seed", default=0, show_default=True, help="Of everything that is drawn; each worker adds its number.")
 @click.option("--workers", default=1, show_default=True, help="Runs at once.")
 @click.option("--directory", type=click.Path(exists=True, file_okay=False, path_type=Path), help="Default: temporary.")

@@ -1,7 +1,7 @@
 """Kill two nodes that train out of core, again and again at random moments; continue with as many or as few nodes.
 
-Every life of a run has one or two nodes, drawn anew; what nodes have that are not there, the first one finds on its
-drives. A life ends by itself or is killed: one rank, one optimizer process, or all. Losses and gradient norms of every
+Every life of a run has one or two nodes, drawn again; what nodes have that are not there, the first one finds on its
+drives. A life ends alone or is killed: one rank, one optimizer process, or all. Losses and gradient norms of every
 step, and in the end all weights, must be those of a run that nobody disturbed, bit for bit.
 
     python -m tests.crash.loop_nodes --minutes 4 --seed 1
@@ -28,7 +28,7 @@ from tests.helpers.crash.runs import Outcome, execute
 
 STEPS = 8
 NOTHING = (*NOTHING_THERE, "is not here, and nobody else has it")
-"""What is said where not every node has got so far as to hold the first weights."""
+"""What is reported where not every node has got so far as to hold the first weights."""
 
 
 class Loop:
@@ -57,7 +57,7 @@ class Loop:
             self._require(begun or not reached, f"steps up to {reached} are lost: {outcome.error}")
             first = min(outcome.losses, default=reached + 1)
             self._require(first > reached - 2, f"from step {reached} back to {first}")
-            self._require(first > committed, f"step {committed} was committed, and goes on with {first}")
+            self._require(first > committed, f"step {committed} was committed, and continues with {first}")
             reached = max(outcome.losses, default=reached)
             committed = max(committed, outcome.committed)
             for step, taken in outcome.losses.items():
@@ -95,7 +95,7 @@ def _weights(outcome: Outcome) -> Outcome:
 
 
 @click.command()
-@click.option("--minutes", type=float, default=1.0, show_default=True, help="How long to go on.")
+@click.option("--minutes", type=float, default=1.0, show_default=True, help="How long to continue.")
 @click.option("--seed", default=0, show_default=True, help="Of everything that is drawn.")
 @click.option("--directory", type=click.Path(exists=True, file_okay=False, path_type=Path), help="Default: temporary.")
 def main(minutes: float, seed: int, directory: Path | None) -> None:

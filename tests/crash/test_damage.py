@@ -82,7 +82,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> Reference:
 @pytest.mark.parametrize("kind", ["write", "read", "sync", "rename", "allocate"])
 @pytest.mark.parametrize("action", ["eio", "enospc"])
 def test_a_drive_that_fails_is_told_and_survived(kind: str, action: str, expected: Reference, tmp_path: Path) -> None:
-    """At the n-th call of a kind and ever after: one message that names it, nothing hangs, the run can go on."""
+    """At the n-th call of a kind and ever after: one message that names it, nothing hangs, the run can continue."""
     if (kind == "read") == (action == "enospc") and kind == "read":
         pytest.skip("reading needs no space")
     at = {"write": 70, "read": 20, "sync": 26, "rename": 7, "allocate": 2}[kind]

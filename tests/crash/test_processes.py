@@ -39,7 +39,7 @@ def test_what_a_killed_run_left_beside_its_store_is_removed_by_the_next(tmp_path
 
 
 def test_a_lock_lasts_as_long_as_any_of_its_owners(tmp_path: Path) -> None:
-    """As when the engine is killed while the optimizer process has a write under way."""
+    """As when the engine is killed while the optimizer process has a write in progress."""
     lock = DirectoryLock([tmp_path])
     other = subprocess.Popen(["sleep", "600"], pass_fds=lock.descriptors)
     try:

@@ -1,4 +1,4 @@
-"""More or fewer drives, at other places: the run goes on bit for bit, and a crash on the way loses nothing."""
+"""More or fewer drives, at other places: the run continues bit for bit, and a crash on the way loses nothing."""
 
 import shutil
 from collections import namedtuple

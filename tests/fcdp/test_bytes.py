@@ -12,7 +12,7 @@ from tests.helpers.fcdp.pool import Pool
 
 
 def _count(topology: fcdp.Topology, case: Case, **options: Any) -> dict[str, float]:
-    """Train with every point-to-point message counted by whether it leaves the node; our own count beside it."""
+    """Train with every point-to-point message counted by whether it leaves the node; our own count next to it."""
     sent = {"intra_node": 0, "inter_node": 0}
     send = dist.isend
 

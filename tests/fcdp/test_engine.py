@@ -91,7 +91,7 @@ def test_two_ranks_equal_one(
         get_peft_model(AutoModelForCausalLM.from_pretrained(model), config).save_pretrained(options["adapters"])
     alone = cases.train(None, Run(model, tmp_path / "alone", options=options))
     ranks = pool.run(layout, cases.train, Run(model, tmp_path / "ranks", ssds=ssds, options=options))
-    # Three threads of a rank exchange, each on communicators of its own; cells of a rank may hold less than others.
+    # Three threads of a rank exchange, each on its own communicators; cells of a rank may hold less than others.
     check_same_order([rank.launches for rank in ranks], sizes=False, one_thread=False)
     for rank in ranks:
         assert rank.losses == alone.losses
@@ -246,7 +246,7 @@ def test_four_ranks_come_back_to_the_step_that_all_have(model: str, pool: Pool, 
 
 
 def test_a_bit_that_flips_on_its_way_to_a_node(model: str, pool: Pool, tmp_path: Path) -> None:
-    """Noticed before the step counts; the run goes on from the step before."""
+    """Noticed before the step counts; the run continues from the step before."""
     run = Run(model, tmp_path / "ranks", 4, options={"host_cache": 0})
     call = 2 * 5 + 3  # five records are spread in each step
     for said in pool.run((2, 1), cases.train_until_a_bit_flips, run, call):

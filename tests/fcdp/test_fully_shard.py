@@ -1,4 +1,4 @@
-"""``fully_shard`` with FSDP2's signature, and ``install``, beside FSDP2's own on 2 nodes of 2 ranks: bit for bit.
+"""``fully_shard`` with FSDP2's signature, and ``install``, next to FSDP2's own on 2 nodes of 2 ranks: bit for bit.
 
 FSDP2 gets a reduction that adds in our order (``tests/helpers/fcdp/twin.py``), where more than two ranks reduce.
 """

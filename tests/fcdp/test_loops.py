@@ -1,6 +1,6 @@
-"""accelerate's FSDP2 and TRL's trainer with one line more, beside themselves without it, on 2 nodes of 2 ranks.
+"""accelerate's FSDP2 and TRL's trainer with one line more, next to themselves without it, on 2 nodes of 2 ranks.
 
-Losses are equal but for the order of additions: gloo's reduce-scatter has one of its own.
+Losses are equal but for the order of additions: gloo's reduce-scatter has its own order.
 """
 
 from pathlib import Path
@@ -20,7 +20,7 @@ def test_accelerate_trains_and_checkpoints_go_both_ways(pool: Pool, tmp_path: Pa
     for (losses, _), (expected, _) in zip(ours, plain, strict=True):
         assert losses == pytest.approx(expected, rel=2e-6)
     assert ours[0][1][0] == ours[0][1][1] > 0
-    # With Adam's states anew, both go on alike from what the other has saved.
+    # With Adam's states again, both continue alike from what the other has saved.
     plain, ours = (pool.run(FOUR, cases.accelerate_loop, which, 4, "", saved[not which]) for which in (False, True))
     for (losses, _), (expected, _) in zip(ours, plain, strict=True):
         assert losses == pytest.approx(expected, rel=2e-6)
@@ -34,7 +34,7 @@ def test_sft_trainer_and_checkpoints_go_both_ways(pool: Pool, tmp_path: Path) ->
         assert len(losses) == 22
         assert losses == pytest.approx(expected, rel=2e-6)
     assert ours[0][1][0] == ours[0][1][1] > 0
-    # From what the other has saved after 20 steps, weights, AdamW's states and the place in the data, both go on as
+    # From what the other has saved after 20 steps, weights, AdamW's states and the place in the data, both continue as
     # the run that was not interrupted.
     for which in (False, True):
         after = f"{saved[not which]}/checkpoint-20"

@@ -41,7 +41,7 @@ class LiveBytes(TorchDispatchMode):
         for value in tree_iter((args, kwargs, result)):
             if isinstance(value, torch.Tensor):
                 self.see(value)
-        # FSDP2 frees and allocates by resizing, so sizes are asked for anew.
+        # FSDP2 frees and allocates by resizing, so sizes are requested again.
         live = {key: storage for key, found in self._storages.items() if (storage := found()) is not None}
         self._storages = {key: self._storages[key] for key in live}
         sizes = (storage.nbytes() for storage in live.values() if storage.data_ptr() not in self._others)
@@ -102,7 +102,7 @@ def test_the_device_holds_what_it_holds_under_zero3_and_a_node_one_copy_of_the_m
     plain = pool.run((2, 2), _train, "fsdp2", lora=lora)
     ours = pool.run((2, 2), _train, "fcdp", lora=lora)
     for one, other in zip(ours, plain, strict=True):
-        # With LoRA less: adapters are groups of their own, and what is frozen needs no gradients' place beside it.
+        # With LoRA less: adapters are separate groups, and what is frozen needs no gradients' place next to it.
         assert 0.9 * other["peak"] < one["peak"] <= 1.01 * other["peak"]
     # No size here leaves a rest when it is divided by four, so there is no padding either.
     for node in (ours[:2], ours[2:]):

@@ -1,4 +1,4 @@
-"""What goes wrong says so: on every rank, before harm is done, and at the end of the process, too."""
+"""Errors are reported on every rank, before harm is done, and at the end of the process, too."""
 
 import os
 import subprocess

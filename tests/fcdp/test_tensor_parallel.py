@@ -19,7 +19,7 @@ def _check(pool: Pool, run: TwoDimensions, world: tuple[int, int], layout: tuple
     assert [(one.losses, one.digest) for one in ours] == [(one.losses, one.digest) for one in plain]
     assert {one.layout for one in ours} == {layout}
 
-    # Whoever shares a shard's ranks in a node sends together what the formula says, for each half of the tensors.
+    # The one that shares a shard's ranks in a node sends together what the formula says, for each half of the tensors.
     for node in range(nodes):
         sent = sum(one.sent for one in ours[node * ranks : (node + 1) * ranks])
         copies = ranks // layout[1] if layout[0] > 1 else 1

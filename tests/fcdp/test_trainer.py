@@ -41,8 +41,8 @@ SIZES: dict[str, Any] = {
 
 @pytest.fixture(scope="module", params=["untied", "tied", "experts"])
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Sizes are multiples of nothing. The tied one comes in several shards, beside a file that is none of them; experts
-    are stored one by one and fused in the model."""
+    """Sizes are multiples of nothing. The tied one comes in several shards, next to a file that is none of them;
+    experts are stored one by one and fused in the model."""
     torch.manual_seed(0)
     directory = tmp_path_factory.mktemp("model")
     if request.param == "experts":

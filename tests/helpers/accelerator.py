@@ -1,9 +1,9 @@
-"""A processor that plays a GPU: whatever is launched is only queued, and done later, by other threads.
+"""A processor that plays a GPU: what is launched is only queued, and done later, by other threads.
 
 What must hold for the numbers to be right on a GPU, and need not on a CPU, thereby decides about them on a CPU, too:
-*Computing* is queued on a stream of its own, and the thread that launches it goes on to the next task at once. *Copies*
+*Computing* is queued on its own stream, and the thread that launches it continues to the next task at once. *Copies*
 are queued on a stream for each lane, end in any order among the lanes, and late. Streams wait for nothing but events
-that they were told to wait for. *Device memory* can be made unreadable (``mprotect``) while no stream runs: whatever on
+that they have to wait for. *Device memory* can be made unreadable (``mprotect``) while no stream runs: what on
 the host touches it dies.
 """
 

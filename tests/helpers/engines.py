@@ -1,4 +1,4 @@
-"""Small engines beside their twins in memory: opened, fed, trained, compared to the bit."""
+"""Small engines next to their twins in memory: opened, fed, trained, compared to the bit."""
 
 import math
 from collections.abc import Mapping
@@ -40,7 +40,7 @@ def directories(root: Path, count: int) -> list[Path]:
 
 
 def engine(model: Path, ssd: list[Path], dtype: str = "bf16", **options) -> fuyou.Engine:
-    """With everything streamed, unless asked for otherwise."""
+    """With everything streamed, unless requested otherwise."""
     options = {"host_memory": "600MiB", "host_cache": 0, "batch_shape": (ROWS, TOKENS), **OPTIONS, **options}
     return fuyou.Engine(model, ssd=ssd, dtype=dtype, **options)
 
@@ -93,7 +93,7 @@ def train(trained: fuyou.Engine, feed: list[dict[str, torch.Tensor]]) -> list[fl
 
 
 def give_buffers(monkeypatch: pytest.MonkeyPatch, counts: Mapping[str, int]) -> None:
-    """Have memory plans give these numbers of buffers, whatever there would be room for."""
+    """Have memory plans give these numbers of buffers, even where there is room for others."""
     original = MemoryPlanner.plan
 
     def plan(self: MemoryPlanner, *arguments: Any, **keywords: Any) -> Any:

@@ -19,7 +19,7 @@ def evicted_is_nan(engine: fuyou.Engine) -> Iterator[list[Place]]:
     """Overwrite each buffer of parameters on the device when the last computation has used what is in it, and the
     buffer of what is decoded after each visit; yields the buffers, in the order in which they were overwritten.
 
-    Until something else is uploaded to it, a buffer would hold the right values for whoever still reads them.
+    Until something else is uploaded to it, a buffer would hold the right values for the one that still reads them.
     """
     plane = engine._run.runtime.plane
     users: dict[Place, Task] = {}

@@ -36,7 +36,7 @@ def dpo(numbers: dict[str, torch.Tensor], reference: torch.Tensor | None) -> tor
 
 
 def numbers_of(logits: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Whatever the engine has a name for, ``[B, S]`` each, in the plainest way."""
+    """All that the engine has a name for, ``[B, S]`` each, in the plainest way."""
     log_softmax, targets = logits.float().log_softmax(-1), functional.pad(labels, (0, 1), value=-100)[:, 1:]
     taken = log_softmax.gather(-1, targets.clamp(min=0).unsqueeze(-1)).squeeze(-1)
     return {

@@ -75,7 +75,7 @@ class PieceDriver:
         self.gradients[part] = gradient.clone() if before is None else before + gradient
 
     def go(self, sequence: Sequence[int], runs: Sequence[PieceRun]) -> None:
-        """Bring the pieces of ``sequence`` one after another; every pass goes on with each."""
+        """Bring the pieces of ``sequence`` one after another; every pass continues with each."""
         for piece in sequence:
             weights = self.upload(piece)
             for run in runs:

@@ -1,7 +1,7 @@
 """A machine without bytes that runs schedules: every buffer and place on SSD holds the *name* of what should be there.
 
 It knows what each kind of task reads and writes and nothing of how the scheduler decides. Two ways to use it:
-:func:`check_order` proves that whatever touches the same place is ordered, so that every run equals the run in list
+:func:`check_order` proves that all that touches the same place is ordered, so that every run equals the run in list
 order; :class:`Machine` runs the tasks, in list order or in any other that the executor could choose.
 """
 
@@ -20,7 +20,7 @@ from fuyou.schedule.scheduler import Scheduler
 from fuyou.schedule.tasks import Activation, ComputeTask, Op, StepList, Task
 from tests.helpers.step_shapes import BF16, Cut, computations, step_shape
 
-#: Tasks of these kinds go on when the lane has started them, so the next one may start before they are finished.
+#: Tasks of these kinds continue when the lane has started them, so the next one may start before they are finished.
 ASYNCHRONOUS = frozenset({
     Op.PARAMETER_READ, Op.PARAMETER_READ_DEVICE, Op.GRADIENT_WRITE, Op.GRADIENT_READ, Op.STATE_WRITE,
     Op.RESIDENT_WRITE, Op.ACTIVATION_WRITE, Op.ACTIVATION_READ, Op.PARAMETER_WRITE,
@@ -80,7 +80,7 @@ class Program:
         return self.group_of.get(id(task), id(task))
 
     def _written(self, task: Task) -> list[tuple]:
-        """Places on SSD that a record is written to with its states: of several nodes, a task of its own writes the
+        """Places on SSD that a record is written to with its states: of several nodes, its own task writes the
         parameters, which are not complete before they are spread."""
         states = ("ssd states", task.record, task.target)
         return [states] if self.shape.share.nodes > 1 else [("ssd parameters", task.record, task.target), states]
@@ -242,7 +242,7 @@ class Machine:
             self._end(task)
 
     def run(self, seed: int) -> None:
-        """In an order that the executor could choose: random, with asynchronous tasks under way side by side."""
+        """In an order that the executor could choose: random, with asynchronous tasks in progress side by side."""
         chance = random.Random(seed)
         queues: dict[Op, deque[Task]] = defaultdict(deque)
         for task in self.program.tasks:
@@ -256,7 +256,7 @@ class Machine:
             for op, queue in queues.items():
                 if queue and op not in busy and all(id(earlier) in done for earlier in queue[0].after):
                     events.append(("start", queue[0]))
-            assert events, f"nothing can go on: {[queue[0] for queue in queues.values() if queue]} wait"
+            assert events, f"nothing can continue: {[queue[0] for queue in queues.values() if queue]} wait"
             what, task = chance.choices(events, [bias[lane(task)] for _, task in events])[0]
             if what == "start":
                 queues[lane(task)].popleft()
@@ -359,7 +359,7 @@ class Machine:
         return found if part is None or part.first else [], left if part is None or part.last else None
 
     def _kept(self, task: Task) -> object:
-        """What a block keeps of a micro-batch beside its input."""
+        """What a block keeps of a micro-batch next to its input."""
         assert task.visit is not None
         return ("k", self.program.list_of[id(task)], task.visit.layer, task.micro)
 

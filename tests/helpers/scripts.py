@@ -9,7 +9,7 @@ SCRIPTS = Path(__file__).parents[2] / "scripts"
 
 
 def load_script(name: str) -> ModuleType:
-    """Return ``scripts/NAME.py`` as a module, executed anew."""
+    """Return ``scripts/NAME.py`` as a module, executed again."""
     spec = importlib.util.spec_from_file_location(name, SCRIPTS / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

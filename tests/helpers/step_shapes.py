@@ -39,7 +39,7 @@ def step_shape(
     """Records of a small stack; outer ones are larger, and every record has its own size.
 
     ``frozen``: all of these are, and there are adapters for the head and for every block but the first of several.
-    ``cuts``: the blocks that are in pieces, each with a size of its own.
+    ``cuts``: the blocks that are in pieces, each with its own size.
     """
     cuts = {} if cuts is None else cuts
     outer = [("outer", 9000)] if tied else [("embedding", 9000), ("head", 7000)]

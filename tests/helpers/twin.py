@@ -98,7 +98,7 @@ class Twin:
         self._load()
 
     def _untie(self) -> None:
-        """Give the head a parameter of its own with the same values, so that its gradient can be told apart."""
+        """Give the head its own parameter with the same values, so that its gradient can be told apart."""
         head, embedding = self.model.get_output_embeddings(), self.model.get_input_embeddings()
         self.tied = head.weight is embedding.weight
         if self.tied:

@@ -58,7 +58,7 @@ def test_streams_run_side_by_side_and_wait_for_events() -> None:
     device.begin_compute(second)
     assert time.monotonic() - began < 0.3, "launching does not block"
     assert device.interval(upload)[1] - device.interval(upload)[0] == pytest.approx(0.001049, rel=0.01)
-    assert device.interval(first)[0] - began < 0.3  # beside the copy
+    assert device.interval(first)[0] - began < 0.3  # next to the copy
     assert device.interval(second) == pytest.approx((began + 0.4, began + 0.5), abs=1e-6)
     assert not device.has_finished(second)
     device.synchronize()

@@ -71,7 +71,7 @@ def test_everything_runs_without_a_gpu(check: Callable[..., tuple[int, dict[str,
     assert row["tokens_per_second"] == pytest.approx(64 / row["seconds"])
     assert 0 < row["overlap_efficiency"] <= 1.5
     assert row["predicted_seconds"] > 0 and "| predicted |" in report
-    # Of the last step's write-back, some may still be under way when it is counted.
+    # Of the last step's write-back, some may still be in progress when it is counted.
     assert row["written_bytes"] >= 0.4 * 12 * sections["engine:tiny"]["data"]["parameters"]
     assert sections["in-memory:tiny"]["data"]["rows"][0]["engine_over_in_memory"] > 0
     assert "not drawn" not in report

@@ -35,7 +35,7 @@ for line in sys.stdin:
 
 
 class Child:
-    """A spawned process that takes memory when told to."""
+    """A spawned process that takes memory on request."""
 
     def __init__(self, fds: tuple[int, ...] = ()) -> None:
         self.process = subprocess.Popen(
@@ -151,7 +151,7 @@ def test_a_process_that_comes_and_goes_counts_while_it_is_there() -> None:
         second.tell("private", 30 * MIB)
         time.sleep(0.1)
         second.end()
-    own = 20 * MIB  # what an interpreter takes by itself, libraries shared with us aside
+    own = 20 * MIB  # what an interpreter takes alone, libraries shared with us aside
     assert 30 * MIB - SLACK <= meter.peak_bytes - meter.baseline_bytes <= 30 * MIB + own + SLACK
 
 

@@ -1,4 +1,4 @@
-"""What is told of TRL's own tests on the engine."""
+"""What is reported of TRL's own tests on the engine."""
 
 import json
 from pathlib import Path

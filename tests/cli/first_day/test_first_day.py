@@ -29,7 +29,7 @@ LONGEST_SILENCE_S = 3.0
 """Seconds without a word after which a command is too silent, not counting those in which the machine had no core for
 it."""
 _GOING_ON = ("so far)\n", " ...\n")
-"""Ends of the lines that say what is going on."""
+"""Ends of the lines that say what is happening."""
 _SERVER = multiprocessing.get_context("forkserver")
 """What command lines are forked from: most of the seconds that they take on two cores are imports."""
 _PRELOADED = [
@@ -233,7 +233,7 @@ class Ended:
     status: int
     output: str
     longest_silence: float
-    """Seconds without a word, but for those in which the last line says what is going on, or no core was free."""
+    """Seconds without a word, but for those in which the last line says what is happening, or no core was free."""
 
 
 class OwnTime:

@@ -35,7 +35,7 @@ def test_lora_keeps_the_checkpoints_bytes(finetune: Finetune, tmp_path: Path) ->
 
 
 def test_experts_that_pieces_would_cut_are_wider(finetune: Finetune, tmp_path: Path) -> None:
-    """The experts of a checkpoint in MXFP4 are one tensor, and so are plain numbers in pieces: it is said, and counted;
+    """The experts of a checkpoint in MXFP4 are one tensor, and so are plain numbers in pieces: reported and counted;
     and a reference cannot pass through them."""
     directory, _ = compressed(tmp_path, "gpt_oss", "mxfp4", **SIZES)
     lora = ("--model", directory, "--dtype", "bf16", "--lora-rank", 4, *BATCH, "--piece-size", "128KiB")

@@ -1,4 +1,4 @@
-"""--resume where there is nothing, --resume auto, and what must not change, told before the data are read."""
+"""--resume where there is nothing, --resume auto, and what must not change, reported before the data are read."""
 
 from pathlib import Path
 

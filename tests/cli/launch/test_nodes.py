@@ -36,7 +36,7 @@ _ENDS_WITHIN = (
     "import sys, cli.train.interrupts as one; one.STOP_SECONDS = {}; from cli.main import main; sys.exit(main())"
 )
 PATIENT = ("-c", _ENDS_WITHIN.format(200))
-"""The command, which gives a step that is under way time to end on the slowest machine."""
+"""The command, which gives a step that is in progress time to end on the slowest machine."""
 HURRIED = ("-c", _ENDS_WITHIN.format(2))
 """A launcher that has little time to end after SIGTERM."""
 
@@ -141,7 +141,7 @@ def test_a_killed_rank_a_restart_from_the_last_commit_and_ctrl_c(
     assert sorted(ranks) == [0, 1]
     ranks[1].send_signal(signal.SIGKILL)
     pair.wait_for(r"^resume   after step \d+ of 100,000 \(restarted: a rank was lost\)")
-    steps = r"^resume (.*\n)+?(step .*\n){9}"  # what takes long is said in between
+    steps = r"^resume (.*\n)+?(step .*\n){9}"  # what takes long is reported in between
     pair.wait_for(steps)
     pair.nodes[1].process.send_signal(signal.SIGINT)
     assert pair.statuses(120) == [130, 130]
@@ -244,7 +244,7 @@ def test_a_terminal_that_goes_away_and_a_node_that_ends_alone_by_its_deadline(
 def test_the_node_where_all_meet_ends_alone_by_its_deadline(
     pair: Pair, checkpoint: Path, data: Path, tmp_path: Path
 ) -> None:
-    """The other one gives up, rather than wait for ever, and says how to go on."""
+    """The other one gives up, rather than wait for ever, and says how to continue."""
     output = tmp_path / "out"
     words = ["--model", checkpoint, "--data", data, *COMMON, *UNMEASURED, "--output", output, "--steps", 100_000,
              "--commit-every", 1, "--node-timeout", 20]  # fmt: skip
@@ -260,7 +260,7 @@ def test_the_node_where_all_meet_ends_alone_by_its_deadline(
 def refusal(
     pair: Pair, capfd: pytest.CaptureFixture[str], words: tuple[object, ...], *more: object, code: Path = ROOT
 ) -> str:
-    """The one message with which two nodes end: one of its own process, with the code in ``code``, and this one, with
+    """The one message with which two nodes end: a separate process, with the code in ``code``, and this one, with
     ``more`` words."""
     pair.start(*words, names=("first",), code=code)
     assert main([str(word) for word in (*words, *pair.meet, *more)]) == 2
@@ -268,7 +268,7 @@ def refusal(
     waiting = f"nodes    waiting for 2 of them at {pair.endpoint}"
     errors = []
     for said in ("".join(capfd.readouterr()), pair.nodes[0].said):
-        first, *_, error = said.splitlines()  # a busy machine waits longer, and says so
+        first, *_, error = said.splitlines()  # a busy machine waits longer, and says that
         assert first == waiting
         errors.append(error)
     assert errors[0] == errors[1]

@@ -1,4 +1,4 @@
-"""``--dtype auto`` is decided once: by the run that goes on, by the device, and for all ranks by the first."""
+"""``--dtype auto`` is decided once: by the run that continues, by the device, and for all ranks by the first."""
 
 import json
 from pathlib import Path
@@ -57,7 +57,7 @@ def test_a_file_leaves_it_open_and_a_plan_for_other_hardware_takes_bf16(
 
 
 class Others:
-    """All ranks in one process: what each would tell, in turn, and then what each is told."""
+    """All ranks in one process: what each would send, in turn, and then what each receives."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
         self._patch = monkeypatch

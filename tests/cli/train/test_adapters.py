@@ -34,7 +34,7 @@ def held_out(output: Path) -> list[float]:
 
 @pytest.mark.filterwarnings("ignore")
 def test_adapters_are_trained_further(finetune: Finetune, checkpoint: Path, data: Path, tmp_path: Path) -> None:
-    """What the first run ended with, the second begins with; it goes on with the same adapters only."""
+    """What the first run ended with, the second begins with; it continues with the same adapters only."""
     first, second = tmp_path / "first", tmp_path / "second"
     command = ("--model", checkpoint, "--data", data, "--eval-data", data, *COMMON)
     lora = finetune(*command, "--steps", 2, "--lora-rank", 4, "--output", first)

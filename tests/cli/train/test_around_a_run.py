@@ -122,7 +122,7 @@ def test_rates_of_several_ranks_are_per_device() -> None:
 
 
 class Noting(GeneralTracker):
-    """A tracker as accelerate knows them, that notes what it is told; the one for MLflow fails at step 2."""
+    """A tracker as accelerate knows them, that notes its calls; the one for MLflow fails at step 2."""
 
     told: list[tuple[Any, ...]] = []  # noqa: RUF012
     requires_logging_directory = False

@@ -1,4 +1,4 @@
-"""Signals that end a run, each in a process of its own: the status, the deadline, and when they are not heard."""
+"""Signals that end a run, each in a separate process: the status, the deadline, and when they are not heard."""
 
 import signal
 import subprocess
@@ -14,7 +14,7 @@ import cli.train.interrupts
 from cli.train.interrupts import Interrupts
 cli.train.interrupts.STOP_SECONDS = 0.3
 number, hangs = int(sys.argv[1]), sys.argv[2] == "hangs"
-signal.signal(number, signal.SIG_IGN if sys.argv[2] == "nohup" else signal.SIG_DFL)  # whatever we were started with
+signal.signal(number, signal.SIG_IGN if sys.argv[2] == "nohup" else signal.SIG_DFL)  # not what we inherited
 with Interrupts() as interrupts:
     interrupts.how_to_continue = "To continue: this"
     try:

@@ -1,4 +1,4 @@
-"""Drives at other mount points, an output directory elsewhere, another machine: the run is found, and goes on."""
+"""Drives at other mount points, an output directory elsewhere, another machine: the run is found, and continues."""
 
 import json
 import os
@@ -55,7 +55,7 @@ def test_a_run_goes_on_wherever_its_directories_are(
         train("--steps", 4, "--ssd", *drives("y", "z", "x"), "--output", out, "--resume", data=copied)
     assert all(len(list(drive.iterdir())) == 1 for drive in drives("x", "y", "z"))
 
-    # Two drives fewer, without which it goes on.
+    # Two drives fewer, without which it continues.
     rest = ("--steps", 5, "--ssd", *drives("z"), "--output", out, "--resume", "--host-memory", "700MiB")
     refused = finetune("--model", checkpoint, "--data", data, *SMALL, *rest)
     assert refused.status == 2 and "over 3 directories, and number" in refused.err and "--leave-ssd" in refused.err

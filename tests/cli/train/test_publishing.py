@@ -15,7 +15,7 @@ COMMON = ("--batch-size", 2, "--seq-len", 32, "--steps", 2, "--gpu", "cpu", "--l
 
 
 class Hub:
-    """Stands in for ``HfApi``: keeps what it is told."""
+    """Stands in for ``HfApi``: keeps its calls."""
 
     calls: list[tuple[Any, ...]]
     fails = False

@@ -1,4 +1,4 @@
-"""What must not change when a run is continued, told from a stand-in for the engine."""
+"""What must not change when a run is continued, known from a stand-in for the engine."""
 
 from dataclasses import replace
 from pathlib import Path

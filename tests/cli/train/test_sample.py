@@ -25,7 +25,7 @@ def trained(finetune: Finetune, checkpoint: Path, data: Path, *words: Any) -> st
 
 
 def expected(checkpoint: Path, kind: str, chat: bool = True) -> str:
-    """Return what the run has to print, by a loop of its own over the saved model."""
+    """Return what the run has to print, by its own loop over the saved model."""
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
     text = "<|start|><|turn|>user\nTwo and two\n<|turn|>assistant\n" if chat else "<|start|>Two and two"
     ids = tokenizer(text, add_special_tokens=False, return_tensors="pt")["input_ids"]

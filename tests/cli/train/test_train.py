@@ -49,7 +49,7 @@ def test_six_steps_are_three_and_three_more(finetune: Finetune, checkpoint: Path
     assert report["ssd_written_bytes_per_step"] == pytest.approx(report["planned_ssd_written_bytes_per_step"], rel=0.01)
     assert report["ssd_read_bytes_per_step"] == pytest.approx(report["planned_ssd_read_bytes_per_step"], rel=0.01)
 
-    # Every store is in a folder of its own on every drive, found again by the output's name.
+    # Every store is in its own folder on every drive, found again by the output's name.
     for drive in drives:
         assert sorted(path.name.rsplit("-", 1)[0] for path in drive.iterdir()) == ["fuyou-parts", "fuyou-whole"]
     model = AutoModelForCausalLM.from_pretrained(whole)

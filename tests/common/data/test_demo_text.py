@@ -22,7 +22,7 @@ def test_documents() -> None:
 def test_tokenizer(tmp_path: Path) -> None:
     train_demo_tokenizer(2000, tmp_path / "model")
     train_demo_tokenizer(2000, tmp_path / "again")
-    LlamaConfig(vocab_size=2000).save_pretrained(tmp_path / "model")  # as it will lie beside a model
+    LlamaConfig(vocab_size=2000).save_pretrained(tmp_path / "model")  # as it will lie next to a model
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
     assert len(tokenizer) == 2000
     assert tokenizer.get_vocab() == AutoTokenizer.from_pretrained(tmp_path / "again").get_vocab()

@@ -18,7 +18,7 @@ of_any = settings(max_examples=40, deadline=None, suppress_health_check=[HealthC
 
 @pytest.fixture
 def files(tmp_path: Path) -> Callable[..., list[Path]]:
-    """Makes files of so many records, ``{"n": ...}`` each, numbered through."""
+    """Makes files of this many records, ``{"n": ...}`` each, numbered through."""
 
     def make(*counts: int) -> list[Path]:
         numbers, paths = itertools.count(), []

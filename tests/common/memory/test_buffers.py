@@ -87,7 +87,7 @@ def test_shared_memory_has_huge_pages() -> None:
 
 
 class FakeCuda:
-    """Registers memory as CUDA does: no page twice, and only so many bytes in all."""
+    """Registers memory as CUDA does: no page twice, and only this many bytes in all."""
 
     def __init__(self, room: int) -> None:
         self.room, self.registered = room, dict[int, int]()
@@ -118,7 +118,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     ("starts", "pieces"),
     [
         ([0, 4, 8, 12, 16], [8, 8, 4]),  # whole buffers of four pages, as many as ten pages hold
-        ([0, 12, 13], [12, 8]),  # one that is larger by itself
+        ([0, 12, 13], [12, 8]),  # one that is larger alone
         ([], [20]),
         ([0, 3.5, 7, 10.5, 14], [7, 7, 6]),  # a page that two buffers share is registered once
     ],

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-#: In a process of its own: the heap of one that has run other tests has room for all of it.
+#: In its own process: the heap of one that has run other tests has room for all of it.
 PROGRAM = """
 from pathlib import Path
 from common.memory.heap import Heap
@@ -17,7 +17,7 @@ def resident():
 
 heap = Heap(slack=16 << 20)
 seen = [resident()]
-pieces = [bytearray(64 << 10) for _ in range(640)]  # 40 MiB, below the size that gets a mapping of its own
+pieces = [bytearray(64 << 10) for _ in range(640)]  # 40 MiB, below the size that gets a separate mapping
 del pieces[::2]
 seen.append(resident())
 heap.trim()
@@ -34,6 +34,6 @@ def test_only_much_is_given_back() -> None:
     command = [sys.executable, "-c", PROGRAM]
     done = subprocess.run(command, cwd=Path(__file__).parents[3], capture_output=True, text=True, check=True)
     begun, kept, tidied, few = map(int, done.stdout.split())
-    assert kept > begun + (30 << 20), "nothing goes back by itself from between what is in use"
+    assert kept > begun + (30 << 20), "nothing goes back automatically from between what is in use"
     assert tidied < kept - (10 << 20)
     assert few >= tidied, "a little stays"

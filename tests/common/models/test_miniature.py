@@ -1,4 +1,4 @@
-"""Miniatures keep every structural choice, whatever the family, and are small."""
+"""Miniatures of every family keep each structural choice, and are small."""
 
 import pytest
 from transformers import (

@@ -106,7 +106,7 @@ def test_a_directory_wins_over_a_preset_and_says_where_it_is(tmp_path, monkeypat
 
 
 def test_an_unknown_type_of_a_known_class(tmp_path):
-    """Kimi K2's config.json, as it is published: DeepSeek-V3's class, with code of its own that is not run."""
+    """Kimi K2's config.json, as it is published: DeepSeek-V3's class, with its own code that is not run."""
     preset, _ = load_config("kimi-k2")
     published = {
         "architectures": ["DeepseekV3ForCausalLM"], "model_type": "kimi_k2",

@@ -22,7 +22,7 @@ def test_every_element_is_within_half_a_step_of_its_own_block(
     bits: Bits, largest: int, count: int, dtype: torch.dtype
 ) -> None:
     torch.manual_seed(count)
-    # Blocks of very different size: each has to have a scale of its own.
+    # Blocks of very different size: each has to have its own scale.
     tensor = (torch.randn(count) * 10.0 ** (torch.arange(count) // BLOCK * 3 - 3)).to(dtype)
     packed = quantise(tensor, bits)
     back = dequantise(packed, count, bits)

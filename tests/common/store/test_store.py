@@ -21,7 +21,7 @@ FILES = ["weights.0", "weights.1", "scratch"]
 
 
 def make_store(paths, sizes=SIZES, files=FILES, **options):
-    """A store with an extent of every size in every file, in turns; and those extents."""
+    """A store with an extent of every size in every file, alternately; and those extents."""
     layout = Layout(len(paths))
     extents = [layout.allocate(file, nbytes) for nbytes, file in itertools.product(sizes, files)]
     return Store.create(paths, layout, **options), extents
@@ -46,7 +46,7 @@ def twin(request, tmp_path_factory):
     paths = [tmp_path_factory.mktemp(f"ssd{index}") for index in range(request.param)]
     made = Twin(paths)
     yield made
-    made.check_all()  # whatever the examples did, in the end everything is where it should be
+    made.check_all()  # after all that the examples did, everything is where it should be
     made.store.close()
 
 
@@ -258,7 +258,7 @@ def test_a_failed_write_is_done_only_when_its_other_pieces_are(make_directories,
             future.result()
         assert not active
         monkeypatch.undo()
-        store.write(extent, memory(16 * MIB)).result()  # and the store goes on working
+        store.write(extent, memory(16 * MIB)).result()  # and the store continues working
 
 
 def test_a_failed_read_lets_go_of_its_buffer(make_directories, monkeypatch):

@@ -65,7 +65,7 @@ def load(topology: fcdp.Topology, directory: Path, replicas: int = 1) -> dict[st
 
 
 def lock_twice(topology: fcdp.Topology, directory: Path) -> str:
-    """Of two ranks the first one locks; what the second one is told."""
+    """Of two ranks the first one locks; what the second one reports."""
     commits = ShardedCheckpoints(directory)
     if topology.rank == 0:
         commits.lock()
@@ -131,7 +131,7 @@ def test_any_flipped_bit_is_found_and_named(pool: Pool, committed: Path) -> None
     last = sorted(committed.glob("*/*.safetensors"))[-1]
     with flipped(last, last.stat().st_size - 1), pytest.raises(RankError, match="is damaged: its rows") as caught:
         pool.run((2, 1), load, committed)
-    assert str(caught.value).count("are not what was written there") == 2, "every rank is told"
+    assert str(caught.value).count("are not what was written there") == 2, "every rank reports it"
 
 
 class flipped:

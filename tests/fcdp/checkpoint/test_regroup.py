@@ -1,4 +1,4 @@
-"""A run goes on with other ranks and nodes, as the run that never changed; crash-safely; or says what is missing."""
+"""A run continues with other ranks and nodes, as the run that never changed; crash-safely; or says what is missing."""
 
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ CHANGES: list[tuple[tuple[int, int] | None, tuple[tuple[int, int], ...]]] = [
 
 
 def go_on(pool: Pool, layout: tuple[int, int] | None, run: Run) -> list[Outcome]:
-    """Train as so many ranks, or as one alone."""
+    """Train as this many ranks, or as one alone."""
     return [cases.train(None, run)] if layout is None else pool.run(layout, cases.train, run)
 
 

@@ -58,7 +58,7 @@ def test_zero_topos_tables_v_and_vi() -> None:
     ("mics", 0.0),  # inside nodes alone
     ("fcdp", 1 / 8 * (1 + 1 / 4)),  # between nodes: ranks 8 apart
     ("zero++-exact", 1 / 8 * (1 + 1 / 4)),
-    ("zero++", (1 + 4 / 256) / 2),  # in int8, inside the node, beside the whole block
+    ("zero++", (1 + 4 / 256) / 2),  # in int8, inside the node, next to the whole block
     ("paro-igg", 1 / 8 * (1 + 1 / 4)),
     ("paro-ggg", 0.0),  # HO-Ring
 ])  # fmt: skip
@@ -89,7 +89,7 @@ def test_activations_of_llama_7b() -> None:
 
 
 def test_what_the_backward_begins_with_is_not_gathered_again() -> None:
-    """Head and last norm; GPT-2's head is its embedding, which therefore stays, beside that of the positions."""
+    """Head and last norm; GPT-2's head is its embedding, which therefore stays, next to that of the positions."""
     assert Workload.of_model(load_config("llama-7b")[0], seq_len=8).kept_gathered == 32000 * 4096 + 4096
     assert Workload.of_model(load_config("gpt2-125m")[0], seq_len=8).kept_gathered == (50257 + 1024 + 2) * 768
     workload = Workload.of_model(load_config("llama-7b")[0], seq_len=8)

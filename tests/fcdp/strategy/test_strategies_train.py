@@ -99,5 +99,5 @@ def test_other_orders_are_noticed(odd: list[int]) -> None:
     other_size = [*_launches()[:3], ("mesh", "0,1", "exchange", 16)]
     with pytest.raises(AssertionError):
         check_same_order([_launches(), other_size])
-    # Threads that launch on communicators of their own may interleave as they like.
+    # Threads that launch on their own communicators may interleave as they like.
     check_same_order([_launches(), [_launches()[index] for index in (0, 2, 1, 3)]], one_thread=False)

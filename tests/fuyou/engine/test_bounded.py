@@ -1,4 +1,4 @@
-"""Host memory stays within the budget whatever the depth, and the SSDs carry what the plan says."""
+"""Host memory stays within the budget at any depth, and the SSDs carry what the plan says."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ import fuyou.engine.opening
 from common.units import parse_bytes
 
 
-@pytest.mark.real_start  # a forked process has less memory of its own
+@pytest.mark.real_start  # a forked process has less memory itself
 @pytest.mark.parametrize(("layers", "budget", "clip"), [(6, "280MiB", 1.0), (28, "280MiB", None)])
 @pytest.mark.slow
 def test_memory_and_bytes(

@@ -1,4 +1,4 @@
-"""Compiled blocks beside a plain loop in memory: they differ by rounding alone."""
+"""Compiled blocks next to a plain loop in memory: they differ by rounding alone."""
 
 import math
 from pathlib import Path
@@ -34,7 +34,7 @@ def saved(config: PreTrainedConfig, root: Path) -> Path:
 
 
 def compare(model: Path, ssd: list[Path], dtype: str, *, packed: bool, micro_batch: int, resume_at: int) -> None:
-    """Train four steps, with a resume, beside a loop in memory: losses and norms to what gradients summed in another
+    """Train four steps, with a resume, next to a loop in memory: losses and norms to what gradients summed in another
     order make of them."""
     twin = Twin(str(model), bf16=dtype == "bf16", max_grad_norm=0.5, **OPTIONS)
     feed, near = batches(4, packed), 1e-5 if dtype == "fp32" else 1e-2

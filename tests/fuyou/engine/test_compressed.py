@@ -80,7 +80,7 @@ def test_all_weights_equal_the_plain_twin(family: str, method: str, dtype: str, 
 
 
 def test_int8_of_a_compressed_checkpoint(tmp_path: Path) -> None:
-    """What is asked for wins: its numbers are rounded as any others."""
+    """What is requested wins: its numbers are rounded as any others."""
     directory, twin = compressed(tmp_path, "llama", "fp8")
     found = []
     for number, model in enumerate((directory, twin)):
@@ -130,7 +130,7 @@ def test_bytes_are_those_of_the_files(family: str, method: str, tmp_path: Path) 
 
 
 def test_parameters_of_ones_choice(tmp_path: Path) -> None:
-    """What is trained is made plain numbers of, and what is frozen beside it keeps its bytes."""
+    """What is trained is made plain numbers of, and what is frozen next to it keeps its bytes."""
     directory, _ = compressed(tmp_path, "llama", "fp8")
     config, checkpoint = load_config(directory)
     chosen = ["model.layers.0.*", "model.layers.1.mlp.up_proj.weight"]

@@ -1,4 +1,4 @@
-"""``dtype="auto"``: what the device multiplies faster, or what a run that goes on began with."""
+"""``dtype="auto"``: what the device multiplies faster, or what a run that continues began with."""
 
 import os
 import subprocess

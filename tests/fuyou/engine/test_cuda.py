@@ -1,4 +1,4 @@
-"""What a GPU does differently: copies that are queued and done later, kernels of its own, memory that it must lock.
+"""What a GPU does differently: copies that are queued and done later, its own kernels, memory that it must lock.
 
 Most of it needs a GPU and is skipped elsewhere. That the engine waits for queued copies wherever it has to is tested
 without one, by a processor that plays the device and copies late.

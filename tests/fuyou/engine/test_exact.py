@@ -113,7 +113,7 @@ def test_updates_deferred_into_the_next_forward_pass(
 def test_states_that_live_in_host_memory(
     family: str, cache: int | None, options: dict, checkpoints: Path, tmp_path: Path
 ) -> None:
-    """Whatever the host keeps, masters (read from SSD) are those of the last step, and reads are saved."""
+    """With anything kept on the host, masters (read from SSD) are those of the last step, and reads are saved."""
     twin = Twin(str(checkpoints / family), bf16=True, max_grad_norm=options.get("max_grad_norm"), **OPTIONS)
     ssd = directories(tmp_path, 1)
     with engine(checkpoints / family, ssd, host_cache=cache, micro_batch=2, **options) as trained:
@@ -179,7 +179,7 @@ def test_resume_in_the_middle(options: dict, checkpoints: Path, tmp_path: Path) 
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 @pytest.mark.parametrize("optimizer", ["adamw8bit", "lion"])
 def test_other_optimizers(optimizer: str, dtype: str, checkpoints: Path, tmp_path: Path) -> None:
-    """Two steps, a resume, and two more equal the twin's four, bit for bit; another optimizer cannot go on."""
+    """Two steps, a resume, and two more equal the twin's four, bit for bit; another optimizer cannot continue."""
     feed = batches(4, packed=True)
     twin = Twin(str(checkpoints / "gpt2"), bf16=dtype == "bf16", max_grad_norm=None, optimizer=optimizer, **OPTIONS)
     expected, losses = [twin.step(batch, 4) for batch in feed], []
@@ -213,7 +213,7 @@ def test_resume_with_moments_in_bf16(checkpoints: Path, tmp_path: Path) -> None:
 
 
 def test_export_and_evaluation(checkpoints: Path, tmp_path: Path) -> None:
-    """The exported checkpoint is the model that was trained; training goes on after an export."""
+    """The exported checkpoint is the model that was trained; training continues after an export."""
     batch = batches(2, packed=False)
     twin = Twin(str(checkpoints / "mixtral"), bf16=True, max_grad_norm=None, **OPTIONS)
     with engine(checkpoints / "mixtral", directories(tmp_path, 1), micro_batch=2) as trained:

@@ -55,7 +55,7 @@ def test_equals_peft_in_memory(
 
 
 def test_resumed_in_the_middle(checkpoints: Path, tmp_path: Path) -> None:
-    """Everything that peft adapts by itself: experts, routers, attention."""
+    """Everything that peft adapts by default: experts, routers, attention."""
     model, feed, ssd = checkpoints / "qwen3_moe", batches(4, packed=True), directories(tmp_path, 1)
     real = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
     torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""A run that goes on computes as many sequences at once as it did, however much memory there is now."""
+"""A run that continues computes as many sequences at once as it did, however much memory there is now."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Blocks in pieces: bit for bit the model in memory, whatever is trained, however a block is cut."""
+"""Blocks in pieces: bit for bit the model in memory, for all that can be trained, however a block is cut."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""Frozen weights in few bits, in pieces: to the bit what whole blocks make of them, and trained beside as in memory."""
+"""Frozen weights in few bits, in pieces: to the bit as in whole blocks, and trained as in memory."""
 
 from pathlib import Path
 
@@ -36,7 +36,7 @@ def test_rounded_as_whole_blocks_are(
     family: str, kept: str, dtype: str, micro: int, size: str, odd: bool, tmp_path: Path
 ) -> None:
     """A frozen piece in int8 is rounded in the same blocks where each matrix, and each expert's, is whole blocks; where
-    some are ``odd``, pieces have blocks of their own, and training is that of the weights that they hold."""
+    some are ``odd``, pieces have their own blocks, and training is that of the weights that they hold."""
     sizes = FAMILIES[family] | ({"hidden_size": 72, "moe_intermediate_size": 36} if odd else {})
     model = saved(tmp_path / "model", AutoConfig.for_model(family, **sizes))
     options = {"adapters": ADAPTERS, "frozen_dtype": kept, "micro_batch": micro}

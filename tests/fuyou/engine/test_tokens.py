@@ -299,7 +299,7 @@ def test_what_is_not_there_is_said_in_one_sentence(checkpoints: Path, tmp_path: 
         with pytest.raises(FinetuneError, match="called twice"):
             out.log_probs.mean().backward()
         trained.step()
-        train(trained, batches(1, packed=True))  # and it goes on
+        train(trained, batches(1, packed=True))  # and it continues
     with (
         pytest.raises(UserError, match="this run trains the weights themselves"),
         engine(checkpoints / "llama", [tmp_path], run_name="other", token_outputs=1, reference=True),
@@ -324,10 +324,10 @@ def test_a_loss_that_is_not_finite(said: bool, checkpoints: Path, tmp_path: Path
             (trained.backward if said else torch.Tensor.backward)(*(loss,))
 
 
-@pytest.mark.real_start  # a forked process has less memory of its own
+@pytest.mark.real_start  # a forked process has less memory itself
 @pytest.mark.slow
 def test_memory_and_bytes_with_a_large_vocabulary_and_a_reference(tmp_path: Path) -> None:
-    """In a process of its own, and not a forked one: pages that are there already would count when they are used."""
+    """In its own process, and not a forked one: pages that are there already would count when they are used."""
     code = "import sys; sys.path.append('scripts'); "  # of the memory meter
     code += f"from {__name__} import train_with_a_large_vocabulary as train; train({str(tmp_path)!r})"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, stderr=subprocess.PIPE, text=True, timeout=300)

@@ -129,7 +129,7 @@ def figures(done: Any) -> list[dict[str, float]]:
 )
 @pytest.mark.slow
 def test_a_trainer_of_trl(kind: str, family: str, lora: bool, micro: int, checkpoints: Path, tmp_path: Path) -> None:
-    """Weights to 1e-5, and whatever is logged, to 1e-5 of it."""
+    """Weights to 1e-5, and all that is logged, to 1e-5 of it."""
     path = checkpoints / (f"{family}-reward" if kind == "reward" else family)
     auto = AutoModelForSequenceClassification if kind == "reward" else AutoModelForCausalLM
     tokenizer = AutoTokenizer.from_pretrained(path)

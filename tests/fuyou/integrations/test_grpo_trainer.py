@@ -1,4 +1,4 @@
-"""TRL's GRPOTrainer on the engine's facade: answers come from elsewhere, or a sentence says so."""
+"""TRL's GRPOTrainer on the engine's facade: answers come from elsewhere, or the call is rejected."""
 
 from pathlib import Path
 from typing import Any

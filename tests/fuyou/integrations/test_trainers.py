@@ -78,7 +78,7 @@ def same(streamed: Trainer, memory: Trainer, trained: fuyou.Engine, model: nn.Mo
 
 
 class _StopAfter(TrainerCallback):
-    """Stops a trainer after so many steps."""
+    """Stops a trainer after this many steps."""
 
     def __init__(self, steps: int):
         self._steps = steps
@@ -227,7 +227,7 @@ def test_sft_trainer_of_trl(checkpoints: Path, tmp_path: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(checkpoints / "lm")
 
     def trainer(model: PreTrainedModel, optimizer: torch.optim.Optimizer, folder: Path) -> Any:
-        # TRL's default: autocast, which the engine passes over, as it computes in a dtype of its own.
+        # TRL's default: autocast, which the engine passes over, as it computes in its own dtype.
         args = arguments(trl.SFTConfig, folder, max_length=32, bf16=isinstance(optimizer, EngineOptimizer))
         return trl.SFTTrainer(
             model, args, train_dataset=records("sft"), processing_class=tokenizer, optimizers=(optimizer, None)

@@ -299,7 +299,7 @@ class TupleConfig(PreTrainedConfig):
 
 
 class TupleModel(PreTrainedModel):
-    """Blocks return a tuple and are called with an argument of their own each."""
+    """Blocks return a tuple and are called with a separate argument each."""
 
     config_class = TupleConfig
 

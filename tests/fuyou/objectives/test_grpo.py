@@ -1,4 +1,4 @@
-"""GRPO: its formulas beside TRL's, a step beside the same step in memory, and what it reads beside a step of SFT."""
+"""GRPO: its formulas next to TRL's, a step next to the same step in memory, and what it reads next to a step of SFT."""
 
 import math
 from pathlib import Path

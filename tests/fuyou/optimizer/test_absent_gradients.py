@@ -1,4 +1,4 @@
-"""What AdamW skips where ``grad is None``, the engine skips, to the bit, whatever becomes of the gradient."""
+"""What AdamW skips where ``grad is None``, the engine skips, to the bit, in every use of the gradient."""
 
 from collections.abc import Iterator
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Clipping by speculation: the numbers of the in-memory loop, whenever it strikes, and what it costs."""
+"""Clipping by speculation: the numbers of the in-memory loop, whenever it clips, and what it costs."""
 
 import dataclasses
 import json
@@ -55,7 +55,7 @@ def moved(lists: list[StepList], op: Op) -> int:
 @pytest.mark.parametrize(
     ("dtype", "clip", "fraction"),
     [("bf16", 1.2, 0.34), ("fp32", 0.5, 0.0)],
-    ids=["struck in two steps of five, some deferred", "always struck, fp32"],
+    ids=["clipped in two steps of five, some deferred", "always clipped, fp32"],
 )
 def test_gradients_that_wait_on_ssd(
     dtype: str, clip: float, fraction: float, checkpoints: Path, tmp_path: Path, lists: list[StepList],

@@ -64,7 +64,7 @@ def test_states_are_whole_pages(dtype: torch.dtype) -> None:
     for name, nbytes in expected.items():
         precision = Precision(dtype, torch.float32, name)
         assert precision.state_bytes == nbytes
-        # Ranks that become more or fewer write each component of a chunk by itself.
+        # Ranks that become more or fewer write each component of a chunk alone.
         assert not any(component.nbytes(precision.page_elements) % 4096 for component in precision.components)
 
 

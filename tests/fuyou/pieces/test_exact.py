@@ -106,7 +106,7 @@ def test_loop_over_frozen_experts():
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
 def test_documents_of_packed_rows(family):
-    """Micro-batches with documents of their own take turns."""
+    """Micro-batches with their own documents take turns."""
     compare(PieceModel(family), 0, [1, 2, 1], documents=True)
 
 

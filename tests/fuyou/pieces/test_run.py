@@ -1,4 +1,4 @@
-"""A pass that waits for pieces: one baton, state of its own, and an end in every case."""
+"""A pass that waits for pieces: one baton, its own state, and an end in every case."""
 
 import threading
 import time

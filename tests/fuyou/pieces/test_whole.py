@@ -1,4 +1,4 @@
-"""Pieces beside everything else: whole models, recomputation with saved outputs, dtypes, memory."""
+"""Pieces next to everything else: whole models, recomputation with saved outputs, dtypes, memory."""
 
 import gc
 from functools import partial

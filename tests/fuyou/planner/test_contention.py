@@ -1,4 +1,4 @@
-"""Work beside other work goes at the speeds that were measured, and the simulator's clock follows them."""
+"""Work next to other work goes at the speeds that were measured, and the simulator's clock follows them."""
 
 import json
 from dataclasses import replace
@@ -52,7 +52,7 @@ def test_each_piece_goes_as_fast_as_what_runs_beside_it_lets_it() -> None:
     start(ADAM, 1.0)
     clock.run()
     # After a second half of the computing and a quarter of Adam are done; then all three are at work, until the
-    # computing ends; Adam beside the drives was not measured: both are at full speed.
+    # computing ends; Adam next to the drives was not measured: both are at full speed.
     computed = 1 + 0.5 / 0.4
     assert ended[GPU] == pytest.approx(computed)
     assert ended[SSD] == pytest.approx(computed + 0.9 - 0.7 * (computed - 1))

@@ -108,7 +108,7 @@ def test_router_losses_are_proven(choice: str) -> None:
 
 
 def test_what_is_wider_between_blocks_than_inside_is_refused() -> None:
-    """Mamba adds to its residual in fp32, whatever its weights are in; what streams is bf16."""
+    """Mamba adds to its residual in fp32, for any dtype of its weights; what streams is bf16."""
     fuyou.prove(LlamaConfig(), dtype=torch.bfloat16)
     fuyou.prove(MambaConfig())
     with pytest.raises(UserError, match=r"hidden states in float32 .* train it with dtype fp32"):

@@ -203,5 +203,5 @@ def test_the_sorted_pool_gives_up_what_the_plain_one_does(
     left: list[list[int]], actions: list[tuple[str, int, int]], count: int
 ) -> None:
     plain, fast = Uses(Pool, left, count), Uses(SortedPool, left, count)
-    for action in actions * 3:  # long enough for its heap to be made anew
+    for action in actions * 3:  # long enough for its heap to be made again
         assert fast.act(*action) == plain.act(*action)

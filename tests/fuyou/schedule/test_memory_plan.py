@@ -209,7 +209,7 @@ def test_less_than_the_error_asks_for_does_not_work(situation: dict) -> None:
     activation = micro_tokens * situation["hidden"] * situation["precision"].parameter_bytes + 4096
     kept = situation["kept"] * micro_tokens + 4096 if kept_layers(situation) else 0
     for name in wanted:
-        # Two block inputs on the host are asked for even where the device turns out to have room for all; and two
+        # Two block inputs on the host are requested even where the device turns out to have room for all; and two
         # buffers of kept outputs.
         less = {**wanted, name: wanted[name] - MEBIBYTE - 2 * activation - 2 * kept}
         if less[name] > limits[name]:

@@ -1,4 +1,4 @@
-"""The schedule finds the right bytes in the right place, whatever the buffers and however the lanes interleave."""
+"""The schedule finds the right bytes in the right place, for any buffers and however the lanes interleave."""
 
 from collections import Counter
 from collections.abc import Callable, Hashable

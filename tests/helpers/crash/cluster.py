@@ -53,7 +53,7 @@ class ClusterRun(Run):
 
 
 def _is_odd(error: BaseException) -> bool:
-    """Whether a rank has failed by itself, not because the other one has."""
+    """Whether a rank has failed alone, not because the other one has."""
     return not isinstance(error, FinetuneError | dist.DistError | ConnectionError) and "onnection" not in str(error)
 
 

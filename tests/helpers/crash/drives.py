@@ -38,12 +38,12 @@ class Fault:
     at: int
     """At the call of this number, from 1."""
     action: str = "kill all"
-    """``kill all`` (engine and optimizer process), ``kill self`` (whoever makes the call), ``tear`` (half of a write,
-    then ``kill all``), ``eio``, ``enospc``, or ``short`` (half of what was asked for)."""
+    """``kill all`` (engine and optimizer process), ``kill self`` (the one that makes the call), ``tear`` (half of a
+    write, then ``kill all``), ``eio``, ``enospc``, or ``short`` (half of what was requested)."""
     kind: str = "any"
     """Only calls of this kind are counted: a value of :data:`KINDS`."""
     forever: bool = False
-    """All later calls of the kind fail likewise: a full or dead drive stays one."""
+    """All later calls of the kind fail also: a full or dead drive stays one."""
 
 
 class FaultyDrives:
@@ -87,7 +87,7 @@ class FaultyDrives:
         elif fate == "short":  # whole pages: a file system that is not full stops nowhere else
             view = view[: max(_PAGE, len(view) // 2 // _PAGE * _PAGE)]
         with self._noted("write", descriptor, offset, view):
-            if fate == "tear":  # sectors, not pages: direct I/O could not, and the drive does it by itself
+            if fate == "tear":  # sectors, not pages: direct I/O could not, and the drive does it alone
                 with open(path, "r+b", buffering=0) as file:
                     file.seek(offset)
                     file.write(view)
@@ -198,7 +198,7 @@ class FaultyDrives:
 
     def _append(self, name: str, data: bytes) -> int:
         """Append to a file of notes, all of it at once; returns where it ends. Every thread has its own description
-        of the file, so that the place after a write is that of its own write."""
+        of the file, so that the place after a write is that write's own."""
         try:
             descriptors = self._own.descriptors
             assert self._own.pid == os.getpid()

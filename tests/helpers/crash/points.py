@@ -98,7 +98,7 @@ def check(first: Outcome, second: Outcome, expected: Reference, options: dict[st
     resumed = min(second.losses, default=STEPS + 1)
     assert set(range(resumed, STEPS + 1)) == set(second.losses)
     assert resumed > first.committed, f"step {first.committed} had been committed, and is lost"
-    # A step is told when its gradients are there. Its updates wait for the commit of the one before, which may never
+    # A step is reported once its gradients exist. Its updates wait for the commit of the one before, which may never
     # come to its end; and with deferred updates a commit comes one step later.
     allowed = options.get("commit_every", 1) + 1 + (1 if options.get("max_grad_norm") else 0)
     assert resumed > max(first.losses, default=0) - allowed, f"more was lost than step {resumed}"
@@ -159,7 +159,7 @@ def crash_move(root: Path, move: Move, fault: Fault, expected: Reference, power:
         came_back = second.status == 0
         told = ["not among those given", "no directory", "was moving when it was interrupted, and goes on in"]
         if not any(path.is_file() for number in move.before for path in (root / f"ssd{number}").rglob("*")):
-            told.append("holds no run to continue")  # all of it has gone, and with it the word where it goes on
+            told.append("holds no run to continue")  # all of it has gone, and with it the word where it continues
         assert came_back or any(text in second.error for text in told), second.error
     last = execute(move.run(root, steps=STEPS))
     assert last.status == 0, f"the run could not be continued: {last.error}"

@@ -1,4 +1,4 @@
-"""Ranks that train out of core together, each on drives of its own, cut short at one call and continued.
+"""Ranks that train out of core together, each on its own drives, cut short at one call and continued.
 
 The other ranks are forked from the first one, so that all are in one process group and a run takes about a second.
 """
@@ -45,13 +45,13 @@ class RanksRun(Run):
 
     nodes: int = 2
     before: int = 0
-    """Nodes of the run that goes on: what those had that are gone is looked for by the first one."""
+    """Nodes of the run that continues: what those had that are gone is looked for by the first one."""
     kept: tuple[int, ...] = field(default=())
     """Folders, by node, that hold its drives; empty: as they are numbered."""
 
     @property
     def patience(self) -> float:
-        """The first rank plays the launcher, too: if it dies, the others end by themselves, some seconds later."""
+        """The first rank plays the launcher, too: if it dies, the others end alone, some seconds later."""
         return 60.0
 
     def train(self, say: Callable[..., None]) -> None:
@@ -162,7 +162,7 @@ class Story:
     may_be_lost: bool = False
     """Whether a first run may have to begin again: it has got nowhere yet."""
     then: RanksRun | None = None
-    """What goes on after the crash, if it is not the same again."""
+    """What continues after the crash, if it is not the same again."""
 
     def under(self, root: Path) -> "Story":
         """The same in a directory."""
@@ -171,7 +171,7 @@ class Story:
         return replace(self, earlier=earlier, last=replace(self.last, root=root), then=then)
 
 
-#: By name: a commit of two nodes, and a run that goes on with fewer or more; after the crash, with yet another number.
+#: By name: a commit of two nodes, and a run that continues with fewer or more; after it, with another number.
 BLOCKWISE = {"optimizer": "adamw8bit"}
 STORIES = {
     "two nodes": Story((), RanksRun(Path(), {}), may_be_lost=True),
@@ -197,7 +197,7 @@ STORIES = {
 
 
 def reference(root: Path, story: Story) -> Reference:
-    """Without faults. What the earlier runs leave stays beside ``root``."""
+    """Without faults. What the earlier runs leave stays next to ``root``."""
     story = story.under(root)
     start = root.with_name(root.name + ".start") if story.earlier else None
     for run in story.earlier:

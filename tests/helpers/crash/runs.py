@@ -1,4 +1,4 @@
-"""Training runs of a tiny model in processes of their own, on drives that may fail.
+"""Training runs of a tiny model in separate processes, on drives that may fail.
 
 Processes are forked from one that has imported everything, the optimizer process included, so that a run takes a
 fraction of a second: hundreds of crashes can be tried.
@@ -27,7 +27,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, PreTrainedConfig, Qwen3MoeConfig
 from transformers.models.llama import modeling_llama  # noqa: F401 - so that no run has to import it
-from transformers.models.qwen3_moe import modeling_qwen3_moe  # noqa: F401 - likewise
+from transformers.models.qwen3_moe import modeling_qwen3_moe  # noqa: F401 - also
 
 import fuyou
 import fuyou.engine.opening
@@ -105,7 +105,7 @@ class Outcome:
     losses: dict[int, list[str]]
     """By step: loss, gradient norm and a digest of the batch, exactly, once for every time it was taken."""
     committed: int
-    """The last step that it has told to be committed."""
+    """The last step that it has reported as committed."""
     final: dict[str, str] | None
     """Digest of each record, weights and moments; None if it did not come to its end."""
     error: str
@@ -146,7 +146,7 @@ def start_server() -> None:
 
 
 def execute(run: Run, timeout: float = 300.0, disturb: Callable[[int], None] | None = None) -> Outcome:
-    """Run it to its end, whatever that is, and make sure that nothing of it is left running.
+    """Run it to any kind of end, and make sure that nothing of it is left running.
 
     Args:
         disturb: called with the engine's process as soon as that is there.

@@ -32,7 +32,7 @@ class Way:
 
 
 def _seed(number: int, power: bool) -> int | None:
-    """What a power cut takes with it is drawn anew for each call."""
+    """What a power cut takes with it is drawn again for each call."""
     return number if power else None
 
 

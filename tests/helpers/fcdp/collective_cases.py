@@ -151,7 +151,7 @@ def reduce_quantised(topology: fcdp.Topology, bits: Any) -> None:
 
 
 class Block(nn.Module):
-    """A trainable layer and two frozen ones, one of which may have a dtype of its own."""
+    """A trainable layer and two frozen ones, one of which may have its own dtype."""
 
     def __init__(self, dtype: torch.dtype):
         super().__init__()

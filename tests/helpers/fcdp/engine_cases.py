@@ -128,7 +128,7 @@ def train(topology: fcdp.Topology | None, run: Run) -> Outcome:
 
 
 def train_unlike(topology: fcdp.Topology | None, run: Run) -> Outcome:
-    """Train on ranks of which the first alone is fast in bf16; in a run that goes on, all but the first are."""
+    """Train on ranks of which the first alone is fast in bf16; in a run that continues, all but the first are."""
     first = topology is None or topology.rank == 0
     fastest = "bf16" if first != run.options.get("resume", False) else "fp32"
     with mock.patch("fuyou.engine.computing_dtype.fastest_dtype", return_value=fastest):
@@ -136,9 +136,9 @@ def train_unlike(topology: fcdp.Topology | None, run: Run) -> Outcome:
 
 
 def export(topology: fcdp.Topology | None, run: Run) -> str:
-    """What is said when the weights are exported as they came, and files of the target then; all the same, after that.
+    """What is reported when the weights are exported as they came, and files of the target then; then overridden.
 
-    With adapters, merged as well. Nothing hangs, and the engine can go on.
+    With adapters, merged as well. Nothing hangs, and the engine can continue.
     """
     rank = topology.rank if topology is not None else 0
     assert run.save is not None
@@ -158,7 +158,7 @@ def export(topology: fcdp.Topology | None, run: Run) -> str:
 
 
 def train_until_a_bit_flips(topology: fcdp.Topology, run: Run, call: int) -> str:
-    """The second node receives one wrong bit, in its ``call``-th gather across nodes. Returns what is said then."""
+    """The second node receives one wrong bit, in its ``call``-th gather across nodes. Returns what is reported then."""
     gather, calls = handlers.gather, itertools.count(1)
 
     def faulty(cells: torch.Tensor, *others: Any) -> None:

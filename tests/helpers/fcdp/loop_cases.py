@@ -85,10 +85,10 @@ def accelerate_loop(
 def sft_trainer(
     topology: fcdp.Topology, ours: bool, steps: int, folder: str, load: str = ""
 ) -> tuple[list[float], tuple[float, float]]:
-    """The same of TRL's ``SFTTrainer``, which writes a checkpoint of its own into ``folder`` after 20 steps.
+    """The same of TRL's ``SFTTrainer``, which writes its own checkpoint into ``folder`` after 20 steps.
 
     Args:
-        load: such a checkpoint, with optimizer states, from which it goes on until ``steps`` are done.
+        load: such a checkpoint, with optimizer states, from which it continues until ``steps`` are done.
     """
     from datasets import Dataset
     from trl import SFTConfig, SFTTrainer

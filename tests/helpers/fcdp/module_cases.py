@@ -30,7 +30,7 @@ def on_nodes_of_two(topology: fcdp.Topology, call: Callable[..., Any], *args: An
 
 
 def on_nodes_of(topology: fcdp.Topology, ranks: int, call: Callable[..., Any], *args: Any) -> Any:
-    """Return ``call(topology, *args)`` while torchrun's variable says that so many ranks share a node."""
+    """Return ``call(topology, *args)`` while torchrun's variable says that this many ranks share a node."""
     os.environ["LOCAL_WORLD_SIZE"] = str(ranks)
     try:
         return call(topology, *args)
@@ -159,7 +159,7 @@ def like_fsdp2(topology: fcdp.Topology, what: str, ours: bool) -> tuple[Losses, 
         loss = model(input_ids=data, labels=data).loss
         losses.append(float(loss))
         loss.backward()
-        if what == "keep":  # FSDP2 would go on with the old weights
+        if what == "keep":  # FSDP2 would continue with the old weights
             for module in model.modules():
                 if isinstance(module, FSDPModule):
                     module.reshard()

@@ -117,7 +117,7 @@ def _serve(index: int, pipe: Connection, server: str) -> None:
             answer = (True, function(topology, *args, **kwargs))
         except BaseException:
             answer = (False, traceback.format_exc())
-            # Whatever is still under way belongs to a collective that is no more.
+            # What is still in progress belongs to a collective that is no more.
             _leave(topology)
             topology, current = None, None
         faulthandler.cancel_dump_traceback_later()

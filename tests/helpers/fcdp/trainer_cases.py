@@ -130,7 +130,7 @@ def export(topology: fcdp.Topology, run: Run) -> str:
 
 
 def diverge(topology: fcdp.Topology, run: Run) -> str:
-    """A step whose loss is not finite: every rank says so, and nothing hangs."""
+    """A step whose loss is not finite: every rank reports it, and nothing hangs."""
     trainer = Trainer(run.model, topology, TrainerConfig(dtype="fp32"), run.folder)
     trainer.begin()
     trainer.train_step(batch(1, run.rows), 1e30)

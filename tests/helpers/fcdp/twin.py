@@ -1,7 +1,7 @@
 """Plain FSDP2 to compare with, also with the one thing changed that bit equality needs: the order of additions.
 
 gloo's reduce-scatter is a ring all-reduce: every piece of the buffer starts its sum at another rank, so what is added
-first depends on where a gradient lies. NCCL has orders of its own. Two-level reduction adds inside the node first, on
+first depends on where a gradient lies. NCCL has its own orders. Two-level reduction adds inside the node first, on
 purpose. Floating-point sums differ between these orders, so no two-level reduction can equal gloo's ring bit for bit.
 This twin gathers the gradients of all ranks and adds them in plain sight, node by node.
 """

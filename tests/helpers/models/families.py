@@ -48,7 +48,7 @@ def saved(directory: Path, config: PreTrainedConfig, shard: str = "50GB", dtype:
 
 
 def reset_peak_bytes() -> int:
-    """Start measuring this process's peak of resident memory anew; returns what is resident now."""
+    """Start measuring this process's peak of resident memory again; returns what is resident now."""
     Path("/proc/self/clear_refs").write_text("5")
     return _status_bytes("VmRSS")
 

@@ -71,7 +71,7 @@ class PieceModel:
         return {name: value for name, value in self.of_block(layer).items() if name not in added}
 
     def inputs(self, rows: Sequence[int], tokens: int = 13, documents: bool = False) -> Inputs:
-        """Inputs of a block for micro-batches of so many rows each."""
+        """Inputs of a block for micro-batches of this many rows each."""
         generator = torch.Generator().manual_seed(6)
         found = Inputs([], [], [])
         for count in rows:

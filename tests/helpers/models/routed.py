@@ -23,7 +23,7 @@ class RoutedConfig(PreTrainedConfig):
 
 
 class RoutedBlock(nn.Module):
-    """Each token goes to one expert, whatever its neighbours are. The last expert is not for tokens."""
+    """Each token goes to one expert, for any neighbors. The last expert is not for tokens."""
 
     def __init__(self, config: RoutedConfig):
         super().__init__()

@@ -8,7 +8,7 @@ from tests.helpers.twin import tiny_configs
 
 
 def config_of(family: str, **fields: Any) -> PreTrainedConfig:
-    """Of a mixture of experts whose router loss weighs so much that nothing can hide behind it."""
+    """Of a mixture of experts whose router loss weighs so heavily that nothing can hide behind it."""
     if family == "gpt-oss":
         config: PreTrainedConfig = GptOssConfig(
             vocab_size=211, hidden_size=48, intermediate_size=24, num_hidden_layers=3, num_attention_heads=4,

@@ -1,9 +1,9 @@
 """Python commands without their seconds of imports: forked from a process that has imported PyTorch once.
 
 :class:`Popen` takes a command line that begins with this Python and does with it what ``subprocess.Popen`` does, so
-that what it starts is a process of its own, with descriptors, environment, directory and signals of its own. Only the
+that what it starts is a separate process, with descriptors, environment, directory and its own signals. Only the
 interpreter and the libraries are there before it begins. One server for each process that asks, started when it first
-does; it ends with that one. Whoever is forked from it asks the same server.
+does; it ends with that one. The one that is forked from it asks the same server.
 
 Not for what looks at a process's memory (pages are shared with the server), at its command line or at its parent.
 """
@@ -254,7 +254,7 @@ class _Server:
         connection, _ = self._listener.accept()
         try:
             self._fork(connection)
-        except (OSError, EOFError):  # who asked has been killed meanwhile: all others still need this server
+        except (OSError, EOFError):  # the client has been killed meanwhile: all others still need this server
             connection.close()
 
     def _fork(self, connection: socket.socket) -> None:
@@ -268,7 +268,7 @@ class _Server:
             _run(request, received)
         for fd in received:
             os.close(fd)
-        self._waiting[pid] = connection  # whether or not anybody is left to be told
+        self._waiting[pid] = connection  # even if nobody is left to notify
         connection.sendall(pid.to_bytes(4, "little"))
 
 

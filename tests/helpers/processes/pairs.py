@@ -32,7 +32,7 @@ def same(got: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> None:
 
 
 class Node:
-    """A launcher in a process of its own, with what it says; forked, unless its code is to be another than ours."""
+    """A launcher in a separate process, with what it says; forked, unless its code is to be another than ours."""
 
     def __init__(self, name: str, folder: Path, *words: object, code: Path = ROOT, begin: tuple[str, ...] = BEGIN):
         self.log = folder / f"{name}.log"

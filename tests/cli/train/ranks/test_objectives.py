@@ -59,7 +59,7 @@ def test_losses_of_all_ranks_are_one_loss(
     objective: str, records: list[dict[str, str]], options: tuple[str, ...], checkpoint: Path, finetune: Finetune,
     tmp_path: Path,
 ) -> None:  # fmt: skip
-    """With an ``eps`` beside which rounding is no step of Adam's."""
+    """With an ``eps`` next to which rounding is no step of Adam's."""
     file = tmp_path / "data.jsonl"
     file.write_text("".join(json.dumps(one) + "\n" for one in records))
     common = ("--model", checkpoint, "--data", file, "--objective", objective, *options, *PLACE, "--eps", "1e-4")

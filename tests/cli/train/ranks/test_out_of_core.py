@@ -1,4 +1,4 @@
-"""``finetune --nodes --ssd``: out of core on several nodes, each with SSDs of its own."""
+"""``finetune --nodes --ssd``: out of core on several nodes, each with its own SSDs."""
 
 import re
 import signal
@@ -35,7 +35,7 @@ def test_a_killed_rank_and_an_exported_model(
     said = "".join(node.said for node in pair.nodes)
     assert "Traceback" not in said and re.search(r"network  [\d.]+ KiB sent by each node per step", said)
     same(history(output), history(alone))
-    # Two ranks equal two micro-batches, bit for bit, whatever has happened on the way.
+    # Two ranks equal two micro-batches, bit for bit, in spite of all that has happened on the way.
     assert [line["loss"] for line in history(output)] == [line["loss"] for line in history(alone)]
     ours, theirs = (AutoModelForCausalLM.from_pretrained(path) for path in (output, alone))
     for (name, one), (_, other) in zip(ours.named_parameters(), theirs.named_parameters(), strict=True):

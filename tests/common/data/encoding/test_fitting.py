@@ -1,4 +1,4 @@
-"""Records longer than a row: what is kept of them, token by token against a plain computation, and what is said."""
+"""Records longer than a row: what is kept of them, token by token against a plain computation, and what is reported."""
 
 import json
 from pathlib import Path
@@ -131,12 +131,12 @@ def test_a_long_completion_loses_its_end_and_never_its_prompt(bos: bool) -> None
         (records[0], records[0]["prompt"], records[0]["completion"]),
         (records[1], alpaca, records[1]["output"]),
     ]:
-        asked = tokenizer(prompt, add_special_tokens=False)["input_ids"]
+        lead = tokenizer(prompt, add_special_tokens=False)["input_ids"]
         both = tokenizer(prompt + completion, add_special_tokens=False)["input_ids"]
-        assert both[: len(asked)] == asked
+        assert both[: len(lead)] == lead
         ids = [1] * bos + both + [2]
-        trained = [place >= bos + len(asked) for place in range(len(ids))]
-        for seq_len in range(bos + len(asked) - 1, len(ids) + 1):
+        trained = [place >= bos + len(lead) for place in range(len(ids))]
+        for seq_len in range(bos + len(lead) - 1, len(ids) + 1):
             cut, dropped = RowFitter(seq_len), RowFitter(seq_len, truncate=False)
             expected = [(ids[:seq_len], trained[:seq_len])] if any(trained[:seq_len]) else []
             assert fit(tokenizer, record, cut) == expected
@@ -151,8 +151,8 @@ def test_a_completion_of_several_messages_is_cut_between_them() -> None:
     whole, spans = plainly(tokenizer, CONVERSATION, "</s>\n")
     assert (ids, trained) == whole, "its user's turns carry no loss"
     ends = [stop for _, stop in spans]
-    asked = tokenizer.apply_chat_template(CONVERSATION[:2], add_generation_prompt=True, return_dict=True)["input_ids"]
-    for seq_len in range(len(asked) + 1, len(ids) + 1):
+    lead = tokenizer.apply_chat_template(CONVERSATION[:2], add_generation_prompt=True, return_dict=True)["input_ids"]
+    for seq_len in range(len(lead) + 1, len(ids) + 1):
         stop = max((end for end in ends if end <= seq_len), default=seq_len)
         assert fit(tokenizer, record, RowFitter(seq_len)) == [(ids[:stop], trained[:stop])]
 
@@ -178,7 +178,7 @@ def test_what_is_not_as_written_is_said_with_the_first_line(tmp_path: Path) -> N
     tokenizer, file = make_tokenizer(MARKED_TEMPLATE), tmp_path / "chats.jsonl"
     (ids, _), answers = plainly(tokenizer, CONVERSATION, "</s>\n")
     seq_len, prompt = len(ids) - 1, "dog " * len(ids)
-    asked = [1, *tokenizer(prompt + "fox", add_special_tokens=False)["input_ids"], 2]
+    lead = [1, *tokenizer(prompt + "fox", add_special_tokens=False)["input_ids"], 2]
     user = tokenizer.apply_chat_template(CONVERSATION[:2], return_dict=True)["input_ids"]
     records: list[dict[str, Any]] = [{"messages": CONVERSATION[:stop]} for stop in (3, 2, 7, 7)]
     records.append({"prompt": prompt, "completion": "fox"})
@@ -189,14 +189,14 @@ def test_what_is_not_as_written_is_said_with_the_first_line(tmp_path: Path) -> N
         lost = 2 * (len(ids) - answers[1][1])
         assert counts.startswith("3 documents from 1 file")
         assert cut.startswith(f"cut: 2 records, {lost} tokens; first {file}, line 5; longer than a row of {seq_len}")
-        assert long.startswith(f"left out: 1 record, {len(asked)} tokens; first {file}, line 9; longer than a row")
+        assert long.startswith(f"left out: 1 record, {len(lead)} tokens; first {file}, line 9; longer than a row")
         assert untrained.startswith(f"left out: 1 record, {len(user)} tokens; first {file}, line 3; no completion")
         rows = [row for step in range(batches.rows) for row in batches.batch(step)["input_ids"].tolist()]
         assert all(row[0] == tokenizer.bos_token_id for row in rows), "a row begins in the middle of a prompt"
         dropping = DataConfig((str(file),), seq_len, 1, truncate=False)
         counts, long, untrained = open_data(dropping, tokenizer, tmp_path / "cache").description.split("\n")
         assert counts.startswith("1 document from 1 file")
-        assert long.startswith(f"left out: 3 records, {2 * len(ids) + len(asked)} tokens; first {file}, line 5; longer")
+        assert long.startswith(f"left out: 3 records, {2 * len(ids) + len(lead)} tokens; first {file}, line 5; longer")
     assert len(list((tmp_path / "cache").iterdir())) == 2, "one file with, one without"
 
 

@@ -36,7 +36,7 @@ def test_texts(record: dict[str, Any], prompt: str, answers: tuple[str, str]) ->
 
 
 def test_conversations() -> None:
-    """With a prompt of their own, or with what both begin with."""
+    """With separate prompts, or with what both begin with."""
     asked = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Hello"}]
     good, bad = ([{"role": "assistant", "content": text}] for text in ("Hi!", "Go away."))
     apart = pairs_of({"prompt": asked, "chosen": good, "rejected": bad, "tools": None})

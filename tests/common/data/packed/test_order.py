@@ -1,4 +1,4 @@
-"""The shuffle is a permutation, can be asked for in parts, and looks random."""
+"""The shuffle is a permutation, can be requested in parts, and looks random."""
 
 from collections import Counter
 

@@ -1,8 +1,8 @@
-"""What vLLM's LoRA loader asks of an adapter directory, asked here of ours. vLLM itself is not run.
+"""What vLLM's LoRA loader requires of an adapter directory, checked here on ours. vLLM itself is not run.
 
 The rules are those of its vllm/lora/{peft_helper,lora_model,utils}.py as of 2026 (which refuse what they cannot serve),
 written again from what they say: which settings are read and refused, how tensors are named, which modules they may
-belong to, and what a rank and a scaling are where patterns say so.
+belong to, and what a rank and a scaling are where patterns report it.
 """
 
 import json

@@ -110,4 +110,4 @@ def test_memory_does_not_grow_with_every_new_length() -> None:
     before = psutil.Process().memory_info().rss
     for length in range(8, 248, 2):
         attend(length)
-    assert psutil.Process().memory_info().rss - before < 64 << 20  # 400 MiB if each were compiled by itself
+    assert psutil.Process().memory_info().rss - before < 64 << 20  # 400 MiB if each were compiled alone

@@ -52,7 +52,7 @@ def test_a_window_that_is_lost_is_seen() -> None:
 @pytest.mark.parametrize("family", ["jamba", "gpt_oss", "qwen3_next"])
 @pytest.mark.parametrize("size", ["hidden_size", "head_dim", "num_attention_heads"])
 def test_rows_and_documents_of_sizes_that_others_have(family: str, size: str) -> None:
-    """What goes by rows, tokens or heads is not told by sizes that happen to be equal."""
+    """What goes by rows, tokens or heads is not concluded from sizes that happen to be equal."""
     torch.manual_seed(0)
     model = model_of(family).eval()
     how = find_isolation(model)

@@ -31,7 +31,7 @@ def test_by_family(family: str, expected: tuple[int, int]) -> None:
 
 
 def test_a_block_takes_no_more() -> None:
-    """In a process of its own: pages that other tests have left in the heap would be counted when they are used."""
+    """In its own process: pages that other tests have left in the heap would be counted when they are used."""
     done = forked.run([sys.executable, "-c", f"from {__name__} import measure_block; measure_block()"], timeout=120)
     assert done.returncode == 0, done.stderr
     taken, counted = map(int, done.stdout.split())

@@ -218,7 +218,7 @@ def test_first_nonfinite(dtype):
 
 
 class TestWithSource:
-    """What is exported beside a checkpoint that training began with."""
+    """What is exported next to a checkpoint that training began with."""
 
     def checkpoint(self, directory: Path, **extra: torch.Tensor) -> dict[str, torch.Tensor]:
         """A tied model whose checkpoint stores the head as well, with tensors that the model has no use for."""

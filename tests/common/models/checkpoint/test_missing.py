@@ -1,4 +1,4 @@
-"""Checkpoints that lack what the model needs: what is put right, and what is said about the rest."""
+"""Checkpoints that lack what the model needs: what is put right, and what is reported about the rest."""
 
 import json
 from pathlib import Path

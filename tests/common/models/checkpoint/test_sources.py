@@ -139,7 +139,7 @@ def test_memory_is_that_of_one_parameter(tmp_path):
 
 @pytest.mark.parametrize("stored", [True, False])
 def test_memory_of_rows_is_that_of_some_experts(stored, tmp_path):
-    """Read range by range, in turns, as pieces are; the experts of a block are 96 MiB."""
+    """Read range by range, alternately, as pieces are; the experts of a block are 96 MiB."""
     sizes = {"hidden_size": 512, "moe_intermediate_size": 512, "num_experts": 32, "num_hidden_layers": 1}
     config = family_config("qwen3_moe", **sizes)
     model = build_meta_model(config)
@@ -285,7 +285,7 @@ def test_random_weights_are_distributed_as_the_family_has_it(family, tied):
         value = given.get(name)
         if value is None:  # a buffer, or another name of a tied parameter
             continue
-        padded = "embed_tokens" in name and config.pad_token_id is not None  # one row is set by itself
+        padded = "embed_tokens" in name and config.pad_token_id is not None  # one row is set alone
         assert rows_are_alike(source, name, value) != padded, name
         assert value.dtype == torch.float32 and value.shape == expected.shape
         if expected.unique().numel() == 1:  # norms and biases

@@ -1,4 +1,4 @@
-"""Paced drives: their rates are those asked for, whoever shares them."""
+"""Paced drives: their rates are those requested, whichever process shares them."""
 
 import multiprocessing
 import pickle
@@ -28,7 +28,7 @@ def do_nothing(*arguments):
 def takes(attempt, expected, most=1.15):
     """Each attempt takes ``expected`` seconds at least, and one of a few not more than ``most`` times as long.
 
-    Only the best one counts: beside other work, a thread that wakes late has lost its turn. On an idle machine, all
+    Only the best one counts: next to other work, a thread that wakes late has lost its turn. On an idle machine, all
     take within 1% of what is expected.
     """
     taken = []

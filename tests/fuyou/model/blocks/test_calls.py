@@ -1,4 +1,4 @@
-"""What links blocks beside hidden states is streamed with its gradients, or the model is refused."""
+"""What links blocks next to hidden states is streamed with its gradients, or the model is refused."""
 
 import copy
 from collections.abc import Callable, Mapping

@@ -40,7 +40,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def feed(count: int = STEPS) -> list[dict[str, torch.Tensor]]:
-    """Random tokens; in every second batch, rows end in padding, by lengths of their own."""
+    """Random tokens; in every second batch, rows end in padding, by their own lengths."""
     generator = torch.Generator().manual_seed(3)
     result = []
     for number in range(count):

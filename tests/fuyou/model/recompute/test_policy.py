@@ -363,7 +363,7 @@ def test_dropout_and_what_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         (tmp_path / name).mkdir()
         with monkeypatch.context() as patch:
             place(TIERS["ssd"], patch)
-            if name == "full":  # recompute everything, whatever was kept
+            if name == "full":  # recompute everything, even what was kept
 
                 def full(self: Any, layer: int, hidden: Any, calls: Any, run: Any, *_: Any) -> Any:
                     return run(), 0.0

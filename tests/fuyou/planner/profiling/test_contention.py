@@ -1,4 +1,4 @@
-"""Work is counted while it runs alone and beside other work."""
+"""Work is counted while it runs alone and next to other work."""
 
 import threading
 import time
@@ -20,7 +20,7 @@ def _short(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def taking_turns(lock: threading.Lock, seconds: float) -> Callable[[], None]:
-    """Work of this length of which only one piece goes on at a time."""
+    """Work of this length of which only one piece continues at a time."""
 
     def work() -> None:
         with lock:

@@ -108,7 +108,7 @@ def test_a_long_micro_batch_is_measured_on_less_of_it() -> None:
     assert _shortened(8, 1024, 500.7) == (1, 500)
     assert _shortened(8, 1024, 0.1) == (1, 16)
     assert _shortened(1, 8, 0.1) == (1, 8)
-    # 0.5 s whatever the tokens, and 1 ms for each
+    # 0.5 s for any tokens, and 1 ms for each
     assert _extrapolated([(1000, 1.5), (250, 0.75)], 8000) == pytest.approx(8.5)
     assert _extrapolated([(1000, 1.5)], 2000) == pytest.approx(3.0)
     assert _extrapolated([(1000, 1.5), (250, 2.0)], 8000) == 1.5, "noise makes nothing negative"

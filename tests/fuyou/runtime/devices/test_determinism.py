@@ -1,4 +1,4 @@
-"""Deterministic kernels are asked for while a run is open, and only then."""
+"""Deterministic kernels are requested while a run is open, and only then."""
 
 from pathlib import Path
 

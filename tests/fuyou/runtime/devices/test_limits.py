@@ -1,4 +1,4 @@
-"""Budgets of device memory, and what is said when a device has none left."""
+"""Budgets of device memory, and what is reported when a device has none left."""
 
 import pytest
 import torch

@@ -14,7 +14,7 @@ from common.errors import FinetuneError, UserError
 from common.models.checkpoint.compressed import CompressedShards
 from tests.common.models.checkpoint.compressed.writing import GROUP, METHODS, fp8, int4
 
-#: What compressed-tensors 0.20.0 has made; ``make_goldens.py`` beside it made the file.
+#: What compressed-tensors 0.20.0 has made; ``make_goldens.py`` next to it made the file.
 GOLDENS = Path(__file__).parent / "goldens.safetensors"
 
 
@@ -76,7 +76,7 @@ def test_fp8_equals_transformers(shape: tuple[int, ...], scales: torch.dtype, tm
 
 
 def test_fp4_within_fp8_equals_transformers(tmp_path: Path) -> None:
-    """Experts of some FP8 checkpoints: two to a byte, with blocks of their own."""
+    """Experts of some FP8 checkpoints: two to a byte, with their own blocks."""
     random = torch.Generator().manual_seed(0)
     codes = torch.randint(-128, 127, (16, 32), generator=random, dtype=torch.int8)
     scale = torch.randint(110, 130, (16, 2), generator=random, dtype=torch.uint8).view(torch.float8_e8m0fnu)

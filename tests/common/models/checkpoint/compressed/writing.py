@@ -141,7 +141,7 @@ def is_written_so(method: str, name: str, value: torch.Tensor) -> bool:
 
 
 def compress(plain: Path, directory: Path, method: str) -> Path:
-    """Write the checkpoint in ``plain`` to ``directory`` in few bits; return the directory of its twin, beside it."""
+    """Write the checkpoint in ``plain`` to ``directory`` in few bits; return the directory of its twin, next to it."""
     settings, write = METHODS[method]
     twin = directory.with_name(f"{directory.name}-twin")
     packed: dict[str, torch.Tensor] = {}
