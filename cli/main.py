@@ -16,6 +16,7 @@ import click
 from click.core import ParameterSource
 
 from cli.options.command import GroupedCommand, build_command
+from cli.options.continued import settings_of
 from cli.options.modes import mode_of, refuse_unread
 from cli.options.option import WRITTEN, GroupedOption, Mode
 from cli.options.settings import Settings
@@ -101,8 +102,8 @@ def _run(interrupts: Interrupts, rank: RankProcess | None, arguments: tuple[str,
     mode = mode_of(options)
     given = _given_options(context)
     refuse_unread(mode, given)
-    _check_model(mode, options)
-    settings = Settings.of_options(options, arguments)
+    settings = settings_of(mode, context, arguments)
+    _check_model(mode, settings)
     stay_offline(settings.download, settings.push_to_hub is not None)
     if mode is Mode.VERIFY:
         with activity("comparing what is on the drives with its checksums", announced=True):
@@ -188,14 +189,14 @@ def _no_collection() -> Iterator[None]:
             gc.enable()
 
 
-def _check_model(mode: Mode, options: dict[str, Any]) -> None:
+def _check_model(mode: Mode, settings: Settings) -> None:
     """Refuse a command line that lacks a model, or has one where it is looked for."""
-    if mode in Mode.PLAN and options["max_model"] == bool(options["model"]):
-        if options["max_model"]:
+    if mode in Mode.PLAN and settings.max_model == bool(settings.model):
+        if settings.max_model:
             raise UserError("--max-model looks for the model itself: leave --model out.")
         largest = "" if mode is Mode.PLAN_CLUSTER else ", or ask for the largest with --max-model"
         raise UserError(f"Give the model to plan for, --model DIR or --model PRESET{largest}.")
-    if mode is Mode.TRAIN and options["model"] is None:
+    if mode is Mode.TRAIN and not settings.model:
         raise UserError("Give the model to fine-tune with --model DIR or --model PRESET, or try --demo.")
 
 

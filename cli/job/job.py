@@ -5,7 +5,6 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from cli.options.adapters import adapter_digest
 from cli.options.option import spelled
 from cli.options.schedule import LearningRate
 from cli.options.settings import Settings
@@ -16,11 +15,7 @@ from common.models.task_type import TaskType
 from common.units import format_bytes, format_count
 from fuyou.layout.record import Precision
 
-# Key in :attr:`Job.fixed_settings` that says whether records longer than a row are cut or left out.
-LONG_RECORDS = "long records"
-TEMPLATE_DATE = "date in chat templates"  # Key in :attr:`Job.fixed_settings` of the day that chat templates write
-ADAPTERS = "adapters"  # Key in :attr:`Job.fixed_settings` that says which adapters are trained
-ADAPTER = "--adapter"  # Key in :attr:`Job.fixed_settings` that says which adapters training has begun with
+TEMPLATE_DATE = "date in chat templates"  # Key in the committed state of the day that chat templates write
 
 
 @dataclass(frozen=True)
@@ -97,27 +92,6 @@ class Job:
     @property
     def _moment_bytes(self) -> float:
         return Precision.named("fp32", self.settings.optimizer_dtype, self.settings.optimizer).state_bytes
-
-    @property
-    def fixed_settings(self) -> dict[str, Any]:
-        """Settings that must not change when a run is continued, by option, as JSON."""
-        settings, rate = self.settings, self.learning_rate
-        return {
-            **({LONG_RECORDS: "--truncate" if settings.truncate else "--drop-long"} if settings.data else {}),
-            **({TEMPLATE_DATE: str(self.template_date)} if self.template_date is not None else {}),
-            "--data": self.data_key,
-            "--seq-len": self.seq_len,
-            "--batch-size": settings.batch_size,
-            "--seed": settings.seed,
-            "--schedule": settings.schedule,
-            "--warmup": rate.warmup,
-            "--min-lr": settings.min_lr,
-            ADAPTERS: settings.adapters_in_words,
-            **({} if settings.adapter is None else {ADAPTER: adapter_digest(settings)}),
-            # A constant rate does not depend on the end, so such a run can be made longer.
-            **({} if settings.schedule == "constant" else {"--steps": rate.total}),
-            **self._objective,
-        }
 
     @property
     def rows(self) -> int:

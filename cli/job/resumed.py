@@ -1,22 +1,43 @@
-"""A run that goes on: whether there is one, and whether it is the same run."""
+"""A run that is continued: whether there is one, and whether it is the same run."""
 
 import contextlib
-from collections.abc import Mapping
+import hashlib
+import json
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from datetime import date
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from cli.job.job import ADAPTER, ADAPTERS, LONG_RECORDS, TEMPLATE_DATE
-from cli.options.adapters import adapter_digest
+from cli.job.job import TEMPLATE_DATE, Job
+from cli.options.adapters import adapter_digest, peft_config_of
+from cli.options.command import parse_command_line
+from cli.options.config_file import options_in_files
+from cli.options.continued import typed
+from cli.options.option import declaration_of, option_fields, spelled
 from cli.options.removed import did_nothing, instead_of
-from cli.options.settings import COMMITS, Settings
+from cli.options.settings import COMMITS, CONFIG, RUN, Settings
 from common.errors import FinetuneError, UserError
 from common.store import load_manifest
+from common.units import counted
 from fuyou.engine.computing_dtype import RANK_FOLDERS
 
-_BY_CONTENT = {"--data": "other or changed texts, or another tokenizer", ADAPTER: "other or changed adapters"}
-"""How options may differ that are compared by what they name."""
+
+def _peft_digest(settings: Settings) -> str | None:
+    config = None if settings.peft_config is None else peft_config_of(settings)
+    if config is None:
+        return None
+    text = json.dumps(config.to_dict(), sort_keys=True, default=lambda value: sorted(map(str, value)))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+# Options that name files: how to digest what is in them, wherever they lie.
+_CONTENT: dict[str, Callable[[Settings], str | None]] = {"adapter": adapter_digest, "peft_config": _peft_digest}
+# What may differ where options are compared by the content of what they name.
+_BY_CONTENT = {
+    "--data": "other or changed texts, or another tokenizer",
+    **{spelled(name): "other or changed adapters" for name in _CONTENT},
+}
 
 
 def decided(settings: Settings) -> Settings:
@@ -24,7 +45,10 @@ def decided(settings: Settings) -> Settings:
     if not settings.resume_auto:
         return settings
     resumed = replace(settings, resume_auto=False, resume=True)
-    return resumed if committed(resumed) is not None else replace(settings, resume_auto=False)
+    if committed(resumed) is not None:
+        return resumed
+    context = parse_command_line(settings.arguments)  # without the options of a run that is gone
+    return Settings.of_options({**context.params, "resume_auto": False}, settings.arguments, context=context)
 
 
 def committed(settings: Settings) -> Mapping[str, Any] | None:
@@ -59,7 +83,7 @@ def _folders(settings: Settings) -> list[Path]:
 def check_there_is_one(settings: Settings) -> None:
     """Refuse ``--resume`` where nothing was committed, and settings that differ from those of the run that is there.
 
-    What depends on the data is compared when they are there (:func:`check_same`).
+    What depends on the data is compared when they are there (:func:`check_same_run`).
 
     Raises:
         UserError: there is nothing to continue, or another run.
@@ -73,9 +97,9 @@ def check_there_is_one(settings: Settings) -> None:
             f"--resume: there is nothing to continue: no step was committed in {where}. Leave --resume out to begin, "
             "or give --resume auto, which continues what there is and begins where there is nothing."
         )
-    fixed = (found or {}).get("user", {}).get("run")
-    if isinstance(fixed, dict):
-        check_same(fixed, known_before_data(settings))
+    before = (found or {}).get("user", {}).get("run")
+    if isinstance(before, dict):
+        _check_same(before, _fixed_options(settings))
 
 
 def _parts(folder: Path) -> list[Path]:
@@ -89,46 +113,100 @@ def template_date(settings: Settings) -> date:
     return date.fromisoformat(run[TEMPLATE_DATE]) if TEMPLATE_DATE in run else date.today()
 
 
-def known_before_data(settings: Settings) -> dict[str, Any]:
-    """Return those of a job's fixed settings that are known before its data are read, by option."""
-    return {
-        "--batch-size": settings.batch_size,
-        "--seed": settings.seed,
-        "--schedule": settings.schedule,
-        ADAPTERS: settings.adapters_in_words,
-        **({} if settings.adapter is None else {ADAPTER: adapter_digest(settings)}),
-    }
+def forget_earlier_run(settings: Settings) -> None:
+    """Remove the options of an earlier run before a new one replaces it, which would take them for its own."""
+    if not settings.resume and (settings.overwrite or committed(settings) is None):
+        (settings.output_directory / RUN / CONFIG).unlink(missing_ok=True)
 
 
-def check_same(then: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Compare settings that must not change, as far as both sides have them.
+class ContinuedRun(Protocol):
+    """An engine or a trainer, as far as it knows what its run has behind it."""
+
+    step_count: int
+    user_state: dict[str, Any]
+
+
+def check_same_run(job: Job, run: ContinuedRun, launches: Collection[str] = ()) -> None:
+    """Compare the job with what the run began with; a new run remembers it.
 
     Args:
-        then: what the run began with.
-        now: what is asked for.
+        job: what is asked for now.
+        run: what is to be trained; its ``user_state`` is committed with every step.
+        launches: ids of the launchers that have started the run's ranks, to be remembered as well.
 
     Raises:
-        UserError: something differs, or the run began with an option that this version does not have.
+        UserError: something differs.
     """
-    for option, before in then.items():
-        instead = instead_of(option)
-        if instead is not None and not did_nothing(option, before):
-            raise UserError(f"--resume: this run began with {option} {before}. {instead} Begin a new run.")
-    for option in now:
-        before, after = then.get(option), now[option]
-        if before == after or option not in then:
+    if launches:
+        run.user_state["launches"] = sorted({*run.user_state.get("launches", ()), *launches})
+    now, rate = _fixed_options(job.settings), job.learning_rate
+    now |= {"--data": job.data_key, "--seq-len": job.seq_len, "--warmup": rate.warmup}
+    # A constant rate does not depend on the end, so such a run can be made longer.
+    now["--steps"] = None if rate.schedule == "constant" else rate.total
+    if job.template_date is not None:
+        now[TEMPLATE_DATE] = str(job.template_date)
+    before: dict[str, Any] | None = run.user_state.get("run")
+    if before is None:
+        run.user_state["run"] = now
+        return
+    is_extended = _is_extended(job, run, before)
+    _check_same(before | ({name: now[name] for name in ("--steps", "--warmup")} if is_extended else {}), now)
+    if run.step_count > job.steps:
+        raise UserError(f"--resume: this run has {run.step_count} steps behind it, more than --steps {job.steps}.")
+    if is_extended:
+        run.user_state["run"] = now
+
+
+def _is_extended(job: Job, run: ContinuedRun, before: Mapping[str, Any]) -> bool:
+    """Return whether a run that has come to its end gets more steps than it had: allowed, and printed.
+
+    The learning rate of the steps to come is that of a run of that many steps.
+    """
+    steps = before.get("--steps")
+    if steps is None or not steps <= run.step_count < job.steps:
+        return False
+    step = run.step_count + 1
+    print(
+        f"extended from {counted(steps, 'step')} to {job.steps:,}: the learning rate of step {step:,} is "
+        f"{job.learning_rate.at(step):g}",
+        flush=True,
+    )
+    return True
+
+
+def _fixed_options(settings: Settings) -> dict[str, Any]:
+    """Return the options that a continued run must keep, as JSON; those that name files, by what is in the files."""
+    fixed: dict[str, Any] = {}
+    for field in option_fields(Settings):
+        if declaration_of(field).fixed:
+            value = _CONTENT[field.name](settings) if field.name in _CONTENT else getattr(settings, field.name)
+            fixed[spelled(field.name)] = list(value) if isinstance(value, tuple) else value
+    return fixed
+
+
+def _check_same(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Compare options that must not change, as far as both sides have them.
+
+    Raises:
+        UserError: one differs, or the run began with an option that this version does not have.
+    """
+    for name, value in before.items():
+        instead = instead_of(name)
+        if instead is not None and not did_nothing(name, value):
+            raise UserError(f"--resume: this run began with {name} {value}. {instead} Begin a new run.")
+    # What files hold may differ because of another option: that is named first.
+    for option in sorted(options_in_files(parse_command_line([])), key=lambda option: option.opts[0] in _BY_CONTENT):
+        name = option.opts[0]
+        if name not in before or name not in now or before[name] == now[name]:
             continue
-        if option in _BY_CONTENT:
+        if name in _BY_CONTENT:
             raise UserError(
-                f"--resume: {option} is not what this run began with: {_BY_CONTENT[option]} "
-                f"({before} then, {after} now). Give what it began with, or begin a new run in another --output."
+                f"--resume: {name} is not what this run began with: {_BY_CONTENT[name]} "
+                f"({before[name]} then, {now[name]} now). Give what it began with, or begin a new run in another "
+                "--output."
             )
-        if option in (LONG_RECORDS, ADAPTERS):
-            raise UserError(
-                f"--resume: this run began with {before}, and now it is {after}. Give {before}, or begin a new run in "
-                "another --output."
-            )
+        then = typed(option, before[name])
         raise UserError(
-            f"--resume: this run began with {option} {before}, and now it is {after}. Give {option} {before}, "
-            "or begin a new run in another --output."
+            f"--resume: this run began with {then}, and now it is {typed(option, now[name])}. Give {then}, or begin "
+            "a new run in another --output."
         )

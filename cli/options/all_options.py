@@ -60,9 +60,9 @@ class DataSettings:
     """Train nothing: print N rows as the model sees them, with what carries loss in color."""
     seq_len: int | None = option(None, "N", WholeNumber(min=2), modes=Mode.BATCH)
     """Tokens per sequence. Default: 1024, or the model's context if that is shorter."""
-    batch_size: int = option(8, "N", POSITIVE, modes=Mode.BATCH)
+    batch_size: int = option(8, "N", POSITIVE, modes=Mode.BATCH, fixed=True)
     """Sequences per step."""
-    truncate: bool = option(True, flags="--truncate/--drop-long", modes=Mode.RUN)
+    truncate: bool = option(True, flags="--truncate/--drop-long", modes=Mode.RUN, fixed=True)
     """Leave out conversations and prompts with completions longer than --seq-len. By default (--truncate) they are
     cut after the last answer that fits. Both are counted; plain text continues in the next row."""
     drop_unseen: bool = option(False, modes=Mode.RUN)
@@ -158,9 +158,9 @@ class TrainingSettings:
     """Highest learning rate."""
     warmup: Warmup = option(Warmup(0), "N|FRACTION", ParsedValue("warmup", Warmup.parse), modes=Mode.RUN)
     """Steps, or share of all steps (0.03 or 3%), in which the learning rate rises."""
-    schedule: str = option("cosine", type=SCHEDULES, modes=Mode.RUN)
+    schedule: str = option("cosine", type=SCHEDULES, modes=Mode.RUN, fixed=True)
     """How the learning rate falls afterwards."""
-    min_lr: float = option(0.0, "X", NOT_NEGATIVE, modes=Mode.RUN)
+    min_lr: float = option(0.0, "X", NOT_NEGATIVE, modes=Mode.RUN, fixed=True)
     """Lowest learning rate of the schedule."""
     patience: int | None = option(None, "N", POSITIVE, modes=Mode.RUN)
     """Stop when N evaluations in a row have found no lower loss."""
@@ -186,7 +186,7 @@ class TrainingSettings:
     clip_by: str = option("auto", type=("auto", "deferral", "speculation"), modes=Mode.STEP, only=Only.OUT_OF_CORE)
     """With --max-grad-norm: update in the next step, when the norm is known (deferral), or at once, and again after
     clipped steps (speculation). The numbers are the same."""
-    seed: int = option(0, "N", COUNT, modes=Mode.MODEL)
+    seed: int = option(0, "N", COUNT, modes=Mode.MODEL, fixed=True)
     """Seed of the data's order, and of random weights and tokens."""
     deterministic: bool = option(False, only=Only.OUT_OF_CORE, modes=Mode.RUN)
     """Use only kernels that give the same numbers each time: slower attention on GPUs. CPUs always do."""
@@ -199,12 +199,12 @@ class TrainingSettings:
 class ObjectiveSettings:
     """What is learned from the data."""
 
-    objective: str = option("sft", type=tuple(OBJECTIVES), modes=Mode.STEP)
+    objective: str = option("sft", type=tuple(OBJECTIVES), modes=Mode.STEP, fixed=True)
     """sft: the next token, of answers where there are prompts; pretrain: of prompts as well. dpo: prefer one answer
     to another (columns prompt, chosen, rejected); kto: the same from single answers (prompt, completion, label true
     or false); reward: score answers, from pairs; classify: classes of texts (text, label). --batch-size counts
     pairs, answers, or texts. dpo and kto compare with the model as the run found it, with its --adapter."""
-    beta: float = option(0.1, "X", ABOVE_ZERO)
+    beta: float = option(0.1, "X", ABOVE_ZERO, fixed=True)
     """Strength of the preference (dpo, kto)."""
 
 
@@ -212,18 +212,20 @@ class ObjectiveSettings:
 class AdapterSettings:
     """Frozen weights, and adapters that are trained instead."""
 
-    lora_rank: int | None = option(None, "R", POSITIVE, modes=Mode.MODEL | Mode.PLAN_CLUSTER)
+    lora_rank: int | None = option(None, "R", POSITIVE, modes=Mode.MODEL | Mode.PLAN_CLUSTER, fixed=True)
     """Train LoRA adapters of this rank, and freeze the weights."""
-    lora_alpha: float | None = option(None, "X", ABOVE_ZERO, modes=Mode.MODEL, only=Only.LORA)
+    lora_alpha: float | None = option(None, "X", ABOVE_ZERO, modes=Mode.MODEL, only=Only.LORA, fixed=True)
     """An adapter's output is multiplied by this over the rank. Default: twice the rank."""
-    lora_dropout: float = option(0.0, "X", BELOW_ONE, modes=Mode.MODEL, only=Only.LORA)
+    lora_dropout: float = option(0.0, "X", BELOW_ONE, modes=Mode.MODEL, only=Only.LORA, fixed=True)
     """Share of the adapters' inputs to drop in training."""
-    lora_targets: tuple[str, ...] = option((), "NAME...", modes=Mode.MODEL | Mode.PLAN_CLUSTER, only=Only.LORA)
+    lora_targets: tuple[str, ...] = option(
+        (), "NAME...", modes=Mode.MODEL | Mode.PLAN_CLUSTER, only=Only.LORA, fixed=True
+    )
     """Modules to adapt: q_proj v_proj; of fused experts gate_up_proj down_proj. Default: every linear layer but the
     head, and experts and routers in families that peft knows."""
-    peft_config: Path | None = option(None, "FILE", modes=Mode.MODEL | Mode.PLAN_CLUSTER)
+    peft_config: Path | None = option(None, "FILE", modes=Mode.MODEL | Mode.PLAN_CLUSTER, fixed=True)
     """An adapter_config.json of peft (or its directory): rsLoRA, DoRA, LoHa, LoKr, IA3."""
-    adapter: Path | None = option(None, "DIR", modes=Mode.MODEL | Mode.PLAN_CLUSTER)
+    adapter: Path | None = option(None, "DIR", modes=Mode.MODEL | Mode.PLAN_CLUSTER, fixed=True)
     """Directory of saved peft adapters to train further, with their method, rank, alpha, dropout, and targets."""
     frozen_dtype: str | None = option(
         None, type=("checkpoint", "int8", "nf4", "plain"), modes=Mode.MODEL, only=Only.OUT_OF_CORE

@@ -1,6 +1,6 @@
 """The command ``finetune``: its options are the fields of :mod:`cli.options.all_options`. Imports nothing slow."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -66,7 +66,7 @@ class GroupedCommand(click.Command):
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         names = {name for option in self.options if option.words for name in option.opts}
         try:
-            rest = super().parse_args(ctx, repeat_option(_resume_auto(args), names))
+            rest = super().parse_args(ctx, repeat_option(with_resume_auto(args), names))
         except click.NoSuchOption as error:
             instead = instead_of(error.option_name)
             if instead is None:
@@ -115,7 +115,7 @@ class GroupedCommand(click.Command):
         )
 
 
-def _resume_auto(args: Sequence[str]) -> list[str]:
+def with_resume_auto(args: Sequence[str]) -> list[str]:
     """Turn ``--resume auto`` into the flag that means it: click's flags take no word."""
     result: list[str] = []
     for word in args:
@@ -169,20 +169,12 @@ def build_command(run: Callable[..., int]) -> GroupedCommand:
     )
 
 
-def parse_command_line(arguments: Iterable[str]) -> click.Context:
+def parse_command_line(arguments: Iterable[str], defaults: Mapping[str, Any] | None = None) -> click.Context:
     """Return the context of a command line, without running anything.
 
     Args:
         arguments: of ``finetune``.
+        defaults: values of options that are neither in ``arguments`` nor in a file that they name, by name.
     """
-    return build_command(lambda **options: 0).make_context("finetune", list(arguments))
-
-
-def plain_options(arguments: Iterable[str]) -> dict[str, str | int | float | bool]:
-    """Return every option of a command line that has a value, as trackers take them."""
-    plain: dict[str, str | int | float | bool] = {}
-    for name, value in parse_command_line(arguments).params.items():
-        if value is not None and value != ():
-            text = " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
-            plain[name] = value if isinstance(value, int | float) else text
-    return plain
+    command = build_command(lambda **options: 0)
+    return command.make_context("finetune", list(arguments), default_map=dict(defaults or {}))

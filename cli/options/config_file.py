@@ -9,6 +9,7 @@ import re
 import textwrap
 import tomllib
 from collections.abc import Iterable, Mapping
+from glob import has_magic
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,9 @@ _NUMBER = re.compile(r"(0|[1-9]\d*)(\.\d+)?([eE][-+]?\d+)?")
 
 
 def load_config_file(ctx: click.Context, param: click.Parameter, file: Path | None) -> Path | None:
-    """Make what is in the file the default of all other options; click calls this for ``--config``.
+    """Make what is in the file the default of all other options, before those of a run that is continued.
+
+    click calls this for ``--config``.
 
     Raises:
         UserError: the file cannot be read, is not TOML, or has keys or values that no option takes.
@@ -41,11 +44,16 @@ def load_config_file(ctx: click.Context, param: click.Parameter, file: Path | No
         raise UserError(f"--config {file}: it cannot be read: {error.strerror}.") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise UserError(f"--config {file}: this is not TOML: {error}") from error
-    ctx.default_map = dict(_read(f"--config {file}", content, _options_in_files(ctx)))
+    options = options_in_files(ctx)
+    given = dict(_read(f"--config {file}", content, options))
+    excluded = {option.declaration.excludes for option in options if option.name in given} - given.keys()
+    before = {name: value for name, value in (ctx.default_map or {}).items() if name not in excluded}
+    ctx.default_map = before | given
     return file
 
 
-def _options_in_files(ctx: click.Context) -> list[GroupedOption]:
+def options_in_files(ctx: click.Context) -> list[GroupedOption]:
+    """Return the options of a command that a file may have."""
     options = [option for option in ctx.command.params if isinstance(option, GroupedOption)]
     return [option for option in options if option.name not in NOT_IN_FILES]
 
@@ -103,26 +111,26 @@ def effective_config(ctx: click.Context, *, of_run: bool = False) -> str:
             belong to a call are shown without a value.
     """
     groups: dict[str, list[str]] = {}
-    for option in _options_in_files(ctx):
-        value = ctx.meta.get(WRITTEN, {}).get(option.name, option.plain_default)
-        if of_run and option.declaration.of_call:
-            value = option.plain_default
-        groups.setdefault(option.group, []).append(_entry(option, value, of_run))
+    for option in options_in_files(ctx):
+        lines = textwrap.wrap(option.help or "", _WIDTH, initial_indent="# ", subsequent_indent="# ")
+        entry = "\n".join([*lines, option_as_toml(ctx, option, of_run=of_run)])
+        groups.setdefault(option.group, []).append(f"{entry}\n")
     return "\n".join(f"[{heading.lower()}]\n" + "\n".join(entries) for heading, entries in groups.items())
 
 
-def _entry(option: GroupedOption, value: Any, absolute: bool) -> str:
-    lines = textwrap.wrap(option.help or "", _WIDTH, initial_indent="# ", subsequent_indent="# ")
+def option_as_toml(ctx: click.Context, option: GroupedOption, *, of_run: bool) -> str:
+    """Return an option's key and its value in a parsed command line; arguments as in :func:`effective_config`."""
+    value = ctx.meta.get(WRITTEN, {}).get(option.name, option.plain_default)
+    if of_run and option.declaration.of_call:
+        value = option.plain_default
     key = option.shown.removeprefix("--")
     if option.is_flag:
         value = bool(value) != (option.shown in option.secondary_opts)
-        lines.append(f"{key} = {'true' if value else 'false'}")
-    elif value is None or value == ():
-        lines.append(f"# {key} = {option.metavar or '...'}")
-    else:
-        written = [_toml(option, word, absolute) for word in (value if option.words else [value])]
-        lines.append(f"{key} = [{', '.join(written)}]" if option.words else f"{key} = {written[0]}")
-    return "\n".join(lines) + "\n"
+        return f"{key} = {'true' if value else 'false'}"
+    if value is None or value == ():
+        return f"# {key} = {option.metavar or '...'}"
+    written = [_toml(option, word, of_run) for word in (value if option.words else [value])]
+    return f"{key} = [{', '.join(written)}]" if option.words else f"{key} = {written[0]}"
 
 
 def _toml(option: GroupedOption, value: Any, absolute: bool) -> str:
@@ -138,4 +146,6 @@ def _toml(option: GroupedOption, value: Any, absolute: bool) -> str:
 
 
 def _names_a_path(option: GroupedOption, text: str) -> bool:
-    return (option.words or option.declaration.may_be_path) and Path(text).expanduser().exists()
+    """Return whether this word of an option for names and paths alike is a path."""
+    declared, path = option.declaration, Path(text).expanduser()
+    return (option.words or declared.may_be_path) and (path.exists() or (declared.patterns and has_magic(text)))

@@ -98,6 +98,8 @@ class Declaration:
     """Name of an option of which a run cannot have both: one on the command line undoes the other in a file."""
     of_call: bool = False
     """Whether it belongs to a call, not to the run, whose own configuration leaves it out."""
+    fixed: bool = False
+    """Whether a continued run must keep its value. All others of a run may change, and the change is printed."""
     may_differ: bool = False
     """Whether nodes need not agree about it, or others check that with better words."""
 

@@ -52,14 +52,17 @@ class Warmup:
 
 @dataclass(frozen=True)
 class LearningRate:
-    """A learning rate rises evenly to ``peak`` within ``warmup`` steps, then falls towards ``least`` or stays."""
+    """A learning rate rises evenly from 0 to ``peak`` in ``warmup`` steps, then falls towards ``least`` or stays.
+
+    With ``least`` 0 these are the schedules of transformers' Trainer: linear, cosine, constant_with_warmup.
+    """
 
     schedule: str
     """Shape after the warm-up: ``cosine`` (half a wave) or ``linear``, at ``least`` just after the end; or
     ``constant``."""
     peak: float
     warmup: int
-    """Number of steps that it rises; the last of them has the peak."""
+    """Number of steps below the peak; the first of them has 0."""
     total: int
     """Number of steps of the whole run."""
     least: float = 0.0
@@ -68,7 +71,7 @@ class LearningRate:
     def at(self, step: int) -> float:
         """Return the learning rate of ``step``, counted from 1."""
         if step <= self.warmup:
-            return self.peak * step / self.warmup
+            return self.peak * (step - 1) / self.warmup
         if self.schedule == "constant":
             return self.peak
         progress = min(1.0, (step - 1 - self.warmup) / max(1, self.total - self.warmup))

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import click
+
 from cli.options.all_options import (
     AdapterSettings,
     ClusterSettings,
@@ -23,6 +25,7 @@ from cli.options.all_options import (
     PlanningSettings,
     TrainingSettings,
 )
+from cli.options.command import with_resume_auto
 from cli.options.data_words import split_weight
 from cli.options.objectives import OBJECTIVES, SPECIFIC, ObjectiveTraits, readers
 from cli.options.option import Only, declaration_of, option_fields, spelled
@@ -32,8 +35,9 @@ from common.errors import UserError
 COMMITS = "commits"
 """Folder inside the output directory where a run of several ranks has its commits."""
 
-RUN, DESCRIPTION = "run", "run.json"
-"""Folder inside the output directory that describes the run, and the file in it that names the run's store."""
+RUN, DESCRIPTION, CONFIG = "run", "run.json", "config.toml"
+"""Folder inside the output directory that describes the run, and files in it: one names the run's store, one has all
+options."""
 
 STORE_PREFIX = "fuyou-"
 """Beginning of the names of runs' folders on the SSDs."""
@@ -59,6 +63,10 @@ class Settings(
 
     arguments: tuple[str, ...] = ()
     """The command line itself, to say how to continue."""
+    context: click.Context | None = dataclasses.field(default=None, compare=False, repr=False)
+    """The command line as it was parsed, with what a file or the continued run adds to it."""
+    changes: tuple[str, ...] = ()
+    """What differs from the options of the continued run, for people."""
     started_at: float = dataclasses.field(default_factory=time.time, compare=False)
     """When this call began, in seconds since 1970."""
 
@@ -172,12 +180,13 @@ class Settings(
                 raise UserError(f"{spelled(field.name)} {why}.")
 
     @classmethod
-    def of_options(cls, options: Mapping[str, Any], arguments: tuple[str, ...]) -> "Settings":
+    def of_options(cls, options: Mapping[str, Any], arguments: tuple[str, ...], **more: Any) -> "Settings":
         """Return what a parsed command line asks for; patterns are expanded.
 
         Args:
             options: values by name.
             arguments: the command line.
+            more: fields that are no options.
 
         Raises:
             UserError: they do not go together, or a pattern matches nothing.
@@ -197,7 +206,7 @@ class Settings(
                     )
                 )
         given["model"] = options["model"] or (DEFAULT_PROFILE_MODEL if options["profile"] else "")
-        return cls(**given, arguments=arguments)
+        return cls(**given, arguments=arguments, **more)
 
     def named(self, names: Collection[str]) -> dict[str, Any]:
         """Return options by name, as the engine and the trainer take them, in whose words some mean other values.
@@ -227,13 +236,6 @@ class Settings(
         return not (self.lora_rank is None and self.peft_config is None and self.adapter is None)
 
     @property
-    def adapters_in_words(self) -> str:
-        """The adapters that are trained, as the options name them."""
-        if self.peft_config is not None or self.adapter is not None:
-            return "--peft-config" if self.adapter is None else "--adapter"
-        return "no adapters" if self.lora_rank is None else f"--lora-rank {self.lora_rank}"
-
-    @property
     def commit_interval(self) -> int:
         """Number of steps from one commit to the next. In memory, each writes 12 bytes per parameter."""
         return self.commit_every or (1 if self.nodes is None or self.ssd else 100)
@@ -241,9 +243,7 @@ class Settings(
     @property
     def output_directory(self) -> Path:
         """Absolute path of the output directory."""
-        if self.output is not None:
-            return self.output.expanduser().absolute()
-        return (Path("finetune-output") / Path(self.model).expanduser().absolute().name).absolute()
+        return output_directory(self.output, self.model)
 
     @property
     def store_name(self) -> str:
@@ -266,8 +266,16 @@ class Settings(
         """The command that continues this run, as a sentence."""
         if self.single_slot:
             return "With --single-slot, a run that ends in the middle of a step cannot be continued."
-        words = [word for word in self.arguments if word not in ("--resume", "--resume-auto", "--overwrite")]
+        undone = {"--resume", "--no-resume", "--resume-auto", "--no-resume-auto", "--overwrite", "--no-overwrite"}
+        words = [word for word in with_resume_auto(self.arguments) if word not in undone]
         return f"To continue: {shlex.join(['finetune', *words, '--resume'])}"
+
+
+def output_directory(output: Path | None, model: str) -> Path:
+    """Return the absolute path of the output directory of a run of ``--model`` with ``--output``."""
+    if output is not None:
+        return output.expanduser().absolute()
+    return (Path("finetune-output") / Path(model).expanduser().absolute().name).absolute()
 
 
 def expand_pattern(option: str, name: str) -> list[str]:

@@ -4,13 +4,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from cli.job.job import Job
-from cli.options.command import plain_options
+from cli.options.option import option_fields
+from cli.options.settings import CONFIG, Settings
 from cli.report.history import HISTORY_FILE, History
 from cli.report.metrics import named_metrics
 from cli.report.page.run_page import RunPage, facts_of
 from cli.report.progress import Progress
 from cli.report.results import EvaluationResult, StepMetrics
-from cli.report.run_directory import CONFIG, RunDirectory
+from cli.report.run_directory import RunDirectory
 from cli.report.trackers import TrackedRun, Trackers
 
 
@@ -29,8 +30,7 @@ class MetricsLogger:
         directory = RunDirectory(job, done)
         directory.write(job, plan)
         names = job.settings.log_to
-        # What was asked for, and what was decided where that was left open.
-        options = {**plain_options(job.settings.arguments), "dtype": job.settings.dtype} if names else {}
+        options = plain_options(job.settings)
         self._trackers = Trackers(names, TrackedRun(job.output.name, directory.id, directory.path), options)
         self._losses = History(job.output / HISTORY_FILE, done)
         self._metrics = History(directory.metrics_file, done)
@@ -73,3 +73,14 @@ class MetricsLogger:
         self._trackers.finish()
         self._metrics.__exit__(*exception)
         self._losses.__exit__(*exception)
+
+
+def plain_options(settings: Settings) -> dict[str, str | int | float | bool]:
+    """Return every option that has a value, as trackers take them."""
+    plain: dict[str, str | int | float | bool] = {}
+    for field in option_fields(Settings):
+        value = getattr(settings, field.name)
+        if value is not None and value != ():
+            text = " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
+            plain[field.name] = value if isinstance(value, int | float) else text
+    return plain

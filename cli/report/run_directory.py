@@ -18,13 +18,13 @@ from cli.job.job import Job
 from cli.options.command import parse_command_line
 from cli.options.config_file import effective_config
 from cli.options.option import WRITTEN
-from cli.options.settings import DESCRIPTION, RUN
+from cli.options.settings import CONFIG, DESCRIPTION, RUN
 from cli.report.versions import versions
 from common.files.atomic import replace_file
 from common.hardware.machine import describe_machine
 from common.store.errors import described
 
-CONFIG, METRICS = "config.toml", "metrics.jsonl"
+METRICS = "metrics.jsonl"
 
 
 class RunDirectory:
@@ -59,7 +59,7 @@ class RunDirectory:
         """
         description = {"id": self.id, "store": job.run_name, "calls": [*self._before, {**self._call, "plan": plan}]}
         _replace(self.path / DESCRIPTION, json.dumps(description, indent=2, default=str) + "\n")
-        context = parse_command_line(job.settings.arguments)
+        context = job.settings.context or parse_command_line(job.settings.arguments)
         context.meta.setdefault(WRITTEN, {})["dtype"] = job.settings.dtype  # on another machine, too
         _replace(self.path / CONFIG, effective_config(context, of_run=True))
 

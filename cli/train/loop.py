@@ -136,6 +136,8 @@ def train(job: Job, trainer: Trainer, process: Process) -> Measurements:
     """
     if process.is_rank0 and trainer.is_resumed:
         _print_resumed(job, trainer.model.step_count, process.restarted)
+        for change in job.settings.changes:
+            print(f"changed  {change}", flush=True)
     process.enter("before the first step")
     with activity("preparing the first step"):
         trainer.prepare()

@@ -7,11 +7,11 @@ from pathlib import Path
 from cli.job.job import Job
 from cli.job.prepare import prepare
 from cli.job.quiet import quiet_transformers
+from cli.job.resumed import check_same_run, forget_earlier_run
 from cli.options.settings import Settings
 from cli.train.engine_trainer import EngineTrainer, engine_options, profile_once
 from cli.train.interrupts import Interrupts, Stopped
 from cli.train.loop import RunResult, conclude, train
-from cli.train.same_run import check_same_run
 from cli.train.sample import print_sample
 from common.activity import activity
 from common.errors import UserError
@@ -49,6 +49,7 @@ def finetune(settings: Settings, interrupts: Interrupts) -> RunResult:
     profile_once(job)
     interrupts.how_to_continue = settings.how_to_continue
     _announce_move(job)
+    forget_earlier_run(settings)
     with DirectoryLock([job.output]), contextlib.ExitStack() as stack:
         engine = stack.enter_context(_opened(job))
         try:

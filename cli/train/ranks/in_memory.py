@@ -8,6 +8,7 @@ import torch
 
 from cli.job.job import Job
 from cli.job.measured_cluster import measure_cluster
+from cli.job.resumed import check_same_run
 from cli.job.strategy import DEFAULT, PROFILE, choose_strategy, has_profile
 from cli.options.adapters import adapters_of, towers_of, trainable_parameters
 from cli.options.settings import COMMITS, Settings
@@ -15,7 +16,6 @@ from cli.report.results import EvaluationResult, MemoryUse, RunTotals, StepResul
 from cli.train import loop
 from cli.train.evaluation import evaluate
 from cli.train.ranks.process import RankProcess
-from cli.train.same_run import check_same_run
 from common.communication.object_collectives import all_gather_object, broadcast_from_rank0
 from common.data import Batches
 from common.errors import FinetuneError

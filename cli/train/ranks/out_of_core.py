@@ -8,12 +8,12 @@ import torch
 import torch.distributed as dist
 
 from cli.job.job import Job
+from cli.job.resumed import check_same_run
 from cli.report.results import EvaluationResult, IoCounts, MemoryUse, RunTotals, StepResult
 from cli.train.engine_trainer import EngineTrainer, engine_options, profile_once
 from cli.train.evaluation import evaluate
 from cli.train.objectives import Ranks
 from cli.train.ranks.process import RankProcess
-from cli.train.same_run import check_same_run
 from common.communication.object_collectives import all_gather_object, broadcast_from_rank0
 from common.data import Batches
 from common.errors import UserError

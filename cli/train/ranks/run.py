@@ -9,7 +9,7 @@ import torch.distributed as dist
 from cli.job.job import Job
 from cli.job.prepare import prepare
 from cli.job.quiet import quiet_transformers
-from cli.job.resumed import decided
+from cli.job.resumed import decided, forget_earlier_run
 from cli.job.start import check_start
 from cli.options.computing_dtype import with_dtype_of_all
 from cli.options.settings import Settings
@@ -67,6 +67,8 @@ def train_rank(settings: Settings, rank: RankProcess) -> None:
 def _prepare(settings: Settings, rank: RankProcess, store: dist.Store) -> Job:
     """Prepare the job on rank 0 first, which tokenizes the data."""
     if rank.is_rank0:
+        if not rank.restarted:
+            forget_earlier_run(settings)
         with activity("preparing the run: model, memory, data", announced=True):
             job = prepare(settings)
         if not rank.restarted and not settings.quiet:

@@ -150,7 +150,7 @@ MISTAKES = [
             Step(f"{SMALL} --steps 2 --data data/texts.jsonl --output out", 2, ("--overwrite", "--resume")),
             Step(f"{SMALL} --steps 2 --data data/texts.jsonl --output out --resume", 0, ("all 2 steps are done",)),
             Step(f"{SMALL} --steps 2 --data data/texts.jsonl --output out --resume --lora-rank 4", 2,
-                 ("began with no adapters, and now it is --lora-rank 4",)),
+                 ("began with no --lora-rank, and now it is --lora-rank 4",)),
             Step(f"{SMALL} --steps 4 --data data/texts.jsonl --output out --resume", 0,
                  ("extended from 2 steps to 4", "step 4/4")),
         ],

@@ -46,7 +46,11 @@ def test_long_records_are_cut_or_left_out_and_said(finetune: Finetune, checkpoin
     again = ("--steps", 2, "--schedule", "constant", "--resume")
     constant = ("--schedule", "constant", "--overwrite", "--drop-long", "--output", "dropped")
     assert finetune(*command, *constant).status == 0
-    check(finetune(*command, *again, "--output", "dropped"), 2, "began with --drop-long, and now it is --truncate.")
+    check(
+        finetune(*command, *again, "--truncate", "--output", "dropped"),
+        2,
+        "began with --drop-long, and now it is --truncate.",
+    )
     config = Path("dropped/run/config.toml")
     assert "drop-long = true" in config.read_text()
     resumed = finetune("--config", config, "--steps", 2, "--resume")

@@ -49,7 +49,7 @@ def done(checkpoint: Path, data: Path, held_out: Path, tmp_path_factory: pytest.
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("COLUMNS", "200")
         assert main([*map(str, words), "--steps", "3", "--no-save"]) == 0
-        assert main([*map(str, words), "--steps", "5", "--resume"]) == 0
+        assert main([*map(str, words), "--steps", "5", "--resume", "--save"]) == 0
     return Done("", output, words)
 
 
@@ -95,7 +95,7 @@ def test_the_run_directory(done: Done) -> None:
     assert len(description["id"]) == 32
     first, second = description["calls"]
     assert (first["after_step"], first["steps"], second["after_step"], second["steps"]) == (0, 3, 3, 5)
-    assert second["command"].startswith("finetune --model ") and second["command"].endswith("--steps 5 --resume")
+    assert second["command"].startswith("finetune --model ") and second["command"].endswith("--steps 5 --resume --save")
     assert second["versions"]["torch"] == torch.__version__ and second["versions"]["Python"].startswith("3.")
     assert second["plan"]["counts"]["device_blocks"] > 0 and second["parameters"] == first["parameters"]
     steps = [line for line in lines(done.output / "run/metrics.jsonl") if "lr" in line]

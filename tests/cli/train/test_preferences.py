@@ -124,7 +124,7 @@ def test_a_resumed_run_keeps_its_reference(
     broken = (*common, "--output", tmp_path / "broken", "--no-save")
     assert finetune(*broken, "--steps", "2").status == 0
     other = finetune(*broken, "--steps", "4", "--resume", "--beta", "0.2")
-    assert other.status == 2 and "began with --beta 0.1, and now it is 0.2" in other.err
+    assert other.status == 2 and "began with --beta 0.1, and now it is --beta 0.2" in other.err
     file = tmp_path / "broken" / "run" / "reference.npz"
     before = np.load(file)["values"]
     done = finetune(*broken, "--steps", "3", "--resume")

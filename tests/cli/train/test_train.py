@@ -35,7 +35,7 @@ def test_six_steps_are_three_and_three_more(finetune: Finetune, checkpoint: Path
     outcome = finetune(*command, "--steps", 6, "--output", whole, "--report", reports[0])
     assert outcome.status == 0, outcome.err
     assert finetune(*command, "--steps", 3, "--output", parts, "--report", reports[1], "--no-save").status == 0
-    resumed = finetune(*command, "--steps", 6, "--output", parts, "--report", reports[2], "--resume")
+    resumed = finetune(*command, "--steps", 6, "--output", parts, "--report", reports[2], "--resume", "--save")
     assert resumed.status == 0, resumed.err
     assert "after step 3 of 6" in resumed.out
     assert losses(reports[0]) == losses(reports[1]) + losses(reports[2])
@@ -57,7 +57,7 @@ def test_six_steps_are_three_and_three_more(finetune: Finetune, checkpoint: Path
     assert len(AutoTokenizer.from_pretrained(whole)) == model.config.vocab_size
 
     for option, message in {
-        ("--batch-size", 2): "began with --batch-size 4, and now it is 2",
+        ("--batch-size", 2): "began with --batch-size 4, and now it is --batch-size 2",
         ("--steps", 5): "6 steps behind it, more than --steps 5",
     }.items():
         refused = finetune(*command, "--steps", 6, "--output", parts, "--resume", *option)

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from cli.job.job import Job
+from cli.job.resumed import check_same_run
 from cli.options.schedule import LearningRate
 from cli.options.settings import Settings
-from cli.train.same_run import check_same_run
 from common.data import RandomBatches
 from common.errors import UserError
 
@@ -26,6 +26,14 @@ def job(**changes: Any) -> Job:
     return replace(made, **changes)
 
 
+def begun(job: Job, step: int = 3) -> Any:
+    """A stand-in for an engine whose run has begun as ``job``."""
+    engine = SimpleNamespace(user_state={}, step_count=0)
+    check_same_run(job, engine)
+    engine.step_count = step
+    return engine
+
+
 def test_a_new_run_remembers_its_settings_and_may_go_on_with_them() -> None:
     engine: Any = SimpleNamespace(user_state={}, step_count=0)
     check_same_run(job(), engine)
@@ -35,14 +43,14 @@ def test_a_new_run_remembers_its_settings_and_may_go_on_with_them() -> None:
 
 
 @pytest.mark.parametrize(("change", "message"), [
-    ({"seed": 1}, "began with --seed 0, and now it is 1"),
-    ({"seq_len": 8}, "began with --seq-len 16, and now it is 8"),
-    ({"schedule": "linear"}, "began with --schedule cosine, and now it is linear"),
-    ({"total": 12}, "began with --steps 10, and now it is 12"),
+    ({"seed": 1}, "began with --seed 0, and now it is --seed 1"),
+    ({"seq_len": 8}, "began with --seq-len 16, and now it is --seq-len 8"),
+    ({"schedule": "linear"}, "began with --schedule cosine, and now it is --schedule linear"),
+    ({"total": 12}, "began with --steps 10, and now it is --steps 12"),
     ({"data_key": "def"}, "--data is not what this run began with"),
 ])  # fmt: skip
 def test_another_setting_is_refused_by_name(change: dict[str, Any], message: str) -> None:
-    engine: Any = SimpleNamespace(user_state={"run": job().fixed_settings}, step_count=3)
+    engine = begun(job())
     with pytest.raises(UserError, match=message):
         check_same_run(job(**change), engine)
 
@@ -51,19 +59,17 @@ def test_what_becomes_of_long_records_is_fixed() -> None:
     def of(truncate: bool, **changes: Any) -> Job:
         return replace(job(**changes), settings=replace(job().settings, data=("a",), truncate=truncate))
 
-    engine: Any = SimpleNamespace(user_state={"run": of(False).fixed_settings}, step_count=3)
+    engine = begun(of(False))
     with pytest.raises(UserError, match="began with --drop-long, and now it is --truncate"):
         check_same_run(of(True, data_key="def"), engine)
     with pytest.raises(UserError, match="--data is not what"):
-        check_same_run(job(data_key="random tokens"), engine)
-    earlier: Any = SimpleNamespace(user_state={"run": job().fixed_settings}, step_count=3)  # which did not say
-    check_same_run(of(True), earlier)
-    check_same_run(of(False), earlier)
+        check_same_run(of(False, data_key="random tokens"), engine)
 
 
 def test_a_run_with_an_option_that_was_removed() -> None:
     """Where the option did nothing, the run continues; it never continues silently without what it was doing."""
-    run: Any = SimpleNamespace(user_state={"run": job().fixed_settings | {"--lora-plus-ratio": 1.0}}, step_count=3)
+    run = begun(job())
+    run.user_state["run"]["--lora-plus-ratio"] = 1.0
     check_same_run(job(), run)
     run.user_state["run"]["--lora-plus-ratio"] = 16.0
     with pytest.raises(UserError, match=r"began with --lora-plus-ratio 16.0. This version no longer has"):
@@ -71,7 +77,7 @@ def test_a_run_with_an_option_that_was_removed() -> None:
 
 
 def test_a_constant_rate_may_go_on_for_longer_but_not_be_over_already() -> None:
-    engine: Any = SimpleNamespace(user_state={"run": job(schedule="constant").fixed_settings}, step_count=7)
+    engine = begun(job(schedule="constant"), 7)
     check_same_run(job(schedule="constant", total=100), engine)
     with pytest.raises(UserError, match="7 steps behind it, more than --steps 6"):
         check_same_run(job(schedule="constant", total=6), engine)
