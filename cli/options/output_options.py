@@ -20,10 +20,10 @@ class OutputSettings:
     """Steps between checkpoints in <output>/checkpoints/step-N; with evaluations, checkpoints/best is the best."""
     keep: int = option(2, "K", POSITIVE, modes=Mode.RUN)
     """How many checkpoints of --save-every to keep."""
-    push_to_hub: str | None = option(None, "OWNER/NAME", modes=Mode.RUN)
+    push_to_hub: str | None = option(None, "OWNER/NAME", excludes="save", modes=Mode.RUN)
     """Push the result to this repository of the Hugging Face hub; a new one is private. Needs a token (hf auth
     login)."""
-    export: bool = option(False, of_call=True)
+    export: bool = option(False, excludes="save", of_call=True)
     """With --resume: take no step, and write the checkpoint of the last committed step."""
     resume: bool = option(False, modes=Mode.TRAIN | Mode.PLAN_HERE, excludes="overwrite", of_call=True, may_differ=True)
     """Continue from the last committed step. --resume auto starts a run if there is none."""
@@ -33,7 +33,7 @@ class OutputSettings:
     """Replace the run that is in --output and --ssd."""
     commit_every: int | None = option(None, "N", POSITIVE, modes=Mode.STEP)
     """Steps between commits: a crash loses at most this many steps. Default: 1; 100 with --nodes in memory."""
-    sample: str | None = option(None, "PROMPT", only=Only.ONE_MACHINE, modes=Mode.RUN)
+    sample: str | None = option(None, "PROMPT", only=Only.ONE_MACHINE, excludes="save", modes=Mode.RUN)
     """After training, load the saved result and print its answer to this prompt (likeliest tokens). A tokenizer with a
     chat template gets it as a user's message."""
     sample_tokens: int = option(32, "N", POSITIVE, only=Only.SAMPLE, modes=Mode.RUN)
