@@ -78,7 +78,7 @@ def find_trouble(
         found.append(
             Finding(
                 f"{model} takes {format_bytes(store_bytes)} on the drives, and {format_bytes(free)} can be used.",
-                "Name more or larger drives with --ssd, or take half the space with --single-slot.",
+                "Name more or larger drives with --ssd.",
                 grave=True,
             )
         )

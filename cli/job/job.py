@@ -82,7 +82,7 @@ class Job:
         moments = self._moment_bytes
         if settings.nodes is not None and not settings.ssd:
             return 2 * (self.adapter_parameters or self.parameters) * 12
-        slots = 1 if settings.single_slot else 2
+        slots = 2
         width, nodes = 2 if settings.dtype == "bf16" else 4, settings.nodes or 1
         if settings.trains_adapters:  # every node has all parameters, and a part of the states
             return self.parameters * width + int(self.adapter_parameters * (4 + moments / nodes)) * slots
@@ -125,8 +125,7 @@ class Job:
             **self._adapters(),
             **self._compressed(),
             "machine": f"{describe_machine()}; computing on {self.computing_on} in {settings.dtype}",
-            "store": f"{store}: {format_bytes(self.store_bytes)}"
-            + (" in a single slot: a crash loses the run" if settings.single_slot else ""),
+            "store": f"{store}: {format_bytes(self.store_bytes)}",
             "data": self.batches.description,
             **({} if self.held_out is None else {"held out": self.held_out.description}),
             **({"learns": self._learns()} if self._objective else {}),

@@ -77,7 +77,6 @@ def training_of(settings: Settings) -> TrainingJob:
         sequence_length(settings.seq_len, config),
         precision=precision_of(settings),
         clips=waits,
-        single_slot=settings.single_slot,
         direct_reads=settings.io == "kvikio",
         micro_batch=settings.micro_batch,
         host_cache=settings.host_cache,

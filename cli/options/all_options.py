@@ -109,8 +109,6 @@ class MemorySettings:
     """Also train the projector of a vision-language model, or all that turns images into tokens. Default: neither."""
     io: str = option("posix", type=("posix", "kvikio"), only=Only.OUT_OF_CORE, modes=Mode.RUN)
     """How parameters get from the SSDs to a GPU: through host memory (posix), or directly (kvikio)."""
-    single_slot: bool = option(False, modes=Mode.MODEL, only=Only.OUT_OF_CORE)
-    """Take half the space on SSD; a crash loses the run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,9 +124,6 @@ class ClusterSettings:
     """Ranks per machine. Default: its GPUs; 1 with --gpu cpu."""
     rdzv_endpoint: str | None = option(None, "HOST:PORT", modes=Mode.NODES, only=Only.NODES, may_differ=True)
     """Rendezvous: one of the nodes, and a free port there. Default: from srun or MASTER_ADDR."""
-    leaf_switch: str | None = option(None, "NAME", modes=Mode.NODES, only=Only.NODES | Only.IN_MEMORY, may_differ=True)
-    """This node's leaf switch: nodes under the same one are numbered in a row. Default: from Slurm's tree topology
-    or --cluster FILE."""
     node_timeout: int = option(1800, "SECONDS", POSITIVE, modes=Mode.NODES, only=Only.NODES, may_differ=True)
     """How long to wait for a node that does not come, and in a collective for a rank that does not answer."""
     max_restarts: int = option(3, "N", COUNT, modes=Mode.NODES, only=Only.NODES)

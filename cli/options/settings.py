@@ -264,8 +264,6 @@ class Settings(
     @property
     def how_to_continue(self) -> str:
         """The command that continues this run, as a sentence."""
-        if self.single_slot:
-            return "With --single-slot, a run that ends in the middle of a step cannot be continued."
         undone = {"--resume", "--no-resume", "--resume-auto", "--no-resume-auto", "--overwrite", "--no-overwrite"}
         words = [word for word in with_resume_auto(self.arguments) if word not in undone]
         return f"To continue: {shlex.join(['finetune', *words, '--resume'])}"

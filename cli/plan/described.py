@@ -91,7 +91,7 @@ def _places(result: RunPlan) -> list[str]:
         counts.host_kept and f"{counts.host_kept:,} sets of kept outputs",
     ]
     ssd = [
-        f"parameters and optimizer states{'' if job.single_slot else ', two slots'}",
+        "parameters and optimizer states, two slots",
         counts.ssd_activations and "block inputs",
         counts.ssd_kept and "kept outputs",
     ]

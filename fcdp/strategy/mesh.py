@@ -179,7 +179,7 @@ class Scope:
             if levels.nodes_per_switch is None:
                 raise UserError(
                     "It is unknown how many nodes are under one leaf switch, or it is not the same number under each: "
-                    "name each node's with --leaf-switch (in a program: Levels(nodes_per_switch=...)), or write the "
+                    "give leaf_of_node in --cluster FILE (in a program: Levels(nodes_per_switch=...)), or write the "
                     f"scope as ranks x nodes, such as {levels.ranks_per_node}x{min(2, levels.nodes)}."
                 )
             return Mesh((*levels.sizes[:-1], levels.nodes_per_switch))

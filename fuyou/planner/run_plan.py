@@ -357,6 +357,5 @@ def missing_space(needed: int, machine: Machine) -> tuple[str, ...]:
     if machine.store_bytes is None or needed <= machine.store_bytes:
         return ()
     return (
-        f"The run takes {format_bytes(needed)} on SSD, and there are {format_bytes(machine.store_bytes)}. Add drives, "
-        "or give up protection against crashes with --single-slot, which takes half.",
+        f"The run takes {format_bytes(needed)} on SSD, and there are {format_bytes(machine.store_bytes)}. Add drives.",
     )

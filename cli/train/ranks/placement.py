@@ -71,7 +71,7 @@ def place(settings: Settings, store: dist.Store, world: Mapping[str, str] = os.e
     if settings.ssd or nodes == 1:
         return None
     if world["LOCAL_RANK"] == "0":
-        own = settings.leaf_switch or leaf_by_slurm() or ""
+        own = leaf_by_slurm(world) or ""
         store.set(f"leaf{node}", json.dumps([own, socket.gethostname(), int(world["LOCAL_WORLD_SIZE"])]))
     if world["RANK"] == "0":
         there = [json.loads(store.get(f"leaf{each}")) for each in range(nodes)]

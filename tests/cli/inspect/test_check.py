@@ -52,7 +52,7 @@ def test_a_good_machine_is_left_alone() -> None:
     (trouble(drives=(replace(DRIVE, read=2e9),)), False, "reads 2 GB/s here, and its maker says 7.45", "busy"),
     (trouble(drives=(on(DRIVE, model="Samsung SSD 970 EVO Plus 2TB"),)), False, "slows to 1.", "--drive"),
     (trouble(drives=(DRIVE, on(DRIVE, directory=Path("/mnt/b")))), False, "/mnt/nvme0 and /mnt/b are on one", "per"),
-    (trouble(store=2 * 10**12), True, "gpt3-13b takes 1.82 TiB on the drives, and 931 GiB", "--single-slot"),
+    (trouble(store=2 * 10**12), True, "gpt3-13b takes 1.82 TiB on the drives, and 931 GiB", "more or larger drives"),
 ])  # fmt: skip
 def test_problems(found: list[Finding], grave: bool, what: str, mend: str) -> None:
     assert len(found) == 1, found

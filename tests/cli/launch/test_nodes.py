@@ -338,13 +338,16 @@ def slurm(**more: str) -> dict[str, str]:
 
 
 def test_nodes_under_one_leaf_switch_come_in_a_row(
-    pair: Pair, checkpoint: Path, data: Path, tmp_path: Path, reference: tuple[list[dict[str, Any]], Path]
-) -> None:
+    pair: Pair, checkpoint: Path, data: Path, tmp_path: Path, reference: tuple[list[dict[str, Any]], Path],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     output = tmp_path / "out"
     words = ("--model", checkpoint, "--data", data, *COMMON, "--output", output, "--no-save", "--steps", 2)
     pair.meet = ("--nodes", 4, "--rdzv-endpoint", pair.endpoint)
     for number, leaf in enumerate(("red", "blue", "red", "blue")):
-        pair.start(*words, "--strategy", "switch/switch/cluster", "--leaf-switch", leaf, names=(f"node{number}",))
+        monkeypatch.setenv("SLURM_TOPOLOGY_ADDR_PATTERN", "switch.node")
+        monkeypatch.setenv("SLURM_TOPOLOGY_ADDR", f"{leaf}.node{number}")
+        pair.start(*words, "--strategy", "switch/switch/cluster", names=(f"node{number}",))
     assert pair.statuses(240) == [0] * 4, [node.said for node in pair.nodes]
     same(history(output), reference[0][:2])
     first = next(node.said for node in pair.nodes if "4 nodes under 2 leaf switches" in node.said)

@@ -28,19 +28,21 @@ def write(text: str) -> Path:
 def test_a_file_says_what_a_command_line_says() -> None:
     file = write(
         'model = "m"\n[data]\ndata = ["a b.jsonl", "c.txt"]\nbatch_size = 4\n[memory]\nssd = "/mnt/nvme0"\ngpu = "0"\n'
-        'host-memory = "1.5GiB"\nsingle-slot = true\n[training]\nlr = 2e-5\nwarmup = 0.03\n[output]\nno-save = true\n'
+        'host-memory = "1.5GiB"\ndeterministic = true\n[training]\nlr = 2e-5\nwarmup = 0.03\n[output]\nno-save = true\n'
     )
     typed = ("--model", "m", "--data", "a b.jsonl", "c.txt", "--batch-size", 4, "--ssd", "/mnt/nvme0", "--gpu", 0,
-             "--host-memory", "1.5GiB", "--single-slot", "--lr", "2e-5", "--warmup", "0.03", "--no-save")  # fmt: skip
+             "--host-memory", "1.5GiB", "--deterministic", "--lr", "2e-5", "--warmup", "0.03", "--no-save")  # fmt: skip
     assert parse("--config", file) == parse(*typed)
     assert parse("--config", file, "--save") == parse(*typed[:-1])
 
 
 def test_the_command_line_wins() -> None:
-    file = write('model = "m"\nssd = ["a", "b"]\nlr = 1\nepochs = 3\noverwrite = true\nsingle-slot = true\nseed = 7\n')
-    got = parse("--ssd", "c", "--lr", 2, "--steps", 5, "--resume", "--no-single-slot", "--config", file)
+    file = write(
+        'model = "m"\nssd = ["a", "b"]\nlr = 1\nepochs = 3\noverwrite = true\ndeterministic = true\nseed = 7\n'
+    )
+    got = parse("--ssd", "c", "--lr", 2, "--steps", 5, "--resume", "--no-deterministic", "--config", file)
     assert (got["ssd"], got["lr"], got["steps"], got["epochs"]) == (("c",), 2, 5, None)
-    assert (got["resume"], got["overwrite"], got["single_slot"], got["seed"]) == (True, False, False, 7)
+    assert (got["resume"], got["overwrite"], got["deterministic"], got["seed"]) == (True, False, False, 7)
 
 
 def test_what_is_written_reads_the_same(monkeypatch: pytest.MonkeyPatch) -> None:

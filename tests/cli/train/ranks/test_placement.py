@@ -1,5 +1,6 @@
 """Nodes are numbered switch by switch, on every rank alike, where their switches are known."""
 
+import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -22,10 +23,13 @@ def placed(leaves: tuple[str | None, ...], *ranks_per_node: int, **options: Any)
 
     def one(rank: int) -> Placement | None:
         node, local = places[rank]
-        settings = Settings(model="m", nodes=len(leaves), leaf_switch=leaves[node], **options)
+        settings = Settings(model="m", nodes=len(leaves), **options)
         numbers = {"RANK": rank, "LOCAL_RANK": local, "LOCAL_WORLD_SIZE": counts[node], "GROUP_RANK": node,
                    "GROUP_WORLD_SIZE": len(leaves)}  # fmt: skip
-        return place(settings, store, {name: str(number) for name, number in numbers.items()})
+        leaf = leaves[node]
+        slurm = {"SLURM_TOPOLOGY_ADDR_PATTERN": "switch.node", "SLURM_TOPOLOGY_ADDR": f"{leaf}.n{node}"}
+        world = {name: str(number) for name, number in numbers.items()}
+        return place(settings, store, world | (slurm if leaf else dict(os.environ)))
 
     with ThreadPoolExecutor(len(places)) as ranks:
         return list(ranks.map(one, range(len(places))))
