@@ -4,12 +4,15 @@ import os
 import re
 import socket
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
 from cli.options.settings import Settings
 from common.errors import UserError
 
 DEFAULT_PORT = 29400  # torchrun's
+_OUTSIDE = "192.0.2.1"  # an address for documentation
 
 
 @dataclass(frozen=True)
@@ -28,15 +31,18 @@ class Rendezvous:
         """Return this machine's address on the route to the endpoint, and whether the endpoint is on this machine."""
         try:
             family, _, _, _, target = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_DGRAM)[0]
-            with socket.socket(family, socket.SOCK_DGRAM) as probe:
-                probe.connect(target)  # sends nothing
-                address = str(probe.getsockname()[0])
+            address = _address_towards(family, target)
         except OSError as error:
             raise UserError(
                 f"--rdzv-endpoint {self} cannot be reached from here: {error.strerror}. Give a name or an address of "
                 "one of the nodes that all nodes can reach."
             ) from error
-        return address, address == target[0] or str(target[0]).startswith("127.")
+        is_here = address == target[0] or str(target[0]).startswith("127.")
+        if address.startswith("127.") and not self.host.startswith(("127.", "localhost")):
+            # A name of this machine, which Debian's /etc/hosts gives 127.0.1.1: where others reach it is the way out.
+            with suppress(OSError):
+                address = _address_towards(socket.AF_INET, (_OUTSIDE, DEFAULT_PORT))
+        return address, is_here
 
 
 def find_rendezvous(settings: Settings, environment: Mapping[str, str] = os.environ) -> Rendezvous:
@@ -78,6 +84,12 @@ def first_host(node_list: str) -> str:
     """Return the first name of Slurm's short form: that of ``gpu[01-03,7],login`` is gpu01."""
     first = re.match(r"(?:[^,\[]|\[[^\]]*\])+", node_list)
     return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first[0] if first else node_list)
+
+
+def _address_towards(family: int, target: Any) -> str:
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(target)  # sends nothing
+        return str(probe.getsockname()[0])
 
 
 def _parse_endpoint(text: str) -> tuple[str, int]:
