@@ -202,7 +202,8 @@ class Trainer:
         squares = sum((sum_of_squares(value.flatten()) for value in self._gradients()), loss.new_zeros(()))
         sums = torch.stack([loss, squares / copies, loss.new_tensor(float(stop)), loss.new_tensor(float(sent))])
         dist.all_reduce(sums)
-        return float(sums[0]), math.sqrt(float(sums[1])), bool(sums[2] > 0), float(sums[3])
+        total, square, stops, all_sent = sums.tolist()
+        return total, math.sqrt(square), stops > 0, all_sent
 
     def _update(self, norm: float, lr: float) -> None:
         """Clip the gradient, whose norm is ``norm``, and step."""

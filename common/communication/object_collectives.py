@@ -39,18 +39,22 @@ def run_on_all_ranks(work: Callable[[], Any], group: dist.ProcessGroup | None = 
         group: the ranks that take part; None: all.
 
     Raises:
-        UserError, FinetuneError: the first failing rank's error, on every rank.
+        UserError, FinetuneError: the first failing rank's error, on every rank; an unexpected one as FinetuneError.
     """
     own: dict[str, Any] = {}
+    unexpected: Exception | None = None
     try:
         own["returned"] = work()
     except FinetuneError as error:
         own = {"failed": error.as_written, "status": error.exit_status}
+    except Exception as error:  # no memory, say: other ranks would wait for this one
+        unexpected = error
+        own = {"failed": f"{type(error).__name__}: {error}", "status": FinetuneError.exit_status}
     outcomes = all_gather_object(own, group)
     for outcome in outcomes:
         if "failed" in outcome:
             kind = UserError if outcome["status"] == UserError.exit_status else FinetuneError
-            raise kind(outcome["failed"])
+            raise kind(outcome["failed"]) from unexpected
     return [outcome["returned"] for outcome in outcomes]
 
 

@@ -37,18 +37,21 @@ class PendingRead:
 
 @dataclass
 class CopyStreams:
-    """The two copy streams of a device, and the gather outputs that copies outward still read."""
+    """The streams of a device next to FSDP2's, and the gather outputs that copies outward still read."""
 
     inward: torch.cuda.Stream
     outward: torch.cuda.Stream
+    unshard: torch.cuda.Stream
+    """For the gathers of ``unshard(async_op=True)``; one for all, as PyTorch caches freed memory by stream."""
     pending: list[PendingRead] = field(default_factory=list)
 
     @classmethod
     def on(cls, device: torch.device) -> "CopyStreams | None":
-        """Make two streams; None for the CPU, where copies are calls that return when done."""
+        """Make the streams; None for the CPU, where copies are calls that return when done."""
         if device.type != "cuda":
             return None
-        return cls(torch.cuda.Stream(device, priority=-1), torch.cuda.Stream(device, priority=-1))
+        inward, outward, unshard = (torch.cuda.Stream(device, priority=-1) for _ in range(3))
+        return cls(inward, outward, unshard)
 
     def release(self) -> None:
         """Order streams after all pending reads of what was allocated on them, and drop the references to that."""

@@ -18,10 +18,13 @@ import torch
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """Device memory: all of it and what is in use, in bytes."""
+    """Device memory in bytes."""
 
     total: int
-    in_use: Callable[[], int]
+    allocated: Callable[[], int]
+    """What this process has allocated through PyTorch."""
+    others: Callable[[], int] = lambda: 0
+    """What is in use otherwise: contexts, NCCL's buffers, other processes."""
 
     @classmethod
     def of(cls, device: torch.device) -> "DeviceMemory | None":
@@ -31,9 +34,12 @@ class DeviceMemory:
         """
         if device.type != "cuda":
             return None
-        free, total = torch.cuda.mem_get_info(device)
-        others = total - free - torch.cuda.memory_reserved(device)  # contexts, NCCL, other processes
-        return cls(total, lambda: others + torch.cuda.memory_allocated(device))
+
+        def others() -> int:
+            free, total = torch.cuda.mem_get_info(device)
+            return total - free - torch.cuda.memory_reserved(device)
+
+        return cls(torch.cuda.mem_get_info(device)[1], lambda: torch.cuda.memory_allocated(device), others)
 
 
 class DevicePlacement(Protocol):
@@ -78,6 +84,7 @@ class AdaptivePlacement:
     def __init__(self, memory: DeviceMemory | None, threshold: float):
         self._memory = memory
         self._limit = int(threshold * memory.total) if memory and threshold > 0 else 0
+        self._others = memory.others() if memory else 0
         self.held_bytes = 0
         """Bytes of cached shards on the device now."""
         self._peak = 0
@@ -104,13 +111,17 @@ class AdaptivePlacement:
 
     def end_step(self) -> None:
         """Note that the optimizer has stepped: what was seen since the last time was a whole step."""
-        if self._limit:
-            self._last_peak, self._peak = self._peak, 0
+        if self._memory and self._limit:
+            others = (
+                self._memory.others()
+            )  # NCCL makes its buffers in the first step, when a communicator is first used
+            self._last_peak, self._peak = self._peak + max(0, others - self._others), 0
+            self._others = others
 
     def _look(self) -> int:
         """Return the bytes in use now, and note them for the peak. 0 if nothing may be on the device."""
         if not self._memory or not self._limit:
             return 0
-        in_use = self._memory.in_use()
+        in_use = self._others + self._memory.allocated()
         self._peak = max(self._peak, in_use - self.held_bytes)
         return max(in_use, 1)

@@ -139,6 +139,7 @@ class StalenessCheck:
     def __init__(self, device: torch.device, group: dist.ProcessGroup | None = None, at_once: bool | None = None):
         at_once = device.type != "cuda" if at_once is None else at_once
         self._found = None if at_once else torch.zeros((), dtype=torch.int32, device=device)
+        self._has_checked = False  # equal on all ranks, as hits are
         self._group = group
 
     def filled(self, group: ParameterGroup, current: torch.Tensor) -> None:
@@ -158,6 +159,7 @@ class StalenessCheck:
             StaleCacheError: they differ (CPU).
         """
         if self._found is not None:
+            self._has_checked = True
             if group.fingerprint is not None:
                 self._found |= (_fingerprint(current) != group.fingerprint).int()
         elif cached is not None and not torch.equal(_words(cached), _words(current)):
@@ -169,8 +171,9 @@ class StalenessCheck:
         Raises:
             StaleCacheError: some group's parameters differed.
         """
-        if self._found is None:
+        if self._found is None or not self._has_checked:
             return
+        self._has_checked = False
         if self._group is not None:
             # A rank that raised alone would leave the others waiting for it.
             dist.all_reduce(self._found, dist.ReduceOp.MAX, self._group)

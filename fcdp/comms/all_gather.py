@@ -31,7 +31,6 @@ from fcdp import fsdp2
 from fcdp.cache.host_cache import CacheEntry, CopyStreams
 from fcdp.cache.staleness import StalenessCheck
 from fcdp.comms.rank_level import CommLevel, all_gather, nothing
-from fcdp.comms.side_stream import SideStream
 from fcdp.grouping import ParameterGroup
 from fcdp.traffic import Traffic
 
@@ -154,10 +153,13 @@ class StagedAllGather:
             return cast("dist.Work | None", all_gather(output_tensor, input_tensor, group, async_op=async_op))
         if async_op and self._streams is not None:
             # On the stream of the computation, as FSDP2 asks for it here, nothing would overlap with that.
-            side = SideStream().start(output_tensor)
-            with side:
+            stream = self._streams.unshard
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
                 self._gather(output_tensor, input_tensor)
-            return PendingGather(side.join)
+                gathered = stream.record_event()
+            # Whoever waits may compute on another stream than the one that is current here.
+            return PendingGather(lambda: torch.cuda.current_stream().wait_event(gathered))
         return self._gather(output_tensor, input_tensor)
 
     def _gather(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor) -> dist.Work | None:

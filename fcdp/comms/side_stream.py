@@ -1,4 +1,4 @@
-"""A second CUDA stream beside the current one. On the CPU it does nothing: messages are in the background anyway."""
+"""A second CUDA stream next to the current one. On the CPU it does nothing: messages are in the background anyway."""
 
 import torch
 
@@ -8,14 +8,12 @@ class SideStream:
 
     def __init__(self) -> None:
         self._stream: torch.cuda.Stream | None = None
-        self._main: torch.cuda.Stream | None = None
         self._entered: list[torch.cuda.StreamContext] = []
 
     def start(self, data: torch.Tensor) -> "SideStream":
-        """Begin beside the stream that is current on the device of ``data``, after all that it has been given."""
+        """Begin on the device of ``data``, after all that the current stream has been given."""
         if data.is_cuda:
             self._stream = self._stream or torch.cuda.Stream(data.device)
-            self._main = torch.cuda.current_stream(data.device)
             self.follow()
         return self
 
@@ -29,18 +27,15 @@ class SideStream:
             self._entered.pop().__exit__(None, None, None)
 
     def follow(self) -> None:
-        """Order what is enqueued here from now on after what the main stream has been given so far."""
-        if self._stream is not None and self._main is not None:
-            self._stream.wait_stream(self._main)
+        """Order what is enqueued here from now on after what the current stream has been given so far."""
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream())
 
     def mark(self) -> torch.cuda.Event | None:
         """Return an event at this point of what is enqueued here; None on the CPU."""
         return None if self._stream is None else self._stream.record_event()
 
     def join(self, until: torch.cuda.Event | None = None) -> None:
-        """Order what the main stream is given from now on after what is enqueued here, all of it or up to ``until``."""
-        if self._stream is not None and self._main is not None:
-            if until is None:
-                self._main.wait_stream(self._stream)
-            else:
-                self._main.wait_event(until)
+        """Order the current stream from now on after what is enqueued here, all of it or up to ``until``."""
+        if self._stream is not None:
+            torch.cuda.current_stream().wait_event(until or self._stream.record_event())

@@ -119,7 +119,9 @@ def measure_computing(
     update = _update_seconds(topology)
     dist.barrier()
     copies = measure_link(device, _COPIED_BYTES)
-    slowest = torch.tensor([seconds / flops, update, 1 / min(copies.upload, copies.download)], dtype=torch.float64)
+    slowest = torch.tensor(
+        [seconds / flops, update, 1 / min(copies.upload, copies.download)], dtype=torch.float64, device=topology.device
+    )
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
     per_flop, update, per_byte = slowest.tolist()
     return ComputeRates(1 / per_flop, OPTIMIZER_BYTES * _OPTIMIZER_ELEMENTS / update, 1 / per_byte)
@@ -218,7 +220,7 @@ def _time_on_all_ranks(topology: Topology, work: Callable[[], object]) -> float:
     start_time = time.perf_counter()
     work()
     synchronize()
-    taken = torch.tensor(time.perf_counter() - start_time, dtype=torch.float64)
+    taken = torch.tensor(time.perf_counter() - start_time, dtype=torch.float64, device=topology.device)
     dist.all_reduce(taken, op=dist.ReduceOp.MAX)
     return float(taken)
 

@@ -221,6 +221,9 @@ class Topology:
             whole = init_device_mesh(
                 self.device.type, (self.world_size // shards, shards), mesh_dim_names=("replicate", "shard")
             )
+            for group in whole.get_all_groups():  # which do not inherit it
+                if (timeout := timeout_of(self.mesh.get_group(), self.device)) is not None:
+                    dist.distributed_c10d._set_pg_timeout(timeout, group)
             self._meshes[shards] = whole["shard"]
         return self._meshes[shards]
 

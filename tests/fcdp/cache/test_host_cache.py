@@ -13,7 +13,9 @@ def test_memory_goes_back_to_its_own_stream_after_the_copy() -> None:
     streams: Any = [Mock(name="the gathers' stream"), Mock(name="the default stream")]
     ends: Any = [Mock(name="first"), Mock(name="second")]
     outputs = [torch.zeros(3), torch.zeros(5)]
-    copies = CopyStreams(Mock(), Mock(), [PendingRead(*one) for one in zip(outputs, streams, ends, strict=True)])
+    copies = CopyStreams(
+        Mock(), Mock(), Mock(), [PendingRead(*one) for one in zip(outputs, streams, ends, strict=True)]
+    )
     alive = [weakref.ref(output) for output in outputs]
     outputs.clear()
     assert all(output() is not None for output in alive)

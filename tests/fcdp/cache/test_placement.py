@@ -50,6 +50,16 @@ def test_shares_leave_when_memory_in_use_passes_the_threshold() -> None:
     assert device.placement.admit(399)
 
 
+def test_memory_that_others_take_in_the_first_step_counts() -> None:
+    """NCCL's buffers: a communicator is made when it is first used."""
+    others = [0, 300]
+    placement = AdaptivePlacement(DeviceMemory(1000, lambda: 500, lambda: others.pop(0)), 1.0)
+    assert not placement.admit(0)
+    placement.end_step()
+    assert not placement.admit(201)
+    assert placement.admit(200)
+
+
 @pytest.mark.parametrize(("memory", "threshold"), [(None, 1.0), (DeviceMemory(1000, lambda: 0), 0.0)])
 def test_never_without_a_device_or_at_threshold_zero(memory: DeviceMemory | None, threshold: float) -> None:
     placement = AdaptivePlacement(memory, threshold)

@@ -4,6 +4,7 @@ import gc
 import weakref
 from collections.abc import Iterator
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -89,3 +90,18 @@ def _check_as_on_cuda(topology: fcdp.Topology, stale_rank: int) -> list[bool]:
 def test_what_one_rank_finds_stops_all_of_them(pool: Pool, stale_rank: int) -> None:
     found = stale_rank >= 0
     assert pool.run((2, 2), _check_as_on_cuda, stale_rank) == [[found, False]] * 4
+
+
+def test_a_step_without_a_hit_exchanges_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Any] = []
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda *arguments: calls.append(arguments))
+    check = StalenessCheck(torch.device("cpu"), Mock(), at_once=False)
+    group = ParameterGroup("", [], [], 0)
+    check.filled(group, torch.zeros(2))
+    check.raise_if_found()
+    assert not calls
+    for _ in range(2):
+        check.check(group, torch.zeros(2), None)
+    check.raise_if_found()
+    check.raise_if_found()
+    assert len(calls) == 1

@@ -1,12 +1,15 @@
 """A profile of the cluster at hand: it has what the planner asks of it, for every strategy that is possible there."""
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 import transformers
 
 import fcdp
-from fcdp.planner import Workload, load_cluster, plan
+from fcdp.planner import Workload, load_cluster, plan, profiling
 from fcdp.planner.profiling import measure_collectives, profile_cluster
 from fcdp.planner.rates import MeasuredRates
 from tests.helpers.fcdp.pool import Pool
@@ -44,3 +47,14 @@ def test_a_profile_serves_for_every_strategy(
     found = plan(Workload(1e6, 1e6, blocks=2, micro_batches=2), cluster, allow_quantised=True)
     assert len(found.estimates) > 30
     assert all(estimate.communication_seconds > 0 for estimate in found.estimates)
+
+
+def test_times_travel_on_the_compute_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process group with NCCL alone takes nothing else."""
+    exchanged: list[torch.Tensor] = []
+    monkeypatch.setattr(torch.distributed, "barrier", lambda: None)
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda data, **_: exchanged.append(data))
+    topology: Any = SimpleNamespace(device=torch.device("meta"))
+    with pytest.raises(RuntimeError, match="meta"):  # has no values
+        profiling._time_on_all_ranks(topology, lambda: None)
+    assert [data.device.type for data in exchanged] == ["meta"]
