@@ -263,7 +263,8 @@ def _build(
             header.rows += 1
             out.add(row)
 
-        packer = (Packer if config.packed else Padder)(seq_len, padding_id(tokenizer), write)
+        pad = padding_id(tokenizer, config.vocab_size)
+        packer = (Packer if config.packed else Padder)(seq_len, pad, write)
         what, encoded = doing.what, _encode_files(files, encoder, config.selection)
         for piece in cut_documents(_count_documents(encoded, header), seq_len):
             doing.what = f"{what}: {format_count(header.tokens)} tokens so far"
@@ -313,10 +314,10 @@ def _moved_ahead(labels: np.ndarray) -> np.ndarray:
     return np.concatenate([labels[:, 1:], np.full_like(labels[:, :1], -100)], axis=1)
 
 
-def padding_id(tokenizer: PreTrainedTokenizerBase) -> int:
-    """Return a token id to pad with. Any will do: padding is never attended to and carries no loss."""
+def padding_id(tokenizer: PreTrainedTokenizerBase, vocab_size: int | None) -> int:
+    """Return a token id to pad with that the model knows. Padding is never attended to and carries no loss."""
     known = (tokenizer.pad_token_id, tokenizer.eos_token_id)
-    return next((int(token) for token in known if token is not None), 0)
+    return next((int(token) for token in known if token is not None and token < (vocab_size or token + 1)), 0)
 
 
 def _describe(header: Header, config: DataConfig) -> str:

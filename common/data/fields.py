@@ -7,6 +7,15 @@ from typing import Any
 
 from common.errors import UserError
 
+LAYOUTS: tuple[tuple[str, str | None], ...] = (
+    ("messages", None),
+    ("conversations", None),
+    ("prompt", "completion"),
+    ("instruction", "output"),
+    ("text", None),
+)
+"""Columns of the layouts, the more structured first: of the whole or the prompt, and of the answer."""
+
 
 def require_text(record: Mapping[str, Any], field: str, where: str) -> str:
     """Return a field that must be text; empty if it is missing or null.

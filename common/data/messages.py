@@ -7,6 +7,7 @@ messages with ``role``, ``content`` and, where the turn has them, ``reasoning_co
 import json
 from typing import Any
 
+from common.data.fields import parse_json
 from common.errors import UserError, did_you_mean
 
 Message = dict[str, Any]
@@ -26,6 +27,7 @@ ROLES = {name: role for role, names in _NAMES.items() for name in names}
 """Roles that chat templates know, by the names that data files give them."""
 REASONING = ("reasoning_content", "thinking", "reasoning")
 """Names under which a message keeps what the assistant thought."""
+_LOSS_SWITCHES = ("train", "trainable", "training", "loss", "mask", "masked")  # of other tools, for "weight"
 _OTHER_PARTS = ("image", "image_url", "video", "video_url", "audio", "audio_url", "input_audio")
 """Types of parts that hold no text; templates and processors decide what becomes of them."""
 
@@ -60,7 +62,8 @@ def _message(turn: dict[str, Any], which: str) -> Message:
     message = {key: value for key, value in turn.items() if value is not None}
     sharegpt = "from" in message
     name, content = (message.pop(key, None) for key in (("from", "value") if sharegpt else ("role", "content")))
-    if not isinstance(name, str) or (sharegpt and "value" not in turn):
+    # Of two contents, which one would be meant? And a content under another name would be left out.
+    if not isinstance(name, str) or {"role", "value"} & set(message) or (sharegpt and "content" in message):
         raise UserError(f'{which} is not {{"role": ..., "content": ...}}: {str(turn)[:80]}')
     role = ROLES.get(name.strip().lower())
     if role is None:
@@ -68,18 +71,20 @@ def _message(turn: dict[str, Any], which: str) -> Message:
     rest, message = message, {"role": role}
     if name.strip().lower() in _CALLS:
         message |= {"content": "", "tool_calls": _calls(content, which)}
-    elif content is not None or sharegpt:
-        message["content"] = content if content is not None else ""
+    elif content is not None:
+        message["content"] = content
     calls = [call for key in ("tool_calls", "function_call") if rest.get(key) for call in _calls(rest[key], which)]
     rest = {key: value for key, value in rest.items() if key not in ("tool_calls", "function_call")}
     message |= rest | ({"tool_calls": calls} if calls else {})
+    if not {"content", "tool_calls", "refusal", *REASONING} & set(message):
+        raise UserError(f'{which} has no content (write "" for an empty one): {str(turn)[:80]}')
     if isinstance(message.get("content"), list):
         message = _with_parts(message, which)
     elif role in ("tool", "function", "ipython") and isinstance(message.get("content"), dict):
         message["content"] = json.dumps(message["content"], ensure_ascii=False)
     for key in ("content", *REASONING):
         if not isinstance(message.get(key, ""), str | list):
-            raise UserError(f"{which}: {key!r} is {json.dumps(message[key])[:80]}, expected text.")
+            raise UserError(f"{which}: {key!r} is {json.dumps(message[key], default=str)[:80]}, expected text.")
     _check_weight(message, which)
     return message
 
@@ -91,6 +96,12 @@ def _calls(value: Any, which: str) -> list[dict[str, Any]]:
     calls = [{"type": "function", "function": call} if _is_function(call) else call for call in calls]
     if not calls or not all(isinstance(call, dict) and _is_function(call.get("function")) for call in calls):
         raise UserError(f'{which} is a function call that is not {{"name": ..., "arguments": ...}}: {str(value)[:80]}')
+    for arguments in (call["function"].get("arguments") for call in calls):
+        if isinstance(arguments, str) and arguments.lstrip().startswith("{"):
+            try:
+                parse_json(arguments)
+            except (ValueError, RecursionError) as error:
+                raise UserError(f"{which} has arguments that are not JSON ({error}): {arguments[:80]}") from error
     return calls
 
 
@@ -103,12 +114,13 @@ def _with_parts(message: Message, which: str) -> Message:
     content: list[Any] = []
     moved: dict[str, Any] = {}
     for part in message["content"]:
-        part = {"type": "text", "text": part} if isinstance(part, str) else part
-        kind = part.get("type", "text") if isinstance(part, dict) else None
+        part = {"text": part} if isinstance(part, str) else part
+        given = {key: value for key, value in part.items() if value is not None} if isinstance(part, dict) else {}
+        kind = given.get("type", "text" if given and {"text", "value"} >= set(given) else None)
         if kind in _OTHER_PARTS:
             content.append(part)
             continue
-        text = next((part[key] for key in ("text", "value", kind) if part.get(key) is not None), None) if kind else None
+        text = next((given[key] for key in ("text", "value", str(kind)) if key in given), None)
         if kind in ("reasoning", "thinking") and isinstance(text, str):
             key = next((name for name in REASONING if name in message), REASONING[0])
             moved[key] = str((message | moved).get(key, "")) + text
@@ -117,19 +129,19 @@ def _with_parts(message: Message, which: str) -> Message:
         elif kind in ("text", "input_text", "output_text") and isinstance(text, str):
             content.append({"type": "text", "text": text})
         else:
-            raise UserError(
-                f"{which}: content has a part {str(part)[:80]}, which is none of text, reasoning, tool_call."
-            )
+            raise UserError(f"{which}: content has a part {str(part)[:80]}, none of text, reasoning, tool_call.")
     return {**message, "content": content or "", **moved}
 
 
 def _check_weight(message: Message, which: str) -> None:
+    if switch := next((key for key in _LOSS_SWITCHES if key in message), None):
+        raise UserError(f'{which} has {switch!r}. Write "weight": 0 for a turn that carries no loss.')
     weight = message.get("weight")
     allowed = (0, 1) if message["role"] == "assistant" else (0,)
     if weight is not None and (isinstance(weight, bool) or weight not in allowed):
         raise UserError(
-            f"{which} (role {message['role']}) has the weight {json.dumps(weight)}. A weight of 0 takes the loss "
-            "from a message of the assistant, and 1 leaves it there: there are no others, nor a 1 for other roles."
+            f"{which} (role {message['role']}) has the weight {json.dumps(weight, default=str)}. A weight of 0 takes "
+            "the loss from a message of the assistant, and 1 leaves it there; other roles have 0 or none."
         )
 
 
@@ -138,7 +150,9 @@ def has_text(message: Message) -> bool:
     content = message.get("content") or ""
     if isinstance(content, list):
         content = "".join(part.get("text", "image") for part in content)
-    return bool(content.strip() or message.get("tool_calls") or any(message.get(key) for key in REASONING))
+    return bool(
+        content.strip() or message.get("tool_calls") or any(message.get(key) for key in (*REASONING, "refusal"))
+    )
 
 
 def same_turns(left: list[Message], right: list[Message]) -> bool:

@@ -9,6 +9,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+from common.data.fields import LAYOUTS
 from common.data.records import DataRecord, read_records
 from common.errors import UserError, did_you_mean
 from common.units import counted
@@ -90,5 +91,8 @@ class RecordSelection:
                     f"{did_you_mean(column, values)}"
                 )
         taken = {name: values[column] for name, column in self.columns.items()}
-        rest = {name: value for name, value in values.items() if name not in self.columns.values()}
+        # Who names columns means their layout, though the record may have another that would win.
+        layouts = [set(layout) for layout in LAYOUTS if not self.columns.keys().isdisjoint(layout)]
+        others = {name for layout in LAYOUTS for name in layout} - set().union(*layouts) if layouts else set()
+        rest = {name: value for name, value in values.items() if name not in others | set(self.columns.values())}
         return DataRecord({**rest, **taken}, record.position)

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from common.data.fields import require_text, structured
+from common.data.fields import LAYOUTS, require_text, structured
 from common.data.messages import Message, has_text, messages_of, same_turns
 from common.data.records import DataRecord
 from common.errors import UserError
@@ -26,15 +26,8 @@ ALPACA_PROMPT_WITH_INPUT = (
     "### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n### Response:\n"
 )
 
-LAYOUTS: tuple[tuple[str, str | None], ...] = (
-    ("messages", None),
-    ("conversations", None),
-    ("prompt", "completion"),
-    ("instruction", "output"),
-    ("text", None),
-)
-"""Columns of the layouts, the more structured first: of the whole or the prompt, and of the answer."""
 _WHOLE = ("messages", "conversations")
+_MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 KNOWN_SHAPES = "text | messages or conversations | prompt, completion | instruction, output (and optionally input)"
 
 
@@ -117,8 +110,7 @@ def examples_of_records(records: Iterable[DataRecord], file: str) -> Iterator[Ex
     """
     for values, place in records:
         where = f"{file}, {place}"
-        given = {column for column, value in values.items() if value is not None}
-        layout = layout_of(given) or layout_of(values)
+        layout = layout_of(values)
         if layout is None:
             raise UserError(
                 f"{where} has the columns {', '.join(values)}; none of the known record shapes: {KNOWN_SHAPES}. "
@@ -128,17 +120,23 @@ def examples_of_records(records: Iterable[DataRecord], file: str) -> Iterator[Ex
         yield from _segments(example) if isinstance(example, PlainText) and not example.prompt else (example,)
 
 
-def layout_of(columns: Iterable[str], without: str = "") -> tuple[str, str | None] | None:
-    """Return the first layout whose columns are there; None: none is."""
-    there = {*columns} - {without}
-    return next((layout for layout in LAYOUTS if there >= {name for name in layout if name}), None)
+def layout_of(record: Mapping[str, Any], without: str = "") -> tuple[str, str | None] | None:
+    """Return the first layout whose columns have values, else the first whose columns are there; None: none is."""
+    columns = [(layout, {name for name in layout if name}) for layout in LAYOUTS if without not in layout]
+    there = [layout for layout, names in columns if names <= set(record)]
+    given = (
+        layout
+        for layout, names in columns
+        if all(record.get(name) is not None for name in names) and any(record[name] not in ("", []) for name in names)
+    )
+    return next(given, there[0] if there else None)
 
 
 def example_of(record: Mapping[str, Any], where: str, prompt: str, answer: str | None) -> Example:
     """Return a record as one example.
 
-    Text with text is text; where either is a conversation, or the record has a system prompt or arguments for the
-    template, both are turns.
+    Text with text is text; where either is a conversation, or the record has earlier turns, a system prompt, or
+    arguments for the template, both are turns.
 
     Args:
         record: values by column.
@@ -151,36 +149,46 @@ def example_of(record: Mapping[str, Any], where: str, prompt: str, answer: str |
     """
     if prompt == "text":
         return PlainText("", require_text(record, "text", where), where=where)
+    if media := next((name for name in _MEDIA if record.get(name)), None):
+        raise UserError(f"{where} has {media!r}, which is not read here: leave it out, with what the text says of it.")
     options, system = _template_options(record, where), require_text(record, "system", where)
+    history = list(_history(record, where, prompt))
     asked, answered = _value(record, prompt, where), _value(record, answer, where) if answer else []
-    if isinstance(asked, str) and isinstance(answered, str) and not (options or system.strip()):
+    _check_context(record, where, prompt, asked)
+    if isinstance(asked, str) and isinstance(answered, str) and not (options or system.strip() or history):
         return PlainText(asked, answered, where=where)
-    turns, answers = _as_turns(asked, "user"), _as_turns(answered, "assistant")
-    first: int | None = len(turns)
-    if system.strip():
-        turns = _with_system(system, turns, where)
+    turns, answers = history + _as_turns(asked, "user"), _as_turns(answered, "assistant")
     plain = None
-    if prompt == "instruction" and isinstance(answered, str) and len(turns) == 1:
+    if prompt == "instruction" and isinstance(answered, str) and not (system.strip() or history):
         plain = PlainText(_alpaca_prompt(record, where), answered, where=where)
-    if answer is None or answer == "output":
-        first, turns = None, turns + answers
-    else:
-        first, turns = continued(turns, answers)
+    count, turns = continued(turns, answers, where)
+    if system.strip():
+        count, turns = count - len(turns), _with_system(system, turns, where)
+        count += len(turns)
+    first = None if answer in (None, "output") else count
     weights = {place for place, message in enumerate(turns) if message.get("weight") == 0}
     messages = [{key: value for key, value in message.items() if key != "weight"} for message in turns]
     return Chat(messages, first, where, options, frozenset(weights), plain)
 
 
-def continued(prompt: list[Message], answer: list[Message]) -> tuple[int, list[Message]]:
+def continued(prompt: list[Message], answer: list[Message], where: str) -> tuple[int, list[Message]]:
     """Return the number of messages of a prompt, and all messages.
 
     An answer that is a whole conversation, which begins with the prompt, has it already (UltraFeedback's layout).
+
+    Raises:
+        UserError: it is a whole conversation with another prompt.
     """
     for start in (0, 1):
         end = start + len(prompt)
         leads = all(message["role"] == "system" for message in answer[:start])
         if prompt and leads and len(answer) > end and same_turns(answer[start:end], prompt):
             return end, answer
+    if prompt and answer and prompt[-1]["role"] == "user" and answer[0]["role"] in ("user", "system", "developer"):
+        raise UserError(
+            f"{where}: the answer is a conversation that begins with another {answer[0]['role']} turn than the prompt: "
+            f"{str(answer[0].get('content'))[:80]!r}. Leave the prompt or these turns out."
+        )
     return len(prompt), prompt + answer
 
 
@@ -189,10 +197,22 @@ def _value(record: Mapping[str, Any], column: str, where: str) -> str | list[Mes
     value = record.get(column)
     if column == "instruction":
         said = [require_text(record, name, where) for name in ("instruction", "input")]
-        return [*_history(record, where), {"role": "user", "content": "\n".join(filter(str.strip, said))}]
+        return [{"role": "user", "content": "\n".join(filter(str.strip, said))}]
     if column in _WHOLE or isinstance(value, list | dict):
         return messages_of(structured(record, column, where), column, where)
     return require_text(record, column, where)
+
+
+def _check_context(record: Mapping[str, Any], where: str, prompt: str, asked: str | list[Message]) -> None:
+    """Refuse a text next to a prompt that belongs to it, as the passage that a question is about, and is not in it."""
+    text = asked if isinstance(asked, str) else asked[0]["content"] if prompt == "instruction" else None
+    for name in ("context", "input"):
+        value = record.get(name)
+        if text is not None and isinstance(value, str) and value.strip() and value not in text:
+            raise UserError(
+                f"{where} has {name!r}, which {prompt!r} does not hold: write it there, or leave it out. (With "
+                "instruction and output, the text that the instruction is about is 'input'.)"
+            )
 
 
 def _as_turns(value: str | list[Message], role: str) -> list[Message]:
@@ -201,9 +221,11 @@ def _as_turns(value: str | list[Message], role: str) -> list[Message]:
     return [{"role": role, "content": value}] if value or role == "assistant" else []
 
 
-def _history(record: Mapping[str, Any], where: str) -> Iterator[Message]:
+def _history(record: Mapping[str, Any], where: str, prompt: str) -> Iterator[Message]:
     """Yield the turns of Alpaca's ``history``, a list of questions with their answers."""
     history = structured(record, "history", where) or []
+    if history and prompt in _WHOLE:
+        raise UserError(f"{where} has a 'history' column and {prompt!r}, which holds all turns: leave one out.")
     if not isinstance(history, list) or not all(
         isinstance(pair, list) and len(pair) == 2 and all(isinstance(text, str) for text in pair) for pair in history
     ):
@@ -242,7 +264,7 @@ def _segments(text: PlainText) -> Iterator[PlainText]:
 def _template_options(record: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Return a record's arguments for the chat template, other than its messages."""
     options: dict[str, Any] = {}
-    for column in ("tools", "documents", "chat_template_kwargs"):
+    for column in ("tools", "functions", "documents", "chat_template_kwargs"):
         kind = dict if column == "chat_template_kwargs" else list
         value = structured(record, column, where)
         if not value:
@@ -250,5 +272,12 @@ def _template_options(record: Mapping[str, Any], where: str) -> dict[str, Any]:
         if not isinstance(value, kind) or (kind is list and not all(isinstance(item, dict) for item in value)):
             expected = "an object" if kind is dict else "a list of objects"
             raise UserError(f"{where}: {column!r} is not {expected}, as chat templates take it: {str(value)[:80]}")
+        if column in ("tools", "functions"):  # OpenAI's format, of now and of before
+            column, value = "tools", options.get("tools", []) + [_as_tool(tool) for tool in value]
         options |= value if isinstance(value, dict) else {column: value}
     return options
+
+
+def _as_tool(tool: dict[str, Any]) -> dict[str, Any]:
+    bare = isinstance(tool.get("name"), str) and "function" not in tool and tool.get("type", "function") == "function"
+    return {"type": "function", "function": {k: v for k, v in tool.items() if k != "type"}} if bare else tool

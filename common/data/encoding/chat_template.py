@@ -80,6 +80,16 @@ def _leaves(value: Any, change: Callable[[str, str], str]) -> Any:
     return change("tool_calls", value) if isinstance(value, str) else value
 
 
+def _described(options: list[dict[str, Any]]) -> list[str]:
+    """Return the texts of documents, and of tools the names and descriptions: schemas are written in many ways."""
+    texts: list[str] = []
+    for option in options:
+        tool = option.get("function")
+        shown = {key: tool.get(key) for key in ("name", "description")} if isinstance(tool, dict) else option
+        _leaves(shown, lambda _, text: texts.append(text) or text)  # type: ignore[func-returns-value]
+    return texts
+
+
 def _joined(message: Message) -> Message:
     content = message.get("content")
     if not isinstance(content, list) or not all(isinstance(part.get("text"), str) for part in content):
@@ -281,7 +291,10 @@ class ChatTemplate:
         for name in chat.options:
             if name in ("tools", "documents"):
                 rest = {key: value for key, value in chat.options.items() if key != name}
-                is_read = written is None or written != self._text(chat.messages, rest)
+                is_read = written is None or (
+                    written != self._text(chat.messages, rest)
+                    and all(_appears(text, written) for text in _described(chat.options[name]))
+                )
             else:  # a switch may well make no difference to one conversation
                 is_read = bool(re.search(rf"\b{re.escape(name)}\b", self._program(chat.options)))
             if not is_read:

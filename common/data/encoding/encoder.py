@@ -146,13 +146,7 @@ class Encoder:
         self, parts: list[TokenizedAnswer], where: str, continues: bool, ends: bool = True
     ) -> Iterator[EncodedSegment]:
         """Yield what of a record goes into rows; one that ``continues`` in the next row goes there as it is."""
-        most = max((max(part.ids, default=0) for part in parts), default=0)
-        if self._vocab_size is not None and most >= self._vocab_size:
-            raise UserError(
-                f"{where}: {self.tokenizer.convert_ids_to_tokens(most)!r} is token {most}, and the model knows "
-                f"{self._vocab_size:,} tokens: the tokenizer is another model's, or its new tokens are not in the "
-                "model's embeddings yet."
-            )
+        check_vocabulary((max(part.ids, default=0) for part in parts), self._vocab_size, self.tokenizer, where)
         for part in parts if continues else self.fitting.fit(parts, where):
             trained = np.ones(len(part.ids), bool) if self._every_token else np.array(part.trained, dtype=bool)
             yield EncodedSegment(np.array(part.ids, dtype=np.uint32), trained, ends)
@@ -210,6 +204,18 @@ class Encoder:
         ids, marked = self._render(chat, marks, turn + 1)
         start = self._finder.start(chat, turn, ids)
         return TokenizedAnswer(ids, [at >= start and (marked is None or marked[at]) for at in range(len(ids))])
+
+
+def check_vocabulary(
+    ids: Iterable[int], vocab_size: int | None, tokenizer: PreTrainedTokenizerBase, where: str
+) -> None:
+    """Raise ``UserError`` if a token of a record is none of the ``vocab_size`` that the model knows."""
+    most = max(ids, default=0)
+    if vocab_size is not None and most >= vocab_size:
+        raise UserError(
+            f"{where}: {tokenizer.convert_ids_to_tokens(most)!r} is token {most}, and the model knows {vocab_size:,} "
+            "tokens: the tokenizer is another model's, or its new tokens are not in the model's embeddings yet."
+        )
 
 
 def _within(spans: list[tuple[int, int]], length: int) -> list[bool]:

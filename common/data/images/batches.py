@@ -10,7 +10,7 @@ import json
 import shutil
 import zlib
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -21,7 +21,7 @@ from transformers import ProcessorMixin
 from common.data.batches import Batches, DataConfig, open_or_build, padding_id, rounded_width
 from common.data.counts import DataCounts, nothing_to_train
 from common.data.files import file_states, find_files
-from common.data.images.content import has_images, with_images
+from common.data.images.content import COLUMNS, has_images, with_images
 from common.data.images.encoding import ImageEncoder, ImageRow, processor_identity
 from common.data.packed.order import draw_rows
 from common.data.packed.token_file import tokenizer_identity
@@ -33,7 +33,7 @@ from common.files.result_cache import read_cached, write_cached
 from common.store.errors import described
 from common.units import format_count
 
-_FORMAT_VERSION = 2
+_FORMAT_VERSION = 3
 _SUM = 9  # bytes of a line's checksum and the space behind it
 
 
@@ -101,7 +101,7 @@ class ImageBatches(Batches):
             OSError: it cannot be opened.
         """
         self._encoder, self._config, self._path = ImageEncoder(processor), config, path
-        self._pad = padding_id(processor.tokenizer)
+        self._pad = padding_id(processor.tokenizer, config.vocab_size)
         self._file = path.open("rb")
         try:
             header = _Header.parse(_checked(self._file.readline()))
@@ -170,7 +170,7 @@ def open_image_data(config: DataConfig, processor: ProcessorMixin, cache_dir: Pa
     path = cache_dir / f"images-{_cache_key(files, config, processor)}.jsonl"
 
     def build(_: object) -> None:
-        _build(path, files, config, ImageEncoder(processor))
+        _build(path, files, config, ImageEncoder(processor, config.vocab_size))
 
     return open_or_build(lambda: ImageBatches(path, config, processor), build, cache_dir)
 
@@ -237,13 +237,15 @@ def _rows(
     limit = config.seq_len if config.truncate else None
     for file, (values, place) in records:
         where = f"{file}, {place}"
-        record = DataRecord(with_images(values, where, Path(file).parent), place)
+        given = next((values[column] for column in COLUMNS if values.get(column)), None)
+        record = DataRecord({name: value for name, value in values.items() if name not in COLUMNS}, place)
         for example in examples_of_records([record], file):
             if example.is_empty:
                 header.empty.add(0, where)
                 continue
             if not isinstance(example, Chat):
                 raise UserError(f"{where} is no conversation: next to images, there are only conversations.")
+            example = replace(example, messages=with_images(example.messages, given, where, Path(file).parent))
             yield from encoder.rows(example, limit, header.unseen if config.drop_unseen else None)
 
 

@@ -1,4 +1,4 @@
-"""Bring conversations with images, which data files write in several ways, into one form.
+"""Bring the images of conversations, which data files write in several ways, into one form.
 
 A message's ``content`` is a string or a list of parts. An image is a part, ``{"type": "image"}`` with ``path``, ``url``
 or ``image``, or OpenAI's ``{"type": "image_url", "image_url": {"url": ...}}``; or a part without any of these, or
@@ -12,56 +12,47 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlparse
 
+from common.data.messages import Message
 from common.errors import UserError
 
 PLACEHOLDER = "<image>"
 """Text in a string that stands for an image."""
 
 _KEYS = ("image", "path", "url", "image_url", "bytes")
-_COLUMNS = ("images", "image")
-_CONVERSATIONS = ("messages", "prompt", "completion")
+COLUMNS = ("images", "image")
+"""Columns of a record that hold its images."""
+_CONVERSATIONS = ("messages", "conversations", "prompt", "completion")
 
 
 def has_images(record: dict[str, Any]) -> bool:
     """Return whether a record of a data file holds a conversation with images."""
-    if any(record.get(column) for column in _COLUMNS):
+    if any(record.get(column) for column in COLUMNS):
         return True
-    columns = [value for name in _CONVERSATIONS if isinstance(value := record.get(name), list)]
-    return any(
-        isinstance(part, dict) and part.get("type") in ("image", "image_url")
-        for messages in columns
-        for message in messages
-        if isinstance(message, dict) and isinstance(message.get("content"), list)
-        for part in message["content"]
-    )
+    turns = [turn for name in _CONVERSATIONS if isinstance(value := record.get(name), list) for turn in value]
+    contents = [turn.get("content", turn.get("value")) for turn in turns if isinstance(turn, dict)]
+    parts = [part for content in contents if isinstance(content, list) for part in content]
+    return any(isinstance(part, dict) and part.get("type") in ("image", "image_url") for part in parts)
 
 
-def with_images(record: dict[str, Any], where: str, directory: Path) -> dict[str, Any]:
-    """Return a record whose messages have lists of parts as contents, and whose images have one ``url`` each: the
-    absolute path of an existing file, or a ``data:`` URL.
+def with_images(messages: list[Message], given: Any, where: str, directory: Path) -> list[Message]:
+    """Return messages that have lists of parts as contents, and whose images have one ``url`` each: the absolute path
+    of an existing file, or a ``data:`` URL.
 
     Args:
+        messages: from :func:`common.data.messages.messages_of`.
+        given: the record's column of images, in the order of their places; empty: there is none.
         where: file and line, for error messages.
         directory: the data file's, to which relative paths refer.
 
     Raises:
-        UserError: the record has no messages, an image does not exist, or placeholders and images differ in number.
+        UserError: an image does not exist, or placeholders and images differ in number.
     """
-    given: Any = next((record[column] for column in _COLUMNS if record.get(column)), [])
-    column = iter(given if isinstance(given, list) else [given])
-    result = {name: value for name, value in record.items() if name not in _COLUMNS}
-    columns = [name for name in _CONVERSATIONS if isinstance(record.get(name), list)]
-    if not columns:
-        raise UserError(f'{where} has images, but no "messages": a list of {{"role": ..., "content": ...}}.')
-    for name in columns:
-        result[name] = [
-            {**message, "content": list(_parts(message.get("content"), column, where, directory))}
-            if isinstance(message, dict)
-            else message
-            for message in record[name]
-        ]
+    column = iter(given if isinstance(given, list) else [given] if given else [])
+    result = [
+        {**message, "content": list(_parts(message.get("content"), column, where, directory))} for message in messages
+    ]
     left = sum(1 for _ in column)
-    if left and not any(part["type"] == "image" for name in columns for one in result[name] for part in one["content"]):
+    if left and not any(part["type"] == "image" for message in result for part in message["content"]):
         raise UserError(f"{where} has {left} images, but no {PLACEHOLDER} in its messages to say where they go.")
     if left:
         raise UserError(f"{where} has {left} more images than places for them in its messages.")
@@ -69,24 +60,20 @@ def with_images(record: dict[str, Any], where: str, directory: Path) -> dict[str
 
 
 def _parts(content: Any, column: Iterator[Any], where: str, directory: Path) -> Iterator[dict[str, Any]]:
-    if content is None:
-        return
-    if isinstance(content, str):
-        for number, text in enumerate(content.split(PLACEHOLDER)):
+    if isinstance(content, str | None):
+        for number, text in enumerate((content or "").split(PLACEHOLDER)):
             if number:
                 yield _next_image(column, where, directory)
             if text:
                 yield {"type": "text", "text": text}
         return
-    if not isinstance(content, list) or not all(isinstance(part, dict) for part in content):
-        raise UserError(f"{where}: the content of a message is neither a string nor a list of parts.")
     for part in content:
         kind = part.get("type")
         if kind in ("image", "image_url"):
             value = next((part[key] for key in _KEYS if part.get(key)), None)
             yield _next_image(column, where, directory) if value is None else _image(value, where, directory)
-        elif kind in ("text", "input_text", None) and isinstance(part.get("text"), str):
-            yield {"type": "text", "text": part["text"]}
+        elif kind == "text":
+            yield part
         else:
             raise UserError(f"{where}: a part of type {kind!r} cannot be trained on; there are text and image.")
 

@@ -11,6 +11,7 @@ from transformers import ProcessorMixin
 from common.data.counts import Tally
 from common.data.encoding.answers import AnswerFinder
 from common.data.encoding.chat_template import ChatTemplate
+from common.data.encoding.encoder import check_vocabulary
 from common.data.shapes import Chat
 from common.errors import FinetuneError, UserError
 
@@ -67,10 +68,15 @@ def processor_identity(processor: ProcessorMixin) -> str:
 
 
 class ImageEncoder:
-    """Runs a processor on single conversations."""
+    """Runs a processor on single conversations.
 
-    def __init__(self, processor: ProcessorMixin) -> None:
-        self._processor = processor
+    Args:
+        processor: the checkpoint's processor.
+        vocab_size: number of tokens that the model knows; None: it is not checked.
+    """
+
+    def __init__(self, processor: ProcessorMixin, vocab_size: int | None = None) -> None:
+        self._processor, self._vocab_size = processor, vocab_size
         self._template = ChatTemplate(processor)
 
     def rows(self, chat: Chat, limit: int | None = None, drop_unseen: Tally | None = None) -> list[ImageRow]:
@@ -94,6 +100,10 @@ class ImageEncoder:
         finder = AnswerFinder(lambda messages, options, ask=False: self._ids(messages, chat, ask))
         opened = replace(chat, messages=self._opened(chat.messages, chat.where))
         whole = self._ids(opened.messages, chat)
+        image_id = getattr(self._processor, "image_token_id", None)  # of images, no embedding is read
+        check_vocabulary(
+            (token for token in whole if token != image_id), self._vocab_size, self._processor.tokenizer, chat.where
+        )
 
         def row(count: int, spans: list[tuple[int, int]], tokens: int) -> ImageRow:
             return ImageRow(chat.messages[:count], spans, tokens, chat.where, chat.options)

@@ -84,7 +84,7 @@ def open_items(kind: ItemKind, config: DataConfig, tokenizer: PreTrainedTokenize
     """
     files = find_files(config.files)
     cache_dir.mkdir(parents=True, exist_ok=True)
-    pad = padding_id(tokenizer) if kind.pad is None else kind.pad
+    pad = padding_id(tokenizer, config.vocab_size) if kind.pad is None else kind.pad
     identity = [*config.identity, kind.name, pad, *kind.identity]
     key = cache_key(files, config.seq_len, tokenizer, config.truncate, packed=False, selection=identity)
     path = cache_dir / f"{kind.name}-{key}.tokens"

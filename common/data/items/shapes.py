@@ -1,5 +1,6 @@
 """Turn records into items: what of them belongs together, and the number that goes with it."""
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,6 +19,8 @@ KNOWN_PAIRS = (
 )
 _PROMPTS = ("prompt", "messages", "conversations", "instruction")
 """Columns with a pair's prompt, of which the first that has a value counts."""
+_QUESTIONS = ("question", "query", "input", "context", "problem")
+"""Columns that hold the prompt of pairs in other layouts, which would be trained on without it."""
 _MARKS = ("label", "kto_tag")
 """Columns that say whether an answer is desirable: TRL's, and LLaMA-Factory's."""
 _WORDS = {"true": True, "false": False, "1": True, "0": False, "1.0": True, "0.0": False}
@@ -81,15 +84,17 @@ def answers_of_records(records: Iterable[tuple[str, DataRecord]]) -> Iterator[It
     for file, (values, place) in records:
         where = f"{file}, {place}"
         values = _from_openai(values)
-        mark = next((name for name in _MARKS if values.get(name) is not None), None)
+        marks = [name for name in _MARKS if values.get(name) is not None]
+        if len({_WORDS.get(str(values[name]).strip().lower()) for name in marks}) > 1:
+            raise UserError(f"{where}: 'label' is {values['label']!r}, and 'kto_tag' is {values['kto_tag']!r}.")
+        mark = marks[0] if marks else None
         if mark is None and {"chosen", "rejected"} <= set(values):
             pair = _pair(values, where)
             yield from [Item((answer,), int(not rank), where) for rank, answer in enumerate(pair)] or [
                 Item((), 0, where)
             ]
             continue
-        layout = layout_of((name for name, value in values.items() if value is not None), without="text")
-        layout = layout or layout_of(values, without="text")
+        layout = layout_of(values, without="text")
         if mark is None or layout is None:
             raise UserError(
                 f"{where} has the columns {', '.join(values)}; a labelled answer has a prompt, a completion, and a "
@@ -124,7 +129,7 @@ def labels_of_records(records: Iterable[tuple[str, DataRecord]]) -> list[str]:
     if len(found) < 2:
         named = f"only {found.pop()!r}" if found else "none"
         raise UserError(f"A classifier learns to tell at least two classes apart, and the data have {named}.")
-    if all(name.isdigit() for name in found):
+    if all(name.isascii() and name.isdigit() and name == str(int(name)) for name in found):
         return [str(number) for number in range(max(map(int, found)) + 1)]
     return sorted(found)
 
@@ -152,22 +157,27 @@ def classes_of_records(records: Iterable[tuple[str, DataRecord]], classes: Mappi
 
 def _label(values: Mapping[str, Any], where: str) -> str:
     label = values.get("label")
-    if "text" not in values or label is None or isinstance(label, list | dict):
+    if isinstance(label, float) and label.is_integer():
+        label = int(label)
+    if "text" not in values or label is None:
         raise UserError(
             f"{where} has the columns {', '.join(values)}; a text with its class has text and label. Give columns of "
             "other names with --columns: text=review label=stars."
         )
-    if isinstance(label, float) and label.is_integer():
-        label = int(label)
+    if not isinstance(label, str | int) or label == "":
+        raise UserError(f"{where}: 'label' is {label!r}, and a class is a name or a whole number.")
     return str(int(label) if isinstance(label, bool) else label)
 
 
 def _number(values: Mapping[str, Any], column: str, where: str) -> float:
     value = values.get(column)
     try:
-        return 0.0 if value is None else float(value)
+        number = 0.0 if value is None else float(value)
     except (TypeError, ValueError):
-        raise UserError(f"{where}: {column!r} must be a number, not {value!r}.") from None
+        number = math.nan
+    if not math.isfinite(number) or isinstance(value, bool):
+        raise UserError(f"{where}: {column!r} must be a number, not {value!r}.")
+    return number
 
 
 def _from_openai(values: dict[str, Any]) -> dict[str, Any]:
@@ -185,8 +195,14 @@ def _pair(values: dict[str, Any], where: str) -> tuple[()] | tuple[Example, Exam
     chosen, rejected = values["chosen"], values["rejected"]
     if chosen is None or rejected is None:
         return ()
-    column = next((name for name in _PROMPTS if values.get(name) is not None), None)
-    whole = column is None or not _begins_with_answer(values, where)
+    there = [name for name in _PROMPTS if values.get(name) is not None]
+    column = next((name for name in there if values[name] not in ("", [])), there[0] if there else None)
+    answers_only = _begins_with_answer(values, where)
+    whole = column is None or not answers_only
+    if column is None and answers_only and (unread := next(filter(values.get, _QUESTIONS), None)):
+        raise UserError(
+            f"{where} has {unread!r} and no prompt: name it with --columns prompt={unread}, or leave it out."
+        )
     if column is None and isinstance(chosen, str) and isinstance(rejected, str):
         cut = _common_text(chosen, rejected)
         values = {**values, "prompt": chosen[:cut], "chosen": chosen[cut:], "rejected": rejected[cut:]}

@@ -22,7 +22,7 @@ from common.errors import FinetuneError
 from common.files.atomic import TEMPORARY_SUFFIX, file_when_complete
 from common.store.errors import described
 
-FORMAT_VERSION = 5
+FORMAT_VERSION = 6
 """Counts changes to anything that decides what is in the file: shapes, templates, packing, layout."""
 
 _HEADER_BYTES = 4096

@@ -68,6 +68,18 @@ def pairs(record: dict[str, Any], template: str | None = PLAIN_TEMPLATE) -> list
             TALK.replace("<|turn|>user", "<|turn|>user\nA</s>\n<|turn|>assistant\n«B</s>\n»<|turn|>user", 1),
         ),
         ({"messages": [{"role": "user", "content": [{"type": "text", "value": "Hi?"}]}, ANSWER]}, TALK),
+        ({"prompt": "Hi?", "completion": [ASK, ANSWER], "system": "Be kind."}, KIND),
+        ({"prompt": "Hi?", "completion": [SYSTEM, ASK, ANSWER], "system": "Be kind."}, KIND),
+        (
+            {"prompt": "Hi?", "completion": "Yes.", "history": [["A", "B"]]},
+            TALK.replace("<|turn|>user", "<|turn|>user\nA</s>\n<|turn|>assistant\nB</s>\n<|turn|>user", 1),
+        ),
+        ({"messages": [], "conversations": [ASK, ANSWER]}, TALK),
+        ({"messages": "", "prompt": [ASK], "completion": "Yes."}, TALK),
+        (
+            {"prompt": "Hi? It is late.", "completion": [ANSWER], "context": "It is late."},
+            TALK.replace("Hi?", "Hi? It is late."),
+        ),
     ],
 )
 def test_conversations(record: dict[str, Any], expected: str) -> None:
@@ -83,6 +95,8 @@ PAIR = [TALK, TALK.replace("Yes", "No")]
         {"prompt": "Hi?", "chosen": [ASK, ANSWER], "rejected": [ASK, BAD]},  # UltraFeedback
         {"prompt": [ASK], "chosen": [ASK, ANSWER], "rejected": [ASK, BAD]},
         {"prompt": [ASK], "chosen": ANSWER, "rejected": BAD},
+        {"prompt": "", "instruction": "Hi?", "chosen": "Yes.", "rejected": "No."},
+        {"question": "Hi?", "chosen": [ASK, ANSWER], "rejected": [ASK, BAD]},
         {"chosen": [ASK, ANSWER], "rejected": [ASK, BAD]},
         {"instruction": "Hi?", "chosen": "Yes.", "rejected": "No."},
         {
@@ -180,6 +194,17 @@ def test_a_chat_that_begins_with_the_assistant() -> None:
         ({"messages": [SYSTEM, ASK, ANSWER], "system": "Be rude."}, "line 1 has a 'system' column, and a conversation"),
         ({"messages": [ASK, {**ANSWER, "reasoning_content": "why"}]}, "leaves out 'reasoning_content' of turn 2"),
         ({"instruction": "Hi?", "output": "Yes.", "history": ["A"]}, "line 1: 'history' is not a list of"),
+        ({"messages": [ASK, ANSWER], "history": [["A", "B"]]}, "line 1 has a 'history' column and 'messages'"),
+        ({"messages": [ASK, {"role": "assistant", "refusal": "No."}]}, "leaves out 'refusal' of turn 2"),
+        ({"messages": [ASK, ANSWER], "functions": [{"name": "f"}]}, "line 1: the chat template leaves out tools"),
+        ({"messages": [ASK, ANSWER], "images": ["a.png"]}, "line 1 has 'images', which is not read here"),
+        ({"prompt": "Hi?", "completion": "Yes.", "videos": ["a.mp4"]}, "line 1 has 'videos', which is not read here"),
+        ({"prompt": "Hi?", "completion": [BAD | {"role": "user"}, ANSWER]}, "line 1: the answer is a conversation"),
+        (
+            {"instruction": "Hi?", "output": "Yes.", "context": "It is late."},
+            "line 1 has 'context', which 'instruction'",
+        ),
+        ({"prompt": "Hi?", "completion": "Yes.", "input": "It is late."}, "line 1 has 'input', which 'prompt'"),
     ],
 )
 def test_what_the_template_leaves_out_is_an_error_or_counted(
@@ -293,3 +318,30 @@ def test_reasoning_and_calls_in_parts() -> None:
         '«(No tool for that.)find{"near": "Rome"}</s>\n»'
         "<|turn|>tool\nnone</s>\n<|turn|>assistant\n«(So none.)None.</s>\n»"
     )
+
+
+def test_tools_are_in_openais_format_and_all_of_them_are_described() -> None:
+    """Templates are written for it: those that read ``tool.function`` would write nothing of a bare function."""
+    function = {"name": "find", "description": "Finds a thing."}
+    template = "{{ tools | tojson }}" + PLAIN_TEMPLATE
+    for columns in ({"tools": [function]}, {"functions": [function]}, {"tools": json.dumps([function])}):
+        [text] = read({"messages": [ASK, ANSWER], **columns}, template)
+        assert text.removesuffix(TALK) == json.dumps([{"type": "function", "function": function}])
+    names_alone = "{% for tool in tools %}{{ tool.function.name }}{% endfor %}" + PLAIN_TEMPLATE
+    with pytest.raises(UserError, match="line 1: the chat template leaves out tools"):
+        read({"messages": [ASK, ANSWER], "tools": [function]}, names_alone)
+    with pytest.raises(UserError, match="line 1: the chat template leaves out documents"):
+        read({"messages": [ASK, ANSWER], "documents": [{"title": "A", "contents": "B"}]},
+             "{% for one in documents %}{{ one.title }}{{ one.text }}{% endfor %}" + PLAIN_TEMPLATE)  # fmt: skip
+
+
+def test_padding_is_a_token_that_the_model_knows(tmp_path: Path) -> None:
+    tokenizer = make_tokenizer(PLAIN_TEMPLATE)
+    size = len(tokenizer)
+    tokenizer.add_special_tokens({"pad_token": "<new pad>"})
+    file = write_records(tmp_path / "a.jsonl", [{"prompt": "a", "chosen": "b", "rejected": "the fox"}])
+    config = DataConfig((file,), 32, 1, vocab_size=size)
+    assert open_items(pair_kind(), config, tokenizer, tmp_path / "pairs").batch(0)["input_ids"].max() < size
+    text = write_records(tmp_path / "b.jsonl", [{"text": "fox"}])
+    config = DataConfig((text,), 32, 1, vocab_size=size)
+    assert open_data(config, tokenizer, tmp_path / "texts").batch(0)["input_ids"].max() < size

@@ -1,5 +1,6 @@
 """Conversations as data files write them, as messages."""
 
+import datetime
 import json
 from typing import Any
 
@@ -54,7 +55,17 @@ def test_tools() -> None:
     ("turns", "told"),
     [
         ([turn("human", "a"), turn("gtp", "b")], "data.jsonl, line 1: turn 2 .* the role 'gtp'.*Did you mean 'gpt'"),
-        ([turn("human", "a"), {"from": "gpt"}], "line 1: turn 2 .* is not"),
+        ([turn("human", "a"), {"from": "gpt"}], "line 1: turn 2 .* has no content"),
+        ([turn("human", "a"), turn("gpt", None)], "line 1: turn 2 .* has no content"),
+        ([turn("human", "a"), {"role": "user", "text": "a"}], "turn 2 .* has no content"),
+        ([turn("human", "a"), {"role": "gpt", "value": "a"}], "turn 2 .* is not"),
+        ([turn("human", "a", content="b")], "turn 1 .* is not"),
+        ([turn("human", "a", role="user")], "turn 1 .* is not"),
+        ([turn("human", "a"), turn("gpt", "b", train=False)], """turn 2 .* has 'train'. Write "weight": 0"""),
+        (
+            [turn("human", "a"), turn("function_call", {"name": "f", "arguments": '{"a": 1, "a": 2}'})],
+            "turn 2 .* arguments that are not JSON .*the key 'a' occurs twice",
+        ),
         ([turn("human", "a"), turn("function_call", "{")], "turn 2 .* is a function call that is not .*: {$"),
         ([turn("human", "a"), turn("function_call", "[]")], r"turn 2 .* is a function call that is not .*: \[\]$"),
     ],
@@ -90,7 +101,11 @@ def test_one_turn(written: dict[str, Any], message: dict[str, Any]) -> None:
     assert messages_of([written], "messages", "line 1") == [{"role": "assistant", **message}]
 
 
-@pytest.mark.parametrize("content", [3, True, {"a": 1}, [3], [{"type": "sound", "text": "a"}], [{"type": "text"}]])
+@pytest.mark.parametrize(
+    "content",
+    [3, True, {"a": 1}, [3], [{"type": "sound", "text": "a"}], [{"type": "text"}], [{"text": "a", "score": 1}],
+     [{"type": ["text"], "text": "a"}], datetime.date(2024, 1, 1), b"a"],
+)  # fmt: skip
 def test_content_that_is_no_text(content: Any) -> None:
     with pytest.raises(UserError, match=r"line 1: turn 1 of 'messages'.*(expected text|none of text)"):
         messages_of([{"role": "user", "content": content}], "messages", "line 1")

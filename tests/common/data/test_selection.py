@@ -113,6 +113,22 @@ def test_columns_by_other_names(tmp_path: Path) -> None:
         next(records)
 
 
+def test_named_columns_decide_the_layout(tmp_path: Path) -> None:
+    """Though the record has another one as well, that would win, or parts of one that are still needed."""
+    file = tmp_path / "a.jsonl"
+    file.write_text(
+        '{"q": "Q", "a": "A", "messages": [], "text": "T", "instruction": "I", "input": "N", "chosen": "C"}\n'
+    )
+    for columns, taken in (
+        ({"prompt": "q", "completion": "a"}, {"prompt", "completion", "input", "chosen"}),
+        ({"output": "a"}, {"output", "instruction", "input", "chosen", "q"}),
+        ({"text": "q"}, {"text", "a", "input", "chosen"}),
+        ({"rejected": "q"}, {"rejected", "a", "messages", "text", "instruction", "input", "chosen"}),
+    ):
+        [(_, record)] = RecordSelection(columns).read([file])
+        assert set(record.values) == taken
+
+
 def test_selections_differ_in_what_prepared_data_depend_on() -> None:
     selections = [
         RecordSelection(), RecordSelection({"text": "a"}), RecordSelection(limit=1), RecordSelection(held_out=0.1),

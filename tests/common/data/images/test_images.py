@@ -17,6 +17,7 @@ from common.data import DataConfig
 from common.data.images.batches import ImageBatches, any_images, open_image_data
 from common.data.images.content import has_images, with_images
 from common.data.images.encoding import load_processor
+from common.data.messages import messages_of
 from common.errors import FinetuneError, UserError
 from tests.common.data.processors import REWRITING_TEMPLATE, TEMPLATE, chat, draw, make_processor, write
 
@@ -27,6 +28,11 @@ def opened(files: Sequence[Path], folder: Path, seq_len: int = 128, template: st
     processor = make_processor() if template is None else make_processor(template)
     config = DataConfig(tuple(map(str, files)), seq_len, 2, shuffle=False)
     return open_image_data(config, processor, folder / "cache")
+
+
+def images_of(record: dict[str, Any], folder: Path) -> list[dict[str, Any]]:
+    messages = messages_of(record["messages"], "messages", "here")
+    return with_images(messages, record.get("images"), "here", folder)
 
 
 def test_all_ways_of_putting_an_image_give_the_same_conversation(tmp_path: Path) -> None:
@@ -45,14 +51,14 @@ def test_all_ways_of_putting_an_image_give_the_same_conversation(tmp_path: Path)
     for part in parts:
         record = chat([part, ASK], "Paris")
         assert has_images(record)
-        assert with_images(record, "here", tmp_path) == {"messages": expected}
+        assert images_of(record, tmp_path) == expected
     for content in ([{"type": "image"}, ASK], "<image>" + ASK["text"]):
         record = {**chat(content, "Paris"), "images": ["a picture.png"]}
-        assert has_images(record) and with_images(record, "here", tmp_path) == {"messages": expected}
+        assert has_images(record) and images_of(record, tmp_path) == expected
     record = chat([{"type": "image_url", "image_url": {"url": url}}, ASK], "Paris")
-    assert with_images(record, "here", tmp_path)["messages"][0]["content"][0] == {"type": "image", "url": url}
+    assert images_of(record, tmp_path)[0]["content"][0] == {"type": "image", "url": url}
     record = {**chat("<image>" + ASK["text"], "Paris"), "images": [{"bytes": path.read_bytes(), "path": None}]}
-    embedded = with_images(record, "here", tmp_path)["messages"][0]["content"][0]["url"]
+    embedded = images_of(record, tmp_path)[0]["content"][0]["url"]
     assert base64.b64decode(embedded.partition(",")[2]) == path.read_bytes()
 
 
@@ -64,13 +70,47 @@ def test_all_ways_of_putting_an_image_give_the_same_conversation(tmp_path: Path)
         (chat([{"type": "image"}], "x"), "more places for images in its messages than images"),
         ({**chat("hello", "x"), "images": ["a", "b"]}, "has 2 images, but no <image> in its messages"),
         (chat([{"type": "video", "path": "a.mp4"}], "x"), "a part of type 'video' cannot be trained on"),
-        ({"text": "hello", "images": ["a"]}, 'has images, but no "messages"'),
         (chat([{"type": "image", "image": 3}], "x"), "an image is given as int"),
     ],
 )
 def test_what_is_wrong_with_a_record_is_said(record: dict[str, Any], match: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=match):
-        with_images(record, "here", tmp_path)
+        images_of(record, tmp_path)
+
+
+def test_every_layout_of_conversations_may_hold_images(tmp_path: Path) -> None:
+    """LLaVA's among them; next to them, conversations without images keep their texts."""
+    draw(tmp_path / "0.png", 0)
+    turns = [{"from": "human", "value": "<image>What is it?"}, {"from": "gpt", "value": "A cat."}]
+    image, plain = {"image": "0.png"}, [{"from": "human", "value": "Who?"}, turns[1]]
+    records = [
+        {"conversations": turns, **image, "system": "Be kind."},
+        {"messages": json.dumps(turns), **image, "system": "Be kind."},
+        {"prompt": "<image>What is it?", "completion": [{"role": "assistant", "content": "A cat."}], **image},
+        {"instruction": "<image>What is it?", "output": "A cat.", **image},
+        {"conversations": plain},
+    ]
+    batches = opened([write(tmp_path / "data.jsonl", *records)], tmp_path)
+    tokenizer, rows = make_processor().tokenizer, [row for step in range(3) for row in batches.batch(step)["input_ids"]]
+    first, second, third, fourth, last = (tokenizer.decode(row[row != tokenizer.pad_token_id]) for row in rows[:5])
+    assert first == second == third.replace("<s>", "<s><|turn|>system\nBe kind.</s>\n", 1)
+    assert third == fourth and "<img>" in third and third.endswith("What is it?</s>\n<|turn|>assistant\nA cat.</s>\n")
+    assert last == "<s><|turn|>user\nWho?</s>\n<|turn|>assistant\nA cat.</s>\n"
+    for wrong, match in (
+        ({"text": "hello", "images": ["0.png"]}, "line 1 is no conversation"),
+        ({"conversations": plain, "videos": ["a.mp4"], **image}, "line 1 has 'videos'"),
+    ):
+        with pytest.raises(UserError, match=match):
+            opened([write(tmp_path / "wrong.jsonl", wrong)], tmp_path)
+
+
+def test_tokens_that_the_model_does_not_know(tmp_path: Path) -> None:
+    draw(tmp_path / "0.png", 0)
+    data, processor = write(tmp_path / "a.jsonl", chat([{"type": "image", "path": "0.png"}], "<eoi>")), make_processor()
+    size = processor.tokenizer.convert_tokens_to_ids("<eoi>")
+    config = DataConfig((str(data),), 64, 1, vocab_size=size)
+    with pytest.raises(UserError, match=rf"line 1: '<eoi>' is token {size}, and the model knows"):
+        open_image_data(config, processor, tmp_path / "cache")
 
 
 def test_rows_are_what_the_processor_makes_of_each_conversation(tmp_path: Path) -> None:
@@ -170,7 +210,7 @@ def test_a_checkpoint_without_a_processor_is_refused(tmp_path: Path) -> None:
 def test_tools_reach_the_template_and_unknown_roles_are_refused(tmp_path: Path) -> None:
     draw(tmp_path / "0.png", 0)
     image = {"type": "image", "path": "0.png"}
-    template = "{% if tools %}{{ tools | length }}{{ tools[0]['name'] }}{% endif %}" + TEMPLATE
+    template = "{% if tools %}{{ tools | length }}{{ tools[0].function.name }}{% endif %}" + TEMPLATE
     records = [chat([image], "yes"), {**chat([image], "yes"), "tools": [{"name": "look"}]}]
     batches = opened([write(tmp_path / "data.jsonl", *records)], tmp_path, template=template)
     plain, with_tools = (make_processor().tokenizer.decode(ids) for ids in batches.batch(0)["input_ids"])

@@ -1,10 +1,12 @@
 """Records of labelled answers and of classes: the shapes that they have, and what is refused."""
 
+import datetime
+import math
 from typing import Any
 
 import pytest
 
-from common.data.items.shapes import Item, answers_of_records, classes_of_records, labels_of_records
+from common.data.items.shapes import Item, answers_of_records, classes_of_records, labels_of_records, pairs_of_records
 from common.data.records import DataRecord
 from common.data.shapes import Chat, PlainText
 from common.errors import UserError
@@ -42,6 +44,8 @@ def test_classes_are_numbered() -> None:
     made = classes_of_records(records, {name: number for number, name in enumerate(names)})
     assert [(item.mark, len(item.examples)) for item in made] == [(1, 1), (0, 1), (1, 0)]
     assert labels_of_records(given({"text": "a", "label": 3}, {"text": "b", "label": 0.0})) == ["0", "1", "2", "3"]
+    for names in (["01", "02"], ["1.0", "2.0"], ["1", "\N{SUPERSCRIPT TWO}"], ["NA", "None"]):  # as they are written
+        assert labels_of_records(given(*({"text": "a", "label": name} for name in names))) == names
 
 
 @pytest.mark.parametrize(
@@ -49,7 +53,25 @@ def test_classes_are_numbered() -> None:
     [
         (answers_of_records, {"prompt": "a", "completion": "b"}, "a label that is true or false"),
         (answers_of_records, {"prompt": "a", "completion": "b", "label": "maybe"}, "must be true or false"),
+        (
+            answers_of_records,
+            {"prompt": "a", "completion": "b", "label": 1, "kto_tag": 0},
+            "'label' is 1, and 'kto_tag'",
+        ),
         (labels_of_records, {"text": "a"}, "has text and label"),
+        *(
+            (
+                labels_of_records,
+                {"text": "a", "label": value},
+                "line 1: 'label' is .* a class is a name or a whole number",
+            )
+            for value in ("", 0.5, math.nan, b"a", datetime.date(2024, 1, 1), ["a"])
+        ),
+        (pairs_of_records, {"chosen": "a", "rejected": "b", "question": "c"}, "line 1 has 'question' and no prompt"),
+        *(
+            (pairs_of_records, {"chosen": "a", "rejected": "b", "margin": value}, "line 1: 'margin' must be a number")
+            for value in (True, "x", math.inf, "nan")
+        ),
         (labels_of_records, {"text": "a", "label": "x"}, "at least two classes apart, and the data have only 'x'"),
         (lambda records: classes_of_records(records, {"x": 0}), {"text": "a", "label": "y"}, "the model knows x"),
     ],
