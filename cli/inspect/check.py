@@ -17,6 +17,7 @@ from cli.options.adapters import peft_config_of
 from cli.options.computing_dtype import with_dtype
 from cli.options.settings import Settings
 from cli.report.versions import versions
+from common.hardware.cuda import obstacle, system_has_gpu
 from common.hardware.drives import drive_of
 from common.hardware.machine import cpu_count, huge_pages_enabled, list_gpus, memory_available_bytes, memory_limit_bytes
 from common.models.presets import load_config
@@ -81,6 +82,8 @@ def _proof(settings: Settings) -> str:
 
 def look_at_machine() -> MachineFound:
     """Look at memory, processors, control groups and what the kernel allows."""
+    import torch
+
     governor = Path("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor")
     return MachineFound(
         processors=cpu_count(),
@@ -92,7 +95,8 @@ def look_at_machine() -> MachineFound:
         numa_nodes=max(1, len(list(Path("/sys/devices/system/node").glob("node[0-9]*")))),
         governor=governor.read_text().strip() if governor.exists() else None,
         has_p2p_storage=Path("/proc/driver/nvidia-fs/version").exists(),
-        torch_cuda=_torch_cuda(),
+        torch_cuda=torch.version.cuda,
+        gpu_obstacle=obstacle() if list_gpus() or system_has_gpu() else None,
     )
 
 
@@ -102,7 +106,11 @@ def look_at_gpus() -> list[GpuFound]:
 
     found = []
     for gpu in list_gpus():
-        pynvml.nvmlInit()
+        try:
+            pynvml.nvmlInit()
+        except pynvml.NVMLError:
+            found.append(GpuFound(gpu, 0, 0, 0, 0, None))
+            continue
         handle = pynvml.nvmlDeviceGetHandleByUUID(gpu.uuid)
         version = int(pynvml.nvmlSystemGetCudaDriverVersion())
         try:
@@ -140,15 +148,6 @@ def look_at_drive(directory: Path) -> DriveFound:
     )
 
 
-def _torch_cuda() -> tuple[int, int] | None:
-    import torch
-
-    if torch.version.cuda is None:
-        return None
-    major, minor = torch.version.cuda.split(".")[:2]
-    return int(major), int(minor)
-
-
 # -- for people -------------------------------------------------------------------------------------------------------
 
 
@@ -167,8 +166,7 @@ def _machine_rows(found: MachineFound) -> Iterator[tuple[str, str]]:
     yield "huge pages", "on" if found.huge_pages else "off"
     yield "NUMA nodes", str(found.numa_nodes)
     yield "GPUDirect", "nvidia-fs is loaded" if found.has_p2p_storage else "Storage: nvidia-fs is not loaded"
-    cuda = ".".join(map(str, found.torch_cuda)) if found.torch_cuda else None
-    yield "PyTorch", f"built for CUDA {cuda}" if cuda else "built without CUDA"
+    yield "PyTorch", f"built for CUDA {found.torch_cuda}" if found.torch_cuda else "built without CUDA"
 
 
 def _gpu_rows(found: GpuFound) -> Iterator[tuple[str, str]]:
@@ -179,7 +177,8 @@ def _gpu_rows(found: GpuFound) -> Iterator[tuple[str, str]]:
         str(gpu.index),
         f"{gpu.name}, {format_bytes(gpu.memory_bytes)} ({format_bytes(found.used_bytes)} in use), {link}{node}",
     )
-    yield "", f"the driver is for CUDA {found.driver_cuda[0]}.{found.driver_cuda[1]}"
+    driver = None if found.driver_cuda is None else ".".join(map(str, found.driver_cuda))
+    yield "", f"the driver is for CUDA {driver}" if driver else "the driver's management library (NVML) is not here"
 
 
 def _drive_rows(found: DriveFound) -> Iterator[tuple[str, str]]:

@@ -22,7 +22,8 @@ class MachineFound:
     numa_nodes: int
     governor: str | None  # Governor of the processors' clock
     has_p2p_storage: bool  # Whether the kernel module of GPUDirect Storage is loaded
-    torch_cuda: tuple[int, int] | None  # CUDA version that PyTorch was built for
+    torch_cuda: str | None  # CUDA version that PyTorch was built for
+    gpu_obstacle: str | None  # Why PyTorch cannot use a GPU that the system has
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ class GpuFound:
     link_generation: int
     link_width: int  # PCI Express lanes in use; 0: unknown
     full_link_width: int  # Lanes that device and slot could have
-    driver_cuda: tuple[int, int]  # Newest CUDA version that the driver can serve
+    driver_cuda: tuple[int, int] | None  # Newest CUDA version that the driver can serve
 
 
 @dataclass(frozen=True)
@@ -116,23 +117,16 @@ def _of_machine(machine: MachineFound) -> Iterator[Finding]:
 
 
 def _of_gpus(machine: MachineFound, gpus: list[GpuFound]) -> Iterator[Finding]:
-    if not gpus:
+    if machine.gpu_obstacle is not None:
+        yield Finding(
+            f"The NVIDIA GPU of this machine cannot be used: {machine.gpu_obstacle}.",
+            "Install a driver and a PyTorch that fit together; pytorch.org/get-started says how.",
+            grave=True,
+        )
+    elif not gpus:
         yield Finding(
             "No NVIDIA GPU was found: the CPU computes.",
             "If there is one, nvidia-smi must show it, and CUDA_VISIBLE_DEVICES must not hide it.",
-        )
-        return
-    if machine.torch_cuda is None:
-        yield Finding(
-            f"PyTorch was built without CUDA and cannot use the {gpus[0].gpu.name}.",
-            "Install a CUDA build of the same version; pytorch.org/get-started says how.",
-            grave=True,
-        )
-    elif machine.torch_cuda[0] > gpus[0].driver_cuda[0]:
-        yield Finding(
-            f"PyTorch was built for CUDA {machine.torch_cuda[0]}, and the driver knows CUDA {gpus[0].driver_cuda[0]}.",
-            "Install a newer NVIDIA driver, or PyTorch for the older CUDA.",
-            grave=True,
         )
     for found in gpus:
         if found.link_width < found.full_link_width:

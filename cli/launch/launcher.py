@@ -28,7 +28,7 @@ from cli.train import interrupts
 from cli.train.interrupts import STATUS, Stopped
 from cli.train.ranks.process import LAUNCH, STOP
 from common.errors import FinetuneError, UserError
-from common.hardware.machine import cpu_count, list_gpus
+from common.hardware.machine import cpu_count, usable_gpus
 from common.units import counted, format_seconds
 
 _STOP_WAIT_S = 30.0
@@ -66,7 +66,7 @@ def _ranks_per_node(settings: Settings) -> int:
             f"--gpu {settings.gpu}: with --nodes, every rank has its own GPU. Give --gpus-per-node, choose GPUs with "
             "CUDA_VISIBLE_DEVICES, or compute on the CPU with --gpu cpu."
         )
-    gpus = 0 if settings.gpu == "cpu" else len(list_gpus())
+    gpus = 0 if settings.gpu == "cpu" else len(usable_gpus())
     ranks = settings.gpus_per_node or gpus or 1
     if gpus and ranks > gpus:
         raise UserError(f"--gpus-per-node {ranks}: this node has {gpus}. For ranks on the CPU, add --gpu cpu.")

@@ -12,6 +12,7 @@ from typing import Any
 import psutil
 
 from common.errors import UserError
+from common.hardware.cuda import gpus_by_pytorch, obstacle, system_has_gpu
 from common.memory.cgroups import PROC_SELF, own_groups
 from common.units import format_bytes
 
@@ -81,14 +82,19 @@ class Gpu:
 def list_gpus() -> list[Gpu]:
     """Return the NVIDIA GPUs that CUDA_VISIBLE_DEVICES does not hide; empty without a driver.
 
-    The driver's management library is asked, which neither starts CUDA nor takes memory on a GPU.
+    They are those of the driver's management library, which neither starts CUDA nor takes memory on a GPU. In a
+    container without it, they are PyTorch's.
     """
     import pynvml
 
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError:
-        return []
+        found = gpus_by_pytorch() if system_has_gpu() else []
+        return [
+            Gpu(index, f"GPU-{uuid}", name, nbytes, bus_id, _numa_node(bus_id))
+            for index, (uuid, name, nbytes, bus_id) in enumerate(found)
+        ]
     try:
         return [_describe(index, handle) for index, handle in enumerate(_visible_handles())]
     finally:
@@ -188,19 +194,24 @@ def _describe(index: int, handle: Any) -> Gpu:
     try:
         # The library writes the PCI domain with eight digits, the kernel with four.
         bus_id = _text(pynvml.nvmlDeviceGetPciInfo(handle).busId).lower()[-12:]
-        node = int(Path(f"/sys/bus/pci/devices/{bus_id}/numa_node").read_text())
     except pynvml.NVMLError:
-        bus_id, node = "", -1
-    except OSError:
-        node = -1
+        bus_id = ""
     return Gpu(
         index=index,
         uuid=_text(pynvml.nvmlDeviceGetUUID(handle)),
         name=_text(pynvml.nvmlDeviceGetName(handle)),
         memory_bytes=_memory_bytes(handle),
         pci_bus_id=bus_id,
-        numa_node=node if node >= 0 else None,
+        numa_node=_numa_node(bus_id),
     )
+
+
+def _numa_node(bus_id: str) -> int | None:
+    try:
+        node = int(Path(f"/sys/bus/pci/devices/{bus_id}/numa_node").read_text())
+    except OSError:
+        return None
+    return node if node >= 0 else None
 
 
 def _memory_bytes(handle: Any) -> int:
@@ -216,29 +227,42 @@ def _text(value: str | bytes) -> str:
     return value.decode() if isinstance(value, bytes) else value
 
 
+def usable_gpus() -> list[Gpu]:
+    """Return the GPUs to compute on; empty only where the system has none, or they are hidden on purpose.
+
+    Raises:
+        UserError: the system has GPUs, and PyTorch cannot use them; the message says why.
+    """
+    gpus = list_gpus()
+    if not gpus and not system_has_gpu():
+        return []
+    why = obstacle()
+    if why is None and gpus:
+        return gpus
+    raise UserError(
+        f"This machine has {gpus[0].name if gpus else 'an NVIDIA GPU'}, and {why or 'CUDA does not list it'}. To "
+        "compute on the CPU all the same, use --gpu cpu."
+    )
+
+
 def pick_gpu(spec: str) -> Gpu | None:
     """Return the GPU meant by ``--gpu auto|cpu|NAME|INDEX``; None stands for the CPU.
 
-    ``auto`` is the first GPU, or the CPU where there is none that PyTorch can use. One or two digits are an index; all
+    ``auto`` is the first GPU, or the CPU where the system has none. One or two digits are an index; all
     else is part of a name, in any case and with any punctuation: ``4090``, ``rtx-4090``, ``A100-80G``. A UUID will do.
 
     Raises:
-        UserError: no such GPU; the message lists those that there are.
+        UserError: no such GPU; the message lists those that there are. Or PyTorch cannot use it; the message says why.
     """
     spec = spec.strip()
     if spec.lower() == "cpu":
         return None
-    gpus = list_gpus()
+    gpus = usable_gpus()
     if spec.lower() == "auto":
-        return gpus[0] if gpus and _torch_has_cuda() else None
+        return gpus[0] if gpus else None
     for gpu in gpus:
         wanted = str(gpu.index) == spec if re.fullmatch(r"\d{1,2}", spec) else _matches(spec, gpu)
         if wanted:
-            if not _torch_has_cuda():
-                raise UserError(
-                    f"--gpu {spec} is {gpu.name}, but this PyTorch was built without CUDA. "
-                    "Install a CUDA build of it, or use --gpu cpu."
-                )
             return gpu
     if not gpus:
         raise UserError(f"--gpu {spec}: no NVIDIA GPU was found on this machine. Use --gpu cpu to train on the CPU.")
@@ -254,12 +278,6 @@ def _matches(spec: str, gpu: Gpu) -> bool:
     name = re.sub(r"[^a-z0-9]", "", gpu.name.lower())
     parts = re.findall(r"[a-z0-9]+", spec.lower())
     return gpu.uuid == spec or (bool(parts) and all(part in name for part in parts))
-
-
-def _torch_has_cuda() -> bool:
-    import torch
-
-    return torch.backends.cuda.is_built()
 
 
 def torch_index(gpu: Gpu) -> int:

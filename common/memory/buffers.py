@@ -8,6 +8,7 @@ import contextlib
 import ctypes
 import mmap
 import os
+import warnings
 from collections.abc import Iterable, Iterator
 
 import numpy as np
@@ -96,7 +97,7 @@ class HostBuffer:
         """Return the bytes from ``offset``, ``uint8 [nbytes]``, for the store."""
         return self.array[offset : offset + nbytes]
 
-    def page_lock(self, starts: Iterable[int] = ()) -> None:
+    def page_lock(self, starts: Iterable[int] = ()) -> int:
         """Register the mapping with CUDA, so that copies to and from the device are asynchronous.
 
         PyTorch's own pinned allocator rounds up to a power of two; this takes exactly what is mapped. Only the process
@@ -106,20 +107,25 @@ class HostBuffer:
             starts: bytes at which the buffers begin that copies are made from and to. CUDA refuses a copy across two
                 registrations ("invalid argument"), so these end where a buffer ends.
 
-        Raises:
-            FinetuneError: CUDA refused; then nothing is registered.
+        Returns:
+            Bytes that are registered: all, or those before the first that CUDA refused (WSL2 allows few). Copies of
+            the rest wait for the device, and are right all the same.
         """
         runtime = torch.cuda.cudart()
-        base = self.array.ctypes.data
+        base, locked = self.array.ctypes.data, 0
         for start, end in self._registrations(starts):
             error = int(runtime.cudaHostRegister(base + start, end - start, 1))  # 1: portable
             if error:
-                self._unlock()
-                raise FinetuneError(
-                    f"CUDA could not page-lock {format_bytes(end - start)} of host memory (cudaError {error}), after "
-                    f"{format_bytes(start)} of the same buffers. Lower --host-memory."
+                _forget_error()
+                warnings.warn(
+                    f"CUDA page-locked {format_bytes(locked)} of {format_bytes(self.nbytes)} of host memory (cudaError "
+                    f"{error}): copies of the rest are slower. A lower --host-memory needs less of it.",
+                    stacklevel=2,
                 )
+                break
             self._locked.append(base + start)
+            locked = end
+        return locked
 
     def _registrations(self, starts: Iterable[int]) -> Iterator[tuple[int, int]]:
         """Yield the ranges of bytes that are registered one by one: as many whole buffers as a piece may have.
@@ -140,6 +146,10 @@ class HostBuffer:
             torch.cuda.cudart().cudaHostUnregister(address)
         self._locked.clear()
 
+    def __del__(self) -> None:  # dropped by an exception before anybody could close it
+        with contextlib.suppress(Exception):
+            self._unlock()
+
     def close(self) -> None:
         """Unregister the mapping and drop it. The pages are freed when the last tensor over them is dropped."""
         self._unlock()
@@ -147,6 +157,16 @@ class HostBuffer:
             os.close(self.fd)
             self.fd = None
         del self.array, self._tensor, self._map
+
+
+def _forget_error() -> None:
+    """Take the error that a refused registration leaves in this thread: PyTorch would report it at its next kernel."""
+    with contextlib.suppress(RuntimeError):
+        _launch_kernel()
+
+
+def _launch_kernel() -> None:
+    torch.ones(1, device="cuda")
 
 
 def _map_aligned(fd: int, nbytes: int) -> tuple[mmap.mmap, int]:

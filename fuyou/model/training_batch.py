@@ -156,7 +156,9 @@ def _targets(model: OpenModel, given: BatchValue | None, ids: torch.Tensor) -> t
         raise UserError(f"labels are {list(labels.shape)} and input_ids {list(ids.shape)}: each needs its own label.")
     targets = targets_of(labels, model.stack.family.shifts_labels)
     config = model.config.get_text_config()
-    outcomes, kind = (config.vocab_size, "tokens") if model.task_type.generates else (config.num_labels, "classes")
+    generates = model.task_type.generates
+    outcomes = int(config.vocab_size if generates else config.num_labels)
+    kind = "tokens" if generates else "classes"
     _check_range("labels hold", targets[targets != IGNORED], outcomes, f"this model's {kind}")
     return targets
 
@@ -219,5 +221,7 @@ def _makes_mask(model: OpenModel, inputs: Mapping[str, BatchValue]) -> bool:
     mask = inputs.get("attention_mask")
     if isinstance(mask, torch.Tensor):
         return mask.dim() > 2 or not bool(mask.all())
-    isolation = model.stack.family.isolation if restarts(inputs.get("position_ids")) else None
+    positions = inputs.get("position_ids")
+    packed = isinstance(positions, torch.Tensor) and restarts(positions)
+    isolation = model.stack.family.isolation if packed else None
     return isolation is not None and not isolation.attention_by_document

@@ -30,6 +30,7 @@ from fuyou.engine.steps import Steps
 from fuyou.layout.model_layout import ModelLayout
 from fuyou.layout.visits import BEFORE_HEAD_PHASES, Phase
 from fuyou.model.loss.router_loss import RouterPass
+from fuyou.model.training_batch import TrainingBatch
 from fuyou.planner.profiling.profile import PartTimes
 from fuyou.runtime.compute.step_computation import StepComputation
 from fuyou.runtime.data_plane.buffers import Buffers
@@ -273,15 +274,21 @@ def install() -> None:
     prove, run = opening.prove_once, RankHandlers._run
 
     def timed_computation(
-        steps: Steps, tasks: StepList, batch: dict[str, Any], labels: int, start_time: float, *passing: Any
+        steps: Steps,
+        tasks: StepList,
+        batch: TrainingBatch,
+        micro: list[dict[str, torch.Tensor]],
+        labels: int,
+        start_time: float,
+        *passing: Any,
     ) -> StepComputation | TimedComputation:
         device, plane = steps._run.device, steps._run.runtime.plane
         if not isinstance(device, EmulatedDevice):
-            return computation(steps, tasks, batch, labels, start_time, *passing)
+            return computation(steps, tasks, batch, micro, labels, start_time, *passing)
         if device.plane is not plane:
             device.plane = plane
             _zero_gradients(plane.buffers)
-        return TimedComputation(device, plane.executor, tasks, batch["input_ids"].numel(), start_time)
+        return TimedComputation(device, plane.executor, tasks, batch.ids.numel(), start_time)
 
     def timed_norm(steps: Steps, current: Any) -> float:
         return current.gradient_norm() if isinstance(current, TimedComputation) else norm(steps, current)

@@ -3,8 +3,9 @@
 What must hold for the numbers to be right on a GPU, and need not on a CPU, thereby decides about them on a CPU, too:
 *Computing* is queued on its own stream, and the thread that launches it continues to the next task at once. *Copies*
 are queued on a stream for each lane, end in any order among the lanes, and late. Streams wait for nothing but events
-that they have to wait for. *Device memory* can be made unreadable (``mprotect``) while no stream runs: what on
-the host touches it dies.
+that they have to wait for. Copies between device and host move contiguous bytes, from and to memory that is
+page-locked: for anything else CUDA would take temporaries, and wait. *Device memory* can be made unreadable
+(``mprotect``) while no stream runs: what on the host touches it dies.
 """
 
 import contextlib
@@ -25,6 +26,7 @@ from fuyou.runtime.compute.step_computation import StepComputation
 from fuyou.runtime.devices.device import CpuDevice
 from fuyou.schedule.tasks import ComputeTask, Op, Task
 from tests.helpers import kvikio
+from tests.helpers.cudart import FakeCuda
 
 _COPIES = (Op.PARAMETER_UPLOAD, Op.GRADIENT_DOWNLOAD, Op.ACTIVATION_UPLOAD, Op.ACTIVATION_DOWNLOAD)
 _NOBODY, _EVERYBODY = 0, 3  # PROT_NONE; PROT_READ | PROT_WRITE
@@ -45,6 +47,9 @@ class QueuedDevice(CpuDevice):
         self._dice, self._deaf = random.Random(5), deaf
         self._protects, self._open_count, self._lock = protects, 0, threading.Lock()
         self._mappings: list[tuple[int, int]] = []
+        self.cudart: FakeCuda | None = None
+        self.pageable = False
+        """Whether some host memory could not be page-locked, so that copies of it are allowed."""
         self.past_host: list[Task] = []
         """Tasks that have read from the drives into its memory."""
 
@@ -66,6 +71,16 @@ class QueuedDevice(CpuDevice):
             run_all(computation, phases)
             device._streams[Op.COMPUTE].submit(int).result()  # a loss, or a norm, is about to be read
 
+        self.cudart, self.page_locks = FakeCuda().install(monkeypatch), True
+        copy = torch.Tensor.copy_
+
+        def strictly_copied(target: torch.Tensor, source: torch.Tensor, *options: Any, **named: Any) -> torch.Tensor:
+            # Elsewhere, tensors of the host stand for what computing makes on the device: only the engine's own count.
+            if any(self.cudart.holds(one.data_ptr(), one.nbytes) for one in (target, source) if one.numel()):
+                device.check_copy(target, source)
+            return copy(target, source, *options, **named)
+
+        monkeypatch.setattr(torch.Tensor, "copy_", strictly_copied)
         monkeypatch.setattr(fuyou.engine.opening, "open_device", lambda name: device)
         monkeypatch.setattr(StepComputation, "_run", run)
         monkeypatch.setattr(StepComputation, "_run_all", run_all_and_synchronize)
@@ -76,6 +91,20 @@ class QueuedDevice(CpuDevice):
         kvikio.install(monkeypatch, self.opened)
         monkeypatch.setattr(fuyou.engine.opening, "check_io", lambda config, device: None)
 
+    def check_copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Refuse what CUDA would copy by way of temporaries, or from and to pageable memory."""
+        on_device = [self._holds(tensor) for tensor in (target, source)]
+        if any(on_device):
+            for tensor, here in zip((target, source), on_device, strict=True):
+                assert tensor.is_contiguous(), "a copy of memory that is not contiguous"
+                registered = self.cudart is None or self.cudart.holds(tensor.data_ptr(), tensor.nbytes)
+                assert here or registered or self.pageable, "a copy of host memory that is not page-locked"
+            assert target.dtype == source.dtype, "a copy from one dtype to another"
+
+    def _holds(self, tensor: torch.Tensor) -> bool:
+        with self._lock:
+            return any(start <= tensor.data_ptr() < start + nbytes for start, nbytes in self._mappings)
+
     def allocate(self, nbytes: int) -> torch.Tensor:
         made = super().allocate(nbytes)
         with self._lock:
@@ -84,6 +113,7 @@ class QueuedDevice(CpuDevice):
         return made
 
     def copy(self, task: Task, target: torch.Tensor, source: torch.Tensor) -> None:
+        self.check_copy(target, source)
         self._launch(task, lambda: target.copy_(source))
 
     def read_buffer(self, task: Task, memory: torch.Tensor) -> torch.Tensor:

@@ -9,12 +9,12 @@ import torch.distributed as dist
 from cli.options.settings import Settings
 from cli.train.ranks.placement import Placement, place
 from cli.train.ranks.process import RankProcess
-from common.hardware.machine import list_gpus
+from common.hardware.machine import usable_gpus
 
 
 def device_of(settings: Settings, local_rank: int) -> torch.device:
     """Return the device that this rank computes on, and make a GPU the current device."""
-    if settings.gpu == "cpu" or not list_gpus():
+    if settings.gpu == "cpu" or not usable_gpus():
         return torch.device("cpu")
     torch.cuda.set_device(local_rank)
     return torch.device("cuda", local_rank)

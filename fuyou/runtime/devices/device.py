@@ -11,7 +11,8 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from common.errors import UserError
+from common.errors import UserError, on_one_line
+from common.hardware.cuda import obstacle
 from common.hardware.machine import (
     core_count,
     memory_available_bytes,
@@ -319,6 +320,26 @@ def open_device(name: str | torch.device) -> Device:
         raise UserError(f"{name!r} is not a device. It is auto, cpu or cuda:0.") from None
     if device.type == "cpu":
         return CpuDevice()
-    if device.type != "cuda" or not torch.cuda.is_available():
-        raise UserError(f"There is no device {device} here. device='cpu' works everywhere.")
+    why = obstacle() if device.type == "cuda" else "the engine computes on a CPU or an NVIDIA GPU"
+    if why is None and (device.index or 0) >= torch.cuda.device_count():
+        why = f"PyTorch sees {torch.cuda.device_count()}, from cuda:0 on"
+    if why is not None:
+        raise UserError(f"There is no device {device} here: {why}. device='cpu' works everywhere.")
+    check_kernels(device)
     return CudaDevice(device.index or 0)
+
+
+def check_kernels(device: torch.device) -> None:
+    """Run a kernel, which a PyTorch that was not built for this GPU has not.
+
+    Raises:
+        UserError: it did not run.
+    """
+    try:
+        torch.ones(1, device=device).add_(1).item()
+    except RuntimeError as error:
+        built, name = " ".join(torch.cuda.get_arch_list()), torch.cuda.get_device_name(device)
+        raise UserError(
+            f"{name} runs no kernel of this PyTorch {torch.__version__} ({on_one_line(error)}; built for {built}): "
+            "install a build for it, or use device='cpu'."
+        ) from error

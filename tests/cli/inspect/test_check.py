@@ -11,7 +11,7 @@ from common.hardware.drives import Drive, drive_of
 from common.hardware.machine import Gpu
 from tests.cli.conftest import Finetune
 
-MACHINE = MachineFound(16, 16, 64 << 30, 64 << 30, 50 << 30, True, 2, "performance", False, (13, 0))
+MACHINE = MachineFound(16, 16, 64 << 30, 64 << 30, 50 << 30, True, 2, "performance", False, "13.0", None)
 GPU = GpuFound(Gpu(0, "GPU-x", "NVIDIA GeForce RTX 4090", 24 << 30, "0000:01:00.0", 0), 1 << 30, 4, 16, 16, (13, 1))
 LINK = "16.0 GT/s PCIe x4"
 DRIVE = DriveFound(
@@ -38,8 +38,7 @@ def test_a_good_machine_is_left_alone() -> None:
 @pytest.mark.parametrize(("found", "grave", "what", "mend"), [
     (trouble(replace(MACHINE, huge_pages=False)), True, "Huge pages are off", "transparent_hugepage/enabled"),
     (trouble(replace(MACHINE, limit_bytes=8 << 30)), False, "allows 8 GiB of the machine's 64 GiB", "docker run"),
-    (trouble(replace(MACHINE, torch_cuda=None)), True, "cannot use the NVIDIA GeForce RTX 4090", "CUDA build"),
-    (trouble(replace(MACHINE, torch_cuda=(14, 0))), True, "for CUDA 14, and the driver knows CUDA 13", "driver"),
+    (trouble(replace(MACHINE, gpu_obstacle="it is a stone")), True, "cannot be used: it is a stone", "fit together"),
     (trouble(gpu=None), False, "No NVIDIA GPU", "nvidia-smi"),
     (trouble(gpu=replace(GPU, link_width=8)), False, "uses 8 of 16 PCI Express lanes", "slot"),
     (trouble(gpu=replace(GPU, used_bytes=6 << 30)), False, "6 GiB of memory on NVIDIA", "--device-memory"),

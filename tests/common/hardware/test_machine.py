@@ -1,6 +1,7 @@
 """What the machine has: limits from control groups, and which GPU a word means."""
 
 import os
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,8 +11,10 @@ import pytest
 import torch
 
 from common.errors import UserError
+from common.hardware import cuda
 from common.hardware import machine as hardware
 from common.hardware.machine import Gpu
+from fuyou.runtime.devices.device import check_kernels, open_device
 
 GIB = 1 << 30
 
@@ -161,6 +164,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
     monkeypatch.setitem(sys.modules, "pynvml", fake)  # type: ignore[arg-type]
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     return fake
 
 
@@ -263,11 +267,81 @@ def test_without_a_driver_there_is_the_cpu() -> None:
     assert "no NVIDIA GPU" in hardware.describe_machine()
 
 
-def test_a_pytorch_without_cuda_is_named_as_the_reason(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: False)
-    assert hardware.pick_gpu("auto") is None
-    with pytest.raises(UserError, match="built without CUDA"):
-        hardware.pick_gpu("4090")
+TOO_OLD = "The NVIDIA driver on your system is too old (found version 12040)."
+
+
+@pytest.mark.parametrize("spec", ["auto", "4090"])
+@pytest.mark.parametrize(("built", "cause"), [(False, "is a build without CUDA"), (True, "is too old .found version")])
+def test_why_a_gpu_cannot_be_used_is_named(
+    built: bool, cause: str, spec: str, driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The CPU is never taken without a word."""
+
+    def fail() -> None:
+        raise RuntimeError(TOO_OLD)
+
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: built)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "init", fail)
+    with pytest.raises(UserError, match=f"has NVIDIA GeForce RTX 4090, and .*{cause}.*device cpu"):
+        hardware.pick_gpu(spec)
+    with pytest.raises(UserError, match=f"no device cuda:0 here: .*{cause}"):
+        open_device("cuda:0")
+    assert hardware.pick_gpu("cpu") is None
+
+
+@pytest.mark.usefixtures("no_driver")
+def test_a_container_without_nvml_takes_what_pytorch_sees(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hardware, "system_has_gpu", lambda: True)
+    monkeypatch.setattr(hardware, "gpus_by_pytorch", lambda: [("aaaa-1", "NVIDIA GeForce RTX 4090", 24 * GIB, "")])
+    assert hardware.pick_gpu("auto") == Gpu(0, "GPU-aaaa-1", "NVIDIA GeForce RTX 4090", 24 * GIB, "", None)
+    monkeypatch.setattr(hardware, "gpus_by_pytorch", list)
+    with pytest.raises(UserError, match="has an NVIDIA GPU, and CUDA does not list it"):
+        hardware.pick_gpu("auto")
+
+
+@pytest.mark.parametrize("file", ["proc/driver/nvidia/gpus/0000:01:00.0", "dev/nvidia0", "dev/nvidiactl", None])
+@pytest.mark.parametrize("visible", [None, "0", "GPU-1", "", "-1", "NoDevFiles"])
+def test_a_gpu_that_the_system_has(
+    visible: str | None, file: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if visible is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    else:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    if file is not None:
+        (tmp_path / file).parent.mkdir(parents=True)
+        (tmp_path / file).touch()
+    there = file is not None and not file.endswith("ctl")
+    assert cuda.system_has_gpu(tmp_path) == (there and visible in (None, "0", "GPU-1"))
+
+
+def test_pytorch_is_asked_in_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert cuda.gpus_by_pytorch() == []  # and the command runs: it says so, rather than failing
+    assert subprocess.run([sys.executable, "-c", cuda._DESCRIBE], capture_output=True, text=True).stdout == "[]\n"
+
+
+def test_devices_that_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    for name, cause in (("cuda:7", "PyTorch sees 2, from cuda:0 on"), ("mps", "a CPU or an NVIDIA GPU")):
+        with pytest.raises(UserError, match=f"no device {name} here: .*{cause}"):
+            open_device(name)
+
+
+def test_a_build_without_kernels_for_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("CUDA error: no kernel image is available for execution on the device")
+
+    monkeypatch.setattr(torch, "ones", fail)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA Tesla P100")
+    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["sm_75", "sm_90"])
+    with pytest.raises(
+        UserError, match=r"P100 runs no kernel of this PyTorch .*no kernel image.*built for sm_75 sm_90"
+    ):
+        check_kernels(torch.device("cuda:0"))
 
 
 def test_pytorchs_own_order_is_matched_by_uuid(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:

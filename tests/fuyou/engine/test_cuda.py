@@ -92,6 +92,36 @@ def test_kept_outputs_that_arrive_late(checkpoints: Path, tmp_path: Path, monkey
     check(checkpoints / "llama-tied", tmp_path, monkeypatch, counts={**SCARCE, **SCARCE_KEPT}, kept=1 << 20)
 
 
+@pytest.mark.parametrize("room", [0, 1 << 17])
+def test_host_memory_that_cannot_be_page_locked_is_slower_and_right(
+    room: int, checkpoints: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = QueuedDevice().install(monkeypatch)
+    device.cudart.room, device.pageable = room, True
+    with pytest.warns(UserWarning, match="copies of the rest are slower"):
+        check(checkpoints / "llama-tied", tmp_path, monkeypatch, counts=SCARCE)
+    assert not device.cudart.registered and not device.cudart.pending
+
+
+def test_copies_that_cuda_would_not_make_at_once_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = QueuedDevice(protects=False).install(monkeypatch)
+    host, memory = HostBuffer(8192), device.allocate(8192)
+    bytes_ = host.tensor(torch.uint8, 0, 8192)
+    with pytest.raises(AssertionError, match="not page-locked"):
+        device.check_copy(memory, bytes_)
+    host.page_lock()
+    memory.copy_(bytes_)
+    for target, source, what in (
+        (memory[::2], bytes_[::2], "not contiguous"),
+        (memory.view(32, 256)[:, :8], bytes_.view(32, 256)[:, :8], "not contiguous"),
+        (memory.view(torch.float32), bytes_.view(torch.int32), "one dtype to another"),
+    ):
+        with pytest.raises(AssertionError, match=what):
+            target.copy_(source)
+    host.close()
+    device.release()
+
+
 @pytest.mark.parametrize("deaf", [Op.COMPUTE, Op.PARAMETER_UPLOAD, Op.GRADIENT_DOWNLOAD])
 def test_a_stream_that_does_not_wait_is_noticed(
     deaf: Op, checkpoints: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
