@@ -157,7 +157,8 @@ def _targets(model: OpenModel, given: BatchValue | None, ids: torch.Tensor) -> t
     targets = targets_of(labels, model.stack.family.shifts_labels)
     config = model.config.get_text_config()
     generates = model.task_type.generates
-    outcomes = int(config.vocab_size if generates else config.num_labels)
+    outcomes = config.vocab_size if generates else config.num_labels
+    assert isinstance(outcomes, int)
     kind = "tokens" if generates else "classes"
     _check_range("labels hold", targets[targets != IGNORED], outcomes, f"this model's {kind}")
     return targets
