@@ -11,28 +11,20 @@ from fuyou.optimizer.adam import AdamConfig, check_max_grad_norm
 class TrainerConfig:
     """Options of :class:`fcdp.trainer.Trainer`."""
 
-    strategy: Strategy | str = "fcdp"
-    """A strategy or its name; see :func:`fcdp.fully_shard`."""
-    dtype: str = "bf16"
-    """Dtype in which blocks compute and gradients are reduced. Master weights and moments are fp32."""
+    strategy: Strategy | str = "fcdp"  # a strategy or its name; see :func:`fcdp.fully_shard`
+    dtype: str = "bf16"  # dtype in which blocks compute and gradients are reduced. Master weights and moments are fp32.
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
-    weight_decay: float = 0.01
-    """Weight decay of matrices; biases and norms do not decay."""
-    max_grad_norm: float | None = None
-    """Norm to which the gradient is clipped; None: it is not."""
-    micro_batch: int | None = None
-    """Sequences that a rank computes at once; None: its whole part of the batch."""
-    seed: int = 0
-    """Seed of random weights and dropout."""
-    host_cache_bytes: int | None = None
-    """Host memory per rank for cached shards; see :func:`fcdp.fully_shard`."""
+    weight_decay: float = 0.01  # weight decay of matrices; biases and norms do not decay
+    max_grad_norm: float | None = None  # norm to which the gradient is clipped; None: it is not
+    micro_batch: int | None = None  # sequences that a rank computes at once; None: its whole part of the batch
+    seed: int = 0  # seed of random weights and dropout
+    host_cache_bytes: int | None = None  # host memory per rank for cached shards; see :func:`fcdp.fully_shard`
     device_cache_threshold: float = 0.9
     """Part of device memory up to which cached shards may stay there; see :func:`fcdp.fully_shard`."""
     on_nonfinite: str = "stop"
     """What to do about a loss that is not finite: ``stop`` or ``skip``; see :mod:`fuyou.optimizer.nonfinite`."""
-    towers: TowerFreezing = DEFAULT_FREEZING
-    """Parts of a vision-language model that are not trained."""
+    towers: TowerFreezing = DEFAULT_FREEZING  # parts of a vision-language model that are not trained
     router_loss: str = "auto"
     """Whether a mixture of experts' router loss is a part of the loss: ``auto`` (as the configuration has it), ``on``
     or ``off``. It is computed from a micro-batch of all ranks together, and averaged over micro-batches."""

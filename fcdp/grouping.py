@@ -25,30 +25,21 @@ AdapterGroups = Literal["block", "model"]
 class ParameterGroup:
     """Parameters that one ``fully_shard`` call takes."""
 
-    name: str
-    """Name in messages."""
-    modules: list[nn.Module]
-    """Modules that ``fully_shard`` is called with."""
-    places: list[tuple[nn.Module, str]]
-    """Owning module and attribute of each parameter; tied ones once."""
-    unit: int
-    """Index of the first unit of the model's forward pass that uses the group."""
-    dirty: bool = True
-    """Whether the cache is older than the parameters. Always equal on all ranks."""
+    name: str  # name in messages
+    modules: list[nn.Module]  # modules that ``fully_shard`` is called with
+    places: list[tuple[nn.Module, str]]  # owning module and attribute of each parameter; tied ones once
+    unit: int  # index of the first unit of the model's forward pass that uses the group
+    dirty: bool = True  # whether the cache is older than the parameters. Always equal on all ranks.
     fingerprint: torch.Tensor | None = field(default=None, repr=False)
     """Fingerprint of this rank's part when the cache was filled (CUDA)."""
     kept_after_forward: bool = False
     """Whether FSDP2 keeps the parameters from forward to backward, so that each micro-batch gathers them once."""
-    cell_numel: int = 0
-    """Elements of one rank's part, padded as FSDP2 does."""
-    cell_bytes: int = 0
-    """Bytes of one rank's part in compute precision."""
+    cell_numel: int = 0  # elements of one rank's part, padded as FSDP2 does
+    cell_bytes: int = 0  # bytes of one rank's part in compute precision
     mixes_dtypes: bool = False
     """Whether its parameters are gathered in more than one dtype, and therefore as plain bytes."""
-    reduced_cell_bytes: int = 0
-    """Bytes of one rank's part of the gradients in reduce precision."""
-    had_trainable: bool = False
-    """Whether any parameter required a gradient when FSDP2 last looked."""
+    reduced_cell_bytes: int = 0  # bytes of one rank's part of the gradients in reduce precision
+    had_trainable: bool = False  # whether any parameter required a gradient when FSDP2 last looked
     versions: list[tuple[int, int]] | None = None
     """Versions of the rank's parameters when last looked at; see :func:`fcdp.fsdp2.versions`."""
 
@@ -85,8 +76,7 @@ class Unit:
 
     name: str
     module: nn.Module
-    keep_after_forward: bool = False
-    """Whether the backward pass needs it at once, so that FSDP2 should not release it."""
+    keep_after_forward: bool = False  # whether the backward pass needs it at once, so that FSDP2 should not release it
 
 
 def find_units(model: nn.Module, blocks: list[nn.Module] | None = None) -> list[Unit]:

@@ -11,8 +11,7 @@ from common.errors import FinetuneError
 from common.units import format_bytes
 from fcdp import fsdp2
 from fcdp.cache.host_cache import CacheEntry, CopyStreams, HostCache
-from fcdp.cache.placement import AdaptivePlacement, AlwaysOnDevice, DeviceMemory
-from fcdp.cache.policy import all_cached, fit_into
+from fcdp.cache.placement import AdaptivePlacement, AlwaysOnDevice, DeviceMemory, all_cached, fit_into
 from fcdp.cache.staleness import OptimizerHooks, StalenessCheck, mark_all
 from fcdp.comms.all_gather import CachedShard, GatherLevels, StagedAllGather
 from fcdp.comms.levels import make_levels
@@ -34,12 +33,9 @@ class Sharding:
     def __init__(self, model: nn.Module, topology: Topology, routes: Routes, groups: list[ParameterGroup]):
         self.topology = topology
         self.routes = routes
-        self.groups = groups
-        """Parameter groups, in the order in which they were sharded."""
-        self.traffic = Traffic()
-        """Bytes that this rank's gathers and reductions have sent."""
-        self.host_cache_bytes = 0
-        """Host memory that this rank's cached shards take."""
+        self.groups = groups  # parameter groups, in the order in which they were sharded
+        self.traffic = Traffic()  # bytes that this rank's gathers and reductions have sent
+        self.host_cache_bytes = 0  # host memory that this rank's cached shards take
         self._micro_batches = MicroBatches()
         self._gathers: list[StagedAllGather] = []
         self._reductions: list[StagedReduction] = []

@@ -10,22 +10,14 @@ Level = Literal["intra_node", "inter_node"]
 class Traffic:
     """Bytes that one rank has sent and copied so far, counted at the call, not when it is done."""
 
-    gather_inter_node: int = 0
-    """Parameter bytes sent to other nodes."""
-    gather_intra_node: int = 0
-    """Parameter bytes sent to ranks of the same node."""
-    reduce_inter_node: int = 0
-    """Gradient bytes sent to other nodes."""
-    reduce_intra_node: int = 0
-    """Gradient bytes sent to ranks of the same node."""
-    host_to_device: int = 0
-    """Bytes read from the host cache."""
-    device_to_host: int = 0
-    """Bytes written to the host cache."""
-    hits: int = 0
-    """Gathers that began with what the rank had cached."""
-    misses: int = 0
-    """Gathers that began with this rank's cell alone."""
+    gather_inter_node: int = 0  # parameter bytes sent to other nodes
+    gather_intra_node: int = 0  # parameter bytes sent to ranks of the same node
+    reduce_inter_node: int = 0  # gradient bytes sent to other nodes
+    reduce_intra_node: int = 0  # gradient bytes sent to ranks of the same node
+    host_to_device: int = 0  # bytes read from the host cache
+    device_to_host: int = 0  # bytes written to the host cache
+    hits: int = 0  # gathers that began with what the rank had cached
+    misses: int = 0  # gathers that began with this rank's cell alone
 
     @property
     def inter_node(self) -> int:

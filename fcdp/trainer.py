@@ -43,17 +43,12 @@ class ClusterStep:
 
     step: int
     loss: float
-    grad_norm: float
-    """Norm of the whole gradient before clipping."""
-    stop: bool
-    """Whether any rank asked to stop after this step."""
+    grad_norm: float  # norm of the whole gradient before clipping
+    stop: bool  # whether any rank asked to stop after this step
     seconds: float
-    sent_bytes: int
-    """Bytes that a node sent to others, on average over nodes."""
-    skipped: bool = False
-    """Whether loss or gradient were not finite, and nothing was changed."""
-    aux_loss: float | None = None
-    """The router loss, not multiplied by its coefficient, where it is a part of the loss."""
+    sent_bytes: int  # bytes that a node sent to others, on average over nodes
+    skipped: bool = False  # whether loss or gradient were not finite, and nothing was changed
+    aux_loss: float | None = None  # the router loss, not multiplied by its coefficient, where it is a part of the loss
 
 
 class Trainer:
@@ -82,8 +77,7 @@ class Trainer:
         self._topology, self._options = topology, config
         self._nonfinite = NonFinitePolicy(config.on_nonfinite)
         self._device = topology.device
-        self.cores = _pin_threads(topology)
-        """Processors that this process was pinned to; None: it was not."""
+        self.cores = _pin_threads(topology)  # processors that this process was pinned to; None: it was not
         self._meter = PeakMeter(_pids_of_node(topology))
         if topology.local_rank == 0:
             self._meter.start()
@@ -99,8 +93,7 @@ class Trainer:
         self.step_count = 0
         self.committed_step = 0
         self._is_committed = False
-        self.user_state: dict[str, Any] = {}
-        """JSON that is committed with every step."""
+        self.user_state: dict[str, Any] = {}  # JSON that is committed with every step
 
     # -- where the states come from ---------------------------------------------------------------------------------
 

@@ -6,10 +6,10 @@ from cli.options.settings import Settings
 from common.errors import UserError
 from fcdp.planner import Cluster, Estimate, Workload, admissible, cluster_names, load_cluster, plan
 from fcdp.planner.search import refusal
-from fcdp.strategy.links import linked_gpus
 from fcdp.strategy.mesh import Levels
 from fcdp.strategy.names import AUTO, parse_strategy
 from fcdp.strategy.strategy import Strategy
+from fcdp.strategy.topology import linked_gpus
 
 DEFAULT = "fcdp"  # Strategy of a single rank, and of runs that began before clusters were measured without being asked
 PROFILE = "cluster.json"  # Name of the file in the output directory that describes the cluster as it was measured

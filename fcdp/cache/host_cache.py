@@ -19,7 +19,7 @@ import torch
 
 from common.memory import numa
 from common.memory.buffers import PAGE, HostBuffer, round_up
-from fcdp.cache.placement import DevicePlacement
+from fcdp.cache.placement import AdaptivePlacement, AlwaysOnDevice
 from fcdp.traffic import Traffic
 
 
@@ -27,12 +27,9 @@ from fcdp.traffic import Traffic
 class PendingRead:
     """A copy outward, or to another place on the device, that may still be under way."""
 
-    output: torch.Tensor
-    """What it reads from."""
-    allocated_on: torch.cuda.Stream
-    """Stream that gets the memory back when nobody refers to it."""
-    done: torch.cuda.Event
-    """When the copy has ended."""
+    output: torch.Tensor  # what it reads from
+    allocated_on: torch.cuda.Stream  # stream that gets the memory back when nobody refers to it
+    done: torch.cuda.Event  # when the copy has ended
 
 
 @dataclass
@@ -69,8 +66,7 @@ class HostCache:
     """
 
     def __init__(self, sizes: list[int], device: torch.device):
-        self.nbytes = sum(sizes)
-        """Bytes of all shards; the mapping is up to a page larger for each."""
+        self.nbytes = sum(sizes)  # bytes of all shards; the mapping is up to a page larger for each
         self._free = 0
         self._buffer: HostBuffer | None = None
         if sizes:
@@ -110,7 +106,7 @@ class CacheEntry:
         nbytes: int,
         host: torch.Tensor | None,
         streams: CopyStreams | None,
-        placement: DevicePlacement,
+        placement: AlwaysOnDevice | AdaptivePlacement,
         traffic: Traffic,
     ):
         self.nbytes = nbytes

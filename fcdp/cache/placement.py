@@ -1,4 +1,4 @@
-"""Which cached shards stay on the device: the device-memory threshold of FCDP-Cache (section IV-D of the paper).
+"""What a rank caches from use to use, and which of it stays on the device (FCDP-Cache, section IV-D of the paper).
 
 A cached shard on the device saves two trips over PCIe per step. It must never cost a batch size: with all of them in
 host memory the device holds what ZeRO-3 holds. The paper looks at memory in use when a block's forward is done; but a
@@ -9,11 +9,15 @@ the threshold. Until one step has been seen, everything goes to the host.
 Which tier holds a shard is each rank's own decision: either way it is a hit, and no collective depends on it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
+
+from common.quantisation import Bits, quantised_nbytes
+from fcdp.grouping import ParameterGroup
+from fcdp.strategy.routes import Routes
+from fcdp.strategy.strategy import BITS
 
 
 @dataclass(frozen=True)
@@ -21,10 +25,8 @@ class DeviceMemory:
     """Device memory in bytes."""
 
     total: int
-    allocated: Callable[[], int]
-    """What this process has allocated through PyTorch."""
-    others: Callable[[], int] = lambda: 0
-    """What is in use otherwise: contexts, NCCL's buffers, other processes."""
+    allocated: Callable[[], int]  # what this process has allocated through PyTorch
+    others: Callable[[], int] = lambda: 0  # what is in use otherwise: contexts, NCCL's buffers, other processes
 
     @classmethod
     def of(cls, device: torch.device) -> "DeviceMemory | None":
@@ -40,22 +42,6 @@ class DeviceMemory:
             return total - free - torch.cuda.memory_reserved(device)
 
         return cls(torch.cuda.mem_get_info(device)[1], lambda: torch.cuda.memory_allocated(device), others)
-
-
-class DevicePlacement(Protocol):
-    """The rule that says which cached shards may be on the device."""
-
-    def admit(self, nbytes: int) -> bool:
-        """Return whether a shard of ``nbytes`` may go to the device; if so it is counted as held."""
-        ...
-
-    def may_stay(self) -> bool:
-        """Return whether a shard that is on the device may remain."""
-        ...
-
-    def leave(self, nbytes: int) -> None:
-        """Count a shard of ``nbytes`` as no longer on the device."""
-        ...
 
 
 class AlwaysOnDevice:
@@ -85,10 +71,8 @@ class AdaptivePlacement:
         self._memory = memory
         self._limit = int(threshold * memory.total) if memory and threshold > 0 else 0
         self._others = memory.others() if memory else 0
-        self.held_bytes = 0
-        """Bytes of cached shards on the device now."""
-        self._peak = 0
-        """Most bytes in use by everything but cached shards, this step."""
+        self.held_bytes = 0  # bytes of cached shards on the device now
+        self._peak = 0  # most bytes in use by everything but cached shards, this step
         self._last_peak: int | None = None
         """Most bytes in use by everything but cached shards in the last whole step; None: there was none."""
 
@@ -125,3 +109,53 @@ class AdaptivePlacement:
         in_use = self._others + self._memory.allocated()
         self._peak = max(self._peak, in_use - self.held_bytes)
         return max(in_use, 1)
+
+
+@dataclass(frozen=True)
+class CachedGroup:
+    """A group's shard of P that is cached, or its shard in the secondary partition."""
+
+    group: ParameterGroup
+    is_secondary: bool  # whether it belongs to the secondary partition, kept from forward to backward
+    block: int  # number of ranks that together hold one copy of the parameters
+    nbytes: int
+    in_host: bool  # whether it has a place in host memory. It may still be on the device, if the tier is adaptive.
+    bits: Bits | None  # bits per element that it is quantised to; None: it is not
+
+
+def all_cached(routes: Routes, groups: Sequence[ParameterGroup]) -> list[CachedGroup]:
+    """Return everything that a strategy caches if there is room for it."""
+    layout = routes.layout
+    found = []
+    if routes.caches_shards:
+        block = layout.p.shards
+        for group in groups:
+            found.append(
+                CachedGroup(group, False, block, routes.shards // block * group.cell_bytes, layout.p_in_cache, None)
+            )
+    if layout.secondary is not None:
+        block, in_host = layout.secondary.shards, layout.cache != "device"
+        for group in groups:
+            if group.kept_after_forward:
+                continue  # the backward pass does not gather it
+            # Groups of mixed dtype are gathered as plain bytes, which nobody can quantise.
+            bits = None if group.mixes_dtypes else BITS.get(layout.strategy.precision.secondary)
+            cell = group.cell_bytes if bits is None else quantised_nbytes(group.cell_numel, bits)
+            found.append(CachedGroup(group, True, block, routes.shards // block * cell, in_host, bits))
+    return found
+
+
+def fit_into(budget: int | None, wanted: Sequence[CachedGroup]) -> list[CachedGroup]:
+    """Return those of ``wanted`` for which ``budget`` bytes of host memory suffice, in order; None: all of them.
+
+    Frozen groups are served first: their cached parameters stay valid for the whole run.
+    """
+    if budget is None:
+        return list(wanted)
+    chosen = set()
+    for index in sorted(range(len(wanted)), key=lambda index: wanted[index].group.trainable):
+        need = wanted[index].nbytes if wanted[index].in_host else 0
+        if need <= budget:
+            chosen.add(index)
+            budget -= need
+    return [wanted[index] for index in sorted(chosen)]

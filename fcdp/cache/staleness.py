@@ -154,9 +154,6 @@ class StalenessCheck:
             group: the group whose parameters they are.
             current: this rank's part of the parameters, flat, as it is now.
             cached: this rank's part of the cache; not needed on CUDA.
-
-        Raises:
-            StaleCacheError: they differ (CPU).
         """
         if self._found is not None:
             self._has_checked = True
@@ -166,11 +163,7 @@ class StalenessCheck:
             raise StaleCacheError(f"'{group.name}'")
 
     def raise_if_found(self) -> None:
-        """Read what checks on CUDA have found on any rank since the last call. Collective; this waits for the device.
-
-        Raises:
-            StaleCacheError: some group's parameters differed.
-        """
+        """Raise what checks on CUDA have found on any rank since the last call. Collective; waits for the device."""
         if self._found is None or not self._has_checked:
             return
         self._has_checked = False

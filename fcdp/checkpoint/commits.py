@@ -34,12 +34,9 @@ class VerifiedCheckpoint:
     """The result of reading a whole commit."""
 
     step: int
-    parts: int
-    """Number of parts of tensors and files, each with a checksum."""
-    nbytes: int
-    """Bytes that were read."""
-    damage: list[str]
-    """Sentences, one for each part that is not what was written; names tensor and file."""
+    parts: int  # number of parts of tensors and files, each with a checksum
+    nbytes: int  # bytes that were read
+    damage: list[str]  # sentences, one for each part that is not what was written; names tensor and file
 
 
 class ShardedCheckpoints:
@@ -58,22 +55,12 @@ class ShardedCheckpoints:
         return max(self._steps(), default=None)
 
     def describe(self, step: int) -> dict[str, Any]:
-        """Return the description that the commit of ``step`` was saved with.
-
-        Raises:
-            UserError: it is in another format.
-            FinetuneError: it is damaged.
-        """
+        """Return the description that the commit of ``step`` was saved with."""
         return Manifest.read(self._folder(step)).description
 
     def lock(self) -> None:
         """Keep other runs away until :meth:`close`, or until this process ends, and remove what a run that was killed
-        has left half done. For one rank to call.
-
-        Raises:
-            UserError: another run is at work here.
-            StoreError: the directory cannot be made or locked.
-        """
+        has left half done. For one rank to call."""
         _make(self.directory)
         self._lock = DirectoryLock([self.directory])
         for name in (_INCOMPLETE, _DISCARDED):
@@ -87,9 +74,6 @@ class ShardedCheckpoints:
         Args:
             state: DTensors sharded by rows, by name, the same names on every rank.
             description: JSON, for :meth:`describe`.
-
-        Raises:
-            FinetuneError: a rank could not write; on every rank, and the older commits are still there.
         """
         beside = self.directory / _INCOMPLETE
         broadcast_from_rank0(lambda: self._prepare(beside))
@@ -97,19 +81,11 @@ class ShardedCheckpoints:
         broadcast_from_rank0(lambda: self._finish(beside, _assemble(step, state, description, written)))
 
     def load(self, manifest: Manifest, state: Mapping[str, torch.Tensor]) -> None:
-        """Read a commit into the tensors of ``state``, however they are sharded. Collective.
-
-        Raises:
-            FinetuneError: it is damaged, or of another model; on every rank.
-        """
+        """Read a commit into the tensors of ``state``, however they are sharded. Collective."""
         run_on_all_ranks(lambda: self._load_own(manifest, state))
 
     def read_newest(self) -> Manifest | None:
-        """Return the manifest of the newest commit, as rank 0 sees it. Collective.
-
-        Raises:
-            UserError, FinetuneError: as :meth:`Manifest.read`, on every rank.
-        """
+        """Return the manifest of the newest commit, as rank 0 sees it. Collective."""
         content = broadcast_from_rank0(self._read_newest)
         return None if content is None else Manifest.from_dict(content)
 
@@ -119,12 +95,7 @@ class ShardedCheckpoints:
             self._remove(self._folder(step))
 
     def verify(self) -> VerifiedCheckpoint:
-        """Read all of the newest commit and compare it with its checksums. No run may be at work.
-
-        Raises:
-            UserError: there is none, or it is in another format, or a run is in progress.
-            FinetuneError: its manifest is damaged.
-        """
+        """Read all of the newest commit and compare it with its checksums. No run may be at work."""
         with DirectoryLock([self.directory], patience=0):
             step = self.newest()
             if step is None:

@@ -11,8 +11,7 @@ from common.models.checkpoint.export import CheckpointWriter
 from fcdp.model.model import ClusterModel
 from fcdp.model.weights import gather_blocks, whole
 
-_SHARD_BYTES = 2_000_000_000
-"""Largest shard of an exported checkpoint. Rank 0 holds one."""
+_SHARD_BYTES = 2_000_000_000  # largest shard of an exported checkpoint. Rank 0 holds one.
 
 
 def export(model: ClusterModel, directory: Path, *, merge: bool, allow_nonfinite: bool, is_rank0: bool) -> None:
@@ -22,9 +21,6 @@ def export(model: ClusterModel, directory: Path, *, merge: bool, allow_nonfinite
         directory: shared by all nodes; files of the same names are replaced.
         merge: write the model with the adapters merged into it, too, in the folder :data:`MERGED` inside.
         allow_nonfinite: export tensors that hold a NaN or an infinity, too.
-
-    Raises:
-        FinetuneError: a tensor holds a NaN or an infinity; ``directory`` is as it was.
     """
     model.sharding.reshard()
     adapters = model.adapters

@@ -16,10 +16,6 @@ from common.store.sealed import read_sealed
 
 MANIFEST = "commit.json"
 FORMAT = 2
-"""Number of the format. Format 1, which had no number, was PyTorch's distributed checkpoint, whose index is a Python
-pickle."""
-_OLD_INDEX = ".metadata"
-
 PIECE_BYTES = 16 << 20
 """Bytes of the largest piece, unless a single row is larger. A rank that needs one of its rows reads all of it."""
 
@@ -29,22 +25,17 @@ class TensorPiece:
     """Consecutive rows of one tensor, in one file."""
 
     file: str
-    offset: int
-    """Offset of the first row in the file."""
-    start: int
-    """First row."""
-    stop: int
-    """Row after the last one."""
-    sum: int
-    """Checksum of its bytes by :func:`common.store.checksums.checksum`, from page 0."""
+    offset: int  # offset of the first row in the file
+    start: int  # first row
+    stop: int  # row after the last one
+    sum: int  # checksum of its bytes by :func:`common.store.checksums.checksum`, from page 0
 
 
 @dataclass(frozen=True)
 class SavedTensor:
     """A whole tensor, in pieces that follow each other."""
 
-    dtype: str
-    """Dtype as safetensors writes it: ``F32``."""
+    dtype: str  # dtype as safetensors writes it: ``F32``
     shape: tuple[int, ...]
     pieces: tuple[TensorPiece, ...]
 
@@ -63,8 +54,7 @@ class SavedFile:
     """A rank's safetensors file."""
 
     nbytes: int
-    header_nbytes: int
-    """Bytes of all that stands before the first tensor."""
+    header_nbytes: int  # bytes of all that stands before the first tensor
     header_sum: int
 
 
@@ -73,8 +63,7 @@ class Manifest:
     """All that a commit says about itself."""
 
     step: int
-    description: dict[str, Any]
-    """JSON of the trainer: which model it is, and what goes with the state."""
+    description: dict[str, Any]  # JSON of the trainer: which model it is, and what goes with the state
     files: dict[str, SavedFile]
     tensors: dict[str, SavedTensor]
 
@@ -97,11 +86,7 @@ class Manifest:
 
     @classmethod
     def from_dict(cls, content: dict[str, Any]) -> "Manifest":
-        """Read what :meth:`to_dict` has returned.
-
-        Raises:
-            ValueError, TypeError, KeyError, AttributeError: it describes no commit.
-        """
+        """Read what :meth:`to_dict` has returned."""
         files = {name: SavedFile(**_whole_numbers(file)) for name, file in content["files"].items()}
         tensors = {
             name: SavedTensor(
@@ -115,19 +100,15 @@ class Manifest:
 
     @classmethod
     def read(cls, folder: Path) -> "Manifest":
-        """Read the manifest of the commit in ``folder``.
-
-        Raises:
-            UserError: another format.
-            FinetuneError: it is damaged.
-        """
+        """Read the manifest of the commit in ``folder``."""
         content = read_sealed(folder / MANIFEST)
-        if content is None and (folder / _OLD_INDEX).exists():
-            raise UserError(_refusal(folder, "1, whose index is a Python pickle: reading one can run code"))
         if content is None:
             raise FinetuneError(f"{folder} has lost its {MANIFEST}: it is no commit any more.")
         if content.get("format") != FORMAT:
-            raise UserError(_refusal(folder, str(content.get("format"))))
+            raise UserError(
+                f"{folder} is a commit in format {content.get('format')}. This version of the program reads format "
+                f"{FORMAT}. Continue the run with the version that began it, or begin again with --overwrite."
+            )
         try:
             return cls.from_dict(content)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
@@ -137,15 +118,8 @@ class Manifest:
 
 
 def is_commit(folder: Path) -> bool:
-    """Return whether ``folder`` was committed, in any format."""
-    return (folder / MANIFEST).exists() or (folder / _OLD_INDEX).exists()
-
-
-def _refusal(folder: Path, version: str) -> str:
-    return (
-        f"{folder} is a commit in format {version}. This version of the program reads format {FORMAT}. Continue the "
-        "run with the version that began it, or begin again with --overwrite."
-    )
+    """Return whether ``folder`` was committed."""
+    return (folder / MANIFEST).exists()
 
 
 def _whole_numbers(content: dict[str, Any]) -> dict[str, int]:

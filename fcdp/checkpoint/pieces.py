@@ -22,10 +22,8 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 class Rows:
     """Consecutive rows of a tensor that this rank holds."""
 
-    first: int
-    """Row of the whole tensor that is the first of ``data``."""
-    data: torch.Tensor
-    """The rows, ``[rows, ...]``."""
+    first: int  # row of the whole tensor that is the first of ``data``
+    data: torch.Tensor  # the rows, ``[rows, ...]``
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -38,9 +36,6 @@ def write_rows(path: Path, named: Mapping[str, Rows]) -> tuple[SavedFile, dict[s
 
     Args:
         named: rows by name of the tensor; a piece at a time is copied to host memory.
-
-    Raises:
-        StoreError: the file system refused.
     """
     header = _header(named)
     pieces: dict[str, list[TensorPiece]] = {}
@@ -72,11 +67,7 @@ class Reader:
         self._seen: set[str] = set()
 
     def read(self, name: str, rows: Rows) -> None:
-        """Fill ``rows`` with the saved rows of tensor ``name``.
-
-        Raises:
-            StoreError: the bytes are not those that were written; names tensor, rows and file.
-        """
+        """Fill ``rows`` with the saved rows of tensor ``name``."""
         saved = self._manifest.tensors[name]
         start, stop = rows.first, rows.first + len(rows.data)
         for piece in saved.holding(start, stop):

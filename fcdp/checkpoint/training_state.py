@@ -17,10 +17,8 @@ class TrainingProgress:
     """How far a training has come."""
 
     step: int
-    skipped: int
-    """Steps that changed nothing, because loss or gradient were not finite."""
-    user_state: dict[str, Any]
-    """JSON that the caller has committed with the step."""
+    skipped: int  # steps that changed nothing, because loss or gradient were not finite
+    user_state: dict[str, Any]  # JSON that the caller has committed with the step
 
 
 class TrainingCheckpoints:
@@ -50,12 +48,7 @@ class TrainingCheckpoints:
         self._commits.save(progress.step, self.state(), description)
 
     def load(self) -> TrainingProgress:
-        """Read the newest commit, whatever number of ranks made it, into model and optimizer. Collective.
-
-        Raises:
-            UserError: there is none, or it is not of this model, dtype or format.
-            FinetuneError: it is damaged.
-        """
+        """Read the newest commit, whatever number of ranks made it, into model and optimizer. Collective."""
         manifest = self._commits.read_newest()
         if manifest is None:
             raise UserError(f"There is nothing to continue: no commit in {self._commits.directory}.")

@@ -54,10 +54,8 @@ class PendingGather(dist.Work):
 class CachedShard:
     """The part of a group that a rank caches: the cells of the ranks with its own place in blocks of ranks."""
 
-    block: int
-    """Number of ranks that together hold one copy of the parameters."""
-    entry: CacheEntry
-    """Memory for the cells."""
+    block: int  # number of ranks that together hold one copy of the parameters
+    entry: CacheEntry  # memory for the cells
     bits: Bits | None = None
     """Bits per element in which a secondary partition is cached and gathered; None: it is not quantised."""
     consumed: bool = True
@@ -89,12 +87,9 @@ class CachedShard:
 class GatherLevels:
     """The axes of a gather, slowest first."""
 
-    spread: Sequence[CommLevel]
-    """Axes from OS's scope to P's."""
-    gather: Sequence[CommLevel]
-    """Axes inside P's scope."""
-    secondary: Sequence[CommLevel]
-    """Axes inside the scope of the secondary partition."""
+    spread: Sequence[CommLevel]  # axes from OS's scope to P's
+    gather: Sequence[CommLevel]  # axes inside P's scope
+    secondary: Sequence[CommLevel]  # axes inside the scope of the secondary partition
 
 
 class StagedAllGather:

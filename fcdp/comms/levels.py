@@ -4,10 +4,9 @@ import functools
 from collections.abc import Sequence
 from typing import cast
 
-from fcdp.comms.flat_ring import FlatRing
 from fcdp.comms.ho_ring import HoRing
 from fcdp.comms.quantised import QuantisedLevel
-from fcdp.comms.rank_level import CommLevel, RankLevel
+from fcdp.comms.rank_level import CommLevel, FlatRing, RankLevel
 from fcdp.strategy.routes import Axis
 from fcdp.strategy.strategy import BITS, Format, Ring
 from fcdp.strategy.topology import Purpose, Topology

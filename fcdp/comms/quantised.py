@@ -22,10 +22,8 @@ from common.quantisation import BLOCK, Bits, dequantise, quantise, quantised_nby
 from fcdp.comms.rank_level import CommLevel, RankLevel, nothing
 from fcdp.comms.side_stream import SideStream
 
-PIECES = 4
-"""Most pieces that a cell is cut into: all but one of them overlap, and each costs a message to every peer."""
-SMALLEST_PIECE = 1 << 14
-"""Fewest elements of a piece, unless the cell is smaller."""
+PIECES = 4  # most pieces that a cell is cut into: all but one of them overlap, and each costs a message to every peer
+SMALLEST_PIECE = 1 << 14  # fewest elements of a piece, unless the cell is smaller
 
 
 class QuantisedLevel:

@@ -44,14 +44,10 @@ class MicroBatches:
 class ReduceLevels:
     """The axes of a reduction, fastest first."""
 
-    reduce: Sequence[CommLevel]
-    """Axes inside G's scope."""
-    finish: Sequence[CommLevel]
-    """Axes from G's scope to OS's."""
-    replicate: Sequence[CommLevel]
-    """Axes between the replicas of OS's shards."""
-    gather_back: Sequence[CommLevel]
-    """The axes of ``replicate``, slowest first, with process groups for gathers."""
+    reduce: Sequence[CommLevel]  # axes inside G's scope
+    finish: Sequence[CommLevel]  # axes from G's scope to OS's
+    replicate: Sequence[CommLevel]  # axes between the replicas of OS's shards
+    gather_back: Sequence[CommLevel]  # the axes of ``replicate``, slowest first, with process groups for gathers
 
 
 class StagedReduction:
@@ -161,11 +157,7 @@ def scatter(cells: torch.Tensor, levels: Sequence[CommLevel], average: bool) -> 
 
 
 def _is_average(op: Any) -> bool:
-    """Return whether ``op`` divides by the number of ranks; it is a sum otherwise.
-
-    Raises:
-        FinetuneError: it is neither a sum nor an average.
-    """
+    """Return whether ``op`` divides by the number of ranks; it is a sum otherwise."""
     if op == dist.ReduceOp.AVG:
         return True
     if op in (dist.ReduceOp.SUM, dist.ReduceOp.PREMUL_SUM):

@@ -17,8 +17,7 @@ from fcdp.strategy.topology import Topology
 from fuyou.model.loss.cross_entropy import targets_of
 from fuyou.model.loss.router_loss import RouterPass
 
-_FOR_THE_LOSS = {"targets", "labels", "counts"}
-"""What is made of a batch for the loss, and not given to the model."""
+_FOR_THE_LOSS = {"targets", "labels", "counts"}  # what is made of a batch for the loss, and not given to the model
 
 
 class Forward:
@@ -43,9 +42,6 @@ class Forward:
 
         Each micro-batch is on the device, and has besides its part of ``batch`` ``targets`` ``[rows, S]``, -100 where
         there is no label, and ``counts`` ``[rows, S]``, 1 for each token that is this rank's to count.
-
-        Raises:
-            UserError: fewer sequences than ranks, or documents that would see each other.
         """
         if restarts(batch.get("position_ids")):  # on all ranks alike, whichever of them has such rows
             self._model.family.check_documents(masked=False)

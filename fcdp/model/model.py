@@ -35,21 +35,15 @@ class ClusterModel:
     """A sharded model, and what is known of it."""
 
     config: PreTrainedConfig
-    checkpoint: Path | None
-    """Directory of the checkpoint that it comes from; None: weights are random."""
-    meta: PreTrainedModel
-    """The model on the meta device, neither sharded nor with adapters."""
+    checkpoint: Path | None  # directory of the checkpoint that it comes from; None: weights are random
+    meta: PreTrainedModel  # the model on the meta device, neither sharded nor with adapters
     family: Family
-    block_prefix: str
-    """Name of the list of blocks."""
-    module: Any
-    """The model that is trained: FSDP2's, with adapters, its weights not yet read."""
+    block_prefix: str  # name of the list of blocks
+    module: Any  # the model that is trained: FSDP2's, with adapters, its weights not yet read
     adapters: Adapters | None
     source: WeightSource
-    dtype: torch.dtype
-    """Dtype in which blocks compute."""
-    router_loss: RouterLoss | None
-    """What the loss has beside cross entropy; None: nothing."""
+    dtype: torch.dtype  # dtype in which blocks compute
+    router_loss: RouterLoss | None  # what the loss has beside cross entropy; None: nothing
 
     @classmethod
     def open(
@@ -66,9 +60,6 @@ class ClusterModel:
             model: checkpoint directory or a preset's name.
             peft_config: adapters to train instead of the weights; None: the weights are trained.
             saved: adapters of this configuration to begin with.
-
-        Raises:
-            UserError, FinetuneError: on every rank whose files are not what they should be.
         """
         dtype = DTYPES[options.dtype]
         config, checkpoint = load_config(model)

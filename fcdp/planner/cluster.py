@@ -1,8 +1,9 @@
 """The cluster that a plan is for: a preset with its sources (``configs/clusters``), or a profile that was measured."""
 
+import itertools
 import json
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,9 @@ from typing import Any
 from common.errors import UserError, did_you_mean
 from common.files.presets import preset_files
 from common.units import parse_bytes
-from fcdp.planner.node_order import node_order, nodes_per_switch
 from fcdp.planner.rates import AlphaBeta, CollectiveRates, Link, MeasuredRates
 from fcdp.strategy.mesh import Levels
+from fcdp.strategy.strategy import StrategyMeshes
 
 
 @dataclass(frozen=True)
@@ -22,14 +23,10 @@ class Cluster:
     name: str
     title: str
     levels: Levels
-    device_memory_bytes: int
-    """Memory of one device."""
-    host_memory_bytes: int
-    """Host memory of one node."""
-    flops_per_second: float
-    """FLOPs per second that training reaches on one device while nothing waits for the network."""
-    memory_bytes_per_second: float
-    """Bandwidth of the device's own memory, which bounds an optimizer step."""
+    device_memory_bytes: int  # memory of one device
+    host_memory_bytes: int  # host memory of one node
+    flops_per_second: float  # FLOPs per second that training reaches on one device while nothing waits for the network
+    memory_bytes_per_second: float  # bandwidth of the device's own memory, which bounds an optimizer step
     host_link_bytes_per_second: float
     """Bandwidth of one device to host memory or from it, while all devices of the node copy."""
     rates: CollectiveRates
@@ -37,14 +34,10 @@ class Cluster:
     """Whether devices compute while they communicate. Where the CPU computes they do not: it moves the data as well,
     and FSDP2 waits for every reduction."""
     leaf_of_node: tuple[int, ...] | None = None
-    """Leaf switch of each node, where known; see :mod:`fcdp.planner.node_order`."""
+    """Leaf switch of each node, where known."""
 
     def resized(self, levels: Levels) -> "Cluster":
-        """Return the same hardware with other numbers of ranks and nodes.
-
-        Raises:
-            UserError: another number of levels, or of ranks per node: a node's links are shared by its ranks.
-        """
+        """Return the same hardware with other numbers of ranks and nodes."""
         if levels == self.levels:
             return self
         if not isinstance(self.rates, AlphaBeta):
@@ -67,11 +60,7 @@ def cluster_names() -> list[str]:
 
 
 def load_cluster(name: str) -> Cluster:
-    """Return the cluster called ``name``: a preset, a file written like one (``.toml``), or a profile's file.
-
-    Raises:
-        UserError: no such preset or file.
-    """
+    """Return the cluster called ``name``: a preset, a file written like one (``.toml``), or a profile's file."""
     presets = preset_files("clusters")
     if name in presets:
         return _read_preset(name, tomllib.loads(presets[name].read_text(encoding="utf-8")))
@@ -143,3 +132,52 @@ def _read_profile(path: Path) -> Cluster:
         )
     except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
         raise UserError(f"{path} is not a cluster's profile: {type(error).__name__}: {error}.") from error
+
+
+def node_order(leaf_of_node: Sequence[Hashable], group: int) -> list[int]:
+    """Return node indices in the order in which to number them: whole groups of every leaf first, then what is left
+    over. Node 0, where ranks meet and rank 0 is, stays the first: its group leads the others, and it leads its group.
+
+    Args:
+        leaf_of_node: the leaf switch of each node.
+        group: s^1, nodes in a group.
+    """
+    if group < 1 or len(leaf_of_node) % group:
+        raise UserError(f"{len(leaf_of_node)} nodes are no whole number of groups of {group}.")
+    by_leaf: dict[Hashable, list[int]] = {}
+    for node, leaf in enumerate(leaf_of_node):
+        by_leaf.setdefault(leaf, []).append(node)
+    whole: list[int] = []
+    rest: list[list[int]] = []
+    for nodes in by_leaf.values():
+        kept = len(nodes) // group * group
+        whole += nodes[:kept]
+        rest.append(nodes[kept:])
+    # The largest remainders first: each takes in as few others as it can to make a group.
+    rest.sort(key=len, reverse=True)
+    order = whole + [node for nodes in rest for node in nodes]
+    first = order.index(0) // group * group
+    leading = order[first : first + group]
+    return [0, *(node for node in leading if node), *order[:first], *order[first + group :]]
+
+
+def nodes_per_switch(leaves: Sequence[Hashable]) -> int | None:
+    """Return how many nodes each leaf switch has, if nodes are numbered switch by switch and all have as many; else
+    None. It is what the scope ``switch`` stands for.
+
+    Args:
+        leaves: the leaf switch of each node, in order.
+    """
+    runs = [len(list(run)) for _, run in itertools.groupby(leaves)]
+    return runs[0] if len(set(runs)) == 1 and len(runs) == len(set(leaves)) else None
+
+
+def groups_across_leaves(order: Sequence[int], leaf_of_node: Sequence[Hashable], group: int) -> int:
+    """Return how many groups of an order have nodes under more than one leaf switch."""
+    starts = range(0, len(order), group)
+    return sum(len({leaf_of_node[node] for node in order[start : start + group]}) > 1 for start in starts)
+
+
+def group_of(layout: StrategyMeshes) -> int:
+    """Return the nodes of the smallest group that crosses nodes, which communicates most often; 1 if none does."""
+    return min((mesh.nodes for mesh in (layout.p, layout.g, layout.os) if mesh.nodes > 1), default=1)

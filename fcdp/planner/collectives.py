@@ -32,15 +32,12 @@ BYTES_PER_ELEMENT: dict[Format, float] = {
 class Collective:
     """One kind of collective of a step. Every rank of the cluster is in one group of it."""
 
-    purpose: str
-    """Description for people: ``gather P, forward``."""
+    purpose: str  # description for people: ``gather P, forward``
     operation: Operation
-    mesh: Mesh
-    """Ranks of the group by level."""
+    mesh: Mesh  # ranks of the group by level
     nbytes: float
     """Bytes of the whole buffer, of all units together: what a gather ends with, or a reduction begins with."""
-    times: int
-    """Number of runs per step."""
+    times: int  # number of runs per step
     phase: Phase
     ring: Ring
 
@@ -79,9 +76,6 @@ def step_collectives(layout: StrategyMeshes, workload: Workload, *, select_and_d
         select_and_drop: communicate as AMSP does (IV-C, equations for T_p, T_g and T_os), whose ranks hold whole
             tensors of optimizer states: all-reduces of G of which each rank keeps its part, and broadcasts of new P.
             Otherwise G is reduce-scattered over the scope of OS and all-reduced over its replicas, and P gathered.
-
-    Raises:
-        UserError: AMSP's way where G is sharded neither as P nor as OS.
     """
     strategy, p, g, os = layout.strategy, layout.p, layout.g, layout.os
     world, s = layout.levels.whole, workload.micro_batches

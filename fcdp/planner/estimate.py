@@ -18,18 +18,13 @@ class Estimate:
     """The cost of one strategy on one cluster with one workload."""
 
     layout: StrategyMeshes
-    checkpointing: bool
-    """Whether blocks keep only their inputs and are computed again in the backward pass."""
+    checkpointing: bool  # whether blocks keep only their inputs and are computed again in the backward pass
     memory: Memory
     collectives: tuple[Collective, ...]
-    seconds: tuple[float, ...]
-    """Seconds of each collective, per step."""
-    inter_node_bytes: float
-    """Bytes that a node sends to others per step."""
-    intra_node_bytes: float
-    """Bytes that the ranks of a node send to each other per step."""
-    compute_seconds: float
-    """Seconds of computing per step, without waiting for anything."""
+    seconds: tuple[float, ...]  # seconds of each collective, per step
+    inter_node_bytes: float  # bytes that a node sends to others per step
+    intra_node_bytes: float  # bytes that the ranks of a node send to each other per step
+    compute_seconds: float  # seconds of computing per step, without waiting for anything
     step_seconds: float
     fits: bool
 
@@ -150,10 +145,8 @@ class _Step:
 
     forward: float
     """Seconds of computing in the forward pass of one micro-batch."""
-    backward: float
-    """Seconds of computing in the backward pass of one micro-batch."""
-    copies: float
-    """Seconds of host copies in one forward, and in one backward."""
+    backward: float  # seconds of computing in the backward pass of one micro-batch
+    copies: float  # seconds of host copies in one forward, and in one backward
     pieces: int
     """Number of units in which parameters and gradients are sent. The first gather and the last reduction of a pass
     have no computing beside them."""

@@ -25,22 +25,14 @@ ADAPTIVE_THRESHOLD = 0.9
 class Memory:
     """Bytes that a layout takes."""
 
-    parameters: float
-    """P's shards on a device."""
-    secondary: float
-    """The secondary partition on a device."""
-    gradients: float
-    """G's shards on a device."""
-    optimizer: float
-    """OS's shards on a device."""
-    activations: float
-    """Activations of a micro-batch on a device."""
-    working: float
-    """Gathered blocks, whole gradients of one, and what the runtime takes."""
-    host: float
-    """Cached shards in the memory of one node."""
-    cached: float
-    """Cached shards of one device, in host memory."""
+    parameters: float  # P's shards on a device
+    secondary: float  # the secondary partition on a device
+    gradients: float  # G's shards on a device
+    optimizer: float  # OS's shards on a device
+    activations: float  # activations of a micro-batch on a device
+    working: float  # gathered blocks, whole gradients of one, and what the runtime takes
+    host: float  # cached shards in the memory of one node
+    cached: float  # cached shards of one device, in host memory
 
     @property
     def states(self) -> float:

@@ -54,10 +54,8 @@ class ComputeRates:
     flops_per_second: float
     """FLOPs per second of forward and backward with recomputation, in the model's shapes, head and embedding
     included."""
-    memory_bytes_per_second: float
-    """Bytes per second of AdamW, by the bytes that the planner counts for it."""
-    host_link_bytes_per_second: float
-    """Bytes per second between device and host, in the slower direction."""
+    memory_bytes_per_second: float  # bytes per second of AdamW, by the bytes that the planner counts for it
+    host_link_bytes_per_second: float  # bytes per second between device and host, in the slower direction
 
 
 def profile_cluster(

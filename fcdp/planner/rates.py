@@ -29,8 +29,7 @@ class Link:
 
     bytes_per_second: float
     """Bandwidth of one rank, one way, while all ranks send: a node's network cards divided by its ranks."""
-    latency_seconds: float
-    """Latency of one step of a ring."""
+    latency_seconds: float  # latency of one step of a ring
 
 
 @dataclass(frozen=True)
@@ -38,10 +37,8 @@ class AlphaBeta:
     """Times of the form alpha + beta n, level by level (AMSP IV-A; the steps of a ring by level as in NCCL's own model,
     tuning.cc)."""
 
-    links: tuple[Link, ...]
-    """Links by level, fastest first."""
-    start_seconds: float = 0.0
-    """Time of launching a collective on one level."""
+    links: tuple[Link, ...]  # links by level, fastest first
+    start_seconds: float = 0.0  # time of launching a collective on one level
 
     def seconds(self, operation: Operation, mesh: Mesh, nbytes: float, ring: Ring) -> float:
         """See :class:`CollectiveRates`. All-reduce: reduce-scatter and all-gather, or a tree if faster."""
@@ -99,12 +96,9 @@ class CollectiveTiming:
 
     operation: Operation
     ring: Ring
-    mesh: tuple[int, ...]
-    """Extents of the mesh by level."""
-    nbytes: int
-    """Bytes of the whole buffer."""
-    seconds: float
-    """Median of the seconds taken, while all groups of the cluster did the same."""
+    mesh: tuple[int, ...]  # extents of the mesh by level
+    nbytes: int  # bytes of the whole buffer
+    seconds: float  # median of the seconds taken, while all groups of the cluster did the same
 
 
 class MeasuredRates:
@@ -112,9 +106,6 @@ class MeasuredRates:
 
     Between two sizes the effective bandwidth is interpolated over the logarithm of the size; a smaller buffer than any
     measured takes as long as the smallest; a larger one has the bandwidth of the largest.
-
-    Raises:
-        UserError: no measurements, or one without bytes or time.
     """
 
     def __init__(self, timings: Iterable[CollectiveTiming]):
@@ -131,11 +122,7 @@ class MeasuredRates:
             raise UserError("A cluster's profile has no measurements of collectives in it.")
 
     def seconds(self, operation: Operation, mesh: Mesh, nbytes: float, ring: Ring) -> float:
-        """See :class:`CollectiveRates`.
-
-        Raises:
-            UserError: nothing was measured on this mesh.
-        """
+        """See :class:`CollectiveRates`."""
         if mesh.shards == 1 or not nbytes:
             return 0.0
         points = self._by_kind.get((operation, ring, mesh.extents))

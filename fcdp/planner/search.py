@@ -17,8 +17,7 @@ from fcdp.strategy.strategy import Strategy, StrategyMeshes, Tier
 
 Objective = Literal["step", "communication"]
 
-SAME = 0.01
-"""Part by which times may differ and still count as equal, as far as a model of them can tell."""
+SAME = 0.01  # part by which times may differ and still count as equal, as far as a model of them can tell
 
 
 @dataclass(frozen=True)
@@ -26,8 +25,7 @@ class StrategyPlan:
     """All strategies with their costs, the best first."""
 
     estimates: tuple[Estimate, ...]
-    choice: Estimate | None
-    """The best strategy that fits and changes no arithmetic. None: nothing fits."""
+    choice: Estimate | None  # the best strategy that fits and changes no arithmetic. None: nothing fits.
 
     def as_dict(self) -> dict[str, Any]:
         """Return the plan for JSON."""

@@ -16,36 +16,24 @@ from fcdp.grouping import find_units, whole_units
 class Workload:
     """A training step of one rank: ``micro_batches`` times ``micro_batch`` sequences of ``seq_len`` tokens."""
 
-    parameters: float
-    """Number of all parameters, tied ones counted once: Psi."""
-    trainable: float
-    """Number of parameters that have gradients and optimizer states: Psi'."""
-    blocks: int
-    """Number of transformer blocks, which are gathered, reduced and checkpointed one by one."""
-    block_activation_bytes: float = 0.0
-    """Bytes saved for the backward pass per token and block."""
-    hidden_bytes: float = 0.0
-    """Bytes of a block's input per token, which checkpointing keeps."""
-    logits_bytes: float = 0.0
-    """Bytes of the loss per token: logits as they come, in fp32, and their gradient."""
+    parameters: float  # number of all parameters, tied ones counted once: Psi
+    trainable: float  # number of parameters that have gradients and optimizer states: Psi'
+    blocks: int  # number of transformer blocks, which are gathered, reduced and checkpointed one by one
+    block_activation_bytes: float = 0.0  # bytes saved for the backward pass per token and block
+    hidden_bytes: float = 0.0  # bytes of a block's input per token, which checkpointing keeps
+    logits_bytes: float = 0.0  # bytes of the loss per token: logits as they come, in fp32, and their gradient
     forward_flops_per_token: float = 0.0
     """FLOPs of the forward pass per token."""
-    weight_flops_per_token: float = 0.0
-    """FLOPs of the gradients of trainable weights per token."""
+    weight_flops_per_token: float = 0.0  # FLOPs of the gradients of trainable weights per token
     seq_len: int = 1
-    micro_batch: int = 1
-    """Sequences that a rank computes at once."""
+    micro_batch: int = 1  # sequences that a rank computes at once
     kept_gathered: float = 0.0
     """Parameters that stay gathered from forward to backward because the backward begins with them: head and final
     norm."""
-    compute_bytes: float = 2.0
-    """Bytes of one parameter as it is gathered, where that is not quantised."""
-    gradient_bytes: float = 2.0
-    """Bytes of one gradient as it is reduced, where that is not quantised."""
-    micro_batches: int = 1
-    """Number of micro-batches that accumulate before the optimizer steps: s in PaRO, M in AMSP."""
-    sum_bytes: float = 4.0
-    """Bytes of one gradient that is a sum over micro-batches: fp32. The papers' tables have 2."""
+    compute_bytes: float = 2.0  # bytes of one parameter as it is gathered, where that is not quantised
+    gradient_bytes: float = 2.0  # bytes of one gradient as it is reduced, where that is not quantised
+    micro_batches: int = 1  # number of micro-batches that accumulate before the optimizer steps: s in PaRO, M in AMSP
+    sum_bytes: float = 4.0  # bytes of one gradient that is a sum over micro-batches: fp32. The papers' tables have 2.
 
     def __post_init__(self) -> None:
         if not 0 < self.trainable <= self.parameters:

@@ -39,11 +39,7 @@ class Levels:
 
     @classmethod
     def parse(cls, text: str) -> "Levels":
-        """Read ``"8,128"``, or ``"2,4,16"``: two dies in a GPU, four GPUs in a node, sixteen nodes.
-
-        Raises:
-            UserError: the text is no such list.
-        """
+        """Read ``"8,128"``, or ``"2,4,16"``: two dies in a GPU, four GPUs in a node, sixteen nodes."""
         if not re.fullmatch(r"\s*\d+(\s*,\s*\d+)+\s*", text):
             raise UserError(
                 f"{text!r} is no list of levels. Write ranks per node and nodes (8,128), or 2,4,16 and so on."
@@ -121,11 +117,7 @@ class Scope:
 
     @classmethod
     def parse(cls, text: str) -> "Scope":
-        """Read a scope; letters and names in any case.
-
-        Raises:
-            UserError: the text is no scope.
-        """
+        """Read a scope; letters and names in any case."""
         word = text.strip().lower()
         if word in _SYMBOLS:
             return cls(_SYMBOLS[word])
@@ -157,11 +149,7 @@ class Scope:
         return mine[0] < theirs[0] or mine[1] < theirs[1]
 
     def on(self, levels: Levels) -> Mesh:
-        """Return the mesh that the scope is on a cluster.
-
-        Raises:
-            UserError: it breaks one of the rules by which AMSP (V-B, equations 5 to 7) keeps to useful meshes.
-        """
+        """Return the mesh that the scope is on a cluster."""
         ones = (1,) * len(levels.sizes)
         if self.text == "N":
             return Mesh(ones)

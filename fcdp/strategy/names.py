@@ -8,8 +8,7 @@ from common.errors import UserError, did_you_mean
 from fcdp.strategy.mesh import Scope
 from fcdp.strategy.strategy import Ring, Strategy, Tier, WireFormats
 
-AUTO = "auto"
-"""The name that leaves the choice to the planner."""
+AUTO = "auto"  # the name that leaves the choice to the planner
 
 
 def _letters(scopes: str, name: str, *, ring: Ring = "flat", cache: Tier | None = None) -> Strategy:
@@ -32,6 +31,7 @@ def _paro() -> list[str]:
     return [p + g + os for p, g, os in product("NIG", repeat=3) if max(map("NIG".index, (p, g))) <= "NIG".index(os)]
 
 
+ALIASES = {"hsdp": "mics", "hybrid": "mics"}  # FSDP's hybrid sharding, under its two names
 PARO = tuple(_paro())
 """Scopes of P, G and OS, ``NNN`` to ``GGG``, in the order of PaRO's table 1 up to its grouping by P."""
 
@@ -42,10 +42,7 @@ def _presets() -> dict[str, Strategy]:
         _letters("NNG", "zero1"),
         _letters("NGG", "zero2"),
         _letters("GGG", "zero3"),
-        # One point of the space under three names: MiCS, FSDP's hybrid sharding, and what ``fully_shard`` calls that.
         _letters("III", "mics", ring="hierarchical"),
-        _letters("III", "hsdp", ring="hierarchical"),
-        _letters("III", "hybrid", ring="hierarchical"),
         # ZeRO++ (ZeRO-topo III-C): int8 gathers, a secondary partition in the node, int4 all-to-all reductions.
         Strategy(
             "zero++",
@@ -72,8 +69,7 @@ def _presets() -> dict[str, Strategy]:
     return {strategy.name: strategy for strategy in everything}
 
 
-PRESETS = _presets()
-"""Strategies by name. Those that quantise have a twin that does not, with ``-exact`` appended."""
+PRESETS = _presets()  # strategies by name. Those that quantise have a twin that does not, with ``-exact`` appended.
 PRESETS |= {
     exact.name: exact
     for exact in (strategy.without_quantisation() for strategy in PRESETS.values())
@@ -89,11 +85,9 @@ def parse_strategy(text: str) -> Strategy:
             ``pair/node/cluster``). To scopes, ``+device``, ``+host`` or ``+adaptive`` adds the tier of the cache, and
             ``+second`` a secondary partition over the node, ``+second=pair``, ``+second=2`` or ``+second=2x1`` one
             over so many of its ranks. ``auto`` is for :mod:`fcdp.planner` to answer.
-
-    Raises:
-        UserError: no such strategy, or one that breaks a rule.
     """
     name = text.strip().lower()
+    name = ALIASES.get(name, name)
     if name in PRESETS:
         return PRESETS[name]
     scopes, *extras = name.split("+")
@@ -120,7 +114,7 @@ def parse_strategy(text: str) -> Strategy:
 
 
 def _unknown(text: str) -> str:
-    hint = did_you_mean(text.strip().lower(), [*PRESETS, AUTO])
+    hint = did_you_mean(text.strip().lower(), [*PRESETS, *ALIASES, AUTO])
     return (
         f"There is no strategy {text!r}.{hint} Name one ({', '.join(n for n in PRESETS if not n.startswith('paro-'))}, "
         f"paro-nnn to paro-ggg, {AUTO}), or write P/G/OS: I/G/G, 4x1/4x1/8x1."

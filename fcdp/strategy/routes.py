@@ -61,18 +61,14 @@ class Routes:
     """The axes of a layout's collectives, fastest first: reductions follow them, gathers go the other way."""
 
     layout: StrategyMeshes
-    gather: tuple[Axis, ...]
-    """Axes along which P is gathered from its shards, at every use."""
+    gather: tuple[Axis, ...]  # axes along which P is gathered from its shards, at every use
     spread: tuple[Axis, ...]
     """Axes along which new values go from OS's ranks to P's shards, at the first use after each step."""
     secondary: tuple[Axis, ...]
     """Axes along which P is gathered from the secondary partition, in the backward pass; empty: there is none."""
-    reduce: tuple[Axis, ...]
-    """Axes along which G is reduced over its scope, by every micro-batch."""
-    finish: tuple[Axis, ...]
-    """Axes along which G is reduced to OS's scope, once per step."""
-    replicate: tuple[Axis, ...]
-    """Axes along which G is reduced over the replicas of OS's shards, once per step."""
+    reduce: tuple[Axis, ...]  # axes along which G is reduced over its scope, by every micro-batch
+    finish: tuple[Axis, ...]  # axes along which G is reduced to OS's scope, once per step
+    replicate: tuple[Axis, ...]  # axes along which G is reduced over the replicas of OS's shards, once per step
 
     @classmethod
     def of(cls, layout: StrategyMeshes) -> "Routes":

@@ -36,12 +36,9 @@ class WireFormats:
     """Formats on the network. Anything but bf16 is quantised in blocks, with a scale for each
     (``common.quantisation``)."""
 
-    gather: Format = "bf16"
-    """Format of P as it is gathered over its scope."""
-    secondary: Format = "bf16"
-    """Format in which the secondary partition of P is kept and gathered."""
-    reduce: Format = "bf16"
-    """Format of G as it is reduced over its scope by every micro-batch."""
+    gather: Format = "bf16"  # format of P as it is gathered over its scope
+    secondary: Format = "bf16"  # format in which the secondary partition of P is kept and gathered
+    reduce: Format = "bf16"  # format of G as it is reduced over its scope by every micro-batch
 
     @property
     def exact(self) -> bool:
@@ -51,27 +48,19 @@ class WireFormats:
 
 @dataclass(frozen=True)
 class Strategy:
-    """A way to shard. Construction checks what can be checked without a cluster, :meth:`on` the rest.
-
-    Raises:
-        UserError: a dependency rule of the papers is broken; the message cites it.
-    """
+    """A way to shard. Construction checks what can be checked without a cluster, :meth:`on` the rest."""
 
     name: str
-    p: Scope
-    """Scope of parameters in compute precision."""
-    g: Scope
-    """Scope of gradients while micro-batches accumulate."""
-    os: Scope
-    """Scope of optimizer states and fp32 master weights."""
+    p: Scope  # scope of parameters in compute precision
+    g: Scope  # scope of gradients while micro-batches accumulate
+    os: Scope  # scope of optimizer states and fp32 master weights
     secondary: Scope | None = None
     """Scope of a secondary partition of P, which each forward pass fills and its backward pass gathers; None: there is
     none."""
     cache: Tier | None = None
     """Tier of the secondary partition, or else of P's own shards where OS's scope is wider. None: device if there is
     any such cache, none otherwise."""
-    precision: WireFormats = WireFormats()
-    """Formats in which tensors are sent."""
+    precision: WireFormats = WireFormats()  # formats in which tensors are sent
     ring: Ring = "flat"
 
     def __post_init__(self) -> None:
@@ -102,11 +91,7 @@ class Strategy:
         return "".join(parts) if all(len(part) == 1 for part in parts) else "/".join(parts)
 
     def on(self, levels: Levels) -> "StrategyMeshes":
-        """Return the strategy's meshes on a cluster.
-
-        Raises:
-            UserError: it breaks a rule there.
-        """
+        """Return the strategy's meshes on a cluster."""
         p, g, os = self.p.on(levels), self.g.on(levels), self.os.on(levels)
         _check_order(self, not os.holds(p), not os.holds(g), not g.holds(p))
         secondary = None if self.secondary is None else self.secondary.on(levels)
@@ -135,8 +120,7 @@ class StrategyMeshes:
     g: Mesh
     os: Mesh
     secondary: Mesh | None
-    cache: Tier
-    """Tier of the cache; ``none`` where nothing is cached on this cluster."""
+    cache: Tier  # tier of the cache; ``none`` where nothing is cached on this cluster
 
     @property
     def p_in_cache(self) -> bool:

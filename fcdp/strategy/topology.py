@@ -10,6 +10,7 @@ import itertools
 import os
 import socket
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -20,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from common.communication.object_collectives import all_gather_object
 from common.communication.timeouts import timeout_of
 from common.errors import FinetuneError, UserError
-from fcdp.strategy.links import linked_gpus
+from common.hardware.machine import nvlink_peers
 from fcdp.strategy.mesh import Levels
 from fcdp.strategy.routes import Axis
 
@@ -31,10 +32,8 @@ Purpose = Literal["gather", "reduce"]
 class LevelGroups:
     """One process group for each level. A level of one rank has none: nothing is ever sent there."""
 
-    intra_node: dist.ProcessGroup | None
-    """The ranks of this node."""
-    inter_node: dist.ProcessGroup | None
-    """The ranks with this rank's place in the other nodes."""
+    intra_node: dist.ProcessGroup | None  # the ranks of this node
+    inter_node: dist.ProcessGroup | None  # the ranks with this rank's place in the other nodes
 
 
 class Topology:
@@ -52,9 +51,6 @@ class Topology:
         levels: ranks by level where there are levels inside the nodes: ``Levels((2, 4, 16))`` is 16 nodes of four
             pairs.
         mesh: one-dimensional mesh of the ranks that take part, node by node; None: all ranks of the process group.
-
-    Raises:
-        UserError: the process group is not initialised, the numbers do not multiply to its size, or ranks disagree.
     """
 
     def __init__(
@@ -84,15 +80,12 @@ class Topology:
             )
         self.nodes = nodes
         self.ranks_per_node = ranks_per_node
-        self.world_size = world
-        """Number of ranks that take part."""
-        self.rank = rank
-        """This rank's place among those that take part."""
+        self.world_size = world  # number of ranks that take part
+        self.rank = rank  # this rank's place among those that take part
         self.node, self.local_rank = divmod(rank, ranks_per_node)
         self.mesh: DeviceMesh = mesh or init_device_mesh(self.device.type, (world,), mesh_dim_names=("world",))
         """The ranks that take part, in one dimension: what FSDP2 shards over."""
-        self.ranks: list[int] = dist.get_process_group_ranks(group)
-        """Global ranks, by place."""
+        self.ranks: list[int] = dist.get_process_group_ranks(group)  # global ranks, by place
         self._groups: dict[tuple[Axis, Purpose], dist.ProcessGroup] | None = {}
         self._meshes: dict[int, DeviceMesh] = {world: self.mesh}
         _open.add(self)
@@ -110,11 +103,8 @@ class Topology:
         Args:
             device: this rank's compute device; None: as :class:`Topology` chooses.
             levels: None: pairs (or larger groups) of GPUs inside the nodes that NVLink connects are found where there
-                are any; see :mod:`fcdp.strategy.links`.
+                are any; see :func:`linked_gpus`.
             nodes_per_switch: consecutive nodes under one leaf switch, for the scope ``switch``; None: it is not known.
-
-        Raises:
-            UserError: LOCAL_WORLD_SIZE is missing, or nodes have different numbers of ranks.
         """
         _need_process_group()
         if "LOCAL_WORLD_SIZE" not in os.environ:
@@ -142,10 +132,6 @@ class Topology:
         Args:
             mesh: data-parallel mesh as ``fully_shard`` takes it, a part of a larger one or not: one dimension, or two,
                 of which the second shards and FSDP2 replicates over the first.
-
-        Raises:
-            UserError: the mesh has more dimensions, its ranks are not in rising order, or they do not lie node by node,
-                equally many on each.
         """
         _need_process_group()
         if mesh.ndim > 2:
@@ -175,11 +161,7 @@ class Topology:
         return cls(len(runs), runs[0], mesh=mesh)
 
     def group(self, axis: Axis, purpose: Purpose) -> dist.ProcessGroup:
-        """Return this rank's process group on ``axis``. Collective on the axis when asked for the first time.
-
-        Raises:
-            FinetuneError: the topology has been closed.
-        """
+        """Return this rank's process group on ``axis``. Collective on the axis when asked for the first time."""
         if self._groups is None:
             raise FinetuneError("This Topology has been closed: what was sharded with it can no longer communicate.")
         found = self._groups.get((axis, purpose))
@@ -282,6 +264,36 @@ def _found_levels(nodes: int, ranks_per_node: int) -> Levels | None:
     if len(set(found)) > 1 or found[0] == 1:
         return None
     return Levels((found[0], ranks_per_node // found[0], nodes))
+
+
+def linked_gpus(count: int) -> int:
+    """Return how many GPUs form a group inside a node; 1 where there are no groups, one for all, or unequal ones.
+
+    Args:
+        count: GPUs that ranks use, the first ones of this machine.
+    """
+    peers = nvlink_peers()
+    if len(peers) < count:
+        return 1
+    return group_size([{peer for peer in linked if peer < count} for linked in peers[:count]])
+
+
+def group_size(peers: Sequence[set[int]]) -> int:
+    """Return the size of groups, if consecutive GPUs form equal groups and every GPU is linked to its whole group and
+    to nothing else; else 1. GPUs that are all linked to all form no level of their own.
+
+    Args:
+        peers: for each GPU, the GPUs that it is linked to.
+    """
+    count = len(peers)
+    size = len(peers[0]) + 1 if peers else 1
+    if size == count or count % size:
+        return 1
+    for index, linked in enumerate(peers):
+        first = index - index % size
+        if linked != set(range(first, first + size)) - {index}:
+            return 1
+    return size
 
 
 _open: "weakref.WeakSet[Topology]" = weakref.WeakSet()

@@ -17,7 +17,7 @@ from cli.options.settings import Settings
 from common.errors import UserError
 from common.units import counted
 from fcdp.planner import load_cluster
-from fcdp.planner.node_order import group_of, groups_across_leaves, node_order, nodes_per_switch
+from fcdp.planner.cluster import group_of, groups_across_leaves, node_order, nodes_per_switch
 from fcdp.strategy.mesh import Levels
 from fcdp.strategy.names import AUTO, parse_strategy
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from torch import nn
 
-from fcdp.cache.policy import CachedGroup, all_cached, fit_into
+from fcdp.cache.placement import CachedGroup, all_cached, fit_into
 from fcdp.grouping import ParameterGroup
 from fcdp.strategy.mesh import Levels
 from fcdp.strategy.names import parse_strategy

@@ -7,8 +7,7 @@ import torch
 import torch.distributed as dist
 
 import fcdp
-from fcdp.comms.flat_ring import FlatRing
-from fcdp.comms.rank_level import RankLevel
+from fcdp.comms.rank_level import FlatRing, RankLevel
 from fcdp.strategy.mesh import Levels
 from fcdp.strategy.routes import Axis, axes_between
 from fcdp.traffic import Traffic

@@ -2,7 +2,7 @@
 
 import pytest
 
-from fcdp.strategy.links import group_size
+from fcdp.strategy.topology import group_size
 
 
 @pytest.mark.parametrize(("peers", "size"), [

@@ -76,10 +76,7 @@ def test_quantised_collectives_are_launched_in_one_order(pool: Pool, layout: tup
 def test_every_preset_is_among_them() -> None:
     recorded = {*TWO_LEVELS, *THREE_LEVELS, *QUANTISED.values(), *AMSP, *OVER_EIGHT}
     # amsp-30b is for 32 ranks or more.
-    assert {name for name in PRESETS if name not in recorded} == {"hsdp", "hybrid", "amsp-30b"}
-    same = PRESETS["mics"]
-    for name in ("hsdp", "hybrid"):  # other names of one point of the space
-        assert (PRESETS[name].scopes, PRESETS[name].ring, PRESETS[name].cache) == (same.scopes, same.ring, same.cache)
+    assert {name for name in PRESETS if name not in recorded} == {"amsp-30b"}
 
 
 def _launches() -> list[Launch]:
