@@ -1,6 +1,7 @@
 """One node: fine-tuning out of core, with its schedule, its optimizer process and its store."""
 
 import importlib
+import importlib.metadata
 from typing import TYPE_CHECKING, Any
 
 import common
@@ -13,6 +14,7 @@ if getattr(common, "PROJECT", None) != "fuyou":
     )
 
 if TYPE_CHECKING:
+    from common.errors import FinetuneError, UserError
     from fuyou.config import EngineConfig
     from fuyou.engine.engine import Engine
     from fuyou.engine.steps import EngineOutput
@@ -26,24 +28,34 @@ __all__ = [
     "Engine",
     "EngineConfig",
     "EngineOutput",
+    "FinetuneError",
     "NonFiniteLoss",
     "StepReport",
+    "UserError",
     "prove",
 ]
 
 _MODULES = {
-    "Engine": "engine.engine",
-    "EngineConfig": "config",
-    "EngineOutput": "engine.steps",
-    "ActivationPolicy": "model.recompute.policy",
-    "NonFiniteLoss": "optimizer.nonfinite",
-    "StepReport": "runtime.accounting",
-    "prove": "preflight.preflight",
+    "Engine": "fuyou.engine.engine",
+    "EngineConfig": "fuyou.config",
+    "EngineOutput": "fuyou.engine.steps",
+    "ActivationPolicy": "fuyou.model.recompute.policy",
+    "FinetuneError": "common.errors",
+    "NonFiniteLoss": "fuyou.optimizer.nonfinite",
+    "StepReport": "fuyou.runtime.accounting",
+    "UserError": "common.errors",
+    "prove": "fuyou.preflight.preflight",
 }
 
 
 def __getattr__(name: str) -> Any:
     """Import what is asked for: the optimizer process needs none of it, and transformers takes seconds to import."""
+    if name == "__version__":
+        return importlib.metadata.version("fuyou")
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"fuyou.{_MODULES[name]}"), name)
+    return getattr(importlib.import_module(_MODULES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, "__version__"})

@@ -119,6 +119,7 @@ class EngineConfig:
         return replace(self, **groups, **options)
 
     def __post_init__(self) -> None:
+        self._check_types()
         NonFinitePolicy(self.optimizer.on_nonfinite)
         check_max_grad_norm(self.optimizer.max_grad_norm)
         # Whatever has to be parsed is parsed here, so that mistakes come out before anything is opened.
@@ -137,6 +138,19 @@ class EngineConfig:
         for name, (value, good) in checks.items():
             if not good:
                 raise UserError(f"{name} must be positive, not {value}.")
+
+    def _check_types(self) -> None:
+        """Refuse values of types that would go unnoticed until the run is half open."""
+        adapters, shape, name = self.weights.adapters, self.memory.batch_shape, self.store.run_name
+        if isinstance(self.weights.trainable, str):
+            raise UserError(f"trainable takes a list of names: trainable=[{self.weights.trainable!r}].")
+        if adapters is not None and not isinstance(adapters, PeftConfig | AdapterOptions | str | os.PathLike):
+            raise UserError(f"adapters takes a peft configuration or a directory, not a {type(adapters).__name__}.")
+        pair = isinstance(shape, tuple | list) and len(shape) == 2
+        if shape is not None and not (pair and all(isinstance(size, int) and size > 0 for size in shape)):
+            raise UserError(f"batch_shape takes (sequences, tokens), two positive integers, not {shape!r}.")
+        if not name or "/" in name or name in (".", ".."):
+            raise UserError(f"run_name is the name of a folder in each directory of ssd, not {name!r}.")
 
     def check_clipping(self, ranks: int) -> None:
         """See whether gradients can be clipped as asked for.

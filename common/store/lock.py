@@ -68,10 +68,11 @@ def _lock(directory: Path, deadline: float) -> int:
                 return descriptor
             except BlockingIOError:
                 if time.monotonic() > deadline:
-                    raise UserError(
-                        f"{directory} is in use by another run{_owner(descriptor)}. Wait until that has ended, or take "
-                        "another directory."
-                    ) from None
+                    owner = _owner(descriptor)
+                    advice = "That is this process: close() what it has open there first"
+                    if str(os.getpid()) not in owner:
+                        advice = "Wait until that has ended, or take another directory"
+                    raise UserError(f"{directory} is in use by another run{owner}. {advice}.") from None
                 time.sleep(0.02)
             except OSError as error:
                 if error.errno not in _UNSUPPORTED or not stat.S_ISDIR(os.fstat(descriptor).st_mode):

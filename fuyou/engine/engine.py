@@ -72,6 +72,8 @@ class Engine(EngineFigures):
         if config is not None and options:
             raise TypeError(f"Engine takes a config or options by name, not both: {', '.join(options)}")
         config = config or EngineConfig.of(**options)
+        if not isinstance(model, str | os.PathLike | PreTrainedConfig):
+            raise UserError(f"Engine takes a checkpoint's directory or a configuration, not a {type(model).__name__}.")
         self.lr = config.optimizer.lr
         self._model, self._asked = model, config
         run = OpenRun(model, config)

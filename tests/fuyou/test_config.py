@@ -5,6 +5,7 @@ import inspect
 from pathlib import Path
 
 import pytest
+import torch
 
 import fuyou
 from common.errors import UserError
@@ -72,6 +73,13 @@ def test_unknown_and_missing_options_are_those_of_the_engine() -> None:
         ({"lr": -1.0}, "lr must be a finite number"),
         ({"clip_by": "luck"}, "clip_by must be auto, deferral or speculation"),
         ({"on_nonfinite": "hope"}, "on_nonfinite is stop or skip"),
+        ({"dtype": torch.float32}, "dtype must be bf16 or fp32, not torch.float32"),
+        ({"adapters": {"r": 8}}, "adapters takes a peft configuration or a directory, not a dict"),
+        ({"trainable": "model.*"}, r"trainable takes a list of names: trainable=\['model"),
+        ({"batch_shape": "4,32"}, "batch_shape takes .sequences, tokens., two positive integers, not '4,32'"),
+        ({"batch_shape": (0, 32)}, "batch_shape takes"),
+        ({"run_name": "a/b"}, "run_name is the name of a folder in each directory of ssd, not 'a/b'"),
+        ({"run_name": ".."}, "run_name"),
     ],
 )
 def test_impossible_values_are_refused_before_anything_is_opened(options: dict, message: str) -> None:
@@ -82,3 +90,15 @@ def test_impossible_values_are_refused_before_anything_is_opened(options: dict, 
 def test_the_engine_names_every_option() -> None:
     documented = inspect.getdoc(fuyou.Engine) or ""
     assert not [name for name in OPTION_NAMES if f"``{name}``" not in documented]
+
+
+def test_the_package_shows_what_it_has() -> None:
+    assert {*fuyou.__all__, "__version__"} <= set(dir(fuyou))
+    assert all(hasattr(fuyou, name) for name in fuyou.__all__)
+    assert fuyou.UserError is UserError
+    assert fuyou.__version__[0].isdigit()
+
+
+def test_a_model_object_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="takes a checkpoint's directory or a configuration, not a Linear"):
+        fuyou.Engine(torch.nn.Linear(1, 1), ssd=[tmp_path])  # type: ignore[arg-type]
