@@ -12,15 +12,11 @@ import pytest
 
 import fuyou
 from common.errors import FinetuneError
-from tests.helpers.forked_optimizer import forked_optimizer
 from tests.helpers.small_engine import BATCH, small_engine, train
 
 PRODUCT = tuple(str(Path(fuyou.__file__).parents[1] / package) for package in ("fuyou", "common"))
 Call = tuple[str, str, int]
 """A call: file, function, and which of its calls in a step."""
-
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # forks
-__all__ = ["forked_optimizer"]
 
 
 class Thrown(BaseException):
@@ -123,7 +119,6 @@ def check_calls(tmp_path: Path, action: Any, options: dict[str, Any], every: int
     return ways
 
 
-@pytest.mark.usefixtures("forked_optimizer")
 @pytest.mark.parametrize(
     ("action", "options", "every"),
     [
