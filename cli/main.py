@@ -20,7 +20,7 @@ from cli.options.continued import settings_of
 from cli.options.modes import mode_of, refuse_unread
 from cli.options.option import WRITTEN, GroupedOption, Mode
 from cli.options.settings import Settings
-from cli.report.heartbeat import Heartbeat
+from cli.report.progress import Heartbeat
 from cli.train.interrupts import STATUS, Interrupts, Stopped
 from cli.train.ranks.process import AGENT, Outcome, RankProcess, is_lost_contact
 from common.activity import activity
@@ -107,7 +107,7 @@ def _run(interrupts: Interrupts, rank: RankProcess | None, arguments: tuple[str,
     stay_offline(settings.download, settings.push_to_hub is not None)
     if mode is Mode.VERIFY:
         with activity("comparing what is on the drives with its checksums", announced=True):
-            from cli.inspect.verify import run_verify
+            from cli.inspect.check import run_verify
 
             return run_verify(list(settings.verify))
     if mode is Mode.CHECK:

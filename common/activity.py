@@ -1,4 +1,4 @@
-"""What is going on while nothing is printed: libraries name what takes long, and the command shows it."""
+"""Activities that take long: libraries name them, and the command shows them."""
 
 import threading
 import time
@@ -13,7 +13,7 @@ class Activity:
     """Something that takes long."""
 
     what: str  # What it is, as people read it: `reading the data`
-    announced: bool = False  # Whether it is said before it begins: it may well keep every other thread from saying so
+    announced: bool = False  # Whether it is shown before it begins, as it may block all other threads
     since: float = field(default_factory=time.monotonic)  # When it began (`time.monotonic`)
 
 
@@ -36,12 +36,8 @@ _watchers: list[Watcher] = []
 def activity(what: str, announced: bool = False) -> Iterator[Activity]:
     """Let :func:`current_activity` return ``what`` while this context is open, unless another begins inside it.
 
-    Args:
-        what: see :attr:`Activity.what`.
-        announced: see :attr:`Activity.announced`.
-
     Yields:
-        The activity, whose words may change while it goes on.
+        The activity, whose text may change meanwhile.
     """
     mine = Activity(what, announced)
     with _lock:
@@ -72,6 +68,6 @@ def watched_by(watcher: Watcher) -> Iterator[None]:
 
 
 def current_activity() -> Activity | None:
-    """Return what is going on; None: nothing that was named."""
+    """Return the current activity, if any."""
     with _lock:
         return _open[-1] if _open else None

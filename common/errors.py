@@ -21,8 +21,8 @@ _FLAG = re.compile(r"(?<![\w-])(?<!finetune )--([a-z][a-z0-9]*(?:-[a-z0-9]+)*)")
 class FinetuneError(Exception):
     """A failure while running. Its message says what failed, with values, and what to do.
 
-    Messages are written with the options of the command (``--host-memory``). Whoever uses the libraries from Python
-    reads their keywords (``host_memory``) instead.
+    Messages are written with the options of the command (``--host-memory``). Users of the libraries in Python
+    read the keywords (``host_memory``) instead.
     """
 
     exit_status = 1
@@ -45,17 +45,17 @@ class UserError(FinetuneError):
 
 
 def with_keywords(text: str) -> str:
-    """Return a message with the keywords of the Python API in the place of the command's options.
+    """Return a message with the keywords of the Python API instead of the command's options.
 
     What stands between backticks is a command to type, and stays.
     """
     parts = text.split("`")
-    parts[::2] = [_FLAG.sub(lambda flag: _KEYWORDS.get(flag[1], flag[1].replace("-", "_")), one) for one in parts[::2]]
+    parts[::2] = [_FLAG.sub(lambda flag: _KEYWORDS.get(flag[1], flag[1].replace("-", "_")), p) for p in parts[::2]]
     return "`".join(parts)
 
 
 def on_one_line(error: BaseException) -> str:
-    """Return what an error says, whoever raised it, without its line breaks."""
+    """Return an error's message without line breaks."""
     return " ".join(str(error).split())
 
 

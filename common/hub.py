@@ -3,8 +3,7 @@
 import os
 import re
 
-# Environment variable that keeps models and data from being fetched, where a hub is asked for something else.
-NO_DOWNLOAD = "FINETUNE_NO_DOWNLOAD"
+NO_DOWNLOAD = "FINETUNE_NO_DOWNLOAD"  # Environment variable that forbids downloads
 
 
 def is_hub_name(name: str) -> bool:

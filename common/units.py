@@ -1,4 +1,4 @@
-"""Parse and format sizes, counts and times as people write them."""
+"""Parse and format sizes, counts, and times; merge time intervals."""
 
 import re
 
@@ -15,7 +15,7 @@ def parse_bytes(text: str | int) -> int:
     """Return the bytes in ``"24GiB"``, ``"512 MB"``, ``"1.5g"`` or a plain number.
 
     Raises:
-        UserError: the text is not a size.
+        UserError: if the text is not a size.
     """
     if isinstance(text, int):
         return text
@@ -61,3 +61,22 @@ def format_seconds(seconds: float) -> str:
     if hours < 48:
         return f"{hours} h {minutes:02d} min"
     return f"{hours // 24} d {hours % 24} h"
+
+
+Interval = tuple[float, float]
+
+
+def merge(intervals: list[Interval]) -> list[Interval]:
+    """Return the union of ``(start, end)`` intervals, in order, none overlapping."""
+    result: list[Interval] = []
+    for start, end in sorted(intervals):
+        if result and start <= result[-1][1]:
+            result[-1] = (result[-1][0], max(result[-1][1], end))
+        else:
+            result.append((start, end))
+    return result
+
+
+def total(intervals: list[Interval]) -> float:
+    """Return the seconds in ``(start, end)`` intervals that do not overlap."""
+    return sum(end - start for start, end in intervals)

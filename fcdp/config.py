@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from common.models.vision.towers import DEFAULT_FREEZING, TowerFreezing
+from common.models.vision import DEFAULT_FREEZING, TowerFreezing
 from fcdp.strategy.strategy import Strategy
 from fuyou.optimizer.adam import AdamConfig, check_max_grad_norm
 

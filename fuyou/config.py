@@ -12,20 +12,19 @@ from peft import PeftConfig
 from common.errors import UserError
 from common.models.adapters.options import AdapterOptions
 from common.models.adapters.saved import SavedAdapter
-from common.models.vision.towers import TowerFreezing
+from common.models.vision import TowerFreezing
 from common.units import parse_bytes
 from fuyou.layout.frozen_weights import FrozenDtype
 from fuyou.layout.optimizer_state import OPTIMIZERS
 from fuyou.layout.record import Precision
 from fuyou.model.recompute.policy import ActivationPolicy
 from fuyou.optimizer.adam import AdamConfig, check_max_grad_norm
-from fuyou.optimizer.clipping import ClipBy, clip_by_named, speculation_obstacle
+from fuyou.optimizer.clipping import ClipBy, UpdatePolicy, clip_by_named, speculation_obstacle
 from fuyou.optimizer.nonfinite import NonFinitePolicy
 from fuyou.option_groups import MemoryConfig, OptimizerConfig, StoreConfig, WeightsConfig
 from fuyou.runtime.devices.device import Device
-from fuyou.runtime.ranks.topology import ClusterTopology
+from fuyou.runtime.ranks.collectives import ClusterTopology
 from fuyou.schedule.batch import LossInputs
-from fuyou.schedule.update_policy import UpdatePolicy
 
 AUTO = "auto"
 """The dtype that asks for a decision by what the device multiplies faster."""

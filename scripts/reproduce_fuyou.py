@@ -24,10 +24,9 @@ from fuyou.layout.model_layout import BufferCounts, ModelLayout
 from fuyou.layout.record import Precision
 from fuyou.layout.visits import Phase
 from fuyou.planner import Machine, RunPlan, TrainingJob, describe_training, plan, preset_machine
-from fuyou.planner.advice import fits, largest_model
 from fuyou.planner.evaluate import Evaluator, busy_seconds
 from fuyou.planner.rates import TaskRates
-from fuyou.planner.run_plan import missing_space
+from fuyou.planner.run_plan import fits, largest_model, missing_space
 from fuyou.planner.simulated_machine import Simulation
 from fuyou.planner.simulator import Simulator
 from fuyou.schedule.batch import Batch, BatchShape

@@ -1,1 +1,1 @@
-"""Looking at a machine, a model or a store without training: ``--check``, ``--profile``, ``--verify``."""
+"""``--check``, ``--profile``, and ``--verify``: inspect a machine, a model, or a store without training."""

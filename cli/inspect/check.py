@@ -1,11 +1,11 @@
-"""``finetune --check``: this machine as a run would find it, what a bug report needs, and potential problems."""
+"""Inspect this machine for a run (``finetune --check``) and verify stores (``finetune --verify``)."""
 
 import os
 import platform
 import shutil
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -15,20 +15,21 @@ from cli.inspect.findings import DriveFound, Finding, GpuFound, MachineFound, fi
 from cli.job.machine import directories_at_hand, precision_of, training_of
 from cli.options.adapters import peft_config_of
 from cli.options.computing_dtype import with_dtype
-from cli.options.settings import Settings
-from cli.report.versions import versions
+from cli.options.settings import COMMITS, Settings
+from cli.report.run_directory import versions
 from common.hardware.cuda import obstacle, system_has_gpu
 from common.hardware.drives import drive_of
 from common.hardware.machine import cpu_count, huge_pages_enabled, list_gpus, memory_available_bytes, memory_limit_bytes
 from common.models.presets import load_config
 from common.units import format_bytes
+from fuyou.checkpoint.run_files import find_runs, verify_run
 
 RED, YELLOW, GREEN, BOLD = 31, 33, 32, 1
 
 
 @dataclass(frozen=True)
 class Paint:
-    """Paint colours text on a terminal, and nowhere else or where ``NO_COLOR`` is set (no-color.org)."""
+    """Colors text on a terminal, unless ``NO_COLOR`` is set (no-color.org)."""
 
     on: bool = field(
         default_factory=lambda: (
@@ -41,14 +42,10 @@ class Paint:
 
 
 def run_check(settings: Settings) -> None:
-    """Look at the machine, measure the drives, and print what was found.
-
-    Args:
-        settings: ``ssd``, ``output``, and all that determines what a run would keep on the drives. Without a model,
-            free space is compared with nothing.
+    """Inspect the machine, measure the drives, and print the results.
 
     Raises:
-        UserError: a directory or a model that was named does not exist.
+        UserError: if a named directory or model does not exist.
     """
     paint = Paint()
     directories = directories_at_hand(settings)
@@ -81,7 +78,7 @@ def _proof(settings: Settings) -> str:
 
 
 def look_at_machine() -> MachineFound:
-    """Look at memory, processors, control groups and what the kernel allows."""
+    """Return memory, processors, control group limits, and kernel settings."""
     import torch
 
     governor = Path("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor")
@@ -101,15 +98,15 @@ def look_at_machine() -> MachineFound:
 
 
 def look_at_gpus() -> list[GpuFound]:
-    """Look at all GPUs that this process may use, through the driver's management library."""
+    """Return all GPUs that this process may use, from the driver's management library."""
     import pynvml
 
-    found = []
+    gpus = []
     for gpu in list_gpus():
         try:
             pynvml.nvmlInit()
         except pynvml.NVMLError:
-            found.append(GpuFound(gpu, 0, 0, 0, 0, None))
+            gpus.append(GpuFound(gpu, 0, 0, 0, 0, None))
             continue
         handle = pynvml.nvmlDeviceGetHandleByUUID(gpu.uuid)
         version = int(pynvml.nvmlSystemGetCudaDriverVersion())
@@ -123,12 +120,12 @@ def look_at_gpus() -> list[GpuFound]:
         except pynvml.NVMLError:
             used = 0
         pynvml.nvmlShutdown()
-        found.append(GpuFound(gpu, used, generation, *width, (version // 1000, version % 1000 // 10)))
-    return found
+        gpus.append(GpuFound(gpu, used, generation, *width, (version // 1000, version % 1000 // 10)))
+    return gpus
 
 
 def look_at_drive(directory: Path) -> DriveFound:
-    """Look at a directory's drive and its room, and measure what it moves, in a few seconds."""
+    """Return the drive of a directory and its free space, and measure its speed for a few seconds."""
     from fuyou.layout.record import Kind, Precision, Record
     from fuyou.planner.profiling.drives import open_scratch
 
@@ -151,48 +148,48 @@ def look_at_drive(directory: Path) -> DriveFound:
 # -- for people -------------------------------------------------------------------------------------------------------
 
 
-def _machine_rows(found: MachineFound) -> Iterator[tuple[str, str]]:
+def _machine_rows(machine: MachineFound) -> Iterator[tuple[str, str]]:
     yield (
         "processors",
-        f"{found.processors} of {found.all_processors}, {platform.machine()}"
-        + (f", governor {found.governor}" if found.governor else ""),
+        f"{machine.processors} of {machine.all_processors}, {platform.machine()}"
+        + (f", governor {machine.governor}" if machine.governor else ""),
     )
     group = (
         ""
-        if found.limit_bytes >= found.memory_bytes
-        else f"; the control group allows {format_bytes(found.limit_bytes)}"
+        if machine.limit_bytes >= machine.memory_bytes
+        else f"; the control group allows {format_bytes(machine.limit_bytes)}"
     )
-    yield "memory", f"{format_bytes(found.memory_bytes)}, {format_bytes(found.available_bytes)} available{group}"
-    yield "huge pages", "on" if found.huge_pages else "off"
-    yield "NUMA nodes", str(found.numa_nodes)
-    yield "GPUDirect", "nvidia-fs is loaded" if found.has_p2p_storage else "Storage: nvidia-fs is not loaded"
-    yield "PyTorch", f"built for CUDA {found.torch_cuda}" if found.torch_cuda else "built without CUDA"
+    yield "memory", f"{format_bytes(machine.memory_bytes)}, {format_bytes(machine.available_bytes)} available{group}"
+    yield "huge pages", "on" if machine.huge_pages else "off"
+    yield "NUMA nodes", str(machine.numa_nodes)
+    yield "GPUDirect", "nvidia-fs is loaded" if machine.has_p2p_storage else "Storage: nvidia-fs is not loaded"
+    yield "PyTorch", f"built for CUDA {machine.torch_cuda}" if machine.torch_cuda else "built without CUDA"
 
 
-def _gpu_rows(found: GpuFound) -> Iterator[tuple[str, str]]:
-    gpu = found.gpu
-    link = f"PCIe {found.link_generation}.0 x{found.link_width}" if found.link_width else "no PCIe link told"
+def _gpu_rows(measured: GpuFound) -> Iterator[tuple[str, str]]:
+    gpu = measured.gpu
+    link = f"PCIe {measured.link_generation}.0 x{measured.link_width}" if measured.link_width else "PCIe link unknown"
     node = "" if gpu.numa_node is None else f", NUMA node {gpu.numa_node}"
     yield (
         str(gpu.index),
-        f"{gpu.name}, {format_bytes(gpu.memory_bytes)} ({format_bytes(found.used_bytes)} in use), {link}{node}",
+        f"{gpu.name}, {format_bytes(gpu.memory_bytes)} ({format_bytes(measured.used_bytes)} in use), {link}{node}",
     )
-    driver = None if found.driver_cuda is None else ".".join(map(str, found.driver_cuda))
+    driver = None if measured.driver_cuda is None else ".".join(map(str, measured.driver_cuda))
     yield "", f"the driver is for CUDA {driver}" if driver else "the driver's management library (NVML) is not here"
 
 
-def _drive_rows(found: DriveFound) -> Iterator[tuple[str, str]]:
-    drive = found.drive
+def _drive_rows(measured: DriveFound) -> Iterator[tuple[str, str]]:
+    drive = measured.drive
     node = None if drive.numa_node is None else f"NUMA node {drive.numa_node}"
     parts = [drive.model, drive.device, drive.file_system or "unknown file system", drive.link, node]
     yield "directory", str(drive.directory)
     yield "on", ", ".join(part for part in parts if part)
-    yield "room", f"{format_bytes(found.free_bytes)} free of {format_bytes(found.total_bytes)}"
+    yield "room", f"{format_bytes(measured.free_bytes)} free of {format_bytes(measured.total_bytes)}"
     yield (
         "measured",
         (
-            f"{found.read / 1e9:.3g} GB/s read, {found.write / 1e9:.3g} GB/s written at first, a commit in "
-            f"{found.commit_seconds * 1e3:.2g} ms; {'direct I/O' if found.direct else 'through the page cache'}"
+            f"{measured.read / 1e9:.3g} GB/s read, {measured.write / 1e9:.3g} GB/s written at first, a commit in "
+            f"{measured.commit_seconds * 1e3:.2g} ms; {'direct I/O' if measured.direct else 'through the page cache'}"
         ),
     )
 
@@ -207,8 +204,40 @@ def _section(paint: Paint, heading: str, rows: list[tuple[str, str]]) -> None:
 def _print_findings(paint: Paint, findings: list[Finding]) -> None:
     print(paint("potential problems", BOLD))
     for finding in findings:
-        print(f"  {paint('!' if finding.grave else '-', RED if finding.grave else YELLOW)} {finding.what}")
-        if finding.mend:
-            print(f"      {finding.mend}")
+        print(f"  {paint('!' if finding.severe else '-', RED if finding.severe else YELLOW)} {finding.what}")
+        if finding.remedy:
+            print(f"      {finding.remedy}")
     if not findings:
         print(f"  {paint('nothing that was looked for', GREEN)}")
+
+
+def run_verify(folders: Sequence[str]) -> int:
+    """Verify all runs in ``folders`` and print the results; return exit status 1 if anything is damaged."""
+    status = 0
+    start_time = time.monotonic()
+    for where, step, parts, nbytes, damage in _verify([Path(folder).expanduser() for folder in folders]):
+        result = f"{len(damage)} damaged" if damage else "all as written"
+        seconds = time.monotonic() - start_time
+        print(
+            f"verify   {where}: step {step:,}, {parts}, {format_bytes(nbytes)} in {seconds:.1f} s: {result}", flush=True
+        )
+        for sentence in damage:
+            status = 1
+            print(f"finetune: error: {sentence}", file=sys.stderr)
+        start_time = time.monotonic()
+    return status
+
+
+def _verify(folders: Sequence[Path]) -> Iterator[tuple[str, int, str, int, list[str]]]:
+    """Yield where each run is, its committed step, what and how many bytes of it were read, and what is damaged."""
+    from fcdp.checkpoint.commits import ShardedCheckpoints, has_commits
+
+    commits = {folder: [each for each in (folder, folder / COMMITS) if has_commits(each)] for folder in folders}
+    stores = find_runs(folders, [folder for folder, committed in commits.items() if committed])
+    for directory in dict.fromkeys(each for committed in commits.values() for each in committed):
+        checked = ShardedCheckpoints(directory).verify()
+        yield str(directory), checked.step, f"{checked.parts:,} parts of tensors", checked.nbytes, checked.damage
+    for directories in stores:
+        seen = verify_run(directories)
+        where = ", ".join(map(str, seen.directories))
+        yield where, seen.step, f"{seen.records:,} parts of records", seen.nbytes, seen.damage

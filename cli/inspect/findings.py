@@ -1,4 +1,4 @@
-"""What in a machine will slow a run down or end it, and how to mend it: rules over what was found."""
+"""Rules that find what slows a run down or ends it on this machine, with remedies."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ from common.units import format_bytes, format_count
 
 @dataclass(frozen=True)
 class MachineFound:
-    """Processors and memory, as they were found."""
+    """Processors and memory of this machine."""
 
     processors: int  # Processors that this process may use
     all_processors: int
@@ -28,7 +28,7 @@ class MachineFound:
 
 @dataclass(frozen=True)
 class GpuFound:
-    """A GPU, as it was found."""
+    """A GPU of this machine."""
 
     gpu: Gpu
     used_bytes: int  # Bytes of its memory in use by anybody
@@ -40,7 +40,7 @@ class GpuFound:
 
 @dataclass(frozen=True)
 class DriveFound:
-    """A directory for a store, with what was measured through it."""
+    """A directory for a store, with measured rates."""
 
     drive: Drive
     file_system_id: int  # Number of the file system
@@ -57,41 +57,37 @@ class Finding:
     """A potential problem."""
 
     what: str
-    mend: str = ""  # What to do about it; a command where there is one
-    grave: bool = False  # Whether a run will fail, or be several times slower
+    remedy: str = ""  # What to do about it; a command where possible
+    severe: bool = False  # Whether a run will fail, or be several times slower
 
 
 def find_trouble(
     machine: MachineFound, gpus: list[GpuFound], drives: list[DriveFound], store_bytes: int | None, model: str | None
 ) -> list[Finding]:
-    """Return all findings that apply, the grave ones first.
+    """Return all findings that apply, severe ones first.
 
     Args:
-        machine: processors and memory.
-        gpus: all GPUs.
-        drives: directories for the store.
-        store_bytes: bytes that ``model`` takes on all drives together; None: unknown.
-        model: its name.
+        store_bytes: bytes that ``model`` takes on all drives together; None if unknown.
     """
-    found = [*_of_machine(machine), *_of_gpus(machine, gpus), *_of_drives(gpus, drives)]
+    findings = [*_machine_findings(machine), *_gpu_findings(machine, gpus), *_drive_findings(gpus, drives)]
     free = _free_bytes(drives)
     if store_bytes is not None and store_bytes > free:
-        found.append(
+        findings.append(
             Finding(
                 f"{model} takes {format_bytes(store_bytes)} on the drives, and {format_bytes(free)} can be used.",
                 "Name more or larger drives with --ssd.",
-                grave=True,
+                severe=True,
             )
         )
-    return sorted(found, key=lambda finding: not finding.grave)
+    return sorted(findings, key=lambda finding: not finding.severe)
 
 
-def _of_machine(machine: MachineFound) -> Iterator[Finding]:
+def _machine_findings(machine: MachineFound) -> Iterator[Finding]:
     if not machine.huge_pages:
         yield Finding(
             "Huge pages are off: direct I/O then takes two to three times as long.",
             "echo madvise | sudo tee /sys/kernel/mm/transparent_hugepage/enabled",
-            grave=True,
+            severe=True,
         )
     if machine.limit_bytes < machine.memory_bytes:
         yield Finding(
@@ -111,56 +107,56 @@ def _of_machine(machine: MachineFound) -> Iterator[Finding]:
         )
     if machine.processors < 4:
         yield Finding(
-            f"{machine.processors} processors have to move data, run Adam and launch kernels beside each other.",
+            f"{machine.processors} processors have to move data, run Adam and launch kernels at the same time.",
             "Allow more: docker run --cpus, sbatch --cpus-per-task.",
         )
 
 
-def _of_gpus(machine: MachineFound, gpus: list[GpuFound]) -> Iterator[Finding]:
+def _gpu_findings(machine: MachineFound, gpus: list[GpuFound]) -> Iterator[Finding]:
     if machine.gpu_obstacle is not None:
         yield Finding(
             f"The NVIDIA GPU of this machine cannot be used: {machine.gpu_obstacle}.",
             "Install a driver and a PyTorch that fit together; pytorch.org/get-started says how.",
-            grave=True,
+            severe=True,
         )
     elif not gpus:
         yield Finding(
             "No NVIDIA GPU was found: the CPU computes.",
             "If there is one, nvidia-smi must show it, and CUDA_VISIBLE_DEVICES must not hide it.",
         )
-    for found in gpus:
-        if found.link_width < found.full_link_width:
+    for measured in gpus:
+        if measured.link_width < measured.full_link_width:
             yield Finding(
-                f"{found.gpu.name} uses {found.link_width} of {found.full_link_width} PCI Express lanes: copies are so "
-                "much slower.",
+                f"{measured.gpu.name} uses {measured.link_width} of {measured.full_link_width} PCI Express "
+                "lanes, which slows copies down.",
                 "Put it into a slot with all lanes, or check riser and BIOS settings.",
             )
-        if found.used_bytes > found.gpu.memory_bytes // 10:
+        if measured.used_bytes > measured.gpu.memory_bytes // 10:
             yield Finding(
-                f"{format_bytes(found.used_bytes)} of memory on {found.gpu.name} are in use by others.",
+                f"{format_bytes(measured.used_bytes)} of memory on {measured.gpu.name} are in use by others.",
                 "nvidia-smi says by whom. --device-memory gives what is left as the budget.",
             )
 
 
-def _of_drives(gpus: list[GpuFound], drives: list[DriveFound]) -> Iterator[Finding]:
-    shared = Counter(found.file_system_id for found in drives)
-    for found in drives:
-        drive, where = found.drive, found.drive.directory
+def _drive_findings(gpus: list[GpuFound], drives: list[DriveFound]) -> Iterator[Finding]:
+    shared = Counter(measured.file_system_id for measured in drives)
+    for measured in drives:
+        drive, where = measured.drive, measured.drive.directory
         if drive.is_in_memory:
             yield Finding(
                 f"{where} is {drive.file_system}: it takes host memory instead of a drive.",
                 "Give a directory on an NVMe drive with --ssd.",
-                grave=True,
+                severe=True,
             )
         if drive.is_over_a_network:
             yield Finding(
                 f"{where} is a network file system ({drive.file_system}).",
                 "Give a directory on a local NVMe drive with --ssd; --output may stay.",
-                grave=True,
+                severe=True,
             )
         if drive.is_hard_disk:
-            yield Finding(f"{where} is on a hard disk.", "Give a directory on an NVMe drive with --ssd.", grave=True)
-        if not found.direct and not drive.is_in_memory:
+            yield Finding(f"{where} is on a hard disk.", "Give a directory on an NVMe drive with --ssd.", severe=True)
+        if not measured.direct and not drive.is_in_memory:
             yield Finding(
                 f"{drive.file_system or 'The file system'} of {where} has no direct I/O: the page cache takes memory.",
                 "ext4 and xfs have it.",
@@ -177,18 +173,18 @@ def _of_drives(gpus: list[GpuFound], drives: list[DriveFound]) -> Iterator[Findi
                 f"{gpus[0].gpu.numa_node}: what moves between them crosses the processors' link.",
                 "Move one of them to the other processor's slots.",
             )
-        yield from _of_preset(found)
+        yield from _preset_findings(measured)
     for number, count in shared.items():
         if count > 1:
-            same = [str(found.drive.directory) for found in drives if found.file_system_id == number]
+            same = [str(measured.drive.directory) for measured in drives if measured.file_system_id == number]
             yield Finding(
                 f"{' and '.join(same)} are on one file system: they share its speed and its room.",
                 "Give one directory per drive with --ssd.",
             )
 
 
-def _of_preset(found: DriveFound) -> Iterator[Finding]:
-    preset = found.drive.preset
+def _preset_findings(measured: DriveFound) -> Iterator[Finding]:
+    preset = measured.drive.preset
     if preset is None:
         return
     slow = preset.sustained_write_bytes_per_second
@@ -198,15 +194,15 @@ def _of_preset(found: DriveFound) -> Iterator[Finding]:
             f"{preset.title} slows to {slow / 1e9:.2g} GB/s{after}: a run of more than a few steps meets that.",
             "Plan with it: --drive knows this drive. More drives, or --commit-every, spread the writes.",
         )
-    if found.read < 0.5 * preset.read_bytes_per_second:
+    if measured.read < 0.5 * preset.read_bytes_per_second:
         yield Finding(
-            f"{preset.title} reads {found.read / 1e9:.3g} GB/s here, and its maker says "
+            f"{preset.title} reads {measured.read / 1e9:.3g} GB/s here, and its maker says "
             f"{preset.read_bytes_per_second / 1e9:.3g}.",
             "Is it busy, hot, nearly full or encrypted?",
         )
 
 
 def _free_bytes(drives: list[DriveFound]) -> int:
-    """Return what a store striped over all drives can take: as much on each as the fullest has free."""
-    shared = Counter(found.file_system_id for found in drives)
-    return min(found.free_bytes // shared[found.file_system_id] for found in drives) * len(drives)
+    """Return the room for a store striped over all drives: as much on each as the fullest has free."""
+    shared = Counter(drive.file_system_id for drive in drives)
+    return min(drive.free_bytes // shared[drive.file_system_id] for drive in drives) * len(drives)

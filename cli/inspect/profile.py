@@ -1,9 +1,9 @@
-"""``finetune --profile``: what this machine does with a model, measured afresh and shown as a table."""
+"""Measure what this machine does with a model, and print a table (``finetune --profile``)."""
 
 from collections.abc import Iterable
 
 from cli.job.machine import device_at_hand, directories_at_hand, training_of
-from cli.job.quiet import quiet_transformers
+from cli.job.prepare import quiet_transformers
 from cli.options.computing_dtype import with_dtype
 from cli.options.settings import Settings
 from cli.report.results import RESOURCES
@@ -11,7 +11,7 @@ from common.hardware.machine import describe_machine
 from common.units import format_bytes, format_count
 from fuyou.planner import PlannerContext
 from fuyou.planner.profiling import Profile, measure, save
-from fuyou.planner.profiling.cache import describe, profile_path
+from fuyou.planner.profiling.measure import describe, profile_path
 from fuyou.runtime.devices.device import memory_limits
 from fuyou.schedule.tasks import Resource
 
@@ -21,10 +21,10 @@ Row = tuple[str, str, str]  # Row of the table: what was measured, how much it w
 
 
 def run_profile(settings: Settings) -> None:
-    """Measure with the micro-batch that a run with these options would have, keep the result, print it.
+    """Measure with the micro-batch of a run with these options, save the profile, and print it.
 
     Raises:
-        UserError: something typed does not exist, or not even one block fits the budgets.
+        UserError: if a path does not exist, or not even one block fits the budgets.
     """
     if not settings.debug:
         quiet_transformers()
@@ -78,20 +78,18 @@ def table(profile: Profile, drives: int) -> list[str]:
         f"SSDs, {drives} director{'y' if drives == 1 else 'ies'}": [
             ("read", _rate(profile.read_bytes_per_second), ""),
             ("write", _rate(profile.write_bytes_per_second), "at first: what a full cache leaves is not measured"),
-            ("both in turns", _rate(profile.mixed_bytes_per_second), ""),
+            ("both alternating", _rate(profile.mixed_bytes_per_second), ""),
             ("commit", _time(profile.commit_seconds), ""),
         ],
-        f"optimizer, {threads}": [
-            ("Adam", f"{format_count(profile.adam_parameters_per_second)}/s", "parameters"),
-        ],
+        f"optimizer, {threads}": [("Adam", f"{format_count(profile.adam_parameters_per_second)}/s", "parameters")],
         "on the same cores at the same time": [
-            (f"{RESOURCES[one.value]} beside {_others(one, speeds)}", f"{speed:.2f} x", "its speed alone")
+            (f"{RESOURCES[item.value]} next to {_others(item, speeds)}", f"{speed:.2f} x", "its speed alone")
             for speeds in profile.contention.speeds.values()
-            for one, speed in speeds.items()
+            for item, speed in speeds.items()
         ],
         "longest operators of the block's forward pass": [
-            (f"{one.name.removeprefix('aten.')} #{one.ordinal}", _time(one.seconds), format_bytes(one.output_bytes))
-            for one in sorted(profile.operators, key=lambda one: -one.seconds)[:_OPERATORS]
+            (f"{item.name.removeprefix('aten.')} #{item.ordinal}", _time(item.seconds), format_bytes(item.output_bytes))
+            for item in sorted(profile.operators, key=lambda item: -item.seconds)[:_OPERATORS]
         ],
     }
     rows = [row for section in sections.values() for row in section]
@@ -108,8 +106,8 @@ def _rate(bytes_per_second: float) -> str:
     return f"{bytes_per_second / 1e9:.3g} GB/s"
 
 
-def _others(one: Resource, busy: Iterable[Resource]) -> str:
-    return " and ".join(RESOURCES[other.value] for other in busy if other is not one)
+def _others(resource: Resource, busy: Iterable[Resource]) -> str:
+    return " and ".join(RESOURCES[other.value] for other in busy if other is not resource)
 
 
 def _time(seconds: float) -> str:

@@ -1,4 +1,4 @@
-"""``finetune --profile --nodes``: the cluster at hand, measured by all ranks, in a file that ``--cluster`` reads."""
+"""Measure the cluster with all ranks, and save it for ``--cluster`` (``finetune --profile --nodes``)."""
 
 import math
 import os
@@ -7,9 +7,8 @@ from pathlib import Path
 import torch.distributed as dist
 
 from cli.job.machine import sequence_length
-from cli.job.measured_cluster import measure_cluster
-from cli.job.quiet import quiet_transformers
-from cli.job.strategy import PROFILE
+from cli.job.prepare import quiet_transformers
+from cli.job.strategy import PROFILE, measure_cluster
 from cli.options.computing_dtype import with_dtype_of_all
 from cli.options.settings import Settings
 from cli.train.ranks.meeting import device_of, meet
@@ -22,10 +21,10 @@ from fcdp.strategy.topology import Topology
 
 
 def profile(settings: Settings, rank: RankProcess) -> None:
-    """Measure the cluster, as every rank does.
+    """Measure the cluster; every rank calls this.
 
     Raises:
-        UserError, FinetuneError: no such model, or ranks that do not fit together.
+        UserError, FinetuneError: if there is no such model, or the ranks do not match.
     """
     if not settings.debug:
         quiet_transformers()
@@ -53,11 +52,13 @@ def profile(settings: Settings, rank: RankProcess) -> None:
 
 
 def table(measured: MeasuredRates) -> list[str]:
-    """Return a table: what was gathered and reduced, and how long it took by size."""
+    """Return a table of seconds per collective and size."""
     sizes = sorted({timing.nbytes for timing in measured.timings})
     rows = [("ranks", "ring", "collective", *(format_bytes(size) for size in sizes))]
     kinds = dict.fromkeys((timing.mesh, timing.ring, timing.operation) for timing in measured.timings)
-    seconds = {(one.mesh, one.ring, one.operation, one.nbytes): one.seconds for one in measured.timings}
+    seconds = {
+        (timing.mesh, timing.ring, timing.operation, timing.nbytes): timing.seconds for timing in measured.timings
+    }
     for mesh, ring, operation in kinds:
         if operation == "all_reduce" or (ring != "flat" and sum(extent > 1 for extent in mesh) == 1):
             continue  # the sum of the two, and the same again

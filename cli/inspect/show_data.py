@@ -1,4 +1,4 @@
-"""``--show-data``: rows as the model sees them, with what carries loss in colour."""
+"""Print rows as the model sees them, with trained tokens in color (``--show-data``)."""
 
 from collections.abc import Iterator
 from itertools import groupby
@@ -8,8 +8,7 @@ from transformers import PreTrainedTokenizerBase
 
 from cli.inspect.check import Paint
 from cli.job.data import tokenizer_of
-from cli.job.prepare import prepare
-from cli.job.quiet import quiet_transformers
+from cli.job.prepare import prepare, quiet_transformers
 from cli.options.settings import Settings
 from common.activity import activity
 from common.data import Batches
@@ -20,10 +19,10 @@ MARKS = ("\N{LEFT-POINTING DOUBLE ANGLE QUOTATION MARK}", "\N{RIGHT-POINTING DOU
 
 
 def show_data(settings: Settings) -> None:
-    """Print the first rows of the first steps, in the order in which they are trained on.
+    """Print the first rows in training order.
 
     Raises:
-        UserError: something typed does not exist, or the data cannot be read.
+        UserError: if a path does not exist, or the data cannot be read.
     """
     if not settings.debug:
         quiet_transformers()
@@ -41,10 +40,9 @@ def show_data(settings: Settings) -> None:
     job.close()
 
 
-def _rows(batches: Batches, wanted: int) -> Iterator[list[list[tuple[int, bool]]]]:
-    """Yield rows, each a list of documents, each a list of token ids with whether they are trained on."""
+def _rows(batches: Batches, count: int) -> Iterator[list[list[tuple[int, bool]]]]:
     step = 0
-    while wanted > 0:
+    while count > 0:
         batch = batches.batch(step)
         if "attention_mask" in batch:  # of a classifier, which reads all of a text
             batch["labels"] = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
@@ -52,18 +50,18 @@ def _rows(batches: Batches, wanted: int) -> Iterator[list[list[tuple[int, bool]]
         labels = batch["labels"]
         if batches.labels_ahead:  # labels stand one place before their token
             labels = torch.cat([torch.full_like(labels[:, :1], -100), labels[:, :-1]], dim=1)
-        for ids, trained, places in zip(
+        for ids, trained, positions in zip(
             batch["input_ids"].tolist(), (labels != -100).tolist(), batch["position_ids"].tolist(), strict=True
         ):
-            if wanted == 0:
+            if count == 0:
                 return
-            wanted -= 1
+            count -= 1
             documents: list[list[tuple[int, bool]]] = []
-            for token, is_trained, place in zip(ids, trained, places, strict=True):
-                if place == 0:
+            for token, is_trained, position in zip(ids, trained, positions, strict=True):
+                if position == 0:
                     documents.append([])
                 documents[-1].append((token, is_trained))
-            # The padding is a document of its own, in which nothing is trained on.
+            # The padding is a separate document, in which nothing is trained on.
             yield [document for document in documents if any(is_trained for _, is_trained in document)]
         step += 1
 

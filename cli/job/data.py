@@ -12,11 +12,11 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from cli.job.resumed import template_date
 from cli.options.data_words import data_sets
-from cli.options.naming import naming
 from cli.options.objectives import Items
+from cli.options.option import naming
 from cli.options.settings import Settings, expand_pattern
 from common.data import Batches, DataConfig, PackedBatches, RandomBatches, open_data
-from common.data.encoding.dates import dated
+from common.data.encoding.chat_template import dated
 from common.data.files import find_files
 from common.data.images.batches import ImageBatches, any_images, open_image_data
 from common.data.images.encoding import load_processor
@@ -25,8 +25,7 @@ from common.data.items.building import ItemKind, answer_kind, class_kind, labels
 from common.data.mixed import MixedBatches
 from common.data.selection import RecordSelection
 from common.errors import UserError, did_you_mean
-from common.files.presets import preset_files
-from common.files.result_cache import cache_directory
+from common.files import cache_directory, preset_files
 from common.models.checkpoint.export import CHAT_TEMPLATE
 from common.models.task_type import TaskType
 from fuyou.model.family import Family
@@ -39,12 +38,11 @@ def tokenizer_of(settings: Settings, checkpoint: Path | None, option: str = "--d
     """Load the checkpoint's tokenizer.
 
     Args:
-        settings: of the run.
         checkpoint: its directory; None: the model is a preset.
         option: the option that needs a tokenizer, for messages.
 
     Raises:
-        UserError: there is none that transformers can load.
+        UserError: if transformers can load none.
     """
     from transformers import AutoTokenizer
 
@@ -93,7 +91,7 @@ def chat_template_named(name: str) -> str:
 
 
 def token_cache(words: tuple[str, ...], output: Path, shared: bool) -> Path:
-    """Return the directory for tokens made of data files: one for all runs of this user, whatever their output.
+    """Return the directory for tokens made of data files: the same for all runs of this user.
 
     What no run has used for a month is removed from it.
 
@@ -124,7 +122,7 @@ def class_names(settings: Settings, seq_len: int) -> list[str]:
     """Return the names of the classes in ``--data``.
 
     Raises:
-        UserError: there are fewer than two.
+        UserError: if there are fewer than two.
     """
     with naming("--data"):
         files = _expanded(tuple(file for files, _ in data_sets(settings.data) for file in files))
@@ -237,7 +235,7 @@ class DataSource:
         return None
 
     def _selection(self, held_out: bool) -> RecordSelection:
-        """Return which records are taken: evaluation data of their own are not split, nor limited."""
+        """Return which records are taken: separate evaluation data are neither split nor limited."""
         settings = self.settings
         columns = dict(pair.split("=", 1) for pair in settings.columns)
         if held_out and settings.eval_split is None:

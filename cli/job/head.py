@@ -1,4 +1,4 @@
-"""The model of an objective that needs a head of its own: a sequence classifier made of a language model."""
+"""The model of an objective that needs a separate head: a sequence classifier made of a language model."""
 
 import math
 from collections.abc import Callable
@@ -49,7 +49,7 @@ def planned_config(settings: Settings, config: PreTrainedConfig) -> PreTrainedCo
     """Return the configuration of what is trained, as far as it is known without data.
 
     Raises:
-        UserError: this family has no classifier.
+        UserError: if this family has no classifier.
     """
     if not settings.traits.classifies or not task_type_of(config).generates:
         return config
@@ -68,12 +68,8 @@ def with_head(
     """Return the checkpoint to train: ``checkpoint`` itself, or one with a new head in the output directory.
 
     Args:
-        settings: of the run.
-        config: of the checkpoint.
-        checkpoint: directory of the model.
         tokenizer: names the token that pads.
         classes: returns the names of the classes that the data have.
-        output: output directory.
 
     Raises:
         UserError: see :func:`write_with_new_head`.

@@ -23,8 +23,7 @@ class QuantisedStore:
     """A store on one node in which frozen weights are kept in fewer bits."""
 
     nbytes: int
-    # Weights that are in the compute dtype all the same: see :attr:`fuyou.layout.model_layout.ModelLayout.widened`.
-    widened: int = 0
+    widened: int = 0  # See :attr:`fuyou.layout.model_layout.ModelLayout.widened`
 
 
 @dataclass(frozen=True)
@@ -67,7 +66,6 @@ class Job:
 
     @property
     def steps(self) -> int:
-        """Steps of the whole run."""
         return self.learning_rate.total
 
     @property
@@ -79,7 +77,7 @@ class Job:
         settings = self.settings
         if self.quantised is not None:
             return self.quantised.nbytes
-        moments = self._moment_bytes
+        moments = Precision.named("fp32", settings.optimizer_dtype, settings.optimizer).state_bytes
         if settings.nodes is not None and not settings.ssd:
             return 2 * (self.adapter_parameters or self.parameters) * 12
         slots = 2
@@ -90,12 +88,7 @@ class Job:
         return self.frozen_parameters * width + int(trained * slots * (width * nodes + 4 - width + moments) / nodes)
 
     @property
-    def _moment_bytes(self) -> float:
-        return Precision.named("fp32", self.settings.optimizer_dtype, self.settings.optimizer).state_bytes
-
-    @property
     def rows(self) -> int:
-        """Rows of a batch."""
         return self.settings.batch_size * self.batches.rows_per_item
 
     @property
@@ -107,7 +100,6 @@ class Job:
         return {"--objective": settings.objective, **values}
 
     def close(self) -> None:
-        """Close the data files."""
         self.batches.close()
         if self.held_out is not None:
             self.held_out.close()

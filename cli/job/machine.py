@@ -7,7 +7,7 @@ from transformers import PreTrainedConfig
 
 from cli.job.head import planned_config
 from cli.options.adapters import peft_config_of, towers_of
-from cli.options.naming import naming
+from cli.options.option import naming
 from cli.options.settings import Settings
 from common.errors import UserError
 from common.hardware.machine import pick_gpu, torch_name
@@ -27,7 +27,7 @@ def device_at_hand(gpu: str) -> Device:
     """Open the device that ``--gpu`` names.
 
     Raises:
-        UserError: there is no such device here.
+        UserError: if there is no such device.
     """
     return open_device(torch_name(pick_gpu(gpu)))
 
@@ -36,29 +36,28 @@ def directories_at_hand(settings: Settings) -> list[Path]:
     """Return directories on the drives that a run would use; ``--output`` need not be there yet.
 
     Raises:
-        UserError: a directory of ``--ssd`` is not there, or cannot be used.
+        UserError: if a directory of ``--ssd`` does not exist or cannot be used.
     """
-    return usable_directories(
-        [Path(word).expanduser() for word in settings.ssd] or [_existing(settings.output_directory)]
-    )
+    output = settings.output_directory
+    existing = next(path for path in (output, *output.parents) if path.is_dir())
+    return usable_directories([Path(word).expanduser() for word in settings.ssd] or [existing])
 
 
-def sequence_length(wanted: int | None, config: PreTrainedConfig) -> int:
-    """Return the tokens per sequence, as asked for with ``--seq-len`` or by default.
+def sequence_length(requested: int | None, config: PreTrainedConfig) -> int:
+    """Return the tokens per sequence, from ``--seq-len`` or by default.
 
     Raises:
-        UserError: longer than the model's context.
+        UserError: if it is longer than the model's context.
     """
     context = getattr(config.get_text_config(), "max_position_embeddings", None) or math.inf
-    if wanted is None:
+    if requested is None:
         return int(min(DEFAULT_SEQ_LEN, context))
-    if wanted > context:
-        raise UserError(f"--seq-len {wanted} is longer than the model's context of {context} tokens.")
-    return wanted
+    if requested > context:
+        raise UserError(f"--seq-len {requested} is longer than the model's context of {context} tokens.")
+    return requested
 
 
 def precision_of(settings: Settings) -> Precision:
-    """Return the dtypes of computing and of what the optimizer keeps."""
     return Precision.named(settings.dtype, settings.optimizer_dtype, settings.optimizer)
 
 
@@ -66,7 +65,7 @@ def training_of(settings: Settings) -> TrainingJob:
     """Describe a run for the planner, without looking at weights.
 
     Raises:
-        UserError: no such model, or one that cannot be trained so.
+        UserError: if there is no such model, or it cannot be trained this way.
     """
     with naming("--model"):
         config, _ = load_config(settings.model)
@@ -99,7 +98,3 @@ def _clip_statistics(settings: Settings) -> ClipStatistics:
         return ClipStatistics()
     drives = [Path(word).expanduser() for word in settings.ssd] or [settings.output_directory]
     return ClipStatistics.of_run(drive / settings.store_name for drive in drives)
-
-
-def _existing(directory: Path) -> Path:
-    return next(path for path in (directory, *directory.parents) if path.is_dir())

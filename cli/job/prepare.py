@@ -12,23 +12,24 @@ from functools import partial
 from pathlib import Path
 
 from transformers import PreTrainedConfig
+from transformers.utils import logging as transformers_logging
 
 from cli.job.data import DataSource, chat_template_named, class_names, tokenizer_of
 from cli.job.head import check_head, with_head
-from cli.job.hub import check_push
 from cli.job.job import Job, QuantisedStore
 from cli.job.machine import sequence_length, training_of
 from cli.job.resumed import check_there_is_one, template_date
 from cli.options.adapters import ADAPTER_CONFIG, peft_config_of, towers_of, trainable_parameters
 from cli.options.computing_dtype import with_dtype
 from cli.options.data_words import data_sets
-from cli.options.naming import naming
+from cli.options.option import naming
 from cli.options.schedule import LearningRate
 from cli.options.settings import Settings, expand_pattern
 from common.data import Batches
 from common.data.files import find_files
-from common.errors import UserError
+from common.errors import UserError, on_one_line
 from common.hardware.machine import Gpu, pick_gpu, torch_name
+from common.hub import is_hub_name
 from common.models.checkpoint.compressed import method_of
 from common.models.checkpoint.sources import CheckpointSource
 from common.models.meta_model import build_meta_model
@@ -39,8 +40,44 @@ from common.units import format_bytes
 from fuyou.layout.share import Share
 from fuyou.model.family import family_of
 from fuyou.planner import PlannerContext
-from fuyou.planner.piece_size import fitting_job
+from fuyou.planner.training_job import fitting_job
 from fuyou.runtime.devices.device import memory_limits, open_device
+
+
+def check_push(settings: Settings) -> None:
+    """See whether ``--push-to-hub`` can be done when training has ended.
+
+    Raises:
+        UserError: if not.
+    """
+    name = settings.push_to_hub
+    if name is None:
+        return
+    if not settings.save:
+        raise UserError(f"--push-to-hub {name} pushes what is exported, and --no-save exports nothing: leave one out.")
+    if not is_hub_name(name):
+        raise UserError(f"--push-to-hub {name} is not the name of a repository: give owner/name.")
+    import huggingface_hub
+
+    if huggingface_hub.get_token() is None:
+        raise UserError(
+            f"--push-to-hub {name} needs a token that may write there, and there is none: run `hf auth login`, or set "
+            "HF_TOKEN."
+        )
+    try:
+        huggingface_hub.HfApi().whoami()
+    except Exception as error:  # the hub's, the network's and the library's own errors
+        raise UserError(
+            f"--push-to-hub {name}: the hub does not take the token ({type(error).__name__}: {on_one_line(error)}). "
+            "Run `hf auth login`, or leave it out, and push later."
+        ) from error
+
+
+def quiet_transformers() -> None:
+    """Turn off the hints and progress bars of transformers, which would break the progress line."""
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+
 
 DEFAULT_STEPS = 10  # Steps of a run without data: enough to see a steady rate
 
@@ -62,7 +99,7 @@ def check(settings: Settings) -> CheckedSettings:
     """Check the settings within a few seconds, and make the output directory.
 
     Raises:
-        UserError: something typed does not exist or does not go together.
+        UserError: if an option names something that does not exist, or options conflict.
     """
     with naming("--model"):
         config, checkpoint = load_config(settings.model)
@@ -101,7 +138,7 @@ def prepare(settings: Settings) -> Job:
     """Check the settings and open what the run needs; data that were not tokenized before are tokenized here.
 
     Raises:
-        UserError: something typed does not exist or does not go together.
+        UserError: if an option names something that does not exist, or options conflict.
     """
     found = check(settings)
     settings = with_dtype(settings, None if found.gpu is None else "cuda")
@@ -226,7 +263,7 @@ def _total_steps(settings: Settings, batches: Batches) -> int:
 
 
 def _check_space(job: Job) -> None:
-    """Refuse a run whose checkpoint will not fit beside its store; the store itself checks when it is made."""
+    """Refuse a run whose checkpoint will not fit next to its store; the store itself checks when it is made."""
     settings = job.settings
     if settings.resume or settings.overwrite:
         return  # what is there will be replaced: its space counts, and only the store knows how much that is

@@ -4,14 +4,17 @@ import contextlib
 
 from cli.options.settings import Settings
 from common.errors import UserError
+from common.models.presets import load_config
 from fcdp.planner import Cluster, Estimate, Workload, admissible, cluster_names, load_cluster, plan
+from fcdp.planner.profiling import profile_cluster
+from fcdp.planner.rates import MeasuredRates
 from fcdp.planner.search import refusal
 from fcdp.strategy.mesh import Levels
 from fcdp.strategy.names import AUTO, parse_strategy
 from fcdp.strategy.strategy import Strategy
-from fcdp.strategy.topology import linked_gpus
+from fcdp.strategy.topology import Topology, linked_gpus
 
-DEFAULT = "fcdp"  # Strategy of a single rank, and of runs that began before clusters were measured without being asked
+DEFAULT = "fcdp"  # Strategy of a single rank, and of runs that began before clusters were measured by default
 PROFILE = "cluster.json"  # Name of the file in the output directory that describes the cluster as it was measured
 
 
@@ -19,7 +22,7 @@ def cluster_of(name: str | None, levels: str | None, nodes: int | None, gpus_per
     """Return the cluster called ``name``, resized to what the other options say; None: as it is.
 
     Raises:
-        UserError: there is no such hardware, or it does not come in that size.
+        UserError: if there is no such hardware of that size.
     """
     if name is None:
         raise UserError(
@@ -41,7 +44,7 @@ def levels_of(text: str, nodes: int | None, gpus_per_node: int | None) -> Levels
     """Parse ``--levels``, which the other two options must not contradict.
 
     Raises:
-        UserError: they do, or the text is no list of levels.
+        UserError: if they conflict, or the text is no list of levels.
     """
     levels = Levels.parse(text)
     for option, given, there in (
@@ -57,7 +60,7 @@ def check_strategy(settings: Settings, ranks_per_node: int) -> None:
     """Refuse a strategy that cannot be trained with, as far as this node can tell, before it waits for others.
 
     Raises:
-        UserError: no such strategy, levels or cluster, or they do not go together.
+        UserError: if there is no such strategy, levels, or cluster, or they conflict.
     """
     assert settings.nodes is not None
     levels = Levels((ranks_per_node, settings.nodes))
@@ -78,7 +81,7 @@ def has_profile(settings: Settings, levels: Levels) -> bool:
     path = settings.output_directory / PROFILE
     try:
         return path.exists() and load_cluster(str(path)).levels == levels
-    except UserError:  # of another version: it is measured anew where that was asked for
+    except UserError:  # of another version: it is measured again if requested
         return False
 
 
@@ -91,8 +94,8 @@ def choose_strategy(settings: Settings, workload: Workload, levels: Levels) -> E
         levels: levels of the ranks that are to train; the cluster may be known in more detail.
 
     Raises:
-        UserError: the cluster is not known in this size.
-        FinetuneError: nothing fits.
+        UserError: if the cluster is unknown in this size.
+        FinetuneError: if nothing fits.
     """
     cluster = cluster_of(settings.cluster, settings.levels, levels.nodes, levels.ranks_per_node)
     possible: list[Strategy] = []
@@ -105,3 +108,15 @@ def choose_strategy(settings: Settings, workload: Workload, levels: Levels) -> E
     if found.choice is None:
         raise refusal(found, cluster)
     return found.choice
+
+
+def measure_cluster(settings: Settings, topology: Topology, rows: int, seq_len: int) -> MeasuredRates:
+    """Measure the cluster, and have rank 0 write :data:`PROFILE` in the output directory. Collective."""
+    config, _ = load_config(settings.model)
+
+    def say(what: str) -> None:
+        if topology.rank == 0 and not settings.quiet:
+            print(f"measuring {what}", flush=True)
+
+    path = settings.output_directory / PROFILE
+    return profile_cluster(topology, config, path, rows=rows, seq_len=seq_len, dtype=settings.dtype, say=say)

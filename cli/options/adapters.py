@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from common.models.adapters.saved import SavedAdapter
-    from common.models.vision.towers import TowerFreezing
+    from common.models.vision import TowerFreezing
 
 ADAPTER_CONFIG = "adapter_config.json"
 """Name of the adapters' file: ``common.models.adapters.adapters`` has it, too, and takes long to import."""
@@ -66,7 +66,7 @@ def adapters_of(settings: Settings) -> "PeftConfig | Path | None":
 
 def towers_of(settings: Settings) -> "TowerFreezing":
     """Return which towers of a vision-language model are frozen."""
-    from common.models.vision.towers import TowerFreezing
+    from common.models.vision import TowerFreezing
 
     return TowerFreezing(settings.train_vision != "all", settings.train_vision is None)
 

@@ -5,7 +5,8 @@ import dataclasses
 import inspect
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Flag, auto
 from functools import cache
@@ -17,9 +18,21 @@ import click
 from click.core import ParameterSource
 from click.shell_completion import CompletionItem
 
-from common.errors import UserError
-from common.files.presets import preset_files
+from common.errors import FinetuneError, UserError
+from common.files import preset_files
 from common.units import parse_bytes
+
+
+@contextmanager
+def naming(option: str) -> Iterator[None]:
+    """Let errors inside begin with ``option`` (``--data``), unless they name it themselves."""
+    try:
+        yield
+    except (UserError, FinetuneError) as error:
+        if type(error) not in (UserError, FinetuneError) or option.split()[0] in str(error):
+            raise
+        raise type(error)(f"{option}: {error}") from error
+
 
 WRITTEN = "cli.written"
 """Key in ``click.Context.meta``: by name, the value of each option that is on the command line or in a file, as it is
@@ -91,7 +104,7 @@ class Declaration:
     flags: str | None = None
     """Both forms of a flag, where they are not ``--name/--no-name``."""
     presets: str | None = None
-    """Kind of presets that can be named (:func:`common.files.presets.preset_files`)."""
+    """Kind of presets that can be named (:func:`common.files.preset_files`)."""
     patterns: bool = False
     """Whether words may be quoted patterns of file names."""
     excludes: str | None = None

@@ -22,6 +22,7 @@ from cli.options.all_options import (
     ModelSettings,
     ObjectiveSettings,
     OtherSettings,
+    OutputSettings,
     PlanningSettings,
     TrainingSettings,
 )
@@ -29,7 +30,6 @@ from cli.options.command import with_resume_auto
 from cli.options.data_words import split_weight
 from cli.options.objectives import OBJECTIVES, SPECIFIC, ObjectiveTraits, readers
 from cli.options.option import Only, declaration_of, option_fields, spelled
-from cli.options.output_options import OutputSettings
 from common.errors import UserError
 
 COMMITS = "commits"

@@ -1,1 +1,1 @@
-"""``--plan``: whether a run fits and how fast it will be, before it is started."""
+"""``--plan``: whether a run fits, and how fast it will be."""

@@ -1,4 +1,4 @@
-"""``finetune --plan`` for a cluster: every sharding strategy that fits, with its costs, and the one to take."""
+"""Plan for a cluster: every sharding strategy that fits, its costs, and the fastest."""
 
 import json
 
@@ -7,7 +7,7 @@ from transformers import PreTrainedConfig
 from cli.job.machine import sequence_length
 from cli.job.strategy import cluster_of
 from cli.options.adapters import trainable_parameters
-from cli.options.naming import naming
+from cli.options.option import naming
 from cli.options.settings import Settings
 from common.errors import UserError
 from common.models.meta_model import build_meta_model
@@ -20,26 +20,25 @@ from fcdp.strategy.names import AUTO, parse_strategy
 
 
 def plan_cluster(settings: Settings, batch_size: int | None) -> int:
-    """Print the plan, and return the exit status.
+    """Print the plan and return the exit status.
 
     Args:
-        settings: of the run and the plan.
-        batch_size: sequences per step of all ranks together; None: one micro-batch for each rank.
+        batch_size: sequences per step of all ranks together; None for one micro-batch per rank.
 
     Raises:
-        UserError: what was asked for makes no cluster, batch or strategy.
-        FinetuneError: nothing fits.
+        UserError: if the options do not describe a cluster, a batch, or a strategy.
+        FinetuneError: if nothing fits.
     """
     cluster = cluster_of(settings.cluster, settings.levels, settings.nodes, settings.gpus_per_node)
     workload = _workload(settings, batch_size, cluster)
     chosen = None if settings.strategy in (None, AUTO) else [parse_strategy(settings.strategy)]
-    found = plan(workload, cluster, strategies=chosen, allow_quantised=chosen is not None)
+    result = plan(workload, cluster, strategies=chosen, allow_quantised=chosen is not None)
     if settings.json:
-        print(json.dumps({**found.as_dict(), "node_order": _node_order(found, cluster)}, indent=1))
-    if found.choice is None:
-        raise refusal(found, cluster)
+        print(json.dumps({**result.as_dict(), "node_order": _node_order(result, cluster)}, indent=1))
+    if result.choice is None:
+        raise refusal(result, cluster)
     if not settings.json:
-        print(render(found, workload, cluster))
+        print(render(result, workload, cluster))
     return 0
 
 
@@ -72,28 +71,28 @@ def _trainable_ratio(settings: Settings, config: PreTrainedConfig) -> float:
     return trainable_parameters(settings, model) / parameters
 
 
-def _node_order(found: StrategyPlan, cluster: Cluster) -> list[int] | None:
-    if found.choice is None or cluster.leaf_of_node is None:
+def _node_order(result: StrategyPlan, cluster: Cluster) -> list[int] | None:
+    if result.choice is None or cluster.leaf_of_node is None:
         return None
-    return node_order(cluster.leaf_of_node, group_of(found.choice.layout))
+    return node_order(cluster.leaf_of_node, group_of(result.choice.layout))
 
 
 _HEADINGS = ("strategy", "P", "G", "OS", "cache", "device", "host", "gather", "reduce", "spread", "inside", "step")
 
 
-def render(found: StrategyPlan, workload: Workload, cluster: Cluster) -> str:
-    """Return the plan as a table, the fastest strategy first, with details of the chosen one."""
-    levels, choice = cluster.levels, found.choice
-    fitting = [estimate for estimate in found.estimates if estimate.fits]
+def render(result: StrategyPlan, workload: Workload, cluster: Cluster) -> str:
+    """Return the plan as a table, the fastest strategy first, with details of the chosen strategy."""
+    levels, choice = cluster.levels, result.choice
+    fitting = [estimate for estimate in result.estimates if estimate.fits]
     lines = [
         f"{cluster.title}: {levels.nodes} nodes with {levels.ranks_per_node} devices, "
         f"{format_bytes(cluster.device_memory_bytes)} each",
         f"{format_count(workload.parameters)} parameters, {format_count(workload.trainable)} of them trainable; "
         f"{workload.micro_batches} micro-batches of {workload.micro_batch} x {workload.seq_len} tokens on each device",
         "",
-        f"{len(fitting)} of {len(found.estimates)} strategies fit. gather, reduce, spread: bytes that a node sends to "
+        f"{len(fitting)} of {len(result.estimates)} strategies fit. gather, reduce, spread: bytes that a node sends to "
         "others per step; inside: to itself.",
-        "c: blocks are computed again in the backward pass. q: sent in fewer bits, so not chosen unless asked for.",
+        "c: blocks are computed again in the backward pass. q: sent in fewer bits, so chosen only on request.",
         "",
     ]
     rows = [_HEADINGS, *(_row(estimate) for estimate in fitting)]
@@ -101,7 +100,7 @@ def render(found: StrategyPlan, workload: Workload, cluster: Cluster) -> str:
     lines += ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     if choice is not None:
         lines += ["", *_details(choice)]
-    order = _node_order(found, cluster)
+    order = _node_order(result, cluster)
     if order is not None and choice is not None and cluster.leaf_of_node is not None:
         group = group_of(choice.layout)
         groups = len(order) // group

@@ -1,13 +1,20 @@
-"""A plan as people read it: what is trained where, how fast, and what bounds it."""
+"""Describe a plan as text and as a page: what is trained where, how fast, and what bounds it."""
 
+import html
+import json
 import textwrap
+from collections.abc import Sequence
+from pathlib import Path
 
+from cli.report.html import bars, lanes, page, section
 from cli.report.results import RESOURCES
+from common.files import replace_file
+from common.store.errors import described
 from common.units import format_bytes, format_count, format_seconds
 from fuyou.layout.record import Kind
 from fuyou.optimizer.clipping import ClipBy
 from fuyou.planner import RunPlan, TrainingJob
-from fuyou.planner.advice import what_relaxes
+from fuyou.planner.run_plan import what_relaxes
 from fuyou.schedule.tasks import Resource
 
 WIDTH = 100
@@ -20,11 +27,12 @@ def describe(result: RunPlan) -> list[str]:
     job, machine, share = result.job, result.machine, result.job.shape.share
     several = f"{machine.drive_count} x " if machine.drive_count > 1 else ""
     adapters = sum(record.trained_count for record in job.shape.of_kind(Kind.ADAPTER))
+    trained = f", {format_count(adapters)} of them in adapters" if adapters else ""
     among = f"{share.nodes} nodes of " if share.nodes > 1 else ""
     among += f"{share.ranks_per_node} x " if share.ranks_per_node > 1 else ""
     lines = [
         *textwrap.wrap(f"{job.name} on {among}{machine.device} with {several}{machine.drives}", WIDTH),
-        f"{format_count(job.parameters)} parameters{_trained(job, adapters)}; "
+        f"{format_count(job.parameters)} parameters{trained}; "
         f"a step of {job.rows * share.world_size:,} x {job.seq_len:,} tokens"
         + (f"; below is one of {share.world_size} ranks" if share.world_size > 1 else ""),
         "",
@@ -33,12 +41,6 @@ def describe(result: RunPlan) -> list[str]:
         return lines + row("does not fit", " ".join(result.missing), 14)
     lines += [*_speed(result), "", *_bars(result), "", *_places(result), "", *_limits(result)]
     return lines
-
-
-def _trained(job: TrainingJob, adapters: int) -> str:
-    if not adapters:
-        return ""
-    return f", {format_count(adapters)} of them in adapters"
 
 
 def _speed(result: RunPlan) -> list[str]:
@@ -110,16 +112,16 @@ def _pieces(job: TrainingJob) -> list[str]:
     shape = job.shape
     if shape.piece_bytes is None:
         return []
-    said = [
+    texts = [
         f"blocks in pieces of at most {format_bytes(shape.piece_bytes)} in the compute dtype, "
         f"{max(map(len, shape.blocks))} in the largest"
     ]
     if shape.widened:
-        said.append(
+        texts.append(
             f"{format_count(shape.widened)} weights of the compressed checkpoint in the compute dtype on SSD, as "
             "pieces would cut their tensors"
         )
-    return said
+    return texts
 
 
 def _limits(result: RunPlan) -> list[str]:
@@ -141,7 +143,8 @@ def _limits(result: RunPlan) -> list[str]:
     if job.shape.share.nodes > 1:
         traffic = f"{format_bytes(result.sent_bytes)} sent to other nodes, {traffic}"
     if result.drive_days is not None:
-        traffic += f": {_days(result.drive_days)} until the drives' warranted writes are used up"
+        days = f"{result.drive_days:,.0f}" if result.drive_days >= 10 else f"{result.drive_days:.1f}"
+        traffic += f": {days} days until the drives' warranted writes are used up"
     rows += row("drives", traffic)
     tokens = result.gpu_bound_tokens
     rows += row(
@@ -155,13 +158,13 @@ def _limits(result: RunPlan) -> list[str]:
 
 def _clipping(result: RunPlan) -> str:
     job = result.job
-    what = "clipping" if job.clipped_share else "leaving out what is not finite"
+    what = "clipping" if job.clipped_share else "skipping steps that are not finite"
     if result.clip_by is ClipBy.SPECULATION:
-        text = f"{what} by speculation, updates before the gradient's norm is known, done again where it is too large"
+        text = f"{what} by speculation: updates run before the gradient's norm is known, and again if it is too large"
         if job.clipped_share:
             text += f" (expected in {job.clipped_share:.0%} of the steps)"
     else:
-        text = f"{what} by deferral, all updates in the next forward pass, when the gradient's norm is known"
+        text = f"{what} by deferral: all updates run in the next forward pass, when the gradient's norm is known"
         if job.speculation_obstacle is not None:
             text += f" (speculation: {job.speculation_obstacle})"
     return text
@@ -170,11 +173,7 @@ def _clipping(result: RunPlan) -> str:
 def row(label: str, text: str, width: int = _LABEL) -> list[str]:
     """Return a labelled text as lines of at most :data:`WIDTH` columns; ``width`` is the label's."""
     return textwrap.wrap(
-        text,
-        WIDTH,
-        initial_indent=f"{label:{width}}",
-        subsequent_indent=" " * width,
-        break_on_hyphens=False,
+        text, WIDTH, initial_indent=f"{label:{width}}", subsequent_indent=" " * width, break_on_hyphens=False
     )
 
 
@@ -182,5 +181,50 @@ def _many(count: int, what: str, plural: str = "s") -> str:
     return f"{count:,} {what}{plural if count != 1 else ''}"
 
 
-def _days(days: float) -> str:
-    return f"{days:,.0f} days" if days >= 10 else f"{days:.1f} days"
+def write_plan_page(result: RunPlan, lines: Sequence[str], path: Path) -> None:
+    """Write the page of a plan, whose text is ``lines``.
+
+    Raises:
+        StoreError: if the system refuses.
+    """
+    with described("writing", path):
+        replace_file(path, plan_page(result, lines))
+
+
+def plan_page(result: RunPlan, lines: Sequence[str]) -> str:
+    """Return the page of a plan; if it does not fit, with what is missing."""
+    sections = []
+    if result.memory is not None:
+        whole = result.step_seconds
+        busy = [
+            (RESOURCES[resource.value], seconds / whole, f"{format_seconds(seconds)}, {seconds / whole:.0%}")
+            for resource, seconds in result.busy.items()
+        ]
+        sections.append(section("a step", bars([*busy, ("the step", 1.0, format_seconds(whole))])))
+        if result.simulation is not None:
+            begin, end = result.simulation.step_ends[-2:]
+            busy_then = {
+                RESOURCES[resource.value]: spans
+                for resource, spans in result.simulation.intervals.items()
+                if resource.value in RESOURCES
+            }
+            sections.append(section("when", lanes(busy_then, begin, end)))
+        sections.append(section("memory", _memory(result)))
+    text = html.escape("\n".join(lines))
+    sections.append(section("the plan as text", f"<pre>{text}</pre>", wide=True))
+    subtitle = (
+        f"{format_count(result.job.parameters)} parameters on {result.machine.device} with {result.machine.drives}"
+    )
+    return page(f"plan: {result.job.name}", subtitle, sections, json.dumps(result.to_json()).replace("</", "<\\/"))
+
+
+def _memory(result: RunPlan) -> str:
+    rows = []
+    for name, used, there in (
+        ("device", result.device_peak_bytes, result.machine.device_bytes),
+        ("host", result.host_peak_bytes, result.machine.host_bytes),
+        ("SSD", result.ssd_bytes, result.machine.store_bytes),
+    ):
+        of = "" if there is None else f" of {format_bytes(there)}"
+        rows.append((name, used / there if there else 0.0, f"{format_bytes(used)}{of}"))
+    return bars(rows)

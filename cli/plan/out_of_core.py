@@ -1,4 +1,4 @@
-"""``finetune --plan`` out of core: what a run would take, and how fast it would be."""
+"""Plan a run out of core (``finetune --plan``)."""
 
 import json
 import math
@@ -8,17 +8,17 @@ from dataclasses import replace
 from pathlib import Path
 
 from cli.job.machine import device_at_hand, directories_at_hand, precision_of, training_of
-from cli.job.quiet import quiet_transformers
+from cli.job.prepare import quiet_transformers
 from cli.options.computing_dtype import ELSEWHERE, with_dtype
-from cli.options.naming import naming
-from cli.options.settings import Settings
-from cli.plan.described import describe, row
-from cli.plan.plan_page import write_plan_page
-from cli.plan.whole_run import planned_steps, run_rows
+from cli.options.data_words import data_sets
+from cli.options.option import naming
+from cli.options.settings import Settings, expand_pattern
+from cli.plan.described import describe, row, write_plan_page
+from common.data.files import find_files
 from common.errors import UserError
 from common.hardware.machine import memory_available_bytes
 from common.hardware.presets import drive_names, drive_preset, gpu_names, gpu_preset
-from common.units import format_bytes, parse_bytes
+from common.units import counted, format_bytes, format_count, format_seconds, parse_bytes
 from fuyou.layout.share import Share
 from fuyou.planner import (
     Machine,
@@ -32,21 +32,63 @@ from fuyou.planner import (
     profile_or_measure,
     profiled_machine,
 )
-from fuyou.planner.advice import fits, largest_model
+from fuyou.planner.run_plan import fits, forward_seconds, largest_model
 from fuyou.runtime.devices.device import Device, memory_limits
 from fuyou.runtime.trace import write_trace
+
+BYTES_PER_TOKEN = 4  # Bytes of a data file that make a token, about: English text in JSON
+
+
+def planned_steps(settings: Settings, tokens_per_step: int) -> tuple[int, str] | None:
+    """Return the number of steps and how it was estimated; None if no option tells it.
+
+    Args:
+        tokens_per_step: tokens of all ranks.
+
+    Raises:
+        UserError: if a data file does not exist.
+    """
+    if settings.steps is not None:
+        return settings.steps, ""
+    if not settings.data:
+        return None
+    words = [word for names, _ in data_sets(settings.data) for word in names]
+    files: list[Path] = find_files(tuple(path for word in words for path in expand_pattern("--data", word)))
+    tokens = sum(file.stat().st_size for file in files) / BYTES_PER_TOKEN
+    steps = max(1, math.ceil(tokens * (settings.epochs or 1) / tokens_per_step))
+    return steps, f", estimated: {format_count(tokens)} tokens in {counted(len(files), 'file')} by their size"
+
+
+def run_rows(result: RunPlan, settings: Settings) -> dict[str, str]:
+    """Return lines about the whole run, by their label."""
+    rows = {}
+    share = result.job.shape.share
+    planned = planned_steps(settings, result.job.tokens * share.world_size)
+    if planned is not None:
+        steps, how = planned
+        written = steps * result.written_bytes
+        endurance = result.machine.endurance_bytes
+        wear = f", {written / endurance:.1%} of the drives' warranted writes" if endurance else ""
+        rows["run"] = (
+            f"{counted(steps, 'step')} in {format_seconds(steps * result.step_seconds)}{how}; "
+            f"{format_bytes(written)} written{wear}"
+        )
+    if settings.traits.needs_reference:
+        seconds = forward_seconds(result)
+        passes = "each step's batch" if settings.objective == "kto" else "each batch of the data"
+        whole = "" if planned is None else f", at most {format_seconds(planned[0] * seconds)} in all"
+        rows["reference"] = f"{passes} passes forward once before the first step, {format_seconds(seconds)} each{whole}"
+    return rows
+
 
 DOES_NOT_FIT = 1  # Exit status of a plan that does not fit
 
 
 def run_plan(settings: Settings) -> int:
-    """Plan, print, and return the exit status.
-
-    Args:
-        settings: of the run and the plan; with ``max_model`` they name no model.
+    """Plan, print the plan, and return the exit status.
 
     Raises:
-        UserError: something typed does not exist.
+        UserError: if a path, a model, or a preset does not exist.
     """
     share = None if settings.nodes is None else Share(settings.nodes, settings.gpus_per_node or 1)
     settings = replace(settings, nodes=None, gpus_per_node=None)  # a rank is planned as a machine, then shared
@@ -55,17 +97,21 @@ def run_plan(settings: Settings) -> int:
     settings = with_dtype(settings, None if settings.drive is None else ELSEWHERE)
     planned_steps(settings, 1)  # what is mistyped comes out before the simulation
     machine = _machine(settings)
-    wanted = _largest(settings, machine) if settings.max_model else training_of(settings)
-    if wanted is not None and share is not None:
-        wanted, network = wanted.among(share), _network(settings.network, share.nodes)
+    job: TrainingJob | None
+    if settings.max_model:
+        job = largest_model(lambda name: training_of(replace(settings, model=name)), lambda job: fits(job, machine))
+    else:
+        job = training_of(settings)
+    if job is not None and share is not None:
+        job, network = job.among(share), _network(settings.network, share.nodes)
         machine = machine_of_one_rank(
             machine, share.ranks_per_node, RankLinks.assumed(machine, share.ranks_per_node, network)
         )
-    if wanted is None:
+    if job is None:
         lacking = f"No preset fits on {machine.device} with {format_bytes(machine.host_bytes)} of host memory."
         print(json.dumps({"model": None, "fits": False, "missing": [lacking]}) if settings.json else lacking)
         return DOES_NOT_FIT
-    result = plan(wanted, machine)
+    result = plan(job, machine)
     if settings.trace is not None:
         _write_trace(result, settings.trace)
     if settings.json:
@@ -81,17 +127,10 @@ def run_plan(settings: Settings) -> int:
     return 0 if result.fits else DOES_NOT_FIT
 
 
-def _largest(settings: Settings, machine: Machine) -> TrainingJob | None:
-    return largest_model(
-        lambda name: training_of(replace(settings, model=name)), lambda candidate: fits(candidate, machine)
-    )
-
-
 # -- the machine ------------------------------------------------------------------------------------------------------
 
 
 def _machine(settings: Settings) -> Machine:
-    """Return the machine that presets describe if ``--drive`` is given, else the one at hand, profiled."""
     if settings.drive is not None:
         if settings.gpu in ("auto", "cpu"):
             raise UserError(

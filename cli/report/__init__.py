@@ -1,1 +1,1 @@
-"""What a run shows: progress lines, metrics, the report at the end."""
+"""Progress lines, metrics, and the final report of a run."""

@@ -1,29 +1,73 @@
-"""Everything that a run shows and writes down while it trains. On several ranks, rank 0 has one."""
+"""Log every step and evaluation of a run to files, trackers, and the terminal."""
 
+import json
+import math
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from cli.job.job import Job
 from cli.options.option import option_fields
 from cli.options.settings import CONFIG, Settings
-from cli.report.history import HISTORY_FILE, History
-from cli.report.metrics import named_metrics
-from cli.report.page.run_page import RunPage, facts_of
 from cli.report.progress import Progress
-from cli.report.results import EvaluationResult, StepMetrics
+from cli.report.results import EvaluationResult, StepMetrics, named_metrics
 from cli.report.run_directory import RunDirectory
+from cli.report.run_page import RunPage, facts_of
 from cli.report.trackers import TrackedRun, Trackers
+from common.files import replace_file
+from common.store.errors import described
+
+HISTORY_FILE = "losses.jsonl"  # File in the output directory; the same whenever the run is repeated
+
+
+class History:
+    """Appends JSON lines to a file, after removing those of steps that were lost.
+
+    Args:
+        committed: steps that the run has committed; later lines are removed. 0 begins a new file.
+
+    Raises:
+        StoreError: if the system refuses.
+    """
+
+    def __init__(self, path: Path, committed: int) -> None:
+        lines = path.read_text(errors="replace").splitlines() if committed and path.exists() else []
+        committed_lines = [line for line in lines if _step(line) <= committed]
+        self._path = path
+        with described("writing", path):
+            replace_file(path, "".join(f"{line}\n" for line in committed_lines))
+            self._file = path.open("a", buffering=1)
+
+    def append(self, step: int, values: Mapping[str, float]) -> None:
+        """Append the values of a step, null for those that are not finite, and hand them to the operating system.
+
+        Raises:
+            StoreError: if the system refuses.
+        """
+        finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
+        with described("writing", self._path):
+            self._file.write(json.dumps({"step": step, **finite}) + "\n")
+
+    def __enter__(self) -> "History":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        with described("writing", self._path):
+            self._file.close()
+
+
+def _step(line: str) -> float:
+    try:
+        return float(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return float("inf")
 
 
 class MetricsLogger:
-    """A metrics logger writes every step to files and trackers, and draws the line on the terminal.
-
-    The files are ``losses.jsonl``, and ``metrics.jsonl`` in the run directory, which it makes.
+    """Writes every step to ``losses.jsonl``, ``run/metrics.jsonl``, and trackers, and shows progress. Rank 0 only.
 
     Args:
-        job: the run.
-        done: steps that are behind it.
-        plan: what was planned for it, as JSON.
+        done: steps that were taken before.
     """
 
     def __init__(self, job: Job, done: int, plan: Mapping[str, Any]) -> None:
@@ -40,7 +84,6 @@ class MetricsLogger:
         self._progress = Progress(job.steps, done, job.settings.log_every, job.settings.quiet)
 
     def step(self, metrics: StepMetrics) -> None:
-        """Log a step that is done."""
         result = metrics.result
         self._losses.append(metrics.step, {"loss": result.loss, "grad_norm": result.grad_norm, "lr": metrics.lr})
         self._write(metrics.step, named_metrics(metrics))
@@ -48,7 +91,6 @@ class MetricsLogger:
         self._page.update(at_once=metrics.step == 1, lanes=result.busy_intervals)
 
     def evaluation(self, step: int, result: EvaluationResult) -> None:
-        """Log what the held-out data gave after ``step``."""
         tokens = {} if result.watched else {"validation_metrics/perplexity": result.perplexity}
         named = {
             "validation_metrics/loss": result.loss,

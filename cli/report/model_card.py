@@ -1,7 +1,6 @@
-"""``README.md`` beside an exported model: the card that a hub shows, with what the model was trained on and how."""
+"""Write the model card, ``README.md`` of an exported model."""
 
 import re
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +10,10 @@ from cli.job.job import Job
 from cli.options.adapters import ADAPTER_CONFIG
 from cli.options.data_words import data_sets
 from cli.options.settings import RUN
-from cli.report.page.run_page import read_metrics
-from cli.report.run_directory import METRICS
+from cli.report.run_directory import METRICS, version_of
+from cli.report.run_page import read_metrics
 from common.data.hub_files import is_data_set_name
-from common.files.atomic import replace_file
+from common.files import replace_file
 from common.hub import is_hub_name
 from common.models.task_type import TaskType
 from common.store.errors import described
@@ -33,12 +32,10 @@ _PIPELINES = {
 
 
 def write_card(job: Job, directory: Path, step: int) -> bool:
-    """Write the card of a model that was exported to ``directory`` after ``step``; return whether it was written.
-
-    One that somebody has written or changed is left alone.
+    """Write the card of a model exported after ``step``, unless somebody has changed it; return whether it was written.
 
     Raises:
-        StoreError: the system refused.
+        StoreError: if the system refuses.
     """
     file = directory / CARD
     with described("writing", file):
@@ -49,21 +46,17 @@ def write_card(job: Job, directory: Path, step: int) -> bool:
 
 
 def model_card(job: Job, adapters: bool, step: int) -> str:
-    """Return the card.
-
-    Args:
-        job: the run.
-        adapters: whether it is of adapters, not of a whole model.
-        step: steps that were taken.
-    """
+    """Return the card; ``adapters`` is whether it describes adapters rather than a whole model."""
     base = _base_on_a_hub(job)
+    adapter_tag = ["lora" if job.settings.lora_rank is not None else "adapter"] if adapters else []
+    names = [name for words, _ in data_sets(job.settings.data) for name in words]
     metadata = ModelCardData(
         base_model=base,
         base_model_relation=None if base is None else "adapter" if adapters else "finetune",
         library_name="peft" if adapters else "transformers",
         pipeline_tag=_PIPELINES[job.task_type],
-        tags=_tags(job, adapters),
-        datasets=[name.split(":")[0] for name in _names(job) if _is_on_a_hub(name)] or None,
+        tags=["fuyou", job.settings.objective, *adapter_tag],
+        datasets=[name.split(":")[0] for name in names if _is_on_a_hub(name)] or None,
     )
     what = f"Adapters for {_base(job)}" if adapters else f"{_base(job)}, fine-tuned"
     rows = {"Training": _training(job, step), "Losses": _losses(job, step)}
@@ -72,7 +65,7 @@ def model_card(job: Job, adapters: bool, step: int) -> str:
         f"# {job.output.name}",
         f"{what}: {job.architecture}, {format_count(job.parameters)} parameters"
         + (f", of which {format_count(job.adapter_parameters)} in adapters" if adapters else "")
-        + f". Made with fuyou's `finetune` ({_version()}).",
+        + f". Made with fuyou's `finetune` ({version_of('fuyou')}).",
         f"## Data\n\n{_data(job)}",
         *(f"## {name}\n\n{_table(values)}" for name, values in rows.items() if values),
         f"## Use\n\n```python\n{_use(job, adapters)}\n```",
@@ -94,15 +87,7 @@ def _base(job: Job) -> str:
     return f"`{Path(job.settings.model).name}`" + ("" if job.checkpoint is not None else " (random weights)")
 
 
-def _tags(job: Job, adapters: bool) -> list[str]:
-    tags = ["fuyou", job.settings.objective]
-    if adapters:
-        tags.append("lora" if job.settings.lora_rank is not None else "adapter")
-    return tags
-
-
 def _data(job: Job) -> str:
-    """Return what the model was trained on: names without directories, which are nobody else's business."""
     named = [
         f"`{name if _is_on_a_hub(name) else Path(name).name}`" + ("" if weight is None else f" (weight {weight:g})")
         for words, weight in data_sets(job.settings.data)
@@ -110,10 +95,6 @@ def _data(job: Job) -> str:
     ]
     lines = [", ".join(named) or "Random tokens.", *job.batches.description.splitlines(), f"Digest: `{job.data_key}`"]
     return "\n".join(f"* {line.strip()}" for line in lines)
-
-
-def _names(job: Job) -> list[str]:
-    return [name for words, _ in data_sets(job.settings.data) for name in words]
 
 
 def _is_on_a_hub(name: str) -> bool:
@@ -150,7 +131,7 @@ def _adapters(job: Job) -> str:
 
 
 def _losses(job: Job, step: int) -> dict[str, str]:
-    entries = [one for one in read_metrics(job.output / RUN / METRICS) if int(one.get("step", step + 1)) <= step]
+    entries = [entry for entry in read_metrics(job.output / RUN / METRICS) if int(entry.get("step", step + 1)) <= step]
     trained = _values(entries, "loss_metrics/global_avg_loss")
     held_out = _values(entries, "validation_metrics/loss")
     rows = {}
@@ -179,10 +160,3 @@ def _use(job: Job, adapters: bool) -> str:
         f"from peft import PeftModel\nfrom transformers import {load}\n\n"
         f'model = PeftModel.from_pretrained({load}.from_pretrained("{base}"), "PATH OF THIS DIRECTORY")'
     )
-
-
-def _version() -> str:
-    try:
-        return version("fuyou")
-    except PackageNotFoundError:
-        return "not installed as a package"

@@ -1,26 +1,27 @@
-"""One line that says how the run is doing: drawn over and over on a terminal, written out now and then elsewhere."""
+"""Progress of a run: one line per step or, on a terminal, one line that is redrawn; and signs of life."""
 
+import contextlib
 import sys
+import threading
+import time
 from collections import deque
 from statistics import median
 
 from tqdm import tqdm
 
 from cli.report.results import StepMetrics
+from common.activity import Activity, current_activity, watched_by
 from common.units import format_seconds
 
 _RECENT = 20  # Steps whose median duration tells the time that is left
 
 
 class Progress:
-    """Progress shows steps as they are done: on standard error if that is a terminal, else line by line on standard
-    output.
+    """Shows steps on standard error if that is a terminal, else line by line on standard output.
 
     Args:
-        total: steps of the whole run.
-        done: steps that are behind it.
-        every: steps from one line to the next, where there is no terminal; the last step always has one.
-        quiet: whether no step is shown at all.
+        done: steps that were taken before.
+        every: steps between lines where there is no terminal; the last step always has a line.
     """
 
     def __init__(self, total: int, done: int, every: int = 1, quiet: bool = False) -> None:
@@ -31,7 +32,6 @@ class Progress:
             self._bar = tqdm(total=total, initial=done, dynamic_ncols=True, bar_format="{desc}{postfix}")
 
     def show(self, metrics: StepMetrics) -> None:
-        """Show a step that is done."""
         self._recent.append(metrics.seconds)
         left = (self._total - metrics.step) * median(self._recent)  # evaluations and checkpoints delay a few steps
         ends = [f"{format_seconds(left)} left"] if metrics.step < self._total else []
@@ -43,7 +43,7 @@ class Progress:
             print(line, flush=True)
 
     def say(self, text: str) -> None:
-        """Show text on a line of its own."""
+        """Show text on a separate line."""
         if self._bar is None:
             print(text, flush=True)
         else:
@@ -55,3 +55,68 @@ class Progress:
     def __exit__(self, *exception: object) -> None:
         if self._bar is not None:
             self._bar.close()
+
+
+FIRST_AFTER_S = 2.0  # Seconds that an activity may take without a word
+AGAIN_AFTER_S = (8.0, 20.0, 30.0)  # Seconds between lines about it in a log; the last applies to all others
+_LOOK_EVERY_S = 0.25
+
+
+class Heartbeat:
+    """Shows activities: announced ones when they begin, others after two seconds.
+
+    A thread draws a single line on a terminal, erased before other output; elsewhere it prints a line now and then.
+    """
+
+    def __init__(self) -> None:
+        self._is_terminal = sys.stderr.isatty()
+        self._over, self._lock = threading.Event(), threading.Lock()
+        self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
+        self._watches = contextlib.ExitStack()
+        self._drawn = False
+
+    def __enter__(self) -> "Heartbeat":
+        self._watches.enter_context(watched_by(self))
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._watches.close()
+        self._over.set()
+        self._thread.join()
+
+    def began(self, activity: Activity) -> None:
+        """Show an announced activity now: it may hold Python's lock, so that the thread cannot."""
+        if activity.announced:
+            with self._lock:
+                self._show(f"{activity.what} ...")
+
+    def ended(self) -> None:
+        """Erase the line on a terminal."""
+        with self._lock:
+            if self._drawn:
+                self._write("\r\x1b[K")
+                self._drawn = False
+
+    def _run(self) -> None:
+        seen, next_word, shown = None, 0.0, 0
+        while not self._over.wait(_LOOK_EVERY_S):
+            with self._lock:
+                doing, now = current_activity(), time.monotonic()
+                if doing is not seen:
+                    seen, next_word, shown = doing, now + FIRST_AFTER_S, 0
+                if doing is None or now < next_word:
+                    continue
+                self._show(f"{doing.what} ({now - doing.since:.0f} s{'' if self._is_terminal else ' so far'})")
+                wait = AGAIN_AFTER_S[min(shown, len(AGAIN_AFTER_S) - 1)]
+                next_word, shown = now + (0.5 if self._is_terminal else wait), shown + 1
+        self.ended()
+
+    def _show(self, text: str) -> None:
+        self._write(f"\r\x1b[K{text}" if self._is_terminal else f"{text}\n")
+        self._drawn = self._is_terminal
+
+    def _write(self, text: str) -> None:
+        with contextlib.suppress(OSError, ValueError):  # the terminal may be gone
+            sys.stderr.write(text)
+            sys.stderr.flush()

@@ -1,13 +1,12 @@
-"""What a step, an evaluation and a whole run gave, by name."""
+"""Results of a step, an evaluation, and a whole run."""
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from common.intervals import Interval
-from common.units import format_count
+from common.units import Interval, format_count
 
-# Names for people of what bounds a step.
+# What bounds a step, for reports.
 RESOURCES = {
     "gpu": "computing",
     "host_to_device": "copies to the device",
@@ -17,7 +16,7 @@ RESOURCES = {
     "intra_node": "exchanges in the node",
     "inter_node": "the network",
 }
-# The same in a word, for lines of a log.
+# The same in one word, for log lines.
 SHORT = {
     "gpu": "computing",
     "host_to_device": "uploads",
@@ -31,7 +30,7 @@ SHORT = {
 
 @dataclass(frozen=True)
 class IoCounts:
-    """Bytes moved from and to the SSDs, and what the schedule says they come to."""
+    """Bytes moved from and to the SSDs, and what the schedule plans."""
 
     read: int = 0
     written: int = 0
@@ -52,7 +51,7 @@ class IoCounts:
 
 @dataclass(frozen=True)
 class MemoryUse:
-    """Memory and drive space in use; on several ranks, by one rank or one node."""
+    """Memory and drive space in use by a rank or a node."""
 
     device_bytes: int = 0  # Device memory of one rank, at its peak so far
     host_bytes: int = 0  # Host memory of all our processes on one node
@@ -67,20 +66,19 @@ class StepResult:
     grad_norm: float  # Norm of the whole gradient before clipping
     skipped: bool = False  # Whether loss or gradient were not finite, and nothing was changed
     clipped: bool = False  # Whether the gradient was scaled down
-    # Whether updates had been done before it was known that the step is clipped or skipped, and were done again.
-    updated_again: bool = False
+    updated_again: bool = False  # Whether updates ran before the norm was known, and ran again
     aux_loss: float | None = None  # Router loss before its coefficient, where it is a part of the loss
     sent_bytes: float | None = None  # Bytes that a node sent to others; None: this process trains alone
     busy_seconds: Mapping[str, float] = field(default_factory=dict)  # Time for which the step kept each resource busy
     # When the step kept each resource busy, (begin, end) in seconds of one clock.
     busy_intervals: Mapping[str, Sequence[Interval]] = field(default_factory=dict)
-    # What people watch beside the loss, by the names that TRL gives it: `rewards/accuracies`, ...
+    # Other metrics, by TRL's names: `rewards/accuracies`, ...
     watched: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """A step in figures, with what it cost."""
+    """A step with its duration, memory, and traffic."""
 
     step: int
     result: StepResult
@@ -95,16 +93,14 @@ class StepMetrics:
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens per second of all ranks together."""
         return self.tokens / self.seconds
 
     @property
     def flops_per_second(self) -> float:
-        """FLOPs per second of all ranks together."""
         return self.tokens_per_second * self.model_flops_per_token
 
     def __str__(self) -> str:
-        """Return what people look at in a line of less than 100 columns; ``metrics.jsonl`` has the rest."""
+        """Return a line of less than 100 columns; ``metrics.jsonl`` has the rest."""
         return ", ".join(
             [
                 self._learned(),
@@ -142,7 +138,7 @@ class EvaluationResult:
 
     @property
     def perplexity(self) -> float:
-        """``exp(loss)``; infinite where that is too large for a number."""
+        """Return ``exp(loss)``; infinity on overflow."""
         try:
             return math.exp(self.loss)
         except OverflowError:
@@ -154,7 +150,7 @@ class EvaluationResult:
         return f"loss {self.loss:.4f}, perplexity {self.perplexity:.4g} over {self.tokens:,} tokens"
 
 
-# What a line shows of what people watch, and how.
+# Watched metrics that a log line shows, with their label and format.
 _SHOWN = {
     "rewards/accuracies": ("accuracy", ".1%"),
     "accuracy": ("accuracy", ".1%"),
@@ -166,13 +162,13 @@ _SHOWN = {
 
 
 def _preferred(watched: Mapping[str, float]) -> str:
-    found = {name: watched[name] for name in _SHOWN if name in watched}
-    return "".join(f", {_SHOWN[name][0]} {value:{_SHOWN[name][1]}}" for name, value in found.items())
+    shown = {name: watched[name] for name in _SHOWN if name in watched}
+    return "".join(f", {_SHOWN[name][0]} {value:{_SHOWN[name][1]}}" for name, value in shown.items())
 
 
 @dataclass(frozen=True)
 class RunTotals:
-    """What a run took as a whole; on several ranks, one node of it."""
+    """Totals of a run; on several ranks, of one node."""
 
     parameters: int
     trainable_parameters: int
@@ -188,5 +184,40 @@ class RunTotals:
 
     @property
     def total_written(self) -> int:
-        """Bytes written to SSD, the making of the store included."""
+        """Return the bytes written to SSD, including the creation of the store."""
         return self.io.written + self.created_bytes
+
+
+_GIB = 1 << 30
+
+
+def named_metrics(metrics: StepMetrics) -> dict[str, float]:
+    """Return the metrics of a step under torchtitan's names (``torchtitan/components/metrics.py``, v0.2.2).
+
+    Those names have torchtitan's meaning: rates are per device, memory is in GiB. New names follow the pattern:
+    ``ssd/read(GiB)``, ``memory/host(GiB)``, ``validation_metrics/perplexity``.
+    """
+    result, memory, io = metrics.result, metrics.memory, metrics.io
+    named = {
+        "loss_metrics/global_avg_loss": result.loss,
+        **({} if result.aux_loss is None else {"loss_metrics/aux_loss": result.aux_loss}),
+        **result.watched,
+        "grad_norm": result.grad_norm,
+        "lr": metrics.lr,
+        "skipped": float(result.skipped),
+        "n_tokens_seen": metrics.step * metrics.tokens,
+        "throughput(tps)": metrics.tokens_per_second / metrics.ranks,
+        "tflops": metrics.flops_per_second / metrics.ranks / 1e12,
+        "time_metrics/end_to_end(s)": metrics.seconds,
+        "memory/max_active(GiB)": memory.device_bytes / _GIB,
+        "memory/host(GiB)": memory.host_bytes / _GIB,
+    }
+    if io is None:
+        return named | {"network/sent(GiB)": (result.sent_bytes or 0) / _GIB}
+    return {
+        **named,
+        **{f"time_metrics/busy_{name}(s)": value for name, value in result.busy_seconds.items()},
+        "memory/ssd(GiB)": memory.ssd_bytes / _GIB,
+        "ssd/read(GiB)": io.read / _GIB,
+        "ssd/written(GiB)": io.written / _GIB,
+    }

@@ -1,16 +1,18 @@
-"""``run`` inside the output directory: all it takes to repeat the run, and what it measured.
+"""The directory ``run`` in the output directory: what is needed to repeat the run, and its metrics.
 
-``config.toml`` has every option as it was in effect (``finetune --config .../config.toml`` does the same again),
-``run.json`` says what each call of ``finetune`` found and planned, and ``metrics.jsonl`` what every step measured.
+``config.toml`` has every option in effect (``finetune --config .../config.toml`` repeats the run), ``run.json``
+describes each call of ``finetune`` with its plan, and ``metrics.jsonl`` has the metrics of every step.
 """
 
 import json
 import os
+import platform
 import shlex
 import socket
 import uuid
 from collections.abc import Mapping
 from datetime import datetime
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -19,44 +21,71 @@ from cli.options.command import parse_command_line
 from cli.options.config_file import effective_config
 from cli.options.option import WRITTEN
 from cli.options.settings import CONFIG, DESCRIPTION, RUN
-from cli.report.versions import versions
-from common.files.atomic import replace_file
+from common.files import replace_file
 from common.hardware.machine import describe_machine
 from common.store.errors import described
+
+LIBRARIES = ("torch", "transformers", "peft", "safetensors", "tokenizers", "datasets", "accelerate", "numpy", "kvikio")
+
+
+def versions() -> dict[str, str]:
+    """Return library versions by name, ``-`` if not installed, without importing any library."""
+    kvikio = next((name for name in ("kvikio-cu13", "kvikio-cu12") if version_of(name) != "-"), "kvikio")
+    return {
+        "fuyou": version_of("fuyou"),
+        "Python": platform.python_version(),
+        **{name: version_of(kvikio if name == "kvikio" else name) for name in LIBRARIES},
+        "system": platform.platform(),
+        "NVIDIA driver": nvidia_driver() or "-",
+    }
+
+
+def nvidia_driver() -> str | None:
+    """Return the version of the NVIDIA driver, if there is one."""
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return None
+    try:
+        return str(pynvml.nvmlSystemGetDriverVersion())
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def version_of(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "-"
+
 
 METRICS = "metrics.jsonl"
 
 
 class RunDirectory:
-    """A run directory is made when a run begins, and found again when it goes on.
+    """Creates the run directory, or opens it when a run is resumed.
 
     Args:
-        job: the run.
-        done: steps that are behind it; with 0, what an earlier run left here is replaced.
+        done: steps that were taken before; with 0, files of an earlier run are replaced.
     """
 
     def __init__(self, job: Job, done: int) -> None:
         self.path = job.output / RUN
         self.path.mkdir(exist_ok=True)
         before = self._load() if done else {}
-        self.id: str = before.get("id") or uuid.uuid4().hex
-        """Id of the run, which stays the same when it is continued."""
+        self.id: str = before.get("id") or uuid.uuid4().hex  # The same when the run is resumed
         calls = before.get("calls")
         self._before: list[dict[str, Any]] = calls if isinstance(calls, list) else []
         self._call = _describe(job, done)
 
     @property
     def metrics_file(self) -> Path:
-        """File that gets the metrics of every step."""
         return self.path / METRICS
 
     def write(self, job: Job, plan: Mapping[str, Any]) -> None:
-        """Write configuration and description.
-
-        Args:
-            job: the run.
-            plan: what was planned for it, as JSON.
-        """
+        """Write configuration and description, with the plan as JSON."""
         description = {"id": self.id, "store": job.run_name, "calls": [*self._before, {**self._call, "plan": plan}]}
         _replace(self.path / DESCRIPTION, json.dumps(description, indent=2, default=str) + "\n")
         context = job.settings.context or parse_command_line(job.settings.arguments)

@@ -1,4 +1,4 @@
-"""What a run did and what it cost: a short summary to read, and the same as JSON."""
+"""Summary of a run, as text and as JSON."""
 
 import json
 import math
@@ -6,14 +6,14 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from cli.report.results import RESOURCES, RunTotals, StepResult
-from common.files.atomic import replace_file
+from common.files import replace_file
 from common.store.errors import described
 from common.units import format_bytes, format_count, format_seconds
 
 
 @dataclass(frozen=True)
 class Report:
-    """A report is about the steps of one call of ``finetune``: a resumed run has one for each part."""
+    """Results of the steps of one call of ``finetune``; each call of a resumed run has a report."""
 
     parameters: int
     trainable_parameters: int
@@ -26,40 +26,32 @@ class Report:
     device_peak_bytes: int
     host_peak_bytes: int  # Proportional set size summed over our processes, at its peak
     host_baseline_bytes: int  # Proportional set size just before the model was touched
-    ssd_read_bytes_per_step: float  # Bytes read, measured by what our processes asked the system for
+    ssd_read_bytes_per_step: float  # Bytes read, as requested from the system by our processes
     ssd_written_bytes_per_step: float
     planned_ssd_read_bytes_per_step: float  # Bytes read, by the schedule
     planned_ssd_written_bytes_per_step: float
-    # Time for which a step keeps each resource busy: no step can be shorter than the largest of them.
-    bound_seconds: dict[str, float]
-    # Largest bound over measured step time: 1 means that all else hides behind it. 0 without any step.
-    overlap_efficiency: float
+    bound_seconds: dict[str, float]  # Time for which a step keeps each resource busy; the largest bounds it
+    overlap_efficiency: float  # Largest bound over measured step time; 1 if it hides all else
     # Bytes that each node sends to others: counted where they are sent, or, for FSDP2's own strategies, by the formula.
     # The first step of a run fills caches.
     network_sent_bytes_per_step: float = 0.0
     planned_network_sent_bytes_per_step: float = 0.0  # Bytes sent by the formula, in a step that is not the first
     skipped_steps: int = 0  # Steps whose loss or gradient were not finite, so that nothing was changed
-    # How gradients were clipped out of core: `deferral` or `speculation`; None: they were not, or in memory.
-    clip_by: str | None = None
-    # How parameters got from SSDs to device: `posix`, through host memory; `kvikio`, past it. None in memory.
-    way: str | None = None
+    clip_by: str | None = None  # `deferral` or `speculation`; None if not clipped, or in memory
+    way: str | None = None  # Route of parameters to the device: `posix` or `kvikio`; None in memory
     clipped_steps: int = 0  # Steps whose gradients were scaled down
     updated_again_steps: int = 0  # Clipped steps whose updates had been done before that was known, and were done again
-    # What people watch beside the loss, of each step, by name: `rewards/accuracies`, ...
+    # Other metrics of each step, by name: `rewards/accuracies`, ...
     watched: dict[str, list[float]] = field(default_factory=dict)
 
     def write(self, path: Path) -> None:
-        """Write the report as JSON, complete or not at all."""
+        """Write the report as JSON, atomically."""
         losses = [loss if math.isfinite(loss) else None for loss in self.losses]
         with described("writing", path):
             replace_file(path, json.dumps({**asdict(self), "losses": losses}, indent=2) + "\n")
 
     def summary(self, total_written: int) -> str:
-        """Return a few lines to read.
-
-        Args:
-            total_written: bytes written to SSD, the making of the store included.
-        """
+        """Return a few lines; ``total_written`` are bytes on SSD, including the creation of the store."""
         if not self.steps:
             return "nothing to do: all steps are done"
         seconds = sum(self.step_seconds)
@@ -73,9 +65,9 @@ class Report:
             f"({format_bytes(self.host_peak_bytes - self.host_baseline_bytes)} more than before the model), "
             f"{format_bytes(self.device_peak_bytes)} of device memory",
         }
-        for name, what in (("rewards/accuracies", "the better answer"), ("accuracy", "what is right")):
+        for name, what in (("rewards/accuracies", "the better answer"), ("accuracy", "the right class")):
             if name in self.watched:
-                first, last = (self.watched[name][place] for place in (0, -1))
+                first, last = self.watched[name][0], self.watched[name][-1]
                 lines["prefers"] = f"{what} in {first:.1%} of the first step's cases, in {last:.1%} of the last"
         if self.clip_by is not None:
             again = f", {self.updated_again_steps:,} of them updated again" if self.clip_by == "speculation" else ""
@@ -99,20 +91,19 @@ class Report:
 
 
 class Measurements:
-    """Measurements collect what the steps of one call of ``finetune`` gave.
+    """Collects the results of steps.
 
     Args:
-        tokens_per_step: tokens of one step, padding counted.
-        model_flops: FLOPs per token, recomputation not counted.
-        hardware_flops: FLOPs per token, recomputation counted.
+        tokens_per_step: tokens, including padding.
+        model_flops: FLOPs per token without recomputation.
+        hardware_flops: FLOPs per token with recomputation.
     """
 
     def __init__(self, tokens_per_step: int, model_flops: float, hardware_flops: float) -> None:
         self.tokens_per_step = tokens_per_step
         self.model_flops = model_flops
         self.hardware_flops = hardware_flops
-        self.is_saved = False
-        """Whether the result has been exported."""
+        self.is_saved = False  # Whether the result has been exported
         self.losses: list[float] = []
         self.step_seconds: list[float] = []
         self._bounds: dict[str, float] = {}
@@ -121,12 +112,6 @@ class Measurements:
         self._watched: dict[str, list[float]] = {}
 
     def add(self, seconds: float, result: StepResult) -> None:
-        """Take in a step.
-
-        Args:
-            seconds: how long it took.
-            result: what it gave.
-        """
         self._clipped_steps += result.clipped
         self._skipped_steps += result.skipped
         self._updated_again_steps += result.updated_again
@@ -139,7 +124,6 @@ class Measurements:
             self._bounds[name] = self._bounds.get(name, 0.0) + value
 
     def report(self, totals: RunTotals) -> Report:
-        """Return the report of all steps, given what the run took as a whole."""
         io = totals.io - totals.evaluation_io
         steps = len(self.losses)
         per_step = 1 / steps if steps else 0.0

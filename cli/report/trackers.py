@@ -1,4 +1,4 @@
-"""``--log-to``: sending metrics to the trackers in which people look at runs, through ``accelerate.tracking``."""
+"""Send metrics to the trackers of ``--log-to``, through ``accelerate.tracking``."""
 
 import contextlib
 import os
@@ -16,7 +16,7 @@ PROJECT = "finetune"  # Project that runs are filed under, unless a tracker's ow
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """A run, as trackers are told of it."""
+    """Name, id, and directory of a run, for trackers."""
 
     name: str
     id: str
@@ -32,7 +32,7 @@ class _Tracker:
 
 
 def _mlflow_name(name: str) -> str:
-    """Return ``name`` in letters, digits and ``_-. :/``, which is all that MLflow allows."""
+    """Replace characters that MLflow rejects: it allows letters, digits, and ``_-. :/``."""
     return name.replace("(", "_").replace(")", "").replace("%", "percent")
 
 
@@ -45,7 +45,7 @@ _TRACKERS = {
             "id": run.id,
             "resume": "allow",
             "dir": str(run.directory),
-        },
+        }
     ),
     "trackio": _Tracker(
         lambda run: {
@@ -53,22 +53,20 @@ _TRACKERS = {
             "name": f"{run.name}-{run.id[:6]}",
             "resume": "allow",
             "embed": False,
-        },
+        }
     ),
     "mlflow": _Tracker(lambda run: {"experiment_name": PROJECT, "run_name": run.name}, _mlflow_name),
 }
 
 
 class Trackers:
-    """Trackers sends metrics to all trackers of a run; one that fails on the way is given up, not the run.
+    """Sends metrics to all trackers of a run; a tracker that fails is dropped, and the run continues.
 
     Args:
-        names: trackers of ``--log-to``; ``jsonl`` is none of them.
-        run: what they are told of the run.
-        options: the run's options, by name: text and numbers.
+        names: trackers of ``--log-to``; ``jsonl`` is ignored.
 
     Raises:
-        UserError: a tracker cannot begin.
+        UserError: if a tracker cannot start.
     """
 
     def __init__(self, names: Sequence[str], run: TrackedRun, options: Mapping[str, Any]) -> None:
@@ -78,7 +76,6 @@ class Trackers:
                 self._open[name] = _begin(name, run, options)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Send the metrics of ``step``."""
         for name, tracker in list(self._open.items()):
             with self._watching(name):
                 tracker.log(
@@ -86,7 +83,6 @@ class Trackers:
                 )
 
     def finish(self) -> None:
-        """Have the trackers send what they still hold."""
         for name, tracker in list(self._open.items()):
             with self._watching(name):
                 tracker.finish()
@@ -94,7 +90,7 @@ class Trackers:
 
     @contextlib.contextmanager
     def _watching(self, name: str) -> Iterator[None]:
-        """Give up on the tracker if it fails: each depends on a network or a server of its own."""
+        """Give up on the tracker if it fails: each depends on a network or a server."""
         try:
             yield
         except Exception as error:
@@ -109,14 +105,14 @@ def _begin(name: str, run: TrackedRun, options: Mapping[str, Any]) -> Any:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            PartialState(cpu=True)  # accelerate's classes look at it, and it would otherwise look for GPUs of its own
+            PartialState(cpu=True)  # accelerate's classes read it, and it would otherwise look for GPUs
             tracker = LOGGER_TYPE_TO_CLASS[name](**_TRACKERS[name].arguments(run))
             tracker.start()
             tracker.store_init_configuration(dict(options))
     except Exception as error:
         raise UserError(
-            f"--log-to {name}: it cannot begin: {_one_line(error)}. Mend that, or leave {name} out: metrics.jsonl is "
-            "always written."
+            f"--log-to {name} cannot start: {_one_line(error)}. Fix that, or leave {name} out: metrics.jsonl is always "
+            "written."
         ) from error
     return tracker
 

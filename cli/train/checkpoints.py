@@ -9,8 +9,7 @@ from pathlib import Path
 
 FOLDER, BEST = "checkpoints", "best"
 _STEP = "step-"
-_PARTIAL = ".partial"
-"""End of a folder's name until everything is in it."""
+_PARTIAL = ".partial"  # End of a folder's name until everything is in it
 
 
 @dataclass
@@ -19,8 +18,7 @@ class BestEvaluation:
 
     loss: float = math.inf
     step: int = 0
-    since: int = 0
-    """Evaluations since then, none of which was better."""
+    since: int = 0  # Evaluations since then, none of which was better
 
     @classmethod
     def of_history(cls, metrics: Path, done: int) -> "BestEvaluation":

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cli.job.quiet import quiet_transformers
+from cli.job.prepare import quiet_transformers
 from cli.options.schedule import Warmup
 from cli.options.settings import Settings
 from cli.train.interrupts import Interrupts
@@ -26,8 +26,7 @@ class DemoSize:
     hidden: int = 320
     layers: int = 24
     vocab: int = 4096
-    host_memory: int = 208 << 20
-    """Host memory that the run may take. Nearly 120 MiB of it are a fixed allowance for what no program can plan."""
+    host_memory: int = 208 << 20  # Host memory that the run may take; 120 MiB of it are a fixed allowance
     steps: int = 32
     batch_size: int = 4
     seq_len: int = 128
@@ -72,7 +71,6 @@ def run_demo(
 
 
 def _equivalent(settings: Settings, size: DemoSize) -> tuple[str, ...]:
-    """Return the command line that does the same."""
     words = ["--model", settings.model, "--data", *settings.data, "--gpu", "cpu"]
     words += ["--host-memory", f"{size.host_memory >> 20}MiB", "--batch-size", str(size.batch_size)]
     words += ["--seq-len", str(size.seq_len), "--steps", str(size.steps), "--lr", f"{size.lr:g}", "--warmup", "10%"]
@@ -128,7 +126,6 @@ def _summary(result: RunResult, size: DemoSize) -> str:
 
 
 def _generate(directory: Path, new_tokens: int) -> str:
-    """Return how the trained model continues a prompt."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

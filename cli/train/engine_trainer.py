@@ -23,10 +23,8 @@ from fuyou.layout.share import Share
 from fuyou.planner import PlannerContext, profile_or_measure
 from fuyou.runtime.devices.device import memory_limits, open_device
 
-PROFILED_PARAMETERS, PROFILED_STEPS = 100_000_000, 20
-"""Parameters and steps from which on a run is worth measuring the machine for."""
-PROFILED_HOST_BYTES = 4 << 30
-"""Host memory from which on the measurement itself is sure to fit."""
+PROFILED_PARAMETERS, PROFILED_STEPS = 100_000_000, 20  # Size of runs that are worth a measurement of the machine
+PROFILED_HOST_BYTES = 4 << 30  # Host memory from which on the measurement itself is sure to fit
 
 
 class EngineTrainer(Trainer):
@@ -41,12 +39,7 @@ class EngineTrainer(Trainer):
     """
 
     def __init__(
-        self,
-        job: Job,
-        engine: Engine,
-        is_rank0: bool = True,
-        ranks: Ranks | None = None,
-        writes_files: bool = True,
+        self, job: Job, engine: Engine, is_rank0: bool = True, ranks: Ranks | None = None, writes_files: bool = True
     ) -> None:
         self.model = self._engine = engine
         self.is_resumed = job.settings.resume
@@ -83,7 +76,6 @@ class EngineTrainer(Trainer):
         return self._engine.step()
 
     def _part(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return what this process computes of a batch: all of it."""
         return batch
 
     def _step_result(self, report: StepReport, sent_bytes: float | None = None) -> StepResult:
@@ -190,6 +182,5 @@ def profile_once(job: Job, ranks: Share | None = None) -> None:
 
 
 def _disk_usage(job: Job) -> int:
-    """Return the bytes that the store takes on all drives."""
     folders = (path / job.run_name for path in job.ssd)
     return sum(file.stat().st_blocks * 512 for folder in folders for file in folder.iterdir() if file.is_file())

@@ -13,9 +13,9 @@ import threading
 from types import FrameType
 from typing import Any
 
+# After SIGTERM or SIGHUP, a run that has not ended by then ends at once: schedulers commonly kill after 30 s, and the
+# last committed step is as safe either way.
 STOP_SECONDS = 25.0
-"""After SIGTERM or SIGHUP, a run that has not ended by then ends at once: schedulers commonly kill after 30 s, and the
-last committed step is as safe either way."""
 
 STATUS = {number: 128 + number for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
 
@@ -86,7 +86,6 @@ class Interrupts:
         raise KeyboardInterrupt
 
     def _give_up(self) -> None:
-        """End this process at once; the optimizer process notices, and ends as well."""
         with contextlib.suppress(OSError):
             print(f"\nstopped at once, after {STOP_SECONDS:.0f} s. {self.how_to_continue}", file=sys.stderr, flush=True)
         os._exit(self.status())

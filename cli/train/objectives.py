@@ -35,8 +35,7 @@ class Ranks:
 
     rank: int = 0
     world_size: int = 1
-    sum: SumOverRanks = alone
-    """Adds up numbers of all ranks."""
+    sum: SumOverRanks = alone  # Adds up numbers of all ranks
 
     def part(self, batch: Batch, items: int) -> tuple[Batch, int]:
         """Return this rank's items of a batch, and how many ranks have the same ones: all, where there are fewer items
@@ -96,7 +95,6 @@ class ObjectiveLoop:
         return EvaluationResult(means.pop("loss"), targets, rate, means)
 
     def _learn(self, batch: Batch) -> tuple[Learned, torch.Tensor]:
-        """Return what a batch of this rank gives, and its share of the router loss."""
         objective = self._objective
         extras = {name: batch[name] for name in objective.extras if name in batch}
         apart = (extras.keys() - {"labels"}) | {REFERENCE}
@@ -108,7 +106,6 @@ class ObjectiveLoop:
         return learned, out.aux_coefficient / self._ranks.world_size * out.aux_loss
 
     def _joined(self, watched: Mapping[str, Mean]) -> dict[str, Mean]:
-        """Return what is watched, of the items of all ranks."""
         names = self._objective.watches
         sums = self._ranks.sum([number for name in names for number in watched.get(name, Mean(0.0, 0.0))])
         joined = {name: Mean(*sums[2 * place : 2 * place + 2]) for place, name in enumerate(names)}
@@ -116,7 +113,6 @@ class ObjectiveLoop:
 
 
 def _cut(batch: Batch, first: int, last: int, items: int) -> Batch:
-    """Return a range of the items of a batch, each of which is one or more rows."""
     return {name: value[first * len(value) // items : last * len(value) // items] for name, value in batch.items()}
 
 

@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cli.job.job import Job
-from cli.job.prepare import prepare
-from cli.job.quiet import quiet_transformers
+from cli.job.prepare import prepare, quiet_transformers
 from cli.job.resumed import check_same_run, forget_earlier_run
 from cli.options.settings import Settings
 from cli.train.engine_trainer import EngineTrainer, engine_options, profile_once

@@ -7,8 +7,7 @@ from common.activity import activity
 from common.errors import FinetuneError, on_one_line
 
 _PUSHED = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja", "*.model", "*.txt", "*.md"]
-_KEPT = ["*/*"]
-"""Files of the output directory that are pushed, and those below it, which are the run's, that are not."""
+_KEPT = ["*/*"]  # Files of the output directory that are pushed, and those below it, which are the run's, that are not
 
 
 def push(job: Job) -> str:

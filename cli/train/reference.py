@@ -15,7 +15,7 @@ from cli.train.objectives import Batch, Ranks
 from common.activity import activity
 from common.data.items.batches import ItemBatches
 from common.errors import UserError
-from common.files.atomic import file_when_complete
+from common.files import file_when_complete
 from fuyou import Engine
 
 
@@ -63,7 +63,6 @@ class ReferencePass:
                 batches.reference = self._computed(batches, job.settings.batch_size, steps, path)
 
     def _read_on_all_ranks(self, batches: ItemBatches, steps: int, path: Path) -> np.ndarray | None:
-        """Return the log-probabilities in the file if a step is committed and all ranks have the file."""
         values = self._read(path, batches, steps) if self.engine.step_count else None
         all_have = self.ranks.sum([float(values is not None)])[0] == self.ranks.world_size
         return values if all_have else None
@@ -95,7 +94,6 @@ class ReferencePass:
         return np.array(ranks.sum(sums.tolist()), dtype=np.float32)
 
     def _read(self, path: Path, batches: ItemBatches, steps: int) -> np.ndarray | None:
-        """Return what is in the file, if it has all rows of these steps of these data."""
         try:
             with np.load(path) as content:
                 values, digest = content["values"], str(content["digest"])

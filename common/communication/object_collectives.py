@@ -28,29 +28,27 @@ def all_gather_object(value: Any, group: dist.ProcessGroup | None = None) -> lis
     padded[: len(text)] = text
     gathered = [torch.empty_like(padded) for _ in lengths]
     dist.all_gather(gathered, padded, group=group)
-    return [json.loads(bytes(one[: int(length)].cpu().numpy())) for one, length in zip(gathered, lengths, strict=True)]
+    return [
+        json.loads(bytes(text[: int(length)].cpu().numpy())) for text, length in zip(gathered, lengths, strict=True)
+    ]
 
 
 def run_on_all_ranks(work: Callable[[], Any], group: dist.ProcessGroup | None = None) -> list[Any]:
     """Call ``work`` on every rank and gather its results, JSON; it fails everywhere or nowhere. Collective.
 
-    Args:
-        work: what is done.
-        group: the ranks that take part; None: all.
-
     Raises:
         UserError, FinetuneError: the first failing rank's error, on every rank; an unexpected one as FinetuneError.
     """
-    own: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     unexpected: Exception | None = None
     try:
-        own["returned"] = work()
+        result["returned"] = work()
     except FinetuneError as error:
-        own = {"failed": error.as_written, "status": error.exit_status}
+        result = {"failed": error.as_written, "status": error.exit_status}
     except Exception as error:  # no memory, say: other ranks would wait for this one
         unexpected = error
-        own = {"failed": f"{type(error).__name__}: {error}", "status": FinetuneError.exit_status}
-    outcomes = all_gather_object(own, group)
+        result = {"failed": f"{type(error).__name__}: {error}", "status": FinetuneError.exit_status}
+    outcomes = all_gather_object(result, group)
     for outcome in outcomes:
         if "failed" in outcome:
             kind = UserError if outcome["status"] == UserError.exit_status else FinetuneError

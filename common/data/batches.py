@@ -15,18 +15,16 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from common.activity import Activity, activity
-from common.data.counts import nothing_to_train
 from common.data.encoding.encoder import EncodedSegment, Encoder
 from common.data.encoding.fitting import RowFitter
 from common.data.files import find_files
-from common.data.packed.order import draw_rows
-from common.data.packed.packing import TRAINED, Packer, Padder, cut_documents, first_lengths, unpack
+from common.data.packed.packing import TRAINED, Packer, Padder, cut_documents, draw_rows, first_lengths, unpack
 from common.data.packed.token_file import Header, TokenFile, cache_key, remove_unfinished, write_token_file
 from common.data.records import is_text_file
-from common.data.selection import RecordSelection
+from common.data.selection import RecordSelection, nothing_to_train
 from common.data.shapes import examples_of_records, examples_of_text_file
 from common.errors import UserError
-from common.memory.heap import return_free_memory
+from common.memory.meter import return_free_memory
 from common.store.lock import DirectoryLock
 from common.units import counted, format_bytes, format_count
 

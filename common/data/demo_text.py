@@ -93,7 +93,6 @@ def _help_topics() -> list[str]:
 
 
 def _docstrings(module: str) -> list[str]:
-    """Return the longer docstrings of a module of the standard library, read from its source without importing it."""
     base = Path(sysconfig.get_path("stdlib"), *module.split("."))
     source = next((path for path in (base.with_suffix(".py"), base / "__init__.py") if path.is_file()), None)
     if source is None:  # not in this version of Python

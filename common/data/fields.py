@@ -83,7 +83,6 @@ def check_characters(text: str, value: Any) -> None:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return an object. The standard leaves open which of two values a repeated key has."""
     values = dict(pairs)
     if len(values) < len(pairs):
         names = [name for name, _ in pairs]
@@ -102,5 +101,5 @@ def _finite(digits: str) -> float:
     return value
 
 
+# Strict decoder; :func:`check_characters` completes it.
 JSON = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=_constant, parse_float=_finite)
-"""Strict decoder; :func:`check_characters` completes it."""

@@ -8,14 +8,14 @@ from common.data.hub_files import TRAIN, files_of_split, hub_files, is_data_set_
 from common.data.records import KNOWN_EXTENSIONS, READERS, extension_of
 from common.errors import UserError, did_you_mean
 
+# Files in which `datasets` describes a data set.
 _ABOUT_DATA = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json")
-"""Files in which ``datasets`` describes a data set."""
 
+# Words in the names of files and directories that say which split they are: those that `datasets` knows.
 _SPLIT = re.compile(
     r"(?:^|[-._ 0-9/])(?:(train|training)|(validation|valid|dev|val)|(test|testing|eval|evaluation))(?=[-._ 0-9/]|$)",
     re.I,
 )
-"""Words in the names of files and directories that say which split they are: those that ``datasets`` knows."""
 
 
 def find_files(names: tuple[str, ...]) -> list[Path]:
@@ -56,11 +56,6 @@ def file_states(files: list[Path]) -> list[tuple[str, int, int]]:
 
 
 def _files_in(directory: Path, *split: str) -> list[Path]:
-    """Return the files of a directory, or of one of its splits.
-
-    Raises:
-        UserError: there are none, or several splits and none to prefer.
-    """
     about, readme = directory / "dataset_dict.json", directory / "README.md"
     if readme.is_file() and re.match(r"---\n.*?^configs:", readme.read_text(errors="replace"), re.S | re.M):
         return files_of_split(":".join((str(directory), *split)), str(directory))

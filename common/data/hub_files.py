@@ -8,8 +8,7 @@ from typing import Any
 from common.errors import UserError, did_you_mean
 from common.hub import is_hub_name, may_download
 
-TRAIN = "train"
-"""Split that a name without one stands for."""
+TRAIN = "train"  # Split that a name without one stands for
 
 
 def is_data_set_name(name: str) -> bool:

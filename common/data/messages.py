@@ -23,13 +23,13 @@ _NAMES = {
     "ipython": ("ipython",),
     "document": ("document",),
 }
+# Roles that chat templates know, by the names that data files give them.
+# Roles that chat templates know, by the names that data files give them.
 ROLES = {name: role for role, names in _NAMES.items() for name in names}
-"""Roles that chat templates know, by the names that data files give them."""
+# Names under which a message keeps what the assistant thought.
 REASONING = ("reasoning_content", "thinking", "reasoning")
-"""Names under which a message keeps what the assistant thought."""
 _LOSS_SWITCHES = ("train", "trainable", "training", "loss", "mask", "masked")  # of other tools, for "weight"
 _OTHER_PARTS = ("image", "image_url", "video", "video_url", "audio", "audio_url", "input_audio")
-"""Types of parts that hold no text; templates and processors decide what becomes of them."""
 
 
 def parsed(text: Any) -> Any:
@@ -90,7 +90,6 @@ def _message(turn: dict[str, Any], which: str) -> Message:
 
 
 def _calls(value: Any, which: str) -> list[dict[str, Any]]:
-    """Return calls, which may be JSON text, in OpenAI's format."""
     calls = parsed(value) if isinstance(value, str) else value
     calls = calls if isinstance(calls, list) else [calls]
     calls = [{"type": "function", "function": call} if _is_function(call) else call for call in calls]

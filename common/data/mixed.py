@@ -8,11 +8,10 @@ import numpy as np
 import torch
 
 from common.data.batches import Batches, PackedBatches, batch_of_words
-from common.data.packed.order import shuffled
+from common.data.packed.packing import shuffled
 from common.errors import UserError
 
-BLOCK = 1000
-"""Number of rows in a row of which every data set has its part exactly: weights count to a thousandth."""
+BLOCK = 1000  # Number of rows in a row of which every data set has its part exactly: weights count to a thousandth
 
 
 class MixedBatches(Batches):
@@ -73,13 +72,11 @@ class MixedBatches(Batches):
         return mixed
 
     def _sources(self, first: int, stop: int) -> np.ndarray:
-        """Return the data set of each row from ``first`` on, int64 [stop - first]."""
         blocks = range(first // BLOCK, (stop - 1) // BLOCK + 1)
         sources = np.concatenate([self._block(number) for number in blocks])
         return sources[first - blocks[0] * BLOCK :][: stop - first]
 
     def _drawn_before(self, number: int, place: int) -> int:
-        """Return how many rows of a data set come before ``place``."""
         whole, rest = divmod(place, BLOCK)
         return whole * int(self._counts[number]) + int((self._block(whole)[:rest] == number).sum())
 

@@ -22,8 +22,7 @@ from typing import IO, Any, NamedTuple
 from common.data.fields import JSON, check_characters, parse_json
 from common.errors import UserError
 
-RECORDS_PER_READ = 256
-"""Rows of a table that are converted at once."""
+RECORDS_PER_READ = 256  # Rows of a table that are converted at once
 
 _BOM = b"\xef\xbb\xbf"
 _SPACE = re.compile(r"[ \t\r\n]*")
@@ -32,10 +31,8 @@ _SPACE = re.compile(r"[ \t\r\n]*")
 class DataRecord(NamedTuple):
     """One record of a data file."""
 
-    values: dict[str, Any]
-    """Values by column."""
-    position: str
-    """Where it is in the file: ``line 7``, ``line 7, record 2``, or ``record 7`` where there are no lines."""
+    values: dict[str, Any]  # Values by column
+    position: str  # Where it is in the file: `line 7`, `line 7, record 2`, or `record 7` where there are no lines
 
 
 def extension_of(path: Path) -> str:
@@ -112,7 +109,6 @@ def _read_json_lines(path: Path, file: Iterable[bytes]) -> Iterator[DataRecord]:
 
 
 def _read_json(path: Path, file: IO[bytes]) -> Iterator[DataRecord]:
-    """Read a list of objects, one object, or an object per line."""
     head: list[bytes] = []
     for line in file:
         head.append(line)
@@ -240,7 +236,6 @@ def _read_arrow(path: Path, file: IO[bytes]) -> Iterator[DataRecord]:
 
 
 def _rows(path: Path, batches: Callable[[], Iterator[Any]]) -> Iterator[DataRecord]:
-    """Return the rows of a table's batches."""
     import pyarrow
 
     number = 0
@@ -269,6 +264,7 @@ def _value(value: Any, kind: Any) -> Any:
     return parse_json(value) if isinstance(value, str) and isinstance(kind, pyarrow.JsonType) else value
 
 
+# Functions that read a data file, by its extension.
 READERS: dict[str, Callable[[Path, IO[bytes]], Iterator[DataRecord]]] = {
     ".jsonl": _read_json_lines,
     ".json": _read_json,
@@ -278,14 +274,13 @@ READERS: dict[str, Callable[[Path, IO[bytes]], Iterator[DataRecord]]] = {
     ".txt": _read_text,
     ".arrow": _read_arrow,  # as save_to_disk of datasets leaves them in a directory
 }
-"""Functions that read a data file, by its extension."""
 
+# Functions that open a compressed file, by the extension after the data file's.
 COMPRESSIONS: dict[str, Callable[[Path], Any]] = {
     ".gz": gzip.open,
     ".bz2": bz2.open,
     ".xz": lzma.open,
     ".zst": _open_zstandard,
 }
-"""Functions that open a compressed file, by the extension after the data file's."""
 
 KNOWN_EXTENSIONS = f"{', '.join(READERS)} (and {', '.join(COMPRESSIONS)} after them)"

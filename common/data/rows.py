@@ -13,12 +13,11 @@ from torch.nn.functional import pad
 
 from common.errors import UserError
 
-BatchValue = torch.Tensor | Sequence[torch.Tensor | None]
-"""Type of a batch's values: a tensor with one row for each sequence, or a list with one entry for each."""
+BatchValue = torch.Tensor | Sequence[torch.Tensor | None]  # One row, or one list entry, per sequence
 
 
+# Values with one number for each token; all others in a batch belong to images or sound.
 _OF_TOKENS = frozenset({"input_ids", "labels", "targets", "position_ids", "attention_mask"})
-"""Values with one number for each token; all others in a batch belong to images or sound."""
 
 
 def holds_images(batch: Mapping[str, BatchValue | None]) -> bool:

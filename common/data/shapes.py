@@ -13,8 +13,7 @@ from common.data.messages import Message, has_text, messages_of, same_turns
 from common.data.records import DataRecord
 from common.errors import UserError
 
-SEGMENT_CHARACTERS = 1 << 17
-"""Number of characters of the segments in which longer texts are tokenized, several at once on as many cores."""
+SEGMENT_CHARACTERS = 1 << 17  # Characters of the segments in which longer texts are tokenized
 
 ALPACA_PROMPT = (
     "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
@@ -37,12 +36,9 @@ class PlainText:
 
     prompt: str
     completion: str
-    begins: bool = True
-    """Whether the document starts here: then it gets the tokenizer's prefix (BOS, if it has one)."""
-    ends: bool = True
-    """Whether the document ends here: then it gets an EOS."""
-    where: str = ""
-    """File and line, for messages about it."""
+    begins: bool = True  # Whether the document starts here: then it gets the tokenizer's prefix (BOS, if it has one)
+    ends: bool = True  # Whether the document ends here: then it gets an EOS
+    where: str = ""  # File and line, for messages about it
 
     @property
     def is_empty(self) -> bool:
@@ -55,16 +51,11 @@ class Chat:
     """A conversation for the chat template. The assistant's messages carry loss."""
 
     messages: list[Message]
-    prompt_messages: int | None = None
-    """Number of messages that are the prompt of a completion and carry no loss; None: the record has no prompt."""
-    where: str = ""
-    """File and line, for messages about it."""
-    options: dict[str, Any] = field(default_factory=dict)
-    """Other arguments of the template: ``tools``, ``documents``, and switches by their names."""
-    untrained: frozenset[int] = frozenset()
-    """Places of messages of weight 0, which carry no loss."""
-    plain: PlainText | None = None
-    """An instruction in Alpaca's words, for tokenizers without a chat template."""
+    prompt_messages: int | None = None  # Number of messages of a completion's prompt, which carry no loss
+    where: str = ""  # File and line, for messages about it
+    options: dict[str, Any] = field(default_factory=dict)  # Other arguments of the template, such as `tools`
+    untrained: frozenset[int] = frozenset()  # Places of messages of weight 0, which carry no loss
+    plain: PlainText | None = None  # An instruction in Alpaca's words, for tokenizers without a chat template
 
     @property
     def answers(self) -> list[int]:
@@ -193,7 +184,6 @@ def continued(prompt: list[Message], answer: list[Message], where: str) -> tuple
 
 
 def _value(record: Mapping[str, Any], column: str, where: str) -> str | list[Message]:
-    """Return what a column holds: text, or turns."""
     value = record.get(column)
     if column == "instruction":
         said = [require_text(record, name, where) for name in ("instruction", "input")]
@@ -235,7 +225,6 @@ def _history(record: Mapping[str, Any], where: str, prompt: str) -> Iterator[Mes
 
 
 def _with_system(system: str, turns: list[Message], where: str) -> list[Message]:
-    """Return turns that begin with a record's ``system`` column."""
     first = {"role": "system", "content": system}
     if turns and turns[0]["role"] in ("system", "developer"):
         if same_turns([{**turns[0], "role": "system"}], [first]):
@@ -262,7 +251,6 @@ def _segments(text: PlainText) -> Iterator[PlainText]:
 
 
 def _template_options(record: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return a record's arguments for the chat template, other than its messages."""
     options: dict[str, Any] = {}
     for column in ("tools", "functions", "documents", "chat_template_kwargs"):
         kind = dict if column == "chat_template_kwargs" else list

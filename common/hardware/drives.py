@@ -4,7 +4,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from common.files.mounts import Mount, mounts
+from common.files import Mount, mounts
 from common.hardware.presets import DrivePreset, drive_preset_of
 
 IN_MEMORY = ("tmpfs", "ramfs")
@@ -34,7 +34,7 @@ class Drive:
 
     @property
     def is_hard_disk(self) -> bool:
-        """Whether this is known to be a hard disk. Virtual drives often say that they rotate, whatever is behind them:
+        """Whether this is known to be a hard disk. Virtual drives often claim to rotate:
         they have no model, or that of the hypervisor."""
         virtual = any(word in (self.model or "virtual").lower() for word in _VIRTUAL)
         return self.is_rotational and not virtual
@@ -89,11 +89,11 @@ def _whole_drive(sys: Path, number: str, source: str) -> Path | None:
 def _links(device: Path) -> tuple[str | None, str | None]:
     for folder in device.resolve().parents:
         if (folder / "current_link_speed").exists():
-            found = [
+            links = [
                 f"{_text(folder / f'{kind}_link_speed')} x{_text(folder / f'{kind}_link_width')}"
                 for kind in ("current", "max")
             ]
-            return found[0], found[1]
+            return links[0], links[1]
     return None, None
 
 

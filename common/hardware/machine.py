@@ -113,7 +113,7 @@ def nvlink_peers() -> list[set[int]]:
     try:
         handles = list(_visible_handles())
         return [
-            {place for place, other in enumerate(handles) if other is not handle and _over_nvlink(handle, other)}
+            {index for index, other in enumerate(handles) if other is not handle and _over_nvlink(handle, other)}
             for handle in handles
         ]
     finally:
@@ -133,7 +133,7 @@ def _over_nvlink(handle: Any, other: Any) -> bool:
 def _visible_handles() -> Iterator[Any]:
     """Yield the management library's handles of what CUDA sees, in its order.
 
-    In the place of a GPU in MIG mode CUDA sees its first slice; without slices it sees nothing there.
+    For a GPU in MIG mode, CUDA sees only its first slice, or nothing without slices.
     """
     for handle in _listed_handles():
         try:
@@ -252,7 +252,7 @@ def pick_gpu(spec: str) -> Gpu | None:
     else is part of a name, in any case and with any punctuation: ``4090``, ``rtx-4090``, ``A100-80G``. A UUID will do.
 
     Raises:
-        UserError: no such GPU; the message lists those that there are. Or PyTorch cannot use it; the message says why.
+        UserError: if there is no such GPU (lists the existing ones), or PyTorch cannot use it (says why).
     """
     spec = spec.strip()
     if spec.lower() == "cpu":
@@ -261,8 +261,7 @@ def pick_gpu(spec: str) -> Gpu | None:
     if spec.lower() == "auto":
         return gpus[0] if gpus else None
     for gpu in gpus:
-        wanted = str(gpu.index) == spec if re.fullmatch(r"\d{1,2}", spec) else _matches(spec, gpu)
-        if wanted:
+        if str(gpu.index) == spec if re.fullmatch(r"\d{1,2}", spec) else _matches(spec, gpu):
             return gpu
     if not gpus:
         raise UserError(f"--gpu {spec}: no NVIDIA GPU was found on this machine. Use --gpu cpu to train on the CPU.")
@@ -284,7 +283,7 @@ def torch_index(gpu: Gpu) -> int:
     """Return PyTorch's number for ``gpu``, as in ``torch.device("cuda", number)``. Starts CUDA.
 
     Raises:
-        UserError: PyTorch does not see that GPU.
+        UserError: if PyTorch does not see that GPU.
     """
     import torch
 
@@ -305,7 +304,7 @@ def torch_name(gpu: Gpu | None) -> str:
     """Return the name of PyTorch's device: ``"cuda:1"``, or ``"cpu"`` for None.
 
     Raises:
-        UserError: PyTorch does not see that GPU.
+        UserError: if PyTorch does not see that GPU.
     """
     return "cpu" if gpu is None else f"cuda:{torch_index(gpu)}"
 

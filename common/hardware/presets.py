@@ -12,7 +12,7 @@ from functools import cache
 from typing import Any, TypeVar
 
 from common.errors import UserError, did_you_mean
-from common.files.presets import preset_files
+from common.files import preset_files
 from common.units import parse_bytes
 
 # Part of a link's rate that copies reach, where there is no measurement: it is 24.5 of 31.5 GB/s on an A100, 25.6 of
@@ -43,10 +43,8 @@ class DrivePreset:
     capacity_bytes: int  # Capacity, as sold
     read_bytes_per_second: float  # Rate of sequential reads
     write_bytes_per_second: float  # Rate of sequential writes, into the fast cache if it has one
-    # Rate of sequential writes when the fast cache is full, as in training after a few steps.
-    sustained_write_bytes_per_second: float | None
-    # Bytes that an empty drive takes at the fast rate; None if there is no such cache or its size is not known.
-    cache_bytes: int | None
+    sustained_write_bytes_per_second: float | None  # Rate of sequential writes when the fast cache is full
+    cache_bytes: int | None  # Bytes that an empty drive takes at the fast rate; None if unknown
     endurance_bytes: int | None  # Bytes that its maker warrants may be written
 
 
@@ -57,7 +55,7 @@ def gpu_preset(name: str) -> GpuPreset:
     """Return the GPU called ``name``: ``rtx-4090``, ``4090``, ``A100``, or as the driver writes it.
 
     Raises:
-        UserError: no such preset, or several.
+        UserError: if there is no such preset, or several match.
     """
     return _find("GPU", name, _gpus())
 
@@ -66,18 +64,16 @@ def drive_preset(name: str) -> DrivePreset:
     """Return the drive called ``name``: ``intel-p5510-3.84tb``, ``p5510`` or ``990 Pro 4TB``.
 
     Raises:
-        UserError: no such preset, or several.
+        UserError: if there is no such preset, or several match.
     """
     return _find("drive", name, _drives())
 
 
 def gpu_names() -> list[str]:
-    """Return the names of all GPU presets, sorted."""
     return sorted(_gpus())
 
 
 def drive_names() -> list[str]:
-    """Return the names of all drive presets, sorted."""
     return sorted(_drives())
 
 
@@ -132,15 +128,15 @@ def _find(kind: str, name: str, presets: dict[str, Preset]) -> Preset:
     if _key(name) in exact:
         return exact[_key(name)]
     parts = re.findall(r"[a-z0-9.]+", name.lower())
-    found = [
+    matches = [
         known
         for known, preset in presets.items()
         if parts and all(_key(part) in _key(known) + " " + _key(preset.title) for part in parts)
     ]
-    if len(found) == 1:
-        return presets[found[0]]
-    if found:
-        raise UserError(f"{name!r} may be any of these {kind} presets: {', '.join(sorted(found))}. Name one of them.")
+    if len(matches) == 1:
+        return presets[matches[0]]
+    if matches:
+        raise UserError(f"{name!r} may be any of these {kind} presets: {', '.join(sorted(matches))}. Name one of them.")
     hint = did_you_mean(name.lower(), presets) or f" There are {', '.join(sorted(presets))}."
     raise UserError(f"{name!r} is no {kind} preset.{hint}")
 
@@ -148,8 +144,8 @@ def _find(kind: str, name: str, presets: dict[str, Preset]) -> Preset:
 def drive_preset_of(model: str) -> DrivePreset | None:
     """Return the preset of a drive that calls itself ``model``; None if there is none, or several."""
     words = _words(model)
-    found = [preset for preset in _drives().values() if _words(preset.title) <= words]
-    return found[0] if len(found) == 1 else None
+    matches = [preset for preset in _drives().values() if _words(preset.title) <= words]
+    return matches[0] if len(matches) == 1 else None
 
 
 def _words(name: str) -> set[str]:

@@ -20,11 +20,10 @@ from common.units import format_bytes
 PAGE = 4096
 HUGE_PAGE = 2 << 20
 _MAP_FIXED = 0x10
-# Advice since Linux 6.1: make huge pages now, of shared memory too, whatever the system's default is.
-_MADV_COLLAPSE = 25
+_MADV_COLLAPSE = 25  # Since Linux 6.1: make huge pages now, of shared memory too
 _ALLOCATE_PIECE_BYTES = 16 << 20
 # Some drivers refuse one registration of 512 GiB or more; pieces of this size always work. Only one buffer that is
-# larger by itself is registered as a larger one.
+# larger is registered as a larger one.
 _REGISTER_PIECE_BYTES = 64 << 30
 
 
@@ -34,10 +33,9 @@ def round_up(value: int, unit: int) -> int:
 
 
 class HostBuffer:
-    """A mapping of host memory of exactly the size asked for (rounded up to whole pages).
+    """A mapping of host memory of the given size, rounded up to whole pages.
 
     Args:
-        nbytes: size in bytes.
         shared: whether to back it by an anonymous memory file that another process can map through :attr:`fd`. It has
             no name in any file system, so nothing is left behind however the processes die.
         fd: descriptor of an existing memory file to map instead of making one.
@@ -109,7 +107,7 @@ class HostBuffer:
 
         Returns:
             Bytes that are registered: all, or those before the first that CUDA refused (WSL2 allows few). Copies of
-            the rest wait for the device, and are right all the same.
+            the rest wait for the device, and are correct.
         """
         runtime = torch.cuda.cudart()
         base, locked = self.array.ctypes.data, 0

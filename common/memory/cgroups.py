@@ -1,9 +1,8 @@
 """The control groups of this process, which limit its memory and processors inside a container.
 
 ``/proc/meminfo`` and psutil describe the whole host, so a budget taken from them gets a container killed. A group's
-limit holds for all below it; the effective one is therefore the least over the process's own group and every
-ancestor. Version 1 (one hierarchy per controller) and version 2 (one for all) are both in use, sometimes side by
-side.
+limit holds for all below it; the effective one is therefore the least over the process's own group and every ancestor.
+Version 1 (one hierarchy per controller) and version 2 (one for all) are both in use, sometimes side by side.
 """
 
 import os
@@ -11,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from common.files.mounts import mounts
+from common.files import mounts
 
 PROC_SELF = Path("/proc/self")
 
@@ -87,11 +86,11 @@ def own_groups(controller: str, proc_self: Path = PROC_SELF) -> list[ControlGrou
     for root, mount_point in _mounts(controller, version, proc_self):
         # The membership is a path in the whole hierarchy, of which a container may have mounted a part only.
         inside = os.path.relpath(member_path, root)
-        own = mount_point if inside.startswith("..") else mount_point / inside
-        if not own.is_dir():
-            own = mount_point
-        above = [parent for parent in own.parents if parent.is_relative_to(mount_point)]
-        return [ControlGroup(path, version) for path in (own, *above)]
+        group = mount_point if inside.startswith("..") else mount_point / inside
+        if not group.is_dir():
+            group = mount_point
+        above = [parent for parent in group.parents if parent.is_relative_to(mount_point)]
+        return [ControlGroup(path, version) for path in (group, *above)]
     return []
 
 

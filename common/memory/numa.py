@@ -10,8 +10,7 @@ from typing import Any
 
 import torch
 
-# Number of the system call `set_mempolicy`; the C library has no function for it.
-_SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237}
+_SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237}  # System call, for which the C library has no function
 _DEFAULT, _PREFERRED = 0, 1
 _SYSTEM = Path("/sys/devices/system")
 
@@ -47,11 +46,11 @@ def prefer(node: int | None) -> Iterator[None]:
 
 def cores_by_node(system: Path = _SYSTEM) -> dict[int, set[int]]:
     """Return the processors of each NUMA node that has any, hyperthreads each for itself; empty where it is unknown."""
-    found = {}
+    by_node = {}
     for path in (system / "node").glob("node[0-9]*/cpulist"):
         if cores := _parse_list(path.read_text()):
-            found[int(path.parent.name.removeprefix("node"))] = cores
-    return found
+            by_node[int(path.parent.name.removeprefix("node"))] = cores
+    return by_node
 
 
 def cores_for(
@@ -62,21 +61,20 @@ def cores_for(
 
     Args:
         nodes: the NUMA node of each process of this machine; None: it has none.
-        index: the process's place among them.
         allowed: processors that it may run on now.
 
     Returns:
         None: it is to stay as it is, because the machine has one node, the process belongs to none, may run on none of
         its processors, or has been given one node's processors, or fewer, already.
     """
-    own = nodes[index]
+    node = nodes[index]
     by_node = cores_by_node(system)
-    if own not in by_node or sum(bool(cores & allowed) for cores in by_node.values()) < 2:
+    if node not in by_node or sum(bool(cores & allowed) for cores in by_node.values()) < 2:
         return None
-    cores = by_node[own] & allowed
+    cores = by_node[node] & allowed
     together = sorted({tuple(sorted(_siblings(core, system) & cores)) for core in cores})
-    place, sharers = list(nodes[:index]).count(own), list(nodes).count(own)
-    mine = together[len(together) * place // sharers : len(together) * (place + 1) // sharers] or together
+    position, sharers = list(nodes[:index]).count(node), list(nodes).count(node)
+    mine = together[len(together) * position // sharers : len(together) * (position + 1) // sharers] or together
     return tuple(sorted(core for siblings in mine for core in siblings)) or None
 
 
@@ -97,9 +95,9 @@ def _siblings(core: int, system: Path) -> set[int]:
 
 
 def _parse_list(text: str) -> set[int]:
-    found: set[int] = set()
+    numbers: set[int] = set()
     for part in text.split(","):
         if part.strip():
             first, _, last = part.strip().partition("-")
-            found |= set(range(int(first), int(last or first) + 1))
-    return found
+            numbers |= set(range(int(first), int(last or first) + 1))
+    return numbers

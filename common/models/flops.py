@@ -17,13 +17,12 @@ import re
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from common.models.layer_configs import layer_configs
 from common.models.meta_model import build_meta_model
-from common.models.structure import find_blocks
-from common.models.vision.towers import tower_parameters
+from common.models.structure import find_blocks, layer_configs
+from common.models.vision import tower_parameters
 
+# Kinds of layers, as configurations name them, that do not compare every token with every other one.
 _WITHOUT_SCORES = ("linear_attention", "mamba", "mamba2", "conv", "recurrent", "rg_lru", "moe", "mlp")
-"""Kinds of layers, as configurations name them, that do not compare every token with every other one."""
 
 
 def model_flops_per_token(model: PreTrainedModel | PreTrainedConfig, seq_len: int) -> float:
@@ -96,7 +95,6 @@ def _attention_forward(model: PreTrainedModel, seq_len: int) -> float:
 
 
 def _attention_width(layer: PreTrainedConfig) -> float:
-    """Return the elements of all heads together, of queries and values on average."""
     heads = _first(layer, "num_attention_heads")
     if not heads:
         return 0

@@ -9,8 +9,7 @@ from transformers import PreTrainedModel
 from common.errors import UserError
 
 _IGNORED = -100
-_ROUNDING = 1e-4
-"""Part of a loss up to which another counts as equal."""
+_ROUNDING = 1e-4  # Part of a loss up to which another counts as equal
 
 
 def shifts_labels(model: PreTrainedModel) -> bool:

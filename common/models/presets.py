@@ -10,13 +10,13 @@ from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from common.errors import UserError, did_you_mean
-from common.files.presets import preset_files
+from common.files import preset_files
 from common.hub import is_hub_name, may_download
 from common.models.checkpoint.compressed import accept_config
 from common.models.task_type import model_class, refusal
 
+# Files of a hub's model that are fetched: weights in other formats are not read.
 _WANTED_FILES = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken"]
-"""Files of a hub's model that are fetched: weights in other formats are not read."""
 
 
 def preset_names() -> list[str]:

@@ -1,11 +1,21 @@
 """The structure of a model: its list of blocks, and what stands outside of it."""
 
 import re
+from collections.abc import Sequence
 
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from common.errors import UserError
+
+
+def layer_configs(config: PreTrainedConfig) -> Sequence[PreTrainedConfig]:
+    """Return the configuration of each layer, in order.
+
+    In some families layers differ (Gemma 4: the width of heads), and a configuration refuses to say what is not the
+    same in all of them.
+    """
+    return getattr(config, "per_layer_config", None) or [config] * (getattr(config, "num_hidden_layers", None) or 1)
 
 
 def find_blocks(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
@@ -85,7 +95,6 @@ def _count(module: nn.Module) -> int:
 
 
 def _embeddings(model: PreTrainedModel) -> list[nn.Module]:
-    """Return input and output embeddings, only the first if they are tied."""
     modules = [module for module in (model.get_input_embeddings(), model.get_output_embeddings()) if module is not None]
     tied = len(modules) == 2 and modules[0].weight is modules[1].weight
     return modules[:1] if tied else modules

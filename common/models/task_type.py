@@ -98,7 +98,6 @@ def config_for(chosen: type[PreTrainedModel], config: PreTrainedConfig) -> PreTr
 
 
 def _whole(config: PreTrainedConfig) -> TaskType:
-    """Return the task of a model with all parts that its configuration has, if it has no head of another kind."""
     return TaskType.IMAGE_TEXT_TO_TEXT if config.get_text_config() is not config else TaskType.CAUSAL_LM
 
 
@@ -121,7 +120,6 @@ def _named(config: PreTrainedConfig) -> tuple[TaskType, type[PreTrainedModel]] |
 
 
 def _lost_head(config: PreTrainedConfig) -> str | None:
-    """Return the class that the configuration names, if it has a head that cannot be trained here."""
     for name in getattr(config, "architectures", None) or ():
         found = getattr(transformers, name, None)
         if isinstance(found, type) and issubclass(found, PreTrainedModel) and "For" in name:

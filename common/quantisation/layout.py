@@ -6,12 +6,9 @@ import torch
 
 Bits = Literal[8, 4]
 
-BLOCK = 256
-"""Number of elements that share a scale."""
-LARGEST = {8: 127.0, 4: 7.0}
-"""Value that a block's largest magnitude becomes, by bits."""
-SMALLEST = 1e-36
-"""Largest magnitude of a block, up to which it becomes zeros: it has no reciprocal in fp32."""
+BLOCK = 256  # Number of elements that share a scale
+LARGEST = {8: 127.0, 4: 7.0}  # Value that a block's largest magnitude becomes, by bits
+SMALLEST = 1e-36  # Largest magnitude of a block, up to which it becomes zeros: it has no reciprocal in fp32
 SCALE_BYTES = 4
 
 

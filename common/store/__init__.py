@@ -1,6 +1,6 @@
 """A store of records on SSD: striped over a directory per drive, past the page cache, committed by a manifest."""
 
-from common.store.backends.transfers import Throttle
+from common.store.backends.posix import Throttle
 from common.store.directories import remove
 from common.store.errors import StoreError
 from common.store.layout import ALIGNMENT, Extent, Layout

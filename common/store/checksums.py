@@ -46,8 +46,6 @@ class ExtentChecksums:
 
     Args:
         extent: the extent; every byte of it is added once, in pieces of whole pages.
-        directories: the directories of its store, in order.
-        what: what the extent holds, for messages.
         expected: the checksums that it must have, if they are known.
     """
 
@@ -64,7 +62,7 @@ class ExtentChecksums:
         """Add bytes of the file in directory number ``directory``, from ``offset`` on.
 
         Raises:
-            StoreError: they were the last ones, and the checksums are not the expected ones.
+            StoreError: if the last bytes were added, and the checksums differ from the expected ones.
         """
         value = checksum(data, (offset - self._extent.offset) // ALIGNMENT)
         with self._lock:
@@ -83,8 +81,8 @@ class ExtentChecksums:
     def _compare(self, expected: Sequence[int]) -> None:
         damaged = [
             directory
-            for directory, total, wanted in zip(self._directories, self._totals, expected, strict=True)
-            if total != wanted
+            for directory, total, known in zip(self._directories, self._totals, expected, strict=True)
+            if total != known
         ]
         if damaged:
             first = self._extent.offset

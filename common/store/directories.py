@@ -12,18 +12,16 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import FinetuneError, UserError
-from common.files.atomic import TEMPORARY_SUFFIX
+from common.files import TEMPORARY_SUFFIX
 from common.store.errors import StoreError, described, opened
 from common.store.layout import ALIGNMENT, Layout
-from common.store.manifest import MANIFEST_FILE
-from common.store.sealed import read_sealed, sync_directory, write_sealed
+from common.store.manifest import MANIFEST_FILE, read_sealed, sync_directory, write_sealed
 from common.units import format_bytes
 
 IDENTITY_FILE = "store.json"
 FORMAT = 1  # Version of the format of the directories. Any other is refused, not guessed at.
 
-# Bytes needed beside the extents: for identity and manifest, each twice while it is replaced.
-SMALL_FILES_BYTES = 1 << 20
+SMALL_FILES_BYTES = 1 << 20  # Bytes for identity and manifest, each twice while it is replaced
 
 
 @dataclass(frozen=True)
@@ -33,8 +31,7 @@ class Identity:
     store: str  # Random name of the store, equal in all of its directories
     index: int  # Number of this directory, from 0; stripe k lies in number k % count
     count: int  # Number of directories of the store
-    # Whether the store has been made; a crash before that leaves a directory that holds nothing of value.
-    complete: bool
+    complete: bool  # Whether the store was created completely; else it holds nothing of value
     layout: Layout  # Place of every extent
     replaces: str = ""  # Name of the store that this one replaces, or has replaced
 
@@ -48,8 +45,8 @@ class Identity:
         """Read the identity in ``directory``; None if it holds no store.
 
         Raises:
-            UserError: another version of the format.
-            StoreError: a damaged identity.
+            UserError: if it has another format version.
+            StoreError: if the identity is damaged.
         """
         content: dict[str, Any] | None = read_sealed(directory / IDENTITY_FILE)
         if content is None:
@@ -79,11 +76,10 @@ def create_directories(
 
     Args:
         later: files that get their size but no space yet: :func:`reserve` gives it to them.
-        replaces: name of the store that the new one will replace.
 
     Raises:
-        UserError: the directories cannot take this store.
-        StoreError: the file system refused on the way; what was made is removed again.
+        UserError: if the directories cannot take this store.
+        StoreError: if the file system refuses; created files are removed again.
     """
     paths = usable_directories(directories)
     if len(paths) != layout.directories:
@@ -114,8 +110,8 @@ def find_directories(directories: Sequence[Path]) -> tuple[list[Path], Identity]
     """Return the directories of one store in the order of their indices, and the identity of the first.
 
     Raises:
-        UserError: a directory is missing, foreign, given twice, or holds no store, or only the remains of one.
-        StoreError: an identity or a file is damaged.
+        UserError: if a directory is missing, foreign, given twice, or holds no store or only its remains.
+        StoreError: if an identity or a file is damaged.
     """
     paths = usable_directories(directories)
     identities = {}
@@ -158,7 +154,11 @@ def find_directories(directories: Sequence[Path]) -> tuple[list[Path], Identity]
         )
     for path in ordered:
         for name, nbytes in first.layout.file_bytes().items():
-            _check_file(path / name, nbytes)
+            file = path / name
+            with described("opening", file):
+                size = file.stat().st_size
+            if size != nbytes or size % ALIGNMENT:
+                raise StoreError(f"{file} has {size:,} bytes instead of {nbytes:,}: it was changed by something else.")
     return ordered, identities[ordered[0]]
 
 
@@ -186,7 +186,7 @@ def usable_directories(directories: Sequence[Path]) -> list[Path]:
     """Return the directories as paths: each exists, is writable and is given once.
 
     Raises:
-        UserError: one does not, or is not.
+        UserError: if not.
     """
     if not directories:
         raise UserError("A store needs at least one directory: give --ssd.")
@@ -243,7 +243,7 @@ def check_space(paths: Sequence[Path], nbytes: int, freed: Mapping[int, int], wh
         what: what the space is for, for messages: ``for the store``.
 
     Raises:
-        UserError: a file system has too little space.
+        UserError: if a file system has too little space.
     """
     sharing: dict[int, list[Path]] = defaultdict(list)
     for path in paths:
@@ -268,7 +268,7 @@ def reserve(directories: Iterable[Path], layout: Layout) -> None:
     """Allocate the space of every file of a store that was made without it.
 
     Raises:
-        StoreError: there is too little.
+        StoreError: if there is too little space.
     """
     for directory in directories:
         for name, nbytes in layout.file_bytes().items():
@@ -308,10 +308,3 @@ def _allocate(descriptor: int, nbytes: int) -> None:
         if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
             raise
         os.ftruncate(descriptor, nbytes)  # a file system that cannot: the space check must do
-
-
-def _check_file(path: Path, nbytes: int) -> None:
-    with described("opening", path):
-        size = path.stat().st_size
-    if size != nbytes or size % ALIGNMENT:
-        raise StoreError(f"{path} has {size:,} bytes instead of {nbytes:,}: it was changed by something else.")

@@ -57,7 +57,7 @@ def opened(path: Path, doing: str, flags: int) -> Iterator[int]:
     """Open ``path`` while the context lasts; ``doing`` says what for.
 
     Raises:
-        StoreError: the system refused something in the context.
+        StoreError: if the system refuses something in the context.
     """
     with described(doing, path):
         descriptor = os.open(path, flags | os.O_CLOEXEC, 0o666)

@@ -66,7 +66,6 @@ class Layout:
     """
 
     def __init__(self, directories: int) -> None:
-        """Make an empty layout over this number of directories."""
         if directories < 1:
             raise ValueError(f"a layout needs at least one directory, not {directories}")
         self.directories = directories
@@ -77,7 +76,7 @@ class Layout:
         """Allocate the next ``nbytes`` bytes of ``file``, as evenly over the directories as whole pages allow.
 
         Raises:
-            ValueError: ``nbytes`` is not positive, or ``file`` is not a plain file name.
+            ValueError: if ``nbytes`` is not positive, or ``file`` is not a plain file name.
         """
         if nbytes < 1:
             raise ValueError(f"an extent holds at least one byte, not {nbytes}")
@@ -122,7 +121,7 @@ class Layout:
         """Return the layout that ``to_dict`` described.
 
         Raises:
-            ValueError, TypeError, KeyError, AttributeError: it describes something else.
+            ValueError, TypeError, KeyError, AttributeError: if it describes something else.
         """
         layout = cls(content["directories"])
         for name, extents in content["files"].items():

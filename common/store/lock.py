@@ -24,11 +24,11 @@ LOCK_FILE = ".lock"  # Name of the file that is locked, and stays, where a direc
 
 
 class DirectoryLock:
-    """A lock on ``directories``, held until it is closed or the process ends, whatever ends it.
+    """A lock on ``directories``, held until it is closed or the process ends.
 
     Raises:
-        UserError: another run has one of them.
-        StoreError: one cannot be opened.
+        UserError: if another run holds one of them.
+        StoreError: if one cannot be opened.
     """
 
     def __init__(self, directories: Iterable[Path], patience: float = PATIENCE_SECONDS) -> None:
@@ -90,13 +90,13 @@ def _lock(directory: Path, deadline: float) -> int:
 
 def _owner(descriptor: int) -> str:
     status = os.fstat(descriptor)
-    wanted = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}"
+    inode = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}"
     try:
         lines = Path("/proc/locks").read_text().splitlines()
     except OSError:
         return ""
     for line in lines:
         words = line.split()
-        if "FLOCK" in words and wanted in words:
-            return f" (process {words[words.index(wanted) - 1]})"
+        if "FLOCK" in words and inode in words:
+            return f" (process {words[words.index(inode) - 1]})"
     return ""

@@ -1,24 +1,85 @@
-"""The commit record: one small file that says which step is whole on the drives.
+"""Checksummed JSON files, and the manifest: one small file that names the committed step.
 
 The caller first finishes every write of the step and syncs every file (``Store.sync``); the rename in
 ``commit_manifest`` is then the instant at which the step exists.
 """
 
+import hashlib
+import json
+import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from common.errors import FinetuneError
-from common.store.sealed import read_sealed, write_sealed
+from common.files import replace_file
+from common.store.errors import StoreError, describe_os_error, described, opened
+
+
+def write_sealed(path: Path, content: dict[str, Any]) -> None:
+    """Replace ``path`` by ``content`` and a checksum: after a crash at any instant the old or the new file is there.
+
+    Raises:
+        StoreError: if the file system refuses; the old file is untouched.
+        TypeError: if ``content`` is not JSON.
+    """
+    # Through JSON once, so that the checksum covers what a reader will see (keys become strings, tuples lists).
+    content = json.loads(json.dumps(content))
+    text = json.dumps({"blake2b": _checksum(content), "content": content}, indent=1) + "\n"
+    with described("writing", path):
+        replace_file(path, text, durable=True)
+    sync_directory(path.parent)
+
+
+def read_sealed(path: Path) -> dict[str, Any] | None:
+    """Return the content of ``path``, or None if there is no such file.
+
+    Raises:
+        StoreError: if the file is damaged or cannot be read.
+    """
+    try:
+        text = path.read_bytes()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise describe_os_error("reading", path, error) from error
+    try:
+        sealed = json.loads(text)
+        content, checksum = sealed["content"], sealed["blake2b"]
+        intact = isinstance(content, dict) and checksum == _checksum(content)
+    except (ValueError, TypeError, KeyError, RecursionError):
+        intact = False
+    if not intact:
+        raise StoreError(
+            f"{path} is damaged: its {len(text)} bytes do not match their checksum. Restore it from a copy, or delete "
+            "the store by hand and start again."
+        )
+    return content
+
+
+def sync_directory(directory: Path) -> None:
+    """Make creations, renames and removals in ``directory`` durable (they are not, by syncing the files alone).
+
+    Raises:
+        StoreError: if the drive refuses.
+    """
+    with opened(directory, "syncing", os.O_RDONLY | os.O_DIRECTORY) as descriptor:
+        os.fsync(descriptor)
+
+
+def _checksum(content: Any) -> str:
+    canonical = json.dumps(content, sort_keys=True, separators=(",", ":"))
+    return hashlib.blake2b(canonical.encode(), digest_size=16).hexdigest()
+
 
 MANIFEST_FILE = "manifest.json"
 
 
 def commit_manifest(directory: Path, content: dict[str, Any]) -> None:
-    """Replace the manifest in ``directory``: written beside the old one, synced, renamed over it, directory synced.
+    """Replace the manifest in ``directory``: written next to the old one, synced, renamed over it, directory synced.
 
     Raises:
-        StoreError: the file system refused; the previous manifest still holds.
+        StoreError: if the file system refuses; the previous manifest stays valid.
     """
     write_sealed(Path(directory) / MANIFEST_FILE, content)
 
@@ -27,7 +88,7 @@ def load_manifest(directory: Path) -> dict[str, Any] | None:
     """Return the last committed content (as JSON has it: tuples are lists); None if nothing was ever committed.
 
     Raises:
-        StoreError: the manifest is damaged.
+        StoreError: if the manifest is damaged.
     """
     return read_sealed(Path(directory) / MANIFEST_FILE)
 

@@ -1,6 +1,6 @@
 """Replace a store by one on other drives: a crash at any instant leaves one of the two whole.
 
-A store lies in a folder of one name on each of its drives. Its successor is made in folders beside those, filled,
+A store lies in a folder of one name on each of its drives. Its successor is made in folders next to those, filled,
 synced and committed, while the old one stays as it was. The change takes place when the old manifest is removed: until
 then the old store is the run's, and a successor is discarded after a crash; from then on the new one is, and after a
 crash the rest of the old one is removed and the new folders get the old names.
@@ -28,14 +28,12 @@ from common.store.directories import (
 from common.store.errors import StoreError, describe_os_error, described
 from common.store.layout import Layout
 from common.store.lock import LOCK_FILE, DirectoryLock
-from common.store.manifest import MANIFEST_FILE, load_manifest
-from common.store.sealed import read_sealed, sync_directory, write_sealed
+from common.store.manifest import MANIFEST_FILE, load_manifest, read_sealed, sync_directory, write_sealed
 from common.store.store import Store
 
-SCRATCH = "scratch"  # Name of the folder inside a store's for what does not outlive a run: a store of its own
+SCRATCH = "scratch"  # Name of the folder inside a store's for what does not outlive a run: a separate store
 _SUFFIX = ".new"
-# Name of the file that says where the new store is, in a directory of an old one that is about to be removed.
-_MOVED_FILE = "moved.json"
+_MOVED_FILE = "moved.json"  # File in an old store's directory that names the new store
 
 
 def successor_folder(folder: Path) -> Path:
@@ -52,8 +50,8 @@ def lock_folders(folders: Sequence[Path]) -> DirectoryLock:
     """Lock ``folders`` and those of their successors, as far as they exist.
 
     Raises:
-        UserError: another process has one of them.
-        StoreError: one cannot be opened.
+        UserError: if another process holds one of them.
+        StoreError: if one cannot be opened.
     """
     while True:
         existing = _existing(folders)
@@ -105,7 +103,7 @@ def remove_folder(folder: Path, shared: bool = False) -> None:
         shared: whether other files may be in it; then it stays, without the store.
 
     Raises:
-        StoreError: a drive refused, or there are other files in it.
+        StoreError: if a drive refuses, or there are other files in it.
     """
     for path in filter(Path.is_dir, (folder / SCRATCH, folder)):
         remove([path])
@@ -126,7 +124,7 @@ def refuse_foreign_files(folders: Iterable[Path], shared: bool = False) -> None:
         shared: whether stores inside them are no obstacle, since they will have been removed by then.
 
     Raises:
-        UserError: one of them holds a file that this program did not make.
+        UserError: if one of them holds a file that this program did not create.
     """
     for folder in filter(Path.is_dir, folders):
         identity = Identity.read(folder)
@@ -134,7 +132,7 @@ def refuse_foreign_files(folders: Iterable[Path], shared: bool = False) -> None:
         ours |= {name + ".tmp" for name in ours} | {LOCK_FILE, SCRATCH}
         for path in sorted(folder.iterdir()):
             if path.name not in ours and not (shared and _holds_store(path)):
-                raise UserError(f"{path} belongs to no run. Move it elsewhere: the run's folder will be made anew.")
+                raise UserError(f"{path} belongs to no run. Move it elsewhere: the run's folder will be created again.")
 
 
 def remove_leftovers(store: Store) -> None:
@@ -153,7 +151,7 @@ def discard_successors(folders: Sequence[Path]) -> None:
 
 
 def make_successor(old: Store, folders: Sequence[Path], layout: Layout, spare: Collection[str]) -> Store:
-    """Make an empty store beside ``folders``, to be filled and committed; the old one is still the run's.
+    """Create an empty store next to ``folders``, to be filled and committed; the old one is still the run's.
 
     Args:
         old: the store, in folders of that name; closed, since otherwise its spare files keep their space.
@@ -162,8 +160,8 @@ def make_successor(old: Store, folders: Sequence[Path], layout: Layout, spare: C
             have no space yet.
 
     Raises:
-        UserError: there is too little space, or a file that belongs to no run. Nothing was changed.
-        StoreError: a drive refused; what was made is removed again.
+        UserError: if there is too little space, or a foreign file. Nothing was changed.
+        StoreError: if a drive refuses; created files are removed again.
     """
     all_folders, new = (
         list(dict.fromkeys([*old.directories, *folders])),
@@ -202,8 +200,8 @@ def promote(new: Sequence[Path], folders: Sequence[Path]) -> list[Path]:
         folders: the folders of the old store and of the new one. Both are closed.
 
     Raises:
-        UserError: a folder holds another store than these two. Nothing was changed.
-        StoreError: a drive refused. The new store is the run's all the same; :func:`recover` finishes the change.
+        UserError: if a folder holds another store. Nothing was changed.
+        StoreError: if a drive refuses. The new store is valid nonetheless; :func:`recover` finishes the change.
     """
     old, identity = [folder for folder in folders if folder.is_dir() and folder not in new], Identity.read(new[0])
     assert identity is not None
@@ -233,10 +231,10 @@ def promote(new: Sequence[Path], folders: Sequence[Path]) -> list[Path]:
 
 
 def clear_stale(folders: Sequence[Path], overwrite: bool) -> None:
-    """Remove successors that a crash has left beside the folders of a new run.
+    """Remove successors that a crash has left next to the folders of a new run.
 
     Raises:
-        UserError: one is committed, and not to be overwritten.
+        UserError: if one is committed, and not to be overwritten.
     """
     if not overwrite:
         for members in _stores([successor_folder(folder) for folder in folders if successor_folder(folder).is_dir()]):
@@ -259,7 +257,7 @@ def _refuse_remains(folders: Sequence[Path]) -> None:
         moved = read_sealed(folder / _MOVED_FILE)
         if moved is not None:
             raise UserError(
-                f"The run in {folder} was moving when it was interrupted, and goes on in {', '.join(moved['to'])}. "
+                f"The run in {folder} was moving when it was interrupted, and continues in {', '.join(moved['to'])}. "
                 f"Give --ssd the drives that it was moving to; what is left in {folder} can go."
             )
 
@@ -274,13 +272,13 @@ def _find(named: Sequence[Path], empty: Sequence[Path], folders: Sequence[Path])
 
 
 def _existing(folders: Sequence[Path]) -> dict[Path, int]:
-    found = {}
-    for path in (place for folder in folders for place in (folder, successor_folder(folder))):
+    inodes = {}
+    for path in (path for folder in folders for path in (folder, successor_folder(folder))):
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             status = path.stat()
             if path.is_dir():
-                found[path] = status.st_ino
-    return found
+                inodes[path] = status.st_ino
+    return inodes
 
 
 def _holds_store(folder: Path) -> bool:
@@ -311,9 +309,9 @@ def _check_space(old: Store, folders: Sequence[Path], layout: Layout, spare: Col
     """Check the space for both stores at once, and for the new one when it has all its files."""
     what = f"to move the run from {len(old.directories)} to {len(folders)} drives"
     new = layout.file_bytes()
-    for removed, made in (
+    for removed, created in (
         (spare, [name for name in new if name not in spare]),
         (list(old.layout.file_bytes()), list(new)),
     ):
         freed = freed_by(directory / name for directory in old.directories for name in removed)
-        check_space(folders, sum(new[name] for name in made), freed, what)
+        check_space(folders, sum(new[name] for name in created), freed, what)

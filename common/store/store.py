@@ -13,8 +13,7 @@ from common.errors import UserError, did_you_mean
 from common.store import directories as placement
 from common.store.backends import kvikio_backend
 from common.store.backends.kvikio_backend import KvikioFile
-from common.store.backends.posix import PosixFile
-from common.store.backends.transfers import Clock, Throttle, Transfer
+from common.store.backends.posix import Clock, PosixFile, Throttle, Transfer
 from common.store.checksums import ExtentChecksums
 from common.store.errors import StoreError
 from common.store.layout import ALIGNMENT, Extent, Layout, pieces, whole_pages
@@ -26,7 +25,7 @@ IOS = get_args(Io)
 class Store:
     """Directories, one per drive, and the extents that are striped over them.
 
-    Reads and writes go past the page cache and return futures; several may be under way at once, in any order. The
+    Reads and writes go past the page cache and return futures; several may run at once, in any order. The
     caller orders two that overlap, one of them a write, by waiting for the first. A buffer belongs to the
     store until its future is done; the future of a failed transfer is done only when nothing touches the buffer any
     more. Use it from any number of threads, but not across a fork: other processes ``open`` the directories themselves.
@@ -51,22 +50,17 @@ class Store:
             directories: one per drive, as many as the layout is for.
             io: ``kvikio`` also reads into device memory; host memory is always reached by direct POSIX I/O.
             threads: I/O threads per directory; four keep a drive busy.
-            overwrite: replace stores that the directories hold.
-            throttle: slows the drives down.
             later: files that get their space later, from :func:`common.store.directories.reserve`.
             replaces: name of the store that this one will replace.
 
         Raises:
-            UserError: a directory is missing, not writable, given twice or in use, or there is too little space; in
-                each of these cases nothing was written.
-            StoreError: a file system refused; what was made is removed again.
+            UserError: if a directory is missing, not writable, given twice, or in use, or has too little space. Nothing
+                was written.
+            StoreError: if a file system refuses; created files are removed again.
         """
         _check_io(io)
         return cls(
-            *placement.create_directories(directories, layout, overwrite, later, replaces),
-            io,
-            threads,
-            throttle,
+            *placement.create_directories(directories, layout, overwrite, later, replaces), io, threads, throttle
         )
 
     @classmethod
@@ -76,8 +70,8 @@ class Store:
         """Open the store that ``directories`` hold, given in any order; the rest as in ``create``.
 
         Raises:
-            UserError: they are not all directories of one store, each once.
-            StoreError: an identity or a file is damaged.
+            UserError: if they are not all directories of one store, each once.
+            StoreError: if an identity or a file is damaged.
         """
         _check_io(io)
         return cls(*placement.find_directories(directories), io, threads, throttle)
@@ -142,15 +136,13 @@ class Store:
         """Fill the first ``nbytes`` bytes of ``buffer`` with those from ``offset`` on in ``extent``.
 
         Args:
-            extent: from this store's layout.
             buffer: writable C-contiguous memory (numpy array, mmap, memoryview, ...), fastest at a page-aligned
                 address; or a contiguous CUDA tensor, if opened with ``io="kvikio"``.
             offset: any, but a multiple of 4096 for device memory.
-            nbytes: to the end of the extent if not given.
             sums: checksums to which the bytes are added: whole pages. From device memory a stripe at a time is copied.
 
         Raises:
-            ValueError, TypeError: the range or the buffer cannot be right. What the drive refuses is in the future.
+            ValueError, TypeError: if the range or the buffer is invalid. Errors of the drive are in the future.
         """
         return self._start("read", extent, buffer, offset, nbytes, sums)
 
@@ -174,11 +166,11 @@ class Store:
         self.read(extent, buffer, offset, nbytes).result()
 
     def sync(self, files: Iterable[str]) -> None:
-        """Return when all finished writes to these files are durable. Writes still under way are not waited for.
+        """Return when all finished writes to these files are durable. Running writes are not waited for.
 
         Raises:
-            StoreError: a drive refused; the data written since the last sync may be lost.
-            KeyError: no such file.
+            StoreError: if a drive refuses; data written since the last sync may be lost.
+            KeyError: if there is no such file.
         """
         self._check_open()
         files_by_directory = list(zip(*(self._files[name] for name in files), strict=True))
@@ -190,7 +182,7 @@ class Store:
         transfer.future.result()
 
     def close(self) -> None:
-        """Wait for what is under way and close the files. Calling it again does nothing."""
+        """Wait for running transfers and close the files. Idempotent."""
         if self._closed:
             return
         self._closed = True

@@ -13,7 +13,7 @@ from common.store.layout import Extent
 from common.store.store import Store
 
 PIECE_BYTES = 16 << 20  # Bytes of one read
-PIECES = 4  # Number of reads that are under way at once, so this takes 64 MiB of memory
+PIECES = 4  # Number of concurrent reads, so that this takes 64 MiB of memory
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,6 @@ class ChecksummedExtent:
     sums: tuple[int, ...]  # Checksum of each directory
 
     def to_dict(self) -> dict[str, Any]:
-        """Return this for JSON."""
         return {
             "what": self.what,
             "extent": list(astuple(self.extent)),
@@ -37,7 +36,7 @@ class ChecksummedExtent:
         """Return what :meth:`to_dict` described.
 
         Raises:
-            TypeError, ValueError, KeyError: it describes something else.
+            TypeError, ValueError, KeyError: if it describes something else.
         """
         file, offset, nbytes, unit = content["extent"]
         sums = tuple(int(text, 16) for text in content["sums"])
@@ -47,10 +46,10 @@ class ChecksummedExtent:
 def verify(store: Store, sealed: Iterable[ChecksummedExtent]) -> tuple[int, list[str]]:
     """Read all of ``sealed``; return the bytes read, and a sentence for each that is damaged or cannot be read."""
     read, damage = 0, []
-    for one in sealed:
-        read += one.extent.nbytes
+    for entry in sealed:
+        read += entry.extent.nbytes
         try:
-            read_all(store, one.extent, ExtentChecksums(one.extent, store.directories, one.what, one.sums))
+            read_all(store, entry.extent, ExtentChecksums(entry.extent, store.directories, entry.what, entry.sums))
         except StoreError as error:
             damage.append(str(error))
     return read, damage
@@ -60,7 +59,7 @@ def read_all(store: Store, extent: Extent, sums: ExtentChecksums) -> None:
     """Read all of ``extent`` and add it to ``sums``.
 
     Raises:
-        StoreError: a drive fails, or ``sums`` finds damage.
+        StoreError: if a drive fails, or ``sums`` finds damage.
     """
     free = [aligned_bytes(min(PIECE_BYTES, extent.nbytes)) for _ in range(PIECES)]
     under_way: deque[tuple[Future[None], Any]] = deque()

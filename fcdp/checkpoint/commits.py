@@ -21,7 +21,7 @@ from common.communication.object_collectives import broadcast_from_rank0, run_on
 from common.errors import FinetuneError, UserError
 from common.store import DirectoryLock
 from common.store.errors import described
-from common.store.sealed import sync_directory, write_sealed
+from common.store.manifest import sync_directory, write_sealed
 from fcdp.checkpoint.manifest import MANIFEST, Manifest, SavedFile, SavedTensor, TensorPiece, is_commit
 from fcdp.checkpoint.pieces import Reader, Rows, dtype_name, write_rows
 from fcdp.model.weights import row_range

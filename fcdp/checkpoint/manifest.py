@@ -12,7 +12,7 @@ from typing import Any
 
 from common.errors import FinetuneError, UserError
 from common.models.checkpoint.shards import DTYPES
-from common.store.sealed import read_sealed
+from common.store.manifest import read_sealed
 
 MANIFEST = "commit.json"
 FORMAT = 2

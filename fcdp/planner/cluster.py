@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import UserError, did_you_mean
-from common.files.presets import preset_files
+from common.files import preset_files
 from common.units import parse_bytes
 from fcdp.planner.rates import AlphaBeta, CollectiveRates, Link, MeasuredRates
 from fcdp.strategy.mesh import Levels

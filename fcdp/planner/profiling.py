@@ -32,7 +32,7 @@ from fuyou.layout.record import Precision
 from fuyou.model.model_records import model_records
 from fuyou.model.streamed_model import StreamedModel
 from fuyou.planner.profiling.blocks import BlockBench
-from fuyou.planner.profiling.links import measure_link
+from fuyou.planner.profiling.drives import measure_link
 from fuyou.runtime.devices.device import open_device
 
 SIZES = (16 << 10, 256 << 10, 4 << 20, 32 << 20)

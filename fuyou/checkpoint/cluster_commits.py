@@ -1,7 +1,7 @@
 """Commits of several ranks: a step counts once the manifest of every rank lists it.
 
 Writes of step t + 1 overwrite step t - 1 and wait until *all* ranks have committed t. So the newest step of any two
-ranks differ by one commit at most, and whoever is ahead still has the one before, whole, in its other slot; its
+ranks differ by one commit at most, and ranks that are ahead still have the previous one, whole, in the other slot; its
 manifest describes both. On resume all ranks take the newest step that all of them have.
 """
 
@@ -11,8 +11,7 @@ from typing import Any
 
 from common.errors import FinetuneError, UserError
 from common.store import Store, StoreError, load_manifest
-from fuyou.checkpoint.commits import CLUSTER, Commits, check_records, check_state
-from fuyou.checkpoint.state import TrainingState
+from fuyou.checkpoint.commits import CLUSTER, Commits, TrainingState, check_records, check_state
 from fuyou.layout.share import Share
 from fuyou.runtime.ranks.agreement import Agreement, host, rank_name
 from fuyou.schedule.tasks import Task
@@ -22,10 +21,8 @@ class ClusterCommits(Commits):
     """Commits of one rank among several, which agree on every step before it counts.
 
     Args:
-        agreement: with the other ranks.
         run: random name of the run, equal on every rank.
         checksum: returns a checksum of the parameters that this rank stores, as they are after a step.
-        arguments: arguments of :class:`fuyou.checkpoint.commits.Commits`.
     """
 
     def __init__(self, agreement: Agreement, run: str, checksum: Callable[[int], int], *arguments: Any):
@@ -63,7 +60,6 @@ def cluster_content(run: str, share: Share, previous: dict[str, Any] | None) -> 
 
     Args:
         run: random name of the run.
-        share: this rank's.
         previous: the committed state before; None if that is not whole any more.
     """
     return {
@@ -150,10 +146,10 @@ def agreed_step(everyone: Sequence[LocalCommit], share: Share) -> int:
     """Return the newest step that all ranks have.
 
     Raises:
-        UserError: there is none, or the stores are not those of all ranks of one run, in their order.
+        UserError: if there is none, or the stores are not those of all ranks of one run, in order.
     """
-    names = [rank_name(share, rank, found.host) for rank, found in enumerate(everyone)]
-    problems = [f"{name}: {found.problem}" for name, found in zip(names, everyone, strict=True) if found.problem]
+    names = [rank_name(share, rank, held.host) for rank, held in enumerate(everyone)]
+    problems = [f"{name}: {held.problem}" for name, held in zip(names, everyone, strict=True) if held.problem]
     if problems:
         if len(problems) == len(everyone):
             raise UserError(f"There is nothing to continue. {problems[0]}")
@@ -162,8 +158,8 @@ def agreed_step(everyone: Sequence[LocalCommit], share: Share) -> int:
             + " ".join(problems)
         )
     runs: dict[str, list[str]] = {}
-    for name, found in zip(names, everyone, strict=True):
-        runs.setdefault(found.run, []).append(name)
+    for name, held in zip(names, everyone, strict=True):
+        runs.setdefault(held.run, []).append(name)
     if len(runs) > 1:
         described = "; ".join(f"run {run[:8]} on {', '.join(where)}" for run, where in runs.items())
         raise UserError(f"The nodes hold parts of different runs: {described}. Give --ssd the directories of one run.")
@@ -173,13 +169,13 @@ def agreed_step(everyone: Sequence[LocalCommit], share: Share) -> int:
             f"The drives hold what {first.nodes} nodes with {first.ranks_per_node} ranks each have made, and now there "
             f"are {share.nodes} x {share.ranks_per_node}: start as many as before."
         )
-    for rank, (name, found) in enumerate(zip(names, everyone, strict=True)):
-        if found.rank != rank:
+    for rank, (name, held) in enumerate(zip(names, everyone, strict=True)):
+        if held.rank != rank:
             raise UserError(
-                f"{name} holds what rank {found.rank} of this run has made, and is rank {rank} now. Start the nodes in "
+                f"{name} holds what rank {held.rank} of this run has made, and is rank {rank} now. Start the nodes in "
                 "the order in which they began (--ssd must name this node's own directories)."
             )
-    return common_step([(name, found.steps) for name, found in zip(names, everyone, strict=True)])
+    return common_step([(name, held.steps) for name, held in zip(names, everyone, strict=True)])
 
 
 def common_step(held: Sequence[tuple[str, Sequence[int]]]) -> int:
@@ -189,7 +185,7 @@ def common_step(held: Sequence[tuple[str, Sequence[int]]]) -> int:
         held: the name of each rank, and its steps, newest first.
 
     Raises:
-        UserError: there is none.
+        UserError: if there is none.
     """
     step = min(steps[0] for _, steps in held)
     lacking = [f"{name} has {' and '.join(map(str, steps))}" for name, steps in held if step not in steps]

@@ -1,7 +1,8 @@
-"""Commits: what each step does to the parameters, when it has become durable, what ``--resume`` starts from."""
+"""Training state and commits: what each step does to the parameters, and what ``--resume`` starts from."""
 
+import base64
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -9,13 +10,109 @@ import torch
 from common.errors import FinetuneError, UserError
 from common.store import Store, StoreError, commit_manifest, load_manifest
 from common.store.verify import ChecksummedExtent, verify
-from fuyou.checkpoint.state import TrainingState, random_states
 from fuyou.layout.checksums import RecordSums
+from fuyou.layout.optimizer_state import ADAMW
 from fuyou.layout.record import FROZEN_FILE, weights_file
 from fuyou.optimizer.absent_gradients import MissedUpdates
 from fuyou.optimizer.adam import Update
 from fuyou.optimizer.clipping import ClipStatistics
 from fuyou.schedule.tasks import Op, Task, known
+
+FORMAT = 3  # Version of the files in a store; raised whenever their meaning changes
+
+
+@dataclass
+class TrainingState:
+    """Everything that ``--resume`` needs to continue bit for bit, and to detect that it cannot."""
+
+    step: int  # Last completed step; 0 before the first
+    slot: int  # Slot that holds every record as it was after that step
+    store: str  # Identity of the store that this state belongs to
+    model: str  # Fingerprint of the records: names, shapes, layout
+    dtype: str
+    optimizer_dtype: str
+    slots: int
+    optimizer: str = ADAMW  # Name of the optimizer
+    random: dict[str, str] = field(default_factory=dict)  # States of the random generators, base64, by device
+    user: dict[str, Any] = field(default_factory=dict)  # The caller's data
+    clipped: int = 0  # Steps up to this one whose gradients were clipped
+    skipped: int = 0  # Steps up to this one that were skipped, because their gradients were not finite
+    # Number of steps up to this one in which a parameter (by name) had no gradient; 0 for those not listed. Each of
+    # several ranks knows it for the parameters that it updates a part of.
+    missed: dict[str, int] = field(default_factory=dict)
+    torn: bool = False  # Whether a later, uncommitted step has begun to overwrite a single slot
+    # Checksums of everything in `slot`, as dictionaries of :class:`common.store.verify.ChecksummedExtent`.
+    checksums: list[dict[str, Any]] = field(default_factory=list)
+    piece_bytes: int | None = None  # Most bytes of a piece of a block; None: blocks are whole
+    # Sequences of the newest step's batch, tokens of each, and how many sequences were computed at once: sums are
+    # rounded in that order. Empty before the first step.
+    micro_batch: list[int] = field(default_factory=list)
+    format: int = FORMAT
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @staticmethod
+    def from_dict(content: dict[str, Any]) -> "TrainingState":
+        """Rebuild a state from JSON.
+
+        Raises:
+            UserError: if the state was written by a version with another format.
+            FinetuneError: if it has this format but makes no sense.
+        """
+        if content.get("format") != FORMAT:
+            raise UserError(
+                f"This run was written in format {content.get('format')}; this version reads format {FORMAT}. "
+                "Finish it with the version that began it."
+            )
+        # Of earlier versions, which could train selected experts, and time accelerators that were not there.
+        if content.get("emulated"):
+            raise UserError("This run was made on an emulated device, so it trained nothing: begin with --overwrite.")
+        if content.get("experts") is not None:
+            raise UserError(
+                "This run trains selected experts (--train-experts), and this version trains adapters of them instead "
+                "(--lora-rank). Finish it with the version that began it."
+            )
+        try:
+            state = TrainingState(
+                **{name: value for name, value in content.items() if name not in ("experts", "emulated")}
+            )
+            integers = (state.step, state.slot, state.slots, state.clipped, state.skipped)
+            good = (
+                all(isinstance(value, int) for value in integers)
+                and isinstance(state.torn, bool)
+                and all(isinstance(value, dict) for value in (state.random, state.user, state.missed))
+                and all(isinstance(value, list) for value in (state.checksums, state.micro_batch))
+                and 0 <= state.slot < state.slots <= 2
+                and 0 <= state.skipped <= state.step
+            )
+        except TypeError:
+            good = False
+        if not good:
+            raise FinetuneError(
+                "The manifest is intact and says what no version of this program writes: was it edited? Begin again "
+                "with --overwrite."
+            )
+        return state
+
+
+def random_states(device: torch.device) -> dict[str, str]:
+    """Return the states of the random generators that computation on ``device`` draws from, base64."""
+    states = {"cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state(device)
+    return {name: base64.b64encode(state.numpy().tobytes()).decode() for name, state in states.items()}
+
+
+def restore_random_states(states: dict[str, str], device: torch.device) -> None:
+    """Set the random generators to what :func:`random_states` returned."""
+    for name, text in states.items():
+        state = torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
+        if name == "cpu":
+            torch.set_rng_state(state)
+        elif device.type == "cuda":
+            torch.cuda.set_rng_state(state, device)
+
 
 CLUSTER = "cluster"  # Key in a manifest under which a run of several ranks says which of them the store belongs to
 
@@ -24,11 +121,8 @@ class Commits:
     """The committed state of a store, and the steps on their way to it.
 
     Args:
-        store: the training store, open.
         state: what the store holds (or will hold when it is filled).
         single_slot: whether updates overwrite the only copy.
-        sums: checksums of everything that has been written; they are committed, too.
-        missed: in how many steps each parameter had no gradient; committed, too.
     """
 
     def __init__(self, store: Store, state: TrainingState, single_slot: bool, sums: RecordSums, missed: MissedUpdates):
@@ -65,11 +159,8 @@ class Commits:
         """Note, when the caller ends ``step``, the state that its commit will write.
 
         Args:
-            step: its number.
             skipped: steps up to this one that were skipped.
             device: where the model computes, whose random state is kept.
-            user: whatever the caller keeps with the state.
-            micro_batch: :attr:`TrainingState.micro_batch`.
         """
         self._states[step] = replace(
             self.state,
@@ -106,7 +197,7 @@ class Commits:
 
     def seal(self) -> None:
         """Commit the state together with the checksums of its slot."""
-        self.state.checksums = [one.to_dict() for one in self.sums.sealed(self.state.slot)]
+        self.state.checksums = [record.to_dict() for record in self.sums.sealed(self.state.slot)]
         self.write_manifest()
 
     def write_manifest(self) -> None:
@@ -130,7 +221,7 @@ def check_records(store: Store, state: TrainingState) -> None:
     """Read all records of a committed state, and compare them with its checksums.
 
     Raises:
-        StoreError: some are damaged; the message names them and the drive.
+        StoreError: if some are damaged; names them and the drive.
     """
     _, damage = verify(store, sealed_records(store, state))
     if damage:
@@ -145,12 +236,12 @@ def sealed_records(store: Store, state: TrainingState) -> list[ChecksummedExtent
     """Return the checksums of a committed state.
 
     Raises:
-        FinetuneError: they are not those of everything in this store.
+        FinetuneError: if they do not cover everything in this store.
     """
     there = {extent for file in (weights_file(state.slot), FROZEN_FILE) for extent in store.layout.extents(file)}
     try:
-        sealed = [ChecksummedExtent.from_dict(one) for one in state.checksums]
-        listed = {one.extent for one in sealed if len(one.sums) == len(store.directories)}
+        sealed = [ChecksummedExtent.from_dict(record) for record in state.checksums]
+        listed = {record.extent for record in sealed if len(record.sums) == len(store.directories)}
     except (TypeError, ValueError, KeyError):
         sealed, listed = [], set()
     if listed != there or len(sealed) != len(there):
@@ -166,8 +257,8 @@ def load_state(store: Store, wanted: TrainingState) -> TrainingState:
     """Return the committed state of an existing store.
 
     Raises:
-        UserError: the store holds nothing that could be continued as ``wanted``.
-        FinetuneError: its state is damaged.
+        UserError: if the store holds nothing that can be continued as ``wanted``.
+        FinetuneError: if its state is damaged.
     """
     content = load_manifest(store.directories[0])
     if content is not None and CLUSTER in content:

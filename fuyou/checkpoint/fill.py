@@ -6,12 +6,12 @@ from dataclasses import dataclass
 import torch
 
 from common.models.checkpoint.sources import WeightSource
-from fuyou.layout.filling import row_spans
+from fuyou.layout.cutting import row_spans
 from fuyou.layout.frozen_weights import FrozenDtype
 from fuyou.layout.record import Record
 from fuyou.layout.record_parts import ParameterSlot
 from fuyou.optimizer.chunk_update import PASS_ELEMENTS
-from fuyou.optimizer.split_weights import split
+from fuyou.optimizer.moments import split
 from fuyou.runtime.data_plane.data_plane import DataPlane
 
 
@@ -20,7 +20,7 @@ def fill_store(plane: DataPlane, source: WeightSource, target: int) -> None:
     ``target``, with zero moments.
 
     Host parameter buffer 0 takes a record's weights and, where master weights are split, gradient buffer 0 their low 16
-    bits. Beyond that there are the rows that are read at once (:mod:`fuyou.layout.filling`), and of a parameter whose
+    bits. Beyond that there are the rows that are read at once (:mod:`fuyou.layout.cutting`), and of a parameter whose
     rows ``source`` cannot read alone the whole.
     """
     reader = _SlotReader(source)
@@ -66,7 +66,7 @@ def fill_store(plane: DataPlane, source: WeightSource, target: int) -> None:
 class _SlotReader:
     """Reads what records hold of parameters.
 
-    Memory: a range of rows (:func:`fuyou.layout.filling.row_spans`). Of a parameter whose rows the source cannot read
+    Memory: a range of rows (:func:`fuyou.layout.cutting.row_spans`). Of a parameter whose rows the source cannot read
     alone, the whole; where its experts are in several records, from the first of these to the last.
     """
 

@@ -10,29 +10,19 @@ from common.store import Store
 from fuyou.layout.model_layout import ModelLayout
 from fuyou.layout.record import Record, RecordExtents
 from fuyou.layout.record_parts import ParameterSlot
-from fuyou.optimizer.split_weights import join
-from fuyou.runtime.ranks.collectives import gather
-from fuyou.runtime.ranks.topology import ClusterTopology
+from fuyou.optimizer.moments import join
+from fuyou.runtime.ranks.collectives import ClusterTopology, gather
 
 
 class StoreReader:
     """Reads parameters from a store that nobody writes to, in the state of one slot.
 
     Args:
-        store: the store, open.
-        shape: the model's records.
-        extents: their places.
-        chunk_elements: how states are cut into chunks.
         slot: slot that holds the newest state of what is trained.
     """
 
     def __init__(
-        self,
-        store: Store,
-        shape: ModelLayout,
-        extents: Sequence[RecordExtents],
-        chunk_elements: int,
-        slot: int,
+        self, store: Store, shape: ModelLayout, extents: Sequence[RecordExtents], chunk_elements: int, slot: int
     ):
         self._store, self._shape, self._extents = store, shape, extents
         self._chunk_elements, self._newest = chunk_elements, slot
@@ -68,8 +58,8 @@ class StoreReader:
 
     def _stored_bytes(self, record: Record) -> torch.Tensor:
         stored = torch.empty(record.device_nbytes, dtype=torch.uint8)
-        own = stored[record.first_byte : record.first_byte + record.parameter_nbytes]
-        self._store.read_now(self._extents[record.index].parameters[self._slot(record)], own.numpy())
+        part = stored[record.first_byte : record.first_byte + record.parameter_nbytes]
+        self._store.read_now(self._extents[record.index].parameters[self._slot(record)], part.numpy())
         return stored
 
     def _slot(self, record: Record) -> int:
@@ -100,7 +90,7 @@ class StoreReader:
 class ClusterReader(StoreReader):
     """A :class:`StoreReader` for several ranks, which all read the same at once: each its part, the rest from others.
 
-    Memory: one record; its masters as well, where those are asked for.
+    Memory: one record; its masters as well, where requested.
     """
 
     def __init__(self, topology: ClusterTopology, *arguments: object):

@@ -1,4 +1,4 @@
-"""Going on with more or fewer SSDs: records are copied into a new store, which takes the old one's place.
+"""Continue a run on other SSDs: copy its records into a new store, which replaces the old one.
 
 What lies on the drives depends on the model alone, apart from how it is striped: so the same bytes are written to other
 places. Every record is compared with its checksum when it is read, and read again from its new place before the
@@ -18,8 +18,7 @@ from common.store.backends.posix import Bytes, aligned_bytes
 from common.store.checksums import ExtentChecksums
 from common.store.migration import abandon_successor, lock_folders, make_successor, promote, recover
 from common.store.verify import PIECE_BYTES, ChecksummedExtent, verify
-from fuyou.checkpoint.commits import check_records, sealed_records
-from fuyou.checkpoint.state import TrainingState
+from fuyou.checkpoint.commits import TrainingState, check_records, sealed_records
 from fuyou.layout.record import weights_file
 
 _READS, _WRITES = 2, 2  # Pieces that are read, and written, at once: a record of any size is copied in 64 MiB of memory
@@ -34,7 +33,6 @@ class Drives:
 
     @property
     def everywhere(self) -> list[Path]:
-        """Folders on all drives that it may be on."""
         return [*self.folders, *self.leaving]
 
 
@@ -50,8 +48,8 @@ def open_run(
         options: options of :meth:`common.store.Store.open`.
 
     Raises:
-        UserError: there is none, a drive is missing, another process has it, or there is too little space.
-        FinetuneError: a drive refused, or something is damaged.
+        UserError: if there is none, a drive is missing, another process holds it, or there is too little space.
+        FinetuneError: if a drive refuses, or something is damaged.
     """
     held = lock_folders(drives.everywhere)
     try:
@@ -79,8 +77,8 @@ def restripe(
     """Spread the committed state of the store in ``directories`` over the drives that the run is to use.
 
     Raises:
-        UserError: there is too little space. Nothing was changed.
-        FinetuneError: a drive refused, or a record is damaged. The run is where it was, or where it is to be.
+        UserError: if there is too little space. Nothing was changed.
+        FinetuneError: if a drive refuses, or a record is damaged. The run is at its old or its new location.
     """
     with Store.open(directories, io="posix") as old:
         state = load(old)
@@ -99,30 +97,30 @@ def restripe(
 
 
 def _copy_all(old: Store, state: TrainingState, new: Store) -> list[dict[str, Any]]:
-    places = {
-        place: other
+    extents = {
+        old_extent: other
         for name in old.layout.file_bytes()
-        for place, other in zip(old.layout.extents(name), new.layout.extents(name), strict=True)
+        for old_extent, other in zip(old.layout.extents(name), new.layout.extents(name), strict=True)
     }
-    sealed = [copy_record(one, old, places[one.extent], new) for one in sealed_records(old, state)]
+    sealed = [copy_record(record, old, extents[record.extent], new) for record in sealed_records(old, state)]
     new.sync(new.layout.file_bytes())
     _, damage = verify(new, sealed)
     if damage:
         raise FinetuneError(f"A drive does not return what was written to it; the run stays where it was. {damage[0]}")
-    return [one.to_dict() for one in sealed]
+    return [record.to_dict() for record in sealed]
 
 
-def copy_record(sealed: ChecksummedExtent, source: Store, place: Extent, target: Store) -> ChecksummedExtent:
+def copy_record(sealed: ChecksummedExtent, source: Store, extent: Extent, target: Store) -> ChecksummedExtent:
     """Copy a part of a record to its ``place`` in another store, in 64 MiB of memory.
 
     Raises:
-        StoreError: a drive refuses, or the part is not what was written.
+        StoreError: if a drive refuses, or the part is damaged.
     """
     nbytes = sealed.extent.nbytes
-    if place.nbytes != nbytes:
-        raise ValueError(f"{sealed.what} has {nbytes} bytes, and its new place {place.nbytes}")
+    if extent.nbytes != nbytes:
+        raise ValueError(f"{sealed.what} has {nbytes} bytes, and its new place {extent.nbytes}")
     seen = ExtentChecksums(sealed.extent, source.directories, sealed.what, sealed.sums)
-    written = ExtentChecksums(place, target.directories, sealed.what)
+    written = ExtentChecksums(extent, target.directories, sealed.what)
     free = [aligned_bytes(min(PIECE_BYTES, nbytes)) for _ in range(_READS + _WRITES)]
     reading: deque[tuple[Future[None], Bytes, int, int]] = deque()
     writing: deque[tuple[Future[None], Bytes]] = deque()
@@ -135,7 +133,7 @@ def copy_record(sealed: ChecksummedExtent, source: Store, place: Extent, target:
             done, its = writing.popleft()
             done.result()
             free.append(its)
-        writing.append((target.write(place, buffer, start, length, written), buffer))
+        writing.append((target.write(extent, buffer, start, length, written), buffer))
 
     for start in range(0, nbytes, PIECE_BYTES):
         if len(reading) == _READS:
@@ -146,4 +144,4 @@ def copy_record(sealed: ChecksummedExtent, source: Store, place: Extent, target:
         forward()
     for done, _ in writing:
         done.result()
-    return ChecksummedExtent(sealed.what, place, written.values)
+    return ChecksummedExtent(sealed.what, extent, written.values)

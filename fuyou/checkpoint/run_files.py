@@ -1,19 +1,21 @@
-"""Opening or creating a run on the SSDs: its directories, locked; its store, open; and its newest state."""
+"""Open, create, and verify a run on the SSDs: its locked directories, its store, and its newest state."""
 
 import contextlib
 import uuid
-from collections.abc import Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from common.store import DirectoryLock, Layout, Store
-from common.store.migration import clear_stale, lock_folders, remove_leftovers
-from common.store.sealed import sync_directory
+from common.errors import FinetuneError, UserError
+from common.store import DirectoryLock, Layout, Store, load_manifest
+from common.store.directories import IDENTITY_FILE, Identity
+from common.store.manifest import sync_directory
+from common.store.migration import clear_stale, final_folder, lock_folders, remove_leftovers, successor_folder
+from common.store.verify import verify
 from fuyou.checkpoint.cluster_commits import find_common_state
-from fuyou.checkpoint.commits import load_state
+from fuyou.checkpoint.commits import CLUSTER, TrainingState, load_state, sealed_records
 from fuyou.checkpoint.restripe import Drives, open_run
-from fuyou.checkpoint.state import TrainingState
 from fuyou.runtime.ranks.agreement import Agreement
 
 
@@ -33,10 +35,10 @@ class RunFiles:
 
     @classmethod
     def cleaned(cls, lock: DirectoryLock, store: Store, state: TrainingState, run: str) -> "RunFiles":
-        """Return the files, after removing what a killed process has left beside the store.
+        """Return the files, after removing what a killed process has left next to the store.
 
         Raises:
-            StoreError: a drive refuses that.
+            StoreError: if a drive refuses.
         """
         files = cls(lock, store, state, run)
         try:
@@ -47,7 +49,6 @@ class RunFiles:
         return files
 
     def close(self) -> None:
-        """Close the store and let go of the directories."""
         with contextlib.ExitStack() as stack:
             stack.callback(self.lock.close)
             stack.callback(self.store.close)
@@ -59,12 +60,10 @@ def resume_run(drives: Drives, wanted: TrainingState, agreement: Agreement, **io
     Args:
         drives: where it is to be, and may be; with several ranks, it is there already.
         wanted: what the run must be, apart from its step.
-        agreement: with the other ranks; collective.
-        io: how the store is opened, see :meth:`common.store.Store.open`.
 
     Raises:
-        UserError: another process has it, or it cannot be continued as ``wanted``.
-        FinetuneError: it is damaged.
+        UserError: if another process holds it, or it cannot be continued as ``wanted``.
+        FinetuneError: if it is damaged.
     """
     if agreement.is_alone:
         lock, store, state = open_run(drives, lambda store: load_state(store, wanted), **io)
@@ -78,42 +77,118 @@ def resume_run(drives: Drives, wanted: TrainingState, agreement: Agreement, **io
 
 
 def create_run(
-    folders: Sequence[Path],
-    layout: Layout,
-    wanted: TrainingState,
-    agreement: Agreement,
-    overwrite: bool,
-    **io: Any,
+    folders: Sequence[Path], layout: Layout, wanted: TrainingState, agreement: Agreement, overwrite: bool, **io: Any
 ) -> RunFiles:
     """Create a new run with an empty store. An attempt that fails leaves no folder that was not there before.
 
     Args:
         folders: one per drive; made if they are not there.
-        layout: layout of the store.
         wanted: the state that it will hold when it is filled.
-        agreement: with the other ranks; collective.
-        overwrite: replace a run that is there.
-        io: how the store is created, see :meth:`common.store.Store.create`.
 
     Raises:
-        UserError: another process has the directories, or there is a run, or no room.
+        UserError: if another process holds the directories, or there is a run, or too little space.
     """
     run = "" if agreement.is_alone else agreement.all_gather_object(uuid.uuid4().hex)[0]
-    made = [folder for folder in folders if not folder.exists()]
+    created = [folder for folder in folders if not folder.exists()]
     lock = None
     try:
-        for folder in made:
+        for folder in created:
             folder.mkdir()
         lock = lock_folders(folders)
-        for folder in made:
+        for folder in created:
             sync_directory(folder.parent)  # or a power cut takes the folder, with every commit in it
         clear_stale(folders, overwrite)
         store = Store.create(folders, layout, overwrite=overwrite, **io)
     except BaseException:
         if lock is not None:
             lock.close()
-        for folder in made:
+        for folder in created:
             with contextlib.suppress(OSError):  # not empty, say: what went wrong first is what counts
                 folder.rmdir()
         raise
     return RunFiles.cleaned(lock, store, replace(wanted, store=store.id), run)
+
+
+@dataclass(frozen=True)
+class VerifiedRun:
+    """What verifying one run has found."""
+
+    directories: tuple[Path, ...]
+    step: int  # Committed step whose state was read
+    records: int
+    nbytes: int
+    damage: list[str]  # One sentence for each damaged record, which names the SSD and the file
+
+
+def find_runs(places: Iterable[Path], may_have_none: Container[Path] = ()) -> list[list[Path]]:
+    """Return the directories of all runs at ``places`` and directly in them, grouped by run.
+
+    A run's folder may have a folder for each rank of a node, which counts as a separate run.
+
+    Args:
+        may_have_none: places that need not have a run.
+
+    Raises:
+        UserError: if a place has no run, or a run was being moved to other drives.
+    """
+    runs: dict[str, list[Path]] = {}
+    for place in places:
+        found = 0
+        for directory in _candidates(place):
+            identity = Identity.read(directory) if directory.is_dir() else None
+            if identity is not None:
+                found += 1
+                runs.setdefault(identity.store, []).append(directory)
+                if directory != final_folder(directory) or successor_folder(directory).is_dir():
+                    raise UserError(
+                        f"The run in {final_folder(directory)} was moving to other drives when it was killed. Continue "
+                        "it with --resume, which settles where it lies, and verify it then."
+                    )
+        if not found and place not in may_have_none:
+            inside = [path for path in _inside(place) if any((part / IDENTITY_FILE).exists() for part in _inside(path))]
+            hint = f" There are runs in {', '.join(map(str, inside))}: give these." if inside else ""
+            raise UserError(
+                f"There is no run in {place}. Give --verify the directories that --ssd names, or --output.{hint}"
+            )
+    return [list(dict.fromkeys(directories)) for directories in runs.values()]
+
+
+def _candidates(folder: Path) -> list[Path]:
+    inside = _inside(folder)
+    return [folder, *inside, *(rank for path in inside for rank in sorted(path.glob(rank_folder("*"))))]
+
+
+def _inside(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.iterdir() if path.is_dir()) if folder.is_dir() else []
+
+
+def verify_run(directories: Sequence[Path]) -> VerifiedRun:
+    """Verify the committed state of one run, which must not be in progress.
+
+    Raises:
+        UserError: if it is in use, a directory is missing, or nothing was ever committed.
+        FinetuneError: if the store's identity is damaged.
+    """
+    identities = [Identity.read(directory) for directory in directories]
+    there = {identity.index for identity in identities if identity is not None}
+    count = max((identity.count for identity in identities if identity is not None), default=0)
+    if missing := ", ".join(str(index + 1) for index in sorted(set(range(count)) - there)):
+        raise UserError(
+            f"The run in {', '.join(map(str, directories))} is striped over {count} drives, and only {len(there)} of "
+            f"them {'are' if len(there) > 1 else 'is'} given: number {missing} is "
+            "missing. Name the directories on all of them after --verify."
+        )
+    with DirectoryLock(directories), Store.open(directories, io="posix") as store:
+        content = load_manifest(store.directories[0])
+        if content is None:
+            raise UserError(f"The run in {store.directories[0]} was ended before its weights were written.")
+        content.pop(CLUSTER, None)  # each rank's records are verified by themselves
+        state = TrainingState.from_dict(content)
+        if state.torn:
+            raise FinetuneError(
+                f"The run in {store.directories[0]} keeps a single slot and was interrupted in the middle of step "
+                f"{state.step + 1}: its state is a mixture of two steps."
+            )
+        sealed = sealed_records(store, state)
+        nbytes, damage = verify(store, sealed)
+        return VerifiedRun(store.directories, state.step, len(sealed), nbytes, damage)

@@ -16,11 +16,8 @@ from fuyou.checkpoint.run_files import rank_folder
 from fuyou.layout.record import DTYPES
 
 RANK_FOLDERS = rank_folder("*")
-_SIDE = 384
-"""Side of the matrices that are multiplied: 113 MFLOP, a millisecond in fp32, long enough not to measure the call
-alone."""
-_ROUNDS = 20
-"""Enough for one in which no other process was in the way."""
+_SIDE = 384  # Side of the multiplied matrices: 113 MFLOP, long enough not to measure the call alone
+_ROUNDS = 20  # Enough for one in which no other process was in the way
 
 
 def stored_dtype(directories: Iterable[Path]) -> str | None:
@@ -33,7 +30,7 @@ def stored_dtype(directories: Iterable[Path]) -> str | None:
 
 
 def stored_micro_batch(directories: Iterable[Path]) -> list[int] | None:
-    """Return :attr:`fuyou.checkpoint.state.TrainingState.micro_batch` of that run, likewise."""
+    """Return :attr:`fuyou.checkpoint.commits.TrainingState.micro_batch` of that run, likewise."""
     return next((one["micro_batch"] for one in _manifests(directories) if one.get("micro_batch")), None)
 
 

@@ -18,7 +18,7 @@ from fuyou.engine.steps import EngineOutput, Steps
 from fuyou.engine.token_outputs import TokenOutput, TokenRequest
 from fuyou.engine.user_state import checked_user_state
 from fuyou.model.loss.token_head import HeadFunction
-from fuyou.model.reference import adapters_off, check_reference
+from fuyou.model.open_model import adapters_off, check_reference
 from fuyou.optimizer.adam import check_learning_rate
 from fuyou.runtime.accounting import StepReport
 

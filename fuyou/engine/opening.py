@@ -15,44 +15,34 @@ from common.randomness import seed_run
 from common.store import Layout
 from common.store.directories import usable_directories
 from fuyou.checkpoint.cluster_commits import ClusterCommits
-from fuyou.checkpoint.commits import Commits, sealed_records
+from fuyou.checkpoint.commits import Commits, TrainingState, random_states, restore_random_states, sealed_records
 from fuyou.checkpoint.fill import fill_store
 from fuyou.checkpoint.reader import ClusterReader, StoreReader
 from fuyou.checkpoint.reshard.local_shards import stored_piece_bytes
 from fuyou.checkpoint.reshard.run import reshard_run
 from fuyou.checkpoint.restripe import Drives
 from fuyou.checkpoint.run_files import RunFiles, create_run, resume_run
-from fuyou.checkpoint.state import TrainingState, random_states, restore_random_states
 from fuyou.config import EngineConfig
-from fuyou.engine.common_decisions import (
-    check_io,
-    check_memory,
-    common_limits,
-    prove_once,
-    with_common_dtype,
-)
+from fuyou.engine.common_decisions import check_io, check_memory, common_limits, prove_once, with_common_dtype
 from fuyou.engine.computing_dtype import stored_micro_batch
 from fuyou.engine.runtime import Runtime
 from fuyou.layout.checksums import RecordSums
-from fuyou.layout.filling import whole_elements
+from fuyou.layout.cutting import whole_elements
 from fuyou.layout.model_layout import ModelLayout
 from fuyou.layout.record import allocate_extents
 from fuyou.layout.share import Share
-from fuyou.model.open_model import OpenModel
-from fuyou.model.reference import check_reference
+from fuyou.model.open_model import OpenModel, check_reference
 from fuyou.optimizer.absent_gradients import MissedUpdates
 from fuyou.optimizer.clipping import ClipStatistics
 from fuyou.optimizer.nonfinite import NonFinitePolicy
 from fuyou.optimizer.process.client import OptimizerLink
-from fuyou.pieces.cut import in_pieces
+from fuyou.pieces.division import in_pieces
 from fuyou.planner import ChosenSettings, PlannerContext, choose_settings, choose_settings_on_all_ranks
-from fuyou.planner.piece_size import fitting_layout
-from fuyou.planner.training_job import training_job_of_run
+from fuyou.planner.training_job import fitting_layout, training_job_of_run
 from fuyou.runtime.devices.determinism import deterministic_algorithms
 from fuyou.runtime.devices.device import open_device
 from fuyou.runtime.ranks.agreement import Agreement
-from fuyou.runtime.ranks.collectives import connect
-from fuyou.runtime.ranks.topology import share_of
+from fuyou.runtime.ranks.collectives import connect, share_of
 from fuyou.schedule.memory_plan import MemoryPlan
 from fuyou.schedule.memory_planner import MemoryPlanner
 
@@ -130,7 +120,6 @@ class OpenRun:
     # -- one after the other --------------------------------------------------------------------------------------
 
     def _open_device(self, model: str | os.PathLike[str] | PreTrainedConfig, config: EngineConfig) -> None:
-        """Meet the other ranks, settle what all must have alike, and start what takes long to start."""
         store = config.store
         self._ssd, leaving = store.drives, store.drives_to_leave
         usable_directories([*self._ssd, *leaving])
@@ -191,7 +180,6 @@ class OpenRun:
             seed_run(config.seed + share.rank)  # what drops out differs, as the sequences do
 
     def _check_compiled(self) -> None:
-        """Refuse what blocks cannot do when PyTorch compiles them."""
         if self.model.router_loss is not None:
             raise UserError(
                 "Compiled blocks do not hand out what a router loss is made of: leave --compile out, or "
@@ -199,7 +187,6 @@ class OpenRun:
             )
 
     def _cut_blocks(self, shape: ModelLayout, share: Share) -> ModelLayout:
-        """Return the layout with blocks in pieces, if they are too large for the device or it was asked for."""
         config, (host, device) = self.config, self.limits
         if config.store.resume:
             drives = Drives(config.store.folders, config.store.folders_to_leave)
@@ -247,7 +234,6 @@ class OpenRun:
             self.config = config.with_options(micro_batch=stored[2])
 
     def _choose(self) -> None:
-        """Let the planner complete the configuration, if it may."""
         config = self.config
         if not config.automatic or config.memory.batch_shape is None:
             return
@@ -263,7 +249,6 @@ class OpenRun:
             self.config = choice.complete(config)
 
     def _open_runtime(self) -> None:
-        """Plan memory, and see whether the machine has it."""
         assert self._link is not None
         runtime = self._runtime = Runtime(
             self.config, self.model, self.shape, self.device, self.limits, self._link, self.topology
@@ -274,7 +259,6 @@ class OpenRun:
         check_memory(runtime.memory_plan.host_bytes, self.agreement)
 
     def _open_store(self) -> None:
-        """Open or make what is on the SSDs, and start the workers."""
         config, store, runtime = self.config, self.config.store, self.runtime
         slots = 1 if store.single_slot else 2
         drives, layout = Drives(store.folders, store.folders_to_leave), Layout(len(store.drives))
@@ -323,7 +307,6 @@ class OpenRun:
         )
 
     def _fill(self, files: RunFiles) -> int:
-        """Write the first values and commit them; return the bytes written."""
         with self.runtime.io.not_counted():
             fill_store(self.runtime.plane, self._source, 0)
         files.store.sync({extent.file for places in self._extents for extent in places.parameters[:1]})

@@ -15,17 +15,15 @@ from fuyou.model.recompute.compiled_blocks import CompiledBlocks
 from fuyou.model.recompute.policy import ActivationPlanner
 from fuyou.model.recompute.replay import BlockReplay
 from fuyou.optimizer.process.client import OptimizerLink
-from fuyou.runtime.accounting import Accounting
+from fuyou.runtime.accounting import Accounting, Bytes, IoCounter
 from fuyou.runtime.data_plane.buffers import Buffers
 from fuyou.runtime.data_plane.data_plane import DataPlane
 from fuyou.runtime.data_plane.optimizer_handlers import OptimizerHandlers
 from fuyou.runtime.data_plane.rank_handlers import RankHandlers
-from fuyou.runtime.data_plane.scratch import Scratch
-from fuyou.runtime.data_plane.stored_records import StoredRecords
+from fuyou.runtime.data_plane.stored_records import Scratch, StoredRecords
 from fuyou.runtime.devices.device import Device
 from fuyou.runtime.executor import Handler
-from fuyou.runtime.io_counter import Bytes, IoCounter
-from fuyou.runtime.ranks.topology import ClusterTopology
+from fuyou.runtime.ranks.collectives import ClusterTopology
 from fuyou.runtime.trace import StepTrace
 from fuyou.schedule.batch import ENGINE_LOSS, Batch, BatchShape, LossInputs
 from fuyou.schedule.memory_plan import MemoryPlan

@@ -8,9 +8,9 @@ from fuyou.checkpoint.export import Exporter
 from fuyou.engine.opening import OpenRun
 from fuyou.layout.record import Kind
 
+# Bytes in fp32 up to which adapters are exported beside the buffers, within the memory that is left for small things:
+# those are made anew in seconds.
 SMALL_BYTES = 8 << 20
-"""Bytes in fp32 up to which adapters are exported beside the buffers, within the memory that is left for small things:
-those are made anew in seconds."""
 
 
 def save(run: OpenRun, directory: Path, merge: bool, allow_nonfinite: bool) -> None:

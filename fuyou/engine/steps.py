@@ -12,7 +12,7 @@ from fuyou.engine.opening import OpenRun
 from fuyou.engine.token_outputs import AUX_LOSS, TokenOutput, TokenRequest, loss_inputs, streamed_values, token_output
 from fuyou.engine.user_state import checked_user_state
 from fuyou.model.loss.cross_entropy import IGNORED
-from fuyou.model.loss.loss_tensor import loss_tensor
+from fuyou.model.loss.token_head import loss_tensor
 from fuyou.model.training_batch import TrainingBatch
 from fuyou.optimizer.adam import Update
 from fuyou.optimizer.clipping import clip_coefficient

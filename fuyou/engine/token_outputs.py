@@ -10,8 +10,7 @@ import torch
 from common.errors import FinetuneError, UserError
 from common.models.task_type import TaskType
 from fuyou.model.loss.token_head import HeadFunction, TokenHead
-from fuyou.model.open_model import OpenModel
-from fuyou.model.reference import check_reference
+from fuyou.model.open_model import OpenModel, check_reference
 from fuyou.model.training_batch import TrainingBatch
 from fuyou.runtime.compute.token_computation import TokenPass
 from fuyou.schedule.batch import LossInputs

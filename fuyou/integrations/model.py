@@ -26,7 +26,7 @@ from common.errors import UserError
 from common.models.task_type import TaskType
 from fuyou.engine.engine import Engine
 from fuyou.engine.token_outputs import TokenOutput
-from fuyou.model.reference import check_reference
+from fuyou.model.open_model import check_reference
 
 _NO_REFERENCE = "ref_model=fuyou.integrations.as_reference(engine)"
 """Name of the model in its configuration: a trainer that would load it once more, whole, fails with that."""

@@ -45,7 +45,6 @@ class EngineOptimizer(torch.optim.Optimizer):
         self._engine.step()
 
     def _check_clipping(self) -> None:
-        """Compare how the trainer has clipped the norm with what the engine is about to do to the gradient."""
         (norm,) = (parameter.grad for group in self.param_groups for parameter in group["params"])
         if norm is None:
             return

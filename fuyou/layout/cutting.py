@@ -1,63 +1,61 @@
-"""Cutting blocks' records into pieces: one record for each, with the parameters and ranges of experts that it holds."""
+"""Cut blocks' records into pieces, and a parameter's rows into ranges that are read at once."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from common.errors import UserError
 from common.models.checkpoint.compressed import CompressedParameter
 from fuyou.layout.frozen_weights import FrozenDtype
 from fuyou.layout.model_layout import ModelLayout
-from fuyou.layout.pieces import Piece, PieceOrder
 from fuyou.layout.record import Record
-from fuyou.layout.record_parts import ParameterSlot
+from fuyou.layout.record_parts import ParameterSlot, Piece, PieceOrder
 
 
 def cut_blocks(
     layout: ModelLayout, pieces: Sequence[tuple[Piece, ...]], orders: Sequence[PieceOrder], piece_bytes: int
 ) -> ModelLayout:
-    """Return the layout with each block's record cut into its pieces; all other records are as they were.
+    """Return the layout with each block's record cut into its pieces, one record per piece.
 
     Args:
-        layout: of a model whose blocks are one record each.
-        pieces: of each block; a block in one piece stays as it is.
-        orders: of each block's pieces.
-        piece_bytes: largest piece that was asked for.
+        pieces: pieces of each block; a block in one piece is not cut.
+        orders: order of each block's pieces.
+        piece_bytes: the requested size of the largest piece.
 
     Raises:
-        UserError: gradients of two pieces of a block would be on the device at the same time, or nothing uses a piece.
+        UserError: if two pieces of a block had gradients on the device at the same time, or a piece is never used.
     """
-    made: list[Record] = []
-    places: dict[int, int] = {}  # index of a record that is not cut -> its new index
+    records: list[Record] = []
+    indices: dict[int, int] = {}  # old to new index of records that are not cut
     blocks = {index: layer for layer, (index,) in enumerate(layout.blocks)}
     cut: dict[int, tuple[int, ...]] = {}
     for record in layout.records:
         layer = blocks.get(record.index)
         if layer is None or len(pieces[layer]) == 1:
-            places[record.index] = len(made)
-            made.append(replace(record, index=len(made)))
+            indices[record.index] = len(records)
+            records.append(replace(record, index=len(records)))
             continue
         _check_order(record, pieces[layer], orders[layer])
-        cut[layer] = tuple(range(len(made), len(made) + len(pieces[layer])))
+        cut[layer] = tuple(range(len(records), len(records) + len(pieces[layer])))
         for number, piece in enumerate(pieces[layer]):
-            made.append(_piece_of(record, len(made), f"{record.name}, piece {number}", piece))
+            records.append(_piece_of(record, len(records), f"{record.name}, piece {number}", piece))
 
-    def place(index: int | None) -> int | None:
-        return None if index is None else places[index]
+    def new_index(index: int | None) -> int | None:
+        return None if index is None else indices[index]
 
     return replace(
         layout,
-        records=tuple(record.shared(layout.share) for record in made),
-        embedding=places[layout.embedding],
-        head=places[layout.head],
-        blocks=tuple(cut.get(layer) or (places[index],) for layer, (index,) in enumerate(layout.blocks)),
-        block_adapters=tuple(place(index) for index in layout.block_adapters),
-        embedding_adapter=place(layout.embedding_adapter),
-        head_adapter=place(layout.head_adapter),
-        tower=place(layout.tower),
+        records=tuple(record.shared(layout.share) for record in records),
+        embedding=indices[layout.embedding],
+        head=indices[layout.head],
+        blocks=tuple(cut.get(layer) or (indices[index],) for layer, (index,) in enumerate(layout.blocks)),
+        block_adapters=tuple(new_index(index) for index in layout.block_adapters),
+        embedding_adapter=new_index(layout.embedding_adapter),
+        head_adapter=new_index(layout.head_adapter),
+        tower=new_index(layout.tower),
         orders=tuple(orders),
         piece_bytes=piece_bytes,
-        widened=sum(_compressed_weights(one) for one in layout.records) - sum(map(_compressed_weights, made)),
+        widened=sum(_compressed_weights(record) for record in layout.records) - sum(map(_compressed_weights, records)),
     )
 
 
@@ -65,11 +63,14 @@ def _piece_of(record: Record, index: int, name: str, piece: Piece) -> Record:
     slots = {slot.names[0]: slot for slot in record.parameters}
     parts = {part.name: part for part in piece}
     whole = [(slots[part.name], part.experts) for part in piece]
-    entries = [(slot.names, _shape(slot, experts), slot.decay) for slot, experts in whole]
+    entries = [
+        (slot.names, slot.shape if experts is None else (experts[1] - experts[0], *slot.shape[1:]), slot.decay)
+        for slot, experts in whole
+    ]
     held = [part.name for part in piece if not slots[part.name].trained]
     cut = {part.name: _cut_compressed(slots[part.name], part.experts) for part in piece}
-    compressed = {name: one for name, one in cut.items() if one is not None}
-    in_own_bytes = record.frozen is FrozenDtype.CHECKPOINT
+    compressed = {name: parameter for name, parameter in cut.items() if parameter is not None}
+    is_compressed = record.frozen is FrozenDtype.CHECKPOINT
     built = Record.build(
         index,
         name,
@@ -77,7 +78,7 @@ def _piece_of(record: Record, index: int, name: str, piece: Piece) -> Record:
         record.precision,
         entries,
         trainable=record.trainable and len(held) < len(piece),
-        frozen=FrozenDtype.PLAIN if in_own_bytes and not compressed else record.frozen,
+        frozen=FrozenDtype.PLAIN if is_compressed and not compressed else record.frozen,
         held=held,
         compressed=compressed,
     )
@@ -91,10 +92,6 @@ def _piece_of(record: Record, index: int, name: str, piece: Piece) -> Record:
         for slot in built.parameters
     )
     return replace(built, parameters=placed)
-
-
-def _shape(slot: ParameterSlot, experts: tuple[int, int] | None) -> tuple[int, ...]:
-    return slot.shape if experts is None else (experts[1] - experts[0], *slot.shape[1:])
 
 
 def _compressed_weights(record: Record) -> int:
@@ -114,7 +111,7 @@ def _check_order(record: Record, pieces: Sequence[Piece], order: PieceOrder) -> 
     never = set(trained) - (set(order.forward) & {stage.piece for stage in order.backward})
     if never:
         raise UserError(
-            f"{record.name} cannot be trained in pieces: {pieces[min(never)][0].name} is a piece of its own, and no "
+            f"{record.name} cannot be trained in pieces: {pieces[min(never)][0].name} is a separate piece, and no "
             "pass through the block uses it. Give more --device-memory, so that a whole block fits."
         )
     holds = order.holds_gradient(trained)
@@ -125,3 +122,43 @@ def _check_order(record: Record, pieces: Sequence[Piece], order: PieceOrder) -> 
             f"{record.name} cannot be trained in pieces: a backward pass comes back to parameters that it had left. "
             "Train adapters (--lora-rank), or give more --device-memory."
         )
+
+
+SPAN_ELEMENTS = 4 << 20  # Elements that are read at once, unless a single row (an expert) has more
+# Upper bound of the bytes that one of these takes: its value, at most fp32, and half a row more where a checkpoint has
+# experts in two parts.
+BYTES_PER_ELEMENT = 6
+
+
+def row_spans(slot: ParameterSlot) -> list[tuple[int, int]]:
+    """Return the ranges in which a parameter's rows are read, as rows of the whole parameter."""
+    start = 0 if slot.experts is None else slot.experts[0]
+    rows = slot.shape[0]
+    step = max(1, SPAN_ELEMENTS // max(1, slot.numel // rows))
+    return [(start + first, start + min(first + step, rows)) for first in range(0, rows, step)]
+
+
+def filling_bytes(records: Iterable[Record]) -> int:
+    """Return the peak bytes of values in memory while a store is filled from a source that reads rows."""
+    return BYTES_PER_ELEMENT * max(
+        min(slot.numel, max(SPAN_ELEMENTS, slot.numel // slot.shape[0]))
+        for record in records
+        for slot in record.parameters
+        if slot.shape
+    )
+
+
+def whole_elements(records: Iterable[Record], reads_rows: Callable[[str], bool]) -> int:
+    """Return the peak elements of parameters that a source must read whole while a store is filled.
+
+    If some experts are in one record and some in the next, their parameter stays in memory until the last.
+
+    Args:
+        reads_rows: whether the source reads rows of the parameter with this name.
+    """
+    most = 0
+    for record in records:
+        whole = [slot for slot in record.parameters if not reads_rows(slot.names[0]) and slot.compressed is None]
+        cut = sum(slot.numel // slot.shape[0] * slot.all_experts for slot in whole if slot.experts is not None)
+        most = max(most, cut + max((slot.numel for slot in whole if slot.experts is None), default=0))
+    return most

@@ -1,7 +1,7 @@
-"""Formats of frozen weights on SSD: the compute dtype, fewer bits, or a compressed checkpoint's own bytes.
+"""Formats of frozen weights on SSD: the compute dtype, fewer bits, or a compressed checkpoint's bytes.
 
-In a record in int8 or nf4, the matrices (all parameters that weight decay would apply to) are rows of quantised blocks,
-and the rest follows in the compute dtype. On the device, the record is decoded into the compute dtype once per visit.
+In an int8 or nf4 record, the matrices (parameters that weight decay would apply to) are rows of quantized blocks; the
+rest follows in the compute dtype. The device decodes a record into the compute dtype once per visit.
 """
 
 import sys
@@ -15,10 +15,9 @@ from common.hardware.kernels import kernels_of
 from common.quantisation import dequantise, dequantise_nf4, nf4_nbytes, quantise, quantise_nf4, quantised_nbytes
 from common.quantisation.fused import fuses
 
-# Elements of a row. A CPU decodes one at a time, so that this needs little memory beside the result.
-ROW_ELEMENTS = 1 << 20
-# Rows that an accelerator decodes at once where PyTorch cannot compile: a dozen kernels each, which take longer to
-# launch than a row takes. Compiled, one kernel decodes all of them, and needs no other memory.
+ROW_ELEMENTS = 1 << 20  # Elements of a row. A CPU decodes row by row, to use little memory.
+# Rows that an accelerator decodes at once where PyTorch cannot compile, to launch fewer kernels. Compiled, one kernel
+# decodes all rows, and needs no other memory.
 ROWS_ON_ACCELERATORS = 8
 
 
@@ -34,14 +33,12 @@ class FrozenDtype(Enum):
 
     @classmethod
     def named(cls, name: str | None) -> "FrozenDtype | None":
-        """Return the format with this value.
-
-        None leaves it to the checkpoint: :attr:`CHECKPOINT` if that is compressed, else :attr:`PLAIN`.
+        """Return the format with this value; None leaves the choice to the checkpoint.
 
         Raises:
-            UserError: there is no such dtype.
+            UserError: if there is no such dtype.
         """
-        names = [one.value for one in cls]
+        names = [dtype.value for dtype in cls]
         if name is not None and name not in names:
             raise UserError(
                 f"frozen_dtype must be {' or '.join(names)}, or None for what suits the checkpoint, not {name!r}."
@@ -49,11 +46,11 @@ class FrozenDtype(Enum):
         return None if name is None else cls(name)
 
     def used_nbytes(self, matrices: int, rest: int, dtype: torch.dtype) -> int:
-        """Return the bytes of a record with so many elements in matrices (in whole blocks) and elsewhere."""
+        """Return the bytes of a record with these elements in matrices (whole blocks) and elsewhere."""
         return self._row_nbytes(matrices, dtype) + rest * dtype.itemsize
 
     def encode(self, flat: torch.Tensor, matrices: int, payload: torch.Tensor) -> None:
-        """Write ``flat`` ``[n]``, whose first ``matrices`` elements are those of matrices, to ``uint8`` ``payload``."""
+        """Write ``flat`` ``[n]``, which begins with ``matrices`` elements of matrices, to ``uint8`` ``payload``."""
         for part, row in self._rows(flat, matrices, payload):
             if self is FrozenDtype.INT8:
                 quantise(part, 8, row)

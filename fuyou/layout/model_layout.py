@@ -1,4 +1,4 @@
-"""The layout of a model, from which schedules and memory plans are made: its records, and the order of visits."""
+"""Layout of a model, from which schedules and memory plans are made: its records, their visits, and resident ones."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -6,16 +6,18 @@ from functools import cached_property
 
 from common.models.adapters.memory import NO_ADAPTERS, AdapterMemory
 from common.models.attention.memory import NO_ATTENTION, AttentionMemory
-from common.models.vision.memory import NO_IMAGES, ImageMemory
-from fuyou.layout.pieces import PieceOrder
+from common.models.vision import NO_IMAGES, ImageMemory
 from fuyou.layout.record import Kind, Precision, Record
+from fuyou.layout.record_parts import PieceOrder
 from fuyou.layout.share import Share
 from fuyou.layout.visits import Part, Phase, Visit
+
+_ORDER = {kind: index for index, kind in enumerate((Kind.BLOCK, Kind.NON_BLOCK, Kind.ADAPTER, Kind.TOWER))}
 
 
 @dataclass(frozen=True)
 class BufferCounts:
-    """Number of buffers of each kind; each kind of record has buffers of its own."""
+    """Number of buffers; each kind of record has separate buffers."""
 
     device_blocks: int = 2
     device_non_block: int = 1
@@ -39,45 +41,23 @@ class BufferCounts:
     ssd_kept: int = 0
 
     def device(self, kind: Kind) -> int:
-        """Return the number of buffers on the device for parameters of records of this kind."""
-        return {
-            Kind.BLOCK: self.device_blocks,
-            Kind.NON_BLOCK: self.device_non_block,
-            Kind.ADAPTER: self.device_adapters,
-            Kind.TOWER: self.device_towers,
-        }[kind]
+        return (self.device_blocks, self.device_non_block, self.device_adapters, self.device_towers)[_ORDER[kind]]
 
     def host(self, kind: Kind) -> int:
-        """Return the number of buffers in host memory for parameters of records of this kind."""
-        return {
-            Kind.BLOCK: self.host_blocks,
-            Kind.NON_BLOCK: self.host_non_block,
-            Kind.ADAPTER: self.host_adapters,
-            Kind.TOWER: self.host_towers,
-        }[kind]
+        return (self.host_blocks, self.host_non_block, self.host_adapters, self.host_towers)[_ORDER[kind]]
 
     def device_gradients(self, kind: Kind) -> int:
-        """Return the number of buffers on the device for gradients of records of this kind."""
-        return {
-            Kind.BLOCK: self.device_block_gradients,
-            Kind.NON_BLOCK: self.device_non_block_gradients,
-            Kind.ADAPTER: self.device_adapter_gradients,
-            Kind.TOWER: 0,
-        }[kind]
+        counts = (self.device_block_gradients, self.device_non_block_gradients, self.device_adapter_gradients, 0)
+        return counts[_ORDER[kind]]
 
     def host_gradients(self, kind: Kind) -> int:
-        """Return the number of buffers in host memory for gradients of records of this kind."""
-        return {
-            Kind.BLOCK: self.host_block_gradients,
-            Kind.NON_BLOCK: self.host_non_block_gradients,
-            Kind.ADAPTER: self.host_adapter_gradients,
-            Kind.TOWER: 0,
-        }[kind]
+        counts = (self.host_block_gradients, self.host_non_block_gradients, self.host_adapter_gradients, 0)
+        return counts[_ORDER[kind]]
 
 
 @dataclass(frozen=True)
-class _KindSizes:
-    """The largest sizes among the records of one kind, kept because planning asks for them thousands of times."""
+class KindSizes:
+    """The largest sizes among the records of one kind, in bytes or elements; 0 if there is none."""
 
     records: tuple[Record, ...]
     device_nbytes: int
@@ -88,9 +68,9 @@ class _KindSizes:
     trained_parameter: int
 
     @staticmethod
-    def of(records: Sequence[Record]) -> "_KindSizes":
+    def of(records: Sequence[Record]) -> "KindSizes":
         trained = [record for record in records if record.trainable]
-        return _KindSizes(
+        return KindSizes(
             tuple(records),
             max((record.device_nbytes for record in records), default=0),
             max((record.numel * record.precision.gradient_bytes for record in trained), default=0),
@@ -102,54 +82,41 @@ class _KindSizes:
 
 
 def no_bytes(seq_len: int) -> int:
-    """Return the bytes that link blocks in most families: none."""
+    """Return 0: most families pass nothing but hidden states between blocks."""
     return 0
 
 
 @dataclass(frozen=True)
 class ModelLayout:
-    """The records of a model, the order in which a step visits them, and what else decides how much memory it takes."""
+    """Records of a model, the order in which a step visits them, and what else decides its memory."""
 
     records: tuple[Record, ...]
     embedding: int  # Index of the record that the embeddings are in
     head: int  # Index of the record that the head is in; the same as `embedding` where they are tied
-    # Indices of the records of block 0 .. L - 1: one each, or one for each of its pieces.
-    blocks: tuple[tuple[int, ...], ...]
+    blocks: tuple[tuple[int, ...], ...]  # Records of each block: one, or one per piece
     precision: Precision  # Precision of everything but adapters; its dtype is that of activations, too
-    # For each block, the index of its adapter record; empty if no block has one.
-    block_adapters: tuple[int | None, ...] = ()
+    block_adapters: tuple[int | None, ...] = ()  # For each block, its adapter record; empty if none has one
     embedding_adapter: int | None = None  # Index of the embeddings' adapter record
     head_adapter: int | None = None  # Index of the head's adapter record
     tower: int | None = None  # Index of the record of frozen towers, which the embedding uses
-    # Memory that adapters take while a block computes, in the block that needs most.
-    block_adapter_memory: AdapterMemory = NO_ADAPTERS
-    # Memory that adapters take outside the blocks; tokens are those that go through the head at once.
-    non_block_adapter_memory: AdapterMemory = NO_ADAPTERS
+    block_adapter_memory: AdapterMemory = NO_ADAPTERS  # Of adapters in the block that needs the most
+    non_block_adapter_memory: AdapterMemory = NO_ADAPTERS  # By tokens that go through the head at once
     hidden_size: int = 0  # Elements of the hidden states between blocks, per token; 0: as in the configuration
-    # Bytes on the device that link blocks, beside hidden states, for a row of so many tokens.
-    carried_bytes: Callable[[int], int] = no_bytes
-    # Memory that images take, per token; it counts where batches come with images.
-    image_memory: ImageMemory = NO_IMAGES
+    carried_bytes: Callable[[int], int] = no_bytes  # Device bytes per row passed on besides hidden states
+    image_memory: ImageMemory = NO_IMAGES  # Memory of images, per token, in batches with images
     images: bool = False  # Whether batches come with images
-    # Whether batches come with a mask that hides tokens: attention is then given one of all pairs of tokens.
-    padded: bool = False
+    padded: bool = False  # Whether batches have a mask that hides tokens, so that attention gets a dense mask
     attention: AttentionMemory = NO_ATTENTION  # Memory that grows with the square of a row's length
     expert_output_bytes: int = 0  # Bytes, for each token, of outputs of experts while a whole block computes
-    # Number of experts that routers choose among, if their loss is a part of the loss; otherwise 0.
-    router_experts: int = 0
-    # For each block, the order in which its pieces are needed; empty if all blocks are one record each.
-    orders: tuple[PieceOrder, ...] = ()
-    piece_bytes: int | None = None  # Bytes of the largest piece that was asked for; None: blocks are not in pieces
-    # Weights of a compressed checkpoint in the compute dtype, as pieces would cut its tensors of all experts.
-    widened: int = 0
-    # Whether PyTorch compiles blocks: nothing of them is saved, and all their gradients come at once.
-    compiled: bool = False
-    # Elements (up to 4 bytes) in memory while a store is filled, as rows are not read alone; 0: unknown source.
-    read_whole: int = 0
+    router_experts: int = 0  # Number of experts of routers whose loss is added; otherwise 0
+    orders: tuple[PieceOrder, ...] = ()  # For each block, the order of its pieces; empty if all are whole
+    piece_bytes: int | None = None  # Requested size of the largest piece; None: blocks are not in pieces
+    widened: int = 0  # Weights of a compressed checkpoint in the compute dtype: pieces would cut their tensors
+    compiled: bool = False  # Whether PyTorch compiles blocks: all their gradients come at once
+    read_whole: int = 0  # Elements (up to 4 bytes) in memory while filling, if rows are not read alone
 
     @property
-    def share(self) -> Share:
-        """Share of this rank in every record."""
+    def share(self) -> Share:  # the same in every record
         return self.records[0].share
 
     def shared(self, share: Share) -> "ModelLayout":
@@ -157,70 +124,45 @@ class ModelLayout:
         return replace(self, records=tuple(record.shared(share) for record in self.records))
 
     def of_kind(self, kind: Kind) -> tuple[Record, ...]:
-        """Return all records of one kind."""
-        return self._kinds[kind].records
-
-    def device_nbytes(self, kind: Kind) -> int:
-        """Return the bytes on the device of the largest record of this kind; 0 if there is none."""
-        return self._kinds[kind].device_nbytes
-
-    def device_gradient_nbytes(self, kind: Kind) -> int:
-        """Return the bytes on the device of the largest gradient of this kind; 0 if there is none."""
-        return self._kinds[kind].device_gradient_nbytes
-
-    def parameter_nbytes(self, kind: Kind) -> int:
-        """Return the bytes in host memory of the largest record of this kind; 0 if there is none."""
-        return self._kinds[kind].parameter_nbytes
-
-    def gradient_nbytes(self, kind: Kind) -> int:
-        """Return the bytes in host memory of the largest gradient of this kind; 0 if there is none."""
-        return self._kinds[kind].gradient_nbytes
-
-    def trained_elements(self, kind: Kind) -> int:
-        """Return the elements of the largest trained record of this kind; 0 if there is none."""
-        return self._kinds[kind].trained_elements
-
-    def trained_parameter(self, kind: Kind) -> int:
-        """Return the elements of the largest single parameter in a trained record of this kind; 0 if there is none."""
-        return self._kinds[kind].trained_parameter
+        return self.sizes[kind].records
 
     @cached_property
-    def _kinds(self) -> dict[Kind, "_KindSizes"]:
-        return {kind: _KindSizes.of([record for record in self.records if record.kind is kind]) for kind in Kind}
+    def sizes(self) -> dict[Kind, KindSizes]:
+        """Return the largest sizes among the records of each kind."""
+        return {kind: KindSizes.of([record for record in self.records if record.kind is kind]) for kind in Kind}
 
     @cached_property
     def decoded_nbytes(self) -> int:
-        """Bytes of the largest record that is decoded into the compute dtype on the device; 0 if there is none."""
+        """Return the bytes of the largest record that is decoded on the device; 0 if there is none."""
         return max(record.decoded_nbytes for record in self.records)
 
     @property
     def parameters(self) -> int:
-        """Number of parameters of the model and its adapters."""
         return sum(record.parameter_count for record in self.records)
 
     @cached_property
     def parameter_tensors(self) -> int:
-        """Number of parameters, counted as tensors."""
         return sum(len(record.parameters) for record in self.records)
 
     @cached_property
     def trained_precision(self) -> Precision:
-        """Precision of those trained records that have most optimizer states per parameter."""
-        return max((self.records[index].precision for index in self.trainable), key=lambda one: one.state_bytes)
+        """Return the precision of the trained records with the most state bytes per parameter."""
+        return max(
+            (self.records[index].precision for index in self.trainable), key=lambda precision: precision.state_bytes
+        )
 
     @cached_property
     def trainable(self) -> tuple[int, ...]:
-        """Indices of all records that are trained."""
         return tuple(record.index for record in self.records if record.trainable)
 
     @cached_property
     def trainable_blocks(self) -> tuple[int, ...]:
-        """Indices of the trained records of the blocks, from the first block on."""
+        """Return the indices of the blocks' trained records, in order."""
         both = (index for layer, block in enumerate(self.blocks) for index in (*block, self._adapter(layer)))
         return tuple(index for index in both if index in self.trainable)
 
     def with_precision(self, precision: Precision) -> "ModelLayout":
-        """Return the layout of the model in another precision; adapters stay in fp32, with that precision's moments."""
+        """Return the layout in another precision; adapters stay in fp32, with its moments."""
         records = tuple(
             replace(record, precision=precision.in_fp32 if record.kind is Kind.ADAPTER else precision)
             for record in self.records
@@ -229,38 +171,35 @@ class ModelLayout:
 
     @property
     def largest_block(self) -> int:
-        """Number of the block with most parameters."""
         return max(range(len(self.blocks)), key=self.block_parameters)
 
     def block_parameters(self, layer: int) -> int:
-        """Return the number of parameters of a block, those of its adapters not counted."""
+        """Return the number of parameters of a block, without adapters."""
         return sum(self.records[index].parameter_count for index in self.blocks[layer])
 
     def active_parameters(self, layer: int) -> float:
-        """Return the number of those that a token is multiplied with, on average."""
+        """Return the number of a block's parameters that a token is multiplied with on average."""
         return sum(self.records[index].active_count for index in self.blocks[layer])
 
     @property
     def block_elements(self) -> int:
-        """Elements of the records of the largest block, padding included."""
+        """Return the elements of the largest block's records, including padding."""
         return max(sum(self.records[index].numel for index in block) for block in self.blocks)
 
     def visits(
         self, train: bool, micro_batches: int = 1, own_loss: bool = False, together: int | None = None
     ) -> tuple[Visit, ...]:
-        """Return the visits of a step, in order. The backward pass ends with the first record that is trained.
+        """Return the visits of a step, in order. The backward pass ends with the first trained record.
 
-        All micro-batches go through a visit, but for blocks in pieces. There, each pass that is under way keeps a
-        micro-batch's insides of the block on the device. In a forward pass that is what lies between two operators, so
-        that many can go on together. In a backward pass it is all that was saved: if the pieces are frozen, one
-        micro-batch after the other has all of them pass. If they are trained, there must be only one gradient.
+        All micro-batches go through a visit together, except for blocks in pieces, where each pass keeps its
+        activations on the device. In a forward pass these are small, so that several can run together. In a backward
+        pass they are all saved tensors: with frozen pieces the micro-batches run one after the other; trained pieces
+        have only one gradient.
 
         Args:
             train: whether there is a backward pass.
-            micro_batches: number of micro-batches of the batch.
-            own_loss: whether the caller computes the loss from what the head gives, so that the head runs twice: for
-                that, and again with the gradients that come back.
-            together: micro-batches that go through a block in pieces together in a forward pass; None: all.
+            own_loss: whether the caller computes the loss from the head's outputs, so that the head runs twice.
+            together: micro-batches that go through a block in pieces together in a forward pass; None for all.
         """
         key = train, micro_batches, own_loss, min(together or micro_batches, micro_batches)
         if key not in self._visits:
@@ -269,8 +208,7 @@ class ModelLayout:
 
     @cached_property
     def _visits(self) -> dict[tuple[bool, int, bool, int], tuple[Visit, ...]]:
-        """Visits that were asked for: thousands, of blocks in pieces, which planning asks for in every step."""
-        return {}
+        return {}  # cached: planning asks for thousands of visits in every step
 
     def _list_visits(self, train: bool, micro_batches: int, own_loss: bool, together: int) -> list[Visit]:
         layers = range(len(self.blocks))
@@ -288,7 +226,7 @@ class ModelLayout:
         backward.append(self._trains(embedding))
         last = max((index for index, visit in enumerate(backward) if visit.trained is not None), default=0)
         ending = (backward[last].phase, backward[last].layer)
-        ends = [(one.phase, one.layer) == ending for one in backward]
+        ends = [(visit.phase, visit.layer) == ending for visit in backward]
         backward = [
             replace(visit, passes_on=False) if end and visit.passes_on else visit
             for index, (visit, end) in enumerate(zip(backward, ends, strict=True))
@@ -341,9 +279,9 @@ class ModelLayout:
 
 @dataclass(frozen=True)
 class Recomputation:
-    """The part of the blocks' forward pass that the backward pass computes again."""
+    """Part of the blocks' forward pass that the backward pass computes again."""
 
-    layers: frozenset[int] = frozenset()  # Blocks that save outputs of operators, beside their input
+    layers: frozenset[int] = frozenset()  # Blocks that save outputs of operators besides their input
     saved: float = 0.0  # Fraction of the forward pass's FLOPs that is not computed again in these blocks
     unneeded: float = 0.0  # Fraction that is not computed again in all other blocks: what no backward pass reads
 
@@ -353,3 +291,33 @@ class Recomputation:
 
 
 FULL_RECOMPUTATION = Recomputation()  # All of every block is computed again
+
+
+def evenly_spaced(blocks: Sequence[int], count: int) -> list[int]:
+    """Return ``count`` of ``blocks``, evenly spaced, counted from the last."""
+    layers = len(blocks)
+    return [blocks[-(-(number + 1) * layers // count) - 1] for number in range(count)]
+
+
+def resident_records(shape: ModelLayout, room: int) -> list[int]:
+    """Return the records, other than adapters, whose optimizer states fit in ``room`` bytes together."""
+    chosen = []
+    for record in shape.of_kind(Kind.NON_BLOCK):
+        if record.trainable and record.state_nbytes <= room:
+            chosen.append(record.index)
+            room -= record.state_nbytes
+    blocks = [record for record in shape.of_kind(Kind.BLOCK) if record.trainable]
+    if not blocks:
+        return chosen
+    count = min(len(blocks), room // max(record.state_nbytes for record in blocks))
+    return sorted(chosen + evenly_spaced([record.index for record in blocks], count))
+
+
+def interleaved(shape: ModelLayout, fraction: float) -> frozenset[int]:
+    """Return the records with deferred updates: ``fraction`` of the blocks, evenly spaced; all records if it is 1.
+
+    Blocks are counted from the end of the stack, where the next forward pass leaves the most time.
+    """
+    if fraction >= 1:
+        return frozenset(shape.trainable)
+    return frozenset(evenly_spaced(shape.trainable_blocks, round(fraction * len(shape.trainable_blocks))))

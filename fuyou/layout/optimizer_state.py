@@ -1,8 +1,7 @@
-"""What an optimizer keeps of each parameter on SSD: a list of components, which lie one after the other in a chunk.
+"""Formats of optimizer states on SSD: lists of components, which lie one after the other in a chunk.
 
-All that depends on the optimizer's format (places on SSD, buffers, memory plan, simulated traffic, resharding) is
-computed from these lists. Adding an optimizer is an entry in :data:`OPTIMIZERS`, and its arithmetic in
-``fuyou/optimizer/rules.py``.
+Layout, buffers, memory plan, simulated traffic, and resharding are computed from these lists. A new optimizer needs an
+entry in :data:`OPTIMIZERS`, and its arithmetic in ``fuyou/optimizer/adam.py``.
 """
 
 from dataclasses import dataclass
@@ -20,31 +19,30 @@ LOW = "low"  # Name of the component with the low 16 bits of split master weight
 
 @dataclass(frozen=True)
 class StateComponent:
-    """One kind of value that is kept of the parameters."""
+    """One component of the optimizer states."""
 
     name: str
     dtype: torch.dtype
     per: int = 1  # Elements that share one value
 
     def nbytes(self, elements: int) -> int:
-        """Return the bytes of the values of so many elements."""
         return -(-elements // self.per) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
 class OptimizerFormat:
-    """An optimizer as far as its states are concerned, and the defaults that differ from AdamW's."""
+    """State format of an optimizer, and its default betas."""
 
     moments: tuple[str, ...]  # Names of its running means
-    blockwise: bool = False  # Whether they are kept in 8 bits by blocks (:mod:`fuyou.optimizer.dynamic8`)
+    blockwise: bool = False  # Whether they are kept in 8 bits by blocks (:mod:`fuyou.optimizer.moments`)
     betas: tuple[float, float] = (0.9, 0.999)  # Decay of its running means, as its authors have it
 
     def components(self, split: bool, moment_dtype: torch.dtype) -> tuple[StateComponent, ...]:
-        """Return what is kept, in order.
+        """Return the components in order.
 
         Args:
             split: whether master weights are split, so that their low 16 bits are among the states.
-            moment_dtype: dtype of moments, where they are not in 8 bits.
+            moment_dtype: dtype of moments that are not in 8 bits.
         """
         low = (StateComponent(LOW, torch.int16),) if split else ()
         if not self.blockwise:
@@ -54,7 +52,7 @@ class OptimizerFormat:
 
 
 def scale_of(moment: str) -> str:
-    """Return the name of the component with the scales of a moment in 8 bits."""
+    """Return the name of the component with the scales of an 8-bit moment."""
     return f"{moment} scale"
 
 
@@ -68,10 +66,10 @@ OPTIMIZERS = {
 
 
 def check_optimizer(name: str, optimizer_dtype: str) -> None:
-    """Refuse an optimizer that there is not, or that has no moments of this dtype.
+    """Check that the optimizer exists and supports this moment dtype.
 
     Raises:
-        UserError: so it is.
+        UserError: if not.
     """
     if name not in OPTIMIZERS:
         raise UserError(f"optimizer is {' or '.join(OPTIMIZERS)}, not {name!r}.{did_you_mean(name, OPTIMIZERS)}")

@@ -1,17 +1,69 @@
-"""The parts of a record: the places of its parameters, and the chunks in which it is updated."""
+"""Parts of a record: its parameters, pieces of a block, and the chunks that are updated at once.
+
+A piece is a set of whole parameters of a block, in the order of their first use, or a range of experts of all
+parameters that hold one matrix per expert. A dense matrix is never cut: the gradient of its input would be summed in
+another order.
+"""
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
 
 from common.memory.buffers import round_up
-from fuyou.layout.pieces import PiecePart
 
 if TYPE_CHECKING:  # transformers is behind it, which the optimizer process can do without
     from common.models.checkpoint.compressed import CompressedParameter
+
+
+@dataclass(frozen=True)
+class PiecePart:
+    """A parameter of a block, or a range of its experts."""
+
+    name: str  # First name of the parameter in the model
+    experts: tuple[int, int] | None = None  # `[first, last)` of its first dimension; None: all of it
+
+
+Piece = tuple[PiecePart, ...]  # What is cut from a block: its parts are on the device at the same time
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Part of a block's backward pass during which one piece is on the device."""
+
+    piece: int  # Index of the piece in the block
+    recomputes: bool  # Whether forward operators run that use the piece
+    differentiates: bool  # Whether backward operators run that use the piece
+    trains: bool  # Whether gradients of the piece's parameters arrive
+
+
+@dataclass(frozen=True)
+class PieceOrder:
+    """Order in which a block's pieces are needed, for one micro-batch."""
+
+    forward: tuple[int, ...]  # Pieces of the forward pass: a piece may come again
+    backward: tuple[Stage, ...]  # Stages of the backward pass, which begins with the forward pass once more
+    between_bytes: int = field(default=0, compare=False)  # Peak bytes per token between two pieces
+
+    def holds_gradient(self, trained: Collection[int]) -> tuple[bool, ...]:
+        """Return, for each stage of the backward pass, whether its piece's gradient is on the device.
+
+        It is from the first gradient that arrives (or from the piece's last stage) to the last stage that uses the
+        piece, after which the piece may be updated.
+
+        Args:
+            trained: indices of the trained pieces.
+        """
+        holds = [False] * len(self.backward)
+        for piece in trained:
+            uses = [index for index, stage in enumerate(self.backward) if stage.piece == piece]
+            first = next((index for index in uses if self.backward[index].trains), uses[-1] if uses else 0)
+            for index in uses:
+                holds[index] = index >= first
+        return tuple(holds)
+
 
 # Every parameter starts on a multiple of this many elements: 256 bytes in bf16, enough for any vector unit and for
 # bit-reproducible BLAS, and no chunk ever ends in a scalar tail.
@@ -20,33 +72,30 @@ ALIGN_ELEMENTS = 128
 
 @dataclass(frozen=True)
 class ParameterSlot:
-    """The place of one parameter in its record."""
+    """Position of one parameter in its record."""
 
     names: tuple[str, ...]  # Name in the model, and then the names of parameters tied to it
     shape: tuple[int, ...]
     offset: int  # First element within the record
     decay: bool  # Whether weight decay applies
     trained: bool = True  # Whether gradients flow to it, if its record is trained
-    # How it is stored if its record is stored in the checkpoint's own bytes; None: in the compute dtype.
-    compressed: "CompressedParameter | None" = None
-    # `[first, last)` of the parameter's experts, if only these are in the record, a piece of a block.
-    experts: tuple[int, int] | None = None
+    compressed: "CompressedParameter | None" = None  # Storage in the checkpoint's bytes, if any
+    experts: tuple[int, int] | None = None  # `[first, last)` of the parameter's experts, in a piece
     all_experts: int = 0  # Number of the parameter's experts, where :attr:`experts` is given
-    # Fraction of the tokens that it is multiplied with: of an expert, those that are routed to it on average.
-    activity: float = 1.0
+    activity: float = 1.0  # Fraction of the tokens that it is multiplied with, on average
 
     @property
     def name(self) -> str:
-        """Name under which it is known everywhere: the first one, and the experts if these are not all."""
+        """Return the first name, with the range of experts if these are not all."""
         return self.names[0] if self.experts is None else f"{self.names[0]}[{self.experts[0]}:{self.experts[1]}]"
 
     @property
     def part(self) -> PiecePart:
-        """The parameter, or the range of its experts, as a part of a piece."""
+        """Return the parameter, or the range of its experts, as part of a piece."""
         return PiecePart(self.names[0], self.experts)
 
     def taken_from(self, parameter: torch.Tensor) -> torch.Tensor:
-        """Return what is in the record of the whole ``parameter``."""
+        """Return the part of the whole ``parameter`` that is in the record."""
         return parameter if self.experts is None else parameter[self.experts[0] : self.experts[1]]
 
     @property
@@ -54,14 +103,14 @@ class ParameterSlot:
         return math.prod(self.shape)
 
     def stored_nbytes(self, dtype: torch.dtype) -> int:
-        """Return its bytes in a record that is stored in the checkpoint's own bytes, and otherwise in ``dtype``."""
+        """Return the bytes in a record of the checkpoint's bytes, or in ``dtype`` if not compressed."""
         nbytes = self.numel * dtype.itemsize if self.compressed is None else self.compressed.nbytes
         return round_up(nbytes, ALIGN_ELEMENTS)
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """A range of a record that is updated at once: ``[start, stop)`` in elements, all decayed or none."""
+    """Range ``[start, stop)`` of a record's elements that is updated at once, all decayed or none."""
 
     start: int
     stop: int
@@ -69,5 +118,5 @@ class Chunk:
 
 
 def wants_decay(name: str, shape: Sequence[int]) -> bool:
-    """Return whether weight decay applies: to matrices, but not to biases and gains of norms (all one-dimensional)."""
+    """Return whether weight decay applies: to matrices, not to biases or norm gains."""
     return len(shape) > 1 and not name.endswith("bias")

@@ -1,16 +1,16 @@
-"""The share of each rank in every record.
+"""Share of each rank in every record.
 
 A cluster of N nodes with M ranks each (W = N M) keeps one copy of the parameters in every *node* and one copy of the
 optimizer states in all of it. A record is cut into M slices, of which rank m of each node stores one on its SSDs; each
 slice is cut into N parts, of which the rank of node n owns one: it updates those parameters and keeps their states. So
-what the ranks with the same place in their nodes own is, side by side, the slice that each of them stores:
+the parts owned by the ranks with the same number in their nodes make up the slice that each of them stores:
 
     record  | slice 0                | slice 1                |      M slices
             | part 0     | part 1    | part 0     | part 1    |      N parts in each
     owner     node 0       node 1      node 0       node 1
               rank 0       rank 0      rank 1       rank 1
 
-One rank alone stores and owns all of every record.
+A single rank stores and owns all of every record.
 """
 
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ from common.memory.buffers import round_up
 
 @dataclass(frozen=True)
 class Share:
-    """A rank's place among all ranks, which decides its part of every record; the default is a rank that is alone."""
+    """A rank among all ranks, which decides its part of every record; the default is a single rank."""
 
     nodes: int = 1  # Number of nodes, N
     ranks_per_node: int = 1  # Number of ranks in each node, M
@@ -33,20 +33,15 @@ class Share:
 
     @property
     def rank(self) -> int:
-        """Number of this rank; ranks are numbered node by node."""
+        """Return the number of this rank; ranks are numbered node by node."""
         return self.node * self.ranks_per_node + self.local_rank
 
     def padded(self, numel: int, page_elements: int) -> int:
-        """Return the elements of a record after padding, so that every part is whole pages.
-
-        Args:
-            numel: elements without it.
-            page_elements: elements in whose multiples everything of the record is whole pages.
-        """
+        """Return the elements of a record after padding, so that every part is a multiple of ``page_elements``."""
         return round_up(numel, self.world_size * page_elements)
 
     def stored(self, numel: int) -> int:
-        """Return the elements of a (padded) record whose parameters this rank stores."""
+        """Return the elements of a padded record whose parameters this rank stores."""
         return numel // self.ranks_per_node
 
     def stored_start(self, numel: int) -> int:
@@ -54,7 +49,7 @@ class Share:
         return self.local_rank * self.stored(numel)
 
     def owned(self, numel: int) -> int:
-        """Return the elements of a (padded) record that this rank updates."""
+        """Return the elements of a padded record that this rank updates."""
         return numel // self.world_size
 
     def owned_start(self, numel: int) -> int:
@@ -62,13 +57,13 @@ class Share:
         return self.stored_start(numel) + self.owned_in_stored(numel)
 
     def owned_in_stored(self, numel: int) -> int:
-        """Return the first element that this rank updates, within the slice that it stores."""
+        """Return the first element that this rank updates, within its slice."""
         return self.node * self.owned(numel)
 
     def filled_slices(self, numel: int, used: int) -> list[int]:
-        """Return, for each slice of a (padded) record, how many of its elements are among the record's first ``used``.
+        """Return, for each slice of a padded record, how many of its elements are among the first ``used``.
 
-        The others are padding, zero everywhere, and need not be sent.
+        The others are padding, which is zero and need not be sent.
         """
         return _filled(0, self.stored(numel), self.ranks_per_node, used)
 
@@ -77,7 +72,7 @@ class Share:
         return _filled(self.stored_start(numel), self.owned(numel), self.nodes, used)
 
     def everyone(self) -> "list[Share]":
-        """Return the shares of all ranks, in their order."""
+        """Return the shares of all ranks, in order."""
         return [
             Share(self.nodes, self.ranks_per_node, node, local_rank)
             for node in range(self.nodes)

@@ -1,4 +1,4 @@
-"""Visits, of which a step is a list: each takes micro-batches through the modules of one record."""
+"""Visits: a step is a list of visits, each of which takes micro-batches through the modules of one record."""
 
 from dataclasses import dataclass
 from enum import Enum
@@ -6,7 +6,7 @@ from functools import cached_property
 
 
 class Phase(Enum):
-    """The computation of a visit."""
+    """Computation of a visit."""
 
     EMBED_FORWARD = "embedding forward"
     BLOCK_FORWARD = "forward"
@@ -21,13 +21,12 @@ BEFORE_HEAD_PHASES = frozenset({Phase.EMBED_FORWARD, Phase.BLOCK_FORWARD})  # Ph
 FORWARD_PHASES = BEFORE_HEAD_PHASES | {Phase.HEAD, Phase.HEAD_EVAL}
 
 
-# Phases that a reference takes part in, which is never trained.
-REFERENCE_PHASES = BEFORE_HEAD_PHASES | {Phase.HEAD_EVAL}
+REFERENCE_PHASES = BEFORE_HEAD_PHASES | {Phase.HEAD_EVAL}  # Phases of a reference, which is never trained
 
 
 @dataclass(frozen=True)
 class Part:
-    """The part of a block's forward or backward pass during which one piece of the block is on the device."""
+    """Part of a block's pass during which one piece of the block is on the device."""
 
     first: bool  # Whether it begins the pass: it takes the block's input
     last: bool  # Whether it ends the pass: it makes the block's output, or the gradient of its input
@@ -42,16 +41,13 @@ class Visit:
     phase: Phase
     record: int
     layer: int | None = None  # Index of the block, 0 to L - 1, or L for the head; None for the embedding
-    adapter: int | None = None  # Adapter record that is used beside `record`, which is frozen then
+    adapter: int | None = None  # Adapter record that is used with `record`, which is frozen then
     tower: int | None = None  # Record of frozen towers that the embedding uses
     trained: int | None = None  # Record whose gradient a backward visit adds to: `record` or `adapter`
-    # Whether that gradient is complete afterwards: not after the head, if the embedding trains the same record.
-    completes: bool = True
-    # Whether a backward visit computes the gradient of its input: not if nothing before it is trained.
-    passes_on: bool = True
+    completes: bool = True  # Whether that gradient is complete afterwards
+    passes_on: bool = True  # Whether a backward visit computes the gradient of its input
 
-    # The part of a block that is in pieces; None: the visit is about the whole block, or what is outside.
-    part: Part | None = None
+    part: Part | None = None  # Part of a block in pieces; None for a whole block or outside
     micros: range | None = None  # Numbers of the visit's micro-batches; None: all of them
 
     @property
@@ -65,10 +61,9 @@ class Visit:
         return self.part is None or self.part.last
 
     def micro_batches(self, count: int) -> range:
-        """Return the numbers of its micro-batches, of a batch that has ``count``."""
+        """Return the numbers of its micro-batches, of a batch with ``count``."""
         return range(count) if self.micros is None else self.micros
 
     @cached_property
     def records(self) -> tuple[int, ...]:
-        """All records that the visit uses."""
         return tuple(index for index in (self.record, self.adapter, self.tower) if index is not None)

@@ -56,6 +56,6 @@ def _weights_dtype(stack: StreamedModel, layer: int, name: str) -> torch.dtype:
             block(hidden, *args, **kwargs)
     except FinetuneError:
         raise
-    except Exception:  # whatever a family's own code does without values
+    except Exception:  # a family's code may fail in any way without values
         return torch.float32
     return found[0] if found else torch.float32

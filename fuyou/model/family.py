@@ -62,7 +62,6 @@ class Family:
 
     @cached_property
     def _small_model(self) -> PreTrainedModel | None:
-        """A small model of the family; None if the family cannot be shrunk."""
         try:
             return small_model(self._kind, self._config)
         except Exception:  # each family checks its own fields in its own way

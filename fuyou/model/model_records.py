@@ -14,8 +14,7 @@ from common.models.attention.memory import AttentionMemory
 from common.models.checkpoint.compressed import CompressedParameter
 from common.models.flops import visited_shares
 from common.models.structure import fp32_parameters, parameter_names
-from common.models.vision.memory import image_memory
-from common.models.vision.towers import tower_parameters
+from common.models.vision import image_memory, tower_parameters
 from fuyou.layout.frozen_weights import FrozenDtype
 from fuyou.layout.model_layout import ModelLayout, no_bytes
 from fuyou.layout.record import Kind, Precision, Record
@@ -23,11 +22,10 @@ from fuyou.layout.record_parts import wants_decay
 from fuyou.model.expert_modules import expert_output_bytes
 from fuyou.model.streamed_model import StreamedModel
 
+# Frozen parameters up to this fraction of a block's trained ones stay in one record with them, such as the corrections
+# of a mixture's routers.
 HELD_FRACTION = 0.1
-"""Frozen parameters up to this fraction of a block's trained ones stay in one record with them, such as the corrections
-of a mixture's routers."""
-Entry = tuple[tuple[str, ...], Sequence[int], bool]
-"""A parameter's names and shape, and whether weight decay applies to it."""
+Entry = tuple[tuple[str, ...], Sequence[int], bool]  # Names and shape of a parameter, and whether it decays
 
 
 @dataclass
@@ -36,8 +34,7 @@ class _Group:
 
     frozen: list[Entry] = field(default_factory=list)
     trained: list[Entry] = field(default_factory=list)
-    held: frozenset[str] = frozenset()
-    """First names of the parameters among ``trained`` that are not trained."""
+    held: frozenset[str] = frozenset()  # First names of the parameters among `trained` that are not trained
 
     def add(self, entry: Entry, trained: bool) -> None:
         (self.trained if trained else self.frozen).append(entry)
@@ -61,14 +58,10 @@ class _Groups:
     """All parameters of a model, by where they are used."""
 
     blocks: list[_Group]
-    before: _Group = field(default_factory=_Group)
-    """Outside the blocks, used before them."""
-    after: _Group = field(default_factory=_Group)
-    """Outside the blocks, used after them."""
-    both: _Group = field(default_factory=_Group)
-    """Outside the blocks, used on both sides of them."""
-    tower: _Group = field(default_factory=_Group)
-    """Of frozen towers."""
+    before: _Group = field(default_factory=_Group)  # Outside the blocks, used before them
+    after: _Group = field(default_factory=_Group)  # Outside the blocks, used after them
+    both: _Group = field(default_factory=_Group)  # Outside the blocks, used on both sides of them
+    tower: _Group = field(default_factory=_Group)  # Of frozen towers
 
 
 class _Records:
@@ -197,13 +190,6 @@ def _group_parameters(stack: StreamedModel) -> _Groups:
 
 
 def _build_layout(groups: _Groups, records: _Records, precision: Precision) -> ModelLayout:
-    """Make all records, and return the layout.
-
-    Args:
-        groups: the model's parameters.
-        records: makes the records.
-        precision: dtypes of what is trained.
-    """
     blocks, before, after, both, tower = groups.blocks, groups.before, groups.after, groups.both, groups.tower
     first, last = before, after
     if both.frozen or both.trained or not _any(before) or not _any(after):

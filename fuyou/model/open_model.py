@@ -1,12 +1,17 @@
-"""The model that is to be trained, still without weights: its parts, its records, and the source of their values."""
+"""The model to train, without weights: its parts, its records, the source of their values, and its reference."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import Any
 
 import torch
 from peft import PeftConfig
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils.other import AuxiliaryTrainingWrapper
+from torch import nn
 from transformers import PreTrainedConfig
 
 from common.errors import UserError, did_you_mean
@@ -17,8 +22,9 @@ from common.models.checkpoint.random_source import RandomSource
 from common.models.checkpoint.sources import CheckpointSource, WeightSource
 from common.models.meta_model import build_meta_model
 from common.models.task_type import task_type_of
-from common.models.vision.towers import DEFAULT_FREEZING, TowerFreezing
+from common.models.vision import DEFAULT_FREEZING, TowerFreezing
 from fuyou.layout.frozen_weights import FrozenDtype
+from fuyou.layout.model_layout import ModelLayout
 from fuyou.layout.record import Precision
 from fuyou.model.loss.router_loss import find_router_loss, wants_router_loss
 from fuyou.model.model_records import fingerprint, model_records
@@ -142,7 +148,6 @@ class OpenModel:
         return sum(self.shape.records[index].trained_count for index in self.shape.trainable)
 
     def _compressed(self, frozen: FrozenDtype | None) -> dict[str, CompressedParameter]:
-        """Return how the checkpoint stores the frozen parameters that are to be kept in its own bytes."""
         names = [name for name, parameter in self.stack.model.named_parameters() if not parameter.requires_grad]
         if not names or frozen not in (None, FrozenDtype.CHECKPOINT):
             return {}
@@ -172,10 +177,75 @@ class OpenModel:
                 raise UserError(f"trainable: no parameter is called {pattern!r}.{did_you_mean(pattern, names)}")
 
 
+# Settings of an adapter that do not change what it computes.
 _NOT_COMPUTED = {"base_model_name_or_path", "revision", "inference_mode", "peft_version", "auto_mapping", "task_type"}
-"""Settings of an adapter that do not change what it computes."""
 
 
 def same_text(value: object) -> str:
     """Return ``value`` as text that is equal in every process: peft keeps names in sets, whose order differs."""
     return str(sorted(value, key=str) if isinstance(value, (set, frozenset)) else value)
+
+
+@contextmanager
+def adapters_off(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Let those of ``modules`` that have adapters compute without them while the context is open."""
+    kinds = BaseTunerLayer | AuxiliaryTrainingWrapper
+    adapted: Iterator[Any] = (one for one in modules if isinstance(one, kinds))
+    switched = [one for one in adapted if not one._disable_adapters]
+    # Not by enable_adapters, which changes requires_grad, too.
+    for one in switched:
+        one._disable_adapters = True
+    try:
+        yield
+    finally:
+        for one in switched:
+            one._disable_adapters = False
+
+
+@contextmanager
+def evaluating(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Let ``modules`` compute as in evaluation (no dropout) while the context is open."""
+    switched = [one for one in modules if one.training]
+    for one in switched:
+        one.training = False
+    try:
+        yield
+    finally:
+        for one in switched:
+            one.training = True
+
+
+def check_whole_blocks(shape: ModelLayout) -> None:
+    """See whether a reference can pass through the blocks, whoever it is.
+
+    Raises:
+        UserError: they are in pieces.
+    """
+    if shape.orders:
+        raise UserError(
+            "Blocks of this model are computed in pieces, through which no reference passes yet: give more memory, or "
+            "compute the reference's log-probabilities before training and give them to the loss."
+        )
+
+
+def check_reference(model: OpenModel) -> None:
+    """See whether the model without its adapters is the one that training began with, and can be computed.
+
+    Raises:
+        UserError: it is not, or cannot.
+    """
+    _check_frozen(model)
+    check_whole_blocks(model.shape)
+
+
+def _check_frozen(model: OpenModel) -> None:
+    adapters, why = model.adapters, "this run trains the weights themselves"
+    if adapters is not None:
+        trained = next((name for name in adapters.trainable_names if name in adapters.base_names), None)
+        if trained is None:
+            return
+        why = f"beside adapters, {adapters.base_names[trained]} is trained itself"
+    raise UserError(
+        f"A reference is the model without its adapters, and {why}, so that nothing of what they were is left: train "
+        "adapters alone, or compute the reference's log-probabilities before training and give them to the loss."
+    )

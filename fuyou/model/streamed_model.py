@@ -29,26 +29,17 @@ from common.errors import FinetuneError, UserError
 from common.models.attention.isolation import DocumentSeparator, configurations, takes_positions, without_masks
 from common.models.attention.kernels import AttentionKernels
 from common.models.structure import find_blocks
-from common.models.vision.towers import tower_parameters
+from common.models.vision import tower_parameters
 from fuyou.model.blocks.calls import BlockCalls
-from fuyou.model.blocks.links import BlockLinks, argument_paths
-from fuyou.model.blocks.probe import BlockProbe
+from fuyou.model.blocks.hidden_edits import BlockLinks, argument_paths
+from fuyou.model.blocks.probe import BlockProbe, EarlierValueUses, UsedTensors
 from fuyou.model.blocks.stand_ins import BlockStandIns
-from fuyou.model.blocks.tensor_uses import EarlierValueUses, UsedTensors
-from fuyou.model.blocks.weightless import (
-    empty_parameters,
-    replaced_parameters,
-    restored,
-    runners_of,
-    skipped_modules,
-)
+from fuyou.model.blocks.weightless import empty_parameters, replaced_parameters, restored, runners_of, skipped_modules
 from fuyou.model.family import Family, family_of
 
-_SURVEYED = 8
-"""Tokens of the row that a survey runs."""
+_SURVEYED = 8  # Tokens of the row that a survey runs
 
-META_TOKENS = 8
-"""Tokens of the row that blocks are run on without values."""
+META_TOKENS = 8  # Tokens of the row that blocks are run on without values
 
 
 class StreamedModel:
@@ -95,7 +86,6 @@ class StreamedModel:
     # -- which parameters belong where ----------------------------------------------------------------------------
 
     def _survey(self) -> None:
-        """Run what comes before the blocks without its parameters, to learn what that is, and what links the blocks."""
         inside = {module for block in self.blocks for module in block.modules()}
         self._towers = frozenset(tower_parameters(self.model))
         owners = self._outer_owners = {owner for owner, _, _ in self._owners.values()} - inside
@@ -179,12 +169,6 @@ class StreamedModel:
         self.token_dim, self.hidden_size = changed[0], hidden.numel() // _SURVEYED
 
     def _check_head(self, hidden: torch.Tensor) -> None:
-        """Check that what comes after the blocks uses nothing from before but the last block's output, and see whether
-        it does without masks.
-
-        Raises:
-            UserError: it does use something.
-        """
         ids = torch.zeros(1, _SURVEYED, dtype=torch.long, device=self.device)
         with EarlierValueUses() as uses, self._stand_ins.handing_out(torch.zeros_like(hidden)):
             self._stand_ins.earlier_uses = uses
@@ -370,7 +354,6 @@ class StreamedModel:
             return self.model(**batch, use_cache=False)
 
     def _without_outer_weights(self) -> contextlib.AbstractContextManager[None]:
-        """Let parameters outside the blocks be zeros that take no memory, where the model reads them itself."""
         places = ((owner, name) for owner in self._outer_owners for name in owner._parameters)
         return replaced_parameters(empty_parameters(places, self.device))
 

@@ -21,7 +21,7 @@ class GrpoConfig:
     """Hyper-parameters, by the names that TRL gives them.
 
     Raises:
-        UserError: one has a value that it cannot have.
+        UserError: if a value is invalid.
     """
 
     num_generations: int = 8  # Answers to each prompt
@@ -45,7 +45,7 @@ def group_advantages(rewards: torch.Tensor, config: GrpoConfig) -> torch.Tensor:
         config: G.
 
     Raises:
-        UserError: they are not whole groups.
+        UserError: if they are not whole groups.
     """
     if rewards.dim() != 1 or len(rewards) % config.num_generations:
         raise UserError(f"{list(rewards.shape)} rewards are not groups of {config.num_generations}.")
@@ -58,14 +58,11 @@ def group_advantages(rewards: torch.Tensor, config: GrpoConfig) -> torch.Tensor:
 class Rollouts:
     """Prompts with their answers as a batch for :meth:`fuyou.Engine.tokens`, padded on the right."""
 
-    # `input_ids`, `attention_mask` and `labels`, int64 `[B, S]`: only answers have labels.
-    batch: dict[str, torch.Tensor]
-    # What answers' tokens had when they were generated, fp32 `[B, S]`, at the places of `engine.tokens`.
-    old_log_probs: torch.Tensor
+    batch: dict[str, torch.Tensor]  # `input_ids`, `attention_mask`, and `labels` of answers, int64 `[B, S]`
+    old_log_probs: torch.Tensor  # Log-probabilities when generated, fp32 `[B, S]`, as `engine.tokens`
 
     @property
     def rows(self) -> int:
-        """Number of answers."""
         return len(self.old_log_probs)
 
 
@@ -105,7 +102,6 @@ def grpo_loss(
         old_log_probs: the same when they were generated.
         advantages: of answers, fp32 ``[B]``.
         mask: bool ``[B, S]``, which positions are about an answer's token.
-        config: hyper-parameters.
         reference: log-probabilities of the reference, fp32 ``[B, S]``; needed where ``beta`` is above 0.
     """
     ratio, weights = (log_probs - old_log_probs).exp(), advantages.unsqueeze(1)

@@ -7,12 +7,10 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-# Function that adds numbers up over all ranks, each with those of the same place; all ranks call it alike.
-SumOverRanks = Callable[[Sequence[float]], list[float]]
+SumOverRanks = Callable[[Sequence[float]], list[float]]  # Adds each number up over all ranks; collective
 
 
 def alone(values: Sequence[float]) -> list[float]:
-    """Return the sums over all ranks where there is one: the values themselves."""
     return list(values)
 
 
@@ -21,9 +19,7 @@ class TokenNumbers(Protocol):
 
     mask: torch.Tensor
 
-    def __getitem__(self, name: str) -> torch.Tensor:
-        """Return an output by name."""
-        ...
+    def __getitem__(self, name: str) -> torch.Tensor: ...
 
 
 class Mean(NamedTuple):
@@ -34,18 +30,16 @@ class Mean(NamedTuple):
 
     @staticmethod
     def of(values: torch.Tensor) -> "Mean":
-        """Return the mean of all elements."""
         return Mean(float(values.detach().sum()), values.numel())
 
 
 @dataclass(frozen=True)
 class Learned:
-    """The loss of a batch, and what people watch beside it."""
+    """The loss of a batch, and other metrics."""
 
     loss: torch.Tensor  # This rank's share of the mean loss, an fp32 scalar with a graph
     items: float  # Number of what that mean is over (pairs, answers, rows, tokens) on this rank
-    # What people watch, by the names that TRL gives it; what has no value in this batch is not there.
-    watched: dict[str, Mean] = field(default_factory=dict)
+    watched: dict[str, Mean] = field(default_factory=dict)  # Metrics of this batch, by TRL's names
 
 
 @dataclass(frozen=True)
@@ -53,10 +47,8 @@ class BatchNumbers:
     """What a loss is made of: the numbers of a batch."""
 
     out: TokenNumbers  # Numbers for each token, of this rank's rows
-    # Log-probability of each row's targets under the reference, fp32 `[R]`; or of each target, `[R, S]`.
-    reference: torch.Tensor | None = None
-    # What the batch has under :attr:`Objective.extras`.
-    extras: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    reference: torch.Tensor | None = None  # Log-probability under the reference, fp32 `[R]` or `[R, S]`
+    extras: Mapping[str, torch.Tensor] = field(default_factory=dict)  # The batch's :attr:`Objective.extras`
     sum_over_ranks: SumOverRanks = alone  # Adds up numbers of all ranks
 
 
@@ -64,8 +56,7 @@ class Objective(ABC):
     """An objective: which numbers it wants for each token, and the loss that it makes of them."""
 
     outputs: tuple[str, ...] = ("log_probs",)  # Outputs of :meth:`fuyou.Engine.tokens`
-    # Names of what people watch beside the loss, in this order; some may be missing in a batch.
-    watches: tuple[str, ...] = ()
+    watches: tuple[str, ...] = ()  # Names of the metrics, in order; some may be missing in a batch
     extras: tuple[str, ...] = ()  # Names of what a batch has for the loss alone, one entry for each item
 
     @abstractmethod

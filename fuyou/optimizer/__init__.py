@@ -1,1 +1,1 @@
-"""AdamW in a process of its own: split master weights, gradient clipping, absent and non-finite gradients."""
+"""AdamW in a separate process: split master weights, gradient clipping, absent and non-finite gradients."""

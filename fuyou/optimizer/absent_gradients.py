@@ -1,12 +1,11 @@
-"""Parameters without a gradient in a step, such as experts that no token was routed to: AdamW leaves them alone.
+"""Parameters without a gradient in a step, such as experts that no token was routed to.
 
-As in ``torch.optim.AdamW`` where ``grad is None``, weights and moments stay as they are, nothing decays, and the number
-of updates that bias correction goes by does not advance.
+As in ``torch.optim.AdamW`` where ``grad is None``, weights and moments stay unchanged, nothing decays, and the step
+count used for bias correction does not advance.
 
-The absence is written into the gradient itself: its first element is -0.0, which a gradient that is there never has in
-that place. So the mark goes wherever the gradient goes, to the drives and back, and the sum over all ranks has -0.0
-there exactly if no rank had a gradient. Ranks read their own part only, so the first element of each rank's part is
-marked.
+The absence is encoded in the gradient: its first element is -0.0, which a present gradient never has there. So the mark
+follows the gradient to the drives and back, and the sum over all ranks has -0.0 there only if no rank had a gradient.
+Ranks read only their part, so the first element of each rank's part is marked.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -23,9 +22,8 @@ def mark_absent(record: Record, flat: torch.Tensor, present: Collection[str]) ->
     """Mark in a complete gradient which parameters have none.
 
     Args:
-        record: the record that it is the gradient of.
         flat: ``[numel]`` in the dtype in which it goes to the optimizer; zero where there is no gradient.
-        present: first names of the parameters that have one.
+        present: first names of the parameters that have a gradient.
     """
     present_firsts: list[torch.Tensor] = []
     for slot in record.parameters:
@@ -40,7 +38,7 @@ def mark_absent(record: Record, flat: torch.Tensor, present: Collection[str]) ->
 
 
 def marked_absent(firsts: torch.Tensor) -> torch.Tensor:
-    """Return, for the first elements of some parameters' gradients, whether each is the mark of an absent one: bool."""
+    """Return, for the first elements of gradients, whether each marks an absent gradient."""
     return (firsts == 0) & torch.signbit(firsts)
 
 
@@ -52,19 +50,15 @@ def _part_starts(record: Record, slot: ParameterSlot) -> list[int]:
 
 @dataclass(frozen=True)
 class _Part:
-    """The part of a parameter, padding behind it included, that this rank updates: ``[start, stop)``."""
+    """Elements ``[start, stop)`` of this rank that hold (part of) a parameter and the padding behind it."""
 
     slot: int  # Index of the parameter in its record
-    start: int  # First element, counted from the first one that this rank owns; `stop` likewise
+    start: int  # First element, counted from the first that this rank owns
     stop: int
 
 
 class OwnedParameters:
-    """The parameters in the part of a record that this rank updates.
-
-    Args:
-        record: the record, as this rank shares it.
-    """
+    """Parameters in the part of a record that this rank updates."""
 
     def __init__(self, record: Record):
         first, owned = record.share.owned_start(record.numel), record.owned
@@ -82,17 +76,16 @@ class OwnedParameters:
         self._firsts = torch.tensor([part.start for part in self._marked], dtype=torch.int64)
 
     def absent(self, gradient: torch.Tensor) -> tuple[int, ...]:
-        """Return the indices of the parameters that are marked absent in a gradient, ``[owned]``."""
+        """Return the indices of the parameters marked absent in a gradient ``[owned]``."""
         without = marked_absent(gradient[self._firsts])
         return tuple(part.slot for part, none in zip(self._marked, without.tolist(), strict=True) if none)
 
     def runs(self, chunk: Chunk, absent: Collection[int], missed: Mapping[int, int]) -> list[UpdateRange]:
-        """Return the ranges of a chunk that are to be updated, counted from its start.
+        """Return the ranges of a chunk to update, counted from its start.
 
         Args:
-            chunk: a chunk of what this rank owns.
-            absent: indices of the parameters that have no gradient.
-            missed: number of earlier steps in which a parameter had none, by index; 0 for those that are not listed.
+            absent: indices of the parameters without a gradient.
+            missed: number of earlier steps without a gradient, by index; 0 if not listed.
         """
         runs: list[UpdateRange] = []
         for part in self._parts:
@@ -107,43 +100,34 @@ class OwnedParameters:
 
 
 class MissedUpdates:
-    """Counts the steps in which each parameter had no gradient, for those that this rank updates a part of.
-
-    Args:
-        records: all records of the model.
-        counts: by first name, as :meth:`counts` has returned them; those that are 0 may be missing.
-    """
+    """Counts the steps in which each parameter had no gradient, starting from ``counts`` by first name."""
 
     def __init__(self, records: Sequence[Record], counts: Mapping[str, int]):
         self._records = records
+        # For each record, counts by the parameter's index after and before its newest update.
         self._after: dict[int, dict[int, int]] = {}
-        """For each record, counts by the parameter's index, after the record's newest update."""
         self._before: dict[int, dict[int, int]] = {}
-        self._newest: dict[int, int] = {}
-        """Step of each record's newest update."""
+        self._newest: dict[int, int] = {}  # Step of each record's newest update
         for record in records:
-            found = {index: counts.get(slot.name, 0) for index, slot in enumerate(record.parameters)}
-            self._after[record.index] = {index: count for index, count in found.items() if count}
+            missed = {index: counts.get(slot.name, 0) for index, slot in enumerate(record.parameters)}
+            self._after[record.index] = {index: count for index, count in missed.items() if count}
 
     def before(self, record: int, step: int) -> dict[int, int]:
-        """Return the counts before the update of a record by ``step``, which comes next.
-
-        An update that is done a second time starts from the counts that the first one started from.
-        """
+        """Return the counts before the update of a record by ``step``; the same if the update is repeated."""
         if self._newest.get(record) != step:
             self._before[record] = self._after[record]
             self._newest[record] = step
         return self._before[record]
 
     def updated(self, record: int, absent: Collection[int]) -> None:
-        """Note which parameters had no gradient in the update that :meth:`before` was called for last."""
+        """Count the parameters without a gradient in the update that :meth:`before` was called for last."""
         counts = dict(self._before[record])
         for index in absent:
             counts[index] = counts.get(index, 0) + 1
         self._after[record] = counts
 
     def counts(self) -> dict[str, int]:
-        """Return all counts above 0, by the parameters' first names."""
+        """Return all counts above 0, by first name."""
         return {
             self._records[record].parameters[index].name: count
             for record, counts in self._after.items()

@@ -1,14 +1,17 @@
-"""An optimizer's hyper-parameters, and what a step's update is, as it is sent to the optimizer process."""
+"""Hyperparameters and arithmetic of the optimizers."""
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+
+import torch
 
 from common.errors import UserError
 
 
 @dataclass(frozen=True)
 class AdamConfig:
-    """Hyper-parameters of AdamW (Loshchilov and Hutter, 2019), and of the other optimizers as far as they have them."""
+    """Hyperparameters of AdamW (Loshchilov and Hutter, 2019) and, as far as they apply, of other optimizers."""
 
     lr: float = 1e-5  # Learning rate; a schedule may change it every step
     betas: tuple[float, float] = (0.9, 0.999)  # Decay of the running mean of gradients and of their squares
@@ -25,20 +28,20 @@ class AdamConfig:
 
 
 def check_learning_rate(lr: float) -> None:
-    """Refuse a learning rate that makes every weight NaN, or that increases the loss.
+    """Check that a learning rate is finite and not negative.
 
     Raises:
-        UserError: it is NaN, infinite or negative.
+        UserError: if not.
     """
     if not (math.isfinite(lr) and lr >= 0):
         raise UserError(f"lr must be a finite number of at least 0, not {lr}.")
 
 
 def check_max_grad_norm(norm: float | None) -> None:
-    """Refuse a limit of the gradient norm that is not a positive number.
+    """Check that a limit of the gradient norm is finite and positive, or None.
 
     Raises:
-        UserError: it is NaN, infinite or not above 0.
+        UserError: if not.
     """
     if norm is not None and not (math.isfinite(norm) and norm > 0):
         raise UserError(f"max_grad_norm must be a finite number above 0, or None for no limit, not {norm}.")
@@ -46,7 +49,7 @@ def check_max_grad_norm(norm: float | None) -> None:
 
 @dataclass(frozen=True)
 class Update:
-    """The parameters of one step's update, which are sent to the optimizer process with the gradients."""
+    """Parameters of one step's update, sent to the optimizer process with the gradients."""
 
     step: int  # Number of this step, from 1: bias correction depends on it
     adam: AdamConfig  # Hyper-parameters of this step
@@ -58,8 +61,56 @@ class Update:
 
 @dataclass(frozen=True)
 class UpdateRange:
-    """Elements ``[start, stop)`` that are updated, all of which have had equally many updates before."""
+    """Elements ``[start, stop)`` that are updated and have had the same number of updates before."""
 
     start: int
     stop: int
     missed: int  # Number of steps in which these parameters had no gradient: bias correction does not count them
+
+
+@dataclass(frozen=True)
+class StepScalars:
+    """Numbers of one step for one range of parameters."""
+
+    count: int  # Number of this update of these parameters, from 1: bias correction depends on it
+    lr: float
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float  # 0 where there is none
+
+
+# Changes master weights and moments, given a gradient: fp32 `[n]` each.
+Rule = Callable[[torch.Tensor, torch.Tensor, Sequence[torch.Tensor], StepScalars], None]
+
+
+def adamw(master: torch.Tensor, gradient: torch.Tensor, moments: Sequence[torch.Tensor], scalars: StepScalars) -> None:
+    """Update with AdamW (Loshchilov and Hutter, 2019), by PyTorch's kernel."""
+    torch._fused_adamw_(
+        [master],
+        [gradient],
+        [moments[0]],
+        [moments[1]],
+        [],
+        [torch.tensor(float(scalars.count))],
+        amsgrad=False,
+        lr=scalars.lr,
+        beta1=scalars.betas[0],
+        beta2=scalars.betas[1],
+        weight_decay=scalars.weight_decay,
+        eps=scalars.eps,
+        maximize=False,
+    )
+
+
+def lion(master: torch.Tensor, gradient: torch.Tensor, moments: Sequence[torch.Tensor], scalars: StepScalars) -> None:
+    """Update with Lion (Chen et al., arXiv 2302.06675, algorithm 2): every weight moves by the learning rate."""
+    (mean,), (beta1, beta2) = moments, scalars.betas
+    direction = (mean * beta1).add_(gradient, alpha=1 - beta1).sign_()
+    if scalars.weight_decay:
+        master.mul_(1 - scalars.lr * scalars.weight_decay)
+    master.add_(direction, alpha=-scalars.lr)
+    mean.mul_(beta2).add_(gradient, alpha=1 - beta2)
+
+
+# Arithmetic by the optimizer's name in :data:`fuyou.layout.optimizer_state.OPTIMIZERS`.
+RULES: dict[str, Rule] = {"adamw": adamw, "adamw8bit": adamw, "lion": lion}

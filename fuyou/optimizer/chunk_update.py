@@ -1,21 +1,20 @@
-"""An optimizer over flat records, in chunks that stay in the processor's cache.
+"""An optimizer over flat records, in chunks that fit the processor's cache.
 
-:mod:`fuyou.optimizer.rules` has the arithmetic on fp32 tensors. This file adds the conversions around it: split master
-weights, gradients in bf16, moments in fewer bits. Where a compiler is there, one compiled pass does all of it, with the
-same bits (:mod:`fuyou.optimizer.kernels`).
+:mod:`fuyou.optimizer.adam` has the arithmetic on fp32 tensors; this file adds the conversions around it: split master
+weights, bf16 gradients, moments in fewer bits. With a compiler, one compiled pass does all of it, with the same bits
+(:mod:`fuyou.optimizer.kernels`).
 """
 
+import functools
 from collections.abc import Sequence
 
 import torch
 
 from common.memory.buffers import HostBuffer
-from fuyou.layout.optimizer_state import ADAMW
-from fuyou.optimizer.adam import Update, UpdateRange
-from fuyou.optimizer.kernels import Kernels
-from fuyou.optimizer.moments import Moments, OptimizerStates
-from fuyou.optimizer.rules import RULES, StepScalars
-from fuyou.optimizer.split_weights import join, split_in_place
+from fuyou.layout.optimizer_state import ADAMW, BLOCK_ELEMENTS
+from fuyou.optimizer.adam import RULES, AdamConfig, StepScalars, Update, UpdateRange
+from fuyou.optimizer.kernels import Kernels, optimizer_library
+from fuyou.optimizer.moments import Moments, OptimizerStates, join, split, split_in_place
 
 # Elements per pass and thread. Master and gradient in fp32 take 512 KiB, and what a pass reads and writes about 1 MiB:
 # together they stay in the second-level cache of a core (1 to 2 MiB).
@@ -23,13 +22,12 @@ PASS_ELEMENTS = 1 << 16
 
 
 class ChunkOptimizer:
-    """An optimizer on flat ranges, in place, with scratch memory that is allocated once.
+    """Updates flat ranges in place, with scratch memory that is allocated once.
 
-    It uses as many threads as PyTorch does when it is made. Results do not depend on their number.
+    Uses as many threads as PyTorch does at creation; results do not depend on their number.
 
     Args:
-        optimizer: its name.
-        kernels: compiled ones; None does without.
+        kernels: compiled kernels; None uses PyTorch alone.
     """
 
     def __init__(self, optimizer: str = ADAMW, kernels: Kernels | None = None):
@@ -37,8 +35,7 @@ class ChunkOptimizer:
         self._elements = PASS_ELEMENTS * torch.get_num_threads()
         self._memory = HostBuffer(8 * self._elements).touch()
         self._master = self._memory.tensor(torch.float32, 0, self._elements)
-        self._scratch = self._memory.tensor(torch.int32, 4 * self._elements, self._elements)
-        """Holds one after the other: low bits, the gradient in fp32, random bits."""
+        self._scratch = self._memory.tensor(torch.int32, 4 * self._elements, self._elements)  # reused for each purpose
         self._moments: list[torch.Tensor] = []
 
     @torch.inference_mode()  # saves the bookkeeping of views and versions: 3% of the time
@@ -55,12 +52,10 @@ class ChunkOptimizer:
         """Take one step over ``n`` parameters.
 
         Args:
-            states: parameters and moments, which change.
+            states: parameters and moments, updated in place.
             gradient: bf16 or fp32, flat ``[n]``.
-            update: step number, hyper-parameters, gradient scale.
-            decay: whether weight decay applies to this range.
             stream: number of this range within the step, so that stochastic rounding differs between ranges.
-            runs: the parts of it that are updated, each a multiple of 128 elements; None: all of it.
+            runs: the parts to update, each a multiple of 128 elements; None for all.
         """
         if update.skip:
             return
@@ -78,12 +73,7 @@ class ChunkOptimizer:
                 self._pass(states.part(part), gradient[part], scalars, update.gradient_scale, moments)
 
     def _pass(
-        self,
-        states: OptimizerStates,
-        gradient: torch.Tensor,
-        scalars: StepScalars,
-        scale: float,
-        moments: Moments,
+        self, states: OptimizerStates, gradient: torch.Tensor, scalars: StepScalars, scale: float, moments: Moments
     ) -> None:
         count = states.parameter.numel()
         scratch = self._scratch[:count]
@@ -97,13 +87,50 @@ class ChunkOptimizer:
             if scale != 1.0:
                 wide.mul_(scale)
             gradient = wide
-        widened = moments.widened(states, self._room(states))
+        if not self._moments and states.moments[0].dtype != torch.float32:
+            self._moments = [torch.empty(self._elements) for _ in states.moments]
+        widened = moments.widened(states, self._moments)
         self._rule(master, gradient, widened, scalars)
         moments.keep(widened, states, scratch)
         if states.low is not None:
             split_in_place(master, states.parameter, states.low)
 
-    def _room(self, states: OptimizerStates) -> list[torch.Tensor]:
-        if not self._moments and states.moments[0].dtype != torch.float32:
-            self._moments = [torch.empty(self._elements) for _ in states.moments]
-        return self._moments
+
+_ELEMENTS = 32 * BLOCK_ELEMENTS
+_STEPS = (
+    Update(1, AdamConfig(lr=1e-3)),
+    Update(7, AdamConfig(lr=3e-4, betas=(0.3, 0.95), weight_decay=0.1), gradient_scale=0.37),
+    Update(1000, AdamConfig(lr=1e-5, eps=1e-6, weight_decay=0.0)),
+)
+
+
+@functools.cache
+def tried_kernels(optimizer: str = ADAMW) -> Kernels | None:
+    """Return the compiled kernels if they compute the same bits as PyTorch here; else None."""
+    library = optimizer_library()
+    if library is None:
+        return None
+    kernels = Kernels(library)
+    return kernels if all(_same_bits(optimizer, kernels, split) for split in (True, False)) else None
+
+
+def _same_bits(optimizer: str, kernels: Kernels, split_weights: bool) -> bool:
+    sides = [(_states(optimizer, split_weights), ChunkOptimizer(optimizer, side)) for side in (None, kernels)]
+    random = torch.Generator().manual_seed(1)
+    for update in _STEPS:
+        gradient = torch.randn(_ELEMENTS, generator=random) * 1e-2
+        gradient[::7] = 0
+        gradient = gradient.bfloat16() if split_weights else gradient
+        for states, side in sides:
+            side.update(states, gradient, update, decay=True)
+    plain, compiled = ([t for t in (s.parameter, s.low, *s.moments, *s.scales) if t is not None] for s, _ in sides)
+    return all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(plain, compiled, strict=True))
+
+
+def _states(optimizer: str, split_weights: bool) -> OptimizerStates:
+    parameter, low = torch.randn(_ELEMENTS, generator=torch.Generator().manual_seed(0)) * 0.02, None
+    if split_weights:
+        master, low = parameter, torch.empty(_ELEMENTS, dtype=torch.int16)
+        parameter = torch.empty(_ELEMENTS, dtype=torch.bfloat16)
+        split(master, parameter, low)
+    return OptimizerStates.before_training(parameter, low, optimizer)

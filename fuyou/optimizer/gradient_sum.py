@@ -1,7 +1,6 @@
-"""Summing gradients in flat buffers as autograd makes them, one parameter at a time.
+"""Sum gradients in flat buffers as autograd makes them, one parameter at a time.
 
-Autograd allocates each parameter's gradient. A hook adds it to the flat buffer at once and frees it, so there is never
-more than one of them beside the buffer.
+A hook adds each parameter's gradient to the flat buffer and frees it, so that never more than one is in memory.
 """
 
 from collections.abc import Mapping
@@ -13,9 +12,7 @@ from common.mixed_sum import add_to_wider
 from fuyou.layout.record import Record
 
 _NORM_ELEMENTS = 1 << 17  # Elements per pass when squares are summed on a CPU: as float64 they stay in the cache
-# Elements per pass when squares are summed on a GPU, where CUDA makes a float64 copy: 64 MiB of it. Larger ones would
-# not be faster.
-_CUDA_NORM_ELEMENTS = 1 << 23
+_CUDA_NORM_ELEMENTS = 1 << 23  # Elements per pass on a GPU, where CUDA makes a float64 copy
 # Compute capabilities of GPUs that do half of their fp32 arithmetic in fp64 (CUDA C++ Programming Guide, Arithmetic
 # Instructions). Others, those for games among them, do a 32nd or 64th.
 _FAST_FP64 = frozenset({(6, 0), (7, 0), (8, 0), (9, 0), (10, 0)})
@@ -24,10 +21,9 @@ _ROUNDING_ELEMENTS = 1 << 24  # Elements per pass when a sum is rounded in place
 
 
 class GradientSum:
-    """The gradient of one record, summed over micro-batches.
+    """Gradient of one record, summed over micro-batches.
 
     Args:
-        record: the record.
         flat: memory of the sum, ``[>= numel]``, fp32 or the compute dtype.
     """
 
@@ -35,17 +31,19 @@ class GradientSum:
         self.record = record
         self.flat = flat[: record.numel]
         self._views = record.views(self.flat)
-        self.seen: set[str] = set()
-        """Names of the parameters that have a gradient."""
-        self._zero_padding()
+        self.seen: set[str] = set()  # Names of the parameters that have a gradient
+        position = 0
+        for slot in sorted(record.parameters, key=lambda slot: slot.offset):
+            self.flat[position : slot.offset].zero_()  # the padding
+            position = slot.offset + slot.numel
+        self.flat[position:].zero_()
 
     def attach(self, leaves: Mapping[str, torch.Tensor]) -> None:
-        """Take over the gradients of ``leaves`` (by parameter name) as soon as they are accumulated."""
+        """Take the gradients of ``leaves`` (by parameter name) as soon as they are accumulated."""
         for name, leaf in leaves.items():
             leaf.register_post_accumulate_grad_hook(lambda leaf, name=name: self._take(name, leaf))
 
     def add(self, name: str, gradient: torch.Tensor) -> None:
-        """Add a gradient of the parameter ``name``."""
         if name in self.seen:
             add_to_wider(self._views[name], gradient)
         else:
@@ -63,34 +61,23 @@ class GradientSum:
         self.add(name, leaf.grad)
         leaf.grad = None
 
-    def _zero_padding(self) -> None:
-        position = 0
-        for slot in sorted(self.record.parameters, key=lambda slot: slot.offset):
-            self.flat[position : slot.offset].zero_()
-            position = slot.offset + slot.numel
-        self.flat[position:].zero_()
-
 
 def round_in_place(wide: torch.Tensor, narrow: torch.Tensor) -> None:
-    """Round ``wide`` fp32 ``[n]`` into ``narrow`` bf16 ``[n]``, which begins at the same address.
-
-    It goes from the front, so that what is written lies before what is still to be read.
-    """
+    """Round ``wide`` fp32 ``[n]`` into ``narrow`` bf16 ``[n]``, which begins at the same address."""
     for start in range(0, wide.numel(), _ROUNDING_ELEMENTS):
         part = slice(start, start + _ROUNDING_ELEMENTS)
         narrow[part] = wide[part].to(narrow.dtype)
 
 
 def squares_bytes(elements: int) -> int:
-    """Return the bytes of an accelerator's memory that summing the squares of so many elements takes."""
+    """Return the device bytes that summing the squares of this many elements takes."""
     return 8 * min(elements, _CUDA_NORM_ELEMENTS)
 
 
 def sum_of_squares(flat: torch.Tensor) -> torch.Tensor:
     """Return the sum of the squares of a flat gradient, in float64: so exact that the order does not matter.
 
-    Not quite so on GPUs that are slow at fp64, unless deterministic algorithms are asked for: there only sums of
-    groups are added in fp64.
+    On GPUs with slow fp64, unless deterministic algorithms are enabled, only sums of groups are added in fp64.
     """
     if flat.is_cuda:
         if _slow_at_fp64(flat.device) and not torch.are_deterministic_algorithms_enabled():
@@ -118,7 +105,7 @@ def sum_of_squares_in_groups(flat: torch.Tensor) -> torch.Tensor:
     parts = [part.view(-1, _GROUP) for part in flat[:whole].split(_CUDA_NORM_ELEMENTS)] if whole else []
     norms = [torch.linalg.vector_norm(part, dim=1, dtype=torch.float32) for part in parts]
     norms.append(torch.linalg.vector_norm(flat[whole:], dtype=torch.float32).view(1))
-    return torch.stack([one.double().square().sum() for one in norms]).sum()
+    return torch.stack([norm.double().square().sum() for norm in norms]).sum()
 
 
 @cache

@@ -1,30 +1,69 @@
-"""Compiled updates: ``kernels.cpp``, one pass over everything in place of several, with the same bits.
+"""Compiled updates: ``kernels.cpp`` makes one pass instead of several, with the same bits.
 
-They are compiled when they are first needed, for this processor, by the C++ compiler that is there, which takes two
-seconds, and kept in the cache. Where there is none, or where they do not give the very bits that PyTorch gives here
-(tried each time they are loaded, which takes a few milliseconds), PyTorch does it alone.
+They are compiled at first use, for this processor, by the installed C++ compiler (two seconds), and cached. Without a
+compiler, or if their bits differ from PyTorch's on this machine (checked on loading), PyTorch computes alone.
 """
 
+import contextlib
 import ctypes
+import functools
+import hashlib
 import math
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
 
-from common.compiled_library import compiled_library
+from common.files import cache_directory
 from fuyou.layout.optimizer_state import ADAMW, BLOCK_ELEMENTS, OPTIMIZERS
-from fuyou.optimizer.dynamic8 import LEAST, MOMENT_CODES, MOST, SIGNS
-from fuyou.optimizer.moments import OptimizerStates
-from fuyou.optimizer.rules import StepScalars
+from fuyou.optimizer.adam import StepScalars
+from fuyou.optimizer.moments import LEAST, MOMENT_CODES, MOST, SIGNS, OptimizerStates
+
+# `-ffp-contract=off`: sums and products are rounded where PyTorch's are.
+_FLAGS = ("-std=c++17", "-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-shared", "-fPIC")
+_COMPILE_SECONDS = 120.0
+
+
+@functools.cache
+def compiled_library(source: Path) -> ctypes.CDLL | None:
+    """Return ``source``, a C++ file, as a compiled library; None without a compiler or on a compile error."""
+    compiler = next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
+    if compiler is None:
+        return None
+    key = "\n".join([source.read_text(), compiler, *_FLAGS, platform.machine(), _processor_features()])
+    path = cache_directory() / "kernels" / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.so"
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        if not path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+                library = Path(folder) / path.name
+                command = [compiler, *_FLAGS, "-o", str(library), str(source)]
+                subprocess.run(command, check=True, capture_output=True, timeout=_COMPILE_SECONDS)
+                os.replace(library, path)  # atomic: another process may compile it too
+        return ctypes.CDLL(str(path))
+    return None
+
+
+def _processor_features() -> str:
+    """Return the processor's features: machines that differ in them may share a cache."""
+    with contextlib.suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next((line for line in lines if line.startswith(("flags", "Features"))), "")
+    return platform.processor()
+
 
 _SOURCE = Path(__file__).with_name("kernels.cpp")
 _SMALLEST_SHARE = 1 << 14  # Elements below which another thread costs more than it saves
 
 
 class _Job(ctypes.Structure):
-    """As ``Job`` in ``kernels.cpp``."""
+    """``Job`` in ``kernels.cpp``."""
 
     _fields_ = (
         ("count", ctypes.c_int64),
@@ -39,11 +78,7 @@ class _Job(ctypes.Structure):
 
 
 class Kernels:
-    """The compiled updates, on as many threads as PyTorch has when this is made.
-
-    Args:
-        library: compiled from ``kernels.cpp``.
-    """
+    """Compiled updates, on as many threads as PyTorch has at creation."""
 
     def __init__(self, library: ctypes.CDLL):
         self._functions = {name: getattr(library, f"update_{name}") for name in OPTIMIZERS}
@@ -64,14 +99,12 @@ class Kernels:
     def update(
         self, optimizer: str, states: OptimizerStates, gradient: torch.Tensor, scalars: StepScalars, scale: float
     ) -> None:
-        """Do what :class:`fuyou.optimizer.chunk_update.ChunkOptimizer` does to a range.
+        """Update a range as :class:`fuyou.optimizer.chunk_update.ChunkOptimizer` does.
 
         Args:
-            optimizer: its name.
             states: of ``n`` parameters, a multiple of 128.
             gradient: ``[n]``, not changed.
-            scalars: numbers of the step.
-            scale: that the gradient is multiplied by.
+            scale: factor for the gradient.
         """
         count, function = states.parameter.numel(), self._functions[optimizer]
         share = max(_SMALLEST_SHARE, -(-count // (self._threads * BLOCK_ELEMENTS)) * BLOCK_ELEMENTS)
@@ -80,15 +113,15 @@ class Kernels:
         if self._pool is None or len(jobs) == 1:
             for job in jobs:
                 function(ctypes.byref(job))
-        else:  # ctypes lets go of the interpreter's lock
+        else:  # ctypes releases the interpreter lock
             list(self._pool.map(lambda job: function(ctypes.byref(job)), jobs))
 
 
 def _job(optimizer: str, states: OptimizerStates, gradient: torch.Tensor, scalars: StepScalars, scale: float) -> _Job:
-    """Return what a kernel is told; numbers are computed in double precision, as PyTorch does."""
+    """Return a kernel's arguments; numbers are computed in double precision, as PyTorch does."""
     lr, (beta1, beta2) = scalars.lr, scalars.betas
     pointers = [moment.data_ptr() for moment in states.moments] + [None]
-    scales: Sequence[int | None] = [one.data_ptr() for one in states.scales] or [None, None]
+    scales: Sequence[int | None] = [scale.data_ptr() for scale in states.scales] or [None, None]
     job = _Job(
         count=states.parameter.numel(),
         parameter=states.parameter.data_ptr(),
@@ -121,5 +154,4 @@ def _job(optimizer: str, states: OptimizerStates, gradient: torch.Tensor, scalar
 
 
 def optimizer_library() -> ctypes.CDLL | None:
-    """Return the compiled kernels, which are compiled if they are not in the cache; None where that cannot be."""
     return compiled_library(_SOURCE)

@@ -1,6 +1,12 @@
-"""How moments are kept between steps, and made fp32 for a step: as they are, in bf16, or in 8 bits by blocks.
+"""Storage of master weights and moments between steps.
 
-bf16 is rounded stochastically: a mean that decays by less than half a step of bf16 would otherwise never change.
+bf16 moments are rounded stochastically: a mean that decays by less than half a step of bf16 would otherwise never
+change.
+
+fp32 master weights are split into a bf16 part, ``high``, that the model computes with, and 16 more bits, ``low``.
+``high`` is the master weight rounded to bf16, half away from zero: ``(bits + 0x8000) >> 16``. Nearest-even could not be
+undone with 16 bits (an even ``high`` would have 65,537 preimages). ``low`` is the signed difference ``bits - (high <<
+16)``. Both together take 4 bytes instead of the 6 of an fp32 master weight and its bf16 copy.
 """
 
 from typing import NamedTuple
@@ -10,11 +16,122 @@ import torch
 
 from fuyou.layout.optimizer_state import ADAMW, BLOCK_ELEMENTS, OPTIMIZERS
 from fuyou.optimizer.adam import Update
-from fuyou.optimizer.dynamic8 import MOMENT_CODES
+
+
+def split(master: torch.Tensor, high: torch.Tensor, low: torch.Tensor) -> None:
+    """Split ``master`` into two parts, from which :func:`join` rebuilds the same bits.
+
+    Finite values that round beyond the largest bf16 get an infinite ``high`` (as ``master.bfloat16()`` would) and are
+    still rebuilt exactly. A NaN stays a NaN in ``high`` and after :func:`join`, with another payload.
+
+    Args:
+        master: fp32 ``[n]``, not changed.
+        high: bf16 ``[n]``, written.
+        low: int16 ``[n]``, written.
+    """
+    master = master.clone()
+    # A NaN with a small payload would round to infinity, one with a large payload to -0.
+    master[master.isnan()] = float("nan")
+    split_in_place(master, high, low)
+
+
+def split_in_place(master: torch.Tensor, high: torch.Tensor, low: torch.Tensor) -> None:
+    """Do :func:`split` in half the time. ``master`` is overwritten; its NaNs must come from arithmetic.
+
+    Such NaNs are quiet and have nothing in their lower 16 bits, so they need no rounding. Only NaNs from elsewhere (a
+    weight file) can have other payloads.
+    """
+    bits = master.view(torch.int32)
+    # A cast to int16 keeps the low 16 bits. Those of the difference are those of ``bits``: ``high << 16`` has none.
+    low.copy_(bits)
+    bits.add_(0x8000).bitwise_right_shift_(16)
+    high.view(torch.int16).copy_(bits)
+
+
+def join(high: torch.Tensor, low: torch.Tensor, master: torch.Tensor, scratch: torch.Tensor | None = None) -> None:
+    """Rebuild fp32 master weights: ``bits = (high << 16) + low``.
+
+    Args:
+        high: bf16 ``[n]``.
+        low: int16 ``[n]``.
+        master: fp32 ``[n]``, written.
+        scratch: int32 ``[n]``; allocated if not given.
+    """
+    if scratch is None:
+        scratch = torch.empty(master.numel(), dtype=torch.int32)
+    master.copy_(high)  # widening appends 16 zero bits
+    # Not ``add_(low)``: operands of different widths take a slow path.
+    scratch.copy_(low)
+    master.view(torch.int32).add_(scratch)
+
+
+LEAST, MOST = 0x3380, 0x3F80  # Upper 16 bits of 2**-24, below which numbers round alike, and of 1
+SIGNS = MOST - LEAST + 1  # Where in a table by magnitudes those of negative numbers begin
+_DECADES = 7  # Powers of ten that the values span; the last has 64 values of each sign, the one before it 32, and so on
+
+
+def dynamic_values(signed: bool) -> np.ndarray:
+    """Return the 256 values of a code, fp32, ascending: 0, 1, and 254 between -1 and 1, or between 0 and 1."""
+    values = [0.0, 1.0]
+    for decade in range(_DECADES):
+        count = 1 << decade if signed else 2 << decade
+        edges = np.linspace(0.1, 1, count + 1)
+        middles = (edges[:-1] + edges[1:]) / 2 * 10.0 ** (decade - _DECADES + 1)
+        values += [*middles, *(-middles if signed else ())]
+    return np.sort(np.array(values)).astype(np.float32)
+
+
+class DynamicCode:
+    """A set of 256 values, with tables that round numbers from -1 to 1 to the nearest.
+
+    Args:
+        signed: whether there are negative values; if not, no number above 0 is rounded to 0.
+
+    Attributes:
+        values: ``[256]`` fp32, by code.
+        thresholds: ``[256]`` fp32: a number is rounded beyond the n-th value if it is greater than the n-th threshold.
+        bases: ``[2 * SIGNS]`` int32: by the upper 16 bits of a number's magnitude, from :data:`LEAST` to :data:`MOST`,
+            how many thresholds are below all numbers with them; first for positive numbers, then for negative ones.
+            Each has at most one threshold among its numbers, so one comparison does the rest.
+        zero: index of 0 among the ascending values.
+    """
+
+    def __init__(self, signed: bool):
+        ascending = dynamic_values(signed)
+        self.zero = int(np.searchsorted(ascending, np.float32(0)))
+        self.values = np.ascontiguousarray(np.roll(ascending, -self.zero))
+        middles = ((ascending[:-1].astype(np.float64) + ascending[1:]) / 2).astype(np.float32)
+        if not signed:
+            middles[0] = 0
+        self.thresholds = np.append(middles, np.float32(np.inf))
+        upper = np.arange(LEAST, MOST + 1, dtype=np.uint32) << 16
+        smallest = np.where(upper == LEAST << 16, 0, upper).astype(np.uint32).view(np.float32)
+        largest = -(upper | 0xFFFF).view(np.float32)
+        self.bases = np.searchsorted(middles, np.append(smallest, largest), side="left").astype(np.int32)
+
+    def encode(self, wide: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:
+        """Round fp32 ``wide`` ``[n]`` to ``codes`` uint8 ``[n]`` and ``scales`` fp32 ``[n / 128]``."""
+        blocks = wide.view(-1, BLOCK_ELEMENTS)
+        torch.amax(blocks.abs(), 1, out=scales)
+        quotients = (blocks / torch.where(scales > 0, scales, 1.0).unsqueeze(1)).view(-1).numpy()
+        upper = np.clip((quotients.view(np.int32) >> 16) & 0x7FFF, LEAST, MOST)
+        upper += np.signbit(quotients) * np.int32(SIGNS) - np.int32(LEAST)
+        indices = np.take(self.bases, upper)
+        indices += quotients > np.take(self.thresholds, indices)
+        codes.numpy()[:] = (indices - self.zero).astype(np.uint8)
+
+    def decode(self, codes: torch.Tensor, scales: torch.Tensor, wide: torch.Tensor) -> None:
+        """Undo :meth:`encode`, up to rounding, into ``wide``."""
+        np.take(self.values, codes.numpy(), out=wide.numpy(), mode="clip")
+        wide.view(-1, BLOCK_ELEMENTS).mul_(scales.unsqueeze(1))
+
+
+SIGNED, UNSIGNED = DynamicCode(signed=True), DynamicCode(signed=False)
+MOMENT_CODES = (SIGNED, UNSIGNED)  # The codes of mean and variance
 
 
 class OptimizerStates(NamedTuple):
-    """Parameters and what an optimizer keeps of them: flat tensors ``[n]``, which an update changes."""
+    """Parameters and their optimizer states: flat tensors ``[n]``, which an update changes."""
 
     parameter: torch.Tensor  # bf16 part of the split master weights, or the fp32 master weights if `low` is None
     low: torch.Tensor | None  # Low 16 bits of the master weights, int16
@@ -25,14 +142,13 @@ class OptimizerStates(NamedTuple):
     def before_training(
         cls, parameter: torch.Tensor, low: torch.Tensor | None, optimizer: str = ADAMW
     ) -> "OptimizerStates":
-        """Return what an optimizer keeps before its first step: moments of zero, in fp32 or in 8 bits."""
+        """Return the states before the first step: moments of zero, in fp32 or in 8 bits."""
         kind, count = OPTIMIZERS[optimizer], parameter.numel()
         dtype = torch.uint8 if kind.blockwise else torch.float32
         scales = tuple(torch.zeros(count // BLOCK_ELEMENTS) for _ in kind.moments if kind.blockwise)
         return cls(parameter, low, tuple(torch.zeros(count, dtype=dtype) for _ in kind.moments), scales)
 
     def part(self, part: slice) -> "OptimizerStates":
-        """Return those of some of the elements."""
         low = None if self.low is None else self.low[part]
         blocks = slice(part.start // BLOCK_ELEMENTS, part.stop // BLOCK_ELEMENTS)
         moments = tuple(moment[part] for moment in self.moments)
@@ -40,23 +156,21 @@ class OptimizerStates(NamedTuple):
 
 
 class Moments:
-    """The moments of one range in one step: fp32 copies for the arithmetic, and the way back.
+    """Moments of one range in one step: fp32 copies for the arithmetic, and the way back.
 
     Args:
-        states: any part of the range, for the kind of its moments.
-        update: the step.
-        stream: number of the range within it, so that stochastic rounding differs between ranges.
+        stream: number of the range within the step, so that stochastic rounding differs between ranges.
     """
 
     def __init__(self, states: OptimizerStates, update: Update, stream: int):
         self._plain = states.moments[0].dtype == torch.float32
         self._random: list[np.random.SFC64] = []
         if states.moments[0].dtype == torch.bfloat16:
-            # One for each moment: with a single one, numbers would depend on where a pass ends.
+            # A separate source for each moment: with a shared source, numbers would depend on where a pass ends.
             self._random = [_random_bits(update, stream, number) for number in range(len(states.moments))]
 
     def widened(self, states: OptimizerStates, room: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the moments in fp32: themselves, or in ``room``, one tensor ``[>= n]`` for each."""
+        """Return the moments in fp32, without a copy or in ``room``, one tensor ``[>= n]`` each."""
         if self._plain:
             return list(states.moments)
         wide = [memory[: states.parameter.numel()] for memory in room]
@@ -68,13 +182,7 @@ class Moments:
         return wide
 
     def keep(self, wide: list[torch.Tensor], states: OptimizerStates, scratch: torch.Tensor) -> None:
-        """Round what :meth:`widened` has returned, and a step has changed, back to the states.
-
-        Args:
-            wide: the moments in fp32.
-            states: where they belong.
-            scratch: int32 ``[n]``.
-        """
+        """Round moments ``wide``, from :meth:`widened`, back to the states; ``scratch`` is int32 ``[n]``."""
         for number, moment in enumerate(() if self._plain else states.moments):
             if self._random:
                 stochastic_round(wide[number], moment, scratch, self._random[number])
@@ -83,7 +191,7 @@ class Moments:
 
 
 def _random_bits(update: Update, stream: int, moment: int) -> np.random.SFC64:
-    """Return the random numbers that round one moment of one range in one step; a repeated step draws the same.
+    """Return the random numbers that round one moment of a range; a repeated step draws the same.
 
     They are NumPy's, whose streams are equal in all its versions, at a sixth of the cost of PyTorch's.
     """
@@ -93,8 +201,7 @@ def _random_bits(update: Update, stream: int, moment: int) -> np.random.SFC64:
 def stochastic_round(wide: torch.Tensor, narrow: torch.Tensor, scratch: torch.Tensor, source: np.random.SFC64) -> None:
     """Round fp32 ``wide`` to bf16 ``narrow``, up or down with the probability that makes the mean exact.
 
-    This adds 16 random bits below the bf16 mantissa, and truncates. ``wide`` must be finite; ``scratch`` is int32
-    ``[n]``.
+    Adds 16 random bits below the bf16 mantissa, and truncates. ``wide`` must be finite; ``scratch`` is int32 ``[n]``.
     """
     count = wide.numel()
     bits = source.random_raw(-(-count // 4)).view(np.int16)[:count]  # four times 16 bits from each number

@@ -1,4 +1,4 @@
-"""Steps whose loss or gradient is NaN or infinite: training stops, or skips them."""
+"""Steps whose loss or gradient is NaN or infinite: stop training, or skip them."""
 
 import math
 
@@ -6,13 +6,11 @@ from common.errors import FinetuneError, UserError, did_you_mean
 
 POLICIES = ("stop", "skip")
 
-# Number of steps that may be skipped in a row before training stops all the same: after so many, the weights have
-# diverged, or the data are broken throughout.
-MOST_IN_A_ROW = 10
+MOST_IN_A_ROW = 10  # Stop after this many skipped steps in a row: the weights have diverged, or all data are broken
 
 
 class NonFiniteLoss(FinetuneError):
-    """An error: the loss or the gradient is NaN or infinite. The step is not committed.
+    """The loss or the gradient is NaN or infinite. The step is not committed.
 
     Attributes:
         step: the step that failed.
@@ -22,44 +20,41 @@ class NonFiniteLoss(FinetuneError):
     def __init__(self, message: str, step: int, committed: int):
         super().__init__(
             f"{message} Training stops; step {committed} is committed. A lower --lr, --max-grad-norm or a look at the "
-            "data of that step usually helps; if the next step fails again whatever it is, the weights have diverged "
-            "before, and only a new run helps."
+            "data of that step usually helps; if the next step fails too, the weights had diverged before, and only a "
+            "new run helps."
         )
         self.step, self.committed = step, committed
 
 
 class NonFinitePolicy:
-    """Decides for every step whether it is skipped, and counts those that are.
+    """Decides for every step whether it is skipped, and counts skipped steps.
 
-    A step that is skipped leaves weights and moments as they are and is not counted by Adam's bias correction; its
-    number, its batch and its learning rate are used up.
+    A skipped step leaves weights and moments unchanged and is not counted by Adam's bias correction; its number, batch,
+    and learning rate are used up.
 
     Args:
         name: ``stop`` or ``skip``.
         skipped: steps that the run has skipped before.
 
     Raises:
-        UserError: no such policy.
+        UserError: if the name is unknown.
     """
 
     def __init__(self, name: str, skipped: int = 0):
         if name not in POLICIES:
             raise UserError(f"on_nonfinite is stop or skip, not {name!r}.{did_you_mean(name, POLICIES)}")
         self.skips = name == "skip"
-        self.skipped = skipped
-        """Skipped steps of the whole run."""
+        self.skipped = skipped  # Skipped steps of the whole run
         self._in_a_row = 0
 
     def should_skip_step(self, step: int, loss: float, norm: float, committed: int) -> bool:
-        """Return whether ``step`` is to change nothing.
+        """Return whether ``step``, with the loss and gradient norm of its whole batch, changes nothing.
 
         Args:
-            step: its number.
-            loss, norm: loss and gradient norm of its whole batch.
-            committed: the step that ``resume`` would continue from.
+            committed: the step that ``resume`` continues from.
 
         Raises:
-            NonFiniteLoss: they are not finite, and such steps are not skipped, or there are too many.
+            NonFiniteLoss: if they are not finite and such steps are not skipped, or there are too many.
         """
         if math.isfinite(loss) and math.isfinite(norm):
             self._in_a_row = 0

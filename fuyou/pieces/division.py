@@ -1,13 +1,19 @@
-"""How a block is cut into pieces: whole parameters in the order of their first use, and ranges of experts."""
+"""Cut a block into pieces (whole parameters by first use, and ranges of experts), and find the order of their use."""
 
 import math
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 
-from fuyou.layout.pieces import Piece, PiecePart
+from common.errors import UserError
+from common.models.adapters.memory import AdapterMemory, adapter_memory
+from fuyou.layout.cutting import cut_blocks
+from fuyou.layout.model_layout import ModelLayout
+from fuyou.layout.record_parts import Piece, PieceOrder, PiecePart, Stage
 from fuyou.model.streamed_model import StreamedModel
 from fuyou.pieces.experts import expert_parameters
-from fuyou.pieces.meta_block import cut_off_layer, learn
-from fuyou.pieces.recording import record
+from fuyou.pieces.meta_block import cut_off_layer, learn, unchanged
+from fuyou.pieces.recording import only_piece, record
+from fuyou.pieces.run import Use
 
 
 def divide(
@@ -17,37 +23,35 @@ def divide(
 
     Whole parameters come in the order of their first use in the forward pass; those that one operator uses together
     stay together. Parameters that hold a matrix per expert are cut at experts, all those of a mixture alike, in ranges
-    whose lengths differ by at most one. What cannot be cut is a piece of its own, however large.
+    whose lengths differ by at most one. What cannot be cut is a separate piece, however large.
 
     Args:
-        stack: the model.
-        layer: index of the block.
         limit: bytes on the device that a piece may have.
         names: first names of the parameters that are to be cut.
         nbytes: returns the bytes that a parameter of this name takes on the device.
 
     Raises:
-        UserError: the block cannot be cut in pieces.
+        UserError: if the block cannot be cut in pieces.
     """
     inside = stack.blocks[layer].named_parameters(prefix=f"{stack.block_prefix}.{layer}")
     order = [name for name, _ in inside if name in names]
     mixtures = expert_parameters(stack, layer, order)
     within = tuple(cut_off_layer(stack, layer, name) for name in order)
-    found = learn(stack, layer, ("division", within), lambda: _groups(stack, layer, order, mixtures))
+    groups = learn(stack, layer, ("division", within), lambda: _groups(stack, layer, order, mixtures))
     pieces: list[list[PiecePart]] = []
     room = 0
-    for group in found:
-        own = [order[index] for index in group]
-        experts = next((count for members, count in mixtures if set(own) == set(members)), None)
+    for group in groups:
+        members = [order[index] for index in group]
+        experts = next((count for names, count in mixtures if set(names) == set(members)), None)
         if experts is not None:
-            pieces += _ranges(own, experts, limit, nbytes)
+            pieces += _ranges(members, experts, limit, nbytes)
             room = 0
             continue
-        size = sum(nbytes(name) for name in own)
+        size = sum(nbytes(name) for name in members)
         if size > room:
             pieces.append([])
             room = limit
-        pieces[-1] += [PiecePart(name) for name in own]
+        pieces[-1] += [PiecePart(name) for name in members]
         room -= size
     return tuple(map(tuple, pieces))
 
@@ -64,8 +68,8 @@ def _groups(
         for names in together
     ]
     uses = [used for used, _ in record(stack, layer, pieces, backward=False).uses]
-    for own in _repeated(stack, layer, order):
-        uses.append(frozenset(index for index, names in enumerate(together) if names[0] in own))
+    for repeated in _repeated(stack, layer, order):
+        uses.append(frozenset(index for index, names in enumerate(together) if names[0] in repeated))
     groups: list[set[int]] = []
     for used in uses:
         touched = [group for group in groups if group & used]
@@ -92,7 +96,8 @@ def _repeated(stack: StreamedModel, layer: int, names: Sequence[str]) -> list[se
     isolation = stack.family.isolation
     modules = [] if isolation is None else isolation.called_for_each(stack.blocks[layer])
     prefixes = [f"{stack.block_prefix}.{layer}.{name}." for name, _ in modules]
-    return [own for own in ({name for name in names if name.startswith(prefix)} for prefix in prefixes) if own]
+    repeated = ({name for name in names if name.startswith(prefix)} for prefix in prefixes)
+    return [members for members in repeated if members]
 
 
 def _ranges(names: Sequence[str], experts: int, limit: int, nbytes: Callable[[str], int]) -> list[list[PiecePart]]:
@@ -102,3 +107,100 @@ def _ranges(names: Sequence[str], experts: int, limit: int, nbytes: Callable[[st
     return [
         [PiecePart(name, (first, last)) for name in names] for first, last in zip([0, *ends[:-1]], ends, strict=True)
     ]
+
+
+def find_order(stack: StreamedModel, layer: int, pieces: Sequence[Piece]) -> PieceOrder:
+    """Find the order in which a block's pieces are needed in the forward pass and in the backward pass.
+
+    What is trained is what requires gradients in ``stack.model``. Pieces of experts are in the order even if no token
+    may come to them: a pass skips what it does not need. Blocks of one structure share one run.
+
+    Raises:
+        UserError: if the block cannot be cut in pieces, or not in these.
+    """
+    inside = tuple(tuple((cut_off_layer(stack, layer, part.name), part.experts) for part in piece) for piece in pieces)
+    return learn(stack, layer, ("order", inside), lambda: _order(stack, layer, pieces))
+
+
+def _order(stack: StreamedModel, layer: int, pieces: Sequence[Piece]) -> PieceOrder:
+    passes = [record(stack, layer, pieces, backward) for backward in (False, True)]
+    forward, backward = (_stages([(only_piece(needed, pieces), use) for needed, use in run.uses]) for run in passes)
+    if not all(run.complete for run in passes):
+        for index, piece in enumerate(pieces):
+            trains = any(stack.model.get_parameter(part.name).requires_grad for part in piece)
+            if index not in {stage.piece for stage in forward}:
+                _insert_forward(forward, Stage(index, True, False, False))
+            if index not in {stage.piece for stage in backward}:
+                _insert_backward(backward, Stage(index, True, True, trains))
+    return PieceOrder(tuple(stage.piece for stage in forward), tuple(backward), passes[0].between_bytes)
+
+
+def _stages(uses: Sequence[tuple[int, Use]]) -> list[Stage]:
+    stages: list[Stage] = []
+    for piece, use in uses:
+        if not stages or stages[-1].piece != piece:
+            stages.append(Stage(piece, False, False, False))
+        last = stages[-1]
+        stages[-1] = replace(
+            last,
+            recomputes=last.recomputes or use is Use.FORWARD,
+            differentiates=last.differentiates or use is Use.BACKWARD,
+            trains=last.trains or use is Use.GRADIENT,
+        )
+    return stages
+
+
+def _insert_forward(stages: list[Stage], new: Stage) -> None:
+    earlier = [place for place, stage in enumerate(stages) if stage.piece == new.piece - 1]
+    stages.insert(earlier[0] + 1 if earlier else 0, new)
+
+
+def _insert_backward(stages: list[Stage], new: Stage) -> None:
+    recomputing = replace(new, differentiates=False, trains=False)
+    positions = [place for place, stage in enumerate(stages) if stage.piece == new.piece - 1]
+    if not positions:
+        stages.append(replace(new, recomputes=False))
+        stages.insert(0, recomputing)
+    elif len(positions) == 1:  # the last one of the recomputation is the first one of the backward pass
+        place = positions[0]
+        before = stages[place]
+        stages[place : place + 1] = [
+            replace(before, differentiates=False, trains=False),
+            new,
+            replace(before, recomputes=False),
+        ]
+    else:
+        stages.insert(positions[-1], replace(new, recomputes=False))
+        stages.insert(positions[0] + 1, recomputing)
+
+
+def in_pieces(stack: StreamedModel, shape: ModelLayout, piece_bytes: int) -> ModelLayout:
+    """Return the layout of a model whose blocks are cut into pieces of at most ``piece_bytes``, in the compute dtype.
+
+    Args:
+        piece_bytes: largest size; a larger matrix is a separate piece.
+
+    Raises:
+        UserError: if this family's blocks cannot be cut, or are compiled.
+    """
+    if shape.compiled:
+        raise UserError("Compiled blocks cannot be in pieces: leave --compile out.")
+    pieces, orders = [], []
+    with unchanged(stack):
+        for layer, (index,) in enumerate(shape.blocks):
+            record = shape.records[index]
+            sizes = {slot.name: slot.numel * record.precision.parameter_bytes for slot in record.parameters}
+            cut = divide(stack, layer, piece_bytes, sizes, sizes.__getitem__)
+            pieces.append(cut)
+            orders.append(find_order(stack, layer, cut))
+    adapters = (adapter_memory(block, largest_share(cut)) for block, cut in zip(stack.blocks, pieces, strict=True))
+    return replace(cut_blocks(shape, pieces, orders, piece_bytes), block_adapter_memory=AdapterMemory.most(adapters))
+
+
+def largest_share(pieces: Sequence[Piece]) -> float | None:
+    """Return the largest fraction of a mixture's experts that is in one piece; None: the block is not cut."""
+    if len(pieces) == 1:
+        return None
+    ranged = [(part.name, *part.experts) for piece in pieces for part in piece if part.experts is not None]
+    experts = {name: last for name, _, last in sorted(ranged, key=lambda item: item[2])}
+    return max(((last - first) / experts[name] for name, first, last in ranged), default=1.0)

@@ -1,7 +1,7 @@
 """Experts as a module's own loop over them computes them (transformers' ``eager``), range by range.
 
-The loop takes one expert's matrix at a time. Each is a handle of its own here, so that no gradient of all experts is
-ever made; those of a range are put together, and handed on when the pass goes on to the next range. Experts are
+The loop takes one expert's matrix at a time. Each is a separate handle here, so that no gradient of all experts is
+ever made; those of a range are put together, and handed on when the pass continues with the next range. Experts are
 differentiated in the reverse order of the loop, which adds their gradients up as in the ordinary model: the last range
 comes first.
 """
@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from fuyou.layout.pieces import PiecePart
+from fuyou.layout.record_parts import PiecePart
 from fuyou.pieces.expert_adapters import Factors, tensors_of
 from fuyou.pieces.expert_parts import ExpertParts
 from fuyou.pieces.handle import Handle, Origin, chosen_expert, hand_on
@@ -22,7 +22,6 @@ class EagerExperts:
     """Takes the place of a module's own loop over experts.
 
     Args:
-        mixture: the experts.
         device: where handles pretend to be.
     """
 
@@ -50,13 +49,7 @@ class EagerExperts:
 
 
 class _Call:
-    """One run of the loop, and the gradients that are on their way from it.
-
-    Args:
-        mixture: the experts.
-        factors: of adapters.
-        device: where handles pretend to be.
-    """
+    """One run of the loop, and the gradients that are on their way from it."""
 
     def __init__(self, mixture: ExpertParts, factors: Sequence[Factors], device: torch.device):
         self._mixture, self._device = mixture, device

@@ -6,7 +6,8 @@ computed. The factors are ordinary tensors on the device. Their gradients go thr
 from its own range, and is zero if no token has come to it, as in the ordinary model.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+import copy
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 import peft
 import torch
 from peft.tuners.lora import layer as peft_layers
-from peft.tuners.lora.layer import ParamWrapper
+from peft.tuners.lora.layer import ParamWrapper, _LoraParameterProxy
 from torch import nn
 
 from common.errors import UserError
@@ -50,27 +51,19 @@ class Factors:
     def gradients(self, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the factors' gradients for that of :meth:`added_to`'s result: PyTorch's derivative of ``baddbmm``."""
         left, right = self.left.to(gradient.dtype), self.right.to(gradient.dtype)
-        return (
-            gradient.bmm(right.transpose(1, 2)) * self.scaling,
-            left.transpose(1, 2).bmm(gradient) * self.scaling,
-        )
+        return (gradient.bmm(right.transpose(1, 2)) * self.scaling, left.transpose(1, 2).bmm(gradient) * self.scaling)
 
 
 def tensors_of(factors: Iterable[Factors]) -> list[torch.Tensor]:
     """Return all tensors of several factors, left and right alternating."""
-    return [each for one in factors for each in one.tensors]
+    return [each for factor in factors for each in factor.tensors]
 
 
 class AdaptedWeights:
-    """The parameters of a range of experts by their names in the module: those with adapters have them added when read.
-
-    Args:
-        weights: the parameters.
-        factors: of the adapters of this range.
-    """
+    """Parameters of a range of experts by name in the module; adapters are added when they are read."""
 
     def __init__(self, weights: Mapping[str, torch.Tensor], factors: Iterable[Factors]):
-        self.weights, self.factors = dict(weights), {one.name: one for one in factors}
+        self.weights, self.factors = dict(weights), {factor.name: factor for factor in factors}
 
     def __getitem__(self, name: str) -> torch.Tensor:
         value = self.weights[name]
@@ -92,23 +85,23 @@ class ExpertAdapters:
         """Return the adapters around the module at ``path``.
 
         Raises:
-            UserError: this version of peft adds them in another way.
+            UserError: if this version of peft adds them in another way.
         """
-        found: dict[str, ParamWrapper] = {}
+        wrappers: dict[str, ParamWrapper] = {}
         while path.endswith(".base_layer"):
             path = path.removesuffix(".base_layer")
             wrapper: Any = model.get_submodule(path)
             if isinstance(wrapper, ParamWrapper):
-                found[wrapper.parameter_name] = wrapper
-        if found and not hasattr(peft_layers, "_LoraFactorsProxy"):
+                wrappers[wrapper.parameter_name] = wrapper
+        if wrappers and not hasattr(peft_layers, "_LoraFactorsProxy"):
             raise UserError(f"Adapters of experts need peft 0.21 where blocks are in pieces, not {peft.__version__}.")
-        return ExpertAdapters(found)
+        return ExpertAdapters(wrappers)
 
     def factors(self) -> list[Factors]:
         """Return the factors of all experts: views of the parameters that the adapters have now.
 
         Raises:
-            UserError: a parameter has several adapters.
+            UserError: if a parameter has several adapters.
         """
         return [_factors(wrapper) for wrapper in self.wrappers.values()]
 
@@ -138,7 +131,7 @@ def only_adapter(wrapper: Any) -> str:
     """Return the name of the adapter that one of peft's layers has.
 
     Raises:
-        UserError: it has none that is active, or several.
+        UserError: if there is no active adapter, or several.
     """
     active = [adapter for adapter in wrapper.active_adapters if adapter in wrapper.lora_A]
     if len(active) != 1 or wrapper.disable_adapters or wrapper.merged:
@@ -158,3 +151,61 @@ def _factors(wrapper: Any) -> Factors:
     if not wrapper._did_swap_in_out_features:
         left, right = right.transpose(-2, -1), left.transpose(-2, -1)
     return Factors(wrapper.parameter_name, left, right, wrapper.scaling[adapter])
+
+
+class AdaptedModule:
+    """A module whose parameters have adapters.
+
+    Args:
+        wrapper: the outermost of peft's modules around it.
+    """
+
+    def __init__(self, wrapper: ParamWrapper):
+        self._outermost = wrapper
+        self._module: nn.Module = wrapper.get_base_layer()
+        self._wrappers = []
+        inner: Any = wrapper
+        while isinstance(inner, ParamWrapper):
+            self._wrappers.append(inner)
+            inner = inner.base_layer
+
+    @contextmanager
+    def bound(self) -> Iterator[None]:
+        """Let the module compute with its adapters while the context is open."""
+        with replaced_forward(self._outermost, self._forward):
+            yield
+
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
+        adapted: Any = copy.copy(self._module)
+        parameters = dict(self._module._parameters)
+        for wrapper in reversed(self._wrappers):
+            name = wrapper.parameter_name
+            delta = wrapper.get_delta_weight(only_adapter(wrapper))
+            parameters[name] = _LoraParameterProxy(delta)(parameters[name])
+        adapted.__dict__["_parameters"] = parameters
+        return adapted(*args, **kwargs)
+
+
+def adapted_modules(block: nn.Module, others: Collection[ParamWrapper]) -> list[AdaptedModule]:
+    """Return the modules of a block that have adapters of whole parameters.
+
+    Args:
+        others: wrappers that are seen to elsewhere.
+
+    Raises:
+        UserError: if they adapt experts of a module that cannot compute them in ranges.
+    """
+    wrappers = {
+        path: wrapper
+        for path, wrapper in block.named_modules()
+        if isinstance(wrapper, ParamWrapper) and wrapper not in others
+    }
+    for path, wrapper in wrappers.items():
+        if wrapper.num_experts > 1:
+            raise UserError(
+                f"{path} has an adapter of {wrapper.parameter_name}, the weights of all experts, which this model does "
+                "not compute through transformers' interface for experts: it cannot be added in pieces. Adapt other "
+                "modules (--lora-targets), or give the device more memory."
+            )
+    inner = {id(wrapper.base_layer) for wrapper in wrappers.values()}
+    return [AdaptedModule(wrapper) for wrapper in wrappers.values() if id(wrapper) not in inner]

@@ -1,6 +1,6 @@
 """Whether a block's backward pass needs the output of its experts: if not, recomputation leaves the experts out.
 
-It is found out by running the block on the meta device: whatever is made from the experts' output is marked, and what
+It is found out by running the block on the meta device: everything made from the experts' output is marked, and what
 autograd saves is looked at.
 """
 
@@ -15,9 +15,8 @@ from torch.utils._pytree import tree_leaves
 
 from fuyou.model.blocks.weightless import on_meta
 from fuyou.model.streamed_model import StreamedModel
-from fuyou.pieces.expert_adapters import ExpertAdapters
+from fuyou.pieces.expert_adapters import AdaptedModule, ExpertAdapters
 from fuyou.pieces.meta_block import cut_off_layer, learn, meta_call
-from fuyou.pieces.whole_adapters import AdaptedModule
 
 Adapters = ExpertAdapters | AdaptedModule
 
@@ -25,14 +24,8 @@ Adapters = ExpertAdapters | AdaptedModule
 def output_is_saved(stack: StreamedModel, layer: int, name: str, adapters: Sequence[Adapters] = ()) -> bool:
     """Return whether anything that depends on the output of the module ``name`` is saved for the backward pass.
 
-    Args:
-        stack: the model.
-        layer: index of the block.
-        name: the module's.
-        adapters: those of parameters in the block.
-
     Raises:
-        UserError: the block does not run on the meta device.
+        UserError: if the block does not run on the meta device.
     """
     question = ("saves", cut_off_layer(stack, layer, name))
     return learn(stack, layer, question, lambda: _saves(stack, layer, stack.model.get_submodule(name), adapters))
@@ -47,7 +40,7 @@ def _saves(stack: StreamedModel, layer: int, module: nn.Module, adapters: Sequen
         return result
 
     block = stack.blocks[layer]
-    others = [one for one in block.modules() if one is not module and "_is_expert_parallel" in one.__dict__]
+    others = [other for other in block.modules() if other is not module and "_is_expert_parallel" in other.__dict__]
     with on_meta(block), torch.enable_grad(), ExitStack() as opened:
         for each in adapters:
             opened.enter_context(each.bound())

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from fuyou.layout.pieces import PiecePart
+from fuyou.layout.record_parts import PiecePart
 from fuyou.pieces.expert_adapters import AdaptedWeights, ExpertAdapters, Factors
 from fuyou.pieces.handle import Parts
 from fuyou.pieces.run import Use
@@ -15,8 +15,6 @@ class ExpertParts:
     """The parameters of a module of experts.
 
     Args:
-        module: the module, whose parameters are bound to handles when it computes.
-        source: where real parameters come from.
         parts: for the first name of each parameter, its ranges in order.
         trained: first names of those that are trained.
         adapters: what is to be added to them.
@@ -60,7 +58,7 @@ class ExpertParts:
         named = {part.name.rpartition(".")[2]: weights[part] for part in parts}
         return AdaptedWeights(
             {name: value.to(dtypes[name]) for name, value in named.items()},
-            [one.of(*self.ranges[index]) for one in factors],
+            [factor.of(*self.ranges[index]) for factor in factors],
         )
 
     def trained_parts(self, index: int) -> dict[str, PiecePart]:

@@ -8,16 +8,15 @@ import torch
 from torch import nn
 
 from common.errors import UserError
-from fuyou.layout.pieces import PiecePart
+from fuyou.layout.record_parts import PiecePart
 from fuyou.model.expert_modules import expert_modules
 from fuyou.model.streamed_model import StreamedModel
 from fuyou.pieces.eager_experts import EagerExperts
-from fuyou.pieces.expert_adapters import ExpertAdapters, replaced_forward
+from fuyou.pieces.expert_adapters import AdaptedModule, ExpertAdapters, adapted_modules, replaced_forward
 from fuyou.pieces.expert_output import output_is_saved
 from fuyou.pieces.expert_parts import ExpertParts
 from fuyou.pieces.grouped_experts import GroupedExperts
 from fuyou.pieces.handle import Parts
-from fuyou.pieces.whole_adapters import AdaptedModule, adapted_modules
 
 Computation = GroupedExperts | EagerExperts
 
@@ -26,38 +25,34 @@ def expert_parameters(stack: StreamedModel, layer: int, names: Collection[str]) 
     """Return, for each mixture of a block, the parameters with one matrix per expert, and the number of experts.
 
     Args:
-        stack: the model.
-        layer: index of the block.
         names: first names of the parameters that are to be cut.
 
     Raises:
-        UserError: some of them are in another record, which is not cut.
+        UserError: if some of them are in another record, which is not cut.
     """
-    found = []
+    mixtures = []
     for prefix, module in expert_modules(stack, layer):
         experts = int(module.num_experts)  # type: ignore[arg-type]
-        own = {
+        members = {
             f"{prefix}.{name}"
             for name, value in module._parameters.items()
             if value is not None and value.dim() > 1 and value.shape[0] == experts
         }
-        if own - set(names):
+        if members - set(names):
             raise UserError(
-                f"The experts of {prefix} are trained beside frozen parameters of their block, in a record of their "
-                "own that cannot be cut in pieces: train all of the block or adapters (--lora-rank), "
+                f"The experts of {prefix} are trained next to frozen parameters of their block, in a separate "
+                "record that cannot be cut in pieces: train all of the block or adapters (--lora-rank), "
                 "or give more --device-memory, so that a whole block fits."
             )
-        if own:
-            found.append((tuple(name for name in names if name in own), experts))
-    return found
+        if members:
+            mixtures.append((tuple(name for name in names if name in members), experts))
+    return mixtures
 
 
 class ExpertRanges:
     """A module of experts whose parameters are cut in ranges.
 
     Args:
-        module: the module.
-        computation: what takes the place of its own.
         adapters: those around the module, which the computation adds.
     """
 
@@ -79,28 +74,22 @@ class ExpertRanges:
 
 
 def own_computations(
-    stack: StreamedModel,
-    layer: int,
-    source: Parts,
-    parts: Mapping[str, Sequence[PiecePart]],
-    trained: Collection[str],
+    stack: StreamedModel, layer: int, source: Parts, parts: Mapping[str, Sequence[PiecePart]], trained: Collection[str]
 ) -> list[ExpertRanges | AdaptedModule]:
-    """Return the modules of a block that compute in a way of their own: experts in ranges, and what has adapters of
-    whole parameters.
+    """Return the modules of a block with special computations: experts in ranges, and adapters of whole parameters.
 
     Args:
-        stack: the model.
-        layer: index of the block.
-        source: where real parameters come from.
         parts: for the first name of each parameter in pieces, its parts in order.
         trained: first names of those that are trained.
 
     Raises:
-        UserError: they cannot be computed range by range.
+        UserError: if they cannot be computed range by range.
     """
     adapters = {prefix: ExpertAdapters.around(stack.model, prefix) for prefix, _ in expert_modules(stack, layer)}
-    others = adapted_modules(stack.blocks[layer], {one for own in adapters.values() for one in own.wrappers.values()})
-    found: list[ExpertRanges] = []
+    others = adapted_modules(
+        stack.blocks[layer], {wrapper for own in adapters.values() for wrapper in own.wrappers.values()}
+    )
+    ranges: list[ExpertRanges] = []
     for prefix, module in expert_modules(stack, layer):
         names = [f"{prefix}.{name}" for name in module._parameters]
         own = {name: parts[name] for name in names if name in parts and parts[name][0].experts is not None}
@@ -114,8 +103,8 @@ def own_computations(
         else:
             saved = output_is_saved(stack, layer, prefix, [*adapters.values(), *others])
             computation = GroupedExperts(mixture, skips=not saved)
-        found.append(ExpertRanges(module, computation, adapters[prefix]))
-    return [*found, *others]
+        ranges.append(ExpertRanges(module, computation, adapters[prefix]))
+    return [*ranges, *others]
 
 
 def _implementation(prefix: str, module: Any, parts: Mapping[str, Sequence[PiecePart]]) -> str:
@@ -135,6 +124,6 @@ def _implementation(prefix: str, module: Any, parts: Mapping[str, Sequence[Piece
             f"The experts of {prefix} use transformers' implementation {chosen!r}, which cannot be cut in pieces: use "
             "grouped_mm or eager."
         )
-    if len({tuple(part.experts for part in own) for own in parts.values()}) > 1:
+    if len({tuple(part.experts for part in ranges) for ranges in parts.values()}) > 1:
         raise UserError(f"The parameters of the experts of {prefix} are not cut at the same experts: {parts}.")
     return str(chosen)

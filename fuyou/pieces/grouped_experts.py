@@ -49,7 +49,6 @@ class GroupedExperts:
     """Takes the place of a module's ``grouped_mm``.
 
     Args:
-        mixture: the experts.
         skips: whether a pass with gradients leaves the experts out, because nothing saves what comes of their output:
             then that output is zero there.
     """
@@ -139,7 +138,6 @@ class GroupedExperts:
 
         Args:
             saved: hidden states, chosen experts, and their weights.
-            factors: of adapters.
             gradient: gradient of the output, ``[T, H]``.
             wanted: whether hidden states and weights have gradients.
 
@@ -215,7 +213,7 @@ def _at_its_place(
     A CPU computes the last elements of a tensor, which do not fill a vector register, in another way than the others
     (``silu`` and ``sigmoid`` differ in the last bit). So rows are added, before or behind, that let the same elements
     be the last ones. Where a row fills whole registers, there are no last ones. (Several threads cut a large tensor at
-    places of their own: there the numbers are those of a single thread only.)
+    other places: there the numbers are those of a single thread only.)
     """
     width = values.shape[1] // parts
     if values.device.type != "cpu" or width % _VECTOR == 0:

@@ -15,7 +15,7 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from common.errors import FinetuneError, UserError
-from fuyou.layout.pieces import PiecePart
+from fuyou.layout.record_parts import PiecePart
 from fuyou.model.recompute.block_trace import makes_views
 from fuyou.pieces.run import Use, Weights
 
@@ -45,11 +45,9 @@ class Origin:
 
     source: Parts
     name: str  # First name of the parameter
-    # The parts that hold the parameter; several where it is a mixture's and cut by experts.
-    parts: tuple[PiecePart, ...]
+    parts: tuple[PiecePart, ...]  # The parts that hold the parameter; several if it is cut by experts
     start: int = 0  # Element of the part at which the handle's parameter begins
-    # Makes the handle's parameter, which is contiguous, from the part; None: it is a view of the part.
-    make: Callable[[torch.Tensor], torch.Tensor] | None = None
+    make: Callable[[torch.Tensor], torch.Tensor] | None = None  # Makes the parameter from the part; None: a view
 
     def real(self, weights: Weights, geometry: torch.Tensor) -> torch.Tensor:
         """Return the memory that a handle of this ``geometry`` (on the meta device) stands for."""
@@ -82,7 +80,7 @@ class Handle(torch.Tensor):
     @staticmethod
     def make(geometry: torch.Tensor, origin: Origin | None, device: torch.device) -> "Handle":
         """Return a handle on ``device``."""
-        made: Handle = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        handle: Handle = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             Handle,
             geometry.shape,
             strides=geometry.stride(),
@@ -90,8 +88,8 @@ class Handle(torch.Tensor):
             dtype=geometry.dtype,
             device=device,
         )
-        made.geometry, made.origin = geometry, origin
-        return made
+        handle.geometry, handle.origin = geometry, origin
+        return handle
 
     def in_memory(self, weights: Weights) -> torch.Tensor:
         """Return the memory that the handle stands for."""
@@ -112,17 +110,17 @@ class Handle(torch.Tensor):
     def data_ptr(self) -> int:
         """Refuse: there is no memory that a kernel could be given."""
         name = _name(self)
-        raise UserError(f"The block gives the address of {name} to a kernel of its own: it cannot be cut in pieces.")
+        raise UserError(f"The block gives the address of {name} to a custom kernel: it cannot be cut in pieces.")
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        found = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Handle)]
-        origins = [one.origin for one in found if one.origin is not None]
-        if len(origins) < len(found):
-            return _pass_on(func, found[0])
+        handles = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Handle)]
+        origins = [handle.origin for handle in handles if handle.origin is not None]
+        if len(origins) < len(handles):
+            return _pass_on(func, handles[0])
         if makes_views(func):
             return _view(func, args, kwargs)
         _refuse(func, args, origins)

@@ -6,7 +6,7 @@ from contextlib import ExitStack, contextmanager
 import torch
 
 from common.models.structure import parameter_names
-from fuyou.layout.pieces import Piece, PiecePart
+from fuyou.layout.record_parts import Piece, PiecePart
 from fuyou.model.streamed_model import StreamedModel
 from fuyou.pieces.experts import own_computations
 from fuyou.pieces.handle import Handle, Origin, hand_on
@@ -17,16 +17,13 @@ class PieceHandles:
     """The parameters of a block that are in pieces, as handles.
 
     Args:
-        stack: the model.
-        layer: index of the block.
-        pieces: what is cut from the block.
         trained: first names of the parameters whose gradients are wanted.
         on_gradient: called with a part and its gradient, in the dtype of the weights, as soon as autograd has it. It
             must copy what it wants to keep, and may be called for several micro-batches in turn.
         device: where handles pretend to be; None: where ``stack`` computes.
 
     Raises:
-        UserError: the block cannot be cut in these pieces.
+        UserError: if the block cannot be cut in these pieces.
     """
 
     def __init__(
@@ -47,9 +44,9 @@ class PieceHandles:
         for part in self._piece_of:
             parts.setdefault(part.name, []).append(part)
         aliases = {names[0]: names for names in parameter_names(stack.model)}
-        for name, own in parts.items():
-            own.sort(key=lambda part: part.experts or (0, 0))
-            self.parameters.update(dict.fromkeys(aliases[name], self._leaf(name, tuple(own))))
+        for name, ranges in parts.items():
+            ranges.sort(key=lambda part: part.experts or (0, 0))
+            self.parameters.update(dict.fromkeys(aliases[name], self._leaf(name, tuple(ranges))))
         self._computations = own_computations(stack, layer, self, parts, self._trained)
 
     def _leaf(self, name: str, parts: tuple[PiecePart, ...]) -> Handle:

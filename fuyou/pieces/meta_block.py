@@ -22,7 +22,7 @@ def meta_call(stack: StreamedModel, layer: int) -> Call:
     """Return hidden states, and the other arguments that block ``layer`` is called with, on the meta device.
 
     Raises:
-        UserError: the block's call cannot be made there.
+        UserError: if the block cannot be called there.
     """
     if stack.links.shared:
         raise UserError(
@@ -33,13 +33,12 @@ def meta_call(stack: StreamedModel, layer: int) -> Call:
 
 
 def cut_off_layer(stack: StreamedModel, layer: int, name: str) -> str:
-    """Return a parameter's name inside its block."""
     return name.removeprefix(f"{stack.block_prefix}.{layer}.")
 
 
 @contextmanager
 def unchanged(stack: StreamedModel) -> Iterator[None]:
-    """Look at each block of ``stack`` once only, however often what it is made of is asked for: nothing changes it."""
+    """Inspect each block of ``stack`` only once: nothing changes it in this context."""
     if stack in _STRUCTURES:
         yield
         return
@@ -54,7 +53,7 @@ def learn(stack: StreamedModel, layer: int, question: Hashable, answer: Callable
     """Return what ``answer`` returns; blocks of one structure share the answer to a ``question``.
 
     Raises:
-        UserError: the block does not run on the meta device.
+        UserError: if the block does not run on the meta device.
     """
     known = _LEARNT.setdefault(stack, {})
     structures = _STRUCTURES.get(stack, {})
@@ -66,7 +65,7 @@ def learn(stack: StreamedModel, layer: int, question: Hashable, answer: Callable
             known[key] = answer()
         except FinetuneError:
             raise
-        except Exception as error:  # whatever a family's own code does without values
+        except Exception as error:  # a family's code may fail in any way without values
             raise UserError(
                 f"Block {layer} of {type(stack.model).__name__} cannot be cut in pieces: running it without values, to "
                 f"learn the order of its parameters, failed ({type(error).__name__}: {error})."

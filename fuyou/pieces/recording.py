@@ -1,23 +1,57 @@
 """Runs a block without values, and records which of its pieces are needed for what."""
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from common.errors import FinetuneError, UserError
-from fuyou.layout.pieces import Piece, PiecePart
+from fuyou.layout.record_parts import Piece, PiecePart
 from fuyou.model.blocks.weightless import empty_parameter, on_meta, restored
 from fuyou.model.streamed_model import StreamedModel
 from fuyou.pieces.handles import PieceHandles
-from fuyou.pieces.live_bytes import LiveBytes
 from fuyou.pieces.meta_block import meta_call
 from fuyou.pieces.run import Use, Weights, supplying
+
+
+class LiveBytes(TorchDispatchMode):
+    """Bytes of all tensors made while this is active that still exist, and most of them at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.most = 0
+        self._seen: set[int] = set()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        given = {leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if _has_storage(leaf)}
+        for leaf in filter(_has_storage, tree_leaves(result)):
+            storage = leaf.untyped_storage()
+            identity, nbytes = storage._cdata, storage.nbytes()
+            if nbytes and identity not in given and identity not in self._seen:
+                self._seen.add(identity)
+                self.now += nbytes
+                self.most = max(self.most, self.now)
+                weakref.finalize(storage, self._gone, identity, nbytes)
+        return result
+
+    def _gone(self, identity: int, nbytes: int) -> None:
+        self._seen.discard(identity)
+        self.now -= nbytes
+
+
+def _has_storage(leaf: Any) -> bool:
+    return type(leaf) in (torch.Tensor, torch.nn.Parameter)
+
 
 _META = torch.device("meta")
 
@@ -28,8 +62,7 @@ class Recording:
 
     uses: list[tuple[frozenset[int], Use]]  # What was needed for what, operator by operator
     complete: bool  # Whether that is all that any run may need; if not, what is used depends on values
-    # Bytes, for each token, that a forward pass kept at most when it asked for another piece, its input included.
-    between_bytes: int
+    between_bytes: int  # Peak bytes per token when a forward pass requests another piece
 
 
 class _Recorder:
@@ -40,7 +73,7 @@ class _Recorder:
     def __init__(self, stack: StreamedModel, pieces: Sequence[Piece], device: torch.device):
         self.uses: list[tuple[frozenset[int], Use]] = []
         self.live = LiveBytes()
-        self.most_between = 0  # bytes that there were when another piece was asked for
+        self.most_between = 0  # bytes at a request for another piece
         self._weights = {part: _empty(stack, part, device) for piece in pieces for part in piece}
 
     def need(self, pieces: frozenset[int], use: Use) -> Weights:
@@ -75,14 +108,14 @@ def record(stack: StreamedModel, layer: int, pieces: Sequence[Piece], backward: 
     arbitrary weights that take next to no memory.
 
     Raises:
-        UserError: the block cannot be cut in pieces.
-        Exception: whatever the block's own code raises when it runs without values.
+        UserError: if the block cannot be cut in pieces.
+        Exception: of any kind, if the block's code fails without values.
     """
     try:
         return _run(stack, layer, pieces, backward, _META)
     except FinetuneError:
         raise
-    except Exception:  # whatever a family's own code does without values
+    except Exception:  # a family's code may fail in any way without values
         return _run(stack, layer, pieces, backward, stack.device)
 
 
@@ -144,7 +177,7 @@ def only_piece(pieces: frozenset[int], cut: Sequence[Piece]) -> int:
     """Return the piece that an operator needs.
 
     Raises:
-        UserError: it needs several.
+        UserError: if it needs several.
     """
     if len(pieces) > 1:
         names = [cut[index][0].name for index in sorted(pieces)]

@@ -1,6 +1,6 @@
 """A pass through a block as a coroutine: it computes until it needs a piece that is not on the device, and waits there.
 
-A pass is ordinary code, some of it in autograd's engine, so it can only wait on a thread of its own. One baton goes to
+A pass is ordinary code, some of it in autograd's engine, so it can only wait on a separate thread. One baton goes to
 and fro between that thread and the caller: they never compute at once. What belongs to the process and not to a thread
 (random generators, the documents of a packed row) is exchanged with the baton.
 """
@@ -18,8 +18,29 @@ import torch
 
 from common.data.documents import current_documents, replace_documents
 from common.errors import FinetuneError
-from fuyou.layout.pieces import PiecePart
-from fuyou.pieces.random_states import random_states, set_random_states
+from fuyou.layout.record_parts import PiecePart
+
+
+def random_states(device: torch.device) -> tuple[torch.Tensor, ...]:
+    """Return the states of the CPU's generator and, on a GPU, the GPU's."""
+    return (torch.get_rng_state(),) + ((torch.cuda.get_rng_state(device),) if device.type == "cuda" else ())
+
+
+def set_random_states(states: tuple[torch.Tensor, ...], device: torch.device) -> None:
+    """Set the generators to what :func:`random_states` returned."""
+    torch.set_rng_state(states[0])
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(states[1], device)
+
+
+def fresh_random_states(device: torch.device) -> tuple[torch.Tensor, ...]:
+    """Return states of generators with a seed that is drawn from the CPU's generator."""
+    seed = int(torch.randint(1 << 62, ()))
+    fresh: tuple[torch.Tensor, ...] = (torch.Generator().manual_seed(seed).get_state(),)
+    if device.type == "cuda":
+        fresh += (torch.Generator(device).manual_seed(seed).get_state(),)
+    return fresh
+
 
 T = TypeVar("T")
 Weights = Mapping[PiecePart, torch.Tensor]
@@ -55,7 +76,7 @@ def current_supply() -> Supply:
     """Return where this thread gets pieces from.
 
     Raises:
-        FinetuneError: nowhere: parameters in pieces have been used outside of a :class:`PieceRun`.
+        FinetuneError: if parameters in pieces are used outside a :class:`PieceRun`.
     """
     if _local.supply is None:
         raise FinetuneError(
@@ -81,7 +102,7 @@ class _Abandoned(BaseException):
 class _Worker:
     """A thread that computes one pass after another.
 
-    A thread of its own for each pass would cost a tenth of a small block's time: its memory is new to it, page by page.
+    A new thread for each pass would cost a tenth of a small block's time: its memory is new to it, page by page.
     """
 
     idle: ClassVar[list["_Worker"]] = []
@@ -112,7 +133,7 @@ class PieceRun(Generic[T]):
     """One micro-batch's pass through one block, which waits for the pieces that it needs.
 
     Args:
-        work: the pass. It runs in a thread of its own, with the caller's context variables and grad mode. Modes and
+        work: the pass. It runs in a separate thread, with the caller's context variables and grad mode. Modes and
             hooks that are to hold in it (saved tensors, dispatch) must be entered in ``work`` itself.
         device: where it computes, with the caller's current stream.
         random_state: states of the generators, as :attr:`random_state` has them; None: the caller's own when the pass
@@ -122,10 +143,7 @@ class PieceRun(Generic[T]):
     computes = True
 
     def __init__(
-        self,
-        work: Callable[[], T],
-        device: torch.device = _CPU,
-        random_state: tuple[torch.Tensor, ...] | None = None,
+        self, work: Callable[[], T], device: torch.device = _CPU, random_state: tuple[torch.Tensor, ...] | None = None
     ):
         self.random_state = random_state
         """States of the generators where the pass is now: the CPU's and, on a GPU, its own."""
@@ -151,7 +169,7 @@ class PieceRun(Generic[T]):
     # -- the caller's side ----------------------------------------------------------------------------------------
 
     def advance(self, piece: int, weights: Weights) -> bool:
-        """Let the pass go on while it needs ``piece`` and no other.
+        """Let the pass continue while it needs only ``piece``.
 
         It returns at once if the pass waits for another piece. The first call starts the pass.
 
@@ -163,10 +181,10 @@ class PieceRun(Generic[T]):
             Whether the pass has ended.
 
         Raises:
-            Exception: whatever the pass has raised; FinetuneError if the run was closed.
+            Exception: of any kind raised by the pass; FinetuneError if the run was closed.
         """
         if self._closed:
-            raise FinetuneError("A pass through a block in pieces has been asked to go on after it was closed.")
+            raise FinetuneError("A pass through a block in pieces was continued after it was closed.")
         if self.ended or (self._worker is not None and self.wanted != piece):
             return self.ended
         if self._worker is None:
@@ -183,7 +201,7 @@ class PieceRun(Generic[T]):
         """Return what the pass has returned.
 
         Raises:
-            FinetuneError: it has not ended, or was closed, or has failed.
+            FinetuneError: if it has not ended, was closed, or has failed.
         """
         if not self.ended or self._closed:
             raise FinetuneError("A pass through a block in pieces has no result before it has ended.")
@@ -269,11 +287,7 @@ class PieceRun(Generic[T]):
         assert self._work is not None
         self._use_stream()
         # A backward pass stays in this thread, which is the one that can wait, on a GPU as well.
-        with (
-            torch.autograd.set_multithreading_enabled(False),
-            torch.set_grad_enabled(self._grad),
-            supplying(self),
-        ):
+        with torch.autograd.set_multithreading_enabled(False), torch.set_grad_enabled(self._grad), supplying(self):
             self._value = self._work()
 
     def _use_stream(self) -> None:

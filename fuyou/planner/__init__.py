@@ -1,4 +1,4 @@
-"""Plans before running: whether a run fits, how fast it will be, and what bounds it. Needs no weights, GPU or SSD."""
+"""Plans before running: whether a run fits, its speed, and its bound. Needs no weights, GPU, or SSD."""
 
 from fuyou.planner.choose_settings import (
     ChosenSettings,

@@ -1,4 +1,4 @@
-"""Chooses, at the start of a run, the settings that were left open: the planner's answer to the engine."""
+"""Choose the settings that a run leaves open, at its start."""
 
 import contextlib
 import time
@@ -18,14 +18,12 @@ from fuyou.model.recompute.policy import ActivationPolicy
 from fuyou.optimizer.clipping import ClipBy
 from fuyou.planner.evaluate import Evaluator
 from fuyou.planner.machine import RankLinks, machine_of_one_rank, profiled_machine
-from fuyou.planner.piece_size import fitting_job
 from fuyou.planner.profiling import Profile, ProfiledWorkload, load, measure, save
 from fuyou.planner.run_plan import max_clipped_share, search
-from fuyou.planner.training_job import TrainingJob
+from fuyou.planner.training_job import TrainingJob, fitting_job
 from fuyou.runtime.devices.device import Device
 from fuyou.runtime.ranks.agreement import Agreement
-from fuyou.runtime.ranks.collectives import gather
-from fuyou.runtime.ranks.topology import ClusterTopology
+from fuyou.runtime.ranks.collectives import ClusterTopology, gather
 from fuyou.schedule.memory_plan import MemoryPlan
 from fuyou.schedule.memory_planner import MemoryPlanner
 
@@ -37,9 +35,9 @@ _SECONDS = 0.25
 
 @dataclass(frozen=True)
 class PlannerContext:
-    """A run that is about to begin on this machine, and what follows from it, worked out once when it is needed.
+    """A run on this machine, before it begins.
 
-    Everything that is worked out raises ``UserError`` if not even one block fits the memory limits.
+    Every property raises ``UserError`` if not even one block fits the memory limits.
     """
 
     job: TrainingJob
@@ -49,7 +47,7 @@ class PlannerContext:
 
     @cached_property
     def memory(self) -> MemoryPlan:
-        """Buffers that the run has if nothing is chosen for it."""
+        """Return the buffers of the run with default settings."""
         (host, device), shared = self.limits, self.device.shares_host_memory
         job = fitting_job(self.job, device, host, shared)
         planner = MemoryPlanner(job.shape, job.config, device, host, shared)
@@ -57,7 +55,7 @@ class PlannerContext:
 
     @cached_property
     def workload(self) -> ProfiledWorkload:
-        """What a profile for this run measures: the micro-batch that the run would have here."""
+        """Return what a profile for this run measures: its micro-batch."""
         job = self.job
         return ProfiledWorkload.planned(
             job.config, job.shape.precision, self.memory, self.directories, job.shape.compiled
@@ -65,12 +63,11 @@ class PlannerContext:
 
     @cached_property
     def profile(self) -> Profile | None:
-        """Cached profile of this machine and model, or None if there is none. Nothing is measured."""
+        """Return the cached profile of this machine and model, or None."""
         return load(self.workload, self.device)
 
 
 def profile_or_measure(context: PlannerContext) -> Profile:
-    """Return the cached profile, or one that is measured and cached now."""
     if context.profile is not None:
         return context.profile
     with activity("measuring this machine with this model, which is kept for the next time"):
@@ -79,14 +76,13 @@ def profile_or_measure(context: PlannerContext) -> Profile:
 
 @dataclass(frozen=True)
 class ChosenSettings:
-    """The settings that the planner has chosen for a run."""
+    """Settings that the planner has chosen for a run."""
 
     micro_batch: int
     deferred_fraction: float
     activation_policy: ActivationPolicy
     clip_by: ClipBy
-    # Share of clipped steps up to which speculation takes less time than deferral, where both were possible.
-    max_clipped_share: float
+    max_clipped_share: float  # Share of clipped steps up to which speculation beats deferral
 
     def complete(self, config: EngineConfig) -> EngineConfig:
         """Return ``config`` with the chosen values for the options that were left open."""
@@ -99,12 +95,10 @@ class ChosenSettings:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the settings as JSON, to send them to other ranks."""
         return {**asdict(self), "clip_by": self.clip_by.value}
 
     @classmethod
     def from_dict(cls, content: dict[str, Any]) -> "ChosenSettings":
-        """Return the settings that :meth:`to_dict` described."""
         policy = content["activation_policy"]
         operators = tuple((name, ordinal) for name, ordinal in policy["operators"])
         activation_policy = ActivationPolicy(operators, policy["layers"])
@@ -112,14 +106,13 @@ class ChosenSettings:
 
 
 def choose_settings(context: PlannerContext, links: RankLinks | None = None) -> ChosenSettings | None:
-    """Return the fastest settings for a run on this machine, or None if there is no profile of machine and model.
+    """Return the fastest settings for a run on this machine, or None without a profile of machine and model.
 
-    No choice changes a number: the micro-batch is the one that the memory plan would take anyway. Nothing is measured.
-    Takes some milliseconds to read the profile and, for the simulations, 0.1 s (a small model) to 3 s (160 layers).
+    No choice changes a number: the micro-batch is that of the memory plan. Measures nothing; the simulations take 0.1 s
+    (a small model) to 3 s (160 layers).
 
     Args:
-        context: the run; what its job has decided already stays as it is.
-        links: links to the other ranks, each of which does what the job says; None if there are no other ranks.
+        links: links to the other ranks; None if there are no other ranks.
     """
     job, (host, device) = context.job, context.limits
     try:
@@ -142,12 +135,10 @@ def choose_settings(context: PlannerContext, links: RankLinks | None = None) -> 
 def choose_settings_on_all_ranks(
     context: PlannerContext, topology: ClusterTopology, agreement: Agreement
 ) -> ChosenSettings | None:
-    """Return rank 0's :func:`choose_settings` on every rank. Collective.
-
-    All ranks must have the same task list, and they are alike, so one choice by one profile serves all of them.
+    """Return rank 0's :func:`choose_settings` on every rank, since all need the same task list. Collective.
 
     Args:
-        context: this rank's part of the run, with its own drives and the limits that all ranks have.
+        context: this rank's part of the run, with its drives and the limits that all ranks have.
     """
     is_rank0 = context.job.shape.share.rank == 0
     if not agreement.all_gather_object(is_rank0 and _is_profiled(context))[0]:
@@ -167,7 +158,7 @@ def _is_profiled(context: PlannerContext) -> bool:
 def measure_links(topology: ClusterTopology, device: Device, agreement: Agreement) -> RankLinks:
     """Measure the slowest link inside and between nodes, and the fixed cost of an exchange. Collective.
 
-    Takes a second at most on a network of 1 Gbit/s. All groups of a level send at once, as they do in a step, so ranks
+    Takes a second at most on a network of 1 Gbit/s. All groups of a level send at once, as in a step, so that ranks
     that share a wire are measured sharing it.
     """
     groups = topology.gather_groups
@@ -187,7 +178,7 @@ def measure_links(topology: ClusterTopology, device: Device, agreement: Agreemen
 def _exchange_seconds(
     group: dist.ProcessGroup, device: Device, nbytes: int, rounds: int, agreement: Agreement
 ) -> float:
-    """Return the slowest rank's seconds for an exchange in which each rank sends ``nbytes``, after one warm-up."""
+    """Return the slowest rank's seconds for an exchange of ``nbytes`` per rank, after one warm-up."""
     cells = torch.zeros((group.size(), nbytes // (group.size() - 1)), dtype=torch.uint8, device=device.torch_device)
     start = 0.0
     for turn in range(1 + rounds):

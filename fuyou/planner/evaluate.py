@@ -1,7 +1,7 @@
-"""Evaluates one way of running a step: counts its buffers, lists its tasks, runs the list on a clock.
+"""Evaluate one way of running a step: count its buffers, list its tasks, and simulate the list.
 
-A list of hundreds of thousands of tasks takes seconds to simulate. For comparing candidates, micro-batches are merged
-until few enough are left: the same bytes and FLOPs in fewer tasks, buffers of activations in proportion.
+A list of hundreds of thousands of tasks takes seconds to simulate. To compare candidates, micro-batches are merged
+until few are left: the same bytes and FLOPs in fewer tasks, with buffers of activations in proportion.
 """
 
 from collections.abc import Iterable
@@ -20,17 +20,15 @@ from fuyou.model.recompute.policy import (
     saved_outputs,
     trace_block,
 )
-from fuyou.optimizer.clipping import ClipBy
+from fuyou.optimizer.clipping import ClipBy, UpdatePolicy
 from fuyou.planner.machine import Machine
-from fuyou.planner.piece_size import fitting_job
 from fuyou.planner.rates import TaskRates
 from fuyou.planner.simulated_machine import Simulation
 from fuyou.planner.simulator import simulate
-from fuyou.planner.training_job import TrainingJob
+from fuyou.planner.training_job import TrainingJob, fitting_job
 from fuyou.schedule.memory_plan import MemoryPlan
 from fuyou.schedule.memory_planner import MemoryPlanner
 from fuyou.schedule.tasks import SSD_WRITES, ComputeTask, Op, Resource, StepList
-from fuyou.schedule.update_policy import UpdatePolicy
 
 _MAX_TASKS = 640  # Visits times micro-batches in a step that is only simulated to compare
 # Steps until one is like the next: two, with deferred updates one more, and another one where what is written from host
@@ -51,29 +49,26 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The result of simulating a candidate: its buffers, its tasks, its step time."""
+    """Result of simulating a candidate: its buffers, tasks, and step time."""
 
     candidate: Candidate
     memory: MemoryPlan
     step_seconds: float  # Average over steps that are clipped and steps that are not
-    # Seconds of work in one step (here and below: one that is not clipped, where that makes a difference).
-    busy: dict[Resource, float]
+    busy: dict[Resource, float]  # Seconds of work in a step that is not clipped (as below)
     tasks: StepList  # Tasks of a step in the steady state, with the simulator's times
     simulation: Simulation
     kept_bytes: int  # Bytes of saved outputs of one layer and micro-batch, as simulated
     saved_flops: float  # FLOPs that a step leaves out of the recomputation of all blocks' forward passes
     update_seconds: float  # Seconds of work that the updates take in one step: what deferring some of them could move
-    # Seconds of a step that is clipped and does its updates twice; None where none does.
-    clipped_seconds: float | None = None
+    clipped_seconds: float | None = None  # Seconds of a clipped step, which updates twice
 
     @property
     def bound(self) -> Resource:
-        """The resource that is busy the longest."""
         return max(self.busy, key=lambda resource: self.busy[resource])
 
     @property
     def bound_seconds(self) -> float:
-        """Lower bound of the step's seconds under any schedule."""
+        """Return the lower bound of the step's seconds under any schedule."""
         return max(self.busy.values())
 
 
@@ -92,10 +87,10 @@ class Evaluator:
         self._known: dict[tuple[Candidate, bool], Evaluation | UserError] = {}
 
     def evaluate(self, candidate: Candidate, *, merged: bool = True) -> Evaluation:
-        """Simulate ``candidate``; with ``merged`` micro-batches it is quick and a little off.
+        """Simulate ``candidate``, fast and less exact with ``merged`` micro-batches.
 
         Raises:
-            UserError: it does not fit into memory; says how much would.
+            UserError: if it does not fit into memory; says how much would.
         """
         memory = self.memory(candidate)
         candidate = replace(candidate, micro_rows=memory.batch.micro_rows)
@@ -112,7 +107,6 @@ class Evaluator:
         return result
 
     def fits(self, candidate: Candidate) -> bool:
-        """Return whether ``candidate`` fits into memory."""
         try:
             self.memory(candidate)
         except UserError:
@@ -120,12 +114,11 @@ class Evaluator:
         return True
 
     def update_policy(self, candidate: Candidate) -> UpdatePolicy:
-        """Return when ``candidate`` does its updates."""
+        """Return when ``candidate`` runs its updates."""
         return UpdatePolicy(candidate.clip_by if self.job.clips else None, candidate.deferred_fraction)
 
     def activation_planner(self, candidate: Candidate) -> ActivationPlanner:
-        """Return what ``candidate`` saves for the backward pass, for any batch: nothing if blocks are in pieces, or
-        compiled."""
+        """Return what ``candidate`` saves for the backward pass: nothing if blocks are in pieces or compiled."""
         shape = self.job.shape
         policy = SAVE_NOTHING if shape.orders or shape.compiled else candidate.activation_policy
         if policy not in self._activation_planners:
@@ -135,10 +128,10 @@ class Evaluator:
         return self._activation_planners[policy]
 
     def memory(self, candidate: Candidate) -> MemoryPlan:
-        """Return the buffers that ``candidate`` gets.
+        """Return the buffers of ``candidate``.
 
         Raises:
-            UserError: they do not fit; says how much would.
+            UserError: if they do not fit; says how much would.
         """
         if self._too_small is not None:
             raise self._too_small
@@ -160,16 +153,16 @@ class Evaluator:
 
     @property
     def _kernels(self) -> str:
-        """What attention is traced with: the kernel that the profiled device was seen to take, if any."""
+        """Return the attention kernel to trace with: that of the profiled device, if known."""
         profile = self.machine.profile
-        seen = (one.name for one in profile.operators) if profile is not None else ()
+        seen = (operator.name for operator in profile.operators) if profile is not None else ()
         return next((name for name in seen if name in KERNELS), "cpu" if self.machine.cpu else "cuda")
 
     # -- costs of a block's operators -----------------------------------------------------------------------------
 
     @cached_property
     def trace(self) -> BlockTrace | None:
-        """Operators of a block; None where its family's code does not run without values."""
+        """Return the operators of a block, or None if the family's code needs values to run."""
         job = self.job
         try:
             return trace_block(job.stack, job.seq_len, self._kernels, job.shape.precision.dtype)
@@ -178,7 +171,7 @@ class Evaluator:
 
     @cached_property
     def rates(self) -> TaskRates:
-        """Rates of the machine, with the device's in FLOPs as tasks count them: 2 per parameter and token."""
+        """Return the rates of the machine, with FLOPs as tasks count them: 2 per parameter and token."""
         machine, job = self.machine, self.job
         if machine.profile is not None and self.trace is not None:
             measured = machine.profile.rates(1.0 - saved_outputs(self.trace, ()).saved_fraction)
@@ -197,12 +190,12 @@ class Evaluator:
         profile = self.machine.profile
         if profile is None or self.trace is None:
             return None
-        measured = [(one.name, one.ordinal) for one in profile.operators]
-        if measured != [(one.name, one.ordinal) for one in self.trace.operators]:
+        measured = [(item.name, item.ordinal) for item in profile.operators]
+        if measured != [(item.name, item.ordinal) for item in self.trace.operators]:
             return None
-        seconds = [one.seconds for one in profile.operators]
+        seconds = [item.seconds for item in profile.operators]
         # One at a time they take longer than the whole pass: each is waited for, in Python.
-        return [one * min(1.0, profile.block_forward_seconds / sum(seconds)) for one in seconds]
+        return [item * min(1.0, profile.block_forward_seconds / sum(seconds)) for item in seconds]
 
     def cost(self, operator: Operator) -> float:
         """Return the cost of computing ``operator`` again: its measured seconds, or by a GPU's roofline."""
@@ -212,7 +205,7 @@ class Evaluator:
         return self._operator_seconds[self.trace.operators.index(operator)]
 
     def _timed_recomputation(self, candidate: Candidate, counted: Recomputation) -> Recomputation:
-        """Return ``counted`` as measured times have it: in FLOPs at the backward pass's rate."""
+        """Return ``counted`` corrected by measured times, in FLOPs at the backward pass's rate."""
         if self._operator_seconds is None or not counted.layers:
             return counted
         profile = self.machine.profile
@@ -225,10 +218,10 @@ class Evaluator:
         return replace(counted, saved=counted.unneeded + backward * seconds / profile.block_backward_seconds)
 
     def _left_out_seconds(self, operators: Iterable[tuple[str, int]]) -> float:
-        """Return the seconds that a micro-batch of the profile saves if the outputs of ``operators`` are saved."""
+        """Return the seconds per micro-batch of the profile that saving the outputs of ``operators`` saves."""
         assert self._operator_seconds is not None and self.trace is not None
-        saved = [self.trace.find(*one) for one in operators]
-        left_out = self.trace.required() - self.trace.required(frozenset(one for one in saved if one is not None))
+        saved = [self.trace.find(*call) for call in operators]
+        left_out = self.trace.required() - self.trace.required(frozenset(call for call in saved if call is not None))
         return sum(self._operator_seconds[index] for index in left_out)
 
     def _saving_seconds_per_token(self, saved_bytes: int, micro_tokens: int) -> float:
@@ -290,7 +283,7 @@ class Evaluator:
 
 
 def merge_micro_batches(plan: MemoryPlan, layers: int) -> MemoryPlan:
-    """Return a plan for the same step in fewer, larger micro-batches, however large a device they would take."""
+    """Return a plan for the same step in fewer, larger micro-batches, regardless of device memory."""
     several, counts = plan.batch.micro_batches, plan.counts
     few = max(1, _MAX_TASKS // (2 * layers))
     if several < 2 * few:
@@ -323,10 +316,7 @@ def merge_micro_batches(plan: MemoryPlan, layers: int) -> MemoryPlan:
 
 
 def busy_seconds(tasks: StepList, rates: TaskRates) -> dict[Resource, float]:
-    """Return for how long the tasks of a step keep each resource busy: no step is shorter than the longest time.
-
-    Links between ranks are only listed if something moves over them.
-    """
+    """Return for how long a step's tasks keep each resource busy; links between ranks only if used."""
     moved = dict.fromkeys(Resource, 0.0)
     messages = dict.fromkeys(Resource, 0)
     for task in tasks.tasks:
@@ -356,7 +346,7 @@ _UPDATE_WRITES = SSD_WRITES - {Op.ACTIVATION_WRITE}
 
 
 def update_seconds(tasks: StepList, rates: TaskRates) -> float:
-    """Return the seconds of work that a step's updates take: gradients that leave, Adam, and states on the SSDs."""
+    """Return the seconds of work of a step's updates: gradient downloads, Adam, and states on the SSDs."""
     seconds = 0.0
     for task in tasks.tasks:
         if task.op in (Op.STATE_READ, Op.GRADIENT_READ):

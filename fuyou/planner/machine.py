@@ -7,8 +7,7 @@ from common.units import format_bytes
 from fuyou.planner.profiling import Profile
 from fuyou.planner.rates import TaskRates
 
-# Device memory for CUDA's context, its libraries and the allocator's slack: the engine leaves as much.
-LIBRARY_BYTES = 512 << 20
+LIBRARY_BYTES = 512 << 20  # Device memory for CUDA's context, its libraries, and the allocator's slack
 DEVICE_SHARE = 19 / 20
 # Fraction of the data sheet's peak that a transformer block is assumed to reach without a measurement: 200 of 312
 # TFLOP/s on an A100 (configs/gpus/a100-80g.toml). Consumer cards reach more (164 of 165 on an RTX 4090).
@@ -17,17 +16,16 @@ BLOCK_FRACTION = 0.64
 # device, 2 from it, 4 that the optimizer reads and 2 that it writes. Each byte of its states: both ways to the SSDs,
 # and read and written.
 MEMORY_BYTES_PER_PARAMETER, MEMORY_BYTES_PER_STATE_BYTE = 18, 4
-# Assumed copy bandwidth of host memory, of a desktop and of machines with more memory than goes into one.
-DESKTOP_MEMORY = 256 << 30
+DESKTOP_MEMORY = 256 << 30  # Most memory of a desktop, whose copy bandwidth is assumed
 DESKTOP_BANDWIDTH, SERVER_BANDWIDTH = 60e9, 160e9
-# Assumed seconds that an exchange between ranks takes beside its bytes: a round trip on Ethernet through the kernel,
+# Assumed seconds that an exchange between ranks takes besides its bytes: a round trip on Ethernet through the kernel,
 # and waking up threads on both ends.
 EXCHANGE_SECONDS = 100e-6
 
 
 @dataclass(frozen=True)
 class Machine:
-    """The rates and the room of one computer."""
+    """Rates, memory, and drive space of one computer."""
 
     device: str  # Name of what computes
     drives: str  # Name of the drives
@@ -36,10 +34,8 @@ class Machine:
     host_bytes: int  # Host memory that a run may use
     drive_count: int = 1
     store_bytes: int | None = None  # Bytes that all drives together have room for; None if it is not known
-    # Bytes that may be written to all drives together by their warranty; None if it is not known.
-    endurance_bytes: int | None = None
-    # Maximum bytes per second to and from all drives together, however many there are; None: no limit.
-    drives_limit: float | None = None
+    endurance_bytes: int | None = None  # Warranted writes of all drives together, if known
+    drives_limit: float | None = None  # Maximum bytes per second of all drives together, if any
     cpu: bool = False  # Whether the CPU is the device
     # Whether the device's rate counts all FLOPs, attention's included; else only 2 per parameter and token of the
     # forward pass, as tasks count them.
@@ -66,11 +62,11 @@ class Machine:
 
 @dataclass(frozen=True)
 class RankLinks:
-    """The links of a rank to the others, while all ranks use theirs."""
+    """Links of a rank to the others, while all ranks use theirs."""
 
     intra_node_bytes_per_second: float  # Bytes per second to the ranks of its node, each way
     inter_node_bytes_per_second: float  # Bytes per second to other nodes, each way
-    message_seconds: float  # Seconds that an exchange takes beside its bytes
+    message_seconds: float  # Seconds that an exchange takes besides its bytes
     assumptions: tuple[str, ...] = ()  # Sentences that say what was assumed without a measurement
 
     @staticmethod
@@ -78,11 +74,9 @@ class RankLinks:
         """Return the links in a cluster of such machines.
 
         Args:
-            machine: one of them.
-            ranks_per_node: its devices.
             network_bytes_per_second: bytes per second between a node and the others, each way.
         """
-        assumptions = [f"an exchange between ranks takes {EXCHANGE_SECONDS * 1e6:.0f} microseconds beside its bytes"]
+        assumptions = [f"an exchange between ranks takes {EXCHANGE_SECONDS * 1e6:.0f} microseconds besides its bytes"]
         if ranks_per_node > 1:
             assumptions.append("the GPUs of a node exchange data as fast as they do with the host")
         return RankLinks(
@@ -94,10 +88,7 @@ class RankLinks:
 
 
 def machine_of_one_rank(machine: Machine, ranks_per_node: int, links: RankLinks) -> Machine:
-    """Return what one rank has of its node in a cluster of such machines, each with ``ranks_per_node`` devices.
-
-    Drives, host memory and optimizer are shared by the ranks of a node, which use them alike.
-    """
+    """Return what one rank has of its node; drives, host memory, and optimizer are shared evenly."""
     share, rates = 1 / ranks_per_node, machine.rates
     shared = replace(
         rates,
@@ -132,18 +123,16 @@ def preset_machine(
     adam_parameters_per_second: float | None = None,
     state_bytes: float = 10,
 ) -> Machine:
-    """Return a machine that is put together from presets.
+    """Return a machine from presets.
 
     Args:
-        gpu, drive: the device and the kind of drive.
-        drive_count: number of drives.
         host_bytes: host memory that a run may use.
-        device_bytes: device memory that a run may use; None takes all but what CUDA itself needs.
-        drives_limit: maximum bytes per second to and from all drives together; None: no limit but theirs.
-        host_bandwidth: bytes per second that host memory moves; None assumes two channels of DDR5 in a desktop and
-            eight of DDR4 where there is more memory than goes into one.
-        adam_parameters_per_second: rate of the optimizer; None takes what host memory can feed.
-        state_bytes: bytes per parameter of its states.
+        device_bytes: device memory that a run may use; None for all but what CUDA needs.
+        drives_limit: maximum bytes per second of all drives together; None for no limit.
+        host_bandwidth: bytes per second of host memory; None assumes two channels of DDR5, or eight of DDR4 for more
+            memory than fits on these.
+        adam_parameters_per_second: rate of the optimizer; None for the limit of host memory.
+        state_bytes: bytes of optimizer states per parameter.
     """
     flops, write, assumptions = _preset_rates(gpu, drive)
     if host_bandwidth is None:
@@ -177,7 +166,7 @@ def preset_machine(
 
 
 def _preset_rates(gpu: GpuPreset, drive: DrivePreset) -> tuple[float, float, list[str]]:
-    """Return FLOP/s of the device, bytes per second that the drive writes, and what was assumed for them."""
+    """Return FLOP/s of the device, bytes per second written by the drive, and assumptions about them."""
     assumptions = []
     flops, write = gpu.block_flops_per_second, drive.sustained_write_bytes_per_second
     if flops is None:
@@ -192,14 +181,13 @@ def _preset_rates(gpu: GpuPreset, drive: DrivePreset) -> tuple[float, float, lis
 def profiled_machine(
     profile: Profile, cpu: bool, device_bytes: int, host_bytes: int, drive_count: int, store_bytes: int | None
 ) -> Machine:
-    """Return the machine at hand, as it was measured.
+    """Return this machine, as measured.
 
     Args:
-        profile: measurements with the model that is to run.
         cpu: whether the CPU is the device.
         device_bytes, host_bytes: memory that a run may use.
         drive_count: number of directories of the run.
-        store_bytes: room in all of them together; None if it does not matter.
+        store_bytes: space in all of them together; None to ignore it.
     """
     drives = f"the drive{'s' if drive_count > 1 else ''} at hand"
     return Machine(

@@ -1,7 +1,8 @@
-"""How fast a machine does each kind of work: alone, and beside other work that shares its processor cores."""
+"""Rates of a machine: for the simulator, and as measured in a profile."""
 
+import math
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any
 
@@ -11,9 +12,9 @@ from fuyou.schedule.tasks import ComputeTask, Resource
 
 @dataclass(frozen=True)
 class Contention:
-    """Speeds of work beside other work, as fractions of its speed alone.
+    """Speeds of work next to other work, as fractions of the speed alone.
 
-    Adam and I/O always run on the host's cores. Where the CPU is the device, computing and copying do, too.
+    Adam and I/O always run on the host's cores; on a CPU device, so do computing and copies.
     """
 
     # Measured speeds, by the two or more resources that work at the same time. A combination that was not measured is
@@ -22,10 +23,10 @@ class Contention:
     speeds: dict[frozenset[Resource], dict[Resource, float]] = field(default_factory=dict)
 
     def speed(self, resource: Resource, running: Collection[Resource]) -> float:
-        """Return the speed of ``resource`` while all of ``running`` work, itself included."""
+        """Return the speed of ``resource`` while all of ``running``, including itself, work."""
         running = frozenset(running)
         if running not in self._known:
-            self._known[running] = {one: self._speed(one, running) for one in running}
+            self._known[running] = {other: self._speed(other, running) for other in running}
         return self._known[running][resource]
 
     @cached_property
@@ -44,22 +45,22 @@ class Contention:
 
     def to_list(self) -> list[dict[str, float]]:
         """Return the speeds as JSON: one object per combination."""
-        return [{one.value: speed for one, speed in speeds.items()} for speeds in self.speeds.values()]
+        return [{resource.value: speed for resource, speed in speeds.items()} for speeds in self.speeds.values()]
 
     @staticmethod
     def from_list(content: Any) -> "Contention":
-        """Return the speeds that :meth:`to_list` described.
+        """Return the speeds of :meth:`to_list`.
 
         Raises:
-            ValueError: ``content`` is something else.
+            ValueError: if ``content`` is something else.
         """
         try:
-            measured = [{Resource(name): float(speed) for name, speed in one.items()} for one in content]
+            measured = [{Resource(name): float(speed) for name, speed in entry.items()} for entry in content]
         except (AttributeError, TypeError) as error:
-            raise ValueError(f"not speeds beside other work: {error}") from error
-        if not all(0 < speed < 100 for one in measured for speed in one.values()):
-            raise ValueError(f"not speeds beside other work: {content}")
-        return Contention({frozenset(one): one for one in measured})
+            raise ValueError(f"not speeds next to other work: {error}") from error
+        if not all(0 < speed < 100 for entry in measured for speed in entry.values()):
+            raise ValueError(f"not speeds next to other work: {content}")
+        return Contention({frozenset(entry): entry for entry in measured})
 
 
 @dataclass(frozen=True)
@@ -70,28 +71,20 @@ class TaskRates:
     upload_bytes_per_second: float  # Bytes per second from host to device
     download_bytes_per_second: float  # Bytes per second from device to host, at the same time
     read_bytes_per_second: float  # Bytes per second from all SSDs together, reading only
-    # Bytes per second to all SSDs together, writing only; mixed traffic takes the sum of both times.
-    write_bytes_per_second: float
+    write_bytes_per_second: float  # To all SSDs, writing only; mixed traffic takes the sum of both times
     adam_parameters_per_second: float
     commit_seconds: float = 0.005  # Seconds for `fdatasync` and the manifest
-    # Seconds per token in phases outside the blocks, where they were measured; others take their FLOPs' time.
-    non_block_seconds: tuple[tuple[Phase, float], ...] = ()
-    # Seconds at the end of each block's backward visit, for its gradient's part of the norm.
-    finish_seconds: float = 0.0
+    non_block_seconds: tuple[tuple[Phase, float], ...] = ()  # Measured seconds per token, outside blocks
+    finish_seconds: float = 0.0  # Seconds per block's backward visit for its gradient's norm
     intra_node_bytes_per_second: float = float("inf")  # Bytes per second from one rank of a node to the others
-    # Bytes per second from one rank to other nodes, while the other ranks of its node send as well.
-    inter_node_bytes_per_second: float = float("inf")
-    message_seconds: float = 0.0  # Seconds that every exchange between ranks takes beside its bytes
-    # Whether one exchange between ranks at a time is under way, in the order of the list, as on GPUs (NCCL).
-    exchanges_in_one_order: bool = False
-    # Seconds per token by which a block's forward pass takes longer if it saves outputs of its operators.
-    saving_seconds_per_token: float = 0.0
-    # FLOPs per second of the device, on blocks in the backward pass; None: as in the forward pass.
-    backward_flops_per_second: float | None = None
-    contention: Contention | None = None  # Slowdown of work beside other work; None: there is none
+    inter_node_bytes_per_second: float = float("inf")  # From one rank to other nodes, while all send
+    message_seconds: float = 0.0  # Seconds that every exchange between ranks takes besides its bytes
+    exchanges_in_one_order: bool = False  # Whether exchanges run one at a time, in order (NCCL)
+    saving_seconds_per_token: float = 0.0  # Extra seconds of a block that saves outputs
+    backward_flops_per_second: float | None = None  # On blocks; None: as in the forward pass
+    contention: Contention | None = None  # Slowdown of work next to other work, if any
 
     def compute_seconds(self, task: ComputeTask) -> float:
-        """Return how long a compute task takes."""
         for phase, seconds in self.non_block_seconds:
             if phase is task.visit.phase:
                 return seconds * task.tokens
@@ -101,3 +94,121 @@ class TaskRates:
         finishes = task.last and (task.visit.part is None or (task.gradient is not None and task.visit.completes))
         finish = self.finish_seconds if finishes else 0.0
         return task.flops / (self.backward_flops_per_second or self.flops_per_second) + finish
+
+
+FORMAT = 4  # Version of the JSON: profiles of another one are not read, but measured again
+
+
+@dataclass(frozen=True)
+class OperatorTime:
+    """One call of an operator in a block's forward pass."""
+
+    name: str  # Such as `aten.addmm.default`
+    ordinal: int  # Number of the call among this operator's calls in the block, from 0
+    seconds: float
+    output_bytes: int  # Bytes of its results, without those that are views of older memory
+
+
+@dataclass(frozen=True)
+class PartTimes:
+    """Seconds of one micro-batch, part by part, as in the engine's tasks."""
+
+    measured_tokens: int  # Tokens that were run; times are scaled up to a whole micro-batch
+    matmul_flops_per_second: float  # FLOPs per second of matrix products with the shapes of the block's parameters
+    embed_forward_seconds: float
+    block_forward_seconds: float
+    block_backward_seconds: float  # Seconds with the forward pass computed again, as far as it is needed
+    kept_forward_seconds: float  # Seconds of a block that saves all useful outputs; 0 if none
+    kept_backward_seconds: float
+    kept_bytes: int  # Bytes of these outputs
+    block_finish_seconds: float  # Seconds for squaring a block's gradient, once per visit
+    head_seconds: float  # Seconds of forward and backward pass
+    head_forward_seconds: float
+    embed_backward_seconds: float
+    operators: tuple[OperatorTime, ...]  # Operators of the block's forward pass, in order
+
+
+@dataclass(frozen=True)
+class Profile(PartTimes):
+    """Rates and times of one machine with one model and one micro-batch."""
+
+    device: str  # Name of the device that computes
+    tokens: int  # Tokens in a micro-batch
+    block_parameters: float  # Parameters of a block that one token uses: of routed experts those that it visits
+    upload_bytes_per_second: float  # Bytes per second from host to device, while nothing goes the other way
+    download_bytes_per_second: float
+    upload_beside_bytes_per_second: float  # Bytes per second from host to device while both directions are busy
+    download_beside_bytes_per_second: float
+
+    read_bytes_per_second: float  # Bytes per second from all SSDs together, through the store, reading only
+    write_bytes_per_second: float
+    mixed_bytes_per_second: float  # Bytes per second of reads and writes together, as many of each
+    commit_seconds: float  # Seconds for `fdatasync` and manifest
+
+    adam_parameters_per_second: float  # Parameters per second that the optimizer process updates alone
+    adam_threads: int
+    contention: Contention  # Slowdown of work on the same cores, and of Adam and drives by each other
+
+    measured_at: float  # Time of the measurement, in seconds since the epoch
+    measured_in_seconds: float
+    versions: dict[str, str]  # Versions of PyTorch and transformers
+
+    def rates(self, recomputed: float = 1.0) -> TaskRates:
+        """Return the rates for the simulator.
+
+        Args:
+            recomputed: fraction of a block's forward FLOPs that the measured backward pass computed again.
+        """
+        flops = 2.0 * self.block_parameters * self.tokens
+        return TaskRates(
+            flops_per_second=flops / self.block_forward_seconds,
+            backward_flops_per_second=(2 + recomputed) * flops / self.block_backward_seconds,
+            upload_bytes_per_second=self.upload_beside_bytes_per_second,
+            download_bytes_per_second=self.download_beside_bytes_per_second,
+            read_bytes_per_second=self.read_bytes_per_second,
+            write_bytes_per_second=self.write_bytes_per_second,
+            adam_parameters_per_second=self.adam_parameters_per_second,
+            commit_seconds=self.commit_seconds,
+            non_block_seconds=tuple(
+                (phase, self.phase_seconds()[phase] / self.tokens)
+                for phase in (Phase.EMBED_FORWARD, Phase.HEAD, Phase.HEAD_EVAL, Phase.EMBED_BACKWARD)
+            ),
+            finish_seconds=self.block_finish_seconds,
+            contention=self.contention,
+        )
+
+    def phase_seconds(self) -> dict[Phase, float]:
+        """Return the seconds of one micro-batch's compute task in each phase."""
+        return {
+            Phase.EMBED_FORWARD: self.embed_forward_seconds,
+            Phase.BLOCK_FORWARD: self.block_forward_seconds,
+            Phase.HEAD: self.head_seconds,
+            Phase.HEAD_EVAL: self.head_forward_seconds,
+            Phase.BLOCK_BACKWARD: self.block_backward_seconds,
+            Phase.EMBED_BACKWARD: self.embed_backward_seconds,
+        }
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**asdict(replace(self, contention=Contention())), "contention": self.contention.to_list()}
+
+    @staticmethod
+    def from_dict(content: dict[str, Any]) -> "Profile":
+        """Return the profile of :meth:`to_dict`.
+
+        Raises:
+            ValueError: if ``content`` is not a profile.
+        """
+        try:
+            operators = tuple(OperatorTime(**operator) for operator in content["operators"])
+            contention = Contention.from_list(content["contention"])
+            profile = Profile(**{**content, "operators": operators, "contention": contention})
+        except (TypeError, KeyError, ValueError) as error:
+            raise ValueError(f"not a profile: {error}") from error
+        numbers = {field.name: getattr(profile, field.name) for field in fields(profile) if field.type in (int, float)}
+        for name, value in numbers.items():
+            if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
+                raise ValueError(f"not a profile: {name} is {value!r}")
+        for name in [name for name in numbers if name.endswith("_per_second")] + ["tokens", "block_parameters"]:
+            if not numbers[name]:
+                raise ValueError(f"not a profile: {name} is 0")
+        return profile

@@ -1,19 +1,23 @@
-"""Finds the fastest way to run a job on a machine: the plan, with all figures that are reported of it."""
+"""Find the fastest way to run a job on a machine, what bounds it, and the largest model that fits."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from common.errors import UserError
+from common.models.presets import load_config, preset_names
 from common.units import format_bytes
+from fuyou.layout.optimizer_state import ADAMW
 from fuyou.layout.record import Kind
 from fuyou.model.recompute.policy import ActivationPolicy, savable_outputs
 from fuyou.optimizer.clipping import ClipBy
-from fuyou.planner.evaluate import SAVE_NOTHING, Candidate, Evaluation, Evaluator
+from fuyou.planner.evaluate import SAVE_NOTHING, Candidate, Evaluation, Evaluator, busy_seconds
 from fuyou.planner.machine import Machine
 from fuyou.planner.simulated_machine import Simulation
 from fuyou.planner.training_job import TrainingJob
 from fuyou.schedule.memory_plan import MemoryPlan
+from fuyou.schedule.scheduler import Scheduler
 from fuyou.schedule.tasks import Resource, StepList
 
 # Fractions of the blocks to defer that are tried, each with those that are tried next if it is the best. More than a
@@ -27,7 +31,7 @@ WORTH = 0.002  # Gains below this fraction of a step are not worth other costs (
 
 @dataclass(frozen=True)
 class RunPlan:
-    """A plan of a run: what it takes and how fast it is; if it does not fit, what is missing."""
+    """Plan of a run: its memory, traffic, and speed; if it does not fit, what is missing."""
 
     job: TrainingJob
     machine: Machine
@@ -36,11 +40,9 @@ class RunPlan:
     activation_policy: ActivationPolicy = SAVE_NOTHING  # Operator outputs that are saved for the backward pass
     deferred_fraction: float = 0.0
     clip_by: ClipBy | None = None  # Way in which gradients are clipped; None: they are not
-    # Seconds of a step that is clipped and does its updates twice; None where none does.
-    clipped_seconds: float | None = None
+    clipped_seconds: float | None = None  # Seconds of a clipped step that updates twice
     kept_activation_bytes: int = 0  # Bytes of saved activations of one step, beyond the blocks' inputs
-    # Average over steps that are clipped and steps that are not; what follows is for one that is not.
-    step_seconds: float = 0.0
+    step_seconds: float = 0.0  # Average over all steps; what follows is for one that is not clipped
     busy: dict[Resource, float] = field(default_factory=dict)  # Seconds of work in one step, by resource
     tasks: StepList | None = None  # Tasks of a step in the steady state, with the simulator's times
     simulation: Simulation | None = None  # Times at which each resource works
@@ -55,7 +57,6 @@ class RunPlan:
 
     @property
     def bound(self) -> Resource:
-        """The resource that is busy the longest, and keeps the step from being shorter."""
         return max(self.busy, key=lambda resource: self.busy[resource])
 
     @property
@@ -64,18 +65,18 @@ class RunPlan:
 
     @property
     def flops_per_second(self) -> float:
-        """FLOPs per second without recomputation."""
+        """Return FLOPs per second without recomputation."""
         return self.tokens_per_second * self.job.model_flops_per_token
 
     @property
     def hardware_flops_per_second(self) -> float:
-        """FLOPs per second with recomputation, as far as it is done."""
+        """Return FLOPs per second including recomputation."""
         done = self.job.tokens * self.job.hardware_flops_per_token - self.saved_flops
         return done / self.step_seconds
 
     @property
     def assumptions(self) -> tuple[str, ...]:
-        """Sentences that say what was assumed without a measurement, of the machine and of how the model runs on it."""
+        """Return what was assumed without a measurement, of the machine and of how the model runs on it."""
         if self.machine.profile is not None:
             return self.machine.assumptions
         slots = [slot for record in self.job.shape.records for slot in record.parameters]
@@ -90,17 +91,15 @@ class RunPlan:
 
     @property
     def read_bytes(self) -> int:
-        """Bytes read from SSD per step and rank."""
+        """Return the bytes read from SSD per step and rank."""
         return self.tasks.ssd_read_bytes() if self.tasks else 0
 
     @property
     def written_bytes(self) -> int:
-        """Bytes written to SSD per step and rank."""
         return self.tasks.ssd_written_bytes() if self.tasks else 0
 
     @property
     def sent_bytes(self) -> int:
-        """Bytes sent to other nodes per step and rank."""
         return self.tasks.sent_bytes() if self.tasks else 0
 
     @property
@@ -109,18 +108,16 @@ class RunPlan:
 
     @property
     def drive_days(self) -> float | None:
-        """Days of training after which the drives' warranted writes are used up; None if that is not known."""
         if self.machine.endurance_bytes is None or not self.written_bytes:
             return None
         return self.machine.endurance_bytes / self.written_bytes_per_day
 
     @property
     def gpu_bound_tokens(self) -> float:
-        """Tokens per step from which the GPU is the bound (T*): all else takes equally long for any number."""
+        """Return the tokens per step from which the GPU is the bound (T*)."""
         return gpu_bound_tokens(self.job, self.machine)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the plan as JSON. What is not known of a run that does not fit is None."""
         batch = self.memory.batch if self.memory else None
         known = self.memory is not None and self.step_seconds > 0
 
@@ -166,14 +163,14 @@ class RunPlan:
 
 
 def gpu_bound_tokens(job: TrainingJob, machine: Machine) -> float:
-    """Return T*: the tokens per step from which computing takes longer than all that does not depend on the batch.
+    """Return T*: the tokens per step from which computing takes longer than everything independent of the batch.
 
-    ``T* = peak / 8 x max(14/R + 12/W, 1/adam)`` for states of 10 bytes beside parameters of 2, with R and W the rates
-    of all drives together; 8 FLOPs per parameter and token are forward, recomputation and backward. Deferral has to
-    spread the traffic evenly over the step for that.
+    ``T* = peak / 8 x max(14/R + 12/W, 1/adam)`` for states of 10 bytes and parameters of 2, with R and W the rates of
+    all drives together; 8 FLOPs per parameter and token are forward, recomputation, and backward. Deferral must spread
+    the traffic evenly over the step for that.
 
-    With N nodes of M ranks, each rank moves ``(4 + 10/N) / M`` and ``(2 + 10/N) / M`` bytes, updates one parameter of
-    N M, and sends ``4 (N - 1) / (N M)`` bytes to other nodes.
+    With N nodes of M ranks, each rank moves ``(4 + 10/N) / M`` and ``(2 + 10/N) / M`` bytes, updates one parameter of N
+    M, and sends ``4 (N - 1) / (N M)`` bytes to other nodes.
     """
     precision, rates, share = job.shape.precision, machine.rates, job.shape.share
     written = (precision.parameter_bytes + precision.state_bytes / share.nodes) / share.ranks_per_node
@@ -188,10 +185,7 @@ def gpu_bound_tokens(job: TrainingJob, machine: Machine) -> float:
 
 
 def plan(job: TrainingJob, machine: Machine) -> RunPlan:
-    """Return the fastest way to run ``job`` on ``machine``, found by simulating the task lists that would be run.
-
-    If the run does not fit, the plan says what is missing.
-    """
+    """Return the fastest way to run ``job`` on ``machine``, by simulating the task lists, or what is missing."""
     evaluator = Evaluator(job, machine)
     job = evaluator.job
     try:
@@ -227,15 +221,14 @@ def search(evaluator: Evaluator) -> Evaluation:
     """Return the candidate with the shortest step, over all ways in which gradients may be clipped.
 
     Raises:
-        UserError: no candidate fits; says how much would.
+        UserError: if no candidate fits; says how much would.
     """
-    found = (_search(evaluator, clip_by) for clip_by in evaluator.job.clip_choices)
-    return min(found, key=lambda one: one.step_seconds)
+    evaluations = (_search(evaluator, clip_by) for clip_by in evaluator.job.clip_choices)
+    return min(evaluations, key=lambda evaluation: evaluation.step_seconds)
 
 
 def max_clipped_share(evaluator: Evaluator, best: Evaluation) -> float:
-    """Return the share of clipped steps from which deferral takes less time than ``best``; infinite if ``best`` defers,
-    or there is no choice."""
+    """Return the share of clipped steps from which deferral is faster than ``best``; infinity without a choice."""
     never, always = best.simulation.step_seconds(), best.clipped_seconds
     if always is None or always <= never or len(evaluator.job.clip_choices) == 1:
         return math.inf
@@ -243,10 +236,10 @@ def max_clipped_share(evaluator: Evaluator, best: Evaluation) -> float:
 
 
 def _search(evaluator: Evaluator, clip_by: ClipBy) -> Evaluation:
-    """Return the candidate with the shortest step that clips in one way.
+    """Return the candidate with the shortest step that clips in this way.
 
-    Sizes of micro-batches are tried first; then, for those that are alike, how much to defer and what to save: smaller
-    ones leave room on the device, so that more can come ahead of its use.
+    Sizes of micro-batches are tried first; then, for similar ones, how much to defer and what to save: smaller
+    micro-batches leave memory on the device, so that more can come ahead of its use.
     """
     job = evaluator.job
     fraction, activation_policy = job.deferred_fraction or 0.0, job.activation_policy or SAVE_NOTHING
@@ -254,27 +247,23 @@ def _search(evaluator: Evaluator, clip_by: ClipBy) -> Evaluation:
     alike = [best]
     if job.micro_batch is None:
         taken = best.memory.batch.micro_rows
-        smaller = set() if _uploads_again(job) else {-(-taken // 2), -(-taken // 4)}
+        # With frozen pieces, each micro-batch uploads all parameters, so that fewer are better.
+        frozen_pieces = bool(job.shape.orders) and not job.shape.sizes[Kind.BLOCK].trained_elements
+        smaller = set() if frozen_pieces else {-(-taken // 2), -(-taken // 4)}
         for rows in sorted((smaller | {min(job.rows, 2 * taken)}) - {taken}):
             candidate = Candidate(rows, fraction, activation_policy, clip_by)
             if evaluator.fits(candidate):
                 alike.append(evaluator.evaluate(candidate))
-        least = min(one.step_seconds for one in alike)
-        alike = [one for one in alike if one.step_seconds <= ALIKE * least]
-    found = [_search_rest(evaluator, one) for one in alike]
-    if len(found) == 1:
-        return found[0]
+        least = min(evaluation.step_seconds for evaluation in alike)
+        alike = [evaluation for evaluation in alike if evaluation.step_seconds <= ALIKE * least]
+    evaluations = [_search_rest(evaluator, evaluation) for evaluation in alike]
+    if len(evaluations) == 1:
+        return evaluations[0]
     # Merged micro-batches of two sizes are not alike: what is right between these is whole steps.
-    return min(found, key=lambda one: evaluator.evaluate(one.candidate, merged=False).step_seconds)
-
-
-def _uploads_again(job: TrainingJob) -> bool:
-    """Return whether each micro-batch has all parameters come to the device for itself, so that fewer are better."""
-    return bool(job.shape.orders) and not job.shape.trained_elements(Kind.BLOCK)
+    return min(evaluations, key=lambda evaluation: evaluator.evaluate(evaluation.candidate, merged=False).step_seconds)
 
 
 def _search_rest(evaluator: Evaluator, best: Evaluation) -> Evaluation:
-    """Return the best candidate with the same micro-batches: how much it defers, and what it saves."""
     best = _search_deferral(evaluator, best)
     if evaluator.job.activation_policy is None:
         saving = _search_activation_policy(evaluator, best)
@@ -295,7 +284,7 @@ def _search_deferral(evaluator: Evaluator, best: Evaluation) -> Evaluation:
 
 
 def _search_activation_policy(evaluator: Evaluator, best: Evaluation) -> Evaluation:
-    """Save more and more operator outputs, the most computing per byte first, while steps get shorter.
+    """Save more and more operator outputs, those with the most FLOPs per byte first, while steps get shorter.
 
     First the same outputs in all blocks; then more of them in some of the blocks.
     """
@@ -328,8 +317,8 @@ def _search_activation_policy(evaluator: Evaluator, best: Evaluation) -> Evaluat
 
 
 def _better(evaluator: Evaluator, best: Evaluation, candidate: Candidate) -> Evaluation:
-    """Return ``candidate`` if its step is shorter, else ``best``. It is not tried if nothing is to be gained."""
-    used = max(best.busy[one] for one in (Resource.SSD, Resource.ADAM, Resource.DEVICE_TO_HOST))
+    """Return ``candidate`` if its step is shorter, else ``best``; skips candidates that cannot be better."""
+    used = max(best.busy[resource] for resource in (Resource.SSD, Resource.ADAM, Resource.DEVICE_TO_HOST))
     tight = (
         best.step_seconds <= NEAR * best.bound_seconds
         or best.update_seconds < WORTH * best.step_seconds
@@ -343,7 +332,7 @@ def _better(evaluator: Evaluator, best: Evaluation, candidate: Candidate) -> Eva
 
 
 def ssd_bytes(evaluator: Evaluator, evaluation: Evaluation) -> int:
-    """Return the bytes that a run takes on SSD: records in all slots, activations, gradients that wait there."""
+    """Return the bytes of a run on SSD: records in all slots, activations, and gradients that wait there."""
     job, memory = evaluator.job, evaluation.memory
     total = job.record_bytes + memory.counts.ssd_activations * memory.activation_bytes
     total += memory.counts.ssd_kept * memory.kept_bytes
@@ -353,9 +342,57 @@ def ssd_bytes(evaluator: Evaluator, evaluation: Evaluation) -> int:
 
 
 def missing_space(needed: int, machine: Machine) -> tuple[str, ...]:
-    """Return a sentence that says what the drives lack, if they do."""
+    """Return what the drives lack, as sentences."""
     if machine.store_bytes is None or needed <= machine.store_bytes:
         return ()
     return (
         f"The run takes {format_bytes(needed)} on SSD, and there are {format_bytes(machine.store_bytes)}. Add drives.",
     )
+
+
+def forward_seconds(result: RunPlan) -> float:
+    """Return the seconds of a forward pass over one batch, by the resource that takes longest."""
+    assert result.memory is not None
+    memory, job = result.memory, result.job
+    scheduler = Scheduler(job.shape, memory.counts, resident=memory.resident, direct_reads=job.direct_reads)
+    tasks = scheduler.evaluation(0, memory.batch_shape(memory.batch))
+    return max(busy_seconds(tasks, Evaluator(result.job, result.machine).rates).values())
+
+
+_HARDWARE = {
+    Resource.GPU: "a faster device",
+    Resource.HOST_TO_DEVICE: "a faster link to the device",
+    Resource.DEVICE_TO_HOST: "a faster link from the device",
+    Resource.SSD: "more or faster SSDs",
+    Resource.ADAM: "faster host memory",
+    Resource.INTRA_NODE: "faster links inside the nodes",
+    Resource.INTER_NODE: "a faster network",
+}
+_PER_STEP = (Resource.SSD, Resource.ADAM, Resource.INTER_NODE)  # Work that hardly grows with the batch
+
+
+def what_relaxes(plan: RunPlan) -> list[str]:
+    """Return what would shorten a step of this plan, or give more tokens for it."""
+    ways = [_HARDWARE[plan.bound]]
+    if plan.bound in _PER_STEP:
+        ways.append("a larger --batch-size")
+    shape = plan.job.shape
+    if plan.bound is Resource.SSD and shape.precision.optimizer == ADAMW and shape.sizes[Kind.BLOCK].trained_elements:
+        ways.append("--optimizer adamw8bit")
+    return ways
+
+
+def largest_model(make: Callable[[str], TrainingJob], fits: Callable[[TrainingJob], bool]) -> TrainingJob | None:
+    """Return the preset with the most parameters that fits, or None."""
+
+    def size(name: str) -> int:
+        config = load_config(name)[0].get_text_config()
+        return int(config.num_hidden_layers * config.hidden_size**2)
+
+    jobs = (make(name) for name in sorted(preset_names(), key=size, reverse=True))
+    return next((job for job in jobs if fits(job)), None)
+
+
+def fits(job: TrainingJob, machine: Machine) -> bool:
+    evaluator = Evaluator(job, machine)
+    return evaluator.fits(Candidate(job.micro_batch, 0.0)) and not missing_space(job.record_bytes, machine)

@@ -1,4 +1,4 @@
-"""The machine on whose clock tasks are simulated: drives, links, optimizer process, and the cores that they share."""
+"""The simulated machine: drives, links, optimizer process, and the cores that they share."""
 
 import heapq
 import itertools
@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from common.intervals import Interval
+from common.units import Interval
 from fuyou.layout.record import Precision, Record
 from fuyou.planner.rates import Contention, TaskRates
 from fuyou.schedule.tasks import Resource, Task, known
@@ -20,19 +20,18 @@ Done = Callable[[], None]  # What is called when a piece of work is done
 
 @dataclass
 class Simulation:
-    """When everything happened, in seconds since the start."""
+    """Times at which everything happened, in seconds since the start."""
 
     step_ends: list[float] = field(default_factory=list)  # Times at which the caller ended each step
     busy: dict[Resource, float] = field(default_factory=dict)  # Seconds of work that each resource did in all
-    # Spans in which each resource worked; spans that touch are one.
-    intervals: dict[Resource, list[Interval]] = field(default_factory=dict)
+    intervals: dict[Resource, list[Interval]] = field(default_factory=dict)  # Times of work, merged
 
     def step_seconds(self) -> float:
-        """Return the length of the last step, from the end of the one before: a run's steady state."""
+        """Return the length of the last step, from the end of the one before: the steady state."""
         return self.step_ends[-1] - self.step_ends[-2]
 
     def count(self, resource: Resource, start: float, end: float) -> None:
-        """Note that ``resource`` has worked from ``start`` to ``end``, which is now."""
+        """Record that ``resource`` has worked from ``start`` to ``end``, which is now."""
         self.busy[resource] = self.busy.get(resource, 0.0) + end - start
         spans = self.intervals.setdefault(resource, [])
         if spans and spans[-1][1] >= start:
@@ -42,7 +41,7 @@ class Simulation:
 
 
 class Clock:
-    """Simulated time: calls what is due, in the order of the times at which it is due.
+    """Simulated time: runs actions in the order of their times.
 
     Attributes:
         now: seconds since the start.
@@ -57,17 +56,15 @@ class Clock:
         self._cores = _SharedCores(self, contention) if contention is not None else None
 
     def run(self) -> None:
-        """Call everything that is due, until nothing is left."""
         while self._events:
             self.now, _, action = heapq.heappop(self._events)
             action()
 
     def call_later(self, seconds: float, action: Done) -> None:
-        """Call ``action`` when ``seconds`` have passed."""
         heapq.heappush(self._events, (self.now + seconds, next(self._number), action))
 
     def work(self, resource: Resource, seconds: float, done: Done) -> None:
-        """Let ``resource`` do work that takes ``seconds`` with nothing beside it, then call ``done``."""
+        """Let ``resource`` do work that takes ``seconds`` alone, then call ``done``."""
         start = self.now
 
         def end() -> None:
@@ -81,7 +78,7 @@ class Clock:
 
 
 class _SharedCores:
-    """Work on shared cores: at most one piece of each resource, each at its speed beside the others."""
+    """Work on shared cores: at most one piece per resource, each slowed down by the others."""
 
     def __init__(self, clock: Clock, contention: Contention):
         self._clock, self._contention = clock, contention
@@ -101,14 +98,12 @@ class _SharedCores:
         return self._contention.speed(resource, self._left.keys())
 
     def _advance(self) -> None:
-        """Subtract what has been done since the last change."""
         passed, self._last_change = self._clock.now - self._last_change, self._clock.now
         if passed:
             for resource in self._left:
                 self._left[resource] -= passed * self._speed(resource)
 
     def _schedule_next_end(self) -> None:
-        """Come back when the first piece ends, unless something changes before that."""
         self._changes += 1
         if not self._left:
             return
@@ -129,7 +124,7 @@ class _SharedCores:
 
 
 class SimulatedDrives:
-    """All SSDs as one server: two pools of threads queue at it, and it takes a piece from each in turn."""
+    """All SSDs as one server: two pools of threads queue at it, and it serves them alternately."""
 
     def __init__(self, clock: Clock, rates: TaskRates, piece_bytes: int):
         self._clock, self._rates, self._piece_bytes = clock, rates, piece_bytes
@@ -165,7 +160,7 @@ class SimulatedDrives:
 
 
 class SimulatedLink:
-    """One direction between host and device, or one network: one copy after the other, of whatever lane."""
+    """One direction between host and device, or one network: one copy after the other, from all lanes."""
 
     def __init__(self, clock: Clock, resource: Resource):
         self._clock, self._resource = clock, resource
@@ -173,7 +168,7 @@ class SimulatedLink:
         self._busy = False
 
     def copy(self, task: Task, seconds: float, done: Done) -> None:
-        """Do the copy of ``task`` after those that came before it, then call ``done``."""
+        """Copy for ``task`` after earlier copies, then call ``done``."""
         self._waiting.append((task, seconds, done))
         self._serve()
 
@@ -194,14 +189,14 @@ class SimulatedLink:
 
 @dataclass
 class _Chunk:
-    """One piece of a record that the optimizer updates at once."""
+    """Elements of a record that the optimizer updates at once."""
 
     record: int
     elements: int
     precision: Precision
     first: bool
     last: bool
-    # Whether its parameters are written with its states; else other nodes have a part in them, and a task of their own
+    # Whether its parameters are written with its states; else other nodes have a part in them, and a separate task
     # writes them.
     with_parameters: bool
     resident: bool  # Whether its states are in host memory and need no buffer of the ring
@@ -209,18 +204,15 @@ class _Chunk:
 
 
 class OptimizerProcess:
-    """The optimizer process: reads the states of announced records ahead into a ring of chunk buffers, updates chunk by
-    chunk in the same order, and writes each back.
+    """The optimizer process: reads announced records' states ahead into a ring of chunk buffers, updates chunk by chunk
+    in the same order, and writes each back.
 
     Args:
-        clock: simulated time.
-        rates: rates of the machine.
-        records: the model's records.
         ring_chunks, chunk_elements: number and size of the state buffers.
         finish: called with each task that is done.
 
     Attributes:
-        drives: the SSDs, which it shares with other tasks.
+        drives: the SSDs, shared with other tasks.
     """
 
     def __init__(
@@ -247,7 +239,6 @@ class OptimizerProcess:
         self._updating = False
 
     def announce(self, index: int, resident: bool) -> None:
-        """Read the states of record ``index`` ahead; if ``resident``, they are in host memory already."""
         record = self._records[index]
         sizes = [chunk.stop - chunk.start for chunk in record.chunks(self._chunk_elements)]
         last, with_parameters = len(sizes) - 1, record.share.nodes == 1
@@ -258,7 +249,6 @@ class OptimizerProcess:
         self._read()
 
     def update(self, task: Task) -> None:
-        """Update the record of ``task``, which must be the next one that was announced."""
         self._updates.append(task)
         if task.target is not None:
             record = known(task.record)
@@ -266,7 +256,6 @@ class OptimizerProcess:
         self._compute()
 
     def finish_when_written(self, task: Task) -> None:
-        """Finish ``task`` when everything of its record is written, which may have happened already."""
         record = known(task.record)
         if self._unwritten.get(record):
             self._writes[record] = task

@@ -1,9 +1,8 @@
-"""Runs a list of tasks on a clock instead of on a machine.
+"""Simulate a list of tasks.
 
-The same lists that the engine runs, by the same rules: one lane per kind of task, first in, first out, each task when
-what it waits for is done; two pools of I/O threads that share the drives; an optimizer that reads ahead into a ring of
-chunk buffers, updates chunk by chunk in order, and writes each back. Only how long a piece of work takes comes from
-rates instead of from doing it; and where work shares cores, each piece goes as fast as what runs beside it lets it.
+The lists and rules are the engine's: one lane per kind of task, first in, first out, each task when its dependencies
+are done; two pools of I/O threads that share the drives; an optimizer that reads ahead into a ring of chunk buffers,
+updates chunk by chunk, and writes each back. Durations come from rates; work that shares cores slows down.
 """
 
 import gc
@@ -26,8 +25,6 @@ class Simulator:
     """Simulates consecutive steps.
 
     Args:
-        records: the model's records.
-        rates: rates of the machine.
         ring_chunks, chunk_elements: number and size of the optimizer's state buffers.
     """
 
@@ -44,7 +41,7 @@ class Simulator:
         self._steps: deque[StepList] = deque()
 
     def run(self, steps: Sequence[StepList]) -> Simulation:
-        """Simulate ``steps`` one after the other, each handed over when the caller has ended the one before.
+        """Simulate ``steps``, each submitted when the caller has ended the one before.
 
         Sets ``started_at`` and ``finished_at`` of all tasks.
         """
@@ -120,7 +117,7 @@ class Simulator:
         self._links[task.op.resource].copy(task, seconds, lambda: self._leave(lane, task))
 
     def _read_to_device(self, task: Task) -> None:
-        """Keep the drives and the link to the device busy at the same time: it is done when both are."""
+        """Keep the drives and the link busy at the same time; done when both are."""
         moving = 2
 
         def end() -> None:
@@ -167,16 +164,11 @@ def simulate(
     clipped: bool | None = None,
     direct_reads: bool = False,
 ) -> tuple[Simulation, StepList]:
-    """Simulate steps of a model with the buffers of a memory plan; return also the task list of the last step.
+    """Simulate steps of a model with a memory plan; return also the task list of the last step.
 
     Args:
-        shape: the model's records.
-        plan: the buffers and the batch.
-        rates: rates of the machine.
-        deferred, hold, recomputation, direct_reads: as :class:`fuyou.schedule.scheduler.Scheduler` has them.
-        steps: number of steps.
-        clipped: if updates are speculative, whether every step is clipped and does them again, or none is; None if
-            updates are not speculative.
+        deferred, hold, recomputation, direct_reads: as in :class:`fuyou.schedule.scheduler.Scheduler`.
+        clipped: with speculative updates, whether every step is clipped and updates again, or none is; else None.
     """
     scheduler = Scheduler(
         shape,
@@ -202,8 +194,7 @@ def simulate(
 
 @contextmanager
 def _no_garbage_collection() -> Iterator[None]:
-    """Switch Python's garbage collector off: it would look at hundreds of thousands of tasks again and again (a third
-    of all time), and none of them is garbage before the end."""
+    """Disable garbage collection: scanning hundreds of thousands of live tasks takes a third of all time."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

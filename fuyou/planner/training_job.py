@@ -1,7 +1,8 @@
-"""The job that a plan is made for: a model, a batch and settings, without weights, device or drives."""
+"""The job that a plan is made for: a model, a batch, and settings, without weights; and pieces for its blocks."""
 
 import math
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -9,24 +10,29 @@ import torch
 from peft import PeftConfig
 from transformers import PreTrainedConfig
 
+from common.errors import UserError
 from common.models.flops import hardware_flops_per_token, model_flops_per_token
 from common.models.presets import load_config
-from common.models.vision.towers import DEFAULT_FREEZING, TowerFreezing
+from common.models.vision import DEFAULT_FREEZING, TowerFreezing
 from fuyou.config import EngineConfig
 from fuyou.layout.frozen_weights import FrozenDtype
 from fuyou.layout.model_layout import ModelLayout
-from fuyou.layout.record import Precision
+from fuyou.layout.record import Kind, Precision
 from fuyou.layout.share import Share
-from fuyou.model.open_model import OpenModel
+from fuyou.model.open_model import OpenModel, check_whole_blocks
 from fuyou.model.recompute.policy import ActivationPolicy
 from fuyou.model.streamed_model import StreamedModel
 from fuyou.optimizer.clipping import ClipBy, ClipStatistics, speculation_obstacle
+from fuyou.pieces.division import in_pieces
+from fuyou.pieces.meta_block import unchanged
 from fuyou.schedule.batch import ENGINE_LOSS, LossInputs
+from fuyou.schedule.memory_plan import MemoryPlan
+from fuyou.schedule.memory_planner import MemoryPlanner
 
 
 @dataclass(frozen=True)
 class TrainingJob:
-    """A model, a batch, and the settings that the user has decided already."""
+    """A model, a batch, and the settings that the user has decided."""
 
     name: str
     config: PreTrainedConfig
@@ -36,34 +42,27 @@ class TrainingJob:
     seq_len: int
     model_flops_per_token: float  # FLOPs without recomputation
     hardware_flops_per_token: float  # FLOPs with every block's forward pass counted twice
-    # Whether no update is valid before the gradient's global norm is known: to clip it, or to skip steps that are not
-    # finite.
-    clips: bool = False
+    clips: bool = False  # Whether updates wait for the gradient's norm: to clip, or to skip steps
     single_slot: bool = False
-    # Whether what host memory would not keep is read from the SSDs to the device past it: parameters, activations.
-    direct_reads: bool = False
+    direct_reads: bool = False  # Whether SSD reads bypass host memory if nothing would be cached there
     micro_batch: int | None = None  # Sequences that are computed at once; None leaves it to the planner
-    # Fraction of the blocks whose updates wait for the next forward pass; None leaves it to the planner.
-    deferred_fraction: float | None = None
+    deferred_fraction: float | None = None  # Fraction of the blocks with deferred updates; None: chosen
     host_cache: int | None = None  # Maximum bytes of host memory that only save reading and writing; None: what is left
-    # Most bytes of a piece of a block; None leaves it to the planner, which cuts blocks that do not fit.
-    piece_bytes: int | None = None
-    # Operator outputs that are saved for the backward pass; None leaves it to the planner.
-    activation_policy: ActivationPolicy | None = None
+    piece_bytes: int | None = None  # Most bytes of a piece of a block; None: chosen if blocks do not fit
+    activation_policy: ActivationPolicy | None = None  # Operator outputs to save; None: chosen
     commit_every: int = 1
     clip_by: ClipBy | None = None  # Way in which gradients are clipped, if they are; None leaves it to the planner
-    # Share of the steps that are expected to be clipped; 0 if the norm only tells what is not finite.
-    clipped_share: float = ClipStatistics().share
+    clipped_share: float = ClipStatistics().share  # Expected share of clipped steps; 0 without clipping
     loss: LossInputs = ENGINE_LOSS  # What the loss is computed from, if the caller computes it
 
     @property
     def option_without_norm(self) -> str:
-        """The option, with its value, with which updates would not wait for the norm."""
+        """Return the option with which updates would not wait for the norm."""
         return "--max-grad-norm 0" if self.clipped_share else "--on-nonfinite stop"
 
     @property
     def speculation_obstacle(self) -> str | None:
-        """Reason why updates cannot be speculative; None if they can."""
+        """Return why updates cannot be speculative, or None if they can."""
         share = self.shape.share
         return speculation_obstacle(
             single_slot=self.single_slot, commit_every=self.commit_every, ranks=share.world_size
@@ -71,14 +70,14 @@ class TrainingJob:
 
     @property
     def clip_choices(self) -> tuple[ClipBy, ...]:
-        """Ways in which gradients may be clipped, if they are."""
+        """Return the ways in which gradients may be clipped."""
         if not self.clips or self.speculation_obstacle is not None:
             return (ClipBy.DEFERRAL,)
         return tuple(ClipBy) if self.clip_by is None else (self.clip_by,)
 
     @property
     def block_parameters(self) -> float:
-        """Parameters in all blocks together that a token is multiplied with: of experts those that it is sent to."""
+        """Return the parameters in all blocks that a token is multiplied with."""
         return sum(self.shape.active_parameters(layer) for layer in range(len(self.shape.blocks)))
 
     @property
@@ -87,20 +86,19 @@ class TrainingJob:
 
     @property
     def tokens(self) -> int:
-        """Tokens of one step, on all ranks together."""
+        """Return the tokens of one step, on all ranks together."""
         return self.rows * self.seq_len * self.shape.share.world_size
 
     def among(self, share: Share) -> "TrainingJob":
-        """Return what one of several ranks does of this job; the batch divides as evenly as it can."""
+        """Return one rank's part of this job; the batch is divided as evenly as possible."""
         return replace(self, shape=self.shape.shared(share), rows=-(-self.rows // share.world_size))
 
     def with_batch(self, rows: int) -> "TrainingJob":
-        """Return this job with another number of sequences per step."""
         return replace(self, rows=rows)
 
     @property
     def record_bytes(self) -> int:
-        """Bytes of parameters and states on SSD, in all slots."""
+        """Return the bytes of parameters and states on SSD, in all slots."""
         slots = 1 if self.single_slot else 2
         return sum(
             (record.parameter_nbytes + record.state_nbytes) * (slots if record.trainable else 1)
@@ -115,12 +113,9 @@ def training_job_of_run(
     batch_shape: tuple[int, int],
     clip_statistics: ClipStatistics,
 ) -> TrainingJob:
-    """Return a run of the engine as the planner knows it, which may choose what was left open.
+    """Return the planner's view of an engine's run.
 
     Args:
-        config: its options.
-        model: that is trained.
-        shape: the model's records, as this rank shares them.
         batch_shape: (sequences, tokens per sequence).
         clip_statistics: how often gradients were clipped so far.
     """
@@ -163,24 +158,23 @@ def describe_training(
     compiled: bool = False,
     **settings: Any,
 ) -> TrainingJob:
-    """Describe the training of a model without its weights: half a second for 160 layers.
+    """Describe the training of a model without its weights, in half a second for 160 layers.
 
-    (If the weights stay in a compressed checkpoint's own bytes, its files are read for what they hold, too.)
+    Of a compressed checkpoint, the files' headers are read.
 
     Args:
         model: checkpoint directory, preset name, or transformers configuration.
         rows, seq_len: shape of a batch.
-        precision: types of parameters and moments; None computes in bf16 with fp32 moments.
+        precision: None computes in bf16 with fp32 moments.
         adapters: adapters to train while the weights are frozen.
-        frozen: how frozen matrices are stored; None: in a compressed checkpoint's own bytes, else as they compute.
-        towers: which towers of a vision-language model are frozen.
+        frozen: storage of frozen matrices; None for the checkpoint's bytes if compressed, else the compute dtype.
         router_loss: see :mod:`fuyou.model.loss.router_loss`.
         padded: whether batches come with a mask that hides tokens.
-        compiled: whether blocks run as PyTorch compiles them.
-        settings: further fields of :class:`TrainingJob`, such as ``clips`` and ``micro_batch``.
+        compiled: whether PyTorch compiles blocks.
+        settings: other fields of :class:`TrainingJob`, such as ``clips`` and ``micro_batch``.
 
     Raises:
-        UserError: no such model, or one that cannot be streamed.
+        UserError: if there is no such model, or it cannot be streamed.
     """
     precision = precision or Precision(torch.bfloat16, torch.float32)
     config, checkpoint = load_config(model)
@@ -207,3 +201,81 @@ def describe_training(
         hardware_flops_per_token(meta, seq_len),
         **settings,
     )
+
+
+PARTS = (2, 4, 8, 16, 32, 64, 128)  # Numbers of pieces that are tried for the largest block
+BUFFERS = 4  # Device buffers that pieces should have: two ahead of their use, two in use
+
+
+def fitting_layout(stack: StreamedModel, shape: ModelLayout, plan: Callable[[ModelLayout], MemoryPlan]) -> ModelLayout:
+    """Return ``shape`` if its blocks fit into memory, else the model with blocks in pieces that fit.
+
+    Pieces are as large as possible without taking memory from micro-batches, because fewer micro-batches read
+    parameters less often. Among equally good sizes, those with the most bytes on the device are best: uploads overlap
+    longer computations, and more pieces are still there for the next micro-batch. Larger pieces win ties.
+
+    Args:
+        plan: returns the memory plan of a layout.
+
+    Raises:
+        UserError: if nothing fits; says how much would.
+    """
+    try:
+        plan(shape)
+        return shape
+    except UserError as error:
+        if shape.orders:
+            raise
+        too_small = error
+    largest = shape.block_elements * shape.precision.parameter_bytes
+    layouts: list[tuple[tuple[int, ...], ModelLayout]] = []
+    cut: ModelLayout | None = None
+    with unchanged(stack):
+        for parts in PARTS:
+            try:
+                before, cut = cut, in_pieces(stack, shape, largest // parts)
+            except UserError as error:
+                raise UserError(f"{too_small} And they cannot be in pieces: {error}") from error
+            if before is not None and len(before.records) == len(cut.records):
+                continue  # nothing of it can be cut further
+            try:
+                fitting = plan(cut)
+            except UserError as error:
+                too_small = error
+                continue
+            batch, buffers = fitting.batch, fitting.counts.device_blocks
+            on_device = buffers * cut.sizes[Kind.BLOCK].device_nbytes
+            passes = batch.passes_in_pieces(bool(shape.sizes[Kind.BLOCK].trained_elements))
+            layouts.append(((-passes, min(buffers, BUFFERS), on_device, batch.micro_rows), cut))
+    if not layouts:
+        raise too_small
+    most = max(rank for rank, _ in layouts)
+    return next(layout for rank, layout in layouts if rank == most)
+
+
+def fitting_job(job: TrainingJob, device_bytes: int, host_bytes: int, cpu: bool) -> TrainingJob:
+    """Return ``job`` with blocks in pieces, if they are too large for the machine or the job requests pieces.
+
+    Args:
+        device_bytes, host_bytes: memory that it may use.
+        cpu: whether the CPU is the device, so that both are one memory.
+
+    Raises:
+        UserError: if nothing fits (says how much would), or only pieces fit and the loss needs a reference.
+    """
+    if job.shape.orders:
+        return job
+    if job.piece_bytes is not None:
+        return _in_pieces(job, in_pieces(job.stack, job.shape, job.piece_bytes))
+
+    def plan(layout: ModelLayout) -> MemoryPlan:
+        planner = MemoryPlanner(layout, job.config, device_bytes, host_bytes, cpu, host_cache=job.host_cache)
+        return planner.plan(job.rows, job.seq_len, job.micro_batch, job.loss)
+
+    return _in_pieces(job, fitting_layout(job.stack, job.shape, plan))
+
+
+def _in_pieces(job: TrainingJob, shape: ModelLayout) -> TrainingJob:
+    if job.loss.reference:
+        check_whole_blocks(shape)
+    return replace(job, shape=shape)

@@ -1,33 +1,38 @@
-"""What a proof is about: everything of a run that its result depends on."""
+"""What a proof depends on, equal conditions for both sides, and their comparison."""
 
+import contextlib
 import hashlib
 import json
+import random
+import warnings
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+import transformers
 from peft import PeftConfig
+from torch import nn
 from transformers import PreTrainedConfig
 
 from common.models.miniature import miniature
+from common.randomness import own_random_numbers
 from fuyou.model.open_model import same_text
 
 
 @dataclass(frozen=True)
 class Claim:
-    """A statement that is to be proven.
+    """A statement to prove.
 
     Args:
-        config: of the run's model; its small one is used.
-        adapters: that are trained, if any.
-        trainable: names of what is trained, if not everything.
-        packed: whether rows hold several documents, with position ids that start again.
-        router_loss: of a mixture of experts: ``"on"``, ``"off"``, or ``"auto"``, which leaves it to the configuration.
-        dtype: that is computed in.
-        pieces: whether blocks are cut into pieces, as small as can be.
+        trainable: names of the trained parameters, if not all.
+        packed: whether rows hold several documents, with position ids that restart.
+        router_loss: ``"on"``, ``"off"``, or ``"auto"``, which leaves it to the configuration.
+        pieces: whether blocks are cut into the smallest pieces.
     """
 
     config: PreTrainedConfig
@@ -39,7 +44,7 @@ class Claim:
     pieces: bool = False
 
     def small_config(self) -> PreTrainedConfig:
-        """Return the small configuration, with the router loss that is asked for."""
+        """Return the small configuration, with the requested router loss."""
         small = miniature(self.config)
         if small.num_labels == 1:  # a reward: its head is that of classes, and its loss is the caller's
             small.num_labels = 2
@@ -50,7 +55,7 @@ class Claim:
         return small
 
     def key(self, small: PreTrainedConfig) -> dict[str, Any]:
-        """Return everything that the proof depends on, as JSON can carry it."""
+        """Return everything that the proof depends on, as JSON."""
         fields = {name: value for name, value in small.to_dict().items() if name not in ("_name_or_path",)}
         adapters = None if self.adapters is None else self.adapters.to_dict()
         settled: dict[str, Any] = {
@@ -70,7 +75,7 @@ class Claim:
 
 
 def config_parts(config: PreTrainedConfig) -> tuple[PreTrainedConfig, PreTrainedConfig]:
-    """Return a configuration and the one of its language model, which may be the same."""
+    """Return a configuration and that of its language model, which may be the same."""
     return config, config.get_text_config(decoder=True)
 
 
@@ -82,3 +87,99 @@ def own_code() -> str:
         for file in sorted((root / folder).rglob("*.py")):
             digest.update(file.read_bytes())
     return digest.hexdigest()[:24]
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """A loss, and gradients by every name of each parameter; None if there is none."""
+
+    loss: float
+    by_name: Mapping[str, torch.Tensor | None]
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """Largest differences that rounding may cause."""
+
+    # Of a tensor's gradient, relative to its largest element (or a hundredth of the whole gradient's). What is lost or
+    # wrong is larger by orders of magnitude.
+    gradient: float
+    loss: float  # Relative
+
+
+ORDER_OF_SUMS = Tolerance(1e-4, 2e-6)  # The same operators, gradients summed in another order in fp32
+DOCUMENTS_APART = Tolerance(2e-3, 2e-5)  # Documents of packed rows, and each of them computed alone
+NARROW = Tolerance(0.05, 2e-6)  # bf16, where a sum over a tied parameter's two places is rounded once more
+
+
+def first_difference(expected: Gradients, found: Gradients, tolerance: Tolerance) -> str | None:
+    """Return the first difference beyond ``tolerance``, as text; None if there is none."""
+    if not abs(found.loss - expected.loss) <= tolerance.loss * max(1.0, abs(expected.loss)):
+        return f"the loss is {found.loss:.6f}, and {expected.loss:.6f} in memory"
+    there = [value for value in expected.by_name.values() if value is not None]
+    least = 0.01 * max((float(value.abs().max()) for value in there), default=0.0)
+    wrong = []
+    for name, gradient in found.by_name.items():
+        how = _deviation(expected.by_name[name], gradient, least, tolerance.gradient)
+        if how is not None:
+            wrong.append(f"the gradient of {name} is {how}")
+    if not wrong:
+        return None
+    return f"{wrong[0]} (the first of {len(wrong)} of {len(found.by_name)} tensors)"
+
+
+def _deviation(expected: torch.Tensor | None, found: torch.Tensor | None, least: float, tolerance: float) -> str | None:
+    if expected is None and found is None:
+        return None
+    if found is None:
+        return "there in memory only" if float(expected.abs().max()) > 0 else None  # type: ignore[union-attr]
+    if expected is None:
+        return "not there in memory" if float(found.abs().max()) > 0 else None
+    scale = max(float(expected.abs().max()), least)
+    difference = float((found.float() - expected.float()).abs().max()) / scale
+    return None if difference <= tolerance else f"off by {difference:.1%} of its largest element"
+
+
+def switch_off_dropout(model: nn.Module) -> None:
+    """Switch dropout off in a model in training mode: in evaluation, some families run other code."""
+    for module in model.modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd):
+            module.p = 0.0
+        for holder in (module, getattr(module, "config", None)):
+            for name, value in list(vars(holder).items()) if holder is not None else ():
+                if "drop" in name and isinstance(value, float):
+                    setattr(holder, name, 0.0)
+
+
+def copy_buffers(source: nn.Module, target: nn.Module) -> None:
+    theirs = dict(source.named_buffers())
+    for name, buffer in target.named_buffers():
+        if name in theirs and theirs[name].shape == buffer.shape:
+            buffer.copy_(theirs[name])
+
+
+@contextlib.contextmanager
+def seeded(number: int) -> Iterator[None]:
+    """Draw the same random numbers each time, whoever draws them, and leave the caller's as they were."""
+    python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002
+    try:
+        with own_random_numbers(number):
+            random.seed(number)
+            np.random.seed(number)  # noqa: NPY002  # what a family's own code draws from
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)  # noqa: NPY002
+
+
+@contextlib.contextmanager
+def quietly() -> Iterator[None]:
+    """Silence what families say about small configurations."""
+    verbosity = transformers.logging.get_verbosity()
+    try:
+        transformers.logging.set_verbosity_error()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        transformers.logging.set_verbosity(verbosity)

@@ -1,4 +1,4 @@
-"""The small model as transformers trains it in memory, and the batches that both ways are given."""
+"""The small model as transformers trains it in memory, and the batches for both ways."""
 
 import copy
 import re
@@ -18,9 +18,7 @@ from common.models.task_type import TaskType, task_type_of
 from common.randomness import own_random_numbers
 from fuyou.layout.model_layout import ModelLayout
 from fuyou.model.loss.cross_entropy import targets_of
-from fuyou.preflight.claim import Claim, config_parts
-from fuyou.preflight.comparison import Gradients
-from fuyou.preflight.same_conditions import seeded
+from fuyou.preflight.claim import Claim, Gradients, config_parts, seeded
 
 ROWS = 2
 
@@ -28,12 +26,8 @@ ROWS = 2
 class MemoryTwin:
     """A small model with random weights, trained as transformers trains it.
 
-    Args:
-        claim: that is to be proven.
-        small: its small configuration.
-
     Raises:
-        Exception: of any kind: the family's own code does not run with this configuration.
+        Exception: of any kind, if the family's code does not run with this configuration.
     """
 
     def __init__(self, claim: Claim, small: PreTrainedConfig):
@@ -46,8 +40,7 @@ class MemoryTwin:
         self.model: nn.Module
 
     def build(self, layout: ModelLayout) -> None:
-        """Build the model, of the class and with the router loss that the engine has; trained is what the engine
-        trains."""
+        """Build the model, of the engine's class, with its router loss and its trained parameters."""
         config = copy.deepcopy(self._plain.config)
         for part, asked in zip(config_parts(config), config_parts(self._small), strict=True):
             if hasattr(part, "output_router_logits"):
@@ -97,11 +90,11 @@ class MemoryTwin:
         return [slice(0, middle), slice(middle, TOKENS)] if self._claim.packed else [slice(None)]
 
     def run(self, batch: Mapping[str, torch.Tensor], shifts_labels: bool) -> Gradients:
-        """Run a forward and a backward pass, of each document by itself where rows hold several.
+        """Run a forward and a backward pass, separately for each document where rows hold several.
 
         Raises:
-            ArithmeticError: the loss is not finite.
-            Exception: of any kind: the family's own code does not run with this batch.
+            ArithmeticError: if the loss is not finite.
+            Exception: of any kind, if the family's code does not run with this batch.
         """
         parts = [
             {name: batch[name][..., piece].contiguous() for name in ("input_ids", "labels")}
@@ -116,7 +109,9 @@ class MemoryTwin:
             total += float(loss)
         if not np.isfinite(total):
             raise ArithmeticError(f"its loss is {total}")
-        return Gradients(total, {name: one.grad for name, one in self.model.named_parameters(remove_duplicate=False)})
+        return Gradients(
+            total, {name: parameter.grad for name, parameter in self.model.named_parameters(remove_duplicate=False)}
+        )
 
     def repeats(self, batch: Mapping[str, torch.Tensor]) -> bool:
         """Return whether the loss of a batch does not depend on random numbers."""
@@ -128,13 +123,12 @@ class MemoryTwin:
 
 
 def _fitting_names(patterns: Sequence[str], plain: nn.Module) -> list[str]:
-    """Return those of the patterns that the small model has parameters for: it has fewer layers."""
     names = [name for name, _ in plain.named_parameters()]
     return [pattern for pattern in patterns if any(fnmatchcase(name, pattern) for name in names)] or names
 
 
 def _fitting_adapters(adapters: PeftConfig | None, plain: nn.Module) -> PeftConfig | None:
-    """Return the adapters, wherever they find a place in fewer layers; on all linear layers if they find none."""
+    """Return the adapters for modules that exist in fewer layers; on all linear layers if none do."""
     adapters = copy.deepcopy(adapters)
     if adapters is None:
         return None

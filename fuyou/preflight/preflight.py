@@ -1,10 +1,9 @@
-"""Before a run: the proof, on a small model of the same family, that streaming it block by block changes nothing.
+"""Prove before a run, on a small model of the same family, that streaming it block by block changes nothing.
 
 The configuration is shrunk by rule (:mod:`common.models.miniature`), filled with random weights, and trained both ways
-on the same batches: as transformers' own code in memory, and through the engine's parts, schedule and computation
+on the same batches: by transformers in memory, and by the engine's parts, schedule, and computation
 (:mod:`fuyou.preflight.small_step`). Losses and every gradient must be equal, in a first step, in a second one, in which
-blocks recompute by what the first one has traced, and with several micro-batches. So no list says which families are
-supported: what cannot be split shows itself, whatever the reason.
+blocks recompute by the trace of the first, and with several micro-batches. So no list of supported families is needed.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,14 +14,23 @@ from peft import PeftConfig
 from transformers import PreTrainedConfig
 
 from common.errors import FinetuneError, UserError, on_one_line
-from common.files.result_cache import read_cached, write_cached
+from common.files import read_cached, write_cached
 from fuyou.layout.record import Precision
 from fuyou.model.open_model import OpenModel
-from fuyou.pieces.cut import in_pieces
-from fuyou.preflight.claim import Claim
-from fuyou.preflight.comparison import DOCUMENTS_APART, NARROW, ORDER_OF_SUMS, Gradients, first_difference
+from fuyou.pieces.division import in_pieces
+from fuyou.preflight.claim import (
+    DOCUMENTS_APART,
+    NARROW,
+    ORDER_OF_SUMS,
+    Claim,
+    Gradients,
+    copy_buffers,
+    first_difference,
+    quietly,
+    seeded,
+    switch_off_dropout,
+)
 from fuyou.preflight.memory_twin import ROWS, MemoryTwin
-from fuyou.preflight.same_conditions import copy_buffers, quietly, seeded, switch_off_dropout
 from fuyou.preflight.small_step import SmallStep
 
 FORMAT = 1
@@ -40,20 +48,20 @@ def prove(
 ) -> None:
     """Prove on a small model that this family trains out of core as it does in memory.
 
-    Takes a second or two; a proof is kept in the cache directory and holds until transformers, torch, peft or this
-    package change.
+    Takes a second or two. A proof is cached, and holds until transformers, torch, peft, or this package change.
 
     Args:
-        config: of the model that is to be trained.
+        config: of the model.
         adapters: what is trained, if the weights are frozen.
-        trainable: names of the parameters that are trained, if not all are; ``*`` stands for anything.
-        packed: whether rows will hold several documents with position ids that restart at each: this is proven, too.
-        router_loss: of a mixture of experts, as :class:`fuyou.Engine` has it.
-        dtype: that will be computed in. Most is proven in fp32, where rounding hides nothing; then, that this dtype is
-            the same between blocks as inside them.
+        trainable: name patterns (with ``*``) of the trained parameters, if not all.
+        packed: whether rows will hold several documents with position ids that restart; this is proven, too.
+        router_loss: of a mixture of experts, as in :class:`fuyou.Engine`.
+        dtype: compute dtype. Most is proven in fp32, where rounding hides nothing; then, that this dtype is the same
+            between
+            blocks as inside them.
 
     Raises:
-        UserError: it does not, or no small model could be built to prove it with; says which tensor differs first.
+        UserError: if it does not, or no small model could be built; says which tensor differs first.
     """
     names = None if trainable is None else tuple(trainable)
     claim = Claim(config, adapters, names, router_loss=router_loss)
@@ -64,7 +72,7 @@ def prove(
         except _RefusedError as error:
             short = str(dtype).removeprefix("torch.")
             raise UserError(f"{error} In fp32 they are equal: train it with dtype fp32 instead of {short}.") from error
-    if packed:  # documents that are computed one by one have router losses of their own
+    if packed:  # documents that are computed one by one have separate router losses
         _prove(replace(claim, packed=True, router_loss="off"))
 
 
@@ -78,13 +86,13 @@ def prove_pieces(
     """Prove on a small model that this family trains in pieces, as small as its blocks can be cut.
 
     Args:
-        config: of the model that is to be trained.
+        config: of the model.
         adapters: what is trained, if the weights are frozen.
-        trainable: names of the parameters that are trained, if not all are.
-        router_loss: of a mixture of experts, as :class:`fuyou.Engine` has it.
+        trainable: name patterns of the trained parameters, if not all.
+        router_loss: of a mixture of experts, as in :class:`fuyou.Engine`.
 
     Raises:
-        UserError: it does not, or its blocks cannot be cut.
+        UserError: if it does not, or its blocks cannot be cut.
     """
     names = None if trainable is None else tuple(trainable)
     _prove(Claim(config, adapters, names, router_loss=router_loss, pieces=True))
@@ -101,7 +109,7 @@ def _prove(claim: Claim) -> None:
 
 
 class _RefusedError(UserError):
-    """Streaming a small model gave other numbers."""
+    """Raised when streaming a small model gives other numbers."""
 
 
 class _Proof:
@@ -119,11 +127,7 @@ class _Proof:
         except UserError as error:
             raise self._unprovable(error) from error
         opened = OpenModel(
-            self._small,
-            Precision(claim.dtype, torch.float32),
-            torch.device("cpu"),
-            twin.adapters,
-            twin.trainable,
+            self._small, Precision(claim.dtype, torch.float32), torch.device("cpu"), twin.adapters, twin.trainable
         )
         if claim.pieces:
             opened.shape = in_pieces(opened.stack, opened.shape, 1)
@@ -158,10 +162,10 @@ class _Proof:
         except Exception as error:
             raise self._unprovable(error) from error
         with seeded(number):
-            found = self._streamed(step, batch, micro_rows)
-        difference = first_difference(expected, found, self._tolerance)
+            gradients = self._streamed(step, batch, micro_rows)
+        difference = first_difference(expected, gradients, self._tolerance)
         if difference is not None:
-            raise self._refusal(difference + (" with each document by itself" if self._claim.packed else ""))
+            raise self._refusal(difference + (" with each document separately" if self._claim.packed else ""))
 
     def _streamed(self, step: SmallStep, batch: Mapping[str, torch.Tensor], micro_rows: int) -> Gradients:
         try:

@@ -1,6 +1,6 @@
-"""One training step of a small model, streamed as the engine streams it, without drives or an optimizer process.
+"""One training step of a small model, streamed as by the engine, without drives or an optimizer process.
 
-The engine's own schedule, parts and computation; what would move the bytes is replaced by dictionaries.
+The schedule, parts, and computation are the engine's; dictionaries replace what would move bytes.
 """
 
 import time
@@ -29,7 +29,7 @@ from fuyou.schedule.tasks import Activation, ComputeTask, known
 
 @dataclass
 class _Buffers:
-    """Buffers that are made when they are asked for, as large as is asked for."""
+    """Buffers that are allocated on first use, with the requested size."""
 
     made: dict[int, torch.Tensor] = field(default_factory=dict)
 
@@ -139,10 +139,10 @@ class SmallStep:
                 self._join(slot)
 
     def _join(self, slot: ParameterSlot) -> None:
-        name, found = slot.names[0], self._ranges[slot.names[0]]
+        name, ranges = slot.names[0], self._ranges[slot.names[0]]
         count = sum(other.names[0] == name for record in self._shape.records for other in record.parameters)
-        if len(found) == count:
-            parts = [found[start] for start in sorted(found)]
+        if len(ranges) == count:
+            parts = [ranges[start] for start in sorted(ranges)]
             there = [part for part in parts if part is not None]
             assert len(there) in (0, count), f"some experts of {name} have gradients, and some have none"
             self.gradients[name] = torch.cat(there) if there else None

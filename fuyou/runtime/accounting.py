@@ -1,8 +1,10 @@
-"""Where a step's time went: how long each resource was busy, and what the device waited for when it was not."""
+"""Where a step's time went: busy times of each resource, causes of the device's idle times, and bytes moved."""
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from common.intervals import Interval, merge, total
+from common.units import Interval, merge, total
 from fuyou.runtime.data_plane.data_plane import DataPlane
 from fuyou.runtime.trace import StepTrace
 from fuyou.schedule.tasks import ComputeTask, Op, Resource, StepList, Task
@@ -15,24 +17,19 @@ class StepReport:
     step: int
     loss: float
     grad_norm: float  # Norm of the whole gradient before clipping
-    # From the call of the engine to the end of :meth:`Engine.step`; write-back may go on into the next step.
-    seconds: float
+    seconds: float  # From the call of the engine to the end of :meth:`Engine.step`; write-back may continue
     tokens: int
-    # Time that each resource was busy since the last report: the largest bounds the step.
-    bound_seconds: dict[str, float]
-    # Time that the device stood idle since the last report, by the kind of task that it waited for.
-    idle_seconds: dict[str, float]
+    bound_seconds: dict[str, float]  # Time that each resource was busy since the last report
+    idle_seconds: dict[str, float]  # Idle time of the device since the last report, by its cause
     planned_read_bytes: int  # Bytes that the schedule had the SSDs read
     planned_written_bytes: int
     planned_sent_bytes: int = 0  # Bytes that the schedule had this rank send to other nodes
-    kept_activation_bytes: int = 0  # Bytes of operator outputs that were saved for the backward pass, in whatever tier
-    # Fraction of the recomputation's FLOPs that was left out: saved, or needed by nothing. 0 in a run's first step.
-    recomputation_saved: float = 0.0
+    kept_activation_bytes: int = 0  # Bytes of operator outputs that were saved for the backward pass, in any tier
+    recomputation_saved: float = 0.0  # Fraction of the recomputation's FLOPs that was left out
     skipped: bool = False  # Whether loss or gradient were not finite, and nothing was changed
     clipped: bool = False  # Whether the gradient was scaled down
     aux_loss: float | None = None  # The router loss, not multiplied by its coefficient, where it is a part of the loss
-    # Whether updates had been done before it was known that the step is clipped or left out, and are done again.
-    updated_again: bool = False
+    updated_again: bool = False  # Whether updates ran before the norm was known, and run again
     # When each resource was busy since the last report, (begin, end) in seconds on `time.monotonic`'s clock.
     busy_intervals: dict[str, list[Interval]] = field(default_factory=dict)
 
@@ -41,11 +38,8 @@ class StepReport:
 class Times:
     """Times of the tasks that have ended since the last look, in seconds."""
 
-    # Seconds that each resource was busy; tasks of one resource that overlap count once.
-    busy: dict[str, float] = field(default_factory=dict)
-    # Seconds that the device was idle, by the kind of task that it waited for; `caller` is what the caller did in
-    # between.
-    idle: dict[str, float] = field(default_factory=dict)
+    busy: dict[str, float] = field(default_factory=dict)  # Seconds that each resource was busy, overlaps merged
+    idle: dict[str, float] = field(default_factory=dict)  # Idle seconds of the device, by the task that it waited for
     intervals: dict[str, list[Interval]] = field(default_factory=dict)  # When each resource was busy
 
 
@@ -80,8 +74,8 @@ class Accounting:
             if task.op.resource is not Resource.NONE and task.op not in (Op.STATE_READ, Op.UPDATE, Op.STATE_WRITE):
                 busy[task.op.resource].append((task.started_at, task.finished_at))
         states, adam = self._plane.optimizer.take_ssd_intervals(), self._plane.optimizer.take_adam_intervals()
-        busy[Resource.SSD] += [(one.started_at, one.finished_at) for one in states]
-        busy[Resource.ADAM] += [(one.started_at, one.finished_at) for one in adam]
+        busy[Resource.SSD] += [(task.started_at, task.finished_at) for task in states]
+        busy[Resource.ADAM] += [(task.started_at, task.finished_at) for task in adam]
         idle: dict[str, float] = {}
         for task in done:
             if isinstance(task, ComputeTask):
@@ -92,8 +86,8 @@ class Accounting:
             self._trace.add(done, states, adam)
         for task in done:
             task.after = []  # or every task would keep all of its ancestors alive
-        merged = {resource.value: merge(found) for resource, found in busy.items()}
-        return Times({name: total(found) for name, found in merged.items()}, idle, merged)
+        merged = {resource.value: merge(spans) for resource, spans in busy.items()}
+        return Times({name: total(spans) for name, spans in merged.items()}, idle, merged)
 
     @staticmethod
     def _explain(since: float, task: Task, idle: dict[str, float]) -> None:
@@ -112,3 +106,63 @@ class Accounting:
                 idle["caller"] = idle.get("caller", 0.0) + until - last.finished_at
             idle[label] = idle.get(label, 0.0) + min(until, last.finished_at) - max(since, min(until, last.started_at))
             until, task = max(since, min(until, last.started_at)), last
+
+
+Bytes = tuple[int, int]  # Bytes read, bytes written
+
+
+class IoCounter:
+    """Adds up what comes from parts that come and go.
+
+    Args:
+        read: all that the parts there are have read and written so far.
+    """
+
+    def __init__(self, read: Callable[[], Bytes]):
+        self._read = read
+        self._closed = self._other = (0, 0)
+        self.planned: Bytes = (0, 0)
+        """Bytes that :attr:`training` comes to by the schedule, once everything submitted is done."""
+
+    @property
+    def training(self) -> Bytes:
+        """Bytes that training has moved, in all processes of the engine."""
+        return _minus(self._all, self._other)
+
+    @property
+    def other(self) -> Bytes:
+        """Bytes that were moved while :meth:`not_counted`."""
+        return self._other
+
+    def submitted(self, tasks: StepList) -> None:
+        """Note what ``tasks`` will move."""
+        self.planned = _plus(self.planned, (tasks.ssd_read_bytes(), tasks.ssd_written_bytes()))
+
+    def begin(self) -> None:
+        """Leave out what has been moved up to now: looking at what there is to continue is not training."""
+        self._other = self._all
+
+    def ended(self, moved: Bytes) -> None:
+        """Add what a part has moved that has ended."""
+        self._closed = _plus(self._closed, moved)
+
+    @contextmanager
+    def not_counted(self) -> Iterator[None]:
+        """Leave out what is read and written meanwhile: filling the store, exporting, looking."""
+        before = self._all
+        try:
+            yield
+        finally:
+            self._other = _plus(self._other, _minus(self._all, before))
+
+    @property
+    def _all(self) -> Bytes:
+        return _plus(self._closed, self._read())
+
+
+def _plus(one: Bytes, other: Bytes) -> Bytes:
+    return one[0] + other[0], one[1] + other[1]
+
+
+def _minus(one: Bytes, other: Bytes) -> Bytes:
+    return one[0] - other[0], one[1] - other[1]

@@ -15,8 +15,8 @@ from functools import partial
 
 from fuyou.schedule.tasks import Op, Task
 
-# Does a task's work. Returns None if it is done (or queued on the device: `task.event` is set), a future if it goes on,
-# or :data:`ELSEWHERE` if somebody else calls :meth:`Executor.finish`.
+# Does a task's work. Returns None if it is done (or queued on the device: `task.event` is set), a future if it is still
+# running, or :data:`ELSEWHERE` if other code calls :meth:`Executor.finish`.
 Handler = Callable[[Task], "Future | object | None"]
 ELSEWHERE = object()
 
@@ -67,7 +67,7 @@ class Executor:
         """Block until all of ``tasks`` are done.
 
         Raises:
-            BaseException: whatever any task has failed with.
+            BaseException: if any task has failed.
         """
         waiting = list(tasks)
         with self._changed:
@@ -89,7 +89,6 @@ class Executor:
         task.started_at = time.monotonic()
 
     def finish(self, task: Task, started_at: float | None = None) -> None:
-        """Mark ``task`` done and wake who waits for it."""
         with self._changed:
             if started_at is not None:
                 task.started_at = started_at

@@ -1,7 +1,7 @@
 """A step as a Chrome trace, for ui.perfetto.dev: one group of lanes per resource, one lane per kind of task.
 
 A real step and a simulated one are the same list of tasks and give the same lanes. Tasks of one kind run first in,
-first out: where several are under way at once (reads that queue at a drive), each is drawn from the end of the one
+first out: where several run at once (reads that queue at a drive), each is drawn from the end of the one
 before, and how long it has waited is among its arguments. So no two overlap in a lane.
 
 The format is checked by a test, event by event; Perfetto itself, which is a web site, has not been tried.
@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from common.errors import UserError
-from common.files.atomic import replace_file
-from common.intervals import Interval
+from common.files import replace_file
+from common.units import Interval
 from fuyou.layout.record import Record
 from fuyou.layout.visits import Phase
 from fuyou.schedule.tasks import Activation, Op, Resource, StepList, Task
@@ -31,8 +31,7 @@ GROUPS = {
 }
 # Lanes that are not kinds of task.
 STATE_LANE, ADAM_LANE, DRIVE_LANE, STEP_LANE = "states read and written", "Adam computing", "all traffic", "step"
-# A state read is announced in no time; what the optimizer process reads is in a lane of its own.
-_NOT_DRAWN = (Op.STATE_READ, Op.STEP)
+_NOT_DRAWN = (Op.STATE_READ, Op.STEP)  # A state read takes no time; the process's reads have a lane
 _ORDER = [STEP_LANE, *(op.label for op in Op), STATE_LANE, DRIVE_LANE, ADAM_LANE]
 
 
@@ -112,9 +111,9 @@ class StepTrace:
         self._ends = sorted(self._ends)[-2:]
         self._spans += task_spans(tasks, self._records)
         for resource, lane, intervals in ((Resource.SSD, STATE_LANE, states), (Resource.ADAM, ADAM_LANE, adam)):
-            for one in intervals:
-                name = self._records[one.record].name
-                self._spans.append(Span(resource, lane, name, one.started_at, one.finished_at))
+            for span in intervals:
+                name = self._records[span.record].name
+                self._spans.append(Span(resource, lane, name, span.started_at, span.finished_at))
         since = self._ends[0][1] if len(self._ends) > 1 else float("-inf")
         self._spans = [span for span in self._spans if span.finished_at > since]
 
@@ -122,7 +121,7 @@ class StepTrace:
         """Write the newest ended step: from the end of the one before to the last of its tasks.
 
         Raises:
-            UserError: no step has ended, or ``path`` cannot be written.
+            UserError: if no step has ended, or ``path`` cannot be written.
         """
         if not self._ends:
             raise UserError(f"No step was taken, so there is nothing to write to {path}.")
@@ -143,12 +142,11 @@ def write_trace(
 
     Args:
         lists: the step and (for what reaches over from it) the one before, simulated.
-        records: of the model.
         window: begin and end of the step on the simulation's clock; what ends before it is left out.
         busy: when the drives and the optimizer worked: :attr:`fuyou.planner.simulator.Simulation.intervals`.
 
     Raises:
-        UserError: ``path`` cannot be written.
+        UserError: if ``path`` cannot be written.
     """
     begin, end = window
     spans = [Span(Resource.NONE, STEP_LANE, f"step {lists[-1].step}", begin, end, lists[-1].step)]

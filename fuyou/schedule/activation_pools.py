@@ -1,4 +1,4 @@
-"""Activations on their way through the tiers: what is needed soonest is nearest to the device."""
+"""Activations on their way through the tiers: those needed soonest are nearest to the device."""
 
 from collections.abc import Callable, Hashable, Sequence
 
@@ -16,7 +16,7 @@ Arguments = tuple[list[ActivationKey], list[ActivationKey]]
 def hidden_arguments(visit: Visit, micro: int) -> Arguments:
     """Return which block inputs and gradients a compute task reads and writes. The head counts as layer L.
 
-    Of a block in pieces, the first part reads them, and keeps a copy for those that follow; the last part writes.
+    Of a block in pieces, the first part reads them and copies them for the others; the last part writes.
     """
     reads, writes = _all_arguments(visit, micro)
     return reads if visit.begins else [], writes if visit.ends else []
@@ -40,21 +40,14 @@ def _all_arguments(visit: Visit, micro: int) -> Arguments:
 
 
 class ActivationPools:
-    """The places of activations of one kind: on the device, in host memory, on SSD; what is needed soonest is nearest.
+    """Activations of one kind on the device, in host memory, and on SSD.
 
     Args:
-        activation: the kind; each has buffers of its own size.
-        device, host, ssd: numbers of buffers.
         arguments: returns which of these activations a compute task reads and writes.
     """
 
     def __init__(
-        self,
-        activation: Activation,
-        device: int,
-        host: int,
-        ssd: int,
-        arguments: Callable[[Visit, int], Arguments],
+        self, activation: Activation, device: int, host: int, ssd: int, arguments: Callable[[Visit, int], Arguments]
     ):
         self._activation, self._arguments = activation, arguments
         self._device = SortedPool(f"device activations ({activation.value})", device, self._next_use, spared=1)
@@ -69,7 +62,7 @@ class ActivationPools:
     def begin(
         self, step: StepList, visits: Sequence[Visit], micro_batches: Callable[[Visit], range], nbytes: int
     ) -> None:
-        """Start a pass, in which no activation is alive yet and every use is known; each takes ``nbytes``."""
+        """Start a pass, with no activation alive and every use known; each takes ``nbytes``."""
         self._list, self._bytes = step, nbytes
         self._uses = {}
         position = 0
@@ -103,7 +96,7 @@ class ActivationPools:
         return index
 
     def release(self, keys: list[ActivationKey]) -> None:
-        """Note that one use of each of ``keys`` is over, and drop those that have no other."""
+        """End one use of each of ``keys``, and drop those without further uses."""
         self._device.end_computation()
         self._host.end_computation()
         for key in keys:
@@ -131,10 +124,8 @@ class ActivationPools:
         return index, after
 
     def _room_on_host(self, key: Hashable, keep: Hashable = None) -> tuple[int, list[Task]]:
-        """Return a host buffer for ``key``, and the tasks after which it may be overwritten.
-
-        It is not the one that holds ``keep``, whose copy to the device comes next.
-        """
+        """Return a host buffer for ``key`` other than that of ``keep``, and the tasks after which it may be
+        overwritten."""
         if not (self._ssd_free or self._host.has_room()):
             self._drop_copy(keep)
         index, leaving = self._host.take(key, [keep])
@@ -145,14 +136,14 @@ class ActivationPools:
         return index, after
 
     def _write(self, key: Hashable, source: int, ready: Task) -> Task:
-        place = self._ssd_free.pop()
-        after = [ready, *self._ssd_users.pop(place, [])]
-        write = self._emit(Op.ACTIVATION_WRITE, after, source=source, target=place)
-        self._ssd[key] = (place, write)
+        index = self._ssd_free.pop()
+        after = [ready, *self._ssd_users.pop(index, [])]
+        write = self._emit(Op.ACTIVATION_WRITE, after, source=source, target=index)
+        self._ssd[key] = (index, write)
         return write
 
     def _drop_copy(self, keep: Hashable) -> None:
-        """Empty the host buffer that is needed latest among copies of what is on the device; not that of ``keep``."""
+        """Empty the host buffer needed latest among copies of what is on the device, except that of ``keep``."""
         there = (slot.key for slot in self._device.slots if slot.key is not None and slot.key != keep)
         copies = [key for key in there if self._host.find(key) is not None]
         if copies:
@@ -161,19 +152,19 @@ class ActivationPools:
     def _on_host(self, key: ActivationKey) -> int:
         index = self._host.find(key)
         if index is None:
-            place, write = self._ssd[key]
+            extent, write = self._ssd[key]
             index, after = self._room_on_host(key)
-            read = self._emit(Op.ACTIVATION_READ, [write, *after], source=place, target=index, micro=key[2])
-            self._ssd_users.setdefault(place, []).append(read)
+            read = self._emit(Op.ACTIVATION_READ, [write, *after], source=extent, target=index, micro=key[2])
+            self._ssd_users.setdefault(extent, []).append(read)
             self._host.fill(index, key, read)
         return index
 
     def _forget_ssd(self, key: Hashable) -> None:
         entry = self._ssd.pop(key, None)
         if entry is not None:
-            place, write = entry
-            self._ssd_users.setdefault(place, []).append(write)
-            self._ssd_free.insert(0, place)
+            index, write = entry
+            self._ssd_users.setdefault(index, []).append(write)
+            self._ssd_free.insert(0, index)
 
     def _emit(self, op: Op, after: list[Task], **fields: int) -> Task:
         task = Task(

@@ -1,4 +1,4 @@
-"""A batch as the engine runs it, and what its loss is computed from."""
+"""A batch as the engine runs it, and the inputs of its loss."""
 
 from dataclasses import dataclass
 
@@ -7,14 +7,14 @@ from fuyou.layout.visits import REFERENCE_PHASES, Visit
 
 @dataclass(frozen=True)
 class LossInputs:
-    """What a loss is computed from, if the caller computes it."""
+    """Inputs of a loss that the caller computes."""
 
     outputs: int = 0  # fp32 numbers that the head makes for each token; 0: the loss is the engine's own cross entropy
     reference: bool = False  # Whether every sequence also passes through the model without its adapters
 
     @property
     def passes(self) -> int:
-        """Number of times that each sequence passes forward."""
+        """Return how often each sequence passes forward."""
         return 2 if self.reference else 1
 
     def covers(self, other: "LossInputs") -> bool:
@@ -22,7 +22,7 @@ class LossInputs:
         return self.outputs >= other.outputs and self.reference >= other.reference
 
     def joined(self, other: "LossInputs") -> "LossInputs":
-        """Return the least that covers both."""
+        """Return the smallest inputs that cover both."""
         return LossInputs(max(self.outputs, other.outputs), self.reference or other.reference)
 
 
@@ -37,19 +37,18 @@ class Batch:
     seq_len: int
     micro_rows: int  # Sequences in one micro-batch; the last one may have fewer
     loss: LossInputs = ENGINE_LOSS  # What the loss is computed from
-    # Micro-batches that may go through a block in pieces together in a forward pass; None: all.
-    most_together: int | None = None
+    most_together: int | None = None  # Micro-batches together in a block in pieces; None for all
 
     @property
     def together(self) -> int:
-        """Micro-batches that go through a block in pieces together in a forward pass."""
+        """Return how many micro-batches go through a block in pieces together in a forward pass."""
         return min(self.most_together or self.micro_batches, self.micro_batches)
 
     def passes_in_pieces(self, trained: bool) -> int:
         """Return how often all pieces of a block come to the device in a step.
 
         Args:
-            trained: whether pieces are, so that all micro-batches go through the backward pass together.
+            trained: whether pieces are trained, so that all micro-batches go through the backward pass together.
         """
         return -(-self.micro_batches // self.together) + (1 if trained else self.micro_batches)
 
@@ -58,40 +57,36 @@ class Batch:
         return -(-self.rows // self.micro_rows)
 
     def activations(self, layers: int) -> int:
-        """Return how many blocks' inputs there are at once, at most; a reference's stay until the next block only."""
+        """Return how many blocks' inputs exist at once, at most; a reference's stay until the next block only."""
         reference = self.micro_batches + 1 if self.loss.reference else 0
         return (layers + 2) * self.micro_batches + 2 + reference
 
     @property
     def micro_tokens(self) -> int:
-        """Tokens in one micro-batch."""
         return self.micro_rows * self.seq_len
 
     @property
     def mean_tokens(self) -> float:
-        """Average tokens of a micro-batch."""
         return self.rows * self.seq_len / self.micro_batches
 
 
 @dataclass(frozen=True)
 class BatchShape:
-    """The sizes of a batch that a schedule depends on."""
+    """Sizes of a batch that a schedule depends on."""
 
     micro_batches: int  # Number of micro-batches that the batch is split into
     activation_bytes: int  # Bytes of a block's input, for one micro-batch
     tokens: float  # Tokens in one micro-batch, on average
-    kept_bytes: int = 0  # Bytes of the activations that one block saves beside its input, for one micro-batch
+    kept_bytes: int = 0  # Bytes of the activations that one block saves besides its input, for one micro-batch
     own_loss: bool = False  # Whether the caller computes the loss, between two runs of the head
-    # Whether every micro-batch also passes forward through the model without its adapters, as its own reference.
-    reference: bool = False
+    reference: bool = False  # Whether micro-batches also pass without adapters, as a reference
     together: int | None = None  # Micro-batches that go through a block in pieces together in a forward pass; None: all
 
     def micro_batches_of(self, visit: Visit) -> range:
-        """Return the numbers of the micro-batches that a visit runs; those of the reference come after the others."""
+        """Return the numbers of a visit's micro-batches; those of the reference come last."""
         return visit.micro_batches(
             self.micro_batches * (2 if self.reference and visit.phase in REFERENCE_PHASES else 1)
         )
 
     def is_reference(self, micro: int | None) -> bool:
-        """Return whether ``micro`` is a micro-batch of the reference."""
         return micro is not None and micro >= self.micro_batches

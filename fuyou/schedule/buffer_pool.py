@@ -1,9 +1,8 @@
 """A pool of equal buffers that holds what is needed soonest.
 
-A step visits everything in an order that is known beforehand, so the best policy is known too (Belady, 1966): keep
-what is needed soonest, give up what is needed latest. (For a cyclic order LRU would be the worst policy: it gives up
-just what comes next.) The pool decides while the schedule is built, not while it runs: what comes out are tasks and
-what they wait for.
+The order of a step's visits is known beforehand, and so is the best policy (Belady, 1966): keep what is needed soonest,
+give up what is needed latest. (For a cyclic order LRU would be the worst: it gives up what comes next.) The pool
+decides while the schedule is built, not while it runs; the result are tasks and their dependencies.
 """
 
 import heapq
@@ -20,7 +19,7 @@ NEVER = float("inf")
 
 @dataclass
 class Slot:
-    """One buffer: the object that it holds, the task that fills it, the tasks that still use it."""
+    """A buffer: the object in it, the task that fills it, and the tasks that still use it."""
 
     key: Hashable | None = None
     ready: Task | None = None
@@ -29,25 +28,22 @@ class Slot:
 
     @property
     def filled(self) -> Task:
-        """The task that fills it, where there is one."""
         assert self.ready is not None
         return self.ready
 
     def busy(self) -> list[Task]:
-        """Return all tasks that must be finished before the buffer may be overwritten."""
+        """Return all tasks that must finish before the buffer may be overwritten."""
         return [*self.users, self.ready] if self.ready is not None else list(self.users)
 
 
 class Pool:
-    """A number of buffers, each of which holds the object that is named by its key.
+    """A number of buffers, each of which holds the object named by its key.
 
     Args:
-        name: name of the pool in messages.
-        count: number of buffers.
         next_use: returns the position of an object's next use, or :data:`NEVER`.
-        spared: number of newest computations (see :meth:`end_computation`) whose buffers are given away last, and that
-            of the newest object last of all. Whoever gets such a buffer waits for the computation to end, and for what
-            has just been made to leave: nothing would come ahead of its use. 0: only the next use counts.
+        spared: number of newest computations (see :meth:`end_computation`) whose buffers are given away last, that
+            of the newest object last of all, because a taker waits for the computation to end and its results to leave.
+            0 if only the next use counts.
     """
 
     def __init__(self, name: str, count: int, next_use: Callable[[Hashable], float], spared: int = 0):
@@ -76,20 +72,21 @@ class Pool:
 
         Args:
             pinned: objects that stay.
-            spare_empty: whether, if only busy buffers are empty, an object leaves one that is not busy instead.
+            spare_empty: whether, if only busy buffers are empty, an idle object leaves instead.
         """
-        pinned, empty, found = set(pinned), self._take_empty(), None
+        pinned, empty = set(pinned), self._take_empty()
+        evicted: tuple[int, float] | None = None
         if empty is None:
-            found = self._needed_latest(pinned)
+            evicted = self._needed_latest(pinned)
         elif spare_empty and self._sparing(empty):
-            found = self._needed_latest(pinned, idle=True)
+            evicted = self._needed_latest(pinned, idle=True)
         if empty is not None:
-            if found is None:
+            if evicted is None:
                 return empty, None
             heapq.heappush(self._empty, (self.slots[empty].last_use, empty))
-        if found is None:
+        if evicted is None:
             raise FinetuneError(f"All {len(self.slots)} buffers of the {self.name} pool are in use; {key} finds none.")
-        index, use = found
+        index, use = evicted
         slot = self.slots[index]
         leaving = slot.key
         assert leaving is not None
@@ -100,8 +97,8 @@ class Pool:
     def _needed_latest(self, pinned: Collection[Hashable], idle: bool = False) -> tuple[int, float] | None:
         """Return the buffer whose object is needed latest, and the position of that use; None if there is none.
 
-        Among equals, it is the one idle the longest. Objects in ``pinned`` do not count; busy buffers that are spared
-        come last, or with ``idle`` not at all.
+        Ties go to the buffer idle the longest. Objects in ``pinned`` are excluded; spared busy buffers come last, or
+        with ``idle`` not at all.
         """
         best, best_rank = -1, (0, -1.0, 0.0)
         for index, slot in enumerate(self.slots):
@@ -115,13 +112,13 @@ class Pool:
         return (best, best_rank[1]) if best >= 0 else None
 
     def _sparing(self, index: int, use: float = 0.0) -> int:
-        """Return how much a buffer is spared whose object is used next at ``use``: 0 not, 1 as busy, 2 as newest."""
+        """Return how much a buffer with next use ``use`` is spared: 0 not, 1 as busy, 2 as newest."""
         if self._ends.maxlen == 1 or use == NEVER:
             return 0
         return 2 if index == self._newest else int(self.slots[index].last_use > self._ends[0])
 
     def _take_empty(self) -> int | None:
-        """Return the empty buffer that is idle the longest, found without looking at all of them; None: none is."""
+        """Return the empty buffer that is idle the longest, if any, without a search."""
         while self._empty:
             touched, index = heapq.heappop(self._empty)
             slot = self.slots[index]
@@ -132,11 +129,10 @@ class Pool:
         return None
 
     def has_room(self) -> bool:
-        """Return whether a buffer is empty."""
         return len(self._where) < len(self.slots)
 
     def fill(self, index: int, key: Hashable, ready: Task) -> None:
-        """Note that ``ready`` puts ``key`` into buffer ``index``, after all earlier users of the buffer."""
+        """Assign ``key`` to buffer ``index``, which ``ready`` fills after all earlier users of the buffer."""
         slot = self.slots[index]
         slot.key, slot.ready, slot.users = key, ready, []
         self._where[key] = index
@@ -144,12 +140,11 @@ class Pool:
         self.touch(index)
 
     def use(self, index: int, task: Task) -> None:
-        """Note that ``task`` uses buffer ``index``."""
         self.slots[index].users.append(task)
         self.touch(index)
 
     def drop(self, key: Hashable) -> None:
-        """Forget ``key``: its buffer is free once its users are finished."""
+        """Forget ``key``: its buffer is free once its users have finished."""
         index = self._where.pop(key, None)
         if index is not None:
             slot = self.slots[index]
@@ -157,20 +152,18 @@ class Pool:
             heapq.heappush(self._empty, (slot.last_use, index))
 
     def end_computation(self) -> None:
-        """Note that all uses of one computation are known: what it and the next one use counts as busy."""
+        """End a computation: buffers that it and the next one use count as busy."""
         self._ends.append(self._clock)
 
     def touch(self, index: int) -> None:
-        """Note that buffer ``index`` is used now."""
         self._clock += 1
         self.slots[index].last_use = self._clock
 
 
 class SortedPool(Pool):
-    """A pool of many buffers, which finds what is needed latest without looking at each.
+    """A pool of many buffers that finds the object needed latest without a search.
 
-    For that, :meth:`update_next_use` must be called when an object's next use has changed, and :meth:`sort_anew` when
-    those of many have.
+    :meth:`update_next_use` must be called when an object's next use has changed, :meth:`sort_anew` when many have.
     """
 
     def __init__(self, name: str, count: int, next_use: Callable[[Hashable], float], spared: int = 0):
@@ -180,13 +173,13 @@ class SortedPool(Pool):
         self._sorted: list[tuple[float, int, int]] | None = None
 
     def update_next_use(self, key: Hashable) -> None:
-        """Note that the next use of ``key``, if it is here at all, is another one now."""
+        """Note that the next use of ``key``, if it is here, has changed."""
         index = self._where.get(key)
         if index is not None:
             self._sort(index)
 
     def sort_anew(self) -> None:
-        """Note that the next uses of many objects have changed."""
+        """Sort again after the next uses of many objects have changed."""
         self._sorted = None
 
     def touch(self, index: int) -> None:
@@ -208,10 +201,10 @@ class SortedPool(Pool):
         if self._sorted is None:
             self._sorted = [self._entry(index) for index, slot in enumerate(self.slots) if slot.key is not None]
             heapq.heapify(self._sorted)
-        found: tuple[int, float] | None = None
+        best: tuple[int, float] | None = None
         spared: dict[int, tuple[int, float]] = {}
         stay = []
-        while self._sorted and found is None:
+        while self._sorted and best is None:
             entry = heapq.heappop(self._sorted)
             use, index = -entry[0], entry[2]
             key = self.slots[index].key
@@ -224,7 +217,7 @@ class SortedPool(Pool):
                 stay.append(entry)
                 spared.setdefault(sparing, (index, use))
             else:
-                found = index, use
+                best = index, use
         for entry in stay:
             heapq.heappush(self._sorted, entry)
-        return found if found or idle else spared.get(1) or spared.get(2)
+        return best if best or idle else spared.get(1) or spared.get(2)

@@ -1,6 +1,6 @@
-"""Gradients in host memory: on their way to their update, deferred, or kept in case the update must be done again.
+"""Gradients in host memory: on their way to their update, deferred, or saved in case the update runs again.
 
-As with activations, what is needed soonest stays; what has to leave for another gradient is written to SSD.
+Gradients needed soonest stay; those that must leave for another gradient are written to SSD.
 """
 
 from collections.abc import Callable, Hashable
@@ -13,7 +13,7 @@ from fuyou.schedule.tasks import Op, Task
 
 
 class AddTask(Protocol):
-    """A function that appends a task to the list that is being made."""
+    """Appends a task to the list."""
 
     def __call__(self, op: Op, after: list[Task], **fields: int | None) -> Task: ...
 
@@ -22,10 +22,7 @@ class GradientPools:
     """Which buffers hold which gradients.
 
     Args:
-        shape: the model's records.
-        counts: numbers of buffers.
         first_use: returns the position of a record's first use in a step, by which its update must be done.
-        emit: appends a task to the step's list.
     """
 
     def __init__(self, shape: ModelLayout, counts: BufferCounts, first_use: Callable[[int], int], emit: AddTask):
@@ -40,7 +37,7 @@ class GradientPools:
         self._spilled: dict[int, Task] = {}  # record -> the task that writes its gradient to SSD
 
     def take(self, record: Record) -> tuple[int, list[Task]]:
-        """Return a buffer for the record's gradient, and what must be finished before it may be overwritten."""
+        """Return a buffer for the record's gradient, and the tasks after which it may be overwritten."""
         pool = self._pools[record.kind]
         index, leaving = pool.take(record.index)
         after = pool.slots[index].busy()
@@ -56,11 +53,10 @@ class GradientPools:
         return index, after
 
     def fill(self, index: int, record: Record, ready: Task) -> None:
-        """Note that ``ready`` brings the record's gradient into buffer ``index``."""
         self._pools[record.kind].fill(index, record.index, ready)
 
     def fetch(self, record: Record) -> tuple[int, Task]:
-        """Return the buffer that holds the record's gradient, and the task after which it does; read it if need be."""
+        """Return the buffer with the record's gradient, read from SSD if needed, and the task that fills it."""
         pool = self._pools[record.kind]
         index = pool.find(record.index)
         if index is None:
@@ -76,7 +72,7 @@ class GradientPools:
         return index, pool.slots[index].filled
 
     def updated(self, index: int, record: Record, update: Task, *, keep: bool) -> None:
-        """Note that ``update`` uses the gradient in buffer ``index``, for the last time unless it is to be kept."""
+        """Note that ``update`` uses the gradient in buffer ``index``, which is then free unless it is saved."""
         pool = self._pools[record.kind]
         if keep:
             self.kept[record.index] = update.step
@@ -85,16 +81,12 @@ class GradientPools:
         pool.use(index, update)
 
     def resolve_speculation(self, again: bool) -> list[Record]:
-        """Decide whether all updates whose gradients are kept must be done ``again``; else forget these gradients.
-
-        Returns:
-            The records whose gradients now wait for another update.
-        """
-        kept, self.kept = self.kept, {}
+        """Return the records whose saved gradients are used ``again``; if not, drop these gradients."""
+        saved, self.kept = self.kept, {}
         if again:
-            self.pending.update(kept)
-            return [self._records[index] for index in kept]
-        for index in kept:
+            self.pending.update(saved)
+            return [self._records[index] for index in saved]
+        for index in saved:
             self._spilled.pop(index, None)
             self._pools[self._records[index].kind].drop(index)
         return []

@@ -1,4 +1,4 @@
-"""What a run allocates: how many buffers of each kind, and how many bytes they and everything else take."""
+"""What a run allocates: the number of buffers of each kind, and the bytes of these and everything else."""
 
 import math
 from collections import Counter
@@ -9,8 +9,8 @@ from functools import cached_property
 from transformers import PreTrainedConfig
 
 from common.memory.buffers import round_up
-from common.models.vision.memory import NO_IMAGES
-from fuyou.layout.filling import filling_bytes
+from common.models.vision import NO_IMAGES
+from fuyou.layout.cutting import filling_bytes
 from fuyou.layout.frozen_weights import ROW_ELEMENTS, ROWS_ON_ACCELERATORS, FrozenDtype
 from fuyou.layout.model_layout import BufferCounts, ModelLayout
 from fuyou.layout.record import Kind, Record
@@ -28,14 +28,14 @@ CHUNKS_PER_BLOCK = 32
 DESCRIPTION_BYTES = 15 << 10
 #: Host memory that is not ours to plan: allocator slack, thread stacks, library caches.
 HOST_OVERHEAD_BYTES = 96 << 20
-#: Part of that: freed memory that the heap may hold back, beside what computing takes.
+#: Part of that: freed memory that the heap may hold back, besides what computing takes.
 HEAP_SLACK_BYTES = 24 << 20
 #: Upper bound of Adam's scratch memory in the optimizer process: half a mebibyte per thread, twice that with moments in
 #: fewer bits.
 ADAM_SCRATCH_BYTES = 20 << 20
 #: Device memory in which gradients of other ranks arrive, for each of the two levels: they are added piece by piece.
 REDUCTION_BYTES = 32 << 20
-#: Device memory for decoding one row of a record in fewer bits, beside the result: see fuyou/layout/frozen_weights.py,
+#: Device memory for decoding one row of a record in fewer bits, besides the result: see fuyou/layout/frozen_weights.py,
 #: and common/models/checkpoint/compressed/tensors.py, whose chunks are as large.
 DECODING_BYTES = 20 * ROW_ELEMENTS
 #: Upper bound of the host's bytes for each number that a caller's own loss is made of: itself, a copy that carries the
@@ -48,22 +48,18 @@ HEAD_TOKENS, FEWEST_HEAD_TOKENS = 4096, 64
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """The memory of a run: the result of :class:`fuyou.schedule.memory_planner.MemoryPlanner`."""
+    """Memory of a run: the result of :class:`fuyou.schedule.memory_planner.MemoryPlanner`."""
 
     counts: BufferCounts
     batch: Batch
     ring_chunks: int  # Buffers in the optimizer's ring, each for the states of one chunk
     chunk_elements: int
     activation_bytes: int  # Bytes of a block's input for one micro-batch, rounded up to whole pages
-    # Bytes of operator outputs that one layer saves for one micro-batch, rounded up likewise; 0 if it saves none.
-    kept_bytes: int
+    kept_bytes: int  # Bytes of operator outputs that one layer saves for one micro-batch, rounded up
     head_columns: int  # Tokens of each row that go through the head at once
-    # Whether blocks' gradients are summed in fp32 (several micro-batches) before they are rounded to bf16.
-    wide_blocks: bool
-    # Whether gradients of outer records are summed in fp32, too: chunks of the head and tied embeddings contribute
-    # separately.
-    wide_non_block: bool
-    workspace_bytes: int  # Estimated bytes that computing takes beside all buffers
+    wide_blocks: bool  # Whether blocks' gradients are summed in fp32, then rounded to bf16
+    wide_non_block: bool  # Whether gradients outside the blocks are summed in fp32, too
+    workspace_bytes: int  # Estimated bytes that computing takes besides all buffers
     device_bytes: int
     host_bytes: int
     resident: tuple[int, ...] = ()  # Records that live in host memory for the whole run, states included
@@ -82,8 +78,8 @@ class MemoryPlan:
         )
 
     def spills_gradients(self, shape: ModelLayout, held: Collection[int]) -> bool:
-        """Return whether the host has too few buffers for the gradients of all records in ``held``, which stay until
-        the step has ended, while others pass through."""
+        """Return whether the gradients of all records in ``held``, which stay until the step has ended, exceed the
+        host's buffers."""
         passing = {Kind.BLOCK: 2, Kind.NON_BLOCK: 1, Kind.ADAPTER: 0}
         kinds = Counter(shape.records[index].kind for index in held)
         trained = Counter(shape.records[index].kind for index in shape.trainable)
@@ -91,7 +87,7 @@ class MemoryPlan:
 
 
 def chunk_elements(shape: ModelLayout) -> int:
-    """Return the size of the chunks in which states lie on SSD; it depends on the model and the number of ranks."""
+    """Return the size of the chunks of states on SSD, which depends on the model and the number of ranks."""
     trained = [shape.records[index] for index in shape.trainable]
     preferred = min(LARGEST_CHUNK, max(SMALLEST_CHUNK, _largest_trained(shape).owned // CHUNKS_PER_BLOCK))
     pages = max(record.page_elements for record in trained)
@@ -99,18 +95,15 @@ def chunk_elements(shape: ModelLayout) -> int:
 
 
 def _largest_trained(shape: ModelLayout) -> Record:
-    """Return the largest record of a block that is trained; if there is none, the last one that is trained."""
+    """Return the largest trained record of a block; without one, the last trained record."""
     trained = [shape.records[index] for index in shape.trainable]
     return max((r for r in trained if r.kind is Kind.BLOCK), key=lambda r: r.numel, default=trained[-1])
 
 
 class MemoryCounter:
-    """Counts the bytes that buffers and computing take, for one model.
+    """Counts the bytes of buffers and computing for one model.
 
     Args:
-        shape: the model's records.
-        config: the model's configuration.
-        cpu: whether the device is the CPU.
         saved_bytes: bytes of operator outputs that one layer saves for one micro-batch of a batch.
     """
 
@@ -125,11 +118,9 @@ class MemoryCounter:
         self._block_chunks = max(len(record.chunks(self._chunk_elements)) for record in ranks)
 
     def count(self, batch: Batch, counts: BufferCounts, ring_blocks: float, columns: int) -> MemoryPlan:
-        """Return the plan with these buffers, and with the bytes that it takes.
+        """Return the plan with these buffers, and its bytes.
 
         Args:
-            batch: the batch.
-            counts: the buffers.
             ring_blocks: size of the optimizer's ring, in states of whole blocks.
             columns: tokens of each row that go through the head at once.
         """
@@ -144,11 +135,11 @@ class MemoryCounter:
             activation_bytes=round_up(batch.micro_tokens * hidden * shape.precision.parameter_bytes, 4096),
             kept_bytes=round_up(self._saved_bytes(batch), 4096),
             head_columns=columns,
-            wide_blocks=split and several and bool(shape.trained_elements(Kind.BLOCK)),
+            wide_blocks=split and several and bool(shape.sizes[Kind.BLOCK].trained_elements),
             # Two contributions (head and tied embedding) need no more: their sum is rounded once either way.
             wide_non_block=split
             and (several or columns < batch.seq_len)
-            and bool(shape.trained_elements(Kind.NON_BLOCK)),
+            and bool(shape.sizes[Kind.NON_BLOCK].trained_elements),
             workspace_bytes=self._workspace.nbytes(batch, columns),
             device_bytes=0,
             host_bytes=0,
@@ -158,7 +149,7 @@ class MemoryCounter:
         return replace(plan, device_bytes=device, host_bytes=host)
 
     def adapters_in_memory(self, counts: BufferCounts) -> bool:
-        """Return whether adapters are in host memory for the whole run, their optimizer states with them."""
+        """Return whether adapters and their optimizer states are in host memory for the whole run."""
         return 0 < self._adapters <= counts.host_adapters
 
     def _device_bytes(self, plan: MemoryPlan) -> int:
@@ -170,11 +161,11 @@ class MemoryCounter:
             Kind.NON_BLOCK: _gradient_bytes(counts.device_non_block_gradients, width, plan.wide_non_block),
         }
         return (
-            sum(counts.device(kind) * shape.device_nbytes(kind) for kind in Kind)
-            + sum(shape.trained_elements(kind) * nbytes for kind, nbytes in gradients.items())
+            sum(counts.device(kind) * shape.sizes[kind].device_nbytes for kind in Kind)
+            + sum(shape.sizes[kind].trained_elements * nbytes for kind, nbytes in gradients.items())
             + shape.decoded_nbytes
             + (DECODING_BYTES * (1 if self._cpu else ROWS_ON_ACCELERATORS) if shape.decoded_nbytes else 0)
-            + counts.device_adapter_gradients * shape.device_gradient_nbytes(Kind.ADAPTER)
+            + counts.device_adapter_gradients * shape.sizes[Kind.ADAPTER].device_gradient_nbytes
             + counts.device_activations * plan.activation_bytes
             + counts.device_kept * plan.kept_bytes
             + passing * (shape.carried_bytes(batch.seq_len) + shape.attention.mask_bytes(batch.seq_len, shape.padded))
@@ -185,19 +176,18 @@ class MemoryCounter:
         )
 
     def _squares_bytes(self) -> int:
-        """Return the device's bytes that the norm of a gradient takes while a block computes: of several ranks, whose
-        gradients are squared when they have been summed; one rank alone does it when a block's own memory is free."""
+        """Return the device bytes for squaring a gradient while a block computes, which only several ranks do."""
         if self._cpu or self._shape.share.world_size == 1:
             return 0
-        return squares_bytes(max(self._shape.trained_elements(kind) for kind in Kind))
+        return squares_bytes(max(self._shape.sizes[kind].trained_elements for kind in Kind))
 
     def _host_bytes(self, plan: MemoryPlan) -> int:
-        """Return the host's bytes; the device's come on top where the host is the device."""
+        """Return the host's bytes, without the device's if the host is the device."""
         shape, counts, batch = self._shape, plan.counts, plan.batch
         return (
             sum(
-                counts.host(kind) * shape.parameter_nbytes(kind)
-                + counts.host_gradients(kind) * shape.gradient_nbytes(kind)
+                counts.host(kind) * shape.sizes[kind].parameter_nbytes
+                + counts.host_gradients(kind) * shape.sizes[kind].gradient_nbytes
                 for kind in Kind
             )
             + (self._adapter_states if self.adapters_in_memory(counts) else 0)
@@ -216,27 +206,24 @@ class MemoryCounter:
         if not self._shape.orders:
             return encoding
         idle = ADAM_SCRATCH_BYTES + (plan.workspace_bytes if self._cpu else 0)
-        return max(0, encoding + self._reading_bytes - idle)
-
-    @cached_property
-    def _reading_bytes(self) -> int:
-        return filling_bytes(self._shape.records) + 4 * self._shape.read_whole
+        return max(0, encoding + filling_bytes(self._shape.records) + 4 * self._shape.read_whole - idle)
 
     @cached_property
     def _encoding_bytes(self) -> int:
         several = self._shape.share.ranks_per_node > 1
         return max(
             (
-                several * one.device_nbytes + (0 if one.frozen is FrozenDtype.CHECKPOINT else one.decoded_nbytes)
-                for one in self._shape.records
-                if one.decoded_nbytes
+                several * record.device_nbytes
+                + (0 if record.frozen is FrozenDtype.CHECKPOINT else record.decoded_nbytes)
+                for record in self._shape.records
+                if record.decoded_nbytes
             ),
             default=0,
         )
 
 
 def _gradient_bytes(buffers: int, width: int, wide: bool) -> int:
-    """Return the device's bytes for each element of the largest gradient: one buffer shares the fp32 sum's memory."""
+    """Return the device bytes per element of the largest gradient: one buffer shares the fp32 sum's memory."""
     if not wide:
         return buffers * width
     return 4 if buffers == 1 else 4 + buffers * width

@@ -1,8 +1,8 @@
-"""Divides the memory of device and host among buffers: everything that a run needs, before anything is allocated.
+"""Divide the memory of device and host among buffers, before anything is allocated.
 
-What must be there comes first (one buffer of each kind makes the engine work, serially), then what lets transfers and
-computation overlap, then activations in the fastest tier that has room, then parameters that need not be read twice,
-then optimizer states that need not be read at all.
+The minimum comes first (one buffer of each kind makes the engine work, serially), then buffers that let transfers and
+computation overlap, then activations in the fastest tier with room, then parameters that need not be read twice, then
+optimizer states that need not be read at all.
 """
 
 import itertools
@@ -13,9 +13,8 @@ from transformers import PreTrainedConfig
 
 from common.errors import UserError
 from common.units import format_bytes
-from fuyou.layout.model_layout import BufferCounts, ModelLayout
+from fuyou.layout.model_layout import BufferCounts, ModelLayout, resident_records
 from fuyou.layout.record import Kind
-from fuyou.layout.resident import resident_records
 from fuyou.schedule.batch import ENGINE_LOSS, Batch, LossInputs
 from fuyou.schedule.memory_plan import FEWEST_HEAD_TOKENS, HEAD_TOKENS, MemoryCounter, MemoryPlan
 
@@ -24,16 +23,12 @@ class MemoryPlanner:
     """Plans the memory of one model on one machine.
 
     Args:
-        shape: the model's records.
-        config: the model's configuration.
-        device_limit: bytes of device memory for everything.
-        host_limit: bytes of host memory for everything; on a CPU this includes the device's.
-        cpu: whether the device is the CPU.
+        host_limit: bytes of host memory; on a CPU this includes the device's.
         deferred: number of records whose gradients wait on the host for the next forward pass, if there is room.
-        speculative: whether all other gradients stay until the step has ended, in the room that is left when all
-            parameters are in host memory: that saves writing them, which is half of what a parameter saves.
-        host_cache: maximum bytes of host memory that only save reading and writing; None: as many as are left.
-        kept_layers: number of blocks that save operator outputs beside their input.
+        speculative: whether all other gradients stay until the step has ended, in memory left when all parameters
+            are in host memory: that saves writing them, which is half of what a parameter saves.
+        host_cache: maximum bytes of host memory that only save reading and writing; None for all that is left.
+        kept_layers: number of blocks that save operator outputs besides their input.
         kept_bytes: bytes of outputs that one of them saves for one micro-batch of a batch.
     """
 
@@ -57,24 +52,19 @@ class MemoryPlanner:
         self._saving_layers, self._saved_bytes = kept_layers, kept_bytes if kept_layers else lambda batch: 0
         self._adapters = len(shape.of_kind(Kind.ADAPTER))
 
-    def plan(
-        self,
-        rows: int,
-        seq_len: int,
-        micro_rows: int | None,
-        loss: LossInputs = ENGINE_LOSS,
-    ) -> MemoryPlan:
-        """Return the best plan that fits: micro-batches as large as the device takes (or as asked), then buffers.
+    def plan(self, rows: int, seq_len: int, micro_rows: int | None, loss: LossInputs = ENGINE_LOSS) -> MemoryPlan:
+        """Return the best plan that fits: micro-batches as large as the device takes (or as given), then buffers.
 
         Args:
-            rows, seq_len: of the batch.
-            micro_rows: sequences that are computed at once; None: as many as fit.
-            loss: what it is made of.
+            micro_rows: sequences that are computed at once; None for as many as fit.
 
         Raises:
-            UserError: not even one buffer of each kind fits; says how much would.
+            UserError: if not even one buffer of each kind fits; says how much would.
         """
-        sizes = [micro_rows] if micro_rows else _even_parts(rows)
+        # In 1, 2, 3, 4, 6, 8, 12, ... equal parts, down to single sequences.
+        parts = (factor << power for power in range(rows.bit_length() + 1) for factor in (2, 3))
+        even = sorted({rows, 1, *(-(-rows // count) for count in parts)}, reverse=True)
+        sizes = [micro_rows] if micro_rows else even
         counter = MemoryCounter(self.shape, self._config, self._limits.cpu, self._saved_bytes)
         best: MemoryPlan | None = None
         batches = self._batches([Batch(rows, seq_len, min(size, rows), loss) for size in sizes])
@@ -92,22 +82,22 @@ class MemoryPlanner:
         return best
 
     def _as_often(self, batch: Batch, best: Batch) -> bool:
-        """Return whether pieces of blocks come to the device as often for ``batch`` as for ``best``: what it leaves of
-        the device's memory may then have more of them stay there."""
-        trained = bool(self.shape.trained_elements(Kind.BLOCK))
+        """Return whether pieces come to the device as often for ``batch`` as for ``best``: with less memory per batch,
+        more of them may stay there."""
+        trained = bool(self.shape.sizes[Kind.BLOCK].trained_elements)
         return bool(self.shape.orders) and batch.passes_in_pieces(trained) == best.passes_in_pieces(trained)
 
     def _batches(self, sizes: list[Batch]) -> list[Batch]:
-        """Return ``sizes``, best first; where blocks are in pieces, with all numbers of micro-batches that may go
-        through them together, and first what brings pieces to the device least often."""
+        """Return ``sizes``, best first. For blocks in pieces, with every number of micro-batches that may go through
+        them together, ordered by how often pieces come to the device."""
         if not self.shape.orders:
             return sizes
-        trained = bool(self.shape.trained_elements(Kind.BLOCK))
-        batches = [replace(one, most_together=most) for one in sizes for most in _halvings(one.micro_batches)]
-        return sorted(batches, key=lambda one: one.passes_in_pieces(trained))
+        trained = bool(self.shape.sizes[Kind.BLOCK].trained_elements)
+        batches = [replace(size, most_together=most) for size in sizes for most in _halvings(size.micro_batches)]
+        return sorted(batches, key=lambda size: size.passes_in_pieces(trained))
 
     def _fit(self, counter: MemoryCounter, batch: Batch, device: BufferCounts) -> MemoryPlan | None:
-        """Return the best plan that has the buffers ``device`` on the device; None if none fits."""
+        """Return the best plan with the device buffers ``device``; None if none fits."""
         saved = self._saved_buffers(batch)
         device = self._needed(_with_saved(device, saved))
         widths = [
@@ -127,14 +117,14 @@ class MemoryPlanner:
         return None
 
     def _needed(self, counts: BufferCounts) -> BufferCounts:
-        """Return ``counts`` without gradients of what is frozen, and with what adapters need on the device."""
+        """Return ``counts`` without gradients of frozen records, and with device buffers for adapters."""
         none = {
             name: 0
             for kind, names in (
                 (Kind.BLOCK, ("device_block_gradients", "host_block_gradients")),
                 (Kind.NON_BLOCK, ("device_non_block_gradients", "host_non_block_gradients")),
             )
-            if not self.shape.trained_elements(kind)
+            if not self.shape.sizes[kind].trained_elements
             for name in names
         }
         few = min(2, self._adapters)
@@ -144,7 +134,7 @@ class MemoryPlanner:
         )
 
     def _adapter_ladder(self) -> list[tuple[int, int]]:
-        """Return numbers of host buffers for adapters and for their gradients: all of them, else a few that pass."""
+        """Return numbers of host buffers for adapters and for their gradients: all of them, else a few."""
         if not self._adapters:
             return [(0, 0)]
         waiting = self._adapters if self._speculative else min(self._adapters, self._deferred + 2)
@@ -176,7 +166,7 @@ class MemoryPlanner:
             )
             if needed > limit
         )
-        sizes = {one.micro_rows for one in batches}
+        sizes = {batch.micro_rows for batch in batches}
         smaller = "" if batch.micro_rows == 1 or len(sizes) > 1 else " A smaller --micro-batch needs less."
         block, outer = (max(r.numel for r in self.shape.of_kind(kind)) for kind in (Kind.BLOCK, Kind.NON_BLOCK))
         towers = sum(record.numel for record in self.shape.of_kind(Kind.TOWER))
@@ -198,7 +188,7 @@ class _Limits:
 
 @dataclass(frozen=True)
 class _Filler:
-    """Adds buffers to those that a run must have, as far as memory goes; what is most useful is added first."""
+    """Adds buffers to the minimum, as far as memory goes, the most useful first."""
 
     shape: ModelLayout
     counter: MemoryCounter
@@ -221,7 +211,7 @@ class _Filler:
         return min(room, self.limits.host - plan.host_bytes) if self.limits.cpu else room
 
     def add_activations(self, counts: BufferCounts) -> BufferCounts | None:
-        """Put the blocks' inputs on the device, else the host, else the SSDs; None if there is no room to pass."""
+        """Put the blocks' inputs on the device, else the host, else the SSDs; None if they do not fit."""
         nbytes = self.plan(counts).activation_bytes
         total = self.batch.activations(len(self.shape.blocks))
         more = min(total - counts.device_activations, self.device_room(counts) // nbytes)
@@ -253,20 +243,22 @@ class _Filler:
         return counts if counts.host_kept > missing else replace(counts, ssd_kept=total)
 
     def add_deferred_gradients(self, counts: BufferCounts, deferred: int) -> BufferCounts:
-        nbytes = self.shape.gradient_nbytes(Kind.BLOCK)
+        nbytes = self.shape.sizes[Kind.BLOCK].gradient_nbytes
         if not nbytes:
             return counts
         more = max(0, min(self.host_room(counts) // nbytes, deferred, len(self.shape.of_kind(Kind.BLOCK))))
         return replace(counts, host_block_gradients=counts.host_block_gradients + more)
 
     def add_cache(self, counts: BufferCounts, limit: int | None, speculative: bool) -> MemoryPlan:
-        """Return the plan that caches, in ``limit`` bytes of what is left of the host, what need not move then.
+        """Return the plan that caches in ``limit`` bytes of the host's rest.
 
-        Parameters come first, which save twice their size in every step; when all of them are there, states, which save
-        it once (twice if not every step is committed). In between, with ``speculative`` updates, gradients that stay.
+        Parameters come first, which save twice their size in every step; when all are cached, states, which save their
+        size (twice if not every step is committed). In between, with ``speculative`` updates, gradients that stay.
         """
         blocks, outer = (len(self.shape.of_kind(kind)) for kind in (Kind.BLOCK, Kind.NON_BLOCK))
-        block_bytes, non_block_bytes = (self.shape.parameter_nbytes(kind) for kind in (Kind.BLOCK, Kind.NON_BLOCK))
+        block_bytes, non_block_bytes = (
+            self.shape.sizes[kind].parameter_nbytes for kind in (Kind.BLOCK, Kind.NON_BLOCK)
+        )
         free = self.host_room(counts)
         room = free if limit is None else min(free, limit)
         more = max(0, min(room // block_bytes, blocks - counts.host_blocks))
@@ -288,22 +280,16 @@ class _Filler:
         return replace(plan, resident=resident, host_bytes=plan.host_bytes + states)
 
     def _add_all_gradients(self, counts: BufferCounts, room: int) -> tuple[BufferCounts, int]:
-        """Return ``counts`` with host buffers for all gradients of a step, as far as they fit in ``room``, and the room
-        that is left."""
+        """Return ``counts`` with host buffers for a step's gradients, as far as they fit in ``room``, and the rest of
+        it."""
         names = {Kind.NON_BLOCK: "host_non_block_gradients", Kind.BLOCK: "host_block_gradients"}
         for kind, name in names.items():
-            nbytes, there = self.shape.gradient_nbytes(kind), counts.host_gradients(kind)
+            nbytes, there = self.shape.sizes[kind].gradient_nbytes, counts.host_gradients(kind)
             trained = sum(record.trainable for record in self.shape.of_kind(kind))
             more = max(0, min(room // nbytes, trained - there)) if nbytes else 0
             counts = replace(counts, **{name: there + more})
             room -= more * nbytes
         return counts, room
-
-
-def _even_parts(rows: int) -> list[int]:
-    """Return the sizes of ``rows`` in 1, 2, 3, 4, 6, 8, 12, .. parts that are as large as each other, down to 1."""
-    parts = (factor << power for power in range(rows.bit_length() + 1) for factor in (2, 3))
-    return sorted({rows, 1, *(-(-rows // count) for count in parts)}, reverse=True)
 
 
 def _halvings(rows: int) -> list[int]:
@@ -314,7 +300,7 @@ def _halvings(rows: int) -> list[int]:
 
 
 def _head_ladder(batch: Batch) -> list[int]:
-    """Return numbers of tokens of each row that may go through the head at once, the preferred one first."""
+    """Return numbers of tokens of each row that may go through the head at once, the preferred first."""
     most, fewest = (
         max(1, min(batch.seq_len, tokens // batch.micro_rows)) for tokens in (HEAD_TOKENS, FEWEST_HEAD_TOKENS)
     )
@@ -322,8 +308,9 @@ def _head_ladder(batch: Batch) -> list[int]:
 
 
 def _device_ladder(pieces: bool) -> Iterator[BufferCounts]:
-    """Yield the device's buffers, from what overlaps everything to what just works; several for ``pieces``, whose
-    uploads and computation take turns in being longer."""
+    """Yield the device's buffers, from full overlap to the minimum; more for ``pieces``, whose uploads and computation
+    alternate in being longer.
+    """
     if pieces:
         for blocks in (24, 16, 12, 8, 6, 4, 3):
             yield BufferCounts(device_blocks=blocks, device_block_gradients=2, device_activations=6)
@@ -340,9 +327,9 @@ def _with_saved(counts: BufferCounts, saved: int) -> BufferCounts:
 
 
 def _host_ladder(device: BufferCounts) -> Iterator[tuple[BufferCounts, float]]:
-    """Yield the host's buffers beside ``device``, best first, with the size of the optimizer's ring in blocks' states.
+    """Yield the host's buffers for ``device``, best first, with the size of the optimizer's ring in blocks' states.
 
-    A ring of three blocks lets the SSDs read states while a forward pass leaves them idle; two chunks are the least.
+    A ring of three blocks lets the SSDs read states while a forward pass leaves them idle; two chunks are the minimum.
     """
     for blocks, gradients, ring in ((4, 2, 3.0), (4, 2, 2.0), (3, 2, 1.0), (3, 1, 0.5), (2, 1, 0.25), (1, 1, 0.0)):
         yield replace(device, host_blocks=blocks, host_block_gradients=gradients), ring

@@ -1,26 +1,93 @@
-"""Parameters in host and device memory: what is needed soonest stays, the rest is read again."""
+"""Slots of records on SSD, and parameters in host and device memory: those needed soonest stay."""
 
-from collections.abc import Callable, Collection, Hashable
+import itertools
+from collections.abc import Callable, Collection, Hashable, Mapping
+from dataclasses import dataclass
 
-from fuyou.layout.model_layout import BufferCounts
+from fuyou.layout.model_layout import BufferCounts, ModelLayout
 from fuyou.layout.record import Kind, Record
 from fuyou.schedule.buffer_pool import Pool, SortedPool
 from fuyou.schedule.gradient_pools import AddTask
-from fuyou.schedule.record_slots import RecordSlots
 from fuyou.schedule.tasks import Op, Task
+
+
+@dataclass(frozen=True)
+class UpdatedRecord:
+    """A record in host memory after its update."""
+
+    index: int  # Index of the record
+    update: Task
+    ready: Task  # Task after which other nodes' updates are there, too; `update` if there are none
+    host: int  # Host buffer of its parameters
+
+
+class RecordSlots:
+    """Slots that records are read from and written to. A commit makes the newest state of all records valid.
+
+    Args:
+        slot: the slot that holds the last committed state. (Frozen records have only the first.)
+        single: whether each record has one slot instead of two.
+
+    Attributes:
+        newest: by record, the slot of its newest state, perhaps still being written.
+        writes: by record, the newest tasks that write it.
+        commit: the newest commit, if there has been one.
+    """
+
+    def __init__(self, shape: ModelLayout, slot: int, single: bool, host: Mapping[Kind, Pool], emit: AddTask):
+        self._shape, self._single, self._host, self._emit = shape, single, host, emit
+        self._committed = slot
+        self._unwritten: dict[int, UpdatedRecord] = {}  # resident records that are newer than on SSD
+        self.newest = [slot if record.trainable else 0 for record in shape.records]
+        self.writes: list[list[Task]] = [[] for _ in shape.records]
+        self.commit: Task | None = None
+
+    def target(self, index: int) -> int:
+        return self.newest[index] if self._single else 1 - self._committed
+
+    def revert(self, index: int) -> None:
+        """Reset the record to the committed slot."""
+        self.newest[index] = self._committed
+
+    def write(self, updated: UpdatedRecord) -> None:
+        self._unwritten.pop(updated.index, None)
+        self._write(Op.STATE_WRITE, updated)
+
+    def leave_unwritten(self, updated: UpdatedRecord) -> None:
+        """Note that a resident record is not written until a later update or a commit."""
+        self._unwritten[updated.index] = updated
+
+    def commit_step(self, step: int, ended: Task | None) -> None:
+        """Commit ``step`` when all writes are done and the caller has ``ended`` it."""
+        for updated in self._unwritten.values():  # not meant to be committed, and is
+            self._write(Op.RESIDENT_WRITE, updated)
+        self._unwritten.clear()
+        after = list(itertools.chain.from_iterable(self.writes))
+        after += [task for task in (ended, self.commit) if task is not None]
+        self._committed = self.newest[self._shape.trainable[0]]
+        self.commit = self._emit(Op.COMMIT, after, target=self._committed)
+        self.commit.step = step
+
+    def _write(self, op: Op, updated: UpdatedRecord) -> None:
+        record, together = self._shape.records[updated.index], updated.ready is updated.update
+        target = self.target(updated.index)
+        fields = {"record": updated.index, "source": updated.host, "target": target}
+        nbytes = record.state_nbytes + (record.parameter_nbytes if together else 0)
+        writes = [self._emit(op, [updated.update], nbytes=nbytes, **fields)]
+        if not together:
+            writes.append(self._emit(Op.PARAMETER_WRITE, [updated.ready], nbytes=record.parameter_nbytes, **fields))
+        for write in writes:
+            self._host[record.kind].use(updated.host, write)
+        self.writes[updated.index] = writes
+        self.newest[updated.index] = target
 
 
 class ParameterPools:
     """Which buffers hold the parameters of which records.
 
     Args:
-        counts: numbers of buffers.
-        host: pools of buffers in host memory.
-        slots: where records are on SSD.
-        next_use: position of a record's next use.
-        emit: appends a task to the step's list.
-        used_from_host: returns whether something would take a record that is used now from one of so many host
-            buffers. What nothing would comes from the SSDs to the device past host memory; None: everything goes there.
+        used_from_host: returns whether a record would be used again from one of this many host buffers; if not, it
+            bypasses host memory. None: nothing does.
     """
 
     def __init__(
@@ -39,12 +106,12 @@ class ParameterPools:
         self._host, self._slots, self._emit, self._used_from_host = host, slots, emit, used_from_host
 
     def begin_pass(self) -> None:
-        """Note that positions begin anew: with them, all next uses have changed."""
+        """Start positions again, which changes all next uses."""
         for pool in self._host.values():
             pool.sort_anew()
 
     def begin_visit(self, records: Collection[Record]) -> None:
-        """Note that ``records`` are used at this position: their next use is a later one now."""
+        """Note that ``records`` are used at this position, which changes their next use."""
         for record in records:
             self._host[record.kind].update_next_use(record.index)
 
@@ -54,7 +121,7 @@ class ParameterPools:
             pool.end_computation()
 
     def on_device(self, record: Record) -> tuple[int, Task]:
-        """Return the device buffer that holds the record's parameters, and the task after which it does."""
+        """Return the device buffer with the record's parameters, and the task that fills it."""
         pool = self._device[record.kind]
         index = pool.find(record.index)
         if index is not None:
@@ -68,7 +135,7 @@ class ParameterPools:
         return index, ready
 
     def _passes_host(self, record: Record) -> bool:
-        """Return whether the record's parameters go past host memory: nobody would take them from there."""
+        """Return whether the record bypasses host memory, because nothing would use it from there."""
         host = self._host[record.kind]
         if self._used_from_host is None or host.find(record.index) is not None or host.has_room():
             return False
@@ -95,7 +162,7 @@ class ParameterPools:
         return index, upload
 
     def on_host(self, record: Record) -> tuple[int, Task]:
-        """Return the host buffer that holds the record's newest parameters, and the task after which it does."""
+        """Return the host buffer with the record's newest parameters, and the task that fills it."""
         pool = self._host[record.kind]
         index = pool.find(record.index)
         if index is not None:
@@ -106,7 +173,7 @@ class ParameterPools:
         return index, read
 
     def _read(self, op: Op, record: Record, target: int, busy: list[Task]) -> Task:
-        """Return the task that reads the record's newest parameters into a buffer, once nobody is busy with that."""
+        """Return the task that reads the record's newest parameters into a buffer, after the buffer's users."""
         return self._emit(
             op,
             [*busy, *self._slots.writes[record.index]],
@@ -117,7 +184,6 @@ class ParameterPools:
         )
 
     def use_on_device(self, record: Record, buffer: int, task: Task) -> None:
-        """Note that ``task`` uses the record's parameters in a device buffer."""
         self._device[record.kind].use(buffer, task)
 
     def host_users(self, record: Record, buffer: int) -> list[Task]:
@@ -125,24 +191,22 @@ class ParameterPools:
         return self._host[record.kind].slots[buffer].users
 
     def update_on_host(self, record: Record, buffer: int, ready: Task) -> None:
-        """Note that the host buffer holds new parameters after ``ready``: the device's copy is stale."""
+        """Note that the host buffer has new parameters after ``ready``: the device's copy is stale."""
         self._host[record.kind].fill(buffer, record.index, ready)
         self.drop_from_device(record)
 
     def drop_from_device(self, record: Record) -> None:
-        """Forget the device's copy of the record's parameters."""
         self._device[record.kind].drop(record.index)
 
     def drop_from_host(self, record: Record) -> None:
-        """Forget the host's copy of the record's parameters."""
         self._host[record.kind].drop(record.index)
 
 
 def _spared(buffers: int) -> int:
-    """Return how many of the newest visits keep their device buffers, whenever these are needed next.
+    """Return how many of the newest visits keep their device buffers, regardless of their next use.
 
-    Pieces of a block come again in the same order, micro-batch after micro-batch. What is needed latest is then what
-    has just been used: given to the next upload, it would have every upload wait for the computation before it. So half
-    of several buffers are in turn, for uploads ahead of their use, and the other half keep what is needed soonest.
+    Pieces of a block repeat in the same order for every micro-batch. The piece needed latest is then the one just used:
+    given to the next upload, every upload would wait for the computation before it. So half of several buffers
+    alternate for uploads ahead of their use, and the other half hold the pieces needed soonest.
     """
     return buffers // 2 if buffers > 2 else 0

@@ -1,4 +1,4 @@
-"""Where the scheduler is in a pass through the model, and what comes next from there."""
+"""Position of the scheduler in a pass through the model, and what comes next."""
 
 import bisect
 from collections.abc import Hashable, Iterator, Sequence
@@ -9,12 +9,7 @@ from fuyou.layout.visits import Visit
 
 
 class PassPosition:
-    """The visits of a pass, and which of them is scheduled now. Another pass like it is taken to follow.
-
-    Args:
-        records: all of the model.
-        visits: of the pass.
-    """
+    """Visits of a pass, and the current one. The same pass is assumed to follow."""
 
     def __init__(self, records: Sequence[Record], visits: Sequence[Visit]):
         self._records = records
@@ -24,7 +19,7 @@ class PassPosition:
         self.follow(visits)
 
     def follow(self, visits: Sequence[Visit]) -> None:
-        """Let the pass be of ``visits``; the position stays."""
+        """Replace the visits; the position stays."""
         if visits is self.visits:
             return
         self.visits, self._uses = visits, {}
@@ -33,15 +28,13 @@ class PassPosition:
                 self._uses.setdefault(record, []).append(position)
 
     def begin(self) -> None:
-        """Be at the first visit."""
         self._position = 0
 
     def end(self) -> None:
-        """Be behind the last visit."""
         self._position = len(self.visits)
 
     def in_turn(self) -> Iterator[Visit]:
-        """Yield the visits, each when the position is its own."""
+        """Yield the visits, with the position at each."""
         for position, visit in enumerate(self.visits):
             self._position = position
             yield visit
@@ -51,29 +44,27 @@ class PassPosition:
         return self._uses[record][0]
 
     def next_use(self, record: Hashable) -> float:
-        """Return the position of the next visit that uses a record, counted on into the next pass."""
+        """Return the position of the next visit that uses a record, continuing into the next pass."""
         assert isinstance(record, int)
         uses = self._uses[record]
         after = bisect.bisect_right(uses, self._position)
         return uses[after] if after < len(uses) else uses[0] + len(self.visits)
 
     def used_from_host(self, record: Record, buffers: int) -> bool:
-        """Return whether something takes ``record``, which is used now, from host memory: its update, or its next use.
+        """Return whether ``record``, which is used now, will be used from one of ``buffers`` host buffers: by its
+        update, or again before that many other records.
 
-        For its next use it is still there if fewer other records than there are buffers come before that.
-
-        A step goes through its blocks and back: all that comes between two uses of a block is needed sooner again than
-        the block itself, so that the buffers which hold what is needed soonest (Belady, 1966) give it up for that. This
-        is the reuse distance of Mattson et al. (1970), which is the same in such an order.
-
-        Args:
-            record: used by the present visit.
-            buffers: number of buffers of its kind.
+        A step goes through its blocks and back, so all records between two uses of a block are needed sooner than the
+        block:
+        buffers that hold what is needed soonest (Belady, 1966) give it up for them. This is the reuse distance of
+        Mattson et
+        al. (1970), which is the same in such an order.
         """
         if self.visits[self._position].trained == record.index:
             return True
         others: set[int] = set()
-        for index in self._used_from_here():
+        following = chain(range(self._position + 1, len(self.visits)), range(self._position + 1))
+        for index in (index for number in following for index in self.visits[number].records):
             if index == record.index:
                 break
             if self._records[index].kind is record.kind:
@@ -81,8 +72,3 @@ class PassPosition:
                 if len(others) >= buffers:
                     return False
         return True
-
-    def _used_from_here(self) -> Iterator[int]:
-        """Yield the records that are used after the present visit, until its own turn comes again in the next pass."""
-        for number in chain(range(self._position + 1, len(self.visits)), range(self._position + 1)):
-            yield from self.visits[number].records

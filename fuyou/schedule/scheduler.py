@@ -1,10 +1,10 @@
-"""The schedule is data: one training step as a list of tasks.
+"""Schedule a training step as a list of tasks.
 
 A step visits ``embedding, block 1 .. L, head, block L .. 1, embedding``. Each visit runs all M micro-batches through
 one record's modules, so parameters cross the SSDs once per visit however large the batch ("vertical" micro-batches).
-The scheduler walks the visits in order and writes down what each needs: reads, copies, computation, updates, writes,
-and what each of these waits for. Buffers are assigned here, not while running; prefetching is nothing but a read
-whose buffer becomes free early. The engine runs the list; a simulator can run the same list on a clock.
+The scheduler lists what each visit needs: reads, copies, computation, updates, writes, and their dependencies. Buffers
+are assigned here, not while running; prefetching is a read whose buffer becomes free early. The engine runs the list; a
+simulator can run the same list on a clock.
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -16,31 +16,27 @@ from fuyou.schedule.activation_pools import ActivationPools, Arguments, hidden_a
 from fuyou.schedule.batch import BatchShape
 from fuyou.schedule.buffer_pool import NEVER, Pool, SortedPool
 from fuyou.schedule.gradient_pools import GradientPools
-from fuyou.schedule.parameter_pools import ParameterPools
+from fuyou.schedule.parameter_pools import ParameterPools, RecordSlots, UpdatedRecord
 from fuyou.schedule.pass_position import PassPosition
-from fuyou.schedule.record_slots import RecordSlots, UpdatedRecord
-from fuyou.schedule.tasks import Activation, ComputeTask, Op, StepList, Task
-from fuyou.schedule.visit_flops import visit_flops
+from fuyou.schedule.tasks import Activation, ComputeTask, Op, StepList, Task, visit_flops
 
 
 class Scheduler:
-    """Builds step after step; what one step leaves in the buffers, the next one starts from.
+    """Builds step after step; each starts from the buffers that the last has left.
 
     Args:
-        shape: the model's records and visits.
-        counts: numbers of buffers.
         single_slot: whether each record has one slot on SSD instead of two.
         slot: the slot that holds the last committed state.
-        deferred: indices of the records whose gradients wait, and which are updated during the next forward pass just
-            before they are needed: the SSDs then work in a phase that leaves them idle otherwise.
-        hold: whether deferred updates wait for the caller to have ended the step (who then knows the gradient's norm).
-        speculate: whether all other updates are done as if the gradient's norm were known, and their gradients kept
-            until :meth:`resolve_speculation` says whether they must be done again. Needs two slots and a commit of
-            every step: what the update started from is then whole in the committed slot.
-        resident: indices of the records that live in host memory: read once, and written in steps that are committed.
-            The host buffers must hold the parameters of all records of their kind then, so that none is read again.
+        deferred: indices of the records whose updates run in the next forward pass, just before they are needed,
+            when the SSDs would otherwise be idle.
+        hold: whether deferred updates wait until the caller has ended the step (and knows the gradient's norm).
+        speculate: whether all other updates run as if the norm were known, and their gradients stay until
+            :meth:`resolve_speculation` decides whether they run again. Needs two slots and a commit of every step, so
+            that the committed slot still holds the input of the updates.
+        resident: indices of the records that stay in host memory: read once, and written in committed steps. The
+            host buffers must hold the parameters of all records of their kind then.
         recomputation: which blocks save more than their input, and what that saves.
-        direct_reads: whether parameters that nothing takes from host memory are read to the device past it.
+        direct_reads: whether parameters that nothing takes from host memory bypass it.
     """
 
     def __init__(
@@ -82,7 +78,7 @@ class Scheduler:
         }
         self._gradients = GradientPools(shape, counts, self._pass.first_use, self._emit)
         self._recomputation = recomputation
-        backward = {one.layer for one in self._pass.visits if one.phase is Phase.BLOCK_BACKWARD}
+        backward = {visit.layer for visit in self._pass.visits if visit.phase is Phase.BLOCK_BACKWARD}
         self._saving_layers = recomputation.layers & backward
         self._activations = ActivationPools(
             Activation.HIDDEN,
@@ -103,10 +99,8 @@ class Scheduler:
         """Return the tasks of a training step.
 
         Args:
-            step: number of the step, from 1.
-            batch: what it computes on.
-            commit: whether the step is committed at its end; with deferred updates, that is during the next step, and
-                with speculative ones it is left to :meth:`resolve_speculation`.
+            commit: whether the step is committed at its end; with deferred updates, during the next step; with
+                speculative updates, by :meth:`resolve_speculation`.
             defer_all: whether all updates of this step are deferred.
         """
         assert commit or not self._speculate
@@ -132,8 +126,8 @@ class Scheduler:
     def resolve_speculation(self, step: int, clipped: bool) -> StepList:
         """Return the tasks that commit ``step``, if it is complete; the caller has ended it and knows the norm.
 
-        If it is clipped, its speculative updates are void. Their records are again what the committed slot holds, and
-        their gradients wait like deferred ones, whose updates write the other slot anew.
+        If it is clipped, its speculative updates are void: the records are again as in the committed slot, and their
+        gradients wait like deferred ones, whose updates write the other slot.
         """
         self._list = StepList(step)
         for record in self._gradients.resolve_speculation(again=clipped):
@@ -157,7 +151,7 @@ class Scheduler:
         return self._list
 
     def flush(self, step: int, *, commit: bool = True) -> StepList:
-        """Return the tasks that apply pending updates without a forward pass, and commit what is not yet committed."""
+        """Return the tasks that apply pending updates without a forward pass, and commit the rest."""
         self._list = StepList(step)
         self._pass.begin()
         self._parameters.begin_pass()
@@ -170,17 +164,16 @@ class Scheduler:
 
     @property
     def pending(self) -> bool:
-        """Whether gradients wait for their update."""
         return bool(self._gradients.pending)
 
     @property
     def speculative(self) -> bool:
-        """Whether updates may have to be done again: :meth:`resolve_speculation` says so."""
+        """Whether updates may run again, see :meth:`resolve_speculation`."""
         return bool(self._gradients.kept)
 
     @property
     def commit_step(self) -> int | None:
-        """The newest step whose commit is among the tasks that were returned."""
+        """Return the newest step whose commit is among the returned tasks."""
         return None if self._slots.commit is None else self._slots.commit.step
 
     # -- visits ---------------------------------------------------------------------------------------------------
@@ -236,7 +229,6 @@ class Scheduler:
                 self._finish_gradient(trained, gradient, compute)
 
     def _move_activations(self, visit: Visit, compute: ComputeTask, train: bool) -> None:
-        """Bring what ``compute`` reads to the device, and find buffers for what it writes."""
         inputs, outputs = hidden_arguments(visit, compute.micro)
         saved_input, saved_output = self._saved_arguments(visit, compute.micro) if train else ([], [])
         # Uploads share a lane: what is large and finds its buffer free comes before what may have to wait for one.
@@ -350,7 +342,6 @@ class Scheduler:
         return exchange
 
     def _commit_when_complete(self, step: int) -> None:
-        """Commit ``step`` if that was asked for and no update of it is pending any more."""
         if self._commit_due and not self.pending:
             self._commit(step)
 

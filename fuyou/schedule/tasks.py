@@ -1,9 +1,11 @@
-"""What a step is made of: tasks, each on one resource, each waiting for others."""
+"""Tasks, of which a step is made: each on one resource, each waiting for others."""
 
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
+from fuyou.layout.model_layout import ModelLayout, Recomputation
+from fuyou.layout.record import Kind
 from fuyou.layout.visits import FORWARD_PHASES, REFERENCE_PHASES, Phase, Visit
 
 
@@ -23,7 +25,7 @@ class Resource(Enum):
 
 
 class Op(Enum):
-    """Kinds of task. Each kind runs first in, first out, in a lane of its own; several lanes share a resource."""
+    """Kinds of task. Each kind runs first in, first out, in its lane; several lanes share a resource."""
 
     PARAMETER_READ = ("parameter read", Resource.SSD)  # SSD -> host
     PARAMETER_READ_DEVICE = ("parameter read to the device", Resource.SSD)  # SSD -> device, past the host's memory
@@ -60,27 +62,13 @@ EXCHANGES = (Op.PARAMETER_GATHER, Op.GRADIENT_REDUCE, Op.GRADIENT_EXCHANGE)
 
 #: Tasks that read from or write to the SSDs, for counting bytes.
 SSD_READS = frozenset(
-    {
-        Op.PARAMETER_READ,
-        Op.PARAMETER_READ_DEVICE,
-        Op.GRADIENT_READ,
-        Op.STATE_READ,
-        Op.ACTIVATION_READ,
-    }
+    {Op.PARAMETER_READ, Op.PARAMETER_READ_DEVICE, Op.GRADIENT_READ, Op.STATE_READ, Op.ACTIVATION_READ}
 )
-SSD_WRITES = frozenset(
-    {
-        Op.GRADIENT_WRITE,
-        Op.STATE_WRITE,
-        Op.RESIDENT_WRITE,
-        Op.PARAMETER_WRITE,
-        Op.ACTIVATION_WRITE,
-    }
-)
+SSD_WRITES = frozenset({Op.GRADIENT_WRITE, Op.STATE_WRITE, Op.RESIDENT_WRITE, Op.PARAMETER_WRITE, Op.ACTIVATION_WRITE})
 
 
 class Activation(Enum):
-    """What a pass leaves for later, by which buffers it lies in."""
+    """What a pass leaves for later, by kind of buffer."""
 
     HIDDEN = "hidden"  # A block's input, or the gradient with respect to it
     KEPT = "kept"  # Outputs of operators inside a block, which its recomputation then need not compute
@@ -88,26 +76,23 @@ class Activation(Enum):
 
 @dataclass(eq=False, slots=True)
 class Task:
-    """One piece of work. Tasks are compared by identity; they are built once and run once."""
+    """A piece of work, compared by identity, built once and run once."""
 
     op: Op
     after: "list[Task]"  # Tasks that must be finished before this one starts
     nbytes: int = 0  # Bytes that it moves
     flops: float = 0.0  # Floating-point operations that it computes
     step: int = 0
-    # Index of the record whose bytes it works on; None for activations and for the end of a step.
-    record: int | None = None
+    record: int | None = None  # Index of the record; None for activations and for the end of a step
     visit: Visit | None = None  # Visit that it belongs to, of a task that computes or that moves what a visit leaves
     micro: int | None = None  # Number of its micro-batch, from 0
     source: int | None = None  # Index of the buffer slot (or, on SSD, of the file slot or extent) that it takes from
     target: int | None = None  # Index of the slot that it writes to; None for an update that is not written
     gradient: int | None = None  # Gradient slot of an update, or of the compute task that accumulates into it
-    # Kind of activation whose buffers an activation task moves bytes between.
-    activation: Activation = Activation.HIDDEN
+    activation: Activation = Activation.HIDDEN  # Kind of activation that it moves
     # Written while running:
     done: bool = False
-    # CUDA event after which the result is really there, for tasks that are only queued when they are done.
-    event: Any = None
+    event: Any = None  # CUDA event after which the result of a queued task is there
     started_at: float = 0.0
     finished_at: float = 0.0
 
@@ -126,8 +111,7 @@ class ComputeTask(Task):
     places: dict[int, int] = field(default_factory=dict)  # Device buffer of each record that it uses
     inputs: tuple[int, ...] = ()  # Device activation slots that it reads
     output: int | None = None  # Device activation slot that it writes; None if nothing wants its result
-    # Device slot of saved activations, which a block's forward pass writes and its backward pass reads.
-    kept: int | None = None
+    kept: int | None = None  # Device slot of saved activations, written forward and read backward
     begins: bool = True  # Whether it is the first micro-batch of its visit
     first: bool = False  # Whether it is the first micro-batch that adds to its gradient
     last: bool = False  # Whether it is the last micro-batch of its visit
@@ -141,34 +125,50 @@ def known(index: int | None) -> int:
 
 @dataclass
 class StepList:
-    """The tasks of one step, or of a flush, in an order in which each comes after all that it waits for."""
+    """Tasks of one step, or of a flush, each after all that it waits for."""
 
     step: int
     tasks: list[Task] = field(default_factory=list)
     end: Task | None = None  # The STEP task, which the caller finishes
-    # Whether the caller computes the loss once the forward pass has ended, with the first of two runs of the head.
-    own_loss: bool = False
+    own_loss: bool = False  # Whether the caller computes the loss, between two runs of the head
 
     @property
     def forward_phases(self) -> frozenset[Phase]:
-        """Phases of the forward pass."""
         return REFERENCE_PHASES if self.own_loss else FORWARD_PHASES
 
     def ssd_read_bytes(self) -> int:
-        """Bytes that the list says will be read from the SSDs."""
         return sum(task.nbytes for task in self.tasks if task.op in SSD_READS)
 
     def sent_bytes(self) -> int:
-        """Bytes that the list says this rank will send to other nodes."""
+        """Return the bytes that this rank sends to other nodes."""
         return sum(task.nbytes for task in self.tasks if task.op.resource is Resource.INTER_NODE)
 
     def kept_bytes(self, each: int) -> int:
-        """Bytes of kept outputs that its forward pass leaves for its backward pass, ``each`` in one buffer."""
+        """Return the bytes of saved outputs left for the backward pass, ``each`` in one buffer."""
         return each * sum(
             isinstance(task, ComputeTask) and task.kept is not None and task.visit.phase is Phase.BLOCK_FORWARD
             for task in self.tasks
         )
 
     def ssd_written_bytes(self) -> int:
-        """Bytes that the list says will be written to the SSDs."""
         return sum(task.nbytes for task in self.tasks if task.op in SSD_WRITES)
+
+
+def visit_flops(shape: ModelLayout, visit: Visit, tokens: float, recomputation: Recomputation) -> float:
+    """Return a micro-batch's FLOPs: 2 per active parameter and token for each of the forward pass, the gradient of the
+    input, the gradients of trained parameters, and the recomputed part of the forward pass.
+    """
+    part = visit.part
+    records = [shape.records[index] for index in visit.records]
+    if not visit.ends:  # adapters count once in each pass
+        records = [record for record in records if record.kind is not Kind.ADAPTER]
+    parameters = sum(record.active_count for record in records)
+    trained = sum(record.active_count for record in records if record.index == visit.trained)
+    forward = 1.0 if visit.phase in (Phase.BLOCK_FORWARD, Phase.HEAD_EVAL, Phase.HEAD) else 0.0
+    if visit.phase is Phase.BLOCK_BACKWARD:
+        forward = recomputation.fraction(known(visit.layer)) if part is None else float(part.recomputes)
+    if visit.phase is Phase.BLOCK_BACKWARD or (visit.phase is Phase.HEAD and visit.passes_on):
+        trained += parameters if part is None or part.differentiates else 0
+    elif visit.phase is not Phase.HEAD:
+        trained = 0  # an embedding's gradient is a sum of rows
+    return 2.0 * tokens * (forward * parameters + trained)

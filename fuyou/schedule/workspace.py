@@ -1,11 +1,11 @@
-"""Device memory that computing takes beside all buffers: an upper estimate, by tokens."""
+"""Device memory that computing takes besides all buffers: an upper estimate, by tokens."""
 
 from collections.abc import Sequence
 
 from transformers import PreTrainedConfig
 
-from common.models.layer_configs import layer_configs
-from common.models.vision.memory import NO_IMAGES
+from common.models.structure import layer_configs
+from common.models.vision import NO_IMAGES
 from fuyou.layout.model_layout import ModelLayout
 from fuyou.layout.record import Kind
 from fuyou.model.loss.cross_entropy import pass_bytes
@@ -21,13 +21,7 @@ ROUTER_BYTES = 32
 
 
 class Workspace:
-    """The memory that one model computes in.
-
-    Args:
-        shape: the model's records.
-        config: the model's configuration.
-        cpu: whether the device is the CPU.
-    """
+    """The memory that one model computes in."""
 
     def __init__(self, shape: ModelLayout, config: PreTrainedConfig, cpu: bool):
         self._shape, self._text, self._cpu = shape, config.get_text_config(), cpu
@@ -36,10 +30,9 @@ class Workspace:
         self._chosen = getattr(self._text, "num_experts_per_tok", None) or 0
 
     def nbytes(self, batch: Batch, columns: int) -> int:
-        """Return the most that is needed at once.
+        """Return the peak bytes.
 
         Args:
-            batch: the batch.
             columns: tokens of each row that go through the head at once.
         """
         shape, width = self._shape, self._width
@@ -50,12 +43,12 @@ class Workspace:
         )
 
     def _block_gradients(self) -> int:
-        """Return the elements of gradients that autograd has made and that are not in their record's sum yet: of one
-        parameter, twice; a compiled backward pass makes those of the whole block."""
+        """Return the elements of gradients that are not in their record's sum yet: twice one parameter's; all of a
+        compiled block's."""
         shape = self._shape
         whole = max((shape.records[index].numel for (index,) in shape.blocks), default=0) if shape.compiled else 0
-        trained = whole if shape.trained_elements(Kind.BLOCK) else 0
-        return max(2 * shape.trained_parameter(Kind.BLOCK), trained)
+        trained = whole if shape.sizes[Kind.BLOCK].trained_elements else 0
+        return max(2 * shape.sizes[Kind.BLOCK].trained_parameter, trained)
 
     def _head(self, batch: Batch, columns: int) -> int:
         shape, width = self._shape, self._width
@@ -65,7 +58,7 @@ class Workspace:
         logits += tokens * batch.loss.outputs * 2 * 4  # on the device: a chunk's outputs, or their gradients, in parts
         # An outer gradient is made, transposed or summed on the way, and added to the flat buffer: measured on a CPU,
         # three times its size at once.
-        head = logits + 3 * shape.trained_parameter(Kind.NON_BLOCK) * width
+        head = logits + 3 * shape.sizes[Kind.NON_BLOCK].trained_parameter * width
         return head + tokens * shape.non_block_adapter_memory.per_token + shape.non_block_adapter_memory.fixed
 
     def _block(self, batch: Batch) -> int:
@@ -80,32 +73,31 @@ class Workspace:
         return int(batch.micro_tokens * (per_token + shape.expert_output_bytes)) + fixed
 
     def _passes(self, batch: Batch, per_token: float, fixed: int) -> int:
-        """Return the bytes of the passes through a block in pieces that are under way at once.
+        """Return the bytes of the running passes through a block in pieces.
 
-        The block's input, and the gradient of its output, are copied: they are needed beyond the part that begins a
-        pass. Experts compute range by range: what is planned is enough if half of all rows (pairs of a token and an
-        expert) are in one range. Beside it there are gradients of all rows. None of that is there while a linear layer
-        computes with its adapter, which takes its own in passing.
+        The block's input and the gradient of its output are copied, for use beyond the part that begins a pass. Experts
+        compute range by range: this is enough if half of all rows (pairs of a token and an expert) are in one range.
+        Besides there are gradients of all rows. None of that exists while a linear layer computes with its adapter.
         """
         hidden, experts = self._text.hidden_size * self._width, expert_width(self._text) * self._width
         in_experts = 2 * self._chosen * hidden + 2 * experts
         in_adapter = self._shape.block_adapter_memory.passing_per_token
         per_token += 2 * (1 + self._chosen) * hidden - 2 * experts - min(in_experts, in_adapter)
-        one = int(batch.micro_tokens * per_token)
-        if self._shape.trained_elements(Kind.BLOCK):
-            return batch.micro_batches * one + fixed  # a backward pass of all together
+        rows = int(batch.micro_tokens * per_token)
+        if self._shape.sizes[Kind.BLOCK].trained_elements:
+            return batch.micro_batches * rows + fixed  # a backward pass of all together
         between = max(order.between_bytes for order in self._shape.orders)
-        return one + (batch.together - 1) * batch.micro_tokens * between + fixed
+        return rows + (batch.together - 1) * batch.micro_tokens * between + fixed
 
 
 def expert_width(text: PreTrainedConfig) -> int:
-    """Return the width of all feed-forward networks that are active for a token; 0 if there are no experts."""
+    """Return the width of all feed-forward networks that are active for a token; 0 without experts."""
     active = getattr(text, "num_experts_per_tok", None)
     return active * (getattr(text, "moe_intermediate_size", None) or _feed_forward_width(text)) if active else 0
 
 
 def activation_elements_per_token(config: PreTrainedConfig) -> float:
-    """Return an upper estimate of the elements that one block's forward pass saves per token for its backward pass.
+    """Return an upper estimate of the elements that one block's forward pass saves per token.
 
     Norms (which many families compute and save in fp32) and residuals: 11 hidden sizes; attention: 9 times the width of
     all queries, which in most families is another hidden size; the feed-forward network: 4 times its width, per active
@@ -114,17 +106,12 @@ def activation_elements_per_token(config: PreTrainedConfig) -> float:
     text = config.get_text_config()
     hidden = text.hidden_size
     width = expert_width(text) or _feed_forward_width(text)
-    return 11 * hidden + 9 * max(hidden, _query_width(text)) + 4 * width
+    return 11 * hidden + 9 * max(hidden, max(map(_query_width_in, layer_configs(text)))) + 4 * width
 
 
 def _feed_forward_width(text: PreTrainedConfig) -> int:
     width = getattr(text, "intermediate_size", None) or getattr(text, "ffn_dim", None) or getattr(text, "n_inner", None)
     return max(width) if isinstance(width, Sequence) else width or 4 * text.hidden_size  # some have one for each layer
-
-
-def _query_width(text: PreTrainedConfig) -> int:
-    """Return the width of all queries of a token, in the layer where it is largest; 0 if it is not known."""
-    return max(_query_width_in(layer) for layer in layer_configs(text))
 
 
 def _query_width_in(layer: PreTrainedConfig) -> int:

@@ -31,7 +31,7 @@ from fuyou.layout.model_layout import ModelLayout
 from fuyou.layout.visits import BEFORE_HEAD_PHASES, Phase
 from fuyou.model.loss.router_loss import RouterPass
 from fuyou.model.training_batch import TrainingBatch
-from fuyou.planner.profiling.profile import PartTimes
+from fuyou.planner.rates import PartTimes
 from fuyou.runtime.compute.step_computation import StepComputation
 from fuyou.runtime.data_plane.buffers import Buffers
 from fuyou.runtime.data_plane.data_plane import DataPlane

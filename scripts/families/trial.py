@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import fuyou
 from common.errors import UserError
-from common.files.result_cache import CACHE_VARIABLE
+from common.files import CACHE_VARIABLE
 from common.models.adapters.options import AdapterOptions
 from common.models.miniature import TOKENS, VOCABULARY
 from families.configurations import small_config

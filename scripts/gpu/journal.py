@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from common.files.atomic import replace_file
+from common.files import replace_file
 from gpu.report import render
 
 DATA_PREFIX = "gpu-check-data-"

@@ -15,8 +15,7 @@ from common.memory.buffers import HostBuffer
 from common.store import Layout, Store, remove
 from common.units import format_bytes
 from fuyou.optimizer.adam import AdamConfig, Update
-from fuyou.optimizer.chunk_update import ChunkOptimizer
-from fuyou.optimizer.kernel_trial import tried_kernels
+from fuyou.optimizer.chunk_update import ChunkOptimizer, tried_kernels
 from fuyou.optimizer.moments import OptimizerStates
 from gpu.journal import Check
 

@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any
 
-from common.intervals import merge
+from common.units import merge
 
 Event = dict[str, Any]
 _ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")

@@ -15,16 +15,16 @@ from hypothesis import strategies as st
 from cli.options.command import build_command
 from common.data.records import read_records
 from common.errors import FinetuneError, UserError
-from common.files.presets import preset_files
+from common.files import preset_files
 from common.models.checkpoint.shards import INDEX, Shards
 from common.models.presets import load_config
 from common.store import Layout, StoreError
 from common.store.directories import FORMAT, IDENTITY_FILE, Identity
-from common.store.sealed import write_sealed
+from common.store.manifest import write_sealed
 from common.store.verify import ChecksummedExtent
 from fcdp.planner.cluster import load_cluster
-from fuyou.checkpoint.state import FORMAT as STATE_FORMAT
-from fuyou.checkpoint.state import TrainingState
+from fuyou.checkpoint.commits import FORMAT as STATE_FORMAT
+from fuyou.checkpoint.commits import TrainingState
 from tests.common.data.conftest import write_records
 
 anything = st.recursive(

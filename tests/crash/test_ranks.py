@@ -51,6 +51,6 @@ def test_another_run_on_the_drives_of_a_new_node_stays(tmp_path: Path) -> None:
     for node in (0, 1):
         assert execute(RanksRun(root, nodes=1, kept=(node,), steps=1 + node)).status == 0
     both = execute(RanksRun(root, {"resume": True}, steps=3))
-    assert both.status == 1 and "holds another run than the one that goes on here" in both.error, both.error
+    assert both.status == 1 and "holds another run than the one that continues here" in both.error, both.error
     for node in (0, 1):
         assert execute(RanksRun(root, {"resume": True}, nodes=1, kept=(node,), steps=2)).status == 0

@@ -14,9 +14,8 @@ from common.store import Layout, Store, StoreError, commit_manifest, load_manife
 from common.store import migration as succession
 from common.store.checksums import ExtentChecksums
 from common.store.verify import ChecksummedExtent, verify
-from fuyou.checkpoint.commits import sealed_records
+from fuyou.checkpoint.commits import TrainingState, sealed_records
 from fuyou.checkpoint.restripe import Drives, open_run
-from fuyou.checkpoint.state import TrainingState
 from tests.helpers.crash.drives import Fault
 from tests.helpers.crash.points import Move, Reference, crash_move, move_reference
 
@@ -128,7 +127,7 @@ def test_remains_of_a_run_that_has_moved_say_where_it_is(ssd: list[Path], monkey
         killed.setattr(succession, "remove_folder", lambda folder: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             open_run(on(ssd[2:3], ssd[:2]), load)
-    with pytest.raises(UserError, match=rf"was moving .* and goes on in {ssd[2]}/run\."):
+    with pytest.raises(UserError, match=rf"was moving .* and continues in {ssd[2]}/run\."):
         open_run(on(ssd[:2]), load)
     assert contents_of(on(ssd[2:3], ssd[:2])) == expected
     assert not any(any(path.iterdir()) for path in ssd[:2])

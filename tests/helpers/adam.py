@@ -4,8 +4,7 @@ import torch
 
 from fuyou.optimizer.adam import AdamConfig, Update
 from fuyou.optimizer.chunk_update import ChunkOptimizer
-from fuyou.optimizer.moments import OptimizerStates
-from fuyou.optimizer.split_weights import join, split
+from fuyou.optimizer.moments import OptimizerStates, join, split
 
 CONFIG = AdamConfig(lr=1e-2, betas=(0.8, 0.95), eps=1e-6, weight_decay=0.1)
 

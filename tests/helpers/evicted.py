@@ -30,7 +30,7 @@ def evicted_is_nan(engine: fuyou.Engine) -> Iterator[list[Place]]:
 
     def overwrite(place: Place) -> None:
         kind, index = place
-        plane.buffers.parameters[kind].bytes(index, plane.buffers.shape.device_nbytes(kind)).fill_(NAN_BYTE)
+        plane.buffers.parameters[kind].bytes(index, plane.buffers.shape.sizes[kind].device_nbytes).fill_(NAN_BYTE)
         overwritten.append(place)
 
     def submit(tasks: Iterable[Task], submit: Callable[[Iterable[Task]], None] = plane.executor.submit) -> None:

@@ -4,12 +4,11 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from fuyou.layout.pieces import Piece, PieceOrder, PiecePart
+from fuyou.layout.record_parts import Piece, PieceOrder, PiecePart
 from fuyou.model.blocks.calls import BlockCalls
 from fuyou.model.streamed_model import StreamedModel
-from fuyou.pieces.division import divide
+from fuyou.pieces.division import divide, find_order
 from fuyou.pieces.handles import PieceHandles
-from fuyou.pieces.order import find_order
 from fuyou.pieces.run import PieceRun
 
 

@@ -10,8 +10,7 @@ from collections import defaultdict, deque
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
-from fuyou.layout.deferred import interleaved
-from fuyou.layout.model_layout import BufferCounts, ModelLayout, Recomputation
+from fuyou.layout.model_layout import BufferCounts, ModelLayout, Recomputation, interleaved
 from fuyou.layout.record import Kind, Precision
 from fuyou.layout.share import ALONE, Share
 from fuyou.layout.visits import Phase

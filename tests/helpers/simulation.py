@@ -4,8 +4,7 @@ from dataclasses import replace
 
 import torch
 
-from fuyou.layout.deferred import interleaved
-from fuyou.layout.model_layout import BufferCounts
+from fuyou.layout.model_layout import BufferCounts, interleaved
 from fuyou.layout.record import Precision
 from fuyou.planner.rates import TaskRates
 from fuyou.planner.simulated_machine import Simulation

@@ -7,8 +7,8 @@ import torch
 
 from fuyou.layout.cutting import cut_blocks
 from fuyou.layout.model_layout import ModelLayout
-from fuyou.layout.pieces import Piece, PieceOrder, PiecePart, Stage
 from fuyou.layout.record import Kind, Precision, Record
+from fuyou.layout.record_parts import Piece, PieceOrder, PiecePart, Stage
 from fuyou.layout.visits import Phase
 
 BF16 = Precision(torch.bfloat16, torch.float32)

@@ -7,9 +7,8 @@ from collections.abc import Collection
 import torch
 
 from cli.job.job import Job
-from cli.job.measured_cluster import measure_cluster
 from cli.job.resumed import check_same_run
-from cli.job.strategy import DEFAULT, PROFILE, choose_strategy, has_profile
+from cli.job.strategy import DEFAULT, PROFILE, choose_strategy, has_profile, measure_cluster
 from cli.options.adapters import adapters_of, towers_of, trainable_parameters
 from cli.options.settings import COMMITS, Settings
 from cli.report.results import EvaluationResult, MemoryUse, RunTotals, StepResult

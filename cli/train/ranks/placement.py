@@ -26,14 +26,10 @@ from fcdp.strategy.names import AUTO, parse_strategy
 class Placement:
     """How nodes are numbered, where their leaf switches are known."""
 
-    order: tuple[int, ...]
-    """The launchers' numbers of the nodes, by the number that each has now."""
-    leaves: tuple[str, ...]
-    """Leaf switch of each node, by the number that it has now."""
-    hosts: tuple[str, ...]
-    """Name of each node, by the number that it has now."""
-    group: int
-    """Nodes in a group of the strategy's that crosses nodes; 1: not known yet, or there is none."""
+    order: tuple[int, ...]  # The launchers' numbers of the nodes, by the number that each has now
+    leaves: tuple[str, ...]  # Leaf switch of each node, by the number that it has now
+    hosts: tuple[str, ...]  # Name of each node, by the number that it has now
+    group: int  # Nodes in a group of the strategy's that crosses nodes; 1: not known yet, or there is none
 
     @property
     def nodes_per_switch(self) -> int | None:

@@ -7,8 +7,7 @@ import time
 import torch.distributed as dist
 
 from cli.job.job import Job
-from cli.job.prepare import prepare
-from cli.job.quiet import quiet_transformers
+from cli.job.prepare import prepare, quiet_transformers
 from cli.job.resumed import decided, forget_earlier_run
 from cli.job.start import check_start
 from cli.options.computing_dtype import with_dtype_of_all

@@ -9,20 +9,34 @@ import json
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from datetime import date
 from functools import cached_property, partial
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
-from common.data.counts import Tally
 from common.data.messages import REASONING, Message, parsed
+from common.data.selection import Tally
 from common.data.shapes import Chat
 from common.errors import UserError
-from common.files.presets import preset_files
+from common.files import preset_files
+
+_CALL = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
+
+
+def dated(template: str | dict[str, str] | None, day: date) -> str | dict[str, str] | None:
+    """Return a chat template, or several by name, in which ``strftime_now`` is a text: ``day`` in its format."""
+
+    def fixed(text: str) -> str:
+        return _CALL.sub(lambda call: json.dumps(day.strftime(call[2])), text)
+
+    if isinstance(template, dict):
+        return {name: fixed(text) for name, text in template.items()}
+    return template and fixed(template)
+
 
 _GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
-_KINDS_KEPT = 4096
-"""Number of kinds of conversations whose form is remembered."""
+_KINDS_KEPT = 4096  # Number of kinds of conversations whose form is remembered
 
 Change = Callable[[Message], Message]
 
@@ -40,7 +54,6 @@ def varied(message: Message, mark: str) -> Message:
 
 
 def _map_texts(message: Message, change: Callable[[str, str], str]) -> Message:
-    """Return a message with its texts changed, each by the name of its field and its value."""
     result = dict(message)
     for name in (*REASONING, "content", "refusal"):
         value = message.get(name)
@@ -55,7 +68,6 @@ def _map_texts(message: Message, change: Callable[[str, str], str]) -> Message:
 
 
 def _with_functions(message: Message, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Message:
-    """Return a message with each function that it calls changed."""
     if not message.get("tool_calls"):
         return message
     return {**message, "tool_calls": [{**call, "function": change(call["function"])} for call in message["tool_calls"]]}
@@ -103,13 +115,11 @@ def _parted(message: Message) -> Message:
 
 
 def _as_object(function: dict[str, Any]) -> dict[str, Any]:
-    """Turn arguments that are JSON text, as in OpenAI's format, into an object."""
     inner = parsed(function.get("arguments"))
     return {**function, "arguments": inner} if isinstance(inner, dict) else function
 
 
 def _as_json(function: dict[str, Any]) -> dict[str, Any]:
-    """Turn arguments that are an object into JSON text."""
     inner = function.get("arguments")
     return {**function, "arguments": json.dumps(inner, ensure_ascii=False)} if isinstance(inner, dict) else function
 
@@ -131,8 +141,8 @@ def _with_content(message: Message) -> Message:
     return {"content": "", **message}
 
 
-_REFUSED = (-2, "")
-"""Stands for all texts of a conversation that the template refuses."""
+_REFUSED = (-2, "")  # Stands for all texts of a conversation that the template refuses
+# Other forms of the same messages, which are tried in this order where a text would not appear.
 _CHANGES: tuple[Change, ...] = (
     _joined,
     _parted,
@@ -144,21 +154,16 @@ _CHANGES: tuple[Change, ...] = (
     _role_as("ipython", "tool"),
     _with_content,
 )
-"""Other forms of the same messages, which are tried in this order where a text would not appear."""
 
 
 @dataclass
 class Form:
     """What a template makes of one kind of conversation."""
 
-    changes: list[Change]
-    """What messages are put through."""
-    missing: list[tuple[int, str]]
-    """Messages and fields whose text does not appear; of a negative number, an argument of the template."""
-    is_whole: bool
-    """Whether all texts appear in one rendering, not only in those that end with their own turn."""
-    marks_answers: bool
-    """Whether the template marks tokens of the assistant, and only of the assistant."""
+    changes: list[Change]  # What messages are put through
+    missing: list[tuple[int, str]]  # Messages and fields that do not appear; negative numbers are arguments
+    is_whole: bool  # Whether all texts appear in one rendering, not only in those that end with their own turn
+    marks_answers: bool  # Whether the template marks tokens of the assistant, and only of the assistant
 
 
 class ChatTemplate:
@@ -243,7 +248,6 @@ class ChatTemplate:
         return f"{field!r} of turn {number + 1} ({message['role']}): {' '.join(text.split())[:60]!r}"
 
     def _form(self, chat: Chat) -> Form:
-        """Find the form of one kind of conversation, whose texts are marks."""
         changes: list[Change] = []
         missing, is_whole = self._missing(chat)
         for change in _CHANGES if missing else ():
@@ -259,7 +263,6 @@ class ChatTemplate:
         return Form(changes, [*missing, *self._unread(chat)], is_whole, self._marks_answers(chat))
 
     def _text(self, messages: list[Message], options: dict[str, Any]) -> str | None:
-        """Return the text that the template writes; None if it refuses."""
         try:
             return str(self._source.apply_chat_template(messages, tokenize=False, **options))
         except Exception:  # templates raise any exception
@@ -286,7 +289,6 @@ class ChatTemplate:
         return missing, not late
 
     def _unread(self, chat: Chat) -> Iterator[tuple[int, str]]:
-        """Yield the arguments that the template does not read."""
         written = self._text(chat.messages, chat.options)
         for name in chat.options:
             if name in ("tools", "documents"):
@@ -306,7 +308,6 @@ class ChatTemplate:
         return str(self._source.chat_template or self._tokenizer.chat_template)
 
     def _marks_answers(self, chat: Chat) -> bool:
-        """Return whether the template marks the assistant's tokens, and none of others."""
         # Only fast tokenizers know which characters a token comes from.
         if self._source is not self._tokenizer or not self._tokenizer.is_fast:
             return False
@@ -344,7 +345,6 @@ def _changed(messages: list[Message], changes: list[Change]) -> list[Message]:
 
 
 def _appears(text: str, written: str) -> bool:
-    """Return whether a text is in what a template writes, white space at its ends apart, or as JSON has it."""
     text = text.strip()
     if text in written or any(json.dumps(text, ensure_ascii=kind)[1:-1] in written for kind in (False, True)):
         return True
@@ -352,7 +352,6 @@ def _appears(text: str, written: str) -> bool:
 
 
 def _is_garbled(message: Message, written: str) -> bool:
-    """Return whether a part was written as Python or JSON writes it, or JSON text within a string of JSON."""
     content = message.get("content")
     for part in content if isinstance(content, list) else ():
         if any(shown in written for shown in (str(part), json.dumps(part), json.dumps(part, ensure_ascii=False))):

@@ -12,9 +12,8 @@ from typing import NamedTuple
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from common.data.encoding.answers import AnswerFinder, common_prefix
 from common.data.encoding.chat_template import ChatTemplate
-from common.data.encoding.fitting import RowFitter, TokenizedAnswer, run_ends
+from common.data.encoding.fitting import AnswerFinder, RowFitter, TokenizedAnswer, common_prefix, run_ends
 from common.data.shapes import Chat, Example, PlainText
 from common.errors import UserError
 
@@ -26,12 +25,9 @@ _CONTEXT_CHARACTERS = 256
 class EncodedSegment(NamedTuple):
     """The token ids of a document, or of a segment of one."""
 
-    ids: np.ndarray
-    """Token ids, uint32 [tokens]."""
-    trained: np.ndarray
-    """Whether each token carries loss, bool [tokens]."""
-    ends: bool
-    """Whether the document ends here."""
+    ids: np.ndarray  # Token ids, uint32 [tokens]
+    trained: np.ndarray  # Whether each token carries loss, bool [tokens]
+    ends: bool  # Whether the document ends here
 
 
 class Encoder:
@@ -138,7 +134,6 @@ class Encoder:
             yield part._replace(trained=np.zeros(len(part.ids), dtype=bool))
 
     def _is_closed(self, ids: list[int], start: int) -> bool:
-        """Return whether a completion ends with EOS, white space apart, or there is no EOS to add."""
         ends = [at for at in (len(ids) - 1, len(ids) - 2) if at >= start and ids[at] == self.eos]
         return self.eos is None or any(not str(self.tokenizer.decode(ids[end + 1 :])).strip() for end in ends)
 
@@ -200,7 +195,6 @@ class Encoder:
         return self._template.render(messages, chat.options), None
 
     def _answer(self, chat: Chat, turn: int, marks: bool) -> TokenizedAnswer:
-        """Return the conversation up to a turn, with loss on that one."""
         ids, marked = self._render(chat, marks, turn + 1)
         start = self._finder.start(chat, turn, ids)
         return TokenizedAnswer(ids, [at >= start and (marked is None or marked[at]) for at in range(len(ids))])

@@ -1,25 +1,28 @@
-"""Make records that are longer than a row fit: cut them so that answers keep what comes before them, or leave them out.
+"""Find the answers of a conversation in its rendering, and cut records that are longer than a row, or leave them out.
 
 A plain text continues in the next row. A record with a question does not: its answer would be trained without it. So a
-long conversation keeps its beginning, the system prompt among it, up to the last answer that fits as a whole; where not
-even the first does, that one is cut at the end of the row, as a completion is, and nothing says that it ends there.
+long conversation keeps its beginning, including the system prompt, up to the last answer that fits as a whole; if not
+even the first does, that answer is cut at the end of the row, as a completion is, without an end mark.
 """
 
+import contextlib
+from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import groupby
-from typing import NamedTuple
+from itertools import groupby, takewhile
+from typing import Any, NamedTuple
 
-from common.data.counts import Tallies
+from common.data.encoding.chat_template import varied
+from common.data.selection import Tallies
+from common.data.shapes import Chat
+from common.errors import UserError
 
 
 class TokenizedAnswer(NamedTuple):
     """The token ids of a record with a prompt, or of one of its answers with all that comes before it."""
 
     ids: list[int]
-    trained: list[bool]
-    """Whether each token carries loss."""
-    ends: tuple[int, ...] = ()
-    """Places behind its answers, in order, where it may be cut; may be empty where there is one answer."""
+    trained: list[bool]  # Whether each token carries loss
+    ends: tuple[int, ...] = ()  # Positions behind its answers where it may be cut, in order
 
     def before(self, stop: int) -> "TokenizedAnswer":
         """Return the first ``stop`` tokens."""
@@ -82,3 +85,79 @@ def run_ends(trained: list[bool]) -> tuple[int, ...]:
         if carries:
             ends.append(place)
     return tuple(ends)
+
+
+# Token ids of messages, given these, the template's options and, as `ask`, whether to prompt for an answer.
+Render = Callable[..., list[int]]
+
+_OTHER = "qz0zq"  # Text that no conversation has
+
+
+class AnswerFinder:
+    """Finds answers by rendering parts and variants of a conversation.
+
+    Args:
+        render: what makes token ids of messages.
+    """
+
+    def __init__(self, render: Render) -> None:
+        self._render = render
+        self._header: list[int] | None = None
+
+    def spans(self, chat: Chat, whole: list[int], turns: list[int]) -> list[tuple[int, int]] | None:
+        """Find where in ``whole`` some turns are, by rendering growing prefixes of the conversation.
+
+        Returns:
+            None if a turn is rendered differently once others follow.
+        """
+        spans = []
+        for turn in turns:
+            last = turn + 1 == len(chat.messages)
+            after = whole if last else self._render(chat.messages[: turn + 1], chat.options)
+            if whole[: len(after)] != after:
+                return None
+            spans.append((self.start(chat, turn, after), len(after)))
+        return spans
+
+    def start(self, chat: Chat, turn: int, ids: list[int]) -> int:
+        """Return where an answer begins in ``ids``, the rendering that ends with it: behind the prompt for it.
+
+        Raises:
+            UserError: the template mixes the answer with what comes before it.
+        """
+        history, answer, options = chat.messages[:turn], chat.messages[turn], chat.options
+        with contextlib.suppress(Exception):  # no template has to render what is no whole conversation
+            asked = self._render(history, options, ask=True)
+            start = common_prefix(asked, ids)
+            if history and start == len(asked):
+                return start
+            if history and start >= common_prefix(self._render(history, options), asked):  # differs in the header alone
+                return start
+        # What comes before is rendered differently now. Vary the answer, then the rest, and see where ids change.
+        first = common_prefix(ids, self._render([*history, varied(answer, _OTHER)], options))
+        others = [varied(message, _OTHER) for message in history]
+        last = len(ids) - common_prefix(ids[::-1], self._render([*others, answer], options)[::-1]) if history else 0
+        if last > first:
+            raise UserError(f"{chat.where}: the chat template mixes turn {turn + 1} with those before it.")
+        return max(last, self._behind_header(ids[:first], options))
+
+    def _behind_header(self, ids: list[int], options: dict[str, Any]) -> int:
+        """Return where the header of an answer ends that is the last one in ``ids``; their number if there is none."""
+        if self._header is None:
+            self._header = self._prompt_for_answer(options)
+        starts = [at for at, token in enumerate(ids) if self._header and token == self._header[0]]
+        return starts[-1] + common_prefix(self._header, ids[starts[-1] :]) if starts else len(ids)
+
+    def _prompt_for_answer(self, options: dict[str, Any]) -> list[int]:
+        """Return what the template writes for the assistant to continue; nothing if that cannot be found out."""
+        probe = [{"role": "user", "content": _OTHER}]
+        try:
+            asked = self._render(probe, options, ask=True)
+            return asked[common_prefix(self._render(probe, options), asked) :]
+        except Exception:  # nor does it have to take a question alone
+            return []
+
+
+def common_prefix(left: list[int], right: list[int]) -> int:
+    """Return the number of tokens that both begin with."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(left, right, strict=False)))

@@ -19,17 +19,16 @@ import torch
 from transformers import ProcessorMixin
 
 from common.data.batches import Batches, DataConfig, open_or_build, padding_id, rounded_width
-from common.data.counts import DataCounts, nothing_to_train
 from common.data.files import file_states, find_files
 from common.data.images.content import COLUMNS, has_images, with_images
 from common.data.images.encoding import ImageEncoder, ImageRow, processor_identity
-from common.data.packed.order import draw_rows
+from common.data.packed.packing import draw_rows
 from common.data.packed.token_file import tokenizer_identity
 from common.data.records import DataRecord, read_records
+from common.data.selection import DataCounts, nothing_to_train
 from common.data.shapes import Chat, examples_of_records
 from common.errors import FinetuneError, UserError
-from common.files.atomic import file_when_complete
-from common.files.result_cache import read_cached, write_cached
+from common.files import file_when_complete, read_cached, write_cached
 from common.store.errors import described
 from common.units import format_count
 
@@ -42,8 +41,7 @@ class _Header(DataCounts):
     """The first line of an index file."""
 
     images: int = 0
-    longest: int = 0
-    """Number of tokens of the longest row."""
+    longest: int = 0  # Number of tokens of the longest row
 
 
 def any_images(files: tuple[str, ...]) -> bool:
@@ -66,7 +64,6 @@ def any_images(files: tuple[str, ...]) -> bool:
 
 
 def _names_images(file: Path) -> bool:
-    """Return whether the word "image" occurs in a file's columns or text, without parsing its records."""
     match file.suffix.lower():
         case ".arrow" | ".gz" | ".bz2" | ".xz" | ".zst":
             return True  # to be looked at record by record
@@ -185,7 +182,6 @@ def _cache_key(files: list[Path], config: DataConfig, processor: ProcessorMixin)
 
 
 def _build(path: Path, files: list[Path], config: DataConfig, encoder: ImageEncoder) -> None:
-    """Write the index file, which takes its name only when it is complete."""
     lines, seq_len = path.with_suffix(".lines"), config.seq_len
     try:
         with described("writing", lines), lines.open("wb") as out:

@@ -15,8 +15,7 @@ from urllib.parse import unquote, urlparse
 from common.data.messages import Message
 from common.errors import UserError
 
-PLACEHOLDER = "<image>"
-"""Text in a string that stands for an image."""
+PLACEHOLDER = "<image>"  # Text in a string that stands for an image
 
 _KEYS = ("image", "path", "url", "image_url", "bytes")
 COLUMNS = ("images", "image")
@@ -86,7 +85,6 @@ def _next_image(column: Iterator[Any], where: str, directory: Path) -> dict[str,
 
 
 def _image(value: Any, where: str, directory: Path) -> dict[str, Any]:
-    """Return the image part for a value of a data file."""
     while isinstance(value, dict):  # OpenAI's image_url, or what the datasets library makes of an image
         value = next((value[key] for key in ("bytes", "url", "path") if value.get(key)), None)
     if isinstance(value, bytes):

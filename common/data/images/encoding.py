@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from transformers import ProcessorMixin
 
-from common.data.counts import Tally
-from common.data.encoding.answers import AnswerFinder
 from common.data.encoding.chat_template import ChatTemplate
 from common.data.encoding.encoder import check_vocabulary
+from common.data.encoding.fitting import AnswerFinder
+from common.data.selection import Tally
 from common.data.shapes import Chat
 from common.errors import FinetuneError, UserError
 
@@ -20,17 +20,12 @@ from common.errors import FinetuneError, UserError
 class ImageRow:
     """A conversation of a data set: the processor's input, and which tokens of the result are trained on."""
 
-    messages: list[dict[str, Any]]
-    """Messages, in the form of :func:`common.data.images.content.with_images`."""
-    trained: list[tuple[int, int]]
-    """Ranges of tokens that carry loss."""
+    messages: list[dict[str, Any]]  # Messages, in the form of :func:`common.data.images.content.with_images`
+    trained: list[tuple[int, int]]  # Ranges of tokens that carry loss
     tokens: int
-    where: str
-    """File and line."""
-    options: dict[str, Any]
-    """Other arguments of the chat template."""
-    cut: int = 0
-    """Number of tokens that were cut off behind these."""
+    where: str  # File and line
+    options: dict[str, Any]  # Other arguments of the chat template
+    cut: int = 0  # Number of tokens that were cut off behind these
 
     @property
     def trained_tokens(self) -> int:
@@ -158,7 +153,6 @@ class ImageEncoder:
         return {name: value for name, value in made.items() if isinstance(value, torch.Tensor)}
 
     def _opened(self, messages: list[dict[str, Any]], where: str) -> list[dict[str, Any]]:
-        """Return the messages with their images read."""
         opened = []
         for message in messages:
             content = message.get("content")

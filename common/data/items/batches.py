@@ -7,15 +7,13 @@ import torch
 
 from common.data.batches import Batches, DataConfig, rounded_width
 from common.data.items.shapes import margin_of
-from common.data.packed.order import draw_rows
-from common.data.packed.packing import STARTS, TRAINED, first_lengths, unpack
+from common.data.packed.packing import STARTS, TRAINED, draw_rows, first_lengths, unpack
 from common.data.packed.token_file import TokenFile
 from common.errors import UserError
 from common.units import format_count
 
 IGNORED = -100
-REFERENCE = "reference_log_probs"
-"""Name of what a batch has of a reference that was computed before training: a number for each row, fp32 ``[R]``."""
+REFERENCE = "reference_log_probs"  # The batch's log-probabilities under a reference, one per row, fp32 `[R]`
 
 
 class ItemBatches(Batches):
@@ -29,10 +27,8 @@ class ItemBatches(Batches):
         classifies: whether batches are for a sequence classifier: with ``attention_mask``, and no targets.
     """
 
-    rows_in_file = 1
-    """Rows of the file that are one item."""
-    what = "rows"
-    """What items are."""
+    rows_in_file = 1  # Rows of the file that are one item
+    what = "rows"  # What items are
 
     def __init__(self, file: TokenFile, config: DataConfig, classifies: bool = False) -> None:
         header = file.header
@@ -92,7 +88,6 @@ class ItemBatches(Batches):
         return words[:, :-1], words[:: self.rows_in_file, -1].copy()
 
     def _named(self, rows: np.ndarray) -> dict[str, torch.Tensor]:
-        """Return rows of words, uint32 ``[R, seq_len]``, as a model takes them."""
         lengths = first_lengths(rows)
         rows = rows[:, : rounded_width(int(lengths.max()))]
         ids, labels, _ = unpack(rows)

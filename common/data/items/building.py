@@ -9,26 +9,14 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from common.data.batches import DataConfig, open_or_build, padding_id
-from common.data.counts import nothing_to_train
 from common.data.encoding.encoder import EncodedSegment, Encoder
 from common.data.files import find_files
 from common.data.items.batches import AnswerBatches, ClassBatches, ItemBatches, PairBatches
-from common.data.items.shapes import (
-    Item,
-    answers_of_records,
-    classes_of_records,
-    labels_of_records,
-    pairs_of_records,
-)
+from common.data.items.shapes import Item, answers_of_records, classes_of_records, labels_of_records, pairs_of_records
 from common.data.packed.packing import Padder, cut_documents
-from common.data.packed.token_file import (
-    Header,
-    TokenFile,
-    TokenFileWriter,
-    cache_key,
-    write_token_file,
-)
+from common.data.packed.token_file import Header, TokenFile, TokenFileWriter, cache_key, write_token_file
 from common.data.records import DataRecord
+from common.data.selection import nothing_to_train
 from common.data.shapes import Example, PlainText
 from common.errors import UserError
 
@@ -42,12 +30,9 @@ class ItemKind:
     name: str
     batches: type[ItemBatches]
     items: Callable[[Records], Iterator[Item]]
-    classifies: bool = False
-    """Whether batches are for a sequence classifier."""
-    pad: int | None = None
-    """Token to pad with; None: the tokenizer's."""
-    identity: tuple[object, ...] = ()
-    """What else the rows depend on, as JSON."""
+    classifies: bool = False  # Whether batches are for a sequence classifier
+    pad: int | None = None  # Token to pad with; None: the tokenizer's
+    identity: tuple[object, ...] = ()  # What else the rows depend on, as JSON
 
 
 def pair_kind(classifies: bool = False, pad: int | None = None) -> ItemKind:
@@ -124,16 +109,7 @@ def _write(out: TokenFileWriter, row: EncodedSegment, mark: int, seq_len: int, p
 
 
 def _row(encoder: Encoder, example: Example, whole: bool) -> EncodedSegment | None:
-    """Return an example as one row; None if it does not fit into one, or teaches nothing.
-
-    Args:
-        encoder: tokenizes and fits it.
-        example: what becomes the row.
-        whole: whether it is a text to be classified, with the tokens that the tokenizer puts around texts.
-
-    Raises:
-        UserError: a template renders its answers only in several rows.
-    """
+    """Return an example as one row; None if it does not fit into one, or teaches nothing."""
     if whole:
         assert isinstance(example, PlainText)
         rows = list(encoder.encode_classified(example))

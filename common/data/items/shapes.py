@@ -17,12 +17,11 @@ KNOWN_PAIRS = (
     "prompt, chosen, rejected | messages or conversations, chosen, rejected | instruction, chosen, rejected (and "
     "optionally input) | chosen, rejected"
 )
+# Columns with a pair's prompt, of which the first that has a value counts.
 _PROMPTS = ("prompt", "messages", "conversations", "instruction")
-"""Columns with a pair's prompt, of which the first that has a value counts."""
+# Columns that hold the prompt of pairs in other layouts, which would be trained on without it.
 _QUESTIONS = ("question", "query", "input", "context", "problem")
-"""Columns that hold the prompt of pairs in other layouts, which would be trained on without it."""
-_MARKS = ("label", "kto_tag")
-"""Columns that say whether an answer is desirable: TRL's, and LLaMA-Factory's."""
+_MARKS = ("label", "kto_tag")  # Columns that say whether an answer is desirable: TRL's, and LLaMA-Factory's
 _WORDS = {"true": True, "false": False, "1": True, "0": False, "1.0": True, "0.0": False}
 
 
@@ -30,12 +29,9 @@ _WORDS = {"true": True, "false": False, "1": True, "0": False, "1.0": True, "0.0
 class Item:
     """One of what ``--batch-size`` counts."""
 
-    examples: tuple[Example, ...]
-    """What becomes its rows; none where the record has nothing to learn from."""
-    mark: int = 0
-    """A number of 32 bits that goes with it."""
-    where: str = ""
-    """File and line, for messages about it."""
+    examples: tuple[Example, ...]  # What becomes its rows; none where the record has nothing to learn from
+    mark: int = 0  # A number of 32 bits that goes with it
+    where: str = ""  # File and line, for messages about it
 
 
 def margin_of(mark: np.ndarray) -> np.ndarray:
@@ -181,7 +177,6 @@ def _number(values: Mapping[str, Any], column: str, where: str) -> float:
 
 
 def _from_openai(values: dict[str, Any]) -> dict[str, Any]:
-    """Return a record of OpenAI's preference format under the names of others."""
     if not {"input", "preferred_output", "non_preferred_output"} <= set(values) or not isinstance(
         values["input"], dict
     ):
@@ -215,7 +210,6 @@ def _pair(values: dict[str, Any], where: str) -> tuple[()] | tuple[Example, Exam
 
 
 def _begins_with_answer(values: dict[str, Any], where: str) -> bool:
-    """Return whether the preferred answer is the answer alone, not the conversation with it."""
     if not isinstance(values["chosen"], list | dict):
         return True
     return all(turn["role"] == "assistant" for turn in messages_of(values["chosen"], "chosen", where)[:1])
@@ -230,7 +224,6 @@ def _with_common_prompt(chosen: Chat, rejected: Chat) -> tuple[Chat, Chat]:
 
 
 def _common_text(chosen: str, rejected: str) -> int:
-    """Return the number of characters that both texts begin with, up to a white space, and not all of either."""
     alike, most = 0, min(len(chosen), len(rejected)) - 1
     while alike < most and chosen[alike] == rejected[alike]:
         alike += 1

@@ -16,19 +16,17 @@ from typing import Any, BinaryIO
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from common.data.counts import DataCounts
 from common.data.files import file_states
+from common.data.selection import DataCounts
 from common.errors import FinetuneError
-from common.files.atomic import TEMPORARY_SUFFIX, file_when_complete
+from common.files import TEMPORARY_SUFFIX, file_when_complete
 from common.store.errors import described
 
-FORMAT_VERSION = 6
-"""Counts changes to anything that decides what is in the file: shapes, templates, packing, layout."""
+FORMAT_VERSION = 6  # Counts changes to anything that decides what is in the file: shapes, templates, packing, layout
 
 _HEADER_BYTES = 4096
 _SUM_BYTES = 4
-_LONGEST_PLACE = 100
-"""Characters, of four bytes at most; the places of all tallies and all numbers take less than a header."""
+_LONGEST_PLACE = 100  # Characters of at most four bytes, so that the header has room for all tallies
 
 
 @dataclass(kw_only=True)
@@ -38,8 +36,7 @@ class Header(DataCounts):
     seq_len: int
     files: int = 0
     documents: int = 0
-    skipped_tokens: int = 0
-    """Number of tokens in pieces without any trainable one, which are left out: computing them would change nothing."""
+    skipped_tokens: int = 0  # Number of tokens in pieces without any trained one, which are left out
 
     def to_json(self) -> bytes:
         """Return the header as JSON, with the ends of long places in files, so that it fits."""

@@ -20,16 +20,14 @@ from common.randomness import own_random_numbers
 class _Constant:
     """One number everywhere."""
 
-    number: torch.Tensor
-    """The number, as a scalar."""
+    number: torch.Tensor  # The number, as a scalar
     shape: torch.Size
 
     def value(self) -> torch.Tensor:
         return self.number.expand(self.shape)
 
 
-_FILLED = object()
-"""Stands for the tensor that is filled among a function's arguments, so that it need not stay in memory."""
+_FILLED = object()  # Stands for the tensor that is filled, which need not stay in memory
 
 
 @dataclass(frozen=True)
@@ -51,13 +49,11 @@ class _Fill:
 class _Draw:
     """The result of a function that fills its tensor at random, from a given state of the generator."""
 
-    state: torch.Tensor
-    """State of PyTorch's CPU generator before the draw."""
+    state: torch.Tensor  # State of PyTorch's CPU generator before the draw
     fill: _Fill
     shape: torch.Size
     drawn_in: torch.dtype
-    kept_in: torch.dtype
-    """Dtype to which the drawn numbers have been rounded since."""
+    kept_in: torch.dtype  # Dtype to which the drawn numbers have been rounded since
 
     def value(self) -> torch.Tensor:
         tensor = torch.empty(self.shape, dtype=self.drawn_in)

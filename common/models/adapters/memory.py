@@ -14,33 +14,27 @@ from peft.tuners.lora.layer import LoraLayer, ParamWrapper
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
+# Bytes per token for each element that is kept until the backward pass: a fp32 copy of a layer's input (with IA3 both
+# sides of a product); with dropout also what that makes of it and its mask, and with DoRA the layer's output.
 SAVED, SAVED_MORE = 4, 7
-"""Bytes per token for each element that is kept until the backward pass: a fp32 copy of a layer's input (with IA3 both
-sides of a product); with dropout also what that makes of it and its mask, and with DoRA the layer's output."""
-PASSING = 9
-"""Bytes for each such element in passing, in one layer at a time: products, scaled and added."""
+PASSING = 9  # Bytes for each such element in passing, in one layer at a time: products, scaled and added
+# Bytes for each element of a weight where the adapter is made as large as the weight: kept for the backward pass (LoHa,
+# LoKr, parameters of experts), and in passing.
 SAVED_WEIGHT, PASSING_WEIGHT = 4, 16
-"""Bytes for each element of a weight where the adapter is made as large as the weight: kept for the backward pass
-(LoHa, LoKr, parameters of experts), and in passing."""
+# Bytes for each element of the factors of experts that are computed range by range, for the factors' gradients until
+# they reach the adapters' own. Of the weights of a range, the sums with the product of factors are kept for the
+# backward pass, in the weights' dtype, and a gradient as large comes in passing.
 FACTOR_GRADIENTS = 8
-"""Bytes for each element of the factors of experts that are computed range by range, for the factors' gradients until
-they reach the adapters' own. Of the weights of a range, the sums with the product of factors are kept for the backward
-pass, in the weights' dtype, and a gradient as large comes in passing."""
-UNIT_MATRIX = 4
-"""DoRA takes its norm of the weight with the adapter added, which it makes by way of a unit matrix of the input's
-size."""
+UNIT_MATRIX = 4  # DoRA computes its norm of the adapted weight by way of a unit matrix
 
 
 @dataclass(frozen=True)
 class AdapterMemory:
     """Bytes of device memory that adapters take."""
 
-    fixed: int = 0
-    """Bytes whatever the batch."""
-    saved_per_token: int = 0
-    """Bytes for each token of a micro-batch that are kept until the backward pass."""
-    passing_per_token: int = 0
-    """Bytes for each token in passing, while one linear layer computes, and no experts do."""
+    fixed: int = 0  # Bytes whatever the batch
+    saved_per_token: int = 0  # Bytes for each token of a micro-batch that are kept until the backward pass
+    passing_per_token: int = 0  # Bytes for each token in passing, while one linear layer computes, and no experts do
 
     @property
     def per_token(self) -> int:
@@ -73,9 +67,7 @@ def adapter_memory(module: nn.Module, share: float | None = None) -> AdapterMemo
     weights = [_weights(layer, share) for layer in layers]
     saved, passing = zip(*weights, strict=True) if weights else ((), ())
     return AdapterMemory(
-        sum(saved) + max(passing, default=0),
-        sum(map(_saved_per_token, layers)),
-        PASSING * max(widths, default=0),
+        sum(saved) + max(passing, default=0), sum(map(_saved_per_token, layers)), PASSING * max(widths, default=0)
     )
 
 
@@ -97,7 +89,6 @@ def _width(layer: BaseTunerLayer) -> int:
 
 
 def _weights(layer: BaseTunerLayer, share: float | None) -> tuple[int, int]:
-    """Return the bytes that are kept until the backward pass, and those in passing."""
     shape = _shape(layer)
     elements = math.prod(shape)
     if isinstance(layer, ParamWrapper) and layer.num_experts > 1 and share is not None:

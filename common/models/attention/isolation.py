@@ -24,24 +24,19 @@ from common.data.documents import Documents, current_documents, separate_documen
 from common.models.attention.documents import BY_DOCUMENT
 from common.models.structure import find_blocks
 
+# Lengths of the documents of five rows, longer than the windows of a small model. The number of rows and their length
+# are no other size in it, such as its number of heads: so shapes tell which dimensions are rows and tokens.
 _LENGTHS = ((9, 17, 11), (16, 10, 11), (20, 17), (8, 8, 21), (11, 26))
-"""Lengths of the documents of five rows, longer than the windows of a small model. The number of rows and their length
-are no other size in it, such as its number of heads: so shapes tell which dimensions are rows and tokens."""
-_ROUNDING = 1e-3
-"""Part of the effect of one document on the next, without isolation, up to which a difference counts as rounding."""
-_VISIBLE = 1e-3
-"""Part of the logits by which documents must change each other's without isolation, for an experiment to be valid."""
+_ROUNDING = 1e-3  # Difference between documents, relative to that without isolation, that is rounding
+_VISIBLE = 1e-3  # Smallest change of the logits, without isolation, for a valid experiment
 
 
 @dataclass(frozen=True)
 class Isolation:
     """A way to keep documents apart."""
 
-    attention_by_document: bool
-    """Whether attention is cut at documents where transformers' interface calls it; if not, it is left to the family's
-    own handling of position ids."""
-    modules: tuple[str, ...] = ()
-    """Names of the classes of modules that are called once for each document."""
+    attention_by_document: bool  # Whether transformers' attention interface is cut at documents
+    modules: tuple[str, ...] = ()  # Names of the classes of modules that are called once for each document
 
     def called_for_each(self, model: nn.Module) -> list[tuple[str, nn.Module]]:
         """Return those of a model's modules that are called once for each document, with their names."""
@@ -198,7 +193,6 @@ def _joined(documents: Documents, results: list[Any]) -> Any:
 
 
 def _mixing(model: PreTrainedModel, batch: "_Experiment") -> set[str]:
-    """Return the classes of modules in the blocks, as few and as far outside as can be, that mix documents."""
     _, blocks = find_blocks(model)
     with _calls(blocks.modules()) as calls:
         batch.packed(batch.ids)
@@ -264,7 +258,6 @@ class _Experiment:
 
     @contextmanager
     def separated(self, isolation: Isolation) -> Iterator[None]:
-        """Let :meth:`packed` keep documents apart in this way while the context is open."""
         before, self._separator = self._separator, DocumentSeparator(self.model, isolation)
         try:
             yield
@@ -273,17 +266,14 @@ class _Experiment:
             self._separator = before
 
     def packed(self, ids: torch.Tensor) -> torch.Tensor:
-        """Return the logits of all documents together, kept apart."""
         positions = {"position_ids": self.positions} if takes_positions(self.model) else {}
         with self._separator.apart(self.documents):
             return self.model(input_ids=ids, **positions, use_cache=False).logits
 
     def as_one(self, ids: torch.Tensor) -> torch.Tensor:
-        """Return the logits of rows that are one document each."""
         return self.model(input_ids=ids, use_cache=False).logits
 
     def alone(self) -> torch.Tensor:
-        """Return the logits of each document alone, put together."""
         parts = [self.as_one(self.ids[row : row + 1, start:end]) for row, start, end in self.documents.spans()]
         return torch.cat(parts, 1).view(*self.ids.shape, -1)
 
@@ -350,7 +340,6 @@ def find_isolation(model: PreTrainedModel) -> Isolation | None:
 
 @contextmanager
 def _inference_mode(model: nn.Module) -> Iterator[None]:
-    """Compute without dropout and gradients while the context lasts."""
     was_training = model.training
     model.eval()
     try:

@@ -14,14 +14,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import _disable_current_modes
 from transformers import PreTrainedConfig
 
-from common.models.layer_configs import layer_configs
+from common.models.structure import layer_configs
 
-_TOKENS = 128
-"""Tokens of the example that PyTorch is asked about."""
-_WIDEST_FLASH = 256
-"""Widest heads of CUDA's flash kernel."""
+_TOKENS = 128  # Tokens of the example that PyTorch is asked about
+_WIDEST_FLASH = 256  # Widest heads of CUDA's flash kernel
 _DROPOUT = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
 
+# CUDA's kernels that do a whole call of attention, by the names of their operators.
 KERNELS: dict[str, SDPBackend] = {
     str(packet.default): backend
     for backend, packet in (
@@ -30,7 +29,6 @@ KERNELS: dict[str, SDPBackend] = {
         (SDPBackend.CUDNN_ATTENTION, torch.ops.aten._scaled_dot_product_cudnn_attention),
     )
 }
-"""CUDA's kernels that do a whole call of attention, by the names of their operators."""
 
 
 class AttentionKernels:
@@ -112,7 +110,6 @@ def _switched_on() -> tuple[SDPBackend, ...]:
 
 
 def _heads(config: PreTrainedConfig) -> set[tuple[int, float]]:
-    """Return the widths of the heads of all layers, and what drops out of their attention."""
     found = set()
     for layer in layer_configs(config):
         heads, hidden = getattr(layer, "num_attention_heads", None), getattr(layer, "hidden_size", None)

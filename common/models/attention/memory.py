@@ -6,16 +6,15 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedConfig
 
-from common.models.layer_configs import layer_configs
+from common.models.structure import layer_configs
 
+# Bytes that a block's forward and backward pass hold at once for each score `[H, S, S]` where attention is "eager".
+# Measured on a CPU with gpt-oss, BLOOM, Gemma 2 and GPT-J: 14 to 19 in fp32, 17 to 25 in bf16.
 _EAGER_BYTES = 25
-"""Bytes that a block's forward and backward pass hold at once for each score ``[H, S, S]`` where attention is "eager".
-Measured on a CPU with gpt-oss, BLOOM, Gemma 2 and GPT-J: 14 to 19 in fp32, 17 to 25 in bf16."""
+# The same where it is because keys and values differ in width (DeepSeek-V3), measured: 12; and bytes for each element
+# of queries: fp32 copies, and the same scaled, of queries and keys.
 _UNEQUAL_BYTES, _UNEQUAL_COPIES = 14, 16
-"""The same where it is because keys and values differ in width (DeepSeek-V3), measured: 12; and bytes for each element
-of queries: fp32 copies, and the same scaled, of queries and keys."""
-_MASK_BYTES = 8
-"""Bytes for each element of a mask ``[S, S]`` that a kernel is given; measured with Gemma 3 in bf16: 6.2."""
+_MASK_BYTES = 8  # Bytes for each element of a mask `[S, S]` that a kernel is given; measured with Gemma 3 in bf16: 6.2
 _WINDOWS = ("sliding_window", "attention_chunk_size", "local_attention", "window_size")
 
 
@@ -23,16 +22,11 @@ _WINDOWS = ("sliding_window", "attention_chunk_size", "local_attention", "window
 class AttentionMemory:
     """Memory that attention takes for a row of ``S`` tokens."""
 
-    eager_heads: int = 0
-    """Number of heads whose scores are computed one product at a time; 0: a kernel computes them in pieces."""
-    window: int = 0
-    """Number of tokens that a token of some layers sees; 0: all, in every layer."""
-    width: int = 4
-    """Bytes of an element in the compute dtype."""
-    unequal_heads: int = 0
-    """Number of heads whose keys and values differ in width, which no kernel for CPUs takes; 0: there are none."""
-    key_width: int = 0
-    """Width of such a head's keys."""
+    eager_heads: int = 0  # Number of heads whose scores are computed one product at a time; 0 with a kernel
+    window: int = 0  # Number of tokens that a token of some layers sees; 0: all, in every layer
+    width: int = 4  # Bytes of an element in the compute dtype
+    unequal_heads: int = 0  # Number of heads whose keys and values differ in width, which no CPU kernel takes
+    key_width: int = 0  # Width of such a head's keys
 
     @staticmethod
     def of(config: PreTrainedConfig, width: int) -> "AttentionMemory":

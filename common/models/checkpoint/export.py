@@ -9,7 +9,6 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from common.errors import FinetuneError, UserError
-from common.models.checkpoint.conversion import to_disk
 from common.models.checkpoint.saving import (
     NonFiniteWeights,
     discard_staging_folder,
@@ -18,13 +17,13 @@ from common.models.checkpoint.saving import (
     move_into_place,
     save_tensors,
 )
-from common.models.checkpoint.shards import INDEX, SINGLE
+from common.models.checkpoint.shards import INDEX, SINGLE, to_disk
 from common.models.checkpoint.sources import CheckpointSource
 from common.models.meta_model import build_meta_model
 from common.models.structure import fp32_parameters, parameter_names, stored_names
 
+# Name of the file that transformers takes a tokenizer's or processor's chat template from.
 CHAT_TEMPLATE = "chat_template.jinja"
-"""Name of the file that transformers takes a tokenizer's or processor's chat template from."""
 _TOKENIZER_FILES = (
     "tokenizer*",
     "special_tokens_map.json",
@@ -160,7 +159,6 @@ class CheckpointWriter:
         discard_staging_folder(self.directory)
 
     def _append(self, named: dict[str, torch.Tensor]) -> None:
-        """Append tensors, by name in the model, under their names on disk."""
         if self._nonfinite is None and not self._allows_nonfinite:
             self._nonfinite = first_nonfinite(named)
             if self._nonfinite is not None:
@@ -181,7 +179,6 @@ class CheckpointWriter:
         self._shard_size += value.nbytes
 
     def _copy_untouched(self, source: CheckpointSource) -> None:
-        """Write every tensor of the source that no written one replaces, in the order of its files."""
         replaced = {part for name in self._written for part in source.made_from(name)}
         weights = {  # not buffers: masks may well be infinite, and have dtypes that mean something
             part: torch.float32 if name in self._fp32 else self.dtype
@@ -238,11 +235,7 @@ class CheckpointWriter:
 
 
 def _untied(config: PreTrainedConfig, model: PreTrainedModel) -> PreTrainedModel:
-    """Return the model without tied parameters, and change ``config`` to its configuration.
-
-    Raises:
-        UserError: the family ties them whatever its configuration says.
-    """
+    """Return the model without tied parameters, and change ``config`` to its configuration."""
     for part in (config, config.get_text_config()):
         part.tie_word_embeddings = False
     untied = build_meta_model(config, dtype=model.dtype)

@@ -9,6 +9,7 @@ from common.errors import UserError
 from common.models.checkpoint.compressed import CompressedShards
 from common.models.checkpoint.compressed.detection import KNOWN
 
+# Formats of compressed checkpoints, by the endings of names in them.
 _ENDINGS = {
     "_scale_inv": "FP8",
     "_blocks": "MXFP4",
@@ -18,7 +19,6 @@ _ENDINGS = {
     ".weight.absmax": "bitsandbytes",
     ".SCB": "bitsandbytes",
 }
-"""Formats of compressed checkpoints, by the endings of names in them."""
 
 
 def refuse_compressed(shards: CompressedShards, unused: list[str]) -> None:

@@ -17,11 +17,11 @@ from common.models.meta_model import unset_buffers
 from common.models.structure import stored_names
 from common.randomness import own_random_numbers
 
-GROUP_ELEMENTS = 1 << 20
-"""Elements that are drawn together, or a row if that has more: any rows can be drawn without those before them."""
+GROUP_ELEMENTS = 1 << 20  # Elements that are drawn together (or a row), so that any rows can be drawn alone
 
 _ATEN = torch.ops.aten
 _OVERWRITES = {_ATEN.normal_.default, _ATEN.uniform_.default, _ATEN.zero_.default, _ATEN.fill_.Scalar}
+# Operators that do the same to each element, whatever the others are.
 _CHANGES = {
     _ATEN.mul_.Tensor,
     _ATEN.mul_.Scalar,
@@ -31,7 +31,6 @@ _CHANGES = {
     _ATEN.erfinv_.default,
     _ATEN.clamp_.default,
 }
-"""Operators that do the same to each element, whatever the others are."""
 
 
 class RandomSource:
@@ -101,7 +100,6 @@ class RandomSource:
         return iter(())
 
     def _read_whole(self, stored: str) -> torch.Tensor:
-        """Return a parameter whose rows are not alike, from an initialisation of its whole module."""
         path, _, own = stored.rpartition(".")
         # NaN, so that a parameter that is not initialised is found.
         values = {
@@ -116,7 +114,6 @@ class RandomSource:
         return value
 
     def _initialisation(self, stored: str) -> "_Initialisation":
-        """Return what is done to a parameter."""
         path, _, own = stored.rpartition(".")
         if path not in self._recorded:
             fake = {
@@ -132,7 +129,6 @@ class RandomSource:
         return dict(self.model.get_submodule(path).named_parameters(recurse=False))
 
     def _initialise(self, path: str, values: Mapping[str, nn.Parameter], recorder: "_Recorder | None" = None) -> None:
-        """Initialise a module with ``values`` as its parameters."""
         module, on_meta = self.model.get_submodule(path), self._parameters(path)
         try:
             for name, parameter in values.items():
@@ -170,10 +166,9 @@ class _Initialisation:
     """What a family does to a parameter."""
 
     shape: torch.Size
-    alike: bool = True
-    """Whether all elements get the same, so that any rows can be drawn alone."""
+    alike: bool = True  # Whether all elements get the same, so that any rows can be drawn alone
+    # In-place operators on all elements, with their other arguments; none if nothing sets the parameter.
     steps: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = field(default_factory=list)
-    """In-place operators on all elements, with their other arguments; none if nothing sets the parameter."""
 
     def apply(self, values: torch.Tensor) -> torch.Tensor:
         for function, arguments, keywords in self.steps:

@@ -13,8 +13,7 @@ from safetensors.torch import save_file
 from common.errors import FinetuneError
 from common.store.errors import described, opened
 
-STAGING_FOLDER = ".export-incomplete"
-"""Name of the folder for unfinished files, inside the directory that they are for."""
+STAGING_FOLDER = ".export-incomplete"  # Name of the folder for unfinished files, inside the directory that they are for
 
 
 class NonFiniteWeights(FinetuneError):
@@ -103,6 +102,5 @@ def _os_error(error: SafetensorError) -> Exception:
 
 
 def _sync(path: Path) -> None:
-    """Wait until a file or a directory is on the drive."""
     with opened(path, "syncing", os.O_RDONLY) as descriptor:
         os.fsync(descriptor)

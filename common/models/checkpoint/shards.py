@@ -1,20 +1,92 @@
-"""Read safetensors files: what is in them, whether they are whole, and one tensor at a time.
+"""Read safetensors files, and convert between a model's parameters and the tensors on disk.
 
 Layout of a file (https://huggingface.co/docs/safetensors): 8 bytes with the header's length, little-endian; the header,
 JSON with dtype, shape and byte range of every tensor; the tensors.
 """
 
+import copy
 import json
 import math
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    WeightConverter,
+    WeightRenaming,
+    dot_natural_key,
+    rename_source_key,
+    revert_weight_conversion,
+)
 
 from common.errors import FinetuneError, UserError
+
+
+@dataclass
+class Conversion:
+    """Tensors on disk that together make one parameter, or (one fused on disk, several in the model) several."""
+
+    target: str  # Name of the parameter in the model; of several, the first
+
+    rule: WeightConverter | None  # Rule of transformers that makes the parameter; None if it is stored as it is
+
+    parts: list[tuple[str, str]] = field(default_factory=list)  # Pairs (pattern of the rule, name on disk), in order
+
+    def convert(self, model: PreTrainedModel, read: Callable[[str], torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return the parameters, by name in the model. Peak memory: the tensors read and about as much again."""
+        if self.rule is None:
+            return {self.target: read(self.parts[0][1])}
+        rule = copy.deepcopy(self.rule)  # a rule collects the tensors that it is given
+        for pattern, name in self.parts:
+            rule.add_tensor(self.target, name, pattern, read(name))  # type: ignore[arg-type]  # or a Future
+        converted = rule.convert(self.target, model=model, config=model.config)
+        if isinstance(converted, tuple):  # transformers 5.0 returns its record of errors, too
+            converted = converted[0]
+        return {name: value[0] if isinstance(value, list) else value for name, value in converted.items()}
+
+
+def plan_conversions(model: PreTrainedModel, stored: Iterable[str]) -> tuple[list[Conversion], list[str]]:
+    """Plan how the tensors on disk become the model's parameters and persistent buffers.
+
+    Names are matched as in ``transformers.core_model_loading.convert_and_load_state_dict_in_model``.
+
+    Returns:
+        The conversions, and the names on disk that the model does not use.
+    """
+    wanted = model.state_dict()
+    rules = get_model_conversion_mapping(model)
+    renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
+    converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
+    by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+
+    conversions: dict[str, Conversion] = {}
+    unused = []
+    for name in sorted(stored, key=dot_natural_key):
+        target, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, wanted)
+        if target not in wanted and name in wanted:
+            target, pattern = rename_source_key(name, [], [], model.base_model_prefix, wanted)
+        if target not in wanted:
+            unused.append(name)
+            continue
+        rule = None if pattern is None else by_pattern[pattern]
+        conversion = conversions.setdefault(target, Conversion(target, rule))
+        conversion.parts.append((pattern or name, name))
+    return list(conversions.values()), unused
+
+
+def to_disk(model: PreTrainedModel, named: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return some of a model's parameters (for instance a block's) by the names and in the layouts of a checkpoint.
+
+    Names and layouts are those that ``save_pretrained`` writes. Parameters that are fused on disk but not in the model
+    have to come in one call. The results may be views of the arguments.
+    """
+    return revert_weight_conversion(model, dict(named))
+
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -25,11 +97,10 @@ DTYPES = {
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu,
 }  # fmt: skip
 
+# Parts of names that stand for wrappers of training libraries.
 _WRAPPERS = re.compile(r"(?:(?<=^)|(?<=\.))(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
-"""Parts of names that stand for wrappers of training libraries."""
 
-_HEADER_BYTES = 100_000_000
-"""Largest header that the format allows."""
+_HEADER_BYTES = 100_000_000  # Largest header that the format allows
 
 
 @dataclass(frozen=True)
@@ -39,8 +110,7 @@ class StoredTensor:
     file: Path
     dtype: torch.dtype
     shape: tuple[int, ...]
-    name: str
-    """Name in the file, which differs from the model's where a training library has put its wrappers into it."""
+    name: str  # Name in the file, which differs from the model's where a training library has put its wrappers into it
 
 
 class Shards:
@@ -154,8 +224,6 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
 
 
 def _shard_files(directory: Path) -> dict[Path, list[str]]:
-    """Return the files of a checkpoint, each with the tensors that the index expects in it. As in transformers, a
-    single file is preferred to an index."""
     if (directory / SINGLE).is_file():
         return {directory / SINGLE: []}
     index = directory / INDEX

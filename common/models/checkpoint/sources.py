@@ -1,6 +1,9 @@
 """Sources of weights: a checkpoint or random numbers, in the memory of about one parameter."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -9,11 +12,57 @@ from transformers import PreTrainedModel
 
 from common.errors import FinetuneError, UserError
 from common.models.checkpoint.compressed import CompressedParameter, CompressedShards, Placements
-from common.models.checkpoint.conversion import Conversion, plan_conversions
 from common.models.checkpoint.missing_weights import explain_missing, refuse_compressed
-from common.models.checkpoint.row_parts import RowParts
+from common.models.checkpoint.shards import Conversion, StoredTensor, plan_conversions
 from common.models.meta_model import unset_buffers
 from common.models.structure import parameter_names
+
+
+@dataclass(frozen=True)
+class RowParts:
+    """Tensors on disk that are put side by side into a parameter, none of them into two of its rows."""
+
+    names: tuple[str, ...]  # Names on disk
+    part_shape: tuple[int, ...]
+    dtype: torch.dtype
+    strides: tuple[int, ...]  # Strides of each tensor's numbers in the flat parameter
+    offsets: tuple[int, ...]  # Place of each tensor's first number in the flat parameter
+    shape: tuple[int, ...]  # Shape of the parameter
+
+    @classmethod
+    def of(
+        cls, conversion: Conversion, tensors: Sequence[StoredTensor], placements: Placements, shape: tuple[int, ...]
+    ) -> "RowParts | None":
+        """Return the parts of a parameter of this shape.
+
+        Args:
+            conversion: what makes it.
+            tensors: those that it is made of.
+            placements: the places where the model's conversions put them.
+            shape: shape of the parameter.
+
+        Returns:
+            None if they are not all alike, not put side by side, or one is in several rows.
+        """
+        kinds = {(stored.shape, stored.dtype) for stored in tensors}
+        part_shape, dtype = kinds.pop()
+        places = None if kinds else placements.place(conversion, part_shape, shape)
+        if places is None:
+            return None
+        width, each, (strides, offsets) = math.prod(shape[1:]), math.prod(part_shape), places
+        begun = Counter(offset // width for offset in offsets)
+        if any(begun[row] * each != width for row in range(shape[0])):
+            return None
+        return cls(tuple(name for _, name in conversion.parts), part_shape, dtype, strides, offsets, shape)
+
+    def read(self, first: int, stop: int, read: Callable[[str], torch.Tensor]) -> torch.Tensor:
+        """Return rows ``[first, stop)``. Memory: that of the result, and of one part."""
+        width = math.prod(self.shape[1:])
+        flat = torch.empty((stop - first) * width, dtype=self.dtype)
+        for name, offset in zip(self.names, self.offsets, strict=True):
+            if first * width <= offset < stop * width:
+                flat.as_strided(self.part_shape, self.strides, offset - first * width).copy_(read(name))
+        return flat.view(stop - first, *self.shape[1:])
 
 
 class WeightSource(Protocol):
@@ -245,8 +294,6 @@ class CheckpointSource:
                     )
 
     def _convert_shapes(self, conversion: Conversion) -> dict[str, tuple[int, ...]]:
-        """Return the shapes that a conversion makes, by running it on the meta device."""
-
         def read(name: str) -> torch.Tensor:
             stored = self.shards.tensors[name]
             return torch.empty(stored.shape, dtype=stored.dtype, device="meta")

@@ -1,11 +1,48 @@
-"""Which layers of a configuration stay in its miniature: of each kind the first and the last, in their order."""
+"""Choose the layers of a miniature: of each kind the first and the last, in order."""
 
 import re
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
-from common.models.miniature.field_names import DEPTH, FROM_BACK, FROM_FRONT, PERIOD
+DEPTH = re.compile(
+    r"^(num_hidden_layers|n_layers?|num_layers|num_blocks|depth|(num_)?(de|en)coder_layers|num_layers_per_stack"
+    r"|conf_num_hidden_layers|num_global_layers)$"
+)
+WIDTHS = ("hidden_size", "d_model", "n_embd", "emb_dim", "embedding_dim", "dim_model", "hidden_dim")
+HEAD_COUNTS = (
+    "num_attention_heads",
+    "n_head",
+    "n_heads",
+    "num_heads",
+    "decoder_attention_heads",
+    "num_decoder_attention_heads",
+    "attention_heads",
+)
+HEAD_COUNT = re.compile(r"(^|_)heads$|_heads_|^n_heads?$|^n_head$|query_groups$")
+HEAD_DIM_NAME = re.compile(r"head_?dim$|head_size$|^d_head$|^d_kv$|^dim_head$|kv_channels$|d_head$|^rotary_dim$")
+VOCABULARY_SIZE = re.compile(r"vocab_size|^vocab_offset$")
+TOKEN_ID = re.compile(r"_(id|ids|idx|index)$")
+NOT_A_COUNT = re.compile(r"size|dim|period|offset|interval|layer|group|per_tok")
+CHOSEN = re.compile(r"(experts_per_tok(en)?|topk|top_k|moe_k|top_k_experts)$")
+GROUPS = re.compile(r"(^|_)n_?groups?$|expert_group$|^o_groups$|^mamba_ngroups$")
+TOKEN_COUNT = re.compile(
+    r"window(?!_layers|_pattern)|chunk|local_attention|local_attn|block_size|rel_extent|index_topk|index_block|floor_scale"
+    r"|n_floor|local_blocks"
+)
+POSITIONS = re.compile(r"position|max_seq|context_length|n_ctx|max_length|max_(source|target)|seq_length|max_distance")
+FROM_FRONT = re.compile(r"^first_k_|num_dense_layers|max_window_layers|layer_start_index|num_hash_layers")
+FROM_BACK = re.compile(r"kv_shared_layers$")
+PERIOD = re.compile(
+    r"period$|interval$|every_n_layers$|layer_group_size$|sparse_step$|sliding_window_pattern$|_pattern$"
+)
+OFFSET = re.compile(r"layer_offset$")
+TOWER = re.compile("vision|audio|siglip|vit|clip|encodec|t5")
+ROTARY = ("rope_parameters", "rope_theta", "rope_scaling", "rotary_dim", "rotary_pct", "partial_rotary_factor")
+PIXELS = re.compile(r"kernel|sampl|num_mel|stride|tile|crop|bins|buckets|buffer|codebook")
+STATE = re.compile(r"d_state$|state_size$|_rank$|lora_rank|dt_rank")
+NOT_SIZES = re.compile(r"^(id2label|label2id|transformers_version|architectures|seed|pretraining_tp)$")
+
 
 LEAST_LAYERS = 3
 _MOST_KINDS = 6
@@ -14,15 +51,15 @@ _Shrink = Callable[[str, Any], Any]
 
 
 class KeptLayers:
-    """The layers of a configuration that stay.
+    """The layers of a configuration that remain.
 
     Args:
-        fields: the configuration's, as ``to_dict`` gives them.
+        fields: fields of the configuration, as ``to_dict`` gives them.
         config: the configuration, for a number of layers under another name; None for a plain dictionary.
 
     Attributes:
-        depth: number of layers that there are; 0 if the fields say nothing of it.
-        indices: the layers that stay, sorted.
+        depth: number of layers; 0 if unknown.
+        indices: the remaining layers, sorted.
     """
 
     def __init__(self, fields: dict[str, Any], config: Any) -> None:
@@ -52,7 +89,6 @@ class KeptLayers:
         self.indices = sorted(chosen)
 
     def _kinds(self, name: str, value: Any) -> list[Any] | None:
-        """Return what the field ``name`` says of each layer; None if it says nothing of layers."""
         depth = self.depth
         if isinstance(value, bool) or not depth:
             return None
@@ -64,13 +100,13 @@ class KeptLayers:
         if _is_index_list(name, value, depth):
             return [index in value for index in range(depth)]
         if isinstance(value, list | tuple) and len(value) == depth and depth > 2:
-            return [str(one) for one in value]
+            return [str(item) for item in value]
         if _is_by_layer(value):
             return [str(value.get(f"{index:02}", value.get(str(index)))) for index in range(depth)]
         return None
 
     def _least_layers(self, name: str, value: Any) -> int:
-        """Return how many layers it takes to see the pattern ``name`` once and its beginning again."""
+        """Return how many layers show the pattern ``name`` once and its beginning again."""
         if isinstance(value, list | tuple) and "types" in name and 1 < len(value) < self.depth:
             return len(value) + 1
         if isinstance(value, int) and PERIOD.search(name) and value > 1 and self.depth > 2:
@@ -78,11 +114,11 @@ class KeptLayers:
         return 0
 
     def select(self, name: str, value: Any, shrink_number: _Shrink, shrink_field: _Shrink) -> Any:
-        """Return a field's ``value`` for the layers that stay; None if it says nothing of single layers.
+        """Return a field's ``value`` for the remaining layers; None if it is not about single layers.
 
         Args:
-            shrink_number: returns what becomes of a layer's entry in a list, given the field's name and the entry.
-            shrink_field: returns what becomes of a field that differs in a layer, given its name and value.
+            shrink_number: shrinks a layer's entry in a list, given the field's name and the entry.
+            shrink_field: shrinks a field that differs in a layer, given its name and value.
         """
         depth, layers = self.depth, self.indices
         if not depth or isinstance(value, bool):
@@ -102,9 +138,9 @@ class KeptLayers:
         if _is_by_layer(value):
             found = {}
             for place, index in enumerate(layers):
-                one = value.get(f"{index:02}", value.get(str(index)))
-                if one is not None:
-                    found[f"{place:02}"] = {key: shrink_field(key, entry) for key, entry in one.items()}
+                item = value.get(f"{index:02}", value.get(str(index)))
+                if item is not None:
+                    found[f"{place:02}"] = {key: shrink_field(key, entry) for key, entry in item.items()}
             return found
         return None
 
@@ -112,7 +148,7 @@ class KeptLayers:
 def _is_index_list(name: str, value: Any, depth: int) -> bool:
     if not isinstance(value, list) or not value or not re.search(r"layer|idx|ind(ex|ic)es", name):
         return False
-    if not all(type(one) is int and 0 <= one < depth for one in value):
+    if not all(type(item) is int and 0 <= item < depth for item in value):
         return False
     return all(first < second for first, second in pairwise(value))
 

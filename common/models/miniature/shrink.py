@@ -1,14 +1,14 @@
-"""Make a tiny configuration of the same family as a given one, by rule.
+"""Shrink a configuration by rule to a tiny one of the same family.
 
-Every structural choice stays: kinds of layers and their order, grouped and shared keys and values, windows, experts and
-their groups, tying, norms, caps, rotary types. Only sizes shrink, each by what its name says that it counts:
+Structure stays: kinds of layers and their order, grouped and shared keys and values, windows, experts and their groups,
+tying, norms, caps, rotary types. Sizes shrink by what their names say that they count:
 
-* layers: two of each kind that the per-layer lists and the positions tell apart, in their order;
-* heads and experts: a few, in the ratios that they had; heads are small, and widths follow from them;
-* windows, chunks and numbers of selected tokens: so small that they matter in a row of :data:`TOKENS` tokens;
-* vocabularies: :data:`VOCABULARY` tokens, and special tokens among them.
+* layers: two of each kind that the per-layer lists and the positions distinguish, in order;
+* heads and experts: a few, in the same ratios; heads are small, and widths follow from them;
+* windows, chunks, and numbers of selected tokens: small enough to matter in a row of :data:`TOKENS` tokens;
+* vocabularies: :data:`VOCABULARY` tokens, including special tokens.
 
-Whatever is none of these and large is a width; whatever is small stays as it is.
+Other large numbers are widths; other small numbers stay.
 """
 
 import re
@@ -18,13 +18,14 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from common.errors import UserError
-from common.models.miniature.field_names import (
+from common.models.miniature.layers import (
     CHOSEN,
     DEPTH,
     GROUPS,
     HEAD_COUNT,
     HEAD_COUNTS,
     HEAD_DIM_NAME,
+    LEAST_LAYERS,
     NOT_A_COUNT,
     NOT_SIZES,
     OFFSET,
@@ -38,8 +39,8 @@ from common.models.miniature.field_names import (
     TOWER,
     VOCABULARY_SIZE,
     WIDTHS,
+    KeptLayers,
 )
-from common.models.miniature.layers import LEAST_LAYERS, KeptLayers
 
 TOKENS = 24  # Length of a row in which every window of a miniature hides something
 VOCABULARY = 160
@@ -52,18 +53,15 @@ _EXPERTS = 4
 
 # Fields that no rule can know, by model type.
 _EXCEPTIONS: dict[str, dict[str, Any]] = {
-    "reformer": {"axial_pos_shape": [4, TOKENS // 4]},  # its product is the only length that trains
+    "reformer": {"axial_pos_shape": [4, TOKENS // 4]}  # its product is the only length that trains
 }
 
 
 def miniature(config: PreTrainedConfig) -> PreTrainedConfig:
-    """Return a configuration of the same class and structure whose model has some hundred thousand parameters.
-
-    Args:
-        config: any configuration; it is not changed.
+    """Return a configuration of the same class and structure with some hundred thousand parameters.
 
     Raises:
-        UserError: the family's configuration class refuses the small sizes.
+        UserError: if the family's configuration class rejects the small sizes.
     """
     fields = _Shrunk(config.to_dict(), config).result
     if fields.get("qk_head_dim"):  # a sum that some configurations also store
@@ -85,9 +83,8 @@ class _Shrunk:
     """The fields of a (sub-)configuration, shrunk.
 
     Args:
-        fields: the fields, as ``to_dict`` gives them.
         config: the configuration, for attributes under other names; None for a plain dictionary.
-        outer: the shrunk fields of the configuration that this one is a part of.
+        outer: the shrunk fields of the enclosing configuration.
     """
 
     def __init__(self, fields: dict[str, Any], config: Any = None, outer: "_Shrunk | None" = None):
@@ -180,7 +177,6 @@ class _Shrunk:
         return any(type(other) is int and other == value for other in self._fields.values())
 
     def _size_of_heads(self, name: str) -> int | None:
-        """Return the size of the heads that ``name`` counts, where another field says it."""
         stem = name.removeprefix("num_").removesuffix("s")
         for other in (
             f"{stem.removesuffix('_head')}_head_dim",
@@ -203,29 +199,30 @@ class _Shrunk:
             return by_layer
         if isinstance(value, dict):
             return self._shrink_group(name, value)
-        if isinstance(value, list) and value and all(type(one) in (int, float) for one in value):
+        if isinstance(value, list) and value and all(type(item) in (int, float) for item in value):
             return self._shrink_list(name, value)
         return self._shrink_one(name, value)
 
     def _shrink_group(self, name: str, value: dict[str, Any]) -> dict[str, Any]:
         if name.startswith("rope"):
             return {
-                key: self._shrink_group(f"rope_{key}", one)
-                if isinstance(one, dict)
-                else self._shrink_list(key, one)
-                if isinstance(one, list)
-                else one
-                for key, one in value.items()
+                key: self._shrink_group(f"rope_{key}", item)
+                if isinstance(item, dict)
+                else self._shrink_list(key, item)
+                if isinstance(item, list)
+                else item
+                for key, item in value.items()
             }
         if name.endswith("rates"):
             return {
-                key: (4 if one > 4 else 2) if isinstance(one, int) and one > 2 else one for key, one in value.items()
+                key: (4 if item > 4 else 2) if isinstance(item, int) and item > 2 else item
+                for key, item in value.items()
             }
         nested = getattr(self._config, name, None)
         return _Shrunk(value, nested if isinstance(nested, PreTrainedConfig) else None, self).result
 
     def _shrink_list(self, name: str, value: list[Any]) -> list[Any]:
-        """Shrink a list along the dimensions of a head (rotary factors and sections); others stay."""
+        """Shrink a list along the dimensions of a head (rotary factors and sections); keep others."""
         half = self.head_dim // 2
         if name.endswith(("_factor", "factors")) and len(value) > 4:
             count = max(1, round(len(value) * self.small_head_dim / self.head_dim))
@@ -235,7 +232,7 @@ class _Shrunk:
         if sum(value) == self.width:  # what a width is put together from
             return _split(self.small_width, value)
         if TOKEN_ID.search(name):
-            return [self._token(name, one) for one in value]
+            return [self._token(name, item) for item in value]
         return value
 
     def _shrink_one(self, name: str, value: Any) -> Any:
@@ -249,7 +246,7 @@ class _Shrunk:
         return self._narrow(value) if value > 24 else value
 
     def _rules(self) -> list[tuple[re.Pattern[str], Callable[[str, int], int]]]:
-        """Return rules: the first whose pattern is found in a name says what becomes of the number."""
+        """Return rules: the first pattern that matches a name decides how its number shrinks."""
 
         def keep(_: str, value: int) -> int:
             return value
@@ -257,10 +254,11 @@ class _Shrunk:
         def at_most(most: int) -> Callable[[str, int], int]:
             return lambda _, value: min(value, most)
 
-        experts = 2 * _EXPERTS if self._grouped() else _EXPERTS
-        depth, kept = self._kept.depth, len(self._kept.indices)
+        grouped = any((self._fields.get(name) or 1) > 1 for name in ("n_group", "num_expert_group"))
+        experts = 2 * _EXPERTS if grouped else _EXPERTS
+        depth, remaining = self._kept.depth, len(self._kept.indices)
         return [
-            (DEPTH, lambda _, value: kept if value == depth else min(value, LEAST_LAYERS)),
+            (DEPTH, lambda _, value: remaining if value == depth else min(value, LEAST_LAYERS)),
             (VOCABULARY_SIZE, at_most(VOCABULARY)),
             (TOKEN_COUNT, at_most(_WINDOW)),
             (re.compile(r"^num_position_embeddings$"), at_most(16)),  # a square
@@ -284,11 +282,8 @@ class _Shrunk:
             (PIXELS, keep),
         ]
 
-    def _grouped(self) -> bool:
-        return any((self._fields.get(name) or 1) > 1 for name in ("n_group", "num_expert_group"))
-
     def _token(self, _: str, value: int) -> int:
-        """Choose a token that stands for ``value``: special tokens stay distinct and in the vocabulary."""
+        """Return a small token for ``value``: special tokens stay distinct and in the vocabulary."""
         whole = self
         while whole._outer is not None:
             whole = whole._outer
@@ -299,15 +294,15 @@ class _Shrunk:
 
 
 def _fractions(fields: dict[str, Any]) -> list[float]:
-    found = []
+    fractions = []
     for name, value in fields.items():
         if isinstance(value, dict):
-            found += _fractions(value) if name.startswith("rope") or name.endswith("attention") else []
+            fractions += _fractions(value) if name.startswith("rope") or name.endswith("attention") else []
         elif name in ("partial_rotary_factor", "rotary_pct", "rotary_emb_fraction") and isinstance(value, float | int):
-            found.append(float(value))
+            fractions.append(float(value))
         elif name == "mrope_section" and isinstance(value, list):
-            found.append(0.5)  # so that every section has room
-    return [one for one in found if one > 0]
+            fractions.append(0.5)  # so that every section has room
+    return [value for value in fractions if value > 0]
 
 
 def _to_multiple(value: float, of: int) -> int:
@@ -315,6 +310,6 @@ def _to_multiple(value: float, of: int) -> int:
 
 
 def _split(total: int, parts: list[int]) -> list[int]:
-    made = [max(1, total * part // sum(parts)) for part in parts]
-    made[-1] += total - sum(made)
-    return made
+    sizes = [max(1, total * part // sum(parts)) for part in parts]
+    sizes[-1] += total - sum(sizes)
+    return sizes

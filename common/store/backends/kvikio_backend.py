@@ -69,7 +69,7 @@ class KvikioFile:
         """Open ``path``; ``posix`` is the same file, for the pages that are not whole.
 
         Raises:
-            StoreError: it cannot be opened.
+            StoreError: if it cannot be opened.
         """
         import kvikio
 
@@ -105,6 +105,5 @@ class KvikioFile:
             raise StoreError(f"{what} with kvikio failed: {why}. --io posix does without kvikio.")
 
     def close(self) -> None:
-        """Close the file."""
         with contextlib.suppress(RuntimeError):
             self._file.close()

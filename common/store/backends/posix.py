@@ -1,4 +1,4 @@
-"""Read and write files with plain ``preadv`` and ``pwritev`` and O_DIRECT: the backend that runs everywhere.
+"""Read and write files with ``preadv`` and ``pwritev`` and O_DIRECT, on threads: the backend that runs everywhere.
 
 Direct I/O moves whole pages between page-aligned addresses. What is not like that (the odd tail of a record, a
 buffer at an odd address) passes through a page-aligned bounce buffer, so that no byte of a file is ever reached both
@@ -9,8 +9,11 @@ import errno
 import mmap
 import os
 import threading
+import traceback
 from collections.abc import Callable
+from concurrent.futures import Executor, Future
 from pathlib import Path
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +21,81 @@ import numpy.typing as npt
 from common.store.errors import StoreError, describe_os_error, described
 from common.store.layout import ALIGNMENT, whole_pages
 from common.units import format_bytes
+
+
+class Clock(Protocol):
+    """The time of one drive."""
+
+    def during(
+        self, direction: Literal["read", "write"], nbytes: int, work: Callable[..., None], *arguments: Any
+    ) -> None:
+        """Run ``work(*arguments)``, and return when the drive has had time to move ``nbytes`` bytes."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class Throttle(Protocol):
+    """Slows drives down, for benchmarks. The optimizer process gets a pickled copy."""
+
+    def clock(self, directory: Path) -> Clock:
+        """Return the clock of the drive that ``directory``, a store's, lies on."""
+        ...
+
+
+class Transfer:
+    """Pieces of work on executors, with a future that completes when *all* of them have ended, also after a failure.
+
+    So when the future is done, the buffer may be reused or freed, because nothing writes into it any more. The pieces
+    hold the buffer until then, and release it afterwards even if the future is kept.
+    """
+
+    def __init__(self, pieces: int) -> None:
+        self.future: Future[None] = Future()
+        self.future.set_running_or_notify_cancel()  # from here on it cannot be cancelled: the drives would not notice
+        self._remaining = pieces
+        self._error: BaseException | None = None
+        self._lock = threading.Lock()
+
+    def submit(self, executor: Executor, work: Callable[..., None], *arguments: Any) -> None:
+        """Run ``work(*arguments)`` as one of the pieces; exactly as many calls must be made as were announced."""
+        try:
+            executor.submit(self._run, [work, arguments])
+        except BaseException as error:  # an executor that was shut down: this piece will never run
+            self._ended(error)
+
+    def _run(self, piece: list[Any]) -> None:
+        work, arguments = piece
+        piece.clear()  # the executor holds it until after the future is done
+        error = None
+        if self._error is None:  # after a failure the rest is pointless
+            try:
+                work(*arguments)
+            except BaseException as caught:
+                error = caught
+                _forget_locals(error)
+        del work, arguments
+        self._ended(error)
+
+    def _ended(self, error: BaseException | None) -> None:
+        with self._lock:
+            self._error = self._error or error
+            self._remaining -= 1
+            last = self._remaining == 0
+        if not last:
+            return
+        if self._error is not None:
+            self.future.set_exception(self._error)
+        else:
+            self.future.set_result(None)
+
+
+def _forget_locals(error: BaseException | None) -> None:
+    """Clear the variables in the traceback of ``error``: they would keep the buffer alive as long as the error."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
+
 
 Bytes = npt.NDArray[np.uint8]  # A flat, contiguous view of somebody's memory
 
@@ -34,7 +112,7 @@ class PosixFile:
         """Open ``path`` for reading and writing.
 
         Raises:
-            StoreError: it cannot be opened.
+            StoreError: if it cannot be opened.
         """
         self.path = path
         with described("opening", path):
@@ -93,13 +171,12 @@ class PosixFile:
         """Return when everything written is on the drive (``fdatasync``).
 
         Raises:
-            StoreError: the drive refused; what was written since the last sync may be lost.
+            StoreError: if the drive refuses; what was written since the last sync may be lost.
         """
         with described("syncing", self.path):
             os.fdatasync(self._descriptor)
 
     def close(self) -> None:
-        """Close the file; once."""
         os.close(self._descriptor)
 
 

@@ -1,1 +1,1 @@
-"""Resharding: a run that was made by some ranks goes on with more or fewer of them."""
+"""Resharding: a run continues with more or fewer ranks."""

@@ -1,7 +1,7 @@
 """Finding what a run has left on the drives: the stores of its ranks, complete or not, wherever a rank can see them.
 
 The store of one rank is a *shard*. The shards of all ranks of a run form a *set*: each names the run (by a random
-name) and the rank that it belongs to. A run that goes on with other ranks is a new set with a new name, which lists
+name) and the rank that it belongs to. A run that continues with other ranks is a new set with a new name, which lists
 the stores that it replaces. As long as a shard of the new set is missing, the old set counts; from then on the new one.
 """
 
@@ -31,12 +31,10 @@ class StoreDirectory:
     replaces: tuple[str, ...]  # Identities of the stores whose place this one has taken, or is to take
 
     def to_dict(self) -> dict[str, Any]:
-        """Return it as JSON, for the other ranks."""
         return {**asdict(self), "path": str(self.path)}
 
     @staticmethod
     def from_dict(content: dict[str, Any]) -> "StoreDirectory":
-        """Undo :meth:`to_dict`."""
         return StoreDirectory(**{**content, "path": Path(content["path"]), "replaces": tuple(content["replaces"])})
 
 
@@ -49,17 +47,15 @@ class LocalShard:
     run: str  # Random name of the run
     share: Share  # Share of the rank that it belongs to
     steps: tuple[int, ...]  # Steps that it could continue from, newest first; empty if directories of it are missing
-    in_place: bool  # Whether it lies where the store of the rank that has found it is to be, or right beside
-    of_this_run: bool  # Whether it certainly belongs to the run that is to go on, not to another one nearby
-    piece_bytes: int | None = None  # :attr:`fuyou.checkpoint.state.TrainingState.piece_bytes` of the run
+    in_place: bool  # Whether it is at the final location of its finder's store, or next to it
+    of_this_run: bool  # Whether it certainly belongs to the run to continue, not to another run
+    piece_bytes: int | None = None  # :attr:`fuyou.checkpoint.commits.TrainingState.piece_bytes` of the run
 
     def to_dict(self) -> dict[str, Any]:
-        """Return it as JSON, for the other ranks."""
         return {**asdict(self), "directories": [str(path) for path in self.directories]}
 
     @staticmethod
     def from_dict(content: dict[str, Any]) -> "LocalShard":
-        """Undo :meth:`to_dict`."""
         paths, share = tuple(map(Path, content["directories"])), Share(**content["share"])
         return LocalShard(**{**content, "directories": paths, "share": share, "steps": tuple(content["steps"])})
 
@@ -74,13 +70,11 @@ class DriveScan:
     problem: str = ""  # Why it could not look, as a sentence; empty if it could
 
     def to_dict(self) -> dict[str, Any]:
-        """Return it as JSON, for the other ranks."""
-        directories, shards = ([one.to_dict() for one in some] for some in (self.directories, self.shards))
+        directories, shards = ([item.to_dict() for item in some] for some in (self.directories, self.shards))
         return {"host": self.host, "directories": directories, "shards": shards, "problem": self.problem}
 
     @staticmethod
     def from_dict(content: dict[str, Any]) -> "DriveScan":
-        """Undo :meth:`to_dict`."""
         directories = tuple(map(StoreDirectory.from_dict, content["directories"]))
         return DriveScan(
             content["host"], directories, tuple(map(LocalShard.from_dict, content["shards"])), content["problem"]
@@ -88,10 +82,9 @@ class DriveScan:
 
 
 def scan_drives(drives: Drives) -> DriveScan:
-    """Find all stores on ``drives``: in the rank's own folders, and beside and around them, where other ranks of its
-    node have theirs."""
+    """Find all stores on ``drives``: in the rank's folders and next to them (those of other ranks)."""
     try:
-        directories = [found for path in _candidates(drives) if (found := _read_directory(path)) is not None]
+        directories = [each for path in _candidates(drives) if (each := _read_directory(path)) is not None]
         stores: dict[str, list[StoreDirectory]] = {}
         for directory in directories:
             stores.setdefault(directory.store, []).append(directory)
@@ -102,19 +95,15 @@ def scan_drives(drives: Drives) -> DriveScan:
 
 
 def stored_piece_bytes(drives: Drives, agreement: Agreement) -> int | None:
-    """Return :attr:`fuyou.checkpoint.state.TrainingState.piece_bytes` of the run that is to go on. Collective.
+    """Return :attr:`fuyou.checkpoint.commits.TrainingState.piece_bytes` of the run to continue. Collective.
 
     A drive or a rank that is new to the run holds nothing of it, so all places of all ranks are looked at.
-
-    Args:
-        drives: this rank's.
-        agreement: with the other ranks.
 
     Returns:
         None also where there is no run that can be read: opening it says what is wrong.
     """
-    own = [shard.piece_bytes for shard in scan_drives(drives).shards if shard.of_this_run]
-    return next((one for some in agreement.all_gather_object(own) for one in some), None)
+    sizes = [shard.piece_bytes for shard in scan_drives(drives).shards if shard.of_this_run]
+    return next((nbytes for some in agreement.all_gather_object(sizes) for nbytes in some), None)
 
 
 @dataclass(frozen=True)
@@ -137,13 +126,13 @@ class ShardSet:
     @property
     def missing(self) -> list[int]:
         """Ranks whose shards nobody has found complete."""
-        complete = {rank for rank, found in self.members.items() if found.shard.steps}
+        complete = {rank for rank, member in self.members.items() if member.shard.steps}
         return [rank for rank in range(self.share.world_size) if rank not in complete]
 
     @property
     def newest(self) -> int:
         """Newest step that the set can certainly continue from, if nothing is missing."""
-        return min(found.shard.steps[0] for found in self.members.values())
+        return min(member.shard.steps[0] for member in self.members.values())
 
     def made_by(self, share: Share) -> bool:
         """Return whether the set was made by as many ranks on as many nodes as ``share`` counts."""
@@ -152,12 +141,12 @@ class ShardSet:
     @property
     def in_place(self) -> bool:
         """Whether every rank has found a shard where its own is to be (even if it belongs to another rank)."""
-        readers = {found.reader for found in self.members.values() if found.shard.in_place}
+        readers = {member.reader for member in self.members.values() if member.shard.in_place}
         return readers == set(range(self.share.world_size))
 
 
 def find_shard_sets(scans: Sequence[DriveScan]) -> list[ShardSet]:
-    """Group the shards that all ranks have found into the sets of the run that is to go on.
+    """Group the shards that all ranks have found into the sets of the run to continue.
 
     There is more than one set after a crash in the middle of resharding.
     """
@@ -176,7 +165,7 @@ def find_shard_sets(scans: Sequence[DriveScan]) -> list[ShardSet]:
 
 
 def choose_shard_set(sets: Sequence[ShardSet], share: Share, scans: Sequence[DriveScan]) -> ShardSet | None:
-    """Choose the set that the run goes on with.
+    """Choose the set to continue from.
 
     Only complete sets are considered: the one made by as many ranks as now, if it is in place; else the newest.
 
@@ -185,21 +174,28 @@ def choose_shard_set(sets: Sequence[ShardSet], share: Share, scans: Sequence[Dri
         now (opening its stores will say what).
 
     Raises:
-        UserError: the run was made by another number of ranks, and the shards of some of them are missing.
+        UserError: if the run was made by another number of ranks, and some of their shards are missing.
     """
-    complete = [one for one in sets if not one.missing]
+    complete = [each for each in sets if not each.missing]
     if complete:
-        return max(complete, key=lambda one: (one.made_by(share) and one.in_place, one.newest, one.made_by(share)))
-    if not sets or any(one.made_by(share) for one in sets):
+        return max(
+            complete,
+            key=lambda each: (
+                each.made_by(share) and each.in_place,
+                each.newest,
+                each.made_by(share),
+            ),
+        )
+    if not sets or any(each.made_by(share) for each in sets):
         return None
-    lacking = min(sets, key=lambda one: len(one.missing))
+    lacking = min(sets, key=lambda each: len(each.missing))
     names = [rank_name(lacking.share, rank, None) for rank in lacking.missing]
     problems = " ".join(scan.problem for scan in scans if scan.problem)
     raise UserError(
-        f"This run was made by {_describe_ranks(lacking.share)} and is to go on with {_describe_ranks(share)}, but "
+        f"This run was made by {_describe_ranks(lacking.share)} and is to continue with {_describe_ranks(share)}, but "
         f"what {' and '.join(names)} had of its optimizer states is not here, and nobody else has it. Bring the drives "
-        "(or a copy of the run's folders on them) to one of these nodes, and name them there with --leave-ssd; or go "
-        f"on with as many nodes and ranks as before. {problems}".rstrip()
+        "(or a copy of the run's folders on them) to one of these nodes, and name them there with --leave-ssd; or "
+        f"continue with as many nodes and ranks as before. {problems}".rstrip()
     )
 
 
@@ -213,12 +209,12 @@ def _preference(shard: LocalShard) -> tuple[bool, tuple[int, ...]]:
 
 
 def _candidates(drives: Drives) -> Iterator[Path]:
-    places: dict[Path, None] = {}
+    candidates: dict[Path, None] = {}
     for folder in drives.everywhere:
         parent = folder.parent
         for path in (folder, successor_folder(folder), parent, *_entries(parent), *_entries(folder)):
-            places[path] = None
-    return iter(path for path in places if path.is_dir())
+            candidates[path] = None
+    return iter(path for path in candidates if path.is_dir())
 
 
 def _entries(folder: Path) -> Iterable[Path]:
@@ -246,18 +242,18 @@ def _read_shard(members: list[StoreDirectory], drives: Drives) -> LocalShard | N
         share, run = Share(nodes, ranks, *divmod(cluster["rank"], ranks)), cluster["run"]
         steps += [int(cluster["previous"]["step"])] if cluster["previous"] is not None else []
     paths = [by_index[index] for index in sorted(by_index)]
-    own, places = (
+    folders, locations = (
         set(drives.folders),
         {path: folder for folder in drives.folders for path in (folder, successor_folder(folder))},
     )
-    around = set(places) | {path.parent for path in drives.everywhere} | set(drives.leaving)
+    around = set(locations) | {path.parent for path in drives.everywhere} | set(drives.leaving)
     return LocalShard(
         tuple(paths),
         members[0].store,
         run,
         share,
         tuple(steps) if len(paths) == members[0].count else (),
-        in_place={places.get(path) for path in paths} == own,
-        of_this_run=any(path in around or path.parent in own for path in paths),
+        in_place={locations.get(path) for path in paths} == folders,
+        of_this_run=any(path in around or path.parent in folders for path in paths),
         piece_bytes=content.get("piece_bytes"),
     )

@@ -1,9 +1,9 @@
-"""Going on with more or fewer ranks or nodes: records are redistributed among them, safely against crashes.
+"""Continue a run with more or fewer ranks or nodes: redistribute records among them, crash-safely.
 
-Every rank reads what is on its drives of the old ranks' stores, sends it to whoever is to have it (each byte goes over
-the network once), and fills a new store beside its old one. When the new stores of all ranks are committed, they count:
-the old ones are removed and the new ones get their names. A crash before that leaves the old set, a crash after it the
-new one; whoever opens the run next finds out which, and finishes or undoes the rest.
+Every rank reads its drives' part of the old ranks' stores, sends it to its new owner (each byte goes over the network
+once), and fills a new store next to its old one. When the new stores of all ranks are committed, the old ones are
+removed and the new ones get their names. A crash before that leaves the old set, a crash after it the new one; the next
+start detects which, and finishes or undoes the rest.
 """
 
 import contextlib
@@ -16,12 +16,11 @@ from typing import Any
 from common.errors import FinetuneError, UserError
 from common.store import DirectoryLock, Store, StoreError, commit_manifest, load_manifest
 from common.store.directories import Identity, check_space, freed_by, reserve, sparsify
-from common.store.manifest import MANIFEST_FILE
+from common.store.manifest import MANIFEST_FILE, sync_directory
 from common.store.migration import final_folder, refuse_foreign_files, remove_folder, successor_folder
-from common.store.sealed import sync_directory
 from common.store.verify import verify
 from fuyou.checkpoint.cluster_commits import cluster_content, common_step
-from fuyou.checkpoint.commits import CLUSTER, check_records, check_state
+from fuyou.checkpoint.commits import CLUSTER, TrainingState, check_records, check_state
 from fuyou.checkpoint.reshard.local_shards import (
     DriveScan,
     FoundShard,
@@ -33,7 +32,6 @@ from fuyou.checkpoint.reshard.local_shards import (
 )
 from fuyou.checkpoint.reshard.transfer import RecordTransfer, ShardLayout, SourceShard
 from fuyou.checkpoint.restripe import Drives
-from fuyou.checkpoint.state import TrainingState
 from fuyou.layout.model_layout import ModelLayout
 from fuyou.layout.record import weights_file
 from fuyou.layout.share import Share
@@ -47,14 +45,12 @@ def reshard_run(drives: Drives, layout: ModelLayout, wanted: TrainingState, agre
     then says what is wrong, if anything is.
 
     Args:
-        drives: this rank's.
         layout: that of the whole model, shared with nobody.
         wanted: what the run must be, apart from its step.
-        agreement: with the other ranks.
 
     Raises:
-        UserError: something of the old ranks is missing, or there is too little space. Nothing was changed.
-        FinetuneError: a drive failed, or something is damaged.
+        UserError: if something of the old ranks is missing, or there is too little space. Nothing was changed.
+        FinetuneError: if a drive failed, or something is damaged.
     """
     _Resharding(drives, layout, wanted, agreement).run()
 
@@ -76,16 +72,16 @@ class _Resharding:
             self._promote(self._make_new_set(chosen, hosts), [chosen])
 
     def _choose(self) -> tuple[ShardSet | None, list[ShardSet], list[str]]:
-        """Return the set to go on with (None: there is nothing to reshard), all other sets, and the ranks' hosts."""
-        own = scan_drives(self._drives)
-        scans = [DriveScan.from_dict(content) for content in self._agreement.all_gather_object(own.to_dict())]
+        """Return the set to continue from (None if none is to be resharded), all other sets, and the ranks' hosts."""
+        scan_here = scan_drives(self._drives)
+        scans = [DriveScan.from_dict(content) for content in self._agreement.all_gather_object(scan_here.to_dict())]
         sets, hosts = find_shard_sets(scans), [scan.host for scan in scans]
         # A store that has replaced several ranks' may have more of them to remove, even if their manifests are gone.
-        resharded = any(len(one.replaces) > 1 for one in own.directories)
-        if self._share.world_size == 1 and not resharded and all(one.share.world_size == 1 for one in sets):
+        resharded = any(len(each.replaces) > 1 for each in scan_here.directories)
+        if self._share.world_size == 1 and not resharded and all(each.share.world_size == 1 for each in sets):
             return None, [], hosts  # a single rank's run: only its number of drives may change (restripe.py)
         chosen = choose_shard_set(sets, self._share, scans)
-        return chosen, [one for one in sets if chosen is None or one.run != chosen.run], hosts
+        return chosen, [each for each in sets if chosen is None or each.run != chosen.run], hosts
 
     def _all_or_none(self, work: Callable[[], Any]) -> Any:
         result, problem, user, failure = None, "", True, None
@@ -108,37 +104,37 @@ class _Resharding:
     def _make_new_set(self, old: ShardSet, hosts: Sequence[str]) -> ShardSet:
         members = sorted(old.members.items())
         step = common_step(
-            [(rank_name(old.share, rank, hosts[found.reader]), found.shard.steps) for rank, found in members]
+            [(rank_name(old.share, rank, hosts[member.reader]), member.shard.steps) for rank, member in members]
         )
         run = self._agreement.all_gather_object(uuid.uuid4().hex)[0]
-        mine = {rank: found.shard for rank, found in members if found.reader == self._rank}
+        mine = {rank: member.shard for rank, member in members if member.reader == self._rank}
         with DirectoryLock(path for shard in mine.values() for path in shard.directories):
             own_states: dict[int, TrainingState] = self._all_or_none(
                 lambda: {rank: self._set_back(shard, step) for rank, shard in mine.items()}
             )
             states: dict[int, TrainingState] = {}
-            own = [(rank, replace(state, checksums=[]).to_dict()) for rank, state in own_states.items()]
-            for some in self._agreement.all_gather_object(own):
+            described = [(rank, replace(state, checksums=[]).to_dict()) for rank, state in own_states.items()]
+            for some in self._agreement.all_gather_object(described):
                 states.update((rank, TrainingState.from_dict(state)) for rank, state in some)
             sources = [
                 SourceShard(
-                    self._layout_of(found.shard.share, len(found.shard.directories), states[rank]), found.reader
+                    self._layout_of(member.shard.share, len(member.shard.directories), states[rank]), member.reader
                 )
-                for rank, found in members
+                for rank, member in members
             ]
             counts: list[int] = self._agreement.all_gather_object(len(self._drives.folders))
             targets = [
                 self._layout_of(share, count, states[0])
                 for share, count in zip(self._share.everyone(), counts, strict=True)
             ]
-            names = " ".join(found.shard.store for _, found in members)
+            names = " ".join(member.shard.store for _, member in members)
             spare = [weights_file(slot) for slot in range(states[0].slots) if slot != states[0].slot]
             new = self._all_or_none(lambda: self._create_store(targets[self._rank], mine, spare, names))
             with new:
                 self._fill(new, sources, mine, targets, states, run)
-        made = LocalShard(new.directories, new.id, run, self._share, (step,), in_place=True, of_this_run=True)
+        new_shard = LocalShard(new.directories, new.id, run, self._share, (step,), in_place=True, of_this_run=True)
         first = Share(self._share.nodes, self._share.ranks_per_node)
-        shards = map(LocalShard.from_dict, self._agreement.all_gather_object(made.to_dict()))
+        shards = map(LocalShard.from_dict, self._agreement.all_gather_object(new_shard.to_dict()))
         return ShardSet(run, first, {rank: FoundShard(rank, shard) for rank, shard in enumerate(shards)})
 
     def _set_back(self, shard: LocalShard, step: int) -> TrainingState:
@@ -160,15 +156,15 @@ class _Resharding:
         return ShardLayout(self._layout, share, directories, state.slots, state.slot)
 
     def _create_store(self, target: ShardLayout, mine: dict[int, LocalShard], spare: list[str], replaces: str) -> Store:
-        """Return an empty store beside this rank's folders; old stores free what does not count."""
+        """Return an empty store next to this rank's folders; old stores free what does not count."""
         folders = [successor_folder(folder) for folder in self._drives.folders]
         what = f"for the run's part of rank {self._rank} of {self._share.world_size}"
         new, old = target.layout.file_bytes(), [path for shard in mine.values() for path in shard.directories]
-        for gone, kept in (
+        for gone, needed in (
             ([path / name for path in old for name in spare], [name for name in new if name not in spare]),
             ([file for path in old for file in path.iterdir() if file.is_file()], list(new)),
         ):
-            check_space(self._drives.folders, sum(new[name] for name in kept), freed_by(gone), what)
+            check_space(self._drives.folders, sum(new[name] for name in needed), freed_by(gone), what)
         for its in self._drives.folders:
             _refuse_others(its, replaces.split())
         for folder, its in zip(folders, self._drives.folders, strict=True):
@@ -203,7 +199,7 @@ class _Resharding:
         state = replace(
             states[0],
             store=new.id,
-            checksums=[one.to_dict() for one in sealed],
+            checksums=[entry.to_dict() for entry in sealed],
             # Ranks that there were not before begin as they would have begun the run.
             random=states[self._rank].random if self._rank in states else {},
             missed=_merge_counts(state.missed for state in states.values()),
@@ -222,12 +218,12 @@ class _Resharding:
         found.
         """
         scan = scan_drives(self._drives)
-        stores = {found.shard.store for found in chosen.members.values()}
-        names = self._agreement.all_gather_object([one.replaces for one in scan.directories if one.store in stores])
+        stores = {member.shard.store for member in chosen.members.values()}
+        names = self._agreement.all_gather_object([each.replaces for each in scan.directories if each.store in stores])
         replaced = {name for some in names for replaces in some for name in replaces}
         superfluous = self._superfluous(scan, stores, replaced, others)
-        found = [one.shard.directories for one in chosen.members.values() if one.reader == self._rank]
-        unnamed = [directories for directories in found if any(path != final_folder(path) for path in directories)]
+        in_reach = [each.shard.directories for each in chosen.members.values() if each.reader == self._rank]
+        unnamed = [directories for directories in in_reach if any(path != final_folder(path) for path in directories)]
         if not any(self._agreement.all_gather_object(bool(superfluous or unnamed))):
             return False
         for turn in range(self._share.world_size):  # several ranks may see the same
@@ -245,7 +241,7 @@ class _Resharding:
                     remove_folder(final_folder(path))
                     path.rename(final_folder(path))
                     sync_directory(path.parent)
-        for directories in found:
+        for directories in in_reach:
             with Store.open(list(map(final_folder, directories)), io="posix") as store:
                 layout = store.layout
             reserve(store.directories, layout)
@@ -255,17 +251,17 @@ class _Resharding:
     def _superfluous(
         self, scan: DriveScan, stores: Collection[str], replaced: Collection[str], others: Sequence[ShardSet]
     ) -> list[Path]:
-        old = [found for other in others for found in other.members.values() if found.shard.store in replaced]
-        paths = [path for found in old if found.reader == self._rank for path in found.shard.directories]
+        old = [member for other in others for member in other.members.values() if member.shard.store in replaced]
+        paths = [path for member in old if member.reader == self._rank for path in member.shard.directories]
         committed = {shard.store for shard in scan.shards}
-        for one in scan.directories:
-            unfinished = one.store not in stores and not {*one.replaces}.isdisjoint(stores)
-            if unfinished or (one.store in replaced and one.store not in committed):
-                paths.append(one.path)
+        for directory in scan.directories:
+            unfinished = directory.store not in stores and not {*directory.replaces}.isdisjoint(stores)
+            if unfinished or (directory.store in replaced and directory.store not in committed):
+                paths.append(directory.path)
         # Folders on drives to leave whose removal had all but ended, and new ones that had just been begun.
         paths += [path for path in self._drives.leaving if path.is_dir() and not any(path.iterdir())]
-        places = map(successor_folder, self._drives.everywhere)
-        return paths + [path for path in places if path.is_dir() and Identity.read(path) is None]
+        successors = map(successor_folder, self._drives.everywhere)
+        return paths + [path for path in successors if path.is_dir() and Identity.read(path) is None]
 
 
 def _merge_counts(counts: Iterable[dict[str, int]]) -> dict[str, int]:
@@ -284,6 +280,6 @@ def _refuse_others(folder: Path, ours: Collection[str]) -> None:
     identity = Identity.read(folder)
     if identity is not None and identity.store not in ours and load_manifest(folder) is not None:
         raise UserError(
-            f"{folder} holds another run than the one that goes on here. Move it elsewhere, or give other directories "
-            "with --ssd."
+            f"{folder} holds another run than the one that continues here. Move it elsewhere, or give other "
+            "directories with --ssd."
         )

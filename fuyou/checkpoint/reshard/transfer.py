@@ -2,8 +2,8 @@
 
 Stores of different ranks hold the same elements of a record: cut elsewhere, padded to another length, in chunks of
 another size. So a record is moved one kind of value at a time (parameters, low 16 bits of the master weights, each
-moment), in pieces of :data:`PIECE_ELEMENTS` elements: whoever can read a part of a piece sends it to whoever is to
-store it. All ranks make the same list of such transfers, so nobody has to ask.
+moment), in pieces of :data:`PIECE_ELEMENTS` elements: each reader of a part of a piece sends it to its new owner.
+All ranks make the same list of such transfers.
 """
 
 from collections.abc import Iterator, Sequence
@@ -37,7 +37,7 @@ class ValueKind:
     before: tuple[StateComponent, ...] = ()  # Components that precede it in each chunk of states
 
     def nbytes(self, elements: int) -> int:
-        """Return the bytes of the values of so many elements, a multiple of :attr:`per`."""
+        """Return the bytes of the values of this many elements, a multiple of :attr:`per`."""
         return elements // self.per * self.width
 
 
@@ -46,7 +46,10 @@ def value_kinds(record: Record) -> list[ValueKind]:
     kinds = [ValueKind("parameters", record.unit_bytes)]
     if record.trainable:
         parts = record.precision.components
-        kinds += [ValueKind("states", one.dtype.itemsize, one.per, parts[:at]) for at, one in enumerate(parts)]
+        kinds += [
+            ValueKind("states", component.dtype.itemsize, component.per, parts[:at])
+            for at, component in enumerate(parts)
+        ]
     return kinds
 
 
@@ -55,9 +58,6 @@ class ShardLayout:
 
     Args:
         model: layout of the whole model, shared with nobody.
-        share: the rank's.
-        directories: number of the store's directories.
-        slots: number of its slots.
         slot: the one that counts.
     """
 
@@ -138,7 +138,6 @@ class RecordTransfer:
         sources: all stores of the old ranks, in their order.
         stores: those of them that this rank reads, open, by their number.
         targets: layouts of all new stores, in the order of ranks.
-        agreement: with the other ranks.
     """
 
     def __init__(
@@ -163,7 +162,7 @@ class RecordTransfer:
                 part: ExtentChecksums(target.extent(record.index, part), store.directories, sealed_name(record, part))
                 for part in (PARTS if record.trainable else PARTS[:1])
             }
-            longest = max(one.records[record.index].units for one in self._targets)
+            longest = max(target.records[record.index].units for target in self._targets)
             for kind in value_kinds(record):
                 for start in range(0, longest, PIECE_ELEMENTS):
                     piece = _Piece(record.index, kind, start, min(start + PIECE_ELEMENTS, longest))
@@ -235,5 +234,5 @@ class RecordTransfer:
                 begin = until
 
 
-def _overlap(one: tuple[int, int], other: tuple[int, int]) -> tuple[int, int]:
-    return max(one[0], other[0]), min(one[1], other[1])
+def _overlap(part: tuple[int, int], other: tuple[int, int]) -> tuple[int, int]:
+    return max(part[0], other[0]), min(part[1], other[1])

@@ -20,18 +20,15 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from common.data.documents import Documents
-from fuyou.model.blocks.hidden_edits import HiddenEdit
-from fuyou.model.blocks.links import EMBEDDING, BlockLinks, Key, argument_paths, shared_dictionaries
+from fuyou.model.blocks.hidden_edits import EMBEDDING, BlockLinks, HiddenEdit, Key, argument_paths, shared_dictionaries
 
 
 @dataclass
 class _BlockRun:
     """The tensors at which gradients enter and leave one run of a block."""
 
-    leaves: dict[Key, torch.Tensor] = field(default_factory=dict)
-    """Values that the block has read."""
-    produced: dict[Key, torch.Tensor] = field(default_factory=dict)
-    """Values that the block has produced."""
+    leaves: dict[Key, torch.Tensor] = field(default_factory=dict)  # Values that the block has read
+    produced: dict[Key, torch.Tensor] = field(default_factory=dict)  # Values that the block has produced
 
 
 @dataclass(frozen=True)
@@ -228,7 +225,6 @@ class BlockCalls:
         return leaf if key is None else self._value(key)
 
     def _shared_content_before(self, index: int) -> dict[int, dict[Any, Any]]:
-        """Return the content of the shared dictionaries when block ``index`` begins."""
         if index not in self._shared_before:
             for dictionary in shared_dictionaries(*self.arguments[index]):
                 self._shared.setdefault(id(dictionary), dict(dictionary))
@@ -238,7 +234,6 @@ class BlockCalls:
     def _copy_shared(
         self, before: Mapping[int, Mapping[Any, Any]], args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> tuple[dict[int, MutableMapping[Any, Any]], dict[int, dict[Any, Any]]]:
-        """Return a copy of each shared dictionary for one run of a block, and its content."""
         shared, given = {}, {}
         for dictionary in shared_dictionaries(args, kwargs):
             content = {
@@ -252,7 +247,6 @@ class BlockCalls:
         return shared, given
 
     def _note_shared(self, index: int, identity: int, dictionary: Mapping[Any, Any], given: Mapping[Any, Any]) -> None:
-        """Note what a block has left in a shared dictionary."""
         for name, entry in dictionary.items():
             if name in given and given[name] is entry:
                 continue

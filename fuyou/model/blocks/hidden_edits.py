@@ -3,16 +3,41 @@
 Qwen3-VL, for example, adds features of the image there.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_flatten_with_path, tree_leaves, tree_map
 
 from common.errors import UserError
-from fuyou.model.blocks.links import Key
+
+Key = tuple[int, Hashable]  # Name of a value: the block that made it (or :data:`EMBEDDING`), and which
+EMBEDDING = -1
+
+
+@dataclass(frozen=True)
+class BlockLinks:
+    """The links between the blocks of a model, which are the same for all batches."""
+
+    carried: frozenset[tuple[int, str]] = frozenset()  # Arguments with gradients for the embedding: block, path
+    consumed: frozenset[Key] = frozenset()  # Tensors that blocks return for other blocks besides hidden states
+    shared: bool = False  # Whether blocks are given one dictionary, in which they leave values for each other
+
+    def __bool__(self) -> bool:
+        return bool(self.carried or self.consumed or self.shared)
+
+
+def shared_dictionaries(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[MutableMapping[Any, Any]]:
+    """Return the dictionaries among a block's arguments."""
+    return [value for value in (*args, *kwargs.values()) if isinstance(value, MutableMapping)]
+
+
+def argument_paths(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield all leaves of a block's arguments, with their paths."""
+    for path, leaf in tree_flatten_with_path((args, dict(kwargs)))[0]:
+        yield "".join(str(part) for part in path), leaf
 
 
 @dataclass(frozen=True)
@@ -26,15 +51,12 @@ class _Reference:
 class HiddenEdit:
     """The calls of PyTorch's functions that make a block's input from the output of the block before it."""
 
+    # Function, arguments, keyword arguments and result of each call; references stand for tensors that depend on the
+    # hidden states.
     steps: tuple[tuple[Callable[..., Any], Any, Any, Any], ...]
-    """Function, arguments, keyword arguments and result of each call; references stand for tensors that depend on the
-    hidden states."""
-    source: int
-    """Identity of the earlier block's output, when it was recorded."""
-    result: int
-    """Identity of the block's input, likewise."""
-    values: Mapping[int, Key]
-    """Names of other tensors that may carry gradients (image features, say), by identity."""
+    source: int  # Identity of the earlier block's output, when it was recorded
+    result: int  # Identity of the block's input, likewise
+    values: Mapping[int, Key]  # Names of other tensors that may carry gradients (image features, say), by identity
 
     def apply(self, hidden: torch.Tensor, value: Callable[[Key], torch.Tensor]) -> torch.Tensor:
         """Repeat the calls on ``hidden``, with ``value`` to look up other tensors, and return their result."""

@@ -1,18 +1,19 @@
 """Running blocks without their weights, to learn what they return and what they leave for each other."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map
 
 from fuyou.model.blocks.calls import BlockCalls
-from fuyou.model.blocks.links import Key, shared_dictionaries
+from fuyou.model.blocks.hidden_edits import Key, shared_dictionaries
 from fuyou.model.blocks.weightless import empty_parameter, on_meta, restored
 
-TENSOR = object()
-"""Stands for a tensor among the leaves of what a block returns."""
+TENSOR = object()  # Stands for a tensor among the leaves of what a block returns
 
 
 class BlockProbe:
@@ -56,7 +57,7 @@ class BlockProbe:
         try:
             with on_meta(block), torch.no_grad(), _GroupedShapes():
                 result = block(torch.empty_like(hidden, device="meta"), *args, **kwargs)
-        except Exception:  # whatever a family's own code does without values, or with tensors of its own
+        except Exception:  # a family's code may fail in any way without values, or with tensors of its own
             result = _on_device(block, hidden, *tree_map(to_device, calls.arguments[index]))
         leaves, structure = tree_flatten(result)
         self.dtypes.add(leaves[0].dtype)
@@ -87,10 +88,69 @@ def is_grouped_product(function: torch._ops.OpOverload, args: tuple[Any, ...]) -
 
 
 def _on_device(block: nn.Module, hidden: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run a block on the device, with weights that are all zero and take no memory."""
     with torch.no_grad(), _GroupedShapes(), restored(block):
         for module in block.modules():
             for name, parameter in module._parameters.items():
                 if parameter is not None:
                     module._parameters[name] = empty_parameter(parameter, hidden.device)
         return block(torch.zeros_like(hidden), *args, **kwargs)
+
+
+class UsedTensors(TorchFunctionMode):
+    """Records which of some tensors PyTorch's functions are called with.
+
+    In a run up to the blocks, these are the parameters that the model reads itself, rather than by calling the module
+    that owns them.
+
+    Args:
+        wanted: identities of the tensors.
+    """
+
+    def __init__(self, wanted: Iterable[int]):
+        super().__init__()
+        self._wanted = frozenset(wanted)
+        self.found: set[int] = set()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self._wanted:
+            self.found |= self._wanted & {id(leaf) for leaf in tree_leaves((args, kwargs))}
+        return func(*args, **(kwargs or {}))
+
+
+class EarlierValueUses(TorchFunctionMode):
+    """Records whether a model uses, after its last block, values that were computed before the end of the blocks.
+
+    Such a model cannot be split: its head would need more than the output of the last block.
+    """
+
+    # Functions that read the shape of their argument, and none of its values.
+    _SHAPE_ONLY = frozenset(
+        {"zeros_like", "ones_like", "empty_like", "full_like", "new_zeros", "new_ones", "new_empty", "new_full"}
+    )
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._earlier: dict[int, torch.Tensor] = {}
+        self._after = False
+        self.found = False
+
+    def add(self, made: Any) -> None:
+        """Count the tensors in ``made`` among the earlier values, unless the last block has been called."""
+        if not self._after:
+            self._earlier.update({id(leaf): leaf for leaf in tree_leaves(made) if isinstance(leaf, torch.Tensor)})
+
+    def call_block(self, hidden: torch.Tensor, last: bool) -> torch.Tensor:
+        """Note that a block is called on ``hidden``, and return what stands for its output."""
+        self._after = last
+        output = torch.empty_like(hidden)
+        self.add(output)
+        return output
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        used = any(id(leaf) in self._earlier for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
+        if used and getattr(func, "__name__", "") not in self._SHAPE_ONLY:
+            makes = any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(result))
+            self.found |= self._after and makes
+            self.add(result)
+        return result

@@ -12,10 +12,8 @@ from torch.utils._pytree import TreeSpec, tree_unflatten
 from common.data.documents import Documents
 from common.errors import UserError
 from fuyou.model.blocks.calls import BlockCalls
-from fuyou.model.blocks.hidden_edits import HiddenEditRecorder
-from fuyou.model.blocks.links import BlockLinks
-from fuyou.model.blocks.probe import TENSOR, BlockProbe
-from fuyou.model.blocks.tensor_uses import EarlierValueUses
+from fuyou.model.blocks.hidden_edits import BlockLinks, HiddenEditRecorder
+from fuyou.model.blocks.probe import TENSOR, BlockProbe, EarlierValueUses
 
 
 class _AllBlocksCalled(Exception):

@@ -8,8 +8,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-ParameterPlace = tuple[nn.Module, str]
-"""A module, and the name that one of its parameters has in it."""
+ParameterPlace = tuple[nn.Module, str]  # A module, and the name that one of its parameters has in it
 
 
 def empty_parameter(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:

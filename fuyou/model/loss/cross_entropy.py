@@ -9,13 +9,12 @@ the ordinary loss, bit for bit.
 import torch
 from torch.nn import functional
 
+# Logits per pass. On a CPU a pass should stay in the cache; on a GPU it should take long beside a kernel's launch.
 _CPU_LOGITS, _DEVICE_LOGITS = 1 << 20, 1 << 23
-"""Logits per pass. On a CPU a pass should stay in the cache; on a GPU it should take long beside a kernel's launch."""
+# Upper bound of the bytes per logit of a pass: fp32 logits, log-softmax, two gradients, and a copy; and of a pass that
+# makes what a caller's own loss needs (:mod:`fuyou.model.loss.token_head`): the same of several outputs together.
 _PASS_BYTES, _OWN_PASS_BYTES = 20, 48
-"""Upper bound of the bytes per logit of a pass: fp32 logits, log-softmax, two gradients, and a copy; and of a pass that
-makes what a caller's own loss needs (:mod:`fuyou.model.loss.token_head`): the same of several outputs together."""
-IGNORED = -100
-"""Label of positions without a loss."""
+IGNORED = -100  # Label of positions without a loss
 
 
 def pass_bytes(tokens: int, vocabulary: int, device_type: str, own_loss: bool = False) -> int:

@@ -25,23 +25,18 @@ from transformers.utils import output_capturing
 from common.errors import FinetuneError, UserError, did_you_mean
 from fuyou.model.streamed_model import StreamedModel
 
-CHOICES = ("auto", "on", "off")
-"""Values of the option; ``auto``: as ``output_router_logits`` in the model's configuration says."""
-_FUNCTION = "load_balancing_loss_func"
-"""Name that the function has in every family."""
+CHOICES = ("auto", "on", "off")  # `auto`: as `output_router_logits` in the model's configuration says
+_FUNCTION = "load_balancing_loss_func"  # Name that the function has in every family
 
 
 @dataclass(frozen=True)
 class RouterLoss:
     """The load-balancing loss that a family adds to the cross entropy."""
 
-    coefficient: float
-    """Factor of the loss."""
+    coefficient: float  # Factor of the loss
     experts: int
-    top_k: int
-    """Number of experts that are chosen for each token."""
-    masked: bool
-    """Whether tokens that the attention mask hides are left out."""
+    top_k: int  # Number of experts that are chosen for each token
+    masked: bool  # Whether tokens that the attention mask hides are left out
 
     def sums(self, logits: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         """Return what the loss depends on of one router: for each expert, choices and probabilities, fp32 ``[2, E]``.
@@ -221,11 +216,6 @@ def _configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
 
 
 def _probe(stack: StreamedModel) -> RouterLoss | None:
-    """Run the model without blocks and weights to see what router loss it adds.
-
-    Raises:
-        UserError: it cannot be streamed.
-    """
     model = stack.model
     namespace = inspect.unwrap(type(model).forward).__globals__
     function = namespace.get(_FUNCTION)
@@ -243,7 +233,7 @@ def _probe(stack: StreamedModel) -> RouterLoss | None:
         try:
             loss = stack.dry_run({"input_ids": tokens, "attention_mask": mask, "labels": tokens}).loss
             coefficient = float(loss)  # cross entropy was 0, and the router loss 1
-        except Exception as error:  # whatever a family's own code does without values
+        except Exception as error:  # a family's code may fail in any way without values
             raise _not_ours(model, f"running it without its blocks failed ({type(error).__name__}: {error})") from error
     if coefficient == 0.0:
         return None
@@ -274,11 +264,7 @@ def _replaced(
 def _checked(
     model: PreTrainedModel, function: Callable[..., torch.Tensor], asked: dict[str, Any], coefficient: float
 ) -> RouterLoss:
-    """Return the loss that a call of ``function`` computes, once both agree on random logits.
-
-    Raises:
-        UserError: they do not agree.
-    """
+    """Return the loss that a call of ``function`` computes, once both agree on random logits."""
     logits, masks = next(iter(asked)), torch.tensor([1.0, 1.0, 0.0, 1.0, 1.0, 0.0])
     try:
         masked = asked["attention_mask"] is not None

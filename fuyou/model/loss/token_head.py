@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from common.errors import UserError, did_you_mean
+from common.errors import FinetuneError, UserError, did_you_mean
 from fuyou.model.loss.cross_entropy import IGNORED, tokens_per_pass
 
+# A function of the logits `[n, V]` of n tokens and of what the batch has for each of them (`input_ids` `[n]`, `targets`
+# `[n]`, and the caller's own `inputs` `[n, ...]`), which returns tensors `[n, ...]` by name.
 HeadFunction = Callable[[torch.Tensor, Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor]]
-"""A function of the logits ``[n, V]`` of n tokens and of what the batch has for each of them (``input_ids`` ``[n]``,
-``targets`` ``[n]``, and the caller's own ``inputs`` ``[n, ...]``), which returns tensors ``[n, ...]`` by name."""
 
 
 class _Logits:
@@ -58,6 +58,10 @@ class _Logits:
         return self.values
 
 
+# Outputs that have a name: the log-probability of each target (0 where there is none), and for every position the
+# entropy, the mean log-probability of all tokens (what label smoothing adds), the mean logit, the logarithm of the sum
+# of exponentials (z-loss), that of the sum of squared probabilities, whether the target has the largest logit, and the
+# logits themselves, for classifiers.
 OUTPUTS: dict[str, Callable[[_Logits], torch.Tensor]] = {
     "log_probs": _Logits.log_probs,
     "entropy": _Logits.entropy,
@@ -68,10 +72,6 @@ OUTPUTS: dict[str, Callable[[_Logits], torch.Tensor]] = {
     "is_top1": _Logits.is_top1,
     "logits": _Logits.logits,
 }
-"""Outputs that have a name: the log-probability of each target (0 where there is none), and for every position the
-entropy, the mean log-probability of all tokens (what label smoothing adds), the mean logit, the logarithm of the sum of
-exponentials (z-loss), that of the sum of squared probabilities, whether the target has the largest logit, and the
-logits themselves, for classifiers."""
 
 
 class TokenHead:
@@ -162,3 +162,29 @@ class TokenHead:
 def _passes(logits: torch.Tensor) -> Iterator[slice]:
     step = tokens_per_pass(logits.shape[1], logits.device.type)
     return (slice(start, start + step) for start in range(0, logits.shape[0], step))
+
+
+def loss_tensor(loss: float, backward: Callable[[], None]) -> torch.Tensor:
+    """Return the loss as an fp32 scalar on the CPU, so that ``backward`` runs in the caller's thread on any device."""
+    return _StreamingBackward.apply(torch.ones((), requires_grad=True), torch.tensor(loss), backward)
+
+
+class _StreamingBackward(torch.autograd.Function):
+    """An autograd function that calls ``backward`` when autograd comes to the loss."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, loss: torch.Tensor, backward: Callable[[], None]) -> torch.Tensor:
+        ctx.streamed = backward
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        if float(gradients[0]) != 1.0:
+            raise FinetuneError(
+                f"The loss was multiplied by {float(gradients[0]):g} before backward(): call backward() on the loss "
+                "itself. It is the mean over all labels of the batch, in however many micro-batches that is computed, "
+                "so nothing is to be divided by their number: pass the whole batch to engine() at once. A loss of any "
+                "other kind, or scale, is made of what engine.tokens() returns."
+            )
+        ctx.streamed()
+        return None, None, None

@@ -16,10 +16,8 @@ from torch import nn
 from common.activity import activity
 from common.errors import FinetuneError, UserError
 
-BACKEND = "inductor"
-"""PyTorch's compiler, by its name."""
-KINDS = 64
-"""How many kinds of calls (block, shapes, with gradients or without) are compiled; PyTorch runs others as they are."""
+BACKEND = "inductor"  # PyTorch's compiler, by its name
+KINDS = 64  # How many kinds of calls (block, shapes, gradients) are compiled; others run as they are
 
 
 class CompiledBlocks:
@@ -92,11 +90,6 @@ def _options() -> dict[str, Any] | None:
 
 
 def _try_compiler(device: torch.device) -> None:
-    """Compile something small.
-
-    Raises:
-        UserError: that does not work.
-    """
     with activity("trying PyTorch's compiler", announced=True):
         try:
             torch.compile(_something, backend=BACKEND)(torch.ones(8, device=device))

@@ -17,8 +17,7 @@ from torch.utils._pytree import tree_map
 
 from common.errors import UserError
 from common.randomness import own_random_numbers
-from fuyou.layout.model_layout import Recomputation
-from fuyou.layout.resident import evenly_spaced
+from fuyou.layout.model_layout import Recomputation, evenly_spaced
 from fuyou.model.blocks.weightless import on_meta
 from fuyou.model.recompute.block_trace import AttentionOf, BlockTrace, Operator, Tracer
 from fuyou.model.streamed_model import StreamedModel
@@ -281,7 +280,7 @@ class ActivationPlanner:
             try:
                 with own_random_numbers():  # a resumed run goes on with the numbers that it stopped at
                     self._traces[seq_len] = trace_block(self._stack, seq_len, self._device, self._dtype)
-            except Exception as error:  # whatever a family's own code does without values
+            except Exception as error:  # a family's code may fail in any way without values
                 if self.layers:
                     raise UserError(
                         f"Which outputs of {type(self._stack.model).__name__} to keep cannot be planned: its blocks do "

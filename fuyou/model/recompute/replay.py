@@ -270,7 +270,7 @@ def _tensors(result: Any) -> list[torch.Tensor]:
 
 
 def _views(plan: _ReplayPlan, index: int, place: int, buffer: torch.Tensor) -> list[torch.Tensor]:
-    """Return the outputs of one saved call in the buffer, each with a version counter of its own."""
+    """Return the outputs of one saved call in the buffer, each with a separate version counter."""
     views = []
     for spec in plan.trace.operators[index].outputs:
         flat = buffer[place : place + spec.nbytes].view(spec.dtype)

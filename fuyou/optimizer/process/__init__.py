@@ -1,1 +1,1 @@
-"""The optimizer process: both ends of its pipe, and what it does with the states of each record."""
+"""The optimizer process: both ends of its pipe, and the updates of records."""

@@ -1,4 +1,4 @@
-"""The engine's end of the pipe to the optimizer process: starts it, listens to it, notices when it dies."""
+"""The engine's end of the pipe to the optimizer process: starts it, listens, and notices when it dies."""
 
 import contextlib
 import os
@@ -17,7 +17,7 @@ _UNKILLABLE_SECONDS = 10.0  # Time after which a killed process is left behind t
 
 
 class OptimizerLink:
-    """A running optimizer process. Making one starts it; it imports PyTorch while the caller goes on."""
+    """A running optimizer process. Creating a link starts it; it imports PyTorch meanwhile."""
 
     def __init__(self) -> None:
         self._closing = False
@@ -44,7 +44,7 @@ class OptimizerLink:
         return self._process.pid
 
     def wait_until_up(self) -> None:
-        """Block until the process has imported what it needs."""
+        """Wait until the process has imported its libraries."""
         self._expect_ready()
 
     def set_up(
@@ -57,10 +57,9 @@ class OptimizerLink:
         """Send the set-up message, wait until the process has its buffers, and start listening.
 
         Args:
-            setup: what the process is to work on.
             on_message: called in the link's thread with every ``Updated`` and ``Written``.
-            on_failure: called once if the process reports a failure or ends without being told to.
-            locks: descriptors that the process is to hold as long as it lives.
+            on_failure: called once if the process reports a failure or ends unexpectedly.
+            locks: descriptors that the process holds as long as it lives.
         """
         self._on_message, self._on_failure = on_message, on_failure
         try:
@@ -75,10 +74,10 @@ class OptimizerLink:
         self._thread.start()
 
     def send(self, message: object) -> None:
-        """Send one message.
+        """Send a message.
 
         Raises:
-            FinetuneError: the process is gone.
+            FinetuneError: if the process has ended.
         """
         try:
             with self._sending:
@@ -87,7 +86,7 @@ class OptimizerLink:
             raise self._died() from None
 
     def close(self) -> None:
-        """Kill the process (all it holds is on SSD or in our memory), and wait until it is gone."""
+        """Kill the process (everything it holds is on SSD or in our memory), and wait for its end."""
         self._closing = True
         if self.shared_fd is not None:
             os.close(self.shared_fd)

@@ -1,7 +1,7 @@
-"""The optimizer process: reads optimizer states, updates, writes back, all three at the same time.
+"""The optimizer process: reads optimizer states, updates, and writes back, all three at the same time.
 
-It is a process of its own so that neither the interpreter lock nor PyTorch's thread pool ties it to the engine's launch
-loop. The engine starts it as ``python -m fuyou.optimizer.process.main FD``.
+A separate process has its own interpreter lock and thread pool, so that it does not slow the engine's launch loop. The
+engine starts it as ``python -m fuyou.optimizer.process.main FD``.
 """
 
 import signal
@@ -10,13 +10,12 @@ import threading
 
 import torch
 
-from fuyou.optimizer.process.pipe import EnginePipe
-from fuyou.optimizer.process.protocol import Ready
+from fuyou.optimizer.process.protocol import EnginePipe, Ready
 from fuyou.optimizer.process.updater import RecordUpdater
 
 
 def main(pipe_fd: int) -> None:
-    """Say that the process has started, receive the set-up, and serve until the engine closes the pipe."""
+    """Report the start, receive the set-up, and serve until the engine closes the pipe."""
     # The engine ends this process by SIGTERM, which a rank of several blocks, and what is blocked is inherited.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the engine decides what it means

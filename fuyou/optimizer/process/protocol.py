@@ -1,8 +1,17 @@
-"""The messages between the engine and the optimizer process: small ones, one per record, over a pipe."""
+"""Messages between the engine and the optimizer process, small ones, over a pipe."""
 
+import contextlib
+import os
+import socket
+import threading
+import time
+import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from typing import Any
 
+from common.errors import FinetuneError
 from common.store import Throttle
 from common.store.store import Io
 from fuyou.layout.record import Kind, Record
@@ -14,14 +23,13 @@ BEAT_SECONDS = 2.0  # Seconds between two signs of life of the optimizer process
 
 @dataclass(frozen=True)
 class BufferRegion:
-    """A range of the shared memory file: buffers of equal size, one after the other."""
+    """Range of the shared memory file with buffers of equal size."""
 
     offset: int
     slot_bytes: int
     count: int
 
     def start(self, index: int) -> int:
-        """Return the first byte of buffer ``index``."""
         return self.offset + index * self.slot_bytes
 
     @property
@@ -31,21 +39,20 @@ class BufferRegion:
 
 @dataclass(frozen=True)
 class SharedRegions:
-    """The ranges of the shared memory file for parameters and gradients of each kind of record."""
+    """Ranges of the shared memory file for parameters and gradients of each kind of record."""
 
     nbytes: int
     parameters: dict[Kind, BufferRegion]
     gradients: dict[Kind, BufferRegion]
 
     def starts(self) -> list[int]:
-        """Return the first byte of every buffer."""
         regions = [*self.parameters.values(), *self.gradients.values()]
         return [region.start(index) for region in regions for index in range(region.count)]
 
 
 @dataclass(frozen=True)
 class Setup:
-    """First message to the optimizer process: everything that it needs to know."""
+    """First message to the optimizer process: its configuration."""
 
     directories: list[str]
     io: Io
@@ -53,12 +60,10 @@ class Setup:
     records: Sequence[Record]  # All records of the model, as this rank shares them
     slots: int
     chunk_elements: int
-    # Number of chunk buffers: one is read into, one is updated, one is written from; more smooth the flow.
-    ring_chunks: int
+    ring_chunks: int  # Number of chunk buffers: one is read into, one updated, one written from
     shared: SharedRegions
     threads: int
-    # Share of this process in every record. Parameters that several nodes update are written by the engine.
-    share: Share = ALONE
+    share: Share = ALONE  # Share of this process. The engine writes parameters of several nodes.
     resident: list[int] = field(default_factory=list)  # Records whose states stay in memory once they have been read
     throttle: Throttle | None = None  # Limit of the drives' speed, for experiments; None: as fast as they are
 
@@ -85,15 +90,14 @@ class ReadStates:
 
 @dataclass(frozen=True)
 class UpdateRecord:
-    """Update the parameters of a record in place, and write everything to slot ``target``."""
+    """Update a record's parameters in place, and write everything to slot ``target``."""
 
     record: int
     parameters: int  # Index of the host buffer with the parameters
     gradient: int  # Index of the host buffer with the gradient
     target: int | None  # Slot; None: nothing is written (resident records only)
     update: Update
-    # Number of earlier steps in which a parameter (by index) had no gradient; 0 for those that are not listed.
-    missed: dict[int, int] = field(default_factory=dict)
+    missed: dict[int, int] = field(default_factory=dict)  # Earlier steps without a gradient, by index; 0 if not listed
 
 
 @dataclass(frozen=True)
@@ -112,7 +116,7 @@ class Ready:
 
 @dataclass(frozen=True)
 class Alive:
-    """Sign of life, sent every few seconds: the process may be busy, but it runs."""
+    """Heartbeat, sent every few seconds even while the process is busy."""
 
 
 @dataclass(frozen=True)
@@ -122,8 +126,7 @@ class Updated:
     record: int
     start_time: float
     end_time: float
-    # Start and end of the times at which it computed rather than waited, on :func:`time.monotonic`'s clock.
-    adam_intervals: list[tuple[float, float]]
+    adam_intervals: list[tuple[float, float]]  # Times of computing, on :func:`time.monotonic`'s clock
     absent: tuple[int, ...] = ()  # Indices of parameters of the record that had no gradient, and were left as they were
 
 
@@ -134,16 +137,61 @@ class Written:
     record: int
     slot: int
     parameters: tuple[int, ...]  # Checksums of the parameters that were written, one for each SSD
-    states: tuple[int, ...]  # Checksums of the states, likewise
+    states: tuple[int, ...]  # The same for the states
     read_bytes: int  # Bytes read from the SSDs since the process started
     written_bytes: int
-    # Start and end of the times at which this record was read or written, on :func:`time.monotonic`'s clock.
-    ssd_intervals: list[tuple[float, float]]
+    ssd_intervals: list[tuple[float, float]]  # Times of reads and writes, on :func:`time.monotonic`'s clock
 
 
 @dataclass(frozen=True)
 class Failed:
-    """Answer: something went wrong, and the process ends."""
+    """Answer: the process ends because of an error."""
 
     message: str
     expected: bool  # Whether `message` is meant for the user (a failing drive); otherwise it is a traceback
+
+
+class EnginePipe:
+    """Pipe to the engine, for sending from several threads."""
+
+    def __init__(self, descriptor: int):
+        self._connection = Connection(descriptor)
+        self._sending = threading.Lock()
+
+    def send(self, message: object) -> None:
+        with self._sending:
+            self._connection.send(message)
+
+    def receive(self) -> Any:
+        """Wait for the next message.
+
+        Raises:
+            EOFError, OSError: if the engine has ended or closed the pipe.
+        """
+        return self._connection.recv()
+
+    def receive_locks(self, count: int) -> None:
+        """Receive ``count`` locks of the run. They are never closed: this process may outlive the engine and still
+        write."""
+        if count:
+            with socket.socket(fileno=os.dup(self._connection.fileno())) as channel:
+                socket.recv_fds(channel, 1, count)
+
+    def send_heartbeats(self) -> None:
+        """Send a heartbeat every few seconds, as long as the engine listens."""
+        with contextlib.suppress(OSError):
+            while True:
+                time.sleep(BEAT_SECONDS)
+                self.send(Alive())
+
+    def report(self, error: BaseException) -> None:
+        """Send the engine the reason why the process ends, if it still listens."""
+        expected = isinstance(error, FinetuneError)
+        message = error.as_written if isinstance(error, FinetuneError) else "".join(traceback.format_exception(error))
+        with contextlib.suppress(OSError):
+            self.send(Failed(message, expected))
+
+    def fail(self, error: BaseException) -> None:
+        """Report an error of any thread, and end the process."""
+        self.report(error)
+        os._exit(1)

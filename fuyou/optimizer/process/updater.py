@@ -1,4 +1,4 @@
-"""The work of the optimizer process: it reads optimizer states ahead, updates records, and writes them back."""
+"""The work of the optimizer process: read optimizer states ahead, update records, and write them back."""
 
 import collections
 import functools
@@ -6,48 +6,57 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 
 import numpy as np
 import torch
 
 from common.memory.buffers import HostBuffer
-from common.store import Extent, Layout, Store
+from common.store import Layout, Store
 from common.store.checksums import ExtentChecksums
 from fuyou.layout.checksums import sealed_name
 from fuyou.layout.optimizer_state import LOW
-from fuyou.layout.record import PAGE_ELEMENTS, Precision, Record, RecordExtents, allocate_extents
+from fuyou.layout.record import PAGE_ELEMENTS, Record, RecordExtents, allocate_extents
 from fuyou.layout.record_parts import Chunk
 from fuyou.optimizer.absent_gradients import OwnedParameters
-from fuyou.optimizer.chunk_update import ChunkOptimizer
-from fuyou.optimizer.kernel_trial import tried_kernels
-from fuyou.optimizer.process.pipe import EnginePipe
-from fuyou.optimizer.process.protocol import CreateRecord, ReadStates, Ready, Setup, Updated, UpdateRecord, WriteRecord
-from fuyou.optimizer.process.state_memory import ChunkMemory, ChunkRing, optimizer_states, state_views
-from fuyou.optimizer.process.write_back import RecordWriter, WriteBack
+from fuyou.optimizer.chunk_update import ChunkOptimizer, tried_kernels
+from fuyou.optimizer.process.protocol import (
+    CreateRecord,
+    EnginePipe,
+    ReadStates,
+    Ready,
+    Setup,
+    Updated,
+    UpdateRecord,
+    WriteRecord,
+)
+from fuyou.optimizer.process.write_back import (
+    ChunkMemory,
+    ChunkRing,
+    RecordWriter,
+    WriteBack,
+    optimizer_states,
+    state_views,
+)
 
 
 class _ResidentStates:
-    """All states of a record that stay in memory, laid out as on SSD."""
+    """States of a record that stay in memory, laid out as on SSD."""
 
     def __init__(self, record: Record):
         self.buffer = HostBuffer(record.state_nbytes).touch()
-        self.write: WriteBack | None = None
-        """Latest write-back, which must be over before the states are changed again."""
+        self.write: WriteBack | None = None  # Latest write-back, which must end before the states change again
 
 
 class RecordUpdater:
-    """Updates records as the engine's messages say.
+    """Updates records on the engine's messages.
 
-    States pass through a ring of chunk buffers: while one chunk is updated, the next ones are being read and the ones
-    before it written (Fuyou section 4.3, delayed write-back, by chunks rather than by parameter groups). States of
-    resident records have memory of their own and are updated there. Gradients and parameters lie in memory that is
-    shared with the engine.
+    States pass through a ring of chunk buffers: while one chunk is updated, the next are read and the previous written
+    (Fuyou section 4.3, delayed write-back, by chunks rather than by parameter groups). States of resident records are
+    updated in separate memory. Gradients and parameters are in memory shared with the engine.
 
     Args:
-        setup: what to work on.
-        pipe: to the engine.
         shared_fd: descriptor of the memory file with parameters and gradients.
     """
 
@@ -57,12 +66,14 @@ class RecordUpdater:
         self._shared = HostBuffer(setup.shared.nbytes, fd=shared_fd).touch()
         directories = [Path(path) for path in setup.directories]
         self._store = Store.open(directories, io=setup.io, threads=setup.io_threads, throttle=setup.throttle)
-        # The training files' places follow from the records alone; the store's layout holds just these, in this order.
+        # The training files' extents follow from the records alone; the store's layout holds just these, in this order.
         self._extents: list[RecordExtents] = allocate_extents(
             Layout(len(setup.directories)), self._records, setup.slots
         )
         precisions = [record.precision for record in self._records if record.trainable]
-        self._ring = ChunkRing(setup.ring_chunks, max(one.state_nbytes(setup.chunk_elements) for one in precisions))
+        self._ring = ChunkRing(
+            setup.ring_chunks, max(precision.state_nbytes(setup.chunk_elements) for precision in precisions)
+        )
         self._resident = {index: _ResidentStates(self._records[index]) for index in setup.resident}
         self._writer = RecordWriter(
             self._store,
@@ -82,12 +93,13 @@ class RecordUpdater:
         self._owned = functools.cache(lambda index: OwnedParameters(self._records[index]))
 
     def run(self) -> None:
-        """Serve until the engine closes the pipe."""
         threading.Thread(target=self._receive, name="receive", daemon=True).start()
-        threading.Thread(target=self._guard, args=(self._read_ahead,), name="read ahead", daemon=True).start()
+        threading.Thread(target=self._read_ahead, name="read ahead", daemon=True).start()
         self._pipe.send(Ready())
         while True:
-            message = self._next_update()
+            with self._arrived:
+                self._arrived.wait_for(lambda: self._updates)
+                message = self._updates.popleft()
             if isinstance(message, CreateRecord):
                 self._create(message)
             elif isinstance(message, WriteRecord):
@@ -102,7 +114,7 @@ class RecordUpdater:
             try:
                 message = self._pipe.receive()
             except (EOFError, OSError):
-                os._exit(0)  # the engine is gone or has closed us: nothing of ours is worth keeping
+                os._exit(0)  # the engine has ended or closed the pipe
             if isinstance(message, ReadStates):
                 self._announced.put(message)
             else:
@@ -111,45 +123,36 @@ class RecordUpdater:
                     self._arrived.notify_all()
 
     def _read_ahead(self) -> None:
-        while True:
-            message = self._announced.get()
-            extent = self._extents[message.record].states[message.source]
-            resident, precision = message.record in self._resident, self._records[message.record].precision
-            sums = None
-            if message.expected is not None:
-                what = sealed_name(self._records[message.record], "states")
-                sums = ExtentChecksums(extent, self._store.directories, what, message.expected)
-            for chunk in self._chunks(message.record):
-                memory = self._resident_memory(message.record, chunk) if resident else self._ring.take(chunk)
-                if not message.in_memory:
-                    self._start_reading(memory, extent, precision, sums)
-                self._read.put(memory)
-
-    def _start_reading(
-        self, memory: ChunkMemory, extent: Extent, precision: Precision, sums: ExtentChecksums | None
-    ) -> None:
-        chunk = memory.chunk
-        first, nbytes = precision.state_nbytes(chunk.start), precision.state_nbytes(chunk.stop - chunk.start)
-        memory.read_times.append(time.monotonic())
-        memory.reading = self._store.read(extent, memory.buffer.bytes(memory.offset, nbytes), first, nbytes, sums)
-        memory.reading.add_done_callback(lambda _: memory.read_times.append(time.monotonic()))
-
-    def _guard(self, work: Callable[[], None]) -> None:
         try:
-            work()
+            while True:
+                self._read_states(self._announced.get())
         except BaseException as error:
             self._pipe.fail(error)
 
-    # -- work -----------------------------------------------------------------------------------------------------
+    def _read_states(self, message: ReadStates) -> None:
+        extent = self._extents[message.record].states[message.source]
+        resident, precision = message.record in self._resident, self._records[message.record].precision
+        sums = None
+        if message.expected is not None:
+            what = sealed_name(self._records[message.record], "states")
+            sums = ExtentChecksums(extent, self._store.directories, what, message.expected)
+        for chunk in self._chunks(message.record):
+            memory = self._resident_memory(message.record, chunk) if resident else self._ring.take(chunk)
+            if not message.in_memory:
+                first, nbytes = precision.state_nbytes(chunk.start), precision.state_nbytes(chunk.stop - chunk.start)
+                memory.read_times.append(time.monotonic())
+                states = memory.buffer.bytes(memory.offset, nbytes)
+                memory.reading = self._store.read(extent, states, first, nbytes, sums)
+                memory.reading.add_done_callback(functools.partial(_note_time, memory.read_times))
+            self._read.put(memory)
 
-    def _next_update(self) -> UpdateRecord | CreateRecord | WriteRecord:
-        with self._arrived:
-            self._arrived.wait_for(lambda: self._updates)
-            return self._updates.popleft()
+    # -- work -----------------------------------------------------------------------------------------------------
 
     def _update(self, message: UpdateRecord) -> None:
         record = self._records[message.record]
-        parameters, gradients = self._parameter_bytes(message.parameters, record), self._gradients(message, record)
+        parameters = self._parameter_bytes(message.parameters, record)
+        start = self._setup.shared.gradients[record.kind].start(message.gradient)
+        gradients = self._shared.tensor(record.precision.dtype, start, record.owned)
         values = torch.from_numpy(parameters).view(record.precision.dtype)
         write = self._begin_write(message.record, message.target)
         # For stochastic rounding: no two ranks draw the same numbers, since no rank has more chunks than pages.
@@ -207,7 +210,7 @@ class RecordUpdater:
             self._writer.write(write, self._resident_memory(message.record, chunk), parameters)
 
     def _begin_write(self, index: int, target: int | None) -> WriteBack:
-        """Return a new write-back of a record; if its states are resident, wait for the last one first."""
+        """Return a new write-back of a record, after the last one of a resident record."""
         write = self._writer.begin(index, target or 0, len(self._chunks(index)))  # None: nothing will be written
         resident = self._resident.get(index)
         if resident is not None:
@@ -224,11 +227,10 @@ class RecordUpdater:
         return ChunkMemory(chunk, self._resident[index].buffer, start, resident=True)
 
     def _parameter_bytes(self, index: int, record: Record) -> np.ndarray:
-        """Return the part that this rank owns of the parameters in host buffer ``index``."""
         region, width = self._setup.shared.parameters[record.kind], record.precision.parameter_bytes
         start = region.start(index) + record.share.owned_in_stored(record.numel) * width
         return self._shared.bytes(start, record.owned * width)
 
-    def _gradients(self, message: UpdateRecord, record: Record) -> torch.Tensor:
-        region = self._setup.shared.gradients[record.kind]
-        return self._shared.tensor(record.precision.dtype, region.start(message.gradient), record.owned)
+
+def _note_time(times: list[float], _: Future) -> None:
+    times.append(time.monotonic())

@@ -1,5 +1,6 @@
-"""Writing updated records back to the SSDs, chunk by chunk, while the next chunks are being updated."""
+"""Write updated records back to the SSDs, chunk by chunk, while the next chunks are updated."""
 
+import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -7,38 +8,86 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 import numpy as np
+import torch
 
-from common.intervals import merge
+from common.memory.buffers import HostBuffer
 from common.store import Store
 from common.store.checksums import ExtentChecksums
+from common.units import merge
 from fuyou.layout.checksums import sealed_name
-from fuyou.layout.record import Record, RecordExtents
+from fuyou.layout.optimizer_state import LOW, OPTIMIZERS, scale_of
+from fuyou.layout.record import Precision, Record, RecordExtents
+from fuyou.layout.record_parts import Chunk
+from fuyou.optimizer.moments import OptimizerStates
 from fuyou.optimizer.process.protocol import Written
-from fuyou.optimizer.process.state_memory import ChunkMemory
+
+
+@dataclass
+class ChunkMemory:
+    """Memory of one chunk's states."""
+
+    chunk: Chunk
+    buffer: HostBuffer
+    offset: int = 0  # First byte in the buffer; 0 in a buffer of the ring
+    resident: bool = False  # Whether the states stay there; otherwise the buffer goes back to the ring
+    reading: Future | None = None  # Pending read of the states, if they are not in memory already
+    read_times: list[float] = field(default_factory=list)  # Start and, once done, end of reading
+
+
+def state_views(memory: ChunkMemory, precision: Precision) -> dict[str, torch.Tensor]:
+    """Return views of one chunk's states, which lie one after the other, by component name."""
+    offset, count = memory.offset, memory.chunk.stop - memory.chunk.start
+    views = {}
+    for component in precision.components:
+        nbytes = component.nbytes(count)
+        views[component.name] = memory.buffer.tensor(component.dtype, offset, nbytes // component.dtype.itemsize)
+        offset += nbytes
+    return views
+
+
+def optimizer_states(parameter: torch.Tensor, views: dict[str, torch.Tensor], optimizer: str) -> OptimizerStates:
+    """Return the states of one chunk from its parameters and :func:`state_views`."""
+    names = OPTIMIZERS[optimizer].moments
+    scales = tuple(views[scale_of(name)] for name in names if scale_of(name) in views)
+    return OptimizerStates(parameter, views.get(LOW), tuple(views[name] for name in names), scales)
+
+
+class ChunkRing:
+    """Reusable buffers of one chunk each, in private memory."""
+
+    def __init__(self, count: int, nbytes: int):
+        self._free: queue.Queue[HostBuffer] = queue.Queue()
+        for _ in range(count):
+            self._free.put(HostBuffer(nbytes).touch())
+
+    def take(self, chunk: Chunk) -> ChunkMemory:
+        """Wait for a free buffer, and return it as the memory of ``chunk``."""
+        return ChunkMemory(chunk, self._free.get())
+
+    def give_back(self, memory: ChunkMemory) -> None:
+        """Free the memory of a chunk, unless it is resident."""
+        if not memory.resident:
+            self._free.put(memory.buffer)
 
 
 @dataclass
 class WriteBack:
-    """One record's write-back under way; it counts chunks until all of them are on SSD."""
+    """A running write-back of one record; counts chunks until all are on SSD."""
 
     record: int
     slot: int
     pending: int  # Chunks that are not written yet
     parameters: ExtentChecksums
     states: ExtentChecksums
-    # Times at which reads and writes of the record started and ended.
-    intervals: list[tuple[float, float]] = field(default_factory=list)
+    intervals: list[tuple[float, float]] = field(default_factory=list)  # Times of the record's I/O
     lock: threading.Lock = field(default_factory=threading.Lock)
     done: threading.Event = field(default_factory=threading.Event)
 
 
 class RecordWriter:
-    """Writes records to their places in the store.
+    """Writes records to their extents in the store.
 
     Args:
-        store: the store, open.
-        records: the model's records, as this rank shares them.
-        extents: their places.
         writes_parameters: whether parameters are written here as well as states.
         on_chunk: called when a chunk's buffer is no longer needed.
         on_record: called with the message for the engine when a record is written.
@@ -60,7 +109,7 @@ class RecordWriter:
         self._on_chunk, self._on_record, self._on_failure = on_chunk, on_record, on_failure
 
     def begin(self, index: int, slot: int, chunks: int) -> WriteBack:
-        """Return a write-back of record ``index``, in so many chunks, to ``slot``."""
+        """Return a write-back of record ``index`` in ``chunks`` chunks to ``slot``."""
         record, extents, directories = self._records[index], self._extents[index], self._store.directories
         return WriteBack(
             index,
@@ -71,13 +120,7 @@ class RecordWriter:
         )
 
     def write(self, write: WriteBack, memory: ChunkMemory, parameters: np.ndarray) -> None:
-        """Start writing one chunk.
-
-        Args:
-            write: the write-back that it is a part of.
-            memory: its states.
-            parameters: those of the whole record that this rank owns, ``uint8``.
-        """
+        """Start writing one chunk; ``parameters`` are those of the whole record that this rank owns, ``uint8``."""
         extents, chunk = self._extents[write.record], memory.chunk
         precision = self._records[write.record].precision
         width, nbytes = precision.parameter_bytes, precision.state_nbytes(chunk.stop - chunk.start)

@@ -1,7 +1,6 @@
-"""Profiles: what this machine does with a model, measured in seconds (Fuyou, section 4.2), cached for later runs."""
+"""Profiles: rates of this machine with a model, in seconds (Fuyou, section 4.2), cached for later runs."""
 
-from fuyou.planner.profiling.cache import load, save
-from fuyou.planner.profiling.measure import ProfiledWorkload, measure
-from fuyou.planner.profiling.profile import OperatorTime, Profile
+from fuyou.planner.profiling.measure import ProfiledWorkload, load, measure, save
+from fuyou.planner.rates import OperatorTime, Profile
 
 __all__ = ["OperatorTime", "Profile", "ProfiledWorkload", "load", "measure", "save"]

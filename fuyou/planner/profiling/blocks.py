@@ -1,6 +1,6 @@
-"""Measures the model's parts on the device: matrix products, embedding, block, head, and the block's operators.
+"""Measure the model's parts on the device: matrix products, embedding, block, head, and the block's operators.
 
-One block of the model really runs, with random weights, as the engine's tasks run it.
+One block of the model runs with random weights, as the engine's tasks run it.
 """
 
 import statistics
@@ -25,11 +25,10 @@ from fuyou.model.recompute.policy import operators_worth_saving, saved_outputs, 
 from fuyou.model.recompute.replay import BlockReplay, SavedForward
 from fuyou.model.streamed_model import StreamedModel
 from fuyou.optimizer.gradient_sum import GradientSum, sum_of_squares
-from fuyou.planner.profiling.profile import OperatorTime, PartTimes
+from fuyou.planner.rates import OperatorTime, PartTimes
 from fuyou.runtime.devices.device import Device
 
-# If a pass through the block, forward and backward, is expected to take longer, fewer tokens are measured.
-LONGEST_PASS_SECONDS = 0.4
+LONGEST_PASS_SECONDS = 0.4  # If a pass is expected to take longer, fewer tokens are measured
 REPEAT_SECONDS = 0.4  # Repetitions of one piece of work end after this many seconds
 _MAX_REPETITIONS = 7
 _TILE_ELEMENTS = 1 << 20
@@ -39,9 +38,6 @@ class BlockBench:
     """The largest block of a model and the parts outside its blocks, with random weights, ready to be measured.
 
     Args:
-        stack: the model.
-        shape: its records.
-        device: device that computes.
         rows, seq_len: shape of the micro-batch.
         head_columns: tokens of each row that go through the head at once.
     """
@@ -66,7 +62,7 @@ class BlockBench:
         self._compiled = CompiledBlocks(device.torch_device) if shape.compiled else None
 
     def measure(self) -> PartTimes:
-        """Measure everything, on fewer tokens if a pass takes too long, and then on a quarter of these as well."""
+        """Measure everything, on fewer tokens if a pass takes too long, and then on a quarter of them."""
         sizes = [self.seq_len] if self._scale == 1 else [self.seq_len, max(1, self.seq_len // 4)]
         samples = [self._sample(seq_len) for seq_len in sizes]
         calls = -(-self._whole[1] // self._head_columns)
@@ -113,7 +109,7 @@ class BlockBench:
         return seconds, self.seconds(backward)
 
     def _kept(self, calls: BlockCalls, hidden: torch.Tensor) -> tuple[float, float, int]:
-        """Return the seconds of both passes if all outputs that save FLOPs are saved, and their bytes; else zeros."""
+        """Return the seconds of both passes with all useful outputs saved, and their bytes; else zeros."""
         if self._compiled is not None:
             return 0.0, 0.0, 0
         kernels = "cpu" if self._device.torch_device.type == "cpu" else "cuda"
@@ -126,11 +122,7 @@ class BlockBench:
         return *self._both(*self.block(calls, hidden, operators, nbytes)), nbytes
 
     def block(
-        self,
-        calls: BlockCalls,
-        hidden: torch.Tensor,
-        operators: Collection[tuple[str, int]] = (),
-        kept_bytes: int = 0,
+        self, calls: BlockCalls, hidden: torch.Tensor, operators: Collection[tuple[str, int]] = (), kept_bytes: int = 0
     ) -> tuple[Callable[[], None], Callable[[], None]]:
         """Return functions that run the block's forward pass, and its backward pass with recomputation.
 
@@ -177,7 +169,7 @@ class BlockBench:
         return both
 
     def seconds(self, work: Callable[[], object]) -> float:
-        """Return the seconds of one run of ``work``: the median of a few, after one to warm up."""
+        """Return the median seconds of a few runs of ``work``, after one warm-up."""
         work()
         self._device.synchronize()
         taken: list[float] = []
@@ -229,7 +221,7 @@ class BlockBench:
         return hidden.clone(), calls, (forward, backward)
 
     def _head(self, hidden: torch.Tensor) -> tuple[float, float]:
-        """Return the seconds of ``hidden`` through the head, forward and backward, and those of forward alone."""
+        """Return the seconds of ``hidden`` through the head, forward and backward, and forward alone."""
         record = self._shape.records[self._shape.head]
         weights = random_values(record.numel, self._dtype, self._device)
         gradient, views = torch.empty_like(weights), record.views(weights)
@@ -261,12 +253,12 @@ class BlockBench:
             runs.append(timer.times)
         return tuple(
             OperatorTime(
-                one[0].name,
-                one[0].ordinal,
-                statistics.median(each.seconds for each in one) * self._scale,
-                round(one[0].output_bytes * self._scale),
+                operator[0].name,
+                operator[0].ordinal,
+                statistics.median(each.seconds for each in operator) * self._scale,
+                round(operator[0].output_bytes * self._scale),
             )
-            for one in zip(*runs[1:], strict=True)  # the first one warms up
+            for operator in zip(*runs[1:], strict=True)  # the first one warms up
         )
 
     def _leaves(self, record: Record, views: dict[str, torch.Tensor], sums: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -277,7 +269,7 @@ class BlockBench:
 
 @dataclass(frozen=True)
 class _Sample:
-    """Seconds of each part on a number of tokens; the head's are on fewer."""
+    """Seconds of each part on a number of tokens; fewer for the head."""
 
     tokens: int
     head_tokens: int
@@ -290,7 +282,7 @@ class _Sample:
 
 
 class OperatorTimer(TorchDispatchMode):
-    """Measures the time of every operator that runs inside it, except those that only make views."""
+    """Measures the time of every operator inside it, except those that only make views."""
 
     def __init__(self, device: Device):
         super().__init__()
@@ -307,15 +299,17 @@ class OperatorTimer(TorchDispatchMode):
         if makes_views(func):
             return result
         older = {_storage(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
-        made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor) and _storage(leaf) not in older]
-        nbytes = sum(leaf.numel() * leaf.itemsize for leaf in made)
+        results = [
+            leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor) and _storage(leaf) not in older
+        ]
+        nbytes = sum(leaf.numel() * leaf.itemsize for leaf in results)
         self.times.append(OperatorTime(str(func), self._calls[func], seconds, nbytes))
         self._calls[func] += 1
         return result
 
 
 def random_values(count: int, dtype: torch.dtype, device: Device) -> torch.Tensor:
-    """Return small random numbers, shape ``[count]``: one tile repeated, for making a billion takes too long."""
+    """Return small random numbers ``[count]``: one tile repeated, because drawing a billion takes too long."""
     tile = torch.randn(min(count, _TILE_ELEMENTS), generator=torch.Generator().manual_seed(0)) * 0.02
     tile = tile.to(dtype).to(device.torch_device)
     values = torch.empty(count, dtype=dtype, device=device.torch_device)
@@ -326,8 +320,7 @@ def random_values(count: int, dtype: torch.dtype, device: Device) -> torch.Tenso
 
 
 def _extrapolated(points: list[tuple[int, float]], tokens: int) -> float:
-    """Return the seconds for ``tokens``, from one measurement of as many or from two of fewer: the fixed cost of a pass
-    (gradients of all parameters, for one) must not be scaled."""
+    """Return the seconds for ``tokens`` from samples of as many or fewer; the fixed cost of a pass is not scaled."""
     (most, longest), *rest = points
     if not rest or rest[0][0] == most:
         return longest * tokens / most
@@ -337,7 +330,7 @@ def _extrapolated(points: list[tuple[int, float]], tokens: int) -> float:
 
 
 def _shortened(rows: int, seq_len: int, tokens: float) -> tuple[int, int]:
-    """Return a micro-batch of at most ``tokens`` tokens, with whole sequences if one of them fits."""
+    """Return a micro-batch of at most ``tokens`` tokens, with whole sequences if one fits."""
     if tokens >= rows * seq_len:
         return rows, seq_len
     if tokens >= seq_len:

@@ -1,4 +1,4 @@
-"""Measures how much slower work gets beside other work: each kind runs alone, then with the others."""
+"""Measure how much work slows down next to other work: each kind runs alone, then with the others."""
 
 import contextlib
 import itertools
@@ -17,22 +17,20 @@ _MAX_SECONDS = 60.0
 
 
 class Load(Protocol):
-    """Work that can be repeated for as long as it is needed."""
+    """Work that can be repeated."""
 
     ends: list[float]  # Times at which its pieces were done since :meth:`start`, on :func:`time.monotonic`'s clock
     failure: BaseException | None  # Error because of which no more of it will be done; :meth:`stop` raises it
 
     def start(self) -> None:
-        """Begin with the first piece, and go on with the next until :meth:`stop` is called."""
+        """Begin, and repeat the work until :meth:`stop`."""
         ...
 
-    def stop(self) -> None:
-        """Stop, and return when the last piece is done."""
-        ...
+    def stop(self) -> None: ...
 
 
 class RepeatedCall:
-    """A load that calls a function again and again, in a thread of its own."""
+    """A load that calls a function again and again in a thread."""
 
     def __init__(self, work: Callable[[], object]):
         self.ends: list[float] = []
@@ -63,7 +61,7 @@ class RepeatedCall:
 
 
 def pieces_per_second(loads: Sequence[Load]) -> list[float]:
-    """Return how many pieces each of ``loads`` does in a second while all of them run."""
+    """Return the pieces of work per second of each of ``loads`` while all of them run."""
     start = time.monotonic() + WARM_SECONDS
 
     def ends(load: Load) -> list[float]:
@@ -82,11 +80,11 @@ def pieces_per_second(loads: Sequence[Load]) -> list[float]:
                 )
             time.sleep(WARM_SECONDS / 20)
         counted = [ends(load) for load in loads]
-    return [(len(one) - 1) / max(one[-1] - one[0], 1e-9) for one in counted]
+    return [(len(times) - 1) / max(times[-1] - times[0], 1e-9) for times in counted]
 
 
 def measure_contention(loads: Mapping[Resource, Load]) -> tuple[dict[Resource, float], Contention]:
-    """Measure the pieces per second of each load alone, and what is left of that in every combination of loads."""
+    """Measure the speed of each load alone, and its remaining fraction in every combination of loads."""
     alone = {resource: pieces_per_second([load])[0] for resource, load in loads.items()}
     speeds = {}
     for size in range(2, len(loads) + 1):

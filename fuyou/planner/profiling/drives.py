@@ -1,11 +1,12 @@
-"""Measures the SSDs' bandwidth through our own store, on scratch files in the run's directories."""
+"""Measure the bandwidth of the SSDs through scratch files of a store, and of the link to the device."""
 
 import os
 import shutil
+import statistics
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import cycle, islice
@@ -14,10 +15,13 @@ from typing import Literal
 
 import numpy as np
 import psutil
+import torch
 
 from common.memory.buffers import HostBuffer
 from common.store import Extent, Layout, Store, Throttle, commit_manifest
 from fuyou.layout.record import Record, allocate_extents
+from fuyou.runtime.devices.device import Device
+from fuyou.schedule.tasks import Op, Task
 
 FOLDER = "fuyou-profile-"  # Beginning of the scratch folder's name; the process id follows
 DIRECTION_SECONDS = 0.5  # Each direction is measured for this long
@@ -39,10 +43,9 @@ class DriveRates:
 
 
 class ScratchFiles:
-    """A store for measuring: something to move, and records for the optimizer process.
+    """A store for measuring.
 
     Args:
-        store: open.
         records: records for the optimizer process, in two slots.
         transfers: extents that are moved to measure bandwidth.
     """
@@ -52,7 +55,7 @@ class ScratchFiles:
         self._transfers = transfers
 
     def measure(self) -> DriveRates:
-        """Measure writing, reading, both in turns, and a commit."""
+        """Measure writing, reading, both alternating, and a commit."""
         buffers = [HostBuffer(extent.nbytes).touch() for extent in self._transfers[:_IN_FLIGHT]]
         try:
             noise = np.random.default_rng(0).integers(0, 256, buffers[0].nbytes, dtype=np.uint8)
@@ -80,7 +83,7 @@ class ScratchFiles:
         most: int | None = None,
         extents: Sequence[Extent] | None = None,
     ) -> tuple[int, float]:
-        """Move extents for ``seconds``, at most ``most`` of them; return how many they were, and bytes per second."""
+        """Move at most ``most`` extents for ``seconds``; return their number and bytes per second."""
         under_way: deque[Future[None]] = deque()
         moved = count = 0
         start = time.perf_counter()
@@ -109,10 +112,10 @@ class ScratchFiles:
 def open_scratch(
     directories: Sequence[Path], records: Sequence[Record], throttle: Throttle | None
 ) -> Iterator[ScratchFiles]:
-    """Open a store of scratch files, in a new folder in each of ``directories``; it is always removed afterwards.
+    """Open a store of scratch files in a new folder in each of ``directories``, removed afterwards.
 
     Raises:
-        UserError: there is no room for them.
+        UserError: if there is no space for them.
     """
     folders = [path / f"{FOLDER}{os.getpid()}" for path in directories]
     for path in directories:
@@ -133,7 +136,6 @@ def open_scratch(
 
 
 def _remove(folders: Sequence[Path]) -> None:
-    """Remove folders with all that is in them: an interrupt may come when a store is half made."""
     for folder in folders:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -143,3 +145,65 @@ def _remove_left_behind(directory: Path) -> None:
         number = folder.name.removeprefix(FOLDER)
         if number.isdigit() and not psutil.pid_exists(int(number)):
             _remove([folder])
+
+
+LARGEST_COPY_BYTES = 64 << 20  # Largest copy that is measured: a block's parameters are rarely smaller where it matters
+_COPIES = 5
+
+
+@dataclass(frozen=True)
+class LinkRates:
+    """Bytes per second between host and device."""
+
+    upload: float
+    download: float
+    upload_beside: float  # Bytes per second while the other direction is busy, too
+    download_beside: float
+
+
+def measure_link(device: Device, nbytes: int) -> LinkRates:
+    """Measure copies of ``nbytes`` (at most :data:`LARGEST_COPY_BYTES`), as the engine's lanes make them.
+
+    Takes twice as many bytes in host memory and on the device.
+    """
+    nbytes = min(nbytes, LARGEST_COPY_BYTES)
+    up, down = _Copies(device, Op.PARAMETER_UPLOAD, nbytes), _Copies(device, Op.GRADIENT_DOWNLOAD, nbytes)
+    try:
+        alone = up.rate(), down.rate()
+        with ThreadPoolExecutor(1) as other:
+            beside = other.submit(down.rate)
+            rate = up.rate()
+            return LinkRates(*alone, rate, beside.result())
+    finally:
+        up.close()
+        down.close()
+
+
+class _Copies:
+    """Copies in one direction, with the buffers for them."""
+
+    def __init__(self, device: Device, op: Op, nbytes: int):
+        self._device, self._op, self._nbytes = device, op, nbytes
+        self._buffer = HostBuffer(nbytes).touch()
+        if device.page_locks:
+            self._buffer.page_lock()
+        host = self._buffer.tensor(torch.uint8, 0, nbytes)
+        there = device.allocate(nbytes)
+        self._target, self._source = (there, host) if op is Op.PARAMETER_UPLOAD else (host, there)
+
+    def rate(self) -> float:
+        """Return the median bytes per second of a few copies, after one warm-up."""
+        return statistics.median([self.copy() for _ in range(_COPIES + 1)][1:])
+
+    def copy(self) -> float:
+        task = Task(self._op, [])
+        task.started_at = time.monotonic()
+        self._device.copy(task, self._target, self._source)
+        self._device.synchronize()
+        task.finished_at = time.monotonic()
+        began, ended = self._device.interval(task)
+        return self._nbytes / max(ended - began, 1e-9)
+
+    def close(self) -> None:
+        del self._target, self._source
+        self._buffer.close()

@@ -1,19 +1,26 @@
-"""Measures everything that a prediction of a step needs.
+"""Measure everything that a prediction of a step needs, and cache the profile.
 
-It takes 6 to 12 s, three of them to start the optimizer process, and no more than 20 s where drives or processors are
-slow. It takes about as much memory as the engine
-itself needs for one block or the head, and 24 MiB per drive.
+This takes 6 to 12 s, three of them to start the optimizer process, and at most 20 s on slow drives or processors. It
+needs about as much memory as the engine for one block or the head, and 24 MiB per drive.
 """
 
+import contextlib
+import hashlib
+import json
+import os
+import platform
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
 from transformers import PreTrainedConfig
 
+from common.files import cached_path, read_cached, write_cached
+from common.hardware.machine import core_count, cpu_count
 from common.models.meta_model import build_meta_model
 from fuyou.layout.model_layout import ModelLayout
 from fuyou.layout.record import Precision
@@ -22,11 +29,9 @@ from fuyou.model.streamed_model import StreamedModel
 from fuyou.optimizer.process.client import OptimizerLink
 from fuyou.planner.profiling.blocks import BlockBench
 from fuyou.planner.profiling.contention import Load, RepeatedCall, measure_contention
-from fuyou.planner.profiling.drives import open_scratch
-from fuyou.planner.profiling.links import measure_link
+from fuyou.planner.profiling.drives import measure_link, open_scratch
 from fuyou.planner.profiling.optimizer import OptimizerBench, scratch_records
-from fuyou.planner.profiling.profile import PartTimes, Profile
-from fuyou.planner.rates import Contention
+from fuyou.planner.rates import FORMAT, Contention, PartTimes, Profile
 from fuyou.runtime.devices.device import Device, optimizer_threads
 from fuyou.schedule.memory_plan import MemoryPlan
 from fuyou.schedule.tasks import Resource
@@ -68,7 +73,6 @@ class ProfiledWorkload:
 
     @property
     def tokens(self) -> int:
-        """Tokens in a micro-batch."""
         return self.rows * self.seq_len
 
 
@@ -76,8 +80,8 @@ def measure(workload: ProfiledWorkload, device: Device) -> Profile:
     """Measure ``device`` and the drives of the workload's directories.
 
     Raises:
-        UserError: the directories have no room for scratch files, or the model cannot be streamed.
-        FinetuneError: a drive or the optimizer process failed.
+        UserError: if the directories have no space for scratch files, or the model cannot be streamed.
+        FinetuneError: if a drive or the optimizer process failed.
     """
     start = time.monotonic()
     throttle = device.throttle
@@ -141,3 +145,71 @@ def _parts(
 ) -> tuple[PartTimes, BlockBench | None]:
     blocks = BlockBench(stack, shape, device, workload.rows, workload.seq_len, workload.head_columns)
     return blocks.measure(), blocks
+
+
+_KIND = "profiles"
+MAX_AGE_SECONDS = 30 * 86400.0  # Drives fill up and wear, drivers change: older profiles are measured again
+
+
+def load(workload: ProfiledWorkload, device: Device) -> Profile | None:
+    """Return the cached profile; None if there is none, it is too old, or its file is damaged."""
+    content = read_cached(_KIND, describe(workload, device), FORMAT)
+    if content is None:
+        return None
+    try:
+        profile = Profile.from_dict(content["profile"])
+    except (ValueError, KeyError, TypeError):
+        return None
+    return profile if 0 <= time.time() - profile.measured_at < MAX_AGE_SECONDS else None
+
+
+def save(profile: Profile, workload: ProfiledWorkload, device: Device) -> Profile:
+    """Cache ``profile`` if possible, and return it."""
+    write_cached(_KIND, describe(workload, device), FORMAT, profile=profile.to_dict())
+    return profile
+
+
+def profile_path(key: dict[str, Any]) -> Path:
+    """Return the file of the profile with this key of :func:`describe`."""
+    return cached_path(_KIND, key)
+
+
+def describe(workload: ProfiledWorkload, device: Device) -> dict[str, Any]:
+    """Return everything that a profile depends on, as JSON: the key of its file."""
+    # The configuration without its depth and its name.
+    config = {
+        name: value
+        for name, value in workload.config.to_dict().items()
+        if name not in ("num_hidden_layers", "n_layer", "_name_or_path", "layer_types", "transformers_version")
+    }
+    shape = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode()).hexdigest()
+    return {
+        "device": device.name,
+        "processor": _processor(),
+        "processors": cpu_count(),
+        "cores": core_count(),
+        "threads": torch.get_num_threads() if device.shares_host_memory else 0,
+        "drives": sorted(_drive(path) for path in workload.directories),
+        "shape": shape,
+        "precision": [*map(str, workload.precision.dtypes), workload.precision.optimizer],
+        "rows": workload.rows,
+        "seq_len": workload.seq_len,
+        "head_columns": workload.head_columns,
+        "chunk_elements": workload.chunk_elements,
+        "versions": versions(),
+        **({"compiled": True} if workload.compiled else {}),
+    }
+
+
+def _processor() -> str:
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            name, _, value = line.partition(":")
+            if name.strip() in ("model name", "Hardware", "Model"):
+                return value.strip()
+    return platform.processor() or platform.machine()
+
+
+def _drive(directory: Path) -> str:
+    number = directory.stat().st_dev
+    return f"{os.major(number)}:{os.minor(number)}"

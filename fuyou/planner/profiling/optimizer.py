@@ -1,4 +1,4 @@
-"""Runs the optimizer process on scratch records, to measure how fast it updates and how fast it writes."""
+"""Run the optimizer process on scratch records, to measure how fast it updates and writes."""
 
 import os
 import threading
@@ -25,8 +25,7 @@ from fuyou.optimizer.process.protocol import (
 )
 from fuyou.planner.profiling.drives import ScratchFiles
 
-# Parameters that are updated in turn: more than a processor's own caches hold with their states.
-UPDATED_ELEMENTS = 4 << 20
+UPDATED_ELEMENTS = 4 << 20  # Parameters updated in turn: more than caches hold with their states
 WRITTEN_ELEMENTS = 2 << 20  # Parameters in each record that is written while others are updated
 _WRITTEN_RECORDS = 3
 _ANSWER_SECONDS = 60.0
@@ -43,11 +42,11 @@ def scratch_records(chunk_elements: int, precision: Precision) -> list[Record]:
 
 
 class OptimizerPump:
-    """A load on the optimizer process: asks for one kind of work, and again for each answer.
+    """A load on the optimizer process that sends the next request after each answer.
 
     Args:
-        send: asks for a piece of work on a record.
-        records: records that are under way at the same time.
+        send: requests a piece of work on a record.
+        records: records that are in work at the same time.
     """
 
     def __init__(self, send: Callable[[int], None], records: Sequence[int]):
@@ -66,7 +65,7 @@ class OptimizerPump:
             self._send(record)
 
     def answered(self, record: int) -> None:
-        """Note that the work on ``record`` is done; called in the link's thread."""
+        """Count the work on ``record`` as done; called in the link's thread."""
         self.ends.append(time.monotonic())
         if self._running:
             self._send(record)
@@ -76,7 +75,7 @@ class OptimizerPump:
             self._changed.notify_all()
 
     def fail(self, error: BaseException) -> None:
-        """Note that no answer will come any more."""
+        """Stop waiting: there will be no more answers."""
         with self._changed:
             self.failure = error
             self._changed.notify_all()
@@ -95,18 +94,16 @@ class OptimizerPump:
 
 
 class OptimizerBench:
-    """The optimizer process with records in its memory, some of which it updates and some of which it writes.
+    """The optimizer process with records in its memory, of which it updates some and writes others.
 
     Args:
         link: the process, started but not set up.
         scratch: the store with the records of :func:`scratch_records`.
-        precision: types of parameters and states.
-        chunk_elements, threads: as the run has them.
         throttle: slows the drives down.
 
     Attributes:
-        updating: the load that updates one chunk in each piece of work, and writes nothing.
-        writing: the load that writes :data:`WRITTEN_ELEMENTS` parameters and their states in each piece, and computes
+        updating: a load that updates one chunk at a time, and writes nothing.
+        writing: a load that writes :data:`WRITTEN_ELEMENTS` parameters and their states at a time, and computes
             nothing.
     """
 
@@ -126,9 +123,7 @@ class OptimizerBench:
         self._there: set[int] = set()  # records whose states are in memory
         nbytes = max(record.parameter_nbytes for record in records)
         shared = SharedRegions(
-            2 * nbytes,
-            {Kind.BLOCK: BufferRegion(0, nbytes, 1)},
-            {Kind.BLOCK: BufferRegion(nbytes, nbytes, 1)},
+            2 * nbytes, {Kind.BLOCK: BufferRegion(0, nbytes, 1)}, {Kind.BLOCK: BufferRegion(nbytes, nbytes, 1)}
         )
         self._share(shared, precision)
         self.updating = OptimizerPump(self._update, updated if len(updated) > 1 else 2 * updated)
@@ -152,12 +147,11 @@ class OptimizerBench:
         )
 
     def close(self) -> None:
-        """End the process."""
         self._link.close()
         self._memory.close()
 
     def _share(self, shared: SharedRegions, precision: Precision) -> None:
-        """Share memory for parameters and gradients, filled with random numbers: other values may make Adam slow."""
+        """Share memory for parameters and gradients, filled with random numbers: other values may slow Adam down."""
         assert self._link.shared_fd is not None
         os.ftruncate(self._link.shared_fd, shared.nbytes)
         self._memory = HostBuffer(shared.nbytes, fd=os.dup(self._link.shared_fd)).touch()

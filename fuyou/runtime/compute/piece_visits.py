@@ -8,15 +8,49 @@ import torch
 
 from common.data.documents import Documents
 from fuyou.layout.model_layout import ModelLayout
-from fuyou.layout.pieces import PiecePart
+from fuyou.layout.record_parts import PiecePart
 from fuyou.layout.visits import Phase
 from fuyou.model.streamed_model import StreamedModel
 from fuyou.pieces.handles import PieceHandles
 from fuyou.pieces.run import PieceRun
 from fuyou.schedule.tasks import ComputeTask, known
 
-# Takes the gradient of a parameter: index of its record, its name there, and the gradient.
-AddGradient = Callable[[int, str, torch.Tensor], None]
+
+def random_state(device: torch.device) -> torch.Tensor:
+    """Return the state of the generator that computation on ``device`` draws from."""
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+
+
+def _set_random_state(state: torch.Tensor, device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(state, device)
+    else:
+        torch.set_rng_state(state)
+
+
+class RandomReplay:
+    """Draws the same random numbers again inside a ``with`` block, and leaves the caller's generator as it was.
+
+    Args:
+        state: that the generator had when they were drawn the first time.
+    """
+
+    def __init__(self, state: torch.Tensor, device: torch.device):
+        self._state, self._device = state, device
+
+    def __enter__(self) -> "RandomReplay":
+        self._outer = random_state(self._device)
+        self.rewind()
+        return self
+
+    def rewind(self) -> None:
+        _set_random_state(self._state, self._device)
+
+    def __exit__(self, *_: object) -> None:
+        _set_random_state(self._outer, self._device)
+
+
+AddGradient = Callable[[int, str, torch.Tensor], None]  # Takes record index, parameter name, and gradient
 
 
 @dataclass
@@ -29,11 +63,9 @@ class _Pass:
 
 
 class PieceVisits:
-    """The passes that are under way.
+    """The running passes.
 
     Args:
-        stack: the model.
-        shape: its records.
         add_gradient: called with gradients of what is trained of the pieces, in a backward pass.
     """
 
@@ -53,7 +85,6 @@ class PieceVisits:
         """Prepare the pass that begins with ``task``.
 
         Args:
-            task: of the first part.
             work: the pass, with the block's own modules; what it returns is what :meth:`end` returns.
             documents: documents that share the rows.
             random_states: states that the generators have when it begins.
@@ -74,32 +105,30 @@ class PieceVisits:
                 self._add_gradient(record.index, slot.name, gradient)
 
             pieces = [tuple(slot.part for slot in record.parameters) for record in records]
-            wanted = trained if phase is Phase.BLOCK_BACKWARD else ()
-            self._handles = (layer, phase), PieceHandles(self._stack, layer, pieces, wanted, on_gradient)
+            names = trained if phase is Phase.BLOCK_BACKWARD else ()
+            self._handles = (layer, phase), PieceHandles(self._stack, layer, pieces, names, on_gradient)
         return self._handles[1]
 
     def advance(self, task: ComputeTask, views: Mapping[str, torch.Tensor], beside: Mapping[str, torch.Tensor]) -> None:
-        """Let the pass go on while it needs the piece of ``task``.
+        """Let the pass continue while it needs the piece of ``task``.
 
         Args:
-            task: of the part.
             views: the piece's parameters on the device, by name.
             beside: adapters of the block, which are there for all parts.
         """
-        one = self._passes[task.micro]
+        current = self._passes[task.micro]
         weights = {slot.part: views[slot.name] for slot in self._records[task.visit.record].parameters}
         piece = self._blocks[known(task.visit.layer)].index(task.visit.record)
-        with self._stack.apart(one.documents), one.handles.bound(), self._stack.bound(beside):
-            one.run.advance(piece, weights)
+        with self._stack.apart(current.documents), current.handles.bound(), self._stack.bound(beside):
+            current.run.advance(piece, weights)
 
     def end(self, micro: int) -> tuple[Any, tuple[torch.Tensor, ...]]:
         """Return what the pass of a micro-batch has returned, and the states in which it leaves the generators."""
-        one = self._passes.pop(micro)
-        states = one.run.random_state
+        current = self._passes.pop(micro)
+        states = current.run.random_state
         assert states is not None
-        return one.run.result(), states
+        return current.run.result(), states
 
     def close(self) -> None:
-        """Abandon all passes."""
         while self._passes:
             self._passes.popitem()[1].run.close()

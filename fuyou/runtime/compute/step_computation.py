@@ -16,9 +16,8 @@ from fuyou.model.loss.router_loss import RouterPass, router_logits
 from fuyou.model.open_model import OpenModel
 from fuyou.model.recompute.replay import BlockReplay, SavedForward
 from fuyou.model.training_batch import TrainingBatch
-from fuyou.pieces.random_states import fresh_random_states, random_states, set_random_states
-from fuyou.runtime.compute.piece_visits import PieceVisits
-from fuyou.runtime.compute.random_replay import RandomReplay, random_state
+from fuyou.pieces.run import fresh_random_states, random_states, set_random_states
+from fuyou.runtime.compute.piece_visits import PieceVisits, RandomReplay, random_state
 from fuyou.runtime.compute.task_parameters import TaskParameters, apart
 from fuyou.runtime.data_plane.data_plane import DataPlane
 from fuyou.runtime.devices.out_of_memory import explain_out_of_memory

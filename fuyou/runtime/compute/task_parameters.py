@@ -13,12 +13,7 @@ from fuyou.schedule.tasks import ComputeTask, known
 
 
 class TaskParameters:
-    """Parameters and gradients of one step's tasks.
-
-    Args:
-        stack: the model.
-        buffers: where they are.
-    """
+    """Parameters and gradients of one step's tasks."""
 
     def __init__(self, stack: StreamedModel, buffers: Buffers):
         self._stack, self._buffers = stack, buffers
@@ -51,13 +46,13 @@ class TaskParameters:
         leaves: dict[str, torch.Tensor] = {}
         for record, views in self.views(task, kind):
             trained = record.trained_names
-            own = {name: torch.nn.Parameter(view, requires_grad=name in trained) for name, view in views.items()}
+            parameters = {name: torch.nn.Parameter(view, requires_grad=name in trained) for name, view in views.items()}
             if trained:
                 if task.first and record.index not in self._sums:
                     self.open_sum(task)
-                self._sums[record.index].attach({name: own[name] for name in trained})
+                self._sums[record.index].attach({name: parameters[name] for name in trained})
             for slot in record.parameters:
-                leaf = own[slot.name].to(self._stack.dtype_of(slot.name))
+                leaf = parameters[slot.name].to(self._stack.dtype_of(slot.name))
                 leaves.update(dict.fromkeys(slot.names, leaf))
         return leaves
 
@@ -115,7 +110,7 @@ class TaskParameters:
 
 
 def apart(buffer: torch.Tensor) -> torch.Tensor:
-    """Return the same memory with a version counter of its own.
+    """Return the same memory with a separate version counter.
 
     All buffers of a ring are views of one allocation and would share its counter: copies into *other* buffers, which
     lanes make while a block computes, would look to autograd as if what it has saved had been overwritten. That nothing

@@ -6,8 +6,8 @@ import torch
 
 from fuyou.layout.visits import Phase
 from fuyou.model.loss.token_head import TokenHead
-from fuyou.model.reference import adapters_off, evaluating
-from fuyou.runtime.compute.random_replay import random_state
+from fuyou.model.open_model import adapters_off, evaluating
+from fuyou.runtime.compute.piece_visits import random_state
 from fuyou.runtime.compute.step_computation import StepComputation, StepInputs
 from fuyou.schedule.tasks import ComputeTask, known
 
@@ -16,7 +16,6 @@ class TokenPass:
     """The numbers of one pass, on the CPU, where the caller's loss is computed.
 
     Args:
-        head: makes them from logits.
         examples: an empty example of each, ``[0, ...]``.
         rows, positions: size of the batch; the latter is 1 where the head gives one prediction for each row.
         inputs: the caller's own tensors ``[rows, positions, ...]`` that the head's function gets in pieces.
@@ -67,10 +66,6 @@ class TokenComputation(StepComputation):
     The head runs twice: for its numbers, and again with the gradients of the caller's loss. Micro-batches of the
     reference follow the others in each visit of the forward pass, on the same parameters, without adapters and without
     dropout.
-
-    Args:
-        passing: the numbers and their gradients.
-        inputs: of the step.
     """
 
     def __init__(self, passing: TokenPass, inputs: StepInputs):

@@ -45,11 +45,13 @@ class Buffers:
     def __init__(self, shape: ModelLayout, plan: MemoryPlan, device: Device, shared_fd: int):
         self.shape, self.plan, self.device = shape, plan, device
         counts = plan.counts
-        self.parameters = {kind: DeviceBuffers(device, shape.device_nbytes(kind), counts.device(kind)) for kind in Kind}
+        self.parameters = {
+            kind: DeviceBuffers(device, shape.sizes[kind].device_nbytes, counts.device(kind)) for kind in Kind
+        }
         self.decoded = DeviceBuffers(device, shape.decoded_nbytes, 1)
         """Where a frozen record in fewer bits becomes what computes."""
         self.wide = {
-            kind: DeviceBuffers(device, shape.trained_elements(kind) * 4, 1)
+            kind: DeviceBuffers(device, shape.sizes[kind].trained_elements * 4, 1)
             for kind, wanted in ((Kind.BLOCK, plan.wide_blocks), (Kind.NON_BLOCK, plan.wide_non_block))
             if wanted
         }
@@ -58,7 +60,7 @@ class Buffers:
         self.gradients = {
             kind: self.wide[kind]
             if kind in self.wide and counts.device_gradients(kind) == 1
-            else DeviceBuffers(device, shape.device_gradient_nbytes(kind), counts.device_gradients(kind))
+            else DeviceBuffers(device, shape.sizes[kind].device_gradient_nbytes, counts.device_gradients(kind))
             for kind in Kind
         }
         self.activation_bytes = {Activation.HIDDEN: plan.activation_bytes, Activation.KEPT: plan.kept_bytes}
@@ -84,11 +86,10 @@ class Buffers:
     def _regions(self) -> SharedRegions:
         counts, shape, offset = self.plan.counts, self.shape, 0
         regions: list[dict[Kind, BufferRegion]] = []
-        sizes = (counts.host, shape.parameter_nbytes), (counts.host_gradients, shape.gradient_nbytes)
-        for count, nbytes in sizes:
+        for count, size in ((counts.host, "parameter_nbytes"), (counts.host_gradients, "gradient_nbytes")):
             region = {}
             for kind in Kind:
-                region[kind] = BufferRegion(offset, nbytes(kind), count(kind))
+                region[kind] = BufferRegion(offset, getattr(shape.sizes[kind], size), count(kind))
                 offset += region[kind].nbytes
             regions.append(region)
         return SharedRegions(offset, regions[0], regions[1])

@@ -8,12 +8,11 @@ from concurrent.futures import Future
 
 import torch
 
-from common.memory.heap import Heap
+from common.memory.meter import Heap
 from fuyou.layout.record import Record
 from fuyou.runtime.data_plane.buffers import Buffers
 from fuyou.runtime.data_plane.optimizer_handlers import OptimizerHandlers
-from fuyou.runtime.data_plane.scratch import Scratch
-from fuyou.runtime.data_plane.stored_records import StoredRecords
+from fuyou.runtime.data_plane.stored_records import Scratch, StoredRecords
 from fuyou.runtime.executor import Executor, Handler
 from fuyou.schedule.memory_plan import HEAP_SLACK_BYTES
 from fuyou.schedule.tasks import Op, Task, known
@@ -23,9 +22,6 @@ class DataPlane:
     """Runs all tasks of a run but the computation, and owns what they work on.
 
     Args:
-        buffers: on host and device.
-        stored: the training store's records.
-        optimizer: the optimizer process, which is started here.
         scratch: files for what finds no room in host memory.
         handlers: what does all other kinds of task: commits, and exchanges between ranks.
     """

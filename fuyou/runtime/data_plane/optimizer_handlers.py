@@ -28,8 +28,7 @@ class OptimizerHandlers:
 
     Args:
         link: to the process, which is up but not set up.
-        stored: the records that it reads, updates and writes.
-        update_of: returns the update of a step, asked for when it starts.
+        update_of: returns the update of a step when it starts.
         resident: records whose states stay in host memory.
         locks: descriptors that the process is to hold as well.
     """
@@ -55,7 +54,6 @@ class OptimizerHandlers:
         self.read_bytes = self.written_bytes = 0
 
     def handlers(self) -> dict[Op, Handler]:
-        """Return what does each kind of task of the optimizer process."""
         return {
             Op.STATE_READ: self._state_read,
             Op.UPDATE: self._update,
@@ -93,11 +91,10 @@ class OptimizerHandlers:
                 raise failure
 
     def close(self) -> None:
-        """End the process."""
         self._link.close()
 
     def take_ssd_intervals(self) -> list[RecordInterval]:
-        """Return when the process had I/O under way, since the last call."""
+        """Return the times of the process's I/O since the last call."""
         with self._lock:
             taken, self._ssd_intervals = self._ssd_intervals, []
         return taken
@@ -147,7 +144,9 @@ class OptimizerHandlers:
             self._stored.missed.updated(message.record, message.absent)
             with self._lock:
                 task = self._updating.pop(message.record)
-                self._adam_intervals += [RecordInterval(message.record, *one) for one in message.adam_intervals]
+                self._adam_intervals += [
+                    RecordInterval(message.record, *interval) for interval in message.adam_intervals
+                ]
             self._running.finish(task, message.start_time)
         elif isinstance(message, Written):
             self._stored.sums.written(message.record, message.slot, message.parameters, message.states)
@@ -159,7 +158,7 @@ class OptimizerHandlers:
                 created.set()
                 return
             with self._lock:
-                self._ssd_intervals += [RecordInterval(message.record, *one) for one in message.ssd_intervals]
+                self._ssd_intervals += [RecordInterval(message.record, *interval) for interval in message.ssd_intervals]
                 write = self._writing.pop(message.record, None)
                 if write is None:
                     self._early.add(message.record)

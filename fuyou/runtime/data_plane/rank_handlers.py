@@ -9,8 +9,7 @@ import torch.distributed as dist
 from fuyou.optimizer.gradient_sum import sum_of_squares
 from fuyou.runtime.data_plane.buffers import Buffers
 from fuyou.runtime.executor import Handler
-from fuyou.runtime.ranks.collectives import gather, reduce_scatter
-from fuyou.runtime.ranks.topology import ClusterTopology
+from fuyou.runtime.ranks.collectives import ClusterTopology, gather, reduce_scatter
 from fuyou.schedule.memory_plan import REDUCTION_BYTES
 from fuyou.schedule.tasks import Op, Task, known
 
@@ -20,10 +19,6 @@ class RankHandlers:
 
     Each kind has a process group of its own and a lane of its own (on NCCL, one lane for all that launch there), and
     every rank's list has the same tasks in the same order, so no two ranks ever wait for each other crosswise.
-
-    Args:
-        buffers: whose bytes are exchanged.
-        topology: who the others are.
     """
 
     def __init__(self, buffers: Buffers, topology: ClusterTopology):
@@ -34,7 +29,6 @@ class RankHandlers:
         self._checksums: dict[int, int] = {}
 
     def handlers(self) -> dict[Op, Handler]:
-        """Return the handlers, by kind of task."""
         return {
             Op.PARAMETER_GATHER: self._gather,
             Op.GRADIENT_REDUCE: self._reduce,

@@ -1,17 +1,21 @@
-"""Records in the training store: where they are, and their parameters read and written with checksums."""
+"""Records in the training store, read and written with checksums, and scratch files for gradients and activations."""
 
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
 
-from common.store import Store
+from common.store import Layout, Store, remove
 from common.store.checksums import ExtentChecksums
 from fuyou.layout.checksums import RecordSums, sealed_name
 from fuyou.layout.record import Record, RecordExtents
 from fuyou.optimizer.absent_gradients import MissedUpdates
+from fuyou.runtime.data_plane.buffers import Buffers
+from fuyou.runtime.executor import Handler
+from fuyou.schedule.tasks import Activation, Op, Task, known
 
 
 @dataclass(frozen=True)
@@ -21,9 +25,8 @@ class StoredRecords:
     store: Store  # Store that they are in, open
     extents: Sequence[RecordExtents]  # Place of each record
     slots: int  # Number of slots of each record that is trained
-    sums: RecordSums  # Checksums: told of everything that is written, asked about what is read
-    # Steps without a gradient: told which parameters an update has left alone, asked which earlier ones have.
-    missed: MissedUpdates
+    sums: RecordSums  # Checksums of everything written
+    missed: MissedUpdates  # Counts updates of parameters without a gradient
 
     def read_parameters(self, record: Record, slot: int, step: int, buffer: np.ndarray | torch.Tensor) -> Future:
         """Read a record's parameters, and compare them with their checksum where ``step`` is one to do so.
@@ -31,16 +34,16 @@ class StoredRecords:
         Args:
             buffer: where to, of at least the record's bytes: in host memory, or on the device if the store reads there.
         """
-        place, sums = self.extents[record.index].parameters[slot], None
+        extent, sums = self.extents[record.index].parameters[slot], None
         expected = self.sums.expected(record.index, "parameters", slot, step)
         if expected is not None:
-            sums = ExtentChecksums(place, self.store.directories, sealed_name(record, "parameters"), expected)
-        return self.store.read(place, buffer, sums=sums)
+            sums = ExtentChecksums(extent, self.store.directories, sealed_name(record, "parameters"), expected)
+        return self.store.read(extent, buffer, sums=sums)
 
     def write_parameters(self, record: Record, slot: int, values: np.ndarray) -> Future:
         """Write what the optimizer process does not: all of a record's parameters, or all that this rank stores."""
-        place = self.extents[record.index].parameters[slot]
-        sums = ExtentChecksums(place, self.store.directories, sealed_name(record, "parameters"))
+        extent = self.extents[record.index].parameters[slot]
+        sums = ExtentChecksums(extent, self.store.directories, sealed_name(record, "parameters"))
         noted: Future[None] = Future()
 
         def note(done: Future) -> None:
@@ -52,5 +55,74 @@ class StoredRecords:
             else:
                 noted.set_result(None)
 
-        self.store.write(place, values, sums=sums).add_done_callback(note)
+        self.store.write(extent, values, sums=sums).add_done_callback(note)
         return noted  # and not the write's own, which is done before the checksum is known to a commit
+
+
+class Scratch:
+    """A store of buffers' overflow; without a directory or file where the plan needs none.
+
+    Args:
+        directories: one per SSD; made here, and removed in the end.
+        gradients: whether gradients may have to wait on SSD.
+    """
+
+    def __init__(self, buffers: Buffers, directories: Sequence[Path], gradients: bool):
+        self._buffers, self._directories = buffers, list(directories)
+        layout, counts, shape = Layout(len(self._directories)), buffers.plan.counts, buffers.shape
+        self._activations = {
+            kind: [layout.allocate("activations", buffers.activation_bytes[kind]) for _ in range(count)]
+            for kind, count in ((Activation.HIDDEN, counts.ssd_activations), (Activation.KEPT, counts.ssd_kept))
+        }
+        waiting = shape.trainable if gradients else ()
+        self._gradients = {
+            index: layout.allocate("gradients", shape.records[index].gradient_nbytes) for index in waiting
+        }
+        self._opened: Store | None = None
+        if any(self._activations.values()) or self._gradients:
+            for path in self._directories:
+                path.mkdir(exist_ok=True)
+            throttle = buffers.device.throttle
+            self._opened = Store.create(self._directories, layout, overwrite=True, throttle=throttle)
+
+    def handlers(self) -> dict[Op, Handler]:
+        return {
+            Op.GRADIENT_WRITE: self._gradient_write,
+            Op.GRADIENT_READ: self._gradient_read,
+            Op.ACTIVATION_WRITE: self._activation_write,
+            Op.ACTIVATION_READ: self._activation_read,
+        }
+
+    def io_bytes(self) -> tuple[int, int]:
+        """Return the bytes read and written so far."""
+        return (0, 0) if self._opened is None else (self._opened.bytes_read, self._opened.bytes_written)
+
+    def close(self) -> None:
+        if self._opened is not None:
+            self._opened.close()
+            remove(self._directories)
+            for path in self._directories:
+                path.rmdir()
+
+    @property
+    def _store(self) -> Store:
+        assert self._opened is not None
+        return self._opened
+
+    def _gradient_write(self, task: Task) -> Future:
+        record = self._buffers.shape.records[known(task.record)]
+        buffer = self._buffers.host_gradients(record.kind, known(task.source), task.nbytes)
+        return self._store.write(self._gradients[record.index], buffer)
+
+    def _gradient_read(self, task: Task) -> Future:
+        record = self._buffers.shape.records[known(task.record)]
+        buffer = self._buffers.host_gradients(record.kind, known(task.target), task.nbytes)
+        return self._store.read(self._gradients[record.index], buffer)
+
+    def _activation_write(self, task: Task) -> Future:
+        extent = self._activations[task.activation][known(task.target)]
+        return self._store.write(extent, self._buffers.host_activation(task, known(task.source)), 0, task.nbytes)
+
+    def _activation_read(self, task: Task) -> Future:
+        extent = self._activations[task.activation][known(task.source)]
+        return self._store.read(extent, self._buffers.host_activation(task, known(task.target)), 0, task.nbytes)

@@ -29,10 +29,8 @@ from fuyou.schedule.tasks import EXCHANGES, Op, Task
 _COPIES = (Op.PARAMETER_UPLOAD, Op.GRADIENT_DOWNLOAD, Op.ACTIVATION_UPLOAD, Op.ACTIVATION_DOWNLOAD)
 
 
-_LIBRARY_BYTES = 256 << 20
-"""Device memory that cuBLAS takes for its workspaces, one per thread that computes."""
-_ORIGIN_SECONDS = 60.0
-"""Seconds for which times on the device count from one event."""
+_LIBRARY_BYTES = 256 << 20  # Device memory that cuBLAS takes for its workspaces, one per thread that computes
+_ORIGIN_SECONDS = 60.0  # Seconds for which times on the device count from one event
 
 
 class Device(Protocol):
@@ -40,14 +38,10 @@ class Device(Protocol):
 
     name: str
     torch_device: torch.device
-    shares_host_memory: bool
-    """Whether its memory is a part of the host's."""
-    page_locks: bool
-    """Whether host buffers must be page-locked."""
-    throttle: Throttle | None
-    """What slows the drives down, in benchmarks."""
-    in_one_order: frozenset[Op]
-    """Kinds of task that all ranks must launch in one order, whichever can begin first."""
+    shares_host_memory: bool  # Whether its memory is a part of the host's
+    page_locks: bool  # Whether host buffers must be page-locked
+    throttle: Throttle | None  # What slows the drives down, in benchmarks
+    in_one_order: frozenset[Op]  # Kinds of task that all ranks must launch in one order, whichever can begin first
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         """Return ``uint8 [nbytes]`` of device memory, allocated once."""

@@ -1,4 +1,4 @@
-"""Small messages between ranks beside the collectives: counts, losses, budgets, and which step was committed."""
+"""Small messages between ranks apart from the collectives: counts, losses, budgets, and which step was committed."""
 
 import socket
 from collections.abc import Sequence
@@ -16,11 +16,8 @@ from fuyou.layout.share import Share
 class Agreement:
     """Process groups of gloo for small messages between all ranks. Making one is collective, and so is every call.
 
-    The thread of commits has a group of its own: its messages must not mix with those of the caller's thread. A rank
+    The thread of commits has a separate group: its messages must not mix with those of the caller's thread. A rank
     that is alone agrees with itself, and needs no groups.
-
-    Args:
-        share: this rank's place among all of them.
     """
 
     def __init__(self, share: Share):
@@ -56,12 +53,10 @@ class Agreement:
 
 
 def rank_name(share: Share, rank: int, host: str | None) -> str:
-    """Return how messages to people call a rank; ``host`` is None if the machine is not known."""
     node, local_rank = divmod(rank, share.ranks_per_node)
     known = [*([host] if host is not None else []), *([f"rank {local_rank} of it"] if share.ranks_per_node > 1 else [])]
     return f"node {node} ({', '.join(known)})" if known else f"node {node}"
 
 
 def host() -> str:
-    """Return the name of this machine."""
     return socket.gethostname()

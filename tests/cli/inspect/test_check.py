@@ -35,7 +35,7 @@ def test_a_good_machine_is_left_alone() -> None:
     assert trouble(store=10**12) == []
 
 
-@pytest.mark.parametrize(("found", "grave", "what", "mend"), [
+@pytest.mark.parametrize(("found", "severe", "what", "remedy"), [
     (trouble(replace(MACHINE, huge_pages=False)), True, "Huge pages are off", "transparent_hugepage/enabled"),
     (trouble(replace(MACHINE, limit_bytes=8 << 30)), False, "allows 8 GiB of the machine's 64 GiB", "docker run"),
     (trouble(replace(MACHINE, gpu_obstacle="it is a stone")), True, "cannot be used: it is a stone", "fit together"),
@@ -53,9 +53,9 @@ def test_a_good_machine_is_left_alone() -> None:
     (trouble(drives=(DRIVE, on(DRIVE, directory=Path("/mnt/b")))), False, "/mnt/nvme0 and /mnt/b are on one", "per"),
     (trouble(store=2 * 10**12), True, "gpt3-13b takes 1.82 TiB on the drives, and 931 GiB", "more or larger drives"),
 ])  # fmt: skip
-def test_problems(found: list[Finding], grave: bool, what: str, mend: str) -> None:
+def test_problems(found: list[Finding], severe: bool, what: str, remedy: str) -> None:
     assert len(found) == 1, found
-    assert (found[0].grave, what in found[0].what, mend in found[0].mend) == (grave, True, True), found[0]
+    assert (found[0].severe, what in found[0].what, remedy in found[0].remedy) == (severe, True, True), found[0]
 
 
 def test_the_drive_below_a_volume_on_a_partition(tmp_path: Path) -> None:

@@ -5,9 +5,8 @@ import time
 
 import pytest
 
-import cli.report.heartbeat
-from cli.report.heartbeat import Heartbeat
-from cli.report.progress import Progress
+import cli.report.progress
+from cli.report.progress import Heartbeat, Progress
 from cli.report.results import IoCounts, MemoryUse, StepMetrics, StepResult
 from common.activity import activity, current_activity
 
@@ -67,9 +66,9 @@ def test_activities_are_inside_each_other() -> None:
 def test_what_takes_long_is_said_and_what_does_not_is_not(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cli.report.heartbeat, "FIRST_AFTER_S", 0.4)
-    monkeypatch.setattr(cli.report.heartbeat, "AGAIN_AFTER_S", (0.4,))
-    monkeypatch.setattr(cli.report.heartbeat, "_LOOK_EVERY_S", 0.02)
+    monkeypatch.setattr(cli.report.progress, "FIRST_AFTER_S", 0.4)
+    monkeypatch.setattr(cli.report.progress, "AGAIN_AFTER_S", (0.4,))
+    monkeypatch.setattr(cli.report.progress, "_LOOK_EVERY_S", 0.02)
     with Heartbeat():
         with activity("something quick"):
             time.sleep(0.05)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from cli.report.history import History
+from cli.report.metrics_logger import History
 from cli.report.results import IoCounts, MemoryUse, RunTotals, StepResult
 from cli.report.summary import Measurements
 from common.store.errors import StoreError

@@ -14,8 +14,7 @@ from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from cli.main import main
-from cli.report.metrics import named_metrics
-from cli.report.results import MemoryUse, StepMetrics, StepResult
+from cli.report.results import MemoryUse, StepMetrics, StepResult, named_metrics
 from common.data import DataConfig, open_data
 from tests.cli.conftest import Finetune
 

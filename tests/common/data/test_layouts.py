@@ -15,7 +15,7 @@ from common.data.items.shapes import answers_of_records, pairs_of_records
 from common.data.records import DataRecord
 from common.data.shapes import SEGMENT_CHARACTERS, examples_of_records
 from common.errors import UserError
-from common.files.presets import preset_files
+from common.files import preset_files
 from tests.common.data.conftest import PLAIN_TEMPLATE, REWRITING_TEMPLATE, make_tokenizer, write_records
 
 ALPACA = preset_files("chat_templates", ".jinja")["alpaca"].read_text()

@@ -10,7 +10,7 @@ import pytest
 #: In its own process: the heap of one that has run other tests has room for all of it.
 PROGRAM = """
 from pathlib import Path
-from common.memory.heap import Heap
+from common.memory.meter import Heap
 
 def resident():
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096

@@ -9,7 +9,7 @@ from common.models.meta_model import build_meta_model
 from common.models.presets import load_config
 from common.models.structure import find_blocks
 from common.models.task_type import TaskType, model_class, task_type_of
-from common.models.vision.towers import TowerFreezing, projector_parameters, tower_parameters
+from common.models.vision import TowerFreezing, projector_parameters, tower_parameters
 from tests.helpers.models.families import family_config
 from tests.helpers.models.vision_families import FAMILIES
 from tests.helpers.models.vision_families import family_config as vision_config

@@ -9,7 +9,7 @@ import pytest
 from common.errors import UserError
 from common.store import Layout, Store, StoreError, commit_manifest, load_manifest, remove
 from common.store.directories import FORMAT, SMALL_FILES_BYTES
-from common.store.sealed import read_sealed, write_sealed
+from common.store.manifest import read_sealed, write_sealed
 from tests.common.store.conftest import memory, noise
 
 MIB = 1 << 20

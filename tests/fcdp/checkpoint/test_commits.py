@@ -17,7 +17,7 @@ import fcdp
 import fcdp.checkpoint.manifest
 import fcdp.checkpoint.pieces
 from common.errors import FinetuneError, UserError
-from common.store.sealed import read_sealed, write_sealed
+from common.store.manifest import read_sealed, write_sealed
 from fcdp.checkpoint.commits import ShardedCheckpoints, VerifiedCheckpoint
 from fcdp.checkpoint.manifest import MANIFEST, Manifest
 from tests.helpers.fcdp.pool import Pool, RankError

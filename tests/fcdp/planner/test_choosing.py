@@ -14,7 +14,7 @@ from fuyou.planner.choose_settings import measure_links
 from fuyou.planner.profiling import save
 from fuyou.runtime.devices.device import memory_limits, open_device
 from fuyou.runtime.ranks.agreement import Agreement
-from fuyou.runtime.ranks.topology import share_of
+from fuyou.runtime.ranks.collectives import share_of
 from tests.helpers.fcdp import engine_cases as cases
 from tests.helpers.fcdp.engine_cases import Run
 from tests.helpers.fcdp.pool import Pool

@@ -11,7 +11,7 @@ from transformers import GPT2Config, LlamaConfig, PreTrainedConfig
 from common.models.attention.memory import AttentionMemory
 from common.models.meta_model import build_meta_model
 from fuyou.model.streamed_model import StreamedModel
-from fuyou.pieces.live_bytes import LiveBytes
+from fuyou.pieces.recording import LiveBytes
 from tests.helpers.engines import ROWS, TOKENS, batches, directories, engine
 from tests.helpers.models.small_models import small_config
 

@@ -11,7 +11,7 @@ from transformers import AutoModelForImageTextToText
 import fuyou
 from common.errors import UserError
 from common.models.adapters.options import AdapterOptions
-from common.models.vision.towers import tower_parameters
+from common.models.vision import tower_parameters
 from fuyou.model.blocks.calls import BlockCalls
 from tests.helpers.models.vision_families import NAMED, OTHERS, PlainLoop, image_batch, save_checkpoint, text_batch
 

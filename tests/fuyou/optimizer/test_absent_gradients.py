@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from fuyou.checkpoint.state import TrainingState
+from fuyou.checkpoint.commits import TrainingState
 from fuyou.layout.record import Kind, Precision, Record
 from fuyou.layout.record_parts import Chunk
 from fuyou.layout.share import Share

@@ -11,10 +11,8 @@ from common.errors import UserError
 from fuyou.layout.optimizer_state import BLOCK_ELEMENTS, OPTIMIZERS
 from fuyou.layout.record import Precision
 from fuyou.optimizer.adam import Update, UpdateRange
-from fuyou.optimizer.chunk_update import ChunkOptimizer
-from fuyou.optimizer.dynamic8 import MOMENT_CODES, SIGNED, UNSIGNED, DynamicCode
-from fuyou.optimizer.kernel_trial import tried_kernels
-from fuyou.optimizer.moments import OptimizerStates
+from fuyou.optimizer.chunk_update import ChunkOptimizer, tried_kernels
+from fuyou.optimizer.moments import MOMENT_CODES, SIGNED, UNSIGNED, DynamicCode, OptimizerStates
 from tests.helpers.adam import CONFIG, randn
 from tests.helpers.twin import in_8_bits
 

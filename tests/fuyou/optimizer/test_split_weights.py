@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fuyou.optimizer.split_weights import join, split, split_in_place
+from fuyou.optimizer.moments import join, split, split_in_place
 
 INFINITY = 0x7F80_0000
 

@@ -5,8 +5,8 @@ import torch
 from peft import LoraConfig
 
 from common.models.adapters.memory import adapter_memory
-from fuyou.pieces.cut import largest_share
-from fuyou.pieces.live_bytes import LiveBytes
+from fuyou.pieces.division import largest_share
+from fuyou.pieces.recording import LiveBytes
 from fuyou.pieces.run import PieceRun
 from tests.helpers.models.piece_models import PieceModel
 from tests.helpers.models.small_models import small_config

@@ -10,13 +10,12 @@ from transformers import AutoConfig
 
 from common.errors import UserError
 from common.models.meta_model import build_meta_model
-from fuyou.layout.pieces import PieceOrder, PiecePart, Stage
+from fuyou.layout.record_parts import PieceOrder, PiecePart, Stage
 from fuyou.model.expert_modules import expert_modules, expert_output_bytes
 from fuyou.model.streamed_model import StreamedModel
-from fuyou.pieces.division import divide
+from fuyou.pieces.division import divide, find_order
 from fuyou.pieces.expert_adapters import ExpertAdapters
 from fuyou.pieces.handles import PieceHandles
-from fuyou.pieces.order import find_order
 from tests.helpers.models.piece_models import PieceModel
 from tests.helpers.models.routed import RoutedConfig
 from tests.helpers.models.small_models import small_config

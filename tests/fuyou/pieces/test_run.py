@@ -8,7 +8,7 @@ import torch
 
 from common.data.documents import Documents, current_documents, replace_documents
 from common.errors import FinetuneError
-from fuyou.layout.pieces import PiecePart
+from fuyou.layout.record_parts import PiecePart
 from fuyou.pieces.run import PieceRun, Use, current_supply
 
 PART = PiecePart("weight")

@@ -15,10 +15,9 @@ from fuyou.layout.model_layout import BufferCounts
 from fuyou.layout.record import Precision
 from fuyou.optimizer.clipping import ClipBy
 from fuyou.planner import Machine, TrainingJob, describe_training, plan
-from fuyou.planner.advice import what_relaxes
 from fuyou.planner.evaluate import SAVE_NOTHING, Candidate, Evaluator
 from fuyou.planner.rates import TaskRates
-from fuyou.planner.run_plan import gpu_bound_tokens, max_clipped_share, search
+from fuyou.planner.run_plan import gpu_bound_tokens, max_clipped_share, search, what_relaxes
 from fuyou.planner.simulator import simulate
 from fuyou.schedule.batch import BatchShape
 from fuyou.schedule.scheduler import Scheduler

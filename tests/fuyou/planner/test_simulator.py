@@ -4,8 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from fuyou.layout.deferred import interleaved
-from fuyou.layout.model_layout import BufferCounts, Recomputation
+from fuyou.layout.model_layout import BufferCounts, Recomputation, interleaved
 from fuyou.planner.evaluate import busy_seconds
 from fuyou.planner.rates import TaskRates
 from fuyou.planner.simulator import Simulator

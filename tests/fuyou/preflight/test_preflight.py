@@ -25,7 +25,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import fuyou
 from common.errors import UserError
-from common.files.result_cache import CACHE_VARIABLE
+from common.files import CACHE_VARIABLE
 from common.models.adapters.options import AdapterOptions
 from fuyou.preflight import claim, preflight
 from fuyou.runtime.compute.task_parameters import TaskParameters

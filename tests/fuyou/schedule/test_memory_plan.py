@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from transformers import LlamaConfig, PreTrainedConfig
 
 from common.errors import UserError
-from fuyou.layout.filling import BYTES_PER_ELEMENT, filling_bytes, whole_elements
+from fuyou.layout.cutting import BYTES_PER_ELEMENT, filling_bytes, whole_elements
 from fuyou.layout.model_layout import ModelLayout
 from fuyou.layout.record import PAGE_ELEMENTS, Kind, Precision
-from fuyou.pieces.cut import in_pieces
+from fuyou.pieces.division import in_pieces
 from fuyou.schedule.batch import Batch
 from fuyou.schedule.memory_plan import ADAM_SCRATCH_BYTES, MemoryPlan
 from fuyou.schedule.memory_planner import MemoryPlanner

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from common.errors import UserError
 from fuyou.layout.model_layout import BufferCounts, ModelLayout
-from fuyou.layout.pieces import PieceOrder, Stage
 from fuyou.layout.record import Kind, Precision
+from fuyou.layout.record_parts import PieceOrder, Stage
 from fuyou.layout.share import ALONE, Share
 from fuyou.layout.visits import Phase
 from fuyou.schedule.batch import Batch, BatchShape, LossInputs

@@ -8,7 +8,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from fuyou.layout.model_layout import Recomputation
 from fuyou.layout.visits import Phase
 from fuyou.planner.training_job import describe_training
-from fuyou.schedule.visit_flops import visit_flops
+from fuyou.schedule.tasks import visit_flops
 
 SEQ_LEN = 32
 CONFIG = AutoConfig.for_model(

@@ -15,8 +15,8 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from fuyou.pieces.cut import in_pieces
-from fuyou.pieces.live_bytes import LiveBytes
+from fuyou.pieces.division import in_pieces
+from fuyou.pieces.recording import LiveBytes
 from fuyou.pieces.run import PieceRun
 from fuyou.schedule.batch import Batch
 from fuyou.schedule.workspace import Workspace, activation_elements_per_token

@@ -10,11 +10,10 @@
 ``placement``           where several tensors go when they are put together into one parameter
 """
 
-from common.models.checkpoint.compressed.detection import accept_config, method_of
+from common.models.checkpoint.compressed.detection import CompressedShards, accept_config, method_of
 from common.models.checkpoint.compressed.method import Method
 from common.models.checkpoint.compressed.parameters import CompressedParameter
 from common.models.checkpoint.compressed.placement import Placements
-from common.models.checkpoint.compressed.shards import CompressedShards
 from common.models.checkpoint.compressed.tensors import CompressedTensor
 
 __all__ = [

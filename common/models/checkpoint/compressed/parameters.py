@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
+from common.models.checkpoint.compressed.detection import CompressedShards
 from common.models.checkpoint.compressed.placement import Placements
-from common.models.checkpoint.compressed.shards import CompressedShards
 from common.models.checkpoint.compressed.tensors import CompressedTensor
-from common.models.checkpoint.conversion import Conversion
+from common.models.checkpoint.shards import Conversion
 from common.quantisation.fused import fuses
 
 ALIGN = 128

@@ -12,20 +12,17 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedModel
 
-from common.models.checkpoint.conversion import Conversion
+from common.models.checkpoint.shards import Conversion
 
-_SIZES = ((2, 3, 5), (3, 4, 7))
-"""Sizes of the tiny tensors; no two dimensions are alike."""
+_SIZES = ((2, 3, 5), (3, 4, 7))  # Sizes of the tiny tensors; no two dimensions are alike
 
 
 @dataclass(frozen=True)
 class _Spot:
     """The place of a part in the result of a conversion."""
 
-    axes: tuple[int, ...]
-    """Dimension of the result along which each of the part's dimensions lies."""
-    origin: tuple[int, ...]
-    """Index of its first element, along ``axes`` in units of the part's size."""
+    axes: tuple[int, ...]  # Dimension of the result along which each of the part's dimensions lies
+    origin: tuple[int, ...]  # Index of its first element, along `axes` in units of the part's size
 
 
 class Placements:
@@ -75,7 +72,6 @@ class Placements:
 
 
 def _tiny_spots(model: PreTrainedModel, conversion: Conversion, size: Sequence[int]) -> list[_Spot] | None:
-    """Find where a conversion puts parts of this size."""
     count, numel = len(conversion.parts), math.prod(size)
     numbers = torch.arange(count * numel, dtype=torch.float64).view(count, *size)
     tiny = {name: numbers[index] for index, (_, name) in enumerate(conversion.parts)}

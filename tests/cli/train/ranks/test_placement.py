@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from cli.options.settings import Settings
 from cli.train.ranks.placement import Placement, leaf_by_slurm, place
-from common.files.presets import preset_files
+from common.files import preset_files
 
 LEAVES = ("red", "blue", "red", "blue")
 

@@ -4,7 +4,7 @@ import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from common.data.demo_text import train_demo_tokenizer
-from common.files.presets import preset_files
+from common.files import preset_files
 
 TEMPLATES = preset_files("chat_templates", ".jinja")
 CHAT = [

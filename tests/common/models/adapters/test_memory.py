@@ -8,7 +8,7 @@ from peft import IA3Config, LoHaConfig, LoKrConfig, LoraConfig, PeftConfig, get_
 from torch import nn
 
 from common.models.adapters.memory import AdapterMemory, adapter_memory
-from fuyou.pieces.live_bytes import LiveBytes
+from fuyou.pieces.recording import LiveBytes
 
 NAMES = ["first", "second", "third"]
 

@@ -331,7 +331,7 @@ def test_one_tensor_on_disk_that_is_several_in_the_model(tmp_path, monkeypatch):
     targets = [f"self_attn.{part}_proj.weight" for part in "qkv"]
     rules = [WeightConverter("self_attn.qkv.weight", list(targets), operations=[Chunk(dim=0)])]
     monkeypatch.setattr(
-        "common.models.checkpoint.conversion.get_model_conversion_mapping", lambda model: copy.deepcopy(rules)
+        "common.models.checkpoint.shards.get_model_conversion_mapping", lambda model: copy.deepcopy(rules)
     )
     directory = saved(tmp_path, family_config("llama", num_key_value_heads=4))
     expected = AutoModelForCausalLM.from_pretrained(directory)

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPTJConfig, LlamaConf
 import fuyou
 from common.errors import UserError
 from common.models.meta_model import build_meta_model
-from fuyou.layout.resident import evenly_spaced
+from fuyou.layout.model_layout import evenly_spaced
 from fuyou.model.blocks.calls import BlockCalls
 from fuyou.model.recompute.block_trace import BlockTrace, Tracer
 from fuyou.model.recompute.policy import (

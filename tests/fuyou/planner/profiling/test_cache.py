@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from common.files.result_cache import cache_directory
+from common.files import cache_directory
 from fuyou.layout.record import Precision
 from fuyou.planner.profiling import Profile, ProfiledWorkload, load, save
 from fuyou.runtime.devices.device import CpuDevice

@@ -11,7 +11,7 @@ from transformers.core_model_loading import (
 )
 
 from common.models.checkpoint.compressed import Placements
-from common.models.checkpoint.conversion import Conversion
+from common.models.checkpoint.shards import Conversion
 from common.models.meta_model import build_meta_model
 from tests.helpers.models.families import family_config
 

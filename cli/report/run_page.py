@@ -1,5 +1,6 @@
-"""``<output>/run/index.html``: a run to look at, written as it goes."""
+"""The page of a run, ``<output>/run/index.html``, rewritten while it trains."""
 
+import html
 import json
 import math
 import time
@@ -9,20 +10,18 @@ from pathlib import Path
 from typing import Any
 
 from cli.job.job import Job
-from cli.report.page.html import Series, bars, chart, folded, lanes, page, preformatted, section, table
+from cli.report.html import Series, bars, chart, folded, lanes, page, section, table
 from cli.report.results import RESOURCES
-from common.files.atomic import replace_file
+from common.files import replace_file
 from common.hardware.drives import drive_of
-from common.intervals import Interval
 from common.store.errors import described
-from common.units import format_bytes, format_count, format_seconds
+from common.units import Interval, format_bytes, format_count, format_seconds
 
 PAGE = "index.html"
 MOST_POINTS = 1000  # Points of a curve on the page: of longer runs, every second, third, ... step, and the newest.
 BETWEEN_S = 10.0  # Seconds from one writing of the page to the next, unless there is something to see at once
 _GIB = 1 << 30
-# When each resource was busy, by its name among :data:`cli.report.results.RESOURCES`.
-Lanes = Mapping[str, Sequence[Interval]]
+Lanes = Mapping[str, Sequence[Interval]]  # When each resource was busy, by name in :data:`RESOURCES`
 _LOSS, _EVALUATION = "loss_metrics/global_avg_loss", "validation_metrics/loss"
 _CURVES = {
     "loss": _LOSS, "evaluation": _EVALUATION, "gradient norm": "grad_norm", "learning rate": "lr",
@@ -33,7 +32,7 @@ _CURVES = {
 
 @dataclass(frozen=True)
 class PageFacts:
-    """What the page says beside metrics."""
+    """Facts on the page that do not change."""
 
     title: str
     subtitle: str
@@ -46,12 +45,7 @@ class PageFacts:
 
 
 class RunPage:
-    """A run's page, written now and then from its metrics file.
-
-    Args:
-        facts: what does not change.
-        metrics: the metrics file.
-    """
+    """Rewrites a run's page from its metrics file."""
 
     def __init__(self, facts: PageFacts, metrics: Path) -> None:
         self._facts, self._metrics, self._next_time = facts, metrics, 0.0
@@ -59,14 +53,13 @@ class RunPage:
         self.path = metrics.with_name(PAGE)
 
     def update(self, at_once: bool = False, lanes: Lanes | None = None) -> None:
-        """Write the page, if it is time to, or something has ended.
+        """Write the page if it is time to, or ``at_once``.
 
         Args:
-            at_once: whether something has.
-            lanes: when the newest step kept each resource busy; None: no step has ended.
+            lanes: when the newest step kept each resource busy; None if no step has ended.
 
         Raises:
-            StoreError: the system refused.
+            StoreError: if the system refuses.
         """
         self._lanes = self._lanes if lanes is None else lanes
         if not at_once and time.monotonic() < self._next_time:
@@ -79,7 +72,7 @@ class RunPage:
 
 
 def read_metrics(file: Path) -> list[dict[str, Any]]:
-    """Return the lines of a metrics file; what a crash has cut off is left out."""
+    """Return the lines of a metrics file, without those that a crash has cut off."""
     entries = []
     for line in file.read_text(errors="replace").splitlines() if file.exists() else []:
         try:
@@ -90,11 +83,10 @@ def read_metrics(file: Path) -> list[dict[str, Any]]:
 
 
 def facts_of(job: Job, plan: Mapping[str, Any], config: str) -> PageFacts:
-    """Return what a job's page says beside metrics."""
     lines = job.header().replace("\n         ", " ").splitlines()
     about = {line[:8].strip(): line[9:].strip() for line in lines}
     endurance = [
-        None if preset is None else preset.endurance_bytes for preset in (drive_of(one).preset for one in job.ssd)
+        None if preset is None else preset.endurance_bytes for preset in (drive_of(path).preset for path in job.ssd)
     ]
     return PageFacts(
         title=job.output.name,
@@ -108,7 +100,7 @@ def facts_of(job: Job, plan: Mapping[str, Any], config: str) -> PageFacts:
             "memory/host(GiB)": float(plan.get("host_bytes", 0)),
             "memory/ssd(GiB)": float(job.store_bytes),
         },
-        endurance_bytes=None if None in endurance else float(sum(one or 0 for one in endurance)),
+        endurance_bytes=None if None in endurance else float(sum(path or 0 for path in endurance)),
     )
 
 
@@ -116,9 +108,8 @@ def run_page(facts: PageFacts, entries: list[dict[str, Any]], busy: Lanes | None
     """Return the page.
 
     Args:
-        facts: what does not change.
         entries: lines of the metrics file.
-        busy: when the newest step kept each resource busy, if that is known.
+        busy: when the newest step kept each resource busy, if known.
     """
     curves = {name: _curve(entries, metric) for name, metric in _CURVES.items()}
     steps = [entry for entry in entries if _LOSS in entry]
@@ -137,18 +128,19 @@ def run_page(facts: PageFacts, entries: list[dict[str, Any]], busy: Lanes | None
         ]
         sections += [section("memory", _memory(facts, newest)), section("drives", table(_drives(facts, steps)))]
     sections.append(section("the run", table(facts.about), wide=True))
-    sections.append(section("go on", preformatted(facts.how_to_continue), wide=True))
-    sections.append(section("configuration", folded("config.toml", preformatted(facts.config)), wide=True))
-    data = json.dumps({name: {"step": places, "value": values} for name, (places, values) in curves.items()})
+    sections.append(section("continue", f"<pre>{html.escape(facts.how_to_continue)}</pre>", wide=True))
+    config = f"<pre>{html.escape(facts.config)}</pre>"
+    sections.append(section("configuration", folded("config.toml", config), wide=True))
+    data = json.dumps({name: {"step": x, "value": y} for name, (x, y) in curves.items()})
     return page(facts.title, facts.subtitle, sections, data)
 
 
 def _curve(entries: list[dict[str, Any]], metric: str) -> tuple[list[int], list[float | None]]:
     """Return the steps and values of a metric, thinned out to at most :data:`MOST_POINTS` and the newest."""
-    found = [(int(entry["step"]), entry[metric]) for entry in entries if metric in entry]
-    stride = max(1, math.ceil(len(found) / MOST_POINTS))
-    kept = found[::stride] + ([found[-1]] if found and (len(found) - 1) % stride else [])
-    return [step for step, _ in kept], [value for _, value in kept]
+    points = [(int(entry["step"]), entry[metric]) for entry in entries if metric in entry]
+    stride = max(1, math.ceil(len(points) / MOST_POINTS))
+    thinned = points[::stride] + ([points[-1]] if points and (len(points) - 1) % stride else [])
+    return [step for step, _ in thinned], [value for _, value in thinned]
 
 
 def _now(facts: PageFacts, steps: list[dict[str, Any]]) -> dict[str, str]:
@@ -165,9 +157,8 @@ def _now(facts: PageFacts, steps: list[dict[str, Any]]) -> dict[str, str]:
 
 
 def step_lanes(busy: Lanes) -> str:
-    """Return the lanes of a step: when each resource was busy."""
     known = {RESOURCES[name]: spans for name, spans in busy.items() if spans and name in RESOURCES}
-    ends = [place for spans in known.values() for span in spans for place in span]
+    ends = [end for spans in known.values() for span in spans for end in span]
     return lanes(known, min(ends), max(ends)) if ends else "<p>nothing was busy</p>"
 
 

@@ -1,6 +1,6 @@
-"""The parts that pages are made of: the frame with its styles, tables, bars and charts as inline SVG.
+"""Parts of HTML pages: the frame with its styles, tables, bars, and charts as inline SVG.
 
-Everything is readable without colours: a series has a name and a dash pattern, a bar its figures.
+Everything is readable without colors: a series has a name and a dash pattern, a bar its value.
 """
 
 import html
@@ -8,8 +8,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from common.intervals import Interval
-from common.units import format_seconds
+from common.units import Interval, format_seconds
 
 _STYLE = """
 :root { color-scheme: light dark; --ink: #1d2733; --soft: #5b6875; --line: #d5dbe1; --paper: #fff; --bar: #3567a8; }
@@ -36,15 +35,15 @@ svg .lane { stroke: var(--bar); stroke-width: 14; }
 pre { overflow-x: auto; background: color-mix(in srgb, var(--line) 35%, transparent); padding: .6rem; font-size: 12px; }
 """
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP = 480, 190, 56, 20, 8
-_LANE, _LANE_PARTS = 22, 300  # Height of a lane, and the parts of a step's length that are told apart in it
+_LANE, _LANE_PARTS = 22, 300  # Height of a lane, and its horizontal resolution
 
 
 @dataclass(frozen=True)
 class Series:
-    """A line of a chart: places and values, of which those that are not finite are left out."""
+    """A line of a chart; values that are not finite are left out."""
 
     name: str
-    places: Sequence[float]
+    steps: Sequence[float]
     values: Sequence[float | None]
     dots: bool = False  # Whether each value has a dot, for few values
 
@@ -53,9 +52,6 @@ def page(title: str, subtitle: str, sections: Sequence[str], data: str = "") -> 
     """Return a whole page.
 
     Args:
-        title: heading, and title of the window.
-        subtitle: a line below it.
-        sections: made by the other functions.
         data: JSON for programs that read the page; without ``</``.
     """
     embedded = f'<script type="application/json" id="data">{data}</script>\n' if data else ""
@@ -70,12 +66,11 @@ def page(title: str, subtitle: str, sections: Sequence[str], data: str = "") -> 
 
 
 def section(heading: str, content: str, wide: bool = False) -> str:
-    """Return a part of a page under a heading; ``wide`` takes all columns."""
+    """Return a section under a heading; ``wide`` spans all columns."""
     return f"<section{' class=wide' if wide else ''}>\n<h2>{html.escape(heading)}</h2>\n{content}\n</section>"
 
 
 def table(rows: Mapping[str, str]) -> str:
-    """Return names with their values."""
     cells = "\n".join(
         f"<tr><td>{html.escape(name)}</td><td>{html.escape(text)}</td></tr>" for name, text in rows.items()
     )
@@ -83,7 +78,7 @@ def table(rows: Mapping[str, str]) -> str:
 
 
 def bars(rows: Sequence[tuple[str, float, str]]) -> str:
-    """Return bars: each a name, its part of the whole (at most 1 is drawn), and its figures in words."""
+    """Return bars, each with a name, its share of the whole (drawn up to 1), and a text."""
     cells = "\n".join(
         f"<tr><td>{html.escape(name)}</td>"
         f'<td><div class="bar"><i style="width:{min(1.0, max(0.0, part)):.1%}"></i></div>'
@@ -94,9 +89,9 @@ def bars(rows: Sequence[tuple[str, float, str]]) -> str:
 
 
 def lanes(rows: Mapping[str, Sequence[Interval]], begin: float, end: float) -> str:
-    """Return when each of several things was busy between ``begin`` and ``end``: a line for each, with its name.
+    """Return lanes, one per name, that show when each was busy between ``begin`` and ``end``.
 
-    What is shorter than :data:`_LANE_PARTS` can show is drawn as one with what is next to it.
+    Gaps shorter than :data:`_LANE_PARTS` can show are closed.
     """
     width, shortest = _WIDTH - 2 * _LEFT - 8, (end - begin) / _LANE_PARTS
     parts = [f'<svg viewBox="0 0 {_WIDTH} {len(rows) * _LANE + _BOTTOM}" role="img">']
@@ -123,21 +118,16 @@ def lanes(rows: Mapping[str, Sequence[Interval]], begin: float, end: float) -> s
     return "\n".join([*parts, "</svg>"])
 
 
-def preformatted(text: str) -> str:
-    """Return text as it is."""
-    return f"<pre>{html.escape(text)}</pre>"
-
-
 def folded(summary: str, content: str) -> str:
-    """Return content that is shown when its summary is clicked."""
+    """Return content that opens with a click on its summary."""
     return f"<details><summary>{html.escape(summary)}</summary>\n{content}\n</details>"
 
 
 def chart(series: Sequence[Series], unit: str = "") -> str:
-    """Return lines over one axis of steps, each with its name, newest value and, second and later ones, dashes."""
+    """Return lines over an axis of steps, each with its name and newest value."""
     points = [
-        [(x, y) for x, y in zip(one.places, one.values, strict=True) if y is not None and math.isfinite(y)]
-        for one in series
+        [(x, y) for x, y in zip(item.steps, item.values, strict=True) if y is not None and math.isfinite(y)]
+        for item in series
     ]
     everything = [point for line in points for point in line]
     if not everything:
@@ -163,17 +153,17 @@ def chart(series: Sequence[Series], unit: str = "") -> str:
         parts.append(f'<text x="{_LEFT - 4}" y="{y_of(value) + 4:.1f}" text-anchor="end">{value:.4g}</text>')
     parts.append(f'<text x="{_LEFT}" y="{_HEIGHT - 4}">step {first:g}</text>')
     parts.append(f'<text x="{_WIDTH - 8}" y="{_HEIGHT - 4}" text-anchor="end">{last:g}</text>')
-    for number, (one, line) in enumerate(zip(series, points, strict=True)):
+    for number, (item, line) in enumerate(zip(series, points, strict=True)):
         if not line:
             continue
         path = " ".join(f"{x_of(x):.1f},{y_of(y):.1f}" for x, y in line)
         parts.append(f'<polyline class="series{" second" if number else ""}" points="{path}"/>')
-        if one.dots or len(line) == 1:
+        if item.dots or len(line) == 1:
             parts += [f'<circle cx="{x_of(x):.1f}" cy="{y_of(y):.1f}" r="2.5"/>' for x, y in line]
     parts.append("</svg>")
     legend = ", ".join(
-        f"{'dashed' if number else 'solid'}: {one.name}" if len(series) > 1 else one.name
-        for number, one in enumerate(series)
+        f"{'dashed' if number else 'solid'}: {item.name}" if len(series) > 1 else item.name
+        for number, item in enumerate(series)
     )
     newest = "; ".join(f"{line[-1][1]:.4g}{unit} at step {line[-1][0]:g}" for line in points if line)
     return "\n".join(parts) + f"\n<p>{html.escape(legend)}: {html.escape(newest)}</p>"

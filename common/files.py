@@ -1,0 +1,136 @@
+"""Write files atomically, read the kernel's list of mounts and the package's presets, and cache small results."""
+
+import contextlib
+import hashlib
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.resources import files
+from importlib.resources.abc import Traversable
+from pathlib import Path
+from typing import Any, BinaryIO
+
+TEMPORARY_SUFFIX = ".tmp"  # End of the name under which a file is written until it is complete
+
+
+def replace_file(path: Path, text: str, *, durable: bool = False, suffix: str = TEMPORARY_SUFFIX) -> None:
+    """Write ``text`` to a temporary file next to ``path`` and rename that to ``path``.
+
+    Args:
+        durable: sync the file before the rename. The directory is the caller's to sync.
+        suffix: what the temporary file's name has behind that of ``path``; several writers need one each.
+
+    Raises:
+        OSError: if the system refuses; the old file is untouched.
+    """
+    temporary = path.with_name(path.name + suffix)
+    try:
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+        try:
+            rest = memoryview(text.encode())
+            while rest:
+                rest = rest[os.write(descriptor, rest) :]
+            if durable:
+                os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        os.replace(temporary, path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise
+
+
+@contextmanager
+def file_when_complete(path: Path) -> Iterator[BinaryIO]:
+    """Open a temporary file next to ``path`` that is synced and renamed to ``path`` when the context ends.
+
+    On any error it is removed. Only one process at a time may write a ``path``.
+    """
+    temporary = path.with_name(path.name + TEMPORARY_SUFFIX)
+    try:
+        with temporary.open("wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+@dataclass(frozen=True)
+class Mount:
+    """A mounted file system."""
+
+    root: str  # Directory of the file system that is mounted: `/` for all of it
+    point: str  # Directory at which it is mounted
+    device: str  # Major and minor number: `259:2`
+    file_system: str
+    source: str
+    options: str  # Options of the file system, separated by commas
+
+
+def mounts(file: Path) -> Iterator[Mount]:
+    """Yield the mounts that ``file`` lists, older ones first; none where it is absent or not readable."""
+    try:
+        lines = file.read_text(errors="surrogateescape").splitlines()
+    except OSError:
+        return
+    for line in lines:
+        mount, _, rest = line.partition(" - ")
+        fields, (kind, source, options) = mount.split(" "), rest.split(" ", 2)
+        yield Mount(_unescaped(fields[3]), _unescaped(fields[4]), fields[2], kind, source, options)
+
+
+def _unescaped(text: str) -> str:
+    """Decode spaces and the like, which come as ``\\040``; everything else stays, in any alphabet."""
+    raw = text.encode(errors="surrogateescape").decode("unicode_escape").encode("latin-1")
+    return raw.decode(errors="surrogateescape")
+
+
+def preset_files(kind: str, extension: str = ".toml") -> dict[str, Traversable]:
+    """Return the file of every preset in ``configs/<kind>``, by name; they are data of the installed package."""
+    folder = files("configs").joinpath(kind)
+    return {file.name.removesuffix(extension): file for file in folder.iterdir() if file.name.endswith(extension)}
+
+
+CACHE_VARIABLE = "FINETUNE_CACHE"  # Name of the environment variable that gives the cache another directory
+
+
+def cache_directory() -> Path:
+    """Return the cache: ``$FINETUNE_CACHE``, else ``$XDG_CACHE_HOME/finetune``, else ``~/.cache/finetune``."""
+    directory = os.environ.get(CACHE_VARIABLE)
+    if directory:
+        return Path(directory)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "finetune"
+
+
+def read_cached(kind: str, key: dict[str, Any], version: int) -> dict[str, Any] | None:
+    """Return the content that was written under ``key``; None if there is none, it has another version, or it is
+    damaged.
+
+    Args:
+        key: everything that the content depends on, as JSON can carry it.
+        version: version of the content's format.
+    """
+    try:
+        content = json.loads(cached_path(kind, key).read_text(encoding="utf-8"))
+        return dict(content) if content["format"] == version and content["key"] == key else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def write_cached(kind: str, key: dict[str, Any], version: int, **content: Any) -> None:
+    """Write ``content`` for :func:`read_cached`; where the directory cannot be written to, nothing is cached."""
+    path = cached_path(kind, key)
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        text = json.dumps({"format": version, "key": key, **content}, indent=1)
+        replace_file(path, text, suffix=f".{os.getpid()}.tmp")
+
+
+def cached_path(kind: str, key: dict[str, Any]) -> Path:
+    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
+    return cache_directory() / kind / f"{digest[:24]}.json"

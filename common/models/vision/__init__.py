@@ -1,1 +1,0 @@
-"""Towers that turn images into input of a language model."""
