@@ -88,7 +88,10 @@ def _build(kind: ItemKind, path: Path, files: list[Path], config: DataConfig, en
                 header.empty.add(0, item.where)
                 continue
             header.documents += 1
+            before = {name: tally.records for name, tally in encoder.fitting.tallies().items()}
             rows = [_row(encoder, example, whole=kind.batches is ClassBatches) for example in item.examples]
+            for name, tally in encoder.fitting.tallies().items():  # both answers of a pair are one record
+                tally.records = min(tally.records, before[name] + 1)
             for row in rows if None not in rows else ():
                 assert row is not None
                 header.tokens += len(row.ids)

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.data.encoding.encoder import Encoder
+from common.data.encoding.fitting import RowFitter
 from common.data.items.shapes import answers_of_records, classes_of_records, labels_of_records, pairs_of_records
 from common.data.records import DataRecord
 from common.data.shapes import examples_of_records
@@ -104,6 +105,29 @@ def test_every_text_of_a_record_is_there_once_and_only_answers_carry_loss(made: 
     assert (sorted(better[0]), better[1]) == (sorted(everything - {bad}), list(answers))
     assert (sorted(worse[0]), worse[1]) == (sorted(everything - answers), [bad])
     assert [texts_of(item.examples) for item in answers_of_records(read)] == [[better], [worse]]
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(records(), st.integers(2, 200), st.booleans())
+def test_what_a_row_does_not_take_is_cut_at_its_end_or_left_out_and_counted(
+    made: Any, seq_len: int, truncate: bool
+) -> None:
+    record, *_ = made
+    if "chosen" in record:
+        return
+    examples = [DataRecord(record, "line 1")]
+    [whole] = Encoder(TOKENIZER).encode(examples_of_records(examples, "data.jsonl"))
+    encoder = Encoder(TOKENIZER, RowFitter(seq_len, truncate))
+    parts, counts = list(encoder.encode(examples_of_records(examples, "data.jsonl"))), encoder.fitting
+    length = sum(len(part.ids) for part in parts)
+    assert length <= seq_len
+    for part in parts:
+        assert part.ids.tolist() == whole.ids[:length].tolist()
+        assert part.trained.tolist() == whole.trained[:length].tolist() and part.trained[1:].any()
+    lost = len(whole.ids) - length
+    assert (counts.cut.tokens, counts.left_out.tokens) == ((lost, 0) if parts else (0, lost))
+    assert (counts.cut.records, counts.left_out.records) == (int(bool(parts) and lost > 0), int(not parts))
+    assert not parts or truncate or not lost
 
 
 JUNK = st.sampled_from(

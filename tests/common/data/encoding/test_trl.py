@@ -181,3 +181,53 @@ def test_conversations_have_the_marks_of_trls_training_templates(name: str) -> N
     [document] = encode(name, {"messages": PLAIN})
     assert document.ids.tolist() == list(out["input_ids"])
     assert document.trained.tolist() == [bool(mark) for mark in out["assistant_masks"]]
+
+
+BIRTHDAY = {"name": "calculate_age", "arguments": {"birthdate": "1990-05-15"}}
+TOOL = {"name": "calculate_age", "description": "Calculate the age", "parameters": {"type": "object", "properties": {}}}
+ANSWERED = [
+    {"role": "user", "content": "How old am I?"},
+    {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": BIRTHDAY}]},
+    {"role": "tool", "content": '{"age": 31}'}, {"role": "assistant", "content": "You are 31."},
+]  # fmt: skip
+LLAMA_FACTORYS: list[tuple[dict[str, Any], list[dict[str, Any]]]] = [
+    (
+        {"instruction": "Sum up the numbers.", "input": "3, 2, 5", "output": "The sum of the numbers is 10."},
+        [{"role": "user", "content": "Sum up the numbers.\n3, 2, 5"},
+         {"role": "assistant", "content": "The sum of the numbers is 10."}],
+    ),
+    (
+        {"conversations": [{"from": "human", "value": "How old am I?"},
+                           {"from": "function_call", "value": json.dumps(BIRTHDAY)},
+                           {"from": "observation", "value": '{"age": 31}'}, {"from": "gpt", "value": "You are 31."}],
+         "tools": json.dumps([TOOL])},
+        ANSWERED,
+    ),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "text", "value": "How old am I?"}]},
+                      {"role": "assistant", "content": [{"type": "tool_call", "value": json.dumps(BIRTHDAY)}]},
+                      {"role": "tool", "content": [{"type": "text", "value": '{"age": 31}'}]},
+                      {"role": "assistant", "content": [{"type": "text", "value": "You are 31."}]}],
+         "tools": json.dumps([{"type": "function", "function": TOOL}])},
+        ANSWERED,
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", sorted(name for name in TEMPLATES if name.endswith("_training")))
+def test_llama_factorys_records_are_tokenized_as_by_trl(name: str) -> None:
+    """As it writes them: the alpaca, glaive_toolcall, and reason_tool_use files of its data folder, shortened."""
+    from trl.data_utils import _tokenize
+
+    for record, messages in LLAMA_FACTORYS:
+        documents, refusal = encoded_or_refused(name, record)
+        if refusal:
+            assert "tools" in record and re.search("data.jsonl, line 1.*(leaves out|refuses)", refusal), refusal
+            continue
+        if name.startswith(("smolvlm", "idefics3", "llava")):
+            messages = [{**one, "content": [{"type": "text", "text": one["content"]}]} for one in messages]
+        tools = [{"type": "function", "function": TOOL}] if "tools" in record else None
+        out = _tokenize(TOKENIZER, messages, tools=tools, return_assistant_tokens_mask=True)
+        [document] = documents
+        assert document.ids.tolist() == list(out["input_ids"])
+        assert document.trained.tolist() == [bool(mark) for mark in out["assistant_masks"]]
