@@ -52,7 +52,6 @@ class Job:
 
     @property
     def device(self) -> str:
-        """Name of the device, as torch knows it."""
         return torch_name(self.gpu)
 
     @property
@@ -105,7 +104,6 @@ class Job:
             self.held_out.close()
 
     def header(self) -> str:
-        """Return a few lines that say what is about to happen."""
         settings, rate = self.settings, self.learning_rate
         source = "random weights" if self.checkpoint is None else str(self.checkpoint)
         store = ", ".join(str(path / self.run_name) for path in self.ssd)

@@ -84,7 +84,6 @@ class _Launcher:
         self._deadline = float("inf")
 
     def run(self) -> None:
-        """Run the ranks to their end."""
         before, ended = dict(os.environ), Future[str]()
         os.environ.update(self._variables())
         for number in STATUS:
@@ -120,7 +119,6 @@ class _Launcher:
         }
 
     def _run_agent(self, ended: Future[str]) -> None:
-        """Run the agent, and report what failed, or an empty string."""
         try:
             # Of several launchers on one machine, the second finds the port in use, and connects to the first.
             failures = (self._failure(is_host) for is_host in ((True, False) if self._is_here else (False,)))
@@ -129,7 +127,6 @@ class _Launcher:
             ended.set_exception(error)
 
     def _failure(self, is_host: bool) -> str | None:
-        """Run the agent to its end; None if it has no connection."""
         from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
         from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousError, RendezvousTimeoutError
@@ -192,7 +189,6 @@ class _Launcher:
                 self._exit(f"finetune: error: {self._lost_contact()}")
 
     def _outcomes(self) -> list[tuple[int, str]]:
-        """Return status and message of the ranks that ended for good, but not with success, in their last start."""
         starts = sorted(Path(self._folder).glob("*/attempt_*"), key=lambda path: path.stat().st_mtime_ns)
         files = sorted(starts[-1].glob("*/error.json")) if starts else []
         contents = [json.loads(file.read_text())["message"] for file in files]
@@ -215,7 +211,6 @@ class _Launcher:
                 rank.send_signal(signal.SIGHUP if number == signal.SIGHUP else signal.SIGINT)
 
     def _exit(self, text: str) -> NoReturn:
-        """End this process and the ranks now. Their optimizer processes notice that, and end."""
         for rank in _running_ranks():
             with suppress(psutil.Error):
                 rank.kill()

@@ -63,7 +63,6 @@ def _workload(settings: Settings, batch_size: int | None, cluster: Cluster) -> W
 
 
 def _trainable_ratio(settings: Settings, config: PreTrainedConfig) -> float:
-    """Return trained over all parameters: below 1 with adapters."""
     if not settings.trains_adapters:
         return 1.0
     model = build_meta_model(config)

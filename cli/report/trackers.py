@@ -90,7 +90,6 @@ class Trackers:
 
     @contextlib.contextmanager
     def _watching(self, name: str) -> Iterator[None]:
-        """Give up on the tracker if it fails: each depends on a network or a server."""
         try:
             yield
         except Exception as error:

@@ -7,6 +7,7 @@ from typing import Any
 
 from common.errors import UserError
 
+# Columns of the layouts, the more structured first: of the whole or the prompt, and of the answer.
 LAYOUTS: tuple[tuple[str, str | None], ...] = (
     ("messages", None),
     ("conversations", None),
@@ -14,7 +15,6 @@ LAYOUTS: tuple[tuple[str, str | None], ...] = (
     ("instruction", "output"),
     ("text", None),
 )
-"""Columns of the layouts, the more structured first: of the whole or the prompt, and of the answer."""
 
 
 def require_text(record: Mapping[str, Any], field: str, where: str) -> str:

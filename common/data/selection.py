@@ -44,7 +44,6 @@ class Tallies:
     alpaca: Tally = field(default_factory=Tally)  # Instructions that became Alpaca's text
 
     def tallies(self) -> dict[str, Any]:
-        """Return all tallies by name."""
         return {name: value for name, value in vars(self).items() if isinstance(value, Tally)}
 
 

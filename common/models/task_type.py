@@ -24,7 +24,6 @@ class TaskType(Enum):
 
     @property
     def generates(self) -> bool:
-        """Whether the head predicts the next token."""
         return self in (TaskType.CAUSAL_LM, TaskType.IMAGE_TEXT_TO_TEXT)
 
     @property

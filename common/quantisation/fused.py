@@ -9,8 +9,7 @@ import torch
 
 from common.hardware.kernels import kernels_of
 
-_failures: list[str] = []
-"""Why PyTorch could not compile a function; after that all run eagerly."""
+_failures: list[str] = []  # Why PyTorch could not compile a function; after that all run eagerly
 
 
 def run_fused(function: Callable[..., None], device: torch.device, *arguments: Any) -> None:

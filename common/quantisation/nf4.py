@@ -7,8 +7,7 @@ import torch
 from common.quantisation.fused import run_fused
 from common.quantisation.layout import SCALE_BYTES, blocks_of, parts_of
 
-NF4_BLOCK = 64
-"""Number of elements that share a scale in nf4, as in bitsandbytes."""
+NF4_BLOCK = 64  # Number of elements that share a scale in nf4, as in bitsandbytes
 
 NF4_VALUES = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,

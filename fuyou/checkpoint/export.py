@@ -12,8 +12,7 @@ from fuyou.layout.model_layout import ModelLayout
 from fuyou.layout.record import Record
 from fuyou.model.open_model import OpenModel
 
-_LEAST_SHARD, _LARGEST_SHARD = 32 << 20, 5_000_000_000
-"""Smallest and largest shard of an exported checkpoint, in bytes."""
+_LEAST_SHARD, _LARGEST_SHARD = 32 << 20, 5_000_000_000  # Smallest and largest shard of an exported checkpoint, in bytes
 
 
 class Exporter:

@@ -89,12 +89,7 @@ class Runtime:
         self.io = IoCounter(self._io_now)
 
     def plan(
-        self,
-        rows: int,
-        seq_len: int,
-        images: bool = False,
-        padded: bool = False,
-        loss: LossInputs = ENGINE_LOSS,
+        self, rows: int, seq_len: int, images: bool = False, padded: bool = False, loss: LossInputs = ENGINE_LOSS
     ) -> None:
         """Divide the budgets for batches of this size, with ``images`` or without, ``padded`` behind a mask or not, for
         what ``loss`` is made of.
@@ -163,28 +158,20 @@ class Runtime:
 
     @property
     def plane(self) -> DataPlane:
-        """Buffers and workers, which are there."""
         assert self._plane is not None
         return self._plane
 
     @property
     def ranks(self) -> RankHandlers:
-        """Exchanges with the other ranks, which are there."""
         assert self._ranks is not None
         return self._ranks
 
     @property
     def is_open(self) -> bool:
-        """Whether buffers and workers are there."""
         return self._plane is not None
 
     def plan_for(
-        self,
-        rows: int,
-        seq_len: int,
-        images: bool = False,
-        padded: bool = False,
-        loss: LossInputs = ENGINE_LOSS,
+        self, rows: int, seq_len: int, images: bool = False, padded: bool = False, loss: LossInputs = ENGINE_LOSS
     ) -> None:
         """Plan for such a batch besides those that there is room for: :meth:`reopen` makes the buffers.
 
@@ -201,12 +188,7 @@ class Runtime:
         self.open(self._commits)
 
     def fits(
-        self,
-        rows: int,
-        seq_len: int,
-        images: bool = False,
-        padded: bool = False,
-        loss: LossInputs = ENGINE_LOSS,
+        self, rows: int, seq_len: int, images: bool = False, padded: bool = False, loss: LossInputs = ENGINE_LOSS
     ) -> bool:
         """Return whether there are buffers in which such a batch has room."""
         planned, shape = self.memory_plan.batch, self._planner.shape
@@ -251,7 +233,6 @@ class Runtime:
             self.link = None
 
     def _io_now(self) -> Bytes:
-        """Return what the store and the optimizer process that there are have moved."""
         parts = [(store.bytes_read, store.bytes_written) for store in (self._store,) if store is not None]
         parts += [plane.io_bytes() for plane in (self._plane,) if plane is not None]
         return sum(read for read, _ in parts), sum(written for _, written in parts)

@@ -117,7 +117,6 @@ class Simulator:
         self._links[task.op.resource].copy(task, seconds, lambda: self._leave(lane, task))
 
     def _read_to_device(self, task: Task) -> None:
-        """Keep the drives and the link busy at the same time; done when both are."""
         moving = 2
 
         def end() -> None:

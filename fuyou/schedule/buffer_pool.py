@@ -118,7 +118,6 @@ class Pool:
         return 2 if index == self._newest else int(self.slots[index].last_use > self._ends[0])
 
     def _take_empty(self) -> int | None:
-        """Return the empty buffer that is idle the longest, if any, without a search."""
         while self._empty:
             touched, index = heapq.heappop(self._empty)
             slot = self.slots[index]

@@ -176,13 +176,11 @@ class MemoryCounter:
         )
 
     def _squares_bytes(self) -> int:
-        """Return the device bytes for squaring a gradient while a block computes, which only several ranks do."""
         if self._cpu or self._shape.share.world_size == 1:
             return 0
         return squares_bytes(max(self._shape.sizes[kind].trained_elements for kind in Kind))
 
     def _host_bytes(self, plan: MemoryPlan) -> int:
-        """Return the host's bytes, without the device's if the host is the device."""
         shape, counts, batch = self._shape, plan.counts, plan.batch
         return (
             sum(

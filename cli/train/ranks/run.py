@@ -64,7 +64,6 @@ def train_rank(settings: Settings, rank: RankProcess) -> None:
 
 
 def _prepare(settings: Settings, rank: RankProcess, store: dist.Store) -> Job:
-    """Prepare the job on rank 0 first, which tokenizes the data."""
     if rank.is_rank0:
         if not rank.restarted:
             forget_earlier_run(settings)

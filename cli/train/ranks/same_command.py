@@ -64,7 +64,6 @@ def _content(peft_config: Path | None) -> str:
 
 
 def _code() -> str:
-    """Return a short digest of the source of all packages."""
     digest, root = hashlib.sha256(), Path(str(common.__file__)).parents[1]
     for file in sorted(
         file for package in ("cli", "common", "fcdp", "fuyou") for file in (root / package).rglob("*.py")

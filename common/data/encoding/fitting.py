@@ -25,7 +25,6 @@ class TokenizedAnswer(NamedTuple):
     ends: tuple[int, ...] = ()  # Positions behind its answers where it may be cut, in order
 
     def before(self, stop: int) -> "TokenizedAnswer":
-        """Return the first ``stop`` tokens."""
         return TokenizedAnswer(self.ids[:stop], self.trained[:stop])
 
     @property
@@ -47,7 +46,6 @@ class RowFitter(Tallies):
     truncate: bool = True
 
     def is_long(self, tokens: int) -> bool:
-        """Return whether ``tokens`` are more than a row takes."""
         return self.seq_len is not None and tokens > self.seq_len
 
     def fit(self, parts: list[TokenizedAnswer], where: str) -> list[TokenizedAnswer]:

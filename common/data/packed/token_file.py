@@ -145,7 +145,6 @@ class TokenFileWriter:
         self._digest.update(row.data)
 
     def finish(self, header: Header) -> None:
-        """Complete the header and write it."""
         header.digest = self._digest.hexdigest()
         block = header.to_json().ljust(_HEADER_BYTES - _SUM_BYTES)
         self._file.seek(0)

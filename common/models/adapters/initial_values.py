@@ -153,7 +153,6 @@ class InitialValues(TorchFunctionMode):
         return sum(origin.tensor.nbytes for origin in self._made.values() if isinstance(origin, _Kept))
 
     def forget(self) -> None:
-        """Free all memory."""
         self._made.clear()
 
     def _put_in(self, parent: nn.Module, name: str, module: nn.Module | None) -> None:

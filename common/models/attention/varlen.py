@@ -10,8 +10,7 @@ import torch
 from torch.nn import functional
 
 _aten = torch.ops.aten
-_CAUSAL = 1
-"""Memory-efficient attention's number for a causal mask within each document."""
+_CAUSAL = 1  # Memory-efficient attention's number for a causal mask within each document
 
 
 def attend(
@@ -113,23 +112,19 @@ def _sides(window: int) -> dict[str, Any]:
 
 
 def _flat(value: torch.Tensor) -> torch.Tensor:
-    """Return ``[B, H, S, D]`` as ``[B * S, H, D']``."""
     return _padded(value.transpose(1, 2).flatten(0, 1))
 
 
 def _padded(value: torch.Tensor) -> torch.Tensor:
-    """Append zeros to heads whose width is no multiple of 8, which kernels want."""
     return functional.pad(value, (0, -value.shape[-1] % 8)) if value.shape[-1] % 8 else value
 
 
 def _rows(flat: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Undo :func:`_flat`, for a gradient."""
     rows, _, length, width = like.shape
     return flat[..., :width].unflatten(0, (rows, length)).transpose(1, 2)
 
 
 def _places(starts: torch.Tensor, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return each token's document, and its place in it."""
     token = torch.arange(tokens, dtype=torch.int32, device=starts.device)
     document = torch.bucketize(token, starts[1:], right=True)
     return document, token - starts[document]

@@ -56,7 +56,6 @@ class RandomSource:
             raise self._not_initialised(name)
 
     def read(self, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Read parameters; see :meth:`WeightSource.read`."""
         for name in names:
             stored = self._stored_name[name]
             initialisation = self._initialisation(stored)
@@ -66,12 +65,10 @@ class RandomSource:
                 yield name, self._read_whole(stored)
 
     def reads_rows(self, name: str) -> bool:
-        """Return whether rows can be read alone; see :meth:`WeightSource.reads_rows`."""
         initialisation = self._initialisation(self._stored_name[name])
         return initialisation.alike and len(initialisation.shape) > 0
 
     def read_rows(self, name: str, first: int, stop: int) -> torch.Tensor:
-        """Read rows; see :meth:`WeightSource.read_rows`."""
         stored = self._stored_name[name]
         initialisation = self._initialisation(stored)
         if not initialisation.steps:

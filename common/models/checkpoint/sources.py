@@ -161,7 +161,6 @@ class CheckpointSource:
         return [name for name in self.shapes if not self._sources(name)]
 
     def read(self, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Read parameters; see :meth:`WeightSource.read`."""
         made: dict[str, torch.Tensor] = {}
         for position, name in enumerate(names):
             if not self._sources(name):
@@ -176,7 +175,6 @@ class CheckpointSource:
             yield name, made.pop(source)
 
     def reads_rows(self, name: str) -> bool:
-        """Return whether rows can be read alone; see :meth:`WeightSource.reads_rows`."""
         sources = self._sources(name)
         if not sources:
             return False
@@ -186,7 +184,6 @@ class CheckpointSource:
         return self._rows_of(sources[0]) is not None
 
     def read_rows(self, name: str, first: int, stop: int) -> torch.Tensor:
-        """Read rows; see :meth:`WeightSource.read_rows`."""
         source = self._sources(name)[0]
         conversion = self._made_by[source]
         if conversion.rule is None:
@@ -213,7 +210,6 @@ class CheckpointSource:
         return self._compressed(sources[0]) if sources else None
 
     def read_compressed(self, name: str, parts: Sequence[int] | None = None) -> Iterator[Mapping[str, torch.Tensor]]:
-        """Read components; see :meth:`WeightSource.read_compressed`."""
         made_from = self._made_by[self._sources(name)[0]].parts
         for index in range(len(made_from)) if parts is None else parts:
             yield self.shards.components(made_from[index][1])

@@ -178,14 +178,7 @@ def choose_shard_set(sets: Sequence[ShardSet], share: Share, scans: Sequence[Dri
     """
     complete = [each for each in sets if not each.missing]
     if complete:
-        return max(
-            complete,
-            key=lambda each: (
-                each.made_by(share) and each.in_place,
-                each.newest,
-                each.made_by(share),
-            ),
-        )
+        return max(complete, key=lambda each: (each.made_by(share) and each.in_place, each.newest, each.made_by(share)))
     if not sets or any(each.made_by(share) for each in sets):
         return None
     lacking = min(sets, key=lambda each: len(each.missing))

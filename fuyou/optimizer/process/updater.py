@@ -210,7 +210,6 @@ class RecordUpdater:
             self._writer.write(write, self._resident_memory(message.record, chunk), parameters)
 
     def _begin_write(self, index: int, target: int | None) -> WriteBack:
-        """Return a new write-back of a record, after the last one of a resident record."""
         write = self._writer.begin(index, target or 0, len(self._chunks(index)))  # None: nothing will be written
         resident = self._resident.get(index)
         if resident is not None:

@@ -192,7 +192,6 @@ class _Copies:
         self._target, self._source = (there, host) if op is Op.PARAMETER_UPLOAD else (host, there)
 
     def rate(self) -> float:
-        """Return the median bytes per second of a few copies, after one warm-up."""
         return statistics.median([self.copy() for _ in range(_COPIES + 1)][1:])
 
     def copy(self) -> float:

@@ -38,7 +38,6 @@ class CompressedTensors:
             )
 
     def find(self, shards: Shards) -> Iterator[tuple[str, FoundTensor]]:
-        """Find every compressed tensor; see :meth:`Method.find`."""
         for name, scale in shards.tensors.items():
             module = name.removesuffix(".weight_scale")
             if module == name:

@@ -13,22 +13,18 @@ from common.models.checkpoint.compressed.tensors import CompressedTensor
 from common.models.checkpoint.shards import Conversion
 from common.quantisation.fused import fuses
 
-ALIGN = 128
-"""Bytes of a multiple of which every component starts, so that it can be viewed as numbers on any device."""
+ALIGN = 128  # Bytes of a multiple of which every component starts, so that it can be viewed as numbers on any device
 
 
 @dataclass(frozen=True)
 class CompressedParameter:
     """Compressed tensors of one format, each with its place in the parameter."""
 
-    tensor: CompressedTensor
-    """Format of each of them."""
-    strides: tuple[int, ...]
-    """Strides of each tensor's numbers in the flat parameter."""
-    offsets: tuple[int, ...]
-    """Place of each tensor's first number in the flat parameter."""
+    tensor: CompressedTensor  # Format of each of them
+    strides: tuple[int, ...]  # Strides of each tensor's numbers in the flat parameter
+    offsets: tuple[int, ...]  # Place of each tensor's first number in the flat parameter
+    # Numbers of these tensors among those that the checkpoint's parameter is made of; None: they are all of them.
     parts: tuple[int, ...] | None = None
-    """Numbers of these tensors among those that the checkpoint's parameter is made of; None: they are all of them."""
 
     @classmethod
     def of(
@@ -110,7 +106,6 @@ class CompressedParameter:
         return flat
 
     def to_dict(self) -> dict[str, Any]:
-        """Return this for JSON."""
         parts = {} if self.parts is None else {"parts": list(self.parts)}
         return {"tensor": self.tensor.to_dict(), "strides": list(self.strides), "offsets": list(self.offsets), **parts}
 
@@ -122,7 +117,6 @@ class CompressedParameter:
         return flat.as_strided(self.tensor.shape, self.strides, flat.storage_offset() + self.offsets[index])
 
     def _views(self, payload: torch.Tensor) -> Iterator[dict[str, torch.Tensor]]:
-        """Yield the bytes of each part's components."""
         position = 0
         for _ in self.offsets:
             views = {}
