@@ -8,7 +8,7 @@ are made from these classes, and :class:`cli.options.settings.Settings` inherits
 from dataclasses import dataclass
 from pathlib import Path
 
-from cli.options.data_words import Share, check_column
+from cli.options.data_words import Fraction, check_column
 from cli.options.objectives import OBJECTIVES
 from cli.options.option import (
     ABOVE_ZERO,
@@ -69,8 +69,8 @@ class DataSettings:
     """Count and leave out conversations with text that the chat template leaves out. Default: an error."""
     eval_data: tuple[str, ...] = option((), "FILE...", patterns=True, modes=Mode.RUN)
     """Held-out data: loss and perplexity before the first and after the last step."""
-    eval_split: Share | None = option(
-        None, "FRACTION", ParsedValue("fraction", Share.parse), excludes="eval_data", modes=Mode.RUN
+    eval_split: Fraction | None = option(
+        None, "FRACTION", ParsedValue("fraction", Fraction.parse), excludes="eval_data", modes=Mode.RUN
     )
     """Hold out this share of the records of each data set instead of --eval-data: 2% or 0.02."""
     eval_every: int | None = option(None, "N", POSITIVE, modes=Mode.RUN)

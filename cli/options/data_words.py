@@ -9,13 +9,13 @@ from common.errors import UserError
 
 
 @dataclass(frozen=True)
-class Share:
+class Fraction:
     """A part of a whole, less than all of it."""
 
     value: float
 
     @classmethod
-    def parse(cls, text: str) -> "Share":
+    def parse(cls, text: str) -> "Fraction":
         """Parse ``"2%"`` or ``"0.02"``.
 
         Raises:

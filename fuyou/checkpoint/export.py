@@ -15,7 +15,7 @@ from fuyou.model.open_model import OpenModel
 _LEAST_SHARD, _LARGEST_SHARD = 32 << 20, 5_000_000_000  # Smallest and largest shard of an exported checkpoint, in bytes
 
 
-class Exporter:
+class StoreExporter:
     """Writes what has been trained.
 
     Args:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from common.models.adapters.adapters import MERGED
 from common.models.checkpoint.saving import NonFiniteWeights
-from fuyou.checkpoint.export import Exporter
+from fuyou.checkpoint.export import StoreExporter
 from fuyou.engine.opening import OpenRun
 from fuyou.layout.record import Kind
 
@@ -45,7 +45,7 @@ def save(run: OpenRun, directory: Path, merge: bool, allow_nonfinite: bool) -> N
 def _write(run: OpenRun, directory: Path, merge: bool, writes: bool, allow_nonfinite: bool) -> None:
     """``writes``: whether this rank writes what the ranks of this node read together."""
     dtype = run.config.precision.dtype
-    exporter = Exporter(run.model, run.reader(), run.shape, run.checkpoint, run.limits[0], writes, allow_nonfinite)
+    exporter = StoreExporter(run.model, run.reader(), run.shape, run.checkpoint, run.limits[0], writes, allow_nonfinite)
     with run.runtime.io.not_counted():
         if run.model.adapters is None:
             exporter.checkpoint(directory, dtype)

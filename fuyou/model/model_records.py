@@ -29,7 +29,7 @@ Entry = tuple[tuple[str, ...], Sequence[int], bool]  # Names and shape of a para
 
 
 @dataclass
-class _Group:
+class _RecordEntries:
     """Parameters that are used together: those of a block, or those on one side of the blocks."""
 
     frozen: list[Entry] = field(default_factory=list)
@@ -39,10 +39,10 @@ class _Group:
     def add(self, entry: Entry, trained: bool) -> None:
         (self.trained if trained else self.frozen).append(entry)
 
-    def joined(self, other: "_Group") -> "_Group":
-        return _Group(self.frozen + other.frozen, self.trained + other.trained)
+    def joined(self, other: "_RecordEntries") -> "_RecordEntries":
+        return _RecordEntries(self.frozen + other.frozen, self.trained + other.trained)
 
-    def with_held(self) -> "_Group":
+    def with_held(self) -> "_RecordEntries":
         """Return the group with its frozen parameters held among the trained ones, if they are few.
 
         They take up optimizer states that they do not need, but what is trained is not taken for adapters.
@@ -50,18 +50,18 @@ class _Group:
         frozen, trained = (sum(math.prod(shape) for _, shape, _ in part) for part in (self.frozen, self.trained))
         if frozen > HELD_FRACTION * trained:
             return self
-        return _Group([], self.trained + self.frozen, frozenset(names[0] for names, *_ in self.frozen))
+        return _RecordEntries([], self.trained + self.frozen, frozenset(names[0] for names, *_ in self.frozen))
 
 
 @dataclass
 class _Groups:
     """All parameters of a model, by where they are used."""
 
-    blocks: list[_Group]
-    before: _Group = field(default_factory=_Group)  # Outside the blocks, used before them
-    after: _Group = field(default_factory=_Group)  # Outside the blocks, used after them
-    both: _Group = field(default_factory=_Group)  # Outside the blocks, used on both sides of them
-    tower: _Group = field(default_factory=_Group)  # Of frozen towers
+    blocks: list[_RecordEntries]
+    before: _RecordEntries = field(default_factory=_RecordEntries)  # Outside the blocks, used before them
+    after: _RecordEntries = field(default_factory=_RecordEntries)  # Outside the blocks, used after them
+    both: _RecordEntries = field(default_factory=_RecordEntries)  # Outside the blocks, used on both sides of them
+    tower: _RecordEntries = field(default_factory=_RecordEntries)  # Of frozen towers
 
 
 class _Records:
@@ -78,7 +78,7 @@ class _Records:
         self._precision, self._frozen, self._compressed = precision, frozen, compressed
         self._shares = shares
 
-    def main(self, name: str, kind: Kind, group: _Group) -> int:
+    def main(self, name: str, kind: Kind, group: _RecordEntries) -> int:
         """Make a record of a whole group, or of its frozen parameters if there are any; return its index."""
         entries = group.frozen or group.trained
         return self._add(name, kind, self._precision, entries, trainable=not group.frozen, held=group.held)
@@ -171,7 +171,7 @@ def model_records(
 
 
 def _group_parameters(stack: StreamedModel) -> _Groups:
-    groups = _Groups([_Group() for _ in stack.blocks])
+    groups = _Groups([_RecordEntries() for _ in stack.blocks])
     towers = set(tower_parameters(stack.model))
     prefix = f"{stack.block_prefix}."
     for names in parameter_names(stack.model):
@@ -197,11 +197,11 @@ def _build_layout(groups: _Groups, records: _Records, precision: Precision) -> M
         whole = both.joined(before).joined(after).with_held()
         embedding = head = records.main("outer", Kind.NON_BLOCK, whole)
         if not whole.frozen:
-            first = last = _Group()  # trained as a whole: no adapters
+            first = last = _RecordEntries()  # trained as a whole: no adapters
     else:
-        whole, before, after = _Group(), before.with_held(), after.with_held()
+        whole, before, after = _RecordEntries(), before.with_held(), after.with_held()
         embedding, head = records.main("embedding", Kind.NON_BLOCK, before), records.main("head", Kind.NON_BLOCK, after)
-        first, last = (group if group.frozen else _Group() for group in (before, after))
+        first, last = (group if group.frozen else _RecordEntries() for group in (before, after))
     layers = tuple(records.main(f"block {layer}", Kind.BLOCK, group) for layer, group in enumerate(blocks))
     if whole.frozen and both.trained:
         embedding_adapter = head_adapter = records.adapter("outer", whole.trained)
@@ -225,7 +225,7 @@ def _build_layout(groups: _Groups, records: _Records, precision: Precision) -> M
     )
 
 
-def _any(group: _Group) -> bool:
+def _any(group: _RecordEntries) -> bool:
     return bool(group.frozen or group.trained)
 
 

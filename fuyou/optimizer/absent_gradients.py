@@ -49,7 +49,7 @@ def _part_starts(record: Record, slot: ParameterSlot) -> list[int]:
 
 
 @dataclass(frozen=True)
-class _Part:
+class _OwnedPart:
     """Elements ``[start, stop)`` of this rank that hold (part of) a parameter and the padding behind it."""
 
     slot: int  # Index of the parameter in its record
@@ -64,11 +64,11 @@ class OwnedParameters:
         first, owned = record.share.owned_start(record.numel), record.owned
         slots = sorted(range(len(record.parameters)), key=lambda index: record.parameters[index].offset)
         ends = [record.parameters[index].offset for index in slots[1:]] + [record.numel]
-        self._parts: list[_Part] = []
-        self._marked: list[_Part] = []
+        self._parts: list[_OwnedPart] = []
+        self._marked: list[_OwnedPart] = []
         for index, end in zip(slots, ends, strict=True):
             slot = record.parameters[index]
-            part = _Part(index, max(slot.offset - first, 0), min(end - first, owned))
+            part = _OwnedPart(index, max(slot.offset - first, 0), min(end - first, owned))
             if part.start < part.stop:
                 self._parts.append(part)
                 if first + part.start < slot.offset + slot.numel:  # else it is nothing but padding

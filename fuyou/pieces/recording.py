@@ -65,7 +65,7 @@ class Recording:
     between_bytes: int  # Peak bytes per token when a forward pass requests another piece
 
 
-class _Recorder:
+class _UseRecorder:
     """A supply of parameters without values that records what is needed."""
 
     computes = False
@@ -120,7 +120,7 @@ def record(stack: StreamedModel, layer: int, pieces: Sequence[Piece], backward: 
 
 
 def _run(stack: StreamedModel, layer: int, pieces: Sequence[Piece], backward: bool, device: torch.device) -> Recording:
-    recorder = _Recorder(stack, pieces, device)
+    recorder = _UseRecorder(stack, pieces, device)
 
     def to_device(leaf: Any) -> Any:
         return torch.zeros_like(leaf, device=device) if isinstance(leaf, torch.Tensor) else leaf

@@ -40,7 +40,7 @@ class Simulation:
             spans.append((start, end))
 
 
-class Clock:
+class SimulatedClock:
     """Simulated time: runs actions in the order of their times.
 
     Attributes:
@@ -80,7 +80,7 @@ class Clock:
 class _SharedCores:
     """Work on shared cores: at most one piece per resource, each slowed down by the others."""
 
-    def __init__(self, clock: Clock, contention: Contention):
+    def __init__(self, clock: SimulatedClock, contention: Contention):
         self._clock, self._contention = clock, contention
         self._left: dict[Resource, float] = {}  # seconds that are left of each piece at full speed
         self._done: dict[Resource, Done] = {}
@@ -126,7 +126,7 @@ class _SharedCores:
 class SimulatedDrives:
     """All SSDs as one server: two pools of threads queue at it, and it serves them alternately."""
 
-    def __init__(self, clock: Clock, rates: TaskRates, piece_bytes: int):
+    def __init__(self, clock: SimulatedClock, rates: TaskRates, piece_bytes: int):
         self._clock, self._rates, self._piece_bytes = clock, rates, piece_bytes
         self._queues: tuple[deque[tuple[float, Done | None]], ...] = (deque(), deque())
         self._turn = 0
@@ -162,7 +162,7 @@ class SimulatedDrives:
 class SimulatedLink:
     """One direction between host and device, or one network: one copy after the other, from all lanes."""
 
-    def __init__(self, clock: Clock, resource: Resource):
+    def __init__(self, clock: SimulatedClock, resource: Resource):
         self._clock, self._resource = clock, resource
         self._waiting: deque[tuple[Task, float, Done]] = deque()
         self._busy = False
@@ -217,7 +217,7 @@ class OptimizerProcess:
 
     def __init__(
         self,
-        clock: Clock,
+        clock: SimulatedClock,
         rates: TaskRates,
         records: Sequence[Record],
         ring_chunks: int,

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from fuyou.layout.model_layout import FULL_RECOMPUTATION, ModelLayout, Recomputation
 from fuyou.layout.record import Record
 from fuyou.planner.rates import TaskRates
-from fuyou.planner.simulated_machine import Clock, OptimizerProcess, SimulatedLink, Simulation
+from fuyou.planner.simulated_machine import OptimizerProcess, SimulatedClock, SimulatedLink, Simulation
 from fuyou.schedule.memory_plan import MemoryPlan
 from fuyou.schedule.scheduler import Scheduler
 from fuyou.schedule.tasks import EXCHANGES, SSD_READS, ComputeTask, Op, Resource, StepList, Task, known
@@ -30,7 +30,7 @@ class Simulator:
 
     def __init__(self, records: Sequence[Record], rates: TaskRates, ring_chunks: int, chunk_elements: int):
         self._rates = rates
-        self._clock = Clock(rates.contention)
+        self._clock = SimulatedClock(rates.contention)
         self._links = {resource: SimulatedLink(self._clock, resource) for resource in _LINKS}
         self._optimizer = OptimizerProcess(self._clock, rates, records, ring_chunks, chunk_elements, self._finish)
         self._drives = self._optimizer.drives

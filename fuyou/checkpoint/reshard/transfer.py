@@ -122,7 +122,7 @@ class RangeTransfer:
 
 
 @dataclass(frozen=True)
-class _Piece:
+class _ValueRange:
     """Elements ``[start, stop)`` of one kind of value of a record."""
 
     record: int
@@ -165,7 +165,7 @@ class RecordTransfer:
             longest = max(target.records[record.index].units for target in self._targets)
             for kind in value_kinds(record):
                 for start in range(0, longest, PIECE_ELEMENTS):
-                    piece = _Piece(record.index, kind, start, min(start + PIECE_ELEMENTS, longest))
+                    piece = _ValueRange(record.index, kind, start, min(start + PIECE_ELEMENTS, longest))
                     self._write(store, piece, self._gather(piece), sums[kind.part])
             for part, written in sums.items():
                 sealed.append(
@@ -173,7 +173,7 @@ class RecordTransfer:
                 )
         return sealed
 
-    def _write(self, store: Store, piece: _Piece, data: torch.Tensor | None, sums: ExtentChecksums) -> None:
+    def _write(self, store: Store, piece: _ValueRange, data: torch.Tensor | None, sums: ExtentChecksums) -> None:
         if data is None:
             return
         target, kind = self._targets[self._rank], piece.kind
@@ -184,7 +184,7 @@ class RecordTransfer:
         ):
             store.write(extent, data[first : first + nbytes].numpy(), at, nbytes, sums).result()
 
-    def _gather(self, piece: _Piece) -> torch.Tensor | None:
+    def _gather(self, piece: _ValueRange) -> torch.Tensor | None:
         """Return what this rank is to store of a piece, ``uint8``, from wherever it is; None if that is nothing."""
         kind = piece.kind
         stored = self._targets[self._rank].stored_range(piece.record, kind.part)
@@ -208,13 +208,13 @@ class RecordTransfer:
         self._agreement.exchange(sends, receives)
         return mine
 
-    def _read(self, transfer: RangeTransfer, piece: _Piece, data: torch.Tensor) -> None:
+    def _read(self, transfer: RangeTransfer, piece: _ValueRange, data: torch.Tensor) -> None:
         layout = self._sources[transfer.source].layout
         extent = layout.extent(piece.record, piece.kind.part)
         for at, first, nbytes in layout.byte_runs(piece.record, piece.kind, transfer.start, transfer.stop):
             self._stores[transfer.source].read_now(extent, data[first : first + nbytes].numpy(), at, nbytes)
 
-    def _plan(self, piece: _Piece) -> Iterator[RangeTransfer]:
+    def _plan(self, piece: _ValueRange) -> Iterator[RangeTransfer]:
         """Return how a piece comes to all ranks.
 
         Of what several sources have, a rank takes its own, or one of the others' in turn. Padding comes from nowhere:

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from fuyou.planner.rates import Contention
-from fuyou.planner.simulated_machine import Clock
+from fuyou.planner.simulated_machine import SimulatedClock
 from fuyou.schedule.tasks import Resource
 from tests.helpers.simulation import FAST, run
 
@@ -41,7 +41,7 @@ def test_through_json_and_back() -> None:
 
 
 def test_each_piece_goes_as_fast_as_what_runs_beside_it_lets_it() -> None:
-    clock = Clock(MEASURED)
+    clock = SimulatedClock(MEASURED)
     ended: dict[Resource, float] = {}
 
     def start(resource: Resource, seconds: float) -> None:
