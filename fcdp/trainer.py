@@ -31,10 +31,12 @@ from fcdp.model.model import ClusterModel
 from fcdp.strategy.topology import Topology
 from fuyou.layout.record_parts import wants_decay
 from fuyou.model.loss.cross_entropy import cross_entropy
+from fuyou.model.loss.router_loss import RouterPass
 from fuyou.optimizer.adam import check_learning_rate
 from fuyou.optimizer.clipping import clip_coefficient
 from fuyou.optimizer.gradient_sum import sum_of_squares
 from fuyou.optimizer.nonfinite import NonFinitePolicy
+from fuyou.pieces.run import random_states, set_random_states
 
 
 @dataclass(frozen=True)
@@ -170,23 +172,39 @@ class Trainer:
         """Compute gradients, and return this rank's part of the loss (float64 scalar) and the router loss."""
         world = self._topology.world_size
         share = torch.tensor(items / world, device=self._device)  # FSDP2 averages gradients over ranks
-        total, aux = torch.zeros((), dtype=torch.float64, device=self._device), 0.0
+        total = torch.zeros((), dtype=torch.float64, device=self._device)
+        router = self._forward.router_pass(parts)
+        if router is not None and len(parts) > 1:  # it is known when all of the batch has gone forward
+            self._route(parts, router)
         for index, part in enumerate(parts):
             self._sharding.set_is_last_micro_batch(index == len(parts) - 1)
             with self._forward.separate_documents(part):  # in the backward pass, too: blocks are computed again there
                 output = self._forward.run(part)
                 loss, gradient = cross_entropy(output.logits, part["targets"], share, gradient=True)
                 total += loss / world
-                router = self._forward.router_pass(part, output)
                 if router is None:
                     output.logits.backward(gradient)
                     continue
-                aux += router.value / len(parts)
-                total += router.share / len(parts) / world
-                losses = router.losses(0, output.router_logits)
-                weights = [torch.full_like(one, world / len(parts)) for one in losses]  # of a mean over ranks, again
+                if len(parts) == 1:
+                    router.add(0, output.router_logits or ())
+                    self._forward.combine(router)
+                losses = router.losses(index, output.router_logits)
+                weights = [torch.full_like(one, world) for one in losses]  # of a mean over ranks, again
                 torch.autograd.backward([output.logits, *losses], [gradient, *weights])
-        return total, None if self._model.router_loss is None else aux
+        if router is None:
+            return total, None
+        return total + router.share.to(self._device) / world, router.value
+
+    @torch.no_grad()
+    def _route(self, parts: Sequence[dict[str, torch.Tensor]], router: RouterPass) -> None:
+        """Find the router loss of several micro-batches in a forward pass that draws the random numbers of the next."""
+        states = random_states(self._device)
+        for index, part in enumerate(parts):
+            with self._forward.separate_documents(part):
+                router.add(index, self._forward.run(part).router_logits or ())
+        self._sharding.reshard()  # some stay whole after a forward pass, expecting a backward pass
+        self._forward.combine(router)
+        set_random_states(states, self._device)
 
     def _all_reduce(self, loss: torch.Tensor, stop: bool, sent: int) -> tuple[float, float, bool, float]:
         """Return loss and gradient norm of the whole batch, whether any rank asked to stop, and what all ranks have
@@ -216,7 +234,8 @@ class Trainer:
 
     @torch.no_grad()
     def eval_loss(self, batch: Mapping[str, torch.Tensor]) -> float:
-        """Return the mean loss over all labels of a batch, the same on every rank; forward only, without dropout.
+        """Return the mean loss over all labels of a batch, the same on every rank; forward only, without dropout, and
+        without the router loss, which depends on what else is in a batch.
 
         Args:
             batch: as for :meth:`train_step`; at least one label.
@@ -229,9 +248,6 @@ class Trainer:
             with self._forward.separate_documents(part):
                 output = self._forward.run(part)
             total += cross_entropy(output.logits, part["targets"], items, gradient=False)[0]
-            router = self._forward.router_pass(part, output)
-            if router is not None:
-                total += router.share / len(parts) / self._topology.world_size
         self._model.module.train()
         self._sharding.reshard()  # some stay whole after a forward pass, expecting a backward pass
         dist.all_reduce(total)

@@ -75,6 +75,10 @@ class EngineTrainer(Trainer):
             self._engine.backward(loss)
         return self._engine.step()
 
+    def _loss_of(self, batch: dict[str, torch.Tensor]) -> float:
+        """Return the mean loss of a held-out batch without the router loss, which depends on what shares a batch."""
+        return self._engine.eval_loss(**self._part(batch), router_loss=False)
+
     def _part(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         return batch
 
@@ -99,7 +103,7 @@ class EngineTrainer(Trainer):
         """Return the loss on held-out data; its traffic is not the steps'."""
         before = self.io_counts()
         if self._objective is None:
-            result = evaluate(batches, self._job.settings.batch_size, lambda batch: self._engine.eval_loss(**batch))
+            result = evaluate(batches, self._job.settings.batch_size, self._loss_of)
         else:
             result = self._objective.evaluate(batches, self._job.settings.batch_size)
         self._evaluation_io += self.io_counts() - before

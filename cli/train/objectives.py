@@ -2,7 +2,7 @@
 
 import importlib
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ from cli.report.results import EvaluationResult
 from common.data import Batches
 from common.data.items.batches import REFERENCE
 from fuyou import Engine
-from fuyou.objectives.objective import BatchNumbers, Learned, Mean, Objective, SumOverRanks, alone
+from fuyou.objectives.objective import BatchNumbers, Learned, Mean, Objective, SumOverRanks, alone, row_sums
 
 Batch = dict[str, torch.Tensor]
 
@@ -70,46 +70,81 @@ class ObjectiveLoop:
 
     @torch.no_grad()
     def evaluate(self, batches: Batches, batch_size: int) -> EvaluationResult:
-        """Take the loss of every held-out item once, forward only.
+        """Take the loss of all held-out items together, forward only: it does not depend on the size of a batch.
 
         Args:
             batches: in a fixed order.
             batch_size: items of a batch; the last one is completed with items that were seen, which do not count.
         """
-        start_time, computed, targets = time.perf_counter(), 0, 0
-        totals = {"loss": Mean(0.0, 0.0)}
+        start_time, computed, targets, found = time.perf_counter(), 0, 0, []
         for number in range(batches.steps_per_epoch):
             items = min(batch_size, batches.rows - number * batch_size)
             batch = _cut(batches.batch(number), 0, items, batch_size)
             part, copies = self._ranks.part(batch, items)
-            learned, _ = self._learn(part)
-            loss, count = self._ranks.sum([float(learned.loss), learned.items])
-            found = {"loss": Mean(loss * count, count), **self._joined(learned.watched)}
-            for name, (total, number_of) in found.items():
-                before = totals.get(name, Mean(0.0, 0.0))
-                totals[name] = Mean(before.total + total / copies, before.number + number_of / copies)
+            numbers, _ = self._numbers(part)
+            found.append(_of_rows(numbers, counted=copies == 1 or self._ranks.rank == 0))
             computed += batch["input_ids"].numel()
             targets += int((batch["labels"] != -100).sum()) if "labels" in batch else len(batch["input_ids"])
-        means = _values(totals)
+        learned = self._objective.learn(_joined(found, self._ranks.sum))
+        (loss,) = self._ranks.sum([float(learned.loss)])
         rate = computed / (time.perf_counter() - start_time)
-        return EvaluationResult(means.pop("loss"), targets, rate, means)
+        return EvaluationResult(loss, targets, rate, _values(self._joined(learned.watched)))
 
     def _learn(self, batch: Batch) -> tuple[Learned, torch.Tensor]:
+        """Return what a batch of this rank gives, and its share of the router loss."""
+        numbers, aux_loss = self._numbers(batch)
+        return self._objective.learn(numbers), aux_loss
+
+    def _numbers(self, batch: Batch) -> tuple[BatchNumbers, torch.Tensor]:
+        """Return what the loss of a batch of this rank is made of, and its share of the router loss."""
         objective = self._objective
         extras = {name: batch[name] for name in objective.extras if name in batch}
         apart = (extras.keys() - {"labels"}) | {REFERENCE}
         named: dict[str, Any] = {name: value for name, value in batch.items() if name not in apart}
         out = self._engine.tokens(**named, outputs=objective.outputs)
-        learned = objective.learn(BatchNumbers(out, batch.get(REFERENCE), extras, self._ranks.sum))
+        numbers = BatchNumbers(out, batch.get(REFERENCE), extras, self._ranks.sum)
         if out.aux_loss is None:
-            return learned, torch.zeros(())
-        return learned, out.aux_coefficient / self._ranks.world_size * out.aux_loss
+            return numbers, torch.zeros(())
+        return numbers, out.aux_coefficient / self._ranks.world_size * out.aux_loss
 
     def _joined(self, watched: Mapping[str, Mean]) -> dict[str, Mean]:
         names = self._objective.watches
         sums = self._ranks.sum([number for name in names for number in watched.get(name, Mean(0.0, 0.0))])
         joined = {name: Mean(*sums[2 * place : 2 * place + 2]) for place, name in enumerate(names)}
         return {name: mean for name, mean in joined.items() if mean.number}
+
+
+class _RowNumbers(dict[str, torch.Tensor]):
+    """Numbers of rows by name: those of its tokens added up."""
+
+    def __init__(self, values: Mapping[str, torch.Tensor], mask: torch.Tensor) -> None:
+        super().__init__(values)
+        self.mask = mask
+
+
+def _of_rows(numbers: BatchNumbers, counted: bool) -> BatchNumbers:
+    """Return numbers with one for each row instead of one for each token; of no row, where they are not ``counted``."""
+    mask = numbers.out.mask
+    stop = len(mask) if counted else 0
+    values = {}
+    for name in numbers.out.keys():  # noqa: SIM118 - outputs are no mapping
+        value = numbers.out[name]
+        values[name] = (row_sums(value, mask) if value.shape == mask.shape else value)[:stop]
+    reference = None if numbers.reference is None else row_sums(numbers.reference, mask)[:stop]
+    extras = {name: value if counted else value[:0] for name, value in numbers.extras.items()}
+    return BatchNumbers(_RowNumbers(values, mask.any(-1)[:stop]), reference, extras)
+
+
+def _joined(parts: Sequence[BatchNumbers], sum_over_ranks: SumOverRanks) -> BatchNumbers:
+    """Return the numbers of several batches as one."""
+    first = parts[0]
+    values = {name: torch.cat([part.out[name] for part in parts]) for name in first.out.keys()}  # noqa: SIM118
+    mask = torch.cat([part.out.mask for part in parts])
+    references = [part.reference for part in parts if part.reference is not None]
+    extras = {name: torch.cat([part.extras[name] for part in parts]) for name in first.extras}
+    return BatchNumbers(
+        _RowNumbers(values, mask), torch.cat(references) if references else None, extras, sum_over_ranks
+    )
 
 
 def _cut(batch: Batch, first: int, last: int, items: int) -> Batch:

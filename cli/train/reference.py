@@ -14,6 +14,7 @@ from cli.options.settings import RUN
 from cli.train.objectives import Batch, Ranks
 from common.activity import activity
 from common.data.items.batches import ItemBatches
+from common.data.rows import PADDING
 from common.errors import UserError
 from common.files import file_when_complete
 from fuyou import Engine
@@ -85,10 +86,11 @@ class ReferencePass:
         """Return the log-probability of each row's targets, fp32 ``[R]``, of all ranks' rows."""
         rows, ranks = len(batch["input_ids"]), self.ranks
         places = {"places": torch.arange(rows)}
-        part, _ = ranks.part({name: batch[name] for name in ("input_ids", "labels", "position_ids")} | places, items)
+        named = {name: batch[name] for name in ("input_ids", "labels", "position_ids", PADDING)}
+        part, _ = ranks.part(named | places, items)
         own = part.pop("places")
-        named: dict[str, Any] = dict(part)
-        out = self.engine.tokens(**named)
+        numbers: dict[str, Any] = dict(part)
+        out = self.engine.tokens(**numbers)
         sums = torch.zeros(rows)
         sums[own] = (out["log_probs"] * out.mask).sum(1)
         return np.array(ranks.sum(sums.tolist()), dtype=np.float32)

@@ -18,9 +18,19 @@ from common.activity import Activity, activity
 from common.data.encoding.encoder import EncodedSegment, Encoder
 from common.data.encoding.fitting import RowFitter
 from common.data.files import find_files
-from common.data.packed.packing import TRAINED, Packer, Padder, cut_documents, draw_rows, first_lengths, unpack
+from common.data.packed.packing import (
+    TRAINED,
+    Packer,
+    Padder,
+    cut_documents,
+    draw_rows,
+    first_lengths,
+    padding_of,
+    unpack,
+)
 from common.data.packed.token_file import Header, TokenFile, cache_key, remove_unfinished, write_token_file
 from common.data.records import is_text_file
+from common.data.rows import PADDING
 from common.data.selection import RecordSelection, nothing_to_train
 from common.data.shapes import examples_of_records, examples_of_text_file
 from common.errors import UserError
@@ -113,7 +123,8 @@ class Batches(ABC):
 
     @abstractmethod
     def batch(self, step: int) -> dict[str, torch.Tensor]:
-        """Return ``input_ids``, ``labels`` and ``position_ids`` of a step (from 0), int64 [batch_size, seq_len].
+        """Return ``input_ids``, ``labels`` and ``position_ids`` of a step (from 0), int64 [batch_size, seq_len], and
+        which of them are padding, if any can be (:data:`PADDING`).
 
         Several documents share a row, if they are packed, and ``position_ids`` restart at 0 with each. ``labels`` are
         -100 where no loss is wanted, and as the model's own loss takes them (``labels_ahead``).
@@ -172,6 +183,7 @@ def batch_of_words(rows: np.ndarray, packed: bool, labels_ahead: bool) -> dict[s
         "input_ids": torch.from_numpy(ids),
         "labels": torch.from_numpy(labels),
         "position_ids": torch.from_numpy(positions),
+        PADDING: torch.from_numpy(padding_of(rows)),
     }
 
 

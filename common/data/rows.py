@@ -16,8 +16,12 @@ from common.errors import UserError
 BatchValue = torch.Tensor | Sequence[torch.Tensor | None]  # One row, or one list entry, per sequence
 
 
+# Name of a batch's marks of padding, bool `[B, S]`: the model is not given them, and neither router losses nor the
+# lengths of documents count what they mark.
+PADDING = "padding"
+
 # Values with one number for each token; all others in a batch belong to images or sound.
-_OF_TOKENS = frozenset({"input_ids", "labels", "targets", "position_ids", "attention_mask"})
+_OF_TOKENS = frozenset({"input_ids", "labels", "targets", "position_ids", "attention_mask", PADDING})
 
 
 def holds_images(batch: Mapping[str, BatchValue | None]) -> bool:

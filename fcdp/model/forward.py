@@ -2,22 +2,23 @@
 
 import contextlib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from common.data import Documents, restarts
-from common.data.rows import take_rows
+from common.data.rows import PADDING, take_rows
 from common.errors import UserError
 from common.models.attention.isolation import DocumentSeparator, takes_positions
+from common.models.attention.rotary import padding_known
 from fcdp.model.model import ClusterModel
 from fcdp.strategy.topology import Topology
 from fuyou.model.loss.cross_entropy import targets_of
 from fuyou.model.loss.router_loss import RouterPass
 
-_FOR_THE_LOSS = {"targets", "labels", "counts"}  # what is made of a batch for the loss, and not given to the model
+_FOR_THE_LOSS = {"targets", "labels", "counts", PADDING}  # what is not given to the model
 
 
 class Forward:
@@ -61,6 +62,8 @@ class Forward:
             if start < stop:
                 part = take_rows(batch, start, stop)
                 part["counts"] = torch.ones_like(part["targets"])
+                if PADDING in part:
+                    part["counts"].masked_fill_(part[PADDING], 0)
             else:  # this rank has a sequence less than others: one more, that teaches nothing
                 part = take_rows(batch, 0, 1)
                 part["targets"] = torch.full_like(part["targets"], -100)
@@ -77,16 +80,24 @@ class Forward:
         inputs = {name: value for name, value in part.items() if name not in self._left_out}
         return self._model.module(**inputs, use_cache=False)
 
-    def router_pass(self, part: dict[str, torch.Tensor], output: Any) -> RouterPass | None:
-        """Return the router loss of this micro-batch of all ranks together; None if the loss has none. Collective."""
-        if self._model.router_loss is None:
+    def router_pass(self, parts: Sequence[dict[str, torch.Tensor]]) -> RouterPass | None:
+        """Return the router loss of these micro-batches, to be given router logits; None if the loss has none."""
+        loss = self._model.router_loss
+        if loss is None:
             return None
-        router = RouterPass(self._model.router_loss, [part["counts"].flatten().float()])
-        router.add(0, output.router_logits or ())
+        masks = []
+        for part in parts:
+            mask = part.get("attention_mask") if loss.masked else None
+            masks.append(
+                (part["counts"] if mask is None or mask.dim() != 2 else part["counts"] * mask).flatten().float()
+            )
+        return RouterPass(loss, masks)
+
+    def combine(self, router: RouterPass) -> None:
+        """Compute the router loss of all ranks together. Collective."""
         sums = torch.tensor(router.local_sums(), dtype=torch.float64, device=self._topology.device)
         dist.all_reduce(sums)
         router.combine([sums.tolist()])
-        return router
 
     @contextlib.contextmanager
     def separate_documents(self, part: dict[str, torch.Tensor]) -> Iterator[None]:
@@ -95,5 +106,6 @@ class Forward:
         if documents is not None and self._separator is None:
             assert self._model.family.isolation is not None
             self._separator = DocumentSeparator(self._model.module, self._model.family.isolation)
-        with contextlib.nullcontext() if self._separator is None else self._separator.apart(documents):
+        separated = contextlib.nullcontext() if self._separator is None else self._separator.apart(documents)
+        with padding_known(part), separated:
             yield

@@ -14,6 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from common.models.adapters.adapters import Adapters
 from common.models.adapters.saved import SavedAdapter
+from common.models.attention.rotary import rotate_by_document
 from common.models.checkpoint.random_source import RandomSource
 from common.models.checkpoint.sources import CheckpointSource, WeightSource
 from common.models.flops import active_parameters, hardware_flops_per_token, model_flops_per_token
@@ -76,6 +77,7 @@ class ClusterModel:
         for name in options.towers.frozen(module) if adapters is None else ():
             module.get_parameter(name).requires_grad_(False)
         switch_router_logits(module, router_loss is not None)
+        rotate_by_document(module)
         widen(module)
         if module.supports_gradient_checkpointing:
             module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})

@@ -29,6 +29,7 @@ from fcdp.strategy.strategy import Ring
 from fcdp.strategy.topology import Topology
 from fcdp.traffic import Traffic
 from fuyou.layout.record import Precision
+from fuyou.model.loss.router_loss import switch_router_logits
 from fuyou.model.model_records import model_records
 from fuyou.model.streamed_model import StreamedModel
 from fuyou.planner.profiling.blocks import BlockBench
@@ -107,6 +108,7 @@ def measure_computing(
     """Measure how fast devices compute, update and copy, all at once; the slowest one counts."""
     device = open_device(topology.device)
     model = build_meta_model(config, dtype=Precision.named(dtype, "fp32").dtype)
+    switch_router_logits(model, False)  # which the model itself would look for
     stack = StreamedModel(model, topology.device)
     shape = model_records(stack, Precision.named(dtype, "fp32"))
     dist.barrier()

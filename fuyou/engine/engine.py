@@ -254,15 +254,17 @@ class Engine(EngineFigures):
 
     # -- evaluation -----------------------------------------------------------------------------------------------
 
-    def eval_loss(self, **batch: Any) -> float:
+    def eval_loss(self, *, router_loss: bool = True, **batch: Any) -> float:
         """Return the mean loss over a batch, forward only.
 
         Nothing changes but pending updates, which are applied first.
 
         Args:
+            router_loss: whether the router loss of a mixture is part of it, as in training: it depends on which
+                sequences share a batch.
             batch: as in training.
         """
-        return self._steps.eval_loss(batch)
+        return self._steps.eval_loss(batch, router_loss)
 
     # -- reading --------------------------------------------------------------------------------------------------
 

@@ -280,12 +280,15 @@ class Steps:
     # -- evaluation -----------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def eval_loss(self, given: dict[str, Any]) -> float:
+    def eval_loss(self, given: dict[str, Any], router_loss: bool) -> float:
         """Return the mean loss over a batch, forward only; pending updates are applied first."""
         self.flush()
         batch, labels = self._checked(given)
         self._fit(batch)
-        return self._whole_loss(self._evaluate(batch, labels))
+        computation = self._evaluate(batch, labels)
+        if not router_loss:
+            computation.router = None
+        return self._whole_loss(computation)
 
     def _evaluate(self, batch: TrainingBatch, labels: int, passing: TokenPass | None = None) -> StepComputation:
         """Run a forward pass that changes nothing, without dropout."""

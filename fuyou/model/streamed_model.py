@@ -25,9 +25,11 @@ from torch.utils._pytree import tree_map
 from transformers import PreTrainedModel
 
 from common.data.documents import Documents
+from common.data.rows import PADDING
 from common.errors import FinetuneError, UserError
 from common.models.attention.isolation import DocumentSeparator, configurations, takes_positions, without_masks
 from common.models.attention.kernels import AttentionKernels
+from common.models.attention.rotary import padding_known, rotate_by_document
 from common.models.structure import find_blocks
 from common.models.vision import tower_parameters
 from fuyou.model.blocks.calls import BlockCalls
@@ -81,6 +83,7 @@ class StreamedModel:
         self._takes_positions, self._configurations = takes_positions(model), configurations(model)
         self.kernels = AttentionKernels(model.config, model.dtype, device)
         """Kernels that attention may take in all passes."""
+        rotate_by_document(model)
         self._survey()
 
     # -- which parameters belong where ----------------------------------------------------------------------------
@@ -259,8 +262,8 @@ class StreamedModel:
         """Run what comes before the blocks.
 
         Args:
-            batch: ``input_ids`` int64 ``[B, S]`` and, if any, ``position_ids`` and ``attention_mask``. Without a mask,
-                documents at which positions restart are kept apart.
+            batch: ``input_ids`` int64 ``[B, S]`` and, if any, ``position_ids``, ``attention_mask``, and padding.
+                Without a mask, documents at which positions restart are kept apart.
 
         Returns:
             The first block's input ``[B, S, H]``, and what each block is called with.
@@ -301,8 +304,9 @@ class StreamedModel:
 
     def _embed(self, batch: Mapping[str, torch.Tensor], links: BlockLinks) -> tuple[torch.Tensor, BlockCalls]:
         documents = None if "attention_mask" in batch else Documents.of(batch.get("position_ids"))
-        known = {name: value for name, value in batch.items() if name != "position_ids" or self._takes_positions}
-        with self.apart(documents), self._stand_ins.recording(links, documents) as calls:
+        left_out = {PADDING} if self._takes_positions else {PADDING, "position_ids"}
+        known = {name: value for name, value in batch.items() if name not in left_out}
+        with padding_known(batch), self.apart(documents), self._stand_ins.recording(links, documents) as calls:
             self.model(**known, use_cache=False)
         hidden, calls.first_hidden = calls.first_hidden, None
         assert hidden is not None

@@ -1,7 +1,7 @@
 """What a training loop asks of an objective: a loss of the numbers that the head gives for each token."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -20,6 +20,10 @@ class TokenNumbers(Protocol):
     mask: torch.Tensor
 
     def __getitem__(self, name: str) -> torch.Tensor: ...
+
+    def keys(self) -> Iterable[str]:
+        """Return the names of all outputs."""
+        ...
 
 
 class Mean(NamedTuple):

@@ -225,23 +225,14 @@ def test_numbers_that_are_none_are_refused(wrong: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("micro_batch", [None, 1])
-def test_the_router_loss_is_that_of_a_micro_batch_of_all_ranks(
-    micro_batch: int | None, pool: Pool, tmp_path: Path
-) -> None:
-    """With one micro-batch, that of the whole batch, as a model in memory has it; else their mean."""
+def test_the_router_loss_is_that_of_the_whole_batch(micro_batch: int | None, pool: Pool, tmp_path: Path) -> None:
     torch.manual_seed(0)
     config = MixtralConfig(**SIZES, num_local_experts=5, output_router_logits=True, router_aux_loss_coef=0.5)
     MixtralForCausalLM(config).save_pretrained(tmp_path / "model")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model").train()
-    inputs, rows = batch(1, 5), [[0, 1, 2, 3, 4]] if micro_batch is None else [[0, 2], [1, 3], [4]]
-    model.config.output_router_logits = False
-    plain = model(**inputs, use_cache=False).loss
-    model.config.output_router_logits = True
-    # Rank 0 has the first two rows, rank 1 the others.
-    aux = torch.stack([
-        model(**{name: value[part] for name, value in inputs.items()}, use_cache=False).aux_loss for part in rows
-    ]).mean()  # fmt: skip
-    loss = plain + 0.5 * aux
+    inputs = batch(1, 5)
+    output = model(**inputs, use_cache=False)
+    loss, plain = output.loss, output.loss - 0.5 * output.aux_loss
     loss.backward()
     norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in model.parameters()])
     options = {"micro_batch": micro_batch, "max_grad_norm": None}

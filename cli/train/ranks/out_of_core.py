@@ -9,13 +9,11 @@ import torch.distributed as dist
 
 from cli.job.job import Job
 from cli.job.resumed import check_same_run
-from cli.report.results import EvaluationResult, IoCounts, MemoryUse, RunTotals, StepResult
+from cli.report.results import IoCounts, MemoryUse, RunTotals, StepResult
 from cli.train.engine_trainer import EngineTrainer, engine_options, profile_once
-from cli.train.evaluation import evaluate
 from cli.train.objectives import Ranks
 from cli.train.ranks.process import RankProcess
 from common.communication.object_collectives import all_gather_object, broadcast_from_rank0
-from common.data import Batches
 from common.errors import UserError
 from common.store import load_manifest, remove
 from common.store.migration import remove_folder
@@ -49,12 +47,6 @@ class RankEngineTrainer(EngineTrainer):
     def train_step(self, batch: dict[str, torch.Tensor], lr: float) -> StepResult:
         report = self._step(batch if self._objective else self._part(batch), lr)
         return self._step_result(report, report.planned_sent_bytes * self._topology.ranks_per_node)
-
-    def evaluate(self, batches: Batches) -> EvaluationResult:
-        if self._objective is not None:
-            return super().evaluate(batches)
-        rows = self._job.settings.batch_size
-        return evaluate(batches, rows, lambda batch: self._engine.eval_loss(**self._part(batch)))
 
     def _part(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return this rank's rows."""

@@ -9,6 +9,7 @@ from common.data.batches import Batches, DataConfig, rounded_width
 from common.data.items.shapes import margin_of
 from common.data.packed.packing import STARTS, TRAINED, draw_rows, first_lengths, unpack
 from common.data.packed.token_file import TokenFile
+from common.data.rows import PADDING
 from common.errors import UserError
 from common.units import format_count
 
@@ -49,7 +50,8 @@ class ItemBatches(Batches):
         """Return the batch of a step; see the class.
 
         Rows are as long as the longest of the batch, rounded up. ``input_ids`` are int64
-        ``[rows_per_item batch_size, tokens]``, and so are, for a language model, ``labels`` and ``position_ids``.
+        ``[rows_per_item batch_size, tokens]``, and so are, for a language model, ``labels`` and ``position_ids``, with
+        :data:`PADDING`.
         """
         batch = self._batch(step)
         if self.reference is not None:
@@ -97,7 +99,8 @@ class ItemBatches(Batches):
         else:
             if self.labels_ahead:
                 labels = np.concatenate([labels[:, 1:], np.full_like(labels[:, :1], IGNORED)], axis=1)
-            named = {"input_ids": ids, "labels": labels, "position_ids": places.copy()}
+            padding = places >= lengths[:, None]
+            named = {"input_ids": ids, "labels": labels, "position_ids": places.copy(), PADDING: padding}
         return {name: torch.from_numpy(value) for name, value in named.items()}
 
     def close(self) -> None:
@@ -122,7 +125,8 @@ class PairBatches(ItemBatches):
 
 class AnswerBatches(ItemBatches):
     """Batches of N labelled answers: row 2 i of a batch is a prompt with its answer, and row 2 i + 1 the same prompt
-    with the answer of the item before (of the first, with the last one's), from which KTO estimates a distance.
+    with the answer of the item before (of the first, with the last one's), from which KTO estimates a distance. That
+    is the one before in the batch where batches are shuffled, and in the data where they are not.
 
     ``desirable``, bool ``[N]``, says which answers are.
     """
@@ -140,15 +144,28 @@ class AnswerBatches(ItemBatches):
 
     def _batch(self, step: int) -> dict[str, torch.Tensor]:
         rows, marks = self._read(step)
-        lengths, items = first_lengths(rows), self.drawn(step)
-        begins = ((rows & TRAINED) != 0).argmax(1)
-        answers = [row[begin:length] for row, begin, length in zip(rows, begins, lengths, strict=True)]
-        both = np.repeat(rows, 2, axis=0)
-        for place, (row, begin) in enumerate(zip(both[1::2], begins, strict=True)):
+        items, begins = self.drawn(step), ((rows & TRAINED) != 0).argmax(1)
+        if self._config.shuffle:
             # Where an epoch ends within the batch, the neighbor may be the same answer again.
-            other = next((n for n in range(place - 1, place - len(items), -1) if items[n] != items[place]), place - 1)
-            pasted_answer(row, int(begin), answers[other], self._file.header.seq_len - 1)
+            before = [[items[place - back] for back in range(1, len(items))] for place in range(len(items))]
+            others = np.array(
+                [
+                    next((other for other in ahead if other != item), ahead[0])
+                    for item, ahead in zip(items, before, strict=True)
+                ]
+            )
+        else:  # held-out data
+            others = (items - 1) % self.rows
+        both = np.repeat(rows, 2, axis=0)
+        for row, begin, answer in zip(both[1::2], begins, self._answers(others), strict=True):
+            pasted_answer(row, int(begin), answer, self._file.header.seq_len - 1)
         return self._named(both) | {"desirable": torch.from_numpy(marks.astype(bool))}
+
+    def _answers(self, items: np.ndarray) -> list[np.ndarray]:
+        """Return the answers of some items, uint32 each."""
+        rows = self._file.read(self._rows_of(items))[:, :-1]
+        begins = ((rows & TRAINED) != 0).argmax(1)
+        return [row[begin:stop] for row, begin, stop in zip(rows, begins, first_lengths(rows), strict=True)]
 
     # Each step has new rows, as answers meet other prompts.
 

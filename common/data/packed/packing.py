@@ -172,6 +172,16 @@ def first_lengths(rows: np.ndarray) -> np.ndarray:
     return np.where(starts.any(1), starts.argmax(1) + 1, rows.shape[1])
 
 
+def padding_of(rows: np.ndarray) -> np.ndarray:
+    """Return which words are padding, bool [rows, seq_len]: a row's last document if nothing in it carries loss."""
+    places = np.arange(rows.shape[1], dtype=np.int64)
+    last = rows.shape[1] - 1 - ((rows & STARTS) != 0)[:, ::-1].argmax(1)
+    within = places >= last[:, None]
+    trained = ((rows & TRAINED != 0) & within).any(1)
+    padding: np.ndarray = within & ~trained[:, None]
+    return padding
+
+
 def unpack(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return ``input_ids``, ``labels`` and ``position_ids``, int64 [rows, seq_len], of words uint32 [rows, seq_len]."""
     ids = (rows & ID_MASK).astype(np.int64)

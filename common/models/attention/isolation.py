@@ -22,6 +22,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from common.data.documents import Documents, current_documents, separate_documents
 from common.models.attention.documents import BY_DOCUMENT
+from common.models.attention.rotary import rotate_by_document
 from common.models.structure import find_blocks
 
 # Lengths of the documents of five rows, longer than the windows of a small model. The number of rows and their length
@@ -239,6 +240,7 @@ class _Experiment:
 
     def __init__(self, model: PreTrainedModel):
         self.model = model
+        rotate_by_document(model)
         device = next(model.parameters()).device
         self.positions = torch.stack([torch.cat([torch.arange(length) for length in row]) for row in _LENGTHS])
         documents = Documents.of(self.positions)

@@ -24,6 +24,7 @@ from common.hardware.machine import core_count, cpu_count
 from common.models.meta_model import build_meta_model
 from fuyou.layout.model_layout import ModelLayout
 from fuyou.layout.record import Precision
+from fuyou.model.loss.router_loss import switch_router_logits
 from fuyou.model.model_records import model_records
 from fuyou.model.streamed_model import StreamedModel
 from fuyou.optimizer.process.client import OptimizerLink
@@ -88,7 +89,9 @@ def measure(workload: ProfiledWorkload, device: Device) -> Profile:
     link = OptimizerLink()  # imports PyTorch while the model is built
     bench: OptimizerBench | None = None
     try:
-        stack = StreamedModel(build_meta_model(workload.config, dtype=workload.precision.dtype), device.torch_device)
+        model = build_meta_model(workload.config, dtype=workload.precision.dtype)
+        switch_router_logits(model, False)  # which the model itself would look for
+        stack = StreamedModel(model, device.torch_device)
         shape = replace(model_records(stack, workload.precision), compiled=workload.compiled)
         block_bytes = shape.block_elements * workload.precision.parameter_bytes
         records = scratch_records(workload.chunk_elements, workload.precision)

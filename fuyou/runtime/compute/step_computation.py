@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from common.data.rows import PADDING
 from common.errors import FinetuneError
 from common.models.task_type import TaskType
 from fuyou.layout.record import Kind
@@ -76,13 +77,15 @@ class StepComputation:
         self.loss = float("nan")
 
     def _router_masks(self, masked: bool) -> list[torch.Tensor]:
-        """Return, per micro-batch, 1 for tokens that count for routers and 0 for those that a mask ``[B, S]`` hides."""
+        """Return, per micro-batch, 1 for tokens that count for routers and 0 for padding, and for those that a mask
+        ``[B, S]`` hides."""
         result = []
         for micro in self._micro:
             mask = micro.get("attention_mask") if masked else None
-            if mask is None or mask.dim() != 2:
-                mask = torch.ones_like(micro["input_ids"])
-            result.append(mask.flatten().float())
+            counts = torch.ones_like(micro["input_ids"]) if mask is None or mask.dim() != 2 else mask
+            if PADDING in micro:
+                counts = counts.masked_fill(micro[PADDING], 0)
+            result.append(counts.flatten().float())
         return result
 
     # -- passes ---------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ PAIRS = [{"prompt": f"{i} is", "chosen": f" {i}, surely.", "rejected": " a word.
 MIXTURE = {**SIZES, "num_local_experts": 4, "num_experts_per_tok": 2}
 LORA = ("--lora-rank", 4, "--lora-targets")
 ATTENTION = (*LORA, "q_proj")
-ALONE = ("--gpu", "cpu", "--host-memory", "600MiB", "--unproven")
+ALONE = ("--gpu", "cpu", "--host-memory", "600MiB")
 RANKS = ("--nodes", 1, "--gpus-per-node", 2)
 OLD_TEMPLATE = "OLD {% for m in messages %}{{ m['content'] }}{{ eos_token }}{% endfor %}"
 

@@ -125,7 +125,8 @@ def test_batches_are_a_function_of_the_step(corpus: str, tokenizer: PreTrainedTo
     for step in reversed(range(len(steps))):
         assert equal(again.batch(step), steps[step])
     for batch in steps:
-        assert list(batch) == ["input_ids", "labels", "position_ids"]
+        assert list(batch) == ["input_ids", "labels", "position_ids", "padding"]
+        assert batch.pop("padding").dtype == torch.bool
         assert all(value.dtype == torch.int64 and value.shape == (4, 64) for value in batch.values())
     other = open_data(DataConfig((corpus,), 64, 4, seed=6), tokenizer, tmp_path / "one")
     assert not equal(other.batch(0), steps[0])
