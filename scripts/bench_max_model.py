@@ -249,12 +249,13 @@ def print_table(rows: list[Row]) -> None:
     print(f"\n{'cap':>9} {'system':14} {'largest':>8} {'layers x width':>15} {'s/step':>7} {'group peak':>10}  "
           f"{'settings':32} next size stopped by")  # fmt: skip
     for row in rows:
-        one, stopped = row.largest, row.stopped
+        largest, stopped = row.largest, row.stopped
         figures = f"{'none':>8} {'':>15} {'':>7} {'':>10}  {'':32}"
-        if one is not None:
-            peak = format_bytes(one.peak_bytes) if one.peak_bytes else "-"
-            figures = (f"{format_count(one.rung.parameters):>8} {one.rung.layers:>7} x {one.rung.width:<5}"
-                       f" {sorted(one.seconds)[len(one.seconds) // 2]:>7.2f} {peak:>10}  {one.note:32}")  # fmt: skip
+        if largest is not None:
+            peak = format_bytes(largest.peak_bytes) if largest.peak_bytes else "-"
+            median = sorted(largest.seconds)[len(largest.seconds) // 2]
+            figures = (f"{format_count(largest.rung.parameters):>8} {largest.rung.layers:>7} x {largest.rung.width:<5}"
+                       f" {median:>7.2f} {peak:>10}  {largest.note:32}")  # fmt: skip
         why = f"{format_count(stopped.rung.parameters)}: {stopped.problem}" if stopped else "end of the ladder"
         print(f"{format_bytes(row.cap):>9} {row.system:14} {figures} {why}")
 

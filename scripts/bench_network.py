@@ -222,15 +222,15 @@ def table(results: list[Measured]) -> str:
     plain = {(r.case, r.rate): r.sent_bytes for r in results if r.strategy == "fsdp2"}
     for r in results:
         off = r.sent_payload / r.formula_bytes - 1 if r.formula_bytes else 0.0
-        part = exposed = kept = ""
+        part = exposed = retained = ""
         if (r.case, r.rate) in plain:
             part = f"{r.sent_bytes / plain[r.case, r.rate]:.4f}"
         if r.exposed_seconds is not None:
-            exposed, kept = f"{r.exposed_seconds:.2f}", f"{1 - r.exposed_seconds / r.median:.0%}"
+            exposed, retained = f"{r.exposed_seconds:.2f}", f"{1 - r.exposed_seconds / r.median:.0%}"
         megabytes = " | ".join(f"{count / 1e6:.2f}" for count in (r.sent_bytes, r.sent_payload, r.formula_bytes))
         lines.append(
             f"| {r.case} | {r.strategy} | {megabytes} | {off:+.1%} | {part} "
-            f"| {r.rate} | {r.median:.3f} | {exposed} | {kept} |"
+            f"| {r.rate} | {r.median:.3f} | {exposed} | {retained} |"
         )
     return "\n".join(lines)
 

@@ -246,11 +246,11 @@ def say(line: str) -> None:
 
 def versions(deepspeed: DeepSpeedEnvironment | None) -> dict[str, str]:
     """Of everything that matters."""
-    found = {name: metadata.version(name) for name in ("torch", "transformers")}
-    found["python"] = platform.python_version()
+    versions = {name: metadata.version(name) for name in ("torch", "transformers")}
+    versions["python"] = platform.python_version()
     if deepspeed:
-        found["deepspeed"] = deepspeed.version
-    return found
+        versions["deepspeed"] = deepspeed.version
+    return versions
 
 
 @contextlib.contextmanager
@@ -310,8 +310,8 @@ def main(
     malloc: str, host_memory: str | None, streamed_memory: str | None, overrides: str, json_path: Path | None,
 ) -> None:  # fmt: skip
     with told_how_it_ends("bench_peers"):
-        wanted, names = contenders.split(","), models.split(",")
-        for given, known in ((wanted, list(entries(1))), (names, list(MODELS))):
+        chosen, names = contenders.split(","), models.split(",")
+        for given, known in ((chosen, list(entries(1))), (names, list(MODELS))):
             for name in given:
                 if name not in known:
                     raise UserError(f"There is no {name!r}. There are: {', '.join(known)}.")
@@ -323,7 +323,7 @@ def main(
             json.loads(overrides),
         )  # fmt: skip
         torch.set_num_threads(1)
-        run(names, wanted, options, work.expanduser().resolve(), json_path)
+        run(names, chosen, options, work.expanduser().resolve(), json_path)
 
 
 def run(names: list[str], wanted: list[str], options: Options, work: Path, json_path: Path | None) -> None:

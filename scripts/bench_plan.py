@@ -217,10 +217,10 @@ def main(ssd: tuple[Path, ...], only: tuple[int, ...], steps: int, json_file: Pa
     )
     rows = []
     try:
-        for number, one in enumerate(CONFIGURATIONS, 1):
+        for number, configuration in enumerate(CONFIGURATIONS, 1):
             if only and number not in only:
                 continue
-            row = measure(one, ssd, steps)
+            row = measure(configuration, ssd, steps)
             rows.append(row)
             click.echo(
                 f"{number:>2}  {row.name:28}{row.bound:>15}{row.deferred_fraction:>7.2f}"

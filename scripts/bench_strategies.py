@@ -111,11 +111,11 @@ class Worker:
             plans = {rate: self._plan(case, rates) for rate, rates in links.items()}
             for strategy in self.strategies:
                 for result in self._measure(case, strategy):
-                    if found := plans.get(result.rate):
-                        by_name = {estimate.name: estimate for estimate in found.estimates}
+                    if plan := plans.get(result.rate):
+                        by_name = {estimate.name: estimate for estimate in plan.estimates}
                         result.predicted_seconds = by_name[strategy].step_seconds
                         result.computing_seconds = by_name[strategy].compute_seconds
-                        result.chosen = found.choice is not None and found.choice.name == strategy
+                        result.chosen = plan.choice is not None and plan.choice.name == strategy
                     report(dataclasses.asdict(result))
         self.topology.close()
         dist.destroy_process_group()
@@ -212,13 +212,13 @@ def volume_table(results: Sequence[Result]) -> str:
     by_strategy: dict[str, dict[int, Result]] = {}
     for result in results:
         by_strategy.setdefault(result.strategy, {})[result.micro_batches] = result
-    for name, found in by_strategy.items():
+    for name, by_rate in by_strategy.items():
         cells = [
             f"{nbytes / result.model_bytes:.3f}"
-            for result in found.values()
+            for result in by_rate.values()
             for nbytes in (result.formula, result.sent_payload)
         ]
-        off = max((abs(one.sent_payload / one.formula - 1) for one in found.values()), default=0.0)
+        off = max((abs(result.sent_payload / result.formula - 1) for result in by_rate.values()), default=0.0)
         strategy = parse_strategy(name)
         scopes = " ".join(map(str, (strategy.p, strategy.g, strategy.os)))
         lines.append(f"| {name} | {scopes} | {' | '.join(cells)} | {off:.1%} |")
@@ -285,21 +285,22 @@ def time_table(results: Sequence[Result]) -> str:
     lines = ["| case | rate | strategy | step, s | predicted, s | off by |", "|---|---|---|---|---|---|"]
     verdicts, errors = [], []
     for case, rate in dict.fromkeys((result.case, result.rate) for result in results):
-        found = sorted(
-            (one for one in results if (one.case, one.rate) == (case, rate)), key=lambda result: result.seconds
+        ranking = sorted(
+            (result for result in results if (result.case, result.rate) == (case, rate)),
+            key=lambda result: result.seconds,
         )
-        for one in found:
-            assert one.predicted_seconds is not None
-            errors.append(abs(one.predicted_seconds / one.seconds - 1))
-            mark = " (chosen)" if one.chosen else ""
+        for entry in ranking:
+            assert entry.predicted_seconds is not None
+            errors.append(abs(entry.predicted_seconds / entry.seconds - 1))
+            mark = " (chosen)" if entry.chosen else ""
             lines.append(
-                f"| {case} | {rate} | {one.strategy}{mark} | {one.seconds:.3f} | {one.predicted_seconds:.3f} "
-                f"| {one.predicted_seconds / one.seconds - 1:+.0%} |"
+                f"| {case} | {rate} | {entry.strategy}{mark} | {entry.seconds:.3f} | {entry.predicted_seconds:.3f} "
+                f"| {entry.predicted_seconds / entry.seconds - 1:+.0%} |"
             )
-        for chosen in (one for one in found if one.chosen):
-            behind = chosen.seconds / found[0].seconds - 1
+        for chosen in (result for result in ranking if result.chosen):
+            behind = chosen.seconds / ranking[0].seconds - 1
             verdicts.append(
-                f"{case} at {rate}: chosen {chosen.strategy}, {behind:.1%} behind the best, {found[0].strategy}"
+                f"{case} at {rate}: chosen {chosen.strategy}, {behind:.1%} behind the best, {ranking[0].strategy}"
             )
     median = f"median error of predicted times: {statistics.median(errors):.1%} over {len(errors)}"
     return "\n".join([*lines, "", *verdicts, "", median])
@@ -315,15 +316,15 @@ def draw(results: Sequence[Result], path: str) -> None:
     figure, axes = pyplot.subplots(figsize=(6, 6))
     for marker, case in zip("osD^v", dict.fromkeys(result.case for result in results), strict=False):
         for colour, rate in zip(("C0", "C1", "C2"), dict.fromkeys(result.rate for result in results), strict=False):
-            found = [one for one in results if (one.case, one.rate) == (case, rate)]
+            panel = [result for result in results if (result.case, result.rate) == (case, rate)]
             axes.scatter(
-                [one.seconds for one in found],
-                [one.predicted_seconds or 0.0 for one in found],
+                [result.seconds for result in panel],
+                [result.predicted_seconds or 0.0 for result in panel],
                 marker=marker,
                 color=colour,
                 label=f"{case}, {rate}",
             )
-    span = [min(one.seconds for one in results) / 1.3, max(one.seconds for one in results) * 1.3]
+    span = [min(result.seconds for result in results) / 1.3, max(result.seconds for result in results) * 1.3]
     axes.plot(span, span, color="grey", linewidth=1)
     axes.fill_between(span, [0.85 * value for value in span], [1.15 * value for value in span], color="grey", alpha=0.2)
     axes.set(xscale="log", yscale="log", xlabel="measured step, s", ylabel="predicted step, s")

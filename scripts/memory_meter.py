@@ -80,8 +80,8 @@ def _read(pid: int, file: str, keys: tuple[str, ...]) -> list[int]:
     """Return the values, in bytes, of lines such as ``VmHWM:  1024 kB`` in a file of ``/proc/PID``."""
     with open(f"/proc/{pid}/{file}") as lines:
         pairs = (line.partition(":") for line in lines)
-        found = {key: int(value.split()[0]) * 1024 for key, _, value in pairs if key in keys}
-    return [found[key] for key in keys]
+        counters = {key: int(value.split()[0]) * 1024 for key, _, value in pairs if key in keys}
+    return [counters[key] for key in keys]
 
 
 class PeakMeter:
@@ -179,9 +179,9 @@ class PeakMeter:
             steady = all(change < _STEADY_BYTES for change in moved)
             if steady:
                 break
-        shared, file = sum(one.shared for one in sets), sum(one.file for one in sets)
+        shared, file = sum(sample.shared for sample in sets), sum(sample.file for sample in sets)
         held = (
-            sum(one.anonymous for one in sets)
+            sum(sample.anonymous for sample in sets)
             + max([shared, *(counters.shared for counters in now.values())])
             + max([file, *(counters.file for counters in now.values())])
         )
@@ -200,8 +200,14 @@ class PeakMeter:
         file = [now[pid].file - before[pid].file for pid in now]
         least = (
             sum(counters.anonymous for counters in now.values())
-            + max([self._shared + sum(min(change, 0) for change in shared), *(one.shared for one in now.values()), 0])
-            + max([self._file + sum(min(change, 0) for change in file), *(one.file for one in now.values()), 0])
+            + max(
+                [
+                    self._shared + sum(min(change, 0) for change in shared),
+                    *(sample.shared for sample in now.values()),
+                    0,
+                ]
+            )
+            + max([self._file + sum(min(change, 0) for change in file), *(item.file for item in now.values()), 0])
         )
         most = least + sum(max(change, 0) for change in (*shared, *file))
         for pid, counters in now.items():

@@ -175,11 +175,11 @@ class Cluster:
 
     def counters(self, node: int) -> NetworkBytes:
         """What has crossed a node's link so far, seen from the node."""
-        found = {}
+        counters = {}
         for kind in ("tx_bytes", "rx_bytes", "tx_packets"):
             path = f"/sys/class/net/{DEVICE}/statistics/{kind}"
-            found[kind] = int(_run(["ip", "netns", "exec", self.namespace(node), "cat", path]))
-        return NetworkBytes(found["tx_bytes"], found["rx_bytes"], found["tx_packets"])
+            counters[kind] = int(_run(["ip", "netns", "exec", self.namespace(node), "cat", path]))
+        return NetworkBytes(counters["tx_bytes"], counters["rx_bytes"], counters["tx_packets"])
 
     def wait(self) -> int:
         """Wait for everything started; end the rest once one has failed. The exit status of the first that failed."""
@@ -315,13 +315,13 @@ def rank_environments(cluster: Cluster, ranks: int) -> Iterator[tuple[int, dict[
     """Node and torchrun-like environment of every rank."""
     threads = thread_limit(cluster.nodes * ranks)
     for node in range(cluster.nodes):
-        for place in range(ranks):
+        for local_rank in range(ranks):
             yield (
                 node,
                 {
-                    "RANK": str(node * ranks + place),
+                    "RANK": str(node * ranks + local_rank),
                     "WORLD_SIZE": str(cluster.nodes * ranks),
-                    "LOCAL_RANK": str(place),
+                    "LOCAL_RANK": str(local_rank),
                     "LOCAL_WORLD_SIZE": str(ranks),
                     "GROUP_RANK": str(node),
                     "MASTER_ADDR": cluster.master_address,

@@ -82,8 +82,8 @@ def read_metrics(file: Path) -> list[dict[str, float]]:
 
 def points(rows: Sequence[Mapping[str, float]], metric: str) -> tuple[list[float], list[float]]:
     """Steps that have ``metric``, and its values."""
-    found = [(row["step"], row[metric]) for row in rows if row.get(metric) is not None]  # null: not finite
-    return [step for step, _ in found], [value for _, value in found]
+    points = [(row["step"], row[metric]) for row in rows if row.get(metric) is not None]  # null: not finite
+    return [step for step, _ in points], [value for _, value in points]
 
 
 def draw(rows: Sequence[Mapping[str, float]], picture: Path, title: str) -> None:

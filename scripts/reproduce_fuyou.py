@@ -461,8 +461,8 @@ def largest(gpu: str, host_gb: int, scheme: str) -> str:
             return False
         return not PaperScheme(job, on).missing() if scheme == "fuyou" else fits(job, on)
 
-    found = largest_model(_model, has_room)
-    return found.name if found else "none"
+    largest = largest_model(_model, has_room)
+    return largest.name if largest else "none"
 
 
 def misses(predicted: float, published: float) -> str:
@@ -493,10 +493,11 @@ def report_throughputs(rows: Sequence[Throughput]) -> list[str]:
     ]
     for row in rows:
         on = machine(row.gpu)
-        predicted, own = tflops(paper(row.model, row.batch, on)), ours(row.model, row.batch, on)
+        predicted, own_scheme = tflops(paper(row.model, row.batch, on)), ours(row.model, row.batch, on)
         lines.append(
             f"{'':4}{row.model:11}{row.gpu:10}{row.batch:>5}{row.published:>11.0f}{predicted:>11.0f}"
-            f"{misses(predicted, row.published):>7}{'no fit' if own is None else format(own, '.0f'):>7}  {row.where}"
+            f"{misses(predicted, row.published):>7}{'no fit' if own_scheme is None else format(own_scheme, '.0f'):>7}"
+            f"  {row.where}"
         )
     return lines
 

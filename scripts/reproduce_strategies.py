@@ -35,7 +35,7 @@ def table(headings: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
 
 def states(strategies: Iterable[Strategy], workload: Workload, cluster: Cluster) -> list[Estimate]:
     """Every strategy's costs, without recomputation."""
-    return [estimate(one.on(cluster.levels), workload, cluster, checkpointing=False) for one in strategies]
+    return [estimate(strategy.on(cluster.levels), workload, cluster, checkpointing=False) for strategy in strategies]
 
 
 def same(ours: float, theirs: float) -> str:
@@ -66,8 +66,8 @@ def recommended(ratio: float) -> set[str]:
     """
     cluster = load_cluster("a100-ib").resized(PARO_LEVELS)
     workload = replace(PARO_WORKLOAD, trainable=ratio * PARO_WORKLOAD.parameters)
-    found = states([PRESETS[f"paro-{scopes.lower()}"] for scopes in PARO], workload, cluster)
-    costs = {one.layout.strategy.scopes: (one.memory.states, one.communication_seconds) for one in found}
+    estimates = states([PRESETS[f"paro-{scopes.lower()}"] for scopes in PARO], workload, cluster)
+    costs = {state.layout.strategy.scopes: (state.memory.states, state.communication_seconds) for state in estimates}
 
     def beats(a: tuple[float, float], b: tuple[float, float]) -> bool:
         no_worse = all(x <= y * (1 + SAME) for x, y in zip(a, b, strict=True))
@@ -168,10 +168,10 @@ def paro_table_3() -> str:
     rows, totals = [], {}
     for name, printed in paro_printed().items():
         ring = PRESETS[name].ring if name.startswith(("paro", "mics")) else "flat"
-        found = states([replace(PRESETS[name], ring=ring)], PARO_WORKLOAD, cluster)[0]
+        counted = states([replace(PRESETS[name], ring=ring)], PARO_WORKLOAD, cluster)[0]
         scale = PARO_LEVELS.nodes / 2 / PARO_WORKLOAD.parameters
-        ours = (found.inter_node_bytes * scale, found.intra_node_bytes * scale)
-        totals[name] = (*ours, found.memory.states)
+        ours = (counted.inter_node_bytes * scale, counted.intra_node_bytes * scale)
+        totals[name] = (*ours, counted.memory.states)
         cells = (f"{printed[0]:.2f}", f"{ours[0]:.2f}", same(ours[0], printed[0]))
         rows.append((name, *cells, f"{printed[1]:.2f}", f"{ours[1]:.2f}", same(ours[1], printed[1])))
     headings = ("strategy", "across theirs", "ours", "same", "inside theirs", "ours", "same")
@@ -231,13 +231,13 @@ AMSP_TABLE_IV = {
 def amsp_space(levels: Levels) -> list[Strategy]:
     """AMSP's strategies: meshes with G sharded as P or as OS (IV-C3), collectives as flat rings."""
     scopes = {scope: scope.on(levels) for scope in scopes_of(levels)}
-    found = []
+    candidates = []
     for p, p_mesh in scopes.items():
         for os, os_mesh in scopes.items():
             for g in dict.fromkeys((p, os)):
                 if os_mesh.holds(p_mesh):
-                    found.append(Strategy(f"{p_mesh}/{scopes[g]}/{os_mesh}", p, g, os, ring="flat"))
-    return found
+                    candidates.append(Strategy(f"{p_mesh}/{scopes[g]}/{os_mesh}", p, g, os, ring="flat"))
+    return candidates
 
 
 def amsp_plan(model: str, gpus: int, objective: Objective) -> StrategyPlan:
@@ -270,11 +270,11 @@ def amsp_uniform(model: str, smallest: int) -> tuple[Estimate, Estimate, float, 
     scales = [gpus for gpus in (8, 16, 32, 64, 128, 256, 512, 1024) if gpus >= smallest]
     by_name: dict[str, list[Estimate]] = {}
     for gpus in scales:
-        for found in amsp_plan(model, gpus, "communication").estimates:
-            if found.fits:
-                by_name.setdefault(found.name, []).append(found)
+        for candidate in amsp_plan(model, gpus, "communication").estimates:
+            if candidate.fits:
+                by_name.setdefault(candidate.name, []).append(candidate)
     totals = {
-        name: sum(found.communication_seconds for found in estimates)
+        name: sum(estimate_.communication_seconds for estimate_ in estimates)
         for name, estimates in by_name.items()
         if len(estimates) == len(scales)
     }
@@ -302,9 +302,9 @@ def amsp_table_iv() -> str:
     rows = []
     for model, (theirs, smallest, _) in AMSP_TABLE_IV.items():
         for gpus in (smallest, 512, 1024):
-            found = amsp_plan(model, gpus, "communication")
-            choice = found.choice
-            same_as_paper = next((one for one in found.estimates if one.name == theirs), None)
+            plan = amsp_plan(model, gpus, "communication")
+            choice = plan.choice
+            same_as_paper = next((candidate for candidate in plan.estimates if candidate.name == theirs), None)
             if choice is None or same_as_paper is None:
                 raise SystemExit(f"{model} on {gpus} GPUs: nothing fits, or their choice is not in the space")
             rows.append((
@@ -353,8 +353,8 @@ FRONTIER_TWO_NODES = Levels((2, 4, 2))
 def largest(strategy: Strategy, levels: Levels, memory_bytes: float) -> float:
     """Parameters whose states fill a device: P, second shards, G and OS per parameter, without activations."""
     cluster = load_cluster("frontier").resized(levels)
-    one = states([strategy], Workload(1e9, 1e9, blocks=44), cluster)[0]
-    return memory_bytes / (one.memory.states / 1e9)
+    counted = states([strategy], Workload(1e9, 1e9, blocks=44), cluster)[0]
+    return memory_bytes / (counted.memory.states / 1e9)
 
 
 def topo_memory() -> str:
@@ -372,8 +372,8 @@ def topo_memory() -> str:
     }
     rows = []
     for name, (p, g, os, weights, gradients) in theirs.items():
-        found = states([PRESETS[name]], workload, cluster)[0]
-        layout, memory = found.layout, found.memory
+        counted = states([PRESETS[name]], workload, cluster)[0]
+        layout, memory = counted.layout, counted.memory
         ours = ((memory.parameters + memory.secondary) / 20e9, memory.gradients / 20e9)
         scopes = "yes" if (str(layout.p), str(layout.g), str(layout.os)) == (p, g, os) else "no"
         rows.append((
@@ -401,8 +401,8 @@ def topo_volumes() -> str:
     }
     rows = []
     for name, printed in theirs.items():
-        found = states([PRESETS[name]], Workload(1e9, 1e9, blocks=44), cluster)[0]
-        ours = [sum(one.sent_by_rank()) / 1e9 for one in found.collectives[:3]]
+        counted = states([PRESETS[name]], Workload(1e9, 1e9, blocks=44), cluster)[0]
+        ours = [sum(collective.sent_by_rank()) / 1e9 for collective in counted.collectives[:3]]
         cells = [f"{2 * theirs_:.4f} / {mine:.4f}" for theirs_, mine in zip(printed, ours, strict=True)]
         rows.append((name, *cells))
     headings = ("strategy", "forward gather, theirs x 2 / ours", "backward gather", "reduction of G")
@@ -491,13 +491,13 @@ def fcdp_volumes() -> str:
     for name, (forward, backward) in theirs.items():
         cells = []
         for ratio in (0.01, 0.06 / 108.18):
-            found = states([presets[name]], Workload(30e9, 30e9 * ratio, blocks=40), cluster)[0]
-            total = found.inter_node_bytes
+            counted = states([presets[name]], Workload(30e9, 30e9 * ratio, blocks=40), cluster)[0]
+            total = counted.inter_node_bytes
             base.setdefault(ratio, total)
             cells.append(f"{total / base[ratio]:.4f}")
         rows.append((name, f"{(forward + backward) / 213.73:.4f}", *cells))
     alike = [replace(PRESETS["zero3"], ring="hierarchical"), PRESETS["zero3"], presets["FCDP-Comm"]]
-    level, flat, cached = (one.inter_node_bytes for one in states(alike, Workload(30e9, 30e9, blocks=40), cluster))
+    level, flat, cached = (state.inter_node_bytes for state in states(alike, Workload(30e9, 30e9, blocks=40), cluster))
     return f"""### FCDP, table VII: bytes across nodes over ZeRO-3's, LoRA, two nodes
 
 {table(("system", "theirs", "ours, 1 % trainable", "ours, 0.055 %"), rows)}

@@ -80,14 +80,14 @@ def _work(name: str, mode: Mode) -> dict[str, Any]:
 def table(findings: list[Finding]) -> str:
     """Lay the findings out, the bad ones first."""
     lines = ["| family | verdict | loss differs by | weights differ by | |", "|---|---|---|---|---|"]
-    for one in sorted(findings, key=lambda one: (ORDER.index(one.verdict), one.name)):
-        compared = one.verdict in ("exact", "wrong")
-        loss = _figure(one.loss_difference) if compared else ""
-        weight = _figure(one.weight_difference) if compared else ""
-        reason = " ".join(one.reason.split()).replace("|", "\\|")
-        if one.verdict == "wrong":
-            reason += f" ({one.tensor})"
-        lines.append(f"| {one.name} | {one.verdict} | {loss} | {weight} | {reason} |")
+    for finding in sorted(findings, key=lambda one: (ORDER.index(one.verdict), one.name)):
+        compared = finding.verdict in ("exact", "wrong")
+        loss = _figure(finding.loss_difference) if compared else ""
+        weight = _figure(finding.weight_difference) if compared else ""
+        reason = " ".join(finding.reason.split()).replace("|", "\\|")
+        if finding.verdict == "wrong":
+            reason += f" ({finding.tensor})"
+        lines.append(f"| {finding.name} | {finding.verdict} | {loss} | {weight} | {reason} |")
     return "\n".join(lines)
 
 
@@ -97,7 +97,7 @@ def _figure(value: float) -> str:
 
 def summary(findings: list[Finding]) -> str:
     """Count the verdicts."""
-    counts = Counter(one.verdict for one in findings)
+    counts = Counter(finding.verdict for finding in findings)
     return ", ".join(f"{counts[verdict]} {verdict}" for verdict in reversed(ORDER) if counts[verdict])
 
 
@@ -123,12 +123,12 @@ def main(
     mode = Mode(packed, bf16, lora, micro_batches, unproven)
     findings = sweep(names_of(names, part), mode, jobs, seconds)
     if json_path is not None:
-        json_path.write_text(json.dumps([one.to_dict() for one in findings], indent=1), encoding="utf-8")
+        json_path.write_text(json.dumps([finding.to_dict() for finding in findings], indent=1), encoding="utf-8")
     if write is not None:
         write.write_text(page(findings, mode), encoding="utf-8")
     click.echo(f"{len(findings)} families, {mode.name}: {summary(findings)} ({time.monotonic() - began:.0f} s)")
     sys.stdout.flush()
-    os._exit(any(one.verdict in BAD for one in findings))
+    os._exit(any(finding.verdict in BAD for finding in findings))
 
 
 def page(findings: list[Finding], mode: Mode) -> str:
@@ -145,14 +145,14 @@ def page(findings: list[Finding], mode: Mode) -> str:
         ),
     ]  # fmt: skip
     for verdict in reversed(ORDER):
-        these = sorted((one for one in findings if one.verdict == verdict), key=lambda one: one.name)
+        these = sorted((finding for finding in findings if finding.verdict == verdict), key=lambda one: one.name)
         if these:
             lines += ["", f"## {verdict.capitalize()}", "", *_wrapped(_MEANING[verdict]), ""]
         if verdict == "exact":
-            lines += _wrapped(", ".join(one.name for one in these) + ".")
+            lines += _wrapped(", ".join(finding.name for finding in these) + ".")
         else:
-            for one in these:
-                lines += _wrapped(f"* **{one.name}**: {' '.join(one.reason.split())}", "  ")
+            for case in these:
+                lines += _wrapped(f"* **{case.name}**: {' '.join(case.reason.split())}", "  ")
     return "\n".join(lines) + "\n"
 
 

@@ -97,11 +97,11 @@ def read(path: Path) -> dict[str, dict[str, str]]:
 def tell(folder: Path) -> bool:
     """Print how many tests passed where, and why others did not; return whether none has failed on the engine alone."""
     memory, engine = read(findings(folder, "memory")), read(findings(folder, "engine"))
-    passed = [test for test, one in memory.items() if one["became"] == "passed"]
+    passed = [test for test, result in memory.items() if result["became"] == "passed"]
     for name in TESTS:
-        own = [test for test in passed if f"test_{name}_trainer" in test]
-        became = Counter(engine[test]["became"] if test in engine else "not run" for test in own)
-        click.echo(f"{name}: {len(own)} pass in memory; on the engine " + _listed(became))
+        of_trainer = [test for test in passed if f"test_{name}_trainer" in test]
+        became = Counter(engine[test]["became"] if test in engine else "not run" for test in of_trainer)
+        click.echo(f"{name}: {len(of_trainer)} pass in memory; on the engine " + _listed(became))
     reasons: Counter[tuple[str, str]] = Counter(
         (engine[test]["became"], engine[test]["reason"])
         for test in passed
@@ -109,7 +109,7 @@ def tell(folder: Path) -> bool:
     )
     for (kind, reason), count in reasons.most_common():
         click.echo(f"{count} {kind}: {reason}")
-    click.echo("in memory: " + _listed(Counter(one["became"] for one in memory.values())))
+    click.echo("in memory: " + _listed(Counter(result["became"] for result in memory.values())))
     return not any(kind == "failed" for kind, _ in reasons)
 
 
@@ -128,9 +128,9 @@ def main(trl_folder: Path, folder: Path, select: str, steps: int | None, only: s
     folder = folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
     make_stand_ins(trl_folder, folder)
-    for place in PLACES:
-        if only in (None, place):
-            run(trl_folder, folder, place, select, steps)
+    for variant in PLACES:
+        if only in (None, variant):
+            run(trl_folder, folder, variant, select, steps)
     if not tell(folder):
         sys.exit(1)
 

@@ -32,8 +32,8 @@ class _Forked:
 
     def _serve(self, pass_fds: Sequence[int]) -> NoReturn:
         try:
-            kept = sorted({*pass_fds, 0, 1, 2})
-            for low, high in zip(kept, [*kept[1:], 4096], strict=True):  # above all the other end of the pipe
+            inherited = sorted({*pass_fds, 0, 1, 2})
+            for low, high in zip(inherited, [*inherited[1:], 4096], strict=True):  # above all the other end of the pipe
                 os.closerange(low + 1, high)
             fuyou.optimizer.process.main.main(pass_fds[0])
         finally:
@@ -98,21 +98,21 @@ def run_forked(
     with selectors.DefaultSelector() as selector:
         while waiting or running:
             while waiting and len(running) < jobs:
-                one = _start(waiting.pop(0), work, seconds)
-                running[one.output] = one
-                selector.register(one.output, selectors.EVENT_READ)
-            soonest = min(one.deadline for one in running.values())
+                task_process = _start(waiting.pop(0), work, seconds)
+                running[task_process.output] = task_process
+                selector.register(task_process.output, selectors.EVENT_READ)
+            soonest = min(child.deadline for child in running.values())
             for key, _ in selector.select(max(0.0, soonest - time.monotonic())):
-                one = running[key.fd]
+                task_process = running[key.fd]
                 piece = os.read(key.fd, 1 << 16)
-                one.said += piece
+                task_process.said += piece
                 if not piece:
-                    one.deadline = -1.0
-            for fd, one in list(running.items()):
-                if one.deadline < time.monotonic():
+                    task_process.deadline = -1.0
+            for fd, task_process in list(running.items()):
+                if task_process.deadline < time.monotonic():
                     selector.unregister(fd)
                     del running[fd]
-                    yield one.task, *_end(one)
+                    yield task_process.task, *_end(task_process)
 
 
 def _start(task: Any, work: Callable[[Any], dict[str, Any]], seconds: float) -> _Running:

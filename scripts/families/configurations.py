@@ -38,8 +38,8 @@ def small_config(name: str, dropout: bool = True) -> PreTrainedConfig:
         name: in transformers' mapping.
         dropout: as the default has it; False: none, for what draws its random numbers in another order.
     """
-    made = CONFIG_MAPPING[name]
-    config = made(**LACKING.get(name, {}))
+    config_class = CONFIG_MAPPING[name]
+    config = config_class(**LACKING.get(name, {}))
     if "is_decoder" in config.to_dict() and not config.is_encoder_decoder:
         config.is_decoder = True
     small = miniature(config)
@@ -55,4 +55,4 @@ def small_config(name: str, dropout: bool = True) -> PreTrainedConfig:
 
 def _parts(config: PreTrainedConfig) -> list[PreTrainedConfig]:
     nested = [value for value in vars(config).values() if isinstance(value, PreTrainedConfig)]
-    return [config, *(part for one in nested for part in _parts(one))]
+    return [config, *(part for child in nested for part in _parts(child))]

@@ -230,11 +230,11 @@ class _Trial:
     def _judge(self, expected: "_Expected", losses: list[float], trained: dict[str, torch.Tensor]) -> None:
         finding = self._finding
         finding.losses = [expected.losses, losses]
-        finding.loss_difference = max(abs(one - two) for one, two in zip(expected.losses, losses, strict=True))
+        finding.loss_difference = max(abs(first - two) for first, two in zip(expected.losses, losses, strict=True))
         worst = 0.0
         for name, master in expected.masters.items():
-            found = trained[name]  # what is frozen is kept as it computes
-            difference = float((found.float() - master.to(found.dtype).float()).abs().max())
+            weights = trained[name]  # what is frozen is kept as it computes
+            difference = float((weights.float() - master.to(weights.dtype).float()).abs().max())
             changed = float((master - expected.before[name]).abs().max())
             finding.weight_difference = max(finding.weight_difference, difference)
             # In addition to what is allowed in all: a small gradient that is lost altogether must not pass as rounding.
@@ -243,7 +243,7 @@ class _Trial:
                 worst, finding.tensor = excess, name
         finding.verdict = "exact"
         if finding.loss_difference > (APART_LOSS if self._mode.packed else EXACT_LOSS):
-            step = next(at for at, (one, two) in enumerate(zip(expected.losses, losses, strict=True)) if one != two)
+            step = next(at for at, (first, two) in enumerate(zip(expected.losses, losses, strict=True)) if first != two)
             finding.verdict = "wrong"
             finding.reason = f"loss of step {step + 1}: {losses[step]:.6f}, in memory {expected.losses[step]:.6f}"
         elif worst > 1:

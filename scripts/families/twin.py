@@ -19,8 +19,8 @@ class Twin:
 
     def __init__(self, model: nn.Module, masters: dict[str, torch.Tensor], options: dict[str, float]):
         self.model, self.masters, self._options = model.train(), masters, options
-        self._parameters = {name: one for name, one in model.named_parameters() if name in masters}
-        self._moments = {name: (_padded(one * 0), _padded(one * 0)) for name, one in masters.items()}
+        self._parameters = {name: parameter for name, parameter in model.named_parameters() if name in masters}
+        self._moments = {name: (_padded(master * 0), _padded(master * 0)) for name, master in masters.items()}
         self._steps = dict.fromkeys(masters, 0)
         self._load()
 
@@ -83,8 +83,8 @@ class Twin:
     def _sum(self, name: str, gradients: list[torch.Tensor]) -> torch.Tensor:
         """Sum in fp32, rounded to the parameter's dtype."""
         total = gradients[0].float()
-        for one in gradients[1:]:
-            total = total + one.float()
+        for gradient in gradients[1:]:
+            total = total + gradient.float()
         return total.to(self._parameters[name].dtype)
 
     def _apply(self, gradients: dict[str, torch.Tensor], scale: float = 1.0) -> None:
@@ -109,7 +109,8 @@ class Twin:
 
 def _takes_items(model: nn.Module) -> bool:
     return any(
-        one.kind is inspect.Parameter.VAR_KEYWORD for one in inspect.signature(model.forward).parameters.values()
+        parameter.kind is inspect.Parameter.VAR_KEYWORD
+        for parameter in inspect.signature(model.forward).parameters.values()
     )
 
 

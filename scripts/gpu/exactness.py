@@ -184,8 +184,8 @@ def _engine(case: Case, device: str, model: Path, root: Path, feed: list[dict[st
     original = MemoryPlanner.plan
 
     def plan(planner: MemoryPlanner, *arguments: Any, **keywords: Any) -> Any:
-        made = original(planner, *arguments, **keywords)
-        return dataclasses.replace(made, counts=dataclasses.replace(made.counts, **case.counts))
+        plan = original(planner, *arguments, **keywords)
+        return dataclasses.replace(plan, counts=dataclasses.replace(plan.counts, **case.counts))
 
     parts = [feed] if case.break_after is None else [feed[: case.break_after], feed[case.break_after :]]
     MemoryPlanner.plan = plan  # type: ignore[assignment, method-assign]

@@ -38,13 +38,13 @@ def run(check: Check) -> None:
 
 
 def _packages() -> dict[str, str]:
-    found = {}
+    answers = {}
     for name in PACKAGES:
         try:
-            found[name] = importlib.metadata.version(name)
+            answers[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
-            found[name] = "not installed"
-    return found
+            answers[name] = "not installed"
+    return answers
 
 
 def _processors() -> dict[str, Any]:

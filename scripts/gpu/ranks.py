@@ -45,8 +45,8 @@ class Case:
 
     @property
     def name(self) -> str:
-        kept = "shares on the host" if self.threshold == 0 else "shares on the device"
-        return f"{self.micro_batches} micro-batches, {kept}{f', late copies ({self.seed})' if self.late else ''}"
+        location = "shares on the host" if self.threshold == 0 else "shares on the device"
+        return f"{self.micro_batches} micro-batches, {location}{f', late copies ({self.seed})' if self.late else ''}"
 
 
 def cases(quick: bool) -> list[Case]:
@@ -154,15 +154,15 @@ def _plain(case: Case, device: torch.device, batches: torch.Tensor) -> tuple[lis
     for step in range(STEPS):
         total: list[torch.Tensor] = []
         for rank in range(WORLD):
-            own: list[torch.Tensor] = []
+            sums: list[torch.Tensor] = []
             for ids in batches[rank, step].to(device):
                 loss = computing(input_ids=ids, labels=ids).loss / case.micro_batches
                 loss.backward()
                 losses[rank].append(loss.item())
                 gradients = [parameter.grad for _, parameter in pairs if parameter.grad is not None]
-                own = [a + b for a, b in zip(own, gradients, strict=True)] if own else gradients
+                sums = [a + b for a, b in zip(sums, gradients, strict=True)] if sums else gradients
                 computing.zero_grad()
-            total = [a + b for a, b in zip(total, own, strict=True)] if total else own
+            total = [a + b for a, b in zip(total, sums, strict=True)] if total else sums
         for (master, _), gradient in zip(pairs, total, strict=True):
             master.grad = (gradient / WORLD).to(master.dtype)
         optimizer.step()
@@ -195,9 +195,9 @@ def _sharded(case: Case, topology: fcdp.Topology, batches: torch.Tensor) -> tupl
 
 def _whole(shard: torch.Tensor, shape: torch.Size) -> torch.Tensor:
     """All ranks' rows, by way of the host: gloo has not every collective for CUDA tensors."""
-    own = shard.cpu()
-    everyone = [torch.empty_like(own) for _ in range(WORLD)]
-    dist.all_gather(everyone, own)
+    local = shard.cpu()
+    everyone = [torch.empty_like(local) for _ in range(WORLD)]
+    dist.all_gather(everyone, local)
     return torch.cat(everyone).view(shape).to(shard.device)
 
 

@@ -131,15 +131,15 @@ def _exactness(data: Data) -> list[str]:
     rows = []
     for case in data.get("cases", []):
         if "loss" in case:
-            found = [f"{case['losses_equal']} of {case['steps']}", f"{case['loss']:.1e}", f"{case['norm']:.1e}",
+            cells = [f"{case['losses_equal']} of {case['steps']}", f"{case['loss']:.1e}", f"{case['norm']:.1e}",
                      f"{case['master']:.1e}"]  # fmt: skip
         else:
-            found = ["-"] * 4
+            cells = ["-"] * 4
         notes = [case.get("why", ""), "" if case.get("strict", True) else "not strictly deterministic"]
         if "plain_against_itself" in case:
             notes.append(f"plain loop against itself: {case['plain_against_itself']}")
         rows.append([case["name"], case["dtype"], case.get("micro_batch", "-"),
-                     case["verdict"], *found, "; ".join(filter(None, notes))])  # fmt: skip
+                     case["verdict"], *cells, "; ".join(filter(None, notes))])  # fmt: skip
     verdicts = [case["verdict"] for case in data.get("cases", [])]
     counts = ", ".join(f"{verdicts.count(kind)} {kind}" for kind in dict.fromkeys(verdicts))
     header = ["case", "dtype", "micro-batch", "verdict", "losses equal", "loss", "norm", "masters", "notes"]
@@ -260,6 +260,6 @@ def _timeline(data: Data) -> list[str]:
     ]  # fmt: skip
     waits = data.get("host_waits") or {}
     if waits:
-        listed = ", ".join(f"{place} ({count})" for place, count in waits.items())
+        listed = ", ".join(f"{resource} ({count})" for resource, count in waits.items())
         lines += ["", f"Lines at which the host waits for the GPU, and how often in one step: {listed}."]
     return lines

@@ -14,8 +14,8 @@ LAUNCH_US = 10.0
 
 def slim(events: Iterable[Event]) -> list[Event]:
     """What is needed to look at the timeline: everything on the GPU, CUDA calls, names; no operators of the host."""
-    kept = (*_ON_GPU, "cuda_runtime", "cuda_driver", "user_annotation", "overhead")
-    return [event for event in events if event.get("ph") == "M" or event.get("cat") in kept]
+    categories = (*_ON_GPU, "cuda_runtime", "cuda_driver", "user_annotation", "overhead")
+    return [event for event in events if event.get("ph") == "M" or event.get("cat") in categories]
 
 
 def analyse(events: Iterable[Event], largest: int = 10) -> dict[str, Any]:

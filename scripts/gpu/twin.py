@@ -73,7 +73,7 @@ class DeviceTwin(Twin):
                 self._tied_head.grad = None
         terms[self._embedding] = of_head + terms[self._embedding]
         gradients = {name: self._sum(name, each) for name, each in terms.items()}
-        self.grad_norm = float(sum(one.double().square().sum() for one in gradients.values()) ** 0.5)
+        self.grad_norm = float(sum(gradient.double().square().sum() for gradient in gradients.values()) ** 0.5)
         clips = self._max_grad_norm is not None and self.grad_norm > self._max_grad_norm
         self._apply(gradients, (self._max_grad_norm or 0.0) / (self.grad_norm + 1e-6) if clips else 1.0)
         return float(sum(losses))

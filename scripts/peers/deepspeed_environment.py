@@ -56,12 +56,12 @@ class DeepSpeedEnvironment:
         }
         """What its processes need in their environment."""
         done = folder / "complete"
-        wanted = f"deepspeed {VERSION}, torch {_plain(torch.__version__)}, transformers {transformers.__version__}"
-        if done.exists() and done.read_text() == wanted:
+        versions = f"deepspeed {VERSION}, torch {_plain(torch.__version__)}, transformers {transformers.__version__}"
+        if done.exists() and done.read_text() == versions:
             return
         _check_tools()
         began = time.monotonic()
-        self._say(f"Making an environment with {wanted} in {folder} (stays there) ...")
+        self._say(f"Making an environment with {versions} in {folder} (stays there) ...")
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         self._run([sys.executable, "-m", "venv", str(folder / "venv")])
@@ -72,7 +72,7 @@ class DeepSpeedEnvironment:
         self._run([*pip, "--no-build-isolation", f"deepspeed=={VERSION}"], DS_BUILD_OPS="0")
         self._say("Compiling DeepSpeed's async_io and cpu_adam ...")
         self._run([str(self.python), "-c", _BUILD])
-        done.write_text(wanted)
+        done.write_text(versions)
         self._say(f"DeepSpeed is ready after {time.monotonic() - began:.0f} s.")
 
     def _run(self, command: list[str], **variables: str) -> None:

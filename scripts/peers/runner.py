@@ -208,7 +208,7 @@ class Contender:
                 top = psutil.Process(self._process.pid)
                 self._processes = [top, *top.children(recursive=True)]
             except psutil.Error:
-                self._processes = [one for one in self._processes if one.is_running()]
+                self._processes = [process for process in self._processes if process.is_running()]
             self._looked = time.monotonic()
         return self._processes
 

@@ -176,15 +176,19 @@ def _read_by_tests(name: str) -> Any:
             return original(self, *args, **kwargs)
         engine: fuyou.Engine = self._streamed.engine
         prefix = "base_model.model." if engine._asked.weights.adapters is not None else ""
-        found = {prefix + key: nn.Parameter(value.clone()) for key, value in engine.named_parameters()}
+        parameters = {prefix + key: nn.Parameter(value.clone()) for key, value in engine.named_parameters()}
         if self._is_reference:  # under the names that a model without adapters has
             start = len(prefix)
-            found = {key[start:].replace("base_layer.", ""): one for key, one in found.items() if ".lora_" not in key}
+            parameters = {
+                key[start:].replace("base_layer.", ""): parameter
+                for key, parameter in parameters.items()
+                if ".lora_" not in key
+            }
         match name:
             case "named_parameters":
-                return iter(found.items())
+                return iter(parameters.items())
             case "parameters":
-                return iter(found.values())
-        return found[args[0]]
+                return iter(parameters.values())
+        return parameters[args[0]]
 
     return method

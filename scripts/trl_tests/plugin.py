@@ -57,16 +57,16 @@ def load_dataset(name: str, config: str | None = None, split: str | None = None,
     folder = _FOLDERS["data"] / name / str(config)
     if not folder.is_dir():
         pytest.skip(f"needs the network: data set {name}")
-    found = datasets.load_from_disk(str(folder))
+    dataset = datasets.load_from_disk(str(folder))
     if streaming:
-        found = datasets.IterableDatasetDict({key: part.to_iterable_dataset() for key, part in found.items()})
+        dataset = datasets.IterableDatasetDict({key: part.to_iterable_dataset() for key, part in dataset.items()})
     if split is None:
-        return found
+        return dataset
     if "[" in split:
         name, _, rest = split.partition("[")
         start, _, end = rest.rstrip("]").partition(":")
-        return found[name].select(range(int(start or 0), int(end or len(found[name]))))
-    return found[split]
+        return dataset[name].select(range(int(start or 0), int(end or len(dataset[name]))))
+    return dataset[split]
 
 
 @pytest.fixture(autouse=True)

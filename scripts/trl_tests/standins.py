@@ -126,8 +126,8 @@ def _hub_replaced(hub: Path) -> Iterator[None]:
         return make(vocab_size=len(tokenizer_of(name)), **options)
 
     def in_vocabulary(kind: Any) -> Any:
-        own = {"vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-        return lambda **options: kind(**{**options, **own})
+        tokens = {"vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+        return lambda **options: kind(**{**options, **tokens})
 
     names = ("Glm4MoeConfig", "Lfm2Config", "Olmo3Config", "Phi3Config")  # which name tokens of the Hub's vocabulary
     small = {name: in_vocabulary(getattr(transformers, name)) for name in names}
@@ -161,9 +161,9 @@ def tokenizer_of(name: str, **_: Any) -> PreTrainedTokenizerBase:
         vocab_size=VOCABULARY, special_tokens=special, initial_alphabet=alphabet, show_progress=False
     )
     learned.train_from_iterator(_texts(), trainer)
-    made = PreTrainedTokenizerFast(tokenizer_object=learned, bos_token="<s>", eos_token=end, pad_token="<pad>")
-    made.chat_template = text or None
-    return made
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=learned, bos_token="<s>", eos_token=end, pad_token="<pad>")
+    tokenizer.chat_template = text or None
+    return tokenizer
 
 
 def _template(name: str) -> str:
