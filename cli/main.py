@@ -1,7 +1,7 @@
-"""The entry point: reads the command line, runs it, and turns whatever happens into one message and an exit status.
+"""The entry point: reads the command line, runs it, and turns any outcome into one message and an exit status.
 
-0: done. 1: something failed. 2: what was asked for cannot be done as asked. 130: stopped by Ctrl-C, 143 by SIGTERM,
-129 by SIGHUP: schedulers see that the run is not done, and the last line says how to go on.
+0: done. 1: something failed. 2: what was requested cannot be done as requested. 130: stopped by Ctrl-C, 143 by SIGTERM,
+129 by SIGHUP: schedulers see that the run is not done, and the last line says how to continue.
 """
 
 import contextlib
@@ -62,7 +62,7 @@ def _outcome(arguments: list[str], rank: RankProcess | None, interrupts: Interru
 
     def run(**options: Any) -> int:
         nonlocal debug
-        debug = options["debug"]  # a file may say so, too
+        debug = options["debug"]  # a file may set it, too
         return _run(interrupts, rank, tuple(arguments), **options)
 
     try:

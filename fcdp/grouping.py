@@ -175,7 +175,7 @@ def _mixed_groups(
 
 
 def _trainable_owners(module: nn.Module) -> list[nn.Module]:
-    """Return modules at or below ``module`` with trainable parameters of their own, as far as hooks on them can fire.
+    """Return modules at or below ``module`` with their own trainable parameters, as far as hooks on them can fire.
 
     A ``ParameterList`` or ``ParameterDict`` is never called, so the module that holds it stands for it.
     """
@@ -241,7 +241,7 @@ def _outermost_list_elements(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _embedding_and_head(model: nn.Module) -> tuple[nn.Module | None, nn.Module | None]:
-    """Return embedding and head of a Hugging Face model; None where it has none, or other models are asked."""
+    """Return embedding and head of a Hugging Face model; None where it has none, or for another model."""
     found: list[nn.Module | None] = []
     for method in ("get_input_embeddings", "get_output_embeddings"):
         try:

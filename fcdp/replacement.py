@@ -51,8 +51,8 @@ class Replacement:
 def replace_fsdp2(strategy: Strategy | str = "fcdp") -> Replacement:
     """Have everybody who shards with FSDP2 from now on get :func:`fcdp.fully_shard` instead.
 
-    It is found in PyTorch, for whoever imports it later, and in all modules that have imported it before. Models that
-    are sharded so are FSDP2 models, and communicate by ``strategy`` from their first forward pass on.
+    It replaces FSDP2's in PyTorch and in all modules that have imported it before. Models that are
+    sharded so are FSDP2 models, and communicate by ``strategy`` from their first forward pass on.
 
     Args:
         strategy: as for :func:`fcdp.install`: one that shards optimizer states over all ranks that FSDP2 shards over.

@@ -88,7 +88,7 @@ def fully_shard(
 
     *Without a topology* it is FSDP2's own ``fully_shard`` with its arguments: to be called on one module after the
     other, inner ones first, the root last, on a mesh of one or two dimensions that may be a part of a larger one.
-    Frozen and trainable parameters of a module become groups of their own, so that adapters do not take the frozen
+    Frozen and trainable parameters of a module become their own groups, so that adapters do not take the frozen
     weights along. At the root's first forward pass :func:`install` is called on it, with the strategy that the root was
     sharded with; for its other arguments, call it before.
 
@@ -342,7 +342,7 @@ def _explicit(policy: MixedPrecisionPolicy, model: nn.Module) -> MixedPrecisionP
 
 def _prefetch_forward(units: list[Unit], groups: list[ParameterGroup]) -> None:
     """Have the next unit's groups gathered while a unit computes. On CUDA FSDP2 does so by running ahead; on the CPU
-    it has to be asked."""
+    it has to be set up."""
     by_unit: list[list[FSDPModule]] = [[] for _ in units]
     for group in groups:
         by_unit[group.unit].append(group.holder)

@@ -68,7 +68,7 @@ class Sharding:
         self._set_reshard_after_backward()
 
     def invalidate(self) -> None:
-        """Have all parameters gathered anew, because something has changed them that is neither an optimizer of PyTorch
+        """Have all parameters gathered again, because something has changed them that is neither a PyTorch optimizer
         nor ``load_state_dict``. Every rank must call it at the same place."""
         mark_all(self.groups)
 
@@ -78,7 +78,7 @@ class Sharding:
             reduction.partial = None
 
     def reshard(self) -> None:
-        """Turn the model's parameters into shards (DTensors) again, for whoever reads them.
+        """Turn the model's parameters into shards (DTensors) again, for the one that reads them.
 
         Frozen parameters that P does not shard stay gathered otherwise.
         """
@@ -102,7 +102,7 @@ class Sharding:
     def inter_node_bytes(self, micro_batches: int, *, first_step: bool = False) -> float:
         """Return the bytes of payload that one node should send to others in a step, by the planner's formulas.
 
-        The formulas assume that there is room for all that the strategy caches, whatever ``host_cache_bytes`` says,
+        The formulas assume that there is room for all that the strategy caches, for any ``host_cache_bytes``,
         and that every group is quantised where the strategy quantises.
 
         Args:
@@ -263,7 +263,7 @@ class Sharding:
             self._placement.end_step()
 
     def _drop_outdated(self) -> None:
-        """Make FSDP2 gather anew what it has kept gathered since before a step, a load or ``invalidate()``."""
+        """Make FSDP2 gather again what it has kept gathered since before a step, a load or ``invalidate()``."""
         for group in self.groups:
             if group.dirty:
                 if not fsdp2.is_sharded(group):

@@ -46,7 +46,7 @@ class ClusterStep:
     step: int
     loss: float
     grad_norm: float  # norm of the whole gradient before clipping
-    stop: bool  # whether any rank asked to stop after this step
+    stop: bool  # whether any rank requested to stop after this step
     seconds: float
     sent_bytes: int  # bytes that a node sent to others, on average over nodes
     skipped: bool = False  # whether loss or gradient were not finite, and nothing was changed
@@ -106,7 +106,7 @@ class Trainer:
         self._sharding.invalidate()
 
     def resume(self) -> None:
-        """Continue from the newest commit, whatever number of ranks made it.
+        """Continue from the newest commit, made by any number of ranks.
 
         Raises:
             UserError: there is none, or it is not of this model, dtype or format.
@@ -207,7 +207,7 @@ class Trainer:
         set_random_states(states, self._device)
 
     def _all_reduce(self, loss: torch.Tensor, stop: bool, sent: int) -> tuple[float, float, bool, float]:
-        """Return loss and gradient norm of the whole batch, whether any rank asked to stop, and what all ranks have
+        """Return loss and gradient norm of the whole batch, whether any rank requested to stop, and what all ranks have
         sent to other nodes: one small message."""
         copies = self._sharding.routes.replicas
         squares = sum((sum_of_squares(value.flatten()) for value in self._gradients()), loss.new_zeros(()))

@@ -49,7 +49,7 @@ _MODULES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import what is asked for: the optimizer process needs none of it, and transformers takes seconds to import."""
+    """Import on demand: the optimizer process needs none of it, and transformers takes seconds to import."""
     if name == "__version__":
         return importlib.metadata.version("fuyou")
     if name not in _MODULES:

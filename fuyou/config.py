@@ -29,7 +29,7 @@ from fuyou.schedule.batch import LossInputs
 AUTO = "auto"
 """The dtype that asks for a decision by what the device multiplies faster."""
 DEFAULT_DTYPE = "bf16"
-"""The dtype that stands in the place of :data:`AUTO` until the decision is made."""
+"""The dtype that replaces :data:`AUTO` until the decision is made."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +76,7 @@ class EngineConfig:
     several ranks the first one chooses for all, by its own profile and the links between them, which are measured (a
     second)."""
     topology: ClusterTopology | None = None
-    """The other ranks, if there are any (an ``fcdp.Topology``). Every rank makes an engine, with directories of its own
+    """The other ranks, if there are any (an ``fcdp.Topology``). Every rank makes an engine, with its own directories
     and otherwise alike, gives it its own part of every batch, and calls everything that the others call. Every node
     keeps one copy of the parameters, of which each of its M ranks stores 1/M; optimizer states are sharded over all W
     ranks. An error on one rank leaves the others waiting for it: end their processes, as torchrun does."""
@@ -121,7 +121,7 @@ class EngineConfig:
         self._check_types()
         NonFinitePolicy(self.optimizer.on_nonfinite)
         check_max_grad_norm(self.optimizer.max_grad_norm)
-        # Whatever has to be parsed is parsed here, so that mistakes come out before anything is opened.
+        # Everything that has to be parsed is parsed here, so that mistakes come out before anything is opened.
         _ = self.precision, self.adam, self.clip_by, self.host_cache, self.piece_bytes, self.adapters, self.frozen_dtype
         kept = self.kept_activations
         if self.compile and kept:
@@ -152,7 +152,7 @@ class EngineConfig:
             raise UserError(f"run_name is the name of a folder in each directory of ssd, not {name!r}.")
 
     def check_clipping(self, ranks: int) -> None:
-        """See whether gradients can be clipped as asked for.
+        """See whether gradients can be clipped as requested.
 
         Raises:
             UserError: they cannot.
@@ -187,7 +187,7 @@ class EngineConfig:
 
     @cached_property
     def clip_by(self) -> ClipBy | None:
-        """Way to clip that was asked for; None leaves it to the planner, and without one it is deferral."""
+        """Way to clip that the caller chose; None leaves it to the planner, and without one it is deferral."""
         return clip_by_named(self.optimizer.clip_by)
 
     @cached_property
@@ -197,12 +197,12 @@ class EngineConfig:
 
     @property
     def loss_inputs(self) -> LossInputs:
-        """What the loss is computed from, as far as that is said from the start."""
+        """What the loss is computed from, as far as that is known from the start."""
         return LossInputs(self.memory.token_outputs, self.memory.reference)
 
     @cached_property
     def piece_bytes(self) -> int | None:
-        """Most bytes of a piece of a block, if that was asked for."""
+        """Most bytes of a piece of a block, if that was requested."""
         return None if self.memory.piece_size is None else parse_bytes(self.memory.piece_size)
 
     @cached_property

@@ -30,7 +30,7 @@ class StoreConfig:
     """Directories of drives that a resumed run may be on and is to leave. A run that is on other drives than ``ssd``
     moves there first, crash-safely: it is copied, and the copy is read again."""
     commit_every: int = 1
-    """Steps from one commit to the next: memory is not written in between, and a crash loses up to so many steps."""
+    """Steps from one commit to the next: memory is not written in between, and a crash loses up to this many steps."""
     single_slot: bool = False
     """Whether to take half the space and no protection: a crash in the middle of a step loses the run."""
     io: str = "posix"
@@ -109,33 +109,33 @@ class MemoryConfig:
     """Budget of host memory, in bytes or as ``"64GiB"``; None takes four fifths of what is available. With several
     ranks it is that of the node."""
     device_memory: int | str | None = None
-    """Budget of device memory, likewise. On a CPU the device's memory is a part of the host's."""
+    """Budget of device memory, also. On a CPU the device's memory is a part of the host's."""
     host_cache: int | str | None = None
     """Most of ``host_memory`` to spend on keeping parameters, then optimizer states too, from step to step; None spends
     what nothing else needs, 0 streams everything. With several ranks it is that of the node."""
     kept_activations: ActivationPolicy | int | str | None = None
     """Outputs of operators inside the blocks that are saved for the backward pass instead of computed again, on the
-    device, the host or the SSDs, wherever there is room: so many bytes (or ``"64MiB"``) of each block and micro-batch,
+    device, the host or the SSDs, wherever there is room: this many bytes (or ``"64MiB"``) of a block and micro-batch,
     those that save the most computing per byte; or a :class:`fuyou.ActivationPolicy`. The same numbers, and a shorter
     step where computing is the bound."""
     piece_size: int | str | None = None
     """Largest piece of a block, in bytes of the compute dtype or as ``"256MiB"``: blocks that are larger are cut, and
-    each piece comes to the device by itself. None cuts blocks only where they do not fit on the device, and as little
-    as it takes. A run that goes on keeps its pieces."""
+    each piece comes to the device alone. None cuts blocks only where they do not fit on the device, and as little
+    as it takes. A run that continues keeps its pieces."""
     micro_batch: int | None = None
     """Sequences that are computed at once; None takes the largest number that fits."""
     batch_shape: tuple[int, int] | None = None
     """(sequences, tokens per sequence) of the batches to come; without it, buffers are planned for one micro-batch and
     made again if the first batch is larger."""
     token_outputs: int = 0
-    """Numbers for each token that :meth:`fuyou.Engine.tokens` is going to be asked for (``outputs``, and what ``head``
+    """Numbers for each token that :meth:`fuyou.Engine.tokens` will return (``outputs``, and what ``head``
     returns), to plan memory for them from the start. Without it, that happens when it is first called."""
     reference: bool = False
-    """Whether it is going to be asked for the model's without adapters, too (``reference``), likewise."""
+    """Whether it will also return the model's without adapters (``reference``)."""
     images: bool = False
     """Whether to plan memory for batches with images from the start. Without it, that happens when the first comes."""
     padded: bool = False
-    """Whether to plan memory for batches whose ``attention_mask`` hides tokens, likewise: attention is given a byte for
+    """Whether to plan memory for batches whose ``attention_mask`` hides tokens, also: attention is given a byte for
     each pair of tokens of a row then, which stays on the device during the step."""
 
 
@@ -150,7 +150,7 @@ class WeightsConfig:
     parameter on SSD (4 in fp32) and are only read; adapters and their states are fp32, live in host memory, and are
     committed."""
     trainable: Sequence[str] | None = None
-    """Names of the parameters that are trained (``*`` stands for anything); the others are frozen likewise."""
+    """Names of the parameters that are trained (``*`` stands for anything); the others are frozen also."""
     frozen_dtype: str | None = None
     """Format of frozen matrices in the blocks. ``"int8"`` or ``"nf4"`` keeps them in 1.016 or 0.5625 bytes per
     parameter on SSD, on their way and in the host's cache; the device brings them back into ``dtype``. Not lossless:
@@ -161,4 +161,4 @@ class WeightsConfig:
     """Whether a vision-language model's tower is frozen, where neither ``trainable`` nor ``adapters`` say it. What is
     frozen of it stays on the device for the whole run."""
     freeze_multi_modal_projector: bool = True
-    """Whether the projector behind that tower is frozen, likewise."""
+    """Whether the projector behind that tower is frozen, too."""

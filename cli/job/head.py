@@ -22,7 +22,7 @@ def check_head(settings: Settings, config: PreTrainedConfig) -> None:
     """See whether the model's head is one that the objective can train, or a new one can be had in its place.
 
     Raises:
-        UserError: it is not.
+        UserError: if not.
     """
     task, objective = task_type_of(config), settings.objective
     if task is TaskType.SEQUENCE_CLASSIFICATION and settings.traits.classifies:

@@ -52,7 +52,7 @@ def decided(settings: Settings) -> Settings:
 
 
 def committed(settings: Settings) -> Mapping[str, Any] | None:
-    """Return the newest commit of the run that ``settings`` would resume, as its manifest has it; None: there is none.
+    """Return the newest commit of the run that ``settings`` would resume, as its manifest has it, if any.
 
     Of several ranks out of core, that of one of this node's.
     """
@@ -60,7 +60,7 @@ def committed(settings: Settings) -> Mapping[str, Any] | None:
         from fcdp.checkpoint.commits import ShardedCheckpoints
 
         commits = ShardedCheckpoints(settings.output_directory / COMMITS)
-        with contextlib.suppress(FinetuneError, OSError):  # whoever opens it says what is wrong
+        with contextlib.suppress(FinetuneError, OSError):  # the one that opens it says what is wrong
             newest = commits.newest()
             return None if newest is None else commits.describe(newest)
         return {}
@@ -68,7 +68,7 @@ def committed(settings: Settings) -> Mapping[str, Any] | None:
         for place in (folder, *sorted(folder.glob(RANK_FOLDERS))):
             try:
                 content = load_manifest(place)
-            except (FinetuneError, OSError):  # damaged: whoever opens it says so
+            except (FinetuneError, OSError):  # damaged: the one that opens it reports it
                 return {}
             if content is not None:
                 return content
@@ -103,7 +103,7 @@ def check_there_is_one(settings: Settings) -> None:
 
 
 def _parts(folder: Path) -> list[Path]:
-    """Return a run's folder, and those beside it in which a move to other drives was interrupted."""
+    """Return a run's folder, and those next to it in which a move to other drives was interrupted."""
     return [folder, *folder.parent.glob(f"{folder.name}.*")]
 
 
@@ -130,7 +130,7 @@ def check_same_run(job: Job, run: ContinuedRun, launches: Collection[str] = ()) 
     """Compare the job with what the run began with; a new run remembers it.
 
     Args:
-        job: what is asked for now.
+        job: what is requested now.
         run: what is to be trained; its ``user_state`` is committed with every step.
         launches: ids of the launchers that have started the run's ranks, to be remembered as well.
 

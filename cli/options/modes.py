@@ -60,7 +60,7 @@ def refuse_unread(mode: Mode, given: Iterable[GroupedOption]) -> None:
 
     Args:
         mode: what is requested.
-        given: options with which somebody has requested another value than the default.
+        given: options with another value than the default.
 
     Raises:
         UserError: names every such option.

@@ -118,7 +118,7 @@ class Declaration:
 
     @property
     def may_be_path(self) -> bool:
-        """Whether a path may stand instead of a preset's name."""
+        """Whether a path may replace a preset's name."""
         return self.presets in ("models", "clusters")
 
     def complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
@@ -253,13 +253,13 @@ class GroupedOption(click.Option):
         return record and (self.shown if self.is_flag else record[0], record[1])
 
     def get_help_extra(self, ctx: click.Context) -> Any:
-        """Leave out ranges such as ``x>=1``, which are reported only to those who leave them; keep defaults."""
+        """Leave out ranges such as ``x>=1``, which only error messages need; keep defaults."""
         extra = super().get_help_extra(ctx)
         extra.pop("range", None)
         return extra
 
     def process_value(self, ctx: click.Context, value: Any) -> Any:
-        """Convert and check; what is wrong in a file is reported to be there."""
+        """Convert and check; errors in a file name the file."""
         source = ctx.get_parameter_source(self.name or "")
         if source in (ParameterSource.COMMANDLINE, ParameterSource.DEFAULT_MAP):
             ctx.meta.setdefault(WRITTEN, {})[self.name] = value
@@ -272,7 +272,7 @@ class GroupedOption(click.Option):
 
 
 class WholeNumber(click.IntRange):
-    """A whole number in a range, which is reported in words to those who leave it."""
+    """An integer in a range; the error message spells the range out."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         return _in_range(self, click.INT.convert(value, param, ctx), value, param, ctx)

@@ -77,7 +77,7 @@ class Settings(
         if self.sample is None:
             self._refuse(Only.SAMPLE, "is about a sample: add --sample PROMPT")
         self._check_objective()
-        if not self.plan:  # which takes hardware that is not here, in whatever number
+        if not self.plan:  # which takes any number of devices that are not here
             self._check_nodes()
 
     def _check_data(self) -> None:
@@ -118,7 +118,7 @@ class Settings(
         if self.resume and self.overwrite:
             raise UserError("--resume continues the run that is there and --overwrite replaces it: give one of them.")
         if self.leave_ssd and not (self.resume and self.ssd):
-            raise UserError("--leave-ssd takes drives from a run that goes on: add --resume, and --ssd for the others.")
+            raise UserError("--leave-ssd needs --resume, and --ssd for the drives that stay.")
 
     def _check_adapters(self) -> None:
         says = [name for name in ("lora_rank", "peft_config", "adapter") if getattr(self, name) is not None]

@@ -1,4 +1,4 @@
-"""What a run does for itself beside its steps: checkpoints on the way, the best one, early stopping, a time limit."""
+"""What a run does for itself next to its steps: checkpoints on the way, the best one, early stopping, a time limit."""
 
 import sys
 import time
@@ -35,7 +35,7 @@ class CaringProcess(Protocol):
 
 
 class RunCare:
-    """What a run does for itself beside its steps: it saves, it keeps the best, and it ends in time.
+    """What a run does for itself next to its steps: it saves, it keeps the best, and it ends in time.
 
     Args:
         job: the run.

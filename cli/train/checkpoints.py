@@ -45,7 +45,7 @@ class BestEvaluation:
 
 
 class Checkpoints:
-    """Checkpoints writes exported models beside the result, each whole or not at all.
+    """Checkpoints writes exported models next to the result, each whole or not at all.
 
     Args:
         output: output directory of the run.

@@ -35,7 +35,7 @@ class EngineTrainer(Trainer):
         engine: the engine, open.
         is_rank0: whether this process writes the trace.
         ranks: that share batches, of which this is one.
-        writes_files: whether this process writes files that its node needs to go on.
+        writes_files: whether this process writes files that its node needs to continue.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class EngineTrainer(Trainer):
             ReferencePass(self._engine, self._ranks, self._writes_files).attach_all(self._job)
 
     def train_step(self, batch: dict[str, torch.Tensor], lr: float) -> StepResult:
-        """Take a step; its updates and its commit may go on while the next one runs."""
+        """Take a step; its updates and its commit may continue while the next one runs."""
         return self._step_result(self._step(batch, lr))
 
     def _step(self, batch: dict[str, torch.Tensor], lr: float) -> StepReport:

@@ -63,7 +63,7 @@ def finetune(settings: Settings, interrupts: Interrupts) -> RunResult:
             raise
         except Exception as error:
             engine.close()
-            if not isinstance(error, NonFiniteLoss):  # which says so itself
+            if not isinstance(error, NonFiniteLoss):  # which is reported already
                 error.add_note(f"Step {engine.committed_step} is committed.")
             error.add_note(settings.how_to_continue)
             raise

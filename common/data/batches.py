@@ -58,7 +58,7 @@ class DataConfig:
     shuffle: bool = True
     """Whether rows are shuffled; if not, they come in the order in which packing finished them, about the files'."""
     packed: bool = True
-    """Whether documents share rows. If not, each has a row of its own, and batches are as long as their longest row."""
+    """Whether documents share rows. If not, each has its own row, and batches are as long as their longest row."""
     labels_ahead: bool = False
     """Whether the label of a position is the next token, for models whose own loss does not shift labels."""
     truncate: bool = True
@@ -135,7 +135,7 @@ class Batches(ABC):
 
 
 class PackedBatches(Batches):
-    """Batches of a packed token file. They take the memory of one batch, whatever the size of the data."""
+    """Batches of a packed token file. They take the memory of one batch, for data of any size."""
 
     def __init__(self, file: TokenFile, config: DataConfig) -> None:
         header = file.header

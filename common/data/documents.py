@@ -84,7 +84,7 @@ def replace_documents(documents: Documents | None) -> Documents | None:
 def separate_documents(documents: Documents | None) -> Iterator[None]:
     """Let :func:`current_documents` return ``documents`` while the context is open.
 
-    This holds for the process, not the thread: on a GPU, autograd recomputes blocks in threads of its own.
+    This holds for the process, not the thread: on a GPU, autograd recomputes blocks in its own threads.
     """
     global _current
     before, _current = _current, documents

@@ -17,7 +17,7 @@ BLOCK = 1000  # Number of rows in a row of which every data set has its part exa
 class MixedBatches(Batches):
     """Batches whose rows come from several data sets, in shuffled order. The batch of step s is a pure function of s.
 
-    Each data set goes through epochs of its own, in an order of its own. An epoch of the mixture is as many rows as all
+    Each data set goes through its own epochs, in its own order. An epoch of the mixture is as many rows as all
     data sets have together, so that in it a data set of a small weight is not seen to its end, and one of a large
     weight more than once.
 

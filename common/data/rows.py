@@ -1,7 +1,7 @@
 """Take rows out of a batch, whose values belong to rows in several ways.
 
 Tokens, labels and masks have one row each, ``[B, ...]``. What comes with images does not: a row may have none, one or
-many, each of a size of its own (Qwen's ``pixel_values`` is ``[patches, ...]`` over all images of a batch). Such a value
+many, each of a separate size (Qwen's ``pixel_values`` is ``[patches, ...]`` over all images of a batch). Such a value
 is a list of B tensors, one for each row and None for a row without images: each is what the family's processor returns
 for that row alone.
 """

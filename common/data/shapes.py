@@ -133,7 +133,7 @@ def example_of(record: Mapping[str, Any], where: str, prompt: str, answer: str |
         record: values by column.
         where: file and line, for messages.
         prompt: column of the prompt, or of the whole.
-        answer: column of the answer; None: there is none.
+        answer: column of the answer; None if there is none.
 
     Raises:
         UserError: values do not fit the layout.

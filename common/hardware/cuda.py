@@ -43,7 +43,7 @@ def system_has_gpu(root: Path = Path("/")) -> bool:
 def gpus_by_pytorch() -> list[tuple[str, str, int, str]]:
     """Return UUID, name, bytes of memory and PCI address of the GPUs that PyTorch sees, in its order.
 
-    For containers without the driver's management library. A process of its own looks, as PyTorch starts CUDA for it.
+    For containers without the driver's management library. A separate process looks, as PyTorch starts CUDA for it.
     """
     return _gpus_by_pytorch(os.environ.get("CUDA_VISIBLE_DEVICES"))
 

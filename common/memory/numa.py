@@ -60,7 +60,7 @@ def cores_for(
     processes have the same node. Hyperthreads of one core stay together.
 
     Args:
-        nodes: the NUMA node of each process of this machine; None: it has none.
+        nodes: the NUMA node of each process of this machine; None if none.
         allowed: processors that it may run on now.
 
     Returns:

@@ -7,7 +7,7 @@ Conventions, the usual ones for reporting throughput:
   count. Towers (of vision-language models) are left out: no token of text passes through them.
 * Attention scores and their product with the values: 12 x layers x width x sequence length per token, width being all
   heads together. Causal attention counts as dense, and a sliding window as a full one; linear attention, state
-  spaces and convolutions have no scores, and what they compute beside their parameters is left out.
+  spaces and convolutions have no scores, and what they compute next to their parameters is left out.
 * Model FLOPs leave recomputation out. Hardware FLOPs add a second forward of every block, which is what the
   backward pass of a streamed stack costs; embeddings, head and loss are not recomputed.
 """

@@ -25,7 +25,7 @@ def shifts_labels(model: PreTrainedModel) -> bool:
         UserError: its loss is not the mean cross entropy, neither with shifted labels nor without.
     """
     if "labels" not in inspect.signature(model.forward).parameters:
-        return True  # it has no loss of its own
+        return True  # it has no loss
     vocabulary, generator = model.config.get_text_config().vocab_size, torch.Generator().manual_seed(11)
     device = next(model.parameters()).device
     ids = torch.randint(min(5, vocabulary // 2), vocabulary, (2, 13), generator=generator).to(device)

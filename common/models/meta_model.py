@@ -20,7 +20,7 @@ def build_meta_model(
 ) -> PreTrainedModel:
     """Build a model in which only the buffers take memory, of the class that :mod:`common.models.task_type` finds.
 
-    Parameters are on the meta device, tied where the configuration says so. Buffers (rotary frequencies and the like)
+    Parameters are on the meta device, tied where the configuration ties them. Buffers (rotary frequencies and the like)
     are on the CPU with the values that the class's own initialisation gives them. A *persistent* buffer that the
     family fills only from checkpoints is NaN until :meth:`CheckpointSource.read_buffers` has been copied into it.
 

@@ -95,7 +95,7 @@ def _read_directory(directory: Path) -> PreTrainedConfig:
             return AutoConfig.for_model(kind, **known, _name_or_path=os.fspath(directory))
         return AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     # transformers raises OSError for bad JSON, KeyError and ValueError for an unknown model type, and its validators'
-    # own classes for a bad field. Whatever it is, the file is what the user has to look at.
+    # own classes for a bad field. In each case, the file is what the user has to look at.
     except Exception as error:
         raise UserError(f"{directory / 'config.json'} is not a configuration transformers can read: {error}") from error
 
@@ -103,7 +103,7 @@ def _read_directory(directory: Path) -> PreTrainedConfig:
 def _known_kind(fields: dict[str, Any]) -> str | None:
     """Return the model type whose class a configuration of an unknown type names (Kimi K2: DeepSeek-V3's).
 
-    Such a configuration comes with code of its own, which is never run, and is the class's with another name.
+    Such a configuration comes with its own code, which is never run, and is the class's with another name.
     """
     if fields.get("model_type") in CONFIG_MAPPING:
         return None

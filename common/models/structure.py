@@ -85,7 +85,7 @@ def fp32_parameters(model: PreTrainedModel) -> list[str]:
 
 
 def keeps_fp32(model: PreTrainedModel, name: str) -> bool:
-    """Return whether the family keeps this parameter or persistent buffer in fp32 whatever dtype the rest has."""
+    """Return whether the family keeps this parameter or persistent buffer in fp32 for any dtype of the rest."""
     patterns = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
     return any(re.search(pattern.replace("*", ".*"), name) for pattern in patterns)
 

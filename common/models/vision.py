@@ -1,7 +1,7 @@
 """Towers: the parts of a model that turn images (or sound) into input of its language model.
 
 Behind a tower stands a projector, which maps its output to the language model's width. Both run before the blocks; they
-are frozen unless asked for otherwise, as is usual for fine-tuning.
+are frozen by default, as is usual for fine-tuning.
 """
 
 import re
@@ -64,7 +64,7 @@ def tower_parameters(model: PreTrainedModel) -> list[str]:
     inside = {id(parameter) for parameter in language.parameters()}
     head = model.get_output_embeddings()
     inside |= {id(parameter) for parameter in head.parameters()} if head is not None else set()
-    inputs = {id(parameter) for parameter in model.base_model.parameters()}  # beside it, there are heads
+    inputs = {id(parameter) for parameter in model.base_model.parameters()}  # next to it, there are heads
     return [name for name, value in model.named_parameters() if id(value) not in inside and id(value) in inputs]
 
 

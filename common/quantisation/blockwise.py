@@ -5,7 +5,7 @@ is at most half a scale: |x - dequantised| <= max|block| / 254, or / 14. A scale
 damage inside its block (Dettmers et al., arXiv:2110.02861, section 2.1; used by ZeRO++ and ZeRO-topo).
 
 A row of c elements becomes one row of bytes: the scales of its blocks, then their values. Rows are independent, so each
-can be sent by itself. Bytes per element: 1 + 4/256 and 0.5 + 4/256, against 2 in bf16.
+can be sent alone. Bytes per element: 1 + 4/256 and 0.5 + 4/256, against 2 in bf16.
 
 :mod:`.reference` defines the arithmetic. On CUDA, PyTorch compiles it at the first call (not run on a GPU).
 """
@@ -18,7 +18,7 @@ from common.quantisation.layout import BLOCK, Bits, blocks_of, parts_of, quantis
 
 
 def quantise(rows: torch.Tensor, bits: Bits, out: torch.Tensor | None = None) -> torch.Tensor:
-    """Quantise ``rows`` ``[..., c]``, floating point, each in blocks of its own.
+    """Quantise ``rows`` ``[..., c]``, floating point, each in separate blocks.
 
     A block with a NaN or an infinity comes back as NaN throughout: training should see that, not a clipped value.
     A block whose largest magnitude has no reciprocal in fp32 (below 1e-36) comes back as zeros.

@@ -18,7 +18,7 @@ def run_fused(function: Callable[..., None], device: torch.device, *arguments: A
         try:
             _compiled(function)(*arguments)
             return
-        except Exception as error:  # whatever Dynamo, Inductor, Triton or a missing compiler raise
+        except Exception as error:  # Dynamo, Inductor, Triton, or a missing compiler
             _failures.append(f"{type(error).__name__}: {error}")
             warnings.warn(f"Quantization runs uncompiled: torch.compile failed ({_failures[0]}).", stacklevel=3)
     function(*arguments)

@@ -14,12 +14,12 @@ def quantise(rows: torch.Tensor, bits: Bits, out: torch.Tensor) -> None:
     whole = torch.nn.functional.pad(rows, (0, blocks * BLOCK - count)) if count % BLOCK else rows
     elements = whole.float().reshape(*leading, blocks, BLOCK)
     # Two passes, and yet many times as fast as a norm or as aminmax, whose inner loops are not vectorised.
-    # The same numbers must give the same bytes: of zeros, either pass may win with a sign of its own.
+    # The same numbers must give the same bytes: of zeros, either pass may win with its own sign.
     largest = torch.maximum(elements.amax(dim=-1), elements.amin(dim=-1).neg_()).abs_()
     scales, values = parts_of(out, blocks, BLOCK * bits // 8)
     scales.copy_(torch.where(largest.isfinite(), largest / LARGEST[bits], torch.nan))
     steps = torch.where(largest > SMALLEST, LARGEST[bits] / largest, 0.0)
-    # Where the scale is NaN, whatever a NaN becomes as an integer does not matter.
+    # Where the scale is NaN, the integer that a NaN becomes does not matter.
     whole_steps = (elements * steps.unsqueeze(-1)).round_()
     if bits == 8:
         values.view(torch.int8).copy_(whole_steps)

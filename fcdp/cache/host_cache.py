@@ -9,7 +9,7 @@ Streams on CUDA (not run on a GPU yet). Gathers run on a stream of FSDP2's, the 
 to the host run on ``outward``; copies to the device, and everything that touches a shard on the device, on ``inward``.
 A copy inward waits for two things only, that the output is allocated and that the shard is filled, so it overtakes the
 gather before it. A copy outward reads an output that FSDP2 may free at any time: the output is held until the stream
-that it was allocated on, to which its memory goes back, has been told to wait for the copy.
+that it was allocated on, to which its memory goes back, has to wait for the copy.
 """
 
 from dataclasses import dataclass, field
@@ -25,7 +25,7 @@ from fcdp.traffic import Traffic
 
 @dataclass(frozen=True)
 class PendingRead:
-    """A copy outward, or to another place on the device, that may still be under way."""
+    """A copy outward, or to another place on the device, that may still be in progress."""
 
     output: torch.Tensor  # what it reads from
     allocated_on: torch.cuda.Stream  # stream that gets the memory back when nobody refers to it
@@ -77,7 +77,7 @@ class HostCache:
                 self._buffer.page_lock(ends)
 
     def allocate(self, nbytes: int) -> torch.Tensor:
-        """Return the next ``uint8 [nbytes]``, which begins on a page of its own."""
+        """Return the next ``uint8 [nbytes]``, which begins on its own page."""
         assert self._buffer is not None
         part = self._buffer.tensor(torch.uint8, self._free, nbytes)
         self._free += round_up(nbytes, PAGE)
@@ -181,7 +181,7 @@ class CacheEntry:
         return self._device[index] if self._device is not None else self._host_view(shard)[index]
 
     def _newest(self, shard: torch.Tensor) -> torch.Tensor:
-        """Return the shard where it should be read from, after moving it between tiers if the rule says so."""
+        """Return the shard where it should be read from, after moving it between tiers if the rule requires it."""
         if self._device is not None and not self._placement.may_stay():
             if not self._on_host:
                 _copy_cells(self._device, self._host_view(shard))

@@ -82,7 +82,7 @@ class OptimizerHooks:
     def _look_up_parameters(self) -> None:
         """Note which parameters belong to which group.
 
-        This is done anew at every step, because objects change: ``to_empty()`` and loading may put new ones in place.
+        This is done again at every step, because objects change: ``to_empty()`` and loading may put new ones in place.
         The newest sharded and the newest unsharded ones are kept: a group that is unsharded now shows other objects
         than those that the optimizer has.
         """

@@ -1,9 +1,9 @@
 """Commits: whole states of a run on a file system that all nodes share, written by all ranks together.
 
 A commit is a folder ``step-<N>``: a safetensors file from each rank with the rows that it holds, and a manifest that
-says where everything lies, with checksums, so that any number of ranks can load it. It is written beside the last one,
+says where everything lies, with checksums, so that any number of ranks can load it. It is written next to the last one,
 under another name; it is renamed, and counts, once all of it is on the drives, and only then the last one is removed.
-So whatever happens, the newest commit that is there is whole.
+So in every case the newest commit that is there is whole.
 """
 
 import contextlib

@@ -1,6 +1,6 @@
 """The manifest of a commit: which rows of which tensor lie where, and their checksums.
 
-A sealed JSON file beside the ranks' safetensors files. Everything in it is checked before it is used: a
+A sealed JSON file next to the ranks' safetensors files. Everything in it is checked before it is used: a
 manifest that has been tampered with, or comes from elsewhere, leads to no other file and no absurd amount of memory.
 """
 

@@ -48,7 +48,7 @@ class TrainingCheckpoints:
         self._commits.save(progress.step, self.state(), description)
 
     def load(self) -> TrainingProgress:
-        """Read the newest commit, whatever number of ranks made it, into model and optimizer. Collective."""
+        """Read the newest commit, made by any number of ranks, into model and optimizer. Collective."""
         manifest = self._commits.read_newest()
         if manifest is None:
             raise UserError(f"There is nothing to continue: no commit in {self._commits.directory}.")

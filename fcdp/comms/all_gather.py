@@ -10,10 +10,10 @@ ranks are, the earlier they exchange, when least has been gathered (``[.., rank 
    parameters until they change.
 
 The secondary partition (ZeRO++) is cached in the same way, in blocks as large as its scope: stored when everything has
-been gathered, used once, in the backward pass, and stored anew by the next forward pass.
+been gathered, used once, in the backward pass, and stored again by the next forward pass.
 
 The call is the same for forward, recomputation and backward, and FSDP2 issues it ahead of use. On CUDA everything is
-enqueued in order and the host never waits. On the CPU the messages of the first axis are under way when the call
+enqueued in order and the host never waits. On the CPU the messages of the first axis are in progress when the call
 returns, and the rest is done when FSDP2 waits for the group.
 """
 
@@ -99,7 +99,7 @@ class StagedAllGather:
         group: its ``dirty`` mark decides whether what is cached may be used.
         place: this rank's place in the block of ranks over which FSDP2 shards, and their number.
         cached: this rank's cached shard of P; None: it has none, or no room for it.
-        secondary: this rank's shard in the secondary partition; None: there is none.
+        secondary: this rank's shard in the secondary partition; None if there is none.
         streams: copy streams; None on the CPU.
         staleness: checks what is cached at each hit.
         traffic: where hits and misses are counted.
@@ -153,7 +153,7 @@ class StagedAllGather:
             with torch.cuda.stream(stream):
                 self._gather(output_tensor, input_tensor)
                 gathered = stream.record_event()
-            # Whoever waits may compute on another stream than the one that is current here.
+            # The one that waits may compute on another stream than the one that is current here.
             return PendingGather(lambda: torch.cuda.current_stream().wait_event(gathered))
         return self._gather(output_tensor, input_tensor)
 

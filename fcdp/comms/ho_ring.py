@@ -7,8 +7,8 @@ node, and the block that has arrived goes round inside its new node while the ne
     inter-node   | node n-1  | node n-2  | node n-3  |
     intra-node   | own node  | node n-1  | node n-2  | node n-3 |
 
-The paper's figure 4 has the own node's block beside the ring between nodes and all others after it; this is that
-schedule with every block moved to where its data first exists, so only one block is left to go round by itself. A
+The paper's figure 4 has the own node's block next to the ring between nodes and all others after it; this is that
+schedule with every block moved to where its data first exists, so only one block is left to go round alone. A
 reduce-scatter is the mirror image: a block is summed inside a node while the one before it crosses nodes.
 
 A rank sends as much as in the hierarchical ring: (N-1)/N of its M-th to other nodes, (M-1)/M inside.
@@ -27,7 +27,7 @@ class HoRing:
 
     Args:
         intra_node: the faster axis.
-        inter_node: the slower one, which goes on where ``intra_node`` ends.
+        inter_node: the slower one, which continues where ``intra_node`` ends.
     """
 
     def __init__(self, intra_node: CommLevel, inter_node: RankLevel):
@@ -43,7 +43,7 @@ class HoRing:
 
         Returns:
             A function to call before reading. On CUDA everything is in order on the current stream when this returns;
-            on the CPU the first step is under way and the others are done by that call.
+            on the CPU the first step is in progress and the others are done by that call.
         """
         nodes, node = self._inter_node.size, self._inter_node.index
         blocks = rows.unflatten(1, (nodes, -1))

@@ -23,7 +23,7 @@ def make_levels(
 ) -> list[CommLevel]:
     """Make the levels along ``axes``, fastest first. Collective: process groups are made.
 
-    ``ho`` makes one level of all axes. A reduction below bf16 takes one hop along each axis, whatever the ring: sums
+    ``ho`` makes one level of all axes. A reduction below bf16 takes one hop along each axis, for any ring: sums
     that are added to on their way would be quantised at every step.
     """
     bits = BITS.get(precision)

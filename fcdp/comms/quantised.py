@@ -1,8 +1,8 @@
 """Quantised gathers and reductions (ZeRO++; ZeRO-topo III-C, V): less to send, in blocks with a scale each.
 
 * Gather (int8): every rank quantises its cells, what travels is bytes, and every rank dequantises what it gets; its own
-  cells stay as they are. Nothing is quantised twice on its way, whatever ring carries it.
-* Reduce-scatter (int4): all-to-all in one hop. A ring would quantise anew at every step, adding an error each time;
+  cells stay as they are. Nothing is quantised twice on its way, on any ring.
+* Reduce-scatter (int4): all-to-all in one hop. A ring would quantise again at every step, adding an error each time;
   here each cell is quantised once, sent straight to the rank that adds it, and added there in fp32, in the order of
   ranks. A rank's own cell is added as it is.
 

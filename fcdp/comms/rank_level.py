@@ -4,9 +4,9 @@ Data is seen as *rows* ``[R, K, c]``: K cells of c elements for the K ranks of t
 strided, cells are contiguous. So neither collective needs a copy to bring ranks of one node, or of one place in every
 node, next to each other in memory:
 
-* NCCL: one collective per contiguous row, in place; where rows are strided one for all, by way of memory of its own.
+* NCCL: one collective per contiguous row, in place; where rows are strided one for all, by way of separate memory.
 * gloo: point-to-point on every cell. This sends what theory says, which gloo's own reduce-scatter does not (that one is
-  an all-reduce: twice the bytes), needs no flattened copies, and is under way while the caller computes.
+  an all-reduce: twice the bytes), needs no flattened copies, and is in progress while the caller computes.
 * gloo with CUDA tensors: by way of host memory. For tests of stream order, not for speed.
 """
 
@@ -46,7 +46,7 @@ class RankLevel:
     """The ranks on one line of an axis, and what this rank sends them.
 
     Args:
-        topology: gives the process group for as long as it may be used: whoever closes it ends it for everyone.
+        topology: gives the process group for as long as it may be used: the one that closes it ends it for everyone.
         axis: all of whose lines lie inside nodes, or go from node to node.
         purpose, traffic: under what heading sent bytes are counted, and where.
     """
@@ -80,7 +80,7 @@ class RankLevel:
             for row in rows:
                 all_gather(row.view(-1), row[self.index], self._group)
         else:
-            # One collective on memory of its own, of the size of these rows, and a copy: messages cell by cell would
+            # One collective on its own memory, of the size of these rows, and a copy: messages cell by cell would
             # be as many times a message's latency.
             own = rows[:, self.index].contiguous()
             gathered = own.new_empty((self.size, *own.shape))

@@ -4,14 +4,14 @@ FSDP2 hands over the unsharded gradients of a group as one cell for each rank of
 earlier they exchange, while there is most to reduce:
 
 1. *reduce*: along the axes inside G's scope, scattering. The result, one of as many parts as G has shards, is added to
-   that of earlier micro-batches. Before the last micro-batch, FSDP2 is told that gradients are zero.
+   that of earlier micro-batches. Before the last micro-batch, FSDP2 gets gradients of zero.
 2. *finish*: along the axes from G's scope to OS's, scattering: the rank's own cell.
 3. *replicate*: the same cells of OS's replicas are added, by a reduction along the axes between them and a gather back.
 
 So with several micro-batches what is beyond G's scope is crossed once per step (PaRO 3.3). Sums take G's share of the
 group's gradients in fp32, on the device, until the last micro-batch. Along an axis ranks are added in their
 order, so a sum depends neither on its place in memory nor on timing: ((g00 + g01) + ..) + ((g10 + g11) + ..) + .. for g
-of (node, place); only flat rings have orders of their own.
+of (node, place); only flat rings have their own orders.
 
 Where OS is not sharded, FSDP2 has nothing to scatter and calls :meth:`StagedReduction.add_up` instead, with all of the
 gradients in one cell.
@@ -64,7 +64,7 @@ class StagedReduction:
         self._replica = replica
         self._micro_batches = micro_batches
         self.partial: torch.Tensor | None = None
-        """Gradients ``[cells, c]`` in fp32, summed inside G's scope over micro-batches, and not yet beyond it; None:
+        """Gradients ``[cells, c]`` in fp32, summed inside G's scope over micro-batches, and not yet beyond it; None if
         there are none."""
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -122,7 +122,7 @@ class StagedReduction:
             return cells.to(dtype)
         if cells.is_cuda:  # FSDP2's input, if G is not sharded: allocated on another stream than this one
             cells.record_stream(torch.cuda.current_stream())
-        self.partial = cells.float()  # a sum of many in bf16 would lose what is small beside it
+        self.partial = cells.float()  # a sum of many in bf16 would lose what is small next to it
         return None
 
     def _over_replicas(self, total: torch.Tensor) -> torch.Tensor:

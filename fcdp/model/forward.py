@@ -76,7 +76,7 @@ class Forward:
         return value.to(self._topology.device, dtype, non_blocking=True)
 
     def run(self, part: dict[str, torch.Tensor]) -> Any:
-        """Return what the model gives for a micro-batch: ``logits``, and ``router_logits`` if they are asked for."""
+        """Return what the model gives for a micro-batch: ``logits``, and ``router_logits`` if they are requested."""
         inputs = {name: value for name, value in part.items() if name not in self._left_out}
         return self._model.module(**inputs, use_cache=False)
 

@@ -44,7 +44,7 @@ class ClusterModel:
     adapters: Adapters | None
     source: WeightSource
     dtype: torch.dtype  # dtype in which blocks compute
-    router_loss: RouterLoss | None  # what the loss has beside cross entropy; None: nothing
+    router_loss: RouterLoss | None  # what the loss has next to cross entropy; None: nothing
 
     @classmethod
     def open(

@@ -149,7 +149,7 @@ class _Step:
     copies: float  # seconds of host copies in one forward, and in one backward
     pieces: int
     """Number of units in which parameters and gradients are sent. The first gather and the last reduction of a pass
-    have no computing beside them."""
+    have no computing next to them."""
 
     def seconds(self, phases: dict[Phase, float], micro_batches: int, overlap_spread: bool) -> float:
         """Return a step's seconds by AMSP V-C: gathers run one unit ahead, reductions one behind, nothing else

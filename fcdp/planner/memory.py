@@ -75,11 +75,11 @@ def _gathered(layout: StrategyMeshes, workload: Workload) -> float:
 
 
 def _gather_scratch(layout: StrategyMeshes, workload: Workload) -> float:
-    """Return the bytes that the largest gather of a block takes beside the block itself.
+    """Return the bytes that the largest gather of a block takes next to the block itself.
 
     Along an axis whose ranks are not next to each other the cells that arrive are not, either: they are gathered in
-    memory of their own and copied to their places (``RankLevel.gather``), but for those that HO-Ring sends one by one.
-    What is quantised arrives in bytes of its own, side by side.
+    their own memory and copied to their places (``RankLevel.gather``), but for those that HO-Ring sends one by one.
+    What is quantised arrives in its own bytes, side by side.
     """
     routes, precision = Routes.of(layout), layout.strategy.precision
     block = workload.parameters / workload.units

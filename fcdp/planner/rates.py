@@ -71,7 +71,7 @@ class AlphaBeta:
 
     def _overlapped(self, mesh: Mesh, moving: list[float]) -> float:
         """Return the time of an HO-Ring (PaRO 3.4): while a block crosses nodes, the one before it goes round inside;
-        the last one has to go round by itself."""
+        the last one has to go round alone."""
         blocks = mesh.extents[-1]
         intra_node, inter_node = sum(moving[:-1]), moving[-1]
         overlapped = max(inter_node, intra_node * (blocks - 1) / blocks) + intra_node / blocks
@@ -141,7 +141,7 @@ class MeasuredRates:
         return nbytes / ((1 - weight) * low / low_seconds + weight * high / high_seconds)
 
     def save(self, path: Path, **facts: Any) -> None:
-        """Write the measurements as JSON, with whatever else is known of the cluster beside them."""
+        """Write the measurements as JSON, with all else that is known of the cluster next to them."""
         body = {**facts, "collectives": [asdict(timing) for timing in self.timings]}
         path.write_text(json.dumps(body, indent=1), encoding="utf-8")
 

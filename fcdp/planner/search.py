@@ -63,7 +63,7 @@ def admissible(levels: Levels) -> list[Strategy]:
         found.setdefault(point, strategy)
 
     for preset in PRESETS.values():
-        with contextlib.suppress(UserError):  # a pair needs a level of its own, 8x4 four nodes
+        with contextlib.suppress(UserError):  # a pair needs its own level, 8x4 four nodes
             add(preset)
     scopes = scopes_of(levels)
     mesh = {scope: scope.on(levels) for scope in (*scopes, *map(Scope, "NIG"))}

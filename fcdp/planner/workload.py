@@ -101,7 +101,7 @@ class Workload:
             hidden_bytes=float(dtype_bytes * text.hidden_size),
             logits_bytes=(dtype_bytes + 4.0 + 4.0) * text.vocab_size,
             forward_flops_per_token=2.0 * active + attention,
-            # Scores and weighted values have two inputs: their backward is two forwards, whatever is trainable.
+            # Scores and weighted values have two inputs: their backward is two forwards, for any trainable part.
             weight_flops_per_token=2.0 * active * trainable_ratio + attention,
             seq_len=seq_len,
             micro_batch=micro_batch,

@@ -84,7 +84,7 @@ def parse_strategy(text: str) -> Strategy:
         text: a preset (``zero3``, ``paro-iig``), three letters (``IGG``), or three scopes (``I/G/G``, ``4x1/4x1/8x1``,
             ``pair/node/cluster``). To scopes, ``+device``, ``+host`` or ``+adaptive`` adds the tier of the cache, and
             ``+second`` a secondary partition over the node, ``+second=pair``, ``+second=2`` or ``+second=2x1`` one
-            over so many of its ranks. ``auto`` is for :mod:`fcdp.planner` to answer.
+            over this many of its ranks. ``auto`` is for :mod:`fcdp.planner` to answer.
     """
     name = text.strip().lower()
     name = ALIASES.get(name, name)

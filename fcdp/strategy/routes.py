@@ -45,7 +45,7 @@ class Axis:
 
 def axes_between(low: int, high: int, levels: Levels, ring: Ring) -> tuple[Axis, ...]:
     """Return the axes between blocks of ``low`` and blocks of ``high`` ranks, fastest first: one for each level, or one
-    for all with a flat ring. Leaf switches are a level of their own where it is known how many nodes each has: then
+    for all with a flat ring. Leaf switches are a separate level where it is known how many nodes each has: then
     what crosses them has been reduced under each (PaRO 3.4). The bytes that a node sends are the same."""
     borders = [low]
     if ring != "flat":
@@ -65,7 +65,7 @@ class Routes:
     spread: tuple[Axis, ...]
     """Axes along which new values go from OS's ranks to P's shards, at the first use after each step."""
     secondary: tuple[Axis, ...]
-    """Axes along which P is gathered from the secondary partition, in the backward pass; empty: there is none."""
+    """Axes along which P is gathered from the secondary partition, in the backward pass; empty if there is none."""
     reduce: tuple[Axis, ...]  # axes along which G is reduced over its scope, by every micro-batch
     finish: tuple[Axis, ...]  # axes along which G is reduced to OS's scope, once per step
     replicate: tuple[Axis, ...]  # axes along which G is reduced over the replicas of OS's shards, once per step
@@ -81,7 +81,7 @@ class Routes:
 
         reduce = between(1, g)
         if layout.strategy.precision.reduce != "bf16":
-            # Every hop quantises anew: one for all levels inside the node (ZeRO-topo V-D), and one beyond.
+            # Every hop quantises again: one for all levels inside the node (ZeRO-topo V-D), and one beyond.
             levels = Levels((layout.levels.ranks_per_node, layout.levels.nodes))
             reduce = axes_between(1, g, levels, "hierarchical")
         return cls(

@@ -55,8 +55,8 @@ class Strategy:
     g: Scope  # scope of gradients while micro-batches accumulate
     os: Scope  # scope of optimizer states and fp32 master weights
     secondary: Scope | None = None
-    """Scope of a secondary partition of P, which each forward pass fills and its backward pass gathers; None: there is
-    none."""
+    """Scope of a secondary partition of P, which each forward pass fills and its backward pass gathers; None if there
+    is none."""
     cache: Tier | None = None
     """Tier of the secondary partition, or else of P's own shards where OS's scope is wider. None: device if there is
     any such cache, none otherwise."""

@@ -40,7 +40,7 @@ class Topology:
     """The cluster as one rank sees it. Making one is collective: every rank that takes part does, with the same
     numbers.
 
-    Gathers and reductions have process groups of their own, so that on NCCL, where a communicator does one thing at a
+    Gathers and reductions have their own process groups, so that on NCCL, where a communicator does one thing at a
     time, the gather of the next block and the reduction of the last one proceed together.
 
     Args:
@@ -137,7 +137,7 @@ class Topology:
         if mesh.ndim > 2:
             raise UserError(
                 f"A data-parallel mesh has one dimension, or two for hybrid sharding, but this one is {mesh}. Take the "
-                "part of it that parameters are sharded over: mesh['dp'], or whatever its name is."
+                "part of it that parameters are sharded over: mesh['dp'], by its name."
             )
         if mesh.ndim == 2:
             if mesh.mesh_dim_names is None:
@@ -161,12 +161,12 @@ class Topology:
         return cls(len(runs), runs[0], mesh=mesh)
 
     def group(self, axis: Axis, purpose: Purpose) -> dist.ProcessGroup:
-        """Return this rank's process group on ``axis``. Collective on the axis when asked for the first time."""
+        """Return this rank's process group on ``axis``. Collective on the axis when requested the first time."""
         if self._groups is None:
             raise FinetuneError("This Topology has been closed: what was sharded with it can no longer communicate.")
         found = self._groups.get((axis, purpose))
         if found is None:
-            # Every rank makes the group of its own line only: ranks that do not take part know nothing of it.
+            # Every rank makes the group of only its own line: ranks that do not take part know nothing of it.
             found = dist.new_group(
                 [self.ranks[place] for place in axis.line(self.rank)],
                 timeout=timeout_of(self.mesh.get_group(), self.device),
@@ -280,7 +280,7 @@ def linked_gpus(count: int) -> int:
 
 def group_size(peers: Sequence[set[int]]) -> int:
     """Return the size of groups, if consecutive GPUs form equal groups and every GPU is linked to its whole group and
-    to nothing else; else 1. GPUs that are all linked to all form no level of their own.
+    to nothing else; else 1. GPUs that are all linked to all form no separate level.
 
     Args:
         peers: for each GPU, the GPUs that it is linked to.

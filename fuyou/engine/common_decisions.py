@@ -18,7 +18,7 @@ from fuyou.runtime.ranks.agreement import Agreement
 
 
 def with_common_dtype(config: EngineConfig, device: Device, ssd: Sequence[Path], agreement: Agreement) -> EngineConfig:
-    """Return ``config`` with a dtype in the place of ``"auto"``: what a resumed run began with, else what suits the
+    """Return ``config`` with a dtype instead of ``"auto"``: what a resumed run began with, else what suits the
     device."""
     if config.dtype != AUTO:
         return config

@@ -1,4 +1,4 @@
-"""``dtype="auto"``: a run computes in what its device multiplies fastest, and goes on in what it began with."""
+"""``dtype="auto"``: a run computes in what its device multiplies fastest, and continues in what it began with."""
 
 import functools
 import time
@@ -23,14 +23,14 @@ _ROUNDS = 20  # Enough for one in which no other process was in the way
 def stored_dtype(directories: Iterable[Path]) -> str | None:
     """Return the dtype of the run whose manifest lies in one of ``directories``, or in a rank's folder there.
 
-    None if there is no manifest that can be read: whoever opens the run says what is wrong with it.
+    None if there is no manifest that can be read: the one that opens the run says what is wrong with it.
     """
     names = {str(dtype): name for name, dtype in DTYPES.items()}
     return next((names[one["dtype"]] for one in _manifests(directories) if one.get("dtype") in names), None)
 
 
 def stored_micro_batch(directories: Iterable[Path]) -> list[int] | None:
-    """Return :attr:`fuyou.checkpoint.commits.TrainingState.micro_batch` of that run, likewise."""
+    """Return :attr:`fuyou.checkpoint.commits.TrainingState.micro_batch` of that run, too."""
     return next((one["micro_batch"] for one in _manifests(directories) if one.get("micro_batch")), None)
 
 
@@ -57,7 +57,7 @@ def fastest_dtype(device_type: str) -> str:
 
     A CPU without AMX or AVX512-BF16 multiplies bf16 at a fifth of fp32's rate or less, one with AMX at eight times. It
     is measured rather than read off the processor's flags: libraries and virtual machines do not use all that flags
-    promise. The best of several rounds in turns, which other processes do not change by factors. Where nothing is
+    promise. The best of several alternating rounds, which other processes do not change by factors. Where nothing is
     computed (a meta device, hardware that is only planned for) it is bf16, as on every GPU since 2020.
 
     Args:

@@ -29,11 +29,11 @@ class Engine(EngineFigures):
     >>> with fuyou.Engine("path/to/checkpoint", ssd=["/mnt/nvme0"], lr=1e-5) as engine:
     ...     for batch in loader:
     ...         loss = engine(**batch).loss
-    ...         loss.backward()  # blocks stream in reverse; Adam runs beside it
+    ...         loss.backward()  # blocks stream in reverse; Adam runs at the same time
     ...         engine.step()
     ...     engine.save_pretrained("tuned")
 
-    Every step is committed: whatever happens, ``resume=True`` continues from the last one, bit for bit.
+    Every step is committed: after any end, ``resume=True`` continues from the last one, bit for bit.
 
     Args:
         model: checkpoint directory, preset name, or transformers configuration (the last two: random weights).
@@ -59,7 +59,7 @@ class Engine(EngineFigures):
         created_bytes: bytes written to fill the store of a new run.
 
     Raises:
-        UserError: what was asked for is not possible (paths, space, budgets, model).
+        UserError: what was requested is not possible (paths, space, budgets, model).
         FinetuneError: something failed.
     """
 
@@ -108,7 +108,7 @@ class Engine(EngineFigures):
                 family's own loss wants them so: BART's kind compares a position with the label at the same place; of
                 a sequence classifier ``[B]``);
                 optionally ``position_ids`` ``[B, S]`` (restarting at each document of a packed row) or
-                ``attention_mask``, and whatever else the model's own forward takes: of images, what the family's
+                ``attention_mask``, and all else that the model's own forward takes: of images, what the family's
                 processor returns (``pixel_values``, ``image_grid_thw``, ...), as lists with one entry for each
                 sequence (see :mod:`common.data.rows`).
 
@@ -192,7 +192,7 @@ class Engine(EngineFigures):
             self._adapters_off = before
 
     def step(self) -> StepReport:
-        """End the step: its updates (if deferred) and its commit may go on while the next step runs.
+        """End the step: its updates (if deferred) and its commit may continue while the next step runs.
 
         Raises:
             NonFiniteLoss: the gradient is not finite; the step is not committed.
@@ -204,9 +204,9 @@ class Engine(EngineFigures):
         self._steps.flush()
 
     def abandon(self) -> None:
-        """Give up the step that has begun and whatever is not committed, and go on from the last committed step.
+        """Give up the step that has begun and all that is not committed, and continue from the last committed step.
 
-        For a loop that catches an exception of its own between the forward pass and :meth:`step`, or one of the forward
+        For a loop that catches its own exception between the forward pass and :meth:`step`, or one of the forward
         pass, and wants to leave that batch out. Everything is closed and opened again, as ``resume=True`` does in a new
         process: seconds, and with ``commit_every`` above 1 the steps since the last commit. Collective on several
         ranks.
@@ -280,7 +280,7 @@ class Engine(EngineFigures):
         """Export what was trained: a Hugging Face checkpoint in the compute dtype, or a PEFT adapter directory.
 
         Record by record, and buffers are given back meanwhile, so that it stays within the host budget. Training can
-        go on afterwards.
+        continue afterwards.
 
         Args:
             directory: made if it is not there; files of the same names are replaced.

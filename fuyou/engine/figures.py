@@ -1,4 +1,4 @@
-"""What can be asked of an engine about its run: memory, bytes, FLOPs, gradients, and a trace of the newest step."""
+"""What an engine reports about its run: memory, bytes, FLOPs, gradients, and a trace of the newest step."""
 
 import math
 import os
@@ -12,7 +12,7 @@ from fuyou.schedule.memory_plan import MemoryPlan
 
 
 class EngineFigures:
-    """What can be asked of an engine about its run; training goes on as if nothing had been asked.
+    """What an engine reports about its run; reading it changes nothing in training.
 
     Args:
         run: what is open.
@@ -63,7 +63,7 @@ class EngineFigures:
 
     @property
     def host_baseline_bytes(self) -> int:
-        """Host memory that the engine's processes held just before the model was touched, likewise."""
+        """Host memory that the engine's processes held just before the model was touched, too."""
         return self._run.meter.baseline_bytes
 
     @property

@@ -52,11 +52,11 @@ class OpenRun:
 
     Args:
         model: checkpoint directory, preset name, or transformers configuration.
-        config: what is asked for; :attr:`config` is what becomes of it.
+        config: what is requested; :attr:`config` is what becomes of it.
 
     Raises:
-        UserError: what was asked for is not possible; then everything is closed again.
-        FinetuneError: something failed; likewise.
+        UserError: what was requested is not possible; then everything is closed again.
+        FinetuneError: something failed; then, too.
     """
 
     def __init__(self, model: str | os.PathLike[str] | PreTrainedConfig, config: EngineConfig):
@@ -124,7 +124,7 @@ class OpenRun:
         self._ssd, leaving = store.drives, store.drives_to_leave
         usable_directories([*self._ssd, *leaving])
         if leaving and not store.resume:
-            raise UserError("leave_ssd is for a run that goes on: leave it out.")
+            raise UserError("leave_ssd is for a run that continues: leave it out.")
         self.model_config, self.checkpoint = load_config(model)
         if config.deterministic:  # before CUDA starts
             self._determinism.enter_context(deterministic_algorithms())
@@ -218,8 +218,8 @@ class OpenRun:
         return memory.batch_shape or (memory.micro_batch or 1, min(context, 2048))
 
     def _keep_micro_batch(self) -> None:
-        """Let a run that goes on with batches as they were compute as many sequences at once as it did, if memory holds
-        that: sums are rounded in that order, and how much memory is free is another matter each time."""
+        """Let a continued run with batches as they were compute as many sequences at once as it did, if memory allows:
+        sums are rounded in that order, and how much memory is free is another matter each time."""
         config, memory, (host, device) = self.config, self.config.memory, self.limits
         if not config.store.resume or memory.micro_batch is not None or memory.batch_shape is None:
             return

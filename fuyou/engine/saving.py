@@ -8,8 +8,8 @@ from fuyou.checkpoint.export import StoreExporter
 from fuyou.engine.opening import OpenRun
 from fuyou.layout.record import Kind
 
-# Bytes in fp32 up to which adapters are exported beside the buffers, within the memory that is left for small things:
-# those are made anew in seconds.
+# Bytes in fp32 up to which adapters are exported next to the buffers, within the memory that is left for small things:
+# those are made again in seconds.
 SMALL_BYTES = 8 << 20
 
 

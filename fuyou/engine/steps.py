@@ -46,9 +46,9 @@ class Steps:
         self._current: StepComputation | None = None
         self._in_flight = False
         # Whether what is scheduled and what has run may differ. Set before either changes and cleared when both have,
-        # so that an exception in between, whatever raises it, leaves it set.
+        # so that an exception in between, from any source, leaves it set.
         self._torn = False
-        self._norm: float | None = None  # of the step's gradient, once it is asked for
+        self._norm: float | None = None  # of the step's gradient, once it is requested
         self.norm_parameter: torch.nn.Parameter | None = None
         """A scalar whose gradient is to be the norm of the whole gradient."""
         self._known_loss: float | None = None  # of the step; None: the caller has computed it and not said it
@@ -78,7 +78,7 @@ class Steps:
 
         Args:
             given: the batch, as :meth:`fuyou.Engine.tokens` has it.
-            request: what is asked for.
+            request: what is requested.
             lr: the step's learning rate.
         """
         run, train = self._run, torch.is_grad_enabled()
@@ -394,7 +394,7 @@ class Steps:
         if not run.is_open:
             return
         if self._current is not None:
-            raise FinetuneError("A step is under way: call loss.backward() and engine.step() first.")
+            raise FinetuneError("A step is in progress: call loss.backward() and engine.step() first.")
         runtime, requested = run.runtime, run.runtime.scheduler.commit_step
         if requested is None:
             requested = run.commits.committed_step
@@ -416,7 +416,7 @@ class Steps:
         self._torn = False
 
     def _finish_earlier_commit(self) -> None:
-        """Let the previous step's commit, which runs beside this one, come to its end."""
+        """Let the previous step's commit, which runs next to this one, come to its end."""
         run = self._run
         if run.is_open:
             run.runtime.plane.executor.wait(run.commits.under_way(run.step_count + 1))

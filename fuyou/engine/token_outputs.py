@@ -21,14 +21,14 @@ AUX_LOSS = "aux_loss"
 class TokenOutput:
     """Numbers for each token, as attributes and by name: ``out.log_probs`` is ``out["log_probs"]``.
 
-    All are on the CPU, where a loss is made of them, in fp32 (or whatever is not a floating-point number), ``[B, S]``
+    All are on the CPU, where a loss is made of them, in fp32 (or what is not a floating-point number), ``[B, S]``
     with position t for the prediction of token t + 1; of a sequence classifier ``[B]`` and more. While gradients are
     enabled they are leaves as far as the caller is concerned: ``backward()`` on a loss made of them streams the blocks
     in reverse.
 
     Attributes:
         mask: bool, like log-probabilities: which positions have a target (a label that is not -100).
-        reference: the same of the model without its adapters, without gradients, if that was asked for; else None.
+        reference: the same of the model without its adapters, without gradients, if that was requested; else None.
         aux_loss: router loss of the whole batch of all ranks before its coefficient, an fp32 scalar with a gradient; to
             be added to the loss by the caller. None if the model has none, or there are no gradients.
         aux_coefficient: the coefficient that the model's configuration has for it, or 0.
@@ -47,7 +47,7 @@ class TokenOutput:
     def __getattr__(self, name: str) -> torch.Tensor:
         if name.startswith("_") or name not in self._values:
             known = ", ".join(self.__dict__.get("_values", ()))
-            raise AttributeError(f"tokens() was asked for {known}, and not for {name!r}: name it in outputs=")
+            raise AttributeError(f"tokens() was called for {known}, and not for {name!r}: name it in outputs=")
         return self._values[name]
 
     def keys(self) -> list[str]:
@@ -57,7 +57,7 @@ class TokenOutput:
 
 @dataclass(frozen=True)
 class TokenRequest:
-    """What :meth:`fuyou.Engine.tokens` is asked for."""
+    """What :meth:`fuyou.Engine.tokens` has to return."""
 
     outputs: Sequence[str]
     head: HeadFunction | None

@@ -34,7 +34,7 @@ _KEPT = 2
 """Passes whose reference is kept until a trainer asks for it: KTO's has two, one without gradients first."""
 _NOT_OF_THE_MODEL = frozenset({"use_cache", "return_dict", "output_router_logits", "logits_to_keep"})
 _SAID_BY_POSITIONS = frozenset({"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"})
-"""Where documents of a flattened row begin, for kernels that want it told; the engine sees it in ``position_ids``."""
+"""Where documents of a flattened row begin, for kernels that need it; the engine sees it in ``position_ids``."""
 _FUSED = ("log_probs", "entropy", "mean_logits", "is_top1")
 """Outputs of a fused head of TRL's that does not say which."""
 
@@ -206,10 +206,10 @@ class _Facade(PreTrainedModel):
         """Do nothing: blocks are computed again in any case."""
 
     def gradient_checkpointing_disable(self) -> None:
-        """Do nothing, likewise."""
+        """Do nothing, as in training."""
 
     def enable_input_require_grads(self) -> None:
-        """Do nothing, likewise."""
+        """Do nothing, as in training."""
 
     def generate(self, *_: Any, **__: Any) -> Any:  # type: ignore[override]
         """Refuse: each token would read all weights from the SSDs.
@@ -241,7 +241,7 @@ def as_model(engine: Engine) -> PreTrainedModel:
     whole batches.
 
     Args:
-        engine: one; it is asked for no step meanwhile but through the trainer.
+        engine: one; it takes no step meanwhile but through the trainer.
 
     Raises:
         UserError: the engine is one of several ranks.

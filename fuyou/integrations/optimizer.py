@@ -27,7 +27,7 @@ class EngineOptimizer(torch.optim.Optimizer):
         streamed = getattr(model, "_streamed", None)
         if streamed is None:
             raise UserError(
-                f"EngineOptimizer takes what as_model(engine) has returned, not a {type(model).__name__} of its own."
+                f"EngineOptimizer takes what as_model(engine) has returned, not another {type(model).__name__}."
             )
         self._engine = streamed.engine
         super().__init__([streamed.norm], {"lr": self._engine.lr if lr is None else lr})
@@ -72,6 +72,6 @@ class EngineOptimizer(torch.optim.Optimizer):
         if step != self._engine.step_count:
             raise UserError(
                 f"The trainer's checkpoint is of step {step}, and the engine's store is at step "
-                f"{self._engine.step_count}: resume from the checkpoint of that step, or begin anew."
+                f"{self._engine.step_count}: resume from the checkpoint of that step, or start again."
             )
         super().load_state_dict({name: value for name, value in state_dict.items() if name != "engine_step"})

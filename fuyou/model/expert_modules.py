@@ -27,7 +27,7 @@ def expert_modules(stack: StreamedModel, layer: int) -> Iterator[tuple[str, nn.M
 def expert_output_bytes(stack: StreamedModel) -> int:
     """Return the bytes, for each token, of outputs of experts while a whole block computes; 0 if there are none.
 
-    Each token's experts have outputs of their own, which are weighted before they are added up.
+    Each token's experts have their own outputs, which are weighted before they are added up.
     """
     for layer in range(len(stack.blocks)):
         for name, module in expert_modules(stack, layer):

@@ -40,7 +40,7 @@ class Family:
 
     @cached_property
     def isolation(self) -> Isolation | None:
-        """Way to keep documents apart that share a row; None: there is none, so every document has a row of its own."""
+        """Way to keep documents apart that share a row; None if each document has its own row."""
         if self._small_model is None:  # no proof
             return None
         with own_random_numbers():
@@ -79,12 +79,12 @@ class Family:
         if masked:
             raise UserError(
                 "position_ids restart within a row, and an attention_mask of padding is given: packed rows need none, "
-                "as padding comes last or is a document of its own. Leave attention_mask out."
+                "as padding comes last or is a separate document. Leave attention_mask out."
             )
         if self.isolation is None:
             raise UserError(
                 "position_ids restart within a row, and nothing keeps the documents of a row apart in "
-                f"{self._kind.__name__}: they would see each other. Give every document a row of its own."
+                f"{self._kind.__name__}: they would see each other. Give every document a separate row."
             )
 
 

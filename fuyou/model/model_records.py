@@ -133,7 +133,7 @@ def model_records(
 
     There is one record for each block, one for what runs before the blocks, one for what runs after them, and one for
     frozen towers. Where some parameters of these are frozen (``requires_grad`` is False) and some are trained, the
-    latter have an adapter record of their own, unless hardly any are frozen. Where a parameter is used on both sides of
+    latter have a separate record of adapters, unless hardly any are frozen. Where a parameter is used on both sides of
     the blocks (tied embeddings), both sides are one record.
 
     Args:
@@ -230,7 +230,7 @@ def _any(group: _RecordEntries) -> bool:
 
 
 def fingerprint(records: Sequence[Record], computation: object = None) -> str:
-    """Return a hash of the layout of all records, and of whatever else of the computation a checkpoint does not say.
+    """Return a hash of the layout of all records, and of all else of the computation a checkpoint does not say.
 
     A store can only be used with the model that it was made for.
     """

@@ -216,7 +216,7 @@ def evaluating(modules: Iterable[nn.Module]) -> Iterator[None]:
 
 
 def check_whole_blocks(shape: ModelLayout) -> None:
-    """See whether a reference can pass through the blocks, whoever it is.
+    """See whether a reference can pass through the blocks, whichever it is.
 
     Raises:
         UserError: they are in pieces.
@@ -244,7 +244,7 @@ def _check_frozen(model: OpenModel) -> None:
         trained = next((name for name in adapters.trainable_names if name in adapters.base_names), None)
         if trained is None:
             return
-        why = f"beside adapters, {adapters.base_names[trained]} is trained itself"
+        why = f"next to adapters, {adapters.base_names[trained]} is trained itself"
     raise UserError(
         f"A reference is the model without its adapters, and {why}, so that nothing of what they were is left: train "
         "adapters alone, or compute the reference's log-probabilities before training and give them to the loss."

@@ -73,7 +73,7 @@ class StreamedModel:
                     self._owners[f"{prefix}.{name}" if prefix else name] = (module, name, parameter)
         self._carried_bytes: dict[int, int] = {}
         self.links = BlockLinks()
-        """Links between blocks, beside hidden states."""
+        """Links between blocks, next to hidden states."""
         self.before: frozenset[nn.Module] = frozenset()
         """Modules that run before the blocks and use parameters; see :meth:`_survey`."""
         self.hidden_size = 0
@@ -121,7 +121,7 @@ class StreamedModel:
                 self._check_head(hidden)
                 if any(list(module._modules.values()) != children for module, children in structure):
                     raise UserError(
-                        f"{self._name} replaces modules of its own in a forward pass: its blocks are not what they "
+                        f"{self._name} replaces its own modules in a forward pass: its blocks are not what they "
                         "were when the run was planned, and cannot be streamed."
                     )
         except FinetuneError:
@@ -231,7 +231,7 @@ class StreamedModel:
 
     @contextmanager
     def apart(self, documents: Documents | None) -> Iterator[None]:
-        """Keep ``documents`` apart in what the model computes while the context is open; None: there are none.
+        """Keep ``documents`` apart in what the model computes while the context is open; None if there are none.
 
         Attention takes the same kernels whenever this is entered, with gradients or without.
         """
@@ -294,7 +294,7 @@ class StreamedModel:
         return [(hidden, *tree_map(to_meta, arguments)) for arguments in calls.arguments]
 
     def embed_with_zero_links(self, batch: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, BlockCalls]:
-        """Do what :meth:`embed` does, for blocks that are run by themselves: what other blocks hand them is zero."""
+        """Do what :meth:`embed` does, for blocks that are run alone: what other blocks hand them is zero."""
         if not self.links:
             return self.embed(batch)
         with self._stand_ins.probing(all_blocks=True) as probe:

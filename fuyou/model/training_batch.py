@@ -31,7 +31,7 @@ class TrainingBatch:
     """A batch that can be trained on; every tensor is on the CPU."""
 
     inputs: Mapping[str, BatchValue]
-    """``input_ids`` int64 ``[B, S]``, and whatever else the model's forward takes of it, except labels."""
+    """``input_ids`` int64 ``[B, S]``, and all else that the model's forward takes of it, except labels."""
     targets: torch.Tensor
     """What each position is to predict, int64 ``[B, S]``, -100 where no loss is wanted; of a sequence classifier
     ``[B, 1]``."""

@@ -160,7 +160,7 @@ def copy_buffers(source: nn.Module, target: nn.Module) -> None:
 
 @contextlib.contextmanager
 def seeded(number: int) -> Iterator[None]:
-    """Draw the same random numbers each time, whoever draws them, and leave the caller's as they were."""
+    """Draw the same random numbers each time, for any caller, and leave the caller's as they were."""
     python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002
     try:
         with own_random_numbers(number):

@@ -136,7 +136,7 @@ class _Proof:
         except Exception as error:
             raise self._unprovable(error) from error
         copy_buffers(twin.model, opened.stack.model)
-        if claim.packed:  # documents by themselves draw other numbers
+        if claim.packed:  # documents alone draw other numbers
             self._without_dropout(twin, opened)
         step = SmallStep(opened, dict(twin.model.named_parameters(remove_duplicate=False)))
         for number in range(2):  # with dropout and all that the configuration asks for

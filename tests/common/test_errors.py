@@ -23,7 +23,7 @@ def test_suggests_the_nearest_name_or_nothing() -> None:
     ("written", "keywords"),
     [
         ("Lower --host-memory, or --lora-rank 4.", "Lower host_memory, or rank 4."),
-        ("add --resume to go on, or --overwrite", "add resume=True to go on, or overwrite=True"),
+        ("add --resume to continue, or --overwrite", "add resume=True to continue, or overwrite=True"),
         ("--gpu cpu: see finetune --profile (--drop-long)", "device cpu: see finetune --profile (truncate=False)"),
         ("`docker run --memory 4g`, or --io posix", "`docker run --memory 4g`, or io posix"),
         ("three -- four --5 a--b", "three -- four --5 a--b"),

@@ -7,7 +7,7 @@ from common.memory import buffers
 
 
 class FakeCuda:
-    """Registers memory as CUDA does: no page twice, and only so many bytes in all."""
+    """Registers memory as CUDA does: no page twice, and only this many bytes in all."""
 
     def __init__(self, room: int = 1 << 40) -> None:
         self.room, self.registered = room, dict[int, int]()

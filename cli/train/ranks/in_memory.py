@@ -74,7 +74,7 @@ class InMemoryTrainer(loop.Trainer):
         self._trainer.commit()
 
     def can_continue_after(self, error: Exception) -> bool:
-        """Return whether people are to be told how to go on."""
+        """Return whether to print how to continue."""
         return isinstance(error, FinetuneError) and self._trainer.newest_commit() is not None
 
     def memory(self) -> MemoryUse:
@@ -136,7 +136,7 @@ def _strategy(job: Job, topology: Topology, launches: Collection[str]) -> str:
 
 
 def _began_unmeasured(job: Job, launches: Collection[str]) -> bool:
-    """Return whether the run goes on from a commit and has never measured its cluster: then it goes on as it was."""
+    """Return whether the run continues from a commit and has never measured its cluster, and so keeps its strategy."""
     measured = (job.settings.output_directory / PROFILE).exists()
     return not measured and _is_continued(job.settings, ShardedCheckpoints(job.output / COMMITS), launches)
 
@@ -171,7 +171,7 @@ def _choose(job: Job, settings: Settings, topology: Topology) -> str:
 
 
 def _is_continued(settings: Settings, commits: ShardedCheckpoints, launches: Collection[str]) -> bool:
-    """Return whether to go on from a commit.
+    """Return whether to continue from a commit.
 
     If not, commits that are there are deleted: ``--overwrite`` was given, or the launcher would not have come so far.
     """

@@ -55,7 +55,7 @@ class RankEngineTrainer(EngineTrainer):
         return {name: value[first:last] for name, value in batch.items()}
 
     def can_continue_after(self, error: Exception) -> bool:
-        """Return whether people are to be told how to go on."""
+        """Return whether to print how to continue."""
         return not isinstance(error, UserError)
 
     def stop_requested(self) -> bool:
@@ -132,7 +132,7 @@ def _open_engine(job: Job, topology: Topology, launches: Collection[str]) -> Eng
 
 
 def _is_restart(folder: Path, launches: Collection[str]) -> bool:
-    """Return whether any rank's store was made by one of these launches: then a rank was lost, and all go on."""
+    """Return whether any rank's store was made by one of these launches: then a rank was lost, and all continue."""
     content = load_manifest(folder) if folder.exists() else None
     mine = bool(content and set(launches) & set(content["user"].get("launches", ())))
     return any(all_gather_object(mine))

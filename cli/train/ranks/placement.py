@@ -80,7 +80,7 @@ def place(settings: Settings, store: dist.Store, world: Mapping[str, str] = os.e
 
 
 def leaf_by_slurm(environment: Mapping[str, str] = os.environ) -> str | None:
-    """Return this node's leaf switch by Slurm's ``topology/tree`` (srun(1), SLURM_TOPOLOGY_ADDR); None: it has none.
+    """Return this node's leaf switch by Slurm's ``topology/tree`` (srun(1), SLURM_TOPOLOGY_ADDR); None if none.
 
     The address goes from the top switch to the node: ``spine1.leaf2.gpu07``, with the pattern ``switch.switch.node``.
     """

@@ -50,7 +50,7 @@ class RankProcess:
         self.launch = os.environ.get(LAUNCH) or f"{socket.gethostname()} {parent.pid} {parent.create_time()}"
         self._where = "before the first step"
         self._store: Any = None
-        # Ranks are in sessions of their own, where nothing else would end them with a killed launcher.
+        # Ranks are in their own sessions, where nothing else would end them with a killed launcher.
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         signal.signal(signal.SIGINT, self._stop)
         signal.signal(signal.SIGHUP, self._stop)

@@ -323,7 +323,7 @@ class ChatTemplate:
 
 
 def _marked(messages: list[Message]) -> list[Message]:
-    """Return messages with a mark of its own in place of each text; a tool's name has the same one wherever it is."""
+    """Return messages with a separate mark in place of each text; a tool's name has the same one wherever it is."""
     names: dict[str, str] = {}
     number = 0
 

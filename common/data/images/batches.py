@@ -70,7 +70,7 @@ def _names_images(file: Path) -> bool:
         case ".parquet":
             import pyarrow.parquet
 
-            with contextlib.suppress(OSError, ValueError):  # whoever reads it says what is wrong
+            with contextlib.suppress(OSError, ValueError):  # the one that reads it says what is wrong
                 return "image" in str(pyarrow.parquet.read_schema(file))
             return False
         case ".json" | ".jsonl":

@@ -39,7 +39,7 @@ def with_images(messages: list[Message], given: Any, where: str, directory: Path
 
     Args:
         messages: from :func:`common.data.messages.messages_of`.
-        given: the record's column of images, in the order of their places; empty: there is none.
+        given: the record's column of images, in the order of their places; empty if there is none.
         where: file and line, for error messages.
         directory: the data file's, to which relative paths refer.
 

@@ -35,7 +35,7 @@ class ItemBatches(Batches):
         header = file.header
         self._file, self._config, self._classifies = file, config, classifies
         self.reference: np.ndarray | None = None
-        """Log-probabilities under a reference, fp32, where :meth:`row_numbers` says; None: there are none."""
+        """Log-probabilities under a reference, fp32, where :meth:`row_numbers` says; None if there are none."""
         self.rows = header.rows // self.rows_in_file
         self.tokens, self.trainable_tokens = header.tokens, header.trainable_tokens
         self.steps_per_epoch = -(-self.rows // config.batch_size)

@@ -143,7 +143,7 @@ def classes_of_records(records: Iterable[tuple[str, DataRecord]], classes: Mappi
     for file, (values, place) in records:
         where = f"{file}, {place}"
         label, text = _label(values, where), require_text(values, "text", where)
-        # A configuration without names of its own calls its classes LABEL_0, LABEL_1, ...
+        # A configuration without its own names calls its classes LABEL_0, LABEL_1, ...
         number = classes.get(label, classes.get(f"LABEL_{label}"))
         if number is None:
             known = ", ".join(list(classes)[:8])

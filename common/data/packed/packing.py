@@ -83,7 +83,7 @@ def cut_documents(documents: Iterable[EncodedSegment], seq_len: int) -> Iterator
     held = np.empty(0, dtype=np.uint32)
     for document in documents:
         held = np.concatenate([held, document.ids | np.where(document.trained, TRAINED, np.uint32(0))])
-        # Two tokens more than a piece: whatever follows, more than one will be left over.
+        # Two tokens more than a piece: with any next record, more than one will be left over.
         while len(held) >= seq_len + 2 or (document.ends and len(held)):
             size = seq_len - 1 if len(held) == seq_len + 1 else seq_len
             piece, held = held[:size].copy(), held[size:]
@@ -133,12 +133,12 @@ class Packer:
         free, age = self._open.pop(0)
         row = self._rows.pop(age)
         if free:
-            row[self._seq_len - free] |= STARTS  # the padding is a document of its own
+            row[self._seq_len - free] |= STARTS  # the padding is its own document
         self._write(row)
 
 
 class Padder:
-    """Gives every piece a row of its own, for models in which nothing keeps the documents of a row apart.
+    """Gives every piece its own row, for models in which nothing keeps the documents of a row apart.
 
     Pieces of similar length come one after another: ``window`` of them are sorted at a time. Memory: ``4 * seq_len *
     window`` bytes.

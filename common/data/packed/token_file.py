@@ -65,7 +65,7 @@ def tokenizer_identity(tokenizer: PreTrainedTokenizerBase) -> str:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:
         rules = json.loads(backend.to_str())
-        # These two are whatever the last call set them to.
+        # The last call set these two.
         rules.pop("truncation", None)
         rules.pop("padding", None)
     else:
@@ -112,7 +112,7 @@ class TokenFile:
             if data[self._row_bytes :] != _sum(data[: self._row_bytes]):
                 raise FinetuneError(
                     f"The packed data are damaged: bytes {at:,} to {at + len(data) - 1:,} of {self._file.name} are not "
-                    "what was written there. Delete the file: --resume makes it anew from the data, and goes on."
+                    "what was written there. Delete the file: --resume makes it again from the data, and continues."
                 )
             out[:] = np.frombuffer(data, np.uint32, self.header.seq_len)
         return words

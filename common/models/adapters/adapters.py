@@ -52,7 +52,7 @@ class Adapters:
 
     Args:
         model: from :func:`common.models.meta_model.build_meta_model`, in the dtype that its weights compute in.
-        config: the method's configuration. Whatever ``peft`` fills in by itself is filled in.
+        config: the method's configuration. Filled in as ``peft`` does.
         seed: chooses the initial values: those of ``torch.manual_seed(seed); peft.get_peft_model(model, config)``.
         draw: whether to find out what the initial values are, which takes minutes where every expert of a large mixture
             has adapters; if not, only names and shapes are known afterwards, for a plan.
@@ -60,7 +60,7 @@ class Adapters:
 
     Attributes:
         model: the adapted model. Its weights are frozen and on the meta device, as are those of the adapters, which
-            are fp32 whatever the model computes in (``peft``'s own rule).
+            are fp32 in any model (``peft``'s own rule).
         names: names of the adapters' parameters, in the model's order.
         base_names: the name of every other parameter before adapters were injected, by its name now.
         unties: whether merging gives different values to parameters that the model ties.
@@ -180,7 +180,7 @@ class Adapters:
         return norm.to(layer.lora_magnitude_vector[adapter].weight.dtype)
 
     def check_saved(self, weights: WeightSource) -> None:
-        """See whether weights that a saved adapter holds beside its own are those of the model that it is given to.
+        """See whether weights that a saved adapter holds in addition are those of the model that it is given to.
 
         ``peft`` saves whole embeddings where their layers are adapted, in case there are new tokens in them.
 

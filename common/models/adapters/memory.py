@@ -1,4 +1,4 @@
-"""Memory that adapters take while a module computes with them, beside that of the module itself.
+"""Memory that adapters take while a module computes with them, next to that of the module itself.
 
 Factors are upper bounds of what PyTorch's allocator was seen to hand out for one adapted linear layer: bf16 and fp32,
 with dropout and without, wide and narrow (tests/common/models/adapters/test_memory.py measures again).
@@ -32,7 +32,7 @@ UNIT_MATRIX = 4  # DoRA computes its norm of the adapted weight by way of a unit
 class AdapterMemory:
     """Bytes of device memory that adapters take."""
 
-    fixed: int = 0  # Bytes whatever the batch
+    fixed: int = 0  # Bytes for any batch
     saved_per_token: int = 0  # Bytes for each token of a micro-batch that are kept until the backward pass
     passing_per_token: int = 0  # Bytes for each token in passing, while one linear layer computes, and no experts do
 

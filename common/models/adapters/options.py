@@ -30,7 +30,7 @@ version of ``peft`` brings among them, must have their defaults."""
 
 @dataclass(frozen=True)
 class AdapterOptions:
-    """The usual options of LoRA; whatever else ``peft`` offers comes from a file, see :func:`load_peft_config`."""
+    """The usual options of LoRA; all others of ``peft`` come from a file, see :func:`load_peft_config`."""
 
     rank: int
     """Rank of the two factors that each adapted weight gets."""

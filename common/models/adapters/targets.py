@@ -44,7 +44,7 @@ def refuse_unknown_targets(modules: Collection[str], possible: Sequence[str], co
 
     Args:
         modules: names of the model's modules before adapters were injected.
-        possible: from :func:`possible_targets`, likewise.
+        possible: from :func:`possible_targets`, also.
         config: after ``peft`` has injected it: what it has translated is no longer among ``target_modules``.
 
     Raises:

@@ -222,7 +222,7 @@ def _statistics_dtype(query: torch.Tensor) -> torch.dtype:
     return torch.float64 if query.dtype == torch.float64 else torch.float32
 
 
-@torch.compiler.disable  # documents are cut elsewhere in every batch: each would be compiled anew
+@torch.compiler.disable  # documents are cut elsewhere in every batch: each would be compiled again
 def _by_document(
     module: torch.nn.Module,
     query: torch.Tensor,

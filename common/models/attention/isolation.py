@@ -63,7 +63,7 @@ class DocumentSeparator:
 
     @contextmanager
     def apart(self, documents: Documents | None) -> Iterator[None]:
-        """Keep ``documents`` apart in whatever the model computes while the context is open; None: there are none.
+        """Keep ``documents`` apart in what the model computes while the context is open; None if there are none.
 
         Computations that take turns may have contexts open that do not nest: the last one to close ends it.
         """
@@ -127,7 +127,7 @@ def configurations(model: nn.Module) -> list[PreTrainedConfig]:
 
 
 def _is_one_of(module: nn.Module, classes: tuple[str, ...]) -> bool:
-    return any(_name(kind) in classes for kind in type(module).__mro__)  # FSDP2 makes subclasses of its own
+    return any(_name(kind) in classes for kind in type(module).__mro__)  # FSDP2 makes its own subclasses
 
 
 def _name(kind: type) -> str:
@@ -330,7 +330,7 @@ def find_isolation(model: PreTrainedModel) -> Isolation | None:
     interface = any(config._attn_implementation == "sdpa" for config in configurations(model))
     with _inference_mode(model):
         for by_document in (True, False) if interface else (False,):
-            with suppress(Exception):  # whatever a family's own code does with what it does not expect
+            with suppress(Exception):  # a family's own code may do anything with what it does not expect
                 batch = _Experiment(model)
                 with batch.separated(Isolation(by_document)):
                     modules = _mixing(model, batch)

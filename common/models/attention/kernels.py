@@ -16,7 +16,7 @@ from transformers import PreTrainedConfig
 
 from common.models.structure import layer_configs
 
-_TOKENS = 128  # Tokens of the example that PyTorch is asked about
+_TOKENS = 128  # Tokens of the example that PyTorch decides about
 _WIDEST_FLASH = 256  # Widest heads of CUDA's flash kernel
 _DROPOUT = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
 
@@ -48,11 +48,11 @@ class AttentionKernels:
             self._settle(width, dropout, dtype)
 
     def pinned(self) -> AbstractContextManager[None]:
-        """Let attention take these kernels only while the context is open, whatever is switched on elsewhere."""
+        """Let attention take these kernels only while the context is open, and no others."""
         return sdpa_kernel(list(self.backends))
 
     def taken(self, device: str, parts: Sequence[torch.Tensor], mask: torch.Tensor | None, causal: bool) -> SDPBackend:
-        """Return the kernel that a call of attention takes on a device: that device is asked, if it is the model's.
+        """Return the kernel that a call of attention takes on a device: that device decides, if it is the model's.
 
         Args:
             device: ``"cpu"`` or ``"cuda"``, or a name of :data:`KERNELS`: what was seen to be taken there.

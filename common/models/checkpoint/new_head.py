@@ -1,7 +1,7 @@
 """A language model's checkpoint as a sequence classifier's: the same weights, linked, and a new head.
 
 It is what ``AutoModelForSequenceClassification.from_pretrained`` makes of a language model, as a directory, so that
-whatever reads checkpoints reads it too, and adapters can name the model that they belong to.
+any reader of checkpoints reads it too, and adapters can name the model that they belong to.
 """
 
 import copy

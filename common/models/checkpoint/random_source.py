@@ -21,7 +21,7 @@ GROUP_ELEMENTS = 1 << 20  # Elements that are drawn together (or a row), so that
 
 _ATEN = torch.ops.aten
 _OVERWRITES = {_ATEN.normal_.default, _ATEN.uniform_.default, _ATEN.zero_.default, _ATEN.fill_.Scalar}
-# Operators that do the same to each element, whatever the others are.
+# Operators that do the same to each element, for any values of the others.
 _CHANGES = {
     _ATEN.mul_.Tensor,
     _ATEN.mul_.Scalar,

@@ -55,7 +55,7 @@ def discard_staging_folder(directory: Path) -> None:
 def save_tensors(file: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     """Write a new safetensors file.
 
-    ``safetensors`` (0.8) makes files that only their owner may read, by way of a temporary file beside them, which it
+    ``safetensors`` (0.8) makes files that only their owner may read, by way of a temporary file next to them, which it
     leaves there if it is killed. So use it in the folder of :func:`make_staging_folder`; the user's umask decides.
 
     Raises:

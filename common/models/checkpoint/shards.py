@@ -140,7 +140,7 @@ class Shards:
         """Tensors that can be read, by name."""
 
     def read(self, name: str) -> torch.Tensor:
-        """Read a tensor in its own dtype, into memory of its own.
+        """Read a tensor in its own dtype, into its own memory.
 
         The file is read, not mapped: mapped pages would count as this process's memory until the file is closed.
         """

@@ -272,7 +272,7 @@ class CheckpointSource:
             if not stored.dtype.is_floating_point or stored.dtype.itemsize == 1:
                 raise UserError(
                     f"{stored.file} holds {part} as {stored.dtype}: the checkpoint is quantized, and no scales that "
-                    "are known here are beside it. Give the checkpoint it was made from, in fp32, bf16 or fp16."
+                    "are known here are next to it. Give the checkpoint it was made from, in fp32, bf16 or fp16."
                 )
 
     def _check_tied(self, sources: list[str]) -> None:
@@ -296,7 +296,7 @@ class CheckpointSource:
 
         try:
             made = conversion.convert(self.model, read)
-        except Exception as error:  # whatever an operation says about tensors that do not fit together
+        except Exception as error:  # any error of an operation about tensors that do not fit together
             names = [name for _, name in conversion.parts]
             files = sorted({self.shards.tensors[name].file.name for name in names})
             raise FinetuneError(

@@ -39,7 +39,7 @@ class _Produced:
 
 
 class BlockCalls:
-    """Arguments of each block, beside the hidden states, for one micro-batch.
+    """Arguments of each block, next to the hidden states, for one micro-batch.
 
     Args:
         links: what to expect.
@@ -102,10 +102,10 @@ class BlockCalls:
         return key
 
     def zero_produced_values(self, values: Mapping[Key, torch.Tensor], device: torch.device) -> None:
-        """Set all produced values to zero, so that each block can be run by itself.
+        """Set all produced values to zero, so that each block can be run alone.
 
         Args:
-            values: tensors that blocks return beside hidden states, on the meta device; shared dictionaries hold meta
+            values: tensors that blocks return next to hidden states, on the meta device; shared dictionaries hold meta
                 tensors, too.
             device: where the zeros are.
         """
@@ -135,7 +135,7 @@ class BlockCalls:
     # -- while a block runs ---------------------------------------------------------------------------------------
 
     def describe(self, block: int) -> Hashable:
-        """Return what decides, beside hidden states, which operators a block runs on which shapes: to compare calls."""
+        """Return what decides, with hidden states, which operators a block runs on which shapes: to compare calls."""
         args, kwargs = self.arguments[block]
         leaves = tree_leaves((args, [kwargs[name] for name in sorted(kwargs)]))
         edit = self.edits.get(block)
@@ -181,7 +181,7 @@ class BlockCalls:
         return _hidden_of(result)
 
     def roots(self) -> list[torch.Tensor]:
-        """Return the values that the latest run of a block has produced beside hidden states."""
+        """Return the values that the latest run of a block has produced next to hidden states."""
         return list(self._latest_run.produced.values())
 
     def backward(self, result: torch.Tensor, gradient: torch.Tensor, losses: Sequence[torch.Tensor] = ()) -> None:

@@ -55,7 +55,7 @@ class HiddenEdit:
     # hidden states.
     steps: tuple[tuple[Callable[..., Any], Any, Any, Any], ...]
     source: int  # Identity of the earlier block's output, when it was recorded
-    result: int  # Identity of the block's input, likewise
+    result: int  # Identity of the block's input, also
     values: Mapping[int, Key]  # Names of other tensors that may carry gradients (image features, say), by identity
 
     def apply(self, hidden: torch.Tensor, value: Callable[[Key], torch.Tensor]) -> torch.Tensor:

@@ -20,15 +20,15 @@ class BlockProbe:
     """Runs blocks on the meta device, and records the structure, shapes and dtypes of what they return.
 
     Args:
-        returns: for each type of block, what it is known to return: the structure, and the leaves (:data:`TENSOR` in
-            the place of each tensor). Types that are missing are added.
+        returns: for each type of block, what it is known to return: the structure, and the leaves (:data:`TENSOR`
+            instead of each tensor). Types that are missing are added.
         all_blocks: run every block, to learn the sizes of what they produce; otherwise one block of each type.
     """
 
     def __init__(self, returns: dict[type[nn.Module], tuple[TreeSpec, list[Any]]], all_blocks: bool):
         self.returns, self._all_blocks = returns, all_blocks
         self.values: dict[Key, torch.Tensor] = {}
-        """Tensors that blocks have returned beside hidden states, on the meta device."""
+        """Tensors that blocks have returned next to hidden states, on the meta device."""
         self.left: list[torch.Tensor] = []
         """Tensors that blocks have left in shared dictionaries."""
         self.dtypes: set[torch.dtype] = set()
@@ -57,7 +57,7 @@ class BlockProbe:
         try:
             with on_meta(block), torch.no_grad(), _GroupedShapes():
                 result = block(torch.empty_like(hidden, device="meta"), *args, **kwargs)
-        except Exception:  # a family's code may fail in any way without values, or with tensors of its own
+        except Exception:  # a family's code may fail in any way without values, or with its own tensors
             result = _on_device(block, hidden, *tree_map(to_device, calls.arguments[index]))
         leaves, structure = tree_flatten(result)
         self.dtypes.add(leaves[0].dtype)

@@ -38,7 +38,7 @@ class BlockStandIns:
     """Takes the places of all blocks while the model's own forward pass runs around them.
 
     In :meth:`recording`, the pass ends at the last block, and the blocks' calls are recorded. In :meth:`handing_out`,
-    the last block returns what it is told to, and the pass goes on to the head.
+    the last block returns a given value, and the pass continues to the head.
 
     Args:
         name: class of the model, for messages.
@@ -56,7 +56,7 @@ class BlockStandIns:
         self._probe: BlockProbe | None = None
         self._returns: dict[type[nn.Module], tuple[TreeSpec, list[Any]]] = {}
         self.earlier_uses: EarlierValueUses | None = None
-        """Mode that is told of every block's call while blocks' outputs are handed out; None: no mode is."""
+        """Dispatch mode notified of each block call, if any."""
         self.between: list[nn.Module] = []
         """Modules with parameters that have run between two blocks: such a model is refused."""
 
@@ -145,7 +145,7 @@ class BlockStandIns:
         return result
 
     def _result(self, index: int, hidden: Any) -> Any:
-        """Return what block ``index`` would: ``hidden``, and placeholders for tensors beside it."""
+        """Return what block ``index`` would: ``hidden``, and placeholders for tensors next to it."""
         structure, leaves = self._returns[type(self.blocks[index])]
         made = [hidden, *leaves[1:]]
         for position, leaf in enumerate(leaves):

@@ -94,7 +94,7 @@ def _skipping_forward(
 
 @contextmanager
 def on_meta(block: nn.Module) -> Iterator[None]:
-    """Let ``block`` run on the meta device: its buffers go there, and whatever the run leaves in it is undone."""
+    """Let ``block`` run on the meta device: its buffers go there, and all that the run leaves in it is undone."""
     with restored(block):
         for module in block.modules():
             module._buffers.update({name: _to_meta(buffer) for name, buffer in module._buffers.items()})
@@ -119,7 +119,7 @@ def _autocast_on_meta() -> Iterator[None]:
 
 @contextmanager
 def restored(module: nn.Module) -> Iterator[None]:
-    """Undo, when the context ends, whatever a run has left in a module and its submodules."""
+    """Undo, when the context ends, all that a run has left in a module and its submodules."""
     saved = [(one, dict(one.__dict__), dict(one._buffers), dict(one._parameters)) for one in module.modules()]
     try:
         yield

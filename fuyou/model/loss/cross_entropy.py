@@ -9,7 +9,7 @@ the ordinary loss, bit for bit.
 import torch
 from torch.nn import functional
 
-# Logits per pass. On a CPU a pass should stay in the cache; on a GPU it should take long beside a kernel's launch.
+# Logits per pass. On a CPU a pass should stay in the cache; on a GPU it should take long next to a kernel's launch.
 _CPU_LOGITS, _DEVICE_LOGITS = 1 << 20, 1 << 23
 # Upper bound of the bytes per logit of a pass: fp32 logits, log-softmax, two gradients, and a copy; and of a pass that
 # makes what a caller's own loss needs (:mod:`fuyou.model.loss.token_head`): the same of several outputs together.
@@ -18,7 +18,7 @@ IGNORED = -100  # Label of positions without a loss
 
 
 def pass_bytes(tokens: int, vocabulary: int, device_type: str, own_loss: bool = False) -> int:
-    """Return the bytes that the loss of so many tokens takes beside logits and their gradient."""
+    """Return the bytes that the loss of this many tokens takes next to logits and their gradient."""
     each = _OWN_PASS_BYTES if own_loss else _PASS_BYTES
     return min(tokens, tokens_per_pass(vocabulary, device_type)) * vocabulary * each
 

@@ -185,7 +185,7 @@ def find_router_loss(stack: StreamedModel, choice: str) -> RouterLoss | None:
         choice: the choice that it was called with.
 
     Raises:
-        UserError: it adds something else than a load-balancing loss of sums over tokens, or was asked to add what it
+        UserError: it adds something else than a load-balancing loss of sums over tokens, or was set to add what it
             does not have.
     """
     switch_router_logits(stack.model, True)

@@ -1,6 +1,6 @@
 """Traces a block's forward pass: its operators, which results each reads, and what is saved for the backward pass.
 
-From that follows what a recomputation has to compute: everything that autograd has saved, and whatever that is made
+From that follows what a recomputation has to compute: everything that autograd has saved, and all that it is made
 from. The rest (a block's last matrix product, for one: its result is the next block's input and nothing else) need not
 be computed again, and outputs that the forward pass has saved make more of it unnecessary.
 """
@@ -66,7 +66,7 @@ class TensorSpec:
 
     @staticmethod
     def of_all(result: Any) -> Any:
-        """Return ``result`` with a specification in the place of each tensor."""
+        """Return ``result`` with a specification instead of each tensor."""
         return tree_map(lambda leaf: TensorSpec.of(leaf) if isinstance(leaf, torch.Tensor) else leaf, result)
 
     @property
@@ -75,7 +75,7 @@ class TensorSpec:
 
     @property
     def dense(self) -> bool:
-        """Whether its elements fill a range of memory, each once, in whatever order."""
+        """Whether its elements fill a range of memory, each once, in any order."""
         expected = 1
         for stride, size in sorted(zip(self.stride, self.shape, strict=True)):
             if size != 1:
@@ -123,7 +123,7 @@ class Operator:
     def savable(self) -> bool:
         """Whether its outputs can be saved and given back as if it had run.
 
-        Copies cannot: autograd makes some of its own, which a pass without gradients lacks.
+        Copies cannot: autograd makes some itself, which a pass without gradients lacks.
         """
         copies = self.function is _aten.clone.default
         return not (self.always or self.aliases or copies) and all(output.dense for output in self.outputs)

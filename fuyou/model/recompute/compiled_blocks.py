@@ -39,7 +39,7 @@ class CompiledBlocks:
         _try_compiler(device)
 
     def of(self, block: nn.Module) -> Callable[..., Any]:
-        """Return what is to be called in the place of ``block``."""
+        """Return what is to be called instead of ``block``."""
 
         def run(*args: Any, **kwargs: Any) -> Any:
             if self._called > 1:  # forward, and with gradients
@@ -93,7 +93,7 @@ def _try_compiler(device: torch.device) -> None:
     with activity("trying PyTorch's compiler", announced=True):
         try:
             torch.compile(_something, backend=BACKEND)(torch.ones(8, device=device))
-        except Exception as error:  # of whatever the compiler calls: a C++ compiler, Triton, a linker
+        except Exception as error:  # from the compiler's tools: a C++ compiler, Triton, a linker
             reason = str(error).strip().partition("\n")[0]
             raise UserError(
                 f"--compile needs a compiler that PyTorch can use: g++ for processors, Triton for GPUs. "

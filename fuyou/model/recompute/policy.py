@@ -57,7 +57,7 @@ class SavableOutput:
     saved_flops: float
     """FLOPs that a recomputation saves if it is saved with everything before it in the list."""
     saved_cost: float
-    """Cost that a recomputation saves likewise, operators without FLOPs included."""
+    """Cost that a recomputation saves, too, operators without FLOPs included."""
 
     @property
     def benefit(self) -> float:
@@ -278,7 +278,7 @@ class ActivationPlanner:
     def _trace(self, seq_len: int) -> BlockTrace | None:
         if seq_len not in self._traces:
             try:
-                with own_random_numbers():  # a resumed run goes on with the numbers that it stopped at
+                with own_random_numbers():  # a resumed run continues with the numbers that it stopped at
                     self._traces[seq_len] = trace_block(self._stack, seq_len, self._device, self._dtype)
             except Exception as error:  # a family's code may fail in any way without values
                 if self.layers:

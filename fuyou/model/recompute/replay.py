@@ -4,7 +4,7 @@ The first backward pass of a block is an ordinary recomputation that is traced. 
 chosen outputs into a buffer, and recomputation gives them back, leaves out what nobody needs, and runs the rest. Both
 follow the trace operator by operator. Where a recomputation departs from it (control flow that depends on the data), it
 starts again and computes everything, and that kind of call is never taken short cuts with again. So the gradients are
-those of full recomputation, to the bit, whatever happens.
+those of full recomputation, to the bit, in every case.
 
 Operators that draw random numbers always run, in their order: the random stream is that of the forward pass.
 """
@@ -185,7 +185,7 @@ class BlockReplay:
     _distinct: list[_ReplayPlan] = field(default_factory=list)
 
     def runs_as(self, block: nn.Module) -> Callable[..., Any]:
-        """Return what is called in the place of ``block``."""
+        """Return what is called instead of ``block``."""
         return block if self.compiled is None else self.compiled.of(block)
 
     def forward(
@@ -280,7 +280,7 @@ def _views(plan: _ReplayPlan, index: int, place: int, buffer: torch.Tensor) -> l
 
 
 def _uninitialized(leaf: Any) -> Any:
-    """Return memory with arbitrary values, in the place of an output that nobody will read."""
+    """Return memory with arbitrary values, instead of an output that nobody will read."""
     if isinstance(leaf, TensorSpec):
         return torch.empty_strided(leaf.shape, leaf.stride, dtype=leaf.dtype, device=leaf.device)
     return leaf

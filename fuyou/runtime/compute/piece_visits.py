@@ -109,17 +109,19 @@ class PieceVisits:
             self._handles = (layer, phase), PieceHandles(self._stack, layer, pieces, names, on_gradient)
         return self._handles[1]
 
-    def advance(self, task: ComputeTask, views: Mapping[str, torch.Tensor], beside: Mapping[str, torch.Tensor]) -> None:
+    def advance(
+        self, task: ComputeTask, views: Mapping[str, torch.Tensor], adapters: Mapping[str, torch.Tensor]
+    ) -> None:
         """Let the pass continue while it needs the piece of ``task``.
 
         Args:
             views: the piece's parameters on the device, by name.
-            beside: adapters of the block, which are there for all parts.
+            adapters: those of the block, which are there for all parts.
         """
         current = self._passes[task.micro]
         weights = {slot.part: views[slot.name] for slot in self._records[task.visit.record].parameters}
         piece = self._blocks[known(task.visit.layer)].index(task.visit.record)
-        with self._stack.apart(current.documents), current.handles.bound(), self._stack.bound(beside):
+        with self._stack.apart(current.documents), current.handles.bound(), self._stack.bound(adapters):
             current.run.advance(piece, weights)
 
     def end(self, micro: int) -> tuple[Any, tuple[torch.Tensor, ...]]:

@@ -117,7 +117,7 @@ class StepComputation:
             raise
 
     def abandon(self) -> None:
-        """Give the pass up before its head, but let what waits for it go on: the updates that a forward pass carries
+        """Give the pass up before its head, but let what waits for it continue: the updates that a forward pass carries
         along belong to the step before, which is to be committed all the same."""
         while self._next is not None and self._next.visit.phase in BEFORE_HEAD_PHASES:
             self._plane.executor.finish(self._next)
@@ -301,7 +301,7 @@ class StepComputation:
                 raise FinetuneError(
                     f"{type(self._stack.model).__name__} gives block {lost[0]} an argument{lost[1]} that carries a "
                     "gradient in this batch and none in one of text alone, and that gradient would be lost: freeze "
-                    "what it comes from (vision tower and projector), and start anew."
+                    "what it comes from (vision tower and projector), and start again."
                 )
             values, gradients = self._call(task.micro).embedding_gradients(again)
             if hidden.requires_grad:

@@ -17,7 +17,7 @@ from fuyou.schedule.tasks import Op, Task, known
 class RankHandlers:
     """The handlers of tasks between ranks, one for each kind.
 
-    Each kind has a process group of its own and a lane of its own (on NCCL, one lane for all that launch there), and
+    Each kind has its own process group and its own lane (on NCCL, one lane for all that launch there), and
     every rank's list has the same tasks in the same order, so no two ranks ever wait for each other crosswise.
     """
 

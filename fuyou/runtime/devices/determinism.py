@@ -1,4 +1,4 @@
-"""The same numbers each time on a GPU, too: its fastest kernels add in whatever order their threads come."""
+"""The same numbers each time on a GPU, too: its fastest kernels add in the order in which their threads come."""
 
 import os
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ _CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 def deterministic_algorithms() -> Iterator[None]:
     """Let PyTorch take deterministic kernels only, and raise an error where there is none.
 
-    Attention's backward pass adds with atomics on CUDA unless it is told otherwise; with this it does not. cuBLAS reads
+    Attention's backward pass adds with atomics on CUDA by default; with this it does not. cuBLAS reads
     its setting when CUDA starts, so this comes before. Not run on a GPU yet.
     """
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
@@ -23,7 +23,7 @@ def deterministic_algorithms() -> Iterator[None]:
     filled = memory.fill_uninitialized_memory
     os.environ.setdefault(_CUBLAS, ":4096:8")
     torch.use_deterministic_algorithms(True)
-    # It would fill the buffers of each block anew; what is uninitialised here is never read.
+    # It would fill the buffers of each block again; what is uninitialised here is never read.
     memory.fill_uninitialized_memory = False
     try:
         yield

@@ -1,6 +1,6 @@
 """The device: where blocks compute, and how bytes get there and back.
 
-A CPU plays the device as well as a GPU does: it has a memory budget of its own (a part of the host's) and copies are
+A CPU plays the device as well as a GPU does: it has its own memory budget (a part of the host's) and copies are
 real copies, made by the lanes' threads. So what runs on a machine without a GPU is the same engine.
 """
 
@@ -158,7 +158,7 @@ class CpuDevice:
 
 
 class CudaDevice:
-    """A CUDA GPU: one stream per copy lane beside the compute stream, tied together by events only.
+    """A CUDA GPU: one stream per copy lane next to the compute stream, tied together by events only.
 
     All buffers are rings that are allocated once, so PyTorch's caching allocator and its rules about streams stay out
     of play. Host sides of copies must be page-locked. Not run on a GPU yet.
@@ -235,7 +235,7 @@ class CudaDevice:
         torch.cuda.synchronize(self.torch_device)
 
     def release(self) -> None:
-        torch.cuda.empty_cache()  # or the next, larger buffers would have to fit beside these
+        torch.cuda.empty_cache()  # or the next, larger buffers would have to fit next to these
 
     def memory_limit(self) -> int | None:
         free, _ = torch.cuda.mem_get_info(self.torch_device)
@@ -268,9 +268,9 @@ class CudaDevice:
 
 
 def optimizer_threads(device: Device) -> int:
-    """Return the number of threads for the optimizer process beside ``device``.
+    """Return the number of threads for the optimizer process next to ``device``.
 
-    Beside a GPU, all cores but two are the optimizer's; on a CPU device most belong to the computation. Threads that
+    Next to a GPU, all cores but two are the optimizer's; on a CPU device most belong to the computation. Threads that
     share a core would not be faster: vector units and memory bandwidth bound an update.
     """
     return 1 if device.shares_host_memory else max(1, core_count() - 2)

@@ -1,4 +1,4 @@
-"""What to do about a device that has run out of memory, in the place of PyTorch's error."""
+"""What to do about a device that has run out of memory, instead of PyTorch's error."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,5 +22,5 @@ def explain_out_of_memory() -> Iterator[None]:
         raise FinetuneError(
             f"The device has no memory left, though what was planned fits its budget ({told}). Lower --device-memory "
             "by a GiB or two, or give a smaller --micro-batch; nvidia-smi shows what else takes memory. The last "
-            "committed step is intact: --resume goes on from it."
+            "committed step is intact: --resume continues from it."
         ) from error

@@ -42,7 +42,7 @@ def test_a_profile(finetune: Finetune, checkpoint: Path, tmp_path: Path) -> None
         "SSDs, 1 directory",
         "commit",
         "optimizer, 1 thread",
-        "the optimizer beside the SSDs and computing",
+        "the optimizer next to the SSDs and computing",
     ):
         assert words in outcome.out  # fmt: skip
     (file,) = (tmp_path / "cache" / "profiles").iterdir()

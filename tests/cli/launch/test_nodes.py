@@ -177,7 +177,7 @@ def still_there(processes: list[psutil.Process]) -> list[psutil.Process]:
 
 
 def one_ends_by_its_deadline(pair: Pair, host: bool) -> Node:
-    """One of two hurried nodes is told to end in a step that takes for ever, and the other one ends with an error.
+    """One of two hurried nodes gets a signal to end in an endless step, and the other one ends with an error.
 
     Args:
         host: whether it is the one where they meet.

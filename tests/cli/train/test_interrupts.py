@@ -73,4 +73,4 @@ def test_a_signal_after_all_is_saved_ends_nothing(number: signal.Signals) -> Non
         return done.returncode
 
     assert run("ends") == 0
-    assert run("goes on") == -number
+    assert run("continues") == -number

@@ -318,7 +318,7 @@ def test_a_gpu_that_the_system_has(
 
 def test_pytorch_is_asked_in_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert cuda.gpus_by_pytorch() == []  # and the command runs: it says so, rather than failing
+    assert cuda.gpus_by_pytorch() == []  # and the command runs: it reports it, rather than failing
     assert subprocess.run([sys.executable, "-c", cuda._DESCRIBE], capture_output=True, text=True).stdout == "[]\n"
 
 

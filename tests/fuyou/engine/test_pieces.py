@@ -156,7 +156,7 @@ def test_blocks_are_cut_where_they_do_not_fit(tmp_path: Path) -> None:
         (
             {"piece_size": "8KiB", "trainable": ["*.experts.*"]},
             None,
-            "are trained beside frozen parameters of their block",
+            "are trained next to frozen parameters of their block",
         ),
         ({"piece_size": "8KiB"}, "batched_mm", "'batched_mm', which cannot be cut in pieces"),
     ],

@@ -293,7 +293,7 @@ def test_what_is_not_there_is_said_in_one_sentence(checkpoints: Path, tmp_path: 
         with pytest.raises(FinetuneError, match=r"comes after engine\.tokens"):
             trained.backward(torch.zeros(()))
         out = trained.tokens(**batch)
-        with pytest.raises(AttributeError, match="asked for log_probs, and not for 'entropy'"):
+        with pytest.raises(AttributeError, match="called for log_probs, and not for 'entropy'"):
             _ = out.entropy
         out.log_probs.mean().backward(retain_graph=True)
         with pytest.raises(FinetuneError, match="called twice"):

@@ -368,5 +368,5 @@ def test_a_model_that_replaces_its_modules_is_refused() -> None:
         max_position_embeddings=64,
         is_decoder=True,
     )
-    with pytest.raises(UserError, match="replaces modules of its own in a forward pass"):
+    with pytest.raises(UserError, match="replaces its own modules in a forward pass"):
         StreamedModel(build_meta_model(config), torch.device("cpu"))

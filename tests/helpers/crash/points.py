@@ -157,7 +157,7 @@ def crash_move(root: Path, move: Move, fault: Fault, expected: Reference, power:
     if back:
         second = execute(Run(root, {"resume": True}, drives=move.before, steps=MOVED_AT))
         came_back = second.status == 0
-        told = ["not among those given", "no directory", "was moving when it was interrupted, and goes on in"]
+        told = ["not among those given", "no directory", "was moving when it was interrupted, and continues in"]
         if not any(path.is_file() for number in move.before for path in (root / f"ssd{number}").rglob("*")):
             told.append("holds no run to continue")  # all of it has gone, and with it the word where it continues
         assert came_back or any(text in second.error for text in told), second.error

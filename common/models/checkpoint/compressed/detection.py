@@ -1,6 +1,6 @@
 """Detect how a checkpoint is compressed, by the ``quantization_config`` in its config.json, and read its tensors.
 
-That says which tensors to look for. Which weights are compressed, the files say: a weight without scales beside it
+That says which tensors to look for. Which weights are compressed, the files say: a weight without scales next to it
 (``modules_to_not_convert``, ``ignore``) is a plain one.
 """
 

@@ -60,7 +60,7 @@ def checked(found: FoundTensor, name: str, shards: Shards) -> FoundTensor:
     """Return ``found``, if its components fit together.
 
     Raises:
-        FinetuneError: they do not.
+        FinetuneError: if not.
     """
     problem = found.tensor.problem()
     if problem is not None:
@@ -103,7 +103,7 @@ class Fp8:
         grid = scale.shape[-2:] if len(scale.shape) >= 2 else (1, 1)
         block = self._block
         if not block or grid != (-(-rows // block[0]), -(-columns // block[1])):
-            # Experts of some checkpoints have blocks of their own: the grid of scales tells, as in transformers.
+            # Experts of some checkpoints have their own blocks: the grid of scales tells, as in transformers.
             block = even_blocks(name, rows, columns, grid)
         return CompressedTensor(codes, shape, (int(block[0]), int(block[1])), torch.float32, ordered(components))
 

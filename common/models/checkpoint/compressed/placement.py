@@ -77,7 +77,7 @@ def _tiny_spots(model: PreTrainedModel, conversion: Conversion, size: Sequence[i
     tiny = {name: numbers[index] for index, (_, name) in enumerate(conversion.parts)}
     try:
         converted = conversion.convert(model, tiny.__getitem__)
-    except Exception:  # whatever an operation says about sizes that are not the model's
+    except Exception:  # any error of an operation about sizes that are not the model's
         return None
     if len(converted) != 1:
         return None

@@ -177,7 +177,7 @@ class CompressedTensor:
         }
 
     def _zero_points(self, components: Mapping[str, torch.Tensor], count: int, columns: int) -> torch.Tensor | None:
-        """Return zero points in fp32 ``[count, rows of blocks, columns of blocks]``; None: there are none."""
+        """Return zero points in fp32 ``[count, rows of blocks, columns of blocks]``; None if there are none."""
         packed = components.get("zero_point")
         if packed is None:
             return None
