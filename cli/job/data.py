@@ -37,10 +37,6 @@ _KEPT_S = 30 * 86400  # Seconds after its last use that a data set's tokens stay
 def tokenizer_of(settings: Settings, checkpoint: Path | None, option: str = "--data") -> PreTrainedTokenizerBase:
     """Load the checkpoint's tokenizer.
 
-    Args:
-        checkpoint: its directory; None: the model is a preset.
-        option: the option that needs a tokenizer, for messages.
-
     Raises:
         UserError: if transformers can load none.
     """
@@ -75,7 +71,7 @@ def chat_template_named(name: str) -> str:
     """Return a chat template: one of ours by its name, or the content of a file.
 
     Raises:
-        UserError: neither.
+        UserError: if it is neither.
     """
     presets = preset_files("chat_templates", ".jinja")
     if name in presets:
@@ -96,7 +92,6 @@ def token_cache(words: tuple[str, ...], output: Path, shared: bool) -> Path:
     What no run has used for a month is removed from it.
 
     Args:
-        words: of ``--data``.
         output: output directory, for where there can be no other.
         shared: whether several nodes share that directory, so that one prepares the data for all.
     """

@@ -89,8 +89,6 @@ def choose_strategy(settings: Settings, workload: Workload, levels: Levels) -> E
     """Return the fastest strategy that fits, by the planner, with what it is expected to cost.
 
     Args:
-        settings: of the run; its ``cluster`` is a preset's name or a file.
-        workload: what a rank computes in a step.
         levels: levels of the ranks that are to train; the cluster may be known in more detail.
 
     Raises:

@@ -14,7 +14,7 @@ def push(job: Job) -> str:
     """Push what was exported to the repository of ``--push-to-hub``, and return a line about it for people.
 
     Raises:
-        FinetuneError: it was not; says how to try again.
+        FinetuneError: if it failed; says how to try again.
     """
     import huggingface_hub
 

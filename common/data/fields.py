@@ -24,7 +24,7 @@ def require_text(record: Mapping[str, Any], field: str, where: str) -> str:
         where: file and line, for the message.
 
     Raises:
-        UserError: it is a number, a truth value, a date, bytes, a list, or an object.
+        UserError: if it is a number, a truth value, a date, bytes, a list, or an object.
     """
     value = record.get(field)
     if value is None or isinstance(value, str):
@@ -41,7 +41,7 @@ def structured(record: Mapping[str, Any], field: str, where: str) -> Any:
     Blank text is None. Text that begins as neither is returned as it is.
 
     Raises:
-        UserError: it begins like a list or an object, and is not JSON.
+        UserError: if it begins like a list or an object, and is not JSON.
     """
     value = record.get(field)
     if not isinstance(value, str):
@@ -59,9 +59,9 @@ def parse_json(text: str) -> Any:
     """Parse JSON by the letter of its standard.
 
     Raises:
-        ValueError: this is not JSON, an object has a key twice, a number has no finite value, or a text holds half a
-            surrogate pair, which is no character. The position is known if it is a ``json.JSONDecodeError``.
-        RecursionError: it is nested too deeply.
+        ValueError: this is not JSON, an object has a key twice, a number has no finite value, or a text holds half
+            a surrogate pair, which is no character. The position is known if it is a ``json.JSONDecodeError``.
+        RecursionError: if it is nested too deeply.
     """
     value = JSON.decode(text)
     check_characters(text, value)
@@ -72,7 +72,7 @@ def check_characters(text: str, value: Any) -> None:
     """Refuse half surrogate pairs in ``value``, parsed from ``text``: neither UTF-8 nor tokenizers have them.
 
     Raises:
-        ValueError: there is one.
+        ValueError: if there is one.
     """
     if "\\ud" in text.lower():
         try:

@@ -19,14 +19,14 @@ _SPLIT = re.compile(
 
 
 def find_files(names: tuple[str, ...]) -> list[Path]:
-    """Return the data files behind ``names``: each a file, a directory searched recursively in sorted order, or a
-    hub's data set (:mod:`common.data.hub_files`).
+    """Return the data files behind ``names``: each a file, a directory searched recursively in sorted order, or a hub's
+    data set (:mod:`common.data.hub_files`).
 
     A directory of several splits gives ``train``, or the split in ``directory:split``. Hidden entries and files that
     are not data (by extension) are passed over.
 
     Raises:
-        UserError: a name does not exist, is not a known kind of file, or is a directory without data files.
+        UserError: if a name does not exist, is no known kind of file, or is a directory without data files.
     """
     files: list[Path] = []
     for name in names:

@@ -24,7 +24,7 @@ def hub_files(name: str) -> list[Path]:
     about which file belongs to which split. What ``datasets`` has prepared itself is taken where that is not there.
 
     Raises:
-        UserError: it is nowhere, or has no such split or configuration.
+        UserError: if it does not exist, or has no such split or configuration.
     """
     import huggingface_hub
 
@@ -60,7 +60,7 @@ def files_of_split(name: str, directory: str) -> list[Path]:
     ``datasets``.
 
     Raises:
-        UserError: it has none of that name.
+        UserError: if it has none of that name.
     """
     import datasets
 

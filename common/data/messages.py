@@ -44,12 +44,10 @@ def messages_of(value: Any, column: str, where: str) -> list[Message]:
     """Return the messages of a conversation, or of a single turn; none for None.
 
     Args:
-        value: list of turns, or one turn.
-        column: its name, for messages.
         where: file and line, for messages.
 
     Raises:
-        UserError: this is no conversation, or a turn has a role, content or call that is not understood.
+        UserError: if this is no conversation, or a turn has an unknown role, content, or call.
     """
     turns = [value] if isinstance(value, dict) else [] if value is None else value
     if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):

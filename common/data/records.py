@@ -54,8 +54,8 @@ def read_records(path: Path) -> Iterator[DataRecord]:
     taken away there. In JSON, null is what was written.
 
     Raises:
-        UserError: the file cannot be read, or is not what its extension says; names the file and, but for tables, the
-            line.
+        UserError: if the file cannot be read, or does not match its extension; names the file and, except for
+            tables, the line.
     """
     count = 0
     if path.stat().st_size == 0:  # no table, but no error either

@@ -61,7 +61,7 @@ class DataCounts(Tallies):
         """Read what was written as JSON.
 
         Raises:
-            ValueError: it is something else.
+            ValueError: if it is something else.
         """
         values = json.loads(text)
         if not isinstance(values, dict) or set(values) != {field.name for field in fields(cls)}:
@@ -99,12 +99,7 @@ class DataCounts(Tallies):
 
 
 def nothing_to_train(files: list[Path], counts: DataCounts, changes: list[str]) -> str:
-    """Explain that no token of ``files`` is trained on.
-
-    Args:
-        counts: what the files have.
-        changes: what was cut and left out, from :meth:`DataCounts.changes`.
-    """
+    """Explain that no token of ``files`` is trained on."""
     named = ", ".join(str(file) for file in files[:3]) + (", ..." if len(files) > 3 else "")
     if not (counts.left_out.records or counts.untrained.records or counts.unseen.records):
         first = f" (the first is {counts.empty.first})" if counts.empty.records else ""
@@ -138,7 +133,7 @@ class RecordSelection:
         """Refuse to take a part of a text file, which is one document.
 
         Raises:
-            UserError: this selection would.
+            UserError: if this selection would.
         """
         if self.held_out or self.limit is not None or self.columns:
             raise UserError(
@@ -150,7 +145,7 @@ class RecordSelection:
         """Read what is taken of the records of ``files``, each with the name of its file.
 
         Raises:
-            UserError: a file cannot be read, a record lacks a column that was named, or none of them is taken.
+            UserError: if a file cannot be read, a record lacks a named column, or no record is selected.
         """
         rest, records, taken = list(files), 0, 0
         for size in self.files_of_sets or (len(rest),):

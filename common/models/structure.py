@@ -23,8 +23,8 @@ def find_blocks(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
     vision-language model that of its language model.
 
     Raises:
-        UserError: there is no such list; it holds less than half of what is neither embedding nor head; a parameter of
-            one block is also used elsewhere, so that blocks cannot be updated one by one.
+        UserError: if there is no such list, it holds less than half of what is neither embedding nor head, or a
+            parameter of one block is also used elsewhere, so that blocks cannot be updated one by one.
     """
     prefix, language = language_model(model)
     lists = [

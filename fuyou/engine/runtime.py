@@ -36,13 +36,7 @@ class Runtime:
     """Plans memory at once; allocates and starts everything in :meth:`attach`.
 
     Args:
-        options: of the run.
-        model: that is trained.
-        shape: its records, this rank's part of them.
-        device: where blocks compute.
-        limits: bytes of host and device memory that the run may take.
         link: the optimizer process, up.
-        topology: the other ranks, if there are any.
     """
 
     def __init__(
@@ -95,7 +89,7 @@ class Runtime:
         what ``loss`` is made of.
 
         Raises:
-            UserError: they do not hold what a step needs.
+            UserError: if they do not hold what a step needs.
         """
         before = self._planner.shape
         self._planner.shape = replace(before, images=before.images or images, padded=before.padded or padded)
@@ -176,7 +170,7 @@ class Runtime:
         """Plan for such a batch besides those that there is room for: :meth:`reopen` makes the buffers.
 
         Raises:
-            UserError: the budgets do not hold it.
+            UserError: if the budgets do not hold it.
         """
         planned = self.memory_plan.batch
         rows, seq_len = max(rows, planned.rows), max(seq_len, planned.seq_len)
@@ -217,7 +211,7 @@ class Runtime:
         """Write the newest step's tasks, which must have come to their end.
 
         Raises:
-            UserError: no step was taken since :meth:`keep_trace`, or the file cannot be written.
+            UserError: if no step was taken since :meth:`keep_trace`, or the file cannot be written.
         """
         self.accounting.take()
         (self._trace or StepTrace([])).write(path)

@@ -10,7 +10,7 @@ def checked_user_state(state: dict[str, Any]) -> dict[str, Any]:
     """Return a copy of ``state`` as a resumed run will find it.
 
     Raises:
-        UserError: that is not the same: it holds what JSON cannot carry.
+        UserError: if it holds what JSON cannot carry.
     """
     try:
         copied = json.loads(json.dumps(state, allow_nan=False))

@@ -16,11 +16,10 @@ class EngineOptimizer(torch.optim.Optimizer):
     Hyper-parameters are the engine's own (``weight_decay``, ``betas``, ``max_grad_norm``, ...).
 
     Args:
-        model: what :func:`fuyou.integrations.as_model` has returned.
         lr: highest learning rate, for a scheduler; None: the engine's.
 
     Raises:
-        UserError: this is no such model.
+        UserError: if this is no such model.
     """
 
     def __init__(self, model: PreTrainedModel, lr: float | None = None):
@@ -37,7 +36,7 @@ class EngineOptimizer(torch.optim.Optimizer):
         """End the step.
 
         Raises:
-            UserError: the trainer clips gradients in another way than the engine does.
+            UserError: if the trainer clips gradients in another way than the engine.
         """
         if closure is not None:
             raise UserError("The engine computes each step once: no closure can compute it again.")
@@ -66,7 +65,7 @@ class EngineOptimizer(torch.optim.Optimizer):
         """Take the learning rate from a trainer's checkpoint, which must be of the step that the engine is at.
 
         Raises:
-            UserError: it is of another one.
+            UserError: if it belongs to another one.
         """
         step = state_dict.get("engine_step", self._engine.step_count)
         if step != self._engine.step_count:

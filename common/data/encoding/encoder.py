@@ -34,12 +34,11 @@ class Encoder:
     """Tokenizes examples with one tokenizer.
 
     Args:
-        tokenizer: the checkpoint's tokenizer.
         fitting: makes records with a prompt fit into rows, and counts them; None: they stay as they are.
         vocab_size: number of tokens that the model knows; None: all that the tokenizer has.
         every_token: whether all tokens carry loss: each record is one document, which continues in the next row.
-        is_alone: whether each record has a row to itself, so that texts without a prompt are made to fit as well, and
-            empty answers are not left out.
+        is_alone: whether each record has a row to itself, so that texts without a prompt are made to fit as well,
+            and empty answers are not left out.
         drop_unseen: whether conversations with text that the template leaves out are counted and left out.
 
     Raises:

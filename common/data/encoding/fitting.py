@@ -38,7 +38,6 @@ class RowFitter(Tallies):
     """Makes records fit into rows, and counts those that do not.
 
     Args:
-        seq_len: tokens of a row; None: any number.
         truncate: whether long records are cut; else they are left out.
     """
 
@@ -92,11 +91,7 @@ _OTHER = "qz0zq"  # Text that no conversation has
 
 
 class AnswerFinder:
-    """Finds answers by rendering parts and variants of a conversation.
-
-    Args:
-        render: what makes token ids of messages.
-    """
+    """Finds answers by rendering parts and variants of a conversation."""
 
     def __init__(self, render: Render) -> None:
         self._render = render
@@ -121,7 +116,7 @@ class AnswerFinder:
         """Return where an answer begins in ``ids``, the rendering that ends with it: behind the prompt for it.
 
         Raises:
-            UserError: the template mixes the answer with what comes before it.
+            UserError: if the template mixes the answer with the text before it.
         """
         history, answer, options = chat.messages[:turn], chat.messages[turn], chat.options
         with contextlib.suppress(Exception):  # no template has to render what is no whole conversation

@@ -37,7 +37,7 @@ def load_processor(checkpoint: Path) -> ProcessorMixin:
     """Return the processor of a vision-language checkpoint, which makes token ids and pixels of conversations.
 
     Raises:
-        UserError: transformers cannot load one here, or it has no chat template.
+        UserError: if transformers cannot load one here, or it has no chat template.
     """
     from transformers import AutoProcessor
 
@@ -66,7 +66,6 @@ class ImageEncoder:
     """Runs a processor on single conversations.
 
     Args:
-        processor: the checkpoint's processor.
         vocab_size: number of tokens that the model knows; None: it is not checked.
     """
 
@@ -81,12 +80,11 @@ class ImageEncoder:
         each as the model will see it.
 
         Args:
-            chat: the conversation, whose contents are lists of parts.
             limit: number of tokens; a longer conversation ends behind the last answer within them, if there is one.
             drop_unseen: counts conversations with text that the template leaves out; None: they are an error.
 
         Raises:
-            UserError: an image cannot be read, or the template refuses the conversation, or leaves text out.
+            UserError: if an image cannot be read, or the template refuses the conversation or leaves text out.
         """
         seen, form = self._template.checked(chat, drop_unseen)
         if seen is None:
@@ -121,7 +119,7 @@ class ImageEncoder:
         """Return the processor's values for a row, each ``[1, tokens]`` or of its images; and ``labels``.
 
         Raises:
-            FinetuneError: an image has changed since the data were prepared.
+            FinetuneError: if an image has changed since the data were prepared.
         """
         made = self._process(self._opened(row.messages, row.where), row.where, row.options)
         ids = made["input_ids"]

@@ -81,8 +81,8 @@ class TokenFile:
         """Open the file and check its header and size.
 
         Raises:
-            ValueError: not a complete token file of this version.
-            OSError: it cannot be opened.
+            ValueError: if this is not a complete token file of this version.
+            OSError: if it cannot be opened.
         """
         self._file = path.open("rb", buffering=0)
         try:
@@ -102,8 +102,8 @@ class TokenFile:
         """Read the words of the given rows, uint32 [len(rows), seq_len].
 
         Raises:
-            FinetuneError: a row is not what was written.
-            OSError: it cannot be read.
+            FinetuneError: if a row is damaged.
+            OSError: if it cannot be read.
         """
         words = np.empty((len(rows), self.header.seq_len), dtype=np.uint32)
         for out, row in zip(words, rows.tolist(), strict=True):

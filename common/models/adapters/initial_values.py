@@ -137,7 +137,7 @@ class InitialValues(TorchFunctionMode):
         """Return the initial value of a parameter that has been emptied; it must not be changed in place.
 
         Raises:
-            KeyError: the parameter has not been emptied.
+            KeyError: if the parameter has not been emptied.
         """
         path, _, attribute = name.rpartition(".")
         return self._made[model.get_submodule(path), attribute].value().to(model.get_parameter(name).dtype)

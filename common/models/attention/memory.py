@@ -44,7 +44,6 @@ class AttentionMemory:
         """Return the bytes of the masks that are held from the forward to the backward pass.
 
         Args:
-            seq_len: tokens of the row.
             padded: whether a mask of padding is given: kernels are then given one of all pairs of tokens.
         """
         windowed = 0 < self.window < seq_len
@@ -56,8 +55,6 @@ class AttentionMemory:
         """Return the bytes that computing one block takes.
 
         Args:
-            seq_len: tokens of the row.
-            cpu: whether the device is the CPU.
             padded: whether a mask of padding is given.
         """
         if self.eager_heads:

@@ -112,7 +112,7 @@ class CheckpointWriter:
             named: parameters by name in the model. Those that are one tensor on disk have to come in one call.
 
         Raises:
-            FinetuneError: a name or a shape is not the model's.
+            FinetuneError: if a name or a shape is not the model's.
         """
         copies = {}
         for name, value in named.items():
@@ -129,9 +129,8 @@ class CheckpointWriter:
         """Write the last shard, the index, the configurations and the source's tokenizer, and move all into place.
 
         Raises:
-            NonFiniteWeights: a tensor holds a NaN or an infinity; the directory is left as it was.
-            FinetuneError: parameters are missing, or the source cannot be read any more; the directory is left as it
-                was.
+            NonFiniteWeights: if a tensor holds a NaN or an infinity; the directory is unchanged.
+            FinetuneError: if parameters are missing, or the source cannot be read any more; the directory is unchanged.
         """
         source = self._source
         missing = sorted(self._shapes.keys() - self._written)

@@ -28,7 +28,7 @@ def refuse_compressed(shards: CompressedShards, unused: list[str]) -> None:
         unused: names in the checkpoint that the model does not use.
 
     Raises:
-        UserError: there are such weights; the message names one.
+        UserError: if there are such weights; names one.
     """
     if shards.method is not None:
         return
@@ -43,12 +43,7 @@ def refuse_compressed(shards: CompressedShards, unused: list[str]) -> None:
 
 
 def explain_missing(model: PreTrainedModel, directory: Path, missing: list[str], unused: list[str]) -> str:
-    """Return which parameters the checkpoint in ``directory`` lacks, and why that may be.
-
-    Args:
-        missing: names in the model.
-        unused: names in the checkpoint that the model does not use.
-    """
+    """Return which parameters the checkpoint in ``directory`` lacks, and why that may be."""
     total = sum(1 for _ in model.named_parameters())
     kind = type(model).__name__
     inside = [name for name, _ in model.named_parameters() if name.startswith(f"{model.base_model_prefix}.")]

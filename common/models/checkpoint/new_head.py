@@ -29,13 +29,12 @@ def classifier_config(config: PreTrainedConfig, classes: Sequence[str], pad_toke
     """Return the configuration of the sequence classifier of a language model's family.
 
     Args:
-        config: of the language model.
         classes: names of the classes; a single one stands for a reward.
         pad_token_id: token behind the end of texts, whose last token is what the head looks at; None: the one that
             ``config`` names.
 
     Raises:
-        UserError: transformers has no such class in this family.
+        UserError: if transformers has no such class in this family.
     """
     if type(config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
         raise UserError(
@@ -59,16 +58,14 @@ def write_with_new_head(checkpoint: Path, config: PreTrainedConfig, directory: P
     What is there of the same configuration is left as it is.
 
     Args:
-        checkpoint: of the language model.
         config: from :func:`classifier_config`.
-        directory: made; of one process at a time.
         seed: of the head's values, which are those of the family's own initialisation.
 
     Returns:
         ``directory``.
 
     Raises:
-        UserError, FinetuneError: the checkpoint lacks more than the head.
+        UserError, FinetuneError: if the checkpoint lacks more than the head.
     """
     text = config.to_json_string(use_diff=True)
     if (directory / "config.json").is_file() and (directory / "config.json").read_text() == text:

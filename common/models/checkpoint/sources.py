@@ -36,10 +36,7 @@ class RowParts:
         """Return the parts of a parameter of this shape.
 
         Args:
-            conversion: what makes it.
-            tensors: those that it is made of.
             placements: the places where the model's conversions put them.
-            shape: shape of the parameter.
 
         Returns:
             None if they are not all alike, not put side by side, or one is in several rows.
@@ -72,15 +69,12 @@ class WeightSource(Protocol):
         """Check that all parameters are there and have the right shape, before anything is written.
 
         Raises:
-            FinetuneError, UserError: a parameter is missing or wrong; the message names it, and its file.
+            FinetuneError, UserError: if a parameter is missing or wrong; names it and its file.
         """
         ...
 
     def read(self, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
         """Read parameters in the order of ``names``, each when it is needed.
-
-        Args:
-            names: names from ``model.named_parameters()``, or other names of tied parameters.
 
         Yields:
             Name and CPU tensor, in the source's own dtype or fp32. The tensor is the caller's.

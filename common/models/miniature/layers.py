@@ -54,7 +54,6 @@ class KeptLayers:
     """The layers of a configuration that remain.
 
     Args:
-        fields: fields of the configuration, as ``to_dict`` gives them.
         config: the configuration, for a number of layers under another name; None for a plain dictionary.
 
     Attributes:

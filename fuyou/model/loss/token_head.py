@@ -78,12 +78,11 @@ class TokenHead:
     """Makes outputs from logits, and the gradient of the logits from gradients of the outputs.
 
     Args:
-        outputs: names from :data:`OUTPUTS`.
         function: makes more outputs, token by token.
         classes: logits of each position, if they may be an output: those of classifiers.
 
     Raises:
-        UserError: an output has no such name, or there is none.
+        UserError: if an output has no such name, or there is none.
     """
 
     def __init__(self, outputs: Sequence[str], function: HeadFunction | None = None, classes: int | None = None):
@@ -103,7 +102,6 @@ class TokenHead:
         """Return an empty example ``[0, ...]`` of each output, found by a trial on two tokens with logits of zero.
 
         Args:
-            vocabulary: logits of a token.
             tokens: what the batch has for each token, ``[n, ...]`` with n of at least 2; a longer one is cut.
         """
         few = {name: value[:2] for name, value in tokens.items()}

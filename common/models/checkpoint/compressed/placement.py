@@ -38,10 +38,6 @@ class Placements:
     ) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
         """Return the strides of every part in the flat parameter, and each one's offset.
 
-        Args:
-            part: shape of each of the tensors on disk.
-            shape: shape of the parameter.
-
         Returns:
             None where a part is not in one piece there, or the parts do not fill the parameter.
         """
