@@ -1,5 +1,6 @@
 """Log every step and evaluation of a run to files, trackers, and the terminal."""
 
+import contextlib
 import json
 import math
 from collections.abc import Mapping
@@ -10,12 +11,12 @@ from cli.job.job import Job
 from cli.options.option import option_fields
 from cli.options.settings import CONFIG, Settings
 from cli.report.progress import Progress
-from cli.report.results import EvaluationResult, StepMetrics, named_metrics
+from cli.report.results import EvaluationResult, StepMetrics, StepResult, learned_metrics, named_metrics
 from cli.report.run_directory import RunDirectory
 from cli.report.run_page import RunPage, facts_of
 from cli.report.trackers import TrackedRun, Trackers
 from common.files import replace_file
-from common.store.errors import described
+from common.store.errors import StoreError, described
 
 HISTORY_FILE = "losses.jsonl"  # File in the output directory; the same whenever the run is repeated
 
@@ -34,6 +35,7 @@ class History:
         lines = path.read_text(errors="replace").splitlines() if committed and path.exists() else []
         committed_lines = [line for line in lines if _step(line) <= committed]
         self._path = path
+        self.last_step = _step(committed_lines[-1]) if committed_lines else 0.0
         with described("writing", path):
             replace_file(path, "".join(f"{line}\n" for line in committed_lines))
             self._file = path.open("a", buffering=1)
@@ -68,9 +70,12 @@ class MetricsLogger:
 
     Args:
         done: steps that were taken before.
+        last: result and learning rate of the last step, which a killed process may not have logged; None: it has.
     """
 
-    def __init__(self, job: Job, done: int, plan: Mapping[str, Any]) -> None:
+    def __init__(
+        self, job: Job, done: int, plan: Mapping[str, Any], last: tuple[StepResult, float] | None = None
+    ) -> None:
         directory = RunDirectory(job, done)
         directory.write(job, plan)
         names = job.settings.log_to
@@ -79,6 +84,8 @@ class MetricsLogger:
         self._losses = History(job.output / HISTORY_FILE, done)
         self._metrics = History(directory.metrics_file, done)
         config = (directory.path / CONFIG).read_text()
+        if done and last is not None:
+            self._log_last_step(done, *last, job.rows * job.seq_len)
         self._page = RunPage(facts_of(job, plan, config), directory.metrics_file)
         self._page.update(at_once=True)
         self._progress = Progress(job.steps, done, job.settings.log_every, job.settings.quiet)
@@ -89,6 +96,12 @@ class MetricsLogger:
         self._write(metrics.step, named_metrics(metrics))
         self._progress.show(metrics)
         self._page.update(at_once=metrics.step == 1, lanes=result.busy_intervals)
+
+    def _log_last_step(self, step: int, result: StepResult, lr: float, tokens: int) -> None:
+        if self._losses.last_step != step:
+            self._losses.append(step, {"loss": result.loss, "grad_norm": result.grad_norm, "lr": lr})
+        if self._metrics.last_step != step:
+            self._write(step, learned_metrics(step, result, lr, tokens))
 
     def evaluation(self, step: int, result: EvaluationResult) -> None:
         tokens = {} if result.watched else {"validation_metrics/perplexity": result.perplexity}
@@ -111,7 +124,8 @@ class MetricsLogger:
 
     def __exit__(self, *exception: object) -> None:
         self._progress.__exit__(*exception)
-        self._page.update(at_once=True)
+        with contextlib.suppress(StoreError) if exception[0] else contextlib.nullcontext():  # a full drive, say
+            self._page.update(at_once=True)
         self._trackers.finish()
         self._metrics.__exit__(*exception)
         self._losses.__exit__(*exception)

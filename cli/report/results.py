@@ -199,13 +199,7 @@ def named_metrics(metrics: StepMetrics) -> dict[str, float]:
     """
     result, memory, io = metrics.result, metrics.memory, metrics.io
     named = {
-        "loss_metrics/global_avg_loss": result.loss,
-        **({} if result.aux_loss is None else {"loss_metrics/aux_loss": result.aux_loss}),
-        **result.watched,
-        "grad_norm": result.grad_norm,
-        "lr": metrics.lr,
-        "skipped": float(result.skipped),
-        "n_tokens_seen": metrics.step * metrics.tokens,
+        **learned_metrics(metrics.step, result, metrics.lr, metrics.tokens),
         "throughput(tps)": metrics.tokens_per_second / metrics.ranks,
         "tflops": metrics.flops_per_second / metrics.ranks / 1e12,
         "time_metrics/end_to_end(s)": metrics.seconds,
@@ -220,4 +214,17 @@ def named_metrics(metrics: StepMetrics) -> dict[str, float]:
         "memory/ssd(GiB)": memory.ssd_bytes / _GIB,
         "ssd/read(GiB)": io.read / _GIB,
         "ssd/written(GiB)": io.written / _GIB,
+    }
+
+
+def learned_metrics(step: int, result: StepResult, lr: float, tokens: int) -> dict[str, float]:
+    """Return the metrics of a step of ``tokens`` tokens that are the same whenever the run is repeated."""
+    return {
+        "loss_metrics/global_avg_loss": result.loss,
+        **({} if result.aux_loss is None else {"loss_metrics/aux_loss": result.aux_loss}),
+        **result.watched,
+        "grad_norm": result.grad_norm,
+        "lr": lr,
+        "skipped": float(result.skipped),
+        "n_tokens_seen": step * tokens,
     }

@@ -112,7 +112,8 @@ def run_page(facts: PageFacts, entries: list[dict[str, Any]], busy: Lanes | None
         busy: when the newest step kept each resource busy, if known.
     """
     curves = {name: _curve(entries, metric) for name, metric in _CURVES.items()}
-    steps = [entry for entry in entries if _LOSS in entry]
+    # The line of a step whose process was killed before it wrote it has no times.
+    steps = [entry for entry in entries if "time_metrics/end_to_end(s)" in entry]
     newest = steps[-1] if steps else {}
     sections = [
         section(

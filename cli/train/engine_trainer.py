@@ -1,6 +1,7 @@
 """The engine as the training loop drives it, and how a job opens one."""
 
 import contextlib
+import math
 from dataclasses import asdict
 from typing import Any
 
@@ -11,9 +12,9 @@ from cli.job.machine import training_of
 from cli.options.adapters import adapters_of, towers_of
 from cli.report.results import EvaluationResult, IoCounts, MemoryUse, RunTotals, StepResult
 from cli.train.evaluation import evaluate
-from cli.train.loop import Trainer
 from cli.train.objectives import ObjectiveLoop, Ranks, objective_of
 from cli.train.reference import ReferencePass
+from cli.train.trainer import Trainer
 from common.data import Batches
 from common.data.images.batches import ImageBatches
 from common.errors import UserError
@@ -23,6 +24,7 @@ from fuyou.layout.share import Share
 from fuyou.planner import PlannerContext, profile_or_measure
 from fuyou.runtime.devices.device import memory_limits, open_device
 
+_STEP = "step"  # Key in the engine's user state of what it does not report itself
 PROFILED_PARAMETERS, PROFILED_STEPS = 100_000_000, 20  # Size of runs that are worth a measurement of the machine
 PROFILED_HOST_BYTES = 4 << 30  # Host memory from which on the measurement itself is sure to fit
 
@@ -68,16 +70,27 @@ class EngineTrainer(Trainer):
 
     def _step(self, batch: dict[str, torch.Tensor], lr: float) -> StepReport:
         self._engine.lr = lr
+        self._watched = {}
         if self._objective is None:
             self._engine(**batch).loss.backward()
         else:
             loss, self._watched = self._objective.loss(batch, self._job.settings.batch_size)
             self._engine.backward(loss)
+        watched = {name: value for name, value in self._watched.items() if math.isfinite(value)}
+        self._engine.user_state[_STEP] = {"lr": lr, "watched": watched}
         return self._engine.step()
 
     def _loss_of(self, batch: dict[str, torch.Tensor]) -> float:
         """Return the mean loss of a held-out batch without the router loss, which depends on what shares a batch."""
         return self._engine.eval_loss(**self._part(batch), router_loss=False)
+
+    @property
+    def last_step(self) -> tuple[StepResult, float] | None:
+        """Result and learning rate of the step that a continued run goes on from, as they were committed with it."""
+        report, noted = self._engine.committed_report, self._engine.user_state.get(_STEP)
+        if not (report and noted):
+            return None
+        return StepResult(**report, watched=noted["watched"]), noted["lr"]
 
     def _part(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         return batch

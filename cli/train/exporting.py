@@ -1,24 +1,15 @@
 """Write a directory that others load: the model or its adapters, the tokenizer as the run used it, and a card."""
 
 from pathlib import Path
-from typing import Protocol
 
 from cli.job.data import write_chat_template
 from cli.job.job import Job
 from cli.report.model_card import write_card
+from cli.train.trainer import TrainedModel
 from common.models.adapters.adapters import MERGED
 
 
-class Exporter(Protocol):
-    """An engine or a trainer, as far as it exports."""
-
-    step_count: int
-
-    def save_pretrained(self, directory: Path, *, merge: bool = False, allow_nonfinite: bool = False) -> None:
-        """Export what was trained. Collective on several ranks."""
-
-
-def export(job: Job, model: Exporter, directory: Path, is_rank0: bool, merge: bool = False) -> None:
+def export(job: Job, model: TrainedModel, directory: Path, is_rank0: bool, merge: bool = False) -> None:
     """Write what was trained to ``directory``, and merged into the model in the folder ``MERGED`` inside. Collective.
 
     Raises:

@@ -2,119 +2,22 @@
 
 import contextlib
 import time
-from abc import abstractmethod
-from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Protocol
-
-import torch
+from typing import Any
 
 from cli.job.job import Job
 from cli.options.settings import RUN
 from cli.report.metrics_logger import MetricsLogger
-from cli.report.results import EvaluationResult, IoCounts, MemoryUse, RunTotals, StepMetrics, StepResult
+from cli.report.results import IoCounts, StepMetrics
 from cli.report.summary import Measurements, Report
-from cli.train.care import RunCare
+from cli.train.after_step import AfterStep
 from cli.train.exporting import export, merged_into
 from cli.train.interrupts import Stopped
 from cli.train.publishing import push
+from cli.train.trainer import Process, Trainer
 from common.activity import activity
-from common.data import Batches
 from common.errors import UserError
 from common.models.adapters.adapters import MERGED
-
-
-class TrainedModel(Protocol):
-    """An engine or a trainer of the libraries, as far as all of them are alike."""
-
-    step_count: int
-
-    def model_flops_per_token(self, seq_len: int) -> float:
-        """Return FLOPs per token, recomputation not counted."""
-
-    def hardware_flops_per_token(self, seq_len: int) -> float:
-        """Return FLOPs per token, recomputation counted."""
-
-    def save_pretrained(self, directory: Path, *, merge: bool = False, allow_nonfinite: bool = False) -> None:
-        """Export what was trained."""
-
-    def close(self) -> None:
-        """Give memory and processes back."""
-
-
-class Trainer(Protocol):
-    """What the loop drives. On several ranks, each has one and all call everything alike."""
-
-    model: TrainedModel
-    is_resumed: bool
-    """Whether to print that the run continues."""
-    plan: Mapping[str, Any]
-    """Plan of the run, as JSON."""
-    location: tuple[str, str]
-    """What the run can be continued from, in one word, and where that lies."""
-
-    @abstractmethod
-    def train_step(self, batch: dict[str, torch.Tensor], lr: float) -> StepResult:
-        """Take a step with the batch of all ranks, and commit it if that is due."""
-
-    @abstractmethod
-    def evaluate(self, batches: Batches) -> EvaluationResult:
-        """Return the loss on held-out data."""
-
-    @abstractmethod
-    def commit(self) -> None:
-        """Make sure that the last step is on the drives."""
-
-    @abstractmethod
-    def memory(self) -> MemoryUse:
-        """Return the memory in use."""
-
-    @abstractmethod
-    def totals(self) -> RunTotals:
-        """Return what the run took as a whole, for the report of rank 0."""
-
-    def prepare(self) -> None:
-        """Compute what training needs before its first step, if that is not there."""
-        return
-
-    def wait_for_writes(self) -> None:
-        """Wait for what steps still write, so that no evaluation has to."""
-        return
-
-    def io_counts(self) -> IoCounts | None:
-        """Return the bytes that this node has moved from and to its SSDs; None: states are in memory."""
-        return None
-
-    def stop_requested(self) -> bool:
-        """Return whether any rank was stopped after this step; the same on all ranks."""
-        return False
-
-    def agree(self, wish: bool) -> bool:
-        """Return whether any rank wishes something; collective."""
-        return wish
-
-    def finish(self) -> None:
-        """Commit the last step of all, and write what is to be seen of it."""
-        self.commit()
-
-
-class Process(Protocol):
-    """The process that trains: alone, or as one of several ranks."""
-
-    is_rank0: bool
-    """Whether this process reports for all."""
-    world_size: int
-    """Ranks that train together."""
-    restarted: bool
-    """Whether the ranks were started again after one was lost."""
-
-    def enter(self, where: str) -> None:
-        """Note how far the run has come, for messages.
-
-        Raises:
-            KeyboardInterrupt: it was interrupted.
-        """
 
 
 @dataclass(frozen=True)
@@ -141,17 +44,20 @@ def train(job: Job, trainer: Trainer, process: Process) -> Measurements:
     process.enter("before the first step")
     with activity("preparing the first step"):
         trainer.prepare()
-        care = RunCare(job, trainer, process)
-    measured = _take_steps(job, trainer, process, care)
+    with contextlib.ExitStack() as stack:
+        logger = None
+        if process.is_rank0:
+            logger = stack.enter_context(MetricsLogger(job, trainer.model.step_count, trainer.plan, trainer.last_step))
+        measured, after = _take_steps(job, trainer, process, logger)
     process.enter("after the last step")
     with activity("writing the last step to the drives"):
         trainer.finish()
     process.enter("after the last step")
-    if job.settings.save and not care.time_is_up:
+    if job.settings.save and not after.time_is_up:
         _export(job, trainer, process.is_rank0)
         measured.is_saved = True
-    if process.is_rank0 and care.last_words:
-        print(care.last_words, flush=True)
+    if process.is_rank0 and after.last_words:
+        print(after.last_words, flush=True)
     return measured
 
 
@@ -176,63 +82,63 @@ def conclude(job: Job, trainer: Trainer, process: Process, measured: Measurement
     return RunResult(report, totals.total_written)
 
 
-def _take_steps(job: Job, trainer: Trainer, process: Process, care: RunCare) -> Measurements:
+def _take_steps(
+    job: Job, trainer: Trainer, process: Process, logger: MetricsLogger | None
+) -> tuple[Measurements, AfterStep]:
     done = trainer.model.step_count
     measured = Measurements(
         tokens_per_step=job.rows * job.seq_len,
         model_flops=trainer.model.model_flops_per_token(job.seq_len),
         hardware_flops=trainer.model.hardware_flops_per_token(job.seq_len),
     )
-    if care.is_over():
-        return measured
-    with contextlib.ExitStack() as stack:
-        logger = stack.enter_context(MetricsLogger(job, done, trainer.plan)) if process.is_rank0 else None
-        if not done and _evaluation_is_due(job, 0):
-            care.after_evaluation(0, _evaluate(job, trainer, process, logger))
-        interval = _Interval(trainer)
-        for step in range(done + 1, job.steps + 1):
-            process.enter(f"in step {step}")
-            batch = job.batches.batch(step - 1)
-            _check_ids(job, batch)
-            lr = job.learning_rate.at(step)
-            # The line of each step says when the next one is due; before the first one nothing does.
-            with activity(f"taking step {step} of {job.steps}") if step == done + 1 else contextlib.nullcontext():
-                result = trainer.train_step(batch, lr)
-            if step == 1 and result.grad_norm == 0:
-                raise UserError(
-                    "The gradient of the first step is exactly 0 for everything that is trained, so the run would "
-                    "learn nothing: check what --peft-config adapts, and the labels of the data."
-                )
-            if _evaluation_is_due(job, step):
-                trainer.wait_for_writes()
-            seconds, io = interval.next()
-            measured.add(seconds, result)
-            if logger is not None:
-                metrics = StepMetrics(
-                    step=step,
-                    result=result,
-                    lr=lr,
-                    seconds=seconds,
-                    tokens=measured.tokens_per_step,
-                    model_flops_per_token=measured.model_flops,
-                    memory=trainer.memory(),
-                    io=io,
-                    ranks=process.world_size,
-                    epoch=step * job.settings.batch_size / job.batches.rows if job.settings.data else None,
-                )
-                logger.step(metrics)
-            if trainer.stop_requested() and step < job.steps:
-                trainer.commit()
-                raise Stopped(f"stopped after step {step}, which is committed. {job.settings.how_to_continue}")
-            if _evaluation_is_due(job, step):
-                care.after_evaluation(step, _evaluate(job, trainer, process, logger))
-                interval = _Interval(trainer)
-            care.after_step(step, seconds)
-            if care.is_over():
-                break
-            if job.settings.save_every is not None and step % job.settings.save_every == 0:
-                interval = _Interval(trainer)
-    return measured
+    after = AfterStep(job, trainer, process, logger)
+    if job.settings.export:
+        return measured, after
+    after.run(done)  # what a run that was killed has left undone, or the evaluation before the first step
+    interval = _Interval(trainer)
+    for step in range(done + 1, job.steps + 1):
+        if after.is_over():
+            break
+        process.enter(f"in step {step}")
+        batch = job.batches.batch(step - 1)
+        _check_ids(job, batch)
+        lr = job.learning_rate.at(step)
+        # The line of each step says when the next one is due; before the first one nothing does.
+        with activity(f"taking step {step} of {job.steps}") if step == done + 1 else contextlib.nullcontext():
+            result = trainer.train_step(batch, lr)
+        if step == 1 and result.grad_norm == 0:
+            raise UserError(
+                "The gradient of the first step is exactly 0 for everything that is trained, so the run would "
+                "learn nothing: check what --peft-config adapts, and the labels of the data."
+            )
+        if after.evaluates(step):
+            trainer.wait_for_writes()
+        seconds, io = interval.next()
+        measured.add(seconds, result)
+        if logger is not None:
+            metrics = StepMetrics(
+                step=step,
+                result=result,
+                lr=lr,
+                seconds=seconds,
+                tokens=measured.tokens_per_step,
+                model_flops_per_token=measured.model_flops,
+                memory=trainer.memory(),
+                io=io,
+                ranks=process.world_size,
+                epoch=step * job.settings.batch_size / job.batches.rows if job.settings.data else None,
+            )
+            logger.step(metrics)
+        trainer.commit_if_due(step)  # after the line of the step, which is dropped again if there is no commit
+        if trainer.stop_requested() and step < job.steps:
+            trainer.commit()
+            raise Stopped(f"stopped after step {step}, which is committed. {job.settings.how_to_continue}")
+        if after.run(step):
+            interval = _Interval(trainer)
+        if after.is_late(step, seconds):
+            break
+    after.is_over()
+    return measured, after
 
 
 class _Interval:
@@ -248,25 +154,6 @@ class _Interval:
         start_io, self._start_io = self._start_io, self._trainer.io_counts()
         io = None if start_io is None or self._start_io is None else self._start_io - start_io
         return self._start_time - start_time, io
-
-
-def _evaluation_is_due(job: Job, step: int) -> bool:
-    """Return whether to evaluate after ``step``: before the first, after the last, and as ``--eval-every`` says."""
-    if job.held_out is None:
-        return False
-    every = job.settings.eval_every
-    return step in (0, job.steps) or (every is not None and step % every == 0)
-
-
-def _evaluate(job: Job, trainer: Trainer, process: Process, logger: MetricsLogger | None) -> float:
-    """Take the loss on the held-out data, which there must be, on all ranks."""
-    assert job.held_out is not None
-    process.enter(f"evaluating after step {trainer.model.step_count}")
-    with activity(f"evaluating after step {trainer.model.step_count}"):
-        result = trainer.evaluate(job.held_out)
-    if logger is not None:
-        logger.evaluation(trainer.model.step_count, result)
-    return result.loss
 
 
 def _check_ids(job: Job, batch: dict[str, Any]) -> None:

@@ -48,8 +48,8 @@ def finetune(settings: Settings, interrupts: Interrupts) -> RunResult:
     profile_once(job)
     interrupts.how_to_continue = settings.how_to_continue
     _announce_move(job)
-    forget_earlier_run(settings)
     with DirectoryLock([job.output]), contextlib.ExitStack() as stack:
+        forget_earlier_run(settings)
         engine = stack.enter_context(_opened(job))
         try:
             result = _train(job, engine, SingleProcess(interrupts))

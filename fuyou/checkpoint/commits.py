@@ -35,6 +35,8 @@ class TrainingState:
     optimizer: str = ADAMW  # Name of the optimizer
     random: dict[str, str] = field(default_factory=dict)  # States of the random generators, base64, by device
     user: dict[str, Any] = field(default_factory=dict)  # The caller's data
+    # Loss, gradient norm, and the like of the last step, for a loop that was killed before it noted them.
+    report: dict[str, Any] = field(default_factory=dict)
     clipped: int = 0  # Steps up to this one whose gradients were clipped
     skipped: int = 0  # Steps up to this one that were skipped, because their gradients were not finite
     # Number of steps up to this one in which a parameter (by name) had no gradient; 0 for those not listed. Each of
@@ -81,7 +83,7 @@ class TrainingState:
             good = (
                 all(isinstance(value, int) for value in integers)
                 and isinstance(state.torn, bool)
-                and all(isinstance(value, dict) for value in (state.random, state.user, state.missed))
+                and all(isinstance(value, dict) for value in (state.random, state.user, state.report, state.missed))
                 and all(isinstance(value, list) for value in (state.checksums, state.micro_batch))
                 and 0 <= state.slot < state.slots <= 2
                 and 0 <= state.skipped <= state.step
@@ -154,13 +156,20 @@ class Commits:
         return ClipStatistics(self.clipped_steps, steps)
 
     def end(
-        self, step: int, skipped: int, device: torch.device, user: dict[str, Any], micro_batch: Sequence[int] = ()
+        self,
+        step: int,
+        skipped: int,
+        device: torch.device,
+        user: dict[str, Any],
+        report: dict[str, Any],
+        micro_batch: Sequence[int] = (),
     ) -> None:
         """Note, when the caller ends ``step``, the state that its commit will write.
 
         Args:
             skipped: steps up to this one that were skipped.
             device: where the model computes, whose random state is kept.
+            report: :attr:`TrainingState.report`.
         """
         self._states[step] = replace(
             self.state,
@@ -169,6 +178,7 @@ class Commits:
             skipped=skipped,
             random=random_states(device),
             user=dict(user),
+            report=report,
             micro_batch=list(micro_batch),
             torn=False,
         )

@@ -240,6 +240,11 @@ class Engine(EngineFigures):
         return self._run.commits.committed_step
 
     @property
+    def committed_report(self) -> dict[str, Any]:
+        """Loss, grad_norm, aux_loss, and skipped of the committed step; empty before the first."""
+        return self._run.commits.state.report
+
+    @property
     def user_state(self) -> dict[str, Any]:
         """What the caller wants to be committed with each step: strings, numbers, lists and dictionaries of them.
 

@@ -209,7 +209,8 @@ class Steps:
         run.step_count = step
         planned = runtime.memory_plan.batch
         micro_batch = planned.rows, planned.seq_len, planned.micro_rows
-        run.commits.end(step, run.nonfinite.skipped, run.device.torch_device, user, micro_batch)
+        last = {"loss": current.loss, "grad_norm": norm, "aux_loss": _aux_loss(current), "skipped": skipped}
+        run.commits.end(step, run.nonfinite.skipped, run.device.torch_device, user, last, micro_batch)
         runtime.plane.executor.finish(current.tasks.end)
         again = False
         if run.config.update_policy.speculative:

@@ -12,7 +12,7 @@ from cli.job.strategy import DEFAULT, PROFILE, choose_strategy, has_profile, mea
 from cli.options.adapters import adapters_of, towers_of, trainable_parameters
 from cli.options.settings import COMMITS, Settings
 from cli.report.results import EvaluationResult, MemoryUse, RunTotals, StepResult
-from cli.train import loop
+from cli.train import trainer
 from cli.train.evaluation import evaluate
 from cli.train.ranks.process import RankProcess
 from common.communication.object_collectives import all_gather_object, broadcast_from_rank0
@@ -29,7 +29,7 @@ from fcdp.trainer import Trainer, TrainerConfig
 from fuyou.layout.record import DTYPES
 
 
-class InMemoryTrainer(loop.Trainer):
+class InMemoryTrainer(trainer.Trainer):
     """An in-memory trainer trains as one of several ranks, and commits to a directory that all share.
 
     Args:
@@ -51,8 +51,6 @@ class InMemoryTrainer(loop.Trainer):
     def train_step(self, batch: dict[str, torch.Tensor], lr: float) -> StepResult:
         done = self._trainer.train_step(batch, lr, self._rank.stopping)
         self._stop_requested = done.stop
-        if done.step % self._job.settings.commit_interval == 0:
-            self._trainer.commit()
         return StepResult(
             loss=done.loss,
             grad_norm=done.grad_norm,
@@ -60,6 +58,10 @@ class InMemoryTrainer(loop.Trainer):
             aux_loss=done.aux_loss,
             sent_bytes=done.sent_bytes,
         )
+
+    def commit_if_due(self, step: int) -> None:
+        if step % self._job.settings.commit_interval == 0:
+            self._trainer.commit()
 
     def evaluate(self, batches: Batches) -> EvaluationResult:
         return evaluate(batches, self._job.settings.batch_size, self._trainer.eval_loss)
