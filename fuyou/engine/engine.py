@@ -101,7 +101,7 @@ class Engine(EngineFigures):
         self._lr = lr
 
     def __call__(self, **batch: Any) -> EngineOutput:
-        """Run the streamed forward pass.
+        """Run the streamed forward pass; the loss is on the batch's device.
 
         Args:
             batch: ``input_ids`` and ``labels`` int64 ``[B, S]`` (-100 where no loss is wanted; not shifted, unless the
@@ -117,10 +117,12 @@ class Engine(EngineFigures):
             UserError: the batch does not fit the budgets, or documents of a row would see each other.
         """
         if not torch.is_grad_enabled():
-            return EngineOutput(torch.tensor(self.eval_loss(**batch)))
+            return EngineOutput(torch.tensor(self.eval_loss(**batch), device=_device_of(batch)))
         if self._adapters_off:
             raise UserError("Without its adapters the model is not trained: put torch.no_grad() around this.")
-        return self._steps.forward(batch, self.lr)
+        output = self._steps.forward(batch, self.lr)
+        output.loss = output.loss.to(_device_of(batch))
+        return output
 
     def tokens(
         self,
@@ -162,7 +164,8 @@ class Engine(EngineFigures):
         """
         if self._adapters_off and torch.is_grad_enabled():
             raise UserError("Without its adapters the model is not trained: put torch.no_grad() around this.")
-        return self._steps.tokens(batch, TokenRequest(tuple(outputs), head, inputs or {}, reference), self.lr)
+        request = TokenRequest(tuple(outputs), head, inputs or {}, reference)
+        return self._steps.tokens(batch, request, self.lr).to(_device_of(batch))
 
     def backward(self, loss: torch.Tensor) -> None:
         """Run the backward pass of a loss that is made of what :meth:`tokens` returned, and have it reported.
@@ -312,3 +315,8 @@ class Engine(EngineFigures):
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.close()
+
+
+def _device_of(batch: Mapping[str, Any]) -> torch.device:
+    ids = batch.get("input_ids")
+    return ids.device if isinstance(ids, torch.Tensor) else torch.device("cpu")

@@ -21,10 +21,10 @@ AUX_LOSS = "aux_loss"
 class TokenOutput:
     """Numbers for each token, as attributes and by name: ``out.log_probs`` is ``out["log_probs"]``.
 
-    All are on the CPU, where a loss is made of them, in fp32 (or what is not a floating-point number), ``[B, S]``
-    with position t for the prediction of token t + 1; of a sequence classifier ``[B]`` and more. While gradients are
-    enabled they are leaves as far as the caller is concerned: ``backward()`` on a loss made of them streams the blocks
-    in reverse.
+    All are on the batch's device, where a loss is made of them, in fp32 (or what is not a floating-point number),
+    ``[B, S]`` with position t for the prediction of token t + 1; of a sequence classifier ``[B]`` and more. While
+    gradients are enabled they are leaves as far as the caller is concerned: ``backward()`` on a loss made of them
+    streams the blocks in reverse.
 
     Attributes:
         mask: bool, like log-probabilities: which positions have a target (a label that is not -100).
@@ -54,6 +54,15 @@ class TokenOutput:
         """Return the names of all outputs."""
         return list(self._values)
 
+    def to(self, device: torch.device) -> "TokenOutput":
+        """Return the same on a device; autograd takes gradients back to where the values are made."""
+        aux_loss = None if self.aux_loss is None else self.aux_loss.to(device)
+        values = {name: value.to(device) for name, value in self._values.items()}
+        result = TokenOutput(values, self.mask.to(device), aux_loss)
+        result.aux_coefficient = self.aux_coefficient
+        result.reference = None if self.reference is None else self.reference.to(device)
+        return result
+
 
 @dataclass(frozen=True)
 class TokenRequest:
@@ -82,11 +91,12 @@ class TokenRequest:
             if not isinstance(value, torch.Tensor) or value.shape[:2] != (rows, positions):
                 shape = list(value.shape) if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
                 raise UserError(f"inputs[{name!r}] is {shape}: it must be a tensor [{rows}, {positions}, ...].")
+        inputs = {name: value.cpu() for name, value in self.inputs.items()}
         head = TokenHead(self.outputs, self.head, classes)
         few = torch.zeros(2, dtype=torch.int64)
-        tokens = {name: value.new_zeros(2, *value.shape[2:]) for name, value in self.inputs.items()}
+        tokens = {name: value.new_zeros(2, *value.shape[2:]) for name, value in inputs.items()}
         examples = head.shapes(classes or config.vocab_size, {"targets": few, "input_ids": few, **tokens})
-        return TokenPass(head, examples, rows, positions, self.inputs, self.reference)
+        return TokenPass(head, examples, rows, positions, inputs, self.reference)
 
 
 def loss_inputs(passing: TokenPass) -> LossInputs:

@@ -158,7 +158,10 @@ class CpuDevice:
 
 
 class CudaDevice:
-    """A CUDA GPU: one stream per copy lane next to the compute stream, tied together by events only.
+    """A CUDA GPU: one stream per copy lane and one to compute in, tied together by events only.
+
+    A thread that computes stays in that stream, in the engine and elsewhere: the default stream waits for all work of
+    libraries that copy in it (kvikio, pageable memory), and they for it.
 
     All buffers are rings that are allocated once, so PyTorch's caching allocator and its rules about streams stay out
     of play. Host sides of copies must be page-locked. Not run on a GPU yet.
@@ -174,6 +177,8 @@ class CudaDevice:
         torch.cuda.set_device(self.torch_device)
         self.name = torch.cuda.get_device_name(index)
         torch.cuda.reset_peak_memory_stats(self.torch_device)
+        self._computing = torch.cuda.Stream(self.torch_device)
+        self._enter()
         self._streams = {op: torch.cuda.Stream(self.torch_device) for op in _COPIES + EXCHANGES}
         self._origin = torch.cuda.Event(enable_timing=True)
         self._origin.record()
@@ -210,15 +215,16 @@ class CudaDevice:
         if task.op in self._streams:
             self._streams[task.op].wait_event(event)
         elif task.op is Op.COMPUTE:
-            torch.cuda.current_stream(self.torch_device).wait_event(event)
+            self._computing.wait_event(event)
         else:
             event.synchronize()  # the CPU, or an SSD, is about to touch the bytes
 
     def begin_compute(self, task: Task) -> None:
-        self._mark(task, torch.cuda.current_stream(self.torch_device))
+        self._enter()
+        self._mark(task, self._computing)
 
     def end_compute(self, task: Task) -> None:
-        self._finish(task, torch.cuda.current_stream(self.torch_device))
+        self._finish(task, self._computing)
 
     def has_finished(self, task: Task) -> bool:
         return task.event is None or task.event.query()
@@ -249,6 +255,13 @@ class CudaDevice:
 
     def peak_bytes(self) -> int | None:
         return torch.cuda.max_memory_reserved(self.torch_device)
+
+    def _enter(self) -> None:
+        """Let this thread compute in the stream for it, after what it has launched elsewhere."""
+        current = torch.cuda.current_stream(self.torch_device)
+        if current != self._computing:
+            self._computing.wait_stream(current)
+            torch.cuda.set_stream(self._computing)
 
     def _advance_origin(self, event: torch.cuda.Event, seconds: float) -> None:
         """Count from a newer event: elapsed times are fp32 milliseconds, too coarse after hours."""

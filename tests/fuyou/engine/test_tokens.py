@@ -365,3 +365,35 @@ def train_with_a_large_vocabulary(folder: str) -> None:
         assert trained.io_bytes() == trained.planned_io_bytes()
         assert trained.host_peak_bytes - trained.host_baseline_bytes <= parse_bytes(budget)
         assert trained.memory_plan.head_columns * 4 * 150_000 * 2 < 100 << 20
+
+
+class Elsewhere(torch.Tensor):
+    """A tensor that says it is on another device, whose values only ``cpu()`` gives."""
+
+    device = torch.device("meta")  # type: ignore[assignment]
+
+    @classmethod
+    def of(cls, value: torch.Tensor) -> "Elsewhere":
+        made = torch.Tensor._make_subclass(cls, value.float())
+        made.values = value
+        return made
+
+    def detach(self) -> "Elsewhere":
+        return self
+
+    def cpu(self) -> torch.Tensor:
+        return self.values
+
+
+def test_a_batch_on_another_device_gets_its_answer_there(checkpoints: Path, tmp_path: Path) -> None:
+    batch = batches(1, packed=True)[0]
+    moved = {name: Elsewhere.of(value) for name, value in batch.items()}
+    weights = torch.rand(batch["input_ids"].shape)
+    with engine(checkpoints / "llama", directories(tmp_path, 1)) as trained:
+        with torch.no_grad():
+            head = lambda logits, given: {"weighted": logits.float().mean(-1) * given["weights"]}  # noqa: E731
+            out = trained.tokens(**moved, head=head, inputs={"weights": Elsewhere.of(weights)})
+            assert {out.mask.device.type, out.log_probs.device.type, out.weighted.device.type} == {"meta"}
+            assert trained(**moved).loss.device.type == "meta" and trained(**batch).loss.device.type == "cpu"
+        assert trained(**moved).loss.device.type == "meta"
+        trained.abandon()
