@@ -20,6 +20,7 @@ from common.store.layout import ALIGNMENT, Extent, Layout, pieces, whole_pages
 
 Io = Literal["posix", "kvikio"]
 IOS = get_args(Io)
+IO_THREADS = 4  # per directory; four keep a drive busy
 
 
 class Store:
@@ -38,7 +39,7 @@ class Store:
         layout: Layout,
         *,
         io: Io = "posix",
-        threads: int = 4,
+        threads: int = IO_THREADS,
         overwrite: bool = False,
         throttle: Throttle | None = None,
         later: Collection[str] = (),
@@ -49,7 +50,7 @@ class Store:
         Args:
             directories: one per drive, as many as the layout is for.
             io: ``kvikio`` also reads into device memory; host memory is always reached by direct POSIX I/O.
-            threads: I/O threads per directory; four keep a drive busy.
+            threads: I/O threads per directory.
             later: files that get their space later, from :func:`common.store.directories.reserve`.
             replaces: name of the store that this one will replace.
 
@@ -65,7 +66,12 @@ class Store:
 
     @classmethod
     def open(
-        cls, directories: Sequence[Path], *, io: Io = "posix", threads: int = 4, throttle: Throttle | None = None
+        cls,
+        directories: Sequence[Path],
+        *,
+        io: Io = "posix",
+        threads: int = IO_THREADS,
+        throttle: Throttle | None = None,
     ) -> "Store":
         """Open the store that ``directories`` hold, given in any order; the rest as in ``create``.
 

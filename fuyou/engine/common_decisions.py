@@ -9,6 +9,8 @@ from transformers import PreTrainedConfig
 from common.activity import activity
 from common.errors import UserError
 from common.hardware.machine import memory_available_bytes
+from common.store.backends.kvikio_backend import BOUNCE_BYTES
+from common.store.store import IO_THREADS
 from common.units import format_bytes
 from fuyou.config import AUTO, EngineConfig
 from fuyou.engine.computing_dtype import dtype_of_all, stored_dtype
@@ -40,8 +42,10 @@ def common_limits(config: EngineConfig, device: Device, agreement: Agreement) ->
     The ranks must plan alike, for their collectives to match.
     """
     memory = config.memory
-    limits = memory_limits(device, memory.host_memory, memory.device_memory, agreement.share.ranks_per_node)
-    hosts, devices = zip(*agreement.all_gather_object(limits), strict=True)
+    host, own = memory_limits(device, memory.host_memory, memory.device_memory, agreement.share.ranks_per_node)
+    if config.store.direct_reads:
+        host -= BOUNCE_BYTES * IO_THREADS * len(config.store.folders)
+    hosts, devices = zip(*agreement.all_gather_object((host, own)), strict=True)
     return min(hosts), min(devices)
 
 

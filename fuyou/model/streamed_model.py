@@ -44,6 +44,10 @@ _SURVEYED = 8  # Tokens of the row that a survey runs
 META_TOKENS = 8  # Tokens of the row that blocks are run on without values
 
 
+HOST_POSITIONS = "position_ids_on_host"
+"""Name in a batch of a copy of ``position_ids`` on the CPU."""
+
+
 class StreamedModel:
     """A model on the meta device whose parts run one at a time, on parameters that are bound to it meanwhile.
 
@@ -263,7 +267,8 @@ class StreamedModel:
 
         Args:
             batch: ``input_ids`` int64 ``[B, S]`` and, if any, ``position_ids``, ``attention_mask``, and padding.
-                Without a mask, documents at which positions restart are kept apart.
+                Without a mask, documents at which positions restart are kept apart; with :data:`HOST_POSITIONS`, no
+                device is waited for to see where that is.
 
         Returns:
             The first block's input ``[B, S, H]``, and what each block is called with.
@@ -303,8 +308,9 @@ class StreamedModel:
         return hidden, calls
 
     def _embed(self, batch: Mapping[str, torch.Tensor], links: BlockLinks) -> tuple[torch.Tensor, BlockCalls]:
-        documents = None if "attention_mask" in batch else Documents.of(batch.get("position_ids"))
-        left_out = {PADDING} if self._takes_positions else {PADDING, "position_ids"}
+        positions = batch.get(HOST_POSITIONS, batch.get("position_ids"))
+        documents = None if "attention_mask" in batch else Documents.of(positions)
+        left_out = {PADDING, HOST_POSITIONS} | (set() if self._takes_positions else {"position_ids"})
         known = {name: value for name, value in batch.items() if name not in left_out}
         with padding_known(batch), self.apart(documents), self._stand_ins.recording(links, documents) as calls:
             self.model(**known, use_cache=False)

@@ -14,6 +14,7 @@ from common.errors import UserError
 from common.models.task_type import TaskType
 from fuyou.model.loss.cross_entropy import IGNORED, targets_of
 from fuyou.model.open_model import OpenModel
+from fuyou.model.streamed_model import HOST_POSITIONS
 
 _WITHOUT_EFFECT: dict[str, tuple[object, ...]] = {
     "use_cache": (True, False),
@@ -99,10 +100,13 @@ class TrainingBatch:
         """
         result = []
         for start in range(0, self.size[0], rows):
+            taken = take_rows(self.inputs, start, start + rows)
             micro = {
                 name: value.to(device, dtype if value.is_floating_point() else None, non_blocking=True)
-                for name, value in take_rows(self.inputs, start, start + rows).items()
+                for name, value in taken.items()
             }
+            if "position_ids" in taken:
+                micro[HOST_POSITIONS] = taken["position_ids"]
             micro["targets"] = self.targets[start : start + rows].to(device, non_blocking=True)
             result.append(micro)
         return result

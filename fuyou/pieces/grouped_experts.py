@@ -8,6 +8,7 @@ for each expert, the rest is separate for each row, and what adds rows up does s
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -30,7 +31,8 @@ class _Routing:
     order: torch.Tensor  # Place of each row among the rows by token, int64 `[R]`
     tokens: torch.Tensor  # Token of each row, int64 `[R]`
     offsets: torch.Tensor  # End of each expert's rows, int32 `[E]`
-    ends: list[int]  # The same on the host
+    on_host: torch.Tensor  # The same on the host, once `copied` is over
+    copied: torch.cuda.Event | None
 
     @staticmethod
     def of(index: torch.Tensor, experts: int) -> "_Routing":
@@ -39,7 +41,16 @@ class _Routing:
         counted = sorted_experts.float() if index.device.type == "cpu" else sorted_experts.int()
         counts = torch.histc(counted, bins=experts, min=0, max=experts - 1)
         offsets = torch.cumsum(counts, dim=0, dtype=torch.int32)
-        return _Routing(sorted_experts, order, order // index.size(-1), offsets, offsets.tolist())
+        on_host = offsets.to("cpu", non_blocking=True)
+        copied = torch.cuda.current_stream(index.device).record_event() if index.is_cuda else None
+        return _Routing(sorted_experts, order, order // index.size(-1), offsets, on_host, copied)
+
+    @cached_property
+    def ends(self) -> list[int]:
+        """End of each expert's rows, which the host waits for here: for the copy, not for all that the device has."""
+        if self.copied is not None:
+            self.copied.synchronize()
+        return self.on_host.tolist()
 
     def rows(self, first: int, last: int) -> slice:
         return slice(self.ends[first - 1] if first else 0, self.ends[last - 1])

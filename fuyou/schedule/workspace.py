@@ -18,6 +18,8 @@ LOGIT_COPIES = 3
 #: Upper bound of the bytes that a router's loss takes for each token and expert: logits, their softmax, that in fp32,
 #: masked, and a gradient of each, some of which are there at the same time.
 ROUTER_BYTES = 32
+#: Workspace that cuBLAS keeps for each thread that multiplies: 32 MiB on Hopper and Blackwell, and less elsewhere.
+LIBRARY_WORKSPACE_BYTES = 32 << 20
 
 
 class Workspace:
@@ -84,10 +86,11 @@ class Workspace:
         in_adapter = self._shape.block_adapter_memory.passing_per_token
         per_token += 2 * (1 + self._chosen) * hidden - 2 * experts - min(in_experts, in_adapter)
         rows = int(batch.micro_tokens * per_token)
+        library = 0 if self._cpu else LIBRARY_WORKSPACE_BYTES  # each pass has a thread
         if self._shape.sizes[Kind.BLOCK].trained_elements:
-            return batch.micro_batches * rows + fixed  # a backward pass of all together
+            return batch.micro_batches * (rows + library) + fixed  # a backward pass of all together
         between = max(order.between_bytes for order in self._shape.orders)
-        return rows + (batch.together - 1) * batch.micro_tokens * between + fixed
+        return rows + (batch.together - 1) * batch.micro_tokens * between + batch.together * library + fixed
 
 
 def expert_width(text: PreTrainedConfig) -> int:

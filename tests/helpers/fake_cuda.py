@@ -32,6 +32,8 @@ class _Indexing(TorchFunctionMode):
             return _copy(target, new) if isinstance(new, torch.Tensor) else target.fill_(new)
         if func is torch.Tensor.copy_:
             return _copy(*args, **(kwargs or {}))
+        if kwargs and kwargs.get("pin_memory"):
+            kwargs = {**kwargs, "pin_memory": False}  # which a build for CPUs refuses
         return func(*args, **(kwargs or {}))
 
 

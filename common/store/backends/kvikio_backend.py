@@ -39,6 +39,10 @@ def why_unavailable() -> str | None:
     return None
 
 
+# Pinned host memory that kvikio takes for each of its threads where a drive cannot write to the GPU's memory itself.
+BOUNCE_BYTES = 16 << 20
+
+
 def require() -> None:
     """Raise a UserError if kvikio cannot be used here."""
     if reason := why_unavailable():

@@ -81,7 +81,7 @@ def _skipping_forward(
         return zeros.requires_grad_().clone() if carries and value.is_floating_point() else zeros
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        with torch.no_grad(), replaced_parameters(meta):
+        with torch.no_grad(), replaced_parameters(meta), _buffers_on_meta(inner):
             result = forward(*tree_map(_to_meta, args), **tree_map(_to_meta, kwargs))
         given = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
         carries = torch.is_grad_enabled() and (trained or any(leaf.requires_grad for leaf in given))
@@ -90,6 +90,20 @@ def _skipping_forward(
         return made
 
     return run
+
+
+@contextmanager
+def _buffers_on_meta(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Let modules have their buffers on the meta device: scalars of a GPU, unlike a CPU's, do not mix with what is."""
+    saved = [(module, dict(module._buffers)) for module in modules if module._buffers]
+    try:
+        for module, buffers in saved:
+            module._buffers.update({name: _to_meta(buffer) for name, buffer in buffers.items()})
+        yield
+    finally:
+        for module, buffers in saved:
+            module._buffers.clear()
+            module._buffers.update(buffers)
 
 
 @contextmanager

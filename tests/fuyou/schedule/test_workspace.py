@@ -19,7 +19,7 @@ from fuyou.pieces.division import in_pieces
 from fuyou.pieces.recording import LiveBytes
 from fuyou.pieces.run import PieceRun
 from fuyou.schedule.batch import Batch
-from fuyou.schedule.workspace import Workspace, activation_elements_per_token
+from fuyou.schedule.workspace import LIBRARY_WORKSPACE_BYTES, Workspace, activation_elements_per_token
 from tests.helpers.models.piece_models import PieceModel
 from tests.helpers.piece_driver import PieceDriver
 
@@ -89,11 +89,11 @@ class Passes:
                     driver.go(order, runs[first : first + group])
         return self.live.most, driver.order.between_bytes
 
-    def planned(self, batch: Batch, piece_bytes: int | None = None) -> int:
+    def planned(self, batch: Batch, piece_bytes: int | None = None, cpu: bool = True) -> int:
         shape = self.model.opened.shape
         if piece_bytes is not None:
             shape = in_pieces(self.model.stack, shape, piece_bytes)
-        return Workspace(shape, self.model.opened.config, cpu=True)._block(batch)
+        return Workspace(shape, self.model.opened.config, cpu)._block(batch)
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
@@ -102,6 +102,14 @@ def test_whole_blocks(name: str, dtype: str) -> None:
     passes = Passes(name, dtype)
     taken, planned = passes.whole(), passes.planned(Batch(1, TOKENS, 1))
     assert taken <= planned <= 5 * taken  # eager attention is planned for the families that take most
+
+
+def test_each_pass_in_pieces_has_a_workspace_of_cublas() -> None:
+    passes, added = Passes("llama", "bf16"), []
+    for rows in (1, 3):
+        batch = Batch(rows, TOKENS, 1)
+        added.append(passes.planned(batch, 20_000, cpu=False) - passes.planned(batch, 20_000))
+    assert added == [LIBRARY_WORKSPACE_BYTES, 3 * LIBRARY_WORKSPACE_BYTES]
 
 
 @pytest.mark.parametrize("together", [1, 2, 4])

@@ -1,0 +1,81 @@
+"""A step on a fake GPU: nothing mixes devices, and nothing makes the host wait for the device."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException
+
+from common.data.documents import Documents
+from common.models.meta_model import build_meta_model
+from fuyou.model.loss.cross_entropy import cross_entropy
+from fuyou.model.streamed_model import HOST_POSITIONS, StreamedModel
+from fuyou.pieces import grouped_experts
+from tests.helpers.fake_cuda import CUDA, fake_cuda
+from tests.helpers.models.families import FAMILIES, MIXED, family_config
+
+ROWS, TOKENS = 2, 24
+BF16 = torch.bfloat16
+
+
+def on_cuda(value: Any) -> Any:
+    if not isinstance(value, torch.Tensor) or value.device == CUDA:
+        return value
+    return torch.empty(value.shape, dtype=value.dtype, device=CUDA)
+
+
+def stack_of(family: str) -> StreamedModel:
+    """Return the model, its buffers on the fake GPU."""
+    stack = StreamedModel(build_meta_model(family_config(family), dtype=BF16), torch.device("cpu"))
+    stack.device = CUDA
+    assert stack._separator  # which is found out on a real model
+    return stack
+
+
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family not in MIXED])
+def test_a_step_of_a_dense_model_waits_for_nothing(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    stack = stack_of(family)
+    positions = torch.arange(TOKENS).remainder(9).expand(ROWS, -1).contiguous()
+    documents = Documents.of(positions)
+
+    def of(positions: torch.Tensor | None) -> Documents | None:  # which reads values
+        assert positions is None or positions.device.type == "cpu"
+        return None if positions is None else documents
+
+    monkeypatch.setattr(Documents, "of", of)
+    with fake_cuda():
+        for module in stack.model.modules():
+            for name, buffer in list(module._buffers.items()):
+                if buffer is not None:
+                    module._buffers[name] = on_cuda(buffer)
+        parameters = {name: on_cuda(value) for name, value in stack.model.named_parameters(remove_duplicate=False)}
+        ids = torch.empty(ROWS, TOKENS, dtype=torch.long, device=CUDA)
+        batch = {"input_ids": ids, "position_ids": on_cuda(positions), HOST_POSITIONS: positions}
+        outer = {name: value for name, value in parameters.items() if not name.startswith(stack.block_prefix)}
+        with stack.bound(outer, before=True):
+            hidden, calls = stack.embed(batch)
+        with stack.bound({name: value for name, value in parameters.items() if name not in outer}):
+            for index in range(len(stack.blocks)):
+                hidden = stack.block(index, hidden, calls)
+        with stack.bound(outer, before=False):
+            logits = stack.head({"input_ids": ids}, hidden)
+            stack.dry_run({"input_ids": ids})
+        loss, _ = cross_entropy(logits, ids, on_cuda(torch.ones(())), False)
+    assert calls.documents is documents is not None
+    assert {hidden.device, logits.device, loss.device} == {CUDA}
+
+
+def test_experts_in_pieces_wait_for_their_counts_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where rows of an expert end is copied while the device computes on, and waited for where it is read."""
+    waited: list[str] = []
+    event = SimpleNamespace(synchronize=lambda: waited.append("event"))
+    stream = SimpleNamespace(record_event=lambda: event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    with fake_cuda():
+        index = torch.empty(ROWS * TOKENS, 2, dtype=torch.long, device=CUDA)
+        routing = grouped_experts._Routing.of(index, 8)
+        assert routing.offsets.device == CUDA and routing.on_host.device.type == "cpu"
+        with pytest.raises(DataDependentOutputException):  # a fake tensor has no values
+            _ = routing.ends
+    assert waited == ["event"]
