@@ -91,7 +91,7 @@ def test_what_is_recorded_without_values_is_what_runs() -> None:
         with cuda_branch(), Tracer() as tracer:
             result = attend(4, device=device)
         operators = tracer.finish(result).operators
-        shapes = [[(spec.shape, spec.dtype) for spec in one.outputs] for one in operators]
-        recorded.append([(one.name, made, one.flops) for one, made in zip(operators, shapes, strict=True)])
-    assert [one for one in recorded[0] if "fuyou" in one[0]] == [one for one in recorded[1] if "fuyou" in one[0]]
+        shapes = [[(spec.shape, spec.dtype) for spec in each.outputs] for each in operators]
+        recorded.append([(each.name, specs, each.flops) for each, specs in zip(operators, shapes, strict=True)])
+    assert [each for each in recorded[0] if "fuyou" in each[0]] == [each for each in recorded[1] if "fuyou" in each[0]]
     assert all("scaled_dot_product" not in name for each in recorded for name, *_ in each)

@@ -1,4 +1,4 @@
-"""Kernels that decoding a block of 300 million weights launches on a GPU, counted without one."""
+"""Kernels that decoding a block of 300 million weights launches on a GPU, counted without each."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -54,13 +54,13 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
     fused.fuses.cache_clear()
 
 
-@pytest.mark.parametrize(("kept", "most"), [(FrozenDtype.NF4, 6), (FrozenDtype.INT8, 4)])
-def test_a_block_in_fewer_bits(kept: FrozenDtype, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("stored", "most"), [(FrozenDtype.NF4, 6), (FrozenDtype.INT8, 4)])
+def test_a_block_in_fewer_bits(stored: FrozenDtype, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     rest = 2 * HIDDEN
     with counted(monkeypatch) as launches:
         flat = torch.empty(MATRICES + rest, dtype=torch.bfloat16, device=CUDA)
-        payload = torch.empty(kept.used_nbytes(MATRICES, rest, flat.dtype), dtype=UINT8, device=CUDA)
-        kept.decode(payload, MATRICES, flat)
+        payload = torch.empty(stored.used_nbytes(MATRICES, rest, flat.dtype), dtype=UINT8, device=CUDA)
+        stored.decode(payload, MATRICES, flat)
     assert 1 < len(launches.names) <= most, launches.names
 
 
@@ -87,11 +87,11 @@ def compressed(name: str) -> tuple[list[CompressedParameter], float]:
 @pytest.mark.parametrize("name", ["fp8", "fp8 experts", "mxfp4"])
 def test_a_compressed_block(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     parameters, most = compressed(name)
-    assert sum(one.numel for one in parameters) == MATRICES
+    assert sum(each.numel for each in parameters) == MATRICES
     with counted(monkeypatch) as launches:
-        for one in parameters:
-            flat = torch.empty(one.numel, dtype=torch.bfloat16, device=CUDA)
-            one.decode(torch.empty(one.nbytes, dtype=UINT8, device=CUDA), flat)
+        for each in parameters:
+            flat = torch.empty(each.numel, dtype=torch.bfloat16, device=CUDA)
+            each.decode(torch.empty(each.nbytes, dtype=UINT8, device=CUDA), flat)
     assert 2 < len(launches.names) <= most, launches.names
 
 
@@ -106,25 +106,25 @@ def test_what_is_compiled_is_one_kernel_with_the_same_bits(name: str, monkeypatc
 
     def decode(flat: torch.Tensor) -> None:
         if name in ("nf4", "int8"):
-            kept = FrozenDtype(name)
-            payload = torch.empty(kept.used_nbytes(flat.numel(), 0, flat.dtype), dtype=UINT8)
-            kept.encode(torch.randn(flat.numel(), generator=generator).to(flat.dtype), flat.numel(), payload)
+            stored = FrozenDtype(name)
+            payload = torch.empty(stored.used_nbytes(flat.numel(), 0, flat.dtype), dtype=UINT8)
+            stored.encode(torch.randn(flat.numel(), generator=generator).to(flat.dtype), flat.numel(), payload)
             metrics.reset()
-            kept.decode(payload, flat.numel(), flat)
+            stored.decode(payload, flat.numel(), flat)
         else:
-            one = compressed(name)[0][0]
-            payload = torch.randint(0, 120, (one.nbytes,), dtype=UINT8, generator=generator)
-            one.decode(payload, flat)
+            each = compressed(name)[0][0]
+            payload = torch.randint(0, 120, (each.nbytes,), dtype=UINT8, generator=generator)
+            each.decode(payload, flat)
 
     count = 2048 * 256
-    expected, found = torch.zeros(count, dtype=torch.bfloat16), torch.zeros(count, dtype=torch.bfloat16)
+    expected, decoded = torch.zeros(count, dtype=torch.bfloat16), torch.zeros(count, dtype=torch.bfloat16)
     decode(expected)
     generator.manual_seed(0)
     fused.fuses.cache_clear()
     with force_kernels("cuda"):
-        assert fused.fuses(found.device)
+        assert fused.fuses(decoded.device)
         metrics.reset()
-        decode(found)
+        decode(decoded)
     fused.fuses.cache_clear()
-    assert not fused._failures and torch.equal(found, expected) and found.any()
+    assert not fused._failures and torch.equal(decoded, expected) and decoded.any()
     assert metrics.generated_kernel_count == 1
