@@ -19,9 +19,16 @@ def project() -> dict:
     return tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 
-def pins() -> dict[str, str]:
-    lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if line and not line.startswith("#")]
+def pins(file: str = "constraints.txt") -> dict[str, str]:
+    lines = [line for line in (ROOT / file).read_text().splitlines() if line and not line.startswith("#")]
     return {name.lower().replace("_", "-"): version for name, version in (line.split("==") for line in lines)}
+
+
+def test_the_lowest_versions_are_those_that_are_allowed() -> None:
+    bounds = [re.match(r"([\w-]+)>=([\d.]+)", line) for line in project()["project"]["dependencies"]]
+    allowed = {bound[1]: re.sub(r"(\.0)+$", "", bound[2]) for bound in bounds if bound is not None}
+    lowest = {name: re.sub(r"(\.0)+$", "", version) for name, version in pins("constraints-lowest.txt").items()}
+    assert lowest == allowed
 
 
 @pytest.mark.parametrize("package", ["fuyou", "fcdp"])
