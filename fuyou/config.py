@@ -61,10 +61,6 @@ class EngineConfig:
     """Seed of random weights, dropout and stochastic rounding."""
     deterministic: bool = False
     """Whether the process takes only kernels that give the same numbers each time, while the run is open."""
-    compile: bool = False
-    """Whether blocks run as PyTorch compiles them (:mod:`fuyou.model.recompute.compiled_blocks`): compiled once, which
-    takes a minute or two. Meant for GPUs, and not run on one yet; on a CPU 1 to 7% was gained. Other numbers by
-    rounding. No activations are kept then, and a block must fit the device whole."""
     router_loss: str = AUTO
     """Whether a mixture of experts' load-balancing loss is a part of the loss, as it is in transformers where the
     configuration has ``output_router_logits`` on: ``"auto"`` goes by the configuration, ``"on"`` and ``"off"`` do not.
@@ -124,8 +120,6 @@ class EngineConfig:
         # Everything that has to be parsed is parsed here, so that mistakes come out before anything is opened.
         _ = self.precision, self.adam, self.clip_by, self.host_cache, self.piece_bytes, self.adapters, self.frozen_dtype
         kept = self.kept_activations
-        if self.compile and kept:
-            raise UserError("Compiled blocks keep no activations: leave kept_activations or compile out.")
         checks = {
             "micro_batch": (self.memory.micro_batch, self.memory.micro_batch is None or self.memory.micro_batch > 0),
             "piece_size": (self.memory.piece_size, self.piece_bytes is None or self.piece_bytes > 0),

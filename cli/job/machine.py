@@ -84,7 +84,6 @@ def training_of(settings: Settings) -> TrainingJob:
         frozen=FrozenDtype.named(settings.frozen_dtype),
         towers=towers_of(settings),
         router_loss=settings.router_loss,
-        compiled=settings.compile,
         commit_every=settings.commit_interval,
         clip_by=clip_by_named(settings.clip_by),
         clipped_share=_clip_statistics(settings).share if settings.max_grad_norm > 0 else 0.0,

@@ -185,9 +185,6 @@ class TrainingSettings:
     """Seed of the data's order, and of random weights and tokens."""
     deterministic: bool = option(False, only=Only.OUT_OF_CORE, modes=Mode.RUN)
     """Use only kernels that give the same numbers each time: slower attention on GPUs. CPUs always do."""
-    compile: bool = option(False, only=Only.OUT_OF_CORE, modes=Mode.STEP)
-    """Compile one block with PyTorch and run all blocks so: meant for GPUs, not run on one yet; 1 to 7% faster on a
-    CPU. Takes a minute or two at the start. Numbers differ by rounding. Needs a compiler (Triton; on a CPU, g++)."""
 
 
 @dataclass(frozen=True, kw_only=True)

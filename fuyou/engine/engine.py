@@ -49,7 +49,7 @@ class Engine(EngineFigures):
             (:class:`fuyou.option_groups.MemoryConfig`);
             ``adapters``, ``trainable``, ``frozen_dtype``, ``freeze_vision_tower``,
             ``freeze_multi_modal_projector`` (:class:`fuyou.option_groups.WeightsConfig`); ``device``, ``dtype``,
-            ``seed``, ``deterministic``, ``compile``, ``router_loss``, ``automatic``, ``topology``,
+            ``seed``, ``deterministic``, ``router_loss``, ``automatic``, ``topology``,
             ``prove``, ``packed``.
 
     Attributes:

@@ -166,10 +166,8 @@ class OpenRun:
             images=config.memory.images,
             saved=None if config.store.resume else config.saved_adapter,
         )
-        if config.compile:
-            self._check_compiled()
         self._source = self.model.weights()
-        shape = replace(self.model.shape, padded=config.memory.padded, compiled=config.compile)
+        shape = replace(self.model.shape, padded=config.memory.padded)
         self.model.shape = self._cut_blocks(shape, share)
         if config.memory.reference:
             check_reference(self.model)
@@ -178,13 +176,6 @@ class OpenRun:
         self.shape = self.model.shape.shared(share)
         if share.rank:
             seed_run(config.seed + share.rank)  # what drops out differs, as the sequences do
-
-    def _check_compiled(self) -> None:
-        if self.model.router_loss is not None:
-            raise UserError(
-                "Compiled blocks do not hand out what a router loss is made of: leave --compile out, or "
-                "give --router-loss off."
-            )
 
     def _cut_blocks(self, shape: ModelLayout, share: Share) -> ModelLayout:
         config, (host, device) = self.config, self.limits

@@ -11,7 +11,6 @@ from fuyou.config import EngineConfig
 from fuyou.layout.model_layout import ModelLayout
 from fuyou.layout.record import RecordExtents
 from fuyou.model.open_model import OpenModel
-from fuyou.model.recompute.compiled_blocks import CompiledBlocks
 from fuyou.model.recompute.policy import ActivationPlanner
 from fuyou.model.recompute.replay import BlockReplay
 from fuyou.optimizer.process.client import OptimizerLink
@@ -120,8 +119,6 @@ class Runtime:
             recomputation.layers,
             self._keeping.saved(plan.batch.micro_rows, plan.batch.seq_len).operators,
             plan.kept_bytes,
-            CompiledBlocks(self._device.torch_device) if self._shape.compiled else None,
-            recomputation.unneeded,
         )
         self.scheduler = Scheduler(
             self._shape,

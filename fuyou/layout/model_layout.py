@@ -112,7 +112,6 @@ class ModelLayout:
     orders: tuple[PieceOrder, ...] = ()  # For each block, the order of its pieces; empty if all are whole
     piece_bytes: int | None = None  # Requested size of the largest piece; None: blocks are not in pieces
     widened: int = 0  # Weights of a compressed checkpoint in the compute dtype: pieces would cut their tensors
-    compiled: bool = False  # Whether PyTorch compiles blocks: all their gradients come at once
     read_whole: int = 0  # Elements (up to 4 bytes) in memory while filling, if rows are not read alone
 
     @property

@@ -14,7 +14,7 @@ block of each type runs on the meta device (:mod:`fuyou.model.blocks.calls`).
 """
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
@@ -323,13 +323,12 @@ class StreamedModel:
         index: int,
         hidden: torch.Tensor,
         calls: BlockCalls,
-        runs_as: Callable[[nn.Module], Callable[..., Any]] | None = None,
     ) -> torch.Tensor:
         """Run block ``index`` on the output of the block before it, and return hidden states of the same shape.
 
-        With gradients enabled, ``calls.backward`` is to follow. ``runs_as`` returns what is called for the block.
+        With gradients enabled, ``calls.backward`` is to follow.
         """
-        block: Callable[..., Any] = self.blocks[index] if runs_as is None else runs_as(self.blocks[index])
+        block = self.blocks[index]
         with self.apart(calls.documents):
             return calls.run(index, block, hidden)
 

@@ -4,7 +4,6 @@ import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
-from common.errors import UserError
 from common.models.adapters.memory import AdapterMemory, adapter_memory
 from fuyou.layout.cutting import cut_blocks
 from fuyou.layout.model_layout import ModelLayout
@@ -181,10 +180,8 @@ def in_pieces(stack: StreamedModel, shape: ModelLayout, piece_bytes: int) -> Mod
         piece_bytes: largest size; a larger matrix is a separate piece.
 
     Raises:
-        UserError: if this family's blocks cannot be cut, or are compiled.
+        UserError: if this family's blocks cannot be cut.
     """
-    if shape.compiled:
-        raise UserError("Compiled blocks cannot be in pieces: leave --compile out.")
     pieces, orders = [], []
     with unchanged(stack):
         for layer, (index,) in enumerate(shape.blocks):

@@ -57,9 +57,7 @@ class PlannerContext:
     def workload(self) -> ProfiledWorkload:
         """Return what a profile for this run measures: its micro-batch."""
         job = self.job
-        return ProfiledWorkload.planned(
-            job.config, job.shape.precision, self.memory, self.directories, job.shape.compiled
-        )
+        return ProfiledWorkload.planned(job.config, job.shape.precision, self.memory, self.directories)
 
     @cached_property
     def profile(self) -> Profile | None:

@@ -118,9 +118,9 @@ class Evaluator:
         return UpdatePolicy(candidate.clip_by if self.job.clips else None, candidate.deferred_fraction)
 
     def activation_planner(self, candidate: Candidate) -> ActivationPlanner:
-        """Return what ``candidate`` saves for the backward pass: nothing if blocks are in pieces or compiled."""
+        """Return what ``candidate`` saves for the backward pass: nothing if blocks are in pieces."""
         shape = self.job.shape
-        policy = SAVE_NOTHING if shape.orders or shape.compiled else candidate.activation_policy
+        policy = SAVE_NOTHING if shape.orders else candidate.activation_policy
         if policy not in self._activation_planners:
             self._activation_planners[policy] = ActivationPlanner(
                 self.job.stack, self._kernels, shape.precision.dtype, policy

@@ -85,8 +85,6 @@ class RunPlan:
             assumed.append("tokens are spread evenly over experts, whose products run at the rate of dense ones")
         if any(record.decoded_nbytes for record in self.job.shape.records):
             assumed.append("decoding frozen weights takes the device no time")
-        if self.job.shape.compiled:
-            assumed.append("compiled blocks compute at the rate of others")
         return tuple(assumed)
 
     @property
@@ -289,7 +287,7 @@ def _search_activation_policy(evaluator: Evaluator, best: Evaluation) -> Evaluat
     First the same outputs in all blocks; then more of them in some of the blocks.
     """
     shape = evaluator.job.shape
-    if best.bound is not Resource.GPU or evaluator.trace is None or shape.orders or shape.compiled:
+    if best.bound is not Resource.GPU or evaluator.trace is None or shape.orders:
         return best
     layers = len(shape.blocks)
     operators: tuple[tuple[str, int], ...] = ()

@@ -155,7 +155,6 @@ def describe_training(
     towers: TowerFreezing = DEFAULT_FREEZING,
     router_loss: str = "auto",
     padded: bool = False,
-    compiled: bool = False,
     **settings: Any,
 ) -> TrainingJob:
     """Describe the training of a model without its weights, in half a second for 160 layers.
@@ -170,7 +169,6 @@ def describe_training(
         frozen: storage of frozen matrices; None for the checkpoint's bytes if compressed, else the compute dtype.
         router_loss: see :mod:`fuyou.model.loss.router_loss`.
         padded: whether batches come with a mask that hides tokens.
-        compiled: whether PyTorch compiles blocks.
         settings: other fields of :class:`TrainingJob`, such as ``clips`` and ``micro_batch``.
 
     Raises:
@@ -194,7 +192,7 @@ def describe_training(
         type(meta).__name__ if isinstance(model, PreTrainedConfig) else os.fspath(model),
         config,
         opened.stack,
-        replace(opened.shape, padded=padded, compiled=compiled),
+        replace(opened.shape, padded=padded),
         rows,
         seq_len,
         model_flops_per_token(meta, seq_len),

@@ -45,12 +45,8 @@ class Workspace:
         )
 
     def _block_gradients(self) -> int:
-        """Return the elements of gradients that are not in their record's sum yet: twice one parameter's; all of a
-        compiled block's."""
-        shape = self._shape
-        whole = max((shape.records[index].numel for (index,) in shape.blocks), default=0) if shape.compiled else 0
-        trained = whole if shape.sizes[Kind.BLOCK].trained_elements else 0
-        return max(2 * shape.sizes[Kind.BLOCK].trained_parameter, trained)
+        """Return the elements of gradients that are not in their record's sum yet: twice one parameter's."""
+        return 2 * self._shape.sizes[Kind.BLOCK].trained_parameter
 
     def _head(self, batch: Batch, columns: int) -> int:
         shape, width = self._shape, self._width

@@ -14,14 +14,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from fuyou.model.blocks.calls import BlockCalls
 from fuyou.model.operators import makes_views
 from fuyou.model.recompute.block_trace import ALIGN_BYTES, BlockTrace, TensorSpec, Tracer, argument_index
-from fuyou.model.recompute.compiled_blocks import CompiledBlocks
 
 _clone = torch.ops.aten.clone.default
 _RUN, _LEAVE_OUT = -1, -2  # what to do with a call; other numbers are places in the buffer
@@ -171,22 +169,14 @@ class BlockReplay:
         layers: blocks that save outputs.
         operators: name and ordinal of the calls whose outputs they save.
         nbytes: size of the buffers that they are saved in.
-        compiled: blocks as PyTorch compiles them, which save nothing; None: as they are.
-        unneeded: fraction of the forward FLOPs that compiled blocks leave out when they are recomputed.
     """
 
     layers: Collection[int] = ()
     operators: Collection[tuple[str, int]] = ()
     nbytes: int = 0
-    compiled: CompiledBlocks | None = None
-    unneeded: float = 0.0
     _plans: dict[Hashable, _ReplayPlan | None] = field(default_factory=dict)
     """Plans by kind of call; None where a recomputation did not match its trace."""
     _distinct: list[_ReplayPlan] = field(default_factory=list)
-
-    def runs_as(self, block: nn.Module) -> Callable[..., Any]:
-        """Return what is called instead of ``block``."""
-        return block if self.compiled is None else self.compiled.of(block)
 
     def forward(
         self,
@@ -222,8 +212,6 @@ class BlockReplay:
         kind = _kind(layer, hidden, calls)
         plan = saved.plan
         if plan is None:
-            if self.compiled is not None:
-                return run(), self.unneeded
             if kind in self._plans:  # it did not match its trace once
                 return run(), 0.0
             with Tracer() as tracer:

@@ -20,7 +20,6 @@ from fuyou.layout.record import Record
 from fuyou.model.blocks.calls import BlockCalls
 from fuyou.model.loss.cross_entropy import cross_entropy
 from fuyou.model.operators import makes_views
-from fuyou.model.recompute.compiled_blocks import CompiledBlocks
 from fuyou.model.recompute.policy import operators_worth_saving, saved_outputs, trace_block
 from fuyou.model.recompute.replay import BlockReplay, SavedForward
 from fuyou.model.streamed_model import StreamedModel
@@ -59,7 +58,6 @@ class BlockBench:
         self._scale = rows * seq_len / (self.rows * self.seq_len)
         self._weights = random_values(self._record.numel, self._dtype, device)
         self._gradient = torch.empty_like(self._weights)
-        self._compiled = CompiledBlocks(device.torch_device) if shape.compiled else None
 
     def measure(self) -> PartTimes:
         """Measure everything, on fewer tokens if a pass takes too long, and then on a quarter of them."""
@@ -110,8 +108,6 @@ class BlockBench:
 
     def _kept(self, calls: BlockCalls, hidden: torch.Tensor) -> tuple[float, float, int]:
         """Return the seconds of both passes with all useful outputs saved, and their bytes; else zeros."""
-        if self._compiled is not None:
-            return 0.0, 0.0, 0
         kernels = "cpu" if self._device.torch_device.type == "cpu" else "cuda"
         try:
             trace = trace_block(self._stack, self.seq_len, kernels, self._dtype, self._layer)
@@ -133,12 +129,12 @@ class BlockBench:
         """
         views = self._record.views(self._weights)
         output, upstream = torch.empty_like(hidden), torch.full_like(hidden, 1e-3)
-        replay = BlockReplay([self._layer], operators, kept_bytes, self._compiled)
+        replay = BlockReplay([self._layer], operators, kept_bytes)
         saved = SavedForward(None)
         buffer = torch.empty(kept_bytes, dtype=torch.uint8, device=hidden.device) if kept_bytes else None
 
         def run(hidden: torch.Tensor) -> torch.Tensor:
-            return self._stack.block(self._layer, hidden, calls, replay.runs_as)
+            return self._stack.block(self._layer, hidden, calls)
 
         def forward() -> None:
             nonlocal saved
@@ -242,8 +238,6 @@ class BlockBench:
         return self.seconds(both), self.seconds(forward)
 
     def _operators(self, calls: BlockCalls, hidden: torch.Tensor) -> tuple[OperatorTime, ...]:
-        if self._compiled is not None:
-            return ()
         runs: list[list[OperatorTime]] = []
         leaves = self._leaves(self._record, self._record.views(self._weights), self._gradient)
         leaf = hidden.detach().requires_grad_()

@@ -11,7 +11,7 @@ import os
 import platform
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +49,6 @@ class ProfiledWorkload:
     directories: tuple[Path, ...]  # Directories of the run's files, one per drive
     head_columns: int  # Tokens of each row that go through the head at once
     chunk_elements: int  # Parameters that the optimizer updates at once
-    compiled: bool = False  # Whether blocks run as PyTorch compiles them
 
     @staticmethod
     def planned(
@@ -57,7 +56,6 @@ class ProfiledWorkload:
         precision: Precision,
         plan: MemoryPlan,
         directories: Sequence[Path],
-        compiled: bool = False,
     ) -> "ProfiledWorkload":
         """Return the workload of a run with this memory plan."""
         batch = plan.batch
@@ -69,7 +67,6 @@ class ProfiledWorkload:
             tuple(directories),
             plan.head_columns,
             plan.chunk_elements,
-            compiled,
         )
 
     @property
@@ -92,7 +89,7 @@ def measure(workload: ProfiledWorkload, device: Device) -> Profile:
         model = build_meta_model(workload.config, dtype=workload.precision.dtype)
         switch_router_logits(model, False)  # which the model itself would look for
         stack = StreamedModel(model, device.torch_device)
-        shape = replace(model_records(stack, workload.precision), compiled=workload.compiled)
+        shape = model_records(stack, workload.precision)
         block_bytes = shape.block_elements * workload.precision.parameter_bytes
         records = scratch_records(workload.chunk_elements, workload.precision)
         link.wait_until_up()
@@ -200,7 +197,6 @@ def describe(workload: ProfiledWorkload, device: Device) -> dict[str, Any]:
         "head_columns": workload.head_columns,
         "chunk_elements": workload.chunk_elements,
         "versions": versions(),
-        **({"compiled": True} if workload.compiled else {}),
     }
 
 

@@ -313,7 +313,7 @@ class StepComputation:
     # -- parts ----------------------------------------------------------------------------------------------------
 
     def _block(self, layer: int, hidden: torch.Tensor, calls: BlockCalls) -> torch.Tensor:
-        return self._stack.block(layer, hidden, calls, self._recomputations.runs_as)
+        return self._stack.block(layer, hidden, calls)
 
     def _pass_on(self, task: ComputeTask, hidden: torch.Tensor) -> None:
         if task.output is not None:
