@@ -37,15 +37,15 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def places(home: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A working directory for each page, which its blocks share as they do on a reader's machine."""
-    made = {}
+    folders = {}
     for page in PAGES:
         place = tmp_path_factory.mktemp(page.stem)
         (place / "chats.jsonl").write_text('{"text": "One line of a chat."}\n' * 40)
         (place / "mnt" / "nvme0").mkdir(parents=True)
         shutil.copytree(home / "Llama-3-8B", place / "finetune-output" / "demo" / "checkpoint")
         (place / "facts.jsonl").write_text('{"prompt": "One and one are", "completion": " two."}\n' * 8)
-        made[page.name] = place
-    return made
+        folders[page.name] = place
+    return folders
 
 
 @pytest.fixture

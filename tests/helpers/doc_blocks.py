@@ -58,8 +58,8 @@ class Block:
 def blocks_of(page: Path) -> list[Block]:
     """All fenced blocks of a page, in order."""
     return [
-        Block(page.name, number, found["language"], found["text"], found["mark"] or "")
-        for number, found in enumerate(_FENCE.finditer(page.read_text()))
+        Block(page.name, number, match["language"], match["text"], match["mark"] or "")
+        for number, match in enumerate(_FENCE.finditer(page.read_text()))
     ]
 
 

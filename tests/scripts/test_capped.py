@@ -147,9 +147,9 @@ class TestVersion2:
     ) -> None:
         groups = self.groups(tmp_path, handed_down="cpu memory pids\n")
         monkeypatch.setattr(capped, "own_groups", lambda controller: groups)
-        made = capped.make_group(1 << 30)
-        assert made == ControlGroup(tmp_path / f"slice/capped-{os.getpid()}", 2)
-        assert made.memory_limit() == 1 << 30
+        group = capped.make_group(1 << 30)
+        assert group == ControlGroup(tmp_path / f"slice/capped-{os.getpid()}", 2)
+        assert group.memory_limit() == 1 << 30
 
     def test_says_what_else_works_where_none_does(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         groups = self.groups(tmp_path, handed_down="cpu\n")

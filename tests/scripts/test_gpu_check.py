@@ -135,9 +135,9 @@ def test_gaps_of_the_compute_stream(monkeypatch: pytest.MonkeyPatch) -> None:
         {"ph": "X", "cat": "cpu_op", "ts": 0, "dur": 600, "name": "aten::mm", "args": {}},
         {"ph": "M", "name": "process_name", "args": {}},
     ]
-    kept = slim(events)
-    assert [e["name"] for e in events if e not in kept] == ["aten::mm"]
-    found = analyse(kept, largest=1)
+    slimmed = slim(events)
+    assert [e["name"] for e in events if e not in slimmed] == ["aten::mm"]
+    found = analyse(slimmed, largest=1)
     assert (found["stream"], found["kernels"], found["gaps"]) == (7, 3, 2)
     assert (found["span_us"], found["busy_us"], found["idle_us"]) == (500, 195, 305)
     assert found["idle_in_launches_us"] == 5
@@ -148,4 +148,4 @@ def test_gaps_of_the_compute_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     ]  # fmt: skip
     assert found["longest_kernels"][0] == {"name": "third", "calls": 1, "us": 100}
     with pytest.raises(ValueError, match="no kernels"):
-        analyse(event for event in kept if event.get("cat") != "kernel")
+        analyse(event for event in slimmed if event.get("cat") != "kernel")

@@ -144,12 +144,12 @@ def test_terminated_it_cleans_up_and_killed_the_next_one_does() -> None:
 
 def _running_in(cluster: int) -> list[int]:
     """Processes on the nodes of the netcluster with this process id, once all nodes have one."""
-    found = []
+    pids = []
     for node in range(2):
         command = ["ip", "netns", "pids", f"netcluster-{cluster}-{node}"]
         listed = subprocess.run(command, capture_output=True, text=True, check=False).stdout.split()
-        found += [int(pid) for pid in listed if "sleep" in _command(int(pid))]
-    return found if len(found) == 2 else []
+        pids += [int(pid) for pid in listed if "sleep" in _command(int(pid))]
+    return pids if len(pids) == 2 else []
 
 
 def _command(pid: int) -> str:

@@ -258,8 +258,8 @@ class OwnTime:
         """Return how long each process has waited for a core so far, in seconds."""
         found = {}
         with contextlib.suppress(psutil.Error, OSError, ValueError):
-            for one in (self._process, *self._process.children(recursive=True)):
-                found[one.pid] = float(Path(f"/proc/{one.pid}/schedstat").read_text().split()[1]) / 1e9
+            for process in (self._process, *self._process.children(recursive=True)):
+                found[process.pid] = float(Path(f"/proc/{process.pid}/schedstat").read_text().split()[1]) / 1e9
         return found
 
 
@@ -308,13 +308,13 @@ def _run_here(words: str, directory: str, output: str) -> None:
 
 def faults(step: Step, ended: Ended, directory: Path) -> list[str]:
     """Return everything that is not as it should be."""
-    found = [] if ended.status == step.status else [f"status {ended.status} instead of {step.status}"]
-    found += [f"does not say {text!r}" for text in step.says if text not in ended.output]
-    found += [f"says {text!r}" for text in step.never if text in ended.output]
+    problems = [] if ended.status == step.status else [f"status {ended.status} instead of {step.status}"]
+    problems += [f"does not say {text!r}" for text in step.says if text not in ended.output]
+    problems += [f"says {text!r}" for text in step.never if text in ended.output]
     if ended.longest_silence > LONGEST_SILENCE_S and not step.words.startswith("python "):
-        found.append(f"says nothing for {ended.longest_silence:.1f} s")
-    found += [f"leaves no {name}" for name in step.leaves if not (directory / name).exists()]
-    return found + [f"leaves {name}" for name in step.lacks if (directory / name).exists()]
+        problems.append(f"says nothing for {ended.longest_silence:.1f} s")
+    problems += [f"leaves no {name}" for name in step.leaves if not (directory / name).exists()]
+    return problems + [f"leaves {name}" for name in step.lacks if (directory / name).exists()]
 
 
 @pytest.fixture(scope="module")

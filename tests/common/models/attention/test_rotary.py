@@ -41,7 +41,7 @@ def test_logits_of_documents_alone(rope: str) -> None:
 
     rotate_by_document(model)
     separator = DocumentSeparator(model, Isolation(attention_by_document=True))
-    for _ in range(2):  # whatever came before
+    for _ in range(2):  # for any earlier state
         with padding_known({}), separator.apart(Documents.of(positions)):
             packed = model(input_ids=ids, position_ids=positions).logits[0].split(LENGTHS)
         with padding_known({"padding": padding}):
