@@ -198,6 +198,8 @@ class ObjectiveSettings:
     pairs, answers, or texts. dpo and kto compare with the model as the run found it, with its --adapter."""
     beta: float = option(0.1, "X", ABOVE_ZERO, fixed=True)
     """Strength of the preference (dpo, kto)."""
+    dropout: bool = option(False, fixed=True)
+    """Keep the dropout of the model and of adapters in dpo, kto, and reward. By default it is off there, as in TRL."""
 
 
 @dataclass(frozen=True, kw_only=True)

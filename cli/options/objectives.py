@@ -42,6 +42,11 @@ class ObjectiveTraits:
     classifies: bool = False
     """Whether its model is a sequence classifier."""
 
+    @property
+    def compares(self) -> bool:
+        """Whether its loss compares answers, where dropout is noise and TRL turns it off."""
+        return self.items in (Items.PAIRS, Items.ANSWERS)
+
 
 _PAIRS = "learns from pairs of answers", "prompt, chosen and rejected"
 

@@ -157,6 +157,8 @@ class Settings(
                 *some, last = readers(name)
                 others = f"{', '.join(some)} or {last}" if some else last
                 raise UserError(f"{spelled(name)} is not known to --objective {objective}: it is for {others}.")
+        if self.dropout and not traits.compares:
+            raise UserError(f"--dropout is for dpo, kto, or reward: --objective {objective} always has it.")
         if not traits.outputs:
             return
         if not (self.plan or self.profile or self.data):

@@ -51,6 +51,8 @@ class EngineTrainer(Trainer):
         self._job, self._writes_trace = job, is_rank0 and job.settings.trace is not None
         objective = objective_of(job.settings)
         self._objective = None if objective is None else ObjectiveLoop(objective, engine, self._ranks)
+        if job.settings.traits.compares and not job.settings.dropout:
+            engine.disable_dropout()
         self._watched: dict[str, float] = {}
         if job.settings.trace is not None:
             engine.keep_trace()

@@ -179,6 +179,12 @@ class Engine(EngineFigures):
         self._steps.note_loss(float(loss.detach()))
         loss.backward()
 
+    def disable_dropout(self) -> None:
+        """Set the probability of every dropout module to 0, as ``disable_dropout`` of TRL's trainers does."""
+        for module in self._run.model.stack.model.modules():
+            if isinstance(module, torch.nn.Dropout):
+                module.p = 0.0
+
     @contextmanager
     def disable_adapters(self) -> Iterator[None]:
         """Let forward passes compute without the adapters while the context is open: with the weights as they were.

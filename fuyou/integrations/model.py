@@ -10,6 +10,7 @@ import copy
 import functools
 import hashlib
 import inspect
+import sys
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, Trainer
 from transformers.modeling_outputs import CausalLMOutput, SequenceClassifierOutput
 from transformers.utils import ModelOutput
 
@@ -65,11 +66,30 @@ class _Streamed:
         self.norm = nn.Parameter(torch.ones(()))
         self.untouched = nn.Parameter(torch.zeros(()))
         self.learning_rate: Callable[[], float] = lambda: engine.lr
+        self.optimizer: Any = None  # EngineOptimizer, once there is one
+        self._checked: Any = None  # Trainer whose arguments were compared with the engine
         self.has_reference = False
         self.temperature = 1.0
         self.fused: tuple[str, ...] = _FUSED
         self._kept: deque[tuple[torch.Tensor, TokenOutput]] = deque(maxlen=_KEPT)
         engine._steps.norm_parameter = self.norm
+
+    def check_trainer(self) -> None:
+        """Compare the arguments of the trainer that calls with the engine, before its first step."""
+        frame: Any = sys._getframe(1)
+        while frame is not None:  # a trainer hands its arguments to nothing that is ours
+            caller = frame.f_locals.get("self")
+            if isinstance(caller, Trainer) and caller is not self._checked:
+                if caller.compute_metrics is not None and self.engine._run.model.task_type.generates:
+                    raise UserError(
+                        "compute_metrics needs the logits of whole batches, which never exist here: leave it out, or "
+                        "compute metrics from engine.tokens."
+                    )
+                if self.optimizer is not None and torch.is_grad_enabled():
+                    self.optimizer.check_arguments(caller)
+                    self._checked = caller
+                return
+            frame = frame.f_back
 
     def tokens(self, batch: dict[str, Any], outputs: tuple[str, ...]) -> TokenOutput:
         """Run the model, and with it the reference if there is one, for the call that will ask for it."""
@@ -136,6 +156,7 @@ class _Facade(PreTrainedModel):
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         """Answer a call as the family's own forward does, or as TRL's fused head does."""
         streamed = self._streamed
+        streamed.check_trainer()
         bound = inspect.signature(self.forward).bind_partial(*args, **kwargs).arguments
         batch = {**bound.pop("kwargs", {}), **{name: value for name, value in bound.items() if value is not None}}
         fused, items = batch.pop("fused_lm_head", False), batch.pop("num_items_in_batch", None)
@@ -146,7 +167,12 @@ class _Facade(PreTrainedModel):
         task = streamed.engine._run.model.task_type
         labels = batch.get("labels")
         if task is TaskType.SEQUENCE_CLASSIFICATION:
-            return SequenceClassifierOutput(logits=self._given({**batch}, ("logits",)).logits.squeeze(1))
+            batch.pop("labels", None)
+            logits = self._given(batch, ("logits",)).logits.squeeze(1)
+            loss = None
+            if labels is not None:
+                loss = self.loss_function(labels=labels, logits=logits, pooled_logits=logits, config=self.config)
+            return SequenceClassifierOutput(loss=loss, logits=logits)
         if labels is None:
             raise UserError(
                 "Logits of a whole batch never exist here, and this call has no labels: a loss is made of "

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,10 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch.nn import functional
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 from tests.cli.conftest import Finetune
+from tests.helpers.command.histories import history
 
 PLACE = ("--gpu", "cpu", "--host-memory", "600MiB", "--dtype", "fp32", "--schedule", "constant", "--lr", "1e-2")
 LORA = ("--lora-rank", "4")
@@ -179,3 +181,30 @@ def test_what_is_not_there_is_refused(
 def test_data_without_pairs_is_refused(checkpoint: Path, data: Path, finetune: Finetune) -> None:
     done = finetune("--model", checkpoint, "--objective", "dpo", "--data", data)
     assert done.status == 2 and "a pair has chosen and rejected, and a prompt" in done.err
+
+
+@pytest.mark.parametrize("words", [(), ("--lora-rank", "4", "--lora-dropout", "0.5")])
+def test_dropout_is_off_unless_it_is_wanted(
+    words: tuple[str, ...], checkpoint: Path, finetune: Finetune, tmp_path: Path
+) -> None:
+    """In the first step policy and reference are equal, so the loss is log 2; with dropout it is noise."""
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=384, n_embd=32, n_layer=2, n_head=4, n_positions=64, attn_pdrop=0.5, resid_pdrop=0.5)
+    model = shutil.copytree(
+        checkpoint, tmp_path / "gpt2", ignore=shutil.ignore_patterns("*.safetensors", "config.json")
+    )
+    GPT2LMHeadModel(config).save_pretrained(model)
+    data = tmp_path / "pairs.jsonl"
+    pairs = [{"prompt": f"{i} and", "chosen": f" surely {2 * i}.", "rejected": f" maybe {i}?"} for i in range(8)]
+    data.write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    command = ("--model", model, "--data", data, "--objective", "dpo", "--seq-len", "32", "--batch-size", "8", *words)
+    command += ("--steps", "1", "--lr", "1e-9", "--dtype", "fp32", "--gpu", "cpu", "--no-save")
+    losses = {}
+    for option in ("--no-dropout", "--dropout"):
+        done = finetune(*command, option, "--output", tmp_path / option[2:])
+        assert done.status == 0, done.err
+        losses[option] = history(tmp_path / option[2:])[0]["loss"]
+    assert losses["--no-dropout"] == pytest.approx(math.log(2), abs=1e-5)
+    assert abs(losses["--dropout"] - math.log(2)) > 1e-5
+    refused = finetune("--model", model, "--data", data, "--dropout")
+    assert refused.status == 2 and "--dropout is for dpo, kto, or reward" in refused.err

@@ -13,6 +13,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     LlamaConfig,
+    LlamaForSequenceClassification,
     PreTrainedModel,
     Trainer,
     TrainerCallback,
@@ -137,7 +138,7 @@ def test_a_trainer_goes_on_from_its_checkpoint(checkpoints: Path, tmp_path: Path
     def train(
         ssd: Path, folder: Path, steps: int, again: bool, resume: bool
     ) -> tuple[list[Any], dict[str, torch.Tensor]]:
-        options = {"host_memory": "600MiB", "dtype": "fp32", "lr": LR, "resume": resume}
+        options = {"host_memory": "600MiB", "dtype": "fp32", "lr": LR, "weight_decay": 0.0, "resume": resume}
         ssd.mkdir(exist_ok=True)
         with fuyou.Engine(checkpoints / "lm", ssd=[ssd], **options) as trained:
             model = as_model(trained)
@@ -179,6 +180,69 @@ def test_what_a_trainer_cannot_do_is_said(checkpoints: Path, tmp_path: Path) -> 
                 trained.step()
         with torch.no_grad(), pytest.raises(UserError, match='with router_loss="on"'):
             model(input_ids=ids, labels=ids, output_router_logits=True, fused_lm_head=True)
+
+
+@pytest.mark.parametrize(("options", "message"), [
+    ({"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps",
+      "save_steps": 2}, "load_best_model_at_end: the engine cannot go back"),
+    ({"weight_decay": 0.1}, r"differ: weight_decay=0.1 \(0\)"),
+    ({"adam_beta1": 0.8, "adam_epsilon": 1e-6}, r"differ: adam_beta1=0.8 \(0.9\), adam_epsilon=1e-06 \(1e-08\)"),
+    ({"adam_beta2": 0.95}, "differ: adam_beta2"),
+    ({"learning_rate": 3e-3}, r"differ: learning_rate=0.003 \(0.001\)"),
+    ({"optim": "adafactor"}, "optim='adafactor': the engine was opened with optimizer='adamw'"),
+])  # fmt: skip
+def test_arguments_that_the_engine_would_ignore_are_refused_before_the_first_step(
+    options: dict[str, Any], message: str, checkpoints: Path, tmp_path: Path
+) -> None:
+    with engine(checkpoints / "lm", tmp_path / "ssd") as trained:
+        model, args = as_model(trained), arguments(TrainingArguments, tmp_path / "out", **options)
+        trainer = Trainer(
+            model, args, train_dataset=Texts(), eval_dataset=Texts(), optimizers=(EngineOptimizer(model), None)
+        )
+        with pytest.raises(UserError, match=message):
+            trainer.train()
+        assert trained.step_count == 0 and not trained.in_step
+
+
+def test_a_checkpoint_of_weights_alone_that_is_of_another_step(checkpoints: Path, tmp_path: Path) -> None:
+    with engine(checkpoints / "lm", tmp_path / "ssd") as trained:
+        model = as_model(trained)
+        args = arguments(TrainingArguments, tmp_path / "out", save_strategy="steps", save_steps=2, save_only_model=True)
+
+        def trainer() -> Trainer:
+            return Trainer(model, args, train_dataset=Texts(), optimizers=(EngineOptimizer(model), None))
+
+        trainer().train()
+        with pytest.raises(UserError, match="is of step 2, and the engine's store is at step 4"):
+            trainer().train(resume_from_checkpoint=str(tmp_path / "out/checkpoint-2"))
+        assert trained.step_count == STEPS
+
+
+def test_metrics_of_logits_are_refused_in_a_sentence(checkpoints: Path, tmp_path: Path) -> None:
+    with engine(checkpoints / "lm", tmp_path / "ssd") as trained:
+        model, args = as_model(trained), arguments(TrainingArguments, tmp_path / "out")
+        trainer = Trainer(model, args, eval_dataset=Texts(), compute_metrics=lambda prediction: {})  # type: ignore[arg-type]
+        with pytest.raises(UserError, match="compute_metrics needs the logits"):
+            trainer.evaluate()
+
+
+@pytest.mark.parametrize("labels", [1, 3])
+def test_a_classifier_has_the_loss_of_its_family(labels: int, tmp_path: Path) -> None:
+    config = LlamaConfig(**{**SIZES, "pad_token_id": 0}, num_labels=labels)
+    torch.manual_seed(0)
+    model = LlamaForSequenceClassification(config)
+    model.save_pretrained(tmp_path / "classifier")
+    ids = torch.randint(3, 384, (4, 12), generator=torch.Generator().manual_seed(0))
+    wanted = torch.tensor([0.5, -1.0, 2.0, 0.0]) if labels == 1 else torch.tensor([0, 2, 1, 1])
+    expected = model(input_ids=ids, labels=wanted)
+    expected.loss.backward()
+    with engine(tmp_path / "classifier", tmp_path / "ssd") as trained:
+        found = as_model(trained)(input_ids=ids, labels=wanted)
+        torch.testing.assert_close(found.loss, expected.loss, rtol=1e-5, atol=1e-6)
+        found.loss.backward()
+        norm = torch.stack([value.grad.norm() for value in model.parameters() if value.grad is not None]).norm()
+        assert trained.gradient_norm() == pytest.approx(float(norm), rel=1e-5)
+        trained.step()
 
 
 def test_a_plain_loop_with_accelerate(checkpoints: Path, tmp_path: Path) -> None:
