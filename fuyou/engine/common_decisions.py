@@ -42,10 +42,10 @@ def common_limits(config: EngineConfig, device: Device, agreement: Agreement) ->
     The ranks must plan alike, for their collectives to match.
     """
     memory = config.memory
-    host, own = memory_limits(device, memory.host_memory, memory.device_memory, agreement.share.ranks_per_node)
+    host, on_device = memory_limits(device, memory.host_memory, memory.device_memory, agreement.share.ranks_per_node)
     if config.store.direct_reads:
         host -= BOUNCE_BYTES * IO_THREADS * len(config.store.folders)
-    hosts, devices = zip(*agreement.all_gather_object((host, own)), strict=True)
+    hosts, devices = zip(*agreement.all_gather_object((host, on_device)), strict=True)
     return min(hosts), min(devices)
 
 
