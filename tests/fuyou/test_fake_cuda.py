@@ -6,12 +6,14 @@ from typing import Any
 import pytest
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException
+from torch.overrides import TorchFunctionMode
 
 from common.data.documents import Documents
 from common.models.meta_model import build_meta_model
 from fuyou.model.loss.cross_entropy import cross_entropy
 from fuyou.model.streamed_model import HOST_POSITIONS, StreamedModel
 from fuyou.pieces import grouped_experts
+from tests.helpers.cuda_branch import cuda_branch
 from tests.helpers.fake_cuda import CUDA, fake_cuda
 from tests.helpers.models.families import FAMILIES, MIXED, family_config
 
@@ -64,6 +66,55 @@ def test_a_step_of_a_dense_model_waits_for_nothing(family: str, monkeypatch: pyt
         loss, _ = cross_entropy(logits, ids, on_cuda(torch.ones(())), False)
     assert calls.documents is documents is not None
     assert {hidden.device, logits.device, loss.device} == {CUDA}
+
+
+class AttentionCalls(TorchFunctionMode):
+    """Notes the arguments of each call of PyTorch's attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.nn.functional.scaled_dot_product_attention:
+            self.calls.append((args, kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def takes_math(
+    query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, is_causal: bool = False, **_: Any
+) -> bool:
+    """PyTorch 2.11's rules for 16 bits on sm_86, 89, 90, and 120, where cuDNN's kernel is not taken."""
+    width = query.shape[-1]
+    equal = width == key.shape[-1] == value.shape[-1]
+    flash = attn_mask is None and equal and (width <= 192 or (224 < width <= 256 and not dropout_p))
+    efficient = query.shape[1] == key.shape[1] and width % 8 == value.shape[-1] % 8 == 0
+    return not (flash or efficient)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_attention_ends_in_the_math_kernel(family: str, packed: bool) -> None:
+    """In rows of several documents PyTorch does not choose: one operator does all of them."""
+    stack = StreamedModel(build_meta_model(family_config(family), dtype=BF16), torch.device("cpu"))
+    batch = {"input_ids": torch.zeros(ROWS, TOKENS, dtype=torch.long)}
+    if packed:
+        batch["position_ids"] = torch.arange(TOKENS).remainder(20).expand(ROWS, -1).contiguous()
+    weights = {
+        name: torch.zeros(value.shape, dtype=BF16)
+        for name, value in stack.model.named_parameters(remove_duplicate=False)
+    }
+    assert stack._separator
+    with cuda_branch(), AttentionCalls() as attention, torch.no_grad():
+        outer = {name: value for name, value in weights.items() if not name.startswith(stack.block_prefix)}
+        with stack.bound(outer, before=True):
+            hidden, calls = stack.embed(batch)
+        with stack.bound({name: value for name, value in weights.items() if name not in outer}):
+            for index in range(len(stack.blocks)):
+                hidden = stack.block(index, hidden, calls)
+    assert packed or attention.calls
+    assert not packed or all(args[4] > 0 for args, _ in attention.calls)  # with dropout, one call per document
+    assert not any(takes_math(*args, **kwargs) for args, kwargs in attention.calls)
 
 
 def test_experts_in_pieces_wait_for_their_counts_alone(monkeypatch: pytest.MonkeyPatch) -> None:
