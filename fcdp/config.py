@@ -20,14 +20,11 @@ class TrainerConfig:
     micro_batch: int | None = None  # sequences that a rank computes at once; None: its whole part of the batch
     seed: int = 0  # seed of random weights and dropout
     host_cache_bytes: int | None = None  # host memory per rank for cached shards; see :func:`fcdp.fully_shard`
-    device_cache_threshold: float = 0.9
-    """Part of device memory up to which cached shards may stay there; see :func:`fcdp.fully_shard`."""
-    on_nonfinite: str = "stop"
-    """What to do about a loss that is not finite: ``stop`` or ``skip``; see :mod:`fuyou.optimizer.nonfinite`."""
+    device_cache_threshold: float = 0.9  # part of device memory for cached shards; see :func:`fcdp.fully_shard`
+    on_nonfinite: str = "stop"  # ``stop`` or ``skip`` a step whose loss is not finite
     towers: TowerFreezing = DEFAULT_FREEZING  # parts of a vision-language model that are not trained
+    # ``auto`` (as the configuration has it), ``on``, or ``off``: the loss of a mixture of experts' router
     router_loss: str = "auto"
-    """Whether a mixture of experts' router loss is a part of the loss: ``auto`` (as the configuration has it), ``on``
-    or ``off``. It is computed from a micro-batch of all ranks together, and averaged over micro-batches."""
 
     def __post_init__(self) -> None:
         AdamConfig(betas=self.betas, eps=self.eps, weight_decay=self.weight_decay)  # which checks them

@@ -1,9 +1,6 @@
-"""What is read of FSDP2 beyond its public methods, all of it here.
+"""All that is read of FSDP2 beyond its public methods.
 
-FSDP2's public methods set a group's collectives, but do not tell which parameters a group has, over which ranks it is
-sharded, or by what its gradients are divided. The names below are the same from PyTorch 2.11 to 2.13; until 2.12.0 a
-module had one group at most.
-"""
+The names below are the same from PyTorch 2.11 to 2.13; until 2.12.0 a module had one group at most."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -18,8 +15,7 @@ from fcdp.grouping import ParameterGroup
 
 
 def param_groups(module: nn.Module) -> list[Any]:
-    """Return FSDP2's parameter groups of ``module`` itself: none, one, or one for each mesh of a
-    ``shard_placement_fn``."""
+    """Return FSDP2's parameter groups of ``module`` itself: one per mesh of a ``shard_placement_fn``."""
     if not isinstance(module, FSDPModule):
         return []
     state: Any = module._get_fsdp_state()
@@ -40,8 +36,8 @@ def managed_parameters(modules: Iterable[nn.Module]) -> set[int]:
 
 
 def find_groups(model: nn.Module) -> list[ParameterGroup]:
-    """Return the groups that FSDP2 has made in ``model``, each once, in the order of its modules; without those of
-    modules with several, whose collectives FSDP2 does not let anyone replace."""
+    """Return the groups of ``model`` in the order of its modules, except of modules with several, whose collectives
+    cannot be replaced."""
     found: dict[int, ParameterGroup] = {}
     for name, module in model.named_modules():
         groups = param_groups(module)
@@ -57,11 +53,7 @@ def read(fsdp: Any, name: str) -> ParameterGroup:
 
 
 def measure(group: ParameterGroup, fsdp: Any = None) -> ParameterGroup:
-    """Note the sizes of one rank's part of ``group``, which FSDP2 has just sharded.
-
-    Args:
-        fsdp: FSDP2's group; None: that of the group's holder.
-    """
+    """Note the sizes of one rank's part of ``group``, which FSDP2 (in ``fsdp``) has just sharded."""
     fsdp = fsdp or param_groups(group.modules[0])[0]
     policy, dtypes = fsdp.mp_policy, set()
     group.cell_numel = group.cell_bytes = group.reduced_cell_bytes = 0

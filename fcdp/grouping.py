@@ -1,12 +1,8 @@
 """Which parameters are gathered together: the units of a model, and in each the frozen apart from the trainable.
 
-FSDP2 gathers and reduces group by group, a group being what one ``fully_shard`` call finds unclaimed. One trainable
-parameter makes its whole group dirty after each step, so frozen and trainable ones never share a group if they do not
-share a module. Adapters are many and small: those of a block form one group, or those of the whole model.
-
-Groups follow modules, because FSDP2's hooks do. A module that owns frozen *and* trainable parameters itself (a frozen
-weight with a trainable bias) is trainable as a whole: correct, but its frozen part travels every step.
-"""
+FSDP2 gathers and reduces what one ``fully_shard`` call finds unclaimed. One trainable parameter makes its whole group
+dirty after each step, so frozen and trainable ones never share a group unless one module owns both. Adapters are many
+and small: those of a block form one group, or those of the whole model."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -16,9 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-AdapterGroups = Literal["block", "model"]
-"""Which adapters form a group. ``block``: those of a block, which are gathered and reduced while other blocks compute.
-``model``: those of all blocks, with fewest messages, but at the start and the end of the step."""
+AdapterGroups = Literal["block", "model"]  # of a block, gathered while others compute, or of the model: fewest messages
 
 
 @dataclass(eq=False)
@@ -30,18 +24,15 @@ class ParameterGroup:
     places: list[tuple[nn.Module, str]]  # owning module and attribute of each parameter; tied ones once
     unit: int  # index of the first unit of the model's forward pass that uses the group
     dirty: bool = True  # whether the cache is older than the parameters. Always equal on all ranks.
+    # of this rank's part when the cache was filled (CUDA)
     fingerprint: torch.Tensor | None = field(default=None, repr=False)
-    """Fingerprint of this rank's part when the cache was filled (CUDA)."""
-    kept_after_forward: bool = False
-    """Whether FSDP2 keeps the parameters from forward to backward, so that each micro-batch gathers them once."""
+    kept_after_forward: bool = False  # whether the backward pass gathers it no second time
     cell_numel: int = 0  # elements of one rank's part, padded as FSDP2 does
     cell_bytes: int = 0  # bytes of one rank's part in compute precision
-    mixes_dtypes: bool = False
-    """Whether its parameters are gathered in more than one dtype, and therefore as plain bytes."""
+    mixes_dtypes: bool = False  # gathered in several dtypes, as plain bytes
     reduced_cell_bytes: int = 0  # bytes of one rank's part of the gradients in reduce precision
     had_trainable: bool = False  # whether any parameter required a gradient when FSDP2 last looked
-    versions: list[tuple[int, int]] | None = None
-    """Versions of the rank's parameters when last looked at; see :func:`fcdp.fsdp2.versions`."""
+    versions: list[tuple[int, int]] | None = None  # when last looked at; see :func:`fcdp.fsdp2.versions`
 
     def notice(self, versions: list[tuple[int, int]]) -> None:
         """Mark the group as dirty if its parameters have other versions than when this was last called."""
@@ -80,11 +71,9 @@ class Unit:
 
 
 def find_units(model: nn.Module, blocks: list[nn.Module] | None = None) -> list[Unit]:
-    """Return the units in the order of the forward pass; the last is the model itself, for what no other unit holds.
+    """Return the units in the order of the forward pass; the last is the model, for what no other unit holds.
 
-    Args:
-        blocks: modules that are units; None: the elements of every outermost ``nn.ModuleList``.
-    """
+    ``blocks`` are the modules that are units; None: the elements of every outermost ``nn.ModuleList``."""
     names = {id(module): name for name, module in model.named_modules()}
     if blocks is None:
         blocks = list(_outermost_list_elements(model))
@@ -124,12 +113,8 @@ def split_units(units: list[Unit], adapters: AdapterGroups) -> list[ParameterGro
 def split_modules(
     name: str, modules: list[nn.Module], claimed: set[int], unit: int, model: nn.Module
 ) -> list[ParameterGroup]:
-    """Return the groups of what ``modules`` hold and no group has yet: one, or up to three where it is mixed.
-
-    Args:
-        claimed: ids of parameters that some group has; those of the new groups are added.
-        model: where modules tied to these are looked for.
-    """
+    """Return the groups of what ``modules`` hold and is not in ``claimed``, which grows: one, or up to three if
+    mixed."""
     groups = []
     owners = [owner for module in modules for owner in _trainable_owners(module) if _has_trainable(owner, claimed)]
     left = (parameter for module in modules for parameter in module.parameters() if id(parameter) not in claimed)
@@ -175,10 +160,7 @@ def _mixed_groups(
 
 
 def _trainable_owners(module: nn.Module) -> list[nn.Module]:
-    """Return modules at or below ``module`` with their own trainable parameters, as far as hooks on them can fire.
-
-    A ``ParameterList`` or ``ParameterDict`` is never called, so the module that holds it stands for it.
-    """
+    """Return modules at or below ``module`` that own trainable parameters, and are called, so that hooks fire."""
     owners: dict[int, nn.Module] = {}
     parents = {id(child): parent for parent in module.modules() for child in parent.children()}
     for candidate in module.modules():

@@ -1,14 +1,13 @@
-"""Loops of other people: FSDP2's ``fully_shard`` replaced by ours wherever it is looked up.
+"""Training loops of others: FSDP2's ``fully_shard`` replaced by ours wherever it is looked up.
 
-accelerate, transformers' ``Trainer``, TRL's trainers and torchtitan shard a model themselves, with the function that
-they import from PyTorch. One line before that is enough for them to train by a strategy::
+accelerate, transformers' ``Trainer``, TRL's trainers and torchtitan shard a model with the function that they import
+from PyTorch. One line before that makes them train by a strategy::
 
     fcdp.replace_fsdp2()
     trainer = SFTTrainer(...)
     trainer.train()
 
-or, for a part of a program only, ``with fcdp.replace_fsdp2(): model = accelerator.prepare(model)``.
-"""
+or, for a part of a program, ``with fcdp.replace_fsdp2(): model = accelerator.prepare(model)``."""
 
 import functools
 import importlib
@@ -21,8 +20,8 @@ from torch.distributed.fsdp import fully_shard as fsdp2_fully_shard
 from fcdp.shard import check_strategy, fully_shard
 from fcdp.strategy.strategy import Strategy
 
+# Others import the function from these. The rest of PyTorch keeps its function.
 _WAYS_IN = ("torch.distributed.fsdp", "torch.distributed._composable.fsdp")
-"""Modules of PyTorch from which others import the function. The rest of PyTorch keeps its own."""
 
 
 class Replacement:
@@ -49,17 +48,10 @@ class Replacement:
 
 
 def replace_fsdp2(strategy: Strategy | str = "fcdp") -> Replacement:
-    """Have everybody who shards with FSDP2 from now on get :func:`fcdp.fully_shard` instead.
+    """Have everyone who shards with FSDP2 from now on get :func:`fcdp.fully_shard` instead.
 
-    It replaces FSDP2's in PyTorch and in all modules that have imported it before. Models that are
-    sharded so are FSDP2 models, and communicate by ``strategy`` from their first forward pass on.
-
-    Args:
-        strategy: as for :func:`fcdp.install`: one that shards optimizer states over all ranks that FSDP2 shards over.
-
-    Raises:
-        UserError: there is no such strategy.
-    """
+    It is replaced in PyTorch and in all modules that have imported it. Models are FSDP2 models, and communicate by
+    ``strategy``, one that :func:`fcdp.install` takes, from their first forward pass on."""
     check_strategy(strategy)
     ours: Any = functools.partial(fully_shard, strategy=strategy)
     functools.update_wrapper(ours, fully_shard)

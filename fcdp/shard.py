@@ -1,12 +1,12 @@
-"""The ways in: ``fully_shard`` with FSDP2's signature, ``fully_shard`` for a whole model, and ``install``.
+"""Entry points: ``fully_shard`` with FSDP2's signature, ``fully_shard`` for a whole model, and ``install``.
 
-Module by module, as FSDP2's own, with collectives installed at the first forward pass::
+Module by module, as FSDP2's, with collectives installed at the first forward pass::
 
     for block in model.layers:
         fcdp.fully_shard(block, mesh=mesh, mp_policy=policy)
     fcdp.fully_shard(model, mesh=mesh, mp_policy=policy)
 
-Or at once, with a strategy other than FCDP, or one line more under gradient accumulation::
+Or at once, with a strategy, and one more line under gradient accumulation::
 
     topology = fcdp.Topology.from_environment()
     model = fcdp.fully_shard(model, topology, "fcdp", mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
@@ -18,14 +18,9 @@ Or at once, with a strategy other than FCDP, or one line more under gradient acc
         optimizer.step()
         optimizer.zero_grad()
 
-Every strategy is made of four features of FSDP2:
-
-* FSDP2 shards over OS's ranks: its mesh.
-* A custom all-gather per group spreads, gathers and caches parameters (``comms/all_gather.py``).
-* A custom reduce-scatter per group reduces gradients, first inside G's scope, at last beyond it, and over replicas
-  (``comms/reduce_scatter.py``); where OS is not sharded, an all-reduce hook.
-* Where P is not sharded, FSDP2 does not reshard until the optimizer has stepped; frozen parameters it never reshards.
-"""
+FSDP2 shards over OS's ranks. A custom all-gather per group spreads, gathers and caches parameters; a custom
+reduce-scatter reduces gradients, where OS is not sharded an all-reduce hook. Where P is not sharded, FSDP2 reshards
+only after the optimizer's step, and frozen parameters never."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -50,8 +45,7 @@ from fcdp.strategy.strategy import Strategy
 from fcdp.strategy.topology import Topology
 
 Model = TypeVar("Model", bound="nn.Module | list[nn.Module]")
-_PENDING = "_fcdp_pending"
-"""Attribute of a module that :func:`fully_shard` has sharded and that has not run yet: its :class:`_Pending`."""
+_PENDING = "_fcdp_pending"  # attribute of a sharded module that has not run yet
 
 
 @dataclass(frozen=True)
@@ -86,28 +80,21 @@ def fully_shard(
 ) -> Model:
     """Shard ``module`` in place with FSDP2, and have it communicate by a strategy. Collective, as FSDP2's.
 
-    *Without a topology* it is FSDP2's own ``fully_shard`` with its arguments: to be called on one module after the
-    other, inner ones first, the root last, on a mesh of one or two dimensions that may be a part of a larger one.
-    Frozen and trainable parameters of a module become their own groups, so that adapters do not take the frozen
-    weights along. At the root's first forward pass :func:`install` is called on it, with the strategy that the root was
-    sharded with; for its other arguments, call it before.
+    *Without a topology* it is FSDP2's ``fully_shard`` with its arguments, on a mesh of one or two dimensions: inner
+    modules first, the root last. Frozen and trainable parameters of a module become separate groups. At the root's
+    first forward pass :func:`install` is called on it with its strategy; for other arguments, call it before.
 
-    *With a topology* it takes a whole model: units are found (embedding, blocks, head) and sharded one by one, over
-    the ranks that the strategy says.
-
-    Either way the result is an FSDP2 model: DTensor parameters, any optimizer of PyTorch, distributed checkpoints,
-    activation checkpointing, ``torch.compile`` per block. :func:`sharding` returns what FSDP2 does not have.
+    *With a topology* it takes a whole model: embedding, blocks and head are sharded one by one, over the ranks of the
+    strategy. The result is an FSDP2 model either way: :func:`sharding` returns what FSDP2 does not have.
 
     Args:
         module: module to shard; without a topology also a list of modules that form one group, as for FSDP2.
         topology: the ranks, and which of them share a node.
-        strategy: a strategy, or what :func:`fcdp.strategy.names.parse_strategy` understands: a preset's name, or
-            P/G/OS. Without a topology: one that :func:`install` takes.
-        options: without a topology FSDP2's arguments, ``mesh``, ``reshard_after_forward``, ``mp_policy`` and so on;
-            with one those of :func:`shard_whole_model` and of :func:`install`.
+        strategy: a strategy, or what :func:`fcdp.strategy.names.parse_strategy` reads; see :func:`install`.
+        options: without a topology FSDP2's arguments; with one those of :func:`shard_whole_model` and :func:`install`.
 
     Raises:
-        UserError: no such strategy, one that breaks a rule on this topology, or a threshold that is no part of a whole.
+        UserError: no such strategy, one that breaks a rule on this topology, or a threshold outside 0 to 1.
     """
     if topology is None:
         check_strategy(strategy)
@@ -138,19 +125,17 @@ def install(
 ) -> Sharding:
     """Have a model that FSDP2's (or our) ``fully_shard`` has sharded communicate by a strategy. Collective.
 
-    Groups that FSDP2 has sharded over other ranks than most (experts, say) keep FSDP2's own collectives.
+    Groups that FSDP2 has sharded over other ranks than most (experts, say) keep FSDP2's collectives.
 
     Args:
         model: the FSDP2 root.
         mesh: the mesh that it was sharded with. None: that of most of its parameters.
         strategy: as for :func:`fully_shard`, with optimizer states sharded over all ranks that FSDP2 shards over.
-        topology: which of these ranks share a node; None: :meth:`Topology.from_mesh` finds it out.
-        device_cache_threshold: part of device memory up to which cached shards may stay on the device, 0 to 1. 0: none
-            ever does, and the device holds what it holds under ZeRO-3 (strategies with an ``adaptive`` cache).
-        host_cache_bytes: host memory of this rank for cached shards; None: as much as they need. What does not fit is
-            gathered from all over OS's scope at every use, trainable groups first. The smallest of all ranks' numbers
-            counts (strategies with a ``host`` or ``adaptive`` cache).
-        device_memory: for tests: stands for the device's memory where there is none.
+        topology: which of these ranks share a node. None: :meth:`Topology.from_mesh` finds it.
+        device_cache_threshold: part of device memory, 0 to 1, up to which an ``adaptive`` cache keeps shards there.
+        host_cache_bytes: host memory of this rank for cached shards; None: as much as they need. The rest is gathered
+            at every use, trainable groups first. The smallest of all ranks' numbers counts.
+        device_memory: for tests, instead of the device's memory.
 
     Raises:
         UserError: the model is not FSDP2's, has been installed on before, or has no group on these ranks; or the
@@ -185,11 +170,7 @@ def install(
 
 
 def sharding(model: nn.Module) -> Sharding:
-    """Return the :class:`Sharding` of a model that :func:`fully_shard` has sharded, or :func:`install` changed.
-
-    Raises:
-        UserError: it is not such a model.
-    """
+    """Return the :class:`Sharding` of a model that :func:`fully_shard` has sharded, or :func:`install` changed."""
     found = getattr(model, ATTRIBUTE, None)
     if found is None and _PENDING in model.__dict__:
         found = install(model, strategy=model.__dict__[_PENDING].strategy)
@@ -266,11 +247,7 @@ def _reshards_by_default(model: nn.Module) -> bool:
 
 
 def check_strategy(strategy: Strategy | str) -> Strategy:
-    """Return the strategy that ``strategy`` is or names.
-
-    Raises:
-        UserError: there is none of that name, or it is ``auto``.
-    """
+    """Return the strategy that ``strategy`` is or names, except ``auto``."""
     if isinstance(strategy, str):
         if strategy.strip().lower() == AUTO:
             raise UserError(
@@ -301,14 +278,11 @@ def shard_whole_model(
 ) -> list[ParameterGroup]:
     """Shard ``model`` in place with FSDP2 over OS's ranks, and return its groups in the order they were sharded in.
 
-    The strategy's scopes are those of trainable parameters. Frozen ones are gathered over P's scope and never reduced;
-    where that is narrower than OS's they are gathered beyond it only once.
+    Frozen parameters are gathered over P's scope and never reduced; beyond that scope they are gathered only once.
 
     Args:
-        model: parameters on any device, the meta device included; it is moved to ``topology.device`` shard by shard.
-            Which parameters require gradients should be final: it decides which are gathered together.
-        mp_policy: FSDP2's policy. Where it has no ``reduce_dtype``, that is set to what FSDP2 has always taken, the
-            dtype of the computation: FSDP2's own default is about to change.
+        model: on any device, also meta. Which parameters require gradients decides which are gathered together.
+        mp_policy: FSDP2's policy. Its ``reduce_dtype`` is by default the dtype of the computation.
         blocks: the modules to shard one by one. None: the elements of every outermost ``nn.ModuleList``.
         adapter_groups: see :data:`fcdp.grouping.AdapterGroups`; without effect where P is sharded as OS is.
     """
@@ -341,8 +315,7 @@ def _explicit(policy: MixedPrecisionPolicy, model: nn.Module) -> MixedPrecisionP
 
 
 def _prefetch_forward(units: list[Unit], groups: list[ParameterGroup]) -> None:
-    """Have the next unit's groups gathered while a unit computes. On CUDA FSDP2 does so by running ahead; on the CPU
-    it has to be set up."""
+    """Have the next unit gathered while a unit computes, as FSDP2 does on CUDA by running ahead."""
     by_unit: list[list[FSDPModule]] = [[] for _ in units]
     for group in groups:
         by_unit[group.unit].append(group.holder)

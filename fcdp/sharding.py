@@ -12,7 +12,7 @@ from common.units import format_bytes
 from fcdp import fsdp2
 from fcdp.cache.host_cache import CacheEntry, CopyStreams, HostCache
 from fcdp.cache.placement import AdaptivePlacement, AlwaysOnDevice, DeviceMemory, all_cached, fit_into
-from fcdp.cache.staleness import OptimizerHooks, StalenessCheck, mark_all
+from fcdp.cache.staleness import OptimizerHooks, StalenessCheck
 from fcdp.comms.all_gather import CachedShard, GatherLevels, StagedAllGather
 from fcdp.comms.levels import make_levels
 from fcdp.comms.rank_level import CommLevel
@@ -23,8 +23,7 @@ from fcdp.strategy.strategy import Format, Strategy
 from fcdp.strategy.topology import Purpose, Topology
 from fcdp.traffic import Traffic
 
-ATTRIBUTE = "_fcdp_sharding"
-"""Attribute of the model that holds its :class:`Sharding`, which lives as long as the model."""
+ATTRIBUTE = "_fcdp_sharding"  # attribute of the model that holds its :class:`Sharding`
 
 
 class Sharding:
@@ -59,18 +58,18 @@ class Sharding:
         return self.routes.layout.strategy
 
     def set_is_last_micro_batch(self, is_last: bool) -> None:
-        """Say whether the next backward pass is the step's last one; it is unless this says otherwise.
+        """Say whether the next backward pass is the step's last one, the default.
 
-        Before the last one, gradients are summed over G's scope only and ``.grad`` is not valid, and parameters that
-        the strategy does not shard stay gathered.
-        """
+        Before the last one, gradients are summed over G's scope only, ``.grad`` is not valid, and parameters that the
+        strategy does not shard stay gathered."""
         self._micro_batches.is_last = is_last
         self._set_reshard_after_backward()
 
     def invalidate(self) -> None:
-        """Have all parameters gathered again, because something has changed them that is neither a PyTorch optimizer
-        nor ``load_state_dict``. Every rank must call it at the same place."""
-        mark_all(self.groups)
+        """Have all parameters gathered again after a change by neither an optimizer of PyTorch nor ``load_state_dict``.
+        Call it on every rank at the same place."""
+        for group in self.groups:
+            group.dirty = True
 
     def discard_gradients(self) -> None:
         """Forget gradients summed over micro-batches. Call it where a step is given up half-way."""
@@ -78,18 +77,14 @@ class Sharding:
             reduction.partial = None
 
     def reshard(self) -> None:
-        """Turn the model's parameters into shards (DTensors) again, for the one that reads them.
-
-        Frozen parameters that P does not shard stay gathered otherwise.
-        """
+        """Turn parameters that stay gathered (frozen ones that P does not shard) into shards again."""
         for group in self.groups:
             group.holder.reshard()
 
     def close(self) -> None:
         """Remove the optimizer hooks and free host memory: from now on nothing is cached.
 
-        Call it on every rank, before ``Topology.close()`` and ``destroy_process_group()``.
-        """
+        Call it on every rank, before ``Topology.close()`` and ``destroy_process_group()``."""
         if self._optimizer_hooks is not None:
             self._optimizer_hooks.close()
         if self.topology.device.type == "cuda":
@@ -100,16 +95,11 @@ class Sharding:
             self._cache.close()
 
     def inter_node_bytes(self, micro_batches: int, *, first_step: bool = False) -> float:
-        """Return the bytes of payload that one node should send to others in a step, by the planner's formulas.
+        """Return the payload that one node should send to others in a step, by the planner's formulas.
 
-        The formulas assume that there is room for all that the strategy caches, for any ``host_cache_bytes``,
-        and that every group is quantised where the strategy quantises.
-
-        Args:
-            micro_batches: micro-batches of the step; each runs every group forward and backward once, without
-                recomputation.
-            first_step: whether it is the first step, when frozen parameters are not cached yet, either.
-        """
+        They assume that all that the strategy caches fits, and that every group is quantised where the strategy
+        quantises. Each micro-batch runs every group forward and backward once, without recomputation. In the first step
+        frozen parameters are not cached yet."""
         # Imported late: the planner reads models, and a library that brings its own needs none of that.
         from fcdp.planner.collectives import Collective, bytes_per_node, step_collectives
         from fcdp.planner.workload import Workload
@@ -144,8 +134,6 @@ class Sharding:
         return [
             gather.group.name for gather in self._gathers if gather.cached is not None and gather.cached.entry.on_device
         ]
-
-    # -- putting it together ----------------------------------------------------------------------------------------
 
     def install(self, threshold: float, host_cache_bytes: int | None, device_memory: DeviceMemory | None) -> None:
         """Install the collectives of every group. Collective; the arguments are those of ``fully_shard``."""
@@ -227,8 +215,6 @@ class Sharding:
         everywhere = all_gather_object(budget, self.topology.mesh.get_group())
         return min((value for value in everywhere if value is not None), default=None)
 
-    # -- from step to step ------------------------------------------------------------------------------------------
-
     def before_forward(self) -> None:
         """Look what has changed since the last forward pass of the root. Called before each."""
         self._adopt_thawed()
@@ -237,8 +223,7 @@ class Sharding:
         self._drop_outdated()
 
     def _set_reshard_after_backward(self) -> None:
-        """Tell FSDP2 to reshard trainable parameters that P does not shard after the last micro-batch alone, before
-        which they do not change."""
+        """Have FSDP2 reshard trainable parameters that P does not shard only after the last micro-batch."""
         if self.routes.keeps_gathered:
             for group in self.groups:
                 reshard = self._micro_batches.is_last and group.trainable
@@ -263,7 +248,7 @@ class Sharding:
             self._placement.end_step()
 
     def _drop_outdated(self) -> None:
-        """Make FSDP2 gather again what it has kept gathered since before a step, a load or ``invalidate()``."""
+        """Have FSDP2 gather again what it has kept gathered since before a step, a load or ``invalidate()``."""
         for group in self.groups:
             if group.dirty:
                 if not fsdp2.is_sharded(group):
@@ -271,11 +256,7 @@ class Sharding:
                 group.dirty = self.routes.shards > 1  # else no gather will say that it is clean
 
     def _adopt_thawed(self) -> None:
-        """Make FSDP2 look again at groups that were frozen and no longer are.
-
-        FSDP2 notes the dtypes of gradients when it first runs, from trainable parameters only, and again in
-        ``unshard()``. Without this call, gradients of a group that was frozen then would come in the wrong dtype.
-        """
+        """Have FSDP2 read the dtypes of gradients again, in ``unshard()``, of groups that are no longer frozen."""
         for group in self.groups:
             if not group.had_trainable and group.trainable:
                 group.had_trainable = True

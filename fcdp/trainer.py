@@ -1,8 +1,7 @@
 """A causal language model that the ranks of a cluster train together: what :class:`fuyou.Engine` is on one machine.
 
-Every rank calls everything alike and gives the whole batch, of which it takes its rows. Losses and gradients are means
-over all labels of the batch, so they do not depend on how many ranks there are, but for rounding.
-"""
+Every rank makes the same calls with the whole batch, of which it takes its rows. Losses and gradients are means over
+all labels of the batch, so they do not depend on the number of ranks, except for rounding."""
 
 import math
 import os
@@ -56,16 +55,12 @@ class ClusterStep:
 class Trainer:
     """Trains ``model`` on all ranks of ``topology``. Making one is collective, and so is every method that computes.
 
-    Blocks are recomputed in the backward pass where the family supports it.
+    Blocks are recomputed in the backward pass where the family supports it. Errors in files are raised on every rank.
 
     Args:
         model: checkpoint directory, which every node must be able to read, or a preset's name.
         commits: folder for commits, on a file system that all nodes share. No other run can use it until :meth:`close`.
-        adapters: what to train instead of the weights, which are then frozen, in the compute dtype: a configuration of
-            ``peft``, or the directory of adapters that it has saved, which are trained further.
-
-    Raises:
-        UserError, FinetuneError: on every rank whose files are not what they should be.
+        adapters: what to train instead of the weights: a configuration of ``peft``, or a directory of saved adapters.
     """
 
     def __init__(
@@ -97,8 +92,6 @@ class Trainer:
         self._is_committed = False
         self.user_state: dict[str, Any] = {}  # JSON that is committed with every step
 
-    # -- where the states come from ---------------------------------------------------------------------------------
-
     def begin(self) -> None:
         """Load the weights that training starts from. Commits of an earlier run are removed."""
         self._checkpoints.discard()
@@ -129,8 +122,6 @@ class Trainer:
     def newest_commit(self) -> int | None:
         """Return the step that :meth:`resume` would continue from."""
         return self._checkpoints.newest()
-
-    # -- training ---------------------------------------------------------------------------------------------------
 
     def train_step(self, batch: Mapping[str, torch.Tensor], lr: float, stop: bool = False) -> ClusterStep:
         """Run forward, backward and update.
@@ -207,8 +198,7 @@ class Trainer:
         set_random_states(states, self._device)
 
     def _all_reduce(self, loss: torch.Tensor, stop: bool, sent: int) -> tuple[float, float, bool, float]:
-        """Return loss and gradient norm of the whole batch, whether any rank requested to stop, and what all ranks have
-        sent to other nodes: one small message."""
+        """Return loss and gradient norm of the batch, whether a rank wants to stop, and bytes sent, in one message."""
         copies = self._sharding.routes.replicas
         squares = sum((sum_of_squares(value.flatten()) for value in self._gradients()), loss.new_zeros(()))
         sums = torch.stack([loss, squares / copies, loss.new_tensor(float(stop)), loss.new_tensor(float(sent))])
@@ -230,16 +220,9 @@ class Trainer:
         found = [parameter.grad for parameter in self._model.module.parameters() if parameter.grad is not None]
         return [cast(DTensor, gradient).to_local() for gradient in found]
 
-    # -- results ----------------------------------------------------------------------------------------------------
-
     @torch.no_grad()
     def eval_loss(self, batch: Mapping[str, torch.Tensor]) -> float:
-        """Return the mean loss over all labels of a batch, the same on every rank; forward only, without dropout, and
-        without the router loss, which depends on what else is in a batch.
-
-        Args:
-            batch: as for :meth:`train_step`; at least one label.
-        """
+        """Return the mean loss over all labels of a batch as in :meth:`train_step`, without dropout, on every rank."""
         parts, count = self._forward.split(batch)
         items = torch.tensor(count, device=self._device)
         total = torch.zeros((), dtype=torch.float64, device=self._device)
@@ -269,18 +252,13 @@ class Trainer:
         is_rank0 = self._topology.rank == 0
         export(self._model, directory, merge=merge, allow_nonfinite=allow_nonfinite, is_rank0=is_rank0)
 
-    # -- figures ----------------------------------------------------------------------------------------------------
-
     @property
     def strategy(self) -> str:
         """Name of the strategy by which the model is sharded."""
         return self._sharding.strategy.name
 
     def planned_sent_bytes(self, rows: int) -> float:
-        """Return the bytes that a node sends to others in a step of ``rows`` sequences by the formulas.
-
-        The first step, in which nothing is cached, sends more.
-        """
+        """Return the bytes that a node sends in a step of ``rows`` sequences by the formulas, after the first."""
         return self._sharding.inter_node_bytes(self._forward.micro_batches(rows))
 
     def model_flops_per_token(self, seq_len: int) -> float:
@@ -333,12 +311,7 @@ def _make_optimizer(model: ClusterModel, config: TrainerConfig) -> torch.optim.A
 
 
 def _pin_threads(topology: Topology) -> tuple[int, ...] | None:
-    """Pin this process to its share of the cores of its GPU's NUMA node (FCDP IV-D), where a machine has several.
-    Collective.
-
-    Returns:
-        The cores; None: it stays as it is; see :func:`common.memory.numa.cores_for`.
-    """
+    """Pin this process to its share of the cores of its GPU's NUMA node (FCDP IV-D), and return them. Collective."""
     everyone = all_gather_object((topology.node, numa.node_of(topology.device)))
     nodes = [numa_node for node, numa_node in everyone if node == topology.node]
     cores = numa.cores_for(nodes, topology.local_rank, os.sched_getaffinity(0))

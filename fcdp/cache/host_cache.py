@@ -1,16 +1,13 @@
 """Where a rank's cached shards lie: on the device, in host memory, or on the device while there is room.
 
 A cached shard is ``[n, c]``: the cells of n ranks, those with this rank's place in the blocks of ranks that hold one
-copy of the parameters together. In FCDP such a block is a node, n the number of nodes, and the cached shards of its M
-ranks together are one copy of the model in compute precision. Host memory is mapped once, page-locked where there is
-CUDA, on the GPU's NUMA node, and never given back during the run.
+copy of the parameters together (in FCDP: the n nodes). Host memory is mapped once, page-locked for CUDA, on the GPU's
+NUMA node.
 
-Streams on CUDA (not run on a GPU yet). Gathers run on a stream of FSDP2's, the current one in every call here. Copies
-to the host run on ``outward``; copies to the device, and everything that touches a shard on the device, on ``inward``.
-A copy inward waits for two things only, that the output is allocated and that the shard is filled, so it overtakes the
-gather before it. A copy outward reads an output that FSDP2 may free at any time: the output is held until the stream
-that it was allocated on, to which its memory goes back, has to wait for the copy.
-"""
+On CUDA gathers run on a stream of FSDP2's, the current one in every call here; copies to the host on ``outward``; what
+touches a shard on the device on ``inward``. A copy inward waits only until the output is allocated and the shard is
+filled, so it overtakes the gather before it. A copy outward reads an output that FSDP2 may free at any time: the output
+is held until the stream that gets its memory back waits for the copy."""
 
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -19,13 +16,13 @@ import torch
 
 from common.memory import numa
 from common.memory.buffers import PAGE, HostBuffer, round_up
-from fcdp.cache.placement import AdaptivePlacement, AlwaysOnDevice
+from fcdp.cache.placement import AlwaysOnDevice
 from fcdp.traffic import Traffic
 
 
 @dataclass(frozen=True)
 class PendingRead:
-    """A copy outward, or to another place on the device, that may still be in progress."""
+    """A copy outward, or to another place on the device, that may not have ended."""
 
     output: torch.Tensor  # what it reads from
     allocated_on: torch.cuda.Stream  # stream that gets the memory back when nobody refers to it
@@ -38,8 +35,7 @@ class CopyStreams:
 
     inward: torch.cuda.Stream
     outward: torch.cuda.Stream
-    unshard: torch.cuda.Stream
-    """For the gathers of ``unshard(async_op=True)``; one for all, as PyTorch caches freed memory by stream."""
+    unshard: torch.cuda.Stream  # for ``unshard(async_op=True)``; one, as PyTorch caches freed memory by stream
     pending: list[PendingRead] = field(default_factory=list)
 
     @classmethod
@@ -58,12 +54,7 @@ class CopyStreams:
 
 
 class HostCache:
-    """Host memory for the cached shards of all groups: one mapping, cut up once.
-
-    Args:
-        sizes: bytes of each shard, in the order in which :meth:`allocate` is called.
-        device: what copies from it; decides page-locking and the NUMA node.
-    """
+    """Host memory for the cached shards of all groups, ``sizes`` bytes each in the order of :meth:`allocate`."""
 
     def __init__(self, sizes: list[int], device: torch.device):
         self.nbytes = sum(sizes)  # bytes of all shards; the mapping is up to a page larger for each
@@ -77,7 +68,7 @@ class HostCache:
                 self._buffer.page_lock(ends)
 
     def allocate(self, nbytes: int) -> torch.Tensor:
-        """Return the next ``uint8 [nbytes]``, which begins on its own page."""
+        """Return the next ``uint8 [nbytes]``, which begins on a new page."""
         assert self._buffer is not None
         part = self._buffer.tensor(torch.uint8, self._free, nbytes)
         self._free += round_up(nbytes, PAGE)
@@ -94,11 +85,9 @@ class CacheEntry:
     """Memory for one group's cached shard: written by a gather, read by later ones until the group is dirty.
 
     Args:
-        nbytes: size of the shard.
-        host: ``uint8 [nbytes]``, place in host memory; None: the shard is always on the device.
+        host: ``uint8 [nbytes]`` in host memory; None: the shard is always on the device.
         streams: None on the CPU.
         placement: decides between host and device at every use.
-        traffic: where copied bytes are counted.
     """
 
     def __init__(
@@ -106,7 +95,7 @@ class CacheEntry:
         nbytes: int,
         host: torch.Tensor | None,
         streams: CopyStreams | None,
-        placement: AlwaysOnDevice | AdaptivePlacement,
+        placement: AlwaysOnDevice,
         traffic: Traffic,
     ):
         self.nbytes = nbytes
@@ -125,10 +114,7 @@ class CacheEntry:
         return self._device is not None
 
     def store(self, shard: torch.Tensor, output: torch.Tensor, allocated_on: torch.cuda.Stream | None = None) -> None:
-        """Copy ``shard`` ``[n, c]``, a strided part of ``output`` that the current stream has filled.
-
-        ``allocated_on`` is the stream that ``output`` was allocated on; None: the current one, or there are none.
-        """
+        """Copy ``shard`` ``[n, c]``, a strided part of ``output``, which the current stream has filled."""
         if self._device is not None and not self._placement.may_stay():
             self._drop_device()
         keep = self._device is not None or self._placement.admit(self.nbytes)
@@ -156,10 +142,7 @@ class CacheEntry:
             self._traffic.device_to_host += self.nbytes
 
     def load(self, shard: torch.Tensor, own: int, allocated: torch.cuda.Event | None) -> None:
-        """Fill ``shard`` ``[n, c]`` but for cell ``own``, which holds what FSDP2 has just put there.
-
-        On return the current stream is ordered after the copies.
-        """
+        """Fill ``shard`` ``[n, c]`` except cell ``own``. The current stream is ordered after the copies."""
         if self._streams is None:
             _copy_cells(self._newest(shard), shard, skip=own)
             return
@@ -173,11 +156,7 @@ class CacheEntry:
         torch.cuda.current_stream().wait_event(self._loaded)
 
     def cell(self, shard: torch.Tensor, index: int) -> torch.Tensor:
-        """Return cell ``index`` where it lies now, ``[c]``. For the CPU: no stream is ordered.
-
-        Args:
-            shard: ``[n, c]``, whose shape and dtype the cached shard has.
-        """
+        """Return cell ``index`` ``[c]`` of a shard like ``shard`` where it lies now. For the CPU."""
         return self._device[index] if self._device is not None else self._host_view(shard)[index]
 
     def _newest(self, shard: torch.Tensor) -> torch.Tensor:

@@ -1,12 +1,9 @@
 """What a rank caches from use to use, and which of it stays on the device (FCDP-Cache, section IV-D of the paper).
 
-A cached shard on the device saves two trips over PCIe per step. It must never cost a batch size: with all of them in
-host memory the device holds what ZeRO-3 holds. The paper looks at memory in use when a block's forward is done; but a
-step needs most memory later, in the backward, when activations have piled up. So a shard is admitted only if the *peak*
-of the last whole step leaves room for it below the threshold, and is sent back to the host if memory in use ever passes
-the threshold. Until one step has been seen, everything goes to the host.
-
-Which tier holds a shard is each rank's own decision: either way it is a hit, and no collective depends on it.
+A cached shard on the device saves two trips over PCIe per step, but must never cost a batch size. The paper looks at
+memory in use when a block's forward pass is done, but a step needs most memory later, in the backward pass. So a shard
+is admitted only if the *peak* of the last whole step leaves room for it below the threshold, and returns to the host if
+memory in use ever passes the threshold. Each rank decides alone: either way it is a hit, with the same collectives.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,10 +27,7 @@ class DeviceMemory:
 
     @classmethod
     def of(cls, device: torch.device) -> "DeviceMemory | None":
-        """Return a CUDA device's memory, in which what PyTorch has cached but not handed out counts as free.
-
-        None for the CPU, whose memory is the host's.
-        """
+        """Return a CUDA device's memory, in which PyTorch's unused cache counts as free; None for the CPU."""
         if device.type != "cuda":
             return None
 
@@ -48,24 +42,19 @@ class AlwaysOnDevice:
     """The rule of the tier ``device``: every shard is on the device, always."""
 
     def admit(self, nbytes: int) -> bool:
-        """Return True."""
+        """Return whether a shard of ``nbytes`` may go to the device; if so it is counted as held."""
         return True
 
     def may_stay(self) -> bool:
-        """Return True."""
+        """Return whether a shard that is on the device may remain."""
         return True
 
     def leave(self, nbytes: int) -> None:
-        """Do nothing: no shard ever leaves."""
+        """Count a shard of ``nbytes`` as no longer on the device."""
 
 
-class AdaptivePlacement:
-    """The rule of the tier ``adaptive``: shards are on the device while memory in use stays below a threshold.
-
-    Args:
-        memory: the device's memory; None: every shard stays in host memory.
-        threshold: part of device memory, 0 to 1, that may be in use with shards on the device. 0: none ever is.
-    """
+class AdaptivePlacement(AlwaysOnDevice):
+    """The rule of the tier ``adaptive``: on the device while less than ``threshold`` (0 to 1) of it is in use."""
 
     def __init__(self, memory: DeviceMemory | None, threshold: float):
         self._memory = memory
@@ -73,11 +62,9 @@ class AdaptivePlacement:
         self._others = memory.others() if memory else 0
         self.held_bytes = 0  # bytes of cached shards on the device now
         self._peak = 0  # most bytes in use by everything but cached shards, this step
-        self._last_peak: int | None = None
-        """Most bytes in use by everything but cached shards in the last whole step; None: there was none."""
+        self._last_peak: int | None = None  # the same in the last whole step
 
     def admit(self, nbytes: int) -> bool:
-        """Return whether a shard of ``nbytes`` may go to the device; if so it is counted as held."""
         if not self._look():
             return False
         if self._last_peak is None or max(self._last_peak, self._peak) + self.held_bytes + nbytes > self._limit:
@@ -86,11 +73,9 @@ class AdaptivePlacement:
         return True
 
     def may_stay(self) -> bool:
-        """Return whether a shard that is on the device may remain: memory in use is below the threshold."""
         return self._look() <= self._limit and self._limit > 0
 
     def leave(self, nbytes: int) -> None:
-        """Count a shard of ``nbytes`` as no longer on the device."""
         self.held_bytes -= nbytes
 
     def end_step(self) -> None:
@@ -146,10 +131,7 @@ def all_cached(routes: Routes, groups: Sequence[ParameterGroup]) -> list[CachedG
 
 
 def fit_into(budget: int | None, wanted: Sequence[CachedGroup]) -> list[CachedGroup]:
-    """Return those of ``wanted`` for which ``budget`` bytes of host memory suffice, in order; None: all of them.
-
-    Frozen groups are served first: their cached parameters stay valid for the whole run.
-    """
+    """Return those of ``wanted`` that fit into ``budget`` bytes of host memory (None: all), frozen groups first."""
     if budget is None:
         return list(wanted)
     chosen = set()

@@ -1,19 +1,12 @@
-"""Noticing that cached parameters are out of date: marks set by hooks, and a check for what no hook has seen.
+"""Detecting cached parameters that are out of date: marks set by hooks, and a check for what no hook sees.
 
-A stale cache ruins training in silence. PyTorch's version counters do not see fused and foreach optimizer steps, and a
-checkpoint loaded in place fires no hook. So each group carries a mark that is set
-
-* by every optimizer step that may have changed one of its parameters,
-* by ``load_state_dict`` of the model or of a part of it,
-* by :meth:`Sharding.invalidate`, for everything else.
-
-Hit or miss must be the same decision on every rank, or ranks wait in different collectives for ever. All three happen
-on every rank alike, and nothing else decides. A change that none of them has marked is found by comparing this rank's
-part of the cache with its current parameters at each hit: the rank cannot gather alone, so it is an error.
-"""
+PyTorch's version counters do not see fused and foreach optimizer steps, and a checkpoint loaded in place fires no hook.
+So each group has a mark, set by every optimizer step that may have changed one of its parameters, by
+``load_state_dict``, and by :meth:`Sharding.invalidate`. Hit or miss must be the same decision on every rank, or ranks
+wait in different collectives forever; these three happen on every rank. Any other change is found by comparing this
+rank's part of the cache with its current parameters at each hit. A rank cannot gather alone, so it is an error."""
 
 import weakref
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -39,20 +32,16 @@ class StaleCacheError(FinetuneError):
 
 
 class OptimizerHooks:
-    """Hooks that mark groups as dirty at optimizer steps and loads, from now until :meth:`close`.
+    """Hooks that mark ``groups`` as dirty at optimizer steps and loads, from now until :meth:`close`.
 
-    Args:
-        groups: the groups to mark.
-        before_step, after_step: called before and after an optimizer step that may change any of them.
-    """
+    ``before_step`` and ``after_step`` are called around an optimizer step that may change any of them."""
 
     def __init__(self, groups: list[ParameterGroup], before_step: weakref.WeakMethod, after_step: weakref.WeakMethod):
         self._groups = groups
         self._before_step = before_step
         self._after_step = after_step
+        # By place, and by whether it is sharded. Not weak: PyTorch refuses to swap tensors with weak references.
         self._known: dict[tuple[int, str, bool], tuple[nn.Parameter, ParameterGroup]] = {}
-        """Parameter and group by place, and by whether it was sharded. Not weak: PyTorch refuses to swap tensors that
-        have weak references."""
         self._look_up_parameters()
         # Hooks for all optimizers are kept by PyTorch for ever: they must not keep the model alive.
         this = weakref.ref(self)
@@ -80,12 +69,8 @@ class OptimizerHooks:
         self._handles.clear()
 
     def _look_up_parameters(self) -> None:
-        """Note which parameters belong to which group.
-
-        This is done again at every step, because objects change: ``to_empty()`` and loading may put new ones in place.
-        The newest sharded and the newest unsharded ones are kept: a group that is unsharded now shows other objects
-        than those that the optimizer has.
-        """
+        # At every step: ``to_empty()`` and loading may replace parameters. A group that is unsharded now shows other
+        # objects than the optimizer has, so the newest of both kinds are kept.
         for group in self._groups:
             for owner, name in group.places:
                 parameter = owner._parameters.get(name)
@@ -126,15 +111,8 @@ def _mark_hook(group: ParameterGroup) -> Any:
 class StalenessCheck:
     """Compares cached with current parameters at each hit.
 
-    On the CPU this is exact and done at once. On CUDA a sum of the words' bits is compared on the device, and the
-    result is read once per step, that of all ranks on each: the host never waits inside the step, and a difference
-    stops the step on every rank before the optimizer applies it.
-
-    Args:
-        device: where the parameters are.
-        group: the ranks that share them; None: this one.
-        at_once: whether a hit raises itself; None: on the CPU, where nothing has to be waited for.
-    """
+    On the CPU this is exact and immediate. On CUDA a sum of the words' bits is compared on the device, and the result
+    of all ranks is read once per step, before the optimizer runs: the host never waits inside the step."""
 
     def __init__(self, device: torch.device, group: dist.ProcessGroup | None = None, at_once: bool | None = None):
         at_once = device.type != "cuda" if at_once is None else at_once
@@ -148,13 +126,7 @@ class StalenessCheck:
             group.fingerprint = _fingerprint(current)
 
     def check(self, group: ParameterGroup, current: torch.Tensor, cached: torch.Tensor | None) -> None:
-        """Compare this rank's ``current`` parameters with what was cached.
-
-        Args:
-            group: the group whose parameters they are.
-            current: this rank's part of the parameters, flat, as it is now.
-            cached: this rank's part of the cache; not needed on CUDA.
-        """
+        """Compare this rank's part of the parameters, now and in the cache (not needed on CUDA)."""
         if self._found is not None:
             self._has_checked = True
             if group.fingerprint is not None:
@@ -182,9 +154,3 @@ def _words(data: torch.Tensor) -> torch.Tensor:
 
 def _fingerprint(data: torch.Tensor) -> torch.Tensor:
     return _words(data).sum(dtype=torch.int64)
-
-
-def mark_all(groups: Iterable[ParameterGroup]) -> None:
-    """Mark every group as dirty, so that it is gathered across nodes at its next use."""
-    for group in groups:
-        group.dirty = True

@@ -1,10 +1,8 @@
 """Commits: whole states of a run on a file system that all nodes share, written by all ranks together.
 
-A commit is a folder ``step-<N>``: a safetensors file from each rank with the rows that it holds, and a manifest that
-says where everything lies, with checksums, so that any number of ranks can load it. It is written next to the last one,
-under another name; it is renamed, and counts, once all of it is on the drives, and only then the last one is removed.
-So in every case the newest commit that is there is whole.
-"""
+A commit is a folder ``step-<N>``: a safetensors file from each rank with the rows that it holds, and a manifest with
+places and checksums, so that any number of ranks can load it. It is written under another name, renamed once all of it
+is on the drives, and only then the last one is removed: the newest commit is always whole."""
 
 import contextlib
 import re
@@ -40,11 +38,7 @@ class VerifiedCheckpoint:
 
 
 class ShardedCheckpoints:
-    """The commits of one run.
-
-    Args:
-        directory: the same on all nodes; made when needed.
-    """
+    """The commits of one run, in a directory that is the same on all nodes."""
 
     def __init__(self, directory: Path):
         self.directory = directory
@@ -59,8 +53,7 @@ class ShardedCheckpoints:
         return Manifest.read(self._folder(step)).description
 
     def lock(self) -> None:
-        """Keep other runs away until :meth:`close`, or until this process ends, and remove what a run that was killed
-        has left half done. For one rank to call."""
+        """Keep other runs out until :meth:`close`, and remove what a killed run left half done. On one rank."""
         _make(self.directory)
         self._lock = DirectoryLock([self.directory])
         for name in (_INCOMPLETE, _DISCARDED):
@@ -69,16 +62,11 @@ class ShardedCheckpoints:
             self._remove(self._folder(step))
 
     def save(self, step: int, state: Mapping[str, torch.Tensor], description: dict[str, Any]) -> None:
-        """Commit ``state`` and drop older commits. Collective; on return it is on the drives.
-
-        Args:
-            state: DTensors sharded by rows, by name, the same names on every rank.
-            description: JSON, for :meth:`describe`.
-        """
-        beside = self.directory / _INCOMPLETE
-        broadcast_from_rank0(lambda: self._prepare(beside))
-        written = run_on_all_ranks(lambda: _write_own(beside, state))
-        broadcast_from_rank0(lambda: self._finish(beside, _assemble(step, state, description, written)))
+        """Commit ``state`` (DTensors sharded by rows) to the drives, and drop older commits. Collective."""
+        incomplete = self.directory / _INCOMPLETE
+        broadcast_from_rank0(lambda: self._prepare(incomplete))
+        written = run_on_all_ranks(lambda: _write_own(incomplete, state))
+        broadcast_from_rank0(lambda: self._finish(incomplete, _assemble(step, state, description, written)))
 
     def load(self, manifest: Manifest, state: Mapping[str, torch.Tensor]) -> None:
         """Read a commit into the tensors of ``state``, however they are sharded. Collective."""
@@ -124,17 +112,17 @@ class ShardedCheckpoints:
         step = self.newest()
         return None if step is None else Manifest.read(self._folder(step)).to_dict()
 
-    def _prepare(self, beside: Path) -> None:
+    def _prepare(self, incomplete: Path) -> None:
         _make(self.directory)
-        _empty(beside)
-        _make(beside)
+        _empty(incomplete)
+        _make(incomplete)
 
-    def _finish(self, beside: Path, manifest: Manifest) -> None:
-        write_sealed(beside / MANIFEST, manifest.to_dict())  # syncs the folder, and with it the names of all files
+    def _finish(self, incomplete: Path, manifest: Manifest) -> None:
+        write_sealed(incomplete / MANIFEST, manifest.to_dict())  # syncs the folder, and with it the names of all files
         older = self._steps()
         folder = self._folder(manifest.step)
-        with described("renaming", beside):
-            beside.rename(folder)
+        with described("renaming", incomplete):
+            incomplete.rename(folder)
         sync_directory(self.directory)
         for step in older:
             self._remove(self._folder(step))
@@ -161,11 +149,6 @@ class ShardedCheckpoints:
                     f"{wanted[0]} {list(wanted[1])} in this one."
                 )
             reader.read(name, _own_rows(value))
-
-
-def has_commits(directory: Path) -> bool:
-    """Return whether a run has committed anything in ``directory``."""
-    return ShardedCheckpoints(directory).newest() is not None
 
 
 def _own_rows(value: torch.Tensor) -> Rows:

@@ -15,13 +15,7 @@ _SHARD_BYTES = 2_000_000_000  # largest shard of an exported checkpoint. Rank 0 
 
 
 def export(model: ClusterModel, directory: Path, *, merge: bool, allow_nonfinite: bool, is_rank0: bool) -> None:
-    """Write what was trained. All ranks gather, a block at a time; rank 0 writes. Collective.
-
-    Args:
-        directory: shared by all nodes; files of the same names are replaced.
-        merge: write the model with the adapters merged into it, too, in the folder :data:`MERGED` inside.
-        allow_nonfinite: export tensors that hold a NaN or an infinity, too.
-    """
+    """Write what was trained; see :meth:`fcdp.trainer.Trainer.save_pretrained`. Collective."""
     model.sharding.reshard()
     adapters = model.adapters
     if adapters is None:

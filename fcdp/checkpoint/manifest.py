@@ -1,8 +1,7 @@
 """The manifest of a commit: which rows of which tensor lie where, and their checksums.
 
-A sealed JSON file next to the ranks' safetensors files. Everything in it is checked before it is used: a
-manifest that has been tampered with, or comes from elsewhere, leads to no other file and no absurd amount of memory.
-"""
+Everything in this sealed JSON file is checked before it is used: a manifest that was edited leads to no other file and
+to no absurd amount of memory."""
 
 import math
 from collections.abc import Iterable
@@ -16,8 +15,7 @@ from common.store.manifest import read_sealed
 
 MANIFEST = "commit.json"
 FORMAT = 2
-PIECE_BYTES = 16 << 20
-"""Bytes of the largest piece, unless a single row is larger. A rank that needs one of its rows reads all of it."""
+PIECE_BYTES = 16 << 20  # of the largest piece, unless a row is larger; a rank that needs a row reads its piece
 
 
 @dataclass(frozen=True)

@@ -32,11 +32,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def write_rows(path: Path, named: Mapping[str, Rows]) -> tuple[SavedFile, dict[str, list[TensorPiece]]]:
-    """Write a new file. On return it is on the drive, but not its name: sync the folder.
-
-    Args:
-        named: rows by name of the tensor; a piece at a time is copied to host memory.
-    """
+    """Write rows, by name of their tensor, to a new file, which is synced; its folder is not."""
     header = _header(named)
     pieces: dict[str, list[TensorPiece]] = {}
     with opened(path, "writing", os.O_WRONLY | os.O_CREAT | os.O_EXCL) as descriptor:
@@ -55,12 +51,7 @@ def write_rows(path: Path, named: Mapping[str, Rows]) -> tuple[SavedFile, dict[s
 
 
 class Reader:
-    """Reads the pieces of one commit, and compares each with its checksum.
-
-    Args:
-        folder: folder of the commit.
-        manifest: the commit's manifest.
-    """
+    """Reads the pieces of the commit in ``folder``, and compares each with its checksum."""
 
     def __init__(self, folder: Path, manifest: Manifest):
         self._folder, self._manifest = folder, manifest

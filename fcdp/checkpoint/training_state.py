@@ -22,12 +22,7 @@ class TrainingProgress:
 
 
 class TrainingCheckpoints:
-    """The commits of one training. Making it is collective, and keeps other runs away from them until :meth:`close`.
-
-    Args:
-        directory: on a file system that all nodes share.
-        dtype: name of the dtype that blocks compute in, as ``--dtype`` takes it.
-    """
+    """The commits of one training. Making it is collective, and keeps other runs out until :meth:`close`."""
 
     def __init__(self, directory: Path, model: ClusterModel, optimizer: torch.optim.Optimizer, dtype: str):
         self._model, self._optimizer, self._dtype = model, optimizer, dtype
@@ -80,8 +75,7 @@ class TrainingCheckpoints:
         return state
 
     def _identity(self) -> dict[str, Any]:
-        """Return what must be equal in the run that was committed and in the one that resumes it, by name in
-        messages."""
+        """Return what must be equal in a run and in the one that resumes it, by name in messages."""
         adapters = self._model.adapters
         return {
             "model type": self._model.config.model_type,

@@ -3,19 +3,14 @@
 FSDP2 hands over an output of one cell for each rank of OS's scope, this rank's already in place. The further apart
 ranks are, the earlier they exchange, when least has been gathered (``[.., rank on the axis, .., cell]``):
 
-1. *spread*, if the group is dirty: along the axes between P's scope and OS's. Then the rank has the cells of all ranks
-   with its place in P's blocks. Where P is sharded, and less finely than OS, that is its shard of P, and it is cached
-   (FCDP-Sched's cache, PaRO's P); until the next step, step 1 is a copy from there.
-2. *gather*: along the axes inside P's scope. Nothing is left to do where P is not sharded; then FSDP2 keeps the
-   parameters until they change.
+1. *spread*, if the group is dirty: along the axes between P's scope and OS's. Where P is sharded, and less finely than
+   OS, the result is this rank's shard of P, and is cached (FCDP-Sched's cache, PaRO's P); until the next step, step 1
+   is a copy from there.
+2. *gather*: along the axes inside P's scope; none where P is not sharded and FSDP2 keeps it until it changes.
 
-The secondary partition (ZeRO++) is cached in the same way, in blocks as large as its scope: stored when everything has
-been gathered, used once, in the backward pass, and stored again by the next forward pass.
-
-The call is the same for forward, recomputation and backward, and FSDP2 issues it ahead of use. On CUDA everything is
-enqueued in order and the host never waits. On the CPU the messages of the first axis are in progress when the call
-returns, and the rest is done when FSDP2 waits for the group.
-"""
+The secondary partition (ZeRO++) is cached the same way: stored when everything has been gathered, and used once, in the
+backward pass. On CUDA everything is enqueued in order and the host never waits. On the CPU the messages of the first
+axis are in flight when the call returns, and the rest is done when FSDP2 waits for the group."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -56,10 +51,8 @@ class CachedShard:
 
     block: int  # number of ranks that together hold one copy of the parameters
     entry: CacheEntry  # memory for the cells
-    bits: Bits | None = None
-    """Bits per element in which a secondary partition is cached and gathered; None: it is not quantised."""
-    consumed: bool = True
-    """Whether the backward pass has used this secondary shard, or no forward pass has filled it yet."""
+    bits: Bits | None = None  # bits per element of a quantised secondary partition
+    consumed: bool = True  # whether a secondary shard has been used, or is not filled yet
 
     def of(self, cells: torch.Tensor, rank: int) -> torch.Tensor:
         """Return the cells ``[n, c]`` of ``cells`` ``[n * block, c]`` that ``rank`` caches."""
@@ -96,13 +89,10 @@ class StagedAllGather:
     """FSDP2's all-gather for one parameter group.
 
     Args:
-        group: its ``dirty`` mark decides whether what is cached may be used.
         place: this rank's place in the block of ranks over which FSDP2 shards, and their number.
         cached: this rank's cached shard of P; None: it has none, or no room for it.
         secondary: this rank's shard in the secondary partition; None if there is none.
         streams: copy streams; None on the CPU.
-        staleness: checks what is cached at each hit.
-        traffic: where hits and misses are counted.
     """
 
     def __init__(
@@ -192,10 +182,7 @@ class StagedAllGather:
     ) -> tuple[torch.Tensor, Sequence[CommLevel], int | None]:
         """Start from what is cached, if it is up to date.
 
-        Returns:
-            The cells to gather, the axes that are left, and how many of these complete this rank's shard of P; None:
-            nothing is to be cached of this gather.
-        """
+        Return the cells to gather, the axes that are left, and after how many of these to cache; None: not at all."""
         if secondary is not None and not secondary.consumed and not self.group.dirty:
             secondary.consumed = True
             return self._load(secondary, cells, own), self._levels.secondary, None
@@ -228,12 +215,8 @@ class StagedAllGather:
         return cells
 
     def _start(self, levels: Sequence[CommLevel], number: int, cells: torch.Tensor) -> Wait:
-        """Gather along axis ``number`` of ``levels``, if there is one.
-
-        The rows are ``[blocks, ranks of the axis, c]``: the cells of the ranks with this one's place on faster axes.
-        """
         if number >= len(levels):
             return nothing
-        level = levels[number]
+        level = levels[number]  # rows [blocks, ranks of the axis, c]: ranks with this one's place on faster axes
         stride = level.axis.stride
         return level.gather(cells.view(-1, level.size, stride, cells.size(1))[:, :, self._rank % stride])

@@ -1,17 +1,14 @@
 """HO-Ring (PaRO 3.4): all-gather and reduce-scatter in which links inside nodes and between nodes work together.
 
-Ranks are seen as N nodes of M. A hierarchical ring gathers between nodes first, while links inside are idle, and then
-inside, while links between nodes are. Here the ring between nodes hands on one *block* at a time, the cells of one
-node, and the block that has arrived goes round inside its new node while the next one is on its way:
+A hierarchical ring of N nodes of M ranks gathers between nodes first, while links inside are idle, and then inside,
+while links between nodes are. Here the ring between nodes hands on one *block* at a time, the cells of one node, and
+the block that has arrived is gathered inside its new node while the next one travels:
 
     inter-node   | node n-1  | node n-2  | node n-3  |
     intra-node   | own node  | node n-1  | node n-2  | node n-3 |
 
-The paper's figure 4 has the own node's block next to the ring between nodes and all others after it; this is that
-schedule with every block moved to where its data first exists, so only one block is left to go round alone. A
-reduce-scatter is the mirror image: a block is summed inside a node while the one before it crosses nodes.
-
-A rank sends as much as in the hierarchical ring: (N-1)/N of its M-th to other nodes, (M-1)/M inside.
+This is the schedule of the paper's figure 4 with every block moved to where its data first exists. A reduce-scatter is
+the mirror image. A rank sends as much as in the hierarchical ring: (N-1)/N of its M-th to other nodes, (M-1)/M inside.
 """
 
 import torch
@@ -23,12 +20,7 @@ from fcdp.strategy.routes import Axis
 
 
 class HoRing:
-    """A :class:`CommLevel` of two axes, both at work at once. With three axes, the faster two are a HoRing, too.
-
-    Args:
-        intra_node: the faster axis.
-        inter_node: the slower one, which continues where ``intra_node`` ends.
-    """
+    """A :class:`CommLevel` of two axes, both active at once. With three axes, the faster two are also a HoRing."""
 
     def __init__(self, intra_node: CommLevel, inter_node: RankLevel):
         self._intra_node = intra_node
@@ -41,10 +33,7 @@ class HoRing:
     def gather(self, rows: torch.Tensor) -> Wait:
         """Fill every cell of ``rows`` ``[R, N * M, c]`` from the rank it belongs to.
 
-        Returns:
-            A function to call before reading. On CUDA everything is in order on the current stream when this returns;
-            on the CPU the first step is in progress and the others are done by that call.
-        """
+        Return a function to call before reading. On CUDA the current stream is in order already."""
         nodes, node = self._inter_node.size, self._inter_node.index
         blocks = rows.unflatten(1, (nodes, -1))
         own = blocks[:, :, self._intra_node.index]
@@ -82,13 +71,8 @@ class HoRing:
     def reduce_scatter(self, rows: torch.Tensor, output: torch.Tensor) -> None:
         """Set ``output`` ``[R, c]`` to the sum over all ranks of their ``rows[:, <this rank>]``.
 
-        Sums are those of a reduction level by level, bit for bit: inside each node in the order of ranks, then in the
-        order of nodes. For that, a node's sum goes to the node it is for in one hop instead of being added to on its
-        way. In every step all nodes send to the one at the same distance, which loads links as a ring does.
-
-        Args:
-            rows: ``[R, N * M, c]``, left as they are.
-        """
+        Sums equal those of a reduction level by level, bit for bit: a node's sum goes to its target in one hop instead
+        of being added to on its way. In every step all nodes send to the one at the same distance, as in a ring."""
         nodes, node = self._inter_node.size, self._inter_node.index
         blocks = rows.unflatten(1, (nodes, -1))
         mine, sums = torch.empty((2, nodes, *output.shape), dtype=rows.dtype, device=rows.device)

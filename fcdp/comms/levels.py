@@ -21,11 +21,9 @@ def make_levels(
     ring: Ring,
     precision: Format = "bf16",
 ) -> list[CommLevel]:
-    """Make the levels along ``axes``, fastest first. Collective: process groups are made.
+    """Make the levels along ``axes``, fastest first; ``ho`` makes one of all. Collective: process groups are made.
 
-    ``ho`` makes one level of all axes. A reduction below bf16 takes one hop along each axis, for any ring: sums
-    that are added to on their way would be quantised at every step.
-    """
+    A reduction below bf16 takes one hop along each axis, as partial sums would be quantised at every step of a ring."""
     bits = BITS.get(precision)
     if purpose == "reduce" and bits is not None:
         hops = [RankLevel(topology, axis, purpose, traffic) for axis in axes]

@@ -1,17 +1,11 @@
 """Quantised gathers and reductions (ZeRO++; ZeRO-topo III-C, V): less to send, in blocks with a scale each.
 
-* Gather (int8): every rank quantises its cells, what travels is bytes, and every rank dequantises what it gets; its own
-  cells stay as they are. Nothing is quantised twice on its way, on any ring.
-* Reduce-scatter (int4): all-to-all in one hop. A ring would quantise again at every step, adding an error each time;
-  here each cell is quantised once, sent straight to the rank that adds it, and added there in fp32, in the order of
-  ranks. A rank's own cell is added as it is.
+* Gather (int8): every rank quantises its cells, sends bytes, and dequantises what arrives; its own cells stay exact.
+* Reduce-scatter (int4): all-to-all in one hop. A ring would quantise at every step, adding an error each time; here
+  each cell is quantised once and added at its target in fp32, in the order of ranks, the target's own cell exactly.
 
-Cells travel in pieces: one is quantised while those before it are on their way, and dequantised while those after it
-are. On CUDA the communicator's stream and the current stream overlap the same way.
-
-Only floating-point data is quantised. FSDP2 gathers groups whose parameters differ in dtype as plain bytes (uint8);
-these go as they are.
-"""
+Cells travel in pieces, so that one is quantised or dequantised while others travel. Groups that FSDP2 gathers as plain
+bytes (mixed dtypes) are not quantised."""
 
 from collections.abc import Iterator
 
@@ -29,11 +23,7 @@ SMALLEST_PIECE = 1 << 14  # fewest elements of a piece, unless the cell is small
 class QuantisedLevel:
     """A :class:`CommLevel` that gathers and reduces along ``level`` and sends ``bits`` per element.
 
-    The bytes that it counts are those that travel, scales included.
-
-    Args:
-        level: for reductions a :class:`RankLevel`: cells of other axes are summed on their way.
-    """
+    It counts the bytes that travel, scales included. For reductions ``level`` is a :class:`RankLevel`."""
 
     def __init__(self, level: CommLevel, bits: Bits):
         self._level = level
@@ -45,7 +35,6 @@ class QuantisedLevel:
         self._side_stream = SideStream()
 
     def gather(self, rows: torch.Tensor) -> Wait:
-        """See :meth:`RankLevel.gather`."""
         if not rows.is_floating_point() or not rows.numel():
             return self._level.gather(rows)
         own, bits = rows[:, self.index], self._bits

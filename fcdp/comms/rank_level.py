@@ -1,14 +1,11 @@
-"""Gather and reduce-scatter along one axis of the cluster, straight from and into the places where data lies.
+"""Gather and reduce-scatter along one axis of the cluster, directly from and into the places where data lies.
 
-Data is seen as *rows* ``[R, K, c]``: K cells of c elements for the K ranks of the axis, R times over. Rows may be
-strided, cells are contiguous. So neither collective needs a copy to bring ranks of one node, or of one place in every
-node, next to each other in memory:
+Data is seen as *rows* ``[R, K, c]``: K cells of c elements for the K ranks of the axis, R times. Rows may be strided,
+cells are contiguous, so neither collective needs a copy to bring ranks next to each other in memory:
 
-* NCCL: one collective per contiguous row, in place; where rows are strided one for all, by way of separate memory.
-* gloo: point-to-point on every cell. This sends what theory says, which gloo's own reduce-scatter does not (that one is
-  an all-reduce: twice the bytes), needs no flattened copies, and is in progress while the caller computes.
-* gloo with CUDA tensors: by way of host memory. For tests of stream order, not for speed.
-"""
+* NCCL: one collective per contiguous row, in place; for strided rows one for all, through separate memory.
+* gloo: point-to-point on every cell. Its own reduce-scatter is an all-reduce, which sends twice the bytes.
+* gloo with CUDA tensors: through host memory. For tests of stream order, not for speed."""
 
 from typing import Any, Protocol
 
@@ -35,21 +32,13 @@ class CommLevel(Protocol):
 
     def gather(self, rows: torch.Tensor) -> Wait:
         """See :meth:`RankLevel.gather`."""
-        ...
 
     def reduce_scatter(self, rows: torch.Tensor, output: torch.Tensor) -> None:
         """See :meth:`RankLevel.reduce_scatter`."""
-        ...
 
 
 class RankLevel:
-    """The ranks on one line of an axis, and what this rank sends them.
-
-    Args:
-        topology: gives the process group for as long as it may be used: the one that closes it ends it for everyone.
-        axis: all of whose lines lie inside nodes, or go from node to node.
-        purpose, traffic: under what heading sent bytes are counted, and where.
-    """
+    """The ranks on one line of ``axis``, in a process group that lives until ``topology`` is closed."""
 
     def __init__(self, topology: Topology, axis: Axis, purpose: Purpose, traffic: Traffic):
         self.axis = axis
@@ -68,9 +57,7 @@ class RankLevel:
     def gather(self, rows: torch.Tensor) -> Wait:
         """Fill every cell of ``rows`` ``[R, K, c]`` from the rank it belongs to; this rank's cells hold its data.
 
-        Returns:
-            A function to call before reading. NCCL: nothing to wait for on the host, the current stream is in order.
-        """
+        Return a function to call before reading. On NCCL the current stream is in order already."""
         if not rows.numel():
             return nothing
         self._count(rows)
@@ -80,7 +67,7 @@ class RankLevel:
             for row in rows:
                 all_gather(row.view(-1), row[self.index], self._group)
         else:
-            # One collective on its own memory, of the size of these rows, and a copy: messages cell by cell would
+            # One collective on separate memory, of the size of these rows, and a copy: messages cell by cell would
             # be as many times a message's latency.
             own = rows[:, self.index].contiguous()
             gathered = own.new_empty((self.size, *own.shape))
@@ -89,12 +76,7 @@ class RankLevel:
         return nothing
 
     def reduce_scatter(self, rows: torch.Tensor, output: torch.Tensor) -> None:
-        """Set ``output[r]`` to the sum over ranks of their ``rows[r, <this rank>]``, added in rank order.
-
-        Args:
-            rows: ``[R, K, c]``, left as they are.
-            output: ``[R, c]``; may not share memory with ``rows``.
-        """
+        """Set ``output`` ``[R, c]`` to the sum over ranks of their ``rows[:, <this rank>]``, added in rank order."""
         self._count(rows)
         if not uses_gloo(self._group, rows.device):
             for row, result in zip(rows, output, strict=True):
@@ -116,13 +98,8 @@ class RankLevel:
     def all_to_all(self, rows: torch.Tensor, received: torch.Tensor) -> Wait:
         """Send cell k of every row to rank k, and receive what the others have for this rank.
 
-        Args:
-            rows: ``[R, K, c]``, left as they are; this rank's own cells are not read.
-            received: ``[R, K-1, c]``, by rank of the sender, without this rank.
-
-        Returns:
-            A function to call before reading ``received``; until then ``rows`` must stay.
-        """
+        ``received`` ``[R, K-1, c]`` is by sender, without this rank. Return a function to call before reading it; until
+        then ``rows`` must stay."""
         if not rows.numel():
             return nothing
         nbytes = rows.numel() // self.size * rows.element_size()
@@ -138,9 +115,8 @@ class RankLevel:
     def shift(self, cell: torch.Tensor, to: int, place: torch.Tensor, source: int) -> Wait:
         """Make one step of a ring: send ``cell`` to rank ``to`` while rank ``source`` fills ``place``.
 
-        Returns:
-            A function to call before reading ``place``; until then ``cell`` must stay. NCCL: it orders the stream that
-            is current when it is called.
+        Return a function to call before reading ``place``; until then ``cell`` must stay. On NCCL it orders the current
+        stream.
         """
         self._traffic.sent(self._purpose, self._name, cell.numel() * cell.element_size())
         return self._swap(cell, to, place, source)
@@ -192,15 +168,13 @@ class RankLevel:
 
 
 class FlatRing(RankLevel):
-    """One ring through the ranks of several levels, as NCCL's and gloo's own collectives go (the strategies' ``flat``).
+    """One ring through the ranks of several levels (the strategies' ``flat``), as NCCL has them.
 
-    Every rank sends to the next one only, so (E-1)/E of the buffer passes each border between nodes, E being the ranks
-    of the ring; exchanging directly would send it from every rank of a node. NCCL has such rings; gloo has one for
-    gathers, but its reduce-scatter is an all-reduce, so that ring is built here from point-to-point messages.
+    Every rank sends to the next one only, so (E-1)/E of the buffer of E ranks passes each border between nodes; a
+    direct exchange would send that from every rank of a node. gloo has such a ring for gathers only.
     """
 
     def gather(self, rows: torch.Tensor) -> Wait:
-        """See :meth:`RankLevel.gather`."""
         if not uses_gloo(self._group, rows.device) or rows.device.type != "cpu":
             return super().gather(rows)
         self._count(rows)

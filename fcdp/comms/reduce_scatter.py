@@ -3,19 +3,14 @@
 FSDP2 hands over the unsharded gradients of a group as one cell for each rank of OS's scope. The closer ranks are, the
 earlier they exchange, while there is most to reduce:
 
-1. *reduce*: along the axes inside G's scope, scattering. The result, one of as many parts as G has shards, is added to
-   that of earlier micro-batches. Before the last micro-batch, FSDP2 gets gradients of zero.
+1. *reduce*: along the axes inside G's scope, scattering; the result is added to that of earlier micro-batches, in fp32
+   on the device. Before the last micro-batch, FSDP2 receives zero gradients.
 2. *finish*: along the axes from G's scope to OS's, scattering: the rank's own cell.
-3. *replicate*: the same cells of OS's replicas are added, by a reduction along the axes between them and a gather back.
+3. *replicate*: over OS's replicas, by a reduction along the axes between them and a gather back.
 
-So with several micro-batches what is beyond G's scope is crossed once per step (PaRO 3.3). Sums take G's share of the
-group's gradients in fp32, on the device, until the last micro-batch. Along an axis ranks are added in their
-order, so a sum depends neither on its place in memory nor on timing: ((g00 + g01) + ..) + ((g10 + g11) + ..) + .. for g
-of (node, place); only flat rings have their own orders.
-
-Where OS is not sharded, FSDP2 has nothing to scatter and calls :meth:`StagedReduction.add_up` instead, with all of the
-gradients in one cell.
-"""
+So what is beyond G's scope is crossed once per step (PaRO 3.3). Along an axis ranks are added in their order: sums
+depend neither on place in memory nor on timing; only flat rings have their own orders. Where OS is not sharded, FSDP2
+calls :meth:`StagedReduction.add_up` instead."""
 
 import math
 from collections.abc import Sequence
@@ -36,8 +31,7 @@ from fcdp.grouping import ParameterGroup
 class MicroBatches:
     """Where in a step the backward pass is; shared by the reductions of all groups."""
 
-    is_last: bool = True
-    """Whether the next backward is the step's last: gradients go all the way, and ``.grad`` is valid after it."""
+    is_last: bool = True  # whether the next backward pass is the step's last, after which ``.grad`` is valid
 
 
 @dataclass(frozen=True)
@@ -53,19 +47,14 @@ class ReduceLevels:
 class StagedReduction:
     """FSDP2's reduce-scatter for one parameter group, and all that follows until the gradient is final.
 
-    Args:
-        replica: this rank's number among those that hold the same shard.
-        micro_batches: says which backward pass is the last.
-    """
+    ``replica`` is this rank's number among those that hold the same shard."""
 
     def __init__(self, group: ParameterGroup, levels: ReduceLevels, replica: int, micro_batches: MicroBatches):
         self._group = group
         self._levels = levels
         self._replica = replica
         self._micro_batches = micro_batches
-        self.partial: torch.Tensor | None = None
-        """Gradients ``[cells, c]`` in fp32, summed inside G's scope over micro-batches, and not yet beyond it; None if
-        there are none."""
+        self.partial: torch.Tensor | None = None  # sums ``[cells, c]`` in fp32 of earlier micro-batches
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Return memory for the input, then for the output. It is never reused: the output becomes ``.grad``."""
@@ -79,10 +68,7 @@ class StagedReduction:
         op: Any,
         async_op: bool = False,
     ) -> None:
-        """Reduce ``input_tensor`` ``[ranks * c]`` to this rank's ``output_tensor`` ``[c]``.
-
-        On return it is done, or in order on the current stream.
-        """
+        """Reduce ``input_tensor`` ``[ranks * c]`` to this rank's ``output_tensor`` ``[c]``, in current-stream order."""
         average, factor = _is_average(op), _multiplies_by(op)
         if factor is not None:
             input_tensor.mul_(factor)
@@ -122,12 +108,11 @@ class StagedReduction:
             return cells.to(dtype)
         if cells.is_cuda:  # FSDP2's input, if G is not sharded: allocated on another stream than this one
             cells.record_stream(torch.cuda.current_stream())
-        self.partial = cells.float()  # a sum of many in bf16 would lose what is small next to it
+        self.partial = cells.float()  # a sum of many in bf16 would lose small values
         return None
 
     def _over_replicas(self, total: torch.Tensor) -> torch.Tensor:
-        """Return the mean of ``total`` ``[c]`` over the replicas, of which FSDP2 does not know; their sum where the
-        user has said by what FSDP2 divides."""
+        """Return the mean of ``total`` ``[c]`` over replicas; their sum if the user chose FSDP2's divisor."""
         levels = self._levels
         if not levels.replicate:
             return total
@@ -166,8 +151,5 @@ def _is_average(op: Any) -> bool:
 
 
 def _multiplies_by(op: Any) -> float | None:
-    """Return what every rank's data is multiplied by before the sum; None: nothing.
-
-    ``set_gradient_divide_factor`` makes FSDP2 ask for NCCL's PREMUL_SUM, whose factor PyTorch only tells pickle.
-    """
+    """Return the factor of NCCL's PREMUL_SUM, which only pickling reveals (``set_gradient_divide_factor``)."""
     return float(op.__getstate__()[1]) if op == dist.ReduceOp.PREMUL_SUM else None

@@ -22,11 +22,7 @@ _FOR_THE_LOSS = {"targets", "labels", "counts", PADDING}  # what is not given to
 
 
 class Forward:
-    """Runs the model on this rank's part of each batch.
-
-    Args:
-        micro_batch: sequences that a rank computes at once; None: its whole part of the batch.
-    """
+    """Runs the model on this rank's part of each batch, ``micro_batch`` sequences (None: all of them) at once."""
 
     def __init__(self, model: ClusterModel, topology: Topology, micro_batch: int | None):
         self._model, self._topology, self._micro_batch = model, topology, micro_batch
@@ -41,9 +37,8 @@ class Forward:
     def split(self, batch: Mapping[str, torch.Tensor]) -> tuple[list[dict[str, torch.Tensor]], int]:
         """Return this rank's micro-batches, as many as every rank has, and the number of labels of the whole batch.
 
-        Each micro-batch is on the device, and has besides its part of ``batch`` ``targets`` ``[rows, S]``, -100 where
-        there is no label, and ``counts`` ``[rows, S]``, 1 for each token that is this rank's to count.
-        """
+        Each micro-batch is on the device and also has ``targets`` ``[rows, S]``, -100 where there is no label, and
+        ``counts``, 1 for each token that is this rank's to count."""
         if restarts(batch.get("position_ids")):  # on all ranks alike, whichever of them has such rows
             self._model.family.check_documents(masked=False)
         targets = targets_of(batch["labels"], self._model.family.shifts_labels)

@@ -44,7 +44,7 @@ class ClusterModel:
     adapters: Adapters | None
     source: WeightSource
     dtype: torch.dtype  # dtype in which blocks compute
-    router_loss: RouterLoss | None  # what the loss has next to cross entropy; None: nothing
+    router_loss: RouterLoss | None  # what the loss has besides cross entropy
 
     @classmethod
     def open(
@@ -55,13 +55,7 @@ class ClusterModel:
         peft_config: PeftConfig | None,
         saved: SavedAdapter | None = None,
     ) -> "ClusterModel":
-        """Check the model's files, and shard it. Collective.
-
-        Args:
-            model: checkpoint directory or a preset's name.
-            peft_config: adapters to train instead of the weights; None: the weights are trained.
-            saved: adapters of this configuration to begin with.
-        """
+        """Check the model's files, and shard it; ``saved`` adapters are of ``peft_config``. Collective."""
         dtype = DTYPES[options.dtype]
         config, checkpoint = load_config(model)
         meta = build_meta_model(config, dtype=dtype)

@@ -1,10 +1,8 @@
 """Loading weights into a sharded model, each rank its own rows, and gathering them from it, a block at a time.
 
-FSDP2 cuts every parameter along its first dimension into as many equal parts as there are shards, so a rank's part is a
-range of rows. Where a tensor on disk is the parameter, each rank reads its range alone. Parameters that have to be put
-together first (fused experts, other layouts), random weights, and adapters, which are small, are made whole on every
-rank, one parameter or module at a time, and the rank keeps its rows.
-"""
+FSDP2 cuts every parameter along its first dimension into equal parts, so a rank's part is a range of rows. Where a
+tensor on disk is the parameter, each rank reads its range alone. Parameters that are assembled first, random weights,
+and adapters are made whole on every rank, one at a time."""
 
 from collections.abc import Callable, Iterator
 from typing import cast
@@ -18,10 +16,7 @@ from common.models.checkpoint.sources import CheckpointSource, WeightSource
 
 
 def widen(model: nn.Module) -> None:
-    """Turn the trained parameters of a model on the meta device into fp32, the master weights. Tied ones stay tied.
-
-    Buffers and frozen parameters stay as they are.
-    """
+    """Turn the trained parameters of a model on the meta device into fp32 master weights. Tied ones stay tied."""
     wide: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
@@ -43,13 +38,7 @@ def materialise(model: nn.Module, device: torch.device) -> None:
 
 
 def load(model: nn.Module, source: WeightSource, adapters: Adapters | None = None) -> None:
-    """Fill the shards of ``model`` from ``source``, and those of adapters with their first values. Collective.
-
-    Args:
-        model: sharded and materialised.
-        source: weights of the same model without adapters, made from a copy that is not sharded. It has been checked.
-        adapters: the adapters that ``model`` has been given.
-    """
+    """Fill the shards of ``model`` from ``source``, and those of ``adapters`` with their first values. Collective."""
     shards = {name: cast(DTensor, parameter) for name, parameter in model.named_parameters()}
     new = adapters.own_names if adapters is not None else ()
     names = adapters.base_names if adapters is not None else {name: name for name in shards}

@@ -27,14 +27,10 @@ class Cluster:
     host_memory_bytes: int  # host memory of one node
     flops_per_second: float  # FLOPs per second that training reaches on one device while nothing waits for the network
     memory_bytes_per_second: float  # bandwidth of the device's own memory, which bounds an optimizer step
-    host_link_bytes_per_second: float
-    """Bandwidth of one device to host memory or from it, while all devices of the node copy."""
+    host_link_bytes_per_second: float  # to or from host memory, while all devices of the node copy
     rates: CollectiveRates
-    overlaps: bool = True
-    """Whether devices compute while they communicate. Where the CPU computes they do not: it moves the data as well,
-    and FSDP2 waits for every reduction."""
-    leaf_of_node: tuple[int, ...] | None = None
-    """Leaf switch of each node, where known."""
+    overlaps: bool = True  # whether devices compute while they communicate, as CPUs do not
+    leaf_of_node: tuple[int, ...] | None = None  # if known
 
     def resized(self, levels: Levels) -> "Cluster":
         """Return the same hardware with other numbers of ranks and nodes."""
@@ -135,13 +131,9 @@ def _read_profile(path: Path) -> Cluster:
 
 
 def node_order(leaf_of_node: Sequence[Hashable], group: int) -> list[int]:
-    """Return node indices in the order in which to number them: whole groups of every leaf first, then what is left
-    over. Node 0, where ranks meet and rank 0 is, stays the first: its group leads the others, and it leads its group.
-
-    Args:
-        leaf_of_node: the leaf switch of each node.
-        group: s^1, nodes in a group.
-    """
+    """Return node indices in the order in which to number them (AMSP V-D, figure 10): consecutive nodes form groups of
+    ``group``, whose traffic never reaches a spine switch under one leaf switch. First whole groups of every leaf, then
+    the rest; but node 0, where ranks meet, stays the first with its group."""
     if group < 1 or len(leaf_of_node) % group:
         raise UserError(f"{len(leaf_of_node)} nodes are no whole number of groups of {group}.")
     by_leaf: dict[Hashable, list[int]] = {}
@@ -162,12 +154,7 @@ def node_order(leaf_of_node: Sequence[Hashable], group: int) -> list[int]:
 
 
 def nodes_per_switch(leaves: Sequence[Hashable]) -> int | None:
-    """Return how many nodes each leaf switch has, if nodes are numbered switch by switch and all have as many; else
-    None. It is what the scope ``switch`` stands for.
-
-    Args:
-        leaves: the leaf switch of each node, in order.
-    """
+    """Return how many nodes each leaf switch has, the scope ``switch``; None: not as many each, or not in a row."""
     runs = [len(list(run)) for _, run in itertools.groupby(leaves)]
     return runs[0] if len(set(runs)) == 1 and len(runs) == len(set(leaves)) else None
 

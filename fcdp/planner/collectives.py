@@ -1,8 +1,6 @@
 """The collectives of a step: each with its ranks and bytes, and how many of these cross which level.
 
-Notation of PaRO: Psi parameters, Psi' trainable, s micro-batches. All bytes are those of a whole model; a rank's share
-of a collective follows from its ranks.
-"""
+Notation of PaRO: Psi parameters, Psi' trainable, s micro-batches. All bytes are those of a whole model."""
 
 from dataclasses import dataclass
 from math import prod
@@ -14,18 +12,16 @@ from fcdp.planner.workload import Workload
 from fcdp.strategy.mesh import Mesh
 from fcdp.strategy.strategy import Format, Ring, StrategyMeshes
 
+# A broadcast: every rank in turn sends its part to all, with an all-gather's result.
 Operation = Literal["all_gather", "reduce_scatter", "all_reduce", "broadcast"]
-"""What a collective does. ``broadcast``: every rank in turn sends its part to all others, with an all-gather's
-result."""
+# In every forward, in every backward, after the last backward, or before the next forward.
 Phase = Literal["forward", "backward", "reduce", "spread"]
-"""When a collective runs: in every forward, in every backward, after the last backward, or before the next forward."""
 
 BYTES_PER_ELEMENT: dict[Format, float] = {
     "bf16": 2.0,
     "int8": quantised_nbytes(BLOCK, 8) / BLOCK,
     "int4": quantised_nbytes(BLOCK, 4) / BLOCK,
 }
-"""Bytes of an element as it is sent, scales included."""
 
 
 @dataclass(frozen=True)
@@ -35,8 +31,7 @@ class Collective:
     purpose: str  # description for people: ``gather P, forward``
     operation: Operation
     mesh: Mesh  # ranks of the group by level
-    nbytes: float
-    """Bytes of the whole buffer, of all units together: what a gather ends with, or a reduction begins with."""
+    nbytes: float  # of the whole buffer, of all units together: the result of a gather, the input of a reduction
     times: int  # number of runs per step
     phase: Phase
     ring: Ring
@@ -72,11 +67,9 @@ def ring_parts(mesh: Mesh, ring: Ring) -> tuple[float, ...]:
 def step_collectives(layout: StrategyMeshes, workload: Workload, *, select_and_drop: bool = False) -> list[Collective]:
     """Return all collectives of one step that move anything.
 
-    Args:
-        select_and_drop: communicate as AMSP does (IV-C, equations for T_p, T_g and T_os), whose ranks hold whole
-            tensors of optimizer states: all-reduces of G of which each rank keeps its part, and broadcasts of new P.
-            Otherwise G is reduce-scattered over the scope of OS and all-reduced over its replicas, and P gathered.
-    """
+    With ``select_and_drop`` as AMSP (IV-C), whose ranks hold whole tensors of optimizer states: all-reduces of G of
+    which each rank keeps its part, and broadcasts of new P. Otherwise G is reduce-scattered over the scope of OS and
+    all-reduced over its replicas, and P gathered."""
     strategy, p, g, os = layout.strategy, layout.p, layout.g, layout.os
     world, s = layout.levels.whole, workload.micro_batches
     psi, trained = workload.parameters, workload.trainable

@@ -9,8 +9,7 @@ from fcdp.planner.memory import ADAPTIVE_THRESHOLD, P_BYTES, Memory, memory_of
 from fcdp.planner.workload import Workload
 from fcdp.strategy.strategy import StrategyMeshes
 
-OPTIMIZER_BYTES = 28.0
-"""Bytes per trainable parameter that Adam reads and writes: 12 of states and 2 of gradient in, 12 and 2 of P out."""
+OPTIMIZER_BYTES = 28.0  # per trainable parameter: 12 of states and 2 of gradient in, 12 and 2 of P out
 
 
 @dataclass(frozen=True)
@@ -94,13 +93,10 @@ def estimate(
     select_and_drop: bool = False,
     overlap_spread: bool = True,
 ) -> Estimate:
-    """Return what ``layout`` costs.
+    """Return what ``layout`` costs; ``select_and_drop`` as in :func:`step_collectives`.
 
-    Args:
-        select_and_drop: whether to reduce as AMSP does; see :func:`step_collectives`.
-        overlap_spread: whether new parameters are spread while the next forward computes (AMSP V-C2). AMSP's own
-            comparison does without (VI-A4).
-    """
+    ``overlap_spread``: new parameters are spread while the next forward computes (AMSP V-C2); AMSP's own comparison
+    does without (VI-A4)."""
     memory = memory_of(layout, workload, checkpointing=checkpointing)
     collectives = step_collectives(layout, workload, select_and_drop=select_and_drop)
     pieces = workload.units
@@ -143,17 +139,13 @@ def estimate(
 class _Step:
     """A step's phases, in each of which the slowest resource sets the pace."""
 
-    forward: float
-    """Seconds of computing in the forward pass of one micro-batch."""
+    forward: float  # the same in the forward pass
     backward: float  # seconds of computing in the backward pass of one micro-batch
     copies: float  # seconds of host copies in one forward, and in one backward
-    pieces: int
-    """Number of units in which parameters and gradients are sent. The first gather and the last reduction of a pass
-    have no computing next to them."""
+    pieces: int  # units sent; the first gather and the last reduction of a pass overlap with nothing
 
     def seconds(self, phases: dict[Phase, float], micro_batches: int, overlap_spread: bool) -> float:
-        """Return a step's seconds by AMSP V-C: gathers run one unit ahead, reductions one behind, nothing else
-        waits."""
+        """Return a step's seconds by AMSP V-C: gathers run one unit ahead, reductions one behind."""
         gathers, both = phases["forward"], phases["backward"]
         spread_hidden = phases["spread"] if overlap_spread else 0.0
         first = self._pass(self.forward, gathers + spread_hidden)
@@ -171,8 +163,7 @@ class _Step:
 
 
 def _packing(layout: StrategyMeshes, workload: Workload, phase: Phase) -> float:
-    """Return the bytes that FSDP2 reads and writes in one pass to copy gathered parameters out of one buffer per unit,
-    and gradients that are reduced into one."""
+    """Return the bytes that FSDP2 reads and writes in one pass to copy gathered parameters and gradients."""
     is_gathered = layout.p.shards > 1 or layout.p_in_cache
     gathered = workload.parameters - (workload.kept_gathered if phase == "backward" else 0.0) if is_gathered else 0.0
     reduced = workload.trainable if phase == "backward" else 0.0

@@ -1,8 +1,4 @@
-"""The device and host memory that a layout takes: PaRO table 2, AMSP IV-D, ZeRO-topo tables V and VI, FCDP VI-A.
-
-Mixed precision with Adam: 2 bytes of P and 12 of OS (fp32 master, momentum, variance) per parameter, 2 of G per
-trainable one. To these model states come activations and what a device needs while a block computes.
-"""
+"""The device and host memory that a layout takes: PaRO table 2, AMSP IV-D, ZeRO-topo tables V and VI, FCDP VI-A."""
 
 from dataclasses import dataclass
 
@@ -11,14 +7,11 @@ from fcdp.planner.workload import Workload
 from fcdp.strategy.routes import Axis, Routes
 from fcdp.strategy.strategy import Format, StrategyMeshes
 
-P_BYTES, G_BYTES, OS_BYTES = 2.0, 2.0, 12.0
-"""Bytes per parameter of P in bf16, of G in bf16, and of OS, which is K of the papers."""
+P_BYTES, G_BYTES, OS_BYTES = 2.0, 2.0, 12.0  # per parameter: P and G in bf16; OS, K of the papers
 
-RUNTIME_BYTES = 2 * 2**30
-"""Bytes of the driver's context, the libraries' workspaces and the communicators' buffers. Assumed, not measured."""
+RUNTIME_BYTES = 2 * 2**30  # driver's context, libraries' workspaces, communicators' buffers: assumed
 
-ADAPTIVE_THRESHOLD = 0.9
-"""Part of device memory up to which an adaptive cache keeps shards there, as in ``fcdp.fully_shard``."""
+ADAPTIVE_THRESHOLD = 0.9  # as in ``fcdp.fully_shard``
 
 
 @dataclass(frozen=True)
@@ -77,10 +70,8 @@ def _gathered(layout: StrategyMeshes, workload: Workload) -> float:
 def _gather_scratch(layout: StrategyMeshes, workload: Workload) -> float:
     """Return the bytes that the largest gather of a block takes next to the block itself.
 
-    Along an axis whose ranks are not next to each other the cells that arrive are not, either: they are gathered in
-    their own memory and copied to their places (``RankLevel.gather``), but for those that HO-Ring sends one by one.
-    What is quantised arrives in its own bytes, side by side.
-    """
+    Cells of ranks that are not next to each other are gathered in separate memory and copied to their places
+    (``RankLevel.gather``), except those that HO-Ring sends one by one. What is quantised arrives in separate bytes."""
     routes, precision = Routes.of(layout), layout.strategy.precision
     block = workload.parameters / workload.units
     stages: list[tuple[tuple[Axis, ...], Format]] = [(routes.spread, "bf16"), (routes.gather, precision.gather)]

@@ -1,8 +1,7 @@
 """Profiling a cluster: the planner's numbers, measured on the process groups and devices that will train.
 
-All ranks measure together, so that links and memory are as busy as in training (AMSP IV-A: profiling instead of a cost
-model). What is measured is what the engine does: the same levels, rings and buffers, in bf16.
-"""
+All ranks measure together, so that links and memory are as busy as in training (AMSP IV-A), with the engine's levels,
+rings and buffers, in bf16."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -36,10 +35,8 @@ from fuyou.planner.profiling.blocks import BlockBench
 from fuyou.planner.profiling.drives import measure_link
 from fuyou.runtime.devices.device import open_device
 
-SIZES = (16 << 10, 256 << 10, 4 << 20, 32 << 20)
-"""Bytes of the buffers that are measured; on CUDA also one of four times the largest."""
-MOST_SECONDS = 2.0
-"""A larger buffer than one that takes this long is not measured: its bandwidth is that of the largest measured one."""
+SIZES = (16 << 10, 256 << 10, 4 << 20, 32 << 20)  # bytes; on CUDA also four times the largest
+MOST_SECONDS = 2.0  # larger buffers than one that takes this long have its bandwidth
 REPEAT_SECONDS = 0.3
 MOST_REPETITIONS = 7
 RINGS: tuple[Ring, ...] = ("flat", "hierarchical", "ho")
@@ -52,9 +49,7 @@ _COPIED_BYTES = 64 << 20
 class ComputeRates:
     """Rates of one device while all devices of its node do the same."""
 
-    flops_per_second: float
-    """FLOPs per second of forward and backward with recomputation, in the model's shapes, head and embedding
-    included."""
+    flops_per_second: float  # forward and backward with recomputation, head and embedding included
     memory_bytes_per_second: float  # bytes per second of AdamW, by the bytes that the planner counts for it
     host_link_bytes_per_second: float  # bytes per second between device and host, in the slower direction
 
@@ -69,14 +64,9 @@ def profile_cluster(
     dtype: str = "bf16",
     say: Callable[[str], None] = lambda line: None,
 ) -> MeasuredRates:
-    """Measure the cluster, and have rank 0 write what ``finetune --cluster`` reads. Collective.
+    """Measure the cluster, and have rank 0 write what ``finetune --cluster`` reads to ``path``. Collective.
 
-    Args:
-        config: configuration of the model whose blocks are computed.
-        path: file to write.
-        rows, seq_len: shape of a rank's micro-batch.
-        say: called with what is being measured next.
-    """
+    A micro-batch has ``rows`` of ``seq_len``. ``say`` is called with what is measured next."""
     device = topology.device
     say("computing")
     computing = measure_computing(topology, config, rows, seq_len, dtype)
@@ -130,10 +120,7 @@ def measure_computing(
 def measure_collectives(
     topology: Topology, sizes: Sequence[int] | None = None, say: Callable[[str], None] = lambda line: None
 ) -> list[CollectiveTiming]:
-    """Measure gathers, reductions and all-reduces of all scopes, rings and sizes that a strategy may use here.
-
-    An all-reduce is what the engine makes it of: a reduce-scatter and an all-gather.
-    """
+    """Measure collectives of all scopes, rings and sizes here; an all-reduce as reduce-scatter and all-gather."""
     if sizes is None:
         sizes = (*SIZES, 4 * SIZES[-1]) if topology.device.type == "cuda" else SIZES
     found = []

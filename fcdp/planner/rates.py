@@ -18,24 +18,20 @@ class CollectiveRates(Protocol):
     """Times of collectives, as the planner asks for them."""
 
     def seconds(self, operation: Operation, mesh: Mesh, nbytes: float, ring: Ring) -> float:
-        """Return the seconds of one collective over ``mesh`` whose whole buffer has ``nbytes``, while all other groups
-        do the same."""
-        ...
+        """Return the seconds of a collective over ``mesh`` of ``nbytes`` in all, while all groups do the same."""
 
 
 @dataclass(frozen=True)
 class Link:
     """A link between the groups of a level."""
 
-    bytes_per_second: float
-    """Bandwidth of one rank, one way, while all ranks send: a node's network cards divided by its ranks."""
+    bytes_per_second: float  # of one rank, one way, while all ranks send: a node's network cards divided by its ranks
     latency_seconds: float  # latency of one step of a ring
 
 
 @dataclass(frozen=True)
 class AlphaBeta:
-    """Times of the form alpha + beta n, level by level (AMSP IV-A; the steps of a ring by level as in NCCL's own model,
-    tuning.cc)."""
+    """Times alpha + beta n, level by level (AMSP IV-A; steps of a ring as in NCCL's tuning.cc)."""
 
     links: tuple[Link, ...]  # links by level, fastest first
     start_seconds: float = 0.0  # time of launching a collective on one level
@@ -70,16 +66,14 @@ class AlphaBeta:
         return self.start_seconds + latency + max(moving)
 
     def _overlapped(self, mesh: Mesh, moving: list[float]) -> float:
-        """Return the time of an HO-Ring (PaRO 3.4): while a block crosses nodes, the one before it goes round inside;
-        the last one has to go round alone."""
+        """Return the time of an HO-Ring (PaRO 3.4): only the last block goes round inside with no other beyond."""
         blocks = mesh.extents[-1]
         intra_node, inter_node = sum(moving[:-1]), moving[-1]
         overlapped = max(inter_node, intra_node * (blocks - 1) / blocks) + intra_node / blocks
         return overlapped + self._latencies(mesh)
 
     def _tree(self, mesh: Mesh, moving: list[float]) -> float:
-        """Return the time of double binary trees: few steps, at nine tenths of a ring's bandwidth (NCCL's
-        tuning.cc)."""
+        """Return the time of double binary trees: few steps, at 0.9 of a ring's bandwidth (NCCL's tuning.cc)."""
         *intra_node, inter_node = zip(mesh.extents, self.links, strict=True)
         steps = sum((extent - 1) * link.latency_seconds for extent, link in intra_node)
         steps += math.ceil(math.log2(inter_node[0])) * inter_node[1].latency_seconds
@@ -104,9 +98,8 @@ class CollectiveTiming:
 class MeasuredRates:
     """Times of collectives by interpolation between measurements (AMSP IV-A).
 
-    Between two sizes the effective bandwidth is interpolated over the logarithm of the size; a smaller buffer than any
-    measured takes as long as the smallest; a larger one has the bandwidth of the largest.
-    """
+    The effective bandwidth is interpolated over the logarithm of the size; a smaller buffer takes as long as the
+    smallest measured one, a larger one has the bandwidth of the largest."""
 
     def __init__(self, timings: Iterable[CollectiveTiming]):
         self.timings = list(timings)
@@ -141,7 +134,7 @@ class MeasuredRates:
         return nbytes / ((1 - weight) * low / low_seconds + weight * high / high_seconds)
 
     def save(self, path: Path, **facts: Any) -> None:
-        """Write the measurements as JSON, with all else that is known of the cluster next to them."""
+        """Write the measurements as JSON, with ``facts`` of the cluster."""
         body = {**facts, "collectives": [asdict(timing) for timing in self.timings]}
         path.write_text(json.dumps(body, indent=1), encoding="utf-8")
 

@@ -34,9 +34,8 @@ class StrategyPlan:
 
 
 def scopes_of(levels: Levels) -> list[Scope]:
-    """Return the scopes that pass AMSP's filters (V-B): they divide ranks and nodes without rest (equations 5 and 6),
-    and take all ranks of a node before a second node (equation 7). They go from none to all, and are letters where
-    there is one."""
+    """Return the scopes that pass AMSP's filters (V-B, equations 5 to 7), from none to all: they divide ranks and nodes
+    without rest, and take all ranks of a node before a second node. Letters where there is one."""
     node = levels.ranks_per_node
     texts = [f"{ranks}x1" for ranks in range(1, node + 1)] + [f"{node}x{nodes}" for nodes in range(2, levels.nodes + 1)]
     letters = {Scope(letter).on(levels): Scope(letter) for letter in "GIN"}  # N last: on one rank all are the same
@@ -51,9 +50,8 @@ def scopes_of(levels: Levels) -> list[Scope]:
 def admissible(levels: Levels) -> list[Strategy]:
     """Return every strategy that the papers' rules leave, each once, under a name that ``--strategy`` understands.
 
-    The presets; AMSP's meshes and PaRO's four that AMSP's rule excludes, P's shards in device or in host memory where
-    there is a choice; and a secondary partition inside the node where P is sharded across nodes.
-    """
+    The presets; AMSP's meshes and PaRO's four that AMSP's rule excludes, with P's shards in device or host memory; and
+    a secondary partition inside the node where P is sharded across nodes."""
     found: dict[tuple[object, ...], Strategy] = {}
 
     def add(strategy: Strategy) -> None:
@@ -63,7 +61,7 @@ def admissible(levels: Levels) -> list[Strategy]:
         found.setdefault(point, strategy)
 
     for preset in PRESETS.values():
-        with contextlib.suppress(UserError):  # a pair needs its own level, 8x4 four nodes
+        with contextlib.suppress(UserError):  # a pair needs a level, 8x4 four nodes
             add(preset)
     scopes = scopes_of(levels)
     mesh = {scope: scope.on(levels) for scope in (*scopes, *map(Scope, "NIG"))}
@@ -105,14 +103,11 @@ def plan(
 
     Args:
         strategies: those to choose from. None: all that are admissible.
-        objective: ``step``: the time of a step; among those within :data:`SAME` of the fastest, the one with the least
-            communication, because what is hidden today need not be tomorrow, and then the least memory.
-            ``communication``: AMSP's equation 1, which leaves overlap out; among those that are the same, the one with
-            the least memory.
+        objective: ``step``: the time of a step, and among those within :data:`SAME` of the fastest the least
+            communication, then memory. ``communication``: AMSP's equation 1, without overlap, then memory.
         allow_quantised: whether a strategy that quantises may be chosen. All are listed either way.
         checkpointing: whether activations are checkpointed; None: only where a strategy does not fit without.
-        select_and_drop: whether to reduce as AMSP does.
-        overlap_spread: see :func:`estimate`.
+        select_and_drop, overlap_spread: see :func:`estimate`.
     """
 
     def cost(layout: StrategyMeshes) -> Estimate:

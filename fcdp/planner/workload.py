@@ -23,13 +23,10 @@ class Workload:
     hidden_bytes: float = 0.0  # bytes of a block's input per token, which checkpointing keeps
     logits_bytes: float = 0.0  # bytes of the loss per token: logits as they come, in fp32, and their gradient
     forward_flops_per_token: float = 0.0
-    """FLOPs of the forward pass per token."""
     weight_flops_per_token: float = 0.0  # FLOPs of the gradients of trainable weights per token
     seq_len: int = 1
     micro_batch: int = 1  # sequences that a rank computes at once
-    kept_gathered: float = 0.0
-    """Parameters that stay gathered from forward to backward because the backward begins with them: head and final
-    norm."""
+    kept_gathered: float = 0.0  # head and final norm, with which the backward pass begins
     compute_bytes: float = 2.0  # bytes of one parameter as it is gathered, where that is not quantised
     gradient_bytes: float = 2.0  # bytes of one gradient as it is reduced, where that is not quantised
     micro_batches: int = 1  # number of micro-batches that accumulate before the optimizer steps: s in PaRO, M in AMSP
@@ -58,14 +55,12 @@ class Workload:
         return self.tokens * self.forward_flops_per_token
 
     def backward_flops(self, checkpointing: bool) -> float:
-        """Return the FLOPs of a micro-batch's backward pass: those of a forward pass for gradients of activations, and
-        those for gradients of trainable weights."""
+        """Return the FLOPs of a micro-batch's backward pass: gradients of activations and of trainable weights."""
         again = self.forward_flops_per_token if checkpointing else 0.0
         return self.tokens * (self.forward_flops_per_token + self.weight_flops_per_token + again)
 
     def activation_bytes(self, checkpointing: bool) -> float:
-        """Return the bytes that one micro-batch saves, with attention that does not keep its scores (flash
-        attention)."""
+        """Return the bytes that one micro-batch saves, with attention that keeps no scores."""
         block = self.tokens * self.block_activation_bytes
         saved = self.blocks * self.tokens * self.hidden_bytes + block if checkpointing else self.blocks * block
         return saved + self.tokens * self.logits_bytes
@@ -81,12 +76,7 @@ class Workload:
         trainable_ratio: float = 1.0,
         dtype_bytes: int = 2,
     ) -> "Workload":
-        """Return the workload of a Hugging Face model.
-
-        Args:
-            trainable_ratio: trainable parameters over all parameters.
-            dtype_bytes: bytes of one number in the dtype that blocks compute and gradients are reduced in.
-        """
+        """Return the workload of a Hugging Face model that computes and reduces in ``dtype_bytes`` per number."""
         model = build_meta_model(config)
         _, blocks = find_blocks(model)
         parameters = float(sum(parameter.numel() for parameter in model.parameters()))
@@ -113,8 +103,7 @@ class Workload:
 
 
 def _kept_gathered(model: nn.Module) -> float:
-    """Return the number of parameters in units that :func:`fcdp.fully_shard` does not reshard after the forward
-    pass."""
+    """Return the parameters of units that :func:`fcdp.fully_shard` does not reshard after the forward pass."""
     units = find_units(model, None)
     kept = [group for group in whole_units(units) if units[group.unit].keep_after_forward]
     return float(sum(parameter.numel() for group in kept for parameter in group.registered()))
@@ -128,10 +117,9 @@ def _is_gated(model: object) -> bool:
 def _block_activation_bytes(config: PreTrainedConfig, gated: bool) -> float:
     """Return the bytes per token that one block saves in bf16, by Korthikanti et al. (arXiv:2205.05198, section 4.1).
 
-    Theirs is 34 per hidden unit with dropout masks and without attention scores. Here without the masks (2), with the
-    model's own sizes: inputs of two norms; attention's input, queries, keys, values and result; the input of the MLP,
-    and of its inner width the activation function's input and output, with a gate also the gate and the product.
-    """
+    Theirs is 34 per hidden unit with dropout masks. Here without masks, in the model's sizes: inputs of two norms;
+    attention's input, queries, keys, values and result; the MLP's input, and the activation function's input and
+    output, with a gate also the gate and the product."""
     hidden, heads = config.hidden_size, config.num_attention_heads
     head = getattr(config, "head_dim", None) or hidden // heads
     keys = (getattr(config, "num_key_value_heads", None) or heads) * head

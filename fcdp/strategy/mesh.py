@@ -1,9 +1,7 @@
 """Scopes over which tensors are sharded: none, a pair, a node, all ranks, or any mesh of ranks in a node by nodes.
 
 A cluster has levels, fastest first: 8 ranks in a node and 128 nodes are ``Levels((8, 128))``; sixteen nodes of four
-GPUs with two dies each are ``Levels((2, 4, 16))``. A :class:`Scope` is what people write; on given levels it becomes a
-:class:`Mesh`, the number of ranks of each level that share one copy.
-"""
+GPUs with two dies each are ``Levels((2, 4, 16))``. On given levels a :class:`Scope`, as written, is a :class:`Mesh`."""
 
 import re
 from dataclasses import dataclass, field
@@ -11,9 +9,8 @@ from math import prod
 
 from common.errors import UserError, did_you_mean
 
+# PaRO's letters (3.1.1) and groups across switches (3.4), ZeRO-topo's names (V).
 _SYMBOLS = {"n": "N", "none": "N", "i": "I", "node": "I", "g": "G", "cluster": "G", "pair": "pair", "switch": "switch"}
-"""What people write for scopes that mean the same on every cluster. PaRO's letters (3.1.1), ZeRO-topo's names (V), and
-PaRO's groups across switches (3.4)."""
 _ORDER = {"N": 0, "pair": 1, "I": 2, "switch": 3, "G": 4}
 
 
@@ -22,9 +19,8 @@ class Levels:
     """A cluster's ranks by level, fastest first; the last level counts nodes, all others are inside a node."""
 
     sizes: tuple[int, ...]
+    # Nodes under one leaf switch, if known. Plans do not use it: levels with and without are the same.
     nodes_per_switch: int | None = field(default=None, compare=False)
-    """Consecutive nodes under one leaf switch, which is the scope ``switch``; None: it is not known. Bytes and times
-    are planned without it, so levels with and without are the same cluster."""
 
     def __post_init__(self) -> None:
         if len(self.sizes) < 2 or min(self.sizes) < 1:
@@ -107,8 +103,7 @@ class Mesh:
 
 @dataclass(frozen=True)
 class Scope:
-    """Ranks over which a tensor is sharded, as written: ``N``, ``pair``, ``I``, ``switch``, ``G``, or ``4x2`` (ranks x
-    nodes)."""
+    """Ranks over which a tensor is sharded: ``N``, ``pair``, ``I``, ``switch``, ``G``, or ``4x2`` (ranks x nodes)."""
 
     text: str
 

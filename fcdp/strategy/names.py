@@ -32,8 +32,7 @@ def _paro() -> list[str]:
 
 
 ALIASES = {"hsdp": "mics", "hybrid": "mics"}  # FSDP's hybrid sharding, under its two names
-PARO = tuple(_paro())
-"""Scopes of P, G and OS, ``NNN`` to ``GGG``, in the order of PaRO's table 1 up to its grouping by P."""
+PARO = tuple(_paro())  # scopes of P, G and OS as in table 1
 
 
 def _presets() -> dict[str, Strategy]:
@@ -80,12 +79,9 @@ PRESETS |= {
 def parse_strategy(text: str) -> Strategy:
     """Return the strategy that a user names.
 
-    Args:
-        text: a preset (``zero3``, ``paro-iig``), three letters (``IGG``), or three scopes (``I/G/G``, ``4x1/4x1/8x1``,
-            ``pair/node/cluster``). To scopes, ``+device``, ``+host`` or ``+adaptive`` adds the tier of the cache, and
-            ``+second`` a secondary partition over the node, ``+second=pair``, ``+second=2`` or ``+second=2x1`` one
-            over this many of its ranks. ``auto`` is for :mod:`fcdp.planner` to answer.
-    """
+    ``text`` is a preset (``zero3``, ``paro-iig``), three letters (``IGG``), or three scopes (``I/G/G``,
+    ``4x1/4x1/8x1``). To scopes, ``+device``, ``+host`` or ``+adaptive`` adds the tier of the cache, and ``+second`` a
+    secondary partition over the node, ``+second=pair``, ``+second=2`` or ``+second=2x1`` one over a part of it."""
     name = text.strip().lower()
     name = ALIASES.get(name, name)
     if name in PRESETS:

@@ -1,14 +1,12 @@
 """The routes of tensors: which ranks exchange data under a strategy, in which order, and what stays where.
 
-Ranks are numbered level by level, fastest first, and AMSP's rules (V-B, equations 5 to 7) let a scope cross a level
-only when it has filled the faster ones. So every scope is a *block* of consecutive ranks, and every collective works on
-the ranks between two sizes of blocks: P's gather on those between 1 and P's size, the spreading of new parameters on
-those between P's and OS's, and so on. An :class:`Axis` is one step of it: ranks ``stride`` apart, ``size`` of them.
+Ranks are numbered level by level, fastest first, and a scope crosses a level only when it has filled the faster ones
+(AMSP V-B, equations 5 to 7). So every scope is a *block* of consecutive ranks, and every collective works on the ranks
+between two sizes of blocks. An :class:`Axis` is one step of it: ranks ``stride`` apart, ``size`` of them.
 
                      1 .. P            P .. OS           OS .. all
     parameters       gather            spread
-    gradients        1 .. G: reduce    G .. OS: finish   replicate
-"""
+    gradients        1 .. G: reduce    G .. OS: finish   replicate"""
 
 import itertools
 import operator
@@ -44,9 +42,8 @@ class Axis:
 
 
 def axes_between(low: int, high: int, levels: Levels, ring: Ring) -> tuple[Axis, ...]:
-    """Return the axes between blocks of ``low`` and blocks of ``high`` ranks, fastest first: one for each level, or one
-    for all with a flat ring. Leaf switches are a separate level where it is known how many nodes each has: then
-    what crosses them has been reduced under each (PaRO 3.4). The bytes that a node sends are the same."""
+    """Return the axes between blocks of ``low`` and of ``high`` ranks, fastest first: one per level (leaf switches
+    count if known, PaRO 3.4), or one for all with a flat ring."""
     borders = [low]
     if ring != "flat":
         blocks = list(itertools.accumulate(levels.sizes, operator.mul))
@@ -62,10 +59,8 @@ class Routes:
 
     layout: StrategyMeshes
     gather: tuple[Axis, ...]  # axes along which P is gathered from its shards, at every use
-    spread: tuple[Axis, ...]
-    """Axes along which new values go from OS's ranks to P's shards, at the first use after each step."""
-    secondary: tuple[Axis, ...]
-    """Axes along which P is gathered from the secondary partition, in the backward pass; empty if there is none."""
+    spread: tuple[Axis, ...]  # from OS's ranks to P's shards, at the first use after each step
+    secondary: tuple[Axis, ...]  # P from the secondary partition, in the backward pass
     reduce: tuple[Axis, ...]  # axes along which G is reduced over its scope, by every micro-batch
     finish: tuple[Axis, ...]  # axes along which G is reduced to OS's scope, once per step
     replicate: tuple[Axis, ...]  # axes along which G is reduced over the replicas of OS's shards, once per step

@@ -1,16 +1,10 @@
 """A sharding strategy: over which ranks parameters, gradients and optimizer states are sharded, and how they travel.
 
-Every strategy of PaRO, AMSP, ZeRO-topo and FCDP is a point in one space (``names.py`` names them):
-
-* P, G and OS each have a scope. P is gathered over its scope at every use; G is reduced over its scope by every
-  micro-batch, and over the rest of the cluster once per step; new parameters are spread from OS's scope to P's once
-  per step (PaRO 3.3).
-* P's shards live in device memory. With a scope between N and that of OS they are a cache of what OS's ranks hold, and
-  may live in host memory instead (FCDP). Besides, a *secondary partition* of P inside the node may be
-  kept from forward to backward (ZeRO++).
-
-OS here includes the fp32 master weights. What all of it costs on a cluster is worked out in ``fcdp/planner``.
-"""
+Every strategy of PaRO, AMSP, ZeRO-topo and FCDP is a point in one space (``names.py`` names them). P, G and OS (with
+fp32 master weights) each have a scope. P is gathered over its scope at every use; G is reduced over its scope by every
+micro-batch, and over the rest of the cluster once per step; new parameters are spread from OS's scope to P's once per
+step (PaRO 3.3). P's shards are in device memory; with a scope between N and OS's they are a cache, which may be in host
+memory (FCDP). A *secondary partition* of P inside the node may be kept from forward to backward (ZeRO++)."""
 
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -19,13 +13,11 @@ from common.errors import UserError
 from common.quantisation import Bits
 from fcdp.strategy.mesh import Levels, Mesh, Scope
 
+# where cached shards of P are; adaptive: on the device if there is room
 Tier = Literal["none", "device", "host", "adaptive"]
-"""Memory in which cached shards of P live. ``adaptive``: on the device while there is room, in host memory
-otherwise."""
 
+# Across levels: one ring through all ranks, level after level, or all levels at once (PaRO 3.4).
 Ring = Literal["flat", "hierarchical", "ho"]
-"""Shape of gathers and reductions that cross levels. ``flat``: one ring through all ranks, as NCCL's and gloo's own.
-``hierarchical``: level after level. ``ho``: levels at the same time (PaRO 3.4)."""
 
 Format = Literal["bf16", "int8", "int4"]
 BITS: dict[Format, Bits] = {"int8": 8, "int4": 4}
@@ -33,8 +25,7 @@ BITS: dict[Format, Bits] = {"int8": 8, "int4": 4}
 
 @dataclass(frozen=True)
 class WireFormats:
-    """Formats on the network. Anything but bf16 is quantised in blocks, with a scale for each
-    (``common.quantisation``)."""
+    """Formats on the network: bf16, or quantised in blocks with a scale each (``common.quantisation``)."""
 
     gather: Format = "bf16"  # format of P as it is gathered over its scope
     secondary: Format = "bf16"  # format in which the secondary partition of P is kept and gathered
@@ -54,12 +45,8 @@ class Strategy:
     p: Scope  # scope of parameters in compute precision
     g: Scope  # scope of gradients while micro-batches accumulate
     os: Scope  # scope of optimizer states and fp32 master weights
-    secondary: Scope | None = None
-    """Scope of a secondary partition of P, which each forward pass fills and its backward pass gathers; None if there
-    is none."""
-    cache: Tier | None = None
-    """Tier of the secondary partition, or else of P's own shards where OS's scope is wider. None: device if there is
-    any such cache, none otherwise."""
+    secondary: Scope | None = None  # of a secondary partition of P, from forward to backward pass
+    cache: Tier | None = None  # of the secondary partition or of P's shards; None: device if there are any
     precision: WireFormats = WireFormats()  # formats in which tensors are sent
     ring: Ring = "flat"
 

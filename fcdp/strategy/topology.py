@@ -1,9 +1,7 @@
 """The cluster as a rank sees it: its node, its place in the node, and the process groups of strategies.
 
-A cluster is ``nodes`` machines with ``ranks_per_node`` processes each, numbered node by node as torchrun and Slurm's
-block distribution do: rank = node * ranks_per_node + local_rank. Inside a node there may be further levels, pairs of
-GPUs or dies that are connected better than the rest; they, too, are numbered one after the other.
-"""
+Ranks are numbered node by node, as torchrun and Slurm's block distribution do: rank = node * ranks_per_node +
+local_rank. Levels inside a node, such as pairs of GPUs, are also numbered one after the other."""
 
 import atexit
 import itertools
@@ -37,19 +35,15 @@ class LevelGroups:
 
 
 class Topology:
-    """The cluster as one rank sees it. Making one is collective: every rank that takes part does, with the same
-    numbers.
+    """The cluster as one rank sees it. Collective: every rank that takes part makes one with the same numbers.
 
-    Gathers and reductions have their own process groups, so that on NCCL, where a communicator does one thing at a
-    time, the gather of the next block and the reduction of the last one proceed together.
+    Gathers and reductions have separate process groups, as an NCCL communicator does one thing at a time.
 
     Args:
-        nodes: number of machines.
-        ranks_per_node: processes on each of them; the same number everywhere.
+        ranks_per_node: processes on each machine; the same number everywhere.
         device: this rank's compute device, which becomes CUDA's current one. None: the mesh's; without a mesh
             ``cuda:<local rank>`` where there is CUDA (the only one where each rank sees one GPU), else the CPU.
-        levels: ranks by level where there are levels inside the nodes: ``Levels((2, 4, 16))`` is 16 nodes of four
-            pairs.
+        levels: levels inside the nodes: ``Levels((2, 4, 16))`` is 16 nodes of four pairs.
         mesh: one-dimensional mesh of the ranks that take part, node by node; None: all ranks of the process group.
     """
 
@@ -83,8 +77,8 @@ class Topology:
         self.world_size = world  # number of ranks that take part
         self.rank = rank  # this rank's place among those that take part
         self.node, self.local_rank = divmod(rank, ranks_per_node)
+        # The ranks that take part, in one dimension: what FSDP2 shards over.
         self.mesh: DeviceMesh = mesh or init_device_mesh(self.device.type, (world,), mesh_dim_names=("world",))
-        """The ranks that take part, in one dimension: what FSDP2 shards over."""
         self.ranks: list[int] = dist.get_process_group_ranks(group)  # global ranks, by place
         self._groups: dict[tuple[Axis, Purpose], dist.ProcessGroup] | None = {}
         self._meshes: dict[int, DeviceMesh] = {world: self.mesh}
@@ -100,12 +94,8 @@ class Topology:
     ) -> "Topology":
         """Return the topology that torchrun's variables describe: LOCAL_WORLD_SIZE ranks in each node.
 
-        Args:
-            device: this rank's compute device; None: as :class:`Topology` chooses.
-            levels: None: pairs (or larger groups) of GPUs inside the nodes that NVLink connects are found where there
-                are any; see :func:`linked_gpus`.
-            nodes_per_switch: consecutive nodes under one leaf switch, for the scope ``switch``; None: it is not known.
-        """
+        Without ``levels``, those inside the nodes are found by NVLink; see :func:`linked_gpus`. ``nodes_per_switch``
+        consecutive nodes are under one leaf switch, for the scope ``switch``."""
         _need_process_group()
         if "LOCAL_WORLD_SIZE" not in os.environ:
             raise UserError(
@@ -126,13 +116,8 @@ class Topology:
     def from_mesh(cls, mesh: DeviceMesh) -> "Topology":
         """Return the topology of the ranks that FSDP2 shards over with ``mesh``; other ranks need not take part.
 
-        Which of them share a node is found out: by torchrun's LOCAL_WORLD_SIZE (rank // LOCAL_WORLD_SIZE), else by
-        Slurm's SLURM_NODEID, else by their hosts' names.
-
-        Args:
-            mesh: data-parallel mesh as ``fully_shard`` takes it, a part of a larger one or not: one dimension, or two,
-                of which the second shards and FSDP2 replicates over the first.
-        """
+        Nodes are told apart by torchrun's LOCAL_WORLD_SIZE, Slurm's SLURM_NODEID, or hosts' names. ``mesh`` has one
+        dimension, or two, of which the second shards; it may be a part of a larger one."""
         _need_process_group()
         if mesh.ndim > 2:
             raise UserError(
@@ -166,7 +151,7 @@ class Topology:
             raise FinetuneError("This Topology has been closed: what was sharded with it can no longer communicate.")
         found = self._groups.get((axis, purpose))
         if found is None:
-            # Every rank makes the group of only its own line: ranks that do not take part know nothing of it.
+            # Every rank makes the group of its line only: ranks that do not take part know nothing of it.
             found = dist.new_group(
                 [self.ranks[place] for place in axis.line(self.rank)],
                 timeout=timeout_of(self.mesh.get_group(), self.device),
@@ -210,11 +195,8 @@ class Topology:
         return self._meshes[shards]
 
     def close(self) -> None:
-        """Let go of the process groups, so that destroy_process_group() can end them. Idempotent.
-
-        A group that outlives ``destroy_process_group`` may abort the interpreter at its end. Topologies that are still
-        open then are closed first.
-        """
+        """Release the process groups, before destroy_process_group(): those left may abort the interpreter.
+        Idempotent."""
         self._groups = None
 
 
@@ -267,11 +249,8 @@ def _found_levels(nodes: int, ranks_per_node: int) -> Levels | None:
 
 
 def linked_gpus(count: int) -> int:
-    """Return how many GPUs form a group inside a node; 1 where there are no groups, one for all, or unequal ones.
-
-    Args:
-        count: GPUs that ranks use, the first ones of this machine.
-    """
+    """Return how many of the first ``count`` GPUs form a group in a node; 1: no groups, one for all, or unequal
+    ones."""
     peers = nvlink_peers()
     if len(peers) < count:
         return 1
@@ -279,12 +258,8 @@ def linked_gpus(count: int) -> int:
 
 
 def group_size(peers: Sequence[set[int]]) -> int:
-    """Return the size of groups, if consecutive GPUs form equal groups and every GPU is linked to its whole group and
-    to nothing else; else 1. GPUs that are all linked to all form no separate level.
-
-    Args:
-        peers: for each GPU, the GPUs that it is linked to.
-    """
+    """Return the size of equal groups of consecutive GPUs, each linked to (``peers``) its whole group and nothing else;
+    else 1, also if all are linked to all."""
     count = len(peers)
     size = len(peers[0]) + 1 if peers else 1
     if size == count or count % size:
