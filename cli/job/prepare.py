@@ -263,19 +263,22 @@ def _total_steps(settings: Settings, batches: Batches) -> int:
 
 
 def _check_space(job: Job) -> None:
-    """Refuse a run whose checkpoint will not fit next to its store; the store itself checks when it is made."""
+    """Refuse a run whose checkpoints will not fit next to its store; the store itself checks when it is made."""
     settings = job.settings
     if settings.resume or settings.overwrite:
         return  # what is there will be replaced: its space counts, and only the store knows how much that is
-    checkpoint = job.parameters * (2 if settings.dtype == "bf16" else 4)
-    if settings.trains_adapters:
-        checkpoint = 4 * job.adapter_parameters + (checkpoint if settings.merge else 0)
+    whole = job.parameters * (2 if settings.dtype == "bf16" else 4)
+    each = 4 * job.adapter_parameters if settings.trains_adapters else whole
+    checkpoint = each + (whole if settings.trains_adapters and settings.merge else 0)
+    if settings.save_every is not None:  # the newest, one more while that is written, and the best
+        regular = min(settings.keep, (job.steps - 1) // settings.save_every)
+        checkpoint += each * (regular + (job.held_out is not None))
     drive = job.output.stat().st_dev
     sharing = sum(path.stat().st_dev == drive for path in job.ssd)
     store = job.store_bytes * sharing // len(job.ssd)
     free = shutil.disk_usage(job.output).free
     if checkpoint + store > free:
-        parts = f"{format_bytes(checkpoint)} for the checkpoint" + (
+        parts = f"{format_bytes(checkpoint)} for checkpoints" + (
             f", {format_bytes(store)} for the store" if store else ""
         )
         raise UserError(

@@ -1,5 +1,6 @@
 """What must not change when a run is continued, known from a stand-in for the engine."""
 
+import contextlib
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -8,6 +9,7 @@ from typing import Any
 import pytest
 
 from cli.job.job import Job
+from cli.job.prepare import _check_space
 from cli.job.resumed import check_same_run
 from cli.options.schedule import LearningRate
 from cli.options.settings import Settings
@@ -90,3 +92,17 @@ def test_the_header_says_what_it_will_cost() -> None:
     for optimizer, nbytes in (("adamw8bit", 6.0625), ("lion", 8)):
         made = job(settings=replace(job().settings, optimizer=optimizer))
         assert made.store_bytes == 2 * nbytes * 10**6
+
+
+def test_room_for_every_checkpoint_is_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One at the end, the two newest on the way, and the best: 8 MB of bf16, next to a store of 24 MB."""
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=free))
+    saving = replace(job(output=tmp_path, ssd=(tmp_path,)), settings=replace(job().settings, save_every=2))
+    saving = replace(saving, held_out=saving.batches)
+    for free in (32 * 10**6, 31 * 10**6):
+        with (
+            contextlib.nullcontext()
+            if free == 32 * 10**6
+            else pytest.raises(UserError, match="32,000,000 bytes needed")
+        ):
+            _check_space(saving)

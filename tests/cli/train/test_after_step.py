@@ -17,6 +17,7 @@ from cli.main import main
 from cli.report.metrics_logger import MetricsLogger
 from cli.train.after_step import AfterStep, best_of, read_evaluations, regular_checkpoints
 from cli.train.engine_trainer import EngineTrainer
+from common.store import StoreError
 from tests.cli.conftest import Finetune
 from tests.helpers.command.histories import history
 
@@ -175,3 +176,23 @@ def test_a_run_that_would_learn_nothing_ends_with_a_message(
         done = finetune("--model", tmp_path / "model", "--data", data, *SMALL, *options)
         assert (done.status == 0) is learns, done.err
         assert ("The gradient of the first step is exactly 0" in done.err) is not learns
+
+
+def test_a_full_drive_is_what_the_message_names(
+    finetune: Finetune, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing partial is left, and the page of the run, which cannot be written either, does not hide the cause."""
+
+    def full(what: str) -> Any:
+        def fail(*args: Any, **named: Any) -> None:
+            if what != "the page" or (tmp_path / "out/checkpoints").exists():
+                raise StoreError(f"{what} cannot be written: no space left on device.")
+
+        return fail
+
+    monkeypatch.setattr("cli.train.after_step.export", full("the checkpoint"))
+    monkeypatch.setattr("cli.report.metrics_logger.RunPage.update", full("the page"))
+    command = ("--model", checkpoint, *SMALL, "--steps", 3, "--save-every", 1, "--output", tmp_path / "out")
+    done = finetune(*command)
+    assert done.status == 1 and "the checkpoint cannot be written" in done.err and "To continue:" in done.err
+    assert "the page" not in done.err and not any((tmp_path / "out/checkpoints").iterdir())
