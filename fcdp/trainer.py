@@ -99,12 +99,7 @@ class Trainer:
         self._sharding.invalidate()
 
     def resume(self) -> None:
-        """Continue from the newest commit, made by any number of ranks.
-
-        Raises:
-            UserError: there is none, or it is not of this model, dtype or format.
-            FinetuneError: it is damaged.
-        """
+        """Continue from the newest commit of this model and dtype, whatever number of ranks made it."""
         progress = self._checkpoints.load()
         self._sharding.invalidate()
         self.step_count = self.committed_step = progress.step
@@ -127,16 +122,11 @@ class Trainer:
         """Run forward, backward and update.
 
         Args:
-            batch: ``input_ids`` and ``labels`` int64 ``[B, S]`` (as the family's own loss takes them) and
-                ``position_ids`` ``[B, S]``, restarting at each document: of all ranks together, the same on each.
-            lr: learning rate of this step.
+            batch: of all ranks, the same on each: ``input_ids``, ``labels``, and ``position_ids`` int64 ``[B, S]``.
             stop: this rank wishes to stop after this step: all ranks will know.
 
         Raises:
-            NonFiniteLoss: loss or gradient is NaN or infinite, on every rank, and is not to be skipped; nothing was
-                updated.
-            UserError: fewer sequences than ranks, no label, documents that would see each other, or a learning rate
-                that is not finite or negative.
+            NonFiniteLoss: loss or gradient is not finite, and is not to be skipped; nothing was updated.
         """
         check_learning_rate(lr)
         start_time, sent = time.monotonic(), self._sharding.traffic.inter_node
@@ -242,12 +232,9 @@ class Trainer:
         Without adapters, a Hugging Face checkpoint in the compute dtype; with them, an adapter directory of PEFT.
 
         Args:
-            directory: shared by all nodes; files of the same names are replaced.
-            merge: write the model with the adapters merged into it, too, in a folder inside.
-            allow_nonfinite: export tensors that hold a NaN or an infinity, too.
-
-        Raises:
-            FinetuneError: a tensor holds a NaN or an infinity; ``directory`` is as it was.
+            directory: shared by all nodes; files of the same names are replaced, unless a value is not finite.
+            merge: also write the model with the adapters merged into it, in a folder inside.
+            allow_nonfinite: also export tensors that hold a NaN or an infinity.
         """
         is_rank0 = self._topology.rank == 0
         export(self._model, directory, merge=merge, allow_nonfinite=allow_nonfinite, is_rank0=is_rank0)

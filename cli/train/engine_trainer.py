@@ -88,7 +88,7 @@ class EngineTrainer(Trainer):
 
     @property
     def last_step(self) -> tuple[StepResult, float] | None:
-        """Result and learning rate of the step that a continued run goes on from, as they were committed with it."""
+        """Result and learning rate of the last committed step of a continued run, as committed with it."""
         report, noted = self._engine.committed_report, self._engine.user_state.get(_STEP)
         if not (report and noted):
             return None

@@ -34,7 +34,7 @@ class Trainer(Protocol):
 
     model: TrainedModel
     is_resumed: bool
-    """Whether people are told that the run goes on."""
+    """Whether to print that the run continues."""
     plan: Mapping[str, Any]
     """Plan of the run, as JSON."""
     location: tuple[str, str]
@@ -82,7 +82,7 @@ class Trainer(Protocol):
         return None
 
     def stop_requested(self) -> bool:
-        """Return whether any rank was asked to stop after this step; the same on all ranks."""
+        """Return whether any rank wants to stop after this step; the same on all ranks."""
         return False
 
     def agree(self, wish: bool) -> bool:

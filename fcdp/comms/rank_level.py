@@ -115,9 +115,7 @@ class RankLevel:
     def shift(self, cell: torch.Tensor, to: int, place: torch.Tensor, source: int) -> Wait:
         """Make one step of a ring: send ``cell`` to rank ``to`` while rank ``source`` fills ``place``.
 
-        Return a function to call before reading ``place``; until then ``cell`` must stay. On NCCL it orders the current
-        stream.
-        """
+        Until the returned function is called ``cell`` must stay. On NCCL it orders the stream current then."""
         self._traffic.sent(self._purpose, self._name, cell.numel() * cell.element_size())
         return self._swap(cell, to, place, source)
 

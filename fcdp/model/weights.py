@@ -86,15 +86,9 @@ def row_range(parameter: DTensor) -> tuple[int, int]:
 def gather_blocks(
     model: nn.Module, prefix: str, dtype: torch.dtype | None, group: Callable[[str], str] = str
 ) -> Iterator[dict[str, torch.Tensor]]:
-    """Yield all parameters, those of one block at a time, then those outside blocks one by one.
+    """Yield all parameters, those of one block (of the list ``prefix``) at a time, then those outside blocks.
 
-    Collective: every rank iterates to the end, and gets all.
-
-    Args:
-        prefix: name of the model's list of blocks.
-        dtype: dtype to give them in; None: their own.
-        group: returns a key for a parameter outside blocks; those of equal keys are given together.
-    """
+    Collective: every rank iterates to the end. Outside blocks those with equal keys of ``group`` come together."""
     by_layer: dict[str, list[str]] = {}
     for name, _ in model.named_parameters():
         inside = name.startswith(f"{prefix}.")

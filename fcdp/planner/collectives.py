@@ -45,11 +45,8 @@ class Collective:
 def ring_parts(mesh: Mesh, ring: Ring) -> tuple[float, ...]:
     """Return the part of the buffer that a rank sends over links of each level in an all-gather or a reduce-scatter.
 
-    * Level after level (``hierarchical``, ``ho``): among the e ranks of a level every rank sends (e-1)/e of what the
-      slower levels leave it, which is 1/(product of the faster levels) of the buffer.
-    * One ring through all E ranks: every rank sends (E-1)/E to its neighbour, and the neighbour of one rank in each
-      group of a level lies beyond that level.
-    """
+    Level after level (``hierarchical``, ``ho``), each of e ranks sends (e-1)/e of 1/(product of the faster levels). In
+    a flat ring of E ranks each sends (E-1)/E to the next one, which for one in each group is beyond that level."""
     extents = mesh.extents
     if ring == "flat":
         shards = mesh.shards

@@ -115,11 +115,8 @@ def _is_gated(model: object) -> bool:
 
 
 def _block_activation_bytes(config: PreTrainedConfig, gated: bool) -> float:
-    """Return the bytes per token that one block saves in bf16, by Korthikanti et al. (arXiv:2205.05198, section 4.1).
-
-    Theirs is 34 per hidden unit with dropout masks. Here without masks, in the model's sizes: inputs of two norms;
-    attention's input, queries, keys, values and result; the MLP's input, and the activation function's input and
-    output, with a gate also the gate and the product."""
+    """Return the bytes per token that one block saves in bf16 (Korthikanti et al., arXiv:2205.05198, section 4.1),
+    without dropout masks, in the model's sizes."""
     hidden, heads = config.hidden_size, config.num_attention_heads
     head = getattr(config, "head_dim", None) or hidden // heads
     keys = (getattr(config, "num_key_value_heads", None) or heads) * head

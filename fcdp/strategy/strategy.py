@@ -116,11 +116,9 @@ class StrategyMeshes:
 
 
 def _check_order(strategy: Strategy, os_under_p: bool | None, os_under_g: bool | None, g_under_p: bool | None) -> None:
-    """Refuse what the papers' dependency rules forbid; None is a comparison that only a cluster can decide.
+    """Reject what the papers' dependency rules forbid; None: only a cluster can decide.
 
-    PaRO and AMSP agree that OS is sharded at least as finely as P and G. On G against P they differ: AMSP (IV-B) and
-    ZeRO-topo (V) want G as fine as P, PaRO recommends INI and others for adapters (table 1).
-    """
+    On G against P they differ: AMSP (IV-B) and ZeRO-topo (V) want G as fine as P; PaRO has INI and others (table 1)."""
     for under, other, scope in ((os_under_p, "P", strategy.p), (os_under_g, "G", strategy.g)):
         if under:
             raise UserError(
