@@ -99,7 +99,7 @@ class Trainer:
         self._sharding.invalidate()
 
     def resume(self) -> None:
-        """Continue from the newest commit of this model and dtype, whatever number of ranks made it."""
+        """Continue from the newest commit of this model and dtype, made by any number of ranks."""
         progress = self._checkpoints.load()
         self._sharding.invalidate()
         self.step_count = self.committed_step = progress.step
