@@ -2,11 +2,11 @@
 
     python scripts/gpu_check.py --ssd DIR --output DIR --device-memory 24GiB --minutes 9
 
-Sections: ``machine`` (what it is), ``limits`` (matrix products, copies, drive, Adam), ``exactness`` (the engine
-against a plain in-memory loop on the GPU), ``ranks`` (FCDP, two ranks on the one GPU: exactness, races, the host
-cache's rate), ``engine:PRESET`` (training speed at several batch sizes, what bounds it,
-and the GPU's timeline), ``in-memory:PRESET`` (plain PyTorch where that fits), and on request ``timeline:PRESET`` (the
-timeline alone). Each runs in a separate process and gets its share of the time that is left, so that neither a crash
+Sections, those first that say whether the numbers are right: ``machine`` (``finetune --check``), ``exactness`` (the
+engine against a plain in-memory loop on the GPU), ``command`` (``finetune`` on packed chats: on the GPU and on the CPU,
+killed and resumed, in pieces, int8, nf4, FP8, kvikio, memory at its limit), ``ranks`` (FCDP, two ranks on the one GPU),
+``limits`` (``finetune --profile``), ``engine:PRESET`` (training speed at several batch sizes, what bounds it, and the
+GPU's timeline). Each runs in a separate process and gets its share of the time that is left, so that neither a crash
 nor a slow section costs the others their figures. results.json and results.md in the output directory grow as figures
 come in.
 
@@ -30,20 +30,11 @@ from pathlib import Path
 
 import click
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(1, str(ROOT))  # not installed: run from a checkout
+sys.path.insert(1, str(Path(__file__).resolve().parent.parent))  # not installed: run from a checkout
 
-from gpu.journal import DATA_PREFIX, Check, Journal, Settings, Skip, describe  # noqa: E402
+from gpu.journal import DATA_PREFIX, ROOT, Check, Journal, Settings, Skip, describe
 
-SHARES = {
-    "machine": 1.0,
-    "limits": 3.0,
-    "exactness": 5.0,
-    "ranks": 2.0,
-    "engine": 7.0,
-    "timeline": 2.0,
-    "in-memory": 2.0,
-}
+SHARES = {"machine": 1.0, "exactness": 5.0, "command": 6.0, "ranks": 2.0, "limits": 2.0, "engine": 7.0}
 """Shares of the time. What a section leaves goes to those after it."""
 LARGER = {"gpt3-13b": 12.9e9, "gpt3-6.7b": 6.7e9, "gpt3-2.7b": 2.7e9}
 """Larger models by their parameters, the largest first."""
@@ -107,11 +98,9 @@ def usual_presets(ssd: Path) -> tuple[str, ...]:
 
 def planned(settings: Settings, wanted: list[str] | None) -> list[str]:
     """Names of the sections to run, in order."""
-    names = ["machine", "limits", "exactness", "ranks"]
-    for preset in settings.presets:
-        names += [f"engine:{preset}", f"timeline:{preset}", f"in-memory:{preset}"]
-    if wanted is None:  # the engine's section looks at the timeline as well
-        return [name for name in names if not name.startswith("timeline:")]
+    names = ["machine", "exactness", "command", "ranks", "limits", *(f"engine:{preset}" for preset in settings.presets)]
+    if wanted is None:
+        return names
     unknown = [name for name in wanted if name not in names and name not in SHARES]
     if unknown:
         raise click.UsageError(f"--sections: {', '.join(unknown)} is none of {', '.join(names)}.")
@@ -176,7 +165,7 @@ def supervised(name: str, settings: Settings, end: float, journal: Journal) -> s
 
 def section(name: str, settings: Settings) -> int:
     """Run one section in this process, and write down how it ended."""
-    modules = {"engine": "presets", "in-memory": "in_memory"}
+    modules = {"engine": "presets", "limits": "machine"}
     kind = name.partition(":")[0]
     check, journal = Check(name, settings), Journal(Path(settings.output))
     try:

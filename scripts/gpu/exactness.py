@@ -44,7 +44,7 @@ class Case:
     clip: float | None = None
     clip_by: str = "deferral"
     packed: bool = True
-    """Two documents a row."""
+    """Two or three documents a row, cut elsewhere in every batch."""
     counts: dict[str, int] = field(default_factory=dict)
     """Buffer counts to force: where activations live, how deep prefetching goes."""
     break_after: int | None = None
@@ -226,14 +226,14 @@ def batches(case: Case) -> list[dict[str, torch.Tensor]]:
     """Random tokens, some without a label."""
     generator = torch.Generator().manual_seed(3)
     result = []
-    for _ in range(case.steps):
+    for step in range(case.steps):
         tokens = torch.randint(0, VOCABULARY, (case.rows, case.tokens), generator=generator)
         labels = tokens.clone()
         labels[:, :3] = -100
         batch = {"input_ids": tokens, "labels": labels}
         if case.packed:
-            positions = torch.arange(case.tokens).remainder(case.tokens * 5 // 8)
-            batch["position_ids"] = positions.expand(case.rows, -1).contiguous()
+            cuts = [case.tokens * (3 + (step + row) % 4) // 8 for row in range(case.rows)]  # others in every batch
+            batch["position_ids"] = torch.stack([torch.arange(case.tokens).remainder(cut) for cut in cuts])
         result.append(batch)
     return result
 

@@ -12,6 +12,7 @@ from typing import Any
 from common.files import replace_file
 from gpu.report import render
 
+ROOT = Path(__file__).resolve().parents[2]
 DATA_PREFIX = "gpu-check-data-"
 """Everything that sections write to the drive has a name that begins with this, and is removed again."""
 

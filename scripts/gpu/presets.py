@@ -13,13 +13,12 @@ from transformers import LlamaConfig, PreTrainedConfig, logging
 
 import fuyou
 import fuyou.model.open_model
-from common.errors import UserError
+from common.errors import FinetuneError
 from common.models.checkpoint.random_source import RandomSource
 from common.models.meta_model import build_meta_model
 from common.models.presets import load_config
 from common.units import format_bytes
 from gpu.journal import DATA_PREFIX, Check, Settings, Skip, describe
-from gpu.prediction import predicted_seconds
 from gpu.profiling import profile_step
 
 RUN_NAME = f"{DATA_PREFIX}store"
@@ -101,6 +100,12 @@ def random_batch(config: PreTrainedConfig, rows: int, seq_len: int) -> dict[str,
     return {"input_ids": tokens, "labels": tokens}
 
 
+def memory_stats(check: Check) -> dict[str, int]:
+    """How often the allocator gave everything back and tried again, and failed, so far."""
+    stats = torch.cuda.memory_stats() if check.cuda else {}
+    return {name: stats[name] for name in ("num_alloc_retries", "num_ooms") if name in stats}
+
+
 def train_step(engine: fuyou.Engine, batch: dict[str, torch.Tensor]) -> fuyou.StepReport:
     engine(**batch).loss.backward()
     return engine.step()
@@ -118,9 +123,6 @@ class MeasuredRates:
         )  # fmt: skip
         seconds = time.monotonic() - began
         check.note(fill={"seconds": seconds, "bytes": self.engine.created_bytes})
-        self._limits = check.earlier("limits")
-        matmul = self._limits.get("matmul")
-        self._matmul = matmul["best_flops_per_second"] if isinstance(matmul, dict) else None
 
     def sweep(self) -> None:
         """Every batch size that there is time for, then a profile of the largest."""
@@ -134,11 +136,10 @@ class MeasuredRates:
                 continue
             try:
                 seconds = self._measure(rows)
-            except UserError as error:  # the budgets do not hold this batch; the engine is as it was
+            except FinetuneError as error:  # the budgets, or the device, do not hold this batch
                 self.check.add("rows", batch=rows, why=f"failed: {describe(error)}")
-                continue
-            except torch.OutOfMemoryError as error:
-                self.check.add("rows", batch=rows, why=f"failed: {describe(error)}")
+                if not self._open.in_step:
+                    continue  # the engine is as it was
                 self._reopen()
                 seconds = self._measure(rows)
             seconds_per_token, reached = seconds / tokens, rows
@@ -176,18 +177,16 @@ class MeasuredRates:
         idle = {name for report in reports for name in report.idle_seconds}
         largest = max(bounds, key=lambda name: bounds[name])
         plan, per_second = engine.memory_plan, rows * seq_len / seconds
-        hardware = engine.hardware_flops_per_token(seq_len) * per_second
         check.add(
             "rows", batch=rows, tokens=rows * seq_len, micro_batch=plan.batch.micro_rows, steps=len(reports),
             warm_up_seconds=warm_up, seconds=seconds, each_seconds=[report.seconds for report in reports],
-            tokens_per_second=per_second, predicted_seconds=predicted_seconds(engine, self._limits),
+            tokens_per_second=per_second,
             model_flops_per_second=engine.model_flops_per_token(seq_len) * per_second,
-            hardware_flops_per_second=hardware,
-            matmul_fraction=hardware / self._matmul if self._matmul else None,
+            hardware_flops_per_second=engine.hardware_flops_per_token(seq_len) * per_second,
             bounds=bounds, largest_bound=largest, overlap_efficiency=bounds[largest] / seconds,
             idle={name: sum(report.idle_seconds.get(name, 0.0) for report in reports) / len(reports) for name in idle},
             read_bytes=(after[0] - before[0]) / len(reports), written_bytes=(after[1] - before[1]) / len(reports),
-            device_peak_bytes=engine.device_peak_bytes, device_plan_bytes=plan.device_bytes,
+            device_peak_bytes=engine.device_peak_bytes, memory=memory_stats(check), device_plan_bytes=plan.device_bytes,
             host_peak_bytes=engine.host_peak_bytes - engine.host_baseline_bytes, host_plan_bytes=plan.host_bytes,
             counts=vars(plan.counts), losses=[report.loss for report in reports],
         )  # fmt: skip

@@ -25,10 +25,14 @@ import fcdp
 from common.communication.object_collectives import all_gather_object
 from fcdp.cache import host_cache
 from gpu.journal import Check
-from gpu.limits import synchronize
 
 WORLD = 2
 STEPS = 5
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 @dataclass(frozen=True)
