@@ -86,7 +86,8 @@ def make_models(root: Path) -> None:
     )  # fmt: skip
     torch.manual_seed(0)
     for name in ("plain", "fp8"):
-        LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(root / name)
+        model: Any = LlamaForCausalLM(config)
+        model.to(torch.bfloat16).save_pretrained(root / name)
         train_demo_tokenizer(1024, root / name)
     weights = load_file(root / "fp8" / "model.safetensors")
     for name in [name for name in weights if "_proj" in name]:
