@@ -142,7 +142,8 @@ class OpenRun:
         config.check_clipping(share.world_size)
         self.config = config
         self.limits = common_limits(config, self.device, self.agreement)
-        self.device.cap_memory(self.limits[1])
+        # Without a budget of the user's, what the plan falls short of may come from what else is free.
+        self.device.cap_memory(None if config.memory.device_memory is None else self.limits[1])
         self._link = OptimizerLink()  # imports PyTorch while the model is built
         if config.prove:
             prove_once(config, self.model_config, self.agreement)

@@ -192,7 +192,7 @@ class EmulatedDevice:
     def memory_limit(self) -> int | None:
         return self.spec.memory_bytes
 
-    def cap_memory(self, nbytes: int) -> None:
+    def cap_memory(self, nbytes: int | None) -> None:
         pass
 
     def peak_bytes(self) -> int | None:

@@ -89,8 +89,8 @@ class Device(Protocol):
         """Return the bytes of device memory that may be used, or None where the host's budget says it."""
         ...
 
-    def cap_memory(self, nbytes: int) -> None:
-        """Let an allocation beyond ``nbytes`` in all fail, if the device can."""
+    def cap_memory(self, nbytes: int | None) -> None:
+        """Let an allocation beyond ``nbytes`` in all fail, if the device can; None: beyond what it has."""
         ...
 
     def peak_bytes(self) -> int | None:
@@ -150,7 +150,7 @@ class CpuDevice:
     def memory_limit(self) -> int | None:
         return None
 
-    def cap_memory(self, nbytes: int) -> None:
+    def cap_memory(self, nbytes: int | None) -> None:
         pass
 
     def peak_bytes(self) -> int | None:
@@ -249,9 +249,10 @@ class CudaDevice:
         cached = torch.cuda.memory_reserved(self.torch_device) - torch.cuda.memory_allocated(self.torch_device)
         return (free + cached) * 19 // 20 - _LIBRARY_BYTES
 
-    def cap_memory(self, nbytes: int) -> None:
+    def cap_memory(self, nbytes: int | None) -> None:
         _, total = torch.cuda.mem_get_info(self.torch_device)
-        torch.cuda.set_per_process_memory_fraction(min(1.0, nbytes / total), self.torch_device)
+        fraction = 1.0 if nbytes is None else min(1.0, nbytes / total)
+        torch.cuda.set_per_process_memory_fraction(fraction, self.torch_device)
 
     def peak_bytes(self) -> int | None:
         return torch.cuda.max_memory_reserved(self.torch_device)

@@ -28,6 +28,15 @@ def test_a_cards_budget_is_what_it_has_free(card: CudaDevice) -> None:
     assert memory_limits(card, "1MiB", "8GiB")[1] == 8 * GIB
 
 
+def test_only_a_users_own_budget_caps_the_allocator(card: CudaDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan that is a little short takes what else is free; a cap of an earlier run in this process is lifted."""
+    set_: list[float] = []
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda fraction, device: set_.append(fraction))
+    card.cap_memory(6 * GIB)
+    card.cap_memory(None)
+    assert set_ == [0.25, 1.0]
+
+
 def test_a_processor_has_its_part_of_the_hosts_budget() -> None:
     assert memory_limits(CpuDevice(), "4MiB", None)[1] == 4 << 20
     assert memory_limits(CpuDevice(), "4MiB", "1MiB")[1] == 1 << 20
