@@ -136,10 +136,10 @@ def _described(value: Any) -> str:
 
 
 def _integers(name: str, value: BatchValue | None, dims: int) -> torch.Tensor:
-    wanted = "[sequences, tokens]" if dims == 2 else "[sequences], one class each"
+    shape = "[sequences, tokens]" if dims == 2 else "[sequences], one class each"
     good = isinstance(value, torch.Tensor) and value.dim() == dims
     if not good or value.is_floating_point() or value.is_complex() or value.dtype is torch.bool:  # type: ignore[union-attr]
-        raise UserError(f"A batch needs {name}, a tensor of integers {wanted}: it is {_described(value)}.")
+        raise UserError(f"A batch needs {name}, a tensor of integers {shape}: it is {_described(value)}.")
     return value.long()  # type: ignore[union-attr]
 
 

@@ -1,5 +1,5 @@
 """The command as users run it, on packed chats whose cuts change from row to row: on the device and on the CPU, killed
-and resumed, and with whatever has kernels of its own. The CPU's losses are those that tests compare with plain loops.
+and resumed, and with all that has separate kernels. The CPU's losses are those that tests compare with plain loops.
 """
 
 import json
@@ -33,7 +33,7 @@ def tell():
         print("MEMORY", json.dumps({{name: torch.cuda.memory_stats().get(name) for name in {MEMORY}}}), flush=True)
 atexit.register(tell)
 from cli.main import main
-main()
+sys.exit(main())
 """
 
 
@@ -121,7 +121,7 @@ def compare(case: Case, root: Path, check: Check) -> dict[str, Any]:
     pairs = list(zip(on_device.losses, expected.losses, strict=True))
     if len(pairs) != STEPS:
         raise RuntimeError(f"{len(pairs)} of {STEPS} losses were written")
-    result["largest_difference"] = max(abs(one - other) / abs(other) for one, other in pairs)
+    result["largest_difference"] = max(abs(loss - other) / abs(other) for loss, other in pairs)
     good = result["largest_difference"] <= TOLERANCE
     if case.resumed:
         again = finetune(case, root, check, device, "resumed", KILLED_AFTER)
