@@ -182,7 +182,7 @@ def test_a_run_that_goes_on_is_the_same_run(
         for number, steps in enumerate(parts):
             going_on = ("--resume",) if number else ()
             given = ("--batch-size", "3", "--steps", steps, "--output", name, "--report", tmp_path / "report.json")
-            done = finetune(*common, *given, *going_on, *(("--no-save",) if steps < 3 else ()))
+            done = finetune(*common, *given, *going_on, *(("--no-save",) if steps < 3 else ("--save",)))
             assert done.status == 0, done.err
         losses = json.loads((tmp_path / "report.json").read_text())["losses"]
         runs.append((losses, load_file(f"{name}/{file}")))
