@@ -8,7 +8,6 @@ from collections.abc import Iterable
 _KEYWORDS = {
     "gpu": "device",
     **{name: f"{name.replace('-', '_')}=True" for name in ("resume", "overwrite", "single-slot", "merge")},
-    "allow-nonfinite": "allow_nonfinite=True",
     "drop-long": "truncate=False",
     "drop-unseen": "drop_unseen=True",
     "truncate": "truncate=True",

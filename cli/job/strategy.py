@@ -113,7 +113,7 @@ def measure_cluster(settings: Settings, topology: Topology, rows: int, seq_len: 
     config, _ = load_config(settings.model)
 
     def say(what: str) -> None:
-        if topology.rank == 0 and not settings.quiet:
+        if topology.rank == 0:
             print(f"measuring {what}", flush=True)
 
     path = settings.output_directory / PROFILE

@@ -55,8 +55,7 @@ def launch(settings: Settings, *, trains: bool = True) -> None:
         launcher = _Launcher(settings, rendezvous, ranks, folder)
         if rendezvous.nodes > 1:
             print(f"nodes    waiting for {rendezvous.nodes} of them at {rendezvous}", flush=True)
-        if not settings.quiet:
-            print(f"nodes    starting {counted(ranks, 'rank')} on this node", flush=True)
+        print(f"nodes    starting {counted(ranks, 'rank')} on this node", flush=True)
         launcher.run()
 
 

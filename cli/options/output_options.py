@@ -14,8 +14,6 @@ class OutputSettings:
     """Directory for the checkpoint and everything else the run writes. Default: finetune-output/<model>."""
     save: bool = option(True, modes=Mode.RUN)
     """Write no checkpoint at the end."""
-    allow_nonfinite: bool = option(False, modes=Mode.RUN)
-    """Write the checkpoint even if it holds a NaN or an infinity."""
     save_every: int | None = option(None, "N", POSITIVE, modes=Mode.RUN)
     """Steps between checkpoints in <output>/checkpoints/step-N; with evaluations, checkpoints/best is the best."""
     keep: int = option(2, "K", POSITIVE, modes=Mode.RUN)
@@ -40,8 +38,6 @@ class OutputSettings:
     """Most tokens to generate."""
     report: Path | None = option(None, "FILE", modes=Mode.TRAIN | Mode.DEMO, of_call=True, may_differ=True)
     """Write the summary to this file, as JSON."""
-    quiet: bool = option(False, modes=Mode.RUN)
-    """Print only evaluations, errors, and the summary; the files still have everything."""
     log_every: int = option(1, "N", POSITIVE, modes=Mode.RUN)
     """Print a line every N steps where the output is not a terminal."""
     log_to: tuple[str, ...] = option(

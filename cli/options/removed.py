@@ -25,6 +25,10 @@ REMOVED = {
     "single-slot": Removed("A run keeps two copies, so that it can be killed at any moment.", (False,)),
     "leaf-switch": Removed("Slurm's topology or leaf_of_node in --cluster FILE names the leaf switches."),
     "compile": Removed("It gained 1 to 7% on a CPU and never ran on a GPU.", (False,)),
+    "quiet": Removed("--log-every N prints fewer lines.", (False,)),
+    "allow-nonfinite": Removed(
+        "Continue with a lower --lr, or export in Python: save_pretrained(allow_nonfinite=True).", (False,)
+    ),
     "trainable": Removed("Give the adapters that will train, for example --lora-rank 16."),
     "quantise": Removed("Name a strategy that sends fewer bits with --strategy (docs/strategies.md).", (False,)),
     "sample-chat": Removed("--sample uses the chat template where the tokenizer has one.", (False, True)),

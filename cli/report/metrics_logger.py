@@ -88,7 +88,7 @@ class MetricsLogger:
             self._log_last_step(done, *last, job.rows * job.seq_len)
         self._page = RunPage(facts_of(job, plan, config), directory.metrics_file)
         self._page.update(at_once=True)
-        self._progress = Progress(job.steps, done, job.settings.log_every, job.settings.quiet)
+        self._progress = Progress(job.steps, done, job.settings.log_every)
 
     def step(self, metrics: StepMetrics) -> None:
         result = metrics.result

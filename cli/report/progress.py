@@ -24,11 +24,11 @@ class Progress:
         every: steps between lines where there is no terminal; the last step always has a line.
     """
 
-    def __init__(self, total: int, done: int, every: int = 1, quiet: bool = False) -> None:
-        self._total, self._every, self._quiet = total, every, quiet
+    def __init__(self, total: int, done: int, every: int = 1) -> None:
+        self._total, self._every = total, every
         self._recent: deque[float] = deque(maxlen=_RECENT)
         self._bar = None
-        if sys.stderr.isatty() and not quiet:
+        if sys.stderr.isatty():
             self._bar = tqdm(total=total, initial=done, dynamic_ncols=True, bar_format="{desc}{postfix}")
 
     def show(self, metrics: StepMetrics) -> None:
@@ -39,7 +39,7 @@ class Progress:
         if self._bar is not None:
             self._bar.set_description_str(line, refresh=False)
             self._bar.update()
-        elif not self._quiet and (metrics.step % self._every == 0 or metrics.step == self._total):
+        elif metrics.step % self._every == 0 or metrics.step == self._total:
             print(line, flush=True)
 
     def say(self, text: str) -> None:

@@ -149,7 +149,7 @@ class AfterStep:
             partial.rename(path)
 
     def _say(self, text: str) -> None:
-        if self._process.is_rank0 and not self._settings.quiet:
+        if self._process.is_rank0:
             tqdm.write(text)
             sys.stdout.flush()
 

@@ -15,7 +15,7 @@ def export(job: Job, model: TrainedModel, directory: Path, is_rank0: bool, merge
     Raises:
         NonFiniteWeights: a tensor holds a NaN or an infinity, and may not.
     """
-    model.save_pretrained(directory, merge=merge, allow_nonfinite=job.settings.allow_nonfinite)
+    model.save_pretrained(directory, merge=merge)
     if is_rank0:
         for folder in [directory, *([directory / MERGED] if merge else [])]:
             write_chat_template(job.settings, folder)

@@ -43,8 +43,7 @@ def finetune(settings: Settings, interrupts: Interrupts) -> RunResult:
         quiet_transformers()
     with activity("preparing the run: model, memory, data", announced=True):
         job = prepare(settings)
-    if not settings.quiet:
-        print(job.header(), flush=True)
+    print(job.header(), flush=True)
     profile_once(job)
     interrupts.how_to_continue = settings.how_to_continue
     _announce_move(job)

@@ -167,8 +167,7 @@ def _choose(job: Job, settings: Settings, topology: Topology) -> str:
     )
     choice = choose_strategy(settings, workload, topology.levels)
     seconds, sent = format_seconds(choice.step_seconds), format_bytes(choice.inter_node_bytes)
-    if not settings.quiet:
-        print(f"strategy {choice.name}; the planner expects {seconds} and {sent} across nodes per step", flush=True)
+    print(f"strategy {choice.name}; the planner expects {seconds} and {sent} across nodes per step", flush=True)
     return choice.name
 
 

@@ -44,7 +44,7 @@ def train_rank(settings: Settings, rank: RankProcess) -> None:
     launches = check_same_command(settings, rank)
     settings = with_dtype_of_all(settings, device.type, rank.restarted)
     job = _prepare(settings, rank, store)
-    if placement is not None and rank.is_rank0 and not rank.restarted and not settings.quiet:
+    if placement is not None and rank.is_rank0 and not rank.restarted:
         print(f"nodes    {placement}", flush=True)
     check_shared(job.output)
     trainer_class = RankEngineTrainer if settings.ssd else InMemoryTrainer
@@ -69,16 +69,16 @@ def _prepare(settings: Settings, rank: RankProcess, store: dist.Store) -> Job:
             forget_earlier_run(settings)
         with activity("preparing the run: model, memory, data", announced=True):
             job = prepare(settings)
-        if not rank.restarted and not settings.quiet:
+        if not rank.restarted:
             print(job.header(), flush=True)
         store.set("prepared", "")
         return job
     speaks = os.environ["LOCAL_RANK"] == "0" and rank.node > 0
-    if speaks and not settings.quiet:
+    if speaks:
         print(f"nodes    this is node {rank.node + 1} of {rank.nodes}: rank 0 reads the data first", flush=True)
     while not store.check(["prepared"]):  # not a collective: tokenizing may take longer than those may wait
         time.sleep(0.1)
     job = prepare(settings)
-    if speaks and not settings.quiet:
+    if speaks:
         print("nodes    this node trains from here on; its figures are part of what rank 0 shows", flush=True)
     return job

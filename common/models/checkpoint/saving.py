@@ -23,8 +23,7 @@ class NonFiniteWeights(FinetuneError):
         self.name = name
         super().__init__(
             f"Nothing was exported, and what was there before is as it was: {name} holds a NaN or an infinity. Train "
-            "again with a lower --lr or with --max-grad-norm, or export it all the same with --allow-nonfinite "
-            "(allow_nonfinite=True)."
+            "again with a lower --lr or with --max-grad-norm, or export it in Python with allow_nonfinite=True."
         )
 
 

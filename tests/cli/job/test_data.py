@@ -7,8 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
 from common.data import PackedBatches, open_data
@@ -74,7 +72,7 @@ def test_turns_that_nobody_would_train_on(finetune: Finetune, checkpoint: Path, 
 
 @pytest.mark.parametrize("value", ["inf", "nan", "-inf"])
 @pytest.mark.parametrize(
-    "option", ["lr", "weight-decay", "beta1", "beta2", "eps", "max-grad-norm", "lora-alpha", "temperature", "epochs"]
+    "option", ["lr", "weight-decay", "beta1", "beta2", "eps", "max-grad-norm", "lora-alpha", "epochs"]
 )
 def test_numbers_that_are_none(finetune: Finetune, checkpoint: Path, tmp_path: Path, option: str, value: str) -> None:
     check(finetune("--model", checkpoint, *SMALL, f"--{option}", value), 2, f"--{option}", value)
@@ -87,15 +85,11 @@ def test_a_run_that_has_diverged_exports_nothing(finetune: Finetune, checkpoint:
     assert finetune(*command).status == 0
     good = {file.name: file.read_bytes() for file in Path("out").iterdir() if file.is_file()}
     outcome = finetune(*command, "--overwrite", "--lr", "1e39")
-    check(outcome, 1, "Nothing was exported", "holds a NaN or an infinity", "--allow-nonfinite", "--resume")
+    check(outcome, 1, "Nothing was exported", "holds a NaN or an infinity", "allow_nonfinite=True", "--resume")
     there = {file.name: file.read_bytes() for file in Path("out").iterdir() if file.is_file()}
     assert {name: there[name] for name in good if name != "losses.jsonl"} == {
         name: content for name, content in good.items() if name != "losses.jsonl"
     }
-    again = finetune(*command, "--lr", "1e39", "--resume", "--allow-nonfinite")
-    assert again.status == 0, again.err
-    weights = load_file("out/model.safetensors").values()
-    assert any(not torch.isfinite(value).all() for value in weights)
 
 
 def test_held_out_records_of_weighted_data_sets_are_not_trained_on(

@@ -99,7 +99,7 @@ def whole(
     output = tmp_path_factory.mktemp("whole") / "whole"
     rate = ["--lr", "1e-3"] if request.param == "improving" else ["--lr", "0", "--patience", "2"]
     due = shlex.split("--steps 8 --eval-split 10% --eval-every 2 --save-every 2 --keep 2")
-    words = ["--model", str(checkpoint), "--data", str(data), *SMALL, "--dtype", "fp32", "--quiet", *rate, *due]
+    words = ["--model", str(checkpoint), "--data", str(data), *SMALL, "--dtype", "fp32", *rate, *due]
     assert main([*words, "--output", str(output)]) == 0
     return words, results(output)
 
@@ -150,9 +150,9 @@ def test_a_run_saves_ends_early_and_its_checkpoint_is_that_of_a_shorter_run(
 
 def test_a_time_limit_ends_a_run_in_order(finetune: Finetune, checkpoint: Path, data: Path, tmp_path: Path) -> None:
     command = ("--model", checkpoint, "--data", data, *SMALL, "--steps", 4, "--output", tmp_path / "out")
-    ended = finetune(*command, "--max-hours", "0.00001", "--quiet")
+    ended = finetune(*command, "--max-hours", "0.00001")
     assert ended.status == 0, ended.err
-    assert "ended after step 1 of 4" in ended.out and "--max-hours" in ended.out and "--quiet --resume" in ended.out
+    assert "ended after step 1 of 4" in ended.out and "--max-hours" in ended.out and "--resume" in ended.out
     assert "step 1/4" not in ended.out and not (tmp_path / "out/config.json").exists()
     exported = finetune(*command, "--resume", "--export")
     assert exported.status == 0 and "as step 1 of 4 left it" in exported.out

@@ -88,7 +88,7 @@ class Case:
         self._finetune, self._folder = finetune, folder
         (folder / "ssd").mkdir()
         self._common = ("--model", checkpoint, "--dtype", "fp32", "--schedule", "constant", *common)
-        self._common = (*self._common, "--lr", "1e-3", "--steps", 2, "--quiet")
+        self._common = (*self._common, "--lr", "1e-3", "--steps", 2)
         self._runs = 0
 
     def run(self, *options: Any) -> tuple[list[float], list[float], list[float], dict[str, torch.Tensor]]:

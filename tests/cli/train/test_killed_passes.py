@@ -44,7 +44,7 @@ def test_a_pass_that_is_killed(
     data.write_text("".join(json.dumps(record) + "\n" for record in PAIRS))
     words += ("--model", str(checkpoint), "--data", str(data), "--gpu", "cpu", "--host-memory", "600MiB")
     words += ("--lr", "1e-2")
-    words += ("--dtype", "fp32", "--batch-size", "3", "--steps", "3", "--no-save", "--report", str(report), "--quiet")
+    words += ("--dtype", "fp32", "--batch-size", "3", "--steps", "3", "--no-save", "--report", str(report))
     words += ("--objective", "dpo")
     assert finetune(*words, "--output", "whole").status == 0
     expected = json.loads(report.read_text())["losses"]
