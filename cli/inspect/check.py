@@ -230,9 +230,12 @@ def run_verify(folders: Sequence[str]) -> int:
 
 def _verify(folders: Sequence[Path]) -> Iterator[tuple[str, int, str, int, list[str]]]:
     """Yield where each run is, its committed step, what and how many bytes of it were read, and what is damaged."""
-    from fcdp.checkpoint.commits import ShardedCheckpoints, has_commits
+    from fcdp.checkpoint.commits import ShardedCheckpoints
 
-    commits = {folder: [each for each in (folder, folder / COMMITS) if has_commits(each)] for folder in folders}
+    commits = {
+        folder: [each for each in (folder, folder / COMMITS) if ShardedCheckpoints(each).newest() is not None]
+        for folder in folders
+    }
     stores = find_runs(folders, [folder for folder, committed in commits.items() if committed])
     for directory in dict.fromkeys(each for committed in commits.values() for each in committed):
         checked = ShardedCheckpoints(directory).verify()
