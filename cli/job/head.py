@@ -79,8 +79,8 @@ def with_head(
     known = config.pad_token_id, tokenizer.pad_token_id, tokenizer.eos_token_id
     pad = next((int(token) for token in known if token is not None), 0)
     names = REWARD if settings.objective == "reward" else classes()
-    made = classifier_config(config, names, pad)
+    new_config = classifier_config(config, names, pad)
     with DirectoryLock([output], patience=math.inf):  # of several ranks on a machine, the first one makes it for all
-        base = write_with_new_head(checkpoint, made, output / FOLDER, settings.seed)
+        base = write_with_new_head(checkpoint, new_config, output / FOLDER, settings.seed)
         write_chat_template(settings, base)
         return base

@@ -140,14 +140,16 @@ class Job:
         method = None if self.checkpoint is None else method_of(self.checkpoint)
         if method is None:
             return {}
-        kept = f"{method.name} in the checkpoint"
+        stored = f"{method.name} in the checkpoint"
         if self.quantised is not None and self.settings.frozen_dtype in (None, "checkpoint"):
-            but = ""
+            exception = ""
             if self.quantised.widened:
-                but = f" (but for {format_count(self.quantised.widened)}, whose tensors blocks in pieces would cut)"
-            return {"weights": f"{kept}, frozen in its own bytes{but}; they compute in {self.settings.dtype}"}
+                exception = (
+                    f" (but for {format_count(self.quantised.widened)}, whose tensors blocks in pieces would cut)"
+                )
+            return {"weights": f"{stored}, frozen in its own bytes{exception}; they compute in {self.settings.dtype}"}
         writes = self.settings.save and (self.settings.merge or not self.settings.trains_adapters)
-        return {"weights": f"{kept}, dequantised{f'; written as {self.settings.dtype}' if writes else ''}"}
+        return {"weights": f"{stored}, dequantised{f'; written as {self.settings.dtype}' if writes else ''}"}
 
     def _adapters(self) -> dict[str, str]:
         settings = self.settings

@@ -103,15 +103,15 @@ class GroupedCommand(click.Command):
         return [CompletionItem(incomplete, type="file")]
 
     def get_help_option(self, ctx: click.Context) -> click.Option | None:
-        found = super().get_help_option(ctx)
-        return found and GroupedOption(
+        option = super().get_help_option(ctx)
+        return option and GroupedOption(
             ["--help"],
             group="Other",
             is_flag=True,
             is_eager=True,
             expose_value=False,
-            help=found.help,
-            callback=found.callback,
+            help=option.help,
+            callback=option.callback,
         )
 
 

@@ -28,16 +28,16 @@ def with_own_options(context: click.Context, arguments: Iterable[str]) -> tuple[
     file = output_directory(context.params["output"], context.params["model"] or "") / RUN / CONFIG
     if not file.is_file():
         return context, (f"{file} is missing: options that are left out have their defaults",)
-    own = parse_command_line(["--config", str(file)])
-    continued = parse_command_line(arguments, own.default_map)
-    return continued, tuple(_changes(own, continued))
+    stored = parse_command_line(["--config", str(file)])
+    continued = parse_command_line(arguments, stored.default_map)
+    return continued, tuple(_changes(stored, continued))
 
 
-def _changes(own: click.Context, now: click.Context) -> Iterable[str]:
+def _changes(stored: click.Context, now: click.Context) -> Iterable[str]:
     for option in options_in_files(now):
-        before, after = own.params[option.name or ""], now.params[option.name or ""]
+        before, after = stored.params[option.name or ""], now.params[option.name or ""]
         # Paths are equal where they are when absolute. Options of a call have no value in a run's own configuration.
-        is_same = option_as_toml(own, option, of_run=True) == option_as_toml(now, option, of_run=True)
+        is_same = option_as_toml(stored, option, of_run=True) == option_as_toml(now, option, of_run=True)
         takes_own = option.name == "dtype" and after == "auto"
         if not (before == after or is_same or takes_own):
             yield f"{typed(option, after)} instead of {typed(option, before)}"

@@ -287,7 +287,7 @@ def expand_pattern(option: str, name: str) -> list[str]:
     path = str(Path(name).expanduser())
     if Path(path).exists() or not glob.has_magic(path):
         return [name]
-    found = sorted(glob.glob(path, recursive=True))
-    if not found:
+    paths = sorted(glob.glob(path, recursive=True))
+    if not paths:
         raise UserError(f"{option} {name}: nothing matches this pattern.")
-    return found
+    return paths

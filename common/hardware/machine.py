@@ -90,10 +90,10 @@ def list_gpus() -> list[Gpu]:
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError:
-        found = gpus_by_pytorch() if system_has_gpu() else []
+        properties = gpus_by_pytorch() if system_has_gpu() else []
         return [
             Gpu(index, f"GPU-{uuid}", name, nbytes, bus_id, _numa_node(bus_id))
-            for index, (uuid, name, nbytes, bus_id) in enumerate(found)
+            for index, (uuid, name, nbytes, bus_id) in enumerate(properties)
         ]
     try:
         return [_describe(index, handle) for index, handle in enumerate(_visible_handles())]

@@ -85,7 +85,7 @@ class LocalCommit:
 
 
 def find_common_state(
-    agreement: Agreement, open_store: Callable[[], Store], wanted: TrainingState
+    agreement: Agreement, open_store: Callable[[], Store], expected: TrainingState
 ) -> tuple[Store, TrainingState, str]:
     """Open this rank's store, and find the newest step that all ranks have. Collective.
 
@@ -104,19 +104,19 @@ def find_common_state(
         cluster = content.pop(CLUSTER, None) if content is not None else None
         if content is not None and cluster is None:
             raise UserError(f"The run in {store.directories[0]} was made by a single rank, not by {share.world_size}.")
-        states.append(check_state(store, content, wanted))
+        states.append(check_state(store, content, expected))
         assert cluster is not None
         if cluster["previous"] is not None:
-            states.append(check_state(store, cluster["previous"], wanted))
+            states.append(check_state(store, cluster["previous"], expected))
         steps = tuple(state.step for state in states)
-        found = LocalCommit(
+        local = LocalCommit(
             host(), "", cluster["run"], cluster["nodes"], cluster["ranks_per_node"], cluster["rank"], steps
         )
     except FinetuneError as error:
-        found = LocalCommit(host(), str(error))
+        local = LocalCommit(host(), str(error))
     except Exception as error:  # not foreseen: the others must not wait for us
-        found, failure = LocalCommit(host(), f"{type(error).__name__}: {error}"), error
-    everyone = [LocalCommit(**content) for content in agreement.all_gather_object(asdict(found))]
+        local, failure = LocalCommit(host(), f"{type(error).__name__}: {error}"), error
+    everyone = [LocalCommit(**content) for content in agreement.all_gather_object(asdict(local))]
     try:
         if failure is not None:
             raise failure
@@ -139,7 +139,7 @@ def find_common_state(
         if failure is not None:
             raise failure
         raise StoreError(" ".join(filter(None, damaged)))
-    return store, state, found.run
+    return store, state, local.run
 
 
 def agreed_step(everyone: Sequence[LocalCommit], share: Share) -> int:

@@ -67,9 +67,7 @@ class TrainingState:
                 f"This run was written in format {content.get('format')}; this version reads format {FORMAT}. "
                 "Finish it with the version that began it."
             )
-        # Of earlier versions, which could train selected experts, and time accelerators that were not there.
-        if content.get("emulated"):
-            raise UserError("This run was made on an emulated device, so it trained nothing: begin with --overwrite.")
+        # Earlier versions could train selected experts.
         if content.get("experts") is not None:
             raise UserError(
                 "This run trains selected experts (--train-experts), and this version trains adapters of them instead "
@@ -263,11 +261,11 @@ def sealed_records(store: Store, state: TrainingState) -> list[ChecksummedExtent
     return sealed
 
 
-def load_state(store: Store, wanted: TrainingState) -> TrainingState:
+def load_state(store: Store, expected: TrainingState) -> TrainingState:
     """Return the committed state of an existing store.
 
     Raises:
-        UserError: if the store holds nothing that can be continued as ``wanted``.
+        UserError: if the store holds nothing that can be continued as ``expected``.
         FinetuneError: if its state is damaged.
     """
     content = load_manifest(store.directories[0])
@@ -276,23 +274,23 @@ def load_state(store: Store, wanted: TrainingState) -> TrainingState:
             f"The run in {store.directories[0]} was made by several ranks ({content[CLUSTER]['nodes']} nodes with "
             f"{content[CLUSTER]['ranks_per_node']} each): continue it with as many, or --overwrite it."
         )
-    return check_state(store, content, wanted)
+    return check_state(store, content, expected)
 
 
-def check_state(store: Store, content: dict[str, Any] | None, wanted: TrainingState) -> TrainingState:
-    """Return the state that a manifest's ``content`` describes, if it can be continued as ``wanted``.
+def check_state(store: Store, content: dict[str, Any] | None, expected: TrainingState) -> TrainingState:
+    """Return the state that a manifest's ``content`` describes, if it can be continued as ``expected``.
 
     Raises:
         UserError, FinetuneError: as :func:`load_state`.
     """
-    place = store.directories[0]
+    directory = store.directories[0]
     if content is None:
         raise UserError(
-            f"The run in {place} was ended before its weights were written. Begin it again with --overwrite."
+            f"The run in {directory} was ended before its weights were written. Begin it again with --overwrite."
         )
     state = TrainingState.from_dict(content)
     if state.store != store.id:
-        raise FinetuneError(f"The manifest in {place} belongs to another store.")
+        raise FinetuneError(f"The manifest in {directory} belongs to another store.")
     if state.torn:
         raise FinetuneError(
             f"This run keeps a single slot and was interrupted in the middle of step {state.step + 1}: its state "
@@ -306,9 +304,9 @@ def check_state(store: Store, content: dict[str, Any] | None, wanted: TrainingSt
         ("slots", "--single-slot"),
         ("model", "--model"),
     ):
-        if getattr(state, field_name) != getattr(wanted, field_name):
+        if getattr(state, field_name) != getattr(expected, field_name):
             raise UserError(
                 f"The run to continue was made with another {option} ({getattr(state, field_name)}, now "
-                f"{getattr(wanted, field_name)}). Give what it was made with, or --overwrite it."
+                f"{getattr(expected, field_name)}). Give what it was made with, or --overwrite it."
             )
     return state

@@ -66,12 +66,12 @@ class StoreReader:
         return self._newest if record.trainable else 0
 
     def _master(self, record: Record, slot: ParameterSlot) -> torch.Tensor:
-        places = self._extents[record.index]
+        extents = self._extents[record.index]
         file = self._slot(record)
         width = record.precision.parameter_bytes
         values = torch.empty(slot.numel, dtype=record.precision.dtype)
         raw = values.view(torch.uint8).numpy()
-        self._store.read_now(places.parameters[file], raw, slot.offset * width, raw.nbytes)
+        self._store.read_now(extents.parameters[file], raw, slot.offset * width, raw.nbytes)
         if not record.trainable or not record.precision.split:
             return values.view(slot.shape)
         low = np.empty(slot.numel, dtype=np.int16)
@@ -81,7 +81,7 @@ class StoreReader:
             if first < last:  # low comes first in its chunk
                 part = low[first - slot.offset : last - slot.offset].view(np.uint8)
                 at = record.precision.state_nbytes(chunk.start) + 2 * (first - chunk.start)
-                self._store.read_now(places.states[file], part, at, part.nbytes)
+                self._store.read_now(extents.states[file], part, at, part.nbytes)
         master = torch.empty(slot.numel, dtype=torch.float32)
         join(values, torch.from_numpy(low), master)
         return master.view(slot.shape)
@@ -114,11 +114,11 @@ class ClusterReader(StoreReader):
         if not record.trainable or not record.precision.split:
             return values
         low = torch.empty(record.numel, dtype=torch.int16)
-        place = self._extents[record.index].states[self._slot(record)]
+        extent = self._extents[record.index].states[self._slot(record)]
         first = share.owned_start(record.numel)
         for chunk in record.chunks(self._chunk_elements):  # low comes first in its chunk
             part = low[first + chunk.start : first + chunk.stop].view(torch.uint8).numpy()
-            self._store.read_now(place, part, record.precision.state_nbytes(chunk.start), part.nbytes)
+            self._store.read_now(extent, part, record.precision.state_nbytes(chunk.start), part.nbytes)
         stored = share.stored_start(record.numel)
         inter_node = self._topology.gather_groups.inter_node
         if inter_node is not None:

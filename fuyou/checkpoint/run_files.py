@@ -54,36 +54,36 @@ class RunFiles:
             stack.callback(self.store.close)
 
 
-def resume_run(drives: Drives, wanted: TrainingState, agreement: Agreement, **io: Any) -> RunFiles:
+def resume_run(drives: Drives, expected: TrainingState, agreement: Agreement, **io: Any) -> RunFiles:
     """Open the run that is on ``drives`` (or move it there), its records compared with their checksums.
 
     Args:
         drives: where it is to be, and may be; with several ranks, it is there already.
-        wanted: what the run must be, apart from its step.
+        expected: what the run must be, apart from its step.
 
     Raises:
-        UserError: if another process holds it, or it cannot be continued as ``wanted``.
+        UserError: if another process holds it, or it cannot be continued as ``expected``.
         FinetuneError: if it is damaged.
     """
     if agreement.is_alone:
-        lock, store, state = open_run(drives, lambda store: load_state(store, wanted), **io)
+        lock, store, state = open_run(drives, lambda store: load_state(store, expected), **io)
         return RunFiles.cleaned(lock, store, state, "")
     lock = DirectoryLock(folder for folder in drives.folders if folder.is_dir())
     try:
-        return RunFiles.cleaned(lock, *find_common_state(agreement, lambda: Store.open(drives.folders, **io), wanted))
+        return RunFiles.cleaned(lock, *find_common_state(agreement, lambda: Store.open(drives.folders, **io), expected))
     except BaseException:
         lock.close()
         raise
 
 
 def create_run(
-    folders: Sequence[Path], layout: Layout, wanted: TrainingState, agreement: Agreement, overwrite: bool, **io: Any
+    folders: Sequence[Path], layout: Layout, expected: TrainingState, agreement: Agreement, overwrite: bool, **io: Any
 ) -> RunFiles:
     """Create a new run with an empty store. An attempt that fails leaves no folder that was not there before.
 
     Args:
         folders: one per drive; made if they are not there.
-        wanted: the state that it will hold when it is filled.
+        expected: the state that it will hold when it is filled.
 
     Raises:
         UserError: if another process holds the directories, or there is a run, or too little space.
@@ -106,7 +106,7 @@ def create_run(
             with contextlib.suppress(OSError):  # not empty, say: what went wrong first is what counts
                 folder.rmdir()
         raise
-    return RunFiles.cleaned(lock, store, replace(wanted, store=store.id), run)
+    return RunFiles.cleaned(lock, store, replace(expected, store=store.id), run)
 
 
 @dataclass(frozen=True)
@@ -120,35 +120,35 @@ class VerifiedRun:
     damage: list[str]  # One sentence for each damaged record, which names the SSD and the file
 
 
-def find_runs(places: Iterable[Path], may_have_none: Container[Path] = ()) -> list[list[Path]]:
-    """Return the directories of all runs at ``places`` and directly in them, grouped by run.
+def find_runs(paths: Iterable[Path], may_have_none: Container[Path] = ()) -> list[list[Path]]:
+    """Return the directories of all runs at ``paths`` and directly in them, grouped by run.
 
     A run's folder may have a folder for each rank of a node, which counts as a separate run.
 
     Args:
-        may_have_none: places that need not have a run.
+        may_have_none: those of ``paths`` that need not have a run.
 
     Raises:
-        UserError: if a place has no run, or a run was being moved to other drives.
+        UserError: if a path has no run, or a run was being moved to other drives.
     """
     runs: dict[str, list[Path]] = {}
-    for place in places:
-        found = 0
-        for directory in _candidates(place):
+    for path in paths:
+        count = 0
+        for directory in _candidates(path):
             identity = Identity.read(directory) if directory.is_dir() else None
             if identity is not None:
-                found += 1
+                count += 1
                 runs.setdefault(identity.store, []).append(directory)
                 if directory != final_folder(directory) or successor_folder(directory).is_dir():
                     raise UserError(
                         f"The run in {final_folder(directory)} was moving to other drives when it was killed. Continue "
                         "it with --resume, which settles where it lies, and verify it then."
                     )
-        if not found and place not in may_have_none:
-            inside = [path for path in _inside(place) if any((part / IDENTITY_FILE).exists() for part in _inside(path))]
+        if not count and path not in may_have_none:
+            inside = [run for run in _inside(path) if any((part / IDENTITY_FILE).exists() for part in _inside(run))]
             hint = f" There are runs in {', '.join(map(str, inside))}: give these." if inside else ""
             raise UserError(
-                f"There is no run in {place}. Give --verify the directories that --ssd names, or --output.{hint}"
+                f"There is no run in {path}. Give --verify the directories that --ssd names, or --output.{hint}"
             )
     return [list(dict.fromkeys(directories)) for directories in runs.values()]
 

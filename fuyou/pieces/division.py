@@ -83,8 +83,8 @@ def _groups(
         if index not in seen:
             owner = name.rpartition(".")[0]
             mine = [other for other, its in enumerate(order) if its.rpartition(".")[0] == owner and other not in seen]
-            place = next((place for place, group in enumerate(ordered) if index - 1 in group), -1)
-            ordered.insert(place + 1, mine)
+            position = next((position for position, group in enumerate(ordered) if index - 1 in group), -1)
+            ordered.insert(position + 1, mine)
             seen.update(mine)
     return ordered
 
@@ -150,20 +150,20 @@ def _stages(uses: Sequence[tuple[int, Use]]) -> list[Stage]:
 
 
 def _insert_forward(stages: list[Stage], new: Stage) -> None:
-    earlier = [place for place, stage in enumerate(stages) if stage.piece == new.piece - 1]
+    earlier = [position for position, stage in enumerate(stages) if stage.piece == new.piece - 1]
     stages.insert(earlier[0] + 1 if earlier else 0, new)
 
 
 def _insert_backward(stages: list[Stage], new: Stage) -> None:
     recomputing = replace(new, differentiates=False, trains=False)
-    positions = [place for place, stage in enumerate(stages) if stage.piece == new.piece - 1]
+    positions = [position for position, stage in enumerate(stages) if stage.piece == new.piece - 1]
     if not positions:
         stages.append(replace(new, recomputes=False))
         stages.insert(0, recomputing)
     elif len(positions) == 1:  # the last one of the recomputation is the first one of the backward pass
-        place = positions[0]
-        before = stages[place]
-        stages[place : place + 1] = [
+        position = positions[0]
+        before = stages[position]
+        stages[position : position + 1] = [
             replace(before, differentiates=False, trains=False),
             new,
             replace(before, recomputes=False),

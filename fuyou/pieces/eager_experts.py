@@ -53,10 +53,10 @@ class _Call:
 
     def __init__(self, mixture: ExpertParts, factors: Sequence[Factors], device: torch.device):
         self._mixture, self._device = mixture, device
-        self._factors = {one.name: one for one in factors}
+        self._factors = {factor.name: factor for factor in factors}
         self._of_factors = {
-            one.name: [torch.zeros_like(each) if each.requires_grad else None for each in tensors_of([one])]
-            for one in factors
+            factor.name: [torch.zeros_like(each) if each.requires_grad else None for each in tensors_of([factor])]
+            for factor in factors
         }
         self._handles: dict[tuple[str, int], Handle] = {}
         self._sums: dict[PiecePart, torch.Tensor] = {}
@@ -103,8 +103,8 @@ class _Call:
         inside, first = name.rpartition(".")[2], self._mixture.ranges[number][0]
         factors = self._factors.get(inside)
         if factors is not None:
-            found = factors.of(expert, expert + 1).gradients(gradient.contiguous().unsqueeze(0))
-            for target, each in zip(self._of_factors[inside], found, strict=True):
+            gradients = factors.of(expert, expert + 1).gradients(gradient.contiguous().unsqueeze(0))
+            for target, each in zip(self._of_factors[inside], gradients, strict=True):
                 if target is not None:
                     target[expert : expert + 1] = each
         if name in self._mixture.trained:
@@ -127,9 +127,9 @@ class _Call:
                 self._mixture.source.take_gradient(part, total)
 
 
-def _adding(factors: Factors, place: int) -> Callable[[torch.Tensor], torch.Tensor]:
+def _adding(factors: Factors, position: int) -> Callable[[torch.Tensor], torch.Tensor]:
     """Return what adds one expert's ``factors`` to its weights, which are at this place of its range."""
-    return lambda weights: factors.added_to(weights[place : place + 1])[0]
+    return lambda weights: factors.added_to(weights[position : position + 1])[0]
 
 
 class _Enter(torch.autograd.Function):

@@ -29,7 +29,7 @@ class ExpertParts:
         adapters: ExpertAdapters,
     ):
         self.module, self.source, self.trained, self.adapters = module, source, frozenset(trained), adapters
-        self._parts = {name: tuple(own) for name, own in parts.items()}
+        self._parts = {name: tuple(ranges) for name, ranges in parts.items()}
         first = next(iter(self._parts.values()))
         self.ranges: tuple[tuple[int, int], ...] = tuple(part.experts for part in first if part.experts is not None)
         """First expert and end of each range."""
@@ -40,7 +40,7 @@ class ExpertParts:
 
     def parts(self, index: int) -> list[PiecePart]:
         """Return the parts of a range."""
-        return [own[index] for own in self._parts.values()]
+        return [ranges[index] for ranges in self._parts.values()]
 
     def range_of(self, expert: int) -> int:
         """Return the index of the range that an expert is in."""

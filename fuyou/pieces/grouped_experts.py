@@ -102,9 +102,9 @@ class GroupedExperts:
             rows = routing.rows(first, last)
             if rows.start == rows.stop:
                 continue
-            own = self._mixture.fetch(number, Use.FORWARD, factors)
-            part = self._range(number, own, hidden[routing.tokens[rows]], routing)
-            del own
+            adapted = self._mixture.fetch(number, Use.FORWARD, factors)
+            part = self._range(number, adapted, hidden[routing.tokens[rows]], routing)
+            del adapted
             if result is None:
                 result = part.new_empty(index.numel(), part.shape[1])
             result[rows] = part
@@ -117,7 +117,7 @@ class GroupedExperts:
         result = result.mul_(factor) if factor.dtype == result.dtype else result * factor
         return result.view(*index.shape, -1).sum(dim=1).to(hidden.dtype)
 
-    def _range(self, number: int, own: AdaptedWeights, states: torch.Tensor, routing: _Routing) -> torch.Tensor:
+    def _range(self, number: int, adapted: AdaptedWeights, states: torch.Tensor, routing: _Routing) -> torch.Tensor:
         """Return the outputs of a range of experts, ``[rows, H]``, as ``grouped_mm_experts_forward`` makes them."""
         module = self._mixture.module
         first, last = self._mixture.ranges[number]
@@ -126,8 +126,8 @@ class GroupedExperts:
         experts = routing.experts[rows] - first
 
         def project(values: torch.Tensor, name: str) -> torch.Tensor:
-            bias = own[f"{name}_bias"][experts] if module.has_bias else None
-            return _grouped_linear(values, own[name], offsets, bias=bias, is_transposed=module.is_transposed)
+            bias = adapted[f"{name}_bias"][experts] if module.has_bias else None
+            return _grouped_linear(values, adapted[name], offsets, bias=bias, is_transposed=module.is_transposed)
 
         if module.has_gate:
             inner = _at_its_place(module._apply_gate, project(states, "gate_up_proj"), rows, len(routing.order), 2)
@@ -143,75 +143,77 @@ class GroupedExperts:
         saved: tuple[torch.Tensor, ...],
         factors: Sequence[Factors],
         gradient: torch.Tensor,
-        wanted: tuple[bool, bool],
+        needed: tuple[bool, bool],
     ) -> list[torch.Tensor | None]:
         """Compute each range again and differentiate it.
 
         Args:
             saved: hidden states, chosen experts, and their weights.
             gradient: gradient of the output, ``[T, H]``.
-            wanted: whether hidden states and weights have gradients.
+            needed: whether hidden states and weights have gradients.
 
         Returns:
             The gradients of hidden states, of weights, and of the factors' tensors.
         """
-        of_factors = [torch.zeros_like(one) if one.requires_grad else None for one in tensors_of(factors)]
+        of_factors = [torch.zeros_like(factor) if factor.requires_grad else None for factor in tensors_of(factors)]
         if not current_supply().computes:
             self._mixture.note_backward(recomputes=True)
             return [torch.empty_like(saved[0]), torch.empty_like(saved[2]), *of_factors]
         routing = _Routing.of(saved[1], self._mixture.module.num_experts)
         hidden, _, weights = (each.detach() for each in saved)
-        given = (hidden, weights.reshape(-1, 1))
-        places = (routing.tokens, routing.order)
+        inputs = (hidden, weights.reshape(-1, 1))
+        indices = (routing.tokens, routing.order)
         rows = [
-            each.new_empty(len(place), each.shape[1]) if want else None
-            for each, place, want in zip(given, places, wanted, strict=True)
+            each.new_empty(len(index), each.shape[1]) if want else None
+            for each, index, want in zip(inputs, indices, needed, strict=True)
         ]
         for number in reversed(range(len(self._mixture.ranges))):
-            self._differentiate(number, given, factors, gradient, (rows, of_factors), routing)
+            self._differentiate(number, inputs, factors, gradient, (rows, of_factors), routing)
         # What autograd does for ``hidden[tokens]``, of which there is no need to have all rows at once.
-        found = [
-            None if of_rows is None else _put(torch.zeros_like(each), [place], of_rows, True, True)
-            for each, place, of_rows in zip(given, places, rows, strict=True)
+        gradients = [
+            None if of_rows is None else _put(torch.zeros_like(each), [index], of_rows, True, True)
+            for each, index, of_rows in zip(inputs, indices, rows, strict=True)
         ]
-        return [found[0], None if found[1] is None else found[1].view(weights.shape), *of_factors]
+        return [gradients[0], None if gradients[1] is None else gradients[1].view(weights.shape), *of_factors]
 
     def _differentiate(
         self,
         number: int,
-        given: tuple[torch.Tensor, torch.Tensor],
+        inputs: tuple[torch.Tensor, torch.Tensor],
         factors: Sequence[Factors],
         gradient: torch.Tensor,
-        found: tuple[list[torch.Tensor | None], list[torch.Tensor | None]],
+        sums: tuple[list[torch.Tensor | None], list[torch.Tensor | None]],
         routing: _Routing,
     ) -> None:
         """Differentiate one range: hand its parameters' gradients on, and put those of its rows, and of its experts'
-        factors, into ``found``."""
+        factors, into ``gradients``."""
         first, last = self._mixture.ranges[number]
         rows = routing.rows(first, last)
         if rows.start == rows.stop:
             self._mixture.hand_on_zeros(number)
             return
         trained = self._mixture.trained_parts(number)
-        places = [rows, rows, *[slice(first, last)] * len(found[1])]
-        both = zip([*found[0], *found[1]], places, strict=True)
-        targets = [(target, place) for target, place in both if target is not None and place.start < place.stop]
+        indices = [rows, rows, *[slice(first, last)] * len(sums[1])]
+        both = zip([*sums[0], *sums[1]], indices, strict=True)
+        targets = [(target, index) for target, index in both if target is not None and index.start < index.stop]
         if not (targets or trained):
             return
         with torch.enable_grad():
-            own = self._mixture.fetch(number, Use.BACKWARD, factors)
-            own.weights = {name: value.detach().requires_grad_(name in trained) for name, value in own.weights.items()}
+            adapted = self._mixture.fetch(number, Use.BACKWARD, factors)
+            adapted.weights = {
+                name: value.detach().requires_grad_(name in trained) for name, value in adapted.weights.items()
+            }
             states, weights = (
-                each[place[rows]].requires_grad_(target is not None)
-                for each, place, target in zip(given, (routing.tokens, routing.order), found[0], strict=True)
+                each[index[rows]].requires_grad_(target is not None)
+                for each, index, target in zip(inputs, (routing.tokens, routing.order), sums[0], strict=True)
             )
-            result = self._range(number, own, states, routing) * weights
-        candidates = (states, weights, *tensors_of(own.factors.values()), *own.weights.values())
+            result = self._range(number, adapted, states, routing) * weights
+        candidates = (states, weights, *tensors_of(adapted.factors.values()), *adapted.weights.values())
         leaves = [leaf for leaf in candidates if leaf.requires_grad]
         gradients = iter(torch.autograd.grad(result, leaves, gradient.to(result.dtype)[routing.tokens[rows]]))
-        for target, place in targets:
-            target[place] = next(gradients)
-        for name in own.weights:
+        for target, index in targets:
+            target[index] = next(gradients)
+        for name in adapted.weights:
             if name in trained:
                 self._mixture.source.take_gradient(trained[name], next(gradients))
 
@@ -256,6 +258,6 @@ class _Grouped(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
-        wanted = (ctx.needs_input_grad[2], ctx.needs_input_grad[4])
-        of_hidden, of_weights, *of_factors = ctx.experts.backward(ctx.saved_tensors, ctx.factors, gradient, wanted)
+        needed = (ctx.needs_input_grad[2], ctx.needs_input_grad[4])
+        of_hidden, of_weights, *of_factors = ctx.experts.backward(ctx.saved_tensors, ctx.factors, gradient, needed)
         return None, None, of_hidden, None, of_weights, *of_factors, *(None for _ in range(ctx.leaves))

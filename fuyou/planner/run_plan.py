@@ -244,11 +244,11 @@ def _search(evaluator: Evaluator, clip_by: ClipBy) -> Evaluation:
     best = evaluator.evaluate(Candidate(job.micro_batch, fraction, activation_policy, clip_by))
     alike = [best]
     if job.micro_batch is None:
-        taken = best.memory.batch.micro_rows
+        chosen = best.memory.batch.micro_rows
         # With frozen pieces, each micro-batch uploads all parameters, so that fewer are better.
         frozen_pieces = bool(job.shape.orders) and not job.shape.sizes[Kind.BLOCK].trained_elements
-        smaller = set() if frozen_pieces else {-(-taken // 2), -(-taken // 4)}
-        for rows in sorted((smaller | {min(job.rows, 2 * taken)}) - {taken}):
+        smaller = set() if frozen_pieces else {-(-chosen // 2), -(-chosen // 4)}
+        for rows in sorted((smaller | {min(job.rows, 2 * chosen)}) - {chosen}):
             candidate = Candidate(rows, fraction, activation_policy, clip_by)
             if evaluator.fits(candidate):
                 alike.append(evaluator.evaluate(candidate))

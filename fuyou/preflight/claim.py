@@ -112,31 +112,33 @@ DOCUMENTS_APART = Tolerance(2e-3, 2e-5)  # Documents of packed rows, and each of
 NARROW = Tolerance(0.05, 2e-6)  # bf16, where a sum over a tied parameter's two places is rounded once more
 
 
-def first_difference(expected: Gradients, found: Gradients, tolerance: Tolerance) -> str | None:
+def first_difference(expected: Gradients, actual: Gradients, tolerance: Tolerance) -> str | None:
     """Return the first difference beyond ``tolerance``, as text; None if there is none."""
-    if not abs(found.loss - expected.loss) <= tolerance.loss * max(1.0, abs(expected.loss)):
-        return f"the loss is {found.loss:.6f}, and {expected.loss:.6f} in memory"
+    if not abs(actual.loss - expected.loss) <= tolerance.loss * max(1.0, abs(expected.loss)):
+        return f"the loss is {actual.loss:.6f}, and {expected.loss:.6f} in memory"
     there = [value for value in expected.by_name.values() if value is not None]
     least = 0.01 * max((float(value.abs().max()) for value in there), default=0.0)
     wrong = []
-    for name, gradient in found.by_name.items():
+    for name, gradient in actual.by_name.items():
         how = _deviation(expected.by_name[name], gradient, least, tolerance.gradient)
         if how is not None:
             wrong.append(f"the gradient of {name} is {how}")
     if not wrong:
         return None
-    return f"{wrong[0]} (the first of {len(wrong)} of {len(found.by_name)} tensors)"
+    return f"{wrong[0]} (the first of {len(wrong)} of {len(actual.by_name)} tensors)"
 
 
-def _deviation(expected: torch.Tensor | None, found: torch.Tensor | None, least: float, tolerance: float) -> str | None:
-    if expected is None and found is None:
+def _deviation(
+    expected: torch.Tensor | None, actual: torch.Tensor | None, least: float, tolerance: float
+) -> str | None:
+    if expected is None and actual is None:
         return None
-    if found is None:
+    if actual is None:
         return "there in memory only" if float(expected.abs().max()) > 0 else None  # type: ignore[union-attr]
     if expected is None:
-        return "not there in memory" if float(found.abs().max()) > 0 else None
+        return "not there in memory" if float(actual.abs().max()) > 0 else None
     scale = max(float(expected.abs().max()), least)
-    difference = float((found.float() - expected.float()).abs().max()) / scale
+    difference = float((actual.float() - expected.float()).abs().max()) / scale
     return None if difference <= tolerance else f"off by {difference:.1%} of its largest element"
 
 

@@ -31,15 +31,15 @@ from fuyou.schedule.tasks import Activation, ComputeTask, known
 class _Buffers:
     """Buffers that are allocated on first use, with the requested size."""
 
-    made: dict[int, torch.Tensor] = field(default_factory=dict)
+    by_index: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def values(self, index: int, count: int, dtype: torch.dtype) -> torch.Tensor:
         return self.bytes(index, count * dtype.itemsize).view(dtype)
 
     def bytes(self, index: int, count: int) -> torch.Tensor:
-        held = self.made.get(index)
+        held = self.by_index.get(index)
         if held is None or held.numel() < count:
-            held = self.made[index] = torch.zeros(count, dtype=torch.uint8)
+            held = self.by_index[index] = torch.zeros(count, dtype=torch.uint8)
         return held[:count]
 
 
@@ -105,7 +105,7 @@ class SmallStep:
 
         def start(task: ComputeTask) -> None:
             for index, buffer in task.places.items():
-                parameters[records[index].kind].made[buffer] = self._flat[index].view(torch.uint8)
+                parameters[records[index].kind].by_index[buffer] = self._flat[index].view(torch.uint8)
 
         def finish(task: ComputeTask) -> None:
             if task.last and task.gradient is not None and task.visit.completes:

@@ -81,12 +81,12 @@ class Workspace:
         in_experts = 2 * self._chosen * hidden + 2 * experts
         in_adapter = self._shape.block_adapter_memory.passing_per_token
         per_token += 2 * (1 + self._chosen) * hidden - 2 * experts - min(in_experts, in_adapter)
-        rows = int(batch.micro_tokens * per_token)
+        pass_nbytes = int(batch.micro_tokens * per_token)
         library = 0 if self._cpu else LIBRARY_WORKSPACE_BYTES  # each pass has a thread
         if self._shape.sizes[Kind.BLOCK].trained_elements:
-            return batch.micro_batches * (rows + library) + fixed  # a backward pass of all together
+            return batch.micro_batches * (pass_nbytes + library) + fixed  # a backward pass of all together
         between = max(order.between_bytes for order in self._shape.orders)
-        return rows + (batch.together - 1) * batch.micro_tokens * between + batch.together * library + fixed
+        return pass_nbytes + (batch.together - 1) * batch.micro_tokens * between + batch.together * library + fixed
 
 
 def expert_width(text: PreTrainedConfig) -> int:

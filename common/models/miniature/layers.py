@@ -79,8 +79,8 @@ class KeptLayers:
         if len(distinct) > _MOST_KINDS:  # sizes that differ from layer to layer
             distinct = [distinct[round(at * (len(distinct) - 1) / (_MOST_KINDS - 1))] for at in range(_MOST_KINDS)]
         for kind in distinct:
-            places = [index for index, other in enumerate(kinds) if other == kind]
-            chosen |= {places[0], places[-1]}
+            positions = [index for index, other in enumerate(kinds) if other == kind]
+            chosen |= {positions[0], positions[-1]}
         for index in range(self.depth):
             if len(chosen) >= least:
                 break
@@ -131,16 +131,16 @@ class KeptLayers:
                 return len(layers) - 1
             return None
         if _is_index_list(name, value, depth):
-            return [place for place, index in enumerate(layers) if index in value]
+            return [position for position, index in enumerate(layers) if index in value]
         if isinstance(value, list | tuple) and len(value) == depth and depth > 2:
             return [shrink_number(name, value[index]) for index in layers]
         if _is_by_layer(value):
-            found = {}
-            for place, index in enumerate(layers):
+            values = {}
+            for position, index in enumerate(layers):
                 item = value.get(f"{index:02}", value.get(str(index)))
                 if item is not None:
-                    found[f"{place:02}"] = {key: shrink_field(key, entry) for key, entry in item.items()}
-            return found
+                    values[f"{position:02}"] = {key: shrink_field(key, entry) for key, entry in item.items()}
+            return values
         return None
 
 

@@ -38,7 +38,7 @@ from fuyou.layout.share import Share
 from fuyou.runtime.ranks.agreement import Agreement, host, rank_name
 
 
-def reshard_run(drives: Drives, layout: ModelLayout, wanted: TrainingState, agreement: Agreement) -> None:
+def reshard_run(drives: Drives, layout: ModelLayout, expected: TrainingState, agreement: Agreement) -> None:
     """Make each rank's store that of this rank among the ranks there are now, on ``drives.folders``. Collective.
 
     Nothing happens where the run was made by as many ranks, each on its drives, or where there is no run. Opening it
@@ -46,18 +46,18 @@ def reshard_run(drives: Drives, layout: ModelLayout, wanted: TrainingState, agre
 
     Args:
         layout: that of the whole model, shared with nobody.
-        wanted: what the run must be, apart from its step.
+        expected: what the run must be, apart from its step.
 
     Raises:
         UserError: if something of the old ranks is missing, or there is too little space. Nothing was changed.
         FinetuneError: if a drive failed, or something is damaged.
     """
-    _Resharding(drives, layout, wanted, agreement).run()
+    _Resharding(drives, layout, expected, agreement).run()
 
 
 class _Resharding:
-    def __init__(self, drives: Drives, layout: ModelLayout, wanted: TrainingState, agreement: Agreement):
-        self._drives, self._layout, self._wanted, self._agreement = drives, layout, wanted, agreement
+    def __init__(self, drives: Drives, layout: ModelLayout, expected: TrainingState, agreement: Agreement):
+        self._drives, self._layout, self._expected, self._agreement = drives, layout, expected, agreement
         self._share = agreement.share
         self._rank = self._share.rank
 
@@ -146,7 +146,7 @@ class _Resharding:
             if content["step"] != step:
                 assert cluster is not None
                 content = cluster["previous"]
-            state = check_state(store, content, self._wanted)
+            state = check_state(store, content, self._expected)
             check_records(store, state)
             if cluster is not None:
                 commit_manifest(store.directories[0], {**state.to_dict(), CLUSTER: {**cluster, "previous": None}})

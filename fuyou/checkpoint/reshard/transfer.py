@@ -227,8 +227,8 @@ class RecordTransfer:
             while begin < end:
                 ranges = [source.layout.stored_range(index, part) for source in self._sources]
                 able = [number for number, (first, last) in enumerate(ranges) if first <= begin < last]
-                own = [number for number in able if self._sources[number].reader == rank]
-                chosen = own[0] if own else able[rank % len(able)]
+                own_sources = [number for number in able if self._sources[number].reader == rank]
+                chosen = own_sources[0] if own_sources else able[rank % len(able)]
                 until = min(end, ranges[chosen][1])
                 yield RangeTransfer(chosen, rank, begin, until)
                 begin = until

@@ -70,16 +70,17 @@ class BlockBench:
         return PartTimes(
             measured_tokens=self.rows * self.seq_len,
             matmul_flops_per_second=self.matmul_flops_per_second,
-            embed_forward_seconds=_extrapolated([(one.tokens, one.embed_forward) for one in samples], whole),
-            block_forward_seconds=_extrapolated([(one.tokens, one.block_forward) for one in samples], whole),
-            block_backward_seconds=_extrapolated([(one.tokens, one.block_backward) for one in samples], whole),
+            embed_forward_seconds=_extrapolated([(sample.tokens, sample.embed_forward) for sample in samples], whole),
+            block_forward_seconds=_extrapolated([(sample.tokens, sample.block_forward) for sample in samples], whole),
+            block_backward_seconds=_extrapolated([(sample.tokens, sample.block_backward) for sample in samples], whole),
             kept_forward_seconds=kept_forward * self._scale,
             kept_backward_seconds=kept_backward * self._scale,
             kept_bytes=round(kept_bytes * self._scale),
             block_finish_seconds=self.seconds(lambda: sum_of_squares(self._gradient)),
-            head_seconds=calls * _extrapolated([(one.head_tokens, one.head) for one in samples], head),
-            head_forward_seconds=calls * _extrapolated([(one.head_tokens, one.head_forward) for one in samples], head),
-            embed_backward_seconds=_extrapolated([(one.tokens, one.embed_backward) for one in samples], whole),
+            head_seconds=calls * _extrapolated([(sample.head_tokens, sample.head) for sample in samples], head),
+            head_forward_seconds=calls
+            * _extrapolated([(sample.head_tokens, sample.head_forward) for sample in samples], head),
+            embed_backward_seconds=_extrapolated([(sample.tokens, sample.embed_backward) for sample in samples], whole),
             operators=self._operators(arguments, hidden),
         )
 
@@ -168,19 +169,19 @@ class BlockBench:
         """Return the median seconds of a few runs of ``work``, after one warm-up."""
         work()
         self._device.synchronize()
-        taken: list[float] = []
-        while sum(taken) < REPEAT_SECONDS and len(taken) < _MAX_REPETITIONS:
+        times: list[float] = []
+        while sum(times) < REPEAT_SECONDS and len(times) < _MAX_REPETITIONS:
             start = time.perf_counter()
             work()
             self._device.synchronize()
-            taken.append(time.perf_counter() - start)
-        return statistics.median(taken)
+            times.append(time.perf_counter() - start)
+        return statistics.median(times)
 
     # -- parts ----------------------------------------------------------------------------------------------------
 
     def _matmul_rate(self, tokens: int) -> float:
         rows = min(tokens, 256 if self._device.torch_device.type == "cpu" else 4096)
-        flops = taken = 0.0
+        flops = total = 0.0
         for (outputs, inputs), times in Counter(
             tuple(slot.shape[-2:]) for slot in self._record.parameters if len(slot.shape) > 1
         ).items():
@@ -188,8 +189,8 @@ class BlockBench:
             weight = random_values(outputs * inputs, self._dtype, self._device).view(outputs, inputs)
             seconds = self.seconds(partial(torch.nn.functional.linear, source, weight))
             flops += times * 2.0 * rows * outputs * inputs
-            taken += times * seconds
-        return flops / taken
+            total += times * seconds
+        return flops / total
 
     def _inputs(self, seq_len: int) -> dict[str, torch.Tensor]:
         vocabulary = self._stack.model.config.get_text_config().vocab_size
