@@ -6,7 +6,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from common.communication.object_collectives import all_gather_object, run_on_all_ranks
+from common.communication import all_gather_object, run_on_all_ranks
 from common.errors import FinetuneError
 from common.units import format_bytes
 from fcdp import fsdp2

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from peft import PeftConfig
 from torch.distributed.tensor import DTensor
 
-from common.communication.object_collectives import all_gather_object
+from common.communication import all_gather_object
 from common.errors import UserError
 from common.memory import numa
 from common.memory.meter import PeakMeter

@@ -30,7 +30,7 @@ from netcluster import network_bytes
 
 import fcdp
 import fuyou
-from common.communication.object_collectives import all_gather_object
+from common.communication import all_gather_object
 from common.models.adapters.options import AdapterOptions
 from fuyou.planner import describe_training
 from fuyou.planner.rates import TaskRates

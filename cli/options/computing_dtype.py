@@ -34,7 +34,7 @@ def with_dtype_of_all(settings: Settings, device_type: str, restarted: bool) -> 
         device_type: type of this rank's device.
         restarted: whether the ranks have been started again, and resume what they left.
     """
-    from common.communication.object_collectives import all_gather_object
+    from common.communication import all_gather_object
 
     if settings.dtype != AUTO:
         return settings

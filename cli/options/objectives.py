@@ -55,7 +55,7 @@ OBJECTIVES = {
     "pretrain": ObjectiveTraits("learns the next token of all text", "text"),
     "dpo": ObjectiveTraits(
         *_PAIRS,
-        loss="fuyou.objectives.preferences.PairObjective",
+        loss="fuyou.objectives.losses.PairObjective",
         options=("beta",),
         items=Items.PAIRS,
         outputs=1,
@@ -66,7 +66,7 @@ OBJECTIVES = {
     "kto": ObjectiveTraits(
         "learns from answers that are known to be desirable or not",
         "prompt, completion and label",
-        loss="fuyou.objectives.unpaired.UnpairedObjective",
+        loss="fuyou.objectives.losses.UnpairedObjective",
         options=("beta",),
         items=Items.ANSWERS,
         outputs=1,
@@ -76,7 +76,7 @@ OBJECTIVES = {
     ),
     "reward": ObjectiveTraits(
         *_PAIRS,
-        loss="fuyou.objectives.classifiers.RewardObjective",
+        loss="fuyou.objectives.losses.RewardObjective",
         items=Items.PAIRS,
         outputs=1,
         rows=2,
@@ -86,7 +86,7 @@ OBJECTIVES = {
     "classify": ObjectiveTraits(
         "learns classes of texts",
         "text and label",
-        loss="fuyou.objectives.classifiers.ClassObjective",
+        loss="fuyou.objectives.losses.ClassObjective",
         items=Items.TEXTS,
         outputs=2,
         classifies=True,

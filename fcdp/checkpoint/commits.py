@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from common.communication.object_collectives import broadcast_from_rank0, run_on_all_ranks
+from common.communication import broadcast_from_rank0, run_on_all_ranks
 from common.errors import FinetuneError, UserError
 from common.store import DirectoryLock
 from common.store.errors import described

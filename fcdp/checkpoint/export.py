@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from common.communication.object_collectives import broadcast_from_rank0
+from common.communication import broadcast_from_rank0
 from common.models.adapters.adapters import MERGED, Adapters
 from common.models.checkpoint.export import CheckpointWriter
 from fcdp.model.model import ClusterModel

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from common.communication.object_collectives import broadcast_from_rank0
+from common.communication import broadcast_from_rank0
 from common.errors import UserError
 from fcdp.checkpoint.commits import ShardedCheckpoints
 from fcdp.model.model import ClusterModel

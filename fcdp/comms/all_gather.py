@@ -20,7 +20,7 @@ from typing import cast
 import torch
 import torch.distributed as dist
 
-from common.communication.point_to_point import Wait
+from common.communication import Wait
 from common.quantisation import Bits, dequantise, quantise, quantised_nbytes
 from fcdp import fsdp2
 from fcdp.cache.host_cache import CacheEntry, CopyStreams

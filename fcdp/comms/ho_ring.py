@@ -13,7 +13,7 @@ the mirror image. A rank sends as much as in the hierarchical ring: (N-1)/N of i
 
 import torch
 
-from common.communication.point_to_point import Wait
+from common.communication import Wait
 from fcdp.comms.rank_level import CommLevel, RankLevel, nothing
 from fcdp.comms.side_stream import SideStream
 from fcdp.strategy.routes import Axis

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import torch
 
-from common.communication.point_to_point import Wait
+from common.communication import Wait
 from common.quantisation import BLOCK, Bits, dequantise, quantise, quantised_nbytes
 from fcdp.comms.rank_level import CommLevel, RankLevel, nothing
 from fcdp.comms.side_stream import SideStream

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from common.communication.point_to_point import Wait, start_exchange, turns
+from common.communication import Wait, start_exchange, turns
 from fcdp.strategy.routes import Axis
 from fcdp.strategy.topology import Purpose, Topology
 from fcdp.traffic import Level as LevelName

@@ -16,8 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from common.communication.object_collectives import all_gather_object
-from common.communication.timeouts import timeout_of
+from common.communication import all_gather_object, timeout_of
 from common.errors import FinetuneError, UserError
 from common.hardware.machine import nvlink_peers
 from fcdp.strategy.mesh import Levels

@@ -22,7 +22,7 @@ from torch.multiprocessing import start_processes
 from transformers import LlamaConfig, LlamaForCausalLM, logging
 
 import fcdp
-from common.communication.object_collectives import all_gather_object
+from common.communication import all_gather_object
 from fcdp.cache import host_cache
 from gpu.journal import Check
 

@@ -13,8 +13,7 @@ import torch
 import torch.distributed as dist
 
 import fcdp
-from common.communication.object_collectives import run_on_all_ranks
-from common.communication.timeouts import timeout_of
+from common.communication import run_on_all_ranks, timeout_of
 from common.errors import FinetuneError, UserError
 from tests.helpers.fcdp.cases import VOCABULARY, Case, make_model, make_optimizer
 from tests.helpers.fcdp.pool import Pool

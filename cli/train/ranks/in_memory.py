@@ -15,7 +15,7 @@ from cli.report.results import EvaluationResult, MemoryUse, RunTotals, StepResul
 from cli.train import trainer
 from cli.train.evaluation import evaluate
 from cli.train.ranks.process import RankProcess
-from common.communication.object_collectives import all_gather_object, broadcast_from_rank0
+from common.communication import all_gather_object, broadcast_from_rank0
 from common.data import Batches
 from common.errors import FinetuneError
 from common.models.meta_model import build_meta_model

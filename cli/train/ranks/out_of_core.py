@@ -13,7 +13,7 @@ from cli.report.results import IoCounts, MemoryUse, RunTotals, StepResult
 from cli.train.engine_trainer import EngineTrainer, engine_options, profile_once
 from cli.train.objectives import Ranks
 from cli.train.ranks.process import RankProcess
-from common.communication.object_collectives import all_gather_object, broadcast_from_rank0
+from common.communication import all_gather_object, broadcast_from_rank0
 from common.errors import UserError
 from common.store import load_manifest, remove
 from common.store.migration import remove_folder

@@ -15,7 +15,7 @@ from cli.options.adapters import adapter_digest
 from cli.options.option import declaration_of, option_fields, spelled
 from cli.options.settings import Settings
 from cli.train.ranks.process import RankProcess
-from common.communication.object_collectives import all_gather_object
+from common.communication import all_gather_object
 from common.errors import UserError
 from common.models.adapters.options import CONFIG
 

@@ -7,9 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from common.communication.object_collectives import all_gather_object
-from common.communication.point_to_point import start_exchange
-from common.communication.timeouts import timeout_of
+from common.communication import all_gather_object, start_exchange, timeout_of
 from fuyou.layout.share import Share
 
 

@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from common.communication.point_to_point import start_exchange, turns
+from common.communication import start_exchange, turns
 from fuyou.layout.share import Share
 
 

@@ -64,12 +64,10 @@ class Others:
 
     def decide(self, ranks: list[tuple[Settings, str, bool]]) -> list[str]:
         told: list[Any] = []
-        self._patch.setattr(
-            "common.communication.object_collectives.all_gather_object", lambda value: told.append(value) or told
-        )
+        self._patch.setattr("common.communication.all_gather_object", lambda value: told.append(value) or told)
         self._all(ranks)
         everyone = list(told)
-        self._patch.setattr("common.communication.object_collectives.all_gather_object", lambda value: everyone)
+        self._patch.setattr("common.communication.all_gather_object", lambda value: everyone)
         return self._all(ranks)
 
     def _all(self, ranks: list[tuple[Settings, str, bool]]) -> list[str]:

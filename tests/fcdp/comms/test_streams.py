@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from common.communication.point_to_point import Wait
+from common.communication import Wait
 from common.quantisation import quantised_nbytes
 from fcdp import fsdp2
 from fcdp.cache.host_cache import CacheEntry, CopyStreams, HostCache

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from common.errors import UserError
+from fuyou.objectives.losses import PairObjective
 from fuyou.objectives.objective import BatchNumbers, Learned
-from fuyou.objectives.preferences import PairObjective
 
 BETA = 0.7
 

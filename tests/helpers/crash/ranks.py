@@ -18,7 +18,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 import fuyou
-from common.communication.object_collectives import all_gather_object
+from common.communication import all_gather_object
 from common.data import RandomBatches
 from common.errors import FinetuneError
 from fcdp.strategy.topology import Topology

@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
 import fcdp
-from common.communication.object_collectives import broadcast_from_rank0
+from common.communication import broadcast_from_rank0
 from fcdp.cache.placement import DeviceMemory
 from tests.helpers.fcdp.twin import InOrder, Plain, Ring
 

@@ -1,1 +1,0 @@
-"""Messages between ranks: what every collective of the project is made of."""

@@ -1,0 +1,151 @@
+"""Losses of preferences (DPO, KTO), rewards, and classes."""
+
+import torch
+from torch.nn import functional
+
+from common.errors import UserError
+from fuyou.objectives.objective import BatchNumbers, Learned, Mean, Objective, row_sums
+
+
+class PairObjective(Objective):
+    """The DPO loss of P pairs: Rafailov et al. 2023 (arXiv:2305.18290), equation 7, as TRL 1.16 computes it.
+
+    Rows 2 i and 2 i + 1 of a batch are the preferred and the rejected answer of pair i.
+
+    Args:
+        beta: strength of the preference against the reference.
+
+    Raises:
+        UserError: if ``beta`` is not above 0.
+    """
+
+    watches = (
+        "rewards/chosen",
+        "rewards/rejected",
+        "rewards/accuracies",
+        "rewards/margins",
+        "logps/chosen",
+        "logps/rejected",
+        "logps/accuracies",
+    )
+
+    def __init__(self, beta: float = 0.1):
+        if beta <= 0:
+            raise UserError(f"beta must be above 0, not {beta:g}.")
+        self._beta = beta
+
+    def learn(self, batch: BatchNumbers) -> Learned:
+        """Return the mean loss of all pairs, and what is watched, a mean over this rank's pairs each:
+        ``rewards/chosen``, ``rewards/rejected``, ``rewards/margins``, ``rewards/accuracies`` (how often the preferred
+        answer has the larger reward), ``logps/chosen``, ``logps/rejected``, ``logps/accuracies`` (how often it is the
+        likelier)."""
+        out = batch.out
+        assert batch.reference is not None
+        log_probs = row_sums(out["log_probs"], out.mask)
+        rewards = self._beta * (log_probs - row_sums(batch.reference, out.mask))
+        chosen, rejected = rewards[0::2], rewards[1::2]
+        (pairs,) = batch.sum_over_ranks([len(chosen)])
+        loss = -functional.logsigmoid(chosen - rejected).sum() / pairs
+        log_probs_chosen, log_probs_rejected = log_probs[0::2], log_probs[1::2]
+        watched = {
+            "rewards/chosen": chosen,
+            "rewards/rejected": rejected,
+            "rewards/accuracies": (chosen > rejected).float(),
+            "rewards/margins": chosen - rejected,
+            "logps/chosen": log_probs_chosen,
+            "logps/rejected": log_probs_rejected,
+            "logps/accuracies": (log_probs_chosen > log_probs_rejected).float(),
+        }
+        return Learned(loss, len(chosen), {name: Mean.of(value) for name, value in watched.items()})
+
+
+DESIRABLE = "desirable"  # Name of a batch's marks: which answers are desirable, bool `[N]`
+
+
+class UnpairedObjective(Objective):
+    """The KTO loss of N answers, each known to be desirable or not: Ethayarajh et al. 2024 (arXiv:2402.01306),
+    equation 7, in the form that TRL 1.16 gives it.
+
+    Rows 2 i and 2 i + 1 of a batch are the prompt of answer i with that answer, and with another prompt's: from the
+    latter the distance to the reference is estimated, which carries no gradient.
+
+    Args:
+        beta: strength of the preference against the reference.
+
+    Raises:
+        UserError: if ``beta`` is not above 0.
+    """
+
+    watches = ("rewards/chosen", "rewards/rejected", "logps/chosen", "logps/rejected", "kl")
+    extras = (DESIRABLE,)
+
+    def __init__(self, beta: float = 0.1):
+        if beta <= 0:
+            raise UserError(f"beta must be above 0, not {beta:g}.")
+        self._beta = beta
+
+    def learn(self, batch: BatchNumbers) -> Learned:
+        """Return the mean loss of all answers, and what is watched: ``rewards/chosen``, ``rewards/rejected``,
+        ``logps/chosen``, ``logps/rejected`` (of desirable answers, and of the others), and ``kl``, the distance."""
+        out = batch.out
+        assert batch.reference is not None
+        desirable = batch.extras[DESIRABLE].bool()
+        log_probs = row_sums(out["log_probs"], out.mask)
+        ratios = log_probs - row_sums(batch.reference, out.mask)
+        matched, others = ratios[0::2], ratios[1::2].detach()
+        distance, answers = batch.sum_over_ranks([float(others.sum()), len(others)])
+        distance = max(0.0, distance / answers)
+        sign = torch.where(desirable, 1.0, -1.0)
+        losses = 1 - torch.sigmoid(self._beta * sign * (matched - distance))
+        watched = {"kl": Mean(distance * len(others), len(others))}
+        for name, some in (("chosen", desirable), ("rejected", ~desirable)):
+            if some.any():
+                watched[f"rewards/{name}"] = Mean.of(self._beta * matched[some])
+                watched[f"logps/{name}"] = Mean.of(log_probs[0::2][some])
+        return Learned(losses.sum() / answers, len(others), watched)
+
+
+MARGINS = "margins"  # Name of a batch's margins: by how much the preferred answer is better, fp32 `[P]`
+
+
+class RewardObjective(Objective):
+    """The loss of P pairs under the model of Bradley and Terry (1952), as in Ouyang et al. 2022 (arXiv:2203.02155),
+    equation 1; with margins, as in Llama 2 (arXiv:2307.09288), equation 2.
+
+    Rows 2 i and 2 i + 1 of a batch are the preferred and the rejected answer of pair i.
+    """
+
+    outputs = ("logits",)
+    watches = ("accuracy", "margin", "mean_reward")
+    extras = (MARGINS,)
+
+    def learn(self, batch: BatchNumbers) -> Learned:
+        """Return the mean loss of all pairs, and what is watched: ``accuracy``, ``margin``, ``mean_reward``."""
+        rewards = batch.out["logits"].flatten()
+        chosen, rejected = rewards[0::2], rewards[1::2]
+        differences = chosen - rejected
+        asked = differences if MARGINS not in batch.extras else differences - batch.extras[MARGINS]
+        losses = -functional.logsigmoid(asked)
+        (pairs,) = batch.sum_over_ranks([len(chosen)])
+        watched = {
+            "accuracy": Mean.of((differences > 0).float()),
+            "margin": Mean.of(differences),
+            "mean_reward": Mean.of(rewards),
+        }
+        return Learned(losses.sum() / pairs, len(chosen), watched)
+
+
+class ClassObjective(Objective):
+    """The cross entropy of R rows, each with a class."""
+
+    outputs = ("log_probs", "logits")
+    watches = ("accuracy",)
+    extras = ("labels",)
+
+    def learn(self, batch: BatchNumbers) -> Learned:
+        """Return the mean loss of all rows, and what is watched: ``accuracy``."""
+        out = batch.out
+        rows = len(batch.extras["labels"])
+        (total,) = batch.sum_over_ranks([rows])
+        right = out["logits"].detach().flatten(0, -2).argmax(-1) == batch.extras["labels"]
+        return Learned(-out["log_probs"].sum() / total, rows, {"accuracy": Mean.of(right.float())})
