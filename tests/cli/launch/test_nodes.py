@@ -77,7 +77,9 @@ def test_two_ranks_train_as_the_engine_does_and_three_go_on(
     assert all(line.endswith(phases) for line in done.err.splitlines()), done.err
     again = finetune(*command, "--gpus-per-node", 2, "--steps", 8)
     assert again.status == 2 and "--resume to continue it" in again.err
-    done = finetune(*command, "--gpus-per-node", 3, "--steps", 8, "--resume", "--strategy", "N/I/G", "--levels", "3,1")
+    done = finetune(
+        *command, "--gpus-per-node", 3, "--steps", 8, "--resume", "--save", "--strategy", "N/I/G", "--levels", "3,1"
+    )
     assert done.status == 0, done.err
     assert "resume   after step 5 of 8" in done.out
     same(history(output), reference[0])

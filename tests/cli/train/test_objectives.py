@@ -157,7 +157,7 @@ def test_a_run_is_what_trl_trains_in_memory(
     assert report["losses"] == pytest.approx([line["loss"] for line in logged[:STEPS]], rel=1e-5)
     for name in watched:
         expected = [line[name] for line in logged[:STEPS]]
-        assert report["watched"][name] == pytest.approx(expected, rel=1e-5, abs=1e-6), name
+        assert report["watched"][name] == pytest.approx(expected, rel=1e-5, abs=5e-6), name
     tuned: Any = auto.from_pretrained(base if adapted else tmp_path / "out", dtype=torch.float32)
     if adapted:
         tuned = PeftModel.from_pretrained(tuned, tmp_path / "out").get_base_model()

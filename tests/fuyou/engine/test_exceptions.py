@@ -124,9 +124,13 @@ def check_calls(tmp_path: Path, action: Any, options: dict[str, Any], every: int
     [
         (step, "plain", 70),
         *(
-            pytest.param(action, options, 15, marks=pytest.mark.slow)
-            for action in (step, evaluated, own_loss)
-            for options in OPTIONS
+            pytest.param(action, options, 100, marks=pytest.mark.slow)
+            for action, options in (
+                (step, "deferred"),
+                (step, "speculation"),
+                (evaluated, "plain"),
+                (own_loss, "plain"),
+            )
         ),
     ],
 )
