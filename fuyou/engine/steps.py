@@ -248,7 +248,7 @@ class Steps:
             NonFiniteLoss: it is not finite, and training stops.
         """
         if not (math.isfinite(loss) and math.isfinite(norm)):
-            self._finish_earlier_commit()
+            self._finish_earlier_commit(step)
         return self._run.nonfinite.should_skip_step(step, loss, norm, self._run.commits.committed_step)
 
     @property
@@ -412,15 +412,15 @@ class Steps:
                 self.flush()
             elif self._current is not None:
                 self._current.abandon()
-                self._finish_earlier_commit()
+                self._finish_earlier_commit(self._current.tasks.step)
         self._current = None
         self._torn = False
 
-    def _finish_earlier_commit(self) -> None:
-        """Let the previous step's commit, which runs next to this one, come to its end."""
+    def _finish_earlier_commit(self, step: int) -> None:
+        """Let the commits of steps before ``step``, which run next to it, come to their end."""
         run = self._run
         if run.is_open:
-            run.runtime.plane.executor.wait(run.commits.under_way(run.step_count + 1))
+            run.runtime.plane.executor.wait(run.commits.under_way(step))
 
 
 def _aux_loss(computation: StepComputation) -> float | None:

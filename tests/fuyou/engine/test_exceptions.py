@@ -2,7 +2,7 @@
 
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -82,8 +82,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def check_calls(tmp_path: Path, action: Any, options: dict[str, Any], every: int) -> Counter[str]:
-    """Throw at every n-th call of an action; return how often it ended in which way."""
+def check_calls(
+    tmp_path: Path, action: Any, options: dict[str, Any], chosen: Callable[[list[Call]], list[Call]]
+) -> Counter[str]:
+    """Throw at the chosen calls of an action; return how often it ended in which way."""
     ways: Counter[str] = Counter()
     (tmp_path / "twin").mkdir()
     (tmp_path / "run").mkdir()
@@ -92,7 +94,7 @@ def check_calls(tmp_path: Path, action: Any, options: dict[str, Any], every: int
         expected = train(engine, steps)
     engine = small_engine(tmp_path / "run", lr=1e-3, **options)
     train(engine, 2)
-    calls = calls_in(engine, action)[::every]
+    calls = chosen(calls_in(engine, action))
     engine.close()
     for call in calls:
         engine = small_engine(tmp_path / "run", lr=1e-3, overwrite=True, **options)
@@ -135,6 +137,16 @@ def check_calls(tmp_path: Path, action: Any, options: dict[str, Any], every: int
     ],
 )
 def test_an_exception_at_any_call(action: Any, options: str, every: int, tmp_path: Path) -> None:
-    ways = check_calls(tmp_path, action, OPTIONS[options], every)
+    ways = check_calls(tmp_path, action, OPTIONS[options], lambda calls: calls[::every])
     print(ways)
     assert ways["as before"] + ways["abandoned"] > 3, ways
+
+
+def test_an_exception_while_a_step_ends(tmp_path: Path) -> None:
+    """Its commit then waits for an end that never comes: abandon() must not wait for that commit."""
+    names = ("Commits.end", "Executor.finish", "Steps._report")
+
+    def chosen(calls: list[Call]) -> list[Call]:
+        return [{call[1]: call for call in calls}[name] for name in names]  # the last call of each
+
+    assert check_calls(tmp_path, step, {}, chosen) == {"abandoned": len(names)}
