@@ -282,6 +282,8 @@ def shard_whole_model(
 
     Args:
         model: on any device, also meta. Which parameters require gradients decides which are gathered together.
+        topology: the nodes and ranks.
+        routes: the strategy on that topology.
         mp_policy: FSDP2's policy. Its ``reduce_dtype`` is by default the dtype of the computation.
         blocks: the modules to shard one by one. None: the elements of every outermost ``nn.ModuleList``.
         adapter_groups: see :data:`fcdp.grouping.AdapterGroups`; without effect where P is sharded as OS is.

@@ -123,6 +123,7 @@ class Trainer:
 
         Args:
             batch: of all ranks, the same on each: ``input_ids``, ``labels``, and ``position_ids`` int64 ``[B, S]``.
+            lr: the learning rate of this step.
             stop: this rank wishes to stop after this step: all ranks will know.
 
         Raises:
