@@ -192,10 +192,7 @@ def paro_table_3() -> str:
             <= min(totals[x][0] for x in ("zero3", "zero++-exact", "paro-igg")),
         ),
         ("NIG: far less across nodes than ZeRO-2", totals["paro-nig"][0] < totals["zero2"][0] / 2),
-        (
-            "NIG: slightly more inside than ZeRO-2",
-            1 < totals["paro-nig"][1] / totals["zero2"][1] < 1.2,
-        ),
+        ("NIG: slightly more inside than ZeRO-2", 1 < totals["paro-nig"][1] / totals["zero2"][1] < 1.2),
     ]
     return f"""### PaRO, table 3 and figure 5: elements sent in the whole cluster per step, in Psi
 

@@ -33,12 +33,7 @@ class DeviceTwin(Twin):
     """
 
     def __init__(
-        self,
-        checkpoint: Path,
-        dtype: torch.dtype,
-        device: str,
-        max_grad_norm: float | None,
-        options: dict[str, float],
+        self, checkpoint: Path, dtype: torch.dtype, device: str, max_grad_norm: float | None, options: dict[str, float]
     ):
         exact = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
         masters = {name: value.detach().clone() for name, value in exact.named_parameters()}

@@ -63,8 +63,7 @@ def test_a_world_of_which_some_ranks_train(pool: Pool) -> None:
 
 
 @pytest.mark.parametrize(
-    "what",
-    ["unshard", "accumulate", "keep", "factor 1.0", "factor 8.0", "ema", "local", "data", "state", "invalidate"],
+    "what", ["unshard", "accumulate", "keep", "factor 1.0", "factor 8.0", "ema", "local", "data", "state", "invalidate"]
 )
 def test_methods_of_fsdp2_and_changes_in_place(pool: Pool, what: str) -> None:
     _same(pool, cases.like_fsdp2, what)

@@ -20,17 +20,7 @@ from common.models.presets import load_config
 from fcdp.checkpoint.manifest import Manifest
 from fcdp.config import TrainerConfig
 from tests.helpers.fcdp.pool import Pool, RankError
-from tests.helpers.fcdp.trainer_cases import (
-    VOCABULARY,
-    Run,
-    batch,
-    diverge,
-    export,
-    pinned,
-    rate,
-    train,
-    train_around,
-)
+from tests.helpers.fcdp.trainer_cases import VOCABULARY, Run, batch, diverge, export, pinned, rate, train, train_around
 from tests.helpers.models.small_models import small_config
 
 SIZES: dict[str, Any] = {

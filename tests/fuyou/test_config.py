@@ -9,14 +9,7 @@ import torch
 
 import fuyou
 from common.errors import UserError
-from fuyou.config import (
-    OPTION_NAMES,
-    EngineConfig,
-    MemoryConfig,
-    OptimizerConfig,
-    StoreConfig,
-    WeightsConfig,
-)
+from fuyou.config import OPTION_NAMES, EngineConfig, MemoryConfig, OptimizerConfig, StoreConfig, WeightsConfig
 from fuyou.optimizer.clipping import ClipBy
 
 

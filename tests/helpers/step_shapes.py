@@ -30,11 +30,7 @@ class Cut:
 
 
 def step_shape(
-    layers: int,
-    tied: bool,
-    precision: Precision = BF16,
-    frozen: bool = False,
-    cuts: Mapping[int, Cut] | None = None,
+    layers: int, tied: bool, precision: Precision = BF16, frozen: bool = False, cuts: Mapping[int, Cut] | None = None
 ) -> ModelLayout:
     """Records of a small stack; outer ones are larger, and every record has its own size.
 

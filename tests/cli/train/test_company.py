@@ -12,13 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch.nn import functional
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    LlamaConfig,
-    MixtralConfig,
-    PreTrainedConfig,
-)
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, MixtralConfig, PreTrainedConfig
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from common.data import DataConfig, open_data
@@ -127,8 +121,7 @@ def rows(checkpoint: Path, file: Path, seq_len: int, folder: Path) -> int:
 
 
 @pytest.mark.parametrize(
-    "rope",
-    ["longrope", *(pytest.param(rope, marks=SLOW) for rope in ROPES if rope != "longrope")],
+    "rope", ["longrope", *(pytest.param(rope, marks=SLOW) for rope in ROPES if rope != "longrope")]
 )
 def test_a_mixture_with_a_router_loss(rope: str, finetune: Finetune, tmp_path: Path) -> None:
     checkpoint = small_checkpoint(tmp_path / "model", mixture(rope))

@@ -146,10 +146,7 @@ def test_a_plan_counts_the_reference(finetune: Finetune) -> None:
     where = ("--gpu", "rtx4090", "--drive", "samsung-990-pro-4tb", "--ssds", "4", "--seq-len", "1024", *LORA)
     where = ("--plan", "--model", "gpt3-13b", "--host-memory", "64GiB", *where)
     plans = {}
-    for name, options in {
-        "sft": ("--batch-size", "32"),
-        "dpo": ("--batch-size", "16", "--objective", "dpo"),
-    }.items():
+    for name, options in {"sft": ("--batch-size", "32"), "dpo": ("--batch-size", "16", "--objective", "dpo")}.items():
         done = finetune(*where, *options, "--json")
         assert done.status == 0, done.err
         plans[name] = json.loads(done.out)

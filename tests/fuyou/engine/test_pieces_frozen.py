@@ -61,10 +61,7 @@ def test_rounded_as_whole_blocks_are(
 
 @pytest.mark.parametrize(
     ("family", "method", "dtype", "micro", "plain"),
-    [
-        ("deepseek_v3", "fp8", "bf16", 2, False),
-        ("gpt_oss", "mxfp4", "bf16", 4, True),
-    ],
+    [("deepseek_v3", "fp8", "bf16", 2, False), ("gpt_oss", "mxfp4", "bf16", 4, True)],
 )
 def test_bytes_of_a_compressed_checkpoint(
     family: str, method: str, dtype: str, micro: int, plain: bool, tmp_path: Path

@@ -99,11 +99,7 @@ class Texts(torch.utils.data.Dataset):
         generator = torch.Generator().manual_seed(index)
         ids = torch.randint(3, 384, (24,), generator=generator)
         shown = torch.arange(24) < 10 + index % 14
-        return {
-            "input_ids": ids * shown,
-            "attention_mask": shown.long(),
-            "labels": ids.masked_fill(~shown, -100),
-        }
+        return {"input_ids": ids * shown, "attention_mask": shown.long(), "labels": ids.masked_fill(~shown, -100)}
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:

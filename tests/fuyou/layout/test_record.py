@@ -12,15 +12,7 @@ from hypothesis import strategies as st
 from common.memory.buffers import PAGE
 from common.store import Layout
 from common.store.layout import pieces
-from fuyou.layout.record import (
-    FROZEN_FILE,
-    PAGE_ELEMENTS,
-    Kind,
-    Precision,
-    Record,
-    allocate_extents,
-    weights_file,
-)
+from fuyou.layout.record import FROZEN_FILE, PAGE_ELEMENTS, Kind, Precision, Record, allocate_extents, weights_file
 from fuyou.layout.record_parts import ALIGN_ELEMENTS, wants_decay
 
 DTYPES = (torch.bfloat16, torch.float32)
@@ -133,11 +125,7 @@ def test_bytes_per_parameter(precision: Precision) -> None:
     assert precision.split is bf16
 
 
-@given(
-    st.lists(records(), min_size=1, max_size=5),
-    st.integers(1, 2),
-    st.integers(1, 4),
-)
+@given(st.lists(records(), min_size=1, max_size=5), st.integers(1, 2), st.integers(1, 4))
 def test_extents(wanted: list[Record], slots: int, directories: int) -> None:
     layout = Layout(directories)
     extents = allocate_extents(layout, wanted, slots)

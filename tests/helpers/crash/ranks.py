@@ -24,16 +24,7 @@ from common.errors import FinetuneError
 from fcdp.strategy.topology import Topology
 from tests.helpers.crash.drives import Fault, count
 from tests.helpers.crash.points import Reference, carry_on, check, clean, files_in, interrupt
-from tests.helpers.crash.runs import (
-    ROWS,
-    SEQ_LEN,
-    VOCABULARY,
-    Outcome,
-    Run,
-    digests,
-    execute,
-    tiny_config,
-)
+from tests.helpers.crash.runs import ROWS, SEQ_LEN, VOCABULARY, Outcome, Run, digests, execute, tiny_config
 
 COLLECTIVE_SECONDS = 60
 """A rank waits so long for another one."""

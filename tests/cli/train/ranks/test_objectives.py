@@ -47,12 +47,7 @@ TEXTS = [{"text": f"{i} and {i * i} are numbers", "label": ("odd", "even", "odde
 
 @pytest.mark.parametrize(
     ("objective", "records", "options"),
-    [
-        ("dpo", PAIRS, ()),
-        ("dpo", PAIRS, ("--lora-rank", "2")),
-        ("reward", PAIRS, ()),
-        ("classify", TEXTS, ()),
-    ],
+    [("dpo", PAIRS, ()), ("dpo", PAIRS, ("--lora-rank", "2")), ("reward", PAIRS, ()), ("classify", TEXTS, ())],
 )
 @pytest.mark.slow
 def test_losses_of_all_ranks_are_one_loss(

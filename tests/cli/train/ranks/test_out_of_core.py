@@ -14,12 +14,7 @@ from tests.helpers.processes.pairs import COMMON, Pair, same
 
 
 @pytest.mark.slow
-def test_a_killed_rank_and_an_exported_model(
-    pair: Pair,
-    checkpoint: Path,
-    data: Path,
-    tmp_path: Path,
-) -> None:
+def test_a_killed_rank_and_an_exported_model(pair: Pair, checkpoint: Path, data: Path, tmp_path: Path) -> None:
     command = ("--model", checkpoint, "--data", data, *COMMON, "--steps", 30, "--host-memory", "4GiB")
     output, alone = tmp_path / "out", tmp_path / "alone"
     drives = [tmp_path / name for name in ("ssd0", "ssd1")]

@@ -2,13 +2,7 @@
 
 import pytest
 import torch
-from transformers.core_model_loading import (
-    Concatenate,
-    ConversionOps,
-    MergeModulelist,
-    Transpose,
-    WeightConverter,
-)
+from transformers.core_model_loading import Concatenate, ConversionOps, MergeModulelist, Transpose, WeightConverter
 
 from common.models.checkpoint.compressed import Placements
 from common.models.checkpoint.shards import Conversion
