@@ -2,6 +2,7 @@
 
 import os
 import re
+from pathlib import Path
 
 NO_DOWNLOAD = "FINETUNE_NO_DOWNLOAD"  # Environment variable that forbids downloads
 
@@ -9,6 +10,12 @@ NO_DOWNLOAD = "FINETUNE_NO_DOWNLOAD"  # Environment variable that forbids downlo
 def is_hub_name(name: str) -> bool:
     """Return whether this can be the name of something on a hub: ``owner/name``."""
     return re.fullmatch(r"[\w.-]+/[\w.-]+", name) is not None and not name.startswith((".", "~"))
+
+
+def snapshot_name(directory: Path) -> str | None:
+    """Return the hub's name of a model whose snapshot ``directory`` is in the local cache; None: not a snapshot."""
+    found = re.search(r"models--([^/]+?)--([^/]+)/snapshots/[^/]+/?$", str(directory))
+    return f"{found[1]}/{found[2]}" if found else None
 
 
 def stay_offline(downloads: bool, pushes: bool) -> None:

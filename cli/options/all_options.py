@@ -74,7 +74,7 @@ class ModelSettings:
     """What is trained."""
 
     model: str = option(metavar="DIR|PRESET", presets="models", modes=Mode.MODEL | Mode.BATCH)
-    """Checkpoint directory, preset (random weights), or hub name (owner/name) in the local cache."""
+    """Checkpoint directory, GGUF file, preset (random weights), or hub name (owner/name) in the local cache."""
     download: bool = option(False, modes=Mode.MODEL | Mode.BATCH)
     """Download --model or --data if it is a hub name (owner/name) that is not in the local cache yet."""
     demo: bool = option(False, modes=Mode.DEMO)

@@ -1,6 +1,5 @@
 """Write the model card, ``README.md`` of an exported model."""
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +13,13 @@ from cli.report.run_directory import METRICS, version_of
 from cli.report.run_page import read_metrics
 from common.data.hub_files import is_data_set_name
 from common.files import replace_file
-from common.hub import is_hub_name
+from common.hub import is_hub_name, snapshot_name
 from common.models.task_type import TaskType
 from common.store.errors import described
 from common.units import format_count
 
 CARD = "README.md"
 _MARK = "<!-- Written by finetune, and again by every export, until this line is removed. -->"
-_SNAPSHOT = re.compile(r"models--([^/]+?)--([^/]+)/snapshots/")
 # What a hub calls the tasks.
 _PIPELINES = {
     TaskType.CAUSAL_LM: "text-generation",
@@ -74,10 +72,11 @@ def model_card(job: Job, adapters: bool, step: int) -> str:
 
 
 def _base_on_a_hub(job: Job) -> str | None:
-    snapshot = _SNAPSHOT.search(str(job.checkpoint))
-    if snapshot is not None:
-        return f"{snapshot[1]}/{snapshot[2]}"
-    return job.settings.model if job.checkpoint is not None and is_hub_name(job.settings.model) else None
+    if job.checkpoint is None:
+        return None
+    model = job.settings.model
+    is_name = is_hub_name(model) and not Path(model).exists()
+    return snapshot_name(job.checkpoint) or (model if is_name else None)
 
 
 def _base(job: Job) -> str:

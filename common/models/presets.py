@@ -13,6 +13,7 @@ from common.errors import UserError, did_you_mean
 from common.files import preset_files
 from common.hub import is_hub_name, may_download
 from common.models.checkpoint.compressed import accept_config
+from common.models.checkpoint.gguf import dequantized, find_gguf
 from common.models.task_type import model_class, refusal
 
 # Files of a hub's model that are fetched: weights in other formats are not read.
@@ -28,8 +29,8 @@ def load_config(model: str | os.PathLike[str] | PreTrainedConfig) -> tuple[PreTr
     """Return the configuration of a model, and its checkpoint directory if it has one.
 
     Args:
-        model: a directory with config.json, a preset's name, a hub's name (``owner/name``) whose snapshot is in the
-            local cache, or a configuration (returned as it is).
+        model: a directory with config.json, a GGUF file or a directory with one, a preset's name, a hub's name
+            (``owner/name``) whose snapshot is in the local cache, or a configuration (returned as it is).
 
     Raises:
         UserError: no such directory or preset; the directory is no checkpoint; or its configuration is not one that
@@ -43,6 +44,9 @@ def load_config(model: str | os.PathLike[str] | PreTrainedConfig) -> tuple[PreTr
     name = os.fspath(model)
     directory = Path(name).expanduser()
     presets = preset_files("models")
+    gguf = find_gguf(directory)
+    if gguf is not None:
+        return load_config(dequantized(gguf))
     if (directory / "config.json").is_file():
         config = _read_directory(directory)
         _refuse_unsupported(config, name)
@@ -54,8 +58,7 @@ def load_config(model: str | os.PathLike[str] | PreTrainedConfig) -> tuple[PreTr
     if directory.is_dir():
         raise UserError(_not_a_checkpoint(directory))
     if is_hub_name(name):
-        snapshot = hub_snapshot(name)
-        return load_config(snapshot)[0], snapshot
+        return load_config(hub_snapshot(name))
     raise UserError(_not_found(name, directory, list(presets)))
 
 

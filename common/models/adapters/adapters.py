@@ -22,6 +22,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from common.errors import UserError
+from common.hub import snapshot_name
 from common.models.adapters.initial_values import InitialValues
 from common.models.adapters.options import CONFIG, check_supported
 from common.models.adapters.saved import WEIGHTS, SavedAdapter
@@ -227,7 +228,7 @@ class Adapters:
         folder = make_staging_folder(directory)
         save_tensors(folder / WEIGHTS, state)
         if checkpoint is not None:
-            self.config.base_model_name_or_path = str(checkpoint.absolute())
+            self.config.base_model_name_or_path = snapshot_name(checkpoint) or str(checkpoint.absolute())
             copy_tokenizer_files(checkpoint, directory)
         self.config.inference_mode = True
         try:

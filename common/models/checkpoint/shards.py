@@ -261,6 +261,4 @@ def _no_safetensors(directory: Path) -> str:
             f"python -c \"import torch, safetensors.torch as s; s.save_file({load}, '{directory / SINGLE}')\"; else "
             "take the model's checkpoint for transformers."
         )
-    if any(directory.glob("*.gguf")):
-        return f"{directory} has its weights as GGUF, for llama.cpp: give the checkpoint it was made from."
     return f"{directory} has no weights: neither {SINGLE} nor {INDEX} is in it."

@@ -1,5 +1,6 @@
 """What is exported comes with a card, and is pushed to a hub, for which a stand-in is here."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +100,7 @@ def test_a_checkpoint_in_a_hubs_cache_has_the_hubs_name_in_its_card(
     assert done.status == 0, done.err
     card = ModelCard.load(out / "README.md")
     assert card.data.base_model == "some/llama" and card.data.base_model_relation == "adapter"
+    assert json.loads((out / "adapter_config.json").read_text())["base_model_name_or_path"] == "some/llama"
     assert "Random tokens." in card.content and 'from_pretrained("some/llama")' in card.content
 
 

@@ -126,10 +126,3 @@ def test_the_command_that_converts_pickled_weights_works(file: str, tmp_path: Pa
     converted.check()
     for name, value in converted.read(list(converted.shapes)):
         assert torch.equal(value, tensors[name]), name
-
-
-def test_gguf(tmp_path: Path) -> None:
-    directory = saved(tmp_path, family_config("llama"))
-    (directory / SINGLE).rename(directory / "model-Q4_K_M.gguf")
-    with pytest.raises(UserError, match="GGUF"):
-        source_of(directory)
