@@ -55,6 +55,7 @@ def check(
     packed: bool = True,
     steps: int = STEPS,
     trained_from: Path | None = None,
+    exact: bool = True,
     **options,
 ) -> None:
     twin = Twin(str(model), bf16=dtype == "bf16", max_grad_norm=clip, **OPTIONS)
@@ -64,15 +65,15 @@ def check(
             out = trained(**batch)
             out.loss.backward()
             report = trained.step()
-            assert out.loss.item() == twin.step(batch, micro_batch)
-            assert math.isclose(report.grad_norm, twin.grad_norm, rel_tol=1e-12)
-        compare(trained, twin)
+            assert math.isclose(out.loss.item(), twin.step(batch, micro_batch), rel_tol=0 if exact else 1e-6)
+            assert math.isclose(report.grad_norm, twin.grad_norm, rel_tol=1e-12 if exact else 1e-6)
+        compare(trained, twin, 0 if exact else 1e-5)
 
 
-def compare(trained: fuyou.Engine, twin: Twin) -> None:
+def compare(trained: fuyou.Engine, twin: Twin, tolerance: float = 0) -> None:
     seen = set()
     for name, master in trained.named_parameters():
-        assert torch.equal(master, twin.masters[name]), name
+        torch.testing.assert_close(master, twin.masters[name], rtol=0, atol=tolerance, msg=name)
         seen.add(name)
     assert seen == set(twin.masters)
 

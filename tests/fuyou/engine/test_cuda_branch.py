@@ -28,12 +28,14 @@ def save(family: str, path: Path) -> Path:
 
 
 # In fp32 CUDA's kernel shares no heads, and the gradients of repeated ones are summed in another order: gpt2 has none.
+# A CPU with AVX-512 also multiplies documents of odd lengths in another order than whole rows.
 @pytest.mark.parametrize(
     ("family", "dtype"), [("llama", "bf16"), ("gemma3", "bf16"), ("mixtral", "bf16"), ("gpt2", "fp32")]
 )
 def test_training_equals_the_plain_loop(family: str, dtype: str, tmp_path: Path) -> None:
     with cuda_branch():
-        check(save(family, tmp_path / "model"), directories(tmp_path, 1), dtype=dtype, micro_batch=2, steps=3)
+        model = save(family, tmp_path / "model")
+        check(model, directories(tmp_path, 1), dtype=dtype, micro_batch=2, steps=3, exact=dtype == "bf16")
 
 
 def test_other_cuts_in_each_step_leave_recomputation_as_on_a_cpu(tmp_path: Path) -> None:
