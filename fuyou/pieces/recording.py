@@ -140,7 +140,8 @@ def _run(stack: StreamedModel, layer: int, pieces: Sequence[Piece], backward: bo
             )
         if backward:
             roots = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
-            torch.autograd.backward(roots, [torch.empty_like(root) for root in roots])
+            with torch.autograd.set_multithreading_enabled(False):  # the supply is this thread's, on a GPU as well
+                torch.autograd.backward(roots, [torch.empty_like(root) for root in roots])
     tokens = hidden.numel() // hidden.shape[-1]
     between = -(-(hidden.nbytes + recorder.most_between) // tokens)
     return Recording(recorder.uses, device == _META, between)

@@ -84,24 +84,25 @@ class AttentionCalls(TorchFunctionMode):
 def takes_math(
     query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, is_causal: bool = False, **_: Any
 ) -> bool:
-    """PyTorch 2.11's rules for 16 bits on sm_86, 89, 90, and 120, where cuDNN's kernel is not taken."""
-    width = query.shape[-1]
-    equal = width == key.shape[-1] == value.shape[-1]
+    """PyTorch 2.11's rules on sm_86, 89, 90, and 120, where cuDNN's kernel is not taken."""
+    width, aligned = query.shape[-1], 16 // query.dtype.itemsize
+    equal = width == key.shape[-1] == value.shape[-1] and query.dtype.itemsize == 2
     flash = attn_mask is None and equal and (width <= 192 or (224 < width <= 256 and not dropout_p))
-    efficient = query.shape[1] == key.shape[1] and width % 8 == value.shape[-1] % 8 == 0
+    efficient = query.shape[1] == key.shape[1] and width % aligned == value.shape[-1] % aligned == 0
     return not (flash or efficient)
 
 
+@pytest.mark.parametrize("dtype", [BF16, torch.float32])
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_no_attention_ends_in_the_math_kernel(family: str, packed: bool) -> None:
+def test_no_attention_ends_in_the_math_kernel(family: str, packed: bool, dtype: torch.dtype) -> None:
     """In rows of several documents PyTorch does not choose: one operator does all of them."""
-    stack = StreamedModel(build_meta_model(family_config(family), dtype=BF16), torch.device("cpu"))
+    stack = StreamedModel(build_meta_model(family_config(family), dtype=dtype), torch.device("cpu"))
     batch = {"input_ids": torch.zeros(ROWS, TOKENS, dtype=torch.long)}
     if packed:
         batch["position_ids"] = torch.arange(TOKENS).remainder(20).expand(ROWS, -1).contiguous()
     weights = {
-        name: torch.zeros(value.shape, dtype=BF16)
+        name: torch.zeros(value.shape, dtype=dtype)
         for name, value in stack.model.named_parameters(remove_duplicate=False)
     }
     assert stack._separator

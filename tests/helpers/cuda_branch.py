@@ -1,15 +1,20 @@
 """CUDA's branches on a CPU: stand-ins for its attention kernels, registered under the operators' own names.
 
 A stand-in takes what PyTorch's schema has and returns what CUDA's kernel returns, in its shapes; each document goes
-through the CPU's kernel. It refuses what CUDA's refuses.
+through the CPU's kernel. It refuses what CUDA's refuses. Backward passes run in a thread of autograd's, as on CUDA.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch.nn import functional
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils._pytree import tree_leaves
 
 from common.hardware.kernels import force_kernels
 
@@ -28,10 +33,49 @@ def cuda_branch() -> Iterator[None]:
     ):
         library.impl(function.__name__, function, "CPU")
     try:
-        with force_kernels("cuda"):
+        with force_kernels("cuda"), autograd_thread():
             yield
     finally:
         library._destroy()
+
+
+@contextmanager
+def autograd_thread() -> Iterator[None]:
+    """Let backward passes run in another thread, as on CUDA, unless ``set_multithreading_enabled`` keeps them here.
+
+    As in PyTorch, dispatch modes go there with them; Python's thread-local and context variables do not.
+    """
+    here = threading.local()
+
+    def moved(function: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            modes, threads = _get_current_dispatch_mode_stack(), torch.get_num_threads()
+
+            def work() -> Any:
+                here.is_autograds = True
+                torch.set_num_threads(threads)
+                with ExitStack() as opened:
+                    for mode in modes:
+                        opened.enter_context(mode)
+                    return function(*args, **kwargs)
+
+            tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+            stays = all(tensor.is_meta for tensor in tensors) or not torch._C._is_multithreading_enabled()
+            if stays or hasattr(here, "is_autograds"):
+                return function(*args, **kwargs)
+            with ThreadPoolExecutor(1) as pool:
+                return pool.submit(work).result()
+
+        return run
+
+    before = {name: getattr(torch.autograd, name) for name in ("backward", "grad")}
+    try:
+        for name, function in before.items():
+            setattr(torch.autograd, name, moved(function))
+        yield
+    finally:
+        for name, function in before.items():
+            setattr(torch.autograd, name, function)
 
 
 def _check(query, key, value, starts, longest, dropout, aligned):

@@ -6,6 +6,7 @@ What mixes devices raises, and so does what would make the host wait for the dev
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -16,7 +17,8 @@ CUDA = torch.device("cuda:0")
 
 @contextmanager
 def fake_cuda() -> Iterator[FakeTensorMode]:
-    with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True) as mode, _Indexing():
+    ada = patch.object(torch.cuda, "get_device_capability", lambda device: (8, 9))
+    with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True) as mode, _Indexing(), ada:
         yield mode
 
 

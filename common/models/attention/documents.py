@@ -19,6 +19,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from common.data.documents import Documents, current_documents
 from common.hardware.kernels import kernels_of
 from common.models.attention import varlen
+from common.models.attention.kernels import shares_heads
 
 BY_DOCUMENT = "by_document"
 """The name under which transformers knows this. It has no mask function of that name, so it makes no mask."""
@@ -276,7 +277,7 @@ def _one_by_one(
         for piece in _pieces((0, 0, len(inputs[0])), window):
             q, k, v = _parts(piece, *alone)
             mask = _mask(piece, window, query)
-            if mask is not None:  # with a mask, CUDA's kernels share no heads
+            if mask is not None or not shares_heads(mask, k, v):  # CUDA's kernels share heads without a mask alone
                 k, v = (each.repeat_interleave(q.shape[1] // k.shape[1], 1) for each in (k, v))
             out = functional.scaled_dot_product_attention(
                 q, k, v, mask, dropout, mask is None, scale=scale, enable_gqa=q.shape[1] != k.shape[1]

@@ -13,7 +13,10 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import _disable_current_modes
 from transformers import PreTrainedConfig
+from transformers.integrations import sdpa_attention
 
+from common.hardware.kernels import kernels_of
+from common.models.attention.varlen import takes_flash
 from common.models.structure import layer_configs
 
 _TOKENS = 128  # Tokens of the example that PyTorch decides about
@@ -29,6 +32,19 @@ KERNELS: dict[str, SDPBackend] = {
         (SDPBackend.CUDNN_ATTENTION, torch.ops.aten._scaled_dot_product_cudnn_attention),
     )
 }
+
+
+_shares_heads = sdpa_attention.use_gqa_in_sdpa
+
+
+def shares_heads(mask: torch.Tensor | None, key: torch.Tensor, *value: torch.Tensor) -> bool:
+    """Return whether attention is to be given keys of fewer heads than queries; replaces transformers' function:
+    without flash attention only CUDA's math kernel takes them, whose scores of all pairs of tokens are in no plan."""
+    expands = kernels_of(key.device) == "cuda" and not takes_flash(key, *value or (key,))
+    return not expands and _shares_heads(mask, key, *value)
+
+
+sdpa_attention.use_gqa_in_sdpa = shares_heads  # type: ignore[assignment]
 
 
 class AttentionKernels:

@@ -36,7 +36,7 @@ def attend(
     rows, heads, length, _ = query.shape
     q, k, v = (_flat(each) for each in (query, key, value))
     ends = (starts, starts, longest, longest, 0.0)
-    if _takes_flash(query, value):
+    if takes_flash(query, value):
         out, logarithms, *_ = _aten._flash_attention_forward(
             q, k, v, *ends, not window, False, scale=scale, **_sides(window)
         )
@@ -70,7 +70,7 @@ def attend_backward(
     logarithms = statistics.flatten(0, 1)
     ends = (starts, starts, longest, longest)
     unused = torch.empty(2, dtype=torch.uint64, device=query.device)  # random state of a dropout that there is not
-    if _takes_flash(query, value):
+    if takes_flash(query, value):
         gradients = _aten._flash_attention_backward(
             flowing,
             q,
@@ -100,7 +100,8 @@ def attend_backward(
     return tuple(_rows(each, like) for each, like in zip(gradients, inputs, strict=True))  # type: ignore[return-value]
 
 
-def _takes_flash(query: torch.Tensor, value: torch.Tensor) -> bool:
+def takes_flash(query: torch.Tensor, value: torch.Tensor) -> bool:
+    """Return whether flash attention takes these, in the backward pass as well, on every card that is supported."""
     width = query.shape[-1]
     fits = query.dtype.itemsize == 2 and width == value.shape[-1] and (width <= 192 or 224 < width <= 256)
     return fits and (not query.is_cuda or torch.cuda.get_device_capability(query.device) >= (8, 0))

@@ -7,6 +7,7 @@ import torch
 from peft import LoraConfig
 
 from common.errors import UserError
+from tests.helpers.cuda_branch import autograd_thread
 from tests.helpers.models.piece_models import PieceModel
 from tests.helpers.models.small_models import small_config
 from tests.helpers.piece_driver import OrdinaryBlock, PieceDriver
@@ -72,6 +73,13 @@ def test_other_kinds_of_blocks(family):
     model = PieceModel(family)
     for layer in (0, len(model.stack.blocks) - 1):
         compare(model, layer, [1, 2])
+
+
+def test_a_loop_that_looks_at_values_is_differentiated_where_pieces_are_known():
+    """On CUDA, ordinary backward passes run in autograd's thread, which has no supply of pieces."""
+    with autograd_thread():
+        model = PieceModel("longcat_flash")
+        compare(model, len(model.stack.blocks) - 1, [1])
 
 
 @pytest.mark.parametrize("family", FAMILIES)
