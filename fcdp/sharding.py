@@ -60,8 +60,8 @@ class Sharding:
     def set_is_last_micro_batch(self, is_last: bool) -> None:
         """Say whether the next backward pass is the step's last one, the default.
 
-        Before the last one, gradients are summed over G's scope only, ``.grad`` is not valid, and parameters that the
-        strategy does not shard stay gathered."""
+        Before the last one, gradients are summed over G's scope only (``.grad`` is not valid if OS's is wider), and
+        parameters that the strategy does not shard stay gathered."""
         self._micro_batches.is_last = is_last
         self._set_reshard_after_backward()
 

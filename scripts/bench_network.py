@@ -30,7 +30,7 @@ from common.errors import FinetuneError
 from fcdp.grouping import find_units, whole_units
 
 VOCABULARY = 2048
-STRATEGIES = ("fsdp2", "fsdp2-hybrid", "fcdp")
+STRATEGIES = ("fsdp2", "fsdp2-hybrid", "fcdp", "fcdp-iig")
 """FSDP2 untouched, over all ranks or inside nodes; and any strategy that ``fcdp.fully_shard`` knows."""
 
 

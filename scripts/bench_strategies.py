@@ -36,7 +36,7 @@ from fcdp.planner.rates import MeasuredRates
 from fcdp.strategy.mesh import Levels
 from fcdp.strategy.names import PARO, parse_strategy
 
-NAMED = ("ddp", "zero1", "zero2", "zero3", "hybrid", "zero++-exact", "fcdp", "I/G/G+host", "G/G/G+host+second")
+NAMED = ("ddp", "zero1", "zero2", "zero3", "hybrid", "zero++-exact", "fcdp", "fcdp-iig", "G/G/G+host+second")
 EVERY = (*NAMED, *(f"paro-{scopes.lower()}" for scopes in PARO))
 VOCABULARY = 1024
 
@@ -251,7 +251,7 @@ def volumes(nodes: int, ranks: int, strategies: str, levels: str | None, steps: 
 
 SHAPES = (Case(512, 8), Case(384, 4, micro_batches=4, tokens=128), Case(512, 3, tokens=512))
 CONSIDERED = (
-    *("ddp", "zero1", "zero2", "zero3", "hybrid", "zero++-exact", "fcdp"),
+    *("ddp", "zero1", "zero2", "zero3", "hybrid", "zero++-exact", "fcdp-iig"),
     *("paro-nig", "paro-igg", "paro-gig"),
 )
 

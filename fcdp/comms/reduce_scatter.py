@@ -3,8 +3,8 @@
 FSDP2 hands over the unsharded gradients of a group as one cell for each rank of OS's scope. The closer ranks are, the
 earlier they exchange, while there is most to reduce:
 
-1. *reduce*: along the axes inside G's scope, scattering; the result is added to that of earlier micro-batches, in fp32
-   on the device. Before the last micro-batch, FSDP2 receives zero gradients.
+1. *reduce*: along the axes inside G's scope, scattering. If nothing is left to do, FSDP2 adds up micro-batches in
+   ``.grad``; otherwise they are added up here, in fp32, and FSDP2 receives zeros before the last one.
 2. *finish*: along the axes from G's scope to OS's, scattering: the rank's own cell.
 3. *replicate*: over OS's replicas, by a reduction along the axes between them and a gather back.
 
@@ -93,6 +93,8 @@ class StagedReduction:
 
     def _accumulate(self, cells: torch.Tensor) -> torch.Tensor | None:
         """Add the gradients of earlier micro-batches. Return None if more micro-batches will come."""
+        if not (self._levels.finish or self._levels.replicate):
+            return cells
         dtype = cells.dtype
         if self.partial is not None:
             if self.partial.shape != cells.shape:

@@ -52,9 +52,10 @@ def _presets() -> dict[str, Strategy]:
             precision=WireFormats(gather="int8", reduce="int4"),
             ring="hierarchical",
         ),
-        # FCDP: P's shards in host memory. The paper reduces gradients over all ranks at once (I/G/G+adaptive); summing
-        # them inside the node while micro-batches accumulate, as PaRO does, keeps them off the network.
-        _letters("IIG", "fcdp", ring="hierarchical", cache="adaptive"),
+        # FCDP: P's shards in host memory. The second sums gradients inside the node while micro-batches accumulate, as
+        # PaRO does: fewer bytes between nodes for more device memory.
+        _letters("IGG", "fcdp", ring="hierarchical", cache="adaptive"),
+        _letters("IIG", "fcdp-iig", ring="hierarchical", cache="adaptive"),
         *(_letters(scopes, f"paro-{scopes.lower()}", ring="ho") for scopes in PARO),
         # AMSP's choices (table IV).
         _meshes("amsp-7b", "1x1", "1x1", "8x1"),

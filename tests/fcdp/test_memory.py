@@ -96,17 +96,21 @@ def _train(
     return {"peak": peak, "cached": cached, "model": 2 * parameters}
 
 
-@pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.parametrize(("lora", "micro_batches"), [(False, 1), (False, 4), (False, 8), (True, 1)])
 @pytest.mark.slow
-def test_the_device_holds_what_it_holds_under_zero3_and_a_node_one_copy_of_the_model(pool: Pool, lora: bool) -> None:
-    plain = pool.run((2, 2), _train, "fsdp2", lora=lora)
-    ours = pool.run((2, 2), _train, "fcdp", lora=lora)
+def test_the_device_holds_what_it_holds_under_zero3_and_a_node_one_copy_of_the_model(
+    pool: Pool, lora: bool, micro_batches: int
+) -> None:
+    plain = pool.run((2, 2), _train, "fsdp2", lora=lora, micro_batches=micro_batches)
+    ours = pool.run((2, 2), _train, "fcdp", lora=lora, micro_batches=micro_batches)
     for one, other in zip(ours, plain, strict=True):
         # With LoRA less: adapters are separate groups, and what is frozen needs no gradients' place next to it.
-        assert 0.9 * other["peak"] < one["peak"] <= 1.01 * other["peak"]
+        assert (0.9 if lora else 0.99) * other["peak"] < one["peak"] <= 1.01 * other["peak"]
     # No size here leaves a rest when it is divided by four, so there is no padding either.
     for node in (ours[:2], ours[2:]):
         assert sum(rank["cached"] for rank in node) == node[0]["model"]
+    if micro_batches > 1:
+        return
     kept = pool.run((2, 2), _train, "fcdp", lora=lora, threshold=1.0)
     for one, other in zip(kept, ours, strict=True):
         shares = one["peak"] - other["peak"]

@@ -78,7 +78,7 @@ def test_groups_of_meshes_have_the_timeout_of_all_ranks(pool: Pool) -> None:
 
 
 def _step_half_way(topology: fcdp.Topology) -> str:
-    model, optimizer = _sharded(topology)
+    model, optimizer = _sharded(topology, strategy="fcdp-iig")
     _step(model, last=False)
     try:
         optimizer.step()

@@ -33,8 +33,8 @@ def dgx(nodes: int = 4) -> Cluster:
     ("zero++-exact", 2 / 32, 2 / 8, 2 / 32, 12 / 32, 0),
     ("paro-igg", 2 / 8, 0, 2 / 32, 12 / 32, 0),
     ("paro-nig", 2, 0, 2 / 8, 12 / 32, 0),
-    ("I/G/G+adaptive", 2 / 32, 0, 2 / 32, 12 / 32, 2),
-    ("fcdp", 2 / 32, 0, 2 / 8, 12 / 32, 2),
+    ("fcdp", 2 / 32, 0, 2 / 32, 12 / 32, 2),
+    ("fcdp-iig", 2 / 32, 0, 2 / 8, 12 / 32, 2),
     ("G/G/G+host+second", 2 / 32, 0, 2 / 32, 12 / 32, 2),
 ])  # fmt: skip
 def test_states_are_those_of_the_papers_tables(

@@ -13,7 +13,7 @@ from tests.helpers.fcdp.strategy_cases import Run, Trained, train_all, train_und
 REFERENCE = "fsdp2"
 TWO_LEVELS = [
     *(f"paro-{scopes.lower()}" for scopes in PARO),
-    *("ddp", "zero1", "zero2", "zero3", "mics", "zero++-exact", "fcdp"),
+    *("ddp", "zero1", "zero2", "zero3", "mics", "zero++-exact", "fcdp", "fcdp-iig"),
     *("I/G/G+device", "I/I/G+host", "G/G/G+host+second"),
 ]
 THREE_LEVELS = [

@@ -85,7 +85,7 @@ def train(
     case: Case,
     strategy: str,
     *,
-    in_order: bool = False,
+    in_order: str = "",
     reduction: str = "",
     inspect: Callable[[Any], Any] | None = None,
     memory: str = "",
@@ -95,7 +95,7 @@ def train(
 
     Args:
         strategy: one of ours, or one of :class:`Plain`'s.
-        in_order: replace FSDP2's reduce-scatter by the twin's.
+        in_order: replace FSDP2's reduce-scatter by the twin's, which adds over nodes ``each`` micro-batch, or ``once``.
         reduction: ``fsdp2``: replace ours by FSDP2's.
         memory: stands for a device's memory: see :func:`_memory`.
     """
@@ -131,7 +131,7 @@ def train(
             is_last = index == case.micro_batches - 1
             sharding.set_is_last_micro_batch(is_last)
             for twin in twins:
-                twin.is_last = is_last
+                twin.is_last = is_last or in_order == "each"
             ids = torch.randint(0, VOCABULARY, (2, 9), generator=generator)
             loss = model(input_ids=ids, labels=ids).loss / case.micro_batches
             loss.backward()
