@@ -21,7 +21,7 @@ def parse_bytes(text: str | int) -> int:
         return text
     match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([a-zA-Z]*)\s*", text)
     if not match or match[2].lower() not in _FACTORS:
-        raise UserError(f"{text!r} is not a size. Write it as 24GiB, 512MiB, 80GB or a number of bytes.")
+        raise UserError(f"{text!r} is not a size. Write 24GiB, 512MiB, 80GB or a number of bytes.")
     return int(float(match[1]) * _FACTORS[match[2].lower()])
 
 

@@ -249,9 +249,9 @@ def _make_directory(option: str, path: Path) -> None:
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(f"{option}: the directory {path} cannot be made: {error.strerror}.") from error
+        raise UserError(f"{option}: the directory {path} cannot be created: {error.strerror}.") from error
     if not os.access(path, os.R_OK | os.W_OK | os.X_OK):
-        raise UserError(f"{option}: {path} is not writable for you. Change its owner or mode, or give another place.")
+        raise UserError(f"{option}: {path} is not writable. Change its owner or mode, or choose another path.")
 
 
 def _total_steps(settings: Settings, batches: Batches) -> int:

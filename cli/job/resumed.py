@@ -94,8 +94,8 @@ def check_there_is_one(settings: Settings) -> None:
     if found is None and not any(place.exists() for folder in _folders(settings) for place in _parts(folder)):
         where = ", ".join(str(folder) for folder in _folders(settings))
         raise UserError(
-            f"--resume: there is nothing to continue: no step was committed in {where}. Leave --resume out to begin, "
-            "or give --resume auto, which continues what there is and begins where there is nothing."
+            f"--resume: no step was committed in {where}. Leave --resume out to begin, "
+            "or use --resume auto, which resumes a run if there is one and starts one otherwise."
         )
     before = (found or {}).get("user", {}).get("run")
     if isinstance(before, dict):
@@ -152,7 +152,7 @@ def check_same_run(job: Job, run: ContinuedRun, launches: Collection[str] = ()) 
     is_extended = _is_extended(job, run, before)
     _check_same(before | ({name: now[name] for name in ("--steps", "--warmup")} if is_extended else {}), now)
     if run.step_count > job.steps:
-        raise UserError(f"--resume: this run has {run.step_count} steps behind it, more than --steps {job.steps}.")
+        raise UserError(f"--resume: this run has {run.step_count} steps already, more than --steps {job.steps}.")
     if is_extended:
         run.user_state["run"] = now
 

@@ -28,4 +28,4 @@ def check_start(settings: Settings, ranks_per_node: int) -> None:
             "another --output."
         )
     if settings.resume and not has_commit and not settings.ssd:  # with --ssd, the ranks find which node lacks what
-        raise UserError(f"--resume: there is nothing to continue, no commit in {commits}. Leave it out to begin.")
+        raise UserError(f"--resume: there is no commit in {commits}. Leave it out to begin.")

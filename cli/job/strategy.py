@@ -44,7 +44,7 @@ def levels_of(text: str, nodes: int | None, gpus_per_node: int | None) -> Levels
     """Parse ``--levels``, which the other two options must not contradict.
 
     Raises:
-        UserError: if they conflict, or the text is no list of levels.
+        UserError: if they conflict, or the text is not a list of levels.
     """
     levels = Levels.parse(text)
     for option, given, there in (

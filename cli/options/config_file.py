@@ -41,7 +41,7 @@ def load_config_file(ctx: click.Context, param: click.Parameter, file: Path | No
     try:
         content = tomllib.loads(path.read_text())
     except OSError as error:
-        raise UserError(f"--config {file}: it cannot be read: {error.strerror}.") from error
+        raise UserError(f"--config {file}: cannot be read: {error.strerror}.") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise UserError(f"--config {file}: this is not TOML: {error}") from error
     options = options_in_files(ctx)
@@ -79,7 +79,7 @@ def _read(where: str, content: Mapping[str, Any], options: list[GroupedOption]) 
             hint = instead_of(key) or f"there is no option {key!r}.{did_you_mean(key.replace('_', '-'), by_key)}"
             raise UserError(f"{where}: {hint}")
         if option.name in seen:
-            raise UserError(f"{where}: {key!r} is there twice. Give it once.")
+            raise UserError(f"{where}: {key!r} is set twice. Set it once.")
         seen.add(option.name)
         negated = f"--{key.replace('_', '-')}" in option.secondary_opts
         yield option.name, _value(f"{where}: {key}", value, option, negated)

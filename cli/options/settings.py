@@ -110,7 +110,7 @@ class Settings(
 
     def _check_saving(self) -> None:
         if self.export and not self.resume:
-            raise UserError("--export writes what a run has come to: add --resume.")
+            raise UserError("--export writes the result of an existing run: add --resume.")
         if self.sample is not None and not self.save:
             raise UserError("--sample generates with the saved result: leave --no-save out.")
         if self.keep != 2 and self.save_every is None:

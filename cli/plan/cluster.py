@@ -50,7 +50,7 @@ def _workload(settings: Settings, batch_size: int | None, cluster: Cluster) -> W
     batch = batch_size or at_once
     if batch % at_once:
         raise UserError(
-            f"--batch-size {batch} is no multiple of {at_once}: {micro_batch} at once on each of "
+            f"--batch-size {batch} is not a multiple of {at_once}: {micro_batch} at once on each of "
             f"{cluster.levels.world_size} ranks. Take {max(1, round(batch / at_once)) * at_once}."
         )
     return Workload.of_model(

@@ -100,5 +100,7 @@ def counts_of(weights: Sequence[float]) -> np.ndarray:
     for number in np.argsort(counts - exact, kind="stable")[: BLOCK - int(counts.sum())]:
         counts[number] += 1
     if not counts.all():
-        raise UserError(f"--data: the smallest weight is {min(weights) / total:.2g} of all, less than a thousandth.")
+        raise UserError(
+            f"--data: the smallest weight is {min(weights) / total:.2g} of the total; the least is a thousandth."
+        )
     return counts

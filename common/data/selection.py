@@ -174,8 +174,8 @@ class RecordSelection:
         for column in self.columns.values():
             if column not in values:
                 raise UserError(
-                    f"{file}, {record.position} has no column {column!r} (--columns): it has {', '.join(values)}."
-                    f"{did_you_mean(column, values)}"
+                    f"{file}, {record.position} has no column {column!r} (--columns); its columns are "
+                    f"{', '.join(values)}.{did_you_mean(column, values)}"
                 )
         taken = {name: values[column] for name, column in self.columns.items()}
         # Who names columns means their layout, though the record may have another that would win.

@@ -267,8 +267,7 @@ def pick_gpu(spec: str) -> Gpu | None:
         raise UserError(f"--gpu {spec}: no NVIDIA GPU was found on this machine. Use --gpu cpu to train on the CPU.")
     there = ", ".join(f"{gpu.index}: {gpu.name} ({format_bytes(gpu.memory_bytes)})" for gpu in gpus)
     raise UserError(
-        f"--gpu {spec} is none of the GPUs on this machine ({there}). "
-        "Give an index or part of a name, or use --gpu cpu."
+        f"--gpu {spec} is not a GPU of this machine ({there}). Give an index or part of a name, or use --gpu cpu."
     )
 
 

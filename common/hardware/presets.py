@@ -136,9 +136,9 @@ def _find(kind: str, name: str, presets: dict[str, Preset]) -> Preset:
     if len(matches) == 1:
         return presets[matches[0]]
     if matches:
-        raise UserError(f"{name!r} may be any of these {kind} presets: {', '.join(sorted(matches))}. Name one of them.")
+        raise UserError(f"{name!r} matches several {kind} presets: {', '.join(sorted(matches))}. Name one of them.")
     hint = did_you_mean(name.lower(), presets) or f" There are {', '.join(sorted(presets))}."
-    raise UserError(f"{name!r} is no {kind} preset.{hint}")
+    raise UserError(f"{name!r} is not a {kind} preset.{hint}")
 
 
 def drive_preset_of(model: str) -> DrivePreset | None:

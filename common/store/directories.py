@@ -63,9 +63,7 @@ class Identity:
             if not 0 <= identity.index < identity.count == identity.layout.directories:
                 raise ValueError(f"directory {identity.index} of {identity.count}")
         except (TypeError, ValueError, KeyError, AttributeError) as error:
-            raise StoreError(
-                f"{directory / IDENTITY_FILE} describes no store that this program makes ({error}): was it edited?"
-            ) from error
+            raise StoreError(f"{directory / IDENTITY_FILE} is not a valid store ({error}): was it edited?") from error
         return identity
 
 
@@ -149,7 +147,7 @@ def find_directories(directories: Sequence[Path]) -> tuple[list[Path], Identity]
     lost = [path / name for path in ordered for name in first.layout.file_bytes() if not (path / name).exists()]
     if lost and not any((path / MANIFEST_FILE).exists() for path in ordered):  # the order in which `remove` works
         raise UserError(
-            f"What is in {lost[0].parent} is no run any more: its removal was interrupted, or it was never finished. "
+            f"What is in {lost[0].parent} is no longer a run: its removal was interrupted, or it was never finished. "
             "Begin a new run there with --overwrite."
         )
     for path in ordered:
@@ -201,7 +199,7 @@ def usable_directories(directories: Sequence[Path]) -> list[Path]:
         if not path.is_dir():
             raise UserError(f"{path} is not a directory. Give --ssd a directory on each drive.")
         if not os.access(path, os.R_OK | os.W_OK | os.X_OK):
-            raise UserError(f"{path} is not writable for you. Change its owner or mode, or take another directory.")
+            raise UserError(f"{path} is not writable. Change its owner or mode, or choose another directory.")
         key = status.st_dev, status.st_ino
         if key in seen:
             both = f"{path} is given twice" if seen[key] == path else f"{path} and {seen[key]} are the same directory"

@@ -132,7 +132,9 @@ def refuse_foreign_files(folders: Iterable[Path], shared: bool = False) -> None:
         ours |= {name + ".tmp" for name in ours} | {LOCK_FILE, SCRATCH}
         for path in sorted(folder.iterdir()):
             if path.name not in ours and not (shared and _holds_store(path)):
-                raise UserError(f"{path} belongs to no run. Move it elsewhere: the run's folder will be created again.")
+                raise UserError(
+                    f"{path} does not belong to a run. Move it elsewhere: the run's folder will be created again."
+                )
 
 
 def remove_leftovers(store: Store) -> None:

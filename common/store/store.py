@@ -229,7 +229,9 @@ class Store:
             flat = _flat_bytes(direction, buffer)
             files = self._files[extent.file]
         if len(flat) < nbytes:
-            raise ValueError(f"a {direction} of {nbytes} bytes needs a buffer of as many, and this one has {len(flat)}")
+            raise ValueError(
+                f"a {direction} of {nbytes} bytes needs a buffer of that size, and this one has {len(flat)}"
+            )
 
         calls = list(pieces(extent, len(self.directories), offset, nbytes))
         page_bytes = sum(whole_pages(call.offset % ALIGNMENT + call.nbytes) for call in calls)

@@ -87,7 +87,7 @@ class ShardedCheckpoints:
         with DirectoryLock([self.directory], patience=0):
             step = self.newest()
             if step is None:
-                raise UserError(f"The run in {self.directory} was ended before its first commit.")
+                raise UserError(f"The run in {self.directory} ended before its first commit.")
             manifest = Manifest.read(self._folder(step))
             nbytes, parts, damage = 0, 0, []
             for read, sentence in Reader(self._folder(step), manifest).check_all():
@@ -139,13 +139,13 @@ class ShardedCheckpoints:
     def _load_own(self, manifest: Manifest, state: Mapping[str, torch.Tensor]) -> None:
         folder = self._folder(manifest.step)
         if unmatched := sorted(manifest.tensors.keys() ^ state.keys()):
-            raise FinetuneError(f"{folder} is of another model: {unmatched[0]} is in only one of them.")
+            raise FinetuneError(f"{folder} belongs to another model: {unmatched[0]} is in only one of them.")
         reader = Reader(folder, manifest)
         for name, value in state.items():
             saved, wanted = manifest.tensors[name], (dtype_name(value.dtype), tuple(value.shape))
             if (saved.dtype, saved.shape) != wanted:
                 raise FinetuneError(
-                    f"{folder} is of another model: {name} is {saved.dtype} {list(saved.shape)} there, and "
+                    f"{folder} belongs to another model: {name} is {saved.dtype} {list(saved.shape)} there, and "
                     f"{wanted[0]} {list(wanted[1])} in this one."
                 )
             reader.read(name, _own_rows(value))

@@ -101,7 +101,7 @@ class Manifest:
         """Read the manifest of the commit in ``folder``."""
         content = read_sealed(folder / MANIFEST)
         if content is None:
-            raise FinetuneError(f"{folder} has lost its {MANIFEST}: it is no commit any more.")
+            raise FinetuneError(f"{folder} has lost its {MANIFEST}: it is no longer a commit.")
         if content.get("format") != FORMAT:
             raise UserError(
                 f"{folder} is a commit in format {content.get('format')}. This version of the program reads format "
@@ -110,9 +110,7 @@ class Manifest:
         try:
             return cls.from_dict(content)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise FinetuneError(
-                f"{folder / MANIFEST} describes no commit that this program makes ({error}): was it edited?"
-            ) from error
+            raise FinetuneError(f"{folder / MANIFEST} is not a valid commit ({error}): was it edited?") from error
 
 
 def is_commit(folder: Path) -> bool:
@@ -122,7 +120,7 @@ def is_commit(folder: Path) -> bool:
 
 def _whole_numbers(content: dict[str, Any]) -> dict[str, int]:
     if not _are_whole(content.values()):
-        raise ValueError(f"{content} has what is not a whole number")
+        raise ValueError(f"{content} has a value that is not a whole number")
     return content
 
 

@@ -46,13 +46,13 @@ class TrainingCheckpoints:
         """Read the newest commit, made by any number of ranks, into model and optimizer. Collective."""
         manifest = self._commits.read_newest()
         if manifest is None:
-            raise UserError(f"There is nothing to continue: no commit in {self._commits.directory}.")
+            raise UserError(f"Nothing to resume: there is no commit in {self._commits.directory}.")
         step, saved = manifest.step, manifest.description
         for what, now in self._identity().items():
             if saved.get(what) != now:
                 raise UserError(
                     f"The run in {self._commits.directory} has {what} {saved.get(what)}, and this one {now}. "
-                    "Give what it began with, or begin a new run in another place."
+                    "Give what it began with, or begin a new run in another directory."
                 )
         model = self._model
         if model.adapters is not None:  # frozen weights are no part of a commit

@@ -28,7 +28,7 @@ class Levels:
                 f"Levels are two or more positive numbers, ranks in a node first and nodes last, not {self}."
             )
         if self.nodes_per_switch is not None and (self.nodes_per_switch < 1 or self.nodes % self.nodes_per_switch):
-            raise UserError(f"{self.nodes} nodes are no whole number of switches with {self.nodes_per_switch} each.")
+            raise UserError(f"{self.nodes} nodes do not fill switches of {self.nodes_per_switch} each.")
 
     def __str__(self) -> str:
         return ",".join(map(str, self.sizes))
@@ -38,7 +38,7 @@ class Levels:
         """Read ``"8,128"``, or ``"2,4,16"``: two dies in a GPU, four GPUs in a node, sixteen nodes."""
         if not re.fullmatch(r"\s*\d+(\s*,\s*\d+)+\s*", text):
             raise UserError(
-                f"{text!r} is no list of levels. Write ranks per node and nodes (8,128), or 2,4,16 and so on."
+                f"{text!r} is not a list of levels. Write ranks per node and nodes (8,128), or 2,4,16 and so on."
             )
         return cls(tuple(int(part) for part in text.split(",")))
 
@@ -120,7 +120,7 @@ class Scope:
         if match:
             return cls("N" if match.groups() == ("1", "1") else f"{int(match[1])}x{int(match[2])}")
         raise UserError(
-            f"{text!r} is no scope.{did_you_mean(word, _SYMBOLS)} Write N (not sharded), pair, I (in a node), "
+            f"{text!r} is not a scope.{did_you_mean(word, _SYMBOLS)} Write N (not sharded), pair, I (in a node), "
             "switch (all nodes under one), G (over all ranks), or ranks per node x nodes, such as 4x1 or 8x2."
         )
 

@@ -105,7 +105,7 @@ def parse_strategy(text: str) -> Strategy:
             cache = cast(Tier, extra)
         else:
             known = (*get_args(Tier), "second")
-            raise UserError(f"{text!r}: {extra!r} is no tier of a cache.{did_you_mean(extra, known)}")
+            raise UserError(f"{text!r}: {extra!r} is not a cache tier.{did_you_mean(extra, known)}")
     written = "+".join(["/".join(map(str, (p, g, os))), *extras])
     return Strategy(written, p, g, os, secondary=secondary, cache=cache, ring="hierarchical")
 

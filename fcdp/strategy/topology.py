@@ -138,8 +138,8 @@ class Topology:
         runs = [len(list(run)) for _, run in itertools.groupby(nodes)]
         if len(runs) != len(set(nodes)) or len(set(runs)) > 1:
             raise UserError(
-                f"The mesh's ranks must lie node by node, equally many on each, because ranks exchange data with the "
-                f"one in the same place of every other node. They lie on {', '.join(nodes)}. Make the mesh so that "
+                f"The mesh's ranks must lie node by node, the same number on each, because ranks exchange data with "
+                f"the one in the same place of every other node. They lie on {', '.join(nodes)}. Make the mesh so that "
                 "the dimension that parameters are sharded over has whole nodes, or a part of each, in a row."
             )
         return cls(len(runs), runs[0], mesh=mesh)
@@ -147,7 +147,7 @@ class Topology:
     def group(self, axis: Axis, purpose: Purpose) -> dist.ProcessGroup:
         """Return this rank's process group on ``axis``. Collective on the axis when requested the first time."""
         if self._groups is None:
-            raise FinetuneError("This Topology has been closed: what was sharded with it can no longer communicate.")
+            raise FinetuneError("This Topology was closed: what was sharded with it can no longer communicate.")
         found = self._groups.get((axis, purpose))
         if found is None:
             # Every rank makes the group of its line only: ranks that do not take part know nothing of it.

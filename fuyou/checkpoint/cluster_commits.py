@@ -192,7 +192,7 @@ def common_step(held: Sequence[tuple[str, Sequence[int]]]) -> int:
     if lacking:
         holders = ", ".join(name for name, steps in held if steps[0] == step)
         raise UserError(
-            f"No step is held by all nodes: {holders} has nothing newer than step {step}, and {'; '.join(lacking)}. "
+            f"No step is on all nodes: {holders} has only steps up to {step}, and {'; '.join(lacking)}. "
             "One of them has come back with older drives, or with a copy of them: give it its newest ones."
         )
     return step

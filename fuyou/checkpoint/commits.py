@@ -90,8 +90,8 @@ class TrainingState:
             good = False
         if not good:
             raise FinetuneError(
-                "The manifest is intact and says what no version of this program writes: was it edited? Begin again "
-                "with --overwrite."
+                "The manifest is intact and has content that no version of this program writes: was it edited? "
+                "Begin again with --overwrite."
             )
         return state
 
@@ -286,7 +286,7 @@ def check_state(store: Store, content: dict[str, Any] | None, expected: Training
     directory = store.directories[0]
     if content is None:
         raise UserError(
-            f"The run in {directory} was ended before its weights were written. Begin it again with --overwrite."
+            f"The run in {directory} ended before its weights were written. Begin it again with --overwrite."
         )
     state = TrainingState.from_dict(content)
     if state.store != store.id:

@@ -181,7 +181,7 @@ def verify_run(directories: Sequence[Path]) -> VerifiedRun:
     with DirectoryLock(directories), Store.open(directories, io="posix") as store:
         content = load_manifest(store.directories[0])
         if content is None:
-            raise UserError(f"The run in {store.directories[0]} was ended before its weights were written.")
+            raise UserError(f"The run in {store.directories[0]} ended before its weights were written.")
         content.pop(CLUSTER, None)  # each rank's records are verified alone
         state = TrainingState.from_dict(content)
         if state.torn:

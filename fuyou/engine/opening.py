@@ -124,7 +124,7 @@ class OpenRun:
         self._ssd, leaving = store.drives, store.drives_to_leave
         usable_directories([*self._ssd, *leaving])
         if leaving and not store.resume:
-            raise UserError("leave_ssd is for a run that continues: leave it out.")
+            raise UserError("leave_ssd is for a run that is resumed: leave it out.")
         self.model_config, self.checkpoint = load_config(model)
         if config.deterministic:  # before CUDA starts
             self._determinism.enter_context(deterministic_algorithms())

@@ -178,7 +178,7 @@ class Steps:
     def _check_backward(self, current: StepComputation) -> None:
         self.check_whole()
         if current is not self._current:
-            raise FinetuneError("The step that this loss is of has ended: call backward() before engine.step().")
+            raise FinetuneError("The step of this loss has ended: call backward() before engine.step().")
         if current.complete:
             raise FinetuneError("backward() was called twice: the blocks stream once. Call engine.step() now.")
 
@@ -260,7 +260,7 @@ class Steps:
         """Return the norm of the step's gradient summed over all ranks, after its backward pass. Collective."""
         self.check_whole()
         if self._current is None or not self._current.complete:
-            raise FinetuneError("A gradient's norm is there after loss.backward(), until engine.step().")
+            raise FinetuneError("The gradient norm exists between loss.backward() and engine.step().")
         if self._norm is None:
             self._norm = self._computed_norm(self._current)
         return self._norm

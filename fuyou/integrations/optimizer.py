@@ -42,7 +42,7 @@ class EngineOptimizer(torch.optim.Optimizer):
             UserError: if the trainer clips gradients in another way than the engine.
         """
         if closure is not None:
-            raise UserError("The engine computes each step once: no closure can compute it again.")
+            raise UserError("The engine computes each step once, so step() takes no closure.")
         self._check_clipping()
         self._engine.step()
 

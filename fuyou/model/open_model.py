@@ -246,6 +246,6 @@ def _check_frozen(model: OpenModel) -> None:
             return
         why = f"next to adapters, {adapters.base_names[trained]} is trained itself"
     raise UserError(
-        f"A reference is the model without its adapters, and {why}, so that nothing of what they were is left: train "
+        f"The reference is the model without its adapters, and {why}, so its original weights are gone: train "
         "adapters alone, or compute the reference's log-probabilities before training and give them to the loss."
     )

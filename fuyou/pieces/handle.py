@@ -136,7 +136,7 @@ class Handle(torch.Tensor):
 def _view(func: Any, args: Any, kwargs: Any) -> Any:
     handle = args[0]
     if not isinstance(handle, Handle):  # such as a view as another tensor's shape
-        raise FinetuneError(f"{func} has been given a parameter in pieces as a mere argument.")
+        raise FinetuneError(f"{func} received a parameter in pieces as a plain argument.")
     if func is _aten.view.dtype:
         raise UserError(f"The block reads the bytes of {_name(handle)} in another dtype: it cannot be cut in pieces.")
 

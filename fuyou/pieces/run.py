@@ -80,7 +80,7 @@ def current_supply() -> Supply:
     """
     if _local.supply is None:
         raise FinetuneError(
-            "A parameter that is cut in pieces has been used outside of a pass that waits for pieces (PieceRun)."
+            "A parameter that is cut in pieces was used outside of a pass that waits for pieces (PieceRun)."
         )
     return _local.supply
 

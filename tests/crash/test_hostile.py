@@ -67,7 +67,7 @@ def test_absurd_extents_and_names_are_refused(place: Path, extent: list, name: s
     described = {"directories": 1, "files": {name: [extent]}}
     content = {"format": FORMAT, "store": "x", "index": 0, "count": 1, "complete": True, "layout": described}
     write_sealed(place / IDENTITY_FILE, content)
-    with pytest.raises(StoreError, match="describes no store"):
+    with pytest.raises(StoreError, match="is not a valid store"):
         Identity.read(place)
 
 

@@ -165,7 +165,7 @@ def test_too_little_space_is_told_before_anything_is_done(ssd: list[Path], monke
 def test_what_belongs_to_no_run_is_not_removed(ssd: list[Path]) -> None:
     make_run(ssd[:2])
     (ssd[1] / "run" / "notes.txt").write_text("mine")
-    with pytest.raises(UserError, match=r"notes.txt belongs to no run"):
+    with pytest.raises(UserError, match=r"notes.txt does not belong to a run"):
         open_run(on(ssd[:1], ssd[1:2]), load)
     (ssd[1] / "run" / "notes.txt").unlink()
     make_run(ssd[2:3])

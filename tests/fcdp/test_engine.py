@@ -284,7 +284,7 @@ def test_nodes_that_hold_different_parameters() -> None:
 @pytest.mark.parametrize(
     ("everyone", "said"),
     [
-        ([found(0, 7, 6), found(1, 9, 8)], r"host0\) has nothing newer than step 7.*node 1 \(host1\) has 9 and 8"),
+        ([found(0, 7, 6), found(1, 9, 8)], r"host0\) has only steps up to 7.*node 1 \(host1\) has 9 and 8"),
         ([found(0, 7, 6), LocalCommit("host1", "/ssd holds no run.")], r"node 1 \(host1\): /ssd holds no run"),
         ([LocalCommit("host0", "/ssd holds no run."), LocalCommit("host1", "no.")], "nothing to continue. node 0"),
         ([found(0, 7, 6), found(1, 7, 6, run="xyz")], "different runs: run abc on node 0 .*; run xyz on node 1"),

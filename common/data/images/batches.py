@@ -240,7 +240,7 @@ def _rows(
                 header.empty.add(0, where)
                 continue
             if not isinstance(example, Chat):
-                raise UserError(f"{where} is no conversation: next to images, there are only conversations.")
+                raise UserError(f"{where} is not a conversation: records with images must be conversations.")
             example = replace(example, messages=with_images(example.messages, given, where, Path(file).parent))
             yield from encoder.rows(example, limit, header.unseen if config.drop_unseen else None)
 

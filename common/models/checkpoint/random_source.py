@@ -141,7 +141,7 @@ class RandomSource:
 
     def _not_initialised(self, name: str) -> FinetuneError:
         return FinetuneError(
-            f"transformers does not initialise {name} of {type(self.model).__name__}: start from a checkpoint."
+            f"transformers does not initialize {name} of {type(self.model).__name__}: start from a checkpoint."
         )
 
     def _seed_of(self, name: str) -> int:

@@ -106,7 +106,7 @@ class KvikioFile:
         if moved != len(pages):
             why = moved if isinstance(moved, Exception) else f"only {moved} bytes were moved"
             what = f"reading {format_bytes(len(pages))} at offset {offset} of {self.path.name} in {self.path.parent}"
-            raise StoreError(f"{what} with kvikio failed: {why}. --io posix does without kvikio.")
+            raise StoreError(f"{what} with kvikio failed: {why}. Use --io posix, which works without kvikio.")
 
     def close(self) -> None:
         with contextlib.suppress(RuntimeError):

@@ -195,7 +195,7 @@ class _Resharding:
         new.sync(new.layout.file_bytes())
         _, damage = verify(new, sealed)
         if damage:
-            raise FinetuneError(f"A drive does not return what was written to it; nothing has changed. {damage[0]}")
+            raise FinetuneError(f"A drive does not return what was written to it; nothing was changed. {damage[0]}")
         state = replace(
             states[0],
             store=new.id,

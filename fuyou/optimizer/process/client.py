@@ -151,7 +151,7 @@ class OptimizerLink:
         try:
             status = self._process.wait(timeout=5)
         except subprocess.TimeoutExpired:
-            return FinetuneError("The optimizer process closed its pipe without a word.")
+            return FinetuneError("The optimizer process closed its pipe.")
         if status == -9:
             return FinetuneError(
                 "The optimizer process was killed (signal 9). If nobody did that by hand, the system ran out of "
@@ -159,6 +159,6 @@ class OptimizerLink:
             )
         how = f"was ended by signal {-status}" if status < 0 else f"ended with exit status {status}"
         return FinetuneError(
-            f"The optimizer process {how} in the middle of the run. The last committed step is intact; --resume "
+            f"The optimizer process {how} during the run. The last committed step is intact; --resume "
             "continues from it."
         )

@@ -137,7 +137,7 @@ MISTAKES = [
     is_refused("a longer warm-up than the run", f"{BROKEN} --steps 5 --warmup 200", "--warmup 200"),
     is_refused("too little memory", f"{BROKEN} --steps 5 --host-memory 1MiB", "--host-memory of"),
     is_refused("more memory than there is", f"{SMALL} --steps 5 --host-memory 900TiB", "more than this machine"),
-    is_refused("nothing to resume", f"{SMALL} --steps 2 --output out --resume", "nothing to continue", "--resume auto"),
+    is_refused("nothing to resume", f"{SMALL} --steps 2 --output out --resume", "no step was", "--resume auto"),
     is_refused("weights that lack a tensor", "--model models/lacking --data data/broken.jsonl --gpu cpu --seq-len 64",
                "lack", status=1),
     is_refused("a push without a token", f"{BROKEN} --steps 2 --push-to-hub me/tuned", "hf auth login"),

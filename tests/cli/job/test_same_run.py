@@ -81,7 +81,7 @@ def test_a_run_with_an_option_that_was_removed() -> None:
 def test_a_constant_rate_may_go_on_for_longer_but_not_be_over_already() -> None:
     engine = begun(job(schedule="constant"), 7)
     check_same_run(job(schedule="constant", total=100), engine)
-    with pytest.raises(UserError, match="7 steps behind it, more than --steps 6"):
+    with pytest.raises(UserError, match="7 steps already, more than --steps 6"):
         check_same_run(job(schedule="constant", total=6), engine)
 
 

@@ -84,8 +84,8 @@ def test_a_full_file_does_not_count_as_typed(capsys: pytest.CaptureFixture[str])
     ("[training]\nbatch_sise = 1\n", "no option 'batch_sise'. Did you mean 'batch-size'?"),
     ("[trainin]\nlr = 1\n", "no table [trainin]. Did you mean 'training'?"),
     ("config = 'x.toml'\n", "no option 'config'."),
-    ("lr = 1\n[training]\nlr = 2\n", "'lr' is there twice"),
-    ("save = true\nno-save = false\n", "'no-save' is there twice"),
+    ("lr = 1\n[training]\nlr = 2\n", "'lr' is set twice"),
+    ("save = true\nno-save = false\n", "'no-save' is set twice"),
     ("resume = 1\n", "resume is either true or false, not 1"),
     ("steps = true\n", "steps = true is not a value for --steps"),
     ("steps = [1, 2]\n", "steps takes one value, not a list"),
@@ -102,7 +102,7 @@ def test_mistakes(text: str, message: str, capsys: pytest.CaptureFixture[str]) -
 
 def test_no_file(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--config", "nowhere.toml"]) == 2
-    assert "--config nowhere.toml: it cannot be read: No such file or directory." in capsys.readouterr().err
+    assert "--config nowhere.toml: cannot be read: No such file or directory." in capsys.readouterr().err
 
 
 def test_a_file_of_the_previous_version(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -73,7 +73,7 @@ def test_order_of_nodes_under_leaf_switches(capsys: pytest.CaptureFixture[str], 
 @pytest.mark.parametrize(("words", "message"), [
     (["--plan", "--nodes", "2", "--model", "llama-7b"], "--cluster PRESET"),
     ([*A800, "--cluster", "a800"], "Did you mean 'a800-hdr'"),
-    ([*A800, "--batch-size", "1000"], "no multiple of 1024"),
+    ([*A800, "--batch-size", "1000"], "not a multiple of 1024"),
     ([*A800, "--levels", "8,4", "--nodes", "8"], "--levels 8,4 has 4 where --nodes says 8"),
     ([*A800, "--strategy", "zero4"], "Did you mean 'zero"),
     (["--plan", "--cluster", "a40-edr", "--model", "llama-7b", "--gpus-per-node", "3"], "fastest level"),

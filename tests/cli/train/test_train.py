@@ -58,7 +58,7 @@ def test_six_steps_are_three_and_three_more(finetune: Finetune, checkpoint: Path
 
     for option, message in {
         ("--batch-size", 2): "began with --batch-size 4, and now it is --batch-size 2",
-        ("--steps", 5): "6 steps behind it, more than --steps 5",
+        ("--steps", 5): "6 steps already, more than --steps 5",
     }.items():
         refused = finetune(*command, "--steps", 6, "--output", parts, "--resume", *option)
         assert refused.status == 2 and message in refused.err, refused.err

@@ -241,7 +241,7 @@ def test_absurd_places_are_refused(committed: Path, tmp_path: Path, path: tuple[
         inner = inner[key]
     inner[path[-1]] = value
     write_sealed(tmp_path / MANIFEST, content)  # type: ignore[arg-type]
-    with pytest.raises(FinetuneError, match="describes no commit that this program makes"):
+    with pytest.raises(FinetuneError, match="is not a valid commit"):
         Manifest.read(tmp_path)
 
 

@@ -277,7 +277,7 @@ def test_node_0_stays_the_first_and_switches_of_one_size_are_a_scope() -> None:
     assert (layout.p.pair, layout.g.pair, layout.os.pair) == ((8, 1), (8, 4), (8, 12))
     with pytest.raises(UserError, match=r"leaf.switch"):
         parse_strategy("I/switch/cluster").on(Levels((8, 12)))
-    with pytest.raises(UserError, match="no whole number of switches"):
+    with pytest.raises(UserError, match="nodes do not fill switches"):
         Levels((8, 12), nodes_per_switch=5)
 
 

@@ -115,11 +115,11 @@ def test_paros_fourteen_are_those_of_its_table() -> None:
     ("N/N/G+second", "FCDP VI-A"),
     ("G/G/G+second=8x2", "stay inside a node"),
     ("G/G/G+second=none", "stay inside a node"),
-    ("G/G/G+second=0", "is no scope"),
+    ("G/G/G+second=0", "is not a scope"),
     ("G/G/G+seconds=2", "Did you mean 'second'"),
     ("zero4", "Did you mean 'zero"),
     ("I/G/G+hots", "Did you mean 'host'"),
-    ("X/G/G", "is no scope"),
+    ("X/G/G", "is not a scope"),
     ("fcdp+host", "Write scopes instead"),
     ("I/G", "no strategy"),
 ])  # fmt: skip

@@ -12,7 +12,7 @@ from tests.helpers.crash.runs import STEPS, Outcome, Run, execute
 #: What a run says that was cut short before its first weights were written.
 NOTHING_THERE = (
     "holds no run to continue", "was never finished", "before its weights were written", "no directory",
-    "nothing to continue",
+    "nothing to continue", "no step was committed", "there is no commit in",
 )  # fmt: skip
 
 

@@ -121,7 +121,7 @@ class Mxfp4:
             if base == name or scales is None:
                 continue
             if len(blocks.shape) < 3:
-                raise FinetuneError(f"{blocks.file}: {name} of shape {list(blocks.shape)} are no blocks of MXFP4.")
+                raise FinetuneError(f"{blocks.file}: {name} of shape {list(blocks.shape)} are not MXFP4 blocks.")
             *leading, count, width = blocks.shape
             components = {"codes": component("codes", blocks), "scale": component("scale", scales)}
             tensor = CompressedTensor(

@@ -97,7 +97,7 @@ def test_every_layout_of_conversations_may_hold_images(tmp_path: Path) -> None:
     assert third == fourth and "<img>" in third and third.endswith("What is it?</s>\n<|turn|>assistant\nA cat.</s>\n")
     assert last == "<s><|turn|>user\nWho?</s>\n<|turn|>assistant\nA cat.</s>\n"
     for wrong, match in (
-        ({"text": "hello", "images": ["0.png"]}, "line 1 is no conversation"),
+        ({"text": "hello", "images": ["0.png"]}, "line 1 is not a conversation"),
         ({"conversations": plain, "videos": ["a.mp4"], **image}, "line 1 has 'videos'"),
     ):
         with pytest.raises(UserError, match=match):
