@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from common.errors import UserError
 from common.models.adapters.adapters import Adapters
 from common.models.adapters.saved import SavedAdapter
 from common.models.attention.rotary import rotate_by_document
@@ -66,6 +67,11 @@ class ClusterModel:
         source.check()
         module: Any = build_meta_model(config, dtype=dtype)
         if peft_config is not None:
+            if getattr(peft_config, "trainable_token_indices", None):  # peft reads a weight past FSDP2's hooks
+                raise UserError(
+                    "trainable_token_indices cannot be trained with sharded weights: name the embeddings in "
+                    "modules_to_save, or train on one machine."
+                )
             options.towers.without_adapters(peft_config, module)
         adapters = None if peft_config is None else Adapters(module, peft_config, options.seed, saved=saved)
         for name in options.towers.frozen(module) if adapters is None else ():

@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils.other import AuxiliaryTrainingWrapper
 
 from common.errors import UserError
 from common.models.adapters.memory import AdapterMemory, adapter_memory
@@ -155,7 +156,8 @@ def model_records(
         raise UserError("All parameters of the model are frozen: there is nothing to train.")
     records = _Records(precision, frozen, compressed or {}, visited_shares(stack.model))
     made = _build_layout(_group_parameters(stack), records, precision)
-    adapted = [name for name, module in stack.model.named_modules() if isinstance(module, BaseTunerLayer)]
+    kinds = BaseTunerLayer | AuxiliaryTrainingWrapper
+    adapted = [name for name, module in stack.model.named_modules() if isinstance(module, kinds)]
     prefix = f"{stack.block_prefix}."
     outside = (stack.model.get_submodule(name) for name in adapted if not name.startswith(prefix))
     return replace(

@@ -135,6 +135,9 @@ def _fitting_adapters(adapters: PeftConfig | None, plain: nn.Module) -> PeftConf
     for field in ("layers_to_transform", "layers_pattern"):
         if getattr(adapters, field, None) is not None:
             setattr(adapters, field, None)
+    if rows := getattr(adapters, "trainable_token_indices", None):
+        few = {name: _few_rows(given) for name, given in rows.items()} if isinstance(rows, dict) else _few_rows(rows)
+        adapters.trainable_token_indices = few  # type: ignore[attr-defined]
     targets = getattr(adapters, "target_modules", None)
     named = [name for name, _ in plain.named_modules()]
     if isinstance(targets, str) and targets != ALL_LINEAR:
@@ -149,3 +152,8 @@ def _fitting_adapters(adapters: PeftConfig | None, plain: nn.Module) -> PeftConf
     if not fits and not getattr(adapters, "target_parameters", None):
         adapters.target_modules = ALL_LINEAR  # type: ignore[attr-defined]
     return adapters
+
+
+def _few_rows(tokens: Sequence[int]) -> list[int]:
+    """Return tokens of the small vocabulary, the same for the same ``tokens``."""
+    return sorted({token % 16 for token in tokens})

@@ -102,16 +102,27 @@ def test_a_preset_begins_with_the_weights_of_the_engine_on_one_machine(pool: Poo
         assert torch.equal(saved.get_parameter(name), value), name
 
 
-@pytest.mark.parametrize(("checkpoint", "is_saved"), [("untied", False), ("tied", True)], indirect=["checkpoint"])
+@pytest.mark.parametrize(
+    ("checkpoint", "is_saved", "more"),
+    [
+        ("untied", False, {}),
+        ("tied", True, {}),
+        ("untied", True, {"modules_to_save": ["lm_head", "embed_tokens"]}),
+    ],
+    indirect=["checkpoint"],
+)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.slow
 def test_adapters_train_as_with_peft_in_one_process(
-    pool: Pool, checkpoint: Path, is_saved: bool, tmp_path: Path
+    pool: Pool, checkpoint: Path, is_saved: bool, more: dict, tmp_path: Path
 ) -> None:
     """New ones, and such as peft has saved."""
-    adapters: AdapterOptions | Path = AdapterOptions(3, targets=("q_proj", "down_proj", "embed_tokens"))
+    targets = ("q_proj", "down_proj", *(() if more else ("embed_tokens",)))
+    adapters: AdapterOptions | Path = AdapterOptions(3, targets=targets)
     torch.manual_seed(7)
-    plain = get_peft_model(AutoModelForCausalLM.from_pretrained(checkpoint), adapters.peft_config())
+    config = adapters.peft_config()
+    vars(config).update(more)
+    plain = get_peft_model(AutoModelForCausalLM.from_pretrained(checkpoint), config)
     if is_saved:
         for parameter in filter(lambda one: one.requires_grad, plain.parameters()):
             parameter.data.normal_(std=0.1)

@@ -9,7 +9,6 @@ Initial values are drawn again when they are needed (:mod:`common.models.adapter
 import json
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -18,12 +17,14 @@ import torch
 from peft import LoraConfig, PeftConfig, PeftModel, TaskType, get_peft_model, get_peft_model_state_dict
 from peft.tuners.lora.layer import ParamWrapper
 from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils.other import ModulesToSaveWrapper
 from torch import nn
 from transformers import PreTrainedModel
 
 from common.errors import UserError
 from common.hub import snapshot_name
-from common.models.adapters.initial_values import InitialValues
+from common.models.adapters.copies import refuse_unknown_copies, separate_tied_rows, trained_copies
+from common.models.adapters.initial_values import InitialValues, nan_placeholders
 from common.models.adapters.options import CONFIG, check_supported
 from common.models.adapters.saved import WEIGHTS, SavedAdapter
 from common.models.adapters.targets import (
@@ -88,9 +89,10 @@ class Adapters:
         for name, parameter in model.named_parameters(remove_duplicate=False):
             before.setdefault(id(parameter), []).append(name)
         modules, self._possible = [name for name, _ in model.named_modules()], possible_targets(model)
+        refuse_unknown_copies(modules, config)
         target_fused_experts(model, config)
         buffers = dict(model.named_buffers(remove_duplicate=False))
-        with _nan_placeholders(model) as originals:
+        with nan_placeholders(model) as originals:
             self._initial = InitialValues(lambda module: isinstance(module, BaseTunerLayer), set(originals))
             # DoRA and the other methods make some of their values from weights, and do not from parts on meta.
             on_meta = (not draw or saved is not None) and isinstance(config, LoraConfig) and not config.use_dora
@@ -105,19 +107,26 @@ class Adapters:
             for identity, names in now.items():  # modules stay in order, so tied names do
                 self._aliases[names[0]] = dict(zip(names, before[identity], strict=True))
             self.base_names = {name: aliases[name] for name, aliases in self._aliases.items()}
+        if getattr(config, "modules_to_save", None):  # to which peft adds its names of heads each time
+            config.modules_to_save = sorted(set(config.modules_to_save))  # type: ignore[attr-defined]
         refuse_unknown_targets(modules, self._possible, config)
         buffers_now = {id(buffer): name for name, buffer in model.named_buffers()}
         self.buffer_names = {name: buffers_now[id(buffer)] for name, buffer in buffers.items()}
+        ties = {alias: first for first, aliases in self._aliases.items() for alias in aliases if len(aliases) > 1}
+        shared = separate_tied_rows(model)
+        self._copied = trained_copies(model)
+        """What a parameter begins as a copy of: a name now, and the rows; None: all of them."""
         # A tied weight that one of its modules adapts: the others use it as it is, or with other adapters.
         self._adapted_ties = {
             layer: first
-            for first, aliases in self._aliases.items()
+            for alias, first in ties.items()
             for layer in self.layers
-            if len(aliases) > 1 and any(alias.startswith(f"{layer}.") for alias in aliases)
+            if alias.startswith(f"{layer}.") and layer not in shared
         }
         self.unties = bool(self._adapted_ties)
         self.names = tuple(name for name, _ in model.named_parameters() if name not in self.base_names)
-        self._norms = set() if on_meta else {name for name in self.names if self._initial.is_unknown(model, name)}
+        new = () if on_meta else (name for name in self.names if name not in self._copied)
+        self._norms = {name for name in new if self._initial.is_unknown(model, name)}
         """Names of DoRA's magnitudes, which are norms of weights, and made when these are read."""
         unknown = next((name for name in self.names if name in self._norms and not _is_magnitude(name)), None)
         if unknown is not None:
@@ -144,8 +153,9 @@ class Adapters:
 
     @property
     def layers(self) -> tuple[str, ...]:
-        """Names of the adapted modules."""
-        return tuple(name for name, module in self.model.named_modules() if isinstance(module, BaseTunerLayer))
+        """Names of the adapted modules, and of those that are trained as a whole next to them."""
+        kinds = BaseTunerLayer | ModulesToSaveWrapper
+        return tuple(name for name, module in self.model.named_modules() if isinstance(module, kinds))
 
     @property
     def described(self) -> dict[str, Any]:
@@ -165,6 +175,11 @@ class Adapters:
         """Return the initial value of a parameter in :attr:`own_names`, in its dtype."""
         if self._saved is not None:
             return self._saved.read(self._saved_names[name]).to(self.model.get_parameter(name).dtype)
+        if name in self._copied:
+            original, rows = self._copied[name]
+            first = next(name for name, aliases in self._aliases.items() if original in aliases)
+            ((_, weight),) = weights.read([self.base_names[first]])
+            return weight if rows is None else weight[rows]
         if name not in self._norms:
             return self._initial.value(self.model, name)
         path, _, adapter = name.removesuffix(".weight").rpartition(".lora_magnitude_vector.")
@@ -261,7 +276,9 @@ class Adapters:
             for layer in layers:
                 layer.merge()
             before = {alias: old for aliases in self._aliases.values() for alias, old in aliases.items()}
-            return {before[name]: self.model.get_parameter(name).detach() for name in values if name in before}
+            merged = {before[name]: self.model.get_parameter(name).detach() for name in values if name in before}
+            copies = {name: values[name] for name in values if self._copied.get(name, ("", ()))[1] is None}
+            return merged | {before[self._copied[name][0]]: value for name, value in copies.items()}
         finally:
             for layer in layers:
                 layer.merged_adapters.clear()
@@ -302,7 +319,7 @@ class Adapters:
                 warnings.simplefilter("ignore")  # that fan_in_fan_out is set where a family needs it
                 with self._initial:
                     return get_peft_model(self.model, self.config, low_cpu_mem_usage=on_meta)
-        except (ValueError, KeyError, TypeError, RuntimeError, NotImplementedError) as error:
+        except (ValueError, LookupError, TypeError, RuntimeError, NotImplementedError) as error:
             raise UserError(
                 f"peft cannot adapt this {type(self.model).__name__}: {error}{self._near(error)}"
             ) from error
@@ -354,36 +371,6 @@ class AdaptedSource:
     def read_compressed(self, name: str, parts: Sequence[int] | None = None) -> Iterator[Mapping[str, torch.Tensor]]:
         """Read components; see :meth:`WeightSource.read_compressed`."""
         return self._weights.read_compressed(self._adapters.base_names[name], parts)
-
-
-@contextmanager
-def _nan_placeholders(model: nn.Module) -> Iterator[dict[int, nn.Parameter]]:
-    """Replace meta parameters by expanded NaNs on the CPU while the context lasts.
-
-    Yields:
-        The meta parameter of each replacement, by the replacement's identity. Meta parameters get ``requires_grad`` of
-        their replacements.
-    """
-    replaced: dict[int, nn.Parameter] = {}
-    originals: dict[int, nn.Parameter] = {}
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is None:
-                continue
-            if id(parameter) not in replaced:
-                value = torch.full((), torch.nan, dtype=parameter.dtype).expand(parameter.shape)
-                replaced[id(parameter)] = nn.Parameter(value, requires_grad=parameter.requires_grad)
-                originals[id(replaced[id(parameter)])] = parameter
-            module._parameters[name] = replaced[id(parameter)]
-    try:
-        yield originals
-    finally:
-        for module in model.modules():
-            for name, parameter in module._parameters.items():
-                original = None if parameter is None else originals.get(id(parameter))
-                if original is not None and parameter is not None:
-                    original.requires_grad_(parameter.requires_grad)
-                    module._parameters[name] = original
 
 
 def _is_magnitude(name: str) -> bool:

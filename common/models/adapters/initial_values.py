@@ -4,7 +4,8 @@ A parameter is filled with a constant or a draw from the random generator, as a 
 needs the generator's state, which is 5 kB. So while ``peft`` injects adapters, only one module's are in memory.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -108,6 +109,8 @@ class InitialValues(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
+        if name == "clone" and _is_placeholder(args[0]):  # of a module that is copied; as large as embeddings
+            return args[0].detach()
         fills, moves = name.endswith("_") and not name.endswith("__"), name == "to"
         if not fills and not moves:
             return func(*args, **kwargs)
@@ -161,7 +164,7 @@ class InitialValues(TorchFunctionMode):
 
     def _origin(self, value: torch.Tensor) -> _Constant | _Draw | _Kept:
         first = value.flatten()[0].clone()
-        if value.isnan().any():
+        if _is_placeholder(value) or value.isnan().any():
             return _Constant(torch.full_like(first, torch.nan), value.shape)
         if (value == first).all():
             return _Constant(first, value.shape)
@@ -171,3 +174,37 @@ class InitialValues(TorchFunctionMode):
             if torch.equal(draw.value(), value):  # nothing else has changed it since
                 return draw
         return _Kept(value)
+
+
+@contextmanager
+def nan_placeholders(model: nn.Module) -> Iterator[dict[int, nn.Parameter]]:
+    """Replace meta parameters by expanded NaNs on the CPU while the context lasts.
+
+    Yields:
+        The meta parameter of each replacement, by the replacement's identity. Meta parameters get ``requires_grad`` of
+        their replacements.
+    """
+    replaced: dict[int, nn.Parameter] = {}
+    originals: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            if id(parameter) not in replaced:
+                value = torch.full((), torch.nan, dtype=parameter.dtype).expand(parameter.shape)
+                replaced[id(parameter)] = nn.Parameter(value, requires_grad=parameter.requires_grad)
+                originals[id(replaced[id(parameter)])] = parameter
+            module._parameters[name] = replaced[id(parameter)]
+    try:
+        yield originals
+    finally:
+        for module in model.modules():
+            for name, parameter in module._parameters.items():
+                original = None if parameter is None else originals.get(id(parameter))
+                if original is not None and parameter is not None:
+                    original.requires_grad_(parameter.requires_grad)
+                    module._parameters[name] = original
+
+
+def _is_placeholder(value: torch.Tensor) -> bool:
+    return value.dim() > 0 and not any(value.stride()) and bool(value.flatten()[0].isnan())

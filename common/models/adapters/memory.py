@@ -11,7 +11,9 @@ from dataclasses import dataclass
 import torch
 from peft.tuners.ia3.layer import IA3Layer
 from peft.tuners.lora.layer import LoraLayer, ParamWrapper
+from peft.tuners.trainable_tokens import TrainableTokensLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils.other import ModulesToSaveWrapper
 from torch import nn
 
 # Bytes per token for each element that is kept until the backward pass: a fp32 copy of a layer's input (with IA3 both
@@ -25,6 +27,9 @@ SAVED_WEIGHT, PASSING_WEIGHT = 4, 16
 # they reach the adapters' own. Of the weights of a range, the sums with the product of factors are kept for the
 # backward pass, in the weights' dtype, and a gradient as large comes in passing.
 FACTOR_GRADIENTS = 8
+# Bytes for each element of a module that is trained as a whole next to adapters: its copy in the dtype of the others,
+# and its gradient three times, as that is summed and widened.
+TRAINED_WHOLE = 12
 UNIT_MATRIX = 4  # DoRA computes its norm of the adapted weight by way of a unit matrix
 
 
@@ -63,11 +68,15 @@ def adapter_memory(module: nn.Module, share: float | None = None) -> AdapterMemo
         share: fraction of a mixture's experts that are computed at once (:mod:`fuyou.pieces`); None: all of them.
     """
     layers = [layer for layer in module.modules() if isinstance(layer, BaseTunerLayer)]
-    widths = [_width(layer) for layer in layers]
     weights = [_weights(layer, share) for layer in layers]
     saved, passing = zip(*weights, strict=True) if weights else ((), ())
+    copies = [part.modules_to_save for part in module.modules() if isinstance(part, ModulesToSaveWrapper)]
+    whole = sum(parameter.numel() for copy in copies for parameter in copy.parameters())
+    layers = [layer for layer in layers if not _trains_rows(layer)]  # these compute as without
     return AdapterMemory(
-        sum(saved) + max(passing, default=0), sum(map(_saved_per_token, layers)), PASSING * max(widths, default=0)
+        sum(saved) + max(passing, default=0) + TRAINED_WHOLE * whole,
+        sum(map(_saved_per_token, layers)),
+        PASSING * max(map(_width, layers), default=0),
     )
 
 
@@ -94,6 +103,8 @@ def _weights(layer: BaseTunerLayer, share: float | None) -> tuple[int, int]:
     if isinstance(layer, ParamWrapper) and layer.num_experts > 1 and share is not None:
         own = math.ceil(share * elements) * layer.get_param().dtype.itemsize
         return own + FACTOR_GRADIENTS * _rank(layer) * layer.num_experts * sum(shape[1:]), own
+    if _trains_rows(layer):
+        return SAVED_WEIGHT * elements, SAVED_WEIGHT * elements  # the weight with new rows, and its gradient
     if isinstance(layer, ParamWrapper) or not isinstance(layer, LoraLayer | IA3Layer):
         return SAVED_WEIGHT * elements, PASSING_WEIGHT * elements
     if isinstance(layer.get_base_layer(), nn.Embedding):
@@ -113,3 +124,7 @@ def _shape(layer: BaseTunerLayer) -> tuple[int, ...]:
 
 def _rank(layer: BaseTunerLayer) -> int:
     return max(getattr(layer, "r", {}).values(), default=0)
+
+
+def _trains_rows(layer: object) -> bool:
+    return isinstance(layer, TrainableTokensLayer)

@@ -23,6 +23,7 @@ _HONORED = {
     "r", "rank_pattern", "alpha", "lora_alpha", "alpha_pattern", "use_rslora", "lora_dropout", "rank_dropout",
     "rank_dropout_scale", "bias", "lora_bias", "use_dora", "fan_in_fan_out", "init_lora_weights", "init_weights",
     "init_ia3_weights", "use_effective_conv2d", "decompose_both", "decompose_factor", "feedforward_modules",
+    "modules_to_save", "trainable_token_indices",
 }  # fmt: skip
 """Fields of the methods' configurations whose whole effect is in the adapted layers. All others, those that a new
 version of ``peft`` brings among them, must have their defaults."""

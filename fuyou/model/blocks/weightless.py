@@ -5,6 +5,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
+from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -153,11 +154,12 @@ def _to_meta(value: Any) -> Any:
 def runners_of(model: nn.Module, owners: set[nn.Module]) -> dict[nn.Module, nn.Module]:
     """Return, for each of ``owners`` of parameters, the module that is called to use them.
 
-    That is the owner itself; for a mere collection of parameters, it is the module that holds the collection, and this
-    module then runs all that it contains.
+    That is the owner itself; for a mere collection of parameters, it is the module that holds the collection, and for a
+    module that peft trains next to the original, the wrapper of both. These then run all that they contain.
     """
     parents = {child: parent for parent in model.modules() for child in parent.children()}
     holders = {parents[owner] for owner in owners if isinstance(owner, nn.ParameterDict | nn.ParameterList)}
+    holders |= {module for module in parents if isinstance(module, AuxiliaryTrainingWrapper)}
     found = {}
     for owner in owners:
         found[owner] = module = owner

@@ -20,6 +20,10 @@ PAIRS = [{"prompt": f"{i} is", "chosen": f" {i}, surely.", "rejected": " a word.
 MIXTURE = {**SIZES, "num_local_experts": 4, "num_experts_per_tok": 2}
 LORA = ("--lora-rank", 4, "--lora-targets")
 ATTENTION = (*LORA, "q_proj")
+PEFT = {  # configurations in files, as peft writes them
+    "head.json": {"r": 4, "target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
+    "rows.json": {"r": 4, "target_modules": ["q_proj"], "trainable_token_indices": list(range(40, 120))},
+}
 ALONE = ("--gpu", "cpu", "--host-memory", "600MiB")
 RANKS = ("--nodes", 1, "--gpus-per-node", 2)
 OLD_TEMPLATE = "OLD {% for m in messages %}{{ m['content'] }}{{ eos_token }}{% endfor %}"
@@ -85,6 +89,8 @@ RUNS: dict[str, tuple[str, str, tuple[Any, ...]]] = {  # model, objective, optio
     "merged tied embedding": ("tied", "sft", (*LORA, "q_proj", "embed_tokens", "--merge")),
     "merged tied head": ("tied", "sft", (*LORA, "q_proj", "lm_head", "--merge")),
     "merged tied embedding and head": ("tied", "sft", (*LORA, "embed_tokens", "lm_head", "--merge")),
+    "merged whole head": ("tied", "sft", ("--peft-config", "head.json", "--merge")),
+    "merged rows": ("tied", "sft", ("--peft-config", "rows.json", "--merge")),
     "merged experts": ("mixture", "sft", (*LORA, "all-linear", "--merge")),
     "experts": ("mixture", "sft", ()),
     "classifier": ("llama", "classify", ()),
@@ -99,7 +105,12 @@ RUNS: dict[str, tuple[str, str, tuple[Any, ...]]] = {  # model, objective, optio
 
 @pytest.mark.parametrize("ranks", [False, True], ids=["alone", "ranks in memory"])
 @pytest.mark.filterwarnings("ignore")
-def test_exports_evaluate_to_what_the_run_evaluated(ranks: bool, finetune: Finetune, tmp_path: Path) -> None:
+def test_exports_evaluate_to_what_the_run_evaluated(
+    ranks: bool, finetune: Finetune, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, config in PEFT.items():
+        Path(name).write_text(json.dumps(config))
     models = {
         "llama": checkpoint(tmp_path / "llama", family_config("llama", **SIZES)),
         "bf16": checkpoint(tmp_path / "bf16", family_config("llama", **SIZES), torch.bfloat16),
@@ -136,7 +147,7 @@ def test_exports_evaluate_to_what_the_run_evaluated(ranks: bool, finetune: Finet
         best = json.loads((output / "checkpoints/best/evaluation.json").read_text())
         assert best["loss"] == losses[best["step"]] and abs(losses[4] - losses[0]) > 1e-2
         base: Path | None = None
-        if "--lora-rank" in options:
+        if {"--lora-rank", "--peft-config"} & set(options):
             base = models[model] if objective == "sft" else output / "base"
         saved = {"": 4, "checkpoints/step-2": 2, "checkpoints/best": best["step"]}
         if "--frozen-dtype" in options:

@@ -6,12 +6,14 @@ from pathlib import Path
 import pytest
 import torch
 from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaConfig
 
+import fuyou
 from common.errors import UserError
 from common.models.adapters.options import AdapterOptions
 from fuyou.layout.record import Kind
 from fuyou.schedule.memory_planner import MemoryPlanner
+from tests.fuyou.engine import test_classifiers as classifiers
 from tests.helpers.adapters import DTYPES, InMemory, compare, train
 from tests.helpers.engines import STEPS, batches, directories
 from tests.helpers.engines import engine as plain_engine
@@ -44,6 +46,11 @@ def in_memory(model: Path, dtype: str, adapters: PeftConfig, clip: float | None 
         ("llama-tied", "fp32", 4, None, {"r": 16, "target_modules": ["q_proj", "embed_tokens"]}),
         ("llama", "bf16", 4, None, {"r": 16, "target_modules": ["v_proj", "lm_head"]}),
         ("qwen3-moe", "bf16", 2, None, {}),  # experts are adapted too, as parameters
+        ("llama", "fp32", 4, 0.2, {"modules_to_save": ["lm_head"]}),
+        ("llama", "fp32", 2, None, {"modules_to_save": ["embed_tokens", "lm_head", "norm"]}),
+        ("llama-tied", "fp32", 4, None, {"modules_to_save": ["lm_head"], "target_modules": ["q_proj"]}),
+        ("gemma3", "fp32", 4, None, {"trainable_token_indices": [3, 5, 8, 90]}),  # tied
+        ("llama", "fp32", 2, None, {"trainable_token_indices": {"embed_tokens": [3, 9, 11], "lm_head": [7]}, "r": 16}),
     ],
 )
 def test_equals_peft_in_memory(
@@ -111,6 +118,7 @@ def test_resume_in_the_middle(
         ("llama", "bf16", {"use_rslora": True}),
         ("gemma3", "bf16", {"use_dora": True, "target_modules": ["q_proj"]}),
         ("gpt2", "fp32", {"bias": "all"}),
+        ("llama", "fp32", {"modules_to_save": ["lm_head"], "trainable_token_indices": {"embed_tokens": [3, 9]}}),
     ],
 )
 def test_continue_an_adapter(family: str, dtype: str, config: dict, checkpoints: Path, tmp_path: Path) -> None:
@@ -162,6 +170,40 @@ def test_only_some_parameters(
             train(trained, twin, feed, 4)
             compare(trained, real)
         assert trained.io_bytes() == trained.planned_io_bytes()
+
+
+def test_classifier_with_its_head(tmp_path: Path) -> None:
+    """With the task of peft for classifiers, the head is trained as a whole next to adapters, and saved."""
+    config = LlamaConfig(**classifiers.SIZES)
+    torch.manual_seed(0)
+    AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path / "model")
+    real = AutoModelForSequenceClassification.from_pretrained(tmp_path / "model")
+    torch.manual_seed(0)
+    model = get_peft_model(real, LoraConfig(r=4, target_modules=["q_proj"], task_type="SEQ_CLS"))
+    named = {name: value for name, value in model.named_parameters() if value.requires_grad}
+    assert any("score.modules_to_save" in name for name in named)
+    optimizer = torch.optim.AdamW(named.values(), lr=1e-3, weight_decay=0)
+    options = {"lr": 1e-3, "weight_decay": 0, "dtype": "fp32", "micro_batch": 2, "host_memory": "600MiB"}
+    adapters = LoraConfig(r=4, target_modules=["q_proj"], task_type="SEQ_CLS")
+    with fuyou.Engine(tmp_path / "model", ssd=directories(tmp_path, 1), adapters=adapters, **options) as trained:
+        for seed in range(3):
+            given = classifiers.batch("sequence", seed)
+            out = trained(**given)
+            out.loss.backward()
+            trained.step()
+            loss = model.train()(**given).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            assert out.loss.item() == pytest.approx(loss.item(), abs=1e-6)
+        trained.save_pretrained(tmp_path / "adapter", merge=True)
+    base = AutoModelForSequenceClassification.from_pretrained(tmp_path / "model")
+    given.pop("labels")
+    merged = AutoModelForSequenceClassification.from_pretrained(tmp_path / "adapter" / "merged")
+    with torch.no_grad():
+        expected = model.eval()(**given).logits
+        for tuned in (PeftModel.from_pretrained(base, tmp_path / "adapter"), merged):
+            torch.testing.assert_close(tuned.eval()(**given).logits, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_nothing_to_train(checkpoints: Path, tmp_path: Path) -> None:

@@ -20,28 +20,31 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_checkpoints(tmp_path_factory.mktemp("checkpoints"), ("qwen3-moe",))
 
 
-def adapters() -> LoraConfig:
+def adapters(whole: list[str] | None = None) -> LoraConfig:
     """Adapters of attention, routers and experts, as a user asks for them."""
-    return LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")
+    return LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM", modules_to_save=whole)
 
 
-def in_memory(model: Path, dtype: str, clip: float | None) -> InMemory:
+def in_memory(model: Path, dtype: str, clip: float | None, whole: list[str] | None = None) -> InMemory:
     real = AutoModelForCausalLM.from_pretrained(model, dtype=DTYPES[dtype])
     torch.manual_seed(0)
-    return InMemory(get_peft_model(real, adapters()), clip)
+    return InMemory(get_peft_model(real, adapters(whole)), clip)
 
 
 @pytest.mark.parametrize(
-    ("dtype", "micro", "clip"),
+    ("dtype", "micro", "clip", "whole"),
     [
-        ("fp32", 4, None),
-        pytest.param("bf16", 2, 0.2, marks=pytest.mark.skipif(not ALIGNED_ALIKE, reason="needs AVX-512")),
+        ("fp32", 4, None, None),
+        ("fp32", 2, None, ["norm", "lm_head"]),
+        pytest.param("bf16", 2, 0.2, None, marks=pytest.mark.skipif(not ALIGNED_ALIKE, reason="needs AVX-512")),
     ],
 )
-def test_equals_peft_in_memory(dtype: str, micro: int, clip: float | None, checkpoints: Path, tmp_path: Path) -> None:
+def test_equals_peft_in_memory(
+    dtype: str, micro: int, clip: float | None, whole: list[str] | None, checkpoints: Path, tmp_path: Path
+) -> None:
     model = checkpoints / "qwen3-moe"
-    twin = in_memory(model, dtype, clip)
-    options = {"adapters": adapters(), "micro_batch": micro, "max_grad_norm": clip, "piece_size": "8KiB"}
+    twin = in_memory(model, dtype, clip, whole)
+    options = {"adapters": adapters(whole), "micro_batch": micro, "max_grad_norm": clip, "piece_size": "8KiB"}
     with engine(model, directories(tmp_path, 1), dtype, **options) as trained, evicted_is_nan(trained):
         shape = trained._run.shape
         cut = {slot.experts for record in shape.of_kind(Kind.BLOCK) for slot in record.parameters if slot.experts}

@@ -4,6 +4,7 @@ import math
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -43,14 +44,14 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def adapters() -> LoraConfig:
-    return LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")
+def adapters(**more: Any) -> LoraConfig:
+    return LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM", **more)
 
 
-def in_memory(model: Path, dtype: str, clip: float | None = None, lora: bool = True) -> OwnLossInMemory:
+def in_memory(model: Path, dtype: str, clip: float | None = None, lora: bool = True, **more: Any) -> OwnLossInMemory:
     real = AutoModelForCausalLM.from_pretrained(model, dtype=DTYPES[dtype])
     torch.manual_seed(0)
-    return OwnLossInMemory(get_peft_model(real, adapters()) if lora else real, clip)
+    return OwnLossInMemory(get_peft_model(real, adapters(**more)) if lora else real, clip)
 
 
 def cross_entropy_step(trained: fuyou.Engine, batch: dict[str, torch.Tensor]) -> float:
@@ -150,11 +151,21 @@ def test_preferences_with_adapters(
         del given
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_reference_is_what_the_model_gives_without_adapters(dtype: str, checkpoints: Path, tmp_path: Path) -> None:
-    twin = in_memory(checkpoints / "llama", dtype)
+@pytest.mark.parametrize(
+    ("dtype", "more"),
+    [
+        ("fp32", {}),
+        ("bf16", {}),
+        ("fp32", {"modules_to_save": ["embed_tokens", "lm_head", "norm"]}),
+        ("fp32", {"modules_to_save": ["lm_head"], "trainable_token_indices": [1, 2, 3]}),
+    ],
+)
+def test_reference_is_what_the_model_gives_without_adapters(
+    dtype: str, more: dict[str, Any], checkpoints: Path, tmp_path: Path
+) -> None:
+    twin, options = in_memory(checkpoints / "llama", dtype, **more), {"adapters": adapters(**more), "micro_batch": 3}
     batch = pairs(1)[0]
-    with engine(checkpoints / "llama", directories(tmp_path, 1), dtype, adapters=adapters(), micro_batch=3) as trained:
+    with engine(checkpoints / "llama", directories(tmp_path, 1), dtype, **options) as trained:
         for _ in range(2):
             out = trained(**batch)
             out.loss.backward()

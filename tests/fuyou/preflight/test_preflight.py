@@ -129,6 +129,8 @@ def test_adapters_parts_and_packed_rows_are_proven() -> None:
     assert one_layer.layers_to_transform == [30]
     named = LoraConfig(r=4, target_modules=["model.layers.30.self_attn.q_proj"], task_type="CAUSAL_LM")
     fuyou.prove(LlamaConfig(), adapters=named)
+    more = {"modules_to_save": ["lm_head"], "trainable_token_indices": {"embed_tokens": [31_998, 31_999]}}
+    fuyou.prove(LlamaConfig(), adapters=LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM", **more))
     fuyou.prove(LlamaConfig(), trainable=["model.layers.31.*", "model.layers.0.*", "lm_head.weight"])
     fuyou.prove(LlamaConfig(), packed=True)
     fuyou.prove(LlamaConfig(), adapters=AdapterOptions(4, dropout=0.1).peft_config(), packed=True)

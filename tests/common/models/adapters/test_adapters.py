@@ -2,11 +2,13 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from peft import IA3Config, LoHaConfig, LoKrConfig, LoraConfig, PeftConfig, PeftModel, get_peft_model
-from transformers import AutoModelForCausalLM
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 from common.errors import UserError
 from common.models.adapters.adapters import Adapters
@@ -148,8 +150,6 @@ def test_configuration_files(tmp_path: Path) -> None:
         ("[]", "not a table"),
         ('{"peft_type": "VERA"}', "peft_type VERA cannot be trained"),
         ('{"peft_type": "PREFIX_TUNING", "num_virtual_tokens": 3}', "PREFIX_TUNING"),
-        ('{"r": 4, "modules_to_save": ["lm_head"]}', "modules_to_save"),
-        ('{"r": 4, "trainable_token_indices": [5]}', "trainable_token_indices"),
         ('{"r": 4, "alora_invocation_tokens": [5]}', "alora_invocation_tokens"),
         ('{"r": 4, "kasa_config": {}}', "kasa_config"),
         ('{"r": 4, "monteclora_config": {}}', "monteclora_config"),
@@ -164,6 +164,10 @@ def test_what_cannot_be_done_is_refused(content: str, said: str, tmp_path: Path)
 
 
 def test_refusals_name_what_is_there(checkpoints: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"modules_to_save: no module is called 'lm_haed'.*lm_head"):
+        adapted(checkpoints / "llama", LoraConfig(modules_to_save=["lm_haed"]), BF16)
+    with pytest.raises(UserError, match="peft cannot adapt this LlamaForCausalLM: index 999 is out of bounds"):
+        adapted(checkpoints / "llama", LoraConfig(trainable_token_indices=[999]), BF16)
     with pytest.raises(UserError, match=r"'q_proj'.*down_proj, gate_proj, .*k_proj"):
         adapted(checkpoints / "llama", AdapterOptions(2, targets=("q_porj",)).peft_config(), BF16)
     with pytest.raises(UserError, match="cannot be read"):
@@ -222,3 +226,25 @@ def test_no_saved_adapter(name: str | None, message: str, tmp_path: Path) -> Non
         (tmp_path / name).touch()
     with pytest.raises(UserError, match=message):
         SavedAdapter(tmp_path)
+
+
+class LargestOnCpu(TorchDispatchMode):
+    """Bytes of the largest tensor on the CPU that is made."""
+
+    most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and result.device.type == "cpu":
+            self.most = max(self.most, result.untyped_storage().nbytes())
+        return result
+
+
+def test_copies_of_embeddings_are_not_made() -> None:
+    """Of ``modules_to_save``, only names and shapes are made while the model has no weights."""
+    sizes = {"hidden_size": 256, "intermediate_size": 32, "num_hidden_layers": 1}
+    model = build_meta_model(LlamaConfig(vocab_size=50_000, **sizes), dtype=BF16)
+    with LargestOnCpu() as largest:
+        adapters = Adapters(model, LoraConfig(r=1, target_modules=["q_proj"], modules_to_save=["lm_head"]), 0)
+    assert "lm_head.modules_to_save.default.weight" in adapters.names
+    assert largest.most < 1 << 20

@@ -54,6 +54,27 @@ def test_enough(make: Callable[[], PeftConfig], inputs: int, outputs: int, token
         assert total <= 3 * taken
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize("layer", ["embed", "head"])
+@pytest.mark.parametrize("how", [{"modules_to_save": []}, {"trainable_token_indices": {}}], ids=["whole", "rows"])
+def test_enough_for_embeddings(how: dict, layer: str, dtype: torch.dtype) -> None:
+    config = LoraConfig(
+        target_modules=["other"], **{key: [layer] if value == [] else {layer: [1, 5]} for key, value in how.items()}
+    )
+    makes = {
+        "embed": lambda: nn.Embedding(2000, 64, dtype=dtype),
+        "head": lambda: nn.Linear(64, 2000, bias=False, dtype=dtype),
+    }
+    model = nn.ModuleDict({layer: makes[layer](), "other": nn.Linear(2, 2)}).requires_grad_(False)
+    get_peft_model(model, config)
+    given = torch.arange(8) if layer == "embed" else torch.ones(8, 64, dtype=dtype)
+    with LiveBytes() as seen:
+        model[layer](given).sum().backward()
+    planned = adapter_memory(model[layer])
+    assert seen.most <= planned.fixed + 8 * planned.per_token + 8 * 2000 * dtype.itemsize  # and its output
+    assert planned.fixed <= 12 * 2000 * 64 + 1
+
+
 def test_the_most_of_several() -> None:
     assert AdapterMemory.most([AdapterMemory(3, 5, 6), AdapterMemory(4, 1, 7)]) == AdapterMemory(4, 5, 7)
     assert AdapterMemory.most([]) == adapter_memory(nn.Linear(2, 2)) == AdapterMemory()
