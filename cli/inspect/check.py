@@ -94,6 +94,7 @@ def look_at_machine() -> MachineFound:
         has_p2p_storage=Path("/proc/driver/nvidia-fs/version").exists(),
         torch_cuda=torch.version.cuda,
         gpu_obstacle=obstacle() if list_gpus() or system_has_gpu() else None,
+        is_wsl="microsoft" in platform.release().lower(),
     )
 
 

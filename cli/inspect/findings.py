@@ -24,6 +24,7 @@ class MachineFound:
     has_p2p_storage: bool  # Whether the kernel module of GPUDirect Storage is loaded
     torch_cuda: str | None  # CUDA version that PyTorch was built for
     gpu_obstacle: str | None  # Why PyTorch cannot use a GPU that the system has
+    is_wsl: bool = False  # Whether it runs in Windows (WSL2)
 
 
 @dataclass(frozen=True)
@@ -123,6 +124,11 @@ def _gpu_findings(machine: MachineFound, gpus: list[GpuFound]) -> Iterator[Findi
         yield Finding(
             "No NVIDIA GPU was found: the CPU computes.",
             "If there is one, nvidia-smi must show it, and CUDA_VISIBLE_DEVICES must not hide it.",
+        )
+    if gpus and machine.is_wsl:
+        yield Finding(
+            "In WSL2, device memory that runs out is taken from the host, which is slow, and CUDA page-locks little.",
+            "Set Windows' NVIDIA Control Panel to 'Prefer No Sysmem Fallback', and give a low --host-memory.",
         )
     for measured in gpus:
         if measured.link_width < measured.full_link_width:

@@ -30,7 +30,7 @@ def profile(settings: Settings, rank: RankProcess) -> None:
         quiet_transformers()
     device = device_of(settings, int(os.environ["LOCAL_RANK"]))
     _, placement = meet(settings, rank, device)
-    settings = with_dtype_of_all(settings, device.type, restarted=False)
+    settings = with_dtype_of_all(settings, str(device), restarted=False)
     levels = None if settings.levels is None else Levels.parse(settings.levels)
     switch = None if placement is None else placement.nodes_per_switch
     topology = Topology.from_environment(device=device, levels=levels, nodes_per_switch=switch)

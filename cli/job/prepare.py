@@ -141,7 +141,7 @@ def prepare(settings: Settings) -> Job:
         UserError: if an option names something that does not exist, or options conflict.
     """
     found = check(settings)
-    settings = with_dtype(settings, None if found.gpu is None else "cuda")
+    settings = with_dtype(settings)
     config, checkpoint, seq_len, output = found.config, found.checkpoint, found.seq_len, found.output
     _check_memory(settings, found)
     tokenizer = tokenizer_of(settings, checkpoint) if settings.data or settings.eval_data else None

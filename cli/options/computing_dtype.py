@@ -12,26 +12,26 @@ from fuyou.config import AUTO
 from fuyou.engine.computing_dtype import dtype_of_all, fastest_dtype, stored_dtype
 
 ELSEWHERE = "meta"
-"""Device type of hardware that is not in this machine."""
+"""Device of hardware that is not in this machine."""
 
 
-def with_dtype(settings: Settings, device_type: str | None = None) -> Settings:
+def with_dtype(settings: Settings, device: str | None = None) -> Settings:
     """Return ``settings`` with a dtype instead of ``auto``: that of the resumed run, else the device's fastest.
 
     Args:
-        device_type: type of the device that will compute; None: of what ``--gpu`` names here.
+        device: name of the device that will compute; None: what ``--gpu`` names here.
     """
     if settings.dtype != AUTO:
         return settings
     stored = _stored(settings) if settings.resume else None
-    return replace(settings, dtype=stored or fastest_dtype(device_type or _type_at_hand(settings.gpu)))
+    return replace(settings, dtype=stored or fastest_dtype(device or _device_at_hand(settings.gpu)))
 
 
-def with_dtype_of_all(settings: Settings, device_type: str, restarted: bool) -> Settings:
+def with_dtype_of_all(settings: Settings, device: str, restarted: bool) -> Settings:
     """Return ``settings`` with a dtype instead of ``auto``, the same one on every rank of a run; collective.
 
     Args:
-        device_type: type of this rank's device.
+        device: name of this rank's device.
         restarted: whether the ranks have been started again, and resume what they left.
     """
     from common.communication import all_gather_object
@@ -39,7 +39,7 @@ def with_dtype_of_all(settings: Settings, device_type: str, restarted: bool) -> 
     if settings.dtype != AUTO:
         return settings
     stored = _stored(settings) if settings.resume or restarted else None
-    return replace(settings, dtype=dtype_of_all(stored, device_type, all_gather_object))
+    return replace(settings, dtype=dtype_of_all(stored, device, all_gather_object))
 
 
 def _stored(settings: Settings) -> str | None:
@@ -57,8 +57,8 @@ def _stored(settings: Settings) -> str | None:
     return stored_dtype(drive / settings.store_name for drive in drives or [settings.output_directory])
 
 
-def _type_at_hand(gpu: str) -> str:
+def _device_at_hand(gpu: str) -> str:
     try:
-        return torch_name(pick_gpu(gpu)).partition(":")[0]
+        return torch_name(pick_gpu(gpu))
     except UserError:  # said with more to go by where the device is opened
         return ELSEWHERE

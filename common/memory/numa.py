@@ -10,8 +10,10 @@ from typing import Any
 
 import torch
 
-_SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237}  # System call, for which the C library has no function
-_DEFAULT, _PREFERRED = 0, 1
+# System calls that set and get a thread's policy, for which the C library has no functions.
+_MEMPOLICY = {"x86_64": (238, 239), "aarch64": (237, 236)}
+_PREFERRED = 1
+_MOST_NODES = 1024
 _SYSTEM = Path("/sys/devices/system")
 
 
@@ -30,18 +32,24 @@ def node_of(device: torch.device) -> int | None:
 
 @contextlib.contextmanager
 def prefer(node: int | None) -> Iterator[None]:
-    """Have pages that this thread first touches come from ``node`` while it has any. No effect where not allowed."""
-    number = _SET_MEMPOLICY.get(platform.machine())
-    if node is None or number is None:
+    """Have pages that this thread first touches come from ``node`` while it has any, then from where they did before
+    (``numactl``). No effect where not allowed."""
+    numbers = _MEMPOLICY.get(platform.machine())
+    if node is None or numbers is None:
         yield
         return
-    system_call = ctypes.CDLL(None, use_errno=True).syscall
-    mask = ctypes.c_ulong(1 << node)
-    system_call(number, _PREFERRED, ctypes.byref(mask), ctypes.c_ulong(8 * ctypes.sizeof(mask)))
+    system_call, (change, look) = ctypes.CDLL(None, use_errno=True).syscall, numbers
+    policy, most = ctypes.c_int(), ctypes.c_ulong(_MOST_NODES)
+    before, mask = (ctypes.c_ulong * (_MOST_NODES // 64))(), (ctypes.c_ulong * (_MOST_NODES // 64))()
+    mask[node // 64] = 1 << node % 64
+    known = not system_call(look, ctypes.byref(policy), before, most, None, ctypes.c_ulong(0))
+    if known:
+        system_call(change, _PREFERRED, mask, most)
     try:
         yield
     finally:
-        system_call(number, _DEFAULT, None, ctypes.c_ulong(0))
+        if known:
+            system_call(change, policy, before, most)
 
 
 def cores_by_node(system: Path = _SYSTEM) -> dict[int, set[int]]:

@@ -26,8 +26,8 @@ def with_common_dtype(config: EngineConfig, device: Device, ssd: Sequence[Path],
         return config
     store = config.store
     continued = [*store.folders, *store.folders_to_leave, *ssd] if store.resume else []
-    stored, kind = stored_dtype(continued), device.torch_device.type
-    return config.with_options(dtype=dtype_of_all(stored, kind, agreement.all_gather_object))
+    stored, name = stored_dtype(continued), str(device.torch_device)
+    return config.with_options(dtype=dtype_of_all(stored, name, agreement.all_gather_object))
 
 
 def check_io(config: EngineConfig, device: Device) -> None:

@@ -42,17 +42,17 @@ def _manifests(directories: Iterable[Path]) -> Iterator[dict[str, Any]]:
                 yield content
 
 
-def dtype_of_all(stored: str | None, device_type: str, all_gather_object: Callable[[Any], Any]) -> str:
+def dtype_of_all(stored: str | None, device: str, all_gather_object: Callable[[Any], Any]) -> str:
     """Return the dtype that all ranks compute in: what any has stored, else what is fastest on rank 0's device.
 
     Collective, as ``all_gather_object`` is. A node may have joined without a store.
     """
-    of_all = all_gather_object((stored, fastest_dtype(device_type)))
+    of_all = all_gather_object((stored, fastest_dtype(device)))
     return next((one for one, _ in of_all if one is not None), of_all[0][1])
 
 
 @functools.cache
-def fastest_dtype(device_type: str) -> str:
+def fastest_dtype(device: str) -> str:
     """Return the name of the dtype in which a device multiplies faster; of equals bf16, half as large.
 
     A CPU without AMX or AVX512-BF16 multiplies bf16 at a fifth of fp32's rate or less, one with AMX at eight times. It
@@ -61,11 +61,11 @@ def fastest_dtype(device_type: str) -> str:
     computed (a meta device, hardware that is only planned for) it is bf16, as on every GPU since 2020.
 
     Args:
-        device_type: of a ``torch.device``.
+        device: name of a ``torch.device``.
     """
-    if device_type == "cuda":
-        return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
-    if device_type != "cpu":
+    if device.startswith("cuda"):
+        return "bf16" if torch.cuda.get_device_capability(device) >= (8, 0) else "fp32"
+    if device != "cpu":
         return "bf16"
     seconds = dict.fromkeys(DTYPES, float("inf"))
     ones = {name: torch.ones(_SIDE, _SIDE, dtype=dtype) for name, dtype in DTYPES.items()}

@@ -120,6 +120,11 @@ class OpenRun:
     # -- one after the other --------------------------------------------------------------------------------------
 
     def _open_device(self, model: str | os.PathLike[str] | PreTrainedConfig, config: EngineConfig) -> None:
+        if torch.get_default_device().type != "cpu":
+            raise UserError(
+                f"PyTorch makes all tensors on {torch.get_default_device()}, and the engine needs some on the host: "
+                "open it outside of `with torch.device(...)`, and after torch.set_default_device(None)."
+            )
         store = config.store
         self._ssd, leaving = store.drives, store.drives_to_leave
         usable_directories([*self._ssd, *leaving])

@@ -198,9 +198,7 @@ class _Facade(PreTrainedModel):
 
     def _given(self, batch: dict[str, Any], outputs: tuple[str, ...]) -> TokenOutput:
         ask = self._streamed.reference if self._is_reference else self._streamed.tokens
-        # The engine computes in its own dtype, and its backward pass comes when a trainer's autocast is over.
-        with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
-            return ask(batch, outputs)
+        return ask(batch, outputs)
 
     # -- what a trainer asks of a model ---------------------------------------------------------------------------
 

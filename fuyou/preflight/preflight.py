@@ -103,7 +103,7 @@ def _prove(claim: Claim) -> None:
     key = claim.key(small)
     if read_cached(_KIND, key, FORMAT) is not None:
         return
-    with quietly(), seeded(0):
+    with quietly(), seeded(0), torch.autocast("cpu", enabled=False):
         _Proof(claim, small).run()
     write_cached(_KIND, key, FORMAT)
 

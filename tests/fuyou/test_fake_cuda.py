@@ -13,6 +13,7 @@ from common.models.meta_model import build_meta_model
 from fuyou.model.loss.cross_entropy import cross_entropy
 from fuyou.model.streamed_model import HOST_POSITIONS, StreamedModel
 from fuyou.pieces import grouped_experts
+from fuyou.runtime.compute.token_computation import TokenPass
 from tests.helpers.cuda_branch import cuda_branch
 from tests.helpers.fake_cuda import CUDA, fake_cuda
 from tests.helpers.models.families import FAMILIES, MIXED, family_config
@@ -66,6 +67,16 @@ def test_a_step_of_a_dense_model_waits_for_nothing(family: str, monkeypatch: pyt
         loss, _ = cross_entropy(logits, ids, on_cuda(torch.ones(())), False)
     assert calls.documents is documents is not None
     assert {hidden.device, logits.device, loss.device} == {CUDA}
+
+
+def test_what_a_callers_loss_is_made_of_is_uploaded_without_a_wait() -> None:
+    head = SimpleNamespace()
+    given = {"weights": torch.zeros(ROWS, TOKENS)}
+    passing = TokenPass(head, {}, ROWS, TOKENS, given, reference=False)  # type: ignore[arg-type]
+    passing.gradients = {"log_probs": torch.zeros(ROWS, TOKENS)}
+    with fake_cuda():
+        moved = [take(slice(0, 1), slice(0, 5), CUDA) for take in (passing.tokens, passing.gradients_of)]
+    assert [value.device for values in moved for value in values.values()] == [CUDA, CUDA]
 
 
 class AttentionCalls(TorchFunctionMode):

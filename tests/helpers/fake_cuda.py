@@ -34,6 +34,13 @@ class _Indexing(TorchFunctionMode):
             return _copy(target, new) if isinstance(new, torch.Tensor) else target.fill_(new)
         if func is torch.Tensor.copy_:
             return _copy(*args, **(kwargs or {}))
+        if (
+            func is torch.Tensor.to
+            and args[0].device.type == "cpu"
+            and CUDA in args
+            and not (kwargs or {}).get("non_blocking")
+        ):
+            raise RuntimeError("A copy to the device, for which the host waits.")
         if kwargs and kwargs.get("pin_memory"):
             kwargs = {**kwargs, "pin_memory": False}  # which a build for CPUs refuses
         return func(*args, **(kwargs or {}))

@@ -9,13 +9,24 @@ import torch.distributed as dist
 from cli.options.settings import Settings
 from cli.train.ranks.placement import Placement, place
 from cli.train.ranks.process import RankProcess
+from common.errors import UserError
 from common.hardware.machine import usable_gpus
 
 
 def device_of(settings: Settings, local_rank: int) -> torch.device:
-    """Return the device that this rank computes on, and make a GPU the current device."""
+    """Return the device that this rank computes on, and make a GPU the current device.
+
+    Raises:
+        UserError: this rank does not see its GPU.
+    """
     if settings.gpu == "cpu" or not usable_gpus():
         return torch.device("cpu")
+    count = torch.cuda.device_count()
+    if local_rank >= count:
+        raise UserError(
+            f"Rank {local_rank} of this node computes on GPU {local_rank}, and sees {count} GPUs: let every rank see "
+            "all of the node's (CUDA_VISIBLE_DEVICES, srun --gpu-bind), or start fewer ranks."
+        )
     torch.cuda.set_device(local_rank)
     return torch.device("cuda", local_rank)
 

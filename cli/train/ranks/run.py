@@ -42,7 +42,7 @@ def train_rank(settings: Settings, rank: RankProcess) -> None:
     switch = None if placement is None else placement.nodes_per_switch
     topology = Topology.from_environment(device=device, levels=levels, nodes_per_switch=switch)
     launches = check_same_command(settings, rank)
-    settings = with_dtype_of_all(settings, device.type, rank.restarted)
+    settings = with_dtype_of_all(settings, str(device), rank.restarted)
     job = _prepare(settings, rank, store)
     if placement is not None and rank.is_rank0 and not rank.restarted:
         print(f"nodes    {placement}", flush=True)

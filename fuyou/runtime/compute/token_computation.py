@@ -41,7 +41,7 @@ class TokenPass:
 
     def tokens(self, rows: slice, columns: slice, device: torch.device) -> dict[str, torch.Tensor]:
         """Return the caller's own tensors for a range of tokens, ``[n, ...]``."""
-        return {name: value[rows, columns].flatten(0, 1).to(device) for name, value in self._inputs.items()}
+        return _on_device(self._inputs, rows, columns, device)
 
     def put(self, reference: bool, rows: slice, columns: slice, made: Mapping[str, torch.Tensor]) -> None:
         """Note the numbers ``[n, ...]`` of a range of tokens."""
@@ -53,7 +53,13 @@ class TokenPass:
 
     def gradients_of(self, rows: slice, columns: slice, device: torch.device) -> dict[str, torch.Tensor]:
         """Return the gradients of a range of tokens, ``[n, ...]``."""
-        return {name: value[rows, columns].flatten(0, 1).to(device) for name, value in self.gradients.items()}
+        return _on_device(self.gradients, rows, columns, device)
+
+
+def _on_device(
+    values: Mapping[str, torch.Tensor], rows: slice, columns: slice, device: torch.device
+) -> dict[str, torch.Tensor]:
+    return {name: value[rows, columns].flatten(0, 1).to(device, non_blocking=True) for name, value in values.items()}
 
 
 def _empty(examples: Mapping[str, torch.Tensor], rows: int, positions: int) -> dict[str, torch.Tensor]:

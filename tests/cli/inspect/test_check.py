@@ -39,6 +39,7 @@ def test_a_good_machine_is_left_alone() -> None:
     (trouble(replace(MACHINE, huge_pages=False)), True, "Huge pages are off", "transparent_hugepage/enabled"),
     (trouble(replace(MACHINE, limit_bytes=8 << 30)), False, "allows 8 GiB of the machine's 64 GiB", "docker run"),
     (trouble(replace(MACHINE, gpu_obstacle="it is a stone")), True, "cannot be used: it is a stone", "fit together"),
+    (trouble(replace(MACHINE, is_wsl=True)), False, "In WSL2", "No Sysmem Fallback"),
     (trouble(gpu=None), False, "No NVIDIA GPU", "nvidia-smi"),
     (trouble(gpu=replace(GPU, link_width=8)), False, "uses 8 of 16 PCI Express lanes", "slot"),
     (trouble(gpu=replace(GPU, used_bytes=6 << 30)), False, "6 GiB of memory on NVIDIA", "--device-memory"),

@@ -1,7 +1,9 @@
 """Which processors a process is pinned to, on machines of which only /sys is there; and pinning itself."""
 
+import ctypes
 import multiprocessing
 import os
+import platform
 import threading
 from pathlib import Path
 
@@ -52,6 +54,33 @@ def test_machines_where_nothing_is_pinned(tmp_path: Path) -> None:
     assert numa.cores_for([None, 1], 0, set(range(16)), two) is None, "computes on the CPU"
     assert numa.cores_for([2], 0, set(range(16)), two) is None, "a node of memory alone"
     assert numa.cores_for([0], 0, set(range(16)), tmp_path / "none") is None, "not Linux, or hidden"
+
+
+def test_a_policy_of_the_users_holds_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As ``numactl`` sets it; in a thread, whose policy it is."""
+    call, bound = ctypes.CDLL(None, use_errno=True).syscall, 2
+    found: list[tuple[int, int]] = []
+
+    def policy() -> None:
+        mode, mask = ctypes.c_int(-1), (ctypes.c_ulong * 16)()
+        call(numa._MEMPOLICY[platform.machine()][1], ctypes.byref(mode), mask, ctypes.c_ulong(1024), None, 0)
+        found.append((mode.value, mask[0]))
+
+    def work() -> None:
+        mask = (ctypes.c_ulong * 16)(1)
+        if call(numa._MEMPOLICY[platform.machine()][0], bound, mask, ctypes.c_ulong(1024)):
+            return  # a container that does not let it
+        policy()
+        with numa.prefer(0):
+            policy()
+        policy()
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    if not found:
+        pytest.skip("the system sets no policies here")
+    assert found == [(bound, 1), (numa._PREFERRED, 1), (bound, 1)]
 
 
 def test_all_threads_are_pinned_and_torch_starts_no_more() -> None:

@@ -91,8 +91,9 @@ def test_what_multiplies_faster(monkeypatch: pytest.MonkeyPatch, bf16: float, ex
 
 @pytest.mark.parametrize("has_it", [True, False])
 def test_a_gpu_computes_in_bf16_if_it_can(monkeypatch: pytest.MonkeyPatch, has_it: bool) -> None:
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: has_it)
-    assert fastest_dtype.__wrapped__("cuda") == ("bf16" if has_it else "fp32")
+    capabilities = {"cuda:0": (7, 5), "cuda:1": (8, 9) if has_it else (7, 0)}
+    monkeypatch.setattr(torch.cuda, "get_device_capability", capabilities.get)
+    assert fastest_dtype.__wrapped__("cuda:1") == ("bf16" if has_it else "fp32")
 
 
 @pytest.mark.skipif(os.uname().machine != "x86_64", reason="oneDNN's names of instruction sets are x86's")

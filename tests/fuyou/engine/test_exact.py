@@ -12,6 +12,7 @@ from common.errors import UserError
 from tests.helpers.engines import (
     ONE_OF_EACH,
     OPTIONS,
+    ROWS,
     SCARCE,
     STEPS,
     TOKENS,
@@ -34,6 +35,20 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
         torch.manual_seed(1)
         AutoModelForCausalLM.from_config(config).save_pretrained(root / name)
     return root
+
+
+def test_a_callers_autocast_changes_nothing(checkpoints: Path, tmp_path: Path) -> None:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        trained = engine(checkpoints / "llama", directories(tmp_path, 1), "fp32")
+        twin = Twin(str(checkpoints / "llama"), bf16=False, max_grad_norm=None, **OPTIONS)
+    with trained:
+        (batch,) = batches(1, packed=False)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            out = trained(**batch)
+        out.loss.backward()
+        trained.step()
+        assert out.loss.item() == twin.step(batch, ROWS)
+        compare(trained, twin)
 
 
 # fp32 weights are not split nor rounded: what they add to bf16 does not depend on the family. More of it is below.

@@ -53,6 +53,11 @@ def test_death_of_the_optimizer_process_is_noticed_and_survived(
         assert train(engine, 2) == expected[2:]
 
 
+def test_a_default_device_is_refused(tmp_path: Path) -> None:
+    with torch.device("meta"), pytest.raises(UserError, match="makes all tensors on meta"):
+        small_engine(tmp_path)
+
+
 def test_a_bad_batch_is_refused_and_changes_nothing(
     tmp_path: Path, undisturbed: dict[float | None, list[float]]
 ) -> None:
