@@ -296,11 +296,10 @@ def run(
     environment = DeepSpeedEnvironment(work, say) if ZeroInfinity.name in names else None
     facts = {
         "command": shlex.join(["python", *sys.argv]),
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="minutes"),
-        "machine": describe_machine(),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="minutes"), "machine": describe_machine(),
         "disk": f"{format_bytes(shutil.disk_usage(options.ssd).free)} free in {options.ssd}",
         "versions": versions(environment),
-    }
+    }  # fmt: skip
     for key, value in facts.items():
         print(f"{key}: {value}")
     if environment:

@@ -332,12 +332,9 @@ def run(names: list[str], wanted: list[str], options: Options, work: Path, json_
     deepspeed = DeepSpeedEnvironment(work, say) if needs_deepspeed else None
     facts = {
         "command": shlex.join(["python", *sys.argv]),
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="minutes"),
-        "machine": describe_machine(),
-        "load": os.getloadavg()[0],
-        "versions": versions(deepspeed),
-        "environment": options.environment,
-    }
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="minutes"), "machine": describe_machine(),
+        "load": os.getloadavg()[0], "versions": versions(deepspeed), "environment": options.environment,
+    }  # fmt: skip
     for key, value in facts.items():
         print(f"{key}: {value}")
     if deepspeed:

@@ -128,15 +128,9 @@ class Worker:
         flops = workload.forward_flops + workload.backward_flops(checkpointing=False)
         computing = dataclasses.replace(computing, flops_per_second=flops / self._compute_seconds(case))
         cluster = PlannedCluster(
-            name="emulated",
-            title="",
-            levels=topology.levels,
-            device_memory_bytes=1 << 40,
-            host_memory_bytes=1 << 40,
-            rates=rates,
-            overlaps=False,
-            **vars(computing),
-        )
+            name="emulated", title="", levels=topology.levels, device_memory_bytes=1 << 40, host_memory_bytes=1 << 40,
+            rates=rates, overlaps=False, **vars(computing),
+        )  # fmt: skip
         strategies = [parse_strategy(name) for name in self.strategies]
         return plan(workload, cluster, strategies=strategies, checkpointing=False)
 
@@ -285,10 +279,8 @@ def time_table(results: Sequence[Result]) -> str:
     lines = ["| case | rate | strategy | step, s | predicted, s | off by |", "|---|---|---|---|---|---|"]
     verdicts, errors = [], []
     for case, rate in dict.fromkeys((result.case, result.rate) for result in results):
-        ranking = sorted(
-            (result for result in results if (result.case, result.rate) == (case, rate)),
-            key=lambda result: result.seconds,
-        )
+        same = (result for result in results if (result.case, result.rate) == (case, rate))
+        ranking = sorted(same, key=lambda result: result.seconds)
         for entry in ranking:
             assert entry.predicted_seconds is not None
             errors.append(abs(entry.predicted_seconds / entry.seconds - 1))
@@ -318,12 +310,9 @@ def draw(results: Sequence[Result], path: str) -> None:
         for colour, rate in zip(("C0", "C1", "C2"), dict.fromkeys(result.rate for result in results), strict=False):
             panel = [result for result in results if (result.case, result.rate) == (case, rate)]
             axes.scatter(
-                [result.seconds for result in panel],
-                [result.predicted_seconds or 0.0 for result in panel],
-                marker=marker,
-                color=colour,
-                label=f"{case}, {rate}",
-            )
+                [result.seconds for result in panel], [result.predicted_seconds or 0.0 for result in panel],
+                marker=marker, color=colour, label=f"{case}, {rate}",
+            )  # fmt: skip
     span = [min(result.seconds for result in results) / 1.3, max(result.seconds for result in results) * 1.3]
     axes.plot(span, span, color="grey", linewidth=1)
     axes.fill_between(span, [0.85 * value for value in span], [1.15 * value for value in span], color="grey", alpha=0.2)

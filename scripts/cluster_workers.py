@@ -27,12 +27,9 @@ _SET_RATE = "SET_RATE "
 
 
 def lead(
-    cluster: Cluster,
-    ranks: int,
-    script: str,
-    arguments: Sequence[str],
+    cluster: Cluster, ranks: int, script: str, arguments: Sequence[str],
     change_rate: Callable[[str], None] | None = None,
-) -> Iterator[Any]:
+) -> Iterator[Any]:  # fmt: skip
     """Start ``script`` as ``ranks`` ranks on each node, and yield what it reports.
 
     Args:
@@ -79,14 +76,9 @@ def llama_config(hidden: int, layers: int, vocabulary: int) -> Any:
     import transformers
 
     return transformers.LlamaConfig(
-        vocab_size=vocabulary,
-        hidden_size=hidden,
-        intermediate_size=hidden * 11 // 4,
-        num_hidden_layers=layers,
-        num_attention_heads=8,
-        num_key_value_heads=8,
-        use_cache=False,
-    )
+        vocab_size=vocabulary, hidden_size=hidden, intermediate_size=hidden * 11 // 4, num_hidden_layers=layers,
+        num_attention_heads=8, num_key_value_heads=8, use_cache=False,
+    )  # fmt: skip
 
 
 def make_model(config: Any, dtype: torch.dtype = torch.float32) -> Any:
@@ -101,10 +93,8 @@ def write_record(out: str | None, results: Sequence[Any], **facts: Any) -> None:
     """Keep ``results`` (dataclasses) and where they come from in the JSON file ``out``; None: nowhere."""
     if out is not None:
         body = {
-            **facts,
-            "date": time.strftime("%Y-%m-%d"),
-            "torch": torch.__version__,
+            **facts, "date": time.strftime("%Y-%m-%d"), "torch": torch.__version__,
             "machine": f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores",
             "results": [dataclasses.asdict(result) for result in results],
-        }
+        }  # fmt: skip
         Path(out).write_text(json.dumps(body, indent=1), encoding="utf-8")

@@ -95,12 +95,11 @@ def make_materials(folder: Path) -> None:
         for b in nouns
     ]
     files: dict[str, list[dict[str, Any]]] = {
-        "text": [{"text": text} for text in texts],
-        "chats": [{"messages": chat} for chat in chats],
+        "text": [{"text": text} for text in texts], "chats": [{"messages": chat} for chat in chats],
         "pairs": [{"prompt": f"{text} So", "chosen": " it is near.", "rejected": " it is far away."} for text in texts],
         "judged": [{"prompt": t, "completion": " Yes.", "label": i % 2 == 0} for i, t in enumerate(texts)],
         "labelled": [{"text": text, "label": nouns[i % 3]} for i, text in enumerate(texts)],
-    }
+    }  # fmt: skip
     for name, records in files.items():
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
 

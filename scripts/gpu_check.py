@@ -61,20 +61,10 @@ RESERVE_S = 25.0
 @click.option("--run-section", hidden=True)
 @click.option("--settings", "settings_text", hidden=True)
 def main(
-    ssd: str,
-    output: str,
-    device: str,
-    device_memory: str,
-    host_memory: str | None,
-    presets: tuple[str, ...],
-    batches: tuple[int, ...],
-    seq_len: int,
-    minutes: float,
-    sections: str | None,
-    quick: bool,
-    run_section: str | None,
+    ssd: str, output: str, device: str, device_memory: str, host_memory: str | None, presets: tuple[str, ...],
+    batches: tuple[int, ...], seq_len: int, minutes: float, sections: str | None, quick: bool, run_section: str | None,
     settings_text: str | None,
-) -> None:
+) -> None:  # fmt: skip
     if run_section is not None and settings_text is not None:
         sys.exit(section(run_section, Settings.from_json(settings_text)))
     settings = Settings(

@@ -203,12 +203,11 @@ class PeakMeter:
             + max(
                 [
                     self._shared + sum(min(change, 0) for change in shared),
-                    *(sample.shared for sample in now.values()),
-                    0,
+                    *(sample.shared for sample in now.values()), 0,
                 ]
             )
             + max([self._file + sum(min(change, 0) for change in file), *(item.file for item in now.values()), 0])
-        )
+        )  # fmt: skip
         most = least + sum(max(change, 0) for change in (*shared, *file))
         for pid, counters in now.items():
             last = self._last.get(pid)

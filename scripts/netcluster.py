@@ -149,12 +149,9 @@ class Cluster:
         """
         variables = dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME"), DEVICE)
         process: subprocess.Popen[str] = subprocess.Popen(  # type: ignore[call-overload]
-            ["ip", "netns", "exec", self.namespace(node), *command],
-            env={**os.environ, **variables, **environment},
-            start_new_session=True,
-            text=True,
-            **options,
-        )
+            ["ip", "netns", "exec", self.namespace(node), *command], env={**os.environ, **variables, **environment},
+            start_new_session=True, text=True, **options,
+        )  # fmt: skip
         self._processes.append(process)
         return process
 
@@ -163,11 +160,6 @@ class Cluster:
         for index in range(self.nodes) if node is None else [node]:
             for namespace, device in ((self.namespace(index), DEVICE), (self._switch, f"port{index}")):
                 _shape(namespace, device, rate_bits(rate))
-
-    def set_intra_node_rate(self, rate: str) -> None:
-        """Change what all ranks of a node together can send each other per second, in every node, from now on."""
-        for index in range(self.nodes):
-            _shape(self.namespace(index), "lo", rate_bits(rate))
 
     def set_link(self, node: int, up: bool) -> None:
         """Plug a node's cable in, or pull it out. The switch's end is taken: the node sees its carrier go."""
@@ -316,19 +308,11 @@ def rank_environments(cluster: Cluster, ranks: int) -> Iterator[tuple[int, dict[
     threads = thread_limit(cluster.nodes * ranks)
     for node in range(cluster.nodes):
         for local_rank in range(ranks):
-            yield (
-                node,
-                {
-                    "RANK": str(node * ranks + local_rank),
-                    "WORLD_SIZE": str(cluster.nodes * ranks),
-                    "LOCAL_RANK": str(local_rank),
-                    "LOCAL_WORLD_SIZE": str(ranks),
-                    "GROUP_RANK": str(node),
-                    "MASTER_ADDR": cluster.master_address,
-                    "MASTER_PORT": str(MASTER_PORT),
-                    **threads,
-                },
-            )
+            yield node, {
+                "RANK": str(node * ranks + local_rank), "WORLD_SIZE": str(cluster.nodes * ranks),
+                "LOCAL_RANK": str(local_rank), "LOCAL_WORLD_SIZE": str(ranks), "GROUP_RANK": str(node),
+                "MASTER_ADDR": cluster.master_address, "MASTER_PORT": str(MASTER_PORT), **threads,
+            }  # fmt: skip
 
 
 def node_environments(cluster: Cluster) -> Iterator[tuple[int, dict[str, str]]]:

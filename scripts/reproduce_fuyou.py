@@ -221,29 +221,18 @@ class PaperScheme:
         job = self.job
         inputs = self.layers + 3
         counts = replace(
-            DEVICE_BUFFERS,
-            device_activations=6,
-            host_activations=inputs if self.activations_on_host else 6,
+            DEVICE_BUFFERS, device_activations=6, host_activations=inputs if self.activations_on_host else 6,
             ssd_activations=0 if self.activations_on_host else inputs,
-        )
+        )  # fmt: skip
         largest = max(record.numel for record in job.shape.records)
         host = self.buffer_host_bytes
         if self.activations_on_host:
             host += inputs * self.activation_bytes + self.swap().nbytes
         return MemoryPlan(
-            counts,
-            Batch(job.rows, job.seq_len, job.rows),
-            _CHUNKS_PER_GROUP * self._groups,
-            largest,
-            self.activation_bytes,
-            0,
-            job.seq_len,
-            False,
-            False,
-            SAVED_BYTES * job.tokens * self.hidden,
-            self.device_bytes,
-            host,
-        )
+            counts, Batch(job.rows, job.seq_len, job.rows), _CHUNKS_PER_GROUP * self._groups, largest,
+            self.activation_bytes, 0, job.seq_len, False, False, SAVED_BYTES * job.tokens * self.hidden,
+            self.device_bytes, host,
+        )  # fmt: skip
 
     def simulate(self, swap: Swap | None = None, steps: int = 3) -> tuple[Simulation, StepList]:
         """Simulate consecutive steps; return also the tasks of the last one.
@@ -279,19 +268,11 @@ class PaperScheme:
         swap, memory = self.swap(), self.memory()
         simulation, tasks = self.simulate(swap)
         return RunPlan(
-            self.job,
-            self.machine,
-            memory=memory,
-            kept_activation_bytes=swap.nbytes,
-            step_seconds=simulation.step_seconds(),
-            busy=busy_seconds(tasks, self.rates),
-            tasks=tasks,
-            simulation=simulation,
-            saved_flops=swap.saved_flops,
-            ssd_bytes=self.ssd_bytes,
-            device_peak_bytes=memory.device_bytes,
-            host_peak_bytes=memory.host_bytes,
-        )
+            self.job, self.machine, memory=memory, kept_activation_bytes=swap.nbytes,
+            step_seconds=simulation.step_seconds(), busy=busy_seconds(tasks, self.rates), tasks=tasks,
+            simulation=simulation, saved_flops=swap.saved_flops, ssd_bytes=self.ssd_bytes,
+            device_peak_bytes=memory.device_bytes, host_peak_bytes=memory.host_bytes,
+        )  # fmt: skip
 
 
 class _Swapping:
@@ -393,17 +374,14 @@ THROUGHPUTS = (
     Throughput("gpt3-13b", "rtx-4090", 64, 156, "5.3; largest batch that 5.4 names"),
     Throughput("gpt3-175b", "a100-80g", 64, 173, "5.3; batch assumed as for 276B"),
     Throughput("gpt3-175b", "rtx-4090", 16, 86, "5.3; largest batch that 5.4 names"),
-    Throughput("gpt3-276b", "a100-80g", 64, 168, "5.3"),
-    Throughput("gpt3-412b", "a100-80g", 64, 163, "5.3"),
-)
+    Throughput("gpt3-276b", "a100-80g", 64, 168, "5.3"), Throughput("gpt3-412b", "a100-80g", 64, 163, "5.3"),
+)  # fmt: skip
 """The batches on an RTX 4090 agree with the evaluation data published with Ratel (ICDE 2025), as this paper was called
 later: 155.8 TFLOP/s at 64 and 86.9 at 16 on such a server. It has no data on an A100."""
 SIZES = (
-    ("rtx-4090", 128, "gpt3-65b"),
-    ("rtx-4090", 768, "gpt3-276b"),
-    ("a100-80g", 768, "gpt3-805b"),
+    ("rtx-4090", 128, "gpt3-65b"), ("rtx-4090", 768, "gpt3-276b"), ("a100-80g", 768, "gpt3-805b"),
     ("a100-80g", 384, None),
-)
+)  # fmt: skip
 """(GPU, host memory in GB, model): section 5.2. None: more than an RTX 4090 can there ("no less than 384 GB")."""
 OVERLAP = (
     ("gpt3-13b", 8, 1.09), ("gpt3-13b", 16, 1.25), ("gpt3-13b", 32, 1.38), ("gpt3-13b", 64, 1.22),

@@ -124,15 +124,10 @@ def paro_table_2() -> str:
     """Memory of the states, 16 of 64 bytes and so on; K = 12."""
     n, m, k, psi = 64, 8, 12, 7e9
     theirs = {
-        "zero1": (2, 2, k / n),
-        "zero2": (2, 2 / n, k / n),
-        "zero3": (2 / n, 2 / n, k / n),
-        "mics": (2 / m, 2 / m, k / m),
-        "zero++-exact": (2 / n + 2 / m, 2 / n, k / n),
-        "paro-igg": (2 / m, 2 / n, k / n),
-        "paro-iig": (2 / m, 2 / m, k / n),
-        "paro-nig": (2, 2 / m, k / n),
-    }
+        "zero1": (2, 2, k / n), "zero2": (2, 2 / n, k / n), "zero3": (2 / n, 2 / n, k / n),
+        "mics": (2 / m, 2 / m, k / m), "zero++-exact": (2 / n + 2 / m, 2 / n, k / n), "paro-igg": (2 / m, 2 / n, k / n),
+        "paro-iig": (2 / m, 2 / m, k / n), "paro-nig": (2, 2 / m, k / n),
+    }  # fmt: skip
     cluster = load_cluster("a100-ib").resized(PARO_LEVELS)
     rows = []
     for name, parts in theirs.items():
@@ -151,15 +146,13 @@ def paro_printed() -> dict[str, tuple[float, float]]:
     ring = (g * (n - 1) / n, (n - g) * (n - 1) / n)
     intra_node = n * (m - 1) / m
     return {
-        "zero1": (3 * ring[0], 3 * ring[1]),
-        "zero2": (ring[0] * (s + 1), ring[1] * (s + 1)),
+        "zero1": (3 * ring[0], 3 * ring[1]), "zero2": (ring[0] * (s + 1), ring[1] * (s + 1)),
         "zero3": (3 * s * ring[0], 3 * s * ring[1]),
         "mics": (2 * g / m * (g - 1), 3 * s * intra_node + 2 * (n - g) / m * (g - 1)),
         "zero++-exact": (2 * s * ring[0], 2 * s * ring[1] + s * intra_node),
         "paro-igg": (n * s / m * (g - 1) + n * s / n * (g - 1), 3 * s * intra_node),
-        "paro-iig": (2.0 * (g - 1), 3 * s * intra_node),
-        "paro-nig": (2.0 * (g - 1), 2 * intra_node),
-    }
+        "paro-iig": (2.0 * (g - 1), 3 * s * intra_node), "paro-nig": (2.0 * (g - 1), 2 * intra_node),
+    }  # fmt: skip
 
 
 def paro_table_3() -> str:
@@ -218,10 +211,9 @@ Where the printed table slips (section 3.3's text and equation 1 agree with ours
 # AMSP
 
 AMSP_TABLE_IV = {
-    "llama-7b": ("1x1/1x1/8x1", 8, False),
-    "llama-13b": ("4x1/4x1/8x1", 8, False),
+    "llama-7b": ("1x1/1x1/8x1", 8, False), "llama-13b": ("4x1/4x1/8x1", 8, False),
     "llama-30b": ("8x1/8x1/8x4", 32, True),
-}
+}  # fmt: skip
 """Its choice, the smallest cluster of its figures, and whether it recomputes activations (VI-A4)."""
 
 
@@ -246,14 +238,9 @@ def amsp_plan(model: str, gpus: int, objective: Objective) -> StrategyPlan:
     cluster = load_cluster("a800-hdr").resized(levels)
     workload = Workload.of_model(load_config(model)[0], seq_len=4096, micro_batches=1024 // gpus)
     return plan(
-        replace(workload, sum_bytes=2),
-        cluster,
-        strategies=amsp_space(levels),
-        objective=objective,
-        checkpointing=AMSP_TABLE_IV[model][2],
-        select_and_drop=True,
-        overlap_spread=False,
-    )
+        replace(workload, sum_bytes=2), cluster, strategies=amsp_space(levels), objective=objective,
+        checkpointing=AMSP_TABLE_IV[model][2], select_and_drop=True, overlap_spread=False,
+    )  # fmt: skip
 
 
 def amsp_uniform(model: str, smallest: int) -> tuple[Estimate, Estimate, float, float]:
@@ -360,13 +347,12 @@ def topo_memory() -> str:
     ranks = FRONTIER_TWO_NODES.world_size
     workload = Workload(20e9, 20e9, blocks=44)
     theirs = {
-        "zero1": ("1x1", "1x1", "8x2", 2.0, 2.0),
-        "zero2": ("1x1", "8x2", "8x2", 2.0, 2 / ranks),
+        "zero1": ("1x1", "1x1", "8x2", 2.0, 2.0), "zero2": ("1x1", "8x2", "8x2", 2.0, 2 / ranks),
         "zero3": ("8x2", "8x2", "8x2", 2 / ranks, 2 / ranks),
         "zero++": ("8x2", "8x2", "8x2", 2 / ranks + 2 / 8, 2 / ranks),
         "zero-topo": ("2x1", "8x1", "8x2", 2 / 2 + 1 / 2, 2 / 8),
         "zero-topo-8": ("2x1", "8x1", "8x2", 2 / 2 + 1 / 8, 2 / 8),
-    }
+    }  # fmt: skip
     rows = []
     for name, (p, g, os, weights, gradients) in theirs.items():
         counted = states([PRESETS[name]], workload, cluster)[0]
@@ -391,11 +377,9 @@ def topo_volumes() -> str:
     d = FRONTIER_TWO_NODES.world_size
     part: Callable[[int], float] = lambda ranks: (ranks - 1) / ranks  # noqa: E731
     theirs = {
-        "zero3": (part(d), part(d), part(d)),
-        "zero++": (part(d) / 2, part(8) / 2, part(d) / 4),
-        "zero-topo": (part(2) / 2, part(2) / 2, part(8) / 4),
-        "zero-topo-8": (part(2) / 2, part(8) / 2, part(8) / 4),
-    }
+        "zero3": (part(d), part(d), part(d)), "zero++": (part(d) / 2, part(8) / 2, part(d) / 4),
+        "zero-topo": (part(2) / 2, part(2) / 2, part(8) / 4), "zero-topo-8": (part(2) / 2, part(8) / 2, part(8) / 4),
+    }  # fmt: skip
     rows = []
     for name, printed in theirs.items():
         counted = states([PRESETS[name]], Workload(1e9, 1e9, blocks=44), cluster)[0]
@@ -472,17 +456,13 @@ def fcdp_volumes() -> str:
     levels = Levels((8, 2))
     cluster = load_cluster("a800-hdr").resized(levels)
     theirs = {
-        "ZeRO-3": (110.25, 103.48),
-        "ZeRO++": (108.18, 0.1),
-        "FCDP-Sched": (108.18, 0.1),
-        "FCDP-Comm": (0.06, 0.1),
-    }
+        "ZeRO-3": (110.25, 103.48), "ZeRO++": (108.18, 0.1), "FCDP-Sched": (108.18, 0.1), "FCDP-Comm": (0.06, 0.1),
+    }  # fmt: skip
     presets = {
-        "ZeRO-3": PRESETS["zero3"],
-        "ZeRO++": replace(PRESETS["zero++-exact"], ring="flat"),
+        "ZeRO-3": PRESETS["zero3"], "ZeRO++": replace(PRESETS["zero++-exact"], ring="flat"),
         "FCDP-Sched": replace(parse_strategy("G/G/G+host+second"), ring="flat"),
         "FCDP-Comm": parse_strategy("I/G/G+host"),
-    }
+    }  # fmt: skip
     rows = []
     base: dict[float, float] = {}
     for name, (forward, backward) in theirs.items():
@@ -509,16 +489,9 @@ def fcdp_volumes() -> str:
 
 
 SECTIONS: tuple[Callable[[], str], ...] = (
-    paro_table_1,
-    paro_table_2,
-    paro_table_3,
-    amsp_table_iv,
-    topo_memory,
-    topo_volumes,
-    topo_largest,
-    fcdp_memory,
+    paro_table_1, paro_table_2, paro_table_3, amsp_table_iv, topo_memory, topo_volumes, topo_largest, fcdp_memory,
     fcdp_volumes,
-)
+)  # fmt: skip
 
 if __name__ == "__main__":
     print("\n".join(section() for section in SECTIONS))

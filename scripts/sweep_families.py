@@ -165,9 +165,8 @@ _MEANING = {
     "refused": "The engine stops with this sentence before anything is written.",
     "untrainable": "Transformers' own code does not train it in memory, from token ids alone.",
     "wrong": "Other numbers, without an error. There must be none.",
-    "crash": "Another error than a refusal. There must be none.",
-    "hang": "Not done in time. There must be none.",
-}
+    "crash": "Another error than a refusal. There must be none.", "hang": "Not done in time. There must be none.",
+}  # fmt: skip
 
 
 if __name__ == "__main__":

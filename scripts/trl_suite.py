@@ -30,14 +30,9 @@ def environment(folder: Path) -> dict[str, str]:
     """Return the environment of processes that find the stand-ins, and nothing else."""
     paths = os.pathsep.join((str(SCRIPTS), str(SCRIPTS.parent), os.environ.get("PYTHONPATH", "")))
     return {
-        **os.environ,
-        "PYTHONPATH": paths,
-        "HF_HOME": str(folder),
-        "HF_HUB_OFFLINE": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-        "OMP_NUM_THREADS": "1",
-        "PYTHONWARNINGS": "ignore",
-    }
+        **os.environ, "PYTHONPATH": paths, "HF_HOME": str(folder), "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore",
+    }  # fmt: skip
 
 
 def make_stand_ins(trl_folder: Path, folder: Path) -> None:

@@ -45,13 +45,9 @@ def test_refuses_somebody_elses_common(tmp_path: Path, package: str, kind: str) 
         "sys.meta_path.append(Hook)\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", f"{hook}import {package}"],
-        env={**os.environ, "PYTHONPATH": str(tmp_path)},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
+        [sys.executable, "-c", f"{hook}import {package}"], env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        cwd=tmp_path, capture_output=True, text=True, timeout=240,
+    )  # fmt: skip
     assert done.returncode == 1
     last = done.stderr.strip().splitlines()[-1]
     found = foreign.parent if kind == "folder" else foreign
@@ -62,12 +58,9 @@ def test_refuses_somebody_elses_common(tmp_path: Path, package: str, kind: str) 
 @pytest.mark.parametrize("package", ["fuyou", "fcdp"])
 def test_accepts_its_own_common_from_any_directory(tmp_path: Path, package: str) -> None:
     subprocess.run(
-        [sys.executable, "-c", f"import {package}"],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        cwd=tmp_path,
-        check=True,
-        timeout=400,
-    )
+        [sys.executable, "-c", f"import {package}"], env={**os.environ, "PYTHONPATH": str(ROOT)}, cwd=tmp_path,
+        check=True, timeout=400,
+    )  # fmt: skip
 
 
 def test_every_source_folder_is_a_package_that_gets_installed() -> None:

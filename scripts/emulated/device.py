@@ -274,14 +274,9 @@ def install() -> None:
     prove, run = opening.prove_once, RankHandlers._run
 
     def timed_computation(
-        steps: Steps,
-        tasks: StepList,
-        batch: TrainingBatch,
-        micro: list[dict[str, torch.Tensor]],
-        labels: int,
-        start_time: float,
-        *passing: Any,
-    ) -> StepComputation | TimedComputation:
+        steps: Steps, tasks: StepList, batch: TrainingBatch, micro: list[dict[str, torch.Tensor]], labels: int,
+        start_time: float, *passing: Any,
+    ) -> StepComputation | TimedComputation:  # fmt: skip
         device, plane = steps._run.device, steps._run.runtime.plane
         if not isinstance(device, EmulatedDevice):
             return computation(steps, tasks, batch, micro, labels, start_time, *passing)
@@ -330,17 +325,8 @@ def _parts_of(shape: ModelLayout, flops_per_second: float, tokens: int) -> PartT
     block = shape.active_parameters(shape.largest_block) * tokens / flops_per_second
     head = shape.records[shape.head].parameter_count * tokens / flops_per_second
     return PartTimes(
-        measured_tokens=tokens,
-        matmul_flops_per_second=flops_per_second,
-        embed_forward_seconds=0.0,
-        block_forward_seconds=2 * block,
-        block_backward_seconds=6 * block,
-        kept_forward_seconds=0.0,
-        kept_backward_seconds=0.0,
-        kept_bytes=0,
-        block_finish_seconds=0.0,
-        head_seconds=6 * head,
-        head_forward_seconds=2 * head,
-        embed_backward_seconds=0.0,
-        operators=(),
-    )
+        measured_tokens=tokens, matmul_flops_per_second=flops_per_second, embed_forward_seconds=0.0,
+        block_forward_seconds=2 * block, block_backward_seconds=6 * block, kept_forward_seconds=0.0,
+        kept_backward_seconds=0.0, kept_bytes=0, block_finish_seconds=0.0, head_seconds=6 * head,
+        head_forward_seconds=2 * head, embed_backward_seconds=0.0, operators=(),
+    )  # fmt: skip

@@ -50,16 +50,13 @@ class Case:
 
 
 CASES = (
-    Case("packed chats", resumed=True),
-    Case("LoRA with dropout", (*LORA, "--lora-dropout", "0.2"), resumed=True),
+    Case("packed chats", resumed=True), Case("LoRA with dropout", (*LORA, "--lora-dropout", "0.2"), resumed=True),
     Case("cuDNN deprioritized, as on a 4090", environment={"TORCH_CUDNN_SDPA_DEPRIORITIZED": "1"}, cuda=True),
-    Case("blocks in pieces", ("--piece-size", "256KiB")),
-    Case("int8", (*LORA, "--frozen-dtype", "int8")),
-    Case("nf4", (*LORA, "--frozen-dtype", "nf4")),
-    Case("FP8", LORA, "fp8"),
+    Case("blocks in pieces", ("--piece-size", "256KiB")), Case("int8", (*LORA, "--frozen-dtype", "int8")),
+    Case("nf4", (*LORA, "--frozen-dtype", "nf4")), Case("FP8", LORA, "fp8"),
     Case("kvikio", ("--io", "kvikio", "--host-cache", "0"), cuda=True),
     Case("device memory at its limit", ("--device-memory", "320MiB", "--batch-size", "64"), cuda=True),
-)
+)  # fmt: skip
 
 
 def run(check: Check) -> None:

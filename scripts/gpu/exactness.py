@@ -77,14 +77,11 @@ def cases(quick: bool) -> list[Case]:
         Case("clipped, resumed", "llama", micro_batch=3, clip=0.5, break_after=3),
         Case("speculation, resumed", "llama", micro_batch=3, clip=1.2, clip_by="speculation", break_after=3),
         Case(
-            "speculation, one buffer of each kind",
-            "llama-tied",
-            counts={**SCARCE, **ONE_OF_EACH},
-            clip=0.5,
+            "speculation, one buffer of each kind", "llama-tied", counts={**SCARCE, **ONE_OF_EACH}, clip=0.5,
             clip_by="speculation",
         ),
         Case("hidden 512, resumed", "llama-512", micro_batch=3, break_after=3, **larger),
-    ]
+    ]  # fmt: skip
     families = [
         Case(f"{family} {dtype}", family, dtype=dtype, micro_batch=micro)
         for dtype, micro in (("fp32", 3), ("bf16", 1))
@@ -213,13 +210,11 @@ def _differences(one: Outcome, other: Outcome) -> dict[str, Any]:
     masters = [float((one.masters[name] - other.masters[name]).abs().max()) for name in other.masters]
     return {
         "equal": one.losses == other.losses and not any(masters) and one.masters.keys() == other.masters.keys(),
-        "losses_equal": sum(a == b for a, b in zip(one.losses, other.losses, strict=True)),
-        "steps": len(other.losses),
+        "losses_equal": sum(a == b for a, b in zip(one.losses, other.losses, strict=True)), "steps": len(other.losses),
         "loss": max(abs(a - b) / abs(b) for a, b in zip(one.losses, other.losses, strict=True)),
-        "norm": max(abs(a - b) / abs(b) for a, b in zip(one.norms, other.norms, strict=True)),
-        "master": max(masters),
+        "norm": max(abs(a - b) / abs(b) for a, b in zip(one.norms, other.norms, strict=True)), "master": max(masters),
         "last_loss": one.losses[-1],
-    }
+    }  # fmt: skip
 
 
 def batches(case: Case) -> list[dict[str, torch.Tensor]]:

@@ -96,11 +96,6 @@ class Check:
     def cuda(self) -> bool:
         return self.settings.device.startswith("cuda")
 
-    def need_cuda(self) -> None:
-        """Raises Skip where the device is the CPU."""
-        if not self.cuda:
-            raise Skip("no CUDA")
-
     def note(self, **values: Any) -> None:
         """Keep figures."""
         self.data.update(values)

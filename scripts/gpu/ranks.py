@@ -252,9 +252,8 @@ def measure_load(topology: fcdp.Topology, width: int) -> dict[str, float]:
         return 10 * nbytes / (time.perf_counter() - began)
 
     result = {
-        "bytes": float(nbytes),
-        "load": rate(lambda: share.load(column, topology.node, None)),
+        "bytes": float(nbytes), "load": rate(lambda: share.load(column, topology.node, None)),
         "pinned_copy": rate(lambda: target.copy_(pinned, non_blocking=True)),
-    }
+    }  # fmt: skip
     sharding.close()
     return result

@@ -58,9 +58,7 @@ def analyse(events: Iterable[Event], largest: int = 10) -> dict[str, Any]:
         "copying_us": sum(stop - start for start, stop in copies),
         "largest": [
             {
-                "at_us": gap["at"] - begin,
-                "length_us": gap["length"],
-                "after": _name(gap["after"]),
+                "at_us": gap["at"] - begin, "length_us": gap["length"], "after": _name(gap["after"]),
                 "before": _name(gap["before"]),
                 "copying": _overlap((gap["at"], gap["at"] + gap["length"]), copies) / gap["length"],
                 "host": _longest_call((gap["at"], gap["at"] + gap["length"]), calls),
@@ -68,7 +66,7 @@ def analyse(events: Iterable[Event], largest: int = 10) -> dict[str, Any]:
             for gap in worst
         ],
         "longest_kernels": _longest_kernels(ours),
-    }
+    }  # fmt: skip
 
 
 def _span(event: Event) -> tuple[float, float]:

@@ -113,14 +113,9 @@ def _attend(
                 token = torch.arange(q.shape[2], device=query.device)
                 mask = (token <= token[:, None]) & (token > token[:, None] - window)
             attended = nn.functional.scaled_dot_product_attention(
-                q,
-                k,
-                v,
-                mask,
-                is_causal=mask is None,
-                scale=options.get("scaling"),
+                q, k, v, mask, is_causal=mask is None, scale=options.get("scaling"),
                 enable_gqa=key.shape[1] != query.shape[1],
-            )
+            )  # fmt: skip
             pieces.append(attended[:, :, : end - start].transpose(1, 2))
         rows.append(torch.cat(pieces, 1))
     return torch.cat(rows), None

@@ -94,12 +94,8 @@ def entries(largest_parameter: int) -> dict[str, Entry]:
             on_ssd=True,
         ),
         Entry(
-            "zero-infinity",
-            "peers.deepspeed_offload",
-            "DeepSpeed ZeRO-3, parameters and optimizer on SSD",
-            zero_infinity(largest_parameter, pipeline=False),
-            deepspeed=True,
-            on_ssd=True,
+            "zero-infinity", "peers.deepspeed_offload", "DeepSpeed ZeRO-3, parameters and optimizer on SSD",
+            zero_infinity(largest_parameter, pipeline=False), deepspeed=True, on_ssd=True,
         ),
         Entry(
             "zero-infinity-pipelined",
@@ -130,5 +126,5 @@ def entries(largest_parameter: int) -> dict[str, Entry]:
             "PyTorch FSDP2 with CPUOffloadPolicy, fp32 shards, bf16 computation",
             bytes_per_parameter=18,
         ),
-    ]
+    ]  # fmt: skip
     return {entry.name: entry for entry in every}

@@ -18,12 +18,9 @@ VERSION = "0.19.8"
 """The release whose settings in :mod:`peers.contenders` were tried."""
 
 work_option = click.option(
-    "--work",
-    type=click.Path(file_okay=False, path_type=Path),
-    default=Path("~/.cache/bench-peers"),
-    show_default=True,
+    "--work", type=click.Path(file_okay=False, path_type=Path), default=Path("~/.cache/bench-peers"), show_default=True,
     help="Folder of DeepSpeed's environment; it is kept.",
-)
+)  # fmt: skip
 """The command-line option that says where the environment is."""
 
 _BUILD = """
@@ -50,10 +47,9 @@ class DeepSpeedEnvironment:
         self.version = VERSION
         self.python = folder / "venv" / "bin" / "python"
         self.variables = {
-            "DS_ACCELERATOR": "cpu",
-            "TORCH_EXTENSIONS_DIR": str(folder / "extensions"),
+            "DS_ACCELERATOR": "cpu", "TORCH_EXTENSIONS_DIR": str(folder / "extensions"),
             "PATH": f"{self.python.parent}{os.pathsep}{os.environ.get('PATH', '')}",
-        }
+        }  # fmt: skip
         """What its processes need in their environment."""
         done = folder / "complete"
         versions = f"deepspeed {VERSION}, torch {_plain(torch.__version__)}, transformers {transformers.__version__}"

@@ -20,11 +20,9 @@ def configuration(task: contender.Task) -> dict[str, Any]:
     if device == "nvme":
         where["nvme_path"] = task.directory
     zero = {
-        "stage": 3,
-        "offload_optimizer": {**where, **settings.get("offload_optimizer", {})},
-        "offload_param": {**where, **settings.get("offload_param", {})},
-        **settings.get("zero", {}),
-    }
+        "stage": 3, "offload_optimizer": {**where, **settings.get("offload_optimizer", {})},
+        "offload_param": {**where, **settings.get("offload_param", {})}, **settings.get("zero", {}),
+    }  # fmt: skip
     return {
         "train_micro_batch_size_per_gpu": task.rows,
         "gradient_accumulation_steps": 1,

@@ -24,10 +24,9 @@ def main() -> None:
     mesh = init_device_mesh("cpu", (1,))
     model = contender.build_model(task.config(), torch.float32)
     options: dict[str, Any] = {
-        "mesh": mesh,
-        "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+        "mesh": mesh, "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
         "offload_policy": CPUOffloadPolicy(pin_memory=task.settings.get("pin_memory", False)),
-    }
+    }  # fmt: skip
     for block in model.get_submodule("transformer.h").children():
         fully_shard(block, **options)
     fully_shard(model, **options)

@@ -57,16 +57,9 @@ class Contender:
     """
 
     def __init__(
-        self,
-        python: Path,
-        module: str,
-        task: Task,
-        environment: Mapping[str, str],
-        *,
-        prefix: Sequence[str] = (),
-        timeout_s: float = 900.0,
-        watch: bool = True,
-    ):
+        self, python: Path, module: str, task: Task, environment: Mapping[str, str], *, prefix: Sequence[str] = (),
+        timeout_s: float = 900.0, watch: bool = True,
+    ):  # fmt: skip
         self._timeout = timeout_s
         self._processes: list[psutil.Process] = []
         self._looked = 0.0

@@ -69,13 +69,10 @@ def main() -> None:
 
         plan = engine.memory_plan
         facts = {
-            "parameters": engine.parameters,
-            "host_memory": budget,
-            "micro_rows": plan.batch.micro_rows,
-            "baseline_bytes": engine.host_baseline_bytes,
-            "host_blocks": plan.counts.host_blocks,
+            "parameters": engine.parameters, "host_memory": budget, "micro_rows": plan.batch.micro_rows,
+            "baseline_bytes": engine.host_baseline_bytes, "host_blocks": plan.counts.host_blocks,
             "resident_records": len(plan.resident),
-        }
+        }  # fmt: skip
         contender.serve(task, train_step, facts)
 
 

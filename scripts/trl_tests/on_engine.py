@@ -62,15 +62,9 @@ class Engines:
         ssd.mkdir()
         model.save_pretrained(checkpoint)
         engine = fuyou.Engine(
-            checkpoint,
-            ssd=[ssd],
-            host_memory=HOST_MEMORY,
-            device_memory=DEVICE_MEMORY,
-            device="cpu",
-            adapters=adapters,
-            dtype=DTYPES.get(model.dtype, str(model.dtype).removeprefix("torch.")),
-            **options,
-        )
+            checkpoint, ssd=[ssd], host_memory=HOST_MEMORY, device_memory=DEVICE_MEMORY, device="cpu",
+            adapters=adapters, dtype=DTYPES.get(model.dtype, str(model.dtype).removeprefix("torch.")), **options,
+        )  # fmt: skip
         return self._open.enter_context(engine)
 
 
@@ -126,12 +120,9 @@ def _replace(kind: type, given: dict[str, Any], args: Any, engines: Engines) -> 
     if kind is trl.RewardTrainer:  # as it does itself, when the engine is there already
         _name_padding(model, getattr(given["processing_class"], "tokenizer", given["processing_class"]), args)
     common: dict[str, Any] = {
-        "lr": args.learning_rate,
-        "weight_decay": args.weight_decay,
-        "max_grad_norm": args.max_grad_norm or None,
-        "betas": (args.adam_beta1, args.adam_beta2),
-        "eps": args.adam_epsilon,
-    }
+        "lr": args.learning_rate, "weight_decay": args.weight_decay, "max_grad_norm": args.max_grad_norm or None,
+        "betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon,
+    }  # fmt: skip
     routed = hasattr(model.config.get_text_config(), "output_router_logits")
     if routed and getattr(args, "router_aux_loss_coef", 0) != 0:  # None, too: the family's own coefficient
         common["router_loss"] = "on"

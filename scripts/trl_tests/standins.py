@@ -27,34 +27,20 @@ ORGANIZATION = "trl-internal-testing"
 REVISION = "0" * 40
 VOCABULARY = 1024
 TEMPLATES = {
-    "CohereLabs/aya": "cohere",
-    "CohereLabs/tiny-aya": "cohere2",
-    "deepseek-ai/DeepSeek-R1": "deepseekv3",
-    "google/gemma-": "gemma",
-    "zai-org/GLM-4.5": "glm4moe",
-    "openai/gpt-oss": "gptoss",
-    "LiquidAI/LFM2-": "lfm2",
-    "LiquidAI/LFM2.5": "lfm2_2_5",
-    "meta-llama/Meta-Llama-3-": "llama3",
-    "meta-llama/Llama-3.1": "llama3_1",
-    "meta-llama/Llama-3.2": "llama3_2",
-    "nvidia/NVIDIA-Nemotron-3-Nano": "nemotron_3_nano",
-    "microsoft/Phi-3-": "phi3",
-    "microsoft/Phi-3.5": "phi3_5",
-    "Qwen/Qwen2.5": "qwen2_5",
-    "Qwen/Qwen3-": "qwen3",
+    "CohereLabs/aya": "cohere", "CohereLabs/tiny-aya": "cohere2", "deepseek-ai/DeepSeek-R1": "deepseekv3",
+    "google/gemma-": "gemma", "zai-org/GLM-4.5": "glm4moe", "openai/gpt-oss": "gptoss", "LiquidAI/LFM2-": "lfm2",
+    "LiquidAI/LFM2.5": "lfm2_2_5", "meta-llama/Meta-Llama-3-": "llama3", "meta-llama/Llama-3.1": "llama3_1",
+    "meta-llama/Llama-3.2": "llama3_2", "nvidia/NVIDIA-Nemotron-3-Nano": "nemotron_3_nano", "microsoft/Phi-3-": "phi3",
+    "microsoft/Phi-3.5": "phi3_5", "Qwen/Qwen2.5": "qwen2_5", "Qwen/Qwen3-": "qwen3",
     "Qwen/Qwen3-4B-Instruct-2507": "qwen3_instruct_2507",
-}
+}  # fmt: skip
 """TRL's chat template of a model, by how the model's name on the Hub begins; the longest beginning counts."""
 ENDS = {"qwen": "<|im_end|>", "lfm2": "<|im_end|>", "llama3": "<|eot_id|>", "gptoss": "<|return|>", "phi3": "<|end|>"}
 """Token that ends a text, by how the name of the template begins; ``</s>`` for all others."""
 FAMILIES = {
-    "Qwen/Qwen2.5": "qwen2",
-    "Qwen/Qwen3-30B": "qwen3_moe",
-    "Qwen/Qwen3-": "qwen3",
-    "EleutherAI/": "gpt_neox",
+    "Qwen/Qwen2.5": "qwen2", "Qwen/Qwen3-30B": "qwen3_moe", "Qwen/Qwen3-": "qwen3", "EleutherAI/": "gpt_neox",
     "meta-llama/": "llama",
-}
+}  # fmt: skip
 """Families whose configuration TRL's programs load from the Hub, by how the model's name begins."""
 _SPECIAL = re.compile(r"<\|?[a-z_]+\|?>|<｜[^｜]+｜>")
 

@@ -19,16 +19,13 @@ def test_suggests_the_nearest_name_or_nothing() -> None:
     assert did_you_mean("llama-7b", []) == ""
 
 
-@pytest.mark.parametrize(
-    ("written", "keywords"),
-    [
-        ("Lower --host-memory, or --lora-rank 4.", "Lower host_memory, or rank 4."),
-        ("add --resume to continue, or --overwrite", "add resume=True to continue, or overwrite=True"),
-        ("--gpu cpu: see finetune --profile (--drop-long)", "device cpu: see finetune --profile (truncate=False)"),
-        ("`docker run --memory 4g`, or --io posix", "`docker run --memory 4g`, or io posix"),
-        ("three -- four --5 a--b", "three -- four --5 a--b"),
-    ],
-)
+@pytest.mark.parametrize(("written", "keywords"), [
+    ("Lower --host-memory, or --lora-rank 4.", "Lower host_memory, or rank 4."),
+    ("add --resume to continue, or --overwrite", "add resume=True to continue, or overwrite=True"),
+    ("--gpu cpu: see finetune --profile (--drop-long)", "device cpu: see finetune --profile (truncate=False)"),
+    ("`docker run --memory 4g`, or --io posix", "`docker run --memory 4g`, or io posix"),
+    ("three -- four --5 a--b", "three -- four --5 a--b"),
+])  # fmt: skip
 def test_options_are_named_as_whoever_reads_gives_them(
     written: str, keywords: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,12 +15,9 @@ from fuyou.optimizer.clipping import ClipBy
 
 def test_groups_and_names_alone_say_the_same() -> None:
     grouped = EngineConfig(
-        store=StoreConfig(ssd=["a", "b"], run_name="tuned"),
-        optimizer=OptimizerConfig(lr=1e-4, max_grad_norm=1.0),
-        memory=MemoryConfig(host_cache="1MiB"),
-        weights=WeightsConfig(trainable=["head.*"]),
-        seed=3,
-    )
+        store=StoreConfig(ssd=["a", "b"], run_name="tuned"), optimizer=OptimizerConfig(lr=1e-4, max_grad_norm=1.0),
+        memory=MemoryConfig(host_cache="1MiB"), weights=WeightsConfig(trainable=["head.*"]), seed=3,
+    )  # fmt: skip
     named = EngineConfig.of(
         ssd=["a", "b"], run_name="tuned", lr=1e-4, max_grad_norm=1.0, host_cache="1MiB", trainable=["head.*"], seed=3
     )
@@ -57,24 +54,21 @@ def test_unknown_and_missing_options_are_those_of_the_engine() -> None:
         fuyou.Engine("llama-10m", EngineConfig.of(ssd=["a"]), lr=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"micro_batch": 0}, "micro_batch must be positive, not 0."),
-        ({"commit_every": 0}, "commit_every must be positive, not 0."),
-        ({"deferred_fraction": 1.5}, "deferred_fraction must be positive, not 1.5."),
-        ({"lr": -1.0}, "lr must be a finite number"),
-        ({"clip_by": "luck"}, "clip_by must be auto, deferral or speculation"),
-        ({"on_nonfinite": "hope"}, "on_nonfinite is stop or skip"),
-        ({"dtype": torch.float32}, "dtype must be bf16 or fp32, not torch.float32"),
-        ({"adapters": {"r": 8}}, "adapters takes a peft configuration or a directory, not a dict"),
-        ({"trainable": "model.*"}, r"trainable takes a list of names: trainable=\['model"),
-        ({"batch_shape": "4,32"}, "batch_shape takes .sequences, tokens., two positive integers, not '4,32'"),
-        ({"batch_shape": (0, 32)}, "batch_shape takes"),
-        ({"run_name": "a/b"}, "run_name is the name of a folder in each directory of ssd, not 'a/b'"),
-        ({"run_name": ".."}, "run_name"),
-    ],
-)
+@pytest.mark.parametrize(("options", "message"), [
+    ({"micro_batch": 0}, "micro_batch must be positive, not 0."),
+    ({"commit_every": 0}, "commit_every must be positive, not 0."),
+    ({"deferred_fraction": 1.5}, "deferred_fraction must be positive, not 1.5."),
+    ({"lr": -1.0}, "lr must be a finite number"),
+    ({"clip_by": "luck"}, "clip_by must be auto, deferral or speculation"),
+    ({"on_nonfinite": "hope"}, "on_nonfinite is stop or skip"),
+    ({"dtype": torch.float32}, "dtype must be bf16 or fp32, not torch.float32"),
+    ({"adapters": {"r": 8}}, "adapters takes a peft configuration or a directory, not a dict"),
+    ({"trainable": "model.*"}, r"trainable takes a list of names: trainable=\['model"),
+    ({"batch_shape": "4,32"}, "batch_shape takes .sequences, tokens., two positive integers, not '4,32'"),
+    ({"batch_shape": (0, 32)}, "batch_shape takes"),
+    ({"run_name": "a/b"}, "run_name is the name of a folder in each directory of ssd, not 'a/b'"),
+    ({"run_name": ".."}, "run_name"),
+])  # fmt: skip
 def test_impossible_values_are_refused_before_anything_is_opened(options: dict, message: str) -> None:
     with pytest.raises(UserError, match=message):
         fuyou.Engine("no such model", ssd=["/no/such/drive"], **options)

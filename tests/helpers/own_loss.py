@@ -40,13 +40,10 @@ def numbers_of(logits: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Te
     log_softmax, targets = logits.float().log_softmax(-1), functional.pad(labels, (0, 1), value=-100)[:, 1:]
     taken = log_softmax.gather(-1, targets.clamp(min=0).unsqueeze(-1)).squeeze(-1)
     return {
-        "log_probs": taken.masked_fill(targets == -100, 0.0),
-        "entropy": -(log_softmax.exp() * log_softmax).sum(-1),
-        "mean_log_probs": log_softmax.mean(-1),
-        "log_z": logits.float().logsumexp(-1),
-        "log_sum_sq_probs": logits.float().softmax(-1).square().sum(-1).log(),
-        "is_top1": logits.argmax(-1) == targets,
-    }
+        "log_probs": taken.masked_fill(targets == -100, 0.0), "entropy": -(log_softmax.exp() * log_softmax).sum(-1),
+        "mean_log_probs": log_softmax.mean(-1), "log_z": logits.float().logsumexp(-1),
+        "log_sum_sq_probs": logits.float().softmax(-1).square().sum(-1).log(), "is_top1": logits.argmax(-1) == targets,
+    }  # fmt: skip
 
 
 def kto(numbers: dict[str, torch.Tensor], reference: torch.Tensor | None) -> torch.Tensor:

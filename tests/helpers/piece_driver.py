@@ -106,13 +106,9 @@ class PieceDriver:
         return [run.result() for run in runs]
 
     def backward(
-        self,
-        hidden: Sequence[torch.Tensor],
-        calls: Sequence[BlockCalls],
-        gradients: Sequence[torch.Tensor],
-        piece_by_piece: bool = True,
-        random_state: tuple[torch.Tensor, ...] | None = None,
-    ) -> list[torch.Tensor]:
+        self, hidden: Sequence[torch.Tensor], calls: Sequence[BlockCalls], gradients: Sequence[torch.Tensor],
+        piece_by_piece: bool = True, random_state: tuple[torch.Tensor, ...] | None = None,
+    ) -> list[torch.Tensor]:  # fmt: skip
         """Gradients of the micro-batches' inputs; those of weights add up in :attr:`gradients`."""
         leaves = [states.detach().requires_grad_() for states in hidden]
 

@@ -447,28 +447,12 @@ class Machine:
 
 
 def build(
-    layers: int,
-    tied: bool,
-    counts: BufferCounts,
-    script: list[tuple[str, int, bool]],
-    *,
-    defer: float = 0.0,
-    hold: bool | None = None,
-    single_slot: bool = False,
-    slot: int = 0,
-    precision: Precision = BF16,
-    resident: int = 0,
-    saving_layers: Collection[int] = (),
-    frozen: bool = False,
-    cuts: Mapping[int, Cut] | None = None,
-    share: Share = ALONE,
-    speculate: bool = False,
-    defer_all: Collection[int] = (),
-    own: Collection[int] = (),
-    reference: bool = False,
-    together: int | None = None,
-    direct_reads: bool = False,
-) -> Program:
+    layers: int, tied: bool, counts: BufferCounts, script: list[tuple[str, int, bool]], *, defer: float = 0.0,
+    hold: bool | None = None, single_slot: bool = False, slot: int = 0, precision: Precision = BF16, resident: int = 0,
+    saving_layers: Collection[int] = (), frozen: bool = False, cuts: Mapping[int, Cut] | None = None,
+    share: Share = ALONE, speculate: bool = False, defer_all: Collection[int] = (), own: Collection[int] = (),
+    reference: bool = False, together: int | None = None, direct_reads: bool = False,
+) -> Program:  # fmt: skip
     """Ask a scheduler for ``script``: (``train`` | ``eval`` | ``flush``, micro-batches, commit), as an engine does.
 
     With ``speculate`` every step is committed, and those that would not be are clipped instead. Steps in ``defer_all``

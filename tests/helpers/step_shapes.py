@@ -160,13 +160,9 @@ class Computation:
 
 
 def computations(
-    shape: ModelLayout,
-    micro: int,
-    train: bool,
-    own_loss: bool = False,
-    reference: bool = False,
+    shape: ModelLayout, micro: int, train: bool, own_loss: bool = False, reference: bool = False,
     together: int | None = None,
-) -> Iterator[Computation]:
+) -> Iterator[Computation]:  # fmt: skip
     """Yield all computations of a step, in order; with a loss of the caller's own, and maybe a reference.
 
     ``together``: micro-batches that go forward through a block in pieces together.

@@ -10,7 +10,6 @@ from typing import Any
 
 import psutil
 import pytest
-import torch
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
@@ -19,7 +18,6 @@ import bench_max_model  # noqa: E402
 import bench_peers  # noqa: E402
 import peers.runner  # noqa: E402
 from peers.contender import Task  # noqa: E402
-from peers.contenders import Entry  # noqa: E402
 from peers.drive import DriveRates, measure_drive  # noqa: E402
 from peers.runner import Contender, ContenderFailedError, Step  # noqa: E402
 
@@ -89,19 +87,6 @@ def test_one_that_hangs_is_ended_with_its_children(tmp_path: Path) -> None:
     with pytest.raises(ContenderFailedError, match="time limit: no ready within 2 s"):
         Contender(Path(sys.executable), "hangs", tiny(tmp_path), {"PYTHONPATH": str(tmp_path)}, timeout_s=2)
     assert not [one for one in psutil.process_iter(["cmdline"]) if "97531" in (one.info["cmdline"] or [])]
-
-
-def test_tokens_are_the_same_for_all_and_differ_by_step(tmp_path: Path) -> None:
-    task = tiny(tmp_path)
-    assert torch.equal(task.tokens(1), tiny(tmp_path, host_memory=1).tokens(1))
-    assert not torch.equal(task.tokens(1), task.tokens(2))
-    assert task.tokens(1).shape == (2, 24)
-
-
-def test_bounds() -> None:
-    rates = DriveRates(read=2e9, write=1e9)
-    assert rates.seconds_together(4e9, 1e9) == 2.0
-    assert rates.seconds_apart(4e9, 1e9) == 3.0
 
 
 def test_the_drive_is_measured_and_left_clean(tmp_path: Path) -> None:
@@ -184,10 +169,3 @@ def test_the_climb_goes_on_above_what_a_smaller_cap_allowed() -> None:
     assert small.stopped is not None and small.stopped.problem == "killed by the cap"
     assert large.largest is not None and large.largest.rung.layers == 4
     assert large.stopped is None
-
-
-def test_entries_have_distinct_names_and_modules_that_exist() -> None:
-    for name, entry in bench_peers.entries(1000).items():
-        assert isinstance(entry, Entry)
-        assert name == entry.name
-        assert (ROOT / "scripts" / Path(*entry.module.split("."))).with_suffix(".py").exists()

@@ -28,18 +28,15 @@ def test_parts_of_the_specification() -> None:
     assert (paced.throttle.read_bytes_per_second, paced.throttle.write_bytes_per_second) == (3e9, 2e9)
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("emulated:tflops=165", "lacks memory, link"),
-        ("emulated:", "not understood"),
-        ("emulated:tflops=fast,memory=1GiB,link=1GB/s", "tflops=fast"),
-        ("emulated:tflops=0,memory=1GiB,link=1GB/s", "more than nothing"),
-        ("emulated:tflops=1,memory=1GiB,link=1GB/s,ssd_read=1GB/s", "one of the two SSD rates"),
-        ("emulated:tflops=1,memory=1GiB,link=1GB/s,drives=3", "drives=3"),
-        ("emulated:tflops=1,memory=lots,link=1GB/s", "not a size"),
-    ],
-)
+@pytest.mark.parametrize(("text", "message"), [
+    ("emulated:tflops=165", "lacks memory, link"),
+    ("emulated:", "not understood"),
+    ("emulated:tflops=fast,memory=1GiB,link=1GB/s", "tflops=fast"),
+    ("emulated:tflops=0,memory=1GiB,link=1GB/s", "more than nothing"),
+    ("emulated:tflops=1,memory=1GiB,link=1GB/s,ssd_read=1GB/s", "one of the two SSD rates"),
+    ("emulated:tflops=1,memory=1GiB,link=1GB/s,drives=3", "drives=3"),
+    ("emulated:tflops=1,memory=lots,link=1GB/s", "not a size"),
+])  # fmt: skip
 def test_specifications_that_cannot_be_read(text: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
         EmulatedSpec.parse(text)

@@ -8,7 +8,6 @@ import time
 from collections.abc import Iterator
 
 import memory_meter
-import psutil
 import pytest
 from memory_meter import PeakMeter, proportional_set_bytes
 
@@ -75,13 +74,6 @@ def two() -> Iterator[tuple[Child, Child, int]]:
     first.end()
     second.end()
     os.close(fd)
-
-
-def test_agrees_with_psutil(child: Child) -> None:
-    child.tell("private", 30 * MIB)
-    assert proportional_set_bytes([child.pid]) == pytest.approx(
-        psutil.Process(child.pid).memory_full_info().pss, abs=MIB
-    )
 
 
 def test_private_memory_counts_in_full_and_the_dead_count_nothing(two: tuple[Child, Child, int]) -> None:
@@ -155,19 +147,6 @@ def test_a_process_that_comes_and_goes_counts_while_it_is_there() -> None:
     assert 30 * MIB - SLACK <= meter.peak_bytes - meter.baseline_bytes <= 30 * MIB + own + SLACK
 
 
-def test_costs_little() -> None:
-    held = bytes(range(256)) * (2 * MIB)  # 512 MiB in small pages, most likely
-    with PeakMeter(lambda: [os.getpid()]) as meter:
-        shares = []
-        for _ in range(3):  # the least of them: other work on the machine makes each look costlier
-            time.sleep(0.1)
-            cpu, wall = time.process_time(), time.perf_counter()
-            time.sleep(0.5)
-            shares.append((time.process_time() - cpu) / (time.perf_counter() - wall))
-    assert meter.baseline_bytes > len(held)
-    assert min(shares) < 0.06, "meant to be under 0.03; the rest is for a busy machine"
-
-
 def test_starts_afresh_and_stops_twice() -> None:
     meter = PeakMeter(lambda: [os.getpid()])
     meter.stop()
@@ -181,8 +160,3 @@ def test_starts_afresh_and_stops_twice() -> None:
     meter.stop()
     meter.stop()
     assert first - meter.peak_bytes == pytest.approx(50 * MIB, abs=SLACK)
-
-
-def test_no_processes_hold_nothing() -> None:
-    with PeakMeter(list) as meter:
-        assert meter.sample() == meter.baseline_bytes == meter.peak_bytes == 0

@@ -75,15 +75,12 @@ def test_overlapping_the_optimizer_helps(model: TrainingJob) -> None:
     assert 1.05 < apart / together < 2
 
 
-@pytest.mark.parametrize(
-    ("gpu", "host", "fits", "too_large"),
-    [
-        ("rtx-4090", 128, "gpt3-65b", "gpt3-135b"),
-        ("rtx-4090", 768, "gpt3-276b", "gpt3-412b"),
-        ("a100-80g", 768, "gpt3-805b", None),
-        ("a100-80g", 384, "gpt3-412b", "gpt3-805b"),
-    ],
-)
+@pytest.mark.parametrize(("gpu", "host", "fits", "too_large"), [
+    ("rtx-4090", 128, "gpt3-65b", "gpt3-135b"),
+    ("rtx-4090", 768, "gpt3-276b", "gpt3-412b"),
+    ("a100-80g", 768, "gpt3-805b", None),
+    ("a100-80g", 384, "gpt3-412b", "gpt3-805b"),
+])  # fmt: skip
 def test_largest_models_of_section_5_2(gpu: str, host: int, fits: str, too_large: str | None) -> None:
     on = presets(gpu, host)
     assert PaperScheme(describe_training(fits, 1, 1024), on).missing() == ()

@@ -25,13 +25,10 @@ def test_only_what_passes_in_memory_counts(tmp_path: Path) -> None:
     done = CliRunner().invoke(main, [str(tmp_path), str(tmp_path), "--only", "report"])
     assert done.exit_code == 0
     assert done.output.splitlines() == [
-        "sft: 0 pass in memory; on the engine none",
-        "dpo: 2 pass in memory; on the engine 1 passed, 1 refused",
-        "kto: 0 pass in memory; on the engine none",
-        "reward: 0 pass in memory; on the engine none",
-        "1 refused: Leave it out.",
-        "in memory: 2 passed, 1 skipped",
-    ]
+        "sft: 0 pass in memory; on the engine none", "dpo: 2 pass in memory; on the engine 1 passed, 1 refused",
+        "kto: 0 pass in memory; on the engine none", "reward: 0 pass in memory; on the engine none",
+        "1 refused: Leave it out.", "in memory: 2 passed, 1 skipped",
+    ]  # fmt: skip
     findings(tmp_path / "engine.jsonl", {"dpo_trainer.py::a": ("failed", "TypeError")})
     done = CliRunner().invoke(main, [str(tmp_path), str(tmp_path), "--only", "report"])
     assert done.exit_code == 1 and "on the engine 1 failed, 1 not run" in done.output

@@ -70,19 +70,16 @@ def test_the_table_is_aligned() -> None:
     assert "SSDs, 2 directories" in table(PROFILE, 2)
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (("--profile", "--resume"), "--profile trains nothing and cannot be combined with --resume"),
-        (("--profile", "--demo"), "cannot be combined with --demo"),
-        (("--profile", "--trace", "x.json"), "cannot be combined with --trace"),
-        (("--profile", "--ssd", "nowhere"), "no directory nowhere"),
-        (("--profile", "--model", "gpt3-1.4b"), "gpt3-1.3b"),
-        (("--profile", "--gpu", "cpu", "--host-memory", "1MiB", "--model", "llama-10m"), "--host-memory of at least"),
-        (("--demo", "--trace", "x.json"), "--demo brings everything with it"),
-        (("--model", "llama-10m", "--gpu", "cpu", "--trace", "."), "--trace . is a directory"),
-    ],
-)
+@pytest.mark.parametrize(("words", "message"), [
+    (("--profile", "--resume"), "--profile trains nothing and cannot be combined with --resume"),
+    (("--profile", "--demo"), "cannot be combined with --demo"),
+    (("--profile", "--trace", "x.json"), "cannot be combined with --trace"),
+    (("--profile", "--ssd", "nowhere"), "no directory nowhere"),
+    (("--profile", "--model", "gpt3-1.4b"), "gpt3-1.3b"),
+    (("--profile", "--gpu", "cpu", "--host-memory", "1MiB", "--model", "llama-10m"), "--host-memory of at least"),
+    (("--demo", "--trace", "x.json"), "--demo brings everything with it"),
+    (("--model", "llama-10m", "--gpu", "cpu", "--trace", "."), "--trace . is a directory"),
+])  # fmt: skip
 def test_what_does_not_go(finetune: Finetune, words: tuple[str, ...], message: str) -> None:
     check(finetune(*words), 2, message)
 

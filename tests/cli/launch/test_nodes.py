@@ -332,12 +332,8 @@ def test_ranks_that_torchrun_starts(checkpoint: Path, data: Path, tmp_path: Path
 
 def slurm(**more: str) -> dict[str, str]:
     step = {
-        "STEP_NODELIST": "127.0.0.[1-2]",
-        "STEP_NUM_NODES": "2",
-        "STEP_NUM_TASKS": "2",
-        "JOB_ID": "7",
-        "STEP_ID": "1",
-    }
+        "STEP_NODELIST": "127.0.0.[1-2]", "STEP_NUM_NODES": "2", "STEP_NUM_TASKS": "2", "JOB_ID": "7", "STEP_ID": "1",
+    }  # fmt: skip
     return {f"SLURM_{name}": value for name, value in (step | more).items()}
 
 

@@ -49,21 +49,18 @@ def test_the_largest_model(finetune: Finetune) -> None:
     assert not json.loads(larger.out)["fits"]
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (("--plan", *SERVER), "--max-model"),
-        (("--plan", *SERVER, "--model", "gpt3-13b", "--max-model"), "leave --model out"),
-        (("--plan", "--gpu", "4090", "--drive", "p5150", "--model", "gpt3-13b"), "no drive preset"),
-        (("--plan", "--drive", "p5510", "--model", "gpt3-13b"), "name the GPU as well"),
-        (("--plan", "--ssds", 2, "--model", "gpt3-13b"), "name it with --drive"),
-        (("--plan", "--gpu", "4090", "--model", "gpt3-13b"), "--drive NAME --ssds N"),
-        (("--plan", *SERVER, "--model", "gpt3-13b", "--data", "x.jsonl"), "no data file 'x.jsonl'"),
-        (("--plan", *SERVER, "--model", "llama-10m", "--overwrite"), "cannot be combined with --overwrite"),
-        (("--json", "--model", "gpt3-13b"), "Only --plan reads --json"),
-        (("--plan", *SERVER, "--model", "gpt3-13b", "--network", "25Gbit/s"), "--network connects several nodes"),
-    ],
-)
+@pytest.mark.parametrize(("words", "message"), [
+    (("--plan", *SERVER), "--max-model"),
+    (("--plan", *SERVER, "--model", "gpt3-13b", "--max-model"), "leave --model out"),
+    (("--plan", "--gpu", "4090", "--drive", "p5150", "--model", "gpt3-13b"), "no drive preset"),
+    (("--plan", "--drive", "p5510", "--model", "gpt3-13b"), "name the GPU as well"),
+    (("--plan", "--ssds", 2, "--model", "gpt3-13b"), "name it with --drive"),
+    (("--plan", "--gpu", "4090", "--model", "gpt3-13b"), "--drive NAME --ssds N"),
+    (("--plan", *SERVER, "--model", "gpt3-13b", "--data", "x.jsonl"), "no data file 'x.jsonl'"),
+    (("--plan", *SERVER, "--model", "llama-10m", "--overwrite"), "cannot be combined with --overwrite"),
+    (("--json", "--model", "gpt3-13b"), "Only --plan reads --json"),
+    (("--plan", *SERVER, "--model", "gpt3-13b", "--network", "25Gbit/s"), "--network connects several nodes"),
+])  # fmt: skip
 def test_mistakes(finetune: Finetune, words: tuple[object, ...], message: str) -> None:
     outcome = finetune(*words)
     assert outcome.status == 2 and message in outcome.err and outcome.out == ""

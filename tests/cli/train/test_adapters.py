@@ -12,19 +12,8 @@ from tests.cli.conftest import Finetune
 from tests.helpers.command.messages import check
 
 COMMON = (
-    "--batch-size",
-    4,
-    "--seq-len",
-    32,
-    "--gpu",
-    "cpu",
-    "--dtype",
-    "fp32",
-    "--lr",
-    "1e-2",
-    "--schedule",
-    "constant",
-)
+    "--batch-size", 4, "--seq-len", 32, "--gpu", "cpu", "--dtype", "fp32", "--lr", "1e-2", "--schedule", "constant",
+)  # fmt: skip
 
 
 def held_out(output: Path) -> list[float]:

@@ -80,22 +80,15 @@ def evaluations(output: Path) -> dict[int, float]:
 
 
 RUNS: dict[str, tuple[str, str, tuple[Any, ...]]] = {  # model, objective, options
-    "full": ("llama", "sft", ()),
     "full of a bf16 checkpoint": ("bf16", "sft", ()),
-    "merged": ("llama", "sft", (*ATTENTION, "--merge")),
     "merged into a bf16 checkpoint": ("bf16", "sft", (*ATTENTION, "--merge")),
     "merged nf4": ("llama", "sft", (*ATTENTION, "--merge", "--frozen-dtype", "nf4")),
-    "merged int8": ("llama", "sft", (*ATTENTION, "--merge", "--frozen-dtype", "int8")),
-    "merged tied embedding": ("tied", "sft", (*LORA, "q_proj", "embed_tokens", "--merge")),
     "merged tied head": ("tied", "sft", (*LORA, "q_proj", "lm_head", "--merge")),
     "merged tied embedding and head": ("tied", "sft", (*LORA, "embed_tokens", "lm_head", "--merge")),
     "merged whole head": ("tied", "sft", ("--peft-config", "head.json", "--merge")),
     "merged rows": ("tied", "sft", ("--peft-config", "rows.json", "--merge")),
     "merged experts": ("mixture", "sft", (*LORA, "all-linear", "--merge")),
-    "experts": ("mixture", "sft", ()),
     "classifier": ("llama", "classify", ()),
-    "merged classifier": ("llama", "classify", (*ATTENTION, "--merge")),
-    "reward": ("llama", "reward", ()),
     "merged reward": ("llama", "reward", (*ATTENTION, "--merge")),
     "ranks in memory": ("llama", "sft", ()),
     "ranks in memory, merged tied head": ("tied", "sft", (*LORA, "q_proj", "lm_head", "--merge")),
@@ -126,20 +119,8 @@ def test_exports_evaluate_to_what_the_run_evaluated(
         file = tmp_path / f"{objective}.jsonl"
         file.write_text("".join(json.dumps(record) + "\n" for record in records))
         data = ("--data", file, "--eval-data", file, "--objective", objective, "--seq-len", 64, "--batch-size", 2)
-        steps = (
-            "--steps",
-            4,
-            "--lr",
-            "1e-2",
-            "--save-every",
-            2,
-            "--eval-every",
-            2,
-            "--chat-template",
-            "zephyr",
-            "--dtype",
-            "fp32",
-        )
+        steps = ("--steps", 4, "--lr", "1e-2", "--save-every", 2, "--eval-every", 2, "--dtype", "fp32")
+        steps = (*steps, "--chat-template", "zephyr")
         where = RANKS if ranks else ALONE
         done = finetune("--model", models[model], *data, *steps, *where, *options, "--output", output)
         assert done.status == 0, (name, done.err)

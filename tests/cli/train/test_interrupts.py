@@ -30,17 +30,14 @@ sys.exit(interrupts.status())
 """
 
 
-@pytest.mark.parametrize(
-    ("number", "how", "status", "said"),
-    [
-        (signal.SIGINT, "ends", 130, "put in order"),
-        (signal.SIGTERM, "ends", 143, "put in order"),
-        (signal.SIGHUP, "ends", 129, "put in order"),
-        (signal.SIGTERM, "hangs", 143, "stopped at once, after 0 s. To continue: this"),
-        (signal.SIGHUP, "hangs", 129, "stopped at once, after 0 s. To continue: this"),
-        (signal.SIGHUP, "nohup", 3, "not heard"),
-    ],
-)
+@pytest.mark.parametrize(("number", "how", "status", "said"), [
+    (signal.SIGINT, "ends", 130, "put in order"),
+    (signal.SIGTERM, "ends", 143, "put in order"),
+    (signal.SIGHUP, "ends", 129, "put in order"),
+    (signal.SIGTERM, "hangs", 143, "stopped at once, after 0 s. To continue: this"),
+    (signal.SIGHUP, "hangs", 129, "stopped at once, after 0 s. To continue: this"),
+    (signal.SIGHUP, "nohup", 3, "not heard"),
+])  # fmt: skip
 def test_a_signal_ends_a_run_in_order_or_in_time(number: signal.Signals, how: str, status: int, said: str) -> None:
     began = time.monotonic()
     done = subprocess.run(

@@ -42,8 +42,9 @@ def test_a_pass_that_is_killed(
     """In its pass, while its file is written, and in the second step."""
     data, report = tmp_path / "data.jsonl", tmp_path / "report.json"
     data.write_text("".join(json.dumps(record) + "\n" for record in PAIRS))
-    words += ("--model", str(checkpoint), "--data", str(data), "--gpu", "cpu", "--host-memory", "600MiB")
-    words += ("--lr", "1e-2")
+    words += (
+        "--model", str(checkpoint), "--data", str(data), "--gpu", "cpu", "--host-memory", "600MiB", "--lr", "1e-2",
+    )  # fmt: skip
     words += ("--dtype", "fp32", "--batch-size", "3", "--steps", "3", "--no-save", "--report", str(report))
     words += ("--objective", "dpo")
     assert finetune(*words, "--output", "whole").status == 0

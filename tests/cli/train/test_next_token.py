@@ -35,12 +35,9 @@ def in_memory(checkpoint: Path, data: Path, cache: Path) -> tuple[list[float], t
     return losses, model
 
 
-@pytest.mark.parametrize("micro", ["1", "4"])
-def test_a_run_is_what_it_is_in_memory(
-    micro: str, checkpoint: Path, data: Path, finetune: Finetune, tmp_path: Path
-) -> None:
+def test_a_run_is_what_it_is_in_memory(checkpoint: Path, data: Path, finetune: Finetune, tmp_path: Path) -> None:
     common = ("--model", checkpoint, "--data", data, *PLACE, "--batch-size", "4", "--seq-len", "32")
-    common = (*common, "--micro-batch", micro, "--steps", str(STEPS))
+    common = (*common, "--micro-batch", "2", "--steps", str(STEPS))
     done = finetune(*common, "--output", tmp_path / "out", "--report", tmp_path / "report.json", "--eval-data", data)
     assert done.status == 0, done.err
     losses, model = in_memory(checkpoint, data, tmp_path / "cache")

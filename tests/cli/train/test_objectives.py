@@ -75,13 +75,9 @@ class Classes(Trainer):
 
 
 def with_trl(
-    objective: str,
-    model: nn.Module,
-    tokenizer: Any,
-    records: list[dict[str, Any]],
-    folder: Path,
+    objective: str, model: nn.Module, tokenizer: Any, records: list[dict[str, Any]], folder: Path,
     reference_path: str | Path,
-) -> Trainer:
+) -> Trainer:  # fmt: skip
     """Train in memory; the model is changed."""
     data, optimizers = in_our_order(records), (adamw(model), None)
     given: dict[str, Any] = {"train_dataset": data, "processing_class": tokenizer, "optimizers": optimizers}
@@ -112,9 +108,7 @@ def with_trl(
 LORA, PREFERRED = ("--lora-rank", "4"), ("rewards/accuracies", "rewards/chosen", "rewards/margins", "logps/rejected")
 KTO = "--beta", "0.3"
 CASES = {
-    "dpo": (PAIRS, ("--beta", "0.3"), PREFERRED),
     "dpo in pieces": (PAIRS, ("--beta", "0.3", "--piece-size", "16KiB", *LORA), PREFERRED),
-    "kto": (ANSWERS, KTO, ("rewards/chosen", "rewards/margins", "kl")),
     "kto with adapters": (ANSWERS, (*KTO, *LORA), ("rewards/chosen", "rewards/margins", "kl")),
     "reward": (MARGINS, (), ("accuracy", "margin", "mean_reward")),
     "reward with adapters": (MARGINS, LORA, ("accuracy", "margin", "mean_reward")),
@@ -122,13 +116,10 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize(
-    ("objective", "micro"),
-    [
-        ("dpo", "16"), ("dpo in pieces", "4"), ("kto", "4"),
-        ("kto with adapters", "16"), ("reward", "4"), ("reward with adapters", "16"), ("classify", "2"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("objective", "micro"), [
+    ("dpo in pieces", "4"), ("kto with adapters", "16"), ("reward", "4"), ("reward with adapters", "16"),
+    ("classify", "2"),
+])  # fmt: skip
 @pytest.mark.slow
 def test_a_run_is_what_trl_trains_in_memory(
     objective: str, micro: str, checkpoint: Path, finetune: Finetune, tmp_path: Path
@@ -191,14 +182,11 @@ def test_a_run_that_goes_on_is_the_same_run(
     assert all(torch.equal(value, others[name]) for name, value in weights.items())
 
 
-@pytest.mark.parametrize(
-    ("records", "objective", "message"),
-    [
-        (TEXTS[:1], "classify", "learns to tell at least two classes apart"),
-        (PAIRS, "kto", None),
-        (ANSWERS, "reward", "a pair has chosen and rejected"),
-    ],
-)
+@pytest.mark.parametrize(("records", "objective", "message"), [
+    (TEXTS[:1], "classify", "learns to tell at least two classes apart"),
+    (PAIRS, "kto", None),
+    (ANSWERS, "reward", "a pair has chosen and rejected"),
+])  # fmt: skip
 def test_data_of_another_kind(
     records: list[dict[str, Any]], objective: str, message: str | None, checkpoint: Path, finetune: Finetune,
     tmp_path: Path,

@@ -157,17 +157,14 @@ def test_a_plan_counts_the_reference(finetune: Finetune) -> None:
     assert "each batch of the data passes forward once before the first step" in " ".join(shown.out.split())
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (("--objective", "dpo"), "give --data with prompt, chosen and rejected"),
-        (("--beta", "0.2"), "--beta is not known to --objective sft: it is for dpo or kto"),
-        (("--beta", "0", "--objective", "dpo"), "it must be more than 0, not 0"),
-        (("--objective", "dpo", *LORA, "--nodes", "1", "--data", "."), "does not go with --nodes in memory"),
-        (("--objective", "ipo"), "'ipo' is not one of 'sft', 'pretrain', 'dpo', 'kto', 'reward', 'classify'"),
-        (("--objective", "dpo", "--reference", "DIR"), "This version no longer has --reference."),
-    ],
-)
+@pytest.mark.parametrize(("words", "message"), [
+    (("--objective", "dpo"), "give --data with prompt, chosen and rejected"),
+    (("--beta", "0.2"), "--beta is not known to --objective sft: it is for dpo or kto"),
+    (("--beta", "0", "--objective", "dpo"), "it must be more than 0, not 0"),
+    (("--objective", "dpo", *LORA, "--nodes", "1", "--data", "."), "does not go with --nodes in memory"),
+    (("--objective", "ipo"), "'ipo' is not one of 'sft', 'pretrain', 'dpo', 'kto', 'reward', 'classify'"),
+    (("--objective", "dpo", "--reference", "DIR"), "This version no longer has --reference."),
+])  # fmt: skip
 def test_what_is_not_there_is_refused(
     words: tuple[str, ...], message: str, checkpoint: Path, finetune: Finetune
 ) -> None:

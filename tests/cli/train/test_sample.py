@@ -43,13 +43,7 @@ def expected(checkpoint: Path, kind: str, chat: bool = True) -> str:
 
 @pytest.mark.parametrize(
     ("kind", "words", "fits"),
-    [
-        ("full", (), True),
-        ("full", (), False),
-        ("adapters", LORA, True),
-        ("adapters", LORA, False),
-        ("merged", (*LORA, "--merge"), True),
-    ],
+    [("full", (), True), ("full", (), False), ("adapters", LORA, False), ("merged", (*LORA, "--merge"), True)],
 )
 def test_prints_what_the_saved_model_generates(
     kind: str, words: tuple[Any, ...], fits: bool, finetune: Finetune, checkpoint: Path, data: Path,
@@ -98,14 +92,11 @@ def test_ctrl_c_ends_the_sample_alone(
     assert "\nsample   stopped; the result is saved\n" in trained(finetune, checkpoint, data)
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (("--no-save",), "--sample generates with the saved result: leave --no-save out."),
-        (("--objective", "classify"), "--sample generates text, which a model of --objective classify cannot"),
-        (("--objective", "reward"), "--sample generates text, which a model of --objective reward cannot"),
-    ],
-)
+@pytest.mark.parametrize(("words", "message"), [
+    (("--no-save",), "--sample generates with the saved result: leave --no-save out."),
+    (("--objective", "classify"), "--sample generates text, which a model of --objective classify cannot"),
+    (("--objective", "reward"), "--sample generates text, which a model of --objective reward cannot"),
+])  # fmt: skip
 def test_what_cannot_be_sampled(
     words: tuple[str, ...], message: str, finetune: Finetune, checkpoint: Path, data: Path
 ) -> None:

@@ -90,7 +90,7 @@ def _plain(turns: list[Turn]) -> list[dict[str, str]]:
     return [{"role": who, "content": text} for who, text in turns]
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=150, deadline=None, derandomize=True)
 @given(records())
 def test_every_text_of_a_record_is_there_once_and_only_answers_carry_loss(made: Any) -> None:
     record, everything, answers = made
@@ -107,7 +107,7 @@ def test_every_text_of_a_record_is_there_once_and_only_answers_carry_loss(made: 
     assert [texts_of(item.examples) for item in answers_of_records(read)] == [[better], [worse]]
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=100, deadline=None, derandomize=True)
 @given(records(), st.integers(2, 200), st.booleans())
 def test_what_a_row_does_not_take_is_cut_at_its_end_or_left_out_and_counted(
     made: Any, seq_len: int, truncate: bool
@@ -153,7 +153,7 @@ COLUMNS = st.sampled_from(
 VALUES = JUNK | st.lists(TURN, max_size=3) | TURN | st.lists(CALL, max_size=2)
 
 
-@settings(max_examples=600, deadline=None, derandomize=True)
+@settings(max_examples=300, deadline=None, derandomize=True)
 @given(st.dictionaries(COLUMNS, VALUES, min_size=1, max_size=5))
 def test_a_record_of_any_content_is_taken_or_its_line_is_refused(record: dict[str, Any]) -> None:
     encoder, read = Encoder(TOKENIZER, is_alone=True), [("data.jsonl", DataRecord(record, "line 1"))]

@@ -281,15 +281,12 @@ def test_nothing_is_left_of_a_file_that_could_not_be_finished(
     assert list((tmp_path / "cache").iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    ("content", "told"),
-    [
-        ("", ["empty", "a.jsonl"]),
-        ('{"text": ""}\n{"text": null}\n', ["empty", "a.jsonl"]),
-        ('{"messages": [{"role": "user", "content": "x"}]}\n', ["no token to train on", "assistant"]),
-        ('{"words": "x", "id": 1}\n', ["words, id", "messages"]),
-    ],
-)
+@pytest.mark.parametrize(("content", "told"), [
+    ("", ["empty", "a.jsonl"]),
+    ('{"text": ""}\n{"text": null}\n', ["empty", "a.jsonl"]),
+    ('{"messages": [{"role": "user", "content": "x"}]}\n', ["no token to train on", "assistant"]),
+    ('{"words": "x", "id": 1}\n', ["words, id", "messages"]),
+])  # fmt: skip
 def test_nothing_to_train_on(tmp_path: Path, content: str, told: list[str]) -> None:
     (tmp_path / "a.jsonl").write_text(content)
     with pytest.raises(UserError) as error:

@@ -12,18 +12,15 @@ from common.data.fields import parse_json, require_text, structured
 from common.errors import UserError
 
 
-@pytest.mark.parametrize(
-    ("value", "message"),
-    [
-        (3, 'is a number, where text is expected: 3. Write "3", in quotes'),
-        (2.5, "a number"),
-        (True, 'is true or false, where text is expected: True. Write "true"'),
-        ([], "a list"),
-        ({}, "an object"),
-        (b"x", "of type bytes"),
-        (datetime.date(2024, 1, 1), "of type date, where text is expected: 2024-01-01"),
-    ],
-)
+@pytest.mark.parametrize(("value", "message"), [
+    (3, 'is a number, where text is expected: 3. Write "3", in quotes'),
+    (2.5, "a number"),
+    (True, 'is true or false, where text is expected: True. Write "true"'),
+    ([], "a list"),
+    ({}, "an object"),
+    (b"x", "of type bytes"),
+    (datetime.date(2024, 1, 1), "of type date, where text is expected: 2024-01-01"),
+])  # fmt: skip
 def test_what_is_not_text_is_refused_with_its_place(value: Any, message: str) -> None:
     with pytest.raises(UserError) as error:
         require_text({"text": value}, "text", "a.jsonl, line 7")
@@ -47,17 +44,14 @@ def test_lists_and_objects_as_text() -> None:
         structured({"messages": "[{'role': 'user'}]"}, "messages", "a.csv, line 2")
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ('{"a": NaN}', "JSON has no NaN"),
-        ("[-Infinity]", "JSON has no -Infinity"),
-        ("1e999", "1e999 is too large a number"),
-        ('{"a": {"b": 1, "c": 2, "b": 1}}', "the key 'b' occurs twice"),
-        (r'{"a": "x\ud83e"}', r"\\ud83e is half of a surrogate pair"),
-        ('{"a": 1,}', "Expecting"),
-    ],
-)
+@pytest.mark.parametrize(("text", "message"), [
+    ('{"a": NaN}', "JSON has no NaN"),
+    ("[-Infinity]", "JSON has no -Infinity"),
+    ("1e999", "1e999 is too large a number"),
+    ('{"a": {"b": 1, "c": 2, "b": 1}}', "the key 'b' occurs twice"),
+    (r'{"a": "x\ud83e"}', r"\\ud83e is half of a surrogate pair"),
+    ('{"a": 1,}', "Expecting"),
+])  # fmt: skip
 def test_what_is_not_json_is_refused(text: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         parse_json(text)

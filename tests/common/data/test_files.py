@@ -45,15 +45,12 @@ def test_names_that_are_no_data(tmp_path: Path) -> None:
         find_files((str(tmp_path / "empty"),))
 
 
-@pytest.mark.parametrize(
-    "names",
-    [
-        ("data/train-00000-of-00001.parquet", "data/test-00000-of-00001.parquet", "dataset_infos.json"),
-        ("train.jsonl", "test.jsonl", "README.md"),
-        ("train/a.jsonl", "validation/a.jsonl"),
-        ("math_train.csv", "math_dev.csv"),
-    ],
-)
+@pytest.mark.parametrize("names", [
+    ("data/train-00000-of-00001.parquet", "data/test-00000-of-00001.parquet", "dataset_infos.json"),
+    ("train.jsonl", "test.jsonl", "README.md"),
+    ("train/a.jsonl", "validation/a.jsonl"),
+    ("math_train.csv", "math_dev.csv"),
+])  # fmt: skip
 def test_a_directory_of_several_splits_is_read_by_split(tmp_path: Path, names: tuple[str, ...]) -> None:
     touch(tmp_path, *names)
     other = "test" if "test" in names[1] else "validation"

@@ -50,38 +50,29 @@ def pairs(record: dict[str, Any], template: str | None = PLAIN_TEMPLATE) -> list
     return shown(tokenizer, Encoder(tokenizer, is_alone=True).encode(item.examples))
 
 
-@pytest.mark.parametrize(
-    ("record", "expected"),
-    [
-        ({"messages": json.dumps([ASK, ANSWER])}, TALK),
-        ({"messages": [ASK, ANSWER], "system": "Be kind."}, KIND),
-        ({"messages": [SYSTEM, ASK, ANSWER], "system": "Be kind."}, KIND),
-        ({"conversations": [ASK, ANSWER], "system": "Be kind."}, KIND),
-        ({"prompt": "Hi?", "completion": "Yes.", "system": "Be kind."}, KIND),
-        ({"prompt": "Hi?", "completion": [ASK, ANSWER]}, TALK),
-        ({"prompt": [ASK], "completion": [SYSTEM, ASK, ANSWER]}, KIND),
-        ({"instruction": "Hi?", "input": "", "output": "Yes."}, TALK),
-        ({"instruction": "Hi?", "output": "Yes.", "system": "Be kind."}, KIND),
-        ({"instruction": "Hi", "input": "there?", "output": "Yes."}, TALK.replace("Hi?", "Hi\nthere?")),
-        (
-            {"instruction": "Hi?", "output": "Yes.", "history": [["A", "B"]]},
-            TALK.replace("<|turn|>user", "<|turn|>user\nA</s>\n<|turn|>assistant\n«B</s>\n»<|turn|>user", 1),
-        ),
-        ({"messages": [{"role": "user", "content": [{"type": "text", "value": "Hi?"}]}, ANSWER]}, TALK),
-        ({"prompt": "Hi?", "completion": [ASK, ANSWER], "system": "Be kind."}, KIND),
-        ({"prompt": "Hi?", "completion": [SYSTEM, ASK, ANSWER], "system": "Be kind."}, KIND),
-        (
-            {"prompt": "Hi?", "completion": "Yes.", "history": [["A", "B"]]},
-            TALK.replace("<|turn|>user", "<|turn|>user\nA</s>\n<|turn|>assistant\nB</s>\n<|turn|>user", 1),
-        ),
-        ({"messages": [], "conversations": [ASK, ANSWER]}, TALK),
-        ({"messages": "", "prompt": [ASK], "completion": "Yes."}, TALK),
-        (
-            {"prompt": "Hi? It is late.", "completion": [ANSWER], "context": "It is late."},
-            TALK.replace("Hi?", "Hi? It is late."),
-        ),
-    ],
-)
+@pytest.mark.parametrize(("record", "expected"), [
+    ({"messages": json.dumps([ASK, ANSWER])}, TALK),
+    ({"messages": [ASK, ANSWER], "system": "Be kind."}, KIND),
+    ({"messages": [SYSTEM, ASK, ANSWER], "system": "Be kind."}, KIND),
+    ({"conversations": [ASK, ANSWER], "system": "Be kind."}, KIND),
+    ({"prompt": "Hi?", "completion": "Yes.", "system": "Be kind."}, KIND),
+    ({"prompt": "Hi?", "completion": [ASK, ANSWER]}, TALK),
+    ({"prompt": [ASK], "completion": [SYSTEM, ASK, ANSWER]}, KIND),
+    ({"instruction": "Hi?", "input": "", "output": "Yes."}, TALK),
+    ({"instruction": "Hi?", "output": "Yes.", "system": "Be kind."}, KIND),
+    ({"instruction": "Hi", "input": "there?", "output": "Yes."}, TALK.replace("Hi?", "Hi\nthere?")),
+    ({"instruction": "Hi?", "output": "Yes.", "history": [["A", "B"]]},
+     TALK.replace("<|turn|>user", "<|turn|>user\nA</s>\n<|turn|>assistant\n«B</s>\n»<|turn|>user", 1)),
+    ({"messages": [{"role": "user", "content": [{"type": "text", "value": "Hi?"}]}, ANSWER]}, TALK),
+    ({"prompt": "Hi?", "completion": [ASK, ANSWER], "system": "Be kind."}, KIND),
+    ({"prompt": "Hi?", "completion": [SYSTEM, ASK, ANSWER], "system": "Be kind."}, KIND),
+    ({"prompt": "Hi?", "completion": "Yes.", "history": [["A", "B"]]},
+     TALK.replace("<|turn|>user", "<|turn|>user\nA</s>\n<|turn|>assistant\nB</s>\n<|turn|>user", 1)),
+    ({"messages": [], "conversations": [ASK, ANSWER]}, TALK),
+    ({"messages": "", "prompt": [ASK], "completion": "Yes."}, TALK),
+    ({"prompt": "Hi? It is late.", "completion": [ANSWER], "context": "It is late."},
+     TALK.replace("Hi?", "Hi? It is late.")),
+])  # fmt: skip
 def test_conversations(record: dict[str, Any], expected: str) -> None:
     assert read(record) == [expected]
 
@@ -89,24 +80,21 @@ def test_conversations(record: dict[str, Any], expected: str) -> None:
 PAIR = [TALK, TALK.replace("Yes", "No")]
 
 
-@pytest.mark.parametrize(
-    "record",
-    [
-        {"prompt": "Hi?", "chosen": [ASK, ANSWER], "rejected": [ASK, BAD]},  # UltraFeedback
-        {"prompt": [ASK], "chosen": [ASK, ANSWER], "rejected": [ASK, BAD]},
-        {"prompt": [ASK], "chosen": ANSWER, "rejected": BAD},
-        {"prompt": "", "instruction": "Hi?", "chosen": "Yes.", "rejected": "No."},
-        {"question": "Hi?", "chosen": [ASK, ANSWER], "rejected": [ASK, BAD]},
-        {"chosen": [ASK, ANSWER], "rejected": [ASK, BAD]},
-        {"instruction": "Hi?", "chosen": "Yes.", "rejected": "No."},
-        {
-            "conversations": [{"from": "human", "value": "Hi?"}],
-            "chosen": {"from": "gpt", "value": "Yes."},
-            "rejected": {"from": "gpt", "value": "No."},
-        },
-        {"input": {"messages": [ASK], "tools": []}, "preferred_output": [ANSWER], "non_preferred_output": [BAD]},
-    ],
-)
+@pytest.mark.parametrize("record", [
+    {"prompt": "Hi?", "chosen": [ASK, ANSWER], "rejected": [ASK, BAD]},  # UltraFeedback
+    {"prompt": [ASK], "chosen": [ASK, ANSWER], "rejected": [ASK, BAD]},
+    {"prompt": [ASK], "chosen": ANSWER, "rejected": BAD},
+    {"prompt": "", "instruction": "Hi?", "chosen": "Yes.", "rejected": "No."},
+    {"question": "Hi?", "chosen": [ASK, ANSWER], "rejected": [ASK, BAD]},
+    {"chosen": [ASK, ANSWER], "rejected": [ASK, BAD]},
+    {"instruction": "Hi?", "chosen": "Yes.", "rejected": "No."},
+    {
+        "conversations": [{"from": "human", "value": "Hi?"}],
+        "chosen": {"from": "gpt", "value": "Yes."},
+        "rejected": {"from": "gpt", "value": "No."},
+    },
+    {"input": {"messages": [ASK], "tools": []}, "preferred_output": [ANSWER], "non_preferred_output": [BAD]},
+])  # fmt: skip
 def test_pairs(record: dict[str, Any]) -> None:
     assert pairs(record) == PAIR
     tokenizer = make_tokenizer(PLAIN_TEMPLATE)
@@ -134,14 +122,11 @@ def test_instructions_are_alpacas_text_without_a_template_or_with_its(template: 
         assert f"instructions: 1 record; first {file}, line 1; {words}" in description
 
 
-@pytest.mark.parametrize(
-    ("record", "expected"),
-    [
-        ({"text": "<s>A</s>"}, "<s>«A</s>»"),
-        ({"prompt": "<s>A", "completion": " b"}, "<s>A« b</s>»"),
-        ({"prompt": "A</s>", "completion": " b"}, "<s>A</s>« b</s>»"),
-    ],
-)
+@pytest.mark.parametrize(("record", "expected"), [
+    ({"text": "<s>A</s>"}, "<s>«A</s>»"),
+    ({"prompt": "<s>A", "completion": " b"}, "<s>A« b</s>»"),
+    ({"prompt": "A</s>", "completion": " b"}, "<s>A</s>« b</s>»"),
+])  # fmt: skip
 def test_neither_bos_nor_eos_is_doubled(record: dict[str, Any], expected: str) -> None:
     assert [text.replace("«<s>", "<s>«") for text in read(record)] == [expected]
 
@@ -187,26 +172,20 @@ def test_a_chat_that_begins_with_the_assistant() -> None:
     assert text == "<s>default<|turn|>assistant\n«Yes.</s>\n»<|turn|>user\nHi?</s>\n<|turn|>assistant\n«No.</s>\n»"
 
 
-@pytest.mark.parametrize(
-    ("record", "words"),
-    [
-        ({"messages": [ASK, ANSWER], "tools": [{"name": "f"}]}, "line 1: the chat template leaves out tools"),
-        ({"messages": [SYSTEM, ASK, ANSWER], "system": "Be rude."}, "line 1 has a 'system' column, and a conversation"),
-        ({"messages": [ASK, {**ANSWER, "reasoning_content": "why"}]}, "leaves out 'reasoning_content' of turn 2"),
-        ({"instruction": "Hi?", "output": "Yes.", "history": ["A"]}, "line 1: 'history' is not a list of"),
-        ({"messages": [ASK, ANSWER], "history": [["A", "B"]]}, "line 1 has a 'history' column and 'messages'"),
-        ({"messages": [ASK, {"role": "assistant", "refusal": "No."}]}, "leaves out 'refusal' of turn 2"),
-        ({"messages": [ASK, ANSWER], "functions": [{"name": "f"}]}, "line 1: the chat template leaves out tools"),
-        ({"messages": [ASK, ANSWER], "images": ["a.png"]}, "line 1 has 'images', which is not read here"),
-        ({"prompt": "Hi?", "completion": "Yes.", "videos": ["a.mp4"]}, "line 1 has 'videos', which is not read here"),
-        ({"prompt": "Hi?", "completion": [BAD | {"role": "user"}, ANSWER]}, "line 1: the answer is a conversation"),
-        (
-            {"instruction": "Hi?", "output": "Yes.", "context": "It is late."},
-            "line 1 has 'context', which 'instruction'",
-        ),
-        ({"prompt": "Hi?", "completion": "Yes.", "input": "It is late."}, "line 1 has 'input', which 'prompt'"),
-    ],
-)
+@pytest.mark.parametrize(("record", "words"), [
+    ({"messages": [ASK, ANSWER], "tools": [{"name": "f"}]}, "line 1: the chat template leaves out tools"),
+    ({"messages": [SYSTEM, ASK, ANSWER], "system": "Be rude."}, "line 1 has a 'system' column, and a conversation"),
+    ({"messages": [ASK, {**ANSWER, "reasoning_content": "why"}]}, "leaves out 'reasoning_content' of turn 2"),
+    ({"instruction": "Hi?", "output": "Yes.", "history": ["A"]}, "line 1: 'history' is not a list of"),
+    ({"messages": [ASK, ANSWER], "history": [["A", "B"]]}, "line 1 has a 'history' column and 'messages'"),
+    ({"messages": [ASK, {"role": "assistant", "refusal": "No."}]}, "leaves out 'refusal' of turn 2"),
+    ({"messages": [ASK, ANSWER], "functions": [{"name": "f"}]}, "line 1: the chat template leaves out tools"),
+    ({"messages": [ASK, ANSWER], "images": ["a.png"]}, "line 1 has 'images', which is not read here"),
+    ({"prompt": "Hi?", "completion": "Yes.", "videos": ["a.mp4"]}, "line 1 has 'videos', which is not read here"),
+    ({"prompt": "Hi?", "completion": [BAD | {"role": "user"}, ANSWER]}, "line 1: the answer is a conversation"),
+    ({"instruction": "Hi?", "output": "Yes.", "context": "It is late."}, "line 1 has 'context', which 'instruction'"),
+    ({"prompt": "Hi?", "completion": "Yes.", "input": "It is late."}, "line 1 has 'input', which 'prompt'"),
+])  # fmt: skip
 def test_what_the_template_leaves_out_is_an_error_or_counted(
     record: dict[str, Any], words: str, tmp_path: Path
 ) -> None:
@@ -222,24 +201,13 @@ def test_what_the_template_leaves_out_is_an_error_or_counted(
 CLASSES = class_kind({"LABEL_0": 0, "LABEL_1": 1})
 
 
-@pytest.mark.parametrize(
-    ("kind", "good", "left_out"),
-    [
-        (None, {"text": "a fox"}, [{"text": " "}, {"prompt": "a", "completion": ""}, {"messages": []}]),
-        (None, {"text": "a fox"}, [{"instruction": "a", "output": ""}, {"messages": [ASK, {**ANSWER, "content": ""}]}]),
-        (
-            pair_kind(),
-            {"prompt": "a", "chosen": " b", "rejected": ""},
-            [{"chosen": "", "rejected": "b", "prompt": "a"}],
-        ),
-        (
-            answer_kind(),
-            {"prompt": "a", "completion": " b", "label": 1},
-            [{"prompt": "", "completion": "", "label": 1}],
-        ),
-        (CLASSES, {"text": "a fox", "label": 1}, [{"text": " ", "label": 0}]),
-    ],
-)
+@pytest.mark.parametrize(("kind", "good", "left_out"), [
+    (None, {"text": "a fox"}, [{"text": " "}, {"prompt": "a", "completion": ""}, {"messages": []}]),
+    (None, {"text": "a fox"}, [{"instruction": "a", "output": ""}, {"messages": [ASK, {**ANSWER, "content": ""}]}]),
+    (pair_kind(), {"prompt": "a", "chosen": " b", "rejected": ""}, [{"chosen": "", "rejected": "b", "prompt": "a"}]),
+    (answer_kind(), {"prompt": "a", "completion": " b", "label": 1}, [{"prompt": "", "completion": "", "label": 1}]),
+    (CLASSES, {"text": "a fox", "label": 1}, [{"text": " ", "label": 0}]),
+])  # fmt: skip
 def test_records_without_an_answer_are_counted(
     kind: ItemKind | None, good: dict[str, Any], left_out: list[dict[str, Any]], tmp_path: Path
 ) -> None:

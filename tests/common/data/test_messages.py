@@ -51,25 +51,20 @@ def test_tools() -> None:
     assert chat.answers == [1, 3]
 
 
-@pytest.mark.parametrize(
-    ("turns", "told"),
-    [
-        ([turn("human", "a"), turn("gtp", "b")], "data.jsonl, line 1: turn 2 .* the role 'gtp'.*Did you mean 'gpt'"),
-        ([turn("human", "a"), {"from": "gpt"}], "line 1: turn 2 .* has no content"),
-        ([turn("human", "a"), turn("gpt", None)], "line 1: turn 2 .* has no content"),
-        ([turn("human", "a"), {"role": "user", "text": "a"}], "turn 2 .* has no content"),
-        ([turn("human", "a"), {"role": "gpt", "value": "a"}], "turn 2 .* is not"),
-        ([turn("human", "a", content="b")], "turn 1 .* is not"),
-        ([turn("human", "a", role="user")], "turn 1 .* is not"),
-        ([turn("human", "a"), turn("gpt", "b", train=False)], """turn 2 .* has 'train'. Write "weight": 0"""),
-        (
-            [turn("human", "a"), turn("function_call", {"name": "f", "arguments": '{"a": 1, "a": 2}'})],
-            "turn 2 .* arguments that are not JSON .*the key 'a' occurs twice",
-        ),
-        ([turn("human", "a"), turn("function_call", "{")], "turn 2 .* is a function call that is not .*: {$"),
-        ([turn("human", "a"), turn("function_call", "[]")], r"turn 2 .* is a function call that is not .*: \[\]$"),
-    ],
-)
+@pytest.mark.parametrize(("turns", "told"), [
+    ([turn("human", "a"), turn("gtp", "b")], "data.jsonl, line 1: turn 2 .* the role 'gtp'.*Did you mean 'gpt'"),
+    ([turn("human", "a"), {"from": "gpt"}], "line 1: turn 2 .* has no content"),
+    ([turn("human", "a"), turn("gpt", None)], "line 1: turn 2 .* has no content"),
+    ([turn("human", "a"), {"role": "user", "text": "a"}], "turn 2 .* has no content"),
+    ([turn("human", "a"), {"role": "gpt", "value": "a"}], "turn 2 .* is not"),
+    ([turn("human", "a", content="b")], "turn 1 .* is not"),
+    ([turn("human", "a", role="user")], "turn 1 .* is not"),
+    ([turn("human", "a"), turn("gpt", "b", train=False)], """turn 2 .* has 'train'. Write "weight": 0"""),
+    ([turn("human", "a"), turn("function_call", {"name": "f", "arguments": '{"a": 1, "a": 2}'})],
+     "turn 2 .* arguments that are not JSON .*the key 'a' occurs twice"),
+    ([turn("human", "a"), turn("function_call", "{")], "turn 2 .* is a function call that is not .*: {$"),
+    ([turn("human", "a"), turn("function_call", "[]")], r"turn 2 .* is a function call that is not .*: \[\]$"),
+])  # fmt: skip
 def test_turns_that_are_not_understood(turns: list[dict[str, Any]], told: str) -> None:
     with pytest.raises(UserError, match=told):
         chat_of({"conversations": turns})
@@ -79,23 +74,16 @@ CALL = {"name": "weather", "arguments": '{"city": "Rome"}'}
 CALLS = [{"type": "function", "function": CALL}]
 
 
-@pytest.mark.parametrize(
-    ("written", "message"),
-    [
-        ({"role": "GPT", "content": "a"}, {"content": "a"}),
-        ({"role": "assistant", "content": None, "function_call": CALL}, {"tool_calls": CALLS}),
-        (
-            {"role": "assistant", "content": [{"type": "reasoning", "value": "why"}, {"type": "text", "value": "a"}]},
-            {"content": [{"type": "text", "text": "a"}], "reasoning_content": "why"},
-        ),
-        (
-            {"role": "assistant", "content": [{"type": "tool_call", "value": json.dumps(CALL)}]},
-            {"content": "", "tool_calls": CALLS},
-        ),
-        ({"role": "assistant", "content": ["a", "b"]}, {"content": [{"type": "text", "text": one} for one in "ab"]}),
-        ({"role": "assistant", "content": "", "thinking": "why"}, {"content": "", "thinking": "why"}),
-    ],
-)
+@pytest.mark.parametrize(("written", "message"), [
+    ({"role": "GPT", "content": "a"}, {"content": "a"}),
+    ({"role": "assistant", "content": None, "function_call": CALL}, {"tool_calls": CALLS}),
+    ({"role": "assistant", "content": [{"type": "reasoning", "value": "why"}, {"type": "text", "value": "a"}]},
+     {"content": [{"type": "text", "text": "a"}], "reasoning_content": "why"}),
+    ({"role": "assistant", "content": [{"type": "tool_call", "value": json.dumps(CALL)}]},
+     {"content": "", "tool_calls": CALLS}),
+    ({"role": "assistant", "content": ["a", "b"]}, {"content": [{"type": "text", "text": one} for one in "ab"]}),
+    ({"role": "assistant", "content": "", "thinking": "why"}, {"content": "", "thinking": "why"}),
+])  # fmt: skip
 def test_one_turn(written: dict[str, Any], message: dict[str, Any]) -> None:
     assert messages_of([written], "messages", "line 1") == messages_of(written, "messages", "line 1")
     assert messages_of([written], "messages", "line 1") == [{"role": "assistant", **message}]

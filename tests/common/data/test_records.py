@@ -74,20 +74,14 @@ def test_any_records_are_the_same_in_every_form_of_json(
             assert read(packed) == records, packed.name
 
 
-@pytest.mark.parametrize(
-    "records",
-    [
-        [{"prompt": "2+2", "completion": "four"}, {"prompt": "1+1", "completion": 2}],
-        [{"content": "a"}, {"content": [{"type": "text", "text": "a"}]}],
-        [{"completion": "2024-01-01"}, {"completion": "2023-12-31"}],
-        [{"completion": 2}, {"completion": 0.5}],
-        [
-            {"messages": [{"role": "user", "content": "a"}]},
-            {"messages": [{"role": "user", "content": "a", "weight": 0}]},
-        ],
-        [{"arguments": {"time": "2025-08-01"}}, {"arguments": {"time": 1690876800}}],
-    ],
-)
+@pytest.mark.parametrize("records", [
+    [{"prompt": "2+2", "completion": "four"}, {"prompt": "1+1", "completion": 2}],
+    [{"content": "a"}, {"content": [{"type": "text", "text": "a"}]}],
+    [{"completion": "2024-01-01"}, {"completion": "2023-12-31"}],
+    [{"completion": 2}, {"completion": 0.5}],
+    [{"messages": [{"role": "user", "content": "a"}]}, {"messages": [{"role": "user", "content": "a", "weight": 0}]}],
+    [{"arguments": {"time": "2025-08-01"}}, {"arguments": {"time": 1690876800}}],
+])  # fmt: skip
 def test_one_value_of_a_json_list_changes_no_other(tmp_path: Path, records: list[dict[str, Any]]) -> None:
     write_records(tmp_path / "a.json", records)
     assert read(tmp_path / "a.json") == records
@@ -165,53 +159,50 @@ def test_text_file_is_whole(tmp_path: Path) -> None:
 CUT = gzip.compress(b'{"text": "x"}\n' * 100, mtime=0)[:-20]
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "words"),
-    [
-        ("a.jsonl", b'{"text": "a"}\n{"text": "b}\n{"text": "c"}\n', ["line 2 is not JSON"]),
-        ("a.jsonl", b'{"text": "a"}\nhello\n', ["line 2", "hello"]),
-        ("a.jsonl", b"hello\n", ["line 1", "hello"]),
-        ("a.jsonl", b"null\n", ["line 1", "null"]),
-        ("a.json", b"null\n", ["line 1", "null"]),
-        ("a.jsonl", b'{"text": "a"}\n\n5\n', ["line 3", "found 5"]),
-        ("a.jsonl", b'{"a": 1}{"a": 2}\n', ["line 1 is not JSON", "Extra data"]),
-        ("a.json", b'["one", "two"]', ["line 1, record 1", 'found "one"']),
-        ("a.json", b'{"text": "a"}\n{"text": \n', ["line 2"]),
-        ("a.json", b'[{"text": "a"},\n {"text": ', ["line 2 is not JSON"]),
-        ("a.json", b'[{"text": "a"},\n {"text": "b"},\n]', ["line 3 is not JSON"]),
-        ("a.json", b'[{"text": "a"},\n {"text": "b"}\n', ["line 3 is not JSON"]),
-        ("a.json", b'[{"text": "a"}]\n{"text": "b"}\n', ["line 2 is not JSON", "Extra data"]),
-        ("a.json", b'[{"text": "a"},\n\n {"text": "b"} {}]', ["line 3 is not JSON"]),
-        ("a.json", b'{"text": "a",\n "b": ', ["line 2 is not JSON"]),
-        ("a.json", b'[{"text": "a"},\n {"text": "\xff"}]', ["line 2, is not UTF-8"]),
-        ("a.jsonl", b'{"text": "a"}\n{"text": "\xe9"}\n', ["line 2, is not UTF-8"]),
-        ("a.jsonl", '{"text": "a"}\n'.encode("utf-16"), ["line 1, is not UTF-8"]),
-        ("a.txt", b"one\ntwo\ncaf\xe9\n", ["line 3, is not UTF-8"]),
-        ("a.csv", b"text\na\ncaf\xe9\n", ["line 3, is not UTF-8"]),
-        ("a.jsonl", b'{"a": 1}\n{"a": NaN}', ["line 2 is not JSON (JSON has no NaN)"]),
-        ("a.json", b'[{"a": 1},\n{"a": [-Infinity]}]', ["line 2 is not JSON (JSON has no -Infinity)"]),
-        ("a.json", b'[{"a": 1},\n{"a": 1e999}]', ["line 2 is not JSON (1e999 is too large"]),
-        ("a.jsonl", b'{"a": 1}\n{"a": 1, "a": 2}', ["line 2 is not JSON (the key 'a' occurs twice)"]),
-        ("a.json", b'[{"a": 1},\n{"a": {"b": 1, "b": 2}}]', ["line 2 is not JSON (the key 'b' occurs twice)"]),
-        ("a.jsonl", rb'{"text": "a\ud83e b \ud83e\udd8a"}', ["line 1", r"\ud83e is half of a surrogate pair"]),
-        ("a.json", b'[{"a": 1},\n' + rb'{"text": "a\uDD8a"}]', ["line 2", r"\udd8a is half of a surrogate pair"]),
-        ("a.csv", b"prompt,completion\nWho?,Me.,\n", ["line 2 has 3 fields", "names 2 (prompt, completion)"]),
-        ("a.csv", b"text\nfirst text, with a comma\nsecond\n", ["line 2 has 2 fields", "Quote a text"]),
-        ("a.csv", b'text,b\n"1\n",2\n1\n', ["line 4 has 1 fields"]),
-        ("a.tsv", b"text\tb\n1\t2\t3\n", ["line 2 has 3 fields", "a tab"]),
-        ("a.csv", b"text,n,text\n1,2,3\n", ["more than one column 'text'"]),
-        ("a.csv", b'text\na\n"never closed\nb\n', ["line 3", "not quoted as CSV has it"]),
-        ("a.csv", b'text\n"closed" too early\n', ["line 2", "not quoted as CSV has it"]),
-        ("a.csv", b"text\rone\rtwo\r", ["line 1", "not quoted"]),
-        ("a.parquet", b"not parquet at all", ["cannot be read"]),
-        ("a.arrow", b"not arrow at all", ["cannot be read"]),
-        ("a.jsonl.gz", gzip.compress(b'{"text": "x"}\n{"text": \n', mtime=0), ["line 2 is not JSON"]),
-        ("a.jsonl.gz", CUT, ["cannot be read"]),
-        ("a.jsonl.bz2", b"no bz2", ["cannot be read"]),
-        ("a.jsonl.xz", b"no xz", ["cannot be read"]),
-        ("a.jsonl.zst", b"no zst", ["cannot be read"]),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("name", "content", "words"), [
+    ("a.jsonl", b'{"text": "a"}\n{"text": "b}\n{"text": "c"}\n', ["line 2 is not JSON"]),
+    ("a.jsonl", b'{"text": "a"}\nhello\n', ["line 2", "hello"]),
+    ("a.jsonl", b"hello\n", ["line 1", "hello"]),
+    ("a.jsonl", b"null\n", ["line 1", "null"]),
+    ("a.json", b"null\n", ["line 1", "null"]),
+    ("a.jsonl", b'{"text": "a"}\n\n5\n', ["line 3", "found 5"]),
+    ("a.jsonl", b'{"a": 1}{"a": 2}\n', ["line 1 is not JSON", "Extra data"]),
+    ("a.json", b'["one", "two"]', ["line 1, record 1", 'found "one"']),
+    ("a.json", b'{"text": "a"}\n{"text": \n', ["line 2"]),
+    ("a.json", b'[{"text": "a"},\n {"text": ', ["line 2 is not JSON"]),
+    ("a.json", b'[{"text": "a"},\n {"text": "b"},\n]', ["line 3 is not JSON"]),
+    ("a.json", b'[{"text": "a"},\n {"text": "b"}\n', ["line 3 is not JSON"]),
+    ("a.json", b'[{"text": "a"}]\n{"text": "b"}\n', ["line 2 is not JSON", "Extra data"]),
+    ("a.json", b'[{"text": "a"},\n\n {"text": "b"} {}]', ["line 3 is not JSON"]),
+    ("a.json", b'{"text": "a",\n "b": ', ["line 2 is not JSON"]),
+    ("a.json", b'[{"text": "a"},\n {"text": "\xff"}]', ["line 2, is not UTF-8"]),
+    ("a.jsonl", b'{"text": "a"}\n{"text": "\xe9"}\n', ["line 2, is not UTF-8"]),
+    ("a.jsonl", '{"text": "a"}\n'.encode("utf-16"), ["line 1, is not UTF-8"]),
+    ("a.txt", b"one\ntwo\ncaf\xe9\n", ["line 3, is not UTF-8"]),
+    ("a.csv", b"text\na\ncaf\xe9\n", ["line 3, is not UTF-8"]),
+    ("a.jsonl", b'{"a": 1}\n{"a": NaN}', ["line 2 is not JSON (JSON has no NaN)"]),
+    ("a.json", b'[{"a": 1},\n{"a": [-Infinity]}]', ["line 2 is not JSON (JSON has no -Infinity)"]),
+    ("a.json", b'[{"a": 1},\n{"a": 1e999}]', ["line 2 is not JSON (1e999 is too large"]),
+    ("a.jsonl", b'{"a": 1}\n{"a": 1, "a": 2}', ["line 2 is not JSON (the key 'a' occurs twice)"]),
+    ("a.json", b'[{"a": 1},\n{"a": {"b": 1, "b": 2}}]', ["line 2 is not JSON (the key 'b' occurs twice)"]),
+    ("a.jsonl", rb'{"text": "a\ud83e b \ud83e\udd8a"}', ["line 1", r"\ud83e is half of a surrogate pair"]),
+    ("a.json", b'[{"a": 1},\n' + rb'{"text": "a\uDD8a"}]', ["line 2", r"\udd8a is half of a surrogate pair"]),
+    ("a.csv", b"prompt,completion\nWho?,Me.,\n", ["line 2 has 3 fields", "names 2 (prompt, completion)"]),
+    ("a.csv", b"text\nfirst text, with a comma\nsecond\n", ["line 2 has 2 fields", "Quote a text"]),
+    ("a.csv", b'text,b\n"1\n",2\n1\n', ["line 4 has 1 fields"]),
+    ("a.tsv", b"text\tb\n1\t2\t3\n", ["line 2 has 3 fields", "a tab"]),
+    ("a.csv", b"text,n,text\n1,2,3\n", ["more than one column 'text'"]),
+    ("a.csv", b'text\na\n"never closed\nb\n', ["line 3", "not quoted as CSV has it"]),
+    ("a.csv", b'text\n"closed" too early\n', ["line 2", "not quoted as CSV has it"]),
+    ("a.csv", b"text\rone\rtwo\r", ["line 1", "not quoted"]),
+    ("a.parquet", b"not parquet at all", ["cannot be read"]),
+    ("a.arrow", b"not arrow at all", ["cannot be read"]),
+    ("a.jsonl.gz", gzip.compress(b'{"text": "x"}\n{"text": \n', mtime=0), ["line 2 is not JSON"]),
+    ("a.jsonl.gz", CUT, ["cannot be read"]),
+    ("a.jsonl.bz2", b"no bz2", ["cannot be read"]),
+    ("a.jsonl.xz", b"no xz", ["cannot be read"]),
+    ("a.jsonl.zst", b"no zst", ["cannot be read"]),
+])  # fmt: skip
 def test_broken_files(tmp_path: Path, name: str, content: bytes, words: list[str], capfd: Any) -> None:
     (tmp_path / name).write_bytes(content)
     with pytest.raises(UserError) as error:

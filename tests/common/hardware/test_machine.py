@@ -75,15 +75,12 @@ def test_this_machine_has_something() -> None:
     assert "processors" in hardware.describe_machine()
 
 
-@pytest.mark.parametrize(
-    ("text", "enabled"),
-    [
-        ("always [madvise] never", True),
-        ("[always] madvise never", True),
-        ("always madvise [never]", False),
-        (None, False),
-    ],
-)
+@pytest.mark.parametrize(("text", "enabled"), [
+    ("always [madvise] never", True),
+    ("[always] madvise never", True),
+    ("always madvise [never]", False),
+    (None, False),
+])  # fmt: skip
 def test_huge_pages(tmp_path: Path, text: str | None, enabled: bool) -> None:
     switch = tmp_path / "enabled"
     if text is not None:
@@ -187,19 +184,16 @@ def test_lists_what_the_driver_knows(driver: FakeDriver) -> None:
     assert driver.open == 0, "the library is closed again"
 
 
-@pytest.mark.parametrize(
-    ("visible", "seen"),
-    [
-        ("2,0", ["3090", "4090"]),
-        ("", []),
-        ("-1", []),
-        ("1,7,0", ["A100-SXM4-80GB"]),
-        ("GPU-cccc,0", ["3090", "4090"]),
-        ("GPU-aa", []),
-        ("MIG-dddd", ["1g.10gb"]),
-        ("MIG-none,0", []),
-    ],
-)
+@pytest.mark.parametrize(("visible", "seen"), [
+    ("2,0", ["3090", "4090"]),
+    ("", []),
+    ("-1", []),
+    ("1,7,0", ["A100-SXM4-80GB"]),
+    ("GPU-cccc,0", ["3090", "4090"]),
+    ("GPU-aa", []),
+    ("MIG-dddd", ["1g.10gb"]),
+    ("MIG-none,0", []),
+])  # fmt: skip
 def test_visible_devices_hide_and_order(
     driver: FakeDriver, monkeypatch: pytest.MonkeyPatch, visible: str, seen: list[str]
 ) -> None:
@@ -226,24 +220,21 @@ def test_memory_that_only_an_administrator_may_see(driver: FakeDriver) -> None:
     assert [gpu.memory_bytes for gpu in hardware.list_gpus()] == [24 * GIB, 0, 24 * GIB]
 
 
-@pytest.mark.parametrize(
-    ("spec", "index"),
-    [
-        ("auto", 0),
-        ("cpu", None),
-        ("CPU", None),
-        ("0", 0),
-        ("2", 2),
-        ("4090", 0),
-        ("3090", 2),
-        ("rtx-3090", 2),
-        ("RTX4090", 0),
-        ("a100", 1),
-        ("a100-80g", 1),
-        ("GPU-cccc-3", 2),
-        ("geforce", 0),
-    ],
-)
+@pytest.mark.parametrize(("spec", "index"), [
+    ("auto", 0),
+    ("cpu", None),
+    ("CPU", None),
+    ("0", 0),
+    ("2", 2),
+    ("4090", 0),
+    ("3090", 2),
+    ("rtx-3090", 2),
+    ("RTX4090", 0),
+    ("a100", 1),
+    ("a100-80g", 1),
+    ("GPU-cccc-3", 2),
+    ("geforce", 0),
+])  # fmt: skip
 def test_picks_the_gpu_that_is_meant(driver: FakeDriver, spec: str, index: int | None) -> None:
     picked = hardware.pick_gpu(spec)
     assert (picked.index if picked else None) == index

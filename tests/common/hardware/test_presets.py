@@ -38,16 +38,13 @@ def test_drives_are_found_as_people_write_them(typed, name):
     assert drive_preset(typed).name == name
 
 
-@pytest.mark.parametrize(
-    ("find", "typed", "message"),
-    [
-        (gpu_preset, "rtx-4900", "'rtx-4900' is not a GPU preset. Did you mean 'rtx-4090'?"),
-        (gpu_preset, "quantum", "There are a100-80g, h100,"),
-        (gpu_preset, "", "is not a GPU preset"),
-        (drive_preset, "990-pro", "matches several drive presets: samsung-990-pro-2tb, samsung-990-pro-4tb. Name one"),
-        (drive_preset, "crucial-t600-2tb", "Did you mean 'crucial-t"),
-    ],
-)
+@pytest.mark.parametrize(("find", "typed", "message"), [
+    (gpu_preset, "rtx-4900", "'rtx-4900' is not a GPU preset. Did you mean 'rtx-4090'?"),
+    (gpu_preset, "quantum", "There are a100-80g, h100,"),
+    (gpu_preset, "", "is not a GPU preset"),
+    (drive_preset, "990-pro", "matches several drive presets: samsung-990-pro-2tb, samsung-990-pro-4tb. Name one"),
+    (drive_preset, "crucial-t600-2tb", "Did you mean 'crucial-t"),
+])  # fmt: skip
 def test_what_is_not_there_is_said_with_what_is(find, typed, message):
     with pytest.raises(UserError) as caught:
         find(typed)

@@ -94,15 +94,12 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     return made
 
 
-@pytest.mark.parametrize(
-    ("starts", "pieces"),
-    [
-        ([0, 4, 8, 12, 16], [8, 8, 4]),  # whole buffers of four pages, as many as ten pages hold
-        ([0, 12, 13], [12, 8]),  # one that is larger alone
-        ([], [20]),
-        ([0, 3.5, 7, 10.5, 14], [7, 7, 6]),  # a page that two buffers share is registered once
-    ],
-)
+@pytest.mark.parametrize(("starts", "pieces"), [
+    ([0, 4, 8, 12, 16], [8, 8, 4]),  # whole buffers of four pages, as many as ten pages hold
+    ([0, 12, 13], [12, 8]),  # one that is larger alone
+    ([], [20]),
+    ([0, 3.5, 7, 10.5, 14], [7, 7, 6]),  # a page that two buffers share is registered once
+])  # fmt: skip
 def test_page_locked_pieces_end_where_buffers_do(cuda: FakeCuda, starts: list[float], pieces: list[int]) -> None:
     buffer = HostBuffer(20 * PAGE)
     buffer.page_lock(int(start * PAGE) for start in starts)

@@ -53,15 +53,10 @@ def test_version_2_goes_from_the_own_group_to_the_top(machine: Machine) -> None:
     machine.member("0::/user.slice/job")
     write(top / "user.slice", memory__max=8 * GIB, memory__high=3 * GIB, cpu__max="150000 100000")
     write(
-        top / "user.slice/job",
-        memory__max="max",
-        memory__high="max",
-        memory__current=2 * GIB,
-        memory__peak=3 * GIB,
-        memory__stat=f"anon 100\nfile 900\nshmem 50\ninactive_file {GIB}",
-        memory__events="low 0\noom 2\noom_kill 1",
+        top / "user.slice/job", memory__max="max", memory__high="max", memory__current=2 * GIB, memory__peak=3 * GIB,
+        memory__stat=f"anon 100\nfile 900\nshmem 50\ninactive_file {GIB}", memory__events="low 0\noom 2\noom_kill 1",
         cpu__max="max 100000",
-    )
+    )  # fmt: skip
     own, slice_, root = own_groups("memory", machine.proc_self)
     assert (own.path, slice_.path, root.path) == (top / "user.slice/job", top / "user.slice", top)
     assert (own.memory_limit(), slice_.memory_limit(), root.memory_limit()) == (None, 3 * GIB, None)

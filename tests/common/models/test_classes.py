@@ -20,29 +20,19 @@ def named(config: PreTrainedConfig, *architectures: str) -> PreTrainedConfig:
     return config
 
 
-@pytest.mark.parametrize(
-    ("config", "name", "task"),
-    [
-        (LlamaConfig(), "LlamaForCausalLM", TaskType.CAUSAL_LM),
-        (named(LlamaConfig(), "LLaMAForCausalLM"), "LlamaForCausalLM", TaskType.CAUSAL_LM),  # as early checkpoints say
-        (named(LlamaConfig(), "LlamaModel"), "LlamaForCausalLM", TaskType.CAUSAL_LM),
-        (
-            named(LlamaConfig(), "LlamaForSequenceClassification"),
-            "LlamaForSequenceClassification",
-            TaskType.SEQUENCE_CLASSIFICATION,
-        ),
-        (
-            named(Qwen3Config(), "Qwen3ForTokenClassification"),
-            "Qwen3ForTokenClassification",
-            TaskType.TOKEN_CLASSIFICATION,
-        ),
-        (vision_config("qwen3_5"), "Qwen3_5ForConditionalGeneration", TaskType.IMAGE_TEXT_TO_TEXT),
-        (named(vision_config("qwen3_5"), "Qwen3_5ForCausalLM"), "Qwen3_5ForCausalLM", TaskType.CAUSAL_LM),
-        (vision_config("qwen3_5").text_config, "Qwen3_5ForCausalLM", TaskType.CAUSAL_LM),
-        (vision_config("gemma3"), "Gemma3ForConditionalGeneration", TaskType.IMAGE_TEXT_TO_TEXT),
-        (vision_config("internvl"), "InternVLForConditionalGeneration", TaskType.IMAGE_TEXT_TO_TEXT),
-    ],
-)
+@pytest.mark.parametrize(("config", "name", "task"), [
+    (LlamaConfig(), "LlamaForCausalLM", TaskType.CAUSAL_LM),
+    (named(LlamaConfig(), "LLaMAForCausalLM"), "LlamaForCausalLM", TaskType.CAUSAL_LM),  # as early checkpoints say
+    (named(LlamaConfig(), "LlamaModel"), "LlamaForCausalLM", TaskType.CAUSAL_LM),
+    (named(LlamaConfig(), "LlamaForSequenceClassification"), "LlamaForSequenceClassification",
+     TaskType.SEQUENCE_CLASSIFICATION),
+    (named(Qwen3Config(), "Qwen3ForTokenClassification"), "Qwen3ForTokenClassification", TaskType.TOKEN_CLASSIFICATION),
+    (vision_config("qwen3_5"), "Qwen3_5ForConditionalGeneration", TaskType.IMAGE_TEXT_TO_TEXT),
+    (named(vision_config("qwen3_5"), "Qwen3_5ForCausalLM"), "Qwen3_5ForCausalLM", TaskType.CAUSAL_LM),
+    (vision_config("qwen3_5").text_config, "Qwen3_5ForCausalLM", TaskType.CAUSAL_LM),
+    (vision_config("gemma3"), "Gemma3ForConditionalGeneration", TaskType.IMAGE_TEXT_TO_TEXT),
+    (vision_config("internvl"), "InternVLForConditionalGeneration", TaskType.IMAGE_TEXT_TO_TEXT),
+])  # fmt: skip
 def test_class_and_task(config: PreTrainedConfig, name: str, task: TaskType) -> None:
     chosen = model_class(config)
     assert chosen is not None and chosen.__name__ == name

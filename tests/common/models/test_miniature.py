@@ -23,11 +23,9 @@ def parameters(config: PreTrainedConfig) -> int:
     return sum(parameter.numel() for parameter in build_meta_model(config).parameters())
 
 
-@pytest.mark.parametrize(
-    "config",
-    [LlamaConfig(), DeepseekV3Config(), Gemma3TextConfig(), Gemma4TextConfig(), Mamba2Config(), Qwen3NextConfig()],
-    ids=lambda config: config.model_type,
-)
+@pytest.mark.parametrize("config", [
+    LlamaConfig(), DeepseekV3Config(), Gemma3TextConfig(), Gemma4TextConfig(), Mamba2Config(), Qwen3NextConfig(),
+], ids=lambda config: config.model_type)  # fmt: skip
 def test_small_and_small_again(config: PreTrainedConfig) -> None:
     small = miniature(config)
     assert type(small) is type(config)

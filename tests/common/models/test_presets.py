@@ -18,15 +18,10 @@ PUBLISHED = {"llama-7b": 6.7e9, "llama-30b": 32.5e9, "gpt-10b": 11.3e9, "gpt-15b
 # the two embedding matrices (input, output) the latter counts. (arXiv:2412.19437 and its README_WEIGHTS; 2507.20534;
 # 2505.09388; 2508.10925; 2508.06471; the model card of Qwen3-Next.)
 MIXTURES = {
-    "deepseek-v3": ("671", "36.6", 1),
-    "kimi-k2": ("1e3", "32", 1),
-    "qwen3-30b-a3b": ("30.5", "3", 2),
-    "qwen3-235b-a22b": ("235", "22", 2),
-    "gpt-oss-20b": ("20.91", "3.61", 1),
-    "gpt-oss-120b": ("116.83", "5.13", 1),
-    "glm-4.5-air": ("106", "12", 0),
-    "qwen3-next-80b-a3b": ("80", "3", 0),
-}
+    "deepseek-v3": ("671", "36.6", 1), "kimi-k2": ("1e3", "32", 1), "qwen3-30b-a3b": ("30.5", "3", 2),
+    "qwen3-235b-a22b": ("235", "22", 2), "gpt-oss-20b": ("20.91", "3.61", 1), "gpt-oss-120b": ("116.83", "5.13", 1),
+    "glm-4.5-air": ("106", "12", 0), "qwen3-next-80b-a3b": ("80", "3", 0),
+}  # fmt: skip
 
 EXPECTED = [
     *(f"gpt3-{size}" for size in ["1.3b", "2.7b", "13b", "33b", "65b", "135b", "175b", "276b", "412b", "805b"]),
@@ -145,23 +140,20 @@ def test_an_unknown_type_of_a_known_class(tmp_path):
     assert shapes[0] == shapes[1]
 
 
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        ("gpt3-175", ["gpt3-175b"]),
-        ("zzz", ["neither", "gpt3-175b", "llama-7b"]),
-        ("./lama", ["'llama'", "in "]),
-        ("nowhere/model", ["neither a directory nor in the local cache", "hf download nowhere/model"]),
-        ("file.txt", ["is a file"]),
-        ("empty", ["no config.json"]),
-        ("outer", ["no config.json", "outer/inner"]),
-        ("adapter", ["PEFT adapter"]),
-        ("damaged", ["damaged/config.json"]),
-        ("unknown", ["unknown/config.json", "no_such_type"]),
-        ("t5", ["'t5'", "causal"]),
-        ("quantized", ["quantized", "gptq"]),
-    ],
-)
+@pytest.mark.parametrize(("name", "words"), [
+    ("gpt3-175", ["gpt3-175b"]),
+    ("zzz", ["neither", "gpt3-175b", "llama-7b"]),
+    ("./lama", ["'llama'", "in "]),
+    ("nowhere/model", ["neither a directory nor in the local cache", "hf download nowhere/model"]),
+    ("file.txt", ["is a file"]),
+    ("empty", ["no config.json"]),
+    ("outer", ["no config.json", "outer/inner"]),
+    ("adapter", ["PEFT adapter"]),
+    ("damaged", ["damaged/config.json"]),
+    ("unknown", ["unknown/config.json", "no_such_type"]),
+    ("t5", ["'t5'", "causal"]),
+    ("quantized", ["quantized", "gptq"]),
+])  # fmt: skip
 def test_what_is_no_model_is_refused(name, words, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for folder in ("llama", "empty", "outer/inner", "adapter", "damaged", "unknown", "t5", "quantized"):

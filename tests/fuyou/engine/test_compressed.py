@@ -29,15 +29,12 @@ BF16 = Precision(torch.bfloat16, torch.float32)
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-@pytest.mark.parametrize(
-    ("family", "method", "dtype", "micro", "targets"),
-    [
-        ("deepseek_v3", "fp8", "bf16", 2, ["all-linear"]),  # experts as well, as peft has it
-        ("gpt_oss", "mxfp4", "bf16", 4, ["q_proj", "gate_up_proj", "down_proj"]),  # whose experts it wants to be named
-        ("llama", "int4-asymmetric", "fp32", 4, ["all-linear"]),
-        ("qwen3_moe", "nvfp4", "bf16", 3, ["all-linear"]),
-    ],
-)
+@pytest.mark.parametrize(("family", "method", "dtype", "micro", "targets"), [
+    ("deepseek_v3", "fp8", "bf16", 2, ["all-linear"]),  # experts as well, as peft has it
+    ("gpt_oss", "mxfp4", "bf16", 4, ["q_proj", "gate_up_proj", "down_proj"]),  # whose experts it wants to be named
+    ("llama", "int4-asymmetric", "fp32", 4, ["all-linear"]),
+    ("qwen3_moe", "nvfp4", "bf16", 3, ["all-linear"]),
+])  # fmt: skip
 def test_lora_equals_the_plain_twin_in_memory(
     family: str, method: str, dtype: str, micro: int, targets: list[str], tmp_path: Path
 ) -> None:

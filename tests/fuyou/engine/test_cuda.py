@@ -73,12 +73,9 @@ def check(
             assert torch.equal(master, twin.masters[name]), name
 
 
-@pytest.mark.parametrize("clip", [None, 0.5])
-@pytest.mark.parametrize(
-    "counts",
-    [{}, SCARCE, {**SCARCE, "device_blocks": 1, "device_block_gradients": 1, "host_blocks": 1}],
-    ids=["planned", "ssd", "one of each"],
-)
+@pytest.mark.parametrize(("counts", "clip"), [
+    ({}, None), (SCARCE, 0.5), ({**SCARCE, "device_blocks": 1, "device_block_gradients": 1, "host_blocks": 1}, None),
+], ids=["planned", "ssd, clipped", "one of each"])  # fmt: skip
 @pytest.mark.slow
 def test_everything_that_is_queued_ends_late(
     counts: dict[str, int], clip: float | None, checkpoints: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -131,8 +128,7 @@ def test_a_stream_that_does_not_wait_is_noticed(
         check(checkpoints / "llama-tied", tmp_path, monkeypatch, counts={**SCARCE, "device_blocks": 1})
 
 
-@pytest.mark.parametrize("clip", [None, 0.5])
-@pytest.mark.parametrize("blocks", [1, 2])
+@pytest.mark.parametrize(("blocks", "clip"), [(1, None), (2, 0.5)])
 @pytest.mark.slow
 def test_parameters_that_pass_host_memory(
     blocks: int, clip: float | None, checkpoints: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -181,16 +177,13 @@ def strict(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-@pytest.mark.parametrize(
-    ("family", "micro_batch", "clip", "counts"),
-    [
-        ("llama", 1, None, {}),
-        ("gpt2", 3, 0.5, {}),
-        ("llama-tied", 1, None, {"device_activations": 4, "host_activations": 30}),
-        ("llama-tied", 1, 0.5, SCARCE),
-        ("llama", 1, None, {**SCARCE, **SCARCE_KEPT}),
-    ],
-)
+@pytest.mark.parametrize(("family", "micro_batch", "clip", "counts"), [
+    ("llama", 1, None, {}),
+    ("gpt2", 3, 0.5, {}),
+    ("llama-tied", 1, None, {"device_activations": 4, "host_activations": 30}),
+    ("llama-tied", 1, 0.5, SCARCE),
+    ("llama", 1, None, {**SCARCE, **SCARCE_KEPT}),
+])  # fmt: skip
 def test_equals_the_plain_loop_on_a_gpu(
     family: str, micro_batch: int, clip: float | None, counts: dict[str, int], dtype: str, checkpoints: Path,
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, strict: None,

@@ -52,13 +52,15 @@ def test_a_callers_autocast_changes_nothing(checkpoints: Path, tmp_path: Path) -
 
 
 # fp32 weights are not split nor rounded: what they add to bf16 does not depend on the family. More of it is below.
-@pytest.mark.parametrize(("family", "dtype"), [*((family, "bf16") for family in tiny_configs()), ("mixtral", "fp32")])
+# The two Llamas and GPT-2 are in the tests below.
+@pytest.mark.parametrize(
+    ("family", "dtype"), [*((family, "bf16") for family in list(tiny_configs())[3:]), ("mixtral", "fp32")]
+)
 def test_families(family: str, dtype: str, checkpoints: Path, tmp_path: Path) -> None:
     check(checkpoints / family, directories(tmp_path, 1), dtype=dtype, micro_batch=1)
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-def test_what_a_family_itself_never_trains_stays_beside_what_is_trained(dtype: str, tmp_path: Path) -> None:
+def test_what_a_family_itself_never_trains_stays_beside_what_is_trained(tmp_path: Path) -> None:
     """RoFormer's positions, in the embedding's record, are parameters without gradients; gradients would flow there."""
     torch.manual_seed(1)
     model = AutoModelForCausalLM.from_config(
@@ -70,8 +72,8 @@ def test_what_a_family_itself_never_trains_stays_beside_what_is_trained(dtype: s
     positions = model.roformer.encoder.embed_positions.weight
     torch.nn.init.normal_(positions, std=0.5)
     model.save_pretrained(tmp_path / "model")
-    twin = Twin(str(tmp_path / "model"), bf16=dtype == "bf16", max_grad_norm=0.5, **OPTIONS)
-    with engine(tmp_path / "model", directories(tmp_path, 2), dtype, micro_batch=2, max_grad_norm=0.5) as trained:
+    twin = Twin(str(tmp_path / "model"), bf16=True, max_grad_norm=0.5, **OPTIONS)
+    with engine(tmp_path / "model", directories(tmp_path, 2), micro_batch=2, max_grad_norm=0.5) as trained:
         assert trained.parameters - trained.trainable_parameters == positions.numel()
         for batch in batches(3, packed=False):
             out = trained(**batch)
@@ -82,15 +84,12 @@ def test_what_a_family_itself_never_trains_stays_beside_what_is_trained(dtype: s
         assert torch.equal(dict(trained.named_parameters())["roformer.encoder.embed_positions.weight"], positions)
 
 
-@pytest.mark.parametrize(
-    ("drives", "micro_batch", "clip", "family", "dtype"),  # llama is untied, gpt2 tied
-    [
-        (3, 4, 0.5, "llama", "bf16"),
-        (3, 3, 0.5, "gpt2", "bf16"),
-        (3, 1, 0.5, "llama", "fp32"),
-        (1, 3, None, "gpt2", "fp32"),
-    ],
-)
+@pytest.mark.parametrize(("drives", "micro_batch", "clip", "family", "dtype"), [
+    (3, 4, 0.5, "llama", "bf16"),
+    (3, 3, 0.5, "gpt2", "bf16"),
+    (3, 1, 0.5, "llama", "fp32"),
+    (1, 3, None, "gpt2", "fp32"),
+])  # fmt: skip
 def test_drives_micro_batches_and_clipping(
     drives: int, micro_batch: int, clip: float | None, family: str, dtype: str, checkpoints: Path, tmp_path: Path
 ) -> None:
@@ -111,20 +110,15 @@ def test_updates_deferred_into_the_next_forward_pass(
     fraction: float, commit_every: int, checkpoints: Path, tmp_path: Path
 ) -> None:
     ssd = directories(tmp_path, 1)
-    check(
-        checkpoints / "llama", ssd, dtype="bf16", micro_batch=1, deferred_fraction=fraction, commit_every=commit_every
-    )
+    options = {"deferred_fraction": fraction, "commit_every": commit_every}
+    check(checkpoints / "llama", ssd, dtype="bf16", micro_batch=1, steps=STEPS, **options)
 
 
-@pytest.mark.parametrize(
-    ("family", "cache", "options"),
-    [
-        ("llama", None, {}),
-        ("gpt2", None, {"commit_every": 3, "max_grad_norm": 0.5}),
-        ("llama", 250_000, {"commit_every": 2, "deferred_fraction": 0.5}),
-    ],
-    ids=["all", "all, clipped, committed seldom", "some, half deferred"],
-)
+@pytest.mark.parametrize(("family", "cache", "options"), [
+    ("llama", None, {}),
+    ("gpt2", None, {"commit_every": 3, "max_grad_norm": 0.5}),
+    ("llama", 250_000, {"commit_every": 2, "deferred_fraction": 0.5}),
+], ids=["all", "all, clipped, committed seldom", "some, half deferred"])  # fmt: skip
 def test_states_that_live_in_host_memory(
     family: str, cache: int | None, options: dict, checkpoints: Path, tmp_path: Path
 ) -> None:
@@ -152,17 +146,13 @@ def test_states_that_live_in_host_memory(
         compare(trained, twin)
 
 
-@pytest.mark.parametrize(
-    ("counts", "clip"),
-    [
-        ({"device_activations": 30, "host_activations": 0}, None),  # all on the device
-        ({"device_activations": 4, "host_activations": 30}, None),  # most on the host
-        ({**SCARCE, **ONE_OF_EACH}, None),  # most on SSD
-        ({**SCARCE, **ONE_OF_EACH}, 0.5),
-        ({**SCARCE, "device_blocks": 3, "host_blocks": 2, "host_activations": 5}, 0.5),
-    ],
-    ids=["device", "host", "one of each", "one of each, clipped", "deep prefetch, clipped"],
-)
+@pytest.mark.parametrize(("counts", "clip"), [
+    ({"device_activations": 30, "host_activations": 0}, None),  # all on the device
+    ({"device_activations": 4, "host_activations": 30}, None),  # most on the host
+    ({**SCARCE, **ONE_OF_EACH}, None),  # most on SSD
+    ({**SCARCE, **ONE_OF_EACH}, 0.5),
+    ({**SCARCE, "device_blocks": 3, "host_blocks": 2, "host_activations": 5}, 0.5),
+], ids=["device", "host", "one of each", "one of each, clipped", "deep prefetch, clipped"])  # fmt: skip
 def test_tiers_and_prefetch_depths(
     counts: dict[str, int], clip: float | None, checkpoints: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -170,11 +160,9 @@ def test_tiers_and_prefetch_depths(
     check(checkpoints / "llama-tied", directories(tmp_path, 1), dtype="bf16", micro_batch=1, clip=clip)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{"max_grad_norm": 0.5, "commit_every": 2}, {"deferred_fraction": 0.5}, {"single_slot": True}],
-    ids=["clipped, commit every 2", "half deferred", "single slot"],
-)
+@pytest.mark.parametrize("options", [
+    {"max_grad_norm": 0.5, "commit_every": 2}, {"deferred_fraction": 0.5}, {"single_slot": True},
+], ids=["clipped, commit every 2", "half deferred", "single slot"])  # fmt: skip
 def test_resume_in_the_middle(options: dict, checkpoints: Path, tmp_path: Path) -> None:
     """Three steps, a resume, and two more equal five; the drives may be named in another order."""
     feed = batches(5, packed=True)
@@ -191,8 +179,7 @@ def test_resume_in_the_middle(options: dict, checkpoints: Path, tmp_path: Path) 
         compare(trained, twin)
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-@pytest.mark.parametrize("optimizer", ["adamw8bit", "lion"])
+@pytest.mark.parametrize(("optimizer", "dtype"), [("adamw8bit", "bf16"), ("lion", "fp32")])
 def test_other_optimizers(optimizer: str, dtype: str, checkpoints: Path, tmp_path: Path) -> None:
     """Two steps, a resume, and two more equal the twin's four, bit for bit; another optimizer cannot continue."""
     feed = batches(4, packed=True)
@@ -208,23 +195,6 @@ def test_other_optimizers(optimizer: str, dtype: str, checkpoints: Path, tmp_pat
     assert losses == expected
     with pytest.raises(UserError, match=f"another optimizer .{optimizer}, now adamw"):
         engine(checkpoints / "gpt2", drives, dtype, micro_batch=4, resume=True)
-
-
-def test_resume_with_moments_in_bf16(checkpoints: Path, tmp_path: Path) -> None:
-    """The twin has none: the same five steps, with and without a break."""
-    feed, runs = batches(5, packed=True), []
-    for name, breaks in (("whole", (5,)), ("broken", (3, 5))):
-        (tmp_path / name).mkdir()
-        ssd, losses = directories(tmp_path / name, 1), []
-        for first, last in pairwise((0, *breaks)):
-            options = {"optimizer_dtype": "bf16", "resume": first > 0}
-            with engine(checkpoints / "gpt2", ssd, micro_batch=2, **options) as trained:
-                losses += train(trained, feed[first:last])
-                masters = {name: value.clone() for name, value in trained.named_parameters()}
-        runs.append((losses, masters))
-    assert runs[0][0] == runs[1][0]
-    for name, value in runs[0][1].items():
-        assert torch.equal(value, runs[1][1][name]), name
 
 
 def test_export_and_evaluation(checkpoints: Path, tmp_path: Path) -> None:
@@ -277,17 +247,4 @@ def test_dropout_goes_on_where_it_stopped(tmp_path: Path) -> None:
             with engine(config, ssd, micro_batch=2, resume=first > 0) as trained:  # type: ignore[arg-type]
                 losses += train(trained, feed[first:last])
         runs.append(losses)
-    assert runs[0] == runs[1]
-
-
-def test_dropout_repeats_itself_in_the_recomputation(tmp_path: Path) -> None:
-    """With dropout, a second run from the same seed gives the same losses, and gradients fit the losses."""
-    config = tiny_configs()["gpt2"]
-    config.resid_pdrop = config.embd_pdrop = config.attn_pdrop = 0.2
-    feed = batches(3, packed=False)
-    runs = []
-    for name in ("a", "b"):
-        (tmp_path / name).mkdir()
-        with engine(config, directories(tmp_path / name, 1), micro_batch=2, seed=7) as trained:  # type: ignore[arg-type]
-            runs.append(train(trained, feed))
     assert runs[0] == runs[1]

@@ -121,21 +121,18 @@ def check_calls(
     return ways
 
 
-@pytest.mark.parametrize(
-    ("action", "options", "every"),
-    [
-        (step, "plain", 70),
-        *(
-            pytest.param(action, options, 100, marks=pytest.mark.slow)
-            for action, options in (
-                (step, "deferred"),
-                (step, "speculation"),
-                (evaluated, "plain"),
-                (own_loss, "plain"),
-            )
-        ),
-    ],
-)
+@pytest.mark.parametrize(("action", "options", "every"), [
+    (step, "plain", 70),
+    *(
+        pytest.param(action, options, 100, marks=pytest.mark.slow)
+        for action, options in (
+            (step, "deferred"),
+            (step, "speculation"),
+            (evaluated, "plain"),
+            (own_loss, "plain"),
+        )
+    ),
+])  # fmt: skip
 def test_an_exception_at_any_call(action: Any, options: str, every: int, tmp_path: Path) -> None:
     ways = check_calls(tmp_path, action, OPTIONS[options], lambda calls: calls[::every])
     print(ways)

@@ -35,24 +35,21 @@ def in_memory(model: Path, dtype: str, adapters: PeftConfig, clip: float | None 
     return InMemory(get_peft_model(real, adapters), clip)
 
 
-@pytest.mark.parametrize(
-    ("family", "dtype", "micro", "clip", "config"),
-    [
-        ("llama", "fp32", 2, None, {}),
-        ("llama", "bf16", 4, 0.2, {"use_rslora": True}),
-        ("gpt2", "fp32", 3, 0.1, {"use_dora": True}),
-        ("gpt2", "bf16", 1, None, {}),
-        ("gemma3", "bf16", 3, None, {"use_dora": True, "target_modules": ["q_proj"], "layers_to_transform": [1]}),
-        ("llama-tied", "fp32", 4, None, {"r": 16, "target_modules": ["q_proj", "embed_tokens"]}),
-        ("llama", "bf16", 4, None, {"r": 16, "target_modules": ["v_proj", "lm_head"]}),
-        ("qwen3-moe", "bf16", 2, None, {}),  # experts are adapted too, as parameters
-        ("llama", "fp32", 4, 0.2, {"modules_to_save": ["lm_head"]}),
-        ("llama", "fp32", 2, None, {"modules_to_save": ["embed_tokens", "lm_head", "norm"]}),
-        ("llama-tied", "fp32", 4, None, {"modules_to_save": ["lm_head"], "target_modules": ["q_proj"]}),
-        ("gemma3", "fp32", 4, None, {"trainable_token_indices": [3, 5, 8, 90]}),  # tied
-        ("llama", "fp32", 2, None, {"trainable_token_indices": {"embed_tokens": [3, 9, 11], "lm_head": [7]}, "r": 16}),
-    ],
-)
+@pytest.mark.parametrize(("family", "dtype", "micro", "clip", "config"), [
+    ("llama", "fp32", 2, None, {}),
+    ("llama", "bf16", 4, 0.2, {"use_rslora": True}),
+    ("gpt2", "fp32", 3, 0.1, {"use_dora": True}),
+    ("gpt2", "bf16", 1, None, {}),
+    ("gemma3", "bf16", 3, None, {"use_dora": True, "target_modules": ["q_proj"], "layers_to_transform": [1]}),
+    ("llama-tied", "fp32", 4, None, {"r": 16, "target_modules": ["q_proj", "embed_tokens"]}),
+    ("llama", "bf16", 4, None, {"r": 16, "target_modules": ["v_proj", "lm_head"]}),
+    ("qwen3-moe", "bf16", 2, None, {}),  # experts are adapted too, as parameters
+    ("llama", "fp32", 4, 0.2, {"modules_to_save": ["lm_head"]}),
+    ("llama", "fp32", 2, None, {"modules_to_save": ["embed_tokens", "lm_head", "norm"]}),
+    ("llama-tied", "fp32", 4, None, {"modules_to_save": ["lm_head"], "target_modules": ["q_proj"]}),
+    ("gemma3", "fp32", 4, None, {"trainable_token_indices": [3, 5, 8, 90]}),  # tied
+    ("llama", "fp32", 2, None, {"trainable_token_indices": {"embed_tokens": [3, 9, 11], "lm_head": [7]}, "r": 16}),
+])  # fmt: skip
 def test_equals_peft_in_memory(
     family: str, dtype: str, micro: int, clip: float | None, config: dict, checkpoints: Path, tmp_path: Path
 ) -> None:
@@ -112,15 +109,12 @@ def test_resume_in_the_middle(
         assert trained.io_bytes() == trained.planned_io_bytes()
 
 
-@pytest.mark.parametrize(
-    ("family", "dtype", "config"),
-    [
-        ("llama", "bf16", {"use_rslora": True}),
-        ("gemma3", "bf16", {"use_dora": True, "target_modules": ["q_proj"]}),
-        ("gpt2", "fp32", {"bias": "all"}),
-        ("llama", "fp32", {"modules_to_save": ["lm_head"], "trainable_token_indices": {"embed_tokens": [3, 9]}}),
-    ],
-)
+@pytest.mark.parametrize(("family", "dtype", "config"), [
+    ("llama", "bf16", {"use_rslora": True}),
+    ("gemma3", "bf16", {"use_dora": True, "target_modules": ["q_proj"]}),
+    ("gpt2", "fp32", {"bias": "all"}),
+    ("llama", "fp32", {"modules_to_save": ["lm_head"], "trainable_token_indices": {"embed_tokens": [3, 9]}}),
+])  # fmt: skip
 def test_continue_an_adapter(family: str, dtype: str, config: dict, checkpoints: Path, tmp_path: Path) -> None:
     """What peft has trained and saved is trained further as peft would, over a resume."""
     feed, ssd, saved = batches(4, packed=False), directories(tmp_path, 1), tmp_path / "saved"
@@ -139,13 +133,10 @@ def test_continue_an_adapter(family: str, dtype: str, config: dict, checkpoints:
             assert trained.io_bytes() == trained.planned_io_bytes()
 
 
-@pytest.mark.parametrize(
-    ("family", "trained_names", "deferred"),
-    [
-        ("llama", ["model.layers.2.*", "model.layers.*.mlp.down_proj.weight", "lm_head.weight"], 0.0),
-        ("gpt2", ["transformer.wte.weight", "*.ln_1.*"], 0.5),  # tied: the head and the embedding train it
-    ],
-)
+@pytest.mark.parametrize(("family", "trained_names", "deferred"), [
+    ("llama", ["model.layers.2.*", "model.layers.*.mlp.down_proj.weight", "lm_head.weight"], 0.0),
+    ("gpt2", ["transformer.wte.weight", "*.ln_1.*"], 0.5),  # tied: the head and the embedding train it
+])  # fmt: skip
 def test_only_some_parameters(
     family: str, trained_names: list[str], deferred: float, checkpoints: Path, tmp_path: Path
 ) -> None:

@@ -11,11 +11,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, Qwen3MoeConfig
 import fuyou
 from common.errors import UserError
 from common.models.adapters.options import AdapterOptions
+from fuyou.layout.record import Kind
 from tests.helpers.adapters import DTYPES, InMemory, train
 from tests.helpers.adapters import compare as compare_adapters
 from tests.helpers.engines import OPTIONS, ROWS, batches, compare, directories, engine
 from tests.helpers.evicted import evicted_is_nan
 from tests.helpers.models.mixtures import mixture_configs
+from tests.helpers.rounding import ALIGNED_ALIKE
 from tests.helpers.twin import Twin, tiny_configs
 
 
@@ -34,20 +36,14 @@ def pieces(trained: fuyou.Engine) -> int:
     return max(len(block) for block in trained._run.shape.blocks)
 
 
-@pytest.mark.parametrize(
-    ("family", "dtype", "micro", "size"),
-    [
-        ("llama", "bf16", 2, "8KiB"),
-        ("llama", "fp32", 3, "30KiB"),
-        ("gpt2", "bf16", 4, "8KiB"),
-        ("qwen3-moe", "bf16", 1, "12KiB"),
-        ("mixtral", "fp32", 2, "60KiB"),
-        ("mixtral", "bf16", 4, "30KiB"),
-        ("deepseek-v3", "bf16", 2, "12KiB"),
-        ("deepseek-v3", "fp32", 4, "24KiB"),
-        ("gpt-oss", "bf16", 3, "12KiB"),
-    ],
-)
+@pytest.mark.parametrize(("family", "dtype", "micro", "size"), [
+    ("llama", "bf16", 2, "8KiB"),
+    ("gpt2", "bf16", 4, "8KiB"),
+    ("qwen3-moe", "bf16", 1, "12KiB"),
+    ("mixtral", "fp32", 2, "60KiB"),
+    ("deepseek-v3", "fp32", 4, "24KiB"),
+    ("gpt-oss", "bf16", 3, "12KiB"),
+])  # fmt: skip
 def test_full_fine_tuning(family: str, dtype: str, micro: int, size: str, checkpoints: Path, tmp_path: Path) -> None:
     """Clipped steps of packed rows; what has been evicted from the device is NaN."""
     model, feed = checkpoints / family, batches(3, packed=family not in mixture_configs())
@@ -65,36 +61,41 @@ def test_full_fine_tuning(family: str, dtype: str, micro: int, size: str, checkp
         assert trained.io_bytes() == trained.planned_io_bytes()
 
 
-ATTENTION = {"deepseek-v3": ["q_b_proj", "kv_b_proj", "o_proj"]}
+ATTENTION = ["q_proj", "k_proj", "o_proj"]
 
 
-@pytest.mark.parametrize(
-    ("family", "dtype", "micro"),
-    [
-        ("llama", "fp32", 2),
-        ("llama", "bf16", 1),
-        ("qwen3-moe", "bf16", 2),
-        ("deepseek-v3", "fp32", 2),
-        ("gpt-oss", "bf16", 4),
-    ],
-)
-@pytest.mark.slow
-def test_adapters_beside_frozen_pieces(family: str, dtype: str, micro: int, checkpoints: Path, tmp_path: Path) -> None:
-    def adapters() -> LoraConfig:
-        return LoraConfig(
-            r=4,
-            lora_alpha=8,
-            target_modules=ATTENTION.get(family, ["q_proj", "k_proj", "o_proj"]),
-            task_type="CAUSAL_LM",
+@pytest.mark.parametrize(("family", "dtype", "micro", "targets", "whole"), [
+    ("qwen3-moe", "fp32", 4, "all-linear", None),  # attention, routers, and experts in ranges
+    ("qwen3-moe", "fp32", 2, "all-linear", ["norm", "lm_head"]),
+    *(
+        pytest.param(*case, None, marks=pytest.mark.slow)
+        for case in (
+            ("llama", "bf16", 1, ATTENTION),
+            ("deepseek-v3", "fp32", 2, ["q_b_proj", "kv_b_proj", "o_proj"]),
+            ("gpt-oss", "bf16", 4, ATTENTION),
         )
+    ),
+    pytest.param("qwen3-moe", "bf16", 2, "all-linear", None, marks=[
+        pytest.mark.slow, pytest.mark.skipif(not ALIGNED_ALIKE, reason="needs AVX-512"),
+    ]),
+])  # fmt: skip
+def test_adapters_beside_frozen_pieces(
+    family: str, dtype: str, micro: int, targets: Any, whole: list[str] | None, checkpoints: Path, tmp_path: Path
+) -> None:
+    def adapters() -> LoraConfig:
+        return LoraConfig(r=4, lora_alpha=8, target_modules=targets, task_type="CAUSAL_LM", modules_to_save=whole)
 
     model = checkpoints / family
     real = AutoModelForCausalLM.from_pretrained(model, dtype=DTYPES[dtype])
     torch.manual_seed(0)
     twin = InMemory(get_peft_model(real, adapters()), 0.2)
-    options = {"adapters": adapters(), "micro_batch": micro, "max_grad_norm": 0.2, "piece_size": "12KiB"}
+    options = {"adapters": adapters(), "micro_batch": micro, "max_grad_norm": 0.2, "piece_size": "8KiB"}
     with engine(model, directories(tmp_path, 1), dtype, **options) as trained, evicted_is_nan(trained):
         assert pieces(trained) > 2
+        if targets == "all-linear":
+            slots = [slot for record in trained._run.shape.of_kind(Kind.BLOCK) for slot in record.parameters]
+            assert len({slot.experts for slot in slots if slot.experts}) > 1
+            assert any(".experts." in name for name, _ in trained.named_parameters() if "lora_A" in name)
         train(trained, twin, batches(3, packed=family not in mixture_configs()), micro)
         compare_adapters(trained, twin.model.get_base_model())
         assert trained.io_bytes() == trained.planned_io_bytes()
@@ -143,24 +144,14 @@ def test_blocks_are_cut_where_they_do_not_fit(tmp_path: Path) -> None:
             cut.step()
 
 
-@pytest.mark.parametrize(
-    ("options", "experts", "message"),
-    [
-        ({"piece_size": 0}, None, "piece_size"),
-        (
-            {"piece_size": "8KiB", "reference": True, "token_outputs": 1, "adapters": AdapterOptions(4)},
-            None,
-            "no reference passes yet: give more memory",
-        ),
-        ({"piece_size": "8KiB", "reference": True, "token_outputs": 1}, None, "this run trains the weights themselves"),
-        (
-            {"piece_size": "8KiB", "trainable": ["*.experts.*"]},
-            None,
-            "are trained next to frozen parameters of their block",
-        ),
-        ({"piece_size": "8KiB"}, "batched_mm", "'batched_mm', which cannot be cut in pieces"),
-    ],
-)
+@pytest.mark.parametrize(("options", "experts", "message"), [
+    ({"piece_size": 0}, None, "piece_size"),
+    ({"piece_size": "8KiB", "reference": True, "token_outputs": 1, "adapters": AdapterOptions(4)}, None,
+     "no reference passes yet: give more memory"),
+    ({"piece_size": "8KiB", "reference": True, "token_outputs": 1}, None, "this run trains the weights themselves"),
+    ({"piece_size": "8KiB", "trainable": ["*.experts.*"]}, None, "are trained next to frozen parameters of their"),
+    ({"piece_size": "8KiB"}, "batched_mm", "'batched_mm', which cannot be cut in pieces"),
+])  # fmt: skip
 def test_what_cannot_be_is_refused_before_anything_is_written(
     options: dict[str, Any], experts: str | None, message: str, checkpoints: Path, tmp_path: Path
 ) -> None:

@@ -22,15 +22,12 @@ ADAPTERS = AdapterOptions(4, 8.0, 0.0, (ALL_LINEAR,))
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-@pytest.mark.parametrize(
-    ("family", "kept", "dtype", "micro", "size", "odd"),
-    [
-        ("llama", "int8", "bf16", 2, "12KiB", False),
-        ("qwen3_moe", "nf4", "bf16", 2, "24KiB", False),
-        ("deepseek_v3", "int8", "fp32", 4, "24KiB", False),
-        ("qwen3_moe", "int8", "fp32", 2, "24KiB", True),
-    ],
-)
+@pytest.mark.parametrize(("family", "kept", "dtype", "micro", "size", "odd"), [
+    ("llama", "int8", "bf16", 2, "12KiB", False),
+    ("qwen3_moe", "nf4", "bf16", 2, "24KiB", False),
+    ("deepseek_v3", "int8", "fp32", 4, "24KiB", False),
+    ("qwen3_moe", "int8", "fp32", 2, "24KiB", True),
+])  # fmt: skip
 @pytest.mark.slow
 def test_rounded_as_whole_blocks_are(
     family: str, kept: str, dtype: str, micro: int, size: str, odd: bool, tmp_path: Path

@@ -65,18 +65,12 @@ def cross_entropy_step(trained: fuyou.Engine, batch: dict[str, torch.Tensor]) ->
     return loss.item()
 
 
-@pytest.mark.parametrize(
-    ("family", "dtype", "micro", "options"),
-    [
-        ("llama", "fp32", 4, {}),
-        ("llama", "bf16", 1, {"max_grad_norm": 0.5}),
-        ("llama", "bf16", 3, {"deferred_fraction": 0.67, "commit_every": 2}),
-        ("gpt2, dropout", "bf16", 3, {}),
-        ("gpt2, dropout", "fp32", 1, {"kept_activations": "1MiB"}),
-        (ROUTED, "fp32", 3, {}),
-        (ROUTED, "bf16", 1, {}),
-    ],
-)
+@pytest.mark.parametrize(("family", "dtype", "micro", "options"), [
+    ("llama", "bf16", 1, {"max_grad_norm": 0.5}),
+    ("llama", "bf16", 3, {"deferred_fraction": 0.67, "commit_every": 2}),
+    ("gpt2, dropout", "fp32", 1, {"kept_activations": "1MiB"}),
+    (ROUTED, "bf16", 1, {}),
+])  # fmt: skip
 @pytest.mark.slow
 def test_cross_entropy_is_the_engines_own(
     family: str, dtype: str, micro: int, options: dict, checkpoints: Path, tmp_path: Path
@@ -108,17 +102,12 @@ def test_cross_entropy_is_the_engines_own(
         assert torch.equal(value, results[1][1][key]), key
 
 
-@pytest.mark.parametrize(
-    ("loss_of", "family", "dtype", "micro", "clip"),
-    [
-        (dpo, "llama", "fp32", 4, None),
-        (dpo, "llama", "bf16", 1, 0.1),
-        (dpo, "llama-tied", "fp32", 3, None),
-        (dpo, "gpt2", "bf16", 3, None),
-        (kto, "llama", "bf16", 3, None),
-        (kto, "gpt2", "fp32", 1, 0.1),
-    ],
-)
+@pytest.mark.parametrize(("loss_of", "family", "dtype", "micro", "clip"), [
+    (dpo, "llama", "bf16", 1, 0.1),
+    (dpo, "llama-tied", "fp32", 3, None),
+    (dpo, "gpt2", "bf16", 3, None),
+    (kto, "gpt2", "fp32", 1, 0.1),
+])  # fmt: skip
 def test_preferences_with_adapters(
     loss_of: Loss, family: str, dtype: str, micro: int, clip: float | None, checkpoints: Path, tmp_path: Path
 ) -> None:
@@ -355,17 +344,9 @@ def train_with_a_large_vocabulary(folder: str) -> None:
     )
     budget, rows, length = "560MiB", 8, 128
     with fuyou.Engine(
-        config,
-        ssd=[folder],
-        host_memory=budget,
-        host_cache=0,
-        batch_shape=(rows, length),
-        micro_batch=4,
-        dtype="bf16",
-        adapters=AdapterOptions(rank=4, alpha=8),
-        token_outputs=2,
-        reference=True,
-    ) as trained:
+        config, ssd=[folder], host_memory=budget, host_cache=0, batch_shape=(rows, length), micro_batch=4, dtype="bf16",
+        adapters=AdapterOptions(rank=4, alpha=8), token_outputs=2, reference=True,
+    ) as trained:  # fmt: skip
         for _ in range(2):
             ids = torch.randint(0, 150_000, (rows, length))
             out = trained.tokens(input_ids=ids, outputs=("log_probs", "entropy"), reference=True)

@@ -104,12 +104,9 @@ def test_a_record_with_only_one_part() -> None:
 
 def test_layout_by_example() -> None:
     record = Record.build(
-        1,
-        "block 0",
-        Kind.BLOCK,
-        PRECISIONS[0],
+        1, "block 0", Kind.BLOCK, PRECISIONS[0],
         [(("norm",), (48,), False), (("up",), (48, 72), True), (("down",), (72, 48), True)],
-    )
+    )  # fmt: skip
     assert [(slot.name, slot.offset) for slot in record.parameters] == [("up", 0), ("down", 3456), ("norm", 8192)]
     assert (record.decayed, record.numel) == (8192, 8192 + 2048)
 
@@ -164,17 +161,14 @@ def test_chunks_of_states_and_parameters_are_whole_pages(record: Record, precisi
             assert chunk.start * width % PAGE == 0 and chunk.stop * width % PAGE == 0
 
 
-@pytest.mark.parametrize(
-    ("name", "shape", "decay"),
-    [
-        ("model.embed_tokens.weight", (211, 48), True),
-        ("model.layers.0.mlp.up_proj.weight", (72, 48), True),
-        ("model.layers.0.mlp.experts.gate_up_proj", (4, 48, 96), True),
-        ("model.layers.0.input_layernorm.weight", (48,), False),
-        ("model.layers.0.self_attn.q_proj.bias", (48,), False),
-        ("model.layers.0.mlp.experts.down_proj_bias", (4, 48), False),
-        ("scale", (), False),
-    ],
-)
+@pytest.mark.parametrize(("name", "shape", "decay"), [
+    ("model.embed_tokens.weight", (211, 48), True),
+    ("model.layers.0.mlp.up_proj.weight", (72, 48), True),
+    ("model.layers.0.mlp.experts.gate_up_proj", (4, 48, 96), True),
+    ("model.layers.0.input_layernorm.weight", (48,), False),
+    ("model.layers.0.self_attn.q_proj.bias", (48,), False),
+    ("model.layers.0.mlp.experts.down_proj_bias", (4, 48), False),
+    ("scale", (), False),
+])  # fmt: skip
 def test_which_parameters_decay(name: str, shape: tuple[int, ...], decay: bool) -> None:
     assert wants_decay(name, shape) is decay

@@ -360,13 +360,8 @@ def test_a_model_that_cannot_run_without_its_weights_is_refused() -> None:
 def test_a_model_that_replaces_its_modules_is_refused() -> None:
     """As BigBird does, whose short rows have another attention."""
     config = BigBirdConfig(
-        vocab_size=64,
-        hidden_size=32,
-        num_hidden_layers=6,
-        num_attention_heads=4,
-        intermediate_size=96,
-        max_position_embeddings=64,
-        is_decoder=True,
-    )
+        vocab_size=64, hidden_size=32, num_hidden_layers=6, num_attention_heads=4, intermediate_size=96,
+        max_position_embeddings=64, is_decoder=True,
+    )  # fmt: skip
     with pytest.raises(UserError, match="replaces its own modules in a forward pass"):
         StreamedModel(build_meta_model(config), torch.device("cpu"))

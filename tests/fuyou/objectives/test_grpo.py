@@ -19,11 +19,8 @@ from tests.helpers.own_loss import OwnLossInMemory
 PROMPTS, NEW, LAYERS = 3, 10, 12
 CONFIG = GrpoConfig(num_generations=4, epsilon=0.1, beta=0.3)
 OPTIONS = {
-    "micro_batch": 4,
-    "batch_shape": (PROMPTS * CONFIG.num_generations, 16),
-    "token_outputs": 1,
-    "reference": True,
-}
+    "micro_batch": 4, "batch_shape": (PROMPTS * CONFIG.num_generations, 16), "token_outputs": 1, "reference": True,
+}  # fmt: skip
 
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -34,14 +31,9 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("checkpoint")
     torch.manual_seed(1)
     config = LlamaConfig(
-        vocab_size=211,
-        hidden_size=48,
-        intermediate_size=64,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=4,
-        max_position_embeddings=64,
-        eos_token_id=2,
-    )
+        vocab_size=211, hidden_size=48, intermediate_size=64, num_hidden_layers=LAYERS, num_attention_heads=4,
+        max_position_embeddings=64, eos_token_id=2,
+    )  # fmt: skip
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     return folder
 

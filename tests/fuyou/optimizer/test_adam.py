@@ -25,13 +25,9 @@ def small_passes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def twin_step(
-    master: torch.Tensor,
-    mean: torch.Tensor,
-    variance: torch.Tensor,
-    gradient: torch.Tensor,
-    update: Update,
+    master: torch.Tensor, mean: torch.Tensor, variance: torch.Tensor, gradient: torch.Tensor, update: Update,
     decay: bool,
-) -> None:
+) -> None:  # fmt: skip
     """The whole range at once, fp32."""
     config = update.adam
     torch._fused_adamw_(
@@ -78,28 +74,6 @@ def test_fp32_is_updated_in_place(count: int, scale: float) -> None:
     assert [tensor.data_ptr() for tensor in ours] == places
 
 
-@pytest.mark.parametrize("shape", [(7, 11), (130,), (1,), (3, 5, 13), (64, 33)])
-def test_equals_torch_adamw_over_padded_tensors(shape: tuple[int, ...]) -> None:
-    """``torch.optim.AdamW`` over the tensor itself, ours over its range, which is padded to 128 elements."""
-    numel = torch.Size(shape).numel()
-    padded = -(-numel // 128) * 128
-    parameter = torch.nn.Parameter(randn(padded, 3))
-    with torch.no_grad():
-        parameter[numel:] = 0
-    ours = SplitRange(parameter.detach())
-    optimizer = torch.optim.AdamW(
-        [parameter], lr=CONFIG.lr, betas=CONFIG.betas, eps=CONFIG.eps, weight_decay=CONFIG.weight_decay, fused=True
-    )
-    for step in range(1, 6):
-        gradient = randn(padded, 30 + step)
-        gradient[numel:] = 0
-        parameter.grad = gradient.bfloat16().float()
-        optimizer.step()
-        ours.step(gradient.bfloat16(), Update(step, CONFIG))
-    assert torch.equal(ours.master, parameter.detach())
-    assert not ours.master[numel:].any() and not ours.mean[numel:].any() and not ours.variance[numel:].any()
-
-
 def test_close_to_adamw_written_out() -> None:
     """Algorithm 2 of the paper, in float64."""
     count = 1280
@@ -143,13 +117,6 @@ def test_one_chunk_adam_serves_many_ranges_and_sizes(moments: torch.dtype) -> No
             adam.update(shared.states, gradient, update, decay=True)
             fresh.step(gradient, update)
         assert torch.equal(shared.master, fresh.master) and torch.equal(shared.mean, fresh.mean)
-
-
-def test_a_nan_gradient_leaves_a_nan() -> None:
-    ours, gradient = SplitRange(randn(256, 6)), randn(256, 61)
-    gradient[17] = float("nan")
-    ours.step(gradient.bfloat16(), Update(1, CONFIG))
-    assert ours.master.isnan().nonzero().flatten().tolist() == [17] and bool(ours.high[17].isnan())
 
 
 def test_any_bf16_gradient_at_all() -> None:
@@ -226,15 +193,12 @@ def test_bf16_moments_are_the_same_for_the_same_seed_step_and_stream() -> None:
     assert torch.equal(first.master, second.master)
 
 
-@pytest.mark.parametrize(
-    ("update", "stream"),
-    [
-        (Update(3, CONFIG, seed=6), 9),
-        (Update(3, CONFIG, seed=5), 10),
-        (Update(3, CONFIG, seed=5), 1 << 32 | 9),
-        (Update(3, CONFIG, seed=-1), 9),
-    ],
-)
+@pytest.mark.parametrize(("update", "stream"), [
+    (Update(3, CONFIG, seed=6), 9),
+    (Update(3, CONFIG, seed=5), 10),
+    (Update(3, CONFIG, seed=5), 1 << 32 | 9),
+    (Update(3, CONFIG, seed=-1), 9),
+])  # fmt: skip
 def test_bf16_moments_are_rounded_differently_elsewhere(update: Update, stream: int) -> None:
     base, other = moments_after(Update(3, CONFIG, seed=5), stream=9), moments_after(update, stream)
     assert torch.equal(base.master, other.master)  # the step itself does not depend on how moments are rounded
@@ -244,7 +208,7 @@ def test_bf16_moments_are_rounded_differently_elsewhere(update: Update, stream: 
 
 
 def test_steps_draw_different_numbers() -> None:
-    """Rounding errors of one parameter must not repeat from step to step."""
+    """Rounding errors of one parameter must not repeat from step to step, nor from pass to pass."""
     wide = torch.full((2048,), 1.0 + 2**-8)
     ups = []
     for step in (1, 2, 3):
@@ -254,13 +218,7 @@ def test_steps_draw_different_numbers() -> None:
         ups.append(ours.mean.float() > 1.0)
     for one, other in ((0, 1), (1, 2), (0, 2)):
         assert 0.4 < float((ups[one] == ups[other]).double().mean()) < 0.6
-
-
-def test_passes_of_one_range_draw_different_numbers() -> None:
-    ours = SplitRange(torch.zeros(4096), torch.bfloat16)
-    ours.step(torch.full((4096,), 1.0 + 2**-8), Update(1, replace(CONFIG, betas=(0.0, 0.999))), stream=1)
-    first, second = (ours.mean.float() > 1.0)[:1024], (ours.mean.float() > 1.0)[1024:2048]
-    assert 0.4 < float((first == second).double().mean()) < 0.6
+    assert 0.4 < float((ups[0][:1024] == ups[0][1024:]).double().mean()) < 0.6
 
 
 def test_bf16_mean_and_variance_follow_fp32_ones_on_average() -> None:

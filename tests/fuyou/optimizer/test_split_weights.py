@@ -74,13 +74,10 @@ AWKWARD = [
 ]  # fmt: skip
 
 
-def test_awkward_values() -> None:
+def test_awkward_values_together_and_alone() -> None:
     check(np.array(AWKWARD))
-
-
-@pytest.mark.parametrize("bits", AWKWARD)
-def test_awkward_values_alone(bits: int) -> None:
-    check(np.array([bits]))
+    for bits in AWKWARD:
+        check(np.array([bits]))
 
 
 @given(st.lists(st.integers(0, 2**32 - 1) | st.sampled_from(AWKWARD), min_size=1, max_size=200))
@@ -88,9 +85,9 @@ def test_any_bits(bits: list[int]) -> None:
     check(np.array(bits))
 
 
-@pytest.mark.parametrize(
-    "high", [0x0000, 0x0001, 0x007F, 0x0080, 0x3F7F, 0x3F80, 0x7F7E, 0x7F7F, 0x8000, 0xBF80, 0xC2FF, 0xFF7E, 0xFF7F]
-)
+@pytest.mark.parametrize("high", [
+    0x0000, 0x0001, 0x007F, 0x0080, 0x3F7F, 0x3F80, 0x7F7E, 0x7F7F, 0x7F80, 0x8000, 0xC2FF, 0xFF7E, 0xFF7F, 0xFFFF
+])  # fmt: skip
 def test_all_low_parts(high: int) -> None:
     check((high << 16) + np.arange(1 << 16))
 
@@ -116,28 +113,6 @@ def test_nans_of_arithmetic_survive_in_place() -> None:
     assert bool(high.isnan().all()) and bool(joined.isnan().all())
 
 
-def test_all_nans_of_small_payload() -> None:
-    check((0x7F80 << 16) + np.arange(1 << 16))
-    check((0xFFFF << 16) + np.arange(1 << 16))
-
-
-def test_beyond_the_largest_bf16_hi_is_infinite_and_the_master_exact() -> None:
-    largest = torch.finfo(torch.float32).max
-    master = torch.tensor([largest, -largest])
-    high, low, joined = torch.empty(2, dtype=torch.bfloat16), torch.empty(2, dtype=torch.int16), torch.empty(2)
-    split(master, high, low)
-    assert high.tolist() == [float("inf"), float("-inf")] and high.tolist() == master.bfloat16().tolist()
-    join(high, low, joined)
-    assert joined.tolist() == [largest, -largest]
-
-
-def test_parts_of_different_masters_differ() -> None:
-    bits = ((0x3F7F << 16) + np.arange(1 << 18)).astype(np.uint32)
-    high, low, _ = parts(bits)
-    pairs = high.view(torch.int16).to(torch.int64) << 16 | (low.to(torch.int64) & 0xFFFF)
-    assert len(pairs.unique()) == len(bits)
-
-
 @pytest.mark.parametrize("count", [0, 1, 199, 4096, 100_003])
 @pytest.mark.parametrize("given_scratch", [False, True])
 def test_sizes_and_scratch(count: int, given_scratch: bool) -> None:
@@ -150,23 +125,3 @@ def test_sizes_and_scratch(count: int, given_scratch: bool) -> None:
     join(high, low, joined, torch.full((count,), 7, dtype=torch.int32) if given_scratch else None)
     assert torch.equal(joined.view(torch.int32), before.view(torch.int32))
     assert torch.allclose(high.float(), before, rtol=2**-8, atol=0)
-
-
-def test_a_nan_does_not_touch_its_neighbours() -> None:
-    master = torch.randn(1000)
-    before = master.clone()
-    master[500] = float("nan")
-    high, low, joined = torch.empty(1000, dtype=torch.bfloat16), torch.empty(1000, dtype=torch.int16), torch.empty(1000)
-    split(master, high, low)
-    join(high, low, joined)
-    others = torch.arange(1000) != 500
-    assert torch.equal(joined[others], before[others]) and bool(joined[500].isnan()) and bool(high[500].isnan())
-
-
-def test_a_sum_that_overflows_is_not_taken_for_a_nan() -> None:
-    master = torch.tensor([3e38, 3e38, float("inf"), float("-inf"), 1.0])
-    before = master.clone()
-    high, low, joined = torch.empty(5, dtype=torch.bfloat16), torch.empty(5, dtype=torch.int16), torch.empty(5)
-    split(master, high, low)
-    join(high, low, joined)
-    assert torch.equal(master, before) and torch.equal(joined, before)

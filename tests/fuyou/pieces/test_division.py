@@ -204,36 +204,25 @@ def test_takes_experts_of_the_oldest_transformers():
     handles(model)
 
 
-def test_refuses_other_implementations_of_experts():
-    model = PieceModel("mixtral", experts="batched_mm")
-    with pytest.raises(UserError, match="'batched_mm', which cannot be cut"):
-        handles(model)
-
-
-def test_refuses_expert_parallelism():
-    model = PieceModel("mixtral")
-    model.stack.blocks[0].mlp.experts._is_expert_parallel = True
-    with pytest.raises(UserError, match="expert parallelism"):
-        handles(model)
-
-
-def test_refuses_a_trained_norm_inside_a_module_of_experts():
-    model = PieceModel("mixtral")
+@pytest.mark.parametrize(("attribute", "message"), [
+    (None, "'batched_mm', which cannot be cut"), ("_is_expert_parallel", "expert parallelism"),
+    ("has_post_expert_norm", "norm with parameters"),
+])  # fmt: skip
+def test_refuses_experts_that_compute_otherwise(attribute, message):
+    model = PieceModel("mixtral", experts=None if attribute else "batched_mm")
     experts = model.stack.blocks[0].mlp.experts
-    experts.has_post_expert_norm = True
-    experts.post_expert_norm = nn.LayerNorm(8, device="meta")
-    with pytest.raises(UserError, match="norm with parameters"):
+    if attribute is not None:
+        setattr(experts, attribute, True)
+        experts.post_expert_norm = nn.LayerNorm(8, device="meta")
+    with pytest.raises(UserError, match=message):
         handles(model)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda weight: weight.add_(1.0), "changes its parameter .*q_proj"),
-        (lambda weight: weight.data_ptr(), "cannot be cut in pieces"),
-        (lambda weight: weight.view(torch.int32), "in another dtype"),
-    ],
-)
+@pytest.mark.parametrize(("change", "message"), [
+    (lambda weight: weight.add_(1.0), "changes its parameter .*q_proj"),
+    (lambda weight: weight.data_ptr(), "cannot be cut in pieces"),
+    (lambda weight: weight.view(torch.int32), "in another dtype"),
+])  # fmt: skip
 def test_refuses_what_handles_cannot_do(change, message):
     model = PieceModel("llama")
     projection = model.stack.blocks[0].self_attn.q_proj

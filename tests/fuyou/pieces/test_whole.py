@@ -85,13 +85,9 @@ def test_recomputation_with_saved_outputs(family):
 
 
 def replayed(
-    driver: PieceDriver,
-    replay: BlockReplay,
-    buffer: torch.Tensor,
-    hidden: torch.Tensor,
-    calls: BlockCalls,
+    driver: PieceDriver, replay: BlockReplay, buffer: torch.Tensor, hidden: torch.Tensor, calls: BlockCalls,
     gradient: torch.Tensor,
-) -> tuple[torch.Tensor, float]:
+) -> tuple[torch.Tensor, float]:  # fmt: skip
     """The input's gradient, and the part of the recomputation that was left out."""
     leaf, layer = hidden.detach().requires_grad_(), driver.layer
 

@@ -21,17 +21,14 @@ MEASURED = Contention(
 )
 
 
-@pytest.mark.parametrize(
-    ("resource", "running", "speed"),
-    [
-        (GPU, {GPU}, 1.0),
-        (ADAM, {GPU, ADAM}, 0.25),
-        (SSD, {GPU, ADAM, SSD}, 0.7),
-        (GPU, {GPU, ADAM, SSD, UP}, 0.4 * 0.9),  # what was measured together, times the pair that it lacks
-        (UP, {GPU, ADAM, UP}, 0.6),  # no pair of copies and Adam: not slowed by it
-        (ADAM, {ADAM, SSD}, 1.0),
-    ],
-)
+@pytest.mark.parametrize(("resource", "running", "speed"), [
+    (GPU, {GPU}, 1.0),
+    (ADAM, {GPU, ADAM}, 0.25),
+    (SSD, {GPU, ADAM, SSD}, 0.7),
+    (GPU, {GPU, ADAM, SSD, UP}, 0.4 * 0.9),  # what was measured together, times the pair that it lacks
+    (UP, {GPU, ADAM, UP}, 0.6),  # no pair of copies and Adam: not slowed by it
+    (ADAM, {ADAM, SSD}, 1.0),
+])  # fmt: skip
 def test_speeds(resource: Resource, running: set[Resource], speed: float) -> None:
     assert MEASURED.speed(resource, running) == pytest.approx(speed)
 

@@ -32,16 +32,13 @@ def work(lists: list[StepList], rates: TaskRates) -> dict[Resource, float]:
     }
 
 
-@pytest.mark.parametrize(
-    ("slow", "resource"),
-    [
-        ({"flops_per_second": 1e6}, Resource.GPU),
-        ({"upload_bytes_per_second": 1e6}, Resource.HOST_TO_DEVICE),
-        ({"download_bytes_per_second": 1e6}, Resource.DEVICE_TO_HOST),
-        ({"read_bytes_per_second": 1e6, "write_bytes_per_second": 2e6}, Resource.SSD),
-        ({"adam_parameters_per_second": 1e6}, Resource.ADAM),
-    ],
-)
+@pytest.mark.parametrize(("slow", "resource"), [
+    ({"flops_per_second": 1e6}, Resource.GPU),
+    ({"upload_bytes_per_second": 1e6}, Resource.HOST_TO_DEVICE),
+    ({"download_bytes_per_second": 1e6}, Resource.DEVICE_TO_HOST),
+    ({"read_bytes_per_second": 1e6, "write_bytes_per_second": 2e6}, Resource.SSD),
+    ({"adam_parameters_per_second": 1e6}, Resource.ADAM),
+])  # fmt: skip
 def test_one_slow_resource_is_the_step(slow: dict[str, float], resource: Resource) -> None:
     rates = replace(FAST, **slow)
     simulation, lists = run(rates)
@@ -167,12 +164,9 @@ def test_deferred_blocks_lie_between_the_others(fraction: float, layers: list[in
 def test_exchanges_of_a_gpu_wait_behind_each_other(in_one_order: bool) -> None:
     """The sum over nodes waits for the sum in the node, and what is gathered next for both where the order is one."""
     rates = replace(
-        FAST,
-        intra_node_bytes_per_second=1e6,
-        inter_node_bytes_per_second=1e5,
-        message_seconds=0.0,
+        FAST, intra_node_bytes_per_second=1e6, inter_node_bytes_per_second=1e5, message_seconds=0.0,
         exchanges_in_one_order=in_one_order,
-    )
+    )  # fmt: skip
     reduce = Task(Op.GRADIENT_REDUCE, [], nbytes=1_000_000)
     exchange = Task(Op.GRADIENT_EXCHANGE, [reduce], nbytes=1_000_000)
     gather = Task(Op.PARAMETER_GATHER, [], nbytes=1_000_000)

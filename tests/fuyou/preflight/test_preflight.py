@@ -87,12 +87,8 @@ def test_blocks_that_read_a_global_of_other_blocks_are_refused(keeps_gradients: 
 # -- families that are what they seem ----------------------------------------------------------------------------------
 
 FAMILIES = [
-    LlamaConfig(),
-    GPT2Config(),
-    Qwen3MoeConfig(),
-    DeepseekV3Config(),
-    Gemma4TextConfig(num_kv_shared_layers=10),
-]
+    LlamaConfig(), GPT2Config(), Qwen3MoeConfig(), DeepseekV3Config(), Gemma4TextConfig(num_kv_shared_layers=10),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("config", FAMILIES, ids=lambda config: config.model_type)

@@ -78,13 +78,6 @@ def test_training_order_misses_what_it_must(count: int) -> None:
     assert walk.misses == 8 + 5 * (8 - count)
 
 
-def test_buffers_that_were_never_used_come_first_then_what_is_not_needed() -> None:
-    walk = Walk(list("abcabx"), 3)
-    walk.run()
-    assert walk.misses == 4
-    assert {slot.key for slot in walk.pool.slots} == {"a", "b", "x"} or walk.pool.find("x") is not None
-
-
 def test_among_buffers_that_nobody_needs_the_one_idle_longest_is_taken() -> None:
     pool = Pool("test", 3, lambda key: NEVER)
     for index, key in enumerate("abc"):

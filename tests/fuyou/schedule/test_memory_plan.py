@@ -38,14 +38,9 @@ def planner(
 ) -> MemoryPlanner:  # fmt: skip
     """``kept`` are the bytes that each of ``kept_layers`` blocks keeps of a token."""
     return MemoryPlanner(
-        shape,
-        config(hidden, vocabulary),
-        device,
-        host,
-        cpu,
-        kept_layers=kept_layers,
+        shape, config(hidden, vocabulary), device, host, cpu, kept_layers=kept_layers,
         kept_bytes=lambda batch: kept * batch.micro_tokens,
-    )
+    )  # fmt: skip
 
 
 def needs(error: UserError) -> dict[str, int]:
@@ -59,20 +54,15 @@ def needs(error: UserError) -> dict[str, int]:
 def situations(draw: st.DrawFn) -> dict:
     """A model, a batch, and limits around what they need."""
     return {
-        "layers": draw(st.integers(1, 6)),
-        "tied": draw(st.booleans()),
-        "precision": draw(st.sampled_from([BF16, FP32])),
-        "rows": draw(st.integers(1, 9)),
-        "seq_len": draw(st.sampled_from([1, 7, 128, 1024])),
-        "micro_rows": draw(st.none() | st.integers(1, 4)),
-        "cpu": draw(st.booleans()),
-        "hidden": draw(st.sampled_from([48, 1024])),
-        "vocabulary": draw(st.sampled_from([211, 50_000])),
-        "kept_layers": draw(st.sampled_from([0, 0, 1, 3])),
+        "layers": draw(st.integers(1, 6)), "tied": draw(st.booleans()),
+        "precision": draw(st.sampled_from([BF16, FP32])), "rows": draw(st.integers(1, 9)),
+        "seq_len": draw(st.sampled_from([1, 7, 128, 1024])), "micro_rows": draw(st.none() | st.integers(1, 4)),
+        "cpu": draw(st.booleans()), "hidden": draw(st.sampled_from([48, 1024])),
+        "vocabulary": draw(st.sampled_from([211, 50_000])), "kept_layers": draw(st.sampled_from([0, 0, 1, 3])),
         "kept": draw(st.sampled_from([1, 100, 20_000])),
         "device": draw(st.integers(1, 400)) * MEBIBYTE // draw(st.sampled_from([1, 7, 64])),
         "host": draw(st.integers(100, 700)) * MEBIBYTE + draw(st.integers(0, MEBIBYTE)),
-    }
+    }  # fmt: skip
 
 
 def kept_layers(situation: dict) -> int:
@@ -284,11 +274,6 @@ def test_an_asked_for_micro_batch_is_kept_or_refused() -> None:
     with pytest.raises(UserError, match="needs") as caught:
         planner(shape, MEBIBYTE // 4, 8 << 30).plan(16, 256, None)
     assert "micro_batch" not in str(caught.value) and "1 x 256" in str(caught.value)
-
-
-def test_batches() -> None:
-    assert [Batch(7, 10, micro).micro_batches for micro in (1, 2, 3, 7)] == [7, 4, 3, 1]
-    assert Batch(7, 10, 3).micro_tokens == 30
 
 
 def test_what_filling_a_store_reads_is_counted_where_blocks_are_in_pieces() -> None:

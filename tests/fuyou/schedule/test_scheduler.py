@@ -321,15 +321,12 @@ def test_bytes_per_parameter_with_any_few_buffers(host: int, device: int, defer:
             assert moved([task for task in steps.tasks if task not in gradients], SSD_WRITES) == 12 * elements
 
 
-@pytest.mark.parametrize(
-    ("precision", "states"),
-    [
-        (Precision(torch.bfloat16, torch.float32), 10),
-        (Precision(torch.bfloat16, torch.bfloat16), 6),
-        (Precision(torch.float32, torch.float32), 8),
-        (Precision(torch.float32, torch.bfloat16), 4),
-    ],
-)
+@pytest.mark.parametrize(("precision", "states"), [
+    (Precision(torch.bfloat16, torch.float32), 10),
+    (Precision(torch.bfloat16, torch.bfloat16), 6),
+    (Precision(torch.float32, torch.float32), 8),
+    (Precision(torch.float32, torch.bfloat16), 4),
+])  # fmt: skip
 def test_bytes_of_every_precision(precision: Precision, states: int) -> None:
     program = build(3, False, LEAST, [("train", 1, True)] * 2, precision=precision)
     width = precision.dtype.itemsize

@@ -36,12 +36,9 @@ class PieceModel:
     """
 
     def __init__(
-        self,
-        config: PreTrainedConfig | str,
-        dtype: str = "fp32",
-        adapters: PeftConfig | None = None,
+        self, config: PreTrainedConfig | str, dtype: str = "fp32", adapters: PeftConfig | None = None,
         experts: str | None = None,
-    ):
+    ):  # fmt: skip
         config = small_config(config) if isinstance(config, str) else config
         precision = Precision(DTYPES[dtype], DTYPES[dtype])
         self.opened = OpenModel(config, precision, torch.device("cpu"), adapters=adapters)

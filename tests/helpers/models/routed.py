@@ -13,11 +13,8 @@ class RoutedConfig(PreTrainedConfig):
 
     def __init__(self, vocab_size: int = 67, hidden_size: int = 36, experts: int = 8, layers: int = 2, **kwargs: Any):
         self.vocab_size, self.hidden_size, self.experts, self.num_hidden_layers = (
-            vocab_size,
-            hidden_size,
-            experts,
-            layers,
-        )
+            vocab_size, hidden_size, experts, layers,
+        )  # fmt: skip
         kwargs.setdefault("tie_word_embeddings", False)
         super().__init__(**kwargs)
 

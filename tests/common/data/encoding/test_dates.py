@@ -10,14 +10,11 @@ from tests.common.data.conftest import make_tokenizer
 DAY = date(2024, 7, 26)
 
 
-@pytest.mark.parametrize(
-    ("template", "text"),
-    [
-        ("{% if strftime_now is defined %}{{ strftime_now('%d %b %Y') }}{% endif %}", "26 Jul 2024"),
-        ('{%- set d = strftime_now( "%Y-%m-%d" ) %}Date: {{ d }}.', "Date: 2024-07-26."),
-        ("{{ strftime_now('%H \"o''clock') }}", "00 \"o''clock"),
-    ],
-)
+@pytest.mark.parametrize(("template", "text"), [
+    ("{% if strftime_now is defined %}{{ strftime_now('%d %b %Y') }}{% endif %}", "26 Jul 2024"),
+    ('{%- set d = strftime_now( "%Y-%m-%d" ) %}Date: {{ d }}.', "Date: 2024-07-26."),
+    ("{{ strftime_now('%H \"o''clock') }}", "00 \"o''clock"),
+])  # fmt: skip
 def test_the_day_stands_where_the_current_one_would(template: str, text: str) -> None:
     tokenizer = make_tokenizer(dated(template, DAY))
     assert tokenizer.apply_chat_template([{"role": "user", "content": ""}], tokenize=False) == text

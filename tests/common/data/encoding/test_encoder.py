@@ -156,20 +156,6 @@ def rendered(messages: list[dict[str, str]]) -> str:
     return "<s>" + "".join(f"<|turn|>{m['role']}\n{m['content']}</s>\n" for m in messages)
 
 
-def test_messages_without_marks() -> None:
-    tokenizer = make_tokenizer(PLAIN_TEMPLATE)
-    [(whole, trained)] = encode_records(tokenizer, {"messages": CONVERSATION, "id": "1"})
-    assert whole == rendered(CONVERSATION)
-    assert trained == "Paris.</s>\nThe quick brown fox.</s>\n"
-
-
-def test_messages_with_marks() -> None:
-    tokenizer = make_tokenizer(MARKED_TEMPLATE)
-    [(whole, trained)] = encode_records(tokenizer, {"messages": CONVERSATION})
-    assert whole == rendered(CONVERSATION)
-    assert trained == "Paris.</s>The quick brown fox.</s>"
-
-
 @pytest.mark.parametrize("template", [PLAIN_TEMPLATE, MARKED_TEMPLATE])
 def test_messages_that_end_with_the_user(template: str) -> None:
     tokenizer = make_tokenizer(template.replace("</s>", "<|turn|>"))
@@ -331,58 +317,47 @@ def test_weights_in_completions_and_conversations_without_any_loss(template: str
     assert encode_records(tokenizer, {"messages": weighted(0, 0)}) == []
 
 
-@pytest.mark.parametrize(
-    ("turn", "told"),
-    [
-        ({"role": "asistant", "content": "a"}, ["line 1", "'asistant'", "Did you mean 'assistant'?"]),
-        ({"role": 3, "content": "a"}, ["line 1: turn 2 of 'messages' is not", "'role': 3"]),
-        ({"role": "assistant", "content": 3}, ["line 1: turn 2 of 'messages': 'content' is 3, expected text"]),
-        ({"role": "assistant", "content": "a", "weight": 0.5}, ["line 1: turn 2", "weight 0.5", "0", "1"]),
-        ({"role": "assistant", "content": "a", "weight": 2}, ["weight 2"]),
-        ({"role": "assistant", "content": "a", "weight": -1}, ["weight -1"]),
-        ({"role": "assistant", "content": "a", "weight": True}, ["weight true"]),
-        ({"role": "assistant", "content": "a", "weight": "0"}, ['weight "0"']),
-        ({"role": "user", "content": "a", "weight": 1}, ["role user", "weight 1"]),
-        (
-            {"role": "assistant", "tool_calls": calls({})[1]["tool_calls"]},
-            ["line 1", "leaves out 'tool_calls' of turn 2 (assistant): 'weather'"],
-        ),
-    ],
-)
+@pytest.mark.parametrize(("turn", "told"), [
+    ({"role": "asistant", "content": "a"}, ["line 1", "'asistant'", "Did you mean 'assistant'?"]),
+    ({"role": 3, "content": "a"}, ["line 1: turn 2 of 'messages' is not", "'role': 3"]),
+    ({"role": "assistant", "content": 3}, ["line 1: turn 2 of 'messages': 'content' is 3, expected text"]),
+    ({"role": "assistant", "content": "a", "weight": 0.5}, ["line 1: turn 2", "weight 0.5", "0", "1"]),
+    ({"role": "assistant", "content": "a", "weight": 2}, ["weight 2"]),
+    ({"role": "assistant", "content": "a", "weight": -1}, ["weight -1"]),
+    ({"role": "assistant", "content": "a", "weight": True}, ["weight true"]),
+    ({"role": "assistant", "content": "a", "weight": "0"}, ['weight "0"']),
+    ({"role": "user", "content": "a", "weight": 1}, ["role user", "weight 1"]),
+    ({"role": "assistant", "tool_calls": calls({})[1]["tool_calls"]},
+     ["line 1", "leaves out 'tool_calls' of turn 2 (assistant): 'weather'"]),
+])  # fmt: skip
 def test_turns_that_would_be_trained_on_as_something_else(turn: dict[str, Any], told: list[str]) -> None:
     with pytest.raises(UserError) as error:
         encode_records(make_tokenizer(PLAIN_TEMPLATE), {"messages": [CONVERSATION[1], turn]})
     assert all(word in str(error.value) for word in told), error.value
 
 
-@pytest.mark.parametrize(
-    ("columns", "told"),
-    [
-        ({"tools": TOOLS}, ["line 1", "leaves out tools"]),
-        ({"documents": [{"text": "A fact."}]}, ["line 1", "leaves out documents"]),
-        ({"chat_template_kwargs": {"enable_thinking": False}}, ["line 1", "leaves out enable_thinking"]),
-        ({"tools": "weather"}, ["line 1: 'tools' is not a list of objects", "weather"]),
-        ({"tools": ["weather"]}, ["line 1: 'tools' is not a list of objects"]),
-        ({"chat_template_kwargs": [1]}, ["line 1: 'chat_template_kwargs' is not an object"]),
-    ],
-)
+@pytest.mark.parametrize(("columns", "told"), [
+    ({"tools": TOOLS}, ["line 1", "leaves out tools"]),
+    ({"documents": [{"text": "A fact."}]}, ["line 1", "leaves out documents"]),
+    ({"chat_template_kwargs": {"enable_thinking": False}}, ["line 1", "leaves out enable_thinking"]),
+    ({"tools": "weather"}, ["line 1: 'tools' is not a list of objects", "weather"]),
+    ({"tools": ["weather"]}, ["line 1: 'tools' is not a list of objects"]),
+    ({"chat_template_kwargs": [1]}, ["line 1: 'chat_template_kwargs' is not an object"]),
+])  # fmt: skip
 def test_columns_that_the_template_would_leave_out(columns: dict[str, Any], told: list[str]) -> None:
     with pytest.raises(UserError) as error:
         encode_records(make_tokenizer(PLAIN_TEMPLATE), {"messages": CONVERSATION, **columns})
     assert all(word in str(error.value) for word in told), error.value
 
 
-@pytest.mark.parametrize(
-    ("template", "record", "told"),
-    [
-        (None, {"messages": CONVERSATION}, ["data.jsonl, line 1", "no chat template"]),
-        ("{{ raise_exception('no system role') }}", {"messages": CONVERSATION}, ["line 1", "no system role", "user"]),
-        (PLAIN_TEMPLATE, {"messages": "hello"}, ["line 1", "messages", "hello"]),
-        (PLAIN_TEMPLATE, {"messages": [{"from": "humam", "value": "x"}]}, ["line 1: turn 1", "Did you mean 'human'?"]),
-        (PLAIN_TEMPLATE, {"text": ["a"]}, ["line 1", "'text' is a list"]),
-        (PLAIN_TEMPLATE, {"question": 1, "answer": "b"}, ["question, answer", "instruction", "prompt=question"]),
-    ],
-)
+@pytest.mark.parametrize(("template", "record", "told"), [
+    (None, {"messages": CONVERSATION}, ["data.jsonl, line 1", "no chat template"]),
+    ("{{ raise_exception('no system role') }}", {"messages": CONVERSATION}, ["line 1", "no system role", "user"]),
+    (PLAIN_TEMPLATE, {"messages": "hello"}, ["line 1", "messages", "hello"]),
+    (PLAIN_TEMPLATE, {"messages": [{"from": "humam", "value": "x"}]}, ["line 1: turn 1", "Did you mean 'human'?"]),
+    (PLAIN_TEMPLATE, {"text": ["a"]}, ["line 1", "'text' is a list"]),
+    (PLAIN_TEMPLATE, {"question": 1, "answer": "b"}, ["question, answer", "instruction", "prompt=question"]),
+])  # fmt: skip
 def test_errors(template: str | None, record: dict[str, Any], told: list[str]) -> None:
     with pytest.raises(UserError) as error:
         encode_records(make_tokenizer(template), record)

@@ -24,14 +24,11 @@ from tests.common.data.conftest import (
 )
 
 CONVERSATION = [
-    {"role": "system", "content": "Be brief."},
-    {"role": "user", "content": "What is the capital of France?"},
-    {"role": "assistant", "content": "Paris."},
-    {"role": "user", "content": "Thank you!"},
+    {"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is the capital of France?"},
+    {"role": "assistant", "content": "Paris."}, {"role": "user", "content": "Thank you!"},
     {"role": "assistant", "content": "The quick brown fox jumps over the lazy dog."},
-    {"role": "user", "content": "And the dog?"},
-    {"role": "assistant", "content": "It is lazy."},
-]
+    {"role": "user", "content": "And the dog?"}, {"role": "assistant", "content": "It is lazy."},
+]  # fmt: skip
 
 Document = tuple[list[int], list[bool]]
 

@@ -125,7 +125,7 @@ def check(documents: list[EncodedSegment], messages: list[dict[str, Any]], promp
 
 
 @pytest.mark.parametrize("name", sorted(TEMPLATES))
-@settings(max_examples=12, deadline=None, derandomize=True)
+@settings(max_examples=8, deadline=None, derandomize=True)
 @given(start=START, turns=TURNS, texts=st.lists(TEXT, min_size=40, max_size=40), is_prompt=st.booleans())
 def test_every_text_is_there_and_only_answers_carry_loss(
     name: str, start: str, turns: list[str], texts: list[str], is_prompt: bool

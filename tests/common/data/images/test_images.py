@@ -62,17 +62,14 @@ def test_all_ways_of_putting_an_image_give_the_same_conversation(tmp_path: Path)
     assert base64.b64decode(embedded.partition(",")[2]) == path.read_bytes()
 
 
-@pytest.mark.parametrize(
-    ("record", "match"),
-    [
-        (chat([{"type": "image", "path": "gone.png"}], "x"), "here: there is no image .*gone.png"),
-        (chat([{"type": "image", "url": "https://a/b.png"}], "x"), "nothing is downloaded: give a local file"),
-        (chat([{"type": "image"}], "x"), "more places for images in its messages than images"),
-        ({**chat("hello", "x"), "images": ["a", "b"]}, "has 2 images, but no <image> in its messages"),
-        (chat([{"type": "video", "path": "a.mp4"}], "x"), "a part of type 'video' cannot be trained on"),
-        (chat([{"type": "image", "image": 3}], "x"), "an image is given as int"),
-    ],
-)
+@pytest.mark.parametrize(("record", "match"), [
+    (chat([{"type": "image", "path": "gone.png"}], "x"), "here: there is no image .*gone.png"),
+    (chat([{"type": "image", "url": "https://a/b.png"}], "x"), "nothing is downloaded: give a local file"),
+    (chat([{"type": "image"}], "x"), "more places for images in its messages than images"),
+    ({**chat("hello", "x"), "images": ["a", "b"]}, "has 2 images, but no <image> in its messages"),
+    (chat([{"type": "video", "path": "a.mp4"}], "x"), "a part of type 'video' cannot be trained on"),
+    (chat([{"type": "image", "image": 3}], "x"), "an image is given as int"),
+])  # fmt: skip
 def test_what_is_wrong_with_a_record_is_said(record: dict[str, Any], match: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=match):
         images_of(record, tmp_path)

@@ -22,14 +22,11 @@ def pairs_of(*records: dict[str, Any]) -> list[tuple[Any, Any]]:
     return [item.examples for item in made]
 
 
-@pytest.mark.parametrize(
-    ("record", "prompt", "answers"),
-    [
-        ({"prompt": "2+2 ", "chosen": "4", "rejected": "5"}, "2+2 ", ("4", "5")),
-        ({"chosen": "Say it: two words", "rejected": "Say it: two wombats"}, "Say it: two ", ("words", "wombats")),
-        ({"chosen": "yes", "rejected": "yesterday"}, "", ("yes", "yesterday")),
-    ],
-)
+@pytest.mark.parametrize(("record", "prompt", "answers"), [
+    ({"prompt": "2+2 ", "chosen": "4", "rejected": "5"}, "2+2 ", ("4", "5")),
+    ({"chosen": "Say it: two words", "rejected": "Say it: two wombats"}, "Say it: two ", ("words", "wombats")),
+    ({"chosen": "yes", "rejected": "yesterday"}, "", ("yes", "yesterday")),
+])  # fmt: skip
 def test_texts(record: dict[str, Any], prompt: str, answers: tuple[str, str]) -> None:
     expected = tuple(PlainText(prompt, answer, where="a.jsonl, line 1") for answer in answers)
     assert pairs_of(record) == [expected]

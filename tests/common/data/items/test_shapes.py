@@ -19,14 +19,11 @@ def given(*records: dict[str, Any]) -> list[tuple[str, DataRecord]]:
 TURNS = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
 
 
-@pytest.mark.parametrize(
-    ("record", "example"),
-    [
-        ({"prompt": "2+2 ", "completion": "4", "label": True}, PlainText("2+2 ", "4", where="a.jsonl, line 1")),
-        ({"prompt": TURNS[:1], "completion": TURNS[1:], "label": 1}, Chat(TURNS, 1, "a.jsonl, line 1")),
-        ({"messages": TURNS, "kto_tag": "true"}, Chat(TURNS, 1, "a.jsonl, line 1")),
-    ],
-)
+@pytest.mark.parametrize(("record", "example"), [
+    ({"prompt": "2+2 ", "completion": "4", "label": True}, PlainText("2+2 ", "4", where="a.jsonl, line 1")),
+    ({"prompt": TURNS[:1], "completion": TURNS[1:], "label": 1}, Chat(TURNS, 1, "a.jsonl, line 1")),
+    ({"messages": TURNS, "kto_tag": "true"}, Chat(TURNS, 1, "a.jsonl, line 1")),
+])  # fmt: skip
 def test_labelled_answers(record: dict[str, Any], example: Any) -> None:
     """As TRL and LLaMA-Factory have them."""
     assert list(answers_of_records(given(record))) == [Item((example,), 1, "a.jsonl, line 1")]
@@ -48,34 +45,27 @@ def test_classes_are_numbered() -> None:
         assert labels_of_records(given(*({"text": "a", "label": name} for name in names))) == names
 
 
-@pytest.mark.parametrize(
-    ("make", "record", "message"),
-    [
-        (answers_of_records, {"prompt": "a", "completion": "b"}, "a label that is true or false"),
-        (answers_of_records, {"prompt": "a", "completion": "b", "label": "maybe"}, "must be true or false"),
+@pytest.mark.parametrize(("make", "record", "message"), [
+    (answers_of_records, {"prompt": "a", "completion": "b"}, "a label that is true or false"),
+    (answers_of_records, {"prompt": "a", "completion": "b", "label": "maybe"}, "must be true or false"),
+    (answers_of_records, {"prompt": "a", "completion": "b", "label": 1, "kto_tag": 0}, "'label' is 1, and 'kto_tag'"),
+    (labels_of_records, {"text": "a"}, "has text and label"),
+    *(
         (
-            answers_of_records,
-            {"prompt": "a", "completion": "b", "label": 1, "kto_tag": 0},
-            "'label' is 1, and 'kto_tag'",
-        ),
-        (labels_of_records, {"text": "a"}, "has text and label"),
-        *(
-            (
-                labels_of_records,
-                {"text": "a", "label": value},
-                "line 1: 'label' is .* a class is a name or a whole number",
-            )
-            for value in ("", 0.5, math.nan, b"a", datetime.date(2024, 1, 1), ["a"])
-        ),
-        (pairs_of_records, {"chosen": "a", "rejected": "b", "question": "c"}, "line 1 has 'question' and no prompt"),
-        *(
-            (pairs_of_records, {"chosen": "a", "rejected": "b", "margin": value}, "line 1: 'margin' must be a number")
-            for value in (True, "x", math.inf, "nan")
-        ),
-        (labels_of_records, {"text": "a", "label": "x"}, "at least two classes apart, and the data have only 'x'"),
-        (lambda records: classes_of_records(records, {"x": 0}), {"text": "a", "label": "y"}, "the model knows x"),
-    ],
-)
+            labels_of_records,
+            {"text": "a", "label": value},
+            "line 1: 'label' is .* a class is a name or a whole number",
+        )
+        for value in ("", 0.5, math.nan, b"a", datetime.date(2024, 1, 1), ["a"])
+    ),
+    (pairs_of_records, {"chosen": "a", "rejected": "b", "question": "c"}, "line 1 has 'question' and no prompt"),
+    *(
+        (pairs_of_records, {"chosen": "a", "rejected": "b", "margin": value}, "line 1: 'margin' must be a number")
+        for value in (True, "x", math.inf, "nan")
+    ),
+    (labels_of_records, {"text": "a", "label": "x"}, "at least two classes apart, and the data have only 'x'"),
+    (lambda records: classes_of_records(records, {"x": 0}), {"text": "a", "label": "y"}, "the model knows x"),
+])  # fmt: skip
 def test_what_does_not_fit_is_refused(make: Any, record: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         list(make(given(record)))

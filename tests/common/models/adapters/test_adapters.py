@@ -38,21 +38,18 @@ def adapted(
     return Adapters(meta, config, seed), source
 
 
-@pytest.mark.parametrize(
-    ("family", "dtype", "make"),
-    [
-        ("llama", BF16, AdapterOptions(4).peft_config),
-        ("gpt2", FP32, AdapterOptions(4, dora=True).peft_config),  # its linear layers are transposed
-        ("gpt2", BF16, lambda: LoraConfig(r=4, bias="all", **EVERY)),
-        ("gemma3", BF16, AdapterOptions(4, dora=True, rslora=True).peft_config),
-        ("llama-tied", FP32, lambda: LoraConfig(r=4, init_lora_weights="gaussian", **EVERY)),
-        ("llama", FP32, lambda: LoraConfig(r=4, target_modules=["q_proj", "lm_head", "embed_tokens"])),
-        ("qwen3-moe", BF16, AdapterOptions(4).peft_config),  # experts are parameters, not layers
-        ("llama", BF16, lambda: LoHaConfig(r=4, **EVERY)),
-        ("gemma3", BF16, lambda: LoKrConfig(r=4, **EVERY)),
-        ("llama", FP32, lambda: IA3Config(task_type="CAUSAL_LM")),
-    ],
-)
+@pytest.mark.parametrize(("family", "dtype", "make"), [
+    ("llama", BF16, AdapterOptions(4).peft_config),
+    ("gpt2", FP32, AdapterOptions(4, dora=True).peft_config),  # its linear layers are transposed
+    ("gpt2", BF16, lambda: LoraConfig(r=4, bias="all", **EVERY)),
+    ("gemma3", BF16, AdapterOptions(4, dora=True, rslora=True).peft_config),
+    ("llama-tied", FP32, lambda: LoraConfig(r=4, init_lora_weights="gaussian", **EVERY)),
+    ("llama", FP32, lambda: LoraConfig(r=4, target_modules=["q_proj", "lm_head", "embed_tokens"])),
+    ("qwen3-moe", BF16, AdapterOptions(4).peft_config),  # experts are parameters, not layers
+    ("llama", BF16, lambda: LoHaConfig(r=4, **EVERY)),
+    ("gemma3", BF16, lambda: LoKrConfig(r=4, **EVERY)),
+    ("llama", FP32, lambda: IA3Config(task_type="CAUSAL_LM")),
+])  # fmt: skip
 @pytest.mark.filterwarnings("ignore")
 def test_same_as_peft(
     family: str, dtype: torch.dtype, make: Callable[[], PeftConfig], checkpoints: Path, tmp_path: Path
@@ -101,15 +98,12 @@ def test_same_as_peft(
     assert all(parameter.is_meta for parameter in adapters.model.parameters())
 
 
-@pytest.mark.parametrize(
-    ("family", "make"),
-    [
-        ("qwen3-moe", AdapterOptions(4).peft_config),
-        ("gpt2", AdapterOptions(4, dora=True).peft_config),
-        ("llama-tied", lambda: LoraConfig(r=4, target_modules=["q_proj", "lm_head", "embed_tokens"])),
-        ("llama", lambda: LoKrConfig(r=4, **EVERY)),
-    ],
-)
+@pytest.mark.parametrize(("family", "make"), [
+    ("qwen3-moe", AdapterOptions(4).peft_config),
+    ("gpt2", AdapterOptions(4, dora=True).peft_config),
+    ("llama-tied", lambda: LoraConfig(r=4, target_modules=["q_proj", "lm_head", "embed_tokens"])),
+    ("llama", lambda: LoKrConfig(r=4, **EVERY)),
+])  # fmt: skip
 @pytest.mark.filterwarnings("ignore")
 def test_a_plan_draws_nothing(family: str, make: Callable[[], PeftConfig], checkpoints: Path) -> None:
     """Names, shapes and dtypes are those that training has."""
@@ -143,20 +137,17 @@ def test_configuration_files(tmp_path: Path) -> None:
     assert load_peft_config(tmp_path).r == 6
 
 
-@pytest.mark.parametrize(
-    ("content", "said"),
-    [
-        ("{", "not a configuration that peft can read"),
-        ("[]", "not a table"),
-        ('{"peft_type": "VERA"}', "peft_type VERA cannot be trained"),
-        ('{"peft_type": "PREFIX_TUNING", "num_virtual_tokens": 3}', "PREFIX_TUNING"),
-        ('{"r": 4, "alora_invocation_tokens": [5]}', "alora_invocation_tokens"),
-        ('{"r": 4, "kasa_config": {}}', "kasa_config"),
-        ('{"r": 4, "monteclora_config": {}}', "monteclora_config"),
-        ('{"r": 4, "ensure_weight_tying": true}', "ensure_weight_tying"),
-        ('{"r": 4, "init_lora_weights": "pissa"}', "'pissa' changes or looks at the base weights"),
-    ],
-)
+@pytest.mark.parametrize(("content", "said"), [
+    ("{", "not a configuration that peft can read"),
+    ("[]", "not a table"),
+    ('{"peft_type": "VERA"}', "peft_type VERA cannot be trained"),
+    ('{"peft_type": "PREFIX_TUNING", "num_virtual_tokens": 3}', "PREFIX_TUNING"),
+    ('{"r": 4, "alora_invocation_tokens": [5]}', "alora_invocation_tokens"),
+    ('{"r": 4, "kasa_config": {}}', "kasa_config"),
+    ('{"r": 4, "monteclora_config": {}}', "monteclora_config"),
+    ('{"r": 4, "ensure_weight_tying": true}', "ensure_weight_tying"),
+    ('{"r": 4, "init_lora_weights": "pissa"}', "'pissa' changes or looks at the base weights"),
+])  # fmt: skip
 def test_what_cannot_be_done_is_refused(content: str, said: str, tmp_path: Path) -> None:
     (tmp_path / CONFIG).write_text(content)
     with pytest.raises(UserError, match=said):
@@ -212,14 +203,11 @@ def test_saved_by_peft_with_embeddings(checkpoints: Path, tmp_path: Path) -> Non
         begun("llama")
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        (None, "holds no adapter_config.json"),
-        (CONFIG, "a configuration alone, for peft_config"),
-        ("adapter_model.bin", "a pickle can run any code"),
-    ],
-)
+@pytest.mark.parametrize(("name", "message"), [
+    (None, "holds no adapter_config.json"),
+    (CONFIG, "a configuration alone, for peft_config"),
+    ("adapter_model.bin", "a pickle can run any code"),
+])  # fmt: skip
 def test_no_saved_adapter(name: str | None, message: str, tmp_path: Path) -> None:
     if name is not None:
         AdapterOptions(4).peft_config().save_pretrained(str(tmp_path))

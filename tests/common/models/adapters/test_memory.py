@@ -30,18 +30,11 @@ def allocated(inputs: int, outputs: int, tokens: int, dtype: torch.dtype, config
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 @pytest.mark.parametrize(("inputs", "outputs", "tokens"), [(256, 768, 4), (768, 256, 4), (128, 128, 2048)])
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: LoraConfig(r=8, target_modules=NAMES),
-        lambda: LoraConfig(r=8, target_modules=NAMES, lora_dropout=0.1),
-        lambda: LoraConfig(r=8, target_modules=NAMES, use_dora=True),
-        lambda: LoHaConfig(r=8, target_modules=NAMES),
-        lambda: LoKrConfig(r=8, target_modules=NAMES),
-        lambda: IA3Config(target_modules=NAMES, feedforward_modules=[]),
-    ],
-    ids=["lora", "dropout", "dora", "loha", "lokr", "ia3"],
-)
+@pytest.mark.parametrize("make", [
+    lambda: LoraConfig(r=8, target_modules=NAMES), lambda: LoraConfig(r=8, target_modules=NAMES, lora_dropout=0.1),
+    lambda: LoraConfig(r=8, target_modules=NAMES, use_dora=True), lambda: LoHaConfig(r=8, target_modules=NAMES),
+    lambda: LoKrConfig(r=8, target_modules=NAMES), lambda: IA3Config(target_modules=NAMES, feedforward_modules=[]),
+], ids=["lora", "dropout", "dora", "loha", "lokr", "ia3"])  # fmt: skip
 def test_enough(make: Callable[[], PeftConfig], inputs: int, outputs: int, tokens: int, dtype: torch.dtype) -> None:
     taken = allocated(inputs, outputs, tokens, dtype, make()) - allocated(inputs, outputs, tokens, dtype, None)
     layers = nn.ModuleDict({name: nn.Linear(inputs, outputs, bias=False, dtype=dtype) for name in NAMES})

@@ -88,17 +88,14 @@ def write(family: str, config: PeftConfig, directory: Path) -> tuple[Adapters, d
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(
-    ("family", "make"),
-    [
-        ("llama", AdapterOptions(16).peft_config),
-        ("llama", AdapterOptions(3, alpha=5, rslora=True, dropout=0.1, targets=("q_proj", "down_proj")).peft_config),
-        ("gemma3", lambda: LoraConfig(r=4, target_modules="all-linear", rank_pattern={"q_proj": 2},
-                                      alpha_pattern={"layers.1.mlp.up_proj": 3}, init_lora_weights="gaussian")),
-        ("gpt2", lambda: LoraConfig(r=4, target_modules="all-linear", fan_in_fan_out=True)),
-        ("llama-tied", lambda: LoraConfig(r=4, target_modules=["q_proj", "embed_tokens"])),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("family", "make"), [
+    ("llama", AdapterOptions(16).peft_config),
+    ("llama", AdapterOptions(3, alpha=5, rslora=True, dropout=0.1, targets=("q_proj", "down_proj")).peft_config),
+    ("gemma3", lambda: LoraConfig(r=4, target_modules="all-linear", rank_pattern={"q_proj": 2},
+                                  alpha_pattern={"layers.1.mlp.up_proj": 3}, init_lora_weights="gaussian")),
+    ("gpt2", lambda: LoraConfig(r=4, target_modules="all-linear", fan_in_fan_out=True)),
+    ("llama-tied", lambda: LoraConfig(r=4, target_modules=["q_proj", "embed_tokens"])),
+])  # fmt: skip
 def test_what_it_reads_is_what_was_trained(family: str, make: Callable[[], PeftConfig], tmp_path: Path) -> None:
     """Names lead to modules of the model as it was, and the weights that vLLM would serve are the merged ones."""
     adapters, values, base = write(family, make(), tmp_path)
@@ -118,16 +115,13 @@ def test_what_it_reads_is_what_was_trained(family: str, make: Callable[[], PeftC
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(
-    ("make", "said"),
-    [
-        (AdapterOptions(4, dora=True).peft_config, "use_dora"),
-        (AdapterOptions(32).peft_config, "ranks"),
-        (lambda: LoraConfig(r=4, target_modules=["q_proj"], bias="all"), "bias all"),
-        (lambda: LoHaConfig(r=4, target_modules=["q_proj"]), "settings"),
-        (lambda: IA3Config(target_modules=["q_proj"], feedforward_modules=[]), "settings"),
-    ],
-)
+@pytest.mark.parametrize(("make", "said"), [
+    (AdapterOptions(4, dora=True).peft_config, "use_dora"),
+    (AdapterOptions(32).peft_config, "ranks"),
+    (lambda: LoraConfig(r=4, target_modules=["q_proj"], bias="all"), "bias all"),
+    (lambda: LoHaConfig(r=4, target_modules=["q_proj"]), "settings"),
+    (lambda: IA3Config(target_modules=["q_proj"], feedforward_modules=[]), "settings"),
+])  # fmt: skip
 def test_what_it_refuses(make: Callable[[], PeftConfig], said: str, tmp_path: Path) -> None:
     """As docs/limits.md says; for these there is --merge."""
     write("llama", make(), tmp_path)

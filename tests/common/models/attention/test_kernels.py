@@ -12,12 +12,8 @@ from common.models.attention.kernels import KERNELS, AttentionKernels
 
 CPU = torch.device("cpu")
 LLAMA = LlamaConfig(hidden_size=512, num_attention_heads=2, num_hidden_layers=2, attention_dropout=0.1)
-FLASH, EFFICIENT, CUDNN, MATH = (
-    SDPBackend.FLASH_ATTENTION,
-    SDPBackend.EFFICIENT_ATTENTION,
-    SDPBackend.CUDNN_ATTENTION,
-    SDPBackend.MATH,
-)
+FLASH, EFFICIENT = SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION
+CUDNN, MATH = SDPBackend.CUDNN_ATTENTION, SDPBackend.MATH
 
 
 def test_what_is_switched_on_at_first_is_what_is_taken() -> None:
@@ -78,13 +74,10 @@ def test_a_device_that_is_elsewhere() -> None:
     assert seen == {FLASH, EFFICIENT, CUDNN}
 
 
-@pytest.mark.parametrize(
-    ("config", "expected"),
-    [
-        (LLAMA, {(256, 0.1)}),
-        (GPT2Config(n_embd=64, n_head=4), {(16, 0.1)}),
-        (DeepseekV3Config(qk_nope_head_dim=64, qk_rope_head_dim=32), {(96, 0.0)}),
-    ],
-)
+@pytest.mark.parametrize(("config", "expected"), [
+    (LLAMA, {(256, 0.1)}),
+    (GPT2Config(n_embd=64, n_head=4), {(16, 0.1)}),
+    (DeepseekV3Config(qk_nope_head_dim=64, qk_rope_head_dim=32), {(96, 0.0)}),
+])  # fmt: skip
 def test_heads_by_configuration(config: Any, expected: set[tuple[int, float]]) -> None:
     assert kernels._heads(config) == expected

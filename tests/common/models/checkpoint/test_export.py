@@ -39,9 +39,9 @@ def export(directory: Path, real, dtype=torch.float32, shard_bytes=1 << 40, allo
     return writer
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("shard_bytes", [1 << 40, 20_000])
-@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize(
+    ("tied", "shard_bytes", "dtype"), [(True, 1 << 40, torch.float32), (False, 20_000, torch.bfloat16)]
+)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_is_exported_loads_bit_for_bit(family, tied, shard_bytes, dtype, tmp_path):
     real = real_model(family_config(family, tie_word_embeddings=tied))
@@ -179,8 +179,10 @@ def test_tokenizer_files(tmp_path):
     assert copy_tokenizer_files(source, source)
 
 
-@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
-@pytest.mark.parametrize("name", ["model.embed_tokens.weight", "model.layers.1.mlp.up_proj.weight", "lm_head.weight"])
+@pytest.mark.parametrize(("name", "bad"), [
+    ("model.embed_tokens.weight", torch.nan), ("model.layers.1.mlp.up_proj.weight", torch.inf),
+    ("lm_head.weight", -torch.inf),
+])  # fmt: skip
 def test_what_is_not_finite_is_refused_and_what_was_there_stays(name, bad, tmp_path):
     real = real_model(family_config("llama"))
     export(tmp_path, real, shard_bytes=20_000).finish()

@@ -26,15 +26,10 @@ def renamed(directory: Path, rename) -> dict[str, torch.Tensor]:
     return tensors
 
 
-@pytest.mark.parametrize(
-    "rename",
-    [
-        lambda name: f"module.{name}",
-        lambda name: f"_orig_mod.{name}",
-        lambda name: f"_orig_mod.module.{name}",
-        lambda name: name.replace(".mlp.", ".mlp._orig_mod.").replace("self_attn.", "_fsdp_wrapped_module.self_attn."),
-    ],
-)
+@pytest.mark.parametrize("rename", [
+    lambda name: f"module.{name}", lambda name: f"_orig_mod.{name}", lambda name: f"_orig_mod.module.{name}",
+    lambda name: name.replace(".mlp.", ".mlp._orig_mod.").replace("self_attn.", "_fsdp_wrapped_module.self_attn."),
+])  # fmt: skip
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
 def test_names_of_wrappers_are_no_part_of_the_model(rename, family: str, tmp_path: Path) -> None:
     directory = saved(tmp_path, family_config(family))
@@ -85,14 +80,11 @@ def test_another_models_weights(tmp_path: Path) -> None:
     assert "lacks 30 of the model's 30 parameters" in said and "It has something.lm_head.weight" in said
 
 
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    [
-        ("model.layers.0.mlp.up_proj.qweight", "GPTQ or AWQ"),
-        ("model.layers.0.mlp.up_proj.weight.absmax", "bitsandbytes"),
-        ("model.layers.0.mlp.up_proj.weight_packed", "compressed-tensors"),
-    ],
-)
+@pytest.mark.parametrize(("name", "kind"), [
+    ("model.layers.0.mlp.up_proj.qweight", "GPTQ or AWQ"),
+    ("model.layers.0.mlp.up_proj.weight.absmax", "bitsandbytes"),
+    ("model.layers.0.mlp.up_proj.weight_packed", "compressed-tensors"),
+])  # fmt: skip
 def test_few_bits_without_a_configuration(name: str, kind: str, tmp_path: Path) -> None:
     directory = saved(tmp_path, family_config("llama"))
     tensors = load_file(directory / SINGLE)

@@ -229,13 +229,10 @@ def test_missing_and_misshapen_parameters(tmp_path):
         source_of(directory).check()
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda tensors: tensors.pop("model.layers.1.block_sparse_moe.experts.2.w1.weight"),
-        lambda tensors: tensors.update({"model.layers.1.block_sparse_moe.experts.2.w1.weight": torch.zeros(48, 31)}),
-    ],
-)
+@pytest.mark.parametrize("change", [
+    lambda tensors: tensors.pop("model.layers.1.block_sparse_moe.experts.2.w1.weight"),
+    lambda tensors: tensors.update({"model.layers.1.block_sparse_moe.experts.2.w1.weight": torch.zeros(48, 31)}),
+])  # fmt: skip
 def test_a_missing_or_misshapen_expert(change, tmp_path):
     directory = saved(tmp_path, family_config("mixtral"))
     rewrite(directory / SINGLE, change)

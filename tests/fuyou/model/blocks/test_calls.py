@@ -241,16 +241,13 @@ def test_links_are_found_and_counted() -> None:
     assert not counted["edited"][0]  # edits are found when they are made
 
 
-@pytest.mark.parametrize(
-    ("link", "message"),
-    [
-        ("parameters between", "computes with parameters outside of them"),
-        ("earlier block", "gives block 2 another input than the output of the block before it"),
-        ("argument of a block", "computes an argument of block 1 from the outputs of blocks before it"),
-        ("decision", "decides by values that its blocks compute"),
-        ("looks back", "after the last one it uses again what was computed before"),
-    ],
-)
+@pytest.mark.parametrize(("link", "message"), [
+    ("parameters between", "computes with parameters outside of them"),
+    ("earlier block", "gives block 2 another input than the output of the block before it"),
+    ("argument of a block", "computes an argument of block 1 from the outputs of blocks before it"),
+    ("decision", "decides by values that its blocks compute"),
+    ("looks back", "after the last one it uses again what was computed before"),
+])  # fmt: skip
 def test_what_cannot_be_split_is_refused(link: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
         linked_pair(link)

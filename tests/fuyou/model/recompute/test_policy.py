@@ -323,16 +323,13 @@ def place(counts: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
     give_buffers(monkeypatch, {"device_kept": 0, "host_kept": 0, "ssd_kept": 0, **counts})
 
 
-@pytest.mark.parametrize(
-    ("family", "dtype", "micro", "tier", "kept", "clip"),
-    [
-        ("llama", "bf16", 1, "ssd", "1MiB", None),
-        ("llama", "fp32", 4, "device", "64KiB", None),
-        ("gpt2", "bf16", 3, "host", "1MiB", 0.5),  # the last micro-batch is smaller; tied
-        ("llama-tied", "fp32", 3, "ssd", ActivationPolicy((("aten.mm.default", 5), ("aten.mm.default", 4)), 2), None),
-        ("mixtral", "bf16", 3, "host", "1MiB", None),
-    ],
-)
+@pytest.mark.parametrize(("family", "dtype", "micro", "tier", "kept", "clip"), [
+    ("llama", "bf16", 1, "ssd", "1MiB", None),
+    ("llama", "fp32", 4, "device", "64KiB", None),
+    ("gpt2", "bf16", 3, "host", "1MiB", 0.5),  # the last micro-batch is smaller; tied
+    ("llama-tied", "fp32", 3, "ssd", ActivationPolicy((("aten.mm.default", 5), ("aten.mm.default", 4)), 2), None),
+    ("mixtral", "bf16", 3, "host", "1MiB", None),
+])  # fmt: skip
 def test_training_equals_the_plain_loop(
     family: str, dtype: str, micro: int, tier: str, kept: Any, clip: float | None, checkpoints: Path, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

@@ -62,6 +62,17 @@ def test_equals_a_plain_checkpoint_with_the_same_numbers(family: str, method: st
     assert kept and not stays
     if family != "llama":
         assert any("experts" in name for name in kept)
+    for name in kept:  # there and back in its own bytes
+        parameter, value, parts = source.compressed(name), found[name], source.read_compressed(name)
+        assert parameter.numel == value.numel()
+        assert pickle.loads(pickle.dumps(parameter)) == parameter, "as the optimizer process gets it"
+        payload = torch.zeros(parameter.nbytes, dtype=torch.uint8)
+        parameter.encode(parts, payload)
+        files = sum(component.nbytes for part in parts for component in part.values())
+        assert files <= parameter.nbytes < files + 3 * 128 * len(parameter.offsets)
+        flat = torch.full((value.numel(),), torch.nan, dtype=torch.bfloat16)
+        parameter.decode(payload, flat)
+        assert torch.equal(flat, value.flatten().bfloat16()), name
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -76,25 +87,6 @@ def test_equals_transformers(family: str, method: str, dtype: torch.dtype, tmp_p
     for name, parameter in expected.named_parameters():
         assert parameter.dtype == dtype or source.compressed(name) is None  # it leaves plain ones as they are
         assert torch.equal(found[name].to(parameter.dtype), parameter), name
-
-
-@pytest.mark.parametrize(("family", "method"), PAIRS)
-def test_there_and_back_in_its_own_bytes(family: str, method: str, tmp_path: Path) -> None:
-    source = source_of(compressed(tmp_path, family, method)[0])
-    for name, value in numbers_of(source).items():
-        kept = source.compressed(name)
-        if kept is None:
-            continue
-        assert (
-            kept.numel == value.numel() and pickle.loads(pickle.dumps(kept)) == kept
-        )  # as the optimizer process gets it
-        payload = torch.zeros(kept.nbytes, dtype=torch.uint8)
-        kept.encode(source.read_compressed(name), payload)
-        files = sum(component.nbytes for part in source.read_compressed(name) for component in part.values())
-        assert files <= kept.nbytes < files + 3 * 128 * len(kept.offsets)
-        flat = torch.full((value.numel(),), torch.nan, dtype=torch.bfloat16)
-        kept.decode(payload, flat)
-        assert torch.equal(flat, value.flatten().bfloat16()), name
 
 
 def test_kimi_k2_and_deepseeks_own_files(tmp_path: Path) -> None:

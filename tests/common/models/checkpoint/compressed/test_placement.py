@@ -38,15 +38,12 @@ def conversion(patterns: list[str], operations: list[ConversionOps], each: int) 
     return Conversion("w", rule, [(pattern, f"{pattern}.{index}") for pattern in patterns for index in range(each)])
 
 
-@pytest.mark.parametrize(
-    ("patterns", "operations"),
-    [
-        (["up"], [MergeModulelist(dim=0)]),
-        (["gate", "up"], [MergeModulelist(dim=0), Concatenate(dim=1)]),
-        (["gate", "up"], [MergeModulelist(dim=0), Concatenate(dim=2)]),
-        (["gate", "up"], [MergeModulelist(dim=0), Concatenate(dim=1), Transpose(1, 2)]),
-    ],
-)
+@pytest.mark.parametrize(("patterns", "operations"), [
+    (["up"], [MergeModulelist(dim=0)]),
+    (["gate", "up"], [MergeModulelist(dim=0), Concatenate(dim=1)]),
+    (["gate", "up"], [MergeModulelist(dim=0), Concatenate(dim=2)]),
+    (["gate", "up"], [MergeModulelist(dim=0), Concatenate(dim=1), Transpose(1, 2)]),
+])  # fmt: skip
 def test_as_transformers_puts_them(patterns, operations, placements: Placements) -> None:
     asked = conversion(patterns, operations, EXPERTS)
     parts = {name: torch.randn(6, 10) for _, name in asked.parts}

@@ -147,15 +147,12 @@ def test_what_does_not_fit_together(tmp_path: Path) -> None:
         shards(tmp_path, {"up_blocks": blocks, "up_scales": scales}, {"quant_method": "mxfp4"})
 
 
-@pytest.mark.parametrize(
-    ("changes", "tensors", "words"),
-    [
-        ({"sparsity_config": {"format": "sparse-24-bitmask"}}, {}, "sparse weights"),
-        ({"transform_config": {"config_groups": {"R1": {}}}}, {}, "transforms"),
-        ({}, {"weight_g_idx": torch.zeros(64, dtype=torch.int32)}, "in another order"),
-        ({"config_groups": {"g": {"weights": {"num_bits": 3}}}}, {}, "packed with 3 bits"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "tensors", "words"), [
+    ({"sparsity_config": {"format": "sparse-24-bitmask"}}, {}, "sparse weights"),
+    ({"transform_config": {"config_groups": {"R1": {}}}}, {}, "transforms"),
+    ({}, {"weight_g_idx": torch.zeros(64, dtype=torch.int32)}, "in another order"),
+    ({"config_groups": {"g": {"weights": {"num_bits": 3}}}}, {}, "packed with 3 bits"),
+])  # fmt: skip
 def test_refused(changes: dict, tensors: dict[str, torch.Tensor], words: str, tmp_path: Path) -> None:
     settings = METHODS["int4"][0] | changes
     packed = CASES["int4-group"]["packed"] | tensors
