@@ -48,9 +48,10 @@ def engine(model: Path, ssd: list[Path], dtype: str = "bf16", **options) -> fuyo
 
 def check(
     model: Path, ssd: list[Path], *, dtype: str, micro_batch: int, clip: float | None = None, packed: bool = True,
-    steps: int = 3, trained_from: Path | None = None, exact: bool = True, **options,
+    steps: int = 3, trained_from: Path | None = None, exact: bool = True, device: str = "cpu", **options,
 ) -> None:  # fmt: skip
-    twin = Twin(str(model), bf16=dtype == "bf16", max_grad_norm=clip, **OPTIONS)
+    twin = Twin(str(model), bf16=dtype == "bf16", max_grad_norm=clip, device=device, **OPTIONS)
+    options["device"] = device
     started = engine(trained_from or model, ssd, dtype, micro_batch=micro_batch, max_grad_norm=clip, **options)
     with started as trained:
         for batch in batches(steps, packed):

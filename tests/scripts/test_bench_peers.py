@@ -53,6 +53,7 @@ def _forked_contenders(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peers.runner, "subprocess", forked.as_subprocess())
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_forked_contenders")
 def test_fsdp2_trains(tmp_path: Path) -> None:
     steps("peers.fsdp2_offload", tmp_path)

@@ -43,8 +43,6 @@ def _lines(records: list[dict[str, Any]]) -> str:
 
 def _make_data(folder: Path) -> None:
     import datasets
-    import pyarrow as pa
-    import pyarrow.parquet as pq
 
     datasets.disable_progress_bars()
     folder.mkdir()
@@ -54,10 +52,6 @@ def _make_data(folder: Path) -> None:
     (folder / "texts.jsonl.gz").write_bytes(gzip.compress(_lines(texts).encode()))
     (folder / "book.txt").write_text("\n".join(text["text"] for text in texts))
     datasets.Dataset.from_list(texts).save_to_disk(folder / "saved")
-    pq.write_table(
-        pa.table({"prompt": [question for question, _ in asked], "completion": [answer for _, answer in asked]}),
-        folder / "prompts.parquet",
-    )
     (folder / "questions.jsonl").write_text(_lines([{"question": one, "answer": other} for one, other in asked]))
     with (folder / "alpaca.csv").open("w", newline="") as file:
         table = csv.writer(file)
@@ -73,5 +67,3 @@ def _make_data(folder: Path) -> None:
     tools = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
     (folder / "tools.jsonl").write_text(_lines([{"messages": messages, "tools": tools}] * 3))
     (folder / "broken.jsonl").write_text('{"text": "whole"}\n{"text": \n')
-    wrong = [{"role": "user", "content": "Hi"}, {"role": "critic", "content": "Hello"}]
-    (folder / "role.jsonl").write_text(_lines([{"messages": wrong}]))

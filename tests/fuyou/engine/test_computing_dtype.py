@@ -8,13 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-import fuyou
 from common.store import commit_manifest
 from fuyou.engine import computing_dtype
 from fuyou.engine.computing_dtype import fastest_dtype, stored_dtype
-from tests.helpers.twin import tiny_configs
-
-IDS = torch.arange(64).view(2, 32)
+from tests.helpers.small_engine import small_engine, train
 
 
 @pytest.fixture
@@ -25,35 +22,17 @@ def fastest(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return answer
 
 
-def engine(path: Path, **options) -> fuyou.Engine:
-    return fuyou.Engine(
-        tiny_configs()["llama"], ssd=[path], host_memory="600MiB", batch_shape=(2, 32), micro_batch=1, lr=1e-3,
-        **options,
-    )  # fmt: skip
-
-
-def train(one: fuyou.Engine, steps: int) -> list[float]:
-    losses = []
-    for _ in range(steps):
-        out = one(input_ids=IDS, labels=IDS)
-        out.loss.backward()
-        one.step()
-        losses.append(out.loss.item())
-    one.flush()
-    return losses
-
-
 @pytest.mark.parametrize("other", ["fp32", "bf16"])
 def test_a_run_goes_on_in_what_it_began_with(tmp_path: Path, fastest: list[str], other: str) -> None:
     """On a machine that is fast in the other, bit for bit as without a pause."""
     fastest[0] = "bf16" if other == "fp32" else "fp32"
     (tmp_path / "whole").mkdir()
-    with engine(tmp_path / "whole", dtype=fastest[0]) as one:
+    with small_engine(tmp_path / "whole", lr=1e-3, dtype=fastest[0]) as one:
         expected = train(one, 3)
-    with engine(tmp_path) as one:
+    with small_engine(tmp_path, lr=1e-3) as one:
         assert train(one, 1) == expected[:1]
     fastest[0] = other
-    with engine(tmp_path, resume=True) as one:
+    with small_engine(tmp_path, lr=1e-3, resume=True) as one:
         assert train(one, 2) == expected[1:]
 
 
@@ -96,6 +75,7 @@ def test_a_gpu_computes_in_bf16_if_it_can(monkeypatch: pytest.MonkeyPatch, has_i
     assert fastest_dtype.__wrapped__("cuda:1") == ("bf16" if has_it else "fp32")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.uname().machine != "x86_64", reason="oneDNN's names of instruction sets are x86's")
 def test_a_processor_without_instructions_for_bf16_computes_in_fp32() -> None:
     """This very processor, with those instructions hidden from the library."""

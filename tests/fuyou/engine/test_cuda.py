@@ -15,18 +15,17 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-import fuyou
 from common.errors import FinetuneError
 from common.memory.buffers import HostBuffer
 from fuyou.optimizer.gradient_sum import sum_of_squares
 from fuyou.runtime.devices.device import open_device
 from fuyou.schedule.tasks import Op, Task
 from tests.helpers.accelerator import QueuedDevice
+from tests.helpers.engines import check as check_exact
 from tests.helpers.engines import give_buffers
-from tests.helpers.twin import Twin, tiny_configs
+from tests.helpers.twin import tiny_configs
 
-ROWS, TOKENS, STEPS = 4, 32, 4
-OPTIONS: dict[str, Any] = {"lr": 1e-3, "weight_decay": 0.1}
+STEPS = 4
 SCARCE = {"device_activations": 4, "host_activations": 2, "ssd_activations": 40}
 SCARCE_KEPT = {"device_kept": 2, "host_kept": 2, "ssd_kept": 12}
 
@@ -40,16 +39,6 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def batches() -> list[dict[str, torch.Tensor]]:
-    generator = torch.Generator().manual_seed(3)
-    result = []
-    for _ in range(STEPS):
-        tokens = torch.randint(0, 211, (ROWS, TOKENS), generator=generator)
-        positions = torch.arange(TOKENS).remainder(20).expand(ROWS, -1).contiguous()
-        result.append({"input_ids": tokens, "labels": tokens.clone(), "position_ids": positions})
-    return result
-
-
 def check(
     model: Path, ssd: Path, monkeypatch: pytest.MonkeyPatch, *, device: str = "cpu", dtype: str = "bf16",
     micro_batch: int = 1, clip: float | None = None, counts: dict[str, int] | None = None, kept: int = 0,
@@ -57,20 +46,10 @@ def check(
 ) -> None:  # fmt: skip
     """The engine equals the plain loop on the same device."""
     give_buffers(monkeypatch, counts or {})
-    twin = Twin(str(model), bf16=dtype == "bf16", max_grad_norm=clip, device=device, **OPTIONS)
-    with fuyou.Engine(
-        model, ssd=[ssd], device=device, dtype=dtype, host_memory="600MiB", host_cache=0, micro_batch=micro_batch,
-        io=io, device_memory="2GiB" if device != "cpu" else None, batch_shape=(ROWS, TOKENS), max_grad_norm=clip,
-        kept_activations=kept, **OPTIONS,
-    ) as engine:  # fmt: skip
-        for batch in batches():
-            out = engine(**batch)
-            out.loss.backward()
-            report = engine.step()
-            assert out.loss.item() == twin.step(batch, micro_batch)
-            assert math.isclose(report.grad_norm, twin.grad_norm, rel_tol=1e-12)
-        for name, master in engine.named_parameters():
-            assert torch.equal(master, twin.masters[name]), name
+    check_exact(
+        model, [ssd], dtype=dtype, micro_batch=micro_batch, clip=clip, steps=STEPS, device=device, io=io,
+        device_memory="2GiB" if device != "cpu" else None, kept_activations=kept,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(("counts", "clip"), [

@@ -4,35 +4,25 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.engines import ROWS, batches, directories, engine
+from tests.helpers.engines import ROWS, batches, directories, engine, train
 from tests.helpers.twin import tiny_configs
-
-
-def take_steps(trained, feed: list[dict]) -> list[float]:
-    losses = []
-    for batch in feed:
-        loss = trained(**batch).loss
-        loss.backward()
-        trained.step()
-        losses.append(loss.item())
-    return losses
 
 
 def test_a_run_that_goes_on_keeps_its_micro_batch(tmp_path: Path) -> None:
     feed, (whole, part) = batches(4, packed=True), directories(tmp_path, 2)
     with engine(tiny_configs()["llama"], [whole], micro_batch=2) as trained:
-        uninterrupted = take_steps(trained, feed)
+        uninterrupted = train(trained, feed)
     with engine(tiny_configs()["llama"], [part], micro_batch=2) as trained:
-        first = take_steps(trained, feed[:2])
+        first = train(trained, feed[:2])
     with engine(tiny_configs()["llama"], [part], resume=True) as trained:
         assert trained.memory_plan.batch.micro_rows == 2, "all four would fit"
-        assert first + take_steps(trained, feed[2:]) == uninterrupted
+        assert first + train(trained, feed[2:]) == uninterrupted
 
 
 @pytest.mark.parametrize("options", [{"micro_batch": 1}, {"batch_shape": (ROWS, 16)}])
 def test_what_is_asked_for_and_other_batches_decide_otherwise(options: dict, tmp_path: Path) -> None:
     ssd = directories(tmp_path, 1)
     with engine(tiny_configs()["llama"], ssd, micro_batch=2) as trained:
-        take_steps(trained, batches(1, packed=True))
+        train(trained, batches(1, packed=True))
     with engine(tiny_configs()["llama"], ssd, resume=True, **options) as trained:
         assert trained.memory_plan.batch.micro_rows == options.get("micro_batch", ROWS)
