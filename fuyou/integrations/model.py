@@ -29,8 +29,6 @@ from fuyou.engine.engine import Engine
 from fuyou.engine.token_outputs import TokenOutput
 from fuyou.model.open_model import check_reference
 
-_NO_REFERENCE = "ref_model=fuyou.integrations.as_reference(engine)"
-"""Name of the model in its configuration: a trainer that would load it once more, whole, fails with that."""
 _KEPT = 2
 """Passes whose reference is kept until a trainer asks for it: KTO's has two, one without gradients first."""
 _NOT_OF_THE_MODEL = frozenset({"use_cache", "return_dict", "output_router_logits", "logits_to_keep"})
@@ -52,6 +50,28 @@ class FusedOutput(ModelOutput):
     is_top1: torch.Tensor | None = None
     label_mask: torch.Tensor | None = None
     aux_loss: torch.Tensor | None = None
+
+
+class _FacadeConfig:
+    """What a facade's configuration does in another way than the family's, which it also is."""
+
+    @property
+    def _name_or_path(self) -> str:
+        """Name of no files. A trainer of TRL's that would load them once more is refused."""
+        caller: Any = sys._getframe(1)
+        while caller.f_code.co_name == "__getattribute__":
+            caller = caller.f_back
+        # A trainer without arguments only makes the name of a directory of it.
+        if caller.f_code.co_name == "get_config_model_id" and caller.f_back.f_locals.get("args") is not None:
+            raise UserError(
+                "The trainer would load the whole model once more. As its reference, give DPOTrainer or KTOTrainer "
+                "ref_model=as_reference(engine), and GRPOTrainer beta=0; for its tokenizer, give processing_class."
+            )
+        return "engine"
+
+    @_name_or_path.setter
+    def _name_or_path(self, name: str) -> None:
+        """Pass over a name."""
 
 
 class _Streamed:
@@ -202,6 +222,19 @@ class _Facade(PreTrainedModel):
 
     # -- what a trainer asks of a model ---------------------------------------------------------------------------
 
+    def named_modules(self, *args: Any, **options: Any) -> Iterator[Any]:
+        """Yield modules, but not to ``peft``, which would adapt them.
+
+        Raises:
+            UserError: for ``peft``; says where adapters come from.
+        """
+        if sys._getframe(1).f_globals["__name__"].startswith("peft.tuners"):
+            raise UserError(
+                "The engine has its adapters before a trainer gets it: open it with adapters=peft_config, and leave "
+                "the trainer's peft_config out."
+            )
+        return super().named_modules(*args, **options)
+
     def named_parameters(self, *_: Any, **__: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield the only parameter: a number, whose gradient is the norm of all; of a reference, one that stays 0."""
         yield "gradient_norm", self._streamed.untouched if self._is_reference else self._streamed.norm
@@ -251,6 +284,7 @@ class _Facade(PreTrainedModel):
 def _forward_of(kind: type) -> Callable[..., Any]:
     family = next(one for one in kind.__mro__ if one.__module__.startswith("transformers.") and "forward" in vars(one))
 
+    @torch.compiler.disable  # so that torch_compile is refused by EngineOptimizer, not by the compiler
     @functools.wraps(vars(family)["forward"])
     def forward(self: _Facade, *args: Any, **kwargs: Any) -> Any:
         return self._run(*args, **kwargs)
@@ -302,6 +336,6 @@ def _facade(engine: Engine, is_reference: bool) -> PreTrainedModel:
     made.__dict__["_modules"], made.__dict__["_parameters"] = dict(model._modules), {}
     made.__class__ = type(type(model).__name__, (_Facade, type(model)), {})
     made.config = copy.deepcopy(model.config)
-    made.config._name_or_path = _NO_REFERENCE
+    made.config.__class__ = type(type(model.config).__name__, (_FacadeConfig, type(model.config)), {})
     made.__dict__.update(_streamed=streamed, _is_reference=is_reference)
     return made

@@ -58,6 +58,8 @@ class EngineOptimizer(torch.optim.Optimizer):
                 "load_best_model_at_end: the engine cannot go back to the weights of a checkpoint. Leave it out, and "
                 "load the directory of trainer.state.best_model_checkpoint when the engine is closed."
             )
+        if args.torch_compile:
+            raise UserError("torch_compile: the engine runs blocks one by one, uncompiled. Leave it out.")
         pairs = {
             "learning_rate": (args.learning_rate, self.defaults["lr"]),
             "weight_decay": (args.weight_decay, adam.weight_decay),

@@ -9,6 +9,7 @@ import torch
 import trl
 from peft import LoraConfig, get_peft_model
 from torch import nn
+from torch.optim.lr_scheduler import OneCycleLR
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -185,6 +186,7 @@ def test_what_a_trainer_cannot_do_is_said(checkpoints: Path, tmp_path: Path) -> 
     ({"adam_beta1": 0.8, "adam_epsilon": 1e-6}, r"differ: adam_beta1=0.8 \(0.9\), adam_epsilon=1e-06 \(1e-08\)"),
     ({"adam_beta2": 0.95}, "differ: adam_beta2"),
     ({"learning_rate": 3e-3}, r"differ: learning_rate=0.003 \(0.001\)"),
+    ({"torch_compile": True}, "torch_compile: the engine runs blocks one by one, uncompiled"),
     ({"optim": "adafactor"}, "optim='adafactor': the engine was opened with optimizer='adamw'"),
 ])  # fmt: skip
 def test_arguments_that_the_engine_would_ignore_are_refused_before_the_first_step(
@@ -220,6 +222,40 @@ def test_metrics_of_logits_are_refused_in_a_sentence(checkpoints: Path, tmp_path
         trainer = Trainer(model, args, eval_dataset=Texts(), compute_metrics=lambda prediction: {})  # type: ignore[arg-type]
         with pytest.raises(UserError, match="compute_metrics needs the logits"):
             trainer.evaluate()
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "message"),
+    [
+        ("SFT", {"peft_config": adapters()}, "open it with adapters=peft_config"),
+        ("DPO", {}, r"give DPOTrainer or KTOTrainer ref_model=as_reference\(engine\)"),
+        ("KTO", {}, r"give DPOTrainer or KTOTrainer ref_model=as_reference\(engine\)"),
+        ("GRPO", {"reward_funcs": lambda completions, **_: [0.0] * len(completions)}, "GRPOTrainer beta=0"),
+    ],
+)
+def test_what_trl_would_load_or_adapt_is_refused(
+    kind: str, options: dict[str, Any], message: str, checkpoints: Path, tmp_path: Path
+) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(checkpoints / "lm")
+    beta = {"beta": 0.1, "num_generations": 4} if kind == "GRPO" else {}
+    args = arguments(getattr(trl, f"{kind}Config"), tmp_path / "out", **beta)
+    with engine(checkpoints / "lm", tmp_path / "ssd", adapters=adapters() if kind == "GRPO" else None) as trained:
+        model = as_model(trained)
+        with pytest.raises(UserError, match=message):
+            getattr(trl, f"{kind}Trainer")(
+                model, args=args, train_dataset=records(kind.lower()), processing_class=tokenizer,
+                optimizers=(EngineOptimizer(model), None), **options,
+            )  # fmt: skip
+
+
+def test_a_schedule_of_momentum_is_refused(checkpoints: Path, tmp_path: Path) -> None:
+    """Betas are the engine's for the whole run; of learning rates, any schedule is taken."""
+    with engine(checkpoints / "lm", tmp_path / "ssd") as trained:
+        optimizer = EngineOptimizer(as_model(trained))
+        with pytest.raises(ValueError, match="cycle_momentum"):
+            OneCycleLR(optimizer, max_lr=LR, total_steps=4)
+        schedule = OneCycleLR(optimizer, max_lr=LR, total_steps=4, cycle_momentum=False)
+        assert schedule.get_last_lr() == [pytest.approx(LR / 25)]
 
 
 @pytest.mark.parametrize("labels", [1, 3])
