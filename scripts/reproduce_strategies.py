@@ -35,6 +35,7 @@ def table(headings: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
 
 def states(strategies: Iterable[Strategy], workload: Workload, cluster: Cluster) -> list[Estimate]:
     """Every strategy's costs, without recomputation."""
+    workload = replace(workload, deepspeed_states=True)
     return [estimate(strategy.on(cluster.levels), workload, cluster, checkpointing=False) for strategy in strategies]
 
 
@@ -48,7 +49,7 @@ def same(ours: float, theirs: float) -> str:
 # PaRO
 
 PARO_LEVELS = Levels((8, 8))
-PARO_WORKLOAD = Workload(7e9, 7e9, blocks=32, micro_batches=8, sum_bytes=2)
+PARO_WORKLOAD = Workload(7e9, 7e9, blocks=32, micro_batches=8)
 
 PARO_TABLE_1 = {
     "NNN": "yyyy", "NNI": "yyyy", "NNG": "yyy-", "NII": "yyy-", "NIG": "yyy-", "NGG": "yyy-", "INI": "---y",
@@ -238,7 +239,7 @@ def amsp_plan(model: str, gpus: int, objective: Objective) -> StrategyPlan:
     cluster = load_cluster("a800-hdr").resized(levels)
     workload = Workload.of_model(load_config(model)[0], seq_len=4096, micro_batches=1024 // gpus)
     return plan(
-        replace(workload, sum_bytes=2), cluster, strategies=amsp_space(levels), objective=objective,
+        replace(workload, deepspeed_states=True), cluster, strategies=amsp_space(levels), objective=objective,
         checkpointing=AMSP_TABLE_IV[model][2], select_and_drop=True, overlap_spread=False,
     )  # fmt: skip
 

@@ -26,11 +26,14 @@ class Workload:
     weight_flops_per_token: float = 0.0  # FLOPs of the gradients of trainable weights per token
     seq_len: int = 1
     micro_batch: int = 1  # sequences that a rank computes at once
-    kept_gathered: float = 0.0  # head and final norm, with which the backward pass begins
+    kept_gathered: float = (
+        0.0  # what the backward pass gathers no second time: head and final norm, with which it begins
+    )
+    largest_unit: float = 0.0  # parameters of the largest unit; 0: all are alike
     compute_bytes: float = 2.0  # bytes of one parameter as it is gathered, where that is not quantised
     gradient_bytes: float = 2.0  # bytes of one gradient as it is reduced, where that is not quantised
     micro_batches: int = 1  # number of micro-batches that accumulate before the optimizer steps: s in PaRO, M in AMSP
-    sum_bytes: float = 4.0  # bytes of one gradient that is a sum over micro-batches: fp32. The papers' tables have 2.
+    deepspeed_states: bool = False  # P, G, and OS take 2, 2, and 12 bytes over their scopes, as the papers count them
 
     def __post_init__(self) -> None:
         if not 0 < self.trainable <= self.parameters:
@@ -59,11 +62,13 @@ class Workload:
         again = self.forward_flops_per_token if checkpointing else 0.0
         return self.tokens * (self.forward_flops_per_token + self.weight_flops_per_token + again)
 
-    def activation_bytes(self, checkpointing: bool) -> float:
-        """Return the bytes that one micro-batch saves, with attention that keeps no scores."""
+    def activation_bytes(self, checkpointing: bool, blocks: int | None = None) -> float:
+        """Return the bytes that one micro-batch saves, with attention that keeps no scores; or those that are left when
+        its backward pass has ``blocks`` more to do."""
+        left = self.blocks if blocks is None else min(blocks, self.blocks)
         block = self.tokens * self.block_activation_bytes
-        saved = self.blocks * self.tokens * self.hidden_bytes + block if checkpointing else self.blocks * block
-        return saved + self.tokens * self.logits_bytes
+        saved = left * self.tokens * self.hidden_bytes + block if checkpointing else left * block
+        return saved + (self.tokens * self.logits_bytes if blocks is None else 0.0)
 
     @classmethod
     def of_model(
@@ -81,6 +86,7 @@ class Workload:
         _, blocks = find_blocks(model)
         parameters = float(sum(parameter.numel() for parameter in model.parameters()))
         active = active_parameters(model, model)
+        kept, largest = _kept_and_largest(model)
         attention = (model_flops_per_token(model, seq_len) - 6.0 * active) / 3
         text = config.get_text_config()
         return cls(
@@ -95,18 +101,23 @@ class Workload:
             weight_flops_per_token=2.0 * active * trainable_ratio + attention,
             seq_len=seq_len,
             micro_batch=micro_batch,
-            kept_gathered=_kept_gathered(model),
+            kept_gathered=kept,
+            largest_unit=largest,
             compute_bytes=float(dtype_bytes),
             gradient_bytes=float(dtype_bytes),
             micro_batches=micro_batches,
         )
 
 
-def _kept_gathered(model: nn.Module) -> float:
-    """Return the parameters of units that :func:`fcdp.fully_shard` does not reshard after the forward pass."""
+def _kept_and_largest(model: nn.Module) -> tuple[float, float]:
+    """Return the parameters of units that :func:`fcdp.fully_shard` does not reshard after the forward pass, and those
+    of the largest unit."""
     units = find_units(model, None)
-    kept = [group for group in whole_units(units) if units[group.unit].keep_after_forward]
-    return float(sum(parameter.numel() for group in kept for parameter in group.registered()))
+    sizes = [
+        (units[group.unit].keep_after_forward, float(sum(parameter.numel() for parameter in group.registered())))
+        for group in whole_units(units)
+    ]
+    return sum(size for is_kept, size in sizes if is_kept), max(size for _, size in sizes)
 
 
 def _is_gated(model: object) -> bool:

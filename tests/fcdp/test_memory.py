@@ -12,6 +12,10 @@ from torch.utils._pytree import tree_iter
 
 import fcdp
 from fcdp.cache.placement import DeviceMemory
+from fcdp.planner.memory import RUNTIME_BYTES, memory_of
+from fcdp.planner.workload import Workload
+from fcdp.strategy.mesh import Levels
+from fcdp.strategy.names import parse_strategy
 from tests.helpers.fcdp.pool import Pool
 from tests.helpers.fcdp.twin import Plain
 
@@ -49,23 +53,33 @@ class LiveBytes(TorchDispatchMode):
         return result
 
 
+def _config() -> transformers.LlamaConfig:
+    return transformers.LlamaConfig(
+        vocab_size=128, hidden_size=64, intermediate_size=192, num_hidden_layers=6, num_attention_heads=4,
+        num_key_value_heads=2, use_cache=False,
+    )  # fmt: skip
+
+
+def _planned(strategy: str, micro_batches: int) -> float:
+    """What the planner expects on a device of 2 x 2 ranks."""
+    workload = Workload.of_model(_config(), seq_len=32, micro_batch=2, micro_batches=micro_batches)
+    layout = parse_strategy(strategy).on(Levels((2, 2)))
+    return memory_of(layout, workload, checkpointing=False).device - RUNTIME_BYTES
+
+
 def _train(
     topology: fcdp.Topology, strategy: str, *, lora: bool = False, micro_batches: int = 1, threshold: float = 0.0
 ) -> dict[str, int]:
     """Two steps: the most that tensors held, the cache of this rank, and the model's bytes in compute precision."""
     torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=128, hidden_size=64, intermediate_size=192, num_hidden_layers=6, num_attention_heads=4,
-        num_key_value_heads=2, use_cache=False,
-    )  # fmt: skip
-    model: Any = transformers.LlamaForCausalLM(config)
+    model: Any = transformers.LlamaForCausalLM(_config())
     if lora:
         import peft
 
         model = peft.get_peft_model(model, peft.LoraConfig(r=8, target_modules=["q_proj", "o_proj"]))
     parameters = sum(parameter.numel() for parameter in model.parameters())
     room = DeviceMemory(10**9, lambda: 0)
-    options = {"device_cache_threshold": threshold, "device_memory": room} if strategy == "fcdp" else {}
+    options = {"device_cache_threshold": threshold, "device_memory": room} if strategy.startswith("fcdp") else {}
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16)
     sharding: Any
     shares = []
@@ -96,6 +110,13 @@ def _train(
     return {"peak": peak, "cached": cached, "model": 2 * parameters}
 
 
+@pytest.mark.parametrize("strategy", ["fcdp-iig", "mics", "paro-igg", "zero++-exact"])
+@pytest.mark.slow
+def test_what_other_strategies_hold_is_planned(pool: Pool, strategy: str) -> None:
+    for rank in pool.run((2, 2), _train, strategy, micro_batches=2):
+        assert rank["peak"] == pytest.approx(_planned(strategy, 2), rel=0.03)
+
+
 @pytest.mark.parametrize(("lora", "micro_batches"), [(False, 1), (False, 4), (False, 8), (True, 1)])
 @pytest.mark.slow
 def test_the_device_holds_what_it_holds_under_zero3_and_a_node_one_copy_of_the_model(
@@ -106,6 +127,7 @@ def test_the_device_holds_what_it_holds_under_zero3_and_a_node_one_copy_of_the_m
     for one, other in zip(ours, plain, strict=True):
         # With LoRA less: adapters are separate groups, and what is frozen needs no gradients' place next to it.
         assert (0.9 if lora else 0.99) * other["peak"] < one["peak"] <= 1.01 * other["peak"]
+        assert lora or one["peak"] == pytest.approx(_planned("fcdp", micro_batches), rel=0.03)
     # No size here leaves a rest when it is divided by four, so there is no padding either.
     for node in (ours[:2], ours[2:]):
         assert sum(rank["cached"] for rank in node) == node[0]["model"]
