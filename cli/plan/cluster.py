@@ -1,6 +1,7 @@
 """Plan for a cluster: every sharding strategy that fits, its costs, and the fastest."""
 
 import json
+import sys
 
 from transformers import PreTrainedConfig
 
@@ -55,11 +56,20 @@ def _workload(settings: Settings, batch_size: int | None, cluster: Cluster) -> W
         )
     return Workload.of_model(
         config,
-        seq_len=sequence_length(settings.seq_len, config),
+        seq_len=_sequence_length(settings.seq_len, config),
         micro_batch=micro_batch,
         micro_batches=batch // at_once,
         trainable_ratio=_trainable_ratio(settings, config),
     )
+
+
+def _sequence_length(requested: int | None, config: PreTrainedConfig) -> int:
+    """Return the tokens per sequence; a plan may have more than the model's context, as the papers' workloads."""
+    context = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if requested is None or context is None or requested <= context:
+        return sequence_length(requested, config)
+    print(f"Only a plan: --seq-len {requested} is longer than the model's context of {context}.", file=sys.stderr)
+    return requested
 
 
 def _trainable_ratio(settings: Settings, config: PreTrainedConfig) -> float:
@@ -76,7 +86,21 @@ def _node_order(result: StrategyPlan, cluster: Cluster) -> list[int] | None:
     return node_order(cluster.leaf_of_node, group_of(result.choice.layout))
 
 
-_HEADINGS = ("strategy", "P", "G", "OS", "cache", "device", "host", "gather", "reduce", "spread", "inside", "step")
+_HEADINGS = (
+    "strategy",
+    "P",
+    "G",
+    "OS",
+    "cache",
+    "device",
+    "host",
+    "gather",
+    "reduce",
+    "spread",
+    "inside",
+    "MFU",
+    "step",
+)
 
 
 def render(result: StrategyPlan, workload: Workload, cluster: Cluster) -> str:
@@ -127,6 +151,7 @@ def _row(estimate: Estimate) -> tuple[str, ...]:
         format_bytes(estimate.memory.host) if estimate.memory.host else "-",
         *(format_bytes(nbytes) if nbytes else "-" for nbytes in by_purpose.values()),
         format_bytes(estimate.intra_node_bytes) if estimate.intra_node_bytes else "-",
+        "-" if estimate.mfu is None else f"{estimate.mfu:.0%}",
         f"{format_seconds(estimate.step_seconds)} {marks}".rstrip(),
     )
 

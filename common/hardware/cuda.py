@@ -1,4 +1,4 @@
-"""Whether PyTorch can use the NVIDIA GPUs that the system has, and if not, why."""
+"""Whether PyTorch can use the GPUs that the system has, and if not, why. AMD's are CUDA's to PyTorch's ROCm build."""
 
 import functools
 import json
@@ -33,11 +33,20 @@ def obstacle() -> str | None:
 
 
 def system_has_gpu(root: Path = Path("/")) -> bool:
-    """Return whether the kernel's NVIDIA driver has a GPU that CUDA_VISIBLE_DEVICES does not hide from everybody."""
+    """Return whether the kernel's NVIDIA driver, or AMD's with a PyTorch for it, has a GPU that CUDA_VISIBLE_DEVICES
+    does not hide from everybody."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None and not visible.strip().startswith(("0", *"123456789", "GPU-", "MIG-")):
         return False
-    return any(list(root.glob(pattern)) for pattern in ("proc/driver/nvidia/gpus/*", "dev/nvidia[0-9]*"))
+    if any(list(root.glob(pattern)) for pattern in ("proc/driver/nvidia/gpus/*", "dev/nvidia[0-9]*")):
+        return True
+    return (root / "dev/kfd").exists() and _is_for_rocm()  # not run on AMD
+
+
+def _is_for_rocm() -> bool:
+    import torch
+
+    return torch.version.hip is not None
 
 
 def gpus_by_pytorch() -> list[tuple[str, str, int, str]]:

@@ -29,6 +29,7 @@ class Cluster:
     memory_bytes_per_second: float  # bandwidth of the device's own memory, which bounds an optimizer step
     host_link_bytes_per_second: float  # to or from host memory, while all devices of the node copy
     rates: CollectiveRates
+    peak_flops_per_second: float | None = None  # of dense bf16 products, if known
     overlaps: bool = True  # whether devices compute while they communicate, as CPUs do not
     leaf_of_node: tuple[int, ...] | None = None  # if known
 
@@ -88,6 +89,7 @@ def _read_preset(name: str, fields: dict[str, Any]) -> Cluster:
         device_memory_bytes=parse_bytes(fields["device_memory"]),
         host_memory_bytes=parse_bytes(fields["host_memory"]),
         flops_per_second=fields["bf16_tflops"] * fields["reached"] * 1e12,
+        peak_flops_per_second=fields["bf16_tflops"] * 1e12,
         memory_bytes_per_second=fields["memory_gb_per_s"] * 1e9,
         host_link_bytes_per_second=fields["host_link_gb_per_s"] * 1e9,
         rates=AlphaBeta(tuple(links), fields["start_us"] * 1e-6),

@@ -1,6 +1,9 @@
 """The cost of a strategy on a cluster: memory, bytes, and the time of a step in which computing hides communication."""
 
-from dataclasses import dataclass
+import math
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from fcdp.planner.cluster import Cluster
@@ -9,7 +12,34 @@ from fcdp.planner.memory import ADAPTIVE_THRESHOLD, P_BYTES, Memory, memory_of
 from fcdp.planner.workload import Workload
 from fcdp.strategy.strategy import StrategyMeshes
 
+# Part of the shorter of two overlapping activities that is saved: products of matrices are slower while a collective
+# uses the device's processors and memory. AMSP, table V: of 0.41 s of collectives (7B, M = 1), 0.29 s.
+OVERLAP = 0.7
+
 OPTIMIZER_BYTES = 28.0  # per trainable parameter: 12 of states and 2 of gradient in, 12 and 2 of P out
+
+
+@dataclass(frozen=True)
+class Engine:
+    """How a training engine communicates. Ours, the default: whole blocks, all of it while something computes."""
+
+    tensors: int = 0  # number of tensors, each gathered and reduced alone where P is sharded; 0: by block
+    bucket_bytes: float = 0.0  # of gradients and of new P where P is not sharded; 0: by block
+    overlaps: frozenset[str] = frozenset({"gather", "scatter", "reduce", "spread"})  # what computing overlaps
+    gathers_again: bool = False  # whether parameters are gathered to compute activations again, too
+    select_and_drop: bool = False  # see :func:`step_collectives`
+
+    def pieces(self, collective: Collective, is_gathered: bool, workload: Workload) -> int:
+        """Return the number of messages in which a collective of all units is sent."""
+        if is_gathered and collective.phase in ("forward", "backward"):
+            return self.tensors or workload.units
+        return math.ceil(collective.nbytes / self.bucket_bytes) if self.bucket_bytes else workload.units
+
+    def hides(self, collective: Collective) -> bool:
+        """Return whether something computes meanwhile; ``scatter``: a reduction in every micro-batch."""
+        if collective.phase in ("reduce", "spread"):
+            return collective.phase in self.overlaps
+        return ("gather" if collective.operation == "all_gather" else "scatter") in self.overlaps
 
 
 @dataclass(frozen=True)
@@ -25,6 +55,7 @@ class Estimate:
     intra_node_bytes: float  # bytes that the ranks of a node send to each other per step
     compute_seconds: float  # seconds of computing per step, without waiting for anything
     step_seconds: float
+    mfu: float | None  # the model's FLOPs, without recomputation, over what the device's peak allows, if that is known
     fits: bool
 
     @property
@@ -67,6 +98,7 @@ class Estimate:
             "compute_seconds": self.compute_seconds,
             "communication_seconds": self.communication_seconds,
             "step_seconds": self.step_seconds,
+            "mfu": self.mfu,
             "fits": self.fits,
         }
 
@@ -85,52 +117,53 @@ class Estimate:
 
 
 def estimate(
-    layout: StrategyMeshes,
-    workload: Workload,
-    cluster: Cluster,
-    *,
-    checkpointing: bool,
-    select_and_drop: bool = False,
-    overlap_spread: bool = True,
+    layout: StrategyMeshes, workload: Workload, cluster: Cluster, *, checkpointing: bool, engine: Engine | None = None
 ) -> Estimate:
-    """Return what ``layout`` costs; ``select_and_drop`` as in :func:`step_collectives`.
-
-    ``overlap_spread``: new parameters are spread while the next forward computes (AMSP V-C2); AMSP's own comparison
-    does without (VI-A4)."""
+    """Return what ``layout`` costs, with our engine or another."""
+    engine = engine or Engine()
     memory = memory_of(layout, workload, checkpointing=checkpointing)
-    collectives = step_collectives(layout, workload, select_and_drop=select_and_drop)
-    pieces = workload.units
-    one = [
-        pieces * cluster.rates.seconds(found.operation, found.mesh, found.nbytes / pieces, found.ring)
-        for found in collectives
-    ]
+    collectives = step_collectives(layout, workload, select_and_drop=engine.select_and_drop)
+    if engine.gathers_again and checkpointing:
+        forward_gathers = [collective for collective in collectives if collective.phase == "forward"]
+        collectives += [
+            replace(collective, purpose="gather P, again", phase="backward") for collective in forward_gathers
+        ]
+    is_gathered = layout.p.shards > 1 or layout.p_in_cache
+    durations = []
+    for collective in collectives:
+        pieces = engine.pieces(collective, is_gathered, workload)
+        once = cluster.rates.seconds(collective.operation, collective.mesh, collective.nbytes / pieces, collective.ring)
+        durations.append(pieces * once)
     room = cluster.device_memory_bytes
     forward = workload.forward_flops / cluster.flops_per_second
     backward = workload.backward_flops(checkpointing) / cluster.flops_per_second
     forward += _packing(layout, workload, "forward") / cluster.memory_bytes_per_second
     backward += _packing(layout, workload, "backward") / cluster.memory_bytes_per_second
     update = OPTIMIZER_BYTES * workload.trainable / layout.os.shards / cluster.memory_bytes_per_second
-    clock = _Step(forward, backward, _copies(layout, workload, memory, cluster), pieces)
-    phases: dict[Phase, float] = {"forward": 0.0, "backward": 0.0, "reduce": 0.0, "spread": 0.0}
-    for found, seconds in zip(collectives, one, strict=True):
+    overlaps = cluster.overlaps and bool(engine.overlaps)
+    clock = _Step(forward, backward, _copies(layout, workload, memory, cluster), workload.units, overlaps)
+    hidden: dict[Phase, float] = defaultdict(float)
+    exposed: dict[Phase, float] = defaultdict(float)
+    for collective, seconds in zip(collectives, durations, strict=True):
         # Some run in all micro-batches but one (AMSP's T_g); time them as an even part of each.
-        each = workload.micro_batches if found.phase in ("forward", "backward") else 1
-        phases[found.phase] += seconds * found.times / each
-    if cluster.overlaps:
-        step = clock.seconds(phases, workload.micro_batches, overlap_spread)
-    else:
-        step = clock.serial_seconds(phases, workload.micro_batches)
+        each = workload.micro_batches if collective.phase in ("forward", "backward") else 1
+        part = hidden if overlaps and engine.hides(collective) else exposed
+        part[collective.phase] += seconds * collective.times / each
+    step = clock.seconds(hidden, exposed, workload.micro_batches) + update
+    flops = workload.micro_batches * (workload.forward_flops + workload.backward_flops(False))
+    peak = cluster.peak_flops_per_second
     inter, intra = bytes_per_node(collectives, layout)
     return Estimate(
         layout=layout,
         checkpointing=checkpointing,
         memory=memory,
         collectives=tuple(collectives),
-        seconds=tuple(seconds * found.times for found, seconds in zip(collectives, one, strict=True)),
+        seconds=tuple(seconds * collective.times for collective, seconds in zip(collectives, durations, strict=True)),
         inter_node_bytes=inter,
         intra_node_bytes=intra,
         compute_seconds=workload.micro_batches * (forward + backward) + update,
-        step_seconds=step + update,
+        step_seconds=step,
+        mfu=None if peak is None else flops / step / peak,
         fits=memory.device <= room and memory.host <= cluster.host_memory_bytes,
     )
 
@@ -143,23 +176,24 @@ class _Step:
     backward: float  # seconds of computing in the backward pass of one micro-batch
     copies: float  # seconds of host copies in one forward, and in one backward
     pieces: int  # units sent; the first gather and the last reduction of a pass overlap with nothing
+    overlaps: bool  # whether anything overlaps
 
-    def seconds(self, phases: dict[Phase, float], micro_batches: int, overlap_spread: bool) -> float:
-        """Return a step's seconds by AMSP V-C: gathers run one unit ahead, reductions one behind."""
-        gathers, both = phases["forward"], phases["backward"]
-        spread_hidden = phases["spread"] if overlap_spread else 0.0
-        first = self._pass(self.forward, gathers + spread_hidden)
-        plain_forward, plain_backward = self._pass(self.forward, gathers), self._pass(self.backward, both)
-        last = self._pass(self.backward, both + phases["reduce"])
-        return first + last + (micro_batches - 1) * (plain_forward + plain_backward) + phases["spread"] - spread_hidden
-
-    def serial_seconds(self, phases: dict[Phase, float], micro_batches: int) -> float:
-        """Return the seconds of a step in which nothing overlaps."""
-        each = self.forward + self.backward + 2 * self.copies + phases["forward"] + phases["backward"]
-        return micro_batches * each + phases["reduce"] + phases["spread"]
+    def seconds(self, hidden: Mapping[Phase, float], exposed: Mapping[Phase, float], micro_batches: int) -> float:
+        """Return a step's seconds by AMSP V-C: of what is ``hidden``, gathers run one unit ahead, reductions one
+        behind, and new P is spread during the first forward; what is ``exposed`` runs while nothing computes."""
+        first = self._pass(self.forward, hidden["forward"] + hidden["spread"])
+        plain_forward = self._pass(self.forward, hidden["forward"])
+        plain_backward = self._pass(self.backward, hidden["backward"])
+        last = self._pass(self.backward, hidden["backward"] + hidden["reduce"])
+        each = exposed["forward"] + exposed["backward"]
+        once = exposed["reduce"] + exposed["spread"]
+        return first + last + (micro_batches - 1) * (plain_forward + plain_backward) + micro_batches * each + once
 
     def _pass(self, compute: float, communicate: float) -> float:
-        return max(compute + communicate / self.pieces, communicate + compute / self.pieces, self.copies)
+        if not self.overlaps:
+            return compute + communicate + self.copies
+        saved = min(OVERLAP, 1 - 1 / self.pieces) * min(compute, communicate)
+        return max(compute + communicate - saved, self.copies)
 
 
 def _packing(layout: StrategyMeshes, workload: Workload, phase: Phase) -> float:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from common.errors import FinetuneError, UserError
 from common.units import format_bytes
 from fcdp.planner.cluster import Cluster
-from fcdp.planner.estimate import Estimate, estimate
+from fcdp.planner.estimate import Engine, Estimate, estimate
 from fcdp.planner.workload import Workload
 from fcdp.strategy.mesh import Levels, Scope
 from fcdp.strategy.names import PARO, PRESETS, parse_strategy
@@ -96,8 +96,7 @@ def plan(
     objective: Objective = "step",
     allow_quantised: bool = False,
     checkpointing: bool | None = None,
-    select_and_drop: bool = False,
-    overlap_spread: bool = True,
+    engine: Engine | None = None,
 ) -> StrategyPlan:
     """Estimate every strategy and choose one: exhaustively, since the rules leave few (AMSP V-B).
 
@@ -107,19 +106,12 @@ def plan(
             communication, then memory. ``communication``: AMSP's equation 1, without overlap, then memory.
         allow_quantised: whether a strategy that quantises may be chosen. All are listed either way.
         checkpointing: whether activations are checkpointed; None: only where a strategy does not fit without.
-        select_and_drop, overlap_spread: see :func:`estimate`.
+        engine: the engine that trains; None: ours.
     """
 
     def cost(layout: StrategyMeshes) -> Estimate:
         def at(again: bool) -> Estimate:
-            return estimate(
-                layout,
-                workload,
-                cluster,
-                checkpointing=again,
-                select_and_drop=select_and_drop,
-                overlap_spread=overlap_spread,
-            )
+            return estimate(layout, workload, cluster, checkpointing=again, engine=engine)
 
         if checkpointing is not None:
             return at(checkpointing)

@@ -49,6 +49,17 @@ def test_table_names_every_strategy_that_fits_and_the_choice(capsys: pytest.Capt
     assert f"choice: {found['choice']['name']}, " in out
 
 
+def test_amsps_own_workload_is_planned_with_a_warning(capsys: pytest.CaptureFixture[str]) -> None:
+    words = [*A800, "--seq-len", "4096", "--strategy", "amsp-7b"]
+    assert main(words) == 0
+    out, err = capsys.readouterr()
+    assert "--seq-len 4096 is longer than the model's context of 2048" in err
+    flops = 4096 * 3 * (2 * 6.738e9 + 4 * 32 * 4096 * 4096)  # weights; scores and weighted values
+    found = planned(capsys, *words)["choice"]
+    assert found["mfu"] == pytest.approx(flops / 312e12 / found["step_seconds"], rel=0.01)
+    assert f" {found['mfu']:.0%} " in out
+
+
 def test_one_strategy_on_three_levels(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--plan", "--cluster", "frontier", "--levels", "2,4,2", "--model", "gpt-neox-20b"]
     found = planned(capsys, *words, "--strategy", "zero-topo")
@@ -86,7 +97,6 @@ def test_order_of_nodes_under_leaf_switches(capsys: pytest.CaptureFixture[str], 
     ([*A800, "--ssd", "/tmp"], "leave --ssd out"),
     ([*A800, "--trace", "x.json"], "--trace changes nothing in a plan for a cluster"),
     ([*A800, "--host-memory", "64GiB"], "--host-memory changes nothing"),
-    ([*A800, "--seq-len", "100000"], "longer than the model's context"),
 ])  # fmt: skip
 def test_refuses_in_one_line(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(words) == 2

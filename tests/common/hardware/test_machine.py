@@ -307,6 +307,19 @@ def test_a_gpu_that_the_system_has(
     assert cuda.system_has_gpu(tmp_path) == (there and visible in (None, "0", "GPU-1"))
 
 
+def test_amds_gpus_are_found_by_a_pytorch_that_is_built_for_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr("torch.version.hip", "6.2")
+    assert not cuda.system_has_gpu(tmp_path)
+    (tmp_path / "dev").mkdir()
+    (tmp_path / "dev/kfd").touch()
+    assert cuda.system_has_gpu(tmp_path)
+    monkeypatch.setattr("torch.version.hip", None)
+    assert not cuda.system_has_gpu(tmp_path), "a laptop's graphics with another PyTorch"
+
+
 def test_pytorch_is_asked_in_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert cuda.gpus_by_pytorch() == []  # and the command runs: it reports it, rather than failing

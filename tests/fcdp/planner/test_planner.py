@@ -7,9 +7,10 @@ import pytest
 
 from common.errors import UserError
 from common.models.presets import load_config
-from fcdp.planner import Cluster, Workload, admissible, cluster_names, estimate, load_cluster, plan
+from fcdp.planner import Cluster, Engine, Workload, admissible, cluster_names, estimate, load_cluster, plan
 from fcdp.planner.cluster import groups_across_leaves, node_order, nodes_per_switch
 from fcdp.planner.collectives import step_collectives
+from fcdp.planner.estimate import OVERLAP
 from fcdp.planner.memory import RUNTIME_BYTES, memory_of
 from fcdp.planner.search import SAME, refusal, scopes_of
 from fcdp.strategy.mesh import Levels, Mesh
@@ -138,9 +139,10 @@ def test_a_step_that_computes_little_lasts_as_long_as_its_communication() -> Non
     idle = replace(WORKLOAD, forward_flops_per_token=0, weight_flops_per_token=0)
     found = estimate(PRESETS["zero3"].on(Levels((8, 4))), idle, dgx(), checkpointing=False)
     update = 28 * PSI / 32 / dgx().memory_bytes_per_second
-    # Of 32 units one is taken apart after the last gather of either pass, and put together before the last reduction.
-    packing = 3 * (2 + 2) * PSI / 32 / dgx().memory_bytes_per_second
-    assert found.step_seconds == pytest.approx(found.communication_seconds + update + packing)
+    # Gathered parameters are taken apart in both passes, gradients put together in one.
+    packing = 3 * (2 + 2) * PSI / dgx().memory_bytes_per_second
+    expected = found.communication_seconds + update + (1 - OVERLAP) * packing
+    assert found.step_seconds == pytest.approx(expected)
 
 
 def test_where_nothing_overlaps_a_step_lasts_as_long_as_all_of_it() -> None:
@@ -151,10 +153,35 @@ def test_where_nothing_overlaps_a_step_lasts_as_long_as_all_of_it() -> None:
         assert found.step_seconds == pytest.approx(found.compute_seconds + found.communication_seconds)
 
 
-def test_a_step_that_computes_much_hides_all_but_the_ends() -> None:
+def test_a_step_that_computes_much_hides_what_can_be_hidden() -> None:
     busy = replace(WORKLOAD, forward_flops_per_token=200 * PSI, micro_batches=2)
-    found = estimate(PRESETS["zero3"].on(Levels((8, 4))), busy, dgx(), checkpointing=False)
-    assert found.step_seconds - found.compute_seconds == pytest.approx(found.communication_seconds / 32)
+    layout = PRESETS["zero3"].on(Levels((8, 4)))
+    found = estimate(layout, busy, dgx(), checkpointing=False)
+    exposed = found.step_seconds - found.compute_seconds
+    assert exposed == pytest.approx((1 - OVERLAP) * found.communication_seconds)
+    few = estimate(layout, replace(busy, blocks=1), dgx(), checkpointing=False)
+    exposed = few.step_seconds - few.compute_seconds
+    assert exposed == pytest.approx(few.communication_seconds / 2), "the first of two gathers overlaps with nothing"
+
+
+def test_an_engine_that_gathers_by_tensor_takes_a_ring_for_each() -> None:
+    many = load_cluster("a800-hdr")
+    layout = PRESETS["zero3"].on(many.levels)
+    ours = estimate(layout, WORKLOAD, many, checkpointing=True)
+    engine = Engine(tensors=7 * 31, overlaps=frozenset({"gather"}), gathers_again=True)
+    theirs = estimate(layout, WORKLOAD, many, checkpointing=True, engine=engine)
+    ring = many.rates.start_seconds + 1023 * many.rates.links[-1].latency_seconds  # type: ignore[attr-defined]
+    assert [c.purpose for c in theirs.collectives][-1] == "gather P, again"
+    assert theirs.seconds[0] - ours.seconds[0] == pytest.approx((7 * 31 - 32) * ring)
+    reduced = theirs.seconds[[c.purpose for c in theirs.collectives].index("reduce G")]
+    assert theirs.step_seconds > theirs.compute_seconds + reduced, "nothing computes while it reduces"
+
+
+def test_buckets_are_the_messages_of_what_is_not_gathered() -> None:
+    layout = PRESETS["zero1"].on(Levels((8, 4)))
+    engine = Engine(tensors=100, bucket_bytes=1e9)
+    collectives = step_collectives(layout, WORKLOAD)
+    assert [engine.pieces(found, False, WORKLOAD) for found in collectives] == [16, 16], "16 GB each"
 
 
 def test_recomputation_takes_another_forward_and_less_memory() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from common.errors import UserError
 from fcdp.planner import load_cluster
-from fcdp.planner.rates import AlphaBeta, CollectiveTiming, Link, MeasuredRates
+from fcdp.planner.rates import RING_DECAY, AlphaBeta, CollectiveTiming, Link, MeasuredRates
 from fcdp.strategy.mesh import Levels, Mesh
 
 GB = 10**9
@@ -18,8 +18,9 @@ MESH = Mesh((4, 2))
 
 
 def test_one_ring_goes_at_the_pace_of_its_slowest_link() -> None:
-    # 8 ranks: 6 of 7 steps stay inside. A node's border carries 7/8 of the buffer, a quarter of that per rank.
-    expected = 5e-6 + 6 * 1e-6 + 1 * 10e-6 + 7 / 8 / 4 * GB / 10e9
+    # 8 ranks: 7 steps, in each of which some rank sends beyond its node. The border carries 7/8 of the buffer, a
+    # quarter of that per rank.
+    expected = 5e-6 + 7 * 10e-6 + 7 / 8 / 4 * GB / 10e9
     assert RATES.seconds("all_gather", MESH, GB, "flat") == pytest.approx(expected)
 
 
@@ -45,15 +46,25 @@ def test_ho_ring_is_never_slower_than_the_hierarchical_one(nbytes: int) -> None:
 
 def test_small_all_reduces_over_many_nodes_take_a_tree() -> None:
     many = Mesh((8, 64))
-    ring = 5e-6 + (512 - 64) * 1e-6 + 63 * 10e-6
+    ring = 5e-6 + 511 * 10e-6
     tree = 5e-6 + 2 * (7 * 1e-6 + math.log2(64) * 10e-6)
     assert RATES.seconds("all_reduce", many, 0, "flat") == pytest.approx(tree)
     assert RATES.seconds("all_gather", many, 0, "flat") == pytest.approx(ring)
-    # Of large ones the ring's bandwidth is better: 2 (n-1)/n, not over 0.9.
-    big = 100 * GB
-    assert RATES.seconds("all_reduce", many, big, "flat") == pytest.approx(
-        2 * RATES.seconds("all_gather", many, big, "flat")
+    # Of large ones over few nodes the ring's bandwidth is better: 2 (n-1)/n, not over 0.9.
+    big, few = 100 * GB, Mesh((8, 2))
+    assert RATES.seconds("all_reduce", few, big, "flat") == pytest.approx(
+        2 * RATES.seconds("all_gather", few, big, "flat")
     )
+
+
+def test_long_rings_are_slower() -> None:
+    no_latency = AlphaBeta((Link(1e30, 0.0), Link(10e9, 0.0)))
+    sixteen, long = Mesh((8, 2)), Mesh((8, 64))
+    for mesh, factor in ((sixteen, 1.0), (long, 32**RING_DECAY)):
+        expected = factor * (mesh.shards - 1) / mesh.shards / 8 * GB / 10e9
+        assert no_latency.seconds("all_gather", mesh, GB, "flat") == pytest.approx(expected)
+    level = (64 / 16) ** RING_DECAY * 63 / 64 / 8 * GB / 10e9  # each of eight rings has 64 ranks
+    assert no_latency.seconds("all_gather", long, GB, "hierarchical") == pytest.approx(level)
 
 
 def test_parts_broadcast_in_turn_take_the_whole_buffer() -> None:
