@@ -130,17 +130,13 @@ def test_a_header_is_read_up_to_the_formats_limit(tmp_path: Path) -> None:
 LINE = '{"text": "hello"}\n'
 
 
-@pytest.mark.parametrize(
-    ("bad", "what"),
-    [
-        (b"[" * 200_000, "line 3"),
-        (b'{"text": ' + b"9" * 5000 + b"}", "line 3"),
-        (b'{"text": "\xff"}', "line 3"),
-        (b"{}{}", "line 3"),
-        (b"null", "line 3"),
-    ],
-    ids=["deep", "digits", "not UTF-8", "two", "null"],
-)
+@pytest.mark.parametrize(("bad", "what"), [
+    (b"[" * 200_000, "line 3"),
+    (b'{"text": ' + b"9" * 5000 + b"}", "line 3"),
+    (b'{"text": "\xff"}', "line 3"),
+    (b"{}{}", "line 3"),
+    (b"null", "line 3"),
+], ids=["deep", "digits", "not UTF-8", "two", "null"])  # fmt: skip
 def test_a_broken_line_is_named(tmp_path: Path, bad: bytes, what: str) -> None:
     file = tmp_path / "data.jsonl"
     file.write_bytes(LINE.encode() * 2 + bad + b"\n" + LINE.encode())

@@ -33,29 +33,22 @@ def _count(topology: fcdp.Topology, case: Case, **options: Any) -> dict[str, flo
 def _look(sharding: fcdp.Sharding, case: Case) -> dict[str, float]:
     traffic = sharding.traffic
     return {
-        "inter_node": traffic.inter_node,
-        "intra_node": traffic.gather_intra_node + traffic.reduce_intra_node,
+        "inter_node": traffic.inter_node, "intra_node": traffic.gather_intra_node + traffic.reduce_intra_node,
         "first": sharding.inter_node_bytes(case.micro_batches, first_step=True),
-        "later": sharding.inter_node_bytes(case.micro_batches),
-        "misses": traffic.misses,
-        "groups": len(sharding.groups),
-        "trainable": sum(group.trainable for group in sharding.groups),
+        "later": sharding.inter_node_bytes(case.micro_batches), "misses": traffic.misses,
+        "groups": len(sharding.groups), "trainable": sum(group.trainable for group in sharding.groups),
         "cache": sharding.host_cache_bytes,
         "model": sum(group.cell_bytes for group in sharding.groups) * sharding.topology.world_size,
-    }
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("layout", [(2, 2), (3, 1)], ids=str)
-@pytest.mark.parametrize(
-    "case",
-    [
-        Case(),
-        Case(bf16=True, micro_batches=3, checkpointing=True),
-        Case(lora=True),
-        Case(lora=True, bf16=True, micro_batches=3, checkpointing=True),
-    ],
-    ids=lambda case: f"{'lora' if case.lora else 'full'}-{case.micro_batches}",
-)
+@pytest.mark.parametrize("case", [
+    Case(),
+    Case(bf16=True, micro_batches=3, checkpointing=True),
+    Case(lora=True),
+    Case(lora=True, bf16=True, micro_batches=3, checkpointing=True),
+], ids=lambda case: f"{'lora' if case.lora else 'full'}-{case.micro_batches}")  # fmt: skip
 @pytest.mark.slow
 def test_bytes_across_nodes_are_the_formulas(pool: Pool, layout: tuple[int, int], case: Case) -> None:
     ranks = pool.run(layout, _count, case)

@@ -36,14 +36,10 @@ def test_frozen_and_trainable_never_share_a_group() -> None:
     model = make_model(Case(lora=True))
     prefix = "base_model.model.model"
     assert _described(split_units(find_units(model), "block")) == {
-        f"{prefix}.embed_tokens": (False, 1),
-        f"{prefix}.layers.0/trainable": (True, 6),
-        f"{prefix}.layers.0": (False, 9),
-        f"{prefix}.layers.1/trainable": (True, 6),
-        f"{prefix}.layers.1": (False, 9),
-        "base_model.model.lm_head": (False, 1),
-        "root": (False, 1),
-    }
+        f"{prefix}.embed_tokens": (False, 1), f"{prefix}.layers.0/trainable": (True, 6),
+        f"{prefix}.layers.0": (False, 9), f"{prefix}.layers.1/trainable": (True, 6), f"{prefix}.layers.1": (False, 9),
+        "base_model.model.lm_head": (False, 1), "root": (False, 1),
+    }  # fmt: skip
     in_model = split_units(find_units(model), "model")
     assert _described(in_model)["model/trainable"] == (True, 12)
     assert [group.trainable for group in in_model].count(True) == 1

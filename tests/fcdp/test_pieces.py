@@ -30,25 +30,17 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(path)
 
 
-@pytest.mark.parametrize(
-    ("layout", "family", "dtype", "options"),
-    [
-        ((2, 1), "model", "bf16", {"piece_size": "6KiB", "host_cache": 0}),
-        ((2, 1), "mixture", "fp32", {"piece_size": "20KiB", "max_grad_norm": 0.5}),
-        ((2, 1), "mixture", "bf16", {"piece_size": "10KiB", "host_cache": 0, "adapters": ADAPTERS}),
-        ((1, 2), "mixture", "fp32", {"piece_size": "20KiB", "frozen_dtype": "nf4", "adapters": ADAPTERS}),
-    ],
-)
+@pytest.mark.parametrize(("layout", "family", "dtype", "options"), [
+    ((2, 1), "model", "bf16", {"piece_size": "6KiB", "host_cache": 0}),
+    ((2, 1), "mixture", "fp32", {"piece_size": "20KiB", "max_grad_norm": 0.5}),
+    ((2, 1), "mixture", "bf16", {"piece_size": "10KiB", "host_cache": 0, "adapters": ADAPTERS}),
+    ((1, 2), "mixture", "fp32", {"piece_size": "20KiB", "frozen_dtype": "nf4", "adapters": ADAPTERS}),
+])  # fmt: skip
 @pytest.mark.slow
 def test_two_ranks_equal_one_with_whole_blocks(
-    layout: tuple[int, int],
-    family: str,
-    dtype: str,
-    options: dict[str, Any],
-    pool: Pool,
-    tmp_path: Path,
+    layout: tuple[int, int], family: str, dtype: str, options: dict[str, Any], pool: Pool, tmp_path: Path,
     request: pytest.FixtureRequest,
-) -> None:
+) -> None:  # fmt: skip
     """Killed in the middle of a commit, and continued with another size of pieces, which does not count."""
     options = {"dtype": dtype, "micro_batch": 2, **options}
     run = Run(request.getfixturevalue(family), tmp_path / "ranks", 3, options=options)

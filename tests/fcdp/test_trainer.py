@@ -102,15 +102,11 @@ def test_a_preset_begins_with_the_weights_of_the_engine_on_one_machine(pool: Poo
         assert torch.equal(saved.get_parameter(name), value), name
 
 
-@pytest.mark.parametrize(
-    ("checkpoint", "is_saved", "more"),
-    [
-        ("untied", False, {}),
-        ("tied", True, {}),
-        ("untied", True, {"modules_to_save": ["lm_head", "embed_tokens"]}),
-    ],
-    indirect=["checkpoint"],
-)
+@pytest.mark.parametrize(("checkpoint", "is_saved", "more"), [
+    ("untied", False, {}),
+    ("tied", True, {}),
+    ("untied", True, {"modules_to_save": ["lm_head", "embed_tokens"]}),
+], indirect=["checkpoint"])  # fmt: skip
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.slow
 def test_adapters_train_as_with_peft_in_one_process(
@@ -136,15 +132,9 @@ def test_adapters_train_as_with_peft_in_one_process(
     trained = {name.removeprefix("base_model.model.") for name, p in plain.named_parameters() if p.requires_grad}
     assert committed.keys() == {f"{kind}.{name}" for kind in ("master", "mean", "variance") for name in trained}
     run = Run(
-        str(checkpoint),
-        tmp_path / "commits",
-        "hybrid",
-        2,
-        resume=True,
-        save=tmp_path / "tuned",
-        options={"seed": 1},
+        str(checkpoint), tmp_path / "commits", "hybrid", 2, resume=True, save=tmp_path / "tuned", options={"seed": 1},
         adapters=adapters,
-    )
+    )  # fmt: skip
     second = pool.run((3, 1), train, run)
     for outcomes, part in ((first, slice(0, 3)), (second, slice(3, 5))):
         assert all(outcome.losses == outcomes[0].losses for outcome in outcomes)

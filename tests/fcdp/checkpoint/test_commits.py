@@ -222,18 +222,15 @@ def test_a_manifest_of_any_content_is_taken_or_refused(committed: Path, data: st
     assert json.loads(json.dumps(manifest.to_dict()))
 
 
-@pytest.mark.parametrize(
-    ("path", "value"),
-    [
-        (("tensors", "wide", "pieces", 0, 0), "../other"),
-        (("tensors", "wide", "pieces", 0, 1), 1 << 62),
-        (("tensors", "wide", "pieces", 0, 1), -1),
-        (("tensors", "wide", "pieces", 0, 2), 1),
-        (("tensors", "wide", "shape"), [1 << 62, 300]),
-        (("tensors", "wide", "shape"), [7, 1 << 40]),
-        (("tensors", "wide", "dtype"), "F4"),
-    ],
-)
+@pytest.mark.parametrize(("path", "value"), [
+    (("tensors", "wide", "pieces", 0, 0), "../other"),
+    (("tensors", "wide", "pieces", 0, 1), 1 << 62),
+    (("tensors", "wide", "pieces", 0, 1), -1),
+    (("tensors", "wide", "pieces", 0, 2), 1),
+    (("tensors", "wide", "shape"), [1 << 62, 300]),
+    (("tensors", "wide", "shape"), [7, 1 << 40]),
+    (("tensors", "wide", "dtype"), "F4"),
+])  # fmt: skip
 def test_absurd_places_are_refused(committed: Path, tmp_path: Path, path: tuple[Any, ...], value: Any) -> None:
     content = read_sealed(committed / "step-4" / MANIFEST)
     inner: Any = content

@@ -22,13 +22,10 @@ def go_on(pool: Pool, layout: tuple[int, int] | None, run: Run) -> list[Outcome]
     return [cases.train(None, run)] if layout is None else pool.run(layout, cases.train, run)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "ssds", "options", "changes"),
-    [
-        ("bf16", 2, {"host_cache": 0}, CHANGES[:3]),
-        ("fp32", 1, {"adapters": AdapterOptions(4, 8.0, 0.0, (ALL_LINEAR,)), "frozen_dtype": "int8"}, CHANGES),
-    ],
-)
+@pytest.mark.parametrize(("dtype", "ssds", "options", "changes"), [
+    ("bf16", 2, {"host_cache": 0}, CHANGES[:3]),
+    ("fp32", 1, {"adapters": AdapterOptions(4, 8.0, 0.0, (ALL_LINEAR,)), "frozen_dtype": "int8"}, CHANGES),
+])  # fmt: skip
 @pytest.mark.slow
 def test_other_ranks_go_on_as_if_nothing_had_changed(
     dtype: str, ssds: int, options: dict[str, Any], changes: Any, model: str, pool: Pool, tmp_path: Path

@@ -94,9 +94,6 @@ def test_axes_follow_levels_and_flat_rings_do_not() -> None:
     assert axes_between(4, 32, levels, "flat") == (Axis(4, 8),)
     assert axes_between(8, 8, levels, "hierarchical") == ()
     assert [Axis(2, 4).line(rank) for rank in (4, 1, 14, 9)] == [
-        [0, 2, 4, 6],
-        [1, 3, 5, 7],
-        [8, 10, 12, 14],
-        [9, 11, 13, 15],
-    ]
+        [0, 2, 4, 6], [1, 3, 5, 7], [8, 10, 12, 14], [9, 11, 13, 15],
+    ]  # fmt: skip
     assert [Axis(2, 4).index(rank) for rank in range(9)] == [0, 0, 1, 1, 2, 2, 3, 3, 0]

@@ -93,13 +93,9 @@ def test_amsps_formulas() -> None:
     layout = strategy.on(Levels((8, 16)))
     found = step_collectives(layout, Workload(PSI, PSI, blocks=1, micro_batches=3), select_and_drop=True)
     assert [(one.operation, one.mesh.pair, one.nbytes, one.times) for one in found] == [
-        ("all_gather", (2, 1), 2 * PSI, 3),
-        ("all_gather", (2, 1), 2 * PSI, 3),
-        ("reduce_scatter", (2, 1), 2 * PSI, 3),
-        ("all_reduce", (4, 1), PSI, 2),
-        ("all_reduce", (4, 16), PSI, 1),
-        ("broadcast", (4, 1), PSI, 1),
-    ]
+        ("all_gather", (2, 1), 2 * PSI, 3), ("all_gather", (2, 1), 2 * PSI, 3), ("reduce_scatter", (2, 1), 2 * PSI, 3),
+        ("all_reduce", (4, 1), PSI, 2), ("all_reduce", (4, 16), PSI, 1), ("broadcast", (4, 1), PSI, 1),
+    ]  # fmt: skip
     odd = parse_strategy("2x1/4x1/8x1").on(Levels((8, 16)))
     with pytest.raises(UserError, match="IV-C3"):
         step_collectives(odd, Workload(PSI, PSI, blocks=1), select_and_drop=True)

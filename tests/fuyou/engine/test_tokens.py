@@ -140,15 +140,12 @@ def test_preferences_with_adapters(
         del given
 
 
-@pytest.mark.parametrize(
-    ("dtype", "more"),
-    [
-        ("fp32", {}),
-        ("bf16", {}),
-        ("fp32", {"modules_to_save": ["embed_tokens", "lm_head", "norm"]}),
-        ("fp32", {"modules_to_save": ["lm_head"], "trainable_token_indices": [1, 2, 3]}),
-    ],
-)
+@pytest.mark.parametrize(("dtype", "more"), [
+    ("fp32", {}),
+    ("bf16", {}),
+    ("fp32", {"modules_to_save": ["embed_tokens", "lm_head", "norm"]}),
+    ("fp32", {"modules_to_save": ["lm_head"], "trainable_token_indices": [1, 2, 3]}),
+])  # fmt: skip
 def test_reference_is_what_the_model_gives_without_adapters(
     dtype: str, more: dict[str, Any], checkpoints: Path, tmp_path: Path
 ) -> None:

@@ -224,15 +224,12 @@ def test_metrics_of_logits_are_refused_in_a_sentence(checkpoints: Path, tmp_path
             trainer.evaluate()
 
 
-@pytest.mark.parametrize(
-    ("kind", "options", "message"),
-    [
-        ("SFT", {"peft_config": adapters()}, "open it with adapters=peft_config"),
-        ("DPO", {}, r"give DPOTrainer or KTOTrainer ref_model=as_reference\(engine\)"),
-        ("KTO", {}, r"give DPOTrainer or KTOTrainer ref_model=as_reference\(engine\)"),
-        ("GRPO", {"reward_funcs": lambda completions, **_: [0.0] * len(completions)}, "GRPOTrainer beta=0"),
-    ],
-)
+@pytest.mark.parametrize(("kind", "options", "message"), [
+    ("SFT", {"peft_config": adapters()}, "open it with adapters=peft_config"),
+    ("DPO", {}, r"give DPOTrainer or KTOTrainer ref_model=as_reference\(engine\)"),
+    ("KTO", {}, r"give DPOTrainer or KTOTrainer ref_model=as_reference\(engine\)"),
+    ("GRPO", {"reward_funcs": lambda completions, **_: [0.0] * len(completions)}, "GRPOTrainer beta=0"),
+])  # fmt: skip
 def test_what_trl_would_load_or_adapt_is_refused(
     kind: str, options: dict[str, Any], message: str, checkpoints: Path, tmp_path: Path
 ) -> None:

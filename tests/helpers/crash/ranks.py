@@ -106,22 +106,15 @@ def _train(run: RanksRun, node: int, say: Callable[..., None]) -> None:
     gone = [run.root / f"node{other}" for other in range(run.nodes, run.before)] if node == 0 else []
     rows = ROWS // run.nodes
     options = {
-        "lr": 1e-2,
-        "host_memory": "2GiB",
-        "micro_batch": 1,
-        "batch_shape": (rows, SEQ_LEN),
-        "dtype": "bf16",
+        "lr": 1e-2, "host_memory": "2GiB", "micro_batch": 1, "batch_shape": (rows, SEQ_LEN), "dtype": "bf16",
         **run.options,
-    }
+    }  # fmt: skip
     batches = RandomBatches(VOCABULARY, SEQ_LEN, ROWS, seed=5)
     # Not closed where it fails: its threads may wait for a rank that is no more, and the process ends anyway.
     engine = fuyou.Engine(
-        tiny_config("dense"),
-        ssd=[own],
-        leave_ssd=[path for path in gone if path.is_dir()],
-        topology=topology,
+        tiny_config("dense"), ssd=[own], leave_ssd=[path for path in gone if path.is_dir()], topology=topology,
         **options,
-    )
+    )  # fmt: skip
     while engine.step_count < run.steps:
         batch = batches.batch(engine.step_count)
         part = {name: value[rows * node : rows * (node + 1)] for name, value in batch.items()}

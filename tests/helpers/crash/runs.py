@@ -250,13 +250,9 @@ def _steps(run: Run, say: Any) -> None:
 def open_engine(run: Run) -> fuyou.Engine:
     """The engine of ``run``, on this process's drives."""
     options = {
-        "lr": 1e-2,
-        "host_memory": "600MiB",
-        "micro_batch": 1,
-        "batch_shape": (ROWS, SEQ_LEN),
-        "dtype": "bf16",
+        "lr": 1e-2, "host_memory": "600MiB", "micro_batch": 1, "batch_shape": (ROWS, SEQ_LEN), "dtype": "bf16",
         **run.options,
-    }
+    }  # fmt: skip
     if options.get("io") == "kvikio":
         play_device()
     return fuyou.Engine(tiny_config(run.model), ssd=run.ssd, leave_ssd=run.leaving, **options)

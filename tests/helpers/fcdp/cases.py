@@ -56,16 +56,9 @@ def make_model(case: Case) -> nn.Module:
     """A Llama of two blocks whose sizes are multiples of nothing, the same on every rank."""
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=36,
-        intermediate_size=50,
-        num_hidden_layers=2,
-        num_attention_heads=3,
-        num_key_value_heads=1,
-        tie_word_embeddings=case.tied,
-        attn_implementation="sdpa",
-        use_cache=False,
-    )
+        vocab_size=VOCABULARY, hidden_size=36, intermediate_size=50, num_hidden_layers=2, num_attention_heads=3,
+        num_key_value_heads=1, tie_word_embeddings=case.tied, attn_implementation="sdpa", use_cache=False,
+    )  # fmt: skip
     model: Any = transformers.LlamaForCausalLM(config)
     if case.lora:
         lora = peft.LoraConfig(r=3, target_modules=list(case.targets), init_lora_weights=False)
@@ -81,16 +74,9 @@ def policy(case: Case) -> MixedPrecisionPolicy:
 
 
 def train(
-    topology: fcdp.Topology,
-    case: Case,
-    strategy: str,
-    *,
-    in_order: str = "",
-    reduction: str = "",
-    inspect: Callable[[Any], Any] | None = None,
-    memory: str = "",
-    **options: Any,
-) -> tuple[Outcome, Any]:
+    topology: fcdp.Topology, case: Case, strategy: str, *, in_order: str = "", reduction: str = "",
+    inspect: Callable[[Any], Any] | None = None, memory: str = "", **options: Any,
+) -> tuple[Outcome, Any]:  # fmt: skip
     """Train; what came out, and what ``inspect`` returned at the end.
 
     Args:

@@ -22,16 +22,10 @@ from tests.helpers.fcdp.module_cases import ids
 def launched(topology: fcdp.Topology) -> Any:
     """Set what ``accelerate launch`` sets for FSDP2 on two machines' CPUs."""
     variables = {
-        "ACCELERATE_TORCH_DEVICE": "cpu",
-        "ACCELERATE_USE_FSDP": "true",
-        "FSDP_VERSION": "2",
-        "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
-        "FSDP_TRANSFORMER_CLS_TO_WRAP": "LlamaDecoderLayer",
-        "LOCAL_RANK": str(topology.rank % 2),
-        "LOCAL_WORLD_SIZE": "2",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "0",
-    }
+        "ACCELERATE_TORCH_DEVICE": "cpu", "ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2",
+        "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP", "FSDP_TRANSFORMER_CLS_TO_WRAP": "LlamaDecoderLayer",
+        "LOCAL_RANK": str(topology.rank % 2), "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0",
+    }  # fmt: skip
     before = dict(os.environ)
     os.environ.update(variables)
     # accelerate knows FSDP on accelerators alone: with this it takes several processes on CPUs for such.
@@ -96,23 +90,11 @@ def sft_trainer(
     with launched(topology), fcdp.replace_fsdp2() if ours else contextlib.nullcontext():
         rows = torch.randint(3, VOCABULARY, (4 * steps, 9), generator=torch.Generator().manual_seed(0)).tolist()
         config = SFTConfig(
-            output_dir=str(Path(folder)),
-            max_steps=steps,
-            per_device_train_batch_size=1,
-            learning_rate=1e-3,
-            lr_scheduler_type="constant",
-            logging_steps=1,
-            save_strategy="steps",
-            save_steps=20,
-            report_to=[],
-            use_cpu=True,
-            bf16=False,
-            gradient_checkpointing=False,
-            disable_tqdm=True,
-            log_level="error",
-            max_length=None,
-            dataset_kwargs={"skip_prepare_dataset": True},
-        )
+            output_dir=str(Path(folder)), max_steps=steps, per_device_train_batch_size=1, learning_rate=1e-3,
+            lr_scheduler_type="constant", logging_steps=1, save_strategy="steps", save_steps=20, report_to=[],
+            use_cpu=True, bf16=False, gradient_checkpointing=False, disable_tqdm=True, log_level="error",
+            max_length=None, dataset_kwargs={"skip_prepare_dataset": True},
+        )  # fmt: skip
         model: Any = make_model(Case())
         trainer = SFTTrainer(
             model=model,

@@ -13,15 +13,9 @@ import torch
 import torch.distributed as dist
 
 NAMES = (
-    "all_gather",
-    "all_gather_into_tensor",
-    "all_gather_single",
-    "reduce_scatter_tensor",
-    "reduce_scatter_single",
-    "all_reduce",
-    "broadcast",
-    "barrier",
-)
+    "all_gather", "all_gather_into_tensor", "all_gather_single", "reduce_scatter_tensor", "reduce_scatter_single",
+    "all_reduce", "broadcast", "barrier",
+)  # fmt: skip
 
 Launch = tuple[str, str, str, int]
 """Communicator's description, its ranks, the collective, and bytes that this rank gives to it."""

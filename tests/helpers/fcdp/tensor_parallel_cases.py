@@ -65,16 +65,9 @@ def make_llama() -> nn.Module:
     """Return a Llama of two blocks, the same on every rank; heads, widths and tokens can be halved."""
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=40,
-        intermediate_size=68,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=10,
-        attn_implementation="sdpa",
-        use_cache=False,
-    )
+        vocab_size=VOCABULARY, hidden_size=40, intermediate_size=68, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=10, attn_implementation="sdpa", use_cache=False,
+    )  # fmt: skip
     return transformers.LlamaForCausalLM(config).train()
 
 
@@ -93,16 +86,13 @@ def split_tensors(model: Any, mesh: DeviceMesh) -> None:
     plan = {
         "input_layernorm": SequenceParallel(),
         "self_attn": PrepareModuleInput(input_kwarg_layouts=whole[0], desired_input_kwarg_layouts=whole[1]),
-        "self_attn.q_proj": ColwiseParallel(),
-        "self_attn.k_proj": ColwiseParallel(),
-        "self_attn.v_proj": ColwiseParallel(),
-        "self_attn.o_proj": RowwiseParallel(output_layouts=Shard(1)),
+        "self_attn.q_proj": ColwiseParallel(), "self_attn.k_proj": ColwiseParallel(),
+        "self_attn.v_proj": ColwiseParallel(), "self_attn.o_proj": RowwiseParallel(output_layouts=Shard(1)),
         "post_attention_layernorm": SequenceParallel(),
         "mlp": PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)),
-        "mlp.gate_proj": ColwiseParallel(),
-        "mlp.up_proj": ColwiseParallel(),
+        "mlp.gate_proj": ColwiseParallel(), "mlp.up_proj": ColwiseParallel(),
         "mlp.down_proj": RowwiseParallel(output_layouts=Shard(1)),
-    }
+    }  # fmt: skip
     for block in model.model.layers:
         parallelize_module(block, mesh, plan)
 

@@ -43,9 +43,7 @@ def assert_gives(source: CheckpointSource, expected: AutoModelForCausalLM, by_ro
         assert rows_are_alike(source, name, value) or not by_rows, name
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("shard", ["50GB", "20KB"])
-@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize(("tied", "shard", "dtype"), [(True, "50GB", torch.float32), (False, "20KB", torch.bfloat16)])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_gives_what_from_pretrained_gives(family, tied, shard, dtype, tmp_path):
     saved(tmp_path, family_config(family, tie_word_embeddings=tied), shard, dtype)
