@@ -116,9 +116,10 @@ def _run(interrupts: Interrupts, rank: RankProcess | None, arguments: tuple[str,
 
             run_check(settings)
     elif mode is Mode.DEMO:
-        from cli.train.demo import run_demo
+        with activity("loading PyTorch and transformers", announced=True), _no_collection():
+            from cli.demo.demo import Demo
 
-        run_demo(settings.output, settings.report, settings.debug, interrupts)
+        Demo(settings.output, settings.report, settings.debug, interrupts).run()
     elif mode is Mode.PLAN_CLUSTER:
         from cli.plan.cluster import plan_cluster
 

@@ -10,8 +10,6 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from cli.train.demo import DemoSize, run_demo
-from cli.train.interrupts import Interrupts
 from tests.cli.conftest import Finetune, sending
 from tests.helpers.command.histories import history
 from tests.helpers.command.reports import FIELDS
@@ -119,14 +117,3 @@ def test_sigterm_to_one_process(finetune: Finetune, checkpoint: Path, tmp_path: 
         outcome = finetune("--model", checkpoint, *SMALL, "--output", output, "--no-save", "--steps", "100000")
     assert outcome.status == 143, outcome.err  # job schedulers see that the run is not done
     stopped_in(output, outcome.err)
-
-
-def test_demo(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    size = DemoSize(hidden=64, layers=3, vocab=512, host_memory=256 << 20, steps=8, batch_size=4, seq_len=32, lr=3e-3)
-    with Interrupts() as interrupts:
-        run_demo(tmp_path / "demo", tmp_path / "report.json", False, interrupts, size)
-    out = capsys.readouterr().out
-    assert "The loss fell from" in out
-    assert "says: 'The module provides" in out
-    fell = losses(tmp_path / "report.json")
-    assert fell[-1] < fell[0] - 0.2

