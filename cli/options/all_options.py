@@ -78,7 +78,7 @@ class ModelSettings:
     download: bool = option(False, modes=Mode.MODEL | Mode.BATCH)
     """Download --model or --data if it is a hub name (owner/name) that is not in the local cache yet."""
     demo: bool = option(False, modes=Mode.DEMO)
-    """Make a small checkpoint and fine-tune it: no network, no GPU, two minutes."""
+    """Teach a small chat model who it is (downloads 92 MB, once; offline, a model with random weights is trained)."""
 
 
 @dataclass(frozen=True, kw_only=True)

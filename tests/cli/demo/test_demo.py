@@ -1,4 +1,4 @@
-"""Both demonstrations, with smaller models, and what is said when the real one cannot be had."""
+"""Both demonstrations, with smaller models, and the reasons why the real one cannot be had."""
 
 import json
 import zipfile
