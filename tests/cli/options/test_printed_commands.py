@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[3]
 COMMAND = re.compile(r"\bfinetune((?: +(?:--[a-z][a-z-]*|[\w./*:=-]+))+)")
 OF_OTHERS = {
     "--include", "--exclude", "--ntasks-per-node", "--cpus", "--cpus-per-task", "--mem", "--memory", "--nproc-per-node",
-    "--governor", "--repo-type",
+    "--governor", "--repo-type", "--gpu-bind",
 }  # fmt: skip
 """Options of hf, srun, docker, torchrun, and cpupower."""
 
