@@ -15,7 +15,7 @@ class TrainerConfig:
     dtype: str = "bf16"  # dtype in which blocks compute and gradients are reduced. Master weights and moments are fp32.
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
-    weight_decay: float = 0.01  # weight decay of matrices; biases and norms do not decay
+    weight_decay: float = 0.01  # as with transformers' Trainer: biases and norms do not decay
     max_grad_norm: float | None = None  # norm to which the gradient is clipped; None: it is not
     micro_batch: int | None = None  # sequences that a rank computes at once; None: its whole part of the batch
     seed: int = 0  # seed of random weights and dropout

@@ -21,6 +21,7 @@ from common.errors import UserError
 from common.memory import numa
 from common.memory.meter import PeakMeter
 from common.models.adapters.saved import SavedAdapter
+from common.models.structure import decayed_parameters
 from common.randomness import seed_run
 from fcdp.checkpoint.export import export
 from fcdp.checkpoint.training_state import TrainingCheckpoints, TrainingProgress
@@ -28,7 +29,6 @@ from fcdp.config import TrainerConfig
 from fcdp.model.forward import Forward
 from fcdp.model.model import ClusterModel
 from fcdp.strategy.topology import Topology
-from fuyou.layout.record_parts import wants_decay
 from fuyou.model.loss.cross_entropy import cross_entropy
 from fuyou.model.loss.router_loss import RouterPass
 from fuyou.optimizer.adam import check_learning_rate
@@ -285,8 +285,9 @@ def _make_optimizer(model: ClusterModel, config: TrainerConfig) -> torch.optim.A
         {"params": [], "weight_decay": config.weight_decay},
         {"params": [], "weight_decay": 0.0},
     ]
+    decayed = decayed_parameters(model.module)
     for name, parameter in model.trained():
-        groups[0 if wants_decay(name, parameter.shape) else 1]["params"].append(parameter)
+        groups[0 if name in decayed else 1]["params"].append(parameter)
     groups = [group for group in groups if group["params"]]
     optimizer = torch.optim.AdamW(groups, betas=config.betas, eps=config.eps, fused=True)
     for _, parameter in model.trained():  # as AdamW would at its first step

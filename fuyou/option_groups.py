@@ -83,7 +83,7 @@ class OptimizerConfig:
     eps: float = 1e-8
     """Number that is added to the denominator of an update."""
     weight_decay: float = 0.01
-    """Decoupled weight decay, for matrices only."""
+    """Decoupled weight decay; as with transformers' Trainer, biases and norms do not decay."""
     optimizer_dtype: str = "fp32"
     """Dtype of moments that are not in 8 bits: ``"fp32"``, or ``"bf16"`` with stochastic rounding."""
     max_grad_norm: float | None = None

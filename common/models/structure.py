@@ -76,6 +76,18 @@ def stored_names(model: PreTrainedModel) -> dict[str, str]:
     }
 
 
+# Of the names of parameters that do not decay, as transformers' Trainer has them.
+_UNDECAYED = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
+
+
+def decayed_parameters(model: nn.Module) -> set[str]:
+    """Return all names of the parameters that weight decay applies to, which are those of transformers' Trainer: none
+    of a LayerNorm, and none that is called a norm or a bias."""
+    norms = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, nn.LayerNorm))
+    names = (name for name, _ in model.named_parameters(remove_duplicate=False))
+    return {name for name in names if not name.startswith(norms) and not _UNDECAYED.search(name.lower())}
+
+
 def fp32_parameters(model: PreTrainedModel) -> list[str]:
     """Return the names of parameters that their family keeps in fp32 even when the rest of the model is bf16.
 

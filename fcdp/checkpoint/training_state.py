@@ -8,6 +8,7 @@ import torch
 
 from common.communication import broadcast_from_rank0
 from common.errors import UserError
+from common.models.structure import decayed_parameters
 from fcdp.checkpoint.commits import ShardedCheckpoints
 from fcdp.model.model import ClusterModel
 
@@ -49,7 +50,7 @@ class TrainingCheckpoints:
             raise UserError(f"Nothing to resume: there is no commit in {self._commits.directory}.")
         step, saved = manifest.step, manifest.description
         for what, now in self._identity().items():
-            if saved.get(what) != now:
+            if saved.get(what, now) != now:
                 raise UserError(
                     f"The run in {self._commits.directory} has {what} {saved.get(what)}, and this one {now}. "
                     "Give what it began with, or begin a new run in another directory."
@@ -82,6 +83,7 @@ class TrainingCheckpoints:
             "parameters": sum(parameter.numel() for parameter in self._model.meta.parameters()),
             "--dtype": self._dtype,
             "adapters": None if adapters is None else adapters.described,
+            "parameters with weight decay": len(decayed_parameters(self._model.module)),
         }
 
     def close(self) -> None:

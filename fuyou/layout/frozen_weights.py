@@ -1,6 +1,6 @@
 """Formats of frozen weights on SSD: the compute dtype, fewer bits, or a compressed checkpoint's bytes.
 
-In an int8 or nf4 record, the matrices (parameters that weight decay would apply to) are rows of quantized blocks; the
+In an int8 or nf4 record, the matrices (:func:`fuyou.layout.record_parts.is_matrix`) are rows of quantized blocks; the
 rest follows in the compute dtype. The device decodes a record into the compute dtype once per visit.
 """
 

@@ -77,7 +77,7 @@ class ParameterSlot:
     names: tuple[str, ...]  # Name in the model, and then the names of parameters tied to it
     shape: tuple[int, ...]
     offset: int  # First element within the record
-    decay: bool  # Whether weight decay applies
+    decay: bool  # Whether weight decay applies; of a frozen parameter, whether it is a matrix
     trained: bool = True  # Whether gradients flow to it, if its record is trained
     compressed: "CompressedParameter | None" = None  # Storage in the checkpoint's bytes, if any
     experts: tuple[int, int] | None = None  # `[first, last)` of the parameter's experts, in a piece
@@ -117,6 +117,6 @@ class Chunk:
     decay: bool
 
 
-def wants_decay(name: str, shape: Sequence[int]) -> bool:
-    """Return whether weight decay applies: to matrices, not to biases or norm gains."""
+def is_matrix(name: str, shape: Sequence[int]) -> bool:
+    """Return whether a frozen parameter is stored in fewer bits, if others are: not biases and norm gains."""
     return len(shape) > 1 and not name.endswith("bias")

@@ -14,12 +14,12 @@ from common.models.adapters.memory import AdapterMemory, adapter_memory
 from common.models.attention.memory import AttentionMemory
 from common.models.checkpoint.compressed import CompressedParameter
 from common.models.flops import visited_shares
-from common.models.structure import fp32_parameters, parameter_names
+from common.models.structure import decayed_parameters, fp32_parameters, parameter_names
 from common.models.vision import image_memory, tower_parameters
 from fuyou.layout.frozen_weights import FrozenDtype
 from fuyou.layout.model_layout import ModelLayout, no_bytes
 from fuyou.layout.record import Kind, Precision, Record
-from fuyou.layout.record_parts import wants_decay
+from fuyou.layout.record_parts import is_matrix
 from fuyou.model.expert_modules import expert_output_bytes
 from fuyou.model.streamed_model import StreamedModel
 
@@ -175,7 +175,7 @@ def model_records(
 def _group_parameters(stack: StreamedModel) -> _Groups:
     groups = _Groups([_RecordEntries() for _ in stack.blocks])
     towers = set(tower_parameters(stack.model))
-    prefix = f"{stack.block_prefix}."
+    prefix, decayed = f"{stack.block_prefix}.", decayed_parameters(stack.model)
     for names in parameter_names(stack.model):
         parameter = stack.model.get_parameter(names[0])
         shape = tuple(parameter.shape)
@@ -186,7 +186,8 @@ def _group_parameters(stack: StreamedModel) -> _Groups:
         else:
             sides = {stack.runs_before_blocks(name) for name in names}
             group = groups.both if len(sides) == 2 else groups.before if True in sides else groups.after
-        group.add((names, shape, wants_decay(names[0], shape)), parameter.requires_grad)
+        decays = names[0] in decayed if parameter.requires_grad else is_matrix(names[0], shape)
+        group.add((names, shape, decays), parameter.requires_grad)
     groups.blocks = [group.with_held() for group in groups.blocks]
     return groups
 

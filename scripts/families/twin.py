@@ -4,6 +4,7 @@ import inspect
 
 import torch
 from torch import nn
+from transformers import Trainer
 
 VECTOR = 128  # elements: a multiple of every vector width
 
@@ -22,6 +23,7 @@ class Twin:
         self._parameters = {name: parameter for name, parameter in model.named_parameters() if name in masters}
         self._moments = {name: (_padded(master * 0), _padded(master * 0)) for name, master in masters.items()}
         self._steps = dict.fromkeys(masters, 0)
+        self._decayed = frozenset(Trainer.get_decay_parameter_names(None, model))  # type: ignore[arg-type]
         self._load()
 
     def step(self, batch: dict[str, torch.Tensor], micro: int, documents: list[slice] | None) -> float:
@@ -92,7 +94,7 @@ class Twin:
         for name, gradient in gradients.items():
             self._steps[name] += 1
             master, (mean, variance) = _padded(self.masters[name]), self._moments[name]
-            decays = gradient.dim() > 1 and not name.endswith("bias")
+            decays = name in self._decayed
             torch._fused_adamw_(
                 [master], [_padded(gradient).mul_(scale)], [mean], [variance], [],
                 [torch.tensor(float(self._steps[name]))], amsgrad=False, lr=self._options["lr"], beta1=0.9, beta2=0.999,

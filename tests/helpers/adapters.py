@@ -4,6 +4,7 @@ import math
 
 import torch
 from torch import nn
+from transformers import Trainer
 
 import fuyou
 from tests.helpers.engines import OPTIONS, ROWS
@@ -20,9 +21,10 @@ class InMemory:
         named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         self.trained = list(named.values())
         assert all(parameter.numel() % 16 == 0 for parameter in self.trained)
+        decayed = Trainer.get_decay_parameter_names(None, model)
         groups = [
             {
-                "params": [p for name, p in named.items() if (p.dim() > 1 and "bias" not in name) is decays],
+                "params": [p for name, p in named.items() if (name in decayed) is decays],
                 "weight_decay": decay,
             }
             for decays, decay in ((True, OPTIONS["weight_decay"]), (False, 0.0))

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers import AutoModelForCausalLM, PreTrainedConfig, Trainer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 LINE = 128  # elements: a multiple of every vector width
@@ -87,6 +87,7 @@ class Twin:
         self.masters = {name: p.detach().clone() for name, p in masters.named_parameters()}
         self.model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=dtype).to(self.device).train()
         self.model.config.use_cache = False
+        self._decayed = set(Trainer.get_decay_parameter_names(None, self.model))
         self._untie()
         self.moments = {name: (self._padded(p), self._padded(p)) for name, p in self.masters.items()}
         for moments in self.moments.values():
@@ -171,8 +172,7 @@ class Twin:
             if scale != 1.0:
                 wide.mul_(scale)
             self.steps[name] += 1
-            decay = self.masters[name].dim() > 1 and not name.endswith("bias")
-            self._update(name, master, wide, self.weight_decay if decay else 0.0)
+            self._update(name, master, wide, self.weight_decay if name in self._decayed else 0.0)
             self.masters[name] = master[: gradient.numel()].view(gradient.shape).clone()
         self._load()
         return float(loss)

@@ -1,11 +1,13 @@
 import pytest
 import torch
 from torch import nn
-from transformers import AutoConfig
+from transformers import AutoConfig, Trainer
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from common.errors import UserError
 from common.models.meta_model import build_meta_model
-from common.models.structure import find_blocks, fp32_parameters, parameter_names
+from common.models.structure import decayed_parameters, find_blocks, fp32_parameters, parameter_names
+from scripts.families.configurations import small_config
 from tests.helpers.models.families import FAMILIES, family_config
 
 BLOCKS = {"gpt2": "transformer.h", "opt": "model.decoder.layers", "gpt_neox": "gpt_neox.layers"}
@@ -80,3 +82,22 @@ def test_parameters_that_stay_fp32():
     assert "model.layers.1.mlp.gate.weight" in fp32_parameters(model)
     assert not any("q_proj" in name or "gate_proj" in name for name in fp32_parameters(model))
     assert fp32_parameters(build_meta_model(family_config("llama"))) == []
+
+
+# Of two sorts of parameters that are no matrices: those that are neither norms nor biases decay, and the others not.
+CURIOUS = ("gpt_oss", "mamba2", "qwen3_next", "dbrx", "phi4_multimodal", "xlstm")
+CANNOT_BE_BUILT = {"gemma3n", "gemma4_assistant", "gemma4_unified_assistant", "musicgen", "musicgen_melody"}
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param(name, marks=() if name in CURIOUS else pytest.mark.slow)
+        for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+        if name not in CANNOT_BE_BUILT
+    ],
+)
+def test_what_decays_is_what_decays_with_the_trainer(family: str) -> None:
+    model = build_meta_model(small_config(family), dtype=torch.float32)
+    names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    assert decayed_parameters(model) == names & set(Trainer.get_decay_parameter_names(None, model))

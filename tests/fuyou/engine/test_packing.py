@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel, Trainer
 
 import fuyou
 from common.errors import UserError
@@ -44,7 +44,7 @@ class OneByOne:
         self.model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).train()
         decays = {True: [], False: []}
         for name, parameter in self.model.named_parameters():
-            decays[parameter.dim() > 1 and not name.endswith("bias")].append(parameter)
+            decays[name in Trainer.get_decay_parameter_names(None, self.model)].append(parameter)
         groups = [{"params": decays[True], "weight_decay": OPTIONS["weight_decay"]},
                   {"params": decays[False], "weight_decay": 0.0}]  # fmt: skip
         self.optimizer = torch.optim.AdamW(groups, lr=OPTIONS["lr"], eps=OPTIONS["eps"])

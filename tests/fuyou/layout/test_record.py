@@ -13,7 +13,7 @@ from common.memory.buffers import PAGE
 from common.store import Layout
 from common.store.layout import pieces
 from fuyou.layout.record import FROZEN_FILE, PAGE_ELEMENTS, Kind, Precision, Record, allocate_extents, weights_file
-from fuyou.layout.record_parts import ALIGN_ELEMENTS, wants_decay
+from fuyou.layout.record_parts import ALIGN_ELEMENTS, is_matrix
 
 DTYPES = (torch.bfloat16, torch.float32)
 PRECISIONS = [Precision(dtype, moments) for dtype in DTYPES for moments in DTYPES]
@@ -161,7 +161,7 @@ def test_chunks_of_states_and_parameters_are_whole_pages(record: Record, precisi
             assert chunk.start * width % PAGE == 0 and chunk.stop * width % PAGE == 0
 
 
-@pytest.mark.parametrize(("name", "shape", "decay"), [
+@pytest.mark.parametrize(("name", "shape", "matrix"), [
     ("model.embed_tokens.weight", (211, 48), True),
     ("model.layers.0.mlp.up_proj.weight", (72, 48), True),
     ("model.layers.0.mlp.experts.gate_up_proj", (4, 48, 96), True),
@@ -170,5 +170,5 @@ def test_chunks_of_states_and_parameters_are_whole_pages(record: Record, precisi
     ("model.layers.0.mlp.experts.down_proj_bias", (4, 48), False),
     ("scale", (), False),
 ])  # fmt: skip
-def test_which_parameters_decay(name: str, shape: tuple[int, ...], decay: bool) -> None:
-    assert wants_decay(name, shape) is decay
+def test_which_parameters_are_rounded(name: str, shape: tuple[int, ...], matrix: bool) -> None:
+    assert is_matrix(name, shape) is matrix

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoModelForCausalLM, BigBirdConfig, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, BigBirdConfig, PreTrainedConfig, PreTrainedModel, Trainer
 from transformers.modeling_outputs import CausalLMOutput
 
 from common.errors import FinetuneError, UserError
@@ -250,11 +250,12 @@ def test_records_hold_every_parameter_once(family: str, tied: bool) -> None:
     shape = model_records(stack, Precision(torch.bfloat16, torch.float32))
     held = [slot.names for record in shape.records for slot in record.parameters]
     assert sorted(held) == sorted(parameter_names(stack.model))
+    decayed = Trainer.get_decay_parameter_names(None, stack.model)
     for record in shape.records:
         for slot in record.parameters:
             parameter = stack.model.get_parameter(slot.name)
             assert slot.shape == tuple(parameter.shape)
-            assert slot.decay == (parameter.dim() > 1 and "bias" not in slot.name)
+            assert slot.decay == (slot.name in decayed)
             assert (record.kind is Kind.NON_BLOCK) != slot.name.startswith(f"{stack.block_prefix}.")
     assert [record.index for record in shape.records] == list(range(len(shape.records)))
     assert [shape.records[index].name for (index,) in shape.blocks] == ["block 0", "block 1", "block 2"]

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedConfig
+from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedConfig, Trainer
 
 IMAGE = 90
 """The token that stands for a piece of an image."""
@@ -243,10 +243,10 @@ class PlainLoop:
         self.model = AutoModelForImageTextToText.from_pretrained(checkpoint, dtype=torch.float32).train()
         for name, parameter in self.model.named_parameters():
             parameter.requires_grad_(name not in frozen)
-        decayed, rest = [], []
+        decayed, rest, names = [], [], Trainer.get_decay_parameter_names(None, self.model)
         for name, parameter in self.model.named_parameters():
             if parameter.requires_grad:
-                (decayed if parameter.dim() > 1 and not name.endswith("bias") else rest).append(parameter)
+                (decayed if name in names else rest).append(parameter)
         groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": rest, "weight_decay": 0.0}]
         self._optimizer = torch.optim.AdamW(groups, lr=lr, eps=eps)
 
