@@ -39,10 +39,16 @@ def find_groups(model: nn.Module) -> list[ParameterGroup]:
     """Return the groups of ``model`` in the order of its modules, except of modules with several, whose collectives
     cannot be replaced."""
     found: dict[int, ParameterGroup] = {}
+    unit, outer = 0, "."
     for name, module in model.named_modules():
         groups = param_groups(module)
         if len(groups) == 1 and id(groups[0]) not in found:
-            found[id(groups[0])] = read(groups[0], name or "root")
+            if not name.startswith(outer):
+                unit, outer = unit + 1, f"{name}." if name else outer
+            found[id(groups[0])] = group = read(groups[0], name or "root")
+            group.unit = unit
+    if groups := param_groups(model):
+        found[id(groups[0])].unit = unit + 1  # the root's are used until the end
     return list(found.values())
 
 

@@ -4,7 +4,7 @@ FSDP2 gathers and reduces what one ``fully_shard`` call finds unclaimed. One tra
 dirty after each step, so frozen and trainable ones never share a group unless one module owns both. Adapters are many
 and small: those of a block form one group, or those of the whole model."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, cast
 
@@ -91,6 +91,19 @@ def find_units(model: nn.Module, blocks: list[nn.Module] | None = None) -> list[
         unit = Unit(names[id(module)], module, keep_after_forward=module is head)
         units.insert(0, unit) if module is embedding else units.append(unit)
     return [*units, Unit("", model, keep_after_forward=True)]
+
+
+def gathered_again(groups: Sequence[ParameterGroup]) -> list[ParameterGroup]:
+    """Return those of ``groups`` that are gathered in the backward pass, too: not those that stay gathered, and of units
+    before the first trainable one only the last, which FSDP2 fetches ahead."""
+    # An embedding is used first, also where it is tied to the head, in the last unit.
+    first = [
+        0 if any(isinstance(owner, nn.Embedding) for owner in group.owners()) else group.unit
+        for group in groups
+        if group.trainable
+    ]
+    begin = min(first, default=0) - 1
+    return [group for group in groups if not group.kept_after_forward and group.unit >= begin]
 
 
 def split_units(units: list[Unit], adapters: AdapterGroups) -> list[ParameterGroup]:

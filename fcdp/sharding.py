@@ -17,7 +17,7 @@ from fcdp.comms.all_gather import CachedShard, GatherLevels, StagedAllGather
 from fcdp.comms.levels import make_levels
 from fcdp.comms.rank_level import CommLevel
 from fcdp.comms.reduce_scatter import MicroBatches, ReduceLevels, StagedReduction
-from fcdp.grouping import ParameterGroup
+from fcdp.grouping import ParameterGroup, gathered_again
 from fcdp.strategy.routes import Axis, Routes
 from fcdp.strategy.strategy import Format, Strategy
 from fcdp.strategy.topology import Purpose, Topology
@@ -106,9 +106,9 @@ class Sharding:
 
         layout, shards = self.routes.layout, self.routes.shards
         trainable = [group for group in self.groups if group.trainable]
-        elements, trained, kept = (
+        elements, trained, again = (
             shards * sum(group.cell_numel for group in groups)
-            for groups in (self.groups, trainable, [group for group in self.groups if group.kept_after_forward])
+            for groups in (self.groups, trainable, gathered_again(self.groups))
         )
         gathered = shards * sum(group.cell_bytes for group in self.groups)
         spread = shards * sum(group.cell_bytes for group in trainable)
@@ -117,7 +117,7 @@ class Sharding:
             parameters=elements,
             trainable=trained,
             blocks=len(self.groups),
-            kept_gathered=kept,
+            kept_gathered=elements - again,
             compute_bytes=gathered / elements,
             gradient_bytes=reduced / max(trained, 1),
             micro_batches=micro_batches,
@@ -220,6 +220,9 @@ class Sharding:
         self._adopt_thawed()
         for group in self.groups:
             group.notice(fsdp2.versions(group))
+        for gather in self._gathers:
+            if gather.secondary is not None:  # a frozen prefix has no backward pass to use it
+                gather.secondary.consumed = True
         self._drop_outdated()
 
     def _set_reshard_after_backward(self) -> None:

@@ -50,6 +50,14 @@ def test_a_model_that_fsdp2_has_sharded(pool: Pool, strategy: str) -> None:
         assert ours == [one[:2] for one in plain]
 
 
+@pytest.mark.parametrize("strategy", ["zero3", "paro-ggg"])
+def test_what_is_frozen_before_all_that_is_trained_is_not_gathered_again(pool: Pool, strategy: str) -> None:
+    counts, formulas = zip(
+        *pool.run(FOUR, cases.on_nodes_of_two, cases.sent_after_a_frozen_prefix, strategy), strict=True
+    )
+    assert (counts[0] + counts[1], counts[2] + counts[3]) == formulas[:2]
+
+
 @pytest.mark.parametrize(("kind", "nodes"), [("tp", (2, 1)), ("tp-outside", (1, 2)), ("hsdp", (1, 2))])
 def test_meshes_of_two_dimensions(pool: Pool, kind: str, nodes: tuple[int, int]) -> None:
     assert {one[2] for one in _same(pool, cases.train_two_dimensions, kind)} == {nodes}

@@ -25,14 +25,17 @@ QUANTISED = {(2, 2): "zero++", (2, 2, 2): "zero-topo", (1, 4, 2): "zero-topo-8"}
 AMSP, OVER_EIGHT = ["amsp-7b", "amsp-13b"], ["zero-topo-8-exact"]
 ADAPTERS = ["zero1", "zero3", "mics", "zero++-exact", "fcdp", "I/I/G+device", "paro-ing"]
 
+PREFIX = ["zero1", "zero3", "mics", "zero++-exact", "fcdp", "paro-gng", "paro-ggg"]
+
 
 @pytest.mark.parametrize(("layout", "strategies", "run"), [
     ((2, 2), TWO_LEVELS, Run()),
     ((2, 2), ADAPTERS, Run(micro_batches=(1, 4, 1), adapters=True)),
+    ((2, 2), PREFIX, Run(micro_batches=(1, 2, 1), frozen=3)),
     ((2, 2, 2), THREE_LEVELS, Run()),
     ((1, 8), AMSP, Run(micro_batches=(1, 2, 1))),
     ((1, 4, 2), OVER_EIGHT, Run(micro_batches=(1, 2, 1))),
-], ids=["two levels", "adapters", "three levels", "amsp", "second shards over eight"])  # fmt: skip
+], ids=["two levels", "adapters", "frozen prefix", "three levels", "amsp", "second shards over eight"])  # fmt: skip
 @pytest.mark.slow
 def test_every_strategy_trains_as_plain_fsdp2_and_sends_what_the_planner_says(
     pool: Pool, layout: tuple[int, ...], strategies: list[str], run: Run

@@ -99,6 +99,17 @@ def train_sharded(topology: fcdp.Topology, strategy: str) -> tuple[Losses, str]:
     return [step_of(model, optimizer, step, topology.rank) for step in range(4)], digest(model)
 
 
+def sent_after_a_frozen_prefix(topology: fcdp.Topology, strategy: str) -> tuple[float, float]:
+    """Bytes, counted and by the formula, of a step in which only the head is trained, and the first block not gathered again."""
+    model: Any = make_model(Case())
+    model.requires_grad_(False)
+    model.lm_head.requires_grad_(True)
+    shard(model, fsdp2_fully_shard, init_device_mesh("cpu", (4,)), MixedPrecisionPolicy())
+    sharding = fcdp.install(model, strategy=strategy)
+    step_of(model, adam(model), 0, topology.rank)
+    return sharding.traffic.inter_node, sharding.inter_node_bytes(1, first_step=True)
+
+
 def train_two_dimensions(topology: fcdp.Topology, kind: str, ours: bool) -> tuple[Losses, str, tuple[int, int]]:
     """``tp``: tensor-parallel in the node and sharded between nodes. ``tp-outside``: the other way round. ``hsdp``:
     sharded in the node, replicated between nodes."""

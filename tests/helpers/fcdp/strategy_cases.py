@@ -19,17 +19,21 @@ IDS = 11
 
 
 class Toy(nn.Module):
-    """An embedding, a block and a head; sizes are multiples of nothing. ``adapters``: all else is frozen."""
+    """An embedding, a block and a head; sizes are multiples of nothing. ``adapters``: all else is frozen.
+    ``frozen``: so many blocks before the last one, and the embedding, are."""
 
-    def __init__(self, adapters: bool = False):
+    def __init__(self, adapters: bool = False, frozen: int = 0):
         super().__init__()
         torch.manual_seed(3)
         self.embedding = nn.Embedding(IDS, 7)
-        self.blocks = nn.ModuleList(Block(adapters) for _ in range(1))
+        self.blocks = nn.ModuleList(Block(adapters) for _ in range(1 + frozen))
         self.head = nn.Linear(7, IDS)
         if adapters:
             for name, parameter in self.named_parameters():
                 parameter.requires_grad_("adapter" in name)
+        if frozen:
+            self.embedding.requires_grad_(False)
+            self.blocks[:frozen].requires_grad_(False)
 
     def get_input_embeddings(self) -> nn.Module:
         return self.embedding
@@ -63,6 +67,8 @@ class Run:
     """Of each step."""
     adapters: bool = False
     """Whether only adapters are trained."""
+    frozen: int = 0
+    """Blocks before the one that is trained; the embedding is frozen, too."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +86,7 @@ class Trained:
 
 def train(topology: fcdp.Topology, strategy: str, run: Run) -> Trained:
     """Train one model with one strategy; ``fsdp2`` is plain FSDP2."""
-    model: Any = Toy(run.adapters)
+    model: Any = Toy(run.adapters, run.frozen)
     sharding: Any
     twins = []
     if strategy == "fsdp2":
