@@ -94,8 +94,8 @@ def find_units(model: nn.Module, blocks: list[nn.Module] | None = None) -> list[
 
 
 def gathered_again(groups: Sequence[ParameterGroup]) -> list[ParameterGroup]:
-    """Return those of ``groups`` that are gathered in the backward pass, too: not those that stay gathered, and of units
-    before the first trainable one only the last, which FSDP2 fetches ahead."""
+    """Return those of ``groups`` that are gathered in the backward pass, too: not those that stay gathered, and of
+    units before the first trainable one only the last, which FSDP2 fetches ahead."""
     # An embedding is used first, also where it is tied to the head, in the last unit.
     first = [
         0 if any(isinstance(owner, nn.Embedding) for owner in group.owners()) else group.unit

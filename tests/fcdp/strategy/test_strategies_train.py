@@ -23,6 +23,7 @@ THREE_LEVELS = [
 QUANTISED = {(2, 2): "zero++", (2, 2, 2): "zero-topo", (1, 4, 2): "zero-topo-8"}
 """By layout: what is not exact, of which the order alone is compared here."""
 AMSP, OVER_EIGHT = ["amsp-7b", "amsp-13b"], ["zero-topo-8-exact"]
+OVER_FOUR_NODES = ["amsp-30b"]
 ADAPTERS = ["zero1", "zero3", "mics", "zero++-exact", "fcdp", "I/I/G+device", "paro-ing"]
 
 PREFIX = ["zero1", "zero3", "mics", "zero++-exact", "fcdp", "paro-gng", "paro-ggg"]
@@ -35,7 +36,8 @@ PREFIX = ["zero1", "zero3", "mics", "zero++-exact", "fcdp", "paro-gng", "paro-gg
     ((2, 2, 2), THREE_LEVELS, Run()),
     ((1, 8), AMSP, Run(micro_batches=(1, 2, 1))),
     ((1, 4, 2), OVER_EIGHT, Run(micro_batches=(1, 2, 1))),
-], ids=["two levels", "adapters", "frozen prefix", "three levels", "amsp", "second shards over eight"])  # fmt: skip
+    ((4, 8), OVER_FOUR_NODES, Run(micro_batches=(1, 2))),
+], ids=["two levels", "adapters", "frozen prefix", "three levels", "amsp", "second shards", "four nodes"])  # fmt: skip
 @pytest.mark.slow
 def test_every_strategy_trains_as_plain_fsdp2_and_sends_what_the_planner_says(
     pool: Pool, layout: tuple[int, ...], strategies: list[str], run: Run
@@ -77,9 +79,8 @@ def test_quantised_collectives_are_launched_in_one_order(pool: Pool, layout: tup
 
 
 def test_every_preset_is_among_them() -> None:
-    recorded = {*TWO_LEVELS, *THREE_LEVELS, *QUANTISED.values(), *AMSP, *OVER_EIGHT}
-    # amsp-30b is for 32 ranks or more.
-    assert {name for name in PRESETS if name not in recorded} == {"amsp-30b"}
+    recorded = {*TWO_LEVELS, *THREE_LEVELS, *QUANTISED.values(), *AMSP, *OVER_EIGHT, *OVER_FOUR_NODES}
+    assert {*PRESETS} <= recorded
 
 
 def _launches() -> list[Launch]:

@@ -100,7 +100,7 @@ def train_sharded(topology: fcdp.Topology, strategy: str) -> tuple[Losses, str]:
 
 
 def sent_after_a_frozen_prefix(topology: fcdp.Topology, strategy: str) -> tuple[float, float]:
-    """Bytes, counted and by the formula, of a step in which only the head is trained, and the first block not gathered again."""
+    """Bytes, counted and by the formula, of a step that trains the head alone and gathers the first block once."""
     model: Any = make_model(Case())
     model.requires_grad_(False)
     model.lm_head.requires_grad_(True)
