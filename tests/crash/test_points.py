@@ -71,7 +71,7 @@ def test_a_crash_while_a_clipped_step_is_updated_again(expected: Reference, tmp_
     again = reference(Run(tmp_path / "run", options))
     assert again.outcome.final == expected.outcome.final
     assert again.calls > expected.calls
-    points = [(number, ENDINGS[number % 4]) for number in range(50, again.calls, 60)]
+    points = [(number, ENDINGS[number % 4]) for number in range(50, again.calls, 61)]
     assert len(points) >= 4
 
     def attempt(point: tuple[int, tuple[str, bool]]) -> bool:
