@@ -114,15 +114,12 @@ def figures(done: Any) -> list[dict[str, float]]:
     ("sft", "gpt2", False, 4),
     ("sft", "mixtral", False, 1),
     ("sft packed", "llama", False, 1),
-    ("dpo", "llama", True, 4),
     ("dpo", "gpt2", True, 8),
     ("dpo", "mixtral", True, 2),
     ("kto", "llama", True, 1),
-    ("kto", "gpt2", True, 4),
     ("kto", "mixtral", True, 4),
     ("reward", "llama", False, 2),
     ("reward", "gpt2", False, 8),
-    ("reward", "mixtral", False, 2),
 ])  # fmt: skip
 @pytest.mark.slow
 def test_a_trainer_of_trl(kind: str, family: str, lora: bool, micro: int, checkpoints: Path, tmp_path: Path) -> None:
