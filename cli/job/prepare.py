@@ -164,7 +164,7 @@ def prepare(settings: Settings) -> Job:
     batches, data_key = data.batches(text.vocab_size)
     seq_len = getattr(batches, "seq_len", seq_len)
     total = _total_steps(settings, batches)
-    rate = LearningRate(settings.schedule, settings.lr, settings.warmup.steps(total), total, settings.min_lr)
+    rate = LearningRate(settings.schedule, settings.highest_lr, settings.warmup.steps(total), total, settings.min_lr)
     job = Job(
         settings=settings,
         architecture=type(model).__name__,

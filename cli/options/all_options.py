@@ -189,8 +189,8 @@ class TrainingSettings:
     """Steps to train. Default: one epoch with --data, 10 steps without."""
     epochs: float | None = option(None, "N", ABOVE_ZERO, excludes="steps", modes=Mode.RUN)
     """Passes over the data."""
-    lr: float = option(1e-5, "X", NOT_NEGATIVE, modes=Mode.RUN)
-    """Highest learning rate."""
+    lr: float | None = option(None, "X", NOT_NEGATIVE, modes=Mode.RUN)
+    """Highest learning rate. Default: 1e-5; 2e-4 for adapters (dpo, kto: 1e-5)."""
     warmup: Warmup = option(Warmup(0), "N|FRACTION", ParsedValue("warmup", Warmup.parse), modes=Mode.RUN)
     """Steps, or share of all steps (0.03 or 3%), in which the learning rate rises."""
     schedule: str = option("cosine", type=SCHEDULES, modes=Mode.RUN, fixed=True)

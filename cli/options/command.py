@@ -105,7 +105,7 @@ class GroupedCommand(click.Command):
     def get_help_option(self, ctx: click.Context) -> click.Option | None:
         option = super().get_help_option(ctx)
         return option and GroupedOption(
-            ["--help"],
+            ["-h", "--help"],
             group="Other",
             is_flag=True,
             is_eager=True,
@@ -165,7 +165,7 @@ def build_command(run: Callable[..., int]) -> GroupedCommand:
         params=[*options],
         callback=run,
         help="Fine-tune a Hugging Face model that is larger than memory: parameters and optimizer states live on SSD.",
-        context_settings={"max_content_width": 110, "help_option_names": ["--help"]},
+        context_settings={"max_content_width": 110, "help_option_names": ["-h", "--help"]},
     )
 
 

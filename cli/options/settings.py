@@ -105,8 +105,8 @@ class Settings(
                 raise UserError(f"{spelled(name)} is about the records of --data: add that.")
         if not self.truncate and not (self.data or self.eval_data):
             raise UserError("--drop-long is about records that are longer than --seq-len: add --data.")
-        if self.min_lr > self.lr:
-            raise UserError(f"--min-lr {self.min_lr:g} is more than --lr {self.lr:g}.")
+        if self.min_lr > self.highest_lr:
+            raise UserError(f"--min-lr {self.min_lr:g} is more than --lr {self.highest_lr:g}.")
 
     def _check_saving(self) -> None:
         if self.export and not self.resume:
@@ -217,11 +217,19 @@ class Settings(
             names: of what is wanted; those that are no option's are left out.
         """
         values = {field.name: getattr(self, field.name) for field in option_fields(Settings)} | {
+            "lr": self.highest_lr,
             "betas": (self.beta1, self.decay_of_squares),
             "commit_every": self.commit_interval,
             "max_grad_norm": self.max_grad_norm or None,
         }
         return {name: value for name, value in values.items() if name in names}
+
+    @property
+    def highest_lr(self) -> float:
+        """The highest learning rate: as it is requested, else what usually works."""
+        if self.lr is not None:
+            return self.lr
+        return 2e-4 if self.trains_adapters and not self.traits.needs_reference else 1e-5
 
     @property
     def decay_of_squares(self) -> float:

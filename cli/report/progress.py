@@ -34,8 +34,8 @@ class Progress:
     def show(self, metrics: StepMetrics) -> None:
         self._recent.append(metrics.seconds)
         left = (self._total - metrics.step) * median(self._recent)  # evaluations and checkpoints delay a few steps
-        ends = [f"{format_seconds(left)} left"] if metrics.step < self._total else []
-        line = ", ".join([f"step {metrics.step}/{self._total}: {metrics}", *ends])
+        wait = f", {format_seconds(left)} left" if metrics.step < self._total else ""  # first: lines may be cut
+        line = f"step {metrics.step}/{self._total}{wait}: {metrics}"
         if self._bar is not None:
             self._bar.set_description_str(line, refresh=False)
             self._bar.update()

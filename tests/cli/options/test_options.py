@@ -53,9 +53,19 @@ def test_defaults() -> None:
     options = parse()
     assert options["ssd"] == options["data"] == ()
     assert (options["batch_size"], options["seq_len"], options["steps"], options["epochs"]) == (8, None, None, None)
-    assert (options["lr"], options["schedule"], options["max_grad_norm"]) == (1e-5, "cosine", 0)
+    assert (options["lr"], options["schedule"], options["max_grad_norm"]) == (None, "cosine", 0)
     assert options["save"] is True
     assert parse("--no-save")["save"] is False
+
+
+@pytest.mark.parametrize(("words", "lr"), [
+    ([], 1e-5),
+    (["--lora-rank", "8"], 2e-4),
+    (["--lora-rank", "8", "--objective", "dpo", "--data", "pairs.jsonl"], 1e-5),
+    (["--lora-rank", "8", "--lr", "0"], 0.0),
+])  # fmt: skip
+def test_default_learning_rates(words: list[str], lr: float) -> None:
+    assert Settings.of_options(parse("--model", "m", *words), ()).highest_lr == lr
 
 
 def test_sizes() -> None:
@@ -86,6 +96,8 @@ def test_a_quoted_star(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(("words", "message"), [
     (["--modle", "x"], "No such option"),
     (["--modle", "x"], "--model"),
+    (["--learning_rate", "1e-4"], "No such option: --learning_rate. Here it is --lr."),
+    (["--load-in-4bit"], "--frozen-dtype nf4"),
     (["x"], "unexpected extra argument"),
     (["--steps", "0"], "'--steps'"),
     (["--host-memory", "lots"], "'lots' is not a size"),

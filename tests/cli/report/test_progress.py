@@ -25,7 +25,7 @@ def test_a_line_has_what_people_look_at_and_fits_a_screen(capsys: pytest.Capture
         progress.show(metrics(step))
     lines = capsys.readouterr().out.splitlines()
     assert lines[1] == (
-        "step 2/100000: loss 12.3457, norm 123, lr 1.23e-05, epoch 1.50, 4.1 K tokens/s, bound by SSDs, 2 d 7 h left"
+        "step 2/100000, 2 d 7 h left: loss 12.3457, norm 123, lr 1.23e-05, epoch 1.50, 4.1 K tokens/s, bound by SSDs"
     )
     assert all(len(line) < 120 for line in lines)
 
@@ -34,7 +34,7 @@ def test_a_slow_step_does_not_change_the_time_that_is_left(capsys: pytest.Captur
     progress = Progress(total=10, done=0)
     for step, seconds in ((1, 2.0), (2, 2.0), (3, 900.0)):  # a checkpoint was saved
         progress.show(metrics(step, seconds))
-    assert capsys.readouterr().out.splitlines()[-1].endswith("14.0 s left")
+    assert capsys.readouterr().out.splitlines()[-1].startswith("step 3/10, 14.0 s left: ")
 
 
 @pytest.mark.parametrize(("every", "shown"), [(1, [1, 2, 3, 4, 5]), (2, [2, 4, 5])])
