@@ -175,10 +175,10 @@ class ClusterSettings:
     """In memory, how parameters, gradients, and optimizer states are sharded: fcdp (parameters cached in host
     memory), zero3, hybrid, zero2, paro-iig, ..., or their scopes, IGG or 4x1/4x1/8x1 (docs/strategies.md). Default:
     auto, the planner's choice for --cluster."""
-    device_cache_threshold: float | None = option(
-        None, "X", FiniteFloat(min=0, max=1), only=Only.NODES | Only.IN_MEMORY
+    device_cache_threshold: float = option(
+        0.9, "X", FiniteFloat(min=0, max=1), modes=Mode.TRAIN | Mode.PLAN_CLUSTER, only=Only.NODES | Only.IN_MEMORY
     )
-    """Share of device memory up to which cached parameters stay there. Default: 0.9."""
+    """Share of device memory up to which cached parameters stay there."""
 
 
 @dataclass(frozen=True, kw_only=True)

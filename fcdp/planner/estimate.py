@@ -8,7 +8,7 @@ from typing import Any
 
 from fcdp.planner.cluster import Cluster
 from fcdp.planner.collectives import Collective, Phase, bytes_per_node, step_collectives
-from fcdp.planner.memory import ADAPTIVE_THRESHOLD, P_BYTES, Memory, memory_of
+from fcdp.planner.memory import P_BYTES, Memory, memory_of
 from fcdp.planner.workload import Workload
 from fcdp.strategy.strategy import StrategyMeshes
 
@@ -210,7 +210,7 @@ def _copies(layout: StrategyMeshes, workload: Workload, memory: Memory, cluster:
         return 0.0
     kept = 0.0
     if layout.cache == "adaptive":
-        room = ADAPTIVE_THRESHOLD * cluster.device_memory_bytes - memory.device
+        room = workload.cache_threshold * cluster.device_memory_bytes - memory.device
         kept = min(max(room / memory.cached, 0.0), 1.0)
     whole = memory.cached if layout.secondary is not None else P_BYTES * workload.parameters / layout.p.shards
     return (1.0 - kept) * whole / cluster.host_link_bytes_per_second

@@ -15,8 +15,6 @@ P_BYTES, G_BYTES, OS_BYTES = 2.0, 4.0, 12.0  # per parameter: P in bf16; G; OS w
 
 RUNTIME_BYTES = 2 * 2**30  # driver's context, libraries' workspaces, communicators' buffers: assumed
 
-ADAPTIVE_THRESHOLD = 0.9  # as in ``fcdp.fully_shard``
-
 
 @dataclass(frozen=True)
 class Memory:

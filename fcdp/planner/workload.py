@@ -33,6 +33,7 @@ class Workload:
     compute_bytes: float = 2.0  # bytes of one parameter as it is gathered, where that is not quantised
     gradient_bytes: float = 2.0  # bytes of one gradient as it is reduced, where that is not quantised
     micro_batches: int = 1  # number of micro-batches that accumulate before the optimizer steps: s in PaRO, M in AMSP
+    cache_threshold: float = 0.9  # part of device memory up to which an adaptive cache keeps shards there
     deepspeed_states: bool = False  # P, G, and OS take 2, 2, and 12 bytes over their scopes, as the papers count them
 
     def __post_init__(self) -> None:
@@ -80,6 +81,7 @@ class Workload:
         micro_batches: int = 1,
         trainable_ratio: float = 1.0,
         dtype_bytes: int = 2,
+        cache_threshold: float = 0.9,
     ) -> "Workload":
         """Return the workload of a Hugging Face model that computes and reduces in ``dtype_bytes`` per number."""
         model = build_meta_model(config)
@@ -106,6 +108,7 @@ class Workload:
             compute_bytes=float(dtype_bytes),
             gradient_bytes=float(dtype_bytes),
             micro_batches=micro_batches,
+            cache_threshold=cache_threshold,
         )
 
 

@@ -96,13 +96,12 @@ class InMemoryTrainer(trainer.Trainer):
 def _open_trainer(job: Job, topology: Topology, launches: Collection[str]) -> Trainer:
     settings = job.settings
     directory = job.output / COMMITS
-    names = {field.name for field in dataclasses.fields(TrainerConfig)} - {"strategy", "device_cache_threshold"}
+    names = {field.name for field in dataclasses.fields(TrainerConfig)} - {"strategy"}
     config = TrainerConfig(
         **settings.named(names),
         strategy=_strategy(job, topology, launches),
         host_cache_bytes=None if settings.host_cache is None else settings.host_cache // topology.ranks_per_node,
         towers=towers_of(settings),
-        device_cache_threshold=0.9 if settings.device_cache_threshold is None else settings.device_cache_threshold,
     )
     trainer = Trainer(job.checkpoint or settings.model, topology, config, directory, adapters_of(settings))
     if broadcast_from_rank0(lambda: _is_continued(settings, ShardedCheckpoints(directory), launches)):
@@ -164,6 +163,7 @@ def _choose(job: Job, settings: Settings, topology: Topology) -> str:
         micro_batches=micro_batches,
         trainable_ratio=min(1.0, trained / whole),
         dtype_bytes=DTYPES[settings.dtype].itemsize,
+        cache_threshold=settings.device_cache_threshold,
     )
     choice = choose_strategy(settings, workload, topology.levels)
     seconds, sent = format_seconds(choice.step_seconds), format_bytes(choice.inter_node_bytes)

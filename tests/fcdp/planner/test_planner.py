@@ -208,8 +208,12 @@ def test_host_cache_is_read_at_every_use_and_an_adaptive_one_only_for_want_of_ro
     assert adaptive.step_seconds == pytest.approx(device.step_seconds), "80 GB have room for all shards"
     assert adaptive.memory.device == host.memory.device, "what is promised is ZeRO-3's"
     tight = replace(slow_host, device_memory_bytes=round(host.memory.device))
-    squeezed = estimate(adaptive.layout, idle, tight, checkpointing=False)
-    assert squeezed.step_seconds == pytest.approx(host.step_seconds)
+    never = replace(idle, cache_threshold=0.0)
+    for squeezed in (
+        estimate(adaptive.layout, idle, tight, checkpointing=False),
+        estimate(adaptive.layout, never, slow_host, checkpointing=False),
+    ):
+        assert squeezed.step_seconds == pytest.approx(host.step_seconds)
 
 
 def test_scopes_that_pass_the_filters() -> None:
