@@ -20,7 +20,7 @@ IDS = 11
 
 class Toy(nn.Module):
     """An embedding, a block and a head; sizes are multiples of nothing. ``adapters``: all else is frozen.
-    ``frozen``: so many blocks before the last, and the embedding, are."""
+    ``frozen``: this many blocks before the last, and the embedding, are."""
 
     def __init__(self, adapters: bool = False, frozen: int = 0):
         super().__init__()
