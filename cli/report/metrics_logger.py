@@ -3,6 +3,7 @@
 import contextlib
 import json
 import math
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -38,10 +39,10 @@ class History:
         self.last_step = _step(committed_lines[-1]) if committed_lines else 0.0
         with described("writing", path):
             replace_file(path, "".join(f"{line}\n" for line in committed_lines))
-            self._file = path.open("a", buffering=1)
+            self._file = path.open("a")
 
     def append(self, step: int, values: Mapping[str, float]) -> None:
-        """Append the values of a step, null for those that are not finite, and hand them to the operating system.
+        """Append the values of a step, null for those that are not finite, so that a power cut loses none.
 
         Raises:
             StoreError: if the system refuses.
@@ -49,6 +50,8 @@ class History:
         finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
         with described("writing", self._path):
             self._file.write(json.dumps({"step": step, **finite}) + "\n")
+            self._file.flush()
+            os.fsync(self._file.fileno())
 
     def __enter__(self) -> "History":
         return self

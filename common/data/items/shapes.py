@@ -126,7 +126,7 @@ def labels_of_records(records: Iterable[tuple[str, DataRecord]]) -> list[str]:
         named = f"only {found.pop()!r}" if found else "none"
         raise UserError(f"A classifier learns to tell at least two classes apart, and the data have {named}.")
     if all(name.isascii() and name.isdigit() and name == str(int(name)) for name in found):
-        return [str(number) for number in range(max(map(int, found)) + 1)]
+        return sorted(found, key=int)
     return sorted(found)
 
 

@@ -1,6 +1,7 @@
 """The report's fields and its arithmetic."""
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -42,6 +43,20 @@ def test_a_full_file_system_is_told_with_the_file(tmp_path: Path) -> None:
         with pytest.raises(StoreError, match=f"writing of losses.jsonl in {tmp_path} failed: No space left on device"):
             history.append(1, {"loss": 0.5})
         history._file = before
+
+
+def test_lines_are_on_the_drive_before_the_next_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, durable, fsync = tmp_path / "losses.jsonl", [], os.fsync
+
+    def noted(descriptor: int) -> None:
+        durable.append(os.fstat(descriptor).st_size)
+        fsync(descriptor)
+
+    with History(file, 0) as history:
+        monkeypatch.setattr(os, "fsync", noted)
+        for step in (1, 2):
+            history.append(step, {"loss": 0.5})
+            assert durable[-1] == file.stat().st_size == step * len('{"step": 1, "loss": 0.5}\n')
 
 
 def test_skipped_steps_are_counted_and_have_no_number(tmp_path: Path) -> None:
