@@ -232,7 +232,7 @@ LENGTHS = st.integers(1, 6)
 def test_evaluations_of_any_records(
     lengths: list[tuple[int, int, int]], ways: list[tuple[int, int, bool]], streamed: tuple[fuyou.Engine, Path]
 ) -> None:
-    """Whatever the rows' length, the batch, and packing: they are those of each document alone."""
+    """They are those of each document alone, for rows of any length, any batch, packed or not."""
     engine, checkpoint = streamed
     texts = [[" ".join(WORDS[(7 * i + n) % len(WORDS)] for n in range(size)) for size in sizes]
              for i, sizes in enumerate(lengths)]  # fmt: skip
