@@ -4,8 +4,9 @@
 
 For every case (model, full or LoRA, micro-batches) and strategy the same processes train at one rate after the other;
 rates change under them. Bytes are those of the nodes' network devices, as counted and less headers, next to what the
-planner's formulas say. *Exposed* is a step's time less that of the same step with the network unlimited:
-what communication costs that computing does not hide. Times are medians. Needs root (see netcluster.py).
+planner's formulas say; the peak is the most that tensors held. *Exposed* is a step's time less that of the same step
+with the network unlimited: what communication costs that computing does not hide. Times are medians. Needs root (see
+netcluster.py).
 """
 
 import dataclasses
@@ -20,6 +21,7 @@ import click
 import torch
 import torch.distributed as dist
 from cluster_workers import lead, llama_config, make_model, report, set_rate, write_record
+from live_bytes import LiveBytes
 from netcluster import Cluster, network_bytes
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -70,6 +72,8 @@ class Measured:
     first_step_payload: float
     formula_bytes: float
     formula_first_bytes: float
+    peak_bytes: float
+    """The most that tensors of rank 0 held, without cached shards."""
     exposed_seconds: float | None = None
     """Median step less the median with the network unlimited."""
 
@@ -177,7 +181,10 @@ class Worker:
 
         set_rate("unlimited")
         first = step()[2]
-        step()
+        shares = [gather.cached.entry._host for gather in getattr(sharding, "_gathers", ()) if gather.cached]
+        with LiveBytes(share for share in shares if share is not None) as live:
+            live.see_all(model, optimizer)
+            step()
         for rate in self.rates:
             set_rate(rate)
             steps = [step() for _ in range(self.steps)]
@@ -185,7 +192,9 @@ class Worker:
             formula_first = sharding.inter_node_bytes(case.micro_batches, first_step=True)
             seconds, sent, payload = zip(*steps, strict=True)
             sent, payload = statistics.median(sent), statistics.median(payload)
-            result = Measured(case.name, strategy, rate, list(seconds), sent, payload, first, formula, formula_first)
+            result = Measured(
+                case.name, strategy, rate, list(seconds), sent, payload, first, formula, formula_first, live.peak
+            )
             report(dataclasses.asdict(result))
         sharding.close()
 
@@ -216,8 +225,8 @@ def table(results: list[Measured]) -> str:
     """The results as Markdown."""
     lines = [
         "| case | strategy | MB sent per node and step | less headers | formula | off by | of FSDP2's "
-        "| rate | step, s | exposed, s | of unlimited speed |",
-        "|---|---|---|---|---|---|---|---|---|---|---|",
+        "| peak, MB | rate | step, s | exposed, s | of unlimited speed |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     plain = {(r.case, r.rate): r.sent_bytes for r in results if r.strategy == "fsdp2"}
     for r in results:
@@ -230,7 +239,7 @@ def table(results: list[Measured]) -> str:
         megabytes = " | ".join(f"{count / 1e6:.2f}" for count in (r.sent_bytes, r.sent_payload, r.formula_bytes))
         lines.append(
             f"| {r.case} | {r.strategy} | {megabytes} | {off:+.1%} | {part} "
-            f"| {r.rate} | {r.median:.3f} | {exposed} | {retained} |"
+            f"| {r.peak_bytes / 1e6:.1f} | {r.rate} | {r.median:.3f} | {exposed} | {retained} |"
         )
     return "\n".join(lines)
 

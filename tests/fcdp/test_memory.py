@@ -1,14 +1,11 @@
 """Memory: a device holds what it holds under ZeRO-3, and a node's cache is one copy of the model."""
 
-import weakref
 from typing import Any
 
 import pytest
 import torch
 import transformers
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
 
 import fcdp
 from fcdp.cache.placement import DeviceMemory
@@ -16,41 +13,9 @@ from fcdp.planner.memory import RUNTIME_BYTES, memory_of
 from fcdp.planner.workload import Workload
 from fcdp.strategy.mesh import Levels
 from fcdp.strategy.names import parse_strategy
+from scripts.live_bytes import LiveBytes
 from tests.helpers.fcdp.pool import Pool
 from tests.helpers.fcdp.twin import Plain
-
-
-class LiveBytes(TorchDispatchMode):
-    """The most bytes that tensors held at once, of those that any operation has seen.
-
-    Args:
-        others: tensors whose memory is not the device's.
-    """
-
-    def __init__(self, others: list[torch.Tensor]):
-        super().__init__()
-        self._others = {tensor.untyped_storage().data_ptr() for tensor in others}
-        self._storages: dict[int, weakref.ref[Any]] = {}
-        self.peak = 0
-
-    def see(self, tensor: torch.Tensor) -> None:
-        """Count a tensor from now until its memory is freed."""
-        tensor = getattr(tensor, "_local_tensor", tensor)
-        if tensor.device.type == "cpu":
-            storage = tensor.untyped_storage()
-            self._storages[storage._cdata] = weakref.ref(storage)
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = function(*args, **(kwargs or {}))
-        for value in tree_iter((args, kwargs, result)):
-            if isinstance(value, torch.Tensor):
-                self.see(value)
-        # FSDP2 frees and allocates by resizing, so sizes are requested again.
-        live = {key: storage for key, found in self._storages.items() if (storage := found()) is not None}
-        self._storages = {key: self._storages[key] for key in live}
-        sizes = (storage.nbytes() for storage in live.values() if storage.data_ptr() not in self._others)
-        self.peak = max(self.peak, sum(sizes))
-        return result
 
 
 def _config() -> transformers.LlamaConfig:
@@ -93,11 +58,7 @@ def _train(
     peak = 0
     for _ in range(2):
         with LiveBytes([share._host for share in shares if share._host is not None]) as live:
-            for state in optimizer.state.values():
-                for value in state.values():
-                    live.see(value)
-            for value in (*model.parameters(), *model.buffers()):
-                live.see(value.detach())
+            live.see_all(model, optimizer)
             for index in range(micro_batches):
                 sharding.set_is_last_micro_batch(index == micro_batches - 1)
                 ids = torch.randint(0, 128, (2, 32))
