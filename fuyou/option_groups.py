@@ -69,6 +69,11 @@ class StoreConfig:
         """The run's folder on each drive that it is to leave."""
         return [path / self.run_name for path in self.drives_to_leave]
 
+    @property
+    def everywhere(self) -> list[Path]:
+        """All folders in which a resumed run, or that of other ranks, may be."""
+        return [*self.folders, *self.folders_to_leave, *self.drives, *self.drives_to_leave] if self.resume else []
+
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:

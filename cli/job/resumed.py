@@ -20,7 +20,7 @@ from cli.options.settings import COMMITS, CONFIG, RUN, Settings
 from common.errors import FinetuneError, UserError
 from common.store import load_manifest
 from common.units import counted
-from fuyou.engine.computing_dtype import RANK_FOLDERS
+from fuyou.checkpoint.run_files import run_places
 
 
 def _peft_digest(settings: Settings) -> str | None:
@@ -64,14 +64,13 @@ def committed(settings: Settings) -> Mapping[str, Any] | None:
             newest = commits.newest()
             return None if newest is None else commits.describe(newest)
         return {}
-    for folder in _folders(settings):
-        for place in (folder, *sorted(folder.glob(RANK_FOLDERS))):
-            try:
-                content = load_manifest(place)
-            except (FinetuneError, OSError):  # damaged: the one that opens it reports it
-                return {}
-            if content is not None:
-                return content
+    for place in run_places(_folders(settings)):
+        try:
+            content = load_manifest(place)
+        except (FinetuneError, OSError):  # damaged: the one that opens it reports it
+            return {}
+        if content is not None:
+            return content
     return None
 
 
@@ -91,7 +90,7 @@ def check_there_is_one(settings: Settings) -> None:
     if not settings.resume or settings.nodes is not None:  # several nodes say together which one lacks what
         return
     found = committed(settings)
-    if found is None and not any(place.exists() for folder in _folders(settings) for place in _parts(folder)):
+    if found is None and not any(place.exists() for place in run_places(_folders(settings))):
         where = ", ".join(str(folder) for folder in _folders(settings))
         raise UserError(
             f"--resume: no step was committed in {where}. Leave --resume out to begin, "
@@ -100,11 +99,6 @@ def check_there_is_one(settings: Settings) -> None:
     before = (found or {}).get("user", {}).get("run")
     if isinstance(before, dict):
         _check_same(before, _fixed_options(settings))
-
-
-def _parts(folder: Path) -> list[Path]:
-    """Return a run's folder, and those next to it in which a move to other drives was interrupted."""
-    return [folder, *folder.parent.glob(f"{folder.name}.*")]
 
 
 def template_date(settings: Settings) -> date:

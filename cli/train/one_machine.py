@@ -46,7 +46,6 @@ def finetune(settings: Settings, interrupts: Interrupts) -> RunResult:
     print(job.header(), flush=True)
     profile_once(job)
     interrupts.how_to_continue = settings.how_to_continue
-    _announce_move(job)
     with DirectoryLock([job.output]), contextlib.ExitStack() as stack:
         forget_earlier_run(settings)
         engine = stack.enter_context(_opened(job))
@@ -81,14 +80,6 @@ def _train(job: Job, engine: Engine, process: SingleProcess) -> RunResult:
     process.interrupts.finish()
     assert result is not None
     return result
-
-
-def _announce_move(job: Job) -> None:
-    """Print that the run moves to other drives, before it is copied, which may take long."""
-    settings = job.settings
-    on = [(path / job.run_name).is_dir() for path in job.ssd]
-    if settings.resume and (settings.leave_ssd or (any(on) and not all(on))):
-        print(f"drives   the run moves to {', '.join(map(str, job.ssd))}, if it is not there: it is copied", flush=True)
 
 
 def _opened(job: Job) -> Engine:

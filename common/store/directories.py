@@ -6,7 +6,7 @@ import os
 import shutil
 import uuid
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ class Identity:
     count: int  # Number of directories of the store
     complete: bool  # Whether the store was created completely; else it holds nothing of value
     layout: Layout  # Place of every extent
-    replaces: str = ""  # Name of the store that this one replaces, or has replaced
+    replaces: str = ""  # Names of the stores that this one replaces, or has replaced, with spaces between them
 
     def write(self, directory: Path) -> None:
         """Write the identity into ``directory``, atomically."""
@@ -68,12 +68,9 @@ class Identity:
 
 
 def create_directories(
-    directories: Sequence[Path], layout: Layout, overwrite: bool, later: Collection[str] = (), replaces: str = ""
+    directories: Sequence[Path], layout: Layout, overwrite: bool, replaces: str = ""
 ) -> tuple[list[Path], Identity]:
     """Check everything; only then fill ``directories`` with preallocated files and identities.
-
-    Args:
-        later: files that get their size but no space yet: :func:`reserve` gives it to them.
 
     Raises:
         UserError: if the directories cannot take this store.
@@ -83,8 +80,8 @@ def create_directories(
     if len(paths) != layout.directories:
         raise ValueError(f"the layout is for {layout.directories} directories, and {len(paths)} were given")
     replaceable = [_replaceable_files(path, layout, overwrite) for path in paths]
-    needed = sum(nbytes for name, nbytes in layout.file_bytes().items() if name not in later)
-    check_space(paths, needed, freed_by(file for files in replaceable for file in files), "for the store")
+    freed = _freed_by(file for files in replaceable for file in files)
+    check_space(paths, sum(layout.file_bytes().values()), freed, "for the store")
     remove(paths)
 
     identity = Identity(uuid.uuid4().hex, 0, len(paths), False, layout, replaces)
@@ -93,7 +90,7 @@ def create_directories(
         for path, own_identity in zip(paths, identities, strict=True):
             own_identity.write(path)
             for name, nbytes in layout.file_bytes().items():
-                _make_file(path / name, nbytes, sparse=name in later)
+                _make_file(path / name, nbytes)
             sync_directory(path)
         for path, own_identity in zip(paths, identities, strict=True):
             replace(own_identity, complete=True).write(path)
@@ -147,8 +144,8 @@ def find_directories(directories: Sequence[Path]) -> tuple[list[Path], Identity]
     lost = [path / name for path in ordered for name in first.layout.file_bytes() if not (path / name).exists()]
     if lost and not any((path / MANIFEST_FILE).exists() for path in ordered):  # the order in which `remove` works
         raise UserError(
-            f"What is in {lost[0].parent} is no longer a run: its removal was interrupted, or it was never finished. "
-            "Begin a new run there with --overwrite."
+            f"What is in {lost[0].parent} is no longer a run: it has moved, or its removal was interrupted, or it was "
+            "never finished. Name the drives that it has moved to with --ssd, or begin a new run with --overwrite."
         )
     for path in ordered:
         for name, nbytes in first.layout.file_bytes().items():
@@ -221,7 +218,7 @@ def _replaceable_files(directory: Path, layout: Layout, overwrite: bool) -> list
     return ours
 
 
-def freed_by(files: Iterable[Path]) -> dict[int, int]:
+def _freed_by(files: Iterable[Path]) -> dict[int, int]:
     """Return the bytes that the removal of ``files`` would free, by the number of their device."""
     freed: dict[int, int] = defaultdict(int)
     for file in files:
@@ -237,7 +234,7 @@ def check_space(paths: Sequence[Path], nbytes: int, freed: Mapping[int, int], wh
     Args:
         paths: directories, each of which is to take as much. They exist, or their parents do.
         nbytes: bytes of the extents in each; small files are added.
-        freed: bytes that will be free as well, from :func:`freed_by`.
+        freed: bytes that will be free as well, by device.
         what: what the space is for, for messages: ``for the store``.
 
     Raises:
@@ -262,40 +259,10 @@ def check_space(paths: Sequence[Path], nbytes: int, freed: Mapping[int, int], wh
         )
 
 
-def reserve(directories: Iterable[Path], layout: Layout) -> None:
-    """Allocate the space of every file of a store that was made without it.
-
-    Raises:
-        StoreError: if there is too little space.
-    """
-    for directory in directories:
-        for name, nbytes in layout.file_bytes().items():
-            _give_space(directory / name, nbytes)
-
-
-def sparsify(path: Path) -> None:
-    """Give back the space of a file whose content nobody needs, atomically; it keeps its name and its size."""
-    temporary = path.with_name(path.name + TEMPORARY_SUFFIX)
-    with described("giving back the space", path):
-        nbytes = path.stat().st_size
-        temporary.unlink(missing_ok=True)
-        _make_file(temporary, nbytes, sparse=True)
-        os.replace(temporary, path)
-    sync_directory(path.parent)
-
-
-def _make_file(path: Path, nbytes: int, sparse: bool = False) -> None:
-    """Make the file ``path``; unless it is ``sparse``, with its space, so that no later write finds the drive full."""
-    _give_space(path, nbytes, os.O_CREAT | os.O_EXCL, sparse)
-
-
-def _give_space(path: Path, nbytes: int, flags: int = 0, sparse: bool = False) -> None:
-    """Give the file ``path`` its size, and unless it is ``sparse`` its space; durably."""
-    with opened(path, f"preallocating {format_bytes(nbytes)}", os.O_RDWR | flags) as descriptor:
-        if sparse:
-            os.ftruncate(descriptor, nbytes)
-        elif os.fstat(descriptor).st_blocks * 512 < nbytes:
-            _allocate(descriptor, nbytes)
+def _make_file(path: Path, nbytes: int) -> None:
+    """Make the file ``path`` with its space, so that no later write finds the drive full; durably."""
+    with opened(path, f"preallocating {format_bytes(nbytes)}", os.O_RDWR | os.O_CREAT | os.O_EXCL) as descriptor:
+        _allocate(descriptor, nbytes)
         os.fsync(descriptor)
 
 

@@ -95,14 +95,6 @@ class Layout:
         self._extents.setdefault(name, []).append(extent)
         self._file_bytes[name] = extent.offset + extent.bytes_per_directory(self.directories)
 
-    def restriped(self, directories: int) -> "Layout":
-        """Return a layout of these extents, in their order, over another number of directories."""
-        other = Layout(directories)
-        for name, extents in self._extents.items():
-            for extent in extents:
-                other.allocate(name, extent.nbytes)
-        return other
-
     def extents(self, file: str) -> list[Extent]:
         """Return the extents of ``file``, in the order in which they were allocated."""
         return list(self._extents.get(file, ()))

@@ -1,7 +1,7 @@
 """A store reads and writes records on all drives at once: one I/O call per stripe, on a pool of threads per drive."""
 
 import threading
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -42,7 +42,6 @@ class Store:
         threads: int = IO_THREADS,
         overwrite: bool = False,
         throttle: Throttle | None = None,
-        later: Collection[str] = (),
         replaces: str = "",
     ) -> "Store":
         """Make a store in existing directories, with room for the whole of ``layout``.
@@ -51,8 +50,7 @@ class Store:
             directories: one per drive, as many as the layout is for.
             io: ``kvikio`` also reads into device memory; host memory is always reached by direct POSIX I/O.
             threads: I/O threads per directory.
-            later: files that get their space later, from :func:`common.store.directories.reserve`.
-            replaces: name of the store that this one will replace.
+            replaces: names of the stores that this one will replace, with spaces between them.
 
         Raises:
             UserError: if a directory is missing, not writable, given twice, or in use, or has too little space. Nothing
@@ -60,9 +58,7 @@ class Store:
             StoreError: if a file system refuses; created files are removed again.
         """
         _check_io(io)
-        return cls(
-            *placement.create_directories(directories, layout, overwrite, later, replaces), io, threads, throttle
-        )
+        return cls(*placement.create_directories(directories, layout, overwrite, replaces), io, threads, throttle)
 
     @classmethod
     def open(

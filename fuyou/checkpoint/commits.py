@@ -1,21 +1,23 @@
 """Training state and commits: what each step does to the parameters, and what ``--resume`` starts from."""
 
 import base64
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
 
 from common.errors import FinetuneError, UserError
-from common.store import Store, StoreError, commit_manifest, load_manifest
+from common.store import Store, StoreError, commit_manifest
 from common.store.verify import ChecksummedExtent, verify
 from fuyou.layout.checksums import RecordSums
 from fuyou.layout.optimizer_state import ADAMW
 from fuyou.layout.record import FROZEN_FILE, weights_file
+from fuyou.layout.share import Share
 from fuyou.optimizer.absent_gradients import MissedUpdates
 from fuyou.optimizer.adam import Update
 from fuyou.optimizer.clipping import ClipStatistics
+from fuyou.runtime.ranks.agreement import Agreement, host, rank_name
 from fuyou.schedule.tasks import Op, Task, known
 
 FORMAT = 3  # Version of the files in a store; raised whenever their meaning changes
@@ -225,6 +227,64 @@ class Commits:
         return [task for task in self._submitted if task.step < before and not task.done]
 
 
+class ClusterCommits(Commits):
+    """Commits of one rank among several: a step counts once the manifest of every rank lists it.
+
+    Writes of step t + 1 overwrite step t - 1 and wait until *all* ranks have committed t. So the newest step of any two
+    ranks differ by one commit at most, and ranks that are ahead still have the previous one, whole, in the other slot;
+    its manifest describes both. On resume all ranks take the newest step that all of them have.
+
+    Args:
+        run: random name of the run, equal on every rank.
+        checksum: returns a checksum of the parameters that this rank stores, as they are after a step.
+    """
+
+    def __init__(self, agreement: Agreement, run: str, checksum: Callable[[int], int], *arguments: Any):
+        super().__init__(*arguments)
+        self._agreement, self._run, self._checksum = agreement, run, checksum
+        self._previous: TrainingState | None = None
+
+    def _make_durable(self, task: Task) -> None:
+        self._compare(task.step)
+        self._previous = self.state
+        super()._make_durable(task)
+        self._agreement.all_gather_at_commit(task.step)
+
+    def _compare(self, step: int) -> None:
+        """Check that all nodes, which hold copies of the same parameters, hold the same after ``step``."""
+        share = self._agreement.share
+        checksums: list[tuple[str, int]] = self._agreement.all_gather_at_commit((host(), self._checksum(step)))
+        for rank, (name, checksum) in enumerate(checksums):
+            first = rank % share.ranks_per_node  # the rank in the same place of node 0
+            if checksum != checksums[first][1]:
+                raise FinetuneError(
+                    f"After step {step}, {rank_name(share, rank, name)} and "
+                    f"{rank_name(share, first, checksums[first][0])} hold different parameters (their checksums "
+                    "differ): memory or network of one of them has failed. "
+                    f"The step is not committed; step {self.committed_step} is, on all nodes."
+                )
+
+    def _content(self) -> dict[str, Any]:
+        previous = self._previous.to_dict() if self._previous is not None and self._previous.slots > 1 else None
+        return {**super()._content(), CLUSTER: cluster_content(self._run, self._agreement.share, previous)}
+
+
+def cluster_content(run: str, share: Share, previous: dict[str, Any] | None) -> dict[str, Any]:
+    """Return what a rank's manifest says of the others, as JSON.
+
+    Args:
+        run: random name of the run.
+        previous: the committed state before; None if that is not whole any more.
+    """
+    return {
+        "run": run,
+        "nodes": share.nodes,
+        "ranks_per_node": share.ranks_per_node,
+        "rank": share.rank,
+        "previous": previous,
+    }
+
+
 def check_records(store: Store, state: TrainingState) -> None:
     """Read all records of a committed state, and compare them with its checksums.
 
@@ -261,32 +321,18 @@ def sealed_records(store: Store, state: TrainingState) -> list[ChecksummedExtent
     return sealed
 
 
-def load_state(store: Store, expected: TrainingState) -> TrainingState:
-    """Return the committed state of an existing store.
+def check_state(store: Store, content: dict[str, Any] | None, expected: TrainingState) -> TrainingState:
+    """Return the state that a manifest's ``content`` describes, if it can be continued as ``expected``.
 
     Raises:
         UserError: if the store holds nothing that can be continued as ``expected``.
         FinetuneError: if its state is damaged.
     """
-    content = load_manifest(store.directories[0])
-    if content is not None and CLUSTER in content:
-        raise UserError(
-            f"The run in {store.directories[0]} was made by several ranks ({content[CLUSTER]['nodes']} nodes with "
-            f"{content[CLUSTER]['ranks_per_node']} each): continue it with as many, or --overwrite it."
-        )
-    return check_state(store, content, expected)
-
-
-def check_state(store: Store, content: dict[str, Any] | None, expected: TrainingState) -> TrainingState:
-    """Return the state that a manifest's ``content`` describes, if it can be continued as ``expected``.
-
-    Raises:
-        UserError, FinetuneError: as :func:`load_state`.
-    """
     directory = store.directories[0]
     if content is None:
         raise UserError(
-            f"The run in {directory} ended before its weights were written. Begin it again with --overwrite."
+            f"The run in {directory} ended before its weights were written, or has moved: name the drives that it has "
+            "moved to with --ssd, or begin it again with --overwrite."
         )
     state = TrainingState.from_dict(content)
     if state.store != store.id:

@@ -1,8 +1,8 @@
-"""Open, create, and verify a run on the SSDs: its locked directories, its store, and its newest state."""
+"""Create and verify a run on the SSDs: its locked directories, its store, and its newest state."""
 
 import contextlib
 import uuid
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -10,18 +10,25 @@ from typing import Any
 from common.errors import FinetuneError, UserError
 from common.store import DirectoryLock, Layout, Store, load_manifest
 from common.store.directories import IDENTITY_FILE, Identity
+from common.store.folders import final_folder, lock_folders, remove_leftovers, remove_successors, successor_folder
 from common.store.manifest import sync_directory
-from common.store.migration import clear_stale, final_folder, lock_folders, remove_leftovers, successor_folder
 from common.store.verify import verify
-from fuyou.checkpoint.cluster_commits import find_common_state
-from fuyou.checkpoint.commits import CLUSTER, TrainingState, load_state, sealed_records
-from fuyou.checkpoint.restripe import Drives, open_run
+from fuyou.checkpoint.commits import CLUSTER, TrainingState, sealed_records
 from fuyou.runtime.ranks.agreement import Agreement
 
 
 def rank_folder(local_rank: int | str) -> str:
     """Return the name of a rank's folder in the run's directory on every SSD of its node."""
     return f"rank-{local_rank}"
+
+
+def run_places(folders: Iterable[Path]) -> Iterator[Path]:
+    """Yield all places of a run's stores on drives where it has these folders; they need not exist.
+
+    They are each folder, the one next to it where a move may have been interrupted, and those of ranks in it.
+    """
+    for folder in folders:
+        yield from (folder, successor_folder(folder), *sorted(folder.glob(rank_folder("*"))))
 
 
 @dataclass
@@ -54,28 +61,6 @@ class RunFiles:
             stack.callback(self.store.close)
 
 
-def resume_run(drives: Drives, expected: TrainingState, agreement: Agreement, **io: Any) -> RunFiles:
-    """Open the run that is on ``drives`` (or move it there), its records compared with their checksums.
-
-    Args:
-        drives: where it is to be, and may be; with several ranks, it is there already.
-        expected: what the run must be, apart from its step.
-
-    Raises:
-        UserError: if another process holds it, or it cannot be continued as ``expected``.
-        FinetuneError: if it is damaged.
-    """
-    if agreement.is_alone:
-        lock, store, state = open_run(drives, lambda store: load_state(store, expected), **io)
-        return RunFiles.cleaned(lock, store, state, "")
-    lock = DirectoryLock(folder for folder in drives.folders if folder.is_dir())
-    try:
-        return RunFiles.cleaned(lock, *find_common_state(agreement, lambda: Store.open(drives.folders, **io), expected))
-    except BaseException:
-        lock.close()
-        raise
-
-
 def create_run(
     folders: Sequence[Path], layout: Layout, expected: TrainingState, agreement: Agreement, overwrite: bool, **io: Any
 ) -> RunFiles:
@@ -97,7 +82,7 @@ def create_run(
         lock = lock_folders(folders)
         for folder in created:
             sync_directory(folder.parent)  # or a power cut takes the folder, with every commit in it
-        clear_stale(folders, overwrite)
+        remove_successors(folders, overwrite)
         store = Store.create(folders, layout, overwrite=overwrite, **io)
     except BaseException:
         if lock is not None:

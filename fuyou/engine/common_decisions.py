@@ -1,7 +1,5 @@
 """What all ranks of a run must decide alike before it begins: dtype, budgets, whether the proof holds."""
 
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedConfig
@@ -19,14 +17,12 @@ from fuyou.runtime.devices.device import Device, memory_limits
 from fuyou.runtime.ranks.agreement import Agreement
 
 
-def with_common_dtype(config: EngineConfig, device: Device, ssd: Sequence[Path], agreement: Agreement) -> EngineConfig:
+def with_common_dtype(config: EngineConfig, device: Device, agreement: Agreement) -> EngineConfig:
     """Return ``config`` with a dtype instead of ``"auto"``: what a resumed run began with, else what suits the
     device."""
     if config.dtype != AUTO:
         return config
-    store = config.store
-    continued = [*store.folders, *store.folders_to_leave, *ssd] if store.resume else []
-    stored, name = stored_dtype(continued), str(device.torch_device)
+    stored, name = stored_dtype(config.store.everywhere), str(device.torch_device)
     return config.with_options(dtype=dtype_of_all(stored, name, agreement.all_gather_object))
 
 

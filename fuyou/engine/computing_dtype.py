@@ -2,44 +2,32 @@
 
 import functools
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
-from itertools import chain
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from common.errors import FinetuneError
-from common.store import load_manifest
-from fuyou.checkpoint.run_files import rank_folder
+from common.store import first_manifest
+from fuyou.checkpoint.run_files import run_places
 from fuyou.layout.record import DTYPES
 
-RANK_FOLDERS = rank_folder("*")
 _SIDE = 384  # Side of the multiplied matrices: 113 MFLOP, long enough not to measure the call alone
 _ROUNDS = 20  # Enough for one in which no other process was in the way
 
 
 def stored_dtype(directories: Iterable[Path]) -> str | None:
-    """Return the dtype of the run whose manifest lies in one of ``directories``, or in a rank's folder there.
-
-    None if there is no manifest that can be read: the one that opens the run says what is wrong with it.
-    """
+    """Return the dtype of the run that is in ``directories``; None if there is no manifest that can be read."""
     names = {str(dtype): name for name, dtype in DTYPES.items()}
-    return next((names[one["dtype"]] for one in _manifests(directories) if one.get("dtype") in names), None)
+    return names.get(str(stored_manifest(directories).get("dtype")))
 
 
-def stored_micro_batch(directories: Iterable[Path]) -> list[int] | None:
-    """Return :attr:`fuyou.checkpoint.commits.TrainingState.micro_batch` of that run, too."""
-    return next((one["micro_batch"] for one in _manifests(directories) if one.get("micro_batch")), None)
+def stored_manifest(directories: Iterable[Path]) -> dict[str, Any]:
+    """Return the manifest of the run that is in ``directories``, or in any of its places there.
 
-
-def _manifests(directories: Iterable[Path]) -> Iterator[dict[str, Any]]:
-    for directory in chain.from_iterable((path, *sorted(path.glob(RANK_FOLDERS))) for path in directories):
-        with suppress(FinetuneError, OSError):
-            content = load_manifest(directory)
-            if content is not None:
-                yield content
+    Empty if there is none that can be read: opening the run says what is wrong with it.
+    """
+    return first_manifest(run_places(directories))
 
 
 def dtype_of_all(stored: str | None, device: str, all_gather_object: Callable[[Any], Any]) -> str:

@@ -14,17 +14,22 @@ from common.models.presets import load_config
 from common.randomness import seed_run
 from common.store import Layout
 from common.store.directories import usable_directories
-from fuyou.checkpoint.cluster_commits import ClusterCommits
-from fuyou.checkpoint.commits import Commits, TrainingState, random_states, restore_random_states, sealed_records
+from fuyou.checkpoint.commits import (
+    ClusterCommits,
+    Commits,
+    TrainingState,
+    random_states,
+    restore_random_states,
+    sealed_records,
+)
 from fuyou.checkpoint.fill import fill_store
 from fuyou.checkpoint.reader import ClusterReader, StoreReader
-from fuyou.checkpoint.reshard.local_shards import stored_piece_bytes
-from fuyou.checkpoint.reshard.run import reshard_run
-from fuyou.checkpoint.restripe import Drives
-from fuyou.checkpoint.run_files import RunFiles, create_run, resume_run
+from fuyou.checkpoint.resume import resume_run
+from fuyou.checkpoint.run_files import RunFiles, create_run
+from fuyou.checkpoint.shards import Drives
 from fuyou.config import EngineConfig
 from fuyou.engine.common_decisions import check_io, check_memory, common_limits, prove_once, with_common_dtype
-from fuyou.engine.computing_dtype import stored_micro_batch
+from fuyou.engine.computing_dtype import stored_manifest
 from fuyou.engine.runtime import Runtime
 from fuyou.layout.checksums import RecordSums
 from fuyou.layout.cutting import whole_elements
@@ -140,7 +145,7 @@ class OpenRun:
         self.agreement = Agreement(share)
         if self.topology is not None:
             connect(self.topology, self.device.torch_device)
-        config = with_common_dtype(config, self.device, self._ssd, self.agreement)
+        config = with_common_dtype(config, self.device, self.agreement)
         check_io(config, self.device)
         if config.host_cache is not None:
             config = config.with_options(host_cache=config.host_cache // share.ranks_per_node)
@@ -185,11 +190,7 @@ class OpenRun:
 
     def _cut_blocks(self, shape: ModelLayout, share: Share) -> ModelLayout:
         config, (host, device) = self.config, self.limits
-        if config.store.resume:
-            drives = Drives(config.store.folders, config.store.folders_to_leave)
-            asked = stored_piece_bytes(drives, self.agreement)
-        else:
-            asked = config.piece_bytes
+        asked = self._stored("piece_bytes") if config.store.resume else config.piece_bytes
         if asked is not None:
             return self._as_filled(in_pieces(self.model.stack, shape, asked))
         if config.store.resume:
@@ -220,15 +221,21 @@ class OpenRun:
         config, memory, (host, device) = self.config, self.config.memory, self.limits
         if not config.store.resume or memory.micro_batch is not None or memory.batch_shape is None:
             return
-        store = config.store
-        own = stored_micro_batch([*store.folders, *store.folders_to_leave, *store.drives])
-        stored = next((one for one in self.agreement.all_gather_object(own) if one is not None), None)
-        if stored is None or tuple(stored[:2]) != tuple(memory.batch_shape):
+        stored = self._stored("micro_batch")
+        if not stored or tuple(stored[:2]) != tuple(memory.batch_shape):
             return
         planner = MemoryPlanner(self.shape, self.model_config, device, host, self.device.shares_host_memory)
         with contextlib.suppress(UserError):
             planner.plan(*memory.batch_shape, stored[2], config.loss_inputs)
             self.config = config.with_options(micro_batch=stored[2])
+
+    def _stored(self, name: str) -> Any:
+        """Return what the manifest of the run to continue says; None if no rank has one. Collective.
+
+        Drives and ranks that are new to the run hold nothing of it.
+        """
+        values = self.agreement.all_gather_object(stored_manifest(self.config.store.everywhere).get(name))
+        return next((value for value in values if value is not None), None)
 
     def _choose(self) -> None:
         config = self.config
@@ -273,8 +280,7 @@ class OpenRun:
         )
         io: dict[str, Any] = {"io": config.store.io, "throttle": self.device.throttle}
         if store.resume:
-            reshard_run(drives, self.model.shape, wanted, self.agreement)
-            self.files = resume_run(drives, wanted, self.agreement, **io)
+            self.files = resume_run(drives, self.model.shape, wanted, self.agreement, **io)
             restore_random_states(self.files.state.random, self.device.torch_device)
         else:
             self.files = create_run(drives.folders, layout, wanted, self.agreement, store.overwrite, **io)

@@ -4,7 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from common.store import Store
-from common.store.migration import SCRATCH
+from common.store.folders import SCRATCH
 from fuyou.checkpoint.commits import Commits
 from fuyou.checkpoint.run_files import RunFiles
 from fuyou.config import EngineConfig

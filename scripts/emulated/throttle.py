@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from common.errors import UserError
-from common.store.migration import SCRATCH
+from common.store.folders import SCRATCH
 
 _NANOSECONDS = struct.Struct("=q")
 _STALE = 60 * 10**9

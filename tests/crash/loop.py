@@ -3,7 +3,7 @@
 What every step must give is kept here, in a process that nobody kills: the losses, gradient norms and batches of a run
 that was never interrupted, and the digests of its weights and moments. Victims are the engine, the optimizer process,
 or both. Redrawn for every life: budgets, cache, deferral, how to clip, kept activations, how often to commit, and the
-drives, onto which the records are then restriped (and may be killed at that). Redrawn for every run, for they change
+drives, onto which the records then move (and may be killed at that). Redrawn for every run, for they change
 its numbers: full or LoRA (with weights as they are, or in int8), the norm to clip to, and the micro-batch, which
 decides in which order gradients are added up. In one run of five that is redrawn for every life as well, and losses
 must agree within 2 %.
@@ -33,7 +33,7 @@ import click
 import psutil
 
 from common.models.adapters.options import AdapterOptions
-from common.store.migration import successor_folder
+from common.store.folders import successor_folder
 from tests.helpers.crash.points import NOTHING_THERE
 from tests.helpers.crash.runs import Outcome, Run, execute, start_server
 

@@ -11,10 +11,10 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
-from common.errors import FinetuneError, UserError
+from common.errors import FinetuneError
 from common.models.adapters.options import ALL_LINEAR, AdapterOptions
 from common.store import load_manifest
-from fuyou.checkpoint.cluster_commits import ClusterCommits, LocalCommit, agreed_step
+from fuyou.checkpoint.commits import ClusterCommits
 from fuyou.layout.record import PAGE_ELEMENTS
 from fuyou.layout.record_parts import ALIGN_ELEMENTS
 from fuyou.layout.share import Share
@@ -255,21 +255,6 @@ def test_a_bit_that_flips_on_its_way_to_a_node(model: str, pool: Pool, tmp_path:
     assert {rank.first for rank in ended} == {2}
 
 
-NODES = Share(2, 1)
-
-
-def found(rank: int, *steps: int, **fields: Any) -> LocalCommit:
-    return LocalCommit(
-        f"host{rank}", **{"run": "abc", "nodes": 2, "ranks_per_node": 1, "rank": rank, "steps": steps, **fields}
-    )
-
-
-def test_agreed_step() -> None:
-    assert agreed_step([found(0, 7, 6), found(1, 7, 6)], NODES) == 7
-    assert agreed_step([found(0, 7, 6), found(1, 8, 7)], NODES) == 7
-    assert agreed_step([found(0, 1, 0), found(1, 0)], NODES) == 0
-
-
 def test_nodes_that_hold_different_parameters() -> None:
     """The second node's checksum differs: all ranks stop before anything is committed."""
     told = [("a", 5), ("a", 7), ("b", 5), ("b", 8)]
@@ -279,19 +264,3 @@ def test_nodes_that_hold_different_parameters() -> None:
     with pytest.raises(FinetuneError, match=r"step 4, node 1 \(b, rank 1 of it\) and node 0 \(a, rank 1 of it\) hold"):
         commits.commit(Task(Op.COMMIT, [], step=4))
     assert commits.committed_step == 3
-
-
-@pytest.mark.parametrize(
-    ("everyone", "said"),
-    [
-        ([found(0, 7, 6), found(1, 9, 8)], r"host0\) has only steps up to 7.*node 1 \(host1\) has 9 and 8"),
-        ([found(0, 7, 6), LocalCommit("host1", "/ssd holds no run.")], r"node 1 \(host1\): /ssd holds no run"),
-        ([LocalCommit("host0", "/ssd holds no run."), LocalCommit("host1", "no.")], "nothing to continue. node 0"),
-        ([found(0, 7, 6), found(1, 7, 6, run="xyz")], "different runs: run abc on node 0 .*; run xyz on node 1"),
-        ([found(0, 7, nodes=4), found(1, 7, nodes=4)], "what 4 nodes with 1 ranks each have made"),
-        ([found(1, 7), found(0, 7)], r"node 0 \(host0?1?\) holds what rank 1"),
-    ],
-)
-def test_no_agreement(everyone: list[LocalCommit], said: str) -> None:
-    with pytest.raises(UserError, match=said):
-        agreed_step(everyone, NODES)

@@ -16,7 +16,7 @@ from cli.train.ranks.process import RankProcess
 from common.communication import all_gather_object, broadcast_from_rank0
 from common.errors import UserError
 from common.store import load_manifest, remove
-from common.store.migration import remove_folder
+from common.store.folders import remove_folder
 from fcdp.strategy.topology import Topology
 from fuyou import Engine
 from fuyou.checkpoint.run_files import rank_folder

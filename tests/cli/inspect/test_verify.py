@@ -4,7 +4,7 @@ import re
 import shutil
 from pathlib import Path
 
-from common.store.migration import successor_folder
+from common.store.folders import successor_folder
 from tests.cli.conftest import Finetune
 
 SMALL = ("--batch-size", 1, "--seq-len", 16, "--gpu", "cpu", "--steps", 2, "--no-save")

@@ -255,7 +255,7 @@ def test_an_interrupted_removal_can_be_repeated(make_directories, monkeypatch):
         remove(paths)
     monkeypatch.undo()
     assert load_manifest(paths[0]) is None
-    with pytest.raises(UserError, match=r"is no longer a run: its removal was interrupted.*overwrite=True"):
+    with pytest.raises(UserError, match=r"is no longer a run: .*its removal was interrupted.*overwrite=True"):
         Store.open(paths)
     remove(paths)
     assert os.listdir(paths[0]) == []

@@ -136,7 +136,7 @@ def move_reference(root: Path, move: Move) -> Reference:
 
 
 def crash_move(root: Path, move: Move, fault: Fault, expected: Reference, power: int | None, back: bool) -> bool:
-    """One crash while records are restriped, and all that must hold after it. Returns whether the fault came.
+    """One crash while records move, and all that must hold after it. Returns whether the fault came.
 
     Args:
         back: try the drives of before first, as one who has changed his mind.
@@ -157,9 +157,9 @@ def crash_move(root: Path, move: Move, fault: Fault, expected: Reference, power:
     if back:
         second = execute(Run(root, {"resume": True}, drives=move.before, steps=MOVED_AT))
         came_back = second.status == 0
-        told = ["not among those given", "no directory", "was moving when it was interrupted, and continues in"]
+        told = ["not among those given", "no directory", "has moved"]
         if not any(path.is_file() for number in move.before for path in (root / f"ssd{number}").rglob("*")):
-            told.append("holds no run to continue")  # all of it has gone, and with it the word where it continues
+            told.append("holds no run to continue")  # all of it has gone
         assert came_back or any(text in second.error for text in told), second.error
     last = execute(move.run(root, steps=STEPS))
     assert last.status == 0, f"the run could not be continued: {last.error}"

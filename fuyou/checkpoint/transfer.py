@@ -6,12 +6,12 @@ moment), in pieces of :data:`PIECE_ELEMENTS` elements: each reader of a part of 
 All ranks make the same list of such transfers.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 import torch
 
-from common.memory.buffers import round_up
 from common.store import Extent, Layout, Store
 from common.store.backends.posix import aligned_bytes
 from common.store.checksums import ExtentChecksums
@@ -91,7 +91,8 @@ class ShardLayout:
         """
         first, _ = self.stored_range(index, kind.part)
         if kind.part == "parameters":
-            yield (start - first) * kind.width, 0, (stop - start) * kind.width
+            if start < stop:
+                yield (start - first) * kind.width, 0, (stop - start) * kind.width
             return
         record = self.records[index]
         for chunk in record.chunks(self._chunk_elements):
@@ -103,136 +104,102 @@ class ShardLayout:
                 yield at, kind.nbytes(begin - start), kind.nbytes(end - begin)
 
 
-@dataclass(frozen=True)
-class SourceShard:
-    """An old rank's store, which one of the ranks running now reads from."""
-
-    layout: ShardLayout
-    reader: int  # Rank that reads it
-
-
-@dataclass(frozen=True)
-class RangeTransfer:
-    """Elements ``[start, stop)`` of a record that go from a source (by its number) to a rank."""
-
-    source: int
-    target: int
-    start: int
-    stop: int
-
-
-@dataclass(frozen=True)
-class _ValueRange:
-    """Elements ``[start, stop)`` of one kind of value of a record."""
-
-    record: int
-    kind: ValueKind
-    start: int
-    stop: int
-
-
 class RecordTransfer:
     """Moves all records from the stores of the old ranks into those of the new ones. Every rank makes one.
 
     Args:
-        sources: all stores of the old ranks, in their order.
-        stores: those of them that this rank reads, open, by their number.
+        sources: layouts of all old stores, in the order of their ranks.
+        readers: for each of them, the rank of those running now that reads it.
+        stores: those that this rank reads, open, by their number.
         targets: layouts of all new stores, in the order of ranks.
     """
 
     def __init__(
         self,
-        sources: Sequence[SourceShard],
+        sources: Sequence[ShardLayout],
+        readers: Sequence[int],
         stores: dict[int, Store],
         targets: Sequence[ShardLayout],
         agreement: Agreement,
     ):
-        self._sources, self._stores, self._targets, self._agreement = sources, stores, targets, agreement
-        self._rank = agreement.share.rank
+        self._sources, self._readers, self._stores = sources, readers, stores
+        self._targets, self._agreement, self._rank = targets, agreement, agreement.share.rank
 
     def fill(self, store: Store) -> list[ChecksummedExtent]:
         """Fill this rank's new ``store``, and return the checksums of what it holds then. Collective.
 
         Nothing is synced yet.
         """
-        target = self._targets[self._rank]
-        sealed = []
+        target, sealed = self._targets[self._rank], []
         for record in target.records:
+            extents = {part: target.extent(record.index, part) for part in (PARTS if record.trainable else PARTS[:1])}
             sums = {
-                part: ExtentChecksums(target.extent(record.index, part), store.directories, sealed_name(record, part))
-                for part in (PARTS if record.trainable else PARTS[:1])
+                part: ExtentChecksums(extent, store.directories, sealed_name(record, part))
+                for part, extent in extents.items()
             }
-            longest = max(target.records[record.index].units for target in self._targets)
+            longest = max(each.records[record.index].units for each in self._targets)
+            writing: list[Future[None]] = []
             for kind in value_kinds(record):
                 for start in range(0, longest, PIECE_ELEMENTS):
-                    piece = _ValueRange(record.index, kind, start, min(start + PIECE_ELEMENTS, longest))
-                    self._write(store, piece, self._gather(piece), sums[kind.part])
-            for part, written in sums.items():
-                sealed.append(
-                    ChecksummedExtent(sealed_name(record, part), target.extent(record.index, part), written.values)
-                )
+                    begin, end, data = self._gather(record.index, kind, start, min(start + PIECE_ELEMENTS, longest))
+                    _wait(writing)  # one piece is written while the next one is read
+                    writing = [
+                        store.write(
+                            extents[kind.part], data[first : first + nbytes].numpy(), at, nbytes, sums[kind.part]
+                        )
+                        for at, first, nbytes in target.byte_runs(record.index, kind, begin, end)
+                    ]
+            _wait(writing)
+            sealed += [
+                ChecksummedExtent(sealed_name(record, part), extent, sums[part].values)
+                for part, extent in extents.items()
+            ]
         return sealed
 
-    def _write(self, store: Store, piece: _ValueRange, data: torch.Tensor | None, sums: ExtentChecksums) -> None:
-        if data is None:
-            return
-        target, kind = self._targets[self._rank], piece.kind
-        begin = max(piece.start, target.stored_range(piece.record, kind.part)[0])
-        extent = target.extent(piece.record, kind.part)
-        for at, first, nbytes in target.byte_runs(
-            piece.record, kind, begin, begin + data.nbytes // kind.width * kind.per
-        ):
-            store.write(extent, data[first : first + nbytes].numpy(), at, nbytes, sums).result()
-
-    def _gather(self, piece: _ValueRange) -> torch.Tensor | None:
-        """Return what this rank is to store of a piece, ``uint8``, from wherever it is; None if that is nothing."""
-        kind = piece.kind
-        stored = self._targets[self._rank].stored_range(piece.record, kind.part)
-        begin, end = _overlap(stored, (piece.start, piece.stop))
-        mine = torch.from_numpy(aligned_bytes(kind.nbytes(end - begin))) if begin < end else None
+    def _gather(self, index: int, kind: ValueKind, start: int, stop: int) -> tuple[int, int, torch.Tensor]:
+        """Return what this rank is to store of a piece, ``uint8``, from wherever it is, with its first element and its
+        end."""
+        begin, end = _overlap(self._targets[self._rank].stored_range(index, kind.part), start, stop)
+        mine = torch.from_numpy(aligned_bytes(kind.nbytes(end - begin))) if begin < end else torch.empty(0)
         sends: list[tuple[int, torch.Tensor]] = []
         receives: list[tuple[int, torch.Tensor]] = []
-        for transfer in self._plan(piece):
-            source, received = self._sources[transfer.source], None
-            if transfer.target == self._rank:
-                assert mine is not None
-                received = mine[kind.nbytes(transfer.start - begin) : kind.nbytes(transfer.stop - begin)]
-            if source.reader == self._rank:
-                nbytes = kind.nbytes(transfer.stop - transfer.start)
-                data = torch.empty(nbytes, dtype=torch.uint8) if received is None else received
-                self._read(transfer, piece, data)
+        for source, target, first, last in self._plan(index, kind.part, start, stop):
+            received = mine[kind.nbytes(first - begin) : kind.nbytes(last - begin)] if target == self._rank else None
+            if self._readers[source] == self._rank:
+                data = torch.empty(kind.nbytes(last - first), dtype=torch.uint8) if received is None else received
+                extent = self._sources[source].extent(index, kind.part)
+                for at, offset, nbytes in self._sources[source].byte_runs(index, kind, first, last):
+                    self._stores[source].read_now(extent, data[offset : offset + nbytes].numpy(), at, nbytes)
                 if received is None:
-                    sends.append((transfer.target, data))
+                    sends.append((target, data))
             elif received is not None:
-                receives.append((source.reader, received))
+                receives.append((self._readers[source], received))
         self._agreement.exchange(sends, receives)
-        return mine
+        return begin, end, mine
 
-    def _read(self, transfer: RangeTransfer, piece: _ValueRange, data: torch.Tensor) -> None:
-        layout = self._sources[transfer.source].layout
-        extent = layout.extent(piece.record, piece.kind.part)
-        for at, first, nbytes in layout.byte_runs(piece.record, piece.kind, transfer.start, transfer.stop):
-            self._stores[transfer.source].read_now(extent, data[first : first + nbytes].numpy(), at, nbytes)
+    def _plan(self, index: int, part: Part, start: int, stop: int) -> Iterator[tuple[int, int, int, int]]:
+        """Yield the source, the target, the first element, and the end of every transfer that a piece needs.
 
-    def _plan(self, piece: _ValueRange) -> Iterator[RangeTransfer]:
-        """Return how a piece comes to all ranks.
-
-        Of what several sources have, a rank takes its own, or one of the others' in turn. Padding comes from nowhere:
-        it is zero.
+        Of what several sources have, a rank takes its own, or one of the others' in turn. Padding that no source has is
+        zero.
         """
-        index, part = piece.record, piece.kind.part
-        used = round_up(self._targets[0].records[index].used_units, piece.kind.per)
+        ranges = [source.stored_range(index, part) for source in self._sources]
+        known = min(stop, max(last for _, last in ranges))
         for rank, target in enumerate(self._targets):
-            begin, end = _overlap(target.stored_range(index, part), (piece.start, min(piece.stop, used)))
+            begin, end = _overlap(target.stored_range(index, part), start, known)
             while begin < end:
-                ranges = [source.layout.stored_range(index, part) for source in self._sources]
                 able = [number for number, (first, last) in enumerate(ranges) if first <= begin < last]
-                own_sources = [number for number in able if self._sources[number].reader == rank]
+                own_sources = [number for number in able if self._readers[number] == rank]
                 chosen = own_sources[0] if own_sources else able[rank % len(able)]
                 until = min(end, ranges[chosen][1])
-                yield RangeTransfer(chosen, rank, begin, until)
+                yield chosen, rank, begin, until
                 begin = until
 
 
-def _overlap(part: tuple[int, int], other: tuple[int, int]) -> tuple[int, int]:
-    return max(part[0], other[0]), min(part[1], other[1])
+def _wait(writing: Iterable[Future[None]]) -> None:
+    for future in writing:
+        future.result()
+
+
+def _overlap(stored: tuple[int, int], start: int, stop: int) -> tuple[int, int]:
+    return max(stored[0], start), min(stored[1], stop)

@@ -1,1 +1,0 @@
-"""Resharding: a run continues with more or fewer ranks."""
