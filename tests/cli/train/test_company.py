@@ -195,15 +195,20 @@ def numbers_alone(checkpoint: Path, objective: str, records: list[dict[str, Any]
         return log_probs(prompt, answer).sum() - FIXED
 
     if objective == "sft":
-        return -float(torch.cat([log_probs(one["prompt"], one["completion"]) for one in records]).mean())
+        return -float(torch.cat([log_probs(record["prompt"], record["completion"]) for record in records]).mean())
     if objective == "dpo":
-        margins = [reward(one["prompt"], one["chosen"]) - reward(one["prompt"], one["rejected"]) for one in records]
+        margins = [
+            reward(record["prompt"], record["chosen"]) - reward(record["prompt"], record["rejected"])
+            for record in records
+        ]
         return -float(functional.logsigmoid(0.1 * torch.stack(margins)).mean())
     before = [records[-1], *records[:-1]]
     pairs = zip(records, before, strict=True)
-    distance = torch.stack([reward(one["prompt"], other["completion"]) for one, other in pairs]).mean().clamp(min=0)
-    signs = torch.tensor([1.0 if one["label"] else -1.0 for one in records])
-    rewards = torch.stack([reward(one["prompt"], one["completion"]) for one in records])
+    distance = (
+        torch.stack([reward(record["prompt"], other["completion"]) for record, other in pairs]).mean().clamp(min=0)
+    )
+    signs = torch.tensor([1.0 if record["label"] else -1.0 for record in records])
+    rewards = torch.stack([reward(record["prompt"], record["completion"]) for record in records])
     return float((1 - torch.sigmoid(0.1 * signs * (rewards - distance))).mean())
 
 
