@@ -42,7 +42,7 @@ class LiveBytes(TorchDispatchMode):
             if isinstance(value, torch.Tensor):
                 self.see(value)
         # FSDP2 frees and allocates by resizing, so sizes are requested again.
-        live = {key: storage for key, found in self._storages.items() if (storage := found()) is not None}
+        live = {key: storage for key, held in self._storages.items() if (storage := held()) is not None}
         self._storages = {key: self._storages[key] for key in live}
         sizes = (storage.nbytes() for storage in live.values() if storage.data_ptr() not in self._others)
         self.peak = max(self.peak, sum(sizes))

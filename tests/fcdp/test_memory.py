@@ -85,16 +85,16 @@ def test_the_device_holds_what_it_holds_under_zero3_and_a_node_one_copy_of_the_m
 ) -> None:
     plain = pool.run((2, 2), _train, "fsdp2", lora=lora, micro_batches=micro_batches)
     ours = pool.run((2, 2), _train, "fcdp", lora=lora, micro_batches=micro_batches)
-    for one, other in zip(ours, plain, strict=True):
+    for rank, other in zip(ours, plain, strict=True):
         # With LoRA less: adapters are separate groups, and what is frozen needs no gradients' place next to it.
-        assert (0.9 if lora else 0.99) * other["peak"] < one["peak"] <= 1.01 * other["peak"]
-        assert lora or one["peak"] == pytest.approx(_planned("fcdp", micro_batches), rel=0.03)
+        assert (0.9 if lora else 0.99) * other["peak"] < rank["peak"] <= 1.01 * other["peak"]
+        assert lora or rank["peak"] == pytest.approx(_planned("fcdp", micro_batches), rel=0.03)
     # No size here leaves a rest when it is divided by four, so there is no padding either.
     for node in (ours[:2], ours[2:]):
         assert sum(rank["cached"] for rank in node) == node[0]["model"]
     if micro_batches > 1:
         return
     kept = pool.run((2, 2), _train, "fcdp", lora=lora, threshold=1.0)
-    for one, other in zip(kept, ours, strict=True):
-        shares = one["peak"] - other["peak"]
+    for rank, other in zip(kept, ours, strict=True):
+        shares = rank["peak"] - other["peak"]
         assert shares == pytest.approx(other["cached"], rel=0.1), "the counter sees shares on the device"

@@ -44,8 +44,8 @@ def test_states_are_those_that_fsdp2_holds(
 ) -> None:
     layout = parse_strategy(name).on(Levels((8, 4)))
     memory = memory_of(layout, replace(WORKLOAD, micro_batches=2), checkpointing=False)
-    found = [memory.parameters, memory.secondary, memory.gradients, memory.optimizer, memory.host]
-    assert found == pytest.approx([PSI * each for each in (parameters, secondary, gradients, optimizer, host)])
+    states = [memory.parameters, memory.secondary, memory.gradients, memory.optimizer, memory.host]
+    assert states == pytest.approx([PSI * each for each in (parameters, secondary, gradients, optimizer, host)])
 
 
 @pytest.mark.parametrize(("name", "parameters", "gradients", "activations"), [
@@ -65,9 +65,9 @@ def test_fcdp_fits_where_its_paper_runs(model: str, nodes: int) -> None:
     """Section V-B, Result 2: on nodes of eight A40, as ZeRO-3 does."""
     workload = Workload.of_model(load_config(model)[0], seq_len=256, micro_batch=8)
     cluster = load_cluster("a40-edr").resized(Levels((2, 4, nodes)))
-    found = plan(workload, cluster, strategies=[PRESETS["fcdp"], PRESETS["zero3"]], checkpointing=False)
-    assert all(one.fits for one in found.estimates)
-    least, most = sorted(one.memory.device for one in found.estimates)
+    estimates = plan(workload, cluster, strategies=[PRESETS["fcdp"], PRESETS["zero3"]], checkpointing=False).estimates
+    assert all(estimate.fits for estimate in estimates)
+    least, most = sorted(estimate.memory.device for estimate in estimates)
     assert most <= 1.03 * least, "gathers from the other pairs of a node go through separate memory"
 
 
