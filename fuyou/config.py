@@ -10,6 +10,7 @@ import torch
 from peft import PeftConfig
 
 from common.errors import UserError
+from common.hardware.drives import UNKNOWN_ENDURANCE, warranted_bytes
 from common.models.adapters.options import AdapterOptions
 from common.models.adapters.saved import SavedAdapter
 from common.models.vision import TowerFreezing
@@ -125,12 +126,15 @@ class EngineConfig:
             "piece_size": (self.memory.piece_size, self.piece_bytes is None or self.piece_bytes > 0),
             "token_outputs": (self.memory.token_outputs, self.memory.token_outputs >= self.memory.reference),
             "commit_every": (self.store.commit_every, self.store.commit_every > 0),
+            "drive_life": (self.store.drive_life, (self.store.drive_life or 0) >= 0),
             "deferred_fraction": (self.optimizer.deferred_fraction, 0 <= self.optimizer.deferred_fraction <= 1),
             "kept_activations": (kept, isinstance(kept, ActivationPolicy) or kept >= 0),
         }
         for name, (value, good) in checks.items():
             if not good:
                 raise UserError(f"{name} must be positive, not {value}.")
+        if self.store.drive_life and warranted_bytes(self.store.drives) is None:
+            raise UserError(UNKNOWN_ENDURANCE.format(drives=", ".join(map(str, self.store.drives))))
 
     def _check_types(self) -> None:
         """Refuse values of types that would go unnoticed until the run is half open."""

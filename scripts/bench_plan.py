@@ -159,7 +159,7 @@ def machine_of(one: Configuration, job: TrainingJob, ssd: Sequence[Path]) -> Mac
     device = device_of(one)
     limits = memory_limits(device, parse_bytes(one.host_memory), None)
     profile = profile_or_measure(PlannerContext(job, device, limits, ssd))
-    return profiled_machine(profile, device.shares_host_memory, limits[1], limits[0], len(ssd), None)
+    return profiled_machine(profile, device.shares_host_memory, limits[1], limits[0], ssd, None)
 
 
 def predict(one: Configuration, ssd: Sequence[Path]) -> RunPlan:

@@ -85,6 +85,7 @@ def training_of(settings: Settings) -> TrainingJob:
         towers=towers_of(settings),
         router_loss=settings.router_loss,
         commit_every=settings.commit_interval,
+        drive_life=settings.drive_life,
         clip_by=clip_by_named(settings.clip_by),
         clipped_share=_clip_statistics(settings).share if settings.max_grad_norm > 0 else 0.0,
         loss=LossInputs(settings.traits.outputs),

@@ -8,7 +8,7 @@ are made from these classes, and :class:`cli.options.settings.Settings` inherits
 from dataclasses import dataclass
 from pathlib import Path
 
-from cli.options.data_words import Fraction, check_column
+from cli.options.data_words import Fraction, check_column, parse_days
 from cli.options.objectives import OBJECTIVES
 from cli.options.option import (
     ABOVE_ZERO,
@@ -123,6 +123,11 @@ class MemorySettings:
 
     ssd: tuple[str, ...] = option((), "DIR...", patterns=True, modes=Mode.PLACE)
     """Directories for parameters and optimizer states, one per drive. Default: inside --output."""
+    drive_life: float | None = option(
+        None, "DAYS|any", ParsedValue("days", parse_days), modes=Mode.STEP, only=Only.OUT_OF_CORE, may_differ=True
+    )
+    """Days that the drives' warranted writes must last; any: the fastest step. Default: the step that writes least
+    within 10% of the fastest."""
     leave_ssd: tuple[str, ...] = option((), "DIR...", patterns=True, of_call=True, may_differ=True)
     """With --resume: drives to remove from the run. Its records move to those of --ssd."""
     gpu: str = option("auto", "auto|cpu|NAME|INDEX", presets="gpus", modes=Mode.STEP | Mode.PROFILE_NODES)

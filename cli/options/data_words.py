@@ -33,6 +33,21 @@ class Fraction:
         return f"{self.value:g}"
 
 
+def parse_days(text: str) -> float:
+    """Return the days of ``--drive-life``, 0 for any.
+
+    Raises:
+        UserError: if it is neither a number above 0 nor any.
+    """
+    try:
+        days = 0.0 if text == "any" else float(text)
+    except ValueError:
+        days = math.nan
+    if not 0 <= days < math.inf:
+        raise UserError(f"{text!r} is neither a number of days nor any.")
+    return days
+
+
 def check_column(text: str) -> str:
     """Return ``prompt=question`` as it is.
 

@@ -14,7 +14,7 @@ from common.units import format_bytes, format_count, format_seconds
 from fuyou.layout.record import Kind
 from fuyou.optimizer.clipping import ClipBy
 from fuyou.planner import RunPlan, TrainingJob
-from fuyou.planner.run_plan import what_relaxes
+from fuyou.planner.run_plan import Point, what_relaxes
 from fuyou.schedule.tasks import Resource
 
 WIDTH = 100
@@ -146,6 +146,11 @@ def _limits(result: RunPlan) -> list[str]:
         days = f"{result.drive_days:,.0f}" if result.drive_days >= 10 else f"{result.drive_days:.1f}"
         traffic += f": {days} days until the drives' warranted writes are used up"
     rows += row("drives", traffic)
+    chosen = next((number for number, point in enumerate(result.frontier) if point.chosen), None)
+    if chosen is not None:
+        for label, number in (("faster", chosen - 1), ("less worn", chosen + 1)):
+            if 0 <= number < len(result.frontier):
+                rows += row(label, _neighbor(result, result.frontier[number]))
     tokens = result.gpu_bound_tokens
     rows += row(
         "batch",
@@ -154,6 +159,17 @@ def _limits(result: RunPlan) -> list[str]:
     if result.assumptions:
         rows += row("assumed", "; ".join(result.assumptions))
     return rows
+
+
+def _neighbor(result: RunPlan, point: Point) -> str:
+    text = (
+        f"{format_seconds(point.step_seconds)} per step, {format_count(result.job.tokens / point.step_seconds)} "
+        f"tokens/s, {format_bytes(point.written_bytes)} written"
+    )
+    if result.machine.endurance_bytes is None:
+        return text
+    days = result.machine.drive_days(point.written_bytes, point.step_seconds)
+    return f"{text}: --drive-life {days:,.0f}"
 
 
 def _clipping(result: RunPlan) -> str:

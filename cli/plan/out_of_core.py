@@ -161,7 +161,7 @@ def _machine_at_hand(settings: Settings) -> Machine:
     host, memory = memory_limits(device, settings.host_memory, settings.device_memory)
     profile = profile_or_measure(PlannerContext(training_of(settings), device, (host, memory), directories))
     free = min(shutil.disk_usage(path).free for path in directories) * len(directories)
-    return profiled_machine(profile, device.shares_host_memory, memory, host, len(directories), free)
+    return profiled_machine(profile, device.shares_host_memory, memory, host, directories, free)
 
 
 def _open(name: str) -> Device:

@@ -13,7 +13,7 @@ from cli.job.job import Job
 from cli.report.html import Series, bars, chart, folded, lanes, page, section, table
 from cli.report.results import RESOURCES
 from common.files import replace_file
-from common.hardware.drives import drive_of
+from common.hardware.drives import warranted_bytes
 from common.store.errors import described
 from common.units import Interval, format_bytes, format_count, format_seconds
 
@@ -85,9 +85,6 @@ def read_metrics(file: Path) -> list[dict[str, Any]]:
 def facts_of(job: Job, plan: Mapping[str, Any], config: str) -> PageFacts:
     lines = job.header().replace("\n         ", " ").splitlines()
     about = {line[:8].strip(): line[9:].strip() for line in lines}
-    endurance = [
-        None if preset is None else preset.endurance_bytes for preset in (drive_of(path).preset for path in job.ssd)
-    ]
     return PageFacts(
         title=job.output.name,
         subtitle=f"{job.architecture}, {format_count(job.parameters)} parameters, {job.steps:,} steps",
@@ -100,7 +97,7 @@ def facts_of(job: Job, plan: Mapping[str, Any], config: str) -> PageFacts:
             "memory/host(GiB)": float(plan.get("host_bytes", 0)),
             "memory/ssd(GiB)": float(job.store_bytes),
         },
-        endurance_bytes=None if None in endurance else float(sum(path or 0 for path in endurance)),
+        endurance_bytes=warranted_bytes(job.ssd),
     )
 
 

@@ -1,12 +1,17 @@
 """Find the file system and the drive that a directory is on, as the kernel tells."""
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from common.files import Mount, mounts
 from common.hardware.presets import DrivePreset, drive_preset_of
 
+UNKNOWN_ENDURANCE = (
+    "--drive-life: the warranted writes of {drives} are not known (configs/drives has those that are). "
+    "Leave it out, or give any."
+)
 IN_MEMORY = ("tmpfs", "ramfs")
 # Names of file systems, without a leading `fuse.`.
 OVER_A_NETWORK = ("nfs", "nfs4", "cifs", "smb3", "smbfs", "lustre", "ceph", "9p", "glusterfs", "beegfs", "gpfs")
@@ -59,6 +64,13 @@ def drive_of(directory: Path, sys: Path = Path("/sys"), listed: Path = Path("/pr
     model, is_rotational = _text(device / "device/model") or None, _text(device / "queue/rotational") == "1"
     numa_node = int(node) if node and int(node) >= 0 else None
     return Drive(directory, mount.file_system, device.name, model, is_rotational, link, full_link, numa_node)
+
+
+def warranted_bytes(directories: Sequence[Path]) -> int | None:
+    """Return the bytes that the makers of all drives behind ``directories`` warrant; None if one is not known."""
+    presets = [drive_of(path).preset for path in directories]
+    known = [preset.endurance_bytes for preset in presets if preset is not None and preset.endurance_bytes]
+    return sum(known) if known and len(known) == len(presets) else None
 
 
 def _mount_of(directory: Path, listed: Path) -> Mount:

@@ -15,6 +15,10 @@ from common.errors import UserError, did_you_mean
 from common.files import preset_files
 from common.units import parse_bytes
 
+# Bytes per second that a consumer drive writes when its fast cache is full, where nobody measured it: the Samsung 980
+# PRO's rate (TechPowerUp's review, page 6). All presets without a measured rate have the same kind of flash (TLC).
+TLC_BYTES_PER_SECOND = 1.5e9
+
 # Part of a link's rate that copies reach, where there is no measurement: it is 24.5 of 31.5 GB/s on an A100, 25.6 of
 # 31.5 on an RTX 4090, and 56.3 of 63 on an RTX 5090.
 COPY_FRACTION = 0.8

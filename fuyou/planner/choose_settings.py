@@ -118,8 +118,8 @@ def choose_settings(context: PlannerContext, links: RankLinks | None = None) -> 
         if profile is None:
             return None
         rows, ranks = context.memory.batch.micro_rows, job.shape.share.ranks_per_node
-        shared, drives = context.device.shares_host_memory, len(context.directories)
-        machine = profiled_machine(profile, shared, device, host * ranks, drives, None)
+        shared = context.device.shares_host_memory
+        machine = profiled_machine(profile, shared, device, host * ranks, context.directories, None)
         if links is not None:
             machine = machine_of_one_rank(machine, ranks, links)
         evaluator = Evaluator(replace(job, micro_batch=rows), machine)

@@ -67,6 +67,11 @@ class Evaluation:
         return max(self.busy, key=lambda resource: self.busy[resource])
 
     @property
+    def written_bytes(self) -> int:
+        """Return the bytes written to SSD per step and rank."""
+        return self.tasks.ssd_written_bytes()
+
+    @property
     def bound_seconds(self) -> float:
         """Return the lower bound of the step's seconds under any schedule."""
         return max(self.busy.values())
@@ -105,6 +110,11 @@ class Evaluator:
         if isinstance(result, UserError):
             raise result
         return result
+
+    def tried(self) -> list[Evaluation]:
+        """Return what candidates were evaluated and fit, as simulated to compare."""
+        known = {key: each for key, each in self._known.items() if isinstance(each, Evaluation)}
+        return [each for (candidate, merged), each in known.items() if merged or (candidate, True) not in known]
 
     def fits(self, candidate: Candidate) -> bool:
         try:

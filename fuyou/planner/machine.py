@@ -1,8 +1,13 @@
 """The machine that a plan is made for: measured, or put together from presets."""
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
-from common.hardware.presets import DrivePreset, GpuPreset
+from common.errors import UserError
+from common.hardware.drives import UNKNOWN_ENDURANCE, warranted_bytes
+from common.hardware.presets import TLC_BYTES_PER_SECOND, DrivePreset, GpuPreset
 from common.units import format_bytes
 from fuyou.planner.profiling import Profile
 from fuyou.planner.rates import TaskRates
@@ -42,6 +47,16 @@ class Machine:
     all_flops: bool = True
     profile: Profile | None = None  # Measurements of this machine, if there are any
     assumptions: tuple[str, ...] = ()  # Sentences that say what was assumed without a measurement
+
+    def drive_days(self, written_bytes: float, step_seconds: float) -> float:
+        """Return the days until the warranted writes are used up by steps that write ``written_bytes``.
+
+        Raises:
+            UserError: if they are not known.
+        """
+        if self.endurance_bytes is None:
+            raise UserError(UNKNOWN_ENDURANCE.format(drives=self.drives))
+        return self.endurance_bytes * step_seconds / (written_bytes * 86400) if written_bytes else math.inf
 
     def with_drives(self, count: int) -> "Machine":
         """Return this machine with ``count`` drives of the same kind."""
@@ -173,31 +188,37 @@ def _preset_rates(gpu: GpuPreset, drive: DrivePreset) -> tuple[float, float, lis
         flops = gpu.bf16_flops_per_second * BLOCK_FRACTION
         assumptions.append(f"{gpu.title} reaches {BLOCK_FRACTION:.0%} of its peak: nobody's measurement is at hand")
     if write is None:
-        write = drive.write_bytes_per_second
-        assumptions.append(f"{drive.title} writes at its data sheet's rate, which few consumer drives sustain")
+        write = min(drive.write_bytes_per_second, TLC_BYTES_PER_SECOND)
+        assumptions.append(f"{drive.title} writes {write / 1e9:g} GB/s when its fast cache is full, as a 980 PRO does")
     return flops, write, assumptions
 
 
 def profiled_machine(
-    profile: Profile, cpu: bool, device_bytes: int, host_bytes: int, drive_count: int, store_bytes: int | None
+    profile: Profile,
+    cpu: bool,
+    device_bytes: int,
+    host_bytes: int,
+    directories: Sequence[Path],
+    store_bytes: int | None,
 ) -> Machine:
     """Return this machine, as measured.
 
     Args:
         cpu: whether the CPU is the device.
         device_bytes, host_bytes: memory that a run may use.
-        drive_count: number of directories of the run.
+        directories: directories of the run, one per drive.
         store_bytes: space in all of them together; None to ignore it.
     """
-    drives = f"the drive{'s' if drive_count > 1 else ''} at hand"
+    drives = f"the drive{'s' if len(directories) > 1 else ''} at hand"
     return Machine(
         profile.device,
         drives,
         profile.rates(),
         device_bytes,
         host_bytes,
-        drive_count,
+        len(directories),
         store_bytes,
+        warranted_bytes(directories),
         cpu=cpu,
         all_flops=False,
         profile=profile,

@@ -1,8 +1,8 @@
 """Find the fastest way to run a job on a machine, what bounds it, and the largest model that fits."""
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from common.errors import UserError
@@ -26,7 +26,17 @@ FRACTIONS = {0.0: (), 1 / 8: (1 / 16, 3 / 16), 1 / 4: (3 / 16, 3 / 8, 1 / 2)}
 NEAR = 1.005  # A step within this factor of its largest bound has nothing to gain from any other schedule
 ALIKE = 1.01  # Micro-batches of two sizes are alike if their steps take equally long up to this factor
 IDLE = 1 / 3  # Updates are no reason to wait where all that they use is busy for less than this fraction of a step
+SLOWER = 1.1  # A step may take up to this factor longer to write less
 WORTH = 0.002  # Gains below this fraction of a step are not worth other costs (gradients that wait take host memory)
+
+
+@dataclass(frozen=True)
+class Point:
+    """A schedule on the frontier of time and bytes written, as simulated to compare."""
+
+    step_seconds: float
+    written_bytes: int  # Bytes written to SSD per step and rank
+    chosen: bool
 
 
 @dataclass(frozen=True)
@@ -47,6 +57,7 @@ class RunPlan:
     tasks: StepList | None = None  # Tasks of a step in the steady state, with the simulator's times
     simulation: Simulation | None = None  # Times at which each resource works
     saved_flops: float = 0.0  # FLOPs that a step leaves out of the recomputation of all blocks
+    frontier: tuple[Point, ...] = ()  # Schedules that none beats in time and bytes written, fastest first
     ssd_bytes: int = 0
     device_peak_bytes: int = 0
     host_peak_bytes: int = 0
@@ -106,9 +117,10 @@ class RunPlan:
 
     @property
     def drive_days(self) -> float | None:
+        """Return the days until the drives' warranted writes are used up; None if these are not known."""
         if self.machine.endurance_bytes is None or not self.written_bytes:
             return None
-        return self.machine.endurance_bytes / self.written_bytes_per_day
+        return self.machine.drive_days(self.written_bytes, self.step_seconds)
 
     @property
     def gpu_bound_tokens(self) -> float:
@@ -148,6 +160,7 @@ class RunPlan:
             "network_sent_bytes_per_step": number(self.sent_bytes),
             "ssd_written_bytes_per_day": number(known and self.written_bytes_per_day),
             "drive_life_days": number(known and self.drive_days),
+            "frontier": [asdict(point) for point in self.frontier],
             "micro_batch": batch and batch.micro_rows,
             "micro_batches": batch and batch.micro_batches,
             "deferred_fraction": number(self.deferred_fraction),
@@ -190,6 +203,7 @@ def plan(job: TrainingJob, machine: Machine) -> RunPlan:
         best = search(evaluator)
     except UserError as error:
         return RunPlan(job, machine, missing=(str(error),), ssd_bytes=job.record_bytes)
+    points = frontier(evaluator, job.clip_choices)
     if best.memory.batch.micro_batches > 1:
         best = evaluator.evaluate(best.candidate, merged=False)
     needed = ssd_bytes(evaluator, best)
@@ -209,6 +223,9 @@ def plan(job: TrainingJob, machine: Machine) -> RunPlan:
         tasks=best.tasks,
         simulation=best.simulation,
         saved_flops=best.saved_flops,
+        frontier=tuple(
+            Point(each.step_seconds, each.written_bytes, each.candidate == best.candidate) for each in points
+        ),
         ssd_bytes=needed,
         device_peak_bytes=best.memory.device_bytes,
         host_peak_bytes=best.memory.host_bytes,
@@ -216,13 +233,12 @@ def plan(job: TrainingJob, machine: Machine) -> RunPlan:
 
 
 def search(evaluator: Evaluator) -> Evaluation:
-    """Return the candidate with the shortest step, over all ways in which gradients may be clipped.
+    """Return the candidate that writes least among those of nearly the shortest step, or as ``drive_life`` requires.
 
     Raises:
         UserError: if no candidate fits; says how much would.
     """
-    evaluations = (_search(evaluator, clip_by) for clip_by in evaluator.job.clip_choices)
-    return min(evaluations, key=lambda evaluation: evaluation.step_seconds)
+    return _search_ways(evaluator, evaluator.job.clip_choices)
 
 
 def max_clipped_share(evaluator: Evaluator, best: Evaluation) -> float:
@@ -230,7 +246,29 @@ def max_clipped_share(evaluator: Evaluator, best: Evaluation) -> float:
     never, always = best.simulation.step_seconds(), best.clipped_seconds
     if always is None or always <= never or len(evaluator.job.clip_choices) == 1:
         return math.inf
-    return (_search(evaluator, ClipBy.DEFERRAL).step_seconds - never) / (always - never)
+    return (_search_ways(evaluator, (ClipBy.DEFERRAL,)).step_seconds - never) / (always - never)
+
+
+def frontier(evaluator: Evaluator, ways: Sequence[ClipBy]) -> list[Evaluation]:
+    """Return the evaluated candidates that clip in these ways and that none beats in time and bytes, fastest first."""
+    points: list[Evaluation] = []
+    tried = (each for each in evaluator.tried() if each.candidate.clip_by in ways)
+    for each in sorted(tried, key=lambda each: (each.step_seconds, each.written_bytes)):
+        if not points or each.written_bytes < (1 - WORTH) * points[-1].written_bytes:
+            points.append(each)
+    return points
+
+
+def _search_ways(evaluator: Evaluator, ways: Sequence[ClipBy]) -> Evaluation:
+    fastest = min((_search(evaluator, clip_by) for clip_by in ways), key=lambda evaluation: evaluation.step_seconds)
+    days = evaluator.job.drive_life
+    if days == 0:
+        return fastest
+    points = frontier(evaluator, ways)
+    if days is None:
+        return [each for each in points if each.step_seconds <= SLOWER * fastest.step_seconds][-1]
+    life = evaluator.machine.drive_days
+    return next((each for each in points if life(each.written_bytes, each.step_seconds) >= days), points[-1])
 
 
 def _search(evaluator: Evaluator, clip_by: ClipBy) -> Evaluation:

@@ -51,6 +51,8 @@ class TrainingJob:
     piece_bytes: int | None = None  # Most bytes of a piece of a block; None: chosen if blocks do not fit
     activation_policy: ActivationPolicy | None = None  # Operator outputs to save; None: chosen
     commit_every: int = 1
+    # Days that the drives' warranted writes must last; 0: any; None: write least among nearly the fastest.
+    drive_life: float | None = None
     clip_by: ClipBy | None = None  # Way in which gradients are clipped, if they are; None leaves it to the planner
     clipped_share: float = ClipStatistics().share  # Expected share of clipped steps; 0 without clipping
     loss: LossInputs = ENGINE_LOSS  # What the loss is computed from, if the caller computes it
@@ -138,6 +140,7 @@ def training_job_of_run(
         piece_bytes=shape.piece_bytes,
         activation_policy=config.kept_activations if isinstance(config.kept_activations, ActivationPolicy) else None,
         commit_every=config.store.commit_every,
+        drive_life=config.store.drive_life,
         clip_by=config.clip_by,
         clipped_share=0.0 if config.max_grad_norm == math.inf else clip_statistics.share,
         loss=config.loss_inputs,
