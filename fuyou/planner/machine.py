@@ -186,10 +186,10 @@ def _preset_rates(gpu: GpuPreset, drive: DrivePreset) -> tuple[float, float, lis
     flops, write = gpu.block_flops_per_second, drive.sustained_write_bytes_per_second
     if flops is None:
         flops = gpu.bf16_flops_per_second * BLOCK_FRACTION
-        assumptions.append(f"{gpu.title} reaches {BLOCK_FRACTION:.0%} of its peak: nobody's measurement is at hand")
+        assumptions.append(f"the GPU reaches {BLOCK_FRACTION:.0%} of its peak, which was not measured")
     if write is None:
         write = min(drive.write_bytes_per_second, TLC_BYTES_PER_SECOND)
-        assumptions.append(f"{drive.title} writes {write / 1e9:g} GB/s when its fast cache is full, as a 980 PRO does")
+        assumptions.append(f"drives write {write / 1e9:g} GB/s when their fast cache is full, as a 980 PRO does")
     return flops, write, assumptions
 
 
