@@ -134,5 +134,5 @@ def test_colours(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("model", [None, "QEMU HARDDISK", "Virtual disk", "PersistentDisk"])
 def test_a_virtual_drive_is_no_hard_disk_however_fast_it_is_today(model: str | None) -> None:
     for read in (1e8, 5e9):
-        assert not [one for one in trouble(drives=(replace(on(DRIVE, is_rotational=True, model=model), read=read),))
-                    if "hard disk" in one.what]  # fmt: skip
+        drive = replace(on(DRIVE, is_rotational=True, model=model), read=read)
+        assert not [problem for problem in trouble(drives=(drive,)) if "hard disk" in problem.what]
