@@ -207,7 +207,7 @@ class TrainingSettings:
     max_hours: float | None = option(None, "X", ABOVE_ZERO, modes=Mode.RUN, of_call=True)
     """Stop cleanly after this many hours, with exit status 0, for schedulers' time limits. Continue with --resume."""
     weight_decay: float = option(0.01, "X", NOT_NEGATIVE, modes=Mode.RUN)
-    """Decoupled weight decay; biases and norms do not decay."""
+    """Decoupled weight decay; as with transformers' Trainer, biases and norms do not decay."""
     beta1: float = option(0.9, "X", BELOW_ONE, modes=Mode.RUN)
     """Decay of the mean of gradients."""
     beta2: float | None = option(None, "X", BELOW_ONE, modes=Mode.RUN)
@@ -263,7 +263,8 @@ class AdapterSettings:
     """Modules to adapt: q_proj v_proj; of fused experts gate_up_proj down_proj. Default: every linear layer but the
     head, and experts and routers in families that peft knows."""
     peft_config: Path | None = option(None, "FILE", modes=Mode.MODEL | Mode.PLAN_CLUSTER, fixed=True)
-    """An adapter_config.json of peft (or its directory): rsLoRA, DoRA, LoHa, LoKr, IA3."""
+    """An adapter_config.json of peft (or its directory): rsLoRA, DoRA, LoHa, LoKr, IA3,
+    modules_to_save, trainable_token_indices."""
     adapter: Path | None = option(None, "DIR", modes=Mode.MODEL | Mode.PLAN_CLUSTER, fixed=True)
     """Directory of saved peft adapters to train further, with their method, rank, alpha, dropout, and targets."""
     frozen_dtype: str | None = option(
