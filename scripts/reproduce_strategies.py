@@ -16,7 +16,7 @@ Pure computing, a minute. Strategies, memory, volumes and times are those of ``f
 import argparse
 import json
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -29,18 +29,8 @@ from fcdp.strategy.strategy import Strategy
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from published.choices import all_testbeds, choice_of
-from published.score import pairs, summary, values
-
-
-def table(headings: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """A Markdown table with padded columns."""
-    lines = [[str(cell) for cell in row] for row in (headings, *rows)]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(headings))]
-    lines.insert(1, ["-" * width for width in widths])
-    return "\n".join(
-        f"| {' | '.join(cell.ljust(width) for cell, width in zip(line, widths, strict=True))} |" for line in lines
-    )
+from published.report import published_choices, published_values, table
+from published.score import values
 
 
 def states(strategies: Iterable[Strategy], workload: Workload, cluster: Cluster) -> list[Estimate]:
@@ -498,46 +488,6 @@ def fcdp_volumes() -> str:
 * Full fine-tuning (VI-B: 33 % less): {1 - cached / level:.1%} less than ZeRO-3 if both gather level by level, and
   {1 - cached / flat:.1%} less than ZeRO-3 with flat rings, through whose {levels.nodes} borders (W-1)/W of the model
   pass instead of (n-1)/n.
-"""
-
-
-# What was measured
-
-
-def published_choices() -> str:
-    """The planner's choice on every testbed."""
-    rows = []
-    for testbed in all_testbeds():
-        choice = choice_of(testbed)
-        rows.append((
-            testbed.paper, testbed.case, testbed.winner, choice.compared, choice.best.name, f"{choice.gain:+.1%}",
-            choice.reason,
-        ))  # fmt: skip
-    headings = ("paper", "case", "its winner", "ours of its systems", "ours of all", "faster", "by")
-    return f"### Choices with our engine\n\n{table(headings, rows)}\n"
-
-
-def published_values() -> str:
-    """Every measured value next to the planner's."""
-    shown = [value for value in values() if value.mark != "baseline"]
-    rows = [
-        (
-            value.paper, value.figure, value.case, value.strategy, f"{value.published:g}", f"{value.planned:.3g}",
-            f"{value.error:+.0%}", value.unit, value.mark,
-        )
-        for value in shown
-    ]  # fmt: skip
-    headings = ("paper", "figure", "case", "system", "published", "planned", "error", "unit", "")
-    wrong = [(a.paper, a.figure, a.case, a.strategy, b.strategy) for a, b, right in pairs(values()) if not right]
-    return f"""### Published values
-
-{table(headings, rows)}
-
-{summary(values())}
-
-Pairs in the wrong order (the published order):
-
-{table(("paper", "figure", "case", "better", "worse"), wrong)}
 """
 
 
