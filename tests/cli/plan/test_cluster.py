@@ -19,15 +19,15 @@ def planned(capsys: pytest.CaptureFixture[str], *words: str) -> dict:
 
 
 def test_json_has_what_is_promised_and_is_what_the_planner_says(capsys: pytest.CaptureFixture[str]) -> None:
-    found = planned(capsys, *A800, "--nodes", "128", "--gpus-per-node", "8")
+    result = planned(capsys, *A800, "--nodes", "128", "--gpus-per-node", "8")
     promised = {
         "name", "p", "g", "os", "cache", "device_bytes", "host_bytes", "inter_node_bytes_per_step",
         "intra_node_bytes_per_step", "step_seconds", "fits",
     }  # fmt: skip
-    assert all(promised <= strategy.keys() for strategy in found["strategies"])
-    assert found["choice"] in found["strategies"]
-    assert found["choice"]["fits"]
-    by_name = {strategy["name"]: strategy for strategy in found["strategies"]}
+    assert all(promised <= strategy.keys() for strategy in result["strategies"])
+    assert result["choice"] in result["strategies"]
+    assert result["choice"]["fits"]
+    by_name = {strategy["name"]: strategy for strategy in result["strategies"]}
     assert {"ddp", "zero1", "zero2", "zero3", "mics", "zero++", "fcdp", "paro-iig", "amsp-7b"} <= by_name.keys()
     workload = Workload.of_model(load_config("llama-7b")[0], seq_len=1024)
     cluster = load_cluster("a800-hdr")
@@ -40,13 +40,13 @@ def test_json_has_what_is_promised_and_is_what_the_planner_says(capsys: pytest.C
 
 def test_table_names_every_strategy_that_fits_and_the_choice(capsys: pytest.CaptureFixture[str]) -> None:
     words = [*A800, "--nodes", "2", "--batch-size", "64", "--seq-len", "2048", "--lora-rank", "16"]
-    found = planned(capsys, *words)
+    result = planned(capsys, *words)
     assert main(words) == 0
     out = capsys.readouterr().out
     assert "4 micro-batches of 1 x 2048 tokens" in out
-    for strategy in found["strategies"]:
+    for strategy in result["strategies"]:
         assert (f"\n{strategy['name']} " in out) == strategy["fits"]
-    assert f"choice: {found['choice']['name']}, " in out
+    assert f"choice: {result['choice']['name']}, " in out
 
 
 def test_amsps_own_workload_is_planned_with_a_warning(capsys: pytest.CaptureFixture[str]) -> None:
@@ -55,16 +55,16 @@ def test_amsps_own_workload_is_planned_with_a_warning(capsys: pytest.CaptureFixt
     out, err = capsys.readouterr()
     assert "--seq-len 4096 is longer than the model's context of 2048" in err
     flops = 4096 * 3 * (2 * 6.738e9 + 4 * 32 * 4096 * 4096)  # weights; scores and weighted values
-    found = planned(capsys, *words)["choice"]
-    assert found["mfu"] == pytest.approx(flops / 312e12 / found["step_seconds"], rel=0.01)
-    assert f" {found['mfu']:.0%} " in out
+    result = planned(capsys, *words)["choice"]
+    assert result["mfu"] == pytest.approx(flops / 312e12 / result["step_seconds"], rel=0.01)
+    assert f" {result['mfu']:.0%} " in out
 
 
 def test_one_strategy_on_three_levels(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--plan", "--cluster", "frontier", "--levels", "2,4,2", "--model", "gpt-neox-20b"]
-    found = planned(capsys, *words, "--strategy", "zero-topo")
-    assert [strategy["name"] for strategy in found["strategies"]] == ["zero-topo"]
-    assert (found["choice"]["p"], found["choice"]["g"], found["choice"]["os"]) == ([2, 1], [8, 1], [8, 2])
+    result = planned(capsys, *words, "--strategy", "zero-topo")
+    assert [strategy["name"] for strategy in result["strategies"]] == ["zero-topo"]
+    assert (result["choice"]["p"], result["choice"]["g"], result["choice"]["os"]) == ([2, 1], [8, 1], [8, 2])
 
 
 def test_order_of_nodes_under_leaf_switches(capsys: pytest.CaptureFixture[str], tmp_path) -> None:

@@ -137,28 +137,28 @@ def test_flops_of_frozen_weights() -> None:
 
 def test_a_step_that_computes_little_lasts_as_long_as_its_communication() -> None:
     idle = replace(WORKLOAD, forward_flops_per_token=0, weight_flops_per_token=0)
-    found = estimate(PRESETS["zero3"].on(Levels((8, 4))), idle, dgx(), checkpointing=False)
+    result = estimate(PRESETS["zero3"].on(Levels((8, 4))), idle, dgx(), checkpointing=False)
     update = 28 * PSI / 32 / dgx().memory_bytes_per_second
     # Gathered parameters are taken apart in both passes, gradients put together in one.
     packing = 3 * (2 + 2) * PSI / dgx().memory_bytes_per_second
-    expected = found.communication_seconds + update + (1 - OVERLAP) * packing
-    assert found.step_seconds == pytest.approx(expected)
+    expected = result.communication_seconds + update + (1 - OVERLAP) * packing
+    assert result.step_seconds == pytest.approx(expected)
 
 
 def test_where_nothing_overlaps_a_step_lasts_as_long_as_all_of_it() -> None:
     serial = replace(dgx(), overlaps=False)
     workload = replace(WORKLOAD, micro_batches=3)
     for name in ("zero3", "paro-nig", "fcdp", "ddp"):
-        found = estimate(PRESETS[name].on(Levels((8, 4))), workload, serial, checkpointing=False)
-        assert found.step_seconds == pytest.approx(found.compute_seconds + found.communication_seconds)
+        result = estimate(PRESETS[name].on(Levels((8, 4))), workload, serial, checkpointing=False)
+        assert result.step_seconds == pytest.approx(result.compute_seconds + result.communication_seconds)
 
 
 def test_a_step_that_computes_much_hides_what_can_be_hidden() -> None:
     busy = replace(WORKLOAD, forward_flops_per_token=200 * PSI, micro_batches=2)
     layout = PRESETS["zero3"].on(Levels((8, 4)))
-    found = estimate(layout, busy, dgx(), checkpointing=False)
-    exposed = found.step_seconds - found.compute_seconds
-    assert exposed == pytest.approx((1 - OVERLAP) * found.communication_seconds)
+    result = estimate(layout, busy, dgx(), checkpointing=False)
+    exposed = result.step_seconds - result.compute_seconds
+    assert exposed == pytest.approx((1 - OVERLAP) * result.communication_seconds)
     few = estimate(layout, replace(busy, blocks=1), dgx(), checkpointing=False)
     exposed = few.step_seconds - few.compute_seconds
     assert exposed == pytest.approx(few.communication_seconds / 2), "the first of two gathers overlaps with nothing"
@@ -181,7 +181,7 @@ def test_buckets_are_the_messages_of_what_is_not_gathered() -> None:
     layout = PRESETS["zero1"].on(Levels((8, 4)))
     engine = Engine(tensors=100, bucket_bytes=1e9)
     collectives = step_collectives(layout, WORKLOAD)
-    assert [engine.pieces(found, False, WORKLOAD) for found in collectives] == [16, 16], "16 GB each"
+    assert [engine.pieces(result, False, WORKLOAD) for result in collectives] == [16, 16], "16 GB each"
 
 
 def test_recomputation_takes_another_forward_and_less_memory() -> None:
@@ -224,14 +224,14 @@ def test_scopes_that_pass_the_filters() -> None:
 
 def test_the_space_has_every_admissible_triple_once() -> None:
     levels = Levels((4, 4))
-    found = [strategy.on(levels) for strategy in admissible(levels)]
+    result = [strategy.on(levels) for strategy in admissible(levels)]
     scopes = [(1, 1), (2, 1), (4, 1), (4, 2), (4, 4)]
     triples = {(p, g, os) for p in scopes for g in scopes for os in scopes if p <= g <= os}
-    plain = {(one.p.pair, one.g.pair, one.os.pair) for one in found if one.secondary is None}
+    plain = {(one.p.pair, one.g.pair, one.os.pair) for one in result if one.secondary is None}
     paro = {((4, 1), (1, 1), (4, 1)), ((4, 1), (1, 1), (4, 4)), ((4, 4), (1, 1), (4, 4)), ((4, 4), (4, 1), (4, 4))}
     assert plain == triples | paro
     keys = [
-        (one.p, one.g, one.os, one.secondary, one.cache, one.strategy.precision, one.strategy.ring) for one in found
+        (one.p, one.g, one.os, one.secondary, one.cache, one.strategy.precision, one.strategy.ring) for one in result
     ]
     assert len(keys) == len(set(keys))
     for strategy in admissible(levels):
@@ -241,26 +241,26 @@ def test_the_space_has_every_admissible_triple_once() -> None:
 def test_the_choice_is_the_fastest_that_fits_and_changes_no_arithmetic() -> None:
     workload = Workload.of_model(load_config("llama-13b")[0], seq_len=2048, micro_batches=2)
     cluster = load_cluster("a40-10gbe")
-    found = plan(workload, cluster)
-    assert found.choice is not None
-    eligible = [one for one in found.estimates if one.fits and one.layout.strategy.precision.exact]
+    result = plan(workload, cluster)
+    assert result.choice is not None
+    eligible = [one for one in result.estimates if one.fits and one.layout.strategy.precision.exact]
     fastest = min(one.step_seconds for one in eligible)
     near = [one for one in eligible if one.step_seconds <= fastest * (1 + SAME)]
-    assert found.choice in near
-    assert found.choice.communication_seconds == min(one.communication_seconds for one in near)
-    for one in found.estimates:
+    assert result.choice in near
+    assert result.choice.communication_seconds == min(one.communication_seconds for one in near)
+    for one in result.estimates:
         assert one.fits == (
             one.memory.device <= cluster.device_memory_bytes and one.memory.host <= cluster.host_memory_bytes
         )
     quantised = plan(workload, cluster, allow_quantised=True).choice
     assert quantised is not None
-    assert quantised.step_seconds <= found.choice.step_seconds
+    assert quantised.step_seconds <= result.choice.step_seconds
 
 
 def test_recomputes_only_where_it_does_not_fit_otherwise() -> None:
     workload = Workload.of_model(load_config("llama-7b")[0], seq_len=2048, micro_batch=8)
-    found = plan(workload, load_cluster("a800-hdr"), strategies=[PRESETS["zero3"], PRESETS["zero1"]])
-    by_name = {one.name: one for one in found.estimates}
+    result = plan(workload, load_cluster("a800-hdr"), strategies=[PRESETS["zero3"], PRESETS["zero1"]])
+    by_name = {one.name: one for one in result.estimates}
     assert by_name["zero1"].checkpointing
     assert by_name["zero1"].fits
     assert by_name["zero3"].checkpointing == (
@@ -270,10 +270,10 @@ def test_recomputes_only_where_it_does_not_fit_otherwise() -> None:
 
 def test_says_by_how_much_nothing_fits() -> None:
     huge = Workload(1e12, 1e12, blocks=100)
-    found = plan(huge, dgx(1))
-    assert found.choice is None
-    assert "takes 1." in str(refusal(found, dgx(1)))
-    assert "TiB" in str(refusal(found, dgx(1)))
+    result = plan(huge, dgx(1))
+    assert result.choice is None
+    assert "takes 1." in str(refusal(result, dgx(1)))
+    assert "TiB" in str(refusal(result, dgx(1)))
 
 
 @pytest.mark.parametrize("name", cluster_names())
