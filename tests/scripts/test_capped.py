@@ -80,13 +80,13 @@ def test_the_cap_covers_children_and_shared_memory() -> None:
 
 
 @needs_groups
-@pytest.mark.parametrize("status", [0, 1, 2, 77])
+@pytest.mark.parametrize("status", [0, 77])
 def test_the_exit_status_comes_back(status: int) -> None:
     assert run("100MiB", "sh", "-c", f"exit {status}")[0] == status
 
 
 @needs_groups
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGUSR1, 138)])
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_signals_go_through(number: signal.Signals, status: int) -> None:
     process = start("100MiB", "sh", "-c", "echo ready; exec sleep 600")
     assert process.stdout is not None
