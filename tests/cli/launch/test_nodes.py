@@ -245,6 +245,7 @@ def test_a_terminal_that_goes_away_and_a_node_that_ends_alone_by_its_deadline(
     assert not checked.damage and checked.step > step
 
 
+@pytest.mark.slow
 def test_the_node_where_all_meet_ends_alone_by_its_deadline(
     pair: Pair, checkpoint: Path, data: Path, tmp_path: Path
 ) -> None:
@@ -323,8 +324,10 @@ def test_a_node_that_never_comes(finetune: Finetune, checkpoint: Path, pair: Pai
 def test_ranks_that_torchrun_starts(checkpoint: Path, data: Path, tmp_path: Path) -> None:
     """The second run would overwrite the first, which every rank refuses as a launcher does."""
     words = ["--model", checkpoint, "--data", data, *COMMON, *UNMEASURED, "--output", tmp_path / "out", "--no-save"]
-    for nodes, status, message in ((1, 0, "step 2/2: loss "), (1, 1, "holds a run already"), (2, 1, "give --nodes 1.")):
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m",
+    for ranks, nodes, status, message in (
+        (2, 1, 0, "step 2/2: loss "), (2, 1, 1, "holds a run already"), (1, 2, 1, "give --nodes 1."),
+    ):  # fmt: skip
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m",
                    "cli.main", *map(str, words), "--steps", "2", "--nodes", str(nodes)]  # fmt: skip
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
         assert done.returncode == status and message in done.stdout + done.stderr, done.stderr

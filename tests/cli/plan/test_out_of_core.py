@@ -31,9 +31,8 @@ def test_only_json_on_stdout(finetune: Finetune, tmp_path: Path) -> None:
     assert json.loads(trace.read_text())
 
 
-@pytest.mark.slow
 def test_what_does_not_fit_is_an_answer(finetune: Finetune) -> None:
-    words = ("--plan", *SERVER[:-1], "1GiB", "--model", "gpt3-13b")
+    words = ("--plan", *SERVER[:-1], "64MiB", "--model", "llama-10m")
     outcome = finetune(*words)
     assert outcome.status == 1 and outcome.err == "" and "--host-memory of at least" in outcome.out
     as_json = finetune(*words, "--json")

@@ -300,6 +300,7 @@ def test_impossible_configurations(files: tuple[str, ...], seq_len: int, batch_s
         DataConfig(files, seq_len, batch_size)
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_the_data(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
     """Building and reading a file of many MiB: what the process has mapped or allocated hardly changes."""
 
