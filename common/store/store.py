@@ -58,7 +58,12 @@ class Store:
             StoreError: if a file system refuses; created files are removed again.
         """
         _check_io(io)
-        return cls(*placement.create_directories(directories, layout, overwrite, replaces), io, threads, throttle)
+        made = placement.create_directories(directories, layout, overwrite, replaces)
+        try:
+            return cls(*made, io, threads, throttle)
+        except BaseException:
+            placement.remove(directories)  # which nobody has
+            raise
 
     @classmethod
     def open(

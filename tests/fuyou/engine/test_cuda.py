@@ -20,9 +20,10 @@ from common.memory.buffers import HostBuffer
 from fuyou.optimizer.gradient_sum import sum_of_squares
 from fuyou.runtime.devices.device import open_device
 from fuyou.schedule.tasks import Op, Task
+from tests.helpers import kvikio
 from tests.helpers.accelerator import QueuedDevice
+from tests.helpers.engines import batches, engine, give_buffers, train
 from tests.helpers.engines import check as check_exact
-from tests.helpers.engines import give_buffers
 from tests.helpers.twin import tiny_configs
 
 STEPS = 4
@@ -129,6 +130,58 @@ def test_a_drive_that_does_not_wait_for_the_device_is_noticed(
     counts = {**SCARCE, "device_blocks": 1, "host_blocks": 1}
     with pytest.raises((AssertionError, FinetuneError)):
         check(checkpoints / "llama-tied", tmp_path, monkeypatch, counts=counts, io="kvikio")
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5, 0.99])
+def test_a_read_of_kvikio_that_fails_costs_no_committed_step(
+    share: float, checkpoints: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the first call, in the middle, and at the last: the run ends and says why, and goes on from its commit."""
+    QueuedDevice().install(monkeypatch).install_kvikio(monkeypatch)
+    give_buffers(monkeypatch, {**SCARCE, "device_blocks": 2, "host_blocks": 1})
+    model, feed = checkpoints / "llama", batches(STEPS, packed=True)
+    calls, fails_at, get = [0], math.inf, kvikio.LazyFuture.get
+
+    def failing(future: kvikio.LazyFuture) -> int:
+        calls[0] += 1
+        if calls[0] > fails_at:
+            raise RuntimeError("cuFile error 5011")
+        return get(future)
+
+    monkeypatch.setattr(kvikio.LazyFuture, "get", failing)
+    (tmp_path / "undisturbed").mkdir()
+    with engine(model, [tmp_path / "undisturbed"], io="kvikio") as trained:
+        expected = train(trained, feed)
+        trained.flush()
+    fails_at, calls[0] = int(calls[0] * share), 0
+    trained = engine(model, [tmp_path], io="kvikio")
+    with pytest.raises(FinetuneError, match=r"with kvikio failed: cuFile error 5011\. Use io posix"):
+        train(trained, feed)
+    trained.close()
+    with engine(model, [tmp_path], resume=True) as trained:
+        done = trained.step_count
+        assert train(trained, feed[done:]) == expected[done:]
+
+
+@pytest.mark.parametrize("opened", [0, 1])
+def test_a_file_that_kvikio_does_not_open_leaves_nothing_behind(
+    opened: int, checkpoints: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = QueuedDevice().install(monkeypatch)
+    device.install_kvikio(monkeypatch)
+    files, make = [0], kvikio.StandInCuFile.__init__
+
+    def failing(file: kvikio.StandInCuFile, path: Path, flags: str) -> None:
+        files[0] += 1
+        if files[0] > opened:
+            raise RuntimeError("cuFile driver is not there")
+        make(file, path, flags)
+
+    monkeypatch.setattr(kvikio.StandInCuFile, "__init__", failing)
+    with pytest.raises(FinetuneError, match=r"kvikio cannot open .*cuFile driver is not there"):
+        engine(checkpoints / "llama", [tmp_path], io="kvikio")
+    assert not device.cudart.registered
+    engine(checkpoints / "llama", [tmp_path]).close()
 
 
 def test_nothing_on_the_host_reads_device_memory() -> None:

@@ -1,18 +1,25 @@
 """Which CUDA stream computes, with stand-ins for CUDA's functions."""
 
+import contextlib
 import threading
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from common.store import Layout, Store
 from fuyou.runtime.devices.device import CudaDevice
 from fuyou.schedule.tasks import Op
+from tests.helpers import kvikio
 
 
 class Stream:
     def __init__(self, *_: Any) -> None:
         self.waited: list[Any] = []
+        self.is_busy = False
 
     def wait_stream(self, other: "Stream") -> None:
         self.waited.append(other)
@@ -73,3 +80,30 @@ def test_nothing_computes_in_the_default_stream(cuda: Any) -> None:
     event = Event()
     device.wait_event(task, event)  # type: ignore[arg-type]
     assert event in computing.waited
+
+
+def test_a_read_past_the_host_ends_while_computing_is_queued(
+    cuda: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """kvikio copies in blocking streams: they wait for all that is queued in the default stream."""
+
+    @contextlib.contextmanager
+    def in_a_blocking_stream() -> Iterator[None]:
+        if DEFAULT.is_busy:
+            raise TimeoutError("the default stream is still computing")
+        yield
+
+    kvikio.install(monkeypatch, in_a_blocking_stream)
+    layout = Layout(1)
+    extent = layout.allocate("weights.0", 8192)
+    device, task, back = CudaDevice(0), Work(), torch.zeros(8192, dtype=torch.uint8)
+    with Store.create([tmp_path], layout, io="kvikio") as store:
+        store.write(extent, np.full(8192, 7, np.uint8)).result()
+        device.begin_compute(task)  # type: ignore[arg-type]
+        cuda.current_stream().is_busy = True
+        store.read(extent, kvikio.on_device(back)).result()
+        assert bool((back == 7).all())
+        cuda.set_stream(DEFAULT)
+        monkeypatch.setattr(cuda.current_stream(), "is_busy", True)
+        with pytest.raises(TimeoutError):
+            store.read(extent, kvikio.on_device(back)).result()
