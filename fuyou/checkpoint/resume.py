@@ -211,10 +211,10 @@ class _Resumption:
         try:
             with contextlib.ExitStack() as stack:
                 stores: dict[int, Store] = {}
-                own: dict[int, TrainingState] = self._all_or_none(
+                own_states: dict[int, TrainingState] = self._all_or_none(
                     lambda: {shard.rank: self._open_source(shard, step, stores, stack) for shard in mine}
                 )
-                described = [(rank, replace(state, checksums=[]).to_dict()) for rank, state in own.items()]
+                described = [(rank, replace(state, checksums=[]).to_dict()) for rank, state in own_states.items()]
                 told = self._agreement.all_gather_object(described)
                 states = {rank: TrainingState.from_dict(state) for some in told for rank, state in some}
                 shards = [old.members[rank] for rank in sorted(old.members)]

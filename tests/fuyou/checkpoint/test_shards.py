@@ -45,15 +45,15 @@ def chosen(share: Share, *found: DriveScan) -> ShardSet | None:
 def test_ranks_continue_from_the_newest_step_that_all_have(
     first: tuple[int, ...], second: tuple[int, ...], step: int
 ) -> None:
-    found = chosen(NODES, *scans(shard(0, *first), shard(1, *second)))
-    assert found is not None and found.fits(NODES) and found.common_step(["host0", "host1"]) == step
+    counting = chosen(NODES, *scans(shard(0, *first), shard(1, *second)))
+    assert counting is not None and counting.fits(NODES) and counting.common_step(["host0", "host1"]) == step
 
 
 def test_no_common_step() -> None:
-    found = chosen(NODES, *scans(shard(0, 7, 6), shard(1, 9, 8)))
-    assert found is not None
+    counting = chosen(NODES, *scans(shard(0, 7, 6), shard(1, 9, 8)))
+    assert counting is not None
     with pytest.raises(UserError, match=r"host0\) has only steps up to 7.*node 1 \(host1\) has 9 and 8"):
-        found.common_step(["host0", "host1"])
+        counting.common_step(["host0", "host1"])
 
 
 @pytest.mark.parametrize(
@@ -79,11 +79,11 @@ def test_a_set_counts_when_it_is_complete() -> None:
     new = shard(0, 6, run="new", nodes=1, replaces=["abc0", "abc1"])
     before, after = DriveScan("host0", old), DriveScan("host0", [*old, new])
     for scan, nodes in ((before, 2), (after, 1)):
-        found = chosen(ALONE, scan)
-        assert found is not None and found.share.nodes == nodes and found.newest == 6
+        counting = chosen(ALONE, scan)
+        assert counting is not None and counting.share.nodes == nodes and counting.newest == 6
     later = DriveScan("host0", [*(shard(rank, 9, 8) for rank in (0, 1)), new])
-    found = chosen(ALONE, later)
-    assert found is not None and found.share.nodes == 2, "it was continued as it was"
+    counting = chosen(ALONE, later)
+    assert counting is not None and counting.share.nodes == 2, "it was continued as it was"
 
 
 def test_where_something_is_missing() -> None:
@@ -95,8 +95,8 @@ def test_where_something_is_missing() -> None:
 
 def test_another_run() -> None:
     other = shard(0, 9, run="other", nodes=1, location=OF_RUN)
-    found = chosen(ALONE, DriveScan("host0", [shard(0, 7, nodes=1), other]))
-    assert found is not None and found.newest == 7, "it lies inside, left by ranks"
+    counting = chosen(ALONE, DriveScan("host0", [shard(0, 7, nodes=1), other]))
+    assert counting is not None and counting.newest == 7, "it lies inside, left by ranks"
     with pytest.raises(UserError, match="/other holds another run than the one that continues here in /abc"):
         chosen(ALONE, DriveScan("host0", [shard(0, 7, nodes=1), replace(other, location=IN_FOLDERS)]))
     assert chosen(ALONE, DriveScan("host0", [replace(other, location=SIBLING)])) is None
