@@ -86,19 +86,16 @@ def replay(model: OpenModel, batch: Batch, columns: int) -> CachingAllocator:
     return allocator
 
 
-@pytest.mark.parametrize(
-    ("name", "rows", "tokens", "adapters"),
-    [
-        ("llama 8B", 4, 1024, False),
-        ("llama 8B", 4, 1024, True),
-        ("gpt2 1.5B", 4, 1024, False),
-        ("gemma3 4B", 8, 1024, False),
-        ("mixtral 8x7B", 4, 1024, False),
-        ("qwen3-moe 30B", 16, 512, False),
-        ("qwen3-moe 30B", 1, 1024, True),
-        ("deepseek 16B", 4, 2048, False),
-    ],
-)
+@pytest.mark.parametrize(("name", "rows", "tokens", "adapters"), [
+    ("llama 8B", 4, 1024, False),
+    ("llama 8B", 4, 1024, True),
+    ("gpt2 1.5B", 4, 1024, False),
+    ("gemma3 4B", 8, 1024, False),
+    ("mixtral 8x7B", 4, 1024, False),
+    ("qwen3-moe 30B", 16, 512, False),
+    ("qwen3-moe 30B", 1, 1024, True),
+    ("deepseek 16B", 4, 2048, False),
+])  # fmt: skip
 def test_reserved_memory_is_planned(name: str, rows: int, tokens: int, adapters: bool) -> None:
     lora = LoraConfig(r=16, target_modules="all-linear") if adapters else None
     model = OpenModel(CONFIGS[name], Precision(torch.bfloat16, torch.float32), torch.device("cpu"), lora)
