@@ -136,7 +136,7 @@ def test_a_drive_that_does_not_wait_for_the_device_is_noticed(
 def test_a_read_of_kvikio_that_fails_costs_no_committed_step(
     share: float, checkpoints: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At the first call, in the middle, and at the last: the run ends and says why, and goes on from its commit."""
+    """At the first call, in the middle, and at the last: the run ends with the reason, and resumes from its commit."""
     QueuedDevice().install(monkeypatch).install_kvikio(monkeypatch)
     give_buffers(monkeypatch, {**SCARCE, "device_blocks": 2, "host_blocks": 1})
     model, feed = checkpoints / "llama", batches(STEPS, packed=True)
