@@ -12,42 +12,30 @@ from fuyou.layout.record_parts import PiecePart
 from fuyou.layout.visits import Phase
 from fuyou.model.streamed_model import StreamedModel
 from fuyou.pieces.handles import PieceHandles
-from fuyou.pieces.run import PieceRun
+from fuyou.pieces.run import PieceRun, random_states, set_random_states
 from fuyou.schedule.tasks import ComputeTask, known
 
 
-def random_state(device: torch.device) -> torch.Tensor:
-    """Return the state of the generator that computation on ``device`` draws from."""
-    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
-
-
-def _set_random_state(state: torch.Tensor, device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.set_rng_state(state, device)
-    else:
-        torch.set_rng_state(state)
-
-
 class RandomReplay:
-    """Draws the same random numbers again inside a ``with`` block, and leaves the caller's generator as it was.
+    """Draws the same random numbers again inside a ``with`` block, and leaves the caller's generators as they were.
 
     Args:
-        state: that the generator had when they were drawn the first time.
+        states: that the generators had when they were drawn the first time.
     """
 
-    def __init__(self, state: torch.Tensor, device: torch.device):
-        self._state, self._device = state, device
+    def __init__(self, states: tuple[torch.Tensor, ...], device: torch.device):
+        self._states, self._device = states, device
 
     def __enter__(self) -> "RandomReplay":
-        self._outer = random_state(self._device)
+        self._outer = random_states(self._device)
         self.rewind()
         return self
 
     def rewind(self) -> None:
-        _set_random_state(self._state, self._device)
+        set_random_states(self._states, self._device)
 
     def __exit__(self, *_: object) -> None:
-        _set_random_state(self._outer, self._device)
+        set_random_states(self._outer, self._device)
 
 
 AddGradient = Callable[[int, str, torch.Tensor], None]  # Takes record index, parameter name, and gradient
@@ -80,17 +68,17 @@ class PieceVisits:
         task: ComputeTask,
         work: Callable[[], Any],
         documents: Documents | None,
-        random_states: tuple[torch.Tensor, ...],
+        states: tuple[torch.Tensor, ...],
     ) -> None:
         """Prepare the pass that begins with ``task``.
 
         Args:
             work: the pass, with the block's own modules; what it returns is what :meth:`end` returns.
             documents: documents that share the rows.
-            random_states: states that the generators have when it begins.
+            states: those that the generators have when it begins.
         """
         with self._stack.apart(documents):
-            run = PieceRun(work, self._stack.device, random_states)
+            run = PieceRun(work, self._stack.device, states)
         self._passes[task.micro] = _Pass(run, self._handles_of(known(task.visit.layer), task.visit.phase), documents)
 
     def _handles_of(self, layer: int, phase: Phase) -> PieceHandles:

@@ -18,7 +18,7 @@ from fuyou.model.open_model import OpenModel
 from fuyou.model.recompute.replay import BlockReplay, SavedForward
 from fuyou.model.training_batch import TrainingBatch
 from fuyou.pieces.run import fresh_random_states, random_states, set_random_states
-from fuyou.runtime.compute.piece_visits import PieceVisits, RandomReplay, random_state
+from fuyou.runtime.compute.piece_visits import PieceVisits, RandomReplay
 from fuyou.runtime.compute.task_parameters import TaskParameters, apart
 from fuyou.runtime.data_plane.data_plane import DataPlane
 from fuyou.runtime.devices.out_of_memory import explain_out_of_memory
@@ -64,7 +64,7 @@ class StepComputation:
         self.router = None if router_loss is None else RouterPass(router_loss, self._router_masks(router_loss.masked))
         """To be settled between forward and backward pass, if the loss has a router loss."""
         self._calls: list[BlockCalls | None] = [None] * len(self._micro)
-        self._random: dict[tuple[int | None, int], torch.Tensor] = {}
+        self._random: dict[tuple[int | None, int], tuple[torch.Tensor, ...]] = {}
         self._random_states: dict[tuple[int, int], tuple[torch.Tensor, ...]] = {}  # where blocks are in pieces
         self._recorded: dict[tuple[int, int], SavedForward] = {}
         self._saved: list[float] = []
@@ -171,7 +171,7 @@ class StepComputation:
 
     @torch.no_grad()
     def _embed_forward(self, task: ComputeTask) -> None:
-        self._random[None, task.micro] = random_state(self._device)
+        self._random[None, task.micro] = random_states(self._device)
         with self._stack.bound(self._parameters.real(task), before=True):
             hidden, calls = self._stack.embed(self._model_inputs(task.micro))
         if hidden.dtype != self._dtype:
@@ -181,7 +181,7 @@ class StepComputation:
 
     @torch.no_grad()
     def _block_forward(self, task: ComputeTask, layer: int) -> None:
-        self._random[layer, task.micro] = random_state(self._device)
+        self._random[layer, task.micro] = random_states(self._device)
         hidden = self._activation(task.inputs[0], self._hidden_shape(task.micro))
         calls = self._call(task.micro)
         with self._stack.bound(self._parameters.real(task)), router_logits() as logits:

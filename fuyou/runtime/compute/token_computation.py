@@ -7,7 +7,7 @@ import torch
 from fuyou.layout.visits import Phase
 from fuyou.model.loss.token_head import TokenHead
 from fuyou.model.open_model import adapters_off, evaluating
-from fuyou.runtime.compute.piece_visits import random_state
+from fuyou.pieces.run import random_states
 from fuyou.runtime.compute.step_computation import StepComputation, StepInputs
 from fuyou.schedule.tasks import ComputeTask, known
 
@@ -106,7 +106,7 @@ class TokenComputation(StepComputation):
     @torch.no_grad()
     def _head_eval(self, task: ComputeTask) -> None:
         # The head's own forward pass may draw random numbers, which its second run must draw again.
-        self._random[task.visit.layer, task.micro] = random_state(self._device)
+        self._random[task.visit.layer, task.micro] = random_states(self._device)
         hidden = self._activation(task.inputs[0], self._hidden_shape(task.micro))
         for columns in self._columns(task.micro):
             with self._stack.bound(self._parameters.real(task), before=False):

@@ -9,7 +9,8 @@ import torch
 from common.data.documents import Documents, current_documents, replace_documents
 from common.errors import FinetuneError
 from fuyou.layout.record_parts import PiecePart
-from fuyou.pieces.run import PieceRun, Use, current_supply
+from fuyou.pieces.run import PieceRun, Use, current_supply, random_states
+from fuyou.runtime.compute.piece_visits import RandomReplay
 
 PART = PiecePart("weight")
 
@@ -186,6 +187,23 @@ def test_each_pass_has_random_numbers_of_its_own():
     assert torch.equal(runs[1].result(), expected_second)
     assert torch.equal(torch.cat(outside), expected_outside)
     assert torch.equal(runs[1].random_state[0], after_second)
+
+
+def test_on_a_gpu_both_generators_draw_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some families draw from the CPU's in their blocks."""
+    gpus = torch.Generator().manual_seed(5)
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: gpus.get_state())
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, device: gpus.set_state(state))
+    device = torch.device("cuda", 0)
+
+    def draw() -> torch.Tensor:
+        return torch.cat([torch.rand(3), torch.rand(3, generator=gpus)])
+
+    states = random_states(device)
+    first, between = draw(), random_states(device)
+    with RandomReplay(states, device):
+        assert torch.equal(draw(), first)
+    assert all(map(torch.equal, random_states(device), between))
 
 
 def test_state_of_the_thread_and_of_the_process():
