@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from torch._inductor import metrics
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from common.hardware.kernels import force_kernels
+from common.models.checkpoint.compressed import tensors
 from common.models.checkpoint.compressed.parameters import CompressedParameter
 from common.models.checkpoint.compressed.tensors import Component, CompressedTensor
 from common.quantisation import fused
@@ -88,6 +90,9 @@ def compressed(name: str) -> tuple[list[CompressedParameter], float]:
 def test_a_compressed_block(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     parameters, most = compressed(name)
     assert sum(each.numel for each in parameters) == MATRICES
+    # Each table is copied once in a run, for which the host may wait.
+    copied = cache(lambda codes, device: tensors.TABLES[codes].to(device, non_blocking=True))
+    monkeypatch.setattr(tensors, "_numbers", copied)
     with counted(monkeypatch) as launches:
         for each in parameters:
             flat = torch.empty(each.numel, dtype=torch.bfloat16, device=CUDA)
