@@ -19,6 +19,7 @@ import torch
 import transformers
 from transformers import PreTrainedConfig
 
+from common.errors import UserError
 from common.files import cached_path, read_cached, write_cached
 from common.hardware.machine import core_count, cpu_count
 from common.models.meta_model import build_meta_model
@@ -34,6 +35,7 @@ from fuyou.planner.profiling.drives import measure_link, open_scratch
 from fuyou.planner.profiling.optimizer import OptimizerBench, scratch_records
 from fuyou.planner.rates import FORMAT, Contention, PartTimes, Profile
 from fuyou.runtime.devices.device import Device, optimizer_threads
+from fuyou.runtime.devices.out_of_memory import DeviceMemoryError
 from fuyou.schedule.memory_plan import MemoryPlan
 from fuyou.schedule.tasks import Resource
 
@@ -78,7 +80,8 @@ def measure(workload: ProfiledWorkload, device: Device) -> Profile:
     """Measure ``device`` and the drives of the workload's directories.
 
     Raises:
-        UserError: if the directories have no space for scratch files, or the model cannot be streamed.
+        UserError: if the directories have no space for scratch files, the model cannot be streamed, or a whole block
+            does not fit the device.
         FinetuneError: if a drive or the optimizer process failed.
     """
     start = time.monotonic()
@@ -100,6 +103,11 @@ def measure(workload: ProfiledWorkload, device: Device) -> Profile:
             threads = optimizer_threads(device)
             bench = OptimizerBench(link, scratch, workload.precision, workload.chunk_elements, threads, throttle)
             adam, contention = _contention(bench, blocks if device.shares_host_memory else None)
+    except (torch.OutOfMemoryError, DeviceMemoryError) as error:
+        raise UserError(
+            f"A whole block of this model and its gradient, which are to be measured, do not fit {device.name}: plan "
+            "with presets (finetune --plan --gpu NAME --drive NAME), or train without measuring."
+        ) from error
     finally:
         if bench is not None:
             bench.close()

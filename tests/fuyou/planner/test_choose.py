@@ -4,13 +4,17 @@ import time
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 from emulated.device import emulated_device
 from transformers import LlamaConfig
 
+from common.errors import UserError
 from fuyou.planner import PlannerContext, choose_settings, describe_training, profile_or_measure
 from fuyou.planner.profiling import Profile, ProfiledWorkload, save
+from fuyou.runtime.devices.device import CpuDevice
 from fuyou.schedule.memory_planner import MemoryPlanner
 from tests.helpers.profiles import PROFILE
 
@@ -36,6 +40,21 @@ def test_it_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     again = PlannerContext(job, device, LIMITS, [tmp_path])
     assert profile_or_measure(first) == profile_or_measure(again) == again.profile
     assert measured == [first.workload]
+
+
+def test_a_block_that_does_not_fit_the_device_is_not_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run with blocks in pieces then begins without a profile: :func:`cli.train.engine_trainer.profile_once`."""
+
+    def build(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 21 GiB")
+
+    module = import_module("fuyou.planner.profiling.measure")
+    monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(module, "build_meta_model", build)
+    monkeypatch.setattr(module, "OptimizerLink", lambda: SimpleNamespace(close=lambda: None))
+    context = PlannerContext(describe_training(CONFIG, 8, 64), CpuDevice(), LIMITS, [tmp_path])
+    with pytest.raises(UserError, match=r"whole block of this model .* do not fit cpu"):
+        profile_or_measure(context)
 
 
 def test_the_profile_at_hand_decides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
