@@ -73,7 +73,7 @@ def accelerate_loop(
             losses.append(float(loss))
         if save:
             dcp.save(get_model_state_dict(model), checkpoint_id=save)
-        return losses, _bytes(model, passes, 2) if ours else (0.0, 0.0)
+        return losses, _bytes(model, passes // 2) if ours else (0.0, 0.0)
 
 
 def sft_trainer(
@@ -104,7 +104,7 @@ def sft_trainer(
         )
         trainer.train(resume_from_checkpoint=load or None)
         losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-        return losses, _bytes(trainer.model_wrapped, steps, 1) if ours else (0.0, 0.0)
+        return losses, _bytes(trainer.model_wrapped, steps) if ours else (0.0, 0.0)
 
 
 def _tokenizer() -> Any:
@@ -115,11 +115,10 @@ def _tokenizer() -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w1", pad_token="w2", unk_token="w0")
 
 
-def _bytes(model: Any, passes: int, micro_batches: int) -> tuple[float, float]:
-    """Bytes that a node sent, and what the formula says."""
+def _bytes(model: Any, steps: int) -> tuple[float, float]:
+    """Bytes that a node sent, and what the formula says of steps that reduce once."""
     sharding = fcdp.sharding(model)
-    steps = passes // micro_batches
-    formula = sum(sharding.inter_node_bytes(micro_batches, first_step=not step) for step in range(steps))
+    formula = sum(sharding.inter_node_bytes(1, first_step=not step) for step in range(steps))
     sent = torch.tensor(float(sharding.traffic.inter_node))
     dist.all_reduce(sent)
     return float(sent) / 2, formula
