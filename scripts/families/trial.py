@@ -149,10 +149,13 @@ class _Trial:
                 engine.step()
                 losses.append(float(loss))
             trained = {name: value.clone() for name, value in engine.named_parameters()}
+            evaluated = self._evaluated(engine, batches[0]) if self._mode.name == "plain" else []
         self._finding.seconds["engine"] = time.monotonic() - began
         if expected is None:
             expected = self._adapters_in_memory(checkpoint, batches, first)
         self._judge(expected, losses, trained)
+        if self._finding.verdict == "exact":
+            self._judge_evaluations(evaluated)
 
     # -- both ways --------------------------------------------------------------------------------------------------
 
@@ -193,6 +196,22 @@ class _Trial:
             weight_decay=self._rate["weight_decay"], prove=not mode.unproven,
             packed=mode.packed,
         )  # fmt: skip
+
+    def _evaluated(self, engine: fuyou.Engine, batch: dict[str, torch.Tensor]) -> list[tuple[str, float, float]]:
+        """Export the model; return pairs of losses that must be equal, and what they say."""
+        given: dict[str, Any] = dict(batch)
+        rows: list[dict[str, Any]] = [
+            {name: value[row : row + 1] for name, value in batch.items()} for row in range(self._mode.rows)
+        ]
+        alone = sum(engine.eval_loss(**row, router_loss=False) for row in rows) / len(rows)
+        engine.save_pretrained(self._work / "exported")
+        exported = self._load(self._work / "exported", self._dtype).eval()
+        with torch.no_grad():
+            loaded = float(exported(**batch, use_cache=False).loss)
+        return [
+            ("each row is evaluated alone", engine.eval_loss(**given, router_loss=False), alone),
+            ("transformers evaluates the export", engine.eval_loss(**given), loaded),
+        ]
 
     def _load(self, checkpoint: Path, dtype: torch.dtype) -> PreTrainedModel:
         model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=dtype)
@@ -248,6 +267,12 @@ class _Trial:
             finding.reason = f"loss of step {step + 1}: {losses[step]:.6f}, in memory {expected.losses[step]:.6f}"
         elif worst > 1:
             finding.verdict, finding.reason = "wrong", f"weights differ by {finding.weight_difference:.1e}"
+
+    def _judge_evaluations(self, evaluated: list[tuple[str, float, float]]) -> None:
+        for what, loss, other in evaluated:
+            if not abs(loss - other) <= APART_LOSS:
+                self._finding.verdict = "wrong"
+                self._finding.reason = f"evaluates to {loss:.6f}, and to {other:.6f} where {what}"
 
 
 @dataclass

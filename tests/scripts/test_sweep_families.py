@@ -57,8 +57,12 @@ def test_what_is_wrong_is_called_wrong(what: str, tmp_path: Path) -> None:
     assert finding.verdict == "wrong"
     assert finding.reason.startswith("loss of step 2" if what == "loss" else "weights differ by 1.0e-06")
     finding = Finding("x", "crash")
-    _Trial("x", Mode(), tmp_path, finding)._judge(expected, [2.0, 1.5], weights)
+    trial = _Trial("x", Mode(), tmp_path, finding)
+    trial._judge(expected, [2.0, 1.5], weights)
+    trial._judge_evaluations([("it is whole", 2.0, 2.0 + 1e-6)])
     assert finding.verdict == "exact"
+    trial._judge_evaluations([("it is whole", 2.0, 2.0), ("it is exported", 2.0, 2.1)])
+    assert (finding.verdict, finding.reason) == ("wrong", "evaluates to 2.000000, and to 2.100000 where it is exported")
 
 
 @pytest.mark.usefixtures("_importable")

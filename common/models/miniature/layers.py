@@ -41,7 +41,10 @@ TOWER = re.compile("vision|audio|siglip|vit|clip|encodec|t5")
 ROTARY = ("rope_parameters", "rope_theta", "rope_scaling", "rotary_dim", "rotary_pct", "partial_rotary_factor")
 PIXELS = re.compile(r"kernel|sampl|num_mel|stride|tile|crop|bins|buckets|buffer|codebook")
 STATE = re.compile(r"d_state$|state_size$|_rank$|lora_rank|dt_rank")
-NOT_SIZES = re.compile(r"^(id2label|label2id|transformers_version|architectures|seed|pretraining_tp)$")
+# The last: beyond it, xLSTM evaluates chunk by chunk, and calls its blocks many times, which are not trained like that.
+NOT_SIZES = re.compile(
+    r"^(id2label|label2id|transformers_version|architectures|seed|pretraining_tp|max_inference_chunksize)$"
+)
 
 
 LEAST_LAYERS = 3
