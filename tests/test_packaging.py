@@ -33,7 +33,7 @@ def test_the_lowest_versions_are_those_that_are_allowed() -> None:
 
 @pytest.mark.parametrize("package", ["fuyou", "fcdp"])
 @pytest.mark.parametrize("kind", ["package", "module", "folder"])
-def test_refuses_somebody_elses_common(tmp_path: Path, package: str, kind: str) -> None:
+def test_rejects_somebody_elses_common(tmp_path: Path, package: str, kind: str) -> None:
     foreign = tmp_path / {"package": "common/__init__.py", "module": "common.py", "folder": "common/tools.py"}[kind]
     foreign.parent.mkdir(exist_ok=True)
     foreign.write_text("answer = 42\n")

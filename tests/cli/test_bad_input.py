@@ -129,7 +129,7 @@ def test_loss_that_is_not_a_number(finetune: Finetune, checkpoint: Path, tmp_pat
 
 
 @pytest.mark.parametrize("debug", [False, True])
-def test_what_nobody_expected(
+def test_the_unexpected(
     debug: bool, checkpoint: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     def fail(path: object) -> None:

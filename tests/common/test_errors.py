@@ -26,7 +26,7 @@ def test_suggests_the_nearest_name_or_nothing() -> None:
     ("`docker run --memory 4g`, or --io posix", "`docker run --memory 4g`, or io posix"),
     ("three -- four --5 a--b", "three -- four --5 a--b"),
 ])  # fmt: skip
-def test_options_are_named_as_whoever_reads_gives_them(
+def test_options_are_named_as_the_reader_types_them(
     written: str, keywords: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     error = UserError(written)

@@ -24,7 +24,7 @@ def test_reads_sizes(text: str | int, count: int) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "GiB", "12 parsecs", "-1GiB", "1e9", "1,5G", "24 G i B", "4GiB extra"])
-def test_refuses_what_is_no_size(text: str) -> None:
+def test_rejects_what_is_no_size(text: str) -> None:
     with pytest.raises(UserError, match="is not a size"):
         parse_bytes(text)
 

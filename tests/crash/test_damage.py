@@ -83,7 +83,9 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> Reference:
     ("write", "eio"), ("write", "enospc"), ("read", "eio"), ("sync", "eio"), ("rename", "enospc"),
     ("allocate", "enospc"),
 ])  # fmt: skip
-def test_a_drive_that_fails_is_told_and_survived(kind: str, action: str, expected: Reference, tmp_path: Path) -> None:
+def test_a_drive_that_fails_is_reported_and_survived(
+    kind: str, action: str, expected: Reference, tmp_path: Path
+) -> None:
     """At the n-th call of a kind and ever after: one message that names it, nothing hangs, the run can continue."""
     at = {"write": 70, "read": 20, "sync": 26, "rename": 7, "allocate": 2}[kind]
     run = Run(tmp_path / "run", {"host_cache": 0}, fault=Fault(at, action, kind, forever=True))

@@ -48,7 +48,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @settings(max_examples=100)
 @given(field=st.sampled_from(["store", "index", "count", "complete", "layout", "more"]), value=anything)
-def test_an_identity_of_any_content_is_taken_or_refused(place: Path, field: str, value: object) -> None:
+def test_an_identity_of_any_content_is_taken_or_rejected(place: Path, field: str, value: object) -> None:
     content = {"format": FORMAT, "store": "x", "index": 1, "count": 2, "complete": True, "layout": layout()}
     write_sealed(place / IDENTITY_FILE, content | {field: value})
     try:
@@ -63,7 +63,7 @@ def test_an_identity_of_any_content_is_taken_or_refused(place: Path, field: str,
     [[0, 1 << 62, 4096], [0, -1, 4096], [4096, 10, 4096], [0, 10, 0], [0, 10, 1 << 40], [0, 10, 100], [0, 1.5, 4096]],
 )
 @pytest.mark.parametrize("name", ["weights.0", "../weights", "/etc/passwd", "..", ""])
-def test_absurd_extents_and_names_are_refused(place: Path, extent: list, name: str) -> None:
+def test_absurd_extents_and_names_are_rejected(place: Path, extent: list, name: str) -> None:
     described = {"directories": 1, "files": {name: [extent]}}
     content = {"format": FORMAT, "store": "x", "index": 0, "count": 1, "complete": True, "layout": described}
     write_sealed(place / IDENTITY_FILE, content)
@@ -78,7 +78,7 @@ def test_absurd_extents_and_names_are_refused(place: Path, extent: list, name: s
         anything, min_size=1, max_size=3,
     )
 )  # fmt: skip
-def test_a_state_of_any_content_is_taken_or_refused(changed: dict) -> None:
+def test_a_state_of_any_content_is_taken_or_rejected(changed: dict) -> None:
     good = TrainingState(3, 1, "id", "model", "bf16", "fp32", 2).to_dict()
     try:
         state = TrainingState.from_dict({**good, **changed})
@@ -89,7 +89,7 @@ def test_a_state_of_any_content_is_taken_or_refused(changed: dict) -> None:
 
 @settings(max_examples=100)
 @given(field=st.sampled_from(["what", "extent", "sums"]), value=anything)
-def test_a_checksum_of_any_content_is_taken_or_refused(field: str, value: object) -> None:
+def test_a_checksum_of_any_content_is_taken_or_rejected(field: str, value: object) -> None:
     good = {"what": "head, parameters", "extent": ["weights.0", 0, 4096, 4096], "sums": ["00ff"]}
     try:
         sealed = ChecksummedExtent.from_dict({**good, field: value})
@@ -98,7 +98,7 @@ def test_a_checksum_of_any_content_is_taken_or_refused(field: str, value: object
     assert isinstance(hash(sealed.extent), int) and all(isinstance(number, int) for number in sealed.sums)
 
 
-def test_a_state_of_an_older_version_is_refused_with_both_numbers() -> None:
+def test_a_state_of_an_older_version_is_rejected_with_both_numbers() -> None:
     older = TrainingState(3, 1, "id", "model", "bf16", "fp32", 2).to_dict() | {"format": STATE_FORMAT - 1}
     with pytest.raises(UserError, match=f"format {STATE_FORMAT - 1}; this version reads format {STATE_FORMAT}"):
         TrainingState.from_dict(older)
@@ -113,7 +113,7 @@ def test_a_state_of_a_version_that_trained_selected_experts() -> None:
 
 
 @pytest.mark.parametrize("file", ["../other.safetensors", "/etc/passwd", "a/../../b"])
-def test_an_index_names_files_of_its_own_directory_only(tmp_path: Path, file: str) -> None:
+def test_an_index_names_files_of_the_same_directory_only(tmp_path: Path, file: str) -> None:
     (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"weight": file}}))
     with pytest.raises(FinetuneError, match="not the name of a file in this directory"):
         Shards(tmp_path)
@@ -147,7 +147,7 @@ def test_a_broken_line_is_named(tmp_path: Path, bad: bytes, what: str) -> None:
 
 @settings(max_examples=30, deadline=None)
 @given(content=st.binary(max_size=80), kind=st.sampled_from([".jsonl", ".json", ".csv", ".tsv", ".txt", ".parquet"]))
-def test_data_files_of_any_content_are_read_or_refused_by_name(place: Path, content: bytes, kind: str) -> None:
+def test_data_files_of_any_content_are_read_or_rejected_by_name(place: Path, content: bytes, kind: str) -> None:
     file = place / f"data{kind}"
     file.write_bytes(content)
     try:
@@ -159,7 +159,7 @@ def test_data_files_of_any_content_are_read_or_refused_by_name(place: Path, cont
 
 @settings(max_examples=60, deadline=None)
 @given(data=st.data(), kind=st.sampled_from([".jsonl", ".json", ".csv", ".tsv", ".txt", ".parquet"]))
-def test_damaged_data_files_are_read_or_refused_by_name(place: Path, data: st.DataObject, kind: str) -> None:
+def test_damaged_data_files_are_read_or_rejected_by_name(place: Path, data: st.DataObject, kind: str) -> None:
     """Good files, in which some bytes are others, missing, or too many."""
     file = place / f"good{kind}"
     if kind == ".txt":
@@ -194,7 +194,7 @@ SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_val
     ),
     cut=st.none() | st.integers(0, 100),
 )  # fmt: skip
-def test_a_checkpoints_configuration_of_any_content_is_taken_or_refused(
+def test_a_checkpoints_configuration_of_any_content_is_taken_or_rejected(
     place: Path, changed: dict, cut: int | None
 ) -> None:
     """And takes no memory, however large it says it is."""
@@ -211,7 +211,7 @@ CLUSTER = tomllib.loads(preset_files("clusters")["a100-ib"].read_text())
     changed=st.dictionaries(st.sampled_from(sorted(CLUSTER)), anything, min_size=1, max_size=2),
     level=st.none() | st.tuples(st.sampled_from(sorted(CLUSTER["level"][0])), anything),
 )
-def test_a_clusters_profile_of_any_content_is_taken_or_refused(
+def test_a_clusters_profile_of_any_content_is_taken_or_rejected(
     place: Path, changed: dict, level: tuple[str, object] | None
 ) -> None:
     facts = {**CLUSTER, **changed}
@@ -226,7 +226,7 @@ def test_a_clusters_profile_of_any_content_is_taken_or_refused(
 
 @settings(max_examples=60, deadline=None)
 @given(text=st.text(alphabet='[]{}="a.#\\n1\\u0000-', max_size=30) | st.just("a = " + "[" * 100_000))
-def test_a_preset_or_file_of_options_of_any_text_is_taken_or_refused(place: Path, text: str) -> None:
+def test_a_preset_or_file_of_options_of_any_text_is_taken_or_rejected(place: Path, text: str) -> None:
     (place / "cluster.toml").write_text(text)
     _is_decided(lambda: load_cluster(str(place / "cluster.toml")))
     (place / "options.toml").write_text(text)
@@ -236,7 +236,7 @@ def test_a_preset_or_file_of_options_of_any_text_is_taken_or_refused(place: Path
 
 @settings(max_examples=60, deadline=None)
 @given(key=st.sampled_from(["steps", "ssd", "lr", "training", "memory", "save", "nothing"]), value=anything)
-def test_options_in_a_file_of_any_value_are_taken_or_refused(place: Path, key: str, value: object) -> None:
+def test_options_in_a_file_of_any_value_are_taken_or_rejected(place: Path, key: str, value: object) -> None:
     (place / "options.toml").touch()
     context = build_command(lambda **options: 0).make_context
     with patch("cli.options.config_file.tomllib.loads", lambda text: {key: value}):

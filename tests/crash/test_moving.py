@@ -139,7 +139,7 @@ def test_records_are_the_same_on_any_drives(ssd: list[Path], layout: ModelLayout
         before, [at, *after] = at, after
 
 
-def test_a_drive_that_is_not_there_is_told_and_nothing_is_guessed(ssd: list[Path], layout: ModelLayout) -> None:
+def test_a_drive_that_is_missing_is_reported_and_nothing_is_guessed(ssd: list[Path], layout: ModelLayout) -> None:
     expected = make_run(ssd[:3], layout)
     for drives in (on(ssd[:2]), on(ssd[:2], [ssd[3]]), on([*ssd[:2], ssd[3]])):
         with pytest.raises(UserError, match=r"over 3 directories, and number 3 is not among .* with leave_ssd. If"):
@@ -199,7 +199,7 @@ def test_a_run_that_was_being_overwritten_is_not_taken_for_one_that_lacks_a_driv
         opened(on(ssd[:3]), layout)
 
 
-def test_too_little_space_is_told_before_anything_is_done(
+def test_too_little_space_is_reported_before_anything_is_done(
     ssd: list[Path], layout: ModelLayout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Both copies are there at once, with 1 MiB for the small files of each of three drives."""
@@ -262,7 +262,7 @@ def test_damage_is_found_before_anything_is_given_up(ssd: list[Path], layout: Mo
     assert len(damage) == 1
 
 
-def test_a_manifest_without_a_checksum_or_with_another_is_refused(ssd: list[Path], layout: ModelLayout) -> None:
+def test_a_manifest_without_a_checksum_or_with_another_is_rejected(ssd: list[Path], layout: ModelLayout) -> None:
     count = len(make_run(ssd[:2], layout))
     with Store.open([path / "run" for path in ssd[:2]]) as store:
         whole = load_manifest(store.directories[0])

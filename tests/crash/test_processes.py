@@ -15,7 +15,7 @@ from common.store import DirectoryLock, Layout, Store, StoreError
 from tests.helpers.small_engine import small_engine, train
 
 
-def test_a_second_run_is_refused_and_a_dead_one_leaves_no_lock(tmp_path: Path) -> None:
+def test_a_second_run_is_rejected_and_a_dead_one_leaves_no_lock(tmp_path: Path) -> None:
     with small_engine(tmp_path, lr=1e-3) as engine:
         train(engine, 1)
         with pytest.raises(UserError, match=f"in use by another run .process {os.getpid()}."):
@@ -26,7 +26,7 @@ def test_a_second_run_is_refused_and_a_dead_one_leaves_no_lock(tmp_path: Path) -
     ]  # fmt: skip
 
 
-def test_what_a_killed_run_left_beside_its_store_is_removed_by_the_next(tmp_path: Path) -> None:
+def test_what_a_killed_run_left_next_to_its_store_is_removed_by_the_next(tmp_path: Path) -> None:
     """Also by one that needs no such room itself."""
     scratch, layout = tmp_path / "fuyou-run" / "scratch", Layout(1)
     layout.allocate("gradients", 1 << 20)
@@ -95,7 +95,7 @@ def test_a_hung_optimizer_process_is_noticed_and_killed(tmp_path: Path, monkeypa
         assert train(engine, 1) != losses
 
 
-def test_memory_that_is_not_there_is_missed_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_is_missing_is_noticed_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fuyou.engine.common_decisions.memory_available_bytes", lambda: 10 << 20)
     with pytest.raises(UserError, match=r"would take .* of host memory, and 10.* available"):
         small_engine(tmp_path)

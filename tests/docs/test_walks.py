@@ -27,7 +27,7 @@ def test_no_file_is_a_stop_twice() -> None:
     assert max(Counter(file for walk in WALKS for file, _ in STOP.findall(walk)).values()) == 1
 
 
-def test_files_beside_the_tables_are_there() -> None:
+def test_files_next_to_the_tables_are_there() -> None:
     for walk in WALKS:
         for file in re.findall(r"`([\w/]+/\w+\.py)`", walk):
             assert (ROOT / file).exists(), file

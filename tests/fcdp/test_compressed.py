@@ -12,7 +12,7 @@ from tests.helpers.fcdp.engine_cases import Run
 from tests.helpers.fcdp.pool import Pool
 
 
-def test_ranks_share_the_bytes_and_others_go_on(model: str, pool: Pool, tmp_path: Path) -> None:
+def test_ranks_share_the_bytes_and_others_continue(model: str, pool: Pool, tmp_path: Path) -> None:
     """Two ranks of a node equal one rank; then one continues alone, with the bytes of both."""
     directory = str(tmp_path / "fp8")
     twin = str(compress(Path(model), tmp_path / "fp8", "fp8"))

@@ -45,7 +45,7 @@ def test_ranks_skip_a_step_together(model: str, pool: Pool, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("layout", [(1, 2), (2, 1)])
 @pytest.mark.parametrize("adapters", [None, AdapterOptions(4, 8.0, 0.0, (ALL_LINEAR,))])
-def test_what_is_not_finite_is_exported_by_no_rank(
+def test_nonfinite_values_are_exported_by_no_rank(
     layout: tuple[int, int], adapters: AdapterOptions | None, model: str, pool: Pool, tmp_path: Path
 ) -> None:
     """With adapters, merged ones: these files go first, so that all of an earlier run's stay together."""
@@ -124,7 +124,7 @@ def test_parameters_of_ranks_that_pass_host_memory(
         assert reads >= run.steps
 
 
-def test_exchanges_are_launched_in_one_order_where_nccl_wants_it(model: str, pool: Pool, tmp_path: Path) -> None:
+def test_exchanges_are_launched_in_one_order_where_nccl_needs_it(model: str, pool: Pool, tmp_path: Path) -> None:
     """On 2 nodes of 2 ranks, whose three kinds of exchange of device memory are ready in any order."""
     options = {"dtype": "fp32", "micro_batch": 1}
     alone = cases.train(None, Run(model, tmp_path / "alone", options=options))
@@ -156,7 +156,9 @@ def test_ranks_share_a_loss_over_log_probabilities(
         assert torch.equal(ranks[0].masters[name], ranks[1].masters[name])
 
 
-def test_ranks_compute_in_what_the_first_is_fast_in_and_go_on_in_that(model: str, pool: Pool, tmp_path: Path) -> None:
+def test_ranks_compute_in_what_the_first_is_fast_in_and_continue_in_that(
+    model: str, pool: Pool, tmp_path: Path
+) -> None:
     options = {"dtype": "auto", "micro_batch": 2}
     alone = cases.train(None, Run(model, tmp_path / "alone", options={**options, "dtype": "bf16"}))
     run = Run(model, tmp_path / "ranks", 3, options=options)

@@ -106,7 +106,7 @@ def _mistakes(topology: fcdp.Topology) -> list[str]:
     return said
 
 
-def test_what_cannot_be_is_refused(pool: Pool) -> None:
+def test_what_cannot_be_is_rejected(pool: Pool) -> None:
     words = ["is not sharded", "over 2 of the 4", "called once", "node by node", "one dimension, or two", "one whole"]
     words += ["[0, 2, 1, 3]", "fcpd"]
     for said in pool.run(FOUR, cases.on_nodes_of_two, _mistakes):

@@ -91,7 +91,7 @@ def _step_half_way(topology: fcdp.Topology) -> str:
     return message
 
 
-def test_an_optimizer_step_before_the_last_micro_batch_is_refused(pool: Pool) -> None:
+def test_an_optimizer_step_before_the_last_micro_batch_is_rejected(pool: Pool) -> None:
     assert all("set_is_last_micro_batch(True)" in message for message in pool.run((2, 2), _step_half_way))
 
 
@@ -133,7 +133,7 @@ def _bad_numbers(topology: fcdp.Topology) -> list[str]:
     return messages
 
 
-def test_what_cannot_be_is_refused_on_every_rank(pool: Pool) -> None:
+def test_what_cannot_be_is_rejected_on_every_rank(pool: Pool) -> None:
     words = ["same number of ranks", "LOCAL_WORLD_SIZE is not set", "runs 3", "'fcdp'", "0 to 1, not 90", "not sharded"]
     for messages in pool.run((3, 1), _bad_numbers):
         for message, part in zip(messages, words, strict=True):

@@ -53,7 +53,7 @@ def test_two_ranks_equal_one_with_whole_blocks(
 
 
 @pytest.mark.slow
-def test_other_ranks_go_on_with_the_same_pieces(mixture: str, pool: Pool, tmp_path: Path) -> None:
+def test_other_ranks_continue_with_the_same_pieces(mixture: str, pool: Pool, tmp_path: Path) -> None:
     """Two nodes, then one, then two ranks of one node, of which the second has drives that held nothing."""
     options = {"dtype": "bf16", "micro_batch": 2, "piece_size": "10KiB", "host_cache": 0}
     run = Run(mixture, tmp_path / "ranks", 1, options=options)

@@ -188,7 +188,7 @@ def test_a_loss_that_is_not_finite_ends_every_rank(pool: Pool, checkpoint: Path,
 @pytest.mark.parametrize("adapters", [None, AdapterOptions(3, targets=("q_proj", "down_proj"))])
 @pytest.mark.parametrize("checkpoint", ["untied"], indirect=True)
 @pytest.mark.filterwarnings("ignore")
-def test_what_is_not_finite_is_exported_by_no_rank(
+def test_nonfinite_values_are_exported_by_no_rank(
     pool: Pool, checkpoint: Path, adapters: AdapterOptions | None, tmp_path: Path
 ) -> None:
     poisoned = AutoModelForCausalLM.from_pretrained(checkpoint)
@@ -210,7 +210,7 @@ def test_what_is_not_finite_is_exported_by_no_rank(
 @pytest.mark.parametrize(
     "wrong", [{"eps": math.nan}, {"betas": (0.9, 1.0)}, {"weight_decay": -1}, {"max_grad_norm": math.inf}]
 )
-def test_numbers_that_are_none_are_refused(wrong: dict[str, Any]) -> None:
+def test_numbers_that_are_none_are_rejected(wrong: dict[str, Any]) -> None:
     with pytest.raises(UserError, match=next(iter(wrong))):
         TrainerConfig(**wrong)
 
@@ -279,7 +279,7 @@ def test_packed_rows_train_as_their_documents_alone(family: str, pool: Pool, tmp
         torch.testing.assert_close(tuned[name], value, rtol=1e-3, atol=3e-5)
 
 
-def test_rows_whose_documents_cannot_be_kept_apart_are_refused(pool: Pool, tmp_path: Path) -> None:
+def test_rows_whose_documents_cannot_be_kept_apart_are_rejected(pool: Pool, tmp_path: Path) -> None:
     config = small_config("bart")
     config.vocab_size = VOCABULARY
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
@@ -287,7 +287,7 @@ def test_rows_whose_documents_cannot_be_kept_apart_are_refused(pool: Pool, tmp_p
         pool.run((2, 1), train, Run(str(tmp_path / "model"), tmp_path / "commits", steps=1, rows=4))
 
 
-def test_ranks_run_beside_their_gpus(pool: Pool, tmp_path: Path) -> None:
+def test_ranks_run_next_to_their_gpus(pool: Pool, tmp_path: Path) -> None:
     first, second = sorted(os.sched_getaffinity(0))[:2]  # one in each NUMA node of this machine
     for node, cores in enumerate((first, second)):
         (tmp_path / f"node/node{node}").mkdir(parents=True)

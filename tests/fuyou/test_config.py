@@ -69,7 +69,7 @@ def test_unknown_and_missing_options_are_those_of_the_engine() -> None:
     ({"run_name": "a/b"}, "run_name is the name of a folder in each directory of ssd, not 'a/b'"),
     ({"run_name": ".."}, "run_name"),
 ])  # fmt: skip
-def test_impossible_values_are_refused_before_anything_is_opened(options: dict, message: str) -> None:
+def test_impossible_values_are_rejected_before_anything_is_opened(options: dict, message: str) -> None:
     with pytest.raises(UserError, match=message):
         fuyou.Engine("no such model", ssd=["/no/such/drive"], **options)
 
@@ -86,6 +86,6 @@ def test_the_package_shows_what_it_has() -> None:
     assert fuyou.__version__[0].isdigit()
 
 
-def test_a_model_object_is_refused(tmp_path: Path) -> None:
+def test_a_model_object_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="takes a checkpoint's directory or a configuration, not a Linear"):
         fuyou.Engine(torch.nn.Linear(1, 1), ssd=[tmp_path])  # type: ignore[arg-type]

@@ -76,7 +76,7 @@ def test_updates_in_the_backward_pass_are_the_same_updates(tmp_path: Path) -> No
 
 
 @pytest.mark.usefixtures("_forked_contenders")
-def test_one_that_dies_is_told_with_its_last_words(tmp_path: Path) -> None:
+def test_one_that_dies_is_reported_with_its_last_output(tmp_path: Path) -> None:
     task = Task({**TINY, "n_head": 7}, 2, 24, 2, str(tmp_path))
     with pytest.raises(ContenderFailedError, match=r"exit status 1: .*divisible"):
         start("peers.in_memory", task, watch=False)
@@ -155,7 +155,7 @@ def test_ladder_counts_parameters_as_the_model_does() -> None:
     assert sizes == sorted(sizes)
 
 
-def test_the_climb_goes_on_above_what_a_smaller_cap_allowed() -> None:
+def test_the_climb_continues_above_what_a_smaller_cap_allowed() -> None:
     ladder = [bench_max_model.Rung(layers, 64) for layers in (1, 2, 3, 4)]
     tried: list[int] = []
 

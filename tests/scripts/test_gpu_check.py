@@ -125,7 +125,7 @@ def test_the_largest_model_that_the_drive_holds(
     assert gpu_check.usual_presets(tmp_path) == ("gpt3-1.3b", *larger)
 
 
-def test_what_there_was_no_time_for_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_there_was_no_time_for_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(SCRIPTS)
     from gpu.report import render
 

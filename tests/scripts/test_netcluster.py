@@ -65,12 +65,12 @@ def test_rates(rate: str, bits: float | None) -> None:
 
 
 @pytest.mark.parametrize("rate", ["", "1", "fast", "1gb", "-1gbit", "0gbit", "1 gbit"])
-def test_what_is_no_rate(rate: str) -> None:
+def test_not_a_rate(rate: str) -> None:
     with pytest.raises(UserError, match="is not a rate"):
         netcluster.rate_bits(rate)
 
 
-def test_without_root_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_root_it_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     with pytest.raises(UserError, match="needs root"):
         netcluster.Cluster(2).__enter__()
@@ -82,7 +82,7 @@ def test_counters_need_a_node() -> None:
 
 
 @needs_namespaces
-def test_links_are_as_slow_as_asked_and_counted() -> None:
+def test_links_are_as_slow_as_requested_and_counted() -> None:
     before = _namespaces()
     nbytes = 4_000_000
     done = _up("--rate", "40mbit", command=[sys.executable, "-c", SEND, str(nbytes), str(SCRIPT.parent)])

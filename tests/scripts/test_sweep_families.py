@@ -45,7 +45,7 @@ def test_parts_are_all() -> None:
 
 @pytest.mark.usefixtures("_importable")
 @pytest.mark.parametrize("what", ["loss", "weight"])
-def test_what_is_wrong_is_called_wrong(what: str, tmp_path: Path) -> None:
+def test_wrong_results_are_called_wrong(what: str, tmp_path: Path) -> None:
     from families.trial import Finding, Mode, _Expected, _Trial
 
     weights = {"a": torch.ones(4), "b": torch.ones(4)}

@@ -61,7 +61,7 @@ def test_options_about_data_are_for_runs_with_data(finetune: Finetune, checkpoin
     check(finetune("--plan", "--model", checkpoint, "--drop-long"), 2, "--drop-long", "add --data")
 
 
-def test_turns_that_nobody_would_train_on(finetune: Finetune, checkpoint: Path, tmp_path: Path) -> None:
+def test_turns_without_anything_to_train_on(finetune: Finetune, checkpoint: Path, tmp_path: Path) -> None:
     gpt = [SHORT[0], {"role": "gtp", "content": "Yes"}]
     file = write(tmp_path / "gpt.jsonl", SHORT, None, gpt)
     refused = finetune("--model", checkpoint, "--data", file, *SMALL)

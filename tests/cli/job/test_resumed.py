@@ -21,7 +21,7 @@ SMALL = ("--batch-size", "2", "--seq-len", "32", "--gpu", "cpu")
 
 
 @pytest.mark.parametrize("words", [["--resume", "auto"], ["--resume=auto"], ["--resume-auto"]])
-def test_resume_auto_is_a_flag_of_its_own(words: list[str]) -> None:
+def test_resume_auto_is_a_separate_flag(words: list[str]) -> None:
     options = parse_command_line(["--model", "auto", *words, "--steps", "3"]).params
     assert (options["resume"], options["resume_auto"], options["steps"]) == (False, True, 3)
 

@@ -36,7 +36,7 @@ def begun(job: Job, step: int = 3) -> Any:
     return engine
 
 
-def test_a_new_run_remembers_its_settings_and_may_go_on_with_them() -> None:
+def test_a_new_run_remembers_its_settings_and_may_continue_with_them() -> None:
     engine: Any = SimpleNamespace(user_state={}, step_count=0)
     check_same_run(job(), engine)
     assert engine.user_state["run"]["--batch-size"] == 4
@@ -51,7 +51,7 @@ def test_a_new_run_remembers_its_settings_and_may_go_on_with_them() -> None:
     ({"total": 12}, "began with --steps 10, and now it is --steps 12"),
     ({"data_key": "def"}, "--data is not what this run began with"),
 ])  # fmt: skip
-def test_another_setting_is_refused_by_name(change: dict[str, Any], message: str) -> None:
+def test_another_setting_is_rejected_by_name(change: dict[str, Any], message: str) -> None:
     engine = begun(job())
     with pytest.raises(UserError, match=message):
         check_same_run(job(**change), engine)
@@ -78,7 +78,7 @@ def test_a_run_with_an_option_that_was_removed() -> None:
         check_same_run(job(), run)
 
 
-def test_a_constant_rate_may_go_on_for_longer_but_not_be_over_already() -> None:
+def test_a_constant_rate_may_run_longer_but_not_end_before_now() -> None:
     engine = begun(job(schedule="constant"), 7)
     check_same_run(job(schedule="constant", total=100), engine)
     with pytest.raises(UserError, match="7 steps already, more than --steps 6"):

@@ -62,7 +62,7 @@ def held_out(output: Path) -> list[tuple[int, float]]:
 
 
 @pytest.mark.slow
-def test_two_ranks_train_as_the_engine_does_and_three_go_on(
+def test_two_ranks_train_as_the_engine_does_and_three_continue(
     finetune: Finetune, checkpoint: Path, data: Path, tmp_path: Path, reference: tuple[list[dict[str, Any]], Path]
 ) -> None:
     output, report = tmp_path / "out", tmp_path / "report.json"
@@ -97,7 +97,7 @@ def test_two_ranks_train_as_the_engine_does_and_three_go_on(
     assert files == {path.name for path in reference[1].iterdir()} - {"store"}
 
 
-def test_a_run_that_began_without_a_measured_cluster_goes_on_as_it_was(
+def test_a_run_that_began_without_a_measured_cluster_continues_as_it_was(
     finetune: Finetune, checkpoint: Path, data: Path, tmp_path: Path
 ) -> None:
     command = ("--model", checkpoint, "--data", data, *COMMON, "--output", tmp_path, "--nodes", 1, "--gpus-per-node", 2)
@@ -280,7 +280,7 @@ def refusal(
     return errors[0]
 
 
-def test_nodes_that_differ_are_told_how(
+def test_nodes_that_differ_are_reported(
     pair: Pair, checkpoint: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     words = ("--model", checkpoint, *COMMON, "--steps", 2, "--output", tmp_path / "out")
@@ -289,7 +289,7 @@ def test_nodes_that_differ_are_told_how(
 
 
 @pytest.mark.slow
-def test_nodes_with_different_code_are_told_so(
+def test_nodes_with_different_code_are_reported(
     pair: Pair, checkpoint: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     for package in ("cli", "common", "fcdp", "fuyou"):
@@ -302,7 +302,7 @@ def test_nodes_with_different_code_are_told_so(
     assert len(set(re.findall(r"(?:is|and) ([0-9a-f]{12}) on ", error))) == 2
 
 
-def test_unequal_ranks_per_node_are_refused(
+def test_unequal_ranks_per_node_are_rejected(
     pair: Pair, checkpoint: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     words = ("--model", checkpoint, *COMMON, "--steps", 2, "--output", tmp_path / "out", "--gpus-per-node", 1)

@@ -24,7 +24,7 @@ def fastest(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return answer
 
 
-def test_a_run_says_what_it_computes_in_and_goes_on_in_that(
+def test_a_run_says_what_it_computes_in_and_continues_in_that(
     checkpoint: Path, tmp_path: Path, fastest: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = ["--model", str(checkpoint), "--batch-size", "1", "--seq-len", "16", "--gpu", "cpu", "--no-save"]
@@ -39,7 +39,7 @@ def test_a_run_says_what_it_computes_in_and_goes_on_in_that(
     assert 'dtype = "fp32"' in (tmp_path / "run" / "config.toml").read_text()
 
 
-def test_what_is_asked_for_is_not_decided(fastest: list[str]) -> None:
+def test_what_is_requested_is_not_decided(fastest: list[str]) -> None:
     assert with_dtype(Settings(model="m", gpu="cpu")).dtype == "fp32"
     assert with_dtype(Settings(model="m", gpu="cpu", dtype="bf16")).dtype == "bf16"
 
@@ -86,7 +86,7 @@ def test_the_first_rank_decides_for_all(monkeypatch: pytest.MonkeyPatch, tmp_pat
 
 
 @pytest.mark.parametrize("restarted", [False, True])
-def test_ranks_go_on_in_what_any_of_them_has_stored(
+def test_ranks_continue_in_what_any_of_them_has_stored(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, fastest: list[str], restarted: bool
 ) -> None:
     drives = [tmp_path / "node0", tmp_path / "node1"]
@@ -100,7 +100,7 @@ def test_ranks_go_on_in_what_any_of_them_has_stored(
     assert Others(monkeypatch).decide(ranks) == ["bf16", "bf16"]
 
 
-def test_a_run_in_memory_goes_on_in_what_its_commit_says(
+def test_a_run_in_memory_continues_in_what_its_commit_says(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, fastest: list[str]
 ) -> None:
     monkeypatch.setattr("fcdp.checkpoint.commits.ShardedCheckpoints.newest", lambda commits: 3)

@@ -12,7 +12,7 @@ BY_NAME = ("--plan", "--model", "llama-7b", "--gpu", "4090", "--drive", "p5510")
 
 
 @pytest.mark.parametrize("mode", Mode)
-def test_what_is_said_about_options_that_a_mode_does_not_read(mode: Mode) -> None:
+def test_what_is_reported_about_options_that_a_mode_does_not_read(mode: Mode) -> None:
     assert "{names}" in REFUSALS[mode]
     for name in ADVICE.get(mode, {}):
         assert mode not in OPTIONS[name].declaration.modes
@@ -37,7 +37,7 @@ def test_every_option_is_for_something() -> None:
     (("--verify", ".", "--lr", "1"), "--verify trains nothing and cannot be combined with --lr."),
     (("--model", "llama-10m", "--drive", "p5510", "--network", "1Gbit/s"), "Only --plan reads --drive and --network"),
 ])  # fmt: skip
-def test_what_would_do_nothing_is_refused(
+def test_what_would_do_nothing_is_rejected(
     words: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(words) == 2

@@ -113,7 +113,7 @@ def test_a_quoted_star(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (["--model", "m", "--resume", "--overwrite"], "give one of them"),
     (["--model", "m", "--ssd", "/nowhere/nvme*"], "nothing matches this pattern"),
 ])  # fmt: skip
-def test_refuses_with_status_2_and_one_line(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rejects_with_status_2_and_one_line(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(words) == 2
     out, err = capsys.readouterr()
     assert not out

@@ -53,7 +53,7 @@ def test_warmup_is_steps_or_a_part_of_them(text: str, total: int, steps: int) ->
 
 
 @pytest.mark.parametrize("text", ["-1", "1.5", "200%", "nan", "soon", ""])
-def test_warmup_refuses(text: str) -> None:
+def test_warmup_rejects(text: str) -> None:
     with pytest.raises(UserError, match="neither a number of steps"):
         Warmup.parse(text)
 

@@ -98,7 +98,7 @@ def test_order_of_nodes_under_leaf_switches(capsys: pytest.CaptureFixture[str], 
     ([*A800, "--trace", "x.json"], "--trace changes nothing in a plan for a cluster"),
     ([*A800, "--host-memory", "64GiB"], "--host-memory changes nothing"),
 ])  # fmt: skip
-def test_refuses_in_one_line(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rejects_in_one_line(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(words) == 2
     err = capsys.readouterr().err
     assert err.count("\n") == 1

@@ -61,7 +61,7 @@ def test_activities_are_inside_each_other() -> None:
     assert current_activity() is None
 
 
-def test_what_takes_long_is_said_and_what_does_not_is_not(
+def test_what_takes_long_is_reported_and_what_does_not_is_not(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cli.report.progress, "FIRST_AFTER_S", 0.4)
@@ -77,7 +77,7 @@ def test_what_takes_long_is_said_and_what_does_not_is_not(
     assert all(line.endswith("s so far)") for line in said)
 
 
-def test_what_may_hold_the_lock_is_said_before_it_begins(
+def test_what_may_hold_the_lock_is_reported_before_it_begins(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In a log and on a terminal, where the line is gone before another is printed."""

@@ -37,7 +37,7 @@ def test_report(tmp_path: Path) -> None:
     assert "by speculation: 1 of 2 steps clipped, 1 of them updated again" in report.summary(0)
 
 
-def test_a_full_file_system_is_told_with_the_file(tmp_path: Path) -> None:
+def test_a_full_file_system_is_reported_with_the_file(tmp_path: Path) -> None:
     with History(tmp_path / "losses.jsonl", 0) as history:
         before, history._file = history._file, Path("/dev/full").open("a", buffering=1)  # noqa: SIM115
         with pytest.raises(StoreError, match=f"writing of losses.jsonl in {tmp_path} failed: No space left on device"):

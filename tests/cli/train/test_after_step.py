@@ -24,7 +24,7 @@ from tests.helpers.command.histories import history
 SMALL = ("--batch-size", "4", "--seq-len", "32", "--gpu", "cpu", "--schedule", "constant")
 
 
-def test_evaluations_are_found_again_when_a_run_goes_on(tmp_path: Path) -> None:
+def test_evaluations_are_found_again_when_a_run_continues(tmp_path: Path) -> None:
     metrics = tmp_path / "metrics.jsonl"
     losses = {0: 5.0, 2: 4.0, 4: 4.5, 6: None, 8: 3.0}
     lines = [json.dumps({"step": step, "validation_metrics/loss": loss}) for step, loss in losses.items()]

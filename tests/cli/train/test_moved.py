@@ -18,7 +18,7 @@ def losses(output: Path) -> list[float]:
     return [json.loads(line)["loss"] for line in lines]
 
 
-def test_a_run_goes_on_wherever_its_directories_are(
+def test_a_run_continues_wherever_its_directories_are(
     finetune: Finetune, checkpoint: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def drives(*names: str) -> list[Path]:

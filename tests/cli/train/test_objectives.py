@@ -159,7 +159,7 @@ def test_a_run_is_what_trl_trains_in_memory(
 
 
 @pytest.mark.parametrize("objective", ["kto", "reward", "classify"])
-def test_a_run_that_goes_on_is_the_same_run(
+def test_a_run_that_continues_is_the_same_run(
     objective: str, checkpoint: Path, finetune: Finetune, tmp_path: Path
 ) -> None:
     """In the middle of an epoch, bit for bit."""

@@ -165,14 +165,14 @@ def test_a_plan_counts_the_reference(finetune: Finetune) -> None:
     (("--objective", "ipo"), "'ipo' is not one of 'sft', 'pretrain', 'dpo', 'kto', 'reward', 'classify'"),
     (("--objective", "dpo", "--reference", "DIR"), "This version no longer has --reference."),
 ])  # fmt: skip
-def test_what_is_not_there_is_refused(
+def test_a_missing_thing_is_rejected(
     words: tuple[str, ...], message: str, checkpoint: Path, finetune: Finetune
 ) -> None:
     done = finetune("--model", checkpoint, *words)
     assert done.status == 2 and message in done.err
 
 
-def test_data_without_pairs_is_refused(checkpoint: Path, data: Path, finetune: Finetune) -> None:
+def test_data_without_pairs_is_rejected(checkpoint: Path, data: Path, finetune: Finetune) -> None:
     done = finetune("--model", checkpoint, "--objective", "dpo", "--data", data)
     assert done.status == 2 and "a pair has chosen and rejected, and a prompt" in done.err
 

@@ -104,7 +104,7 @@ def test_a_checkpoint_in_a_hubs_cache_has_the_hubs_name_in_its_card(
     assert "Random tokens." in card.content and 'from_pretrained("some/llama")' in card.content
 
 
-def test_what_cannot_be_pushed_is_refused_first(
+def test_what_cannot_be_pushed_is_rejected_first(
     finetune: Finetune, hub: type[Hub], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = ("--model", "llama-10m", "--gpu", "cpu")

@@ -155,7 +155,7 @@ VALUES = JUNK | st.lists(TURN, max_size=3) | TURN | st.lists(CALL, max_size=2)
 
 @settings(max_examples=300, deadline=None, derandomize=True)
 @given(st.dictionaries(COLUMNS, VALUES, min_size=1, max_size=5))
-def test_a_record_of_any_content_is_taken_or_its_line_is_refused(record: dict[str, Any]) -> None:
+def test_a_record_of_any_content_is_taken_or_its_line_is_rejected(record: dict[str, Any]) -> None:
     encoder, read = Encoder(TOKENIZER, is_alone=True), [("data.jsonl", DataRecord(record, "line 1"))]
     kinds = (
         lambda: list(encoder.encode(examples_of_records([read[0][1]], "data.jsonl"))),

@@ -21,7 +21,7 @@ from common.errors import UserError
     (b"x", "of type bytes"),
     (datetime.date(2024, 1, 1), "of type date, where text is expected: 2024-01-01"),
 ])  # fmt: skip
-def test_what_is_not_text_is_refused_with_its_place(value: Any, message: str) -> None:
+def test_what_is_not_text_is_rejected_with_its_place(value: Any, message: str) -> None:
     with pytest.raises(UserError) as error:
         require_text({"text": value}, "text", "a.jsonl, line 7")
     assert str(error.value).startswith("a.jsonl, line 7: 'text' is ") and message in str(error.value)
@@ -52,7 +52,7 @@ def test_lists_and_objects_as_text() -> None:
     (r'{"a": "x\ud83e"}', r"\\ud83e is half of a surrogate pair"),
     ('{"a": 1,}', "Expecting"),
 ])  # fmt: skip
-def test_what_is_not_json_is_refused(text: str, message: str) -> None:
+def test_what_is_not_json_is_rejected(text: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         parse_json(text)
 

@@ -43,7 +43,7 @@ def test_files_of_a_split(snapshot: Path) -> None:
     assert find_files(("me/facts:b:train",)) == [snapshot / "test.jsonl"]
 
 
-def test_a_file_of_that_name_comes_first_and_what_is_nowhere_is_refused(snapshot: Path, tmp_path: Path) -> None:
+def test_a_file_of_that_name_comes_first_and_what_is_nowhere_is_rejected(snapshot: Path, tmp_path: Path) -> None:
     (tmp_path / "me").mkdir()
     (tmp_path / "me" / "facts").mkdir()
     (tmp_path / "me" / "facts" / "own.txt").write_text("mine")

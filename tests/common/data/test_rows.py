@@ -32,7 +32,7 @@ def test_images_of_several_sizes_are_filled_up_with_zeros_at_the_end() -> None:
     assert torch.equal(joined[1:, :, :, :1], torch.ones(2, 3, 4, 1)) and not joined[1:, :, :, 1:].any()
 
 
-def test_what_cannot_be_split_is_refused() -> None:
+def test_what_cannot_be_split_is_rejected() -> None:
     batch = {"input_ids": torch.zeros(3, 4), "pixel_values": torch.zeros(7, 5)}
     assert take_rows(batch, 0, 3)["pixel_values"].shape == (7, 5)  # all rows at once: nothing to split
     with pytest.raises(UserError, match=r"pixel_values \[7, 5\] cannot be split among 3 sequences, of which 2"):

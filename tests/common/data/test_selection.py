@@ -88,7 +88,7 @@ def test_data_sets_apart_hold_out_what_they_hold_out_together(
     assert len(everything) == sum(min(sum(counts), limit or 10**9) for counts in sets)
 
 
-def test_a_split_of_too_few_records_is_refused(files: Any) -> None:
+def test_a_split_of_too_few_records_is_rejected(files: Any) -> None:
     with pytest.raises(UserError, match=r"split 0\.02 of 3 records leaves none to evaluate with\. Give another part"):
         both(files(3), 0.02)
     part = next(1 / size for size in range(2, 50) if RecordSelection(held_out=1 / size)._is_held_out(0))

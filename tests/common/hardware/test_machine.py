@@ -320,7 +320,7 @@ def test_amds_gpus_are_found_by_a_pytorch_that_is_built_for_them(
     assert not cuda.system_has_gpu(tmp_path), "a laptop's graphics with another PyTorch"
 
 
-def test_pytorch_is_asked_in_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pytorch_is_queried_in_a_separate_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert cuda.gpus_by_pytorch() == []  # and the command runs: it reports it, rather than failing
     assert subprocess.run([sys.executable, "-c", cuda._DESCRIBE], capture_output=True, text=True).stdout == "[]\n"
@@ -335,7 +335,7 @@ def test_devices_that_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
             open_device(name)
 
 
-def test_a_build_without_kernels_for_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_build_without_kernels_for_a_gpu_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object, **__: object) -> None:
         raise RuntimeError("CUDA error: no kernel image is available for execution on the device")
 

@@ -45,7 +45,7 @@ def test_drives_are_found_as_people_write_them(typed, name):
     (drive_preset, "990-pro", "matches several drive presets: samsung-990-pro-2tb, samsung-990-pro-4tb. Name one"),
     (drive_preset, "crucial-t600-2tb", "Did you mean 'crucial-t"),
 ])  # fmt: skip
-def test_what_is_not_there_is_said_with_what_is(find, typed, message):
+def test_a_missing_thing_is_reported_with_the_alternatives(find, typed, message):
     with pytest.raises(UserError) as caught:
         find(typed)
     assert message in str(caught.value)

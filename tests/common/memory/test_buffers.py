@@ -31,7 +31,7 @@ def mapped_bytes(address: int) -> dict[str, int]:
 
 @KINDS
 @pytest.mark.parametrize("nbytes", [1, PAGE, PAGE + 1, 2 * MIB, 5 * MIB + 3])
-def test_holds_what_was_asked_in_whole_pages(shared: bool, nbytes: int) -> None:
+def test_holds_what_was_requested_in_whole_pages(shared: bool, nbytes: int) -> None:
     buffer = HostBuffer(nbytes, shared=shared).touch()
     assert buffer.nbytes == round_up(nbytes, PAGE) == buffer.array.nbytes
     assert buffer.array.ctypes.data % (HUGE_PAGE if shared else PAGE) == 0
@@ -111,7 +111,7 @@ def test_page_locked_pieces_end_where_buffers_do(cuda: FakeCuda, starts: list[fl
 
 
 @pytest.mark.parametrize("allowed", range(6))
-def test_a_refused_registration_leaves_the_rest_pageable(
+def test_a_rejected_registration_leaves_the_rest_pageable(
     allowed: int, cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whichever is refused: its error is taken, so that no kernel reports it, and everything is given back."""

@@ -66,7 +66,7 @@ def test_version_2_goes_from_the_own_group_to_the_top(machine: Machine) -> None:
     assert root.memory_peak() is None
 
 
-def test_version_1_beside_version_2_takes_the_one_that_has_the_controller(machine: Machine) -> None:
+def test_version_1_next_to_version_2_takes_the_one_that_has_the_controller(machine: Machine) -> None:
     machine.mount("unified", "cgroup2", "rw")
     machine.mount("cpuset", "cgroup", "rw,cpuset")
     memory = machine.mount("memory", "cgroup", "rw,memory")

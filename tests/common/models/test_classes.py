@@ -39,7 +39,7 @@ def test_class_and_task(config: PreTrainedConfig, name: str, task: TaskType) -> 
     assert task_type_of(config) is task
 
 
-def test_a_head_that_would_be_lost_is_refused() -> None:
+def test_a_head_that_would_be_lost_is_rejected() -> None:
     with pytest.raises(UserError, match="LlamaForQuestionAnswering, whose head is none of those that can be trained"):
         load_config(named(LlamaConfig(), "LlamaForQuestionAnswering"))
     with pytest.raises(UserError, match="cannot build as a causal language model"):

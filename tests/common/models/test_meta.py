@@ -65,7 +65,7 @@ def test_generation_config_comes_from_the_checkpoint(tmp_path):
     assert build_meta_model(load_config(tmp_path)[0]).generation_config.max_new_tokens == 7
 
 
-def test_an_impossible_configuration_is_refused():
+def test_an_impossible_configuration_is_rejected():
     config = family_config("llama")
     config.hidden_act = "no_such_activation"
     with pytest.raises(UserError, match=r"'llama' configuration.*no_such_activation"):

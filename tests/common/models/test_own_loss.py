@@ -19,12 +19,12 @@ def test_barts_kind_compares_with_the_label_at_the_same_place(family: str) -> No
     assert not shifts_labels(model_of(family))
 
 
-def test_a_loss_of_another_kind_is_refused() -> None:
+def test_a_loss_of_another_kind_is_rejected() -> None:
     with pytest.raises(UserError, match=r"ProphetNetForCausalLM is not the mean cross entropy .* gives \d"):
         shifts_labels(model_of("prophetnet"))
 
 
-def test_terms_beside_the_cross_entropy_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_terms_next_to_the_cross_entropy_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_of("llama")
     plain = model.loss_function
 

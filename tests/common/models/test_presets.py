@@ -154,7 +154,7 @@ def test_an_unknown_type_of_a_known_class(tmp_path):
     ("t5", ["'t5'", "causal"]),
     ("quantized", ["quantized", "gptq"]),
 ])  # fmt: skip
-def test_what_is_no_model_is_refused(name, words, tmp_path, monkeypatch):
+def test_not_a_model_is_rejected(name, words, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for folder in ("llama", "empty", "outer/inner", "adapter", "damaged", "unknown", "t5", "quantized"):
         (tmp_path / folder).mkdir(parents=True)

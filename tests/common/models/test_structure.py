@@ -44,21 +44,21 @@ def test_a_single_block_wins_over_what_is_inside_it():
     assert find_blocks(model)[0] == "model.layers"
 
 
-def test_shared_parameters_are_refused():
+def test_shared_parameters_are_rejected():
     model = build_meta_model(family_config("llama"))
     model.model.layers[2].mlp.up_proj.weight = model.model.layers[0].mlp.up_proj.weight
     with pytest.raises(UserError, match=r"layers\.0\.mlp\.up_proj\.weight = model\.layers\.2"):
         find_blocks(model)
 
 
-def test_a_parameter_shared_with_the_outside_is_refused():
+def test_a_parameter_shared_with_the_outside_is_rejected():
     model = build_meta_model(family_config("llama"))
     model.model.norm.weight = model.model.layers[0].input_layernorm.weight
     with pytest.raises(UserError, match=r"model\.norm\.weight"):
         find_blocks(model)
 
 
-def test_a_model_without_blocks_is_refused():
+def test_a_model_without_blocks_is_rejected():
     model = build_meta_model(family_config("llama"))
     model.model.layers = nn.Sequential(*model.model.layers)
     with pytest.raises(UserError, match="none at all"):

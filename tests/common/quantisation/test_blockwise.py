@@ -18,7 +18,7 @@ def twin(values: list[float], largest: int) -> list[float]:
 @pytest.mark.parametrize(("bits", "largest"), [(8, 127), (4, 7)])
 @pytest.mark.parametrize("count", [1, 199, BLOCK, BLOCK + 1, 3 * BLOCK + 5])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_every_element_is_within_half_a_step_of_its_own_block(
+def test_every_element_is_within_half_a_step_of_the_same_block(
     bits: Bits, largest: int, count: int, dtype: torch.dtype
 ) -> None:
     torch.manual_seed(count)
@@ -52,7 +52,7 @@ def test_extremes_signs_and_order(bits: Bits) -> None:
 
 
 @pytest.mark.parametrize("bits", [8, 4])
-def test_zeros_denormals_and_what_is_not_finite(bits: Bits) -> None:
+def test_zeros_denormals_and_nonfinite_values(bits: Bits) -> None:
     def there_and_back(tensor: torch.Tensor) -> torch.Tensor:
         return dequantise(quantise(tensor, bits), tensor.numel(), bits)
 

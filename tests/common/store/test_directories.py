@@ -75,7 +75,7 @@ def test_a_directory_that_is_really_read_only(make_directories):
     refused([path], "not writable")
 
 
-def test_unknown_backends_are_refused_before_anything_is_written(make_directories):
+def test_unknown_backends_are_rejected_before_anything_is_written(make_directories):
     refused(make_directories(1), r"posx is unknown.*Did you mean 'posix'", io="posx")
 
 
@@ -183,7 +183,7 @@ def test_what_a_crash_during_creation_left_is_replaced_without_asking(make_direc
     Store.create(paths, a_layout(2, 99)).close()
 
 
-def test_open_wants_every_directory_of_one_run_once(make_directories, tmp_path):
+def test_open_needs_every_directory_of_one_run_once(make_directories, tmp_path):
     first, second, third, other = make_directories(4)
     run = [first, second, third]
     Store.create(run, a_layout(3)).close()
@@ -207,7 +207,7 @@ def test_open_wants_every_directory_of_one_run_once(make_directories, tmp_path):
         pass  # moved to another place, it is the same run
 
 
-def test_open_refuses_other_formats_and_damage(make_directories):
+def test_open_rejects_other_formats_and_damage(make_directories):
     paths = make_directories(2)
     Store.create(paths, a_layout(2)).close()
     path = paths[1] / "store.json"

@@ -96,12 +96,12 @@ def test_layout_survives_json(directories, requests):
 
 
 @pytest.mark.parametrize("name", ["", ".", "..", "a/b", "../weights", "store.json", "manifest.json", "x.tmp", "a\0b"])
-def test_file_names_that_leave_the_directory_or_collide_are_refused(name):
+def test_file_names_that_leave_the_directory_or_collide_are_rejected(name):
     with pytest.raises(ValueError, match="plain name"):
         Layout(1).allocate(name, 1)
 
 
 @pytest.mark.parametrize("nbytes", [0, -1])
-def test_empty_extents_are_refused(nbytes):
+def test_empty_extents_are_rejected(nbytes):
     with pytest.raises(ValueError, match="at least one byte"):
         Layout(1).allocate("weights.0", nbytes)

@@ -205,7 +205,7 @@ def test_anything_with_a_writable_buffer_will_do(make_directories, buffer):
         assert bytes(memoryview(buffer).cast("B"))[:300] == data
 
 
-def test_requests_that_cannot_be_right_are_refused_at_once(make_directories):
+def test_requests_that_cannot_be_right_are_rejected_at_once(make_directories):
     store, (extent, _) = make_store(make_directories(2), [9000, 9000], ["weights.0"])
     foreign = Layout(2)
     for _ in range(3):
@@ -302,7 +302,7 @@ def test_sync_reaches_every_file_in_every_directory_and_reports_failure(make_dir
             store.sync(["weights.1"])
 
 
-def test_close_waits_for_what_is_under_way_and_may_be_repeated(make_directories):
+def test_close_waits_for_what_is_running_and_may_be_repeated(make_directories):
     store, (extent,) = make_store(make_directories(2), [9 * MIB], ["weights.0"])
     descriptors = len(os.listdir("/proc/self/fd"))
     data = memory(9 * MIB)

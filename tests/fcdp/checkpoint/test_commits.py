@@ -163,7 +163,7 @@ def test_files_that_are_gone_or_short_are_named(committed: Path) -> None:
         file.write_bytes(content)
 
 
-def test_commits_of_other_formats_are_refused(tmp_path: Path, committed: Path) -> None:
+def test_commits_of_other_formats_are_rejected(tmp_path: Path, committed: Path) -> None:
     old = tmp_path / "step-7"
     old.mkdir()
     newer = read_sealed(committed / "step-4" / MANIFEST)
@@ -202,7 +202,7 @@ def places_in(content: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, .
 
 @settings(max_examples=150, deadline=None)
 @given(data=st.data(), value=anything)
-def test_a_manifest_of_any_content_is_taken_or_refused(committed: Path, data: st.DataObject, value: object) -> None:
+def test_a_manifest_of_any_content_is_taken_or_rejected(committed: Path, data: st.DataObject, value: object) -> None:
     content = read_sealed(committed / "step-4" / MANIFEST)
     assert content is not None
     path = data.draw(st.sampled_from([place for place in places_in(content) if place]))
@@ -231,7 +231,7 @@ def test_a_manifest_of_any_content_is_taken_or_refused(committed: Path, data: st
     (("tensors", "wide", "shape"), [7, 1 << 40]),
     (("tensors", "wide", "dtype"), "F4"),
 ])  # fmt: skip
-def test_absurd_places_are_refused(committed: Path, tmp_path: Path, path: tuple[Any, ...], value: Any) -> None:
+def test_absurd_places_are_rejected(committed: Path, tmp_path: Path, path: tuple[Any, ...], value: Any) -> None:
     content = read_sealed(committed / "step-4" / MANIFEST)
     inner: Any = content
     for key in path[:-1]:

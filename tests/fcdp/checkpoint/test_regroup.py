@@ -27,7 +27,7 @@ def go_on(pool: Pool, layout: tuple[int, int] | None, run: Run) -> list[Outcome]
     ("fp32", 1, {"adapters": AdapterOptions(4, 8.0, 0.0, (ALL_LINEAR,)), "frozen_dtype": "int8"}, CHANGES),
 ])  # fmt: skip
 @pytest.mark.slow
-def test_other_ranks_go_on_as_if_nothing_had_changed(
+def test_other_ranks_continue_as_if_nothing_had_changed(
     dtype: str, ssds: int, options: dict[str, Any], changes: Any, model: str, pool: Pool, tmp_path: Path
 ) -> None:
     options = {"dtype": dtype, **options}

@@ -82,7 +82,7 @@ def test_fcdp_fits_where_its_paper_runs(model: str, nodes: int) -> None:
     ("zero-topo", (1 + 4 / 256) / 2),  # in int8, next to the whole block
     ("paro-ggg", 0.0),  # HO-Ring
 ])  # fmt: skip
-def test_strided_and_quantised_gathers_take_memory_of_their_own(name: str, scratch: float) -> None:
+def test_strided_and_quantised_gathers_take_separate_memory(name: str, scratch: float) -> None:
     layout = parse_strategy(name).on(Levels((2, 4, 4) if name == "zero-topo" else (8, 4)))
     memory, block = memory_of(layout, WORKLOAD, checkpointing=False), PSI / WORKLOAD.units
     gathered = 2 * 2 * block if layout.p.shards > 1 else 0.0

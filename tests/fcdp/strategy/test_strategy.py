@@ -42,7 +42,7 @@ def test_scopes_fill_levels_from_the_fastest_one_up(text: str, levels: Levels, e
     ("3x1", Levels((2, 3, 4)), "equation 7, for the levels inside a node"),
     ("pair", DGX, "levels 2,4,16"),
 ])  # fmt: skip
-def test_meshes_that_amsp_filters_out_are_refused_with_its_equation(text: str, levels: Levels, rule: str) -> None:
+def test_meshes_that_amsp_filters_out_are_rejected_with_its_equation(text: str, levels: Levels, rule: str) -> None:
     with pytest.raises(UserError, match=rule):
         Scope.parse(text).on(levels)
 
@@ -123,7 +123,7 @@ def test_paros_fourteen_are_those_of_its_table() -> None:
     ("fcdp+host", "Write scopes instead"),
     ("I/G", "no strategy"),
 ])  # fmt: skip
-def test_refusals_cite_their_rule(text: str, message: str) -> None:
+def test_rejections_cite_their_rule(text: str, message: str) -> None:
     with pytest.raises(UserError) as refused:
         parse_strategy(text)
     assert message in str(refused.value)

@@ -85,7 +85,7 @@ def test_losses_weights_and_export_are_those_of_memory(case: str, tmp_path: Path
         assert not torch.equal(value, torch.zeros_like(value))
 
 
-def test_the_command_refuses_a_classifier(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_rejects_a_classifier(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from cli.main import main
 
     AutoModelForSequenceClassification.from_config(CASES["sequence"][1]).save_pretrained(tmp_path / "model")

@@ -23,7 +23,7 @@ def fastest(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.mark.parametrize("other", ["fp32", "bf16"])
-def test_a_run_goes_on_in_what_it_began_with(tmp_path: Path, fastest: list[str], other: str) -> None:
+def test_a_run_continues_in_its_first_dtype(tmp_path: Path, fastest: list[str], other: str) -> None:
     """On a machine that is fast in the other, bit for bit as without a pause."""
     fastest[0] = "bf16" if other == "fp32" else "fp32"
     (tmp_path / "whole").mkdir()

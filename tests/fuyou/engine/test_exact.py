@@ -60,7 +60,7 @@ def test_families(family: str, dtype: str, checkpoints: Path, tmp_path: Path) ->
     check(checkpoints / family, directories(tmp_path, 1), dtype=dtype, micro_batch=1)
 
 
-def test_what_a_family_itself_never_trains_stays_beside_what_is_trained(tmp_path: Path) -> None:
+def test_what_a_family_itself_never_trains_stays_next_to_what_is_trained(tmp_path: Path) -> None:
     """RoFormer's positions, in the embedding's record, are parameters without gradients; gradients would flow there."""
     torch.manual_seed(1)
     model = AutoModelForCausalLM.from_config(
@@ -235,7 +235,7 @@ def test_packed_documents_are_kept_apart(checkpoints: Path, tmp_path: Path) -> N
         assert not math.isclose(first, second, rel_tol=1e-5)
 
 
-def test_dropout_goes_on_where_it_stopped(tmp_path: Path) -> None:
+def test_dropout_continues_where_it_stopped(tmp_path: Path) -> None:
     """Four steps with dropout are the same with a resume in the middle."""
     config = tiny_configs()["gpt2"]
     config.resid_pdrop = config.embd_pdrop = config.attn_pdrop = 0.2

@@ -53,12 +53,12 @@ def test_death_of_the_optimizer_process_is_noticed_and_survived(
         assert train(engine, 2) == expected[2:]
 
 
-def test_a_default_device_is_refused(tmp_path: Path) -> None:
+def test_a_default_device_is_rejected(tmp_path: Path) -> None:
     with torch.device("meta"), pytest.raises(UserError, match="makes all tensors on meta"):
         small_engine(tmp_path)
 
 
-def test_a_bad_batch_is_refused_and_changes_nothing(
+def test_a_bad_batch_is_rejected_and_changes_nothing(
     tmp_path: Path, undisturbed: dict[float | None, list[float]]
 ) -> None:
     with small_engine(tmp_path, lr=1e-3) as engine:
@@ -71,7 +71,7 @@ def test_a_bad_batch_is_refused_and_changes_nothing(
         assert losses + train(engine, 3) == undisturbed[None]
 
 
-def test_whatever_else_a_batch_holds_is_accepted_or_refused_and_never_waited_for(
+def test_other_contents_of_a_batch_are_accepted_or_rejected_and_never_waited_for(
     tmp_path: Path, undisturbed: dict[float | None, list[float]]
 ) -> None:
     """What transformers' trainers pass, what is no tensor, what has another shape: before anything is scheduled."""
@@ -135,7 +135,7 @@ def test_learned_positions_are_checked(tmp_path: Path) -> None:
             engine(**BATCH, position_ids=torch.arange(32).expand(2, -1) + config.n_positions - 31)
 
 
-def test_a_second_backward_pass_is_refused(tmp_path: Path, undisturbed: dict[float | None, list[float]]) -> None:
+def test_a_second_backward_pass_is_rejected(tmp_path: Path, undisturbed: dict[float | None, list[float]]) -> None:
     with small_engine(tmp_path, lr=1e-3) as engine:
         losses = []
         for _ in range(2):
@@ -150,7 +150,7 @@ def test_a_second_backward_pass_is_refused(tmp_path: Path, undisturbed: dict[flo
     assert losses == undisturbed[None][:2]
 
 
-def test_a_user_state_that_would_not_come_back_is_refused(tmp_path: Path) -> None:
+def test_a_user_state_that_would_not_come_back_is_rejected(tmp_path: Path) -> None:
     with small_engine(tmp_path) as engine:
         for state in ({"x": torch.ones(1)}, {"x": math.nan}, {"x": (1, 2)}, {1: "x"}, {"x": {2: 3}}):
             with pytest.raises(UserError, match="user_state"):
@@ -234,7 +234,7 @@ def test_infinite_loss_stops_with_the_last_step_intact(tmp_path: Path) -> None:
         assert engine.step_count == caught.value.committed
 
 
-def test_a_learning_rate_that_is_none_is_refused_before_it_does_harm(tmp_path: Path) -> None:
+def test_a_learning_rate_that_is_none_is_rejected_before_it_does_harm(tmp_path: Path) -> None:
     with small_engine(tmp_path, lr=1e-3) as engine:
         train(engine, 1)
         for lr in (math.nan, math.inf, -1e-3):
@@ -257,13 +257,13 @@ def test_a_learning_rate_that_is_none_is_refused_before_it_does_harm(tmp_path: P
     ],
     ids=str,
 )  # fmt: skip
-def test_numbers_that_are_none_are_refused(tmp_path: Path, wrong: dict[str, Any]) -> None:
+def test_numbers_that_are_none_are_rejected(tmp_path: Path, wrong: dict[str, Any]) -> None:
     with pytest.raises(UserError, match=list(wrong)[-1]):
         small_engine(tmp_path, **wrong)
     assert not list(tmp_path.iterdir())
 
 
-def test_weights_that_have_diverged_are_not_exported_unless_asked_for(tmp_path: Path) -> None:
+def test_weights_that_have_diverged_are_not_exported_unless_requested(tmp_path: Path) -> None:
     (tmp_path / "ssd").mkdir()
     with small_engine(tmp_path / "ssd", lr=1e-3, dtype="fp32") as engine:
         train(engine, 1)
@@ -282,7 +282,7 @@ def test_weights_that_have_diverged_are_not_exported_unless_asked_for(tmp_path: 
         assert "intact" not in str(caught.value)
 
 
-def test_misuse_is_told(tmp_path: Path) -> None:
+def test_misuse_is_reported(tmp_path: Path) -> None:
     with small_engine(tmp_path) as engine:
         with pytest.raises(FinetuneError, match="comes after"):
             engine.step()
@@ -318,7 +318,7 @@ def test_budgets_that_are_too_small_say_what_would_do(tmp_path: Path) -> None:
         engine.step()
 
 
-def test_single_slot_refuses_a_torn_state(tmp_path: Path) -> None:
+def test_single_slot_rejects_a_torn_state(tmp_path: Path) -> None:
     engine = small_engine(tmp_path, single_slot=True)
     engine(**BATCH).loss.backward()
     engine.close()  # updates have begun; the step was never ended

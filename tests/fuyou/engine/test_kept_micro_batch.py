@@ -8,7 +8,7 @@ from tests.helpers.engines import ROWS, batches, directories, engine, train
 from tests.helpers.twin import tiny_configs
 
 
-def test_a_run_that_goes_on_keeps_its_micro_batch(tmp_path: Path) -> None:
+def test_a_run_that_continues_keeps_its_micro_batch(tmp_path: Path) -> None:
     feed, (whole, part) = batches(4, packed=True), directories(tmp_path, 2)
     with engine(tiny_configs()["llama"], [whole], micro_batch=2) as trained:
         uninterrupted = train(trained, feed)
@@ -20,7 +20,7 @@ def test_a_run_that_goes_on_keeps_its_micro_batch(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("options", [{"micro_batch": 1}, {"batch_shape": (ROWS, 16)}])
-def test_what_is_asked_for_and_other_batches_decide_otherwise(options: dict, tmp_path: Path) -> None:
+def test_what_is_requested_and_other_batches_decide_otherwise(options: dict, tmp_path: Path) -> None:
     ssd = directories(tmp_path, 1)
     with engine(tiny_configs()["llama"], ssd, micro_batch=2) as trained:
         train(trained, batches(1, packed=True))

@@ -81,7 +81,7 @@ def test_packed_rows_train_as_their_documents_alone(family: str, tmp_path: Path)
             torch.testing.assert_close(value, expected[name].detach(), rtol=0, atol=1e-5, msg=lambda m, n=name: n + m)
 
 
-def test_a_family_that_cannot_be_packed_says_so_and_takes_rows_of_one_document(tmp_path: Path) -> None:
+def test_a_family_that_cannot_be_packed_is_reported_and_takes_rows_of_one_document(tmp_path: Path) -> None:
     checkpoint, batch = saved("mpt", tmp_path / "model"), batches()[0]
     with engine(checkpoint, tmp_path / "ssd") as trained:
         with pytest.raises(UserError, match="MptForCausalLM: they would see each other"):

@@ -79,7 +79,7 @@ ATTENTION = ["q_proj", "k_proj", "o_proj"]
         pytest.mark.slow, pytest.mark.skipif(not ALIGNED_ALIKE, reason="needs AVX-512"),
     ]),
 ])  # fmt: skip
-def test_adapters_beside_frozen_pieces(
+def test_adapters_next_to_frozen_pieces(
     family: str, dtype: str, micro: int, targets: Any, whole: list[str] | None, checkpoints: Path, tmp_path: Path
 ) -> None:
     def adapters() -> LoraConfig:
@@ -152,7 +152,7 @@ def test_blocks_are_cut_where_they_do_not_fit(tmp_path: Path) -> None:
     ({"piece_size": "8KiB", "trainable": ["*.experts.*"]}, None, "are trained next to frozen parameters of their"),
     ({"piece_size": "8KiB"}, "batched_mm", "'batched_mm', which cannot be cut in pieces"),
 ])  # fmt: skip
-def test_what_cannot_be_is_refused_before_anything_is_written(
+def test_what_cannot_be_is_rejected_before_anything_is_written(
     options: dict[str, Any], experts: str | None, message: str, checkpoints: Path, tmp_path: Path
 ) -> None:
     """What else a block may do that cannot be cut: tests/fuyou/pieces/test_division.py."""

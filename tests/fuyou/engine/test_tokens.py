@@ -272,7 +272,7 @@ def test_resumed_in_the_middle(checkpoints: Path, tmp_path: Path) -> None:
         assert torch.equal(value, runs[1][key]), key
 
 
-def test_what_is_not_there_is_said_in_one_sentence(checkpoints: Path, tmp_path: Path) -> None:
+def test_a_missing_thing_is_reported_in_one_sentence(checkpoints: Path, tmp_path: Path) -> None:
     batch = pairs(1)[0]
     with engine(checkpoints / "llama", directories(tmp_path, 1), "fp32", micro_batch=2) as trained:
         for asked, message in (

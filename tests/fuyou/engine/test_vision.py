@@ -82,7 +82,7 @@ def test_towers_that_are_trained_rest_in_steps_without_images(family: str, tmp_p
         train(trained, loop, [image_batch(family, 2), text_batch(1), image_batch(family, 3)])
 
 
-def test_a_projector_alone_is_trained_beside_the_language_model(tmp_path: Path) -> None:
+def test_a_projector_alone_is_trained_next_to_the_language_model(tmp_path: Path) -> None:
     source = save_checkpoint(tmp_path / "model", "internvl")
     model = AutoModelForImageTextToText.from_pretrained(source)
     frozen = frozenset(name for name in tower_parameters(model) if "multi_modal_projector" not in name)
@@ -139,7 +139,7 @@ def test_images_of_a_batch_that_is_split_come_as_lists(tmp_path: Path) -> None:
         trained(**batch)
 
 
-def test_a_tower_that_does_not_fit_is_refused_with_its_size(tmp_path: Path) -> None:
+def test_a_tower_that_does_not_fit_is_rejected_with_its_size(tmp_path: Path) -> None:
     source = save_checkpoint(tmp_path / "model", "qwen3_vl")
     with pytest.raises(UserError, match=r"in towers that stay on the device\) with a micro-batch"):
         engine(source, tmp_path / "ssd", host_memory="100MiB")

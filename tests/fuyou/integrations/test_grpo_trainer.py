@@ -77,7 +77,7 @@ def test_answers_from_elsewhere(checkpoint: Path, tmp_path: Path) -> None:
             torch.testing.assert_close(value, expected[name].data, rtol=1e-5, atol=2e-5)
 
 
-def test_answers_of_the_model_are_refused(checkpoint: Path, tmp_path: Path) -> None:
+def test_answers_of_the_model_are_rejected(checkpoint: Path, tmp_path: Path) -> None:
     """The trainer calls generate() of its model, as it does with any other."""
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
     with opened(checkpoint, tmp_path) as trained:

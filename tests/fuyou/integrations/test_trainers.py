@@ -131,7 +131,7 @@ def test_trainer_of_transformers(checkpoints: Path, tmp_path: Path) -> None:
         torch.testing.assert_close(saved.get_parameter(name), value, rtol=1e-5, atol=1e-6)
 
 
-def test_a_trainer_goes_on_from_its_checkpoint(checkpoints: Path, tmp_path: Path) -> None:
+def test_a_trainer_continues_from_its_checkpoint(checkpoints: Path, tmp_path: Path) -> None:
     def train(
         ssd: Path, folder: Path, steps: int, again: bool, resume: bool
     ) -> tuple[list[Any], dict[str, torch.Tensor]]:
@@ -156,7 +156,7 @@ def test_a_trainer_goes_on_from_its_checkpoint(checkpoints: Path, tmp_path: Path
         train(tmp_path / "c", tmp_path / "broken", STEPS, True, False)
 
 
-def test_what_a_trainer_cannot_do_is_said(checkpoints: Path, tmp_path: Path) -> None:
+def test_what_a_trainer_cannot_do_is_reported(checkpoints: Path, tmp_path: Path) -> None:
     with engine(checkpoints / "lm", tmp_path / "ssd", max_grad_norm=None) as trained:
         model, ids = as_model(trained), torch.ones(1, 3, dtype=torch.int64)
         with pytest.raises(UserError, match="this run trains the weights themselves"):
@@ -189,7 +189,7 @@ def test_what_a_trainer_cannot_do_is_said(checkpoints: Path, tmp_path: Path) -> 
     ({"torch_compile": True}, "torch_compile: the engine runs blocks one by one, uncompiled"),
     ({"optim": "adafactor"}, "optim='adafactor': the engine was opened with optimizer='adamw'"),
 ])  # fmt: skip
-def test_arguments_that_the_engine_would_ignore_are_refused_before_the_first_step(
+def test_arguments_that_the_engine_would_ignore_are_rejected_before_the_first_step(
     options: dict[str, Any], message: str, checkpoints: Path, tmp_path: Path
 ) -> None:
     with engine(checkpoints / "lm", tmp_path / "ssd") as trained:
@@ -216,7 +216,7 @@ def test_a_checkpoint_of_weights_alone_that_is_of_another_step(checkpoints: Path
         assert trained.step_count == STEPS
 
 
-def test_metrics_of_logits_are_refused_in_a_sentence(checkpoints: Path, tmp_path: Path) -> None:
+def test_metrics_of_logits_are_rejected_in_a_sentence(checkpoints: Path, tmp_path: Path) -> None:
     with engine(checkpoints / "lm", tmp_path / "ssd") as trained:
         model, args = as_model(trained), arguments(TrainingArguments, tmp_path / "out")
         trainer = Trainer(model, args, eval_dataset=Texts(), compute_metrics=lambda prediction: {})  # type: ignore[arg-type]
@@ -230,7 +230,7 @@ def test_metrics_of_logits_are_refused_in_a_sentence(checkpoints: Path, tmp_path
     ("KTO", {}, r"give DPOTrainer or KTOTrainer ref_model=as_reference\(engine\)"),
     ("GRPO", {"reward_funcs": lambda completions, **_: [0.0] * len(completions)}, "GRPOTrainer beta=0"),
 ])  # fmt: skip
-def test_what_trl_would_load_or_adapt_is_refused(
+def test_what_trl_would_load_or_adapt_is_rejected(
     kind: str, options: dict[str, Any], message: str, checkpoints: Path, tmp_path: Path
 ) -> None:
     tokenizer = AutoTokenizer.from_pretrained(checkpoints / "lm")
@@ -245,7 +245,7 @@ def test_what_trl_would_load_or_adapt_is_refused(
             )  # fmt: skip
 
 
-def test_a_schedule_of_momentum_is_refused(checkpoints: Path, tmp_path: Path) -> None:
+def test_a_schedule_of_momentum_is_rejected(checkpoints: Path, tmp_path: Path) -> None:
     """Betas are the engine's for the whole run; of learning rates, any schedule is taken."""
     with engine(checkpoints / "lm", tmp_path / "ssd") as trained:
         optimizer = EngineOptimizer(as_model(trained))

@@ -348,17 +348,17 @@ def test_blocks_that_return_tuples() -> None:
             assert torch.equal(stack.head(batch, hidden), expected)
 
 
-def test_a_model_that_skips_a_block_is_refused() -> None:
+def test_a_model_that_skips_a_block_is_rejected() -> None:
     with pytest.raises(FinetuneError, match="called 3 of its 4 blocks"):
         tuple_stack(skip=1)
 
 
-def test_a_model_that_cannot_run_without_its_weights_is_refused() -> None:
+def test_a_model_that_cannot_run_without_its_weights_is_rejected() -> None:
     with pytest.raises(UserError, match=r"cannot be split at its blocks.*RuntimeError: no such kernel"):
         tuple_stack(broken=True)
 
 
-def test_a_model_that_replaces_its_modules_is_refused() -> None:
+def test_a_model_that_replaces_its_modules_is_rejected() -> None:
     """As BigBird does, whose short rows have another attention."""
     config = BigBirdConfig(
         vocab_size=64, hidden_size=32, num_hidden_layers=6, num_attention_heads=4, intermediate_size=96,

@@ -186,7 +186,7 @@ def test_moments_in_bf16(routed: Path, tmp_path: Path) -> None:
         assert not unchanged or "experts" in name, name
 
 
-def test_a_step_that_is_skipped_counts_for_nobody(routed: Path, tmp_path: Path) -> None:
+def test_a_step_that_is_skipped_counts_for_nothing(routed: Path, tmp_path: Path) -> None:
     """Neither as an update nor as one that was missed."""
     poisoned = AutoModelForCausalLM.from_pretrained(routed)
     with torch.no_grad():

@@ -118,7 +118,7 @@ def test_what_is_in_the_way() -> None:
         clip_by_named("guess")
 
 
-def test_an_engine_refuses_what_cannot_be(checkpoints: Path, tmp_path: Path) -> None:
+def test_an_engine_rejects_what_cannot_be(checkpoints: Path, tmp_path: Path) -> None:
     for options in ({"single_slot": True}, {"commit_every": 2}):
         with pytest.raises(UserError, match="not possible"):
             engine(checkpoints / "llama", directories(tmp_path, 1), max_grad_norm=1.0, **options, **SPECULATION)

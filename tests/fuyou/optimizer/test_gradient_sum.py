@@ -106,7 +106,7 @@ def test_sum_of_squares(count: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-def test_sum_of_squares_shows_what_is_not_finite(value: float) -> None:
+def test_sum_of_squares_shows_nonfinite_values(value: float) -> None:
     flat = torch.zeros(300_000)
     flat[200_001] = value
     assert not bool(torch.isfinite(sum_of_squares(flat)))

@@ -208,7 +208,7 @@ def test_takes_experts_of_the_oldest_transformers():
     (None, "'batched_mm', which cannot be cut"), ("_is_expert_parallel", "expert parallelism"),
     ("has_post_expert_norm", "norm with parameters"),
 ])  # fmt: skip
-def test_refuses_experts_that_compute_otherwise(attribute, message):
+def test_rejects_experts_that_compute_otherwise(attribute, message):
     model = PieceModel("mixtral", experts=None if attribute else "batched_mm")
     experts = model.stack.blocks[0].mlp.experts
     if attribute is not None:
@@ -223,7 +223,7 @@ def test_refuses_experts_that_compute_otherwise(attribute, message):
     (lambda weight: weight.data_ptr(), "cannot be cut in pieces"),
     (lambda weight: weight.view(torch.int32), "in another dtype"),
 ])  # fmt: skip
-def test_refuses_what_handles_cannot_do(change, message):
+def test_rejects_what_handles_cannot_do(change, message):
     model = PieceModel("llama")
     projection = model.stack.blocks[0].self_attn.q_proj
     forward = projection.forward
@@ -238,20 +238,20 @@ def test_refuses_what_handles_cannot_do(change, message):
         cut(model, 0, 1)
 
 
-def test_refuses_adapters_of_experts_that_are_not_computed_in_ranges():
+def test_rejects_adapters_of_experts_that_are_not_computed_in_ranges():
     config = LoraConfig(r=2, target_modules=["q_proj"], target_parameters=["feed_forward.experts.down_proj"])
     with pytest.raises(UserError, match="has an adapter of down_proj, the weights of all experts"):
         cut(PieceModel("llama4_text", adapters=config), 0, 1)
 
 
-def test_refuses_adapters_of_experts_that_an_older_peft_adds_in_another_way(monkeypatch):
+def test_rejects_adapters_of_experts_that_an_older_peft_adds_in_another_way(monkeypatch):
     model = PieceModel("qwen3_moe", adapters=LoraConfig(r=2, target_modules="all-linear"))
     monkeypatch.delattr("peft.tuners.lora.layer._LoraFactorsProxy")
     with pytest.raises(UserError, match=r"need peft 0\.21"):
         ExpertAdapters.around(model.stack.model, "model.layers.0.mlp.experts.base_layer.base_layer")
 
 
-def test_refuses_modules_that_keep_values_of_a_pass():
+def test_rejects_modules_that_keep_values_of_a_pass():
     """Passes of several micro-batches take turns, and would find each other's."""
     model = PieceModel("llama")
     block = model.stack.blocks[0]
@@ -266,7 +266,7 @@ def test_refuses_modules_that_keep_values_of_a_pass():
         cut(model, 0, 1)
 
 
-def test_refuses_an_operator_on_several_pieces():
+def test_rejects_an_operator_on_several_pieces():
     model = PieceModel("gpt2")
     pieces = cut(model, 0, 1)
     apart = tuple((part,) for piece in pieces for part in piece)

@@ -185,7 +185,7 @@ def test_experts_and_their_adapters_trained_together():
     assert {part.name.rpartition(".")[2] for part in driver.arrived} == {"down_proj"}
 
 
-def test_several_adapters_at_once_are_refused():
+def test_several_adapters_at_once_are_rejected():
     model = PieceModel("mixtral", "fp32", adapted_experts("mixtral"))
     wrapper = model.stack.model.get_submodule("model.layers.0.mlp.experts")
     wrapper.update_layer("second", 2, 4, adapted_experts("mixtral"))

@@ -23,7 +23,7 @@ def weights(value: float) -> dict[PiecePart, torch.Tensor]:
     return {PART: torch.tensor(value)}
 
 
-def test_goes_on_with_the_piece_it_waits_for_and_no_other():
+def test_continues_with_the_piece_it_waits_for_and_no_other():
     seen = []
 
     def work() -> float:
@@ -159,7 +159,7 @@ def test_a_pass_that_has_not_begun_can_be_closed():
     PieceRun(lambda: None).close()
 
 
-def test_each_pass_has_random_numbers_of_its_own():
+def test_each_pass_has_separate_random_numbers():
     def work() -> torch.Tensor:
         found = [torch.rand(3)]
         for piece in (1, 2):

@@ -37,7 +37,7 @@ def test_through_json_and_back() -> None:
     assert Contention.from_list(json.loads(json.dumps(MEASURED.to_list()))) == MEASURED
 
 
-def test_each_piece_goes_as_fast_as_what_runs_beside_it_lets_it() -> None:
+def test_each_piece_goes_as_fast_as_what_runs_next_to_it_lets_it() -> None:
     clock = SimulatedClock(MEASURED)
     ended: dict[Resource, float] = {}
 
@@ -57,7 +57,7 @@ def test_each_piece_goes_as_fast_as_what_runs_beside_it_lets_it() -> None:
     assert clock.result.busy[GPU] == pytest.approx(computed)
 
 
-def test_full_speed_beside_anything_is_no_contention() -> None:
+def test_full_speed_next_to_anything_is_no_contention() -> None:
     rates = replace(FAST, flops_per_second=1e6, adam_parameters_per_second=1e5)
     free = replace(rates, contention=Contention({frozenset({GPU, ADAM}): {GPU: 1.0, ADAM: 1.0}}))
     assert run(free)[0].step_seconds() == pytest.approx(run(rates)[0].step_seconds())

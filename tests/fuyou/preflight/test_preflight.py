@@ -76,7 +76,7 @@ def _whispering() -> Iterator[None]:
 
 @pytest.mark.usefixtures("_whispering")
 @pytest.mark.parametrize("keeps_gradients", [True, False])
-def test_blocks_that_read_a_global_of_other_blocks_are_refused(keeps_gradients: bool, tmp_path: Path) -> None:
+def test_blocks_that_read_a_global_of_other_blocks_are_rejected(keeps_gradients: bool, tmp_path: Path) -> None:
     config = WhisperingConfig(keeps_gradients=keeps_gradients)
     (tmp_path / "ssd").mkdir()
     with pytest.raises(UserError, match=r"whispering cannot be trained out of core: .*(is off by|fails block by)"):
@@ -103,7 +103,7 @@ def test_router_losses_are_proven(choice: str) -> None:
     fuyou.prove(MixtralConfig(output_router_logits=choice == "auto"), router_loss=choice)
 
 
-def test_what_is_wider_between_blocks_than_inside_is_refused() -> None:
+def test_what_is_wider_between_blocks_than_inside_is_rejected() -> None:
     """Mamba adds to its residual in fp32, for any dtype of its weights; what streams is bf16."""
     fuyou.prove(LlamaConfig(), dtype=torch.bfloat16)
     fuyou.prove(MambaConfig())
@@ -112,7 +112,7 @@ def test_what_is_wider_between_blocks_than_inside_is_refused() -> None:
     fuyou.prove(MambaConfig(residual_in_fp32=False), dtype=torch.bfloat16)
 
 
-def test_what_rounding_alone_changes_is_told_apart() -> None:
+def test_what_rounding_alone_changes_is_distinguished() -> None:
     """In memory, OLMo hybrid keeps some weights in fp32 where the rest is bf16."""
     with pytest.raises(UserError, match=r"in bfloat16: .* In fp32 they are equal: train it with dtype fp32"):
         fuyou.prove(CONFIG_MAPPING["olmo_hybrid"](), dtype=torch.bfloat16)

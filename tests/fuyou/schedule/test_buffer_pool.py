@@ -78,7 +78,7 @@ def test_training_order_misses_what_it_must(count: int) -> None:
     assert walk.misses == 8 + 5 * (8 - count)
 
 
-def test_among_buffers_that_nobody_needs_the_one_idle_longest_is_taken() -> None:
+def test_among_buffers_that_nothing_needs_the_one_idle_longest_is_taken() -> None:
     pool = Pool("test", 3, lambda key: NEVER)
     for index, key in enumerate("abc"):
         taken, leaving = pool.take(key)
@@ -90,7 +90,7 @@ def test_among_buffers_that_nobody_needs_the_one_idle_longest_is_taken() -> None
     assert pool.take("e") == (2, None)
 
 
-def test_what_is_pinned_stays_and_a_full_pool_says_so() -> None:
+def test_what_is_pinned_stays_and_a_full_pool_is_reported() -> None:
     uses = {"a": 5.0, "b": 3.0, "c": 1.0}
     pool = Pool("activation", 2, lambda key: uses.get(str(key), NEVER))
     for key in "ab":
@@ -140,7 +140,7 @@ def test_what_comes_round_after_round_waits_for_the_last_computation_if_none_is_
     assert (min(ages), len(ages)) == (least, fetches)
 
 
-def test_dropping_what_is_not_there_is_nothing() -> None:
+def test_dropping_a_missing_thing_is_nothing() -> None:
     pool = Pool("test", 1, lambda key: NEVER)
     pool.drop("a")
     index, _ = pool.take("b")

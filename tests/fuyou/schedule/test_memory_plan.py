@@ -265,7 +265,7 @@ def test_micro_batches_shrink_with_the_device() -> None:
     assert rows == sorted(rows, reverse=True) and rows[0] == 16 and rows[-1] < 16
 
 
-def test_an_asked_for_micro_batch_is_kept_or_refused() -> None:
+def test_an_requested_micro_batch_is_kept_or_rejected() -> None:
     shape = step_shape(3, False)
     assert planner(shape, 4 << 30, 8 << 30).plan(16, 256, 3).batch == Batch(16, 256, 3)
     assert planner(shape, 4 << 30, 8 << 30).plan(2, 256, 3).batch == Batch(2, 256, 2)

@@ -479,7 +479,7 @@ def test_pieces_take_the_flops_of_their_block() -> None:
             assert flops[Phase.BLOCK_BACKWARD, layer] == 6 * 2 * 8 * count
 
 
-def test_pieces_whose_gradients_would_be_there_at_the_same_time_are_refused() -> None:
+def test_pieces_whose_gradients_would_be_there_at_the_same_time_are_rejected() -> None:
     stages = [Stage(1, True, True, True), Stage(0, True, True, True), Stage(1, False, True, True)]
     cuts = {0: Cut(PieceOrder((0, 1), tuple(stages)))}
     with pytest.raises(UserError, match="comes back to parameters"):
@@ -487,7 +487,7 @@ def test_pieces_whose_gradients_would_be_there_at_the_same_time_are_refused() ->
     assert len(step_shape(1, False, frozen=True, cuts=cuts).blocks[0]) == 2  # there are none
 
 
-def test_a_trained_piece_that_nothing_uses_is_refused() -> None:
+def test_a_trained_piece_that_nothing_uses_is_rejected() -> None:
     """It would never be updated, and what is committed would not be all of one step."""
     for order in (PieceOrder((0, 1), (Stage(0, True, True, True),)), PieceOrder((1,), one_by_one(2).order.backward)):
         with pytest.raises(UserError, match="no pass through the block uses it"):

@@ -8,7 +8,7 @@ from cli.train.ranks import meeting
 from common.errors import UserError
 
 
-def test_a_rank_that_does_not_see_its_gpu_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_does_not_see_its_gpu_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     """As under ``srun --gpus-per-task``, which gives each rank a single GPU."""
     chosen: list[int] = []
     monkeypatch.setattr(meeting, "usable_gpus", lambda: ["a GPU"])

@@ -80,7 +80,7 @@ def test_one_node_and_drives_that_hold_a_ranks_data_keep_their_numbers(monkeypat
 
 
 @pytest.mark.parametrize("ranks_per_node", [(1, 2), (2, 1), (2, 1, 3)])
-def test_nodes_with_different_numbers_of_ranks_are_left_to_be_refused(ranks_per_node: tuple[int, ...]) -> None:
+def test_nodes_with_different_numbers_of_ranks_are_left_to_be_rejected(ranks_per_node: tuple[int, ...]) -> None:
     """Whichever comes first, nobody waits for a node that there is not."""
     assert placed(("a", "b", "a")[: len(ranks_per_node)], *ranks_per_node) == [None] * sum(ranks_per_node)
 

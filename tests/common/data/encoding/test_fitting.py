@@ -86,7 +86,7 @@ def test_a_long_conversation_keeps_its_beginning_up_to_an_answer(
 
 
 @pytest.mark.parametrize("template", [PLAIN_TEMPLATE, MARKED_TEMPLATE, REWRITING_TEMPLATE])
-def test_long_records_are_left_out_where_that_is_asked_for(template: str) -> None:
+def test_long_records_are_left_out_where_that_is_requested(template: str) -> None:
     tokenizer = make_tokenizer(template)
     whole = fit(tokenizer, {"messages": CONVERSATION}, RowFitter())
     longest, tokens = max(len(ids) for ids, _ in whole), sum(len(ids) for ids, _ in whole)
@@ -154,7 +154,7 @@ def test_a_completion_of_several_messages_is_cut_between_them() -> None:
         assert fit(tokenizer, record, RowFitter(seq_len)) == [(ids[:stop], trained[:stop])]
 
 
-def test_plain_texts_go_on_in_the_next_row(tmp_path: Path) -> None:
+def test_plain_texts_continue_in_the_next_row(tmp_path: Path) -> None:
     tokenizer = make_tokenizer()
     text = "The quick brown fox jumps over the lazy dog. " * 5
     records = [{"text": text}, {"prompt": "", "completion": text}, {"prompt": None, "completion": text}]
@@ -170,7 +170,7 @@ def opened(tmp_path: Path, records: list[dict[str, Any]], seq_len: int, **option
     return open_data(config, make_tokenizer(MARKED_TEMPLATE), tmp_path / "cache")
 
 
-def test_what_is_not_as_written_is_said_with_the_first_line(tmp_path: Path) -> None:
+def test_what_is_not_as_written_is_reported_with_the_first_line(tmp_path: Path) -> None:
     """Also when the token file was there already."""
     tokenizer, file = make_tokenizer(MARKED_TEMPLATE), tmp_path / "chats.jsonl"
     (ids, _), answers = plainly(tokenizer, CONVERSATION, "</s>\n")

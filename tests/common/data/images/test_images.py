@@ -70,7 +70,7 @@ def test_all_ways_of_putting_an_image_give_the_same_conversation(tmp_path: Path)
     (chat([{"type": "video", "path": "a.mp4"}], "x"), "a part of type 'video' cannot be trained on"),
     (chat([{"type": "image", "image": 3}], "x"), "an image is given as int"),
 ])  # fmt: skip
-def test_what_is_wrong_with_a_record_is_said(record: dict[str, Any], match: str, tmp_path: Path) -> None:
+def test_what_is_wrong_with_a_record_is_reported(record: dict[str, Any], match: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=match):
         images_of(record, tmp_path)
 
@@ -138,7 +138,7 @@ def test_rows_are_what_the_processor_makes_of_each_conversation(tmp_path: Path) 
     assert all(torch.equal(batch[name], batches.batch(1)[name]) for name in ("input_ids", "labels"))
 
 
-def test_a_turn_that_is_rendered_anew_makes_a_row_of_its_own(tmp_path: Path) -> None:
+def test_a_turn_that_is_rendered_again_makes_a_separate_row(tmp_path: Path) -> None:
     draw(tmp_path / "0.png", 0)
     data = write(tmp_path / "data.jsonl", chat([{"type": "image", "path": "0.png"}, ASK], "Paris", "Sure?", "Yes"))
     batches = opened([data], tmp_path, template=REWRITING_TEMPLATE)
@@ -180,7 +180,7 @@ def test_prepared_data_are_used_again_and_checked(tmp_path: Path) -> None:
         opened([data], tmp_path).batch(0)
 
 
-def test_files_with_images_are_told_from_others(tmp_path: Path) -> None:
+def test_files_with_images_are_distinguished_from_others(tmp_path: Path) -> None:
     draw(tmp_path / "0.png", 0)
     with_image = write(tmp_path / "with.jsonl", chat("no", "x"), chat([{"type": "image", "path": "0.png"}], "x"))
     without = write(tmp_path / "without.jsonl", {"text": 'the word "image" alone'}, chat("hello", "x"))
@@ -194,7 +194,7 @@ def test_files_with_images_are_told_from_others(tmp_path: Path) -> None:
     assert any_images((str(without), str(with_image)))
 
 
-def test_a_checkpoint_without_a_processor_is_refused(tmp_path: Path) -> None:
+def test_a_checkpoint_without_a_processor_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="has no processor that transformers can load"):
         load_processor(tmp_path)
     make_processor().save_pretrained(tmp_path / "good")
@@ -204,7 +204,7 @@ def test_a_checkpoint_without_a_processor_is_refused(tmp_path: Path) -> None:
         load_processor(tmp_path / "text")
 
 
-def test_tools_reach_the_template_and_unknown_roles_are_refused(tmp_path: Path) -> None:
+def test_tools_reach_the_template_and_unknown_roles_are_rejected(tmp_path: Path) -> None:
     draw(tmp_path / "0.png", 0)
     image = {"type": "image", "path": "0.png"}
     template = "{% if tools %}{{ tools | length }}{{ tools[0].function.name }}{% endif %}" + TEMPLATE

@@ -42,7 +42,7 @@ def test_conversations() -> None:
     assert apart == [tuple(Chat(asked + answer, 2, "a.jsonl, line 1") for answer in (good, bad))]
 
 
-def test_what_is_no_pair_is_refused() -> None:
+def test_not_a_pair_is_rejected() -> None:
     with pytest.raises(UserError, match=r"line 1 has the columns text; a pair has chosen and rejected"):
         pairs_of({"text": "hello"})
     with pytest.raises(UserError, match="must both be texts, or both be lists"):

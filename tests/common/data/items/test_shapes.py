@@ -66,6 +66,6 @@ def test_classes_are_numbered() -> None:
     (labels_of_records, {"text": "a", "label": "x"}, "at least two classes apart, and the data have only 'x'"),
     (lambda records: classes_of_records(records, {"x": 0}), {"text": "a", "label": "y"}, "the model knows x"),
 ])  # fmt: skip
-def test_what_does_not_fit_is_refused(make: Any, record: dict[str, Any], message: str) -> None:
+def test_what_does_not_fit_is_rejected(make: Any, record: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         list(make(given(record)))

@@ -148,13 +148,13 @@ def test_configuration_files(tmp_path: Path) -> None:
     ('{"r": 4, "ensure_weight_tying": true}', "ensure_weight_tying"),
     ('{"r": 4, "init_lora_weights": "pissa"}', "'pissa' changes or looks at the base weights"),
 ])  # fmt: skip
-def test_what_cannot_be_done_is_refused(content: str, said: str, tmp_path: Path) -> None:
+def test_what_cannot_be_done_is_rejected(content: str, said: str, tmp_path: Path) -> None:
     (tmp_path / CONFIG).write_text(content)
     with pytest.raises(UserError, match=said):
         load_peft_config(tmp_path)
 
 
-def test_refusals_name_what_is_there(checkpoints: Path, tmp_path: Path) -> None:
+def test_rejections_name_what_is_there(checkpoints: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"modules_to_save: no module is called 'lm_haed'.*lm_head"):
         adapted(checkpoints / "llama", LoraConfig(modules_to_save=["lm_haed"]), BF16)
     with pytest.raises(UserError, match="peft cannot adapt this LlamaForCausalLM: index 999 is out of bounds"):

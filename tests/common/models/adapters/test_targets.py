@@ -18,7 +18,7 @@ def adapted(config: PreTrainedConfig, *targets: str, **options: float) -> Adapte
 
 @pytest.mark.parametrize("fused", [["gate_up_proj", "down_proj"], ["experts.down_proj"]])
 @pytest.mark.parametrize("family", MIXTURES)
-def test_fused_experts_have_names_of_their_own(family: str, fused: list[str]) -> None:
+def test_fused_experts_have_separate_names(family: str, fused: list[str]) -> None:
     """They are what peft adapts as target_parameters, which --lora-targets need not say."""
     config = mixture_config(family)
     attention = "q_b_proj" if family == "deepseek_v3" else "q_proj"
@@ -33,7 +33,7 @@ def test_fused_experts_have_names_of_their_own(family: str, fused: list[str]) ->
     assert all(found.model.get_parameter(name).shape == value.shape for name, value in expected.items())
 
 
-def test_names_that_nothing_has_are_refused() -> None:
+def test_names_that_nothing_has_are_rejected() -> None:
     with pytest.raises(UserError, match=r"called k_prog, so .* Did you mean 'k_proj'"):
         adapted(family_config("llama"), "q_proj", "k_prog")
     with pytest.raises(UserError, match=r"gate_proj, up_proj, so .*down_proj, gate_up_proj, k_proj"):
@@ -43,7 +43,7 @@ def test_names_that_nothing_has_are_refused() -> None:
     assert len(adapted(family_config("llama"), "self_attn.q_proj", "k_proj").names) == 2 * 2 * 3
 
 
-def test_what_fused_experts_cannot_have_says_so() -> None:
+def test_what_fused_experts_cannot_have_is_reported() -> None:
     for options in ({"dropout": 0.1}, {"dora": True}):
         with pytest.raises(UserError, match=r"experts are fused .* leave it out, or name other layers"):
             adapted(mixture_config("qwen3_moe"), "all-linear", **options)

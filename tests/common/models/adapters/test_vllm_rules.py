@@ -122,7 +122,7 @@ def test_what_it_reads_is_what_was_trained(family: str, make: Callable[[], PeftC
     (lambda: LoHaConfig(r=4, target_modules=["q_proj"]), "settings"),
     (lambda: IA3Config(target_modules=["q_proj"], feedforward_modules=[]), "settings"),
 ])  # fmt: skip
-def test_what_it_refuses(make: Callable[[], PeftConfig], said: str, tmp_path: Path) -> None:
+def test_what_it_rejects(make: Callable[[], PeftConfig], said: str, tmp_path: Path) -> None:
     """As docs/limits.md says; for these there is --merge."""
     write("llama", make(), tmp_path)
     with pytest.raises(ValueError, match=said):

@@ -119,7 +119,7 @@ def test_leftovers_of_a_killed_export_do_not_matter(tmp_path):
     assert sorted(file.name for file in tmp_path.iterdir()) == ["config.json", "generation_config.json", SINGLE]
 
 
-def test_missing_and_wrong_parameters_are_refused(tmp_path):
+def test_missing_and_wrong_parameters_are_rejected(tmp_path):
     meta = build_meta_model(family_config("llama"))
     writer = CheckpointWriter(tmp_path, meta, meta.config, torch.float32, 1 << 30)
     with pytest.raises(FinetuneError, match=r"model\.nrom\.weight"):
@@ -183,7 +183,7 @@ def test_tokenizer_files(tmp_path):
     ("model.embed_tokens.weight", torch.nan), ("model.layers.1.mlp.up_proj.weight", torch.inf),
     ("lm_head.weight", -torch.inf),
 ])  # fmt: skip
-def test_what_is_not_finite_is_refused_and_what_was_there_stays(name, bad, tmp_path):
+def test_nonfinite_values_are_rejected_and_what_was_there_stays(name, bad, tmp_path):
     real = real_model(family_config("llama"))
     export(tmp_path, real, shard_bytes=20_000).finish()
     before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
@@ -198,7 +198,7 @@ def test_what_is_not_finite_is_refused_and_what_was_there_stays(name, bad, tmp_p
     assert torch.equal(exported, real.get_parameter(name)) or exported.isnan().sum() == 1
 
 
-def test_what_overflows_in_the_dtype_on_disk_is_refused(tmp_path):
+def test_what_overflows_in_the_dtype_on_disk_is_rejected(tmp_path):
     real = real_model(family_config("llama"))
     with torch.no_grad():
         real.lm_head.weight[0, 0] = 3.4e38  # finite in fp32, infinite in bf16

@@ -65,7 +65,7 @@ def test_weights_are_those_that_transformers_reads(family: str, tmp_path: Path) 
     assert load_config(tmp_path / "model.gguf")[1] == directory and weights.stat().st_mtime_ns == written
 
 
-def test_what_cannot_be_read_is_refused(tmp_path: Path) -> None:
+def test_what_cannot_be_read_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "broken.gguf").write_bytes(b"GGUF, but not really")
     with pytest.raises(UserError, match=r"transformers cannot read .*broken\.gguf: "):

@@ -238,7 +238,7 @@ def test_a_missing_or_misshapen_expert(change, tmp_path):
         source_of(directory).check()
 
 
-def test_integers_are_refused(tmp_path):
+def test_integers_are_rejected(tmp_path):
     directory = saved(tmp_path, family_config("llama"))
     rewrite(directory / SINGLE, lambda t: t.update({"lm_head.weight": torch.zeros(199, 32, dtype=torch.int8)}))
     with pytest.raises(UserError, match=r"lm_head\.weight as torch\.int8: the checkpoint is quantized"):

@@ -48,7 +48,7 @@ def test_device_tensors_get_what_host_memory_wrote(stand_in, make_directories, d
         np.testing.assert_array_equal(part.view(torch.uint8).numpy(), data[MIB : MIB + 10_000])
 
 
-def test_device_tensors_that_cannot_be_right_are_refused(stand_in, make_directories):
+def test_device_tensors_that_cannot_be_right_are_rejected(stand_in, make_directories):
     store, extents = make(make_directories(1), "kvikio")
     with store:
         with pytest.raises(ValueError, match="whole pages"):
@@ -59,7 +59,7 @@ def test_device_tensors_that_cannot_be_right_are_refused(stand_in, make_director
             store.read(extents[1], on_device(torch.zeros(198, dtype=torch.uint8)))
 
 
-def test_the_posix_backend_refuses_device_tensors(make_directories):
+def test_the_posix_backend_rejects_device_tensors(make_directories):
     store, extents = make(make_directories(1), "posix")
     with store, pytest.raises(TypeError, match="cannot read device memory"):
         store.read(extents[0], on_device(torch.zeros(1)))

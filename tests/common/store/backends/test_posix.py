@@ -84,7 +84,7 @@ def test_a_truncated_file_is_reported(file):
     ("number", "words"),
     [(errno.ENOSPC, "are free in"), (errno.EIO, "failing"), (errno.EROFS, "read-only"), (errno.EDQUOT, "are free in")],
 )
-def test_refusals_name_place_amount_and_reason(file, monkeypatch, number, words):
+def test_rejections_name_place_amount_and_reason(file, monkeypatch, number, words):
     def refuse(*arguments):
         raise OSError(number, os.strerror(number))
 

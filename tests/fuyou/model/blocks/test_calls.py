@@ -248,7 +248,7 @@ def test_links_are_found_and_counted() -> None:
     ("decision", "decides by values that its blocks compute"),
     ("looks back", "after the last one it uses again what was computed before"),
 ])  # fmt: skip
-def test_what_cannot_be_split_is_refused(link: str, message: str) -> None:
+def test_what_cannot_be_split_is_rejected(link: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
         linked_pair(link)
 

@@ -58,7 +58,7 @@ def test_a_batch_without_targets_has_no_finite_loss() -> None:
     assert cross_entropy(torch.randn(1, 3, 5), targets, (targets != -100).sum(), gradient=True)[0].isnan()
 
 
-def test_a_pass_is_small_whatever_the_vocabulary() -> None:
+def test_a_pass_is_small_for_every_vocabulary() -> None:
     assert pass_bytes(4096, 50_257, "cpu") == 20 * 50_257 * 20  # 20 tokens make just less than a million logits
     assert pass_bytes(4096, 3 << 20, "cpu") == (3 << 20) * 20
     assert pass_bytes(7, 100, "cuda") == 700 * 20

@@ -127,7 +127,7 @@ def open_model(config: PreTrainedConfig, router_loss: str = "auto") -> OpenModel
     return OpenModel(config, Precision.named("fp32", "fp32"), torch.device("cpu"), router_loss=router_loss)
 
 
-def test_what_is_asked_for() -> None:
+def test_what_is_requested() -> None:
     on, off = config_of("mixtral"), config_of("mixtral", output_router_logits=False)
     expected = RouterLoss(0.5, 4, 2, masked=True)
     for config, choice in ((on, "auto"), (on, "on"), (off, "on")):
@@ -160,7 +160,7 @@ def test_a_family_whose_loss_does_not_change() -> None:
         open_model(config, "on")
 
 
-def test_a_loss_of_another_kind_is_refused() -> None:
+def test_a_loss_of_another_kind_is_rejected() -> None:
     """Doge's experts are found by products of keys: its loss is not one of sums over experts."""
     config = DogeConfig(**SMALL, is_moe=True, num_experts=16, num_experts_per_tok=2)
     with pytest.raises(UserError, match=r"'doge' model has .* not that of Mixtral .*router_loss off"):

@@ -94,7 +94,7 @@ def test_a_plan_with_the_kernel_that_a_gpu_was_seen_to_take(kernel: str) -> None
     assert trace.find("aten._scaled_dot_product_flash_attention.default", 0) == index
 
 
-def test_attention_is_found_by_whatever_kernel_it_took() -> None:
+def test_attention_is_found_in_every_kernel() -> None:
     def operator(packet: Any, ordinal: int) -> Operator:
         return Operator(packet.default, ordinal, None, frozenset(), 1.0, 0, False, False)
 

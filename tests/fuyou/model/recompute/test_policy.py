@@ -149,7 +149,7 @@ def test_attention_draws_random_numbers_only_with_dropout(dropout: float) -> Non
     assert [one.savable for one in trace.operators] == [not dropout]
 
 
-def test_what_cannot_be_kept_is_refused() -> None:
+def test_what_cannot_be_kept_is_rejected() -> None:
     stack = StreamedModel(build_meta_model(tiny_configs()["llama"], dtype=BF16), torch.device("cpu"))
     trace = trace_block(stack, 16, "cpu", BF16)
     assert saved_outputs(trace, [("aten.mm.default", 0)]).nbytes == 16 * 48 * 2

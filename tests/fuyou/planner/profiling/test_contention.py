@@ -68,7 +68,7 @@ def test_a_pump_sends_again_what_was_answered_and_hears_of_a_failure() -> None:
         pump.stop()
 
 
-def test_work_that_fails_says_so_at_once_and_the_other_work_ends() -> None:
+def test_work_that_fails_is_reported_at_once_and_the_other_work_ends() -> None:
     def fail() -> None:
         raise ValueError("no room")
 

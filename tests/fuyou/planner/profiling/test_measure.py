@@ -35,7 +35,7 @@ def workload(family: str, *directories: Path) -> ProfiledWorkload:
 
 
 @pytest.mark.usefixtures("_quick")
-def test_an_emulated_device_and_paced_drives_measure_what_they_were_told(tmp_path: Path) -> None:
+def test_an_emulated_device_and_paced_drives_keep_their_rates(tmp_path: Path) -> None:
     drives = [tmp_path / name for name in ("nvme0", "nvme1")]
     for drive in drives:
         drive.mkdir()
@@ -132,7 +132,7 @@ def test_random_values_fill_everything() -> None:
     assert 0.015 < float(values.float().std()) < 0.025
 
 
-def test_scratch_files_go_whatever_happens(tmp_path: Path) -> None:
+def test_scratch_files_go_in_every_case(tmp_path: Path) -> None:
     left = tmp_path / "fuyou-profile-999999999"  # of a process that was killed
     with open_scratch([tmp_path], scratch_records(4096, BF16), None):
         (folder,) = tmp_path.iterdir()

@@ -42,7 +42,7 @@ def test_times_by_phase() -> None:
         {"contention": [{"cores": 1.0}]},
     ],
 )  # fmt: skip
-def test_what_is_no_profile(spoil: dict[str, object]) -> None:
+def test_not_a_profile(spoil: dict[str, object]) -> None:
     with pytest.raises(ValueError, match="not a profile"):
         Profile.from_dict({**PROFILE.to_dict(), **spoil})
     with pytest.raises(ValueError, match="not a profile"):

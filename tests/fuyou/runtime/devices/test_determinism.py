@@ -11,7 +11,7 @@ from tests.helpers.twin import tiny_configs
 
 
 @pytest.mark.parametrize("before", [False, True])
-def test_what_was_asked_for_before_comes_back(before: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_requested_before_comes_back(before: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
     torch.use_deterministic_algorithms(before, warn_only=True)

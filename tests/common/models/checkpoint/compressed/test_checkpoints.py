@@ -172,7 +172,7 @@ def test_a_configuration_that_outlived_its_scales(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("method", ["gptq", "awq", "bitsandbytes", "fbgemm_fp8"])
-def test_other_methods_are_refused(method: str, tmp_path: Path) -> None:
+def test_other_methods_are_rejected(method: str, tmp_path: Path) -> None:
     directory, _ = compressed(tmp_path, "llama", "fp8")
     content = json.loads((directory / "config.json").read_text())
     content["quantization_config"] = {"quant_method": method, "bits": 4, "load_in_4bit": True}

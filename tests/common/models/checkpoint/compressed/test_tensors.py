@@ -153,7 +153,7 @@ def test_what_does_not_fit_together(tmp_path: Path) -> None:
     ({}, {"weight_g_idx": torch.zeros(64, dtype=torch.int32)}, "in another order"),
     ({"config_groups": {"g": {"weights": {"num_bits": 3}}}}, {}, "packed with 3 bits"),
 ])  # fmt: skip
-def test_refused(changes: dict, tensors: dict[str, torch.Tensor], words: str, tmp_path: Path) -> None:
+def test_rejected(changes: dict, tensors: dict[str, torch.Tensor], words: str, tmp_path: Path) -> None:
     settings = METHODS["int4"][0] | changes
     packed = CASES["int4-group"]["packed"] | tensors
     with pytest.raises(UserError, match=words):
