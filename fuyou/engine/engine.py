@@ -40,7 +40,7 @@ class Engine(EngineFigures):
         config: everything else that can be said about the run; or:
         options: the same by the options' own names, see :class:`fuyou.EngineConfig` and the groups in it. ``ssd`` is
             the only one that must be given; all others have defaults. The names are: ``ssd``, ``run_name``,
-            ``resume``, ``overwrite``, ``leave_ssd``, ``commit_every``, ``single_slot``, ``io``
+            ``resume``, ``overwrite``, ``leave_ssd``, ``commit_every``, ``drive_life``, ``single_slot``, ``io``
             (:class:`fuyou.option_groups.StoreConfig`); ``lr``, ``betas``, ``eps``, ``weight_decay``,
             ``optimizer``, ``optimizer_dtype``, ``max_grad_norm``, ``clip_by``,
             ``deferred_fraction``, ``on_nonfinite`` (:class:`fuyou.option_groups.OptimizerConfig`); ``host_memory``,

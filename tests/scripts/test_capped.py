@@ -116,7 +116,7 @@ def test_what_cannot_be_run(command: str, status: int) -> None:
 def test_a_size_that_is_none() -> None:
     status, _, error = run("much", "true")
     assert status == capped.CANNOT_CAP
-    assert error == "capped: 'much' is not a size. Write it as 24GiB, 512MiB, 80GB or a number of bytes.\n"
+    assert error == "capped: 'much' is not a size. Write 24GiB, 512MiB, 80GB or a number of bytes.\n"
 
 
 class TestVersion2:

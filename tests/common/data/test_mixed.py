@@ -34,7 +34,7 @@ def test_weights_in_any_unit(weights: tuple[float, ...], counts: list[int]) -> N
 
 @pytest.mark.parametrize("weights", [(1, 0), (1, -1), (1, 1e-5)])
 def test_weights_that_are_none(weights: tuple[float, ...]) -> None:
-    with pytest.raises(UserError, match=r"more than 0|less than a thousandth"):
+    with pytest.raises(UserError, match=r"more than 0|the least is a thousandth"):
         counts_of(weights)
 
 

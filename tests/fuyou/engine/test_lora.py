@@ -13,7 +13,7 @@ from common.errors import UserError
 from common.models.adapters.options import AdapterOptions
 from fuyou.layout.record import Kind
 from fuyou.schedule.memory_planner import MemoryPlanner
-from tests.fuyou.engine import test_classifiers as classifiers
+from tests.helpers import classifiers
 from tests.helpers.adapters import DTYPES, InMemory, compare, train
 from tests.helpers.engines import STEPS, batches, directories
 from tests.helpers.engines import engine as plain_engine
