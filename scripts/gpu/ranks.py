@@ -156,20 +156,21 @@ def _plain(case: Case, device: torch.device, batches: torch.Tensor) -> tuple[lis
     pairs = list(zip(masters.parameters(), computing.parameters(), strict=True))
     losses: list[list[float]] = [[] for _ in range(WORLD)]
     for step in range(STEPS):
-        total: list[torch.Tensor] = []
-        for rank in range(WORLD):
-            sums: list[torch.Tensor] = []
-            for ids in batches[rank, step].to(device):
+        for index in range(case.micro_batches):  # each is reduced over all ranks, as in the paper
+            total: list[torch.Tensor] = []
+            for rank in range(WORLD):
+                ids = batches[rank, step, index].to(device)
                 loss = computing(input_ids=ids, labels=ids).loss / case.micro_batches
                 loss.backward()
                 losses[rank].append(loss.item())
                 gradients = [parameter.grad for _, parameter in pairs if parameter.grad is not None]
-                sums = [a + b for a, b in zip(sums, gradients, strict=True)] if sums else gradients
+                total = [a + b for a, b in zip(total, gradients, strict=True)] if total else gradients
                 computing.zero_grad()
-            total = [a + b for a, b in zip(total, sums, strict=True)] if total else sums
-        for (master, _), gradient in zip(pairs, total, strict=True):
-            master.grad = (gradient / WORLD).to(master.dtype)
+            for (master, _), gradient in zip(pairs, total, strict=True):
+                mean = (gradient / WORLD).to(master.dtype)
+                master.grad = mean if master.grad is None else master.grad + mean
         optimizer.step()
+        optimizer.zero_grad()
         for master, parameter in pairs:
             parameter.data.copy_(master.data)
     return losses, [master.detach() for master, _ in pairs]

@@ -144,7 +144,7 @@ def test_a_resumed_run_keeps_its_reference(
 def test_a_plan_counts_the_reference(finetune: Finetune) -> None:
     """DPO reads what SFT reads of as many rows; before its first step, the reference passes over the data."""
     where = ("--gpu", "rtx4090", "--drive", "samsung-990-pro-4tb", "--ssds", "4", "--seq-len", "1024", *LORA)
-    where = ("--plan", "--model", "gpt3-13b", "--host-memory", "64GiB", *where)
+    where = ("--plan", "--model", "gpt3-13b", "--host-memory", "64GiB", "--drive-life", "any", *where)
     plans = {}
     for name, options in {"sft": ("--batch-size", "32"), "dpo": ("--batch-size", "16", "--objective", "dpo")}.items():
         done = finetune(*where, *options, "--json")
