@@ -249,7 +249,8 @@ def test_four_ranks_come_back_to_the_step_that_all_have(model: str, pool: Pool, 
 
 def test_a_bit_that_flips_on_its_way_to_a_node(model: str, pool: Pool, tmp_path: Path) -> None:
     """Noticed before the step counts; the run continues from the step before."""
-    run = Run(model, tmp_path / "ranks", 4, options={"host_cache": 0})
+    # It is the last step: a rank that learns of it later would wait in the next one for a rank that has left.
+    run = Run(model, tmp_path / "ranks", 3, options={"host_cache": 0})
     call = 2 * 5 + 3  # five records are spread in each step
     for said in pool.run((2, 1), cases.train_until_a_bit_flips, run, call):
         assert "After step 3, node 1 (" in said and "hold different parameters" in said, said

@@ -70,13 +70,14 @@ class Pool:
         return [value for _, value in answers]
 
     def close(self) -> None:
-        """End the ranks."""
+        """End the ranks; those of the next call are new."""
         for pipe in self._pipes:
             pipe.close()
         for process in self._processes:
             process.join(timeout=10)
             if process.is_alive():
                 process.kill()
+        self._pipes, self._processes, self._layout = [], [], None
 
 
 def _serve(index: int, pipe: Connection, server: str) -> None:
