@@ -219,6 +219,15 @@ def test_no_step_is_shorter_than_what_it_has_the_drives_do(job: TrainingJob, mor
     assert result.step_seconds > 0.99 * result.written_bytes / 1e8 > 0
 
 
+@pytest.mark.parametrize("host", [140, 180, 256])
+@pytest.mark.parametrize("clips", [False, True])
+def test_no_step_is_shorter_than_its_bound(job: TrainingJob, clips: bool, host: int) -> None:
+    """Not even where late writes pile up for more steps than are simulated."""
+    rates = replace(FAST, flops_per_second=1e12, read_bytes_per_second=5e9, write_bytes_per_second=1e9)
+    result = plan(replace(job, clips=clips), machine(rates, host=host << 20))
+    assert result.step_seconds >= max(result.busy.values())
+
+
 def test_gradients_that_are_kept_are_written_where_they_find_no_room(job: TrainingJob) -> None:
     speculation = replace(job, clips=True, clip_by=ClipBy.SPECULATION, clipped_share=0.0, host_cache=0)
     written = {host: plan(speculation, machine(host=host << 20)).written_bytes for host in (140, 256)}
