@@ -201,5 +201,10 @@ def profile_once(job: Job, ranks: Share | None = None) -> None:
 
 
 def _disk_usage(job: Job) -> int:
-    folders = (path / job.run_name for path in job.ssd)
-    return sum(file.stat().st_blocks * 512 for folder in folders for file in folder.iterdir() if file.is_file())
+    """Return the bytes that the files of this node's store take on its drives."""
+    nbytes = 0
+    for folder in (path / job.run_name for path in job.ssd):
+        for file in folder.iterdir():
+            with contextlib.suppress(FileNotFoundError):  # a commit renames its manifest meanwhile
+                nbytes += file.stat().st_blocks * 512
+    return nbytes
