@@ -133,6 +133,10 @@ class EngineConfig:
         for name, (value, good) in checks.items():
             if not good:
                 raise UserError(f"{name} must be positive, not {value}.")
+        if self.store.drive_life is not None and not self.automatic:
+            raise UserError(
+                "drive_life is a limit for the planner: open the engine with automatic=True, or leave it out."
+            )
         if self.store.drive_life and warranted_bytes(self.store.drives) is None:
             raise UserError(UNKNOWN_ENDURANCE.format(drives=", ".join(map(str, self.store.drives))))
 

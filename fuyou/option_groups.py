@@ -32,8 +32,8 @@ class StoreConfig:
     commit_every: int = 1
     """Steps from one commit to the next: memory is not written in between, and a crash loses up to this many steps."""
     drive_life: float | None = None
-    """Days that the drives' warranted writes must last, for the planner; 0 for the fastest schedule. None writes least
-    among schedules within 10% of the fastest."""
+    """Days that the drives' warranted writes must last, for the planner (``automatic``); 0 for the fastest schedule.
+    None writes least among schedules within 10% of the fastest."""
     single_slot: bool = False
     """Whether to take half the space and no protection: a crash in the middle of a step loses the run."""
     io: str = "posix"

@@ -115,7 +115,7 @@ def answers(checkpoint: Path, questions: Sequence[str], adapter: Path | None = N
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     said = []
-    what = "asking the model as it is" if adapter is None else "asking the tuned model"
+    what = "asking the original model" if adapter is None else "asking the tuned model"
     with warnings.catch_warnings(action="ignore"), activity(what, announced=True):
         tokenizer = AutoTokenizer.from_pretrained(checkpoint, local_files_only=True)
         model: Any = AutoModelForCausalLM.from_pretrained(checkpoint, local_files_only=True)

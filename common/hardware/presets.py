@@ -15,7 +15,7 @@ from common.errors import UserError, did_you_mean
 from common.files import preset_files
 from common.units import parse_bytes
 
-# Bytes per second that a consumer drive writes when its fast cache is full, where nobody measured it: the Samsung 980
+# Bytes per second that a consumer drive writes when its fast cache is full, without a measurement: the Samsung 980
 # PRO's rate (TechPowerUp's review, page 6). All presets without a measured rate have the same kind of flash (TLC).
 TLC_BYTES_PER_SECOND = 1.5e9
 

@@ -62,7 +62,7 @@ class Store:
         try:
             return cls(*made, io, threads, throttle)
         except BaseException:
-            placement.remove(directories)  # which nobody has
+            placement.remove(directories)  # no caller has the store
             raise
 
     @classmethod

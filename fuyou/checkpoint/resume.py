@@ -48,7 +48,7 @@ def resume_run(
     If the run is on other drives than ``drives.folders``, or was made by another number of ranks, it moves first.
 
     Args:
-        layout: that of the whole model, shared with nobody.
+        layout: that of the whole model, not one rank's share.
         expected: what the run must be, apart from its step.
         io: options of :meth:`common.store.Store.open`.
 

@@ -106,7 +106,7 @@ class ShardSet:
 
     @property
     def missing(self) -> list[int]:
-        """Ranks whose shards nobody has found complete."""
+        """Ranks whose complete shards no rank has."""
         complete = {rank for rank, shard in self.members.items() if shard.steps}
         return [rank for rank in range(self.share.world_size) if rank not in complete]
 

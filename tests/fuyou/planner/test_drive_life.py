@@ -1,12 +1,14 @@
 """Writes as a cost: the default, limits in days, and the frontier they are chosen from."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from transformers import LlamaConfig
 
 from common.errors import UserError
 from common.hardware.presets import drive_preset, gpu_preset
+from fuyou.config import EngineConfig
 from fuyou.planner import Machine, RunPlan, TrainingJob, describe_training, plan, preset_machine
 from fuyou.planner.evaluate import Evaluator
 from fuyou.planner.rates import TaskRates
@@ -62,6 +64,14 @@ def test_a_limit_needs_drives_whose_warranty_is_known(job: TrainingJob) -> None:
     with pytest.raises(UserError, match=r"drive.life: the warranted writes of a drive are not known"):
         search(Evaluator(replace(job, drive_life=50.0), replace(ON, endurance_bytes=None)))
     search(Evaluator(replace(job, drive_life=0), replace(ON, endurance_bytes=None)))
+
+
+def test_an_engine_without_the_planner_takes_no_limit(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="drive_life is a limit for the planner: open the engine with automatic=True"):
+        EngineConfig.of(ssd=tmp_path, drive_life=50.0)
+    with pytest.raises(UserError, match=r"drive.life: the warranted writes of .* are not known"):
+        EngineConfig.of(ssd=tmp_path, drive_life=50.0, automatic=True)
+    assert EngineConfig.of(ssd=tmp_path, drive_life=0, automatic=True).store.drive_life == 0
 
 
 @pytest.mark.parametrize(("drive", "rate"), [("990-pro-4tb", 1.5e9), ("p5510", 3.4e9), ("t500", 0.5e9)])
