@@ -145,6 +145,8 @@ def _limits(result: RunPlan) -> list[str]:
     if result.drive_days is not None:
         days = f"{result.drive_days:,.0f}" if result.drive_days >= 10 else f"{result.drive_days:.1f}"
         traffic += f": {days} days until the drives' warranted writes are used up"
+        if result.drive_days < (job.drive_life or 0):
+            traffic += f"; no plan reaches --drive-life {job.drive_life:,.0f}, and this one wears least"
     rows += row("drives", traffic)
     chosen = next((number for number, point in enumerate(result.frontier) if point.chosen), None)
     if chosen is not None:

@@ -18,6 +18,7 @@ from cli.train.trainer import Trainer
 from common.data import Batches
 from common.data.images.batches import ImageBatches
 from common.errors import UserError
+from common.units import format_bytes
 from fuyou import Engine, StepReport
 from fuyou.config import OPTION_NAMES
 from fuyou.layout.share import Share
@@ -186,17 +187,21 @@ def profile_once(job: Job, ranks: Share | None = None) -> None:
         job: the run.
         ranks: all ranks that will run, of which this is one; None: it is alone.
     """
-    if job.parameters < PROFILED_PARAMETERS or job.steps < PROFILED_STEPS:
+    settings = job.settings
+    if not settings.drive_life and (job.parameters < PROFILED_PARAMETERS or job.steps < PROFILED_STEPS):
         return
-    settings, device, share = job.settings, open_device(job.device), ranks or Share()
+    device, share = open_device(job.device), ranks or Share()
     limits = memory_limits(device, settings.host_memory, settings.device_memory, share.ranks_per_node)
-    if limits[0] < PROFILED_HOST_BYTES:
-        return
-    context = PlannerContext(training_of(settings).among(share), device, limits, job.ssd)
-    with contextlib.suppress(UserError):  # what does not fit, the engine says with more to go by
+    try:
+        if limits[0] < PROFILED_HOST_BYTES:
+            raise UserError(f"measuring takes {format_bytes(PROFILED_HOST_BYTES)} of host memory.")
+        context = PlannerContext(training_of(settings).among(share), device, limits, job.ssd)
         if context.profile is None:
             print("profile  measuring this machine with this model, once", flush=True)
             profile_or_measure(context)
+    except UserError as error:  # what does not fit, the engine says with more to go by
+        if settings.drive_life:
+            print(f"profile  --drive-life is not applied: {error}", flush=True)
     device.release()
 
 

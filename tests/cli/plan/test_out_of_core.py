@@ -1,6 +1,7 @@
 """``finetune --plan``: text for people, JSON for programs, exit statuses, and what cannot be combined."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,15 @@ def test_a_plan_for_people(finetune: Finetune) -> None:
     assert sum("░" in line or "█" in line for line in lines) == 5
     assert "4 x Intel SSD D7-P5510" in lines[0]
     assert "relaxed by" in outcome.out
+
+
+def test_a_limit_on_wear_that_no_plan_reaches(finetune: Finetune) -> None:
+    outcome = finetune("--plan", *SERVER, "--model", "llama-10m", "--drive-life", 1_000_000)
+    text = " ".join(outcome.out.split())
+    days = re.search(
+        r": ([\d,.]+) days until .* no plan reaches --drive-life 1,000,000, and this one wears least", text
+    )
+    assert outcome.status == 0 and days and float(days[1].replace(",", "")) < 1e6
 
 
 def test_only_json_on_stdout(finetune: Finetune, tmp_path: Path) -> None:
