@@ -78,69 +78,85 @@ def autograd_thread() -> Iterator[None]:
             setattr(torch.autograd, name, function)
 
 
-def _check(query, key, value, starts, longest, dropout, aligned):
-    assert starts.dtype == torch.int32 and starts.is_contiguous() and not dropout
-    assert longest == int(starts.diff().max()) and int(starts[-1]) == len(query)
+def _check(query, key, value, starts, key_starts, longest, longest_keys, dropout, aligned):
+    assert not dropout
+    for each, ends, most in (
+        (query, starts, longest),
+        (key, key_starts, longest_keys),
+        (value, key_starts, longest_keys),
+    ):
+        assert ends.dtype == torch.int32 and ends.is_contiguous()
+        assert most == int(ends.diff().max()) and int(ends[-1]) == len(each)
     for each in (query, key, value):
         assert each.stride(-1) == 1 and each.shape[-1] % aligned == 0
 
 
-def _mask(count, padded, window, like):
-    if not window or count <= window:
+def _mask(queries, keys, padded, causal, window, like):
+    """Return a mask of padded queries and keys, causal from the bottom right; None: causal squares, or all see all."""
+    if not causal or (queries == keys and not 0 < window < queries):
         return None
-    token = torch.arange(padded)
-    seen = (token <= token[:, None]) & (token > token[:, None] - window)
+    token, key = (torch.arange(-(-count // padded) * padded) for count in (queries, keys))
+    token = token[:, None] + keys - queries
+    seen = (key <= token) & (key < keys)
+    if window:
+        seen &= key > token - window
+    seen |= (token >= keys) & (key == 0)
     return torch.zeros(seen.shape, dtype=like.dtype).masked_fill_(~seen, float("-inf"))
 
 
-def _parts(start, end, *values):
-    """Return a document of each ``[T, H, D]`` as ``[1, H, tokens, D]``, in 16 bits with tokens added as on a CPU."""
+def _parts(start, end, padded, *values):
+    """Return a sequence of each ``[T, H, D]`` as ``[1, H, tokens, D]``, with tokens added."""
     for value in values:
-        part = value[start:end].transpose(0, 1)[None]
-        yield functional.pad(part, (0, 0, 0, -(end - start) % 32)) if value.dtype.itemsize == 2 else part
+        yield functional.pad(value[start:end].transpose(0, 1)[None], (0, 0, 0, (start - end) % padded))
 
 
-def _forward(query, key, value, starts, window, scale):
+def _sequences(starts, key_starts, query, causal, window):
+    """Yield the tokens and keys of each sequence, to what their numbers are rounded as on a CPU, and the mask."""
+    for tokens, keys in zip(pairwise(starts.tolist()), pairwise(key_starts.tolist()), strict=True):
+        padded = 32 if query.dtype.itemsize == 2 and causal else 1
+        lengths = tokens[1] - tokens[0], keys[1] - keys[0]
+        yield tokens, keys, padded, _mask(*lengths, padded, causal, window, query)
+
+
+def _forward(query, key, value, starts, key_starts, causal, window, scale):
     result = query.new_empty(*query.shape[:2], value.shape[-1])
     logarithms = torch.empty(query.shape[:2])
-    for start, end in pairwise(starts.tolist()):
-        q, k, v = _parts(start, end, query, key, value)
-        mask = _mask(end - start, q.shape[2], window, q)
+    for (start, end), keys, padded, mask in _sequences(starts, key_starts, query, causal, window):
+        (q,), (k, v) = _parts(start, end, padded, query), _parts(*keys, padded, key, value)
         if q.shape[-1] == v.shape[-1]:
             out, each = _aten._scaled_dot_product_flash_attention_for_cpu(
-                q, k, v, 0.0, mask is None, attn_mask=mask, scale=scale
+                q, k, v, 0.0, causal and mask is None, attn_mask=mask, scale=scale
             )
         else:
-            scores = _scores(q, k, mask, scale)
-            out, each = scores.softmax(-1) @ v, scores.logsumexp(-1)
+            scores = _scores(q, k, causal, mask, scale)
+            out, each = scores.softmax(-1).to(v.dtype) @ v, scores.float().logsumexp(-1)
         result[start:end] = out[0].transpose(0, 1)[: end - start]
         logarithms[start:end] = each[0].transpose(0, 1)[: end - start]
     return result, logarithms
 
 
-def _scores(q, k, mask, scale):
-    if mask is None:
+def _scores(q, k, causal, mask, scale):
+    if causal and mask is None:
         mask = torch.full((q.shape[2],) * 2, float("-inf")).triu(1)
-    return q @ k.transpose(2, 3) * scale + mask
+    return q @ k.transpose(2, 3) * scale + (0 if mask is None else mask)
 
 
-def _backward(gradient, query, key, value, out, logarithms, starts, window, scale):
+def _backward(gradient, query, key, value, out, logarithms, starts, key_starts, causal, window, scale):
     gradients = [torch.empty_like(each) for each in (query, key, value)]
-    for start, end in pairwise(starts.tolist()):
-        g, q, k, v, o = _parts(start, end, gradient, query, key, value, out)
-        mask = _mask(end - start, q.shape[2], window, q)
+    for (start, end), keys, padded, mask in _sequences(starts, key_starts, query, causal, window):
+        (g, q, o), (k, v) = _parts(start, end, padded, gradient, query, out), _parts(*keys, padded, key, value)
+        each = functional.pad(logarithms[start:end].t()[None], (0, q.shape[2] - (end - start))).contiguous()
         if q.shape[-1] == v.shape[-1]:
-            each = functional.pad(logarithms[start:end].t()[None], (0, q.shape[2] - (end - start))).contiguous()
             parts = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                g, q, k, v, o, each, 0.0, mask is None, attn_mask=mask, scale=scale
+                g, q, k, v, o, each, 0.0, causal and mask is None, attn_mask=mask, scale=scale
             )
         else:
-            chances = _scores(q, k, mask, scale).softmax(-1)
+            chances = (_scores(q, k, causal, mask, scale) - each[..., None]).exp().to(q.dtype)
             flowing = g @ v.transpose(2, 3)
-            flowing = chances * (flowing - (flowing * chances).sum(-1, keepdim=True)) * scale
+            flowing = chances * (flowing - (g * o).sum(-1, keepdim=True)) * scale
             parts = flowing @ k, flowing.transpose(2, 3) @ q, chances.transpose(2, 3) @ g
-        for whole, part in zip(gradients, parts, strict=True):
-            whole[start:end] = part[0].transpose(0, 1)[: end - start]
+        for whole, part, (first, last) in zip(gradients, parts, ((start, end), keys, keys), strict=True):
+            whole[first:last] = part[0].transpose(0, 1)[: last - first]
     return gradients
 
 
@@ -148,11 +164,13 @@ def _flash_attention_forward(
     query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, return_debug_mask, *,
     scale=None, window_size_left=None, window_size_right=None, **_,
 ):  # fmt: skip
-    _check(query, key, value, cum_seq_q, max_q, dropout_p, 8)
+    _check(query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, 8)
     assert query.dtype.itemsize == 2 and query.shape[-1] == value.shape[-1] <= 256
-    assert is_causal == (window_size_left is None) and window_size_right == (None if is_causal else 0)
-    window = 0 if is_causal else window_size_left + 1
-    result, logarithms = _forward(query, key, value, cum_seq_q, window, scale)
+    assert (window_size_left is None) == (window_size_right is None) and not (is_causal and window_size_left)
+    assert not is_causal or max_q == max_k
+    window = 0 if window_size_left is None else window_size_left + 1
+    causal = is_causal or window > 0
+    result, logarithms = _forward(query, key, value, cum_seq_q, cum_seq_k, causal, window, scale)
     state = torch.zeros(2, dtype=torch.uint64)
     return result, logarithms.t().contiguous(), state, state.clone(), query.new_empty(0)
 
@@ -161,10 +179,11 @@ def _flash_attention_backward(
     grad_out, query, key, value, out, logsumexp, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, rng_state,
     unused, *, scale=None, window_size_left=None, window_size_right=None,
 ):  # fmt: skip
-    _check(query, key, value, cum_seq_q, max_q, dropout_p, 8)
+    _check(query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, 8)
     assert logsumexp.shape == (query.shape[1], len(query)) and logsumexp.is_contiguous()
-    window = 0 if is_causal else window_size_left + 1
-    return tuple(_backward(grad_out, query, key, value, out, logsumexp.t(), cum_seq_q, window, scale))
+    window = 0 if window_size_left is None else window_size_left + 1
+    ends, causal = (cum_seq_q, cum_seq_k), is_causal or window > 0
+    return tuple(_backward(grad_out, query, key, value, out, logsumexp.t(), *ends, causal, window, scale))
 
 
 def _efficient_attention_forward(
@@ -172,9 +191,11 @@ def _efficient_attention_forward(
     compute_log_sumexp=False, *, scale=None, seqlen_k=None, window_size=None,
 ):  # fmt: skip
     query, key, value = (each.squeeze(0) for each in (query, key, value))
-    _check(query, key, value, cu_seqlens_q, max_seqlen_q, dropout_p, 4)
-    assert query.shape[1] == key.shape[1] == value.shape[1] and custom_mask_type == 1 and compute_log_sumexp
-    result, logarithms = _forward(query, key, value, cu_seqlens_q, window_size or 0, scale)
+    ends, causal = (cu_seqlens_q, cu_seqlens_k), custom_mask_type > 0
+    _check(query, key, value, *ends, max_seqlen_q, max_seqlen_k, dropout_p, 4)
+    assert query.shape[1] == key.shape[1] == value.shape[1] and compute_log_sumexp
+    assert custom_mask_type in ((0, 1) if max_seqlen_q == max_seqlen_k else (0, 2))
+    result, logarithms = _forward(query, key, value, *ends, causal, window_size or 0, scale)
     by_document = torch.full((len(cu_seqlens_q) - 1, query.shape[1], -(-max_seqlen_q // 32) * 32), float("inf"))
     for number, (start, end) in enumerate(pairwise(cu_seqlens_q.tolist())):
         by_document[number, :, : end - start] = logarithms[start:end].t()
@@ -188,12 +209,13 @@ def _efficient_attention_backward(
     window_size=None, shared_storage_dqdkdv=False,
 ):  # fmt: skip
     grad_out, query, key, value, out = (each.squeeze(0) for each in (grad_out_, query, key, value, out))
-    _check(query, key, value, cu_seqlens_q, max_seqlen_q, dropout_p, 4)
-    assert query.shape[1] == key.shape[1] and custom_mask_type == 1 and out.is_contiguous()
+    _check(query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, 4)
+    assert query.shape[1] == key.shape[1] and out.is_contiguous()
     ends = list(pairwise(cu_seqlens_q.tolist()))
     assert logsumexp.shape == (len(ends), query.shape[1], -(-max_seqlen_q // 32) * 32)
     for number, (start, end) in enumerate(ends):
         assert logsumexp[number, :, end - start :].isinf().all()
     logarithms = torch.cat([logsumexp[number, :, : end - start].t() for number, (start, end) in enumerate(ends)])
-    gradients = _backward(grad_out, query, key, value, out, logarithms, cu_seqlens_q, window_size or 0, scale)
+    settings = cu_seqlens_q, cu_seqlens_k, custom_mask_type > 0, window_size or 0, scale
+    gradients = _backward(grad_out, query, key, value, out, logarithms, *settings)
     return *(each[None] for each in gradients), query.new_empty(0)

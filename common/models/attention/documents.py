@@ -122,7 +122,7 @@ def attention_by_document(
         H]``.
     """
     if starts is not None:
-        return varlen.attend(query, key, value, starts, _longest(spans), window, scale)
+        return varlen.attend(query, key, value, _sequences(starts, spans), window, scale)
     rows, heads, length, _ = query.shape
     result = query.new_empty(rows, length, heads, query.shape[-1])
     statistics = query.new_empty(rows, length, heads, dtype=_statistics_dtype(query))
@@ -164,7 +164,7 @@ def attention_by_document_backward(
     """Return the gradients of query, key and value, given that of the result and what the forward pass had."""
     if starts is not None:
         return varlen.attend_backward(
-            gradient, query, key, value, result, statistics, starts, _longest(spans), window, scale
+            gradient, query, key, value, result, statistics, _sequences(starts, spans), window, scale
         )
     gradients = torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
     narrow = query.dtype.itemsize == 2
@@ -215,8 +215,9 @@ def _flops(query: Any, key: Any, value: Any, starts: Any, spans: Sequence[int], 
     return 2 * query[1] * (query[3] + value[3]) * squares
 
 
-def _longest(spans: Sequence[int]) -> int:
-    return max(end - start for start, end in zip(spans[1::3], spans[2::3], strict=True))
+def _sequences(starts: torch.Tensor, spans: Sequence[int]) -> varlen.Sequences:
+    longest = max(end - start for start, end in zip(spans[1::3], spans[2::3], strict=True))
+    return varlen.Sequences(starts, starts, longest, longest)
 
 
 def _statistics_dtype(query: torch.Tensor) -> torch.dtype:
