@@ -16,7 +16,7 @@ import torch.distributed as dist
 from peft import PeftConfig
 from torch.distributed.tensor import DTensor
 
-from common.communication import all_gather_object
+from common.communication import all_gather_object, broadcast_from_rank0
 from common.errors import UserError
 from common.memory import numa
 from common.memory.meter import PeakMeter
@@ -94,13 +94,13 @@ class Trainer:
 
     def begin(self) -> None:
         """Load the weights that training starts from. Commits of an earlier run are removed."""
-        self._checkpoints.discard()
+        broadcast_from_rank0(self._checkpoints.discard)
         self._model.load()
         self._sharding.invalidate()
 
     def resume(self) -> None:
         """Continue from the newest commit of this model and dtype, made by any number of ranks."""
-        progress = self._checkpoints.load()
+        progress = self._checkpoints.resume()
         self._sharding.invalidate()
         self.step_count = self.committed_step = progress.step
         self._is_committed = True
@@ -110,7 +110,7 @@ class Trainer:
     def commit(self) -> None:
         """Put the state after the last step on the drives, unless it is there."""
         if self.step_count != self.committed_step or not self._is_committed:
-            self._checkpoints.save(TrainingProgress(self.step_count, self._nonfinite.skipped, self.user_state))
+            self._checkpoints.commit(TrainingProgress(self.step_count, self._nonfinite.skipped, self.user_state))
             self.committed_step = self.step_count
             self._is_committed = True
 

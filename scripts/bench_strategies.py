@@ -31,8 +31,8 @@ import fcdp
 from common.errors import FinetuneError
 from fcdp.planner import Cluster as PlannedCluster
 from fcdp.planner import StrategyPlan, Workload, plan
+from fcdp.planner.collectives import MeasuredRates
 from fcdp.planner.profiling import measure_collectives, measure_computing
-from fcdp.planner.rates import MeasuredRates
 from fcdp.strategy.mesh import Levels
 from fcdp.strategy.names import PARO, parse_strategy
 

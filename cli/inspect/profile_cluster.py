@@ -15,7 +15,7 @@ from cli.train.ranks.meeting import device_of, meet
 from cli.train.ranks.process import RankProcess
 from common.models.presets import load_config
 from common.units import format_bytes, format_seconds
-from fcdp.planner.rates import MeasuredRates
+from fcdp.planner.collectives import MeasuredRates
 from fcdp.strategy.mesh import Levels
 from fcdp.strategy.topology import Topology
 

@@ -6,8 +6,8 @@ from cli.options.settings import Settings
 from common.errors import UserError
 from common.models.presets import load_config
 from fcdp.planner import Cluster, Estimate, Workload, admissible, cluster_names, load_cluster, plan
+from fcdp.planner.collectives import MeasuredRates
 from fcdp.planner.profiling import profile_cluster
-from fcdp.planner.rates import MeasuredRates
 from fcdp.planner.search import refusal
 from fcdp.strategy.mesh import Levels
 from fcdp.strategy.names import AUTO, parse_strategy

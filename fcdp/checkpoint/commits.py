@@ -1,15 +1,14 @@
 """Commits: whole states of a run on a file system that all nodes share, written by all ranks together.
 
-A commit is a folder ``step-<N>``: a safetensors file from each rank with the rows that it holds, and a manifest with
-places and checksums, so that any number of ranks can load it. It is written under another name, renamed once all of it
-is on the drives, and only then the last one is removed: the newest commit is always whole."""
+A commit is a folder ``step-<N>`` that any number of ranks can load. It is written under another name, renamed once all
+of it is on the drives, and only then the last one is removed: the newest commit is always whole."""
 
 import contextlib
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, astuple, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -20,9 +19,16 @@ from common.errors import FinetuneError, UserError
 from common.store import DirectoryLock
 from common.store.errors import described
 from common.store.manifest import sync_directory, write_sealed
-from fcdp.checkpoint.manifest import MANIFEST, Manifest, SavedFile, SavedTensor, TensorPiece, is_commit
-from fcdp.checkpoint.pieces import Reader, Rows, dtype_name, write_rows
-from fcdp.model.weights import row_range
+from fcdp.checkpoint.shard_files import (
+    DTYPE_NAMES,
+    MANIFEST,
+    CommitReader,
+    Manifest,
+    SavedFile,
+    SavedTensor,
+    TensorPiece,
+    write_shards,
+)
 
 _INCOMPLETE, _DISCARDED = "incomplete", "discarded"
 
@@ -59,28 +65,63 @@ class ShardedCheckpoints:
         for name in (_INCOMPLETE, _DISCARDED):
             _empty(self.directory / name)
         for step in sorted(self._steps())[:-1]:
-            self._remove(self._folder(step))
+            self._remove(step)
 
     def save(self, step: int, state: Mapping[str, torch.Tensor], description: dict[str, Any]) -> None:
         """Commit ``state`` (DTensors sharded by rows) to the drives, and drop older commits. Collective."""
         incomplete = self.directory / _INCOMPLETE
-        broadcast_from_rank0(lambda: self._prepare(incomplete))
-        written = run_on_all_ranks(lambda: _write_own(incomplete, state))
-        broadcast_from_rank0(lambda: self._finish(incomplete, _assemble(step, state, description, written)))
+
+        def prepare() -> None:
+            _make(self.directory)
+            _empty(incomplete)
+            _make(incomplete)
+
+        def finish() -> None:
+            manifest = _manifest(step, state, description, written)
+            write_sealed(incomplete / MANIFEST, manifest.to_dict())  # syncs the folder: all files keep their names
+            older = self._steps()
+            with described("renaming", incomplete):
+                incomplete.rename(self._folder(step))
+            sync_directory(self.directory)
+            for each in older:
+                self._remove(each)
+
+        broadcast_from_rank0(prepare)
+        written = run_on_all_ranks(lambda: _write(incomplete, state))
+        broadcast_from_rank0(finish)
 
     def load(self, manifest: Manifest, state: Mapping[str, torch.Tensor]) -> None:
         """Read a commit into the tensors of ``state``, however they are sharded. Collective."""
-        run_on_all_ranks(lambda: self._load_own(manifest, state))
+        folder = self._folder(manifest.step)
+
+        def read() -> None:
+            if unmatched := sorted(manifest.tensors.keys() ^ state.keys()):
+                raise FinetuneError(f"{folder} belongs to another model: {unmatched[0]} is in only one of them.")
+            for name, value in state.items():
+                saved, dtype, shape = manifest.tensors[name], DTYPE_NAMES[value.dtype], tuple(value.shape)
+                if (saved.dtype, saved.shape) != (dtype, shape):
+                    raise FinetuneError(
+                        f"{folder} belongs to another model: {name} is {saved.dtype} {list(saved.shape)} there, and "
+                        f"{dtype} {list(shape)} in this one."
+                    )
+                CommitReader(folder, manifest).read(name, cast(DTensor, value))
+
+        run_on_all_ranks(read)
 
     def read_newest(self) -> Manifest | None:
         """Return the manifest of the newest commit, as rank 0 sees it. Collective."""
-        content = broadcast_from_rank0(self._read_newest)
+
+        def read() -> dict[str, Any] | None:
+            step = self.newest()
+            return None if step is None else Manifest.read(self._folder(step)).to_dict()
+
+        content = broadcast_from_rank0(read)
         return None if content is None else Manifest.from_dict(content)
 
     def discard(self) -> None:
         """Remove all commits. For one rank to call."""
         for step in self._steps():
-            self._remove(self._folder(step))
+            self._remove(step)
 
     def verify(self) -> VerifiedCheckpoint:
         """Read all of the newest commit and compare it with its checksums. No run may be at work."""
@@ -88,13 +129,9 @@ class ShardedCheckpoints:
             step = self.newest()
             if step is None:
                 raise UserError(f"The run in {self.directory} ended before its first commit.")
-            manifest = Manifest.read(self._folder(step))
-            nbytes, parts, damage = 0, 0, []
-            for read, sentence in Reader(self._folder(step), manifest).check_all():
-                nbytes, parts = nbytes + read, parts + 1
-                if sentence is not None:
-                    damage.append(sentence)
-        return VerifiedCheckpoint(step, parts, nbytes, damage)
+            reader = CommitReader(self._folder(step), Manifest.read(self._folder(step)))
+            sizes, sentences = zip(*reader.check_all(), strict=True)
+        return VerifiedCheckpoint(step, len(sizes), sum(sizes), [text for text in sentences if text is not None])
 
     def close(self) -> None:
         """Let other runs use the commits."""
@@ -102,91 +139,47 @@ class ShardedCheckpoints:
             self._lock.close()
 
     def _steps(self) -> list[int]:
-        named = {path: re.fullmatch(r"step-(\d+)", path.name) for path in self.directory.glob("step-*")}
-        return [int(match[1]) for path, match in named.items() if match and is_commit(path)]
+        names = {path: re.fullmatch(r"step-(\d+)", path.name) for path in self.directory.glob("step-*")}
+        return [int(match[1]) for path, match in names.items() if match and (path / MANIFEST).exists()]
 
     def _folder(self, step: int) -> Path:
         return self.directory / f"step-{step}"
 
-    def _read_newest(self) -> dict[str, Any] | None:
-        step = self.newest()
-        return None if step is None else Manifest.read(self._folder(step)).to_dict()
-
-    def _prepare(self, incomplete: Path) -> None:
-        _make(self.directory)
-        _empty(incomplete)
-        _make(incomplete)
-
-    def _finish(self, incomplete: Path, manifest: Manifest) -> None:
-        write_sealed(incomplete / MANIFEST, manifest.to_dict())  # syncs the folder, and with it the names of all files
-        older = self._steps()
-        folder = self._folder(manifest.step)
-        with described("renaming", incomplete):
-            incomplete.rename(folder)
-        sync_directory(self.directory)
-        for step in older:
-            self._remove(self._folder(step))
-
-    def _remove(self, folder: Path) -> None:
+    def _remove(self, step: int) -> None:
         """Remove a commit, which is renamed, and no commit any more, before any of it is deleted."""
-        away = self.directory / _DISCARDED
+        folder, away = self._folder(step), self.directory / _DISCARDED
         _empty(away)
         with described("renaming", folder):
             folder.rename(away)
         sync_directory(self.directory)
         _empty(away)
 
-    def _load_own(self, manifest: Manifest, state: Mapping[str, torch.Tensor]) -> None:
-        folder = self._folder(manifest.step)
-        if unmatched := sorted(manifest.tensors.keys() ^ state.keys()):
-            raise FinetuneError(f"{folder} belongs to another model: {unmatched[0]} is in only one of them.")
-        reader = Reader(folder, manifest)
-        for name, value in state.items():
-            saved, wanted = manifest.tensors[name], (dtype_name(value.dtype), tuple(value.shape))
-            if (saved.dtype, saved.shape) != wanted:
-                raise FinetuneError(
-                    f"{folder} belongs to another model: {name} is {saved.dtype} {list(saved.shape)} there, and "
-                    f"{wanted[0]} {list(wanted[1])} in this one."
-                )
-            reader.read(name, _own_rows(value))
+
+def _write(folder: Path, state: Mapping[str, torch.Tensor]) -> list[Any] | None:
+    """Write this rank's rows. Ranks that hold the same rows alternate, tensor by tensor."""
+    rank, shards = dist.get_rank(), {}
+    for index, (name, tensor) in enumerate(state.items()):
+        value = cast(DTensor, tensor)
+        parts = value.device_mesh.size(value.device_mesh.ndim - 1)  # on consecutive ranks
+        if index % (dist.get_world_size() // parts) == rank // parts and len(value.to_local()):
+            shards[name] = value
+    path = folder / f"rank-{rank:05d}.safetensors"
+    return [path.name, *write_shards(path, shards)] if shards else None
 
 
-def _own_rows(value: torch.Tensor) -> Rows:
-    assert isinstance(value, DTensor)
-    return Rows(row_range(value)[0], value.to_local())
-
-
-def _write_own(folder: Path, state: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """Write the rows that are this rank's to write. Ranks that hold the same rows take turns, tensor by tensor."""
-    mine = {}
-    for index, (name, value) in enumerate(state.items()):
-        assert isinstance(value, DTensor)
-        rows, shards = _own_rows(value), value.device_mesh.size(value.device_mesh.ndim - 1)
-        copy, copies = dist.get_rank() // shards, dist.get_world_size() // shards  # shards are on consecutive ranks
-        if index % copies == copy and len(rows.data):
-            mine[name] = rows
-    if not mine:
-        return {"files": {}, "pieces": {}}
-    path = folder / f"rank-{dist.get_rank():05d}.safetensors"
-    file, pieces = write_rows(path, mine)
-    return {
-        "files": {path.name: asdict(file)},
-        "pieces": {name: [astuple(piece) for piece in found] for name, found in pieces.items()},
-    }
-
-
-def _assemble(
-    step: int, state: Mapping[str, torch.Tensor], description: dict[str, Any], written: list[dict[str, Any]]
+def _manifest(
+    step: int, state: Mapping[str, torch.Tensor], description: dict[str, Any], written: list[list[Any] | None]
 ) -> Manifest:
     """Return the manifest of a commit from what every rank has written."""
+    files: dict[str, SavedFile] = {}
     pieces: dict[str, list[TensorPiece]] = {name: [] for name in state}
-    files = {name: SavedFile(**file) for one in written for name, file in one["files"].items()}
-    for one in written:
-        for name, found in one["pieces"].items():
-            pieces[name] += [TensorPiece(*piece) for piece in found]
+    for file, sizes, pieces_of_rank in filter(None, written):
+        files[file] = SavedFile(*sizes)
+        for name, saved in pieces_of_rank.items():
+            pieces[name] += [TensorPiece(*piece) for piece in saved]
     tensors = {
         name: SavedTensor(
-            dtype_name(value.dtype), tuple(value.shape), tuple(sorted(pieces[name], key=lambda piece: piece.start))
+            DTYPE_NAMES[value.dtype], tuple(value.shape), tuple(sorted(pieces[name], key=lambda piece: piece.start))
         )
         for name, value in state.items()
     }

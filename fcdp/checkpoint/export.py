@@ -16,42 +16,27 @@ _SHARD_BYTES = 2_000_000_000  # largest shard of an exported checkpoint. Rank 0 
 
 def export(model: ClusterModel, directory: Path, *, merge: bool, allow_nonfinite: bool, is_rank0: bool) -> None:
     """Write what was trained; see :meth:`fcdp.trainer.Trainer.save_pretrained`. Collective."""
+
+    def write(folder: Path, blocks: Iterator[dict[str, torch.Tensor]], unties: bool = False) -> None:
+        writer = None
+        if is_rank0:
+            writer = CheckpointWriter(
+                folder, model.meta, model.config, model.dtype, _SHARD_BYTES, allow_nonfinite, model.stored, unties
+            )
+        for named in blocks:
+            if writer is not None:
+                writer.add(named)
+        broadcast_from_rank0(lambda: None if writer is None else writer.finish())
+
     model.sharding.reshard()
     adapters = model.adapters
     if adapters is None:
-        _write(
-            model, directory, gather_blocks(model.module, model.block_prefix, model.dtype), allow_nonfinite, is_rank0
-        )
+        write(directory, gather_blocks(model.module, model.block_prefix, model.dtype))
         return
     if merge:  # first: if it is refused, the adapters of before stay, too
-        merged = _merged(model, adapters, is_rank0)
-        _write(model, directory / MERGED, merged, allow_nonfinite, is_rank0, adapters.unties)
+        write(directory / MERGED, _merged(model, adapters, is_rank0), adapters.unties)
     values = {name: whole(parameter).cpu() for name, parameter in model.trained()}
     broadcast_from_rank0(lambda: adapters.save(directory, values, allow_nonfinite, model.checkpoint))
-
-
-def _write(
-    model: ClusterModel,
-    directory: Path,
-    blocks: Iterator[dict[str, torch.Tensor]],
-    allow_nonfinite: bool,
-    is_rank0: bool,
-    unties: bool = False,
-) -> None:
-    writer = None
-    if is_rank0:
-        writer = CheckpointWriter(
-            directory, model.meta, model.config, model.dtype, _SHARD_BYTES, allow_nonfinite, model.stored, unties
-        )
-    for named in blocks:
-        if writer is not None:
-            writer.add(named)
-
-    def finish() -> None:
-        assert writer is not None
-        writer.finish()
-
-    broadcast_from_rank0(finish)
 
 
 def _merged(model: ClusterModel, adapters: Adapters, is_rank0: bool) -> Iterator[dict[str, torch.Tensor]]:

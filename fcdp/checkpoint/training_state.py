@@ -22,48 +22,47 @@ class TrainingProgress:
     user_state: dict[str, Any]  # JSON that the caller has committed with the step
 
 
-class TrainingCheckpoints:
+class TrainingCheckpoints(ShardedCheckpoints):
     """The commits of one training. Making it is collective, and keeps other runs out until :meth:`close`."""
 
     def __init__(self, directory: Path, model: ClusterModel, optimizer: torch.optim.Optimizer, dtype: str):
-        self._model, self._optimizer, self._dtype = model, optimizer, dtype
-        self._commits = ShardedCheckpoints(directory)
-        broadcast_from_rank0(self._commits.lock)
+        super().__init__(directory)
+        self._model, self._optimizer = model, optimizer
+        adapters = model.adapters
+        self._identity = {  # what must be equal in a run and in the one that resumes it, by name in messages
+            "model type": model.config.model_type,
+            "parameters": sum(parameter.numel() for parameter in model.meta.parameters()),
+            "--dtype": dtype,
+            "adapters": None if adapters is None else adapters.described,
+            "parameters with weight decay": len(decayed_parameters(model.module)),
+        }
+        broadcast_from_rank0(self.lock)
 
-    def newest(self) -> int | None:
-        """Return the step of the newest commit; None if there is none."""
-        return self._commits.newest()
-
-    def discard(self) -> None:
-        """Remove all commits. Collective."""
-        broadcast_from_rank0(self._commits.discard)
-
-    def save(self, progress: TrainingProgress) -> None:
+    def commit(self, progress: TrainingProgress) -> None:
         """Commit the state of all ranks. Collective; on return it is on the drives."""
-        description = {**self._identity(), "user": progress.user_state, "skipped": progress.skipped}
-        self._commits.save(progress.step, self.state(), description)
+        description = {**self._identity, "user": progress.user_state, "skipped": progress.skipped}
+        self.save(progress.step, self.state(), description)
 
-    def load(self) -> TrainingProgress:
+    def resume(self) -> TrainingProgress:
         """Read the newest commit, made by any number of ranks, into model and optimizer. Collective."""
-        manifest = self._commits.read_newest()
+        manifest = self.read_newest()
         if manifest is None:
-            raise UserError(f"Nothing to resume: there is no commit in {self._commits.directory}.")
-        step, saved = manifest.step, manifest.description
-        for what, now in self._identity().items():
-            if saved.get(what, now) != now:
+            raise UserError(f"Nothing to resume: there is no commit in {self.directory}.")
+        saved, model = manifest.description, self._model
+        for name, now in self._identity.items():
+            if saved.get(name, now) != now:
                 raise UserError(
-                    f"The run in {self._commits.directory} has {what} {saved.get(what)}, and this one {now}. "
-                    "Give what it began with, or begin a new run in another directory."
+                    f"The run in {self.directory} has {name} {saved.get(name)}, and this one {now}. Give what it began "
+                    "with, or begin a new run in another directory."
                 )
-        model = self._model
         if model.adapters is not None:  # frozen weights are no part of a commit
             model.load()
-        self._commits.load(manifest, self.state())
+        self.load(manifest, self.state())
         for name, value in model.source.read_buffers():
             model.module.get_buffer(name).copy_(value)
         for _, parameter in model.trained():
-            self._optimizer.state[parameter]["step"].fill_(step - saved["skipped"])
-        return TrainingProgress(step, saved["skipped"], saved["user"])
+            self._optimizer.state[parameter]["step"].fill_(manifest.step - saved["skipped"])
+        return TrainingProgress(manifest.step, saved["skipped"], saved["user"])
 
     def state(self) -> dict[str, torch.Tensor]:
         """Return all that changes: trained parameters and moments. Data and dropout follow from the step's number."""
@@ -74,18 +73,3 @@ class TrainingCheckpoints:
             state[f"mean.{name}"] = moments["exp_avg"]
             state[f"variance.{name}"] = moments["exp_avg_sq"]
         return state
-
-    def _identity(self) -> dict[str, Any]:
-        """Return what must be equal in a run and in the one that resumes it, by name in messages."""
-        adapters = self._model.adapters
-        return {
-            "model type": self._model.config.model_type,
-            "parameters": sum(parameter.numel() for parameter in self._model.meta.parameters()),
-            "--dtype": self._dtype,
-            "adapters": None if adapters is None else adapters.described,
-            "parameters with weight decay": len(decayed_parameters(self._model.module)),
-        }
-
-    def close(self) -> None:
-        """Let other runs use the commits."""
-        self._commits.close()

@@ -2,7 +2,7 @@
 
 from fcdp.planner.cluster import Cluster, cluster_names, load_cluster
 from fcdp.planner.collectives import Collective, bytes_per_node, step_collectives
-from fcdp.planner.estimate import Engine, Estimate, estimate
+from fcdp.planner.cost import Engine, Estimate, estimate
 from fcdp.planner.search import StrategyPlan, admissible, plan
 from fcdp.planner.workload import Workload
 

@@ -11,7 +11,7 @@ from typing import Any
 from common.errors import UserError, did_you_mean
 from common.files import preset_files
 from common.units import parse_bytes
-from fcdp.planner.rates import AlphaBeta, CollectiveRates, Link, MeasuredRates
+from fcdp.planner.collectives import AlphaBeta, Link, MeasuredRates
 from fcdp.strategy.mesh import Levels
 from fcdp.strategy.strategy import StrategyMeshes
 
@@ -28,7 +28,7 @@ class Cluster:
     flops_per_second: float  # FLOPs per second that training reaches on one device while nothing waits for the network
     memory_bytes_per_second: float  # bandwidth of the device's own memory, which bounds an optimizer step
     host_link_bytes_per_second: float  # to or from host memory, while all devices of the node copy
-    rates: CollectiveRates
+    rates: AlphaBeta | MeasuredRates
     peak_flops_per_second: float | None = None  # of dense bf16 products, if known
     overlaps: bool = True  # whether devices compute while they communicate, as CPUs do not
     leaf_of_node: tuple[int, ...] | None = None  # if known
@@ -63,7 +63,14 @@ def load_cluster(name: str) -> Cluster:
         return _read_preset(name, tomllib.loads(presets[name].read_text(encoding="utf-8")))
     path = Path(name).expanduser()
     if path.is_file():
-        return _read_file(path) if path.suffix == ".toml" else _read_profile(path)
+        try:
+            text = path.read_text(encoding="utf-8")
+            if path.suffix == ".toml":
+                return _read_preset(path.stem, tomllib.loads(text))
+            return _read_profile(path.name, json.loads(text))
+        except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
+            what = "does not describe a cluster" if path.suffix == ".toml" else "is not a cluster's profile"
+            raise UserError(f"{path} {what}: {type(error).__name__}: {error}.") from error
     hint = did_you_mean(name, presets) or f" There are {', '.join(sorted(presets))}."
     raise UserError(f"{name!r} is neither a cluster preset nor the file of a cluster's profile.{hint}")
 
@@ -104,32 +111,20 @@ def _with_switches(levels: Levels, leaves: Sequence[int] | None) -> Levels:
     return replace(levels, nodes_per_switch=nodes_per_switch([leaves[node] for node in node_order(leaves, 1)]))
 
 
-def _read_file(path: Path) -> Cluster:
-    try:
-        return _read_preset(path.stem, tomllib.loads(path.read_text(encoding="utf-8")))
-    except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
-        raise UserError(f"{path} does not describe a cluster: {type(error).__name__}: {error}.") from error
-
-
-def _read_profile(path: Path) -> Cluster:
+def _read_profile(name: str, facts: dict[str, Any]) -> Cluster:
     """Read a profile: fields of ``Cluster`` by name, levels as a list, and ``collectives`` (see ``MeasuredRates``)."""
-    try:
-        facts = json.loads(path.read_text(encoding="utf-8"))
-        return Cluster(
-            name=path.name,
-            title=facts.get("title", path.name),
-            levels=_with_switches(Levels(tuple(facts["levels"])), facts.get("leaf_of_node")),
-            device_memory_bytes=int(facts["device_memory_bytes"]),
-            host_memory_bytes=int(facts["host_memory_bytes"]),
-            flops_per_second=float(facts["flops_per_second"]),
-            memory_bytes_per_second=float(facts["memory_bytes_per_second"]),
-            host_link_bytes_per_second=float(facts["host_link_bytes_per_second"]),
-            rates=MeasuredRates.from_facts(facts),
-            overlaps=bool(facts.get("overlaps", True)),
-            leaf_of_node=tuple(facts["leaf_of_node"]) if facts.get("leaf_of_node") else None,
-        )
-    except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
-        raise UserError(f"{path} is not a cluster's profile: {type(error).__name__}: {error}.") from error
+    numbers = ("flops_per_second", "memory_bytes_per_second", "host_link_bytes_per_second")
+    return Cluster(
+        name=name,
+        title=facts.get("title", name),
+        levels=_with_switches(Levels(tuple(facts["levels"])), facts.get("leaf_of_node")),
+        device_memory_bytes=int(facts["device_memory_bytes"]),
+        host_memory_bytes=int(facts["host_memory_bytes"]),
+        **{number: float(facts[number]) for number in numbers},
+        rates=MeasuredRates.from_facts(facts),
+        overlaps=bool(facts.get("overlaps", True)),
+        leaf_of_node=tuple(facts["leaf_of_node"]) if facts.get("leaf_of_node") else None,
+    )
 
 
 def node_order(leaf_of_node: Sequence[Hashable], group: int) -> list[int]:

@@ -19,8 +19,8 @@ from common.models.meta_model import build_meta_model
 from fcdp.comms.levels import make_levels
 from fcdp.comms.rank_level import CommLevel
 from fcdp.comms.reduce_scatter import scatter
-from fcdp.planner.estimate import OPTIMIZER_BYTES
-from fcdp.planner.rates import CollectiveTiming, MeasuredRates
+from fcdp.planner.collectives import CollectiveTiming, MeasuredRates
+from fcdp.planner.cost import OPTIMIZER_BYTES
 from fcdp.planner.search import scopes_of
 from fcdp.strategy.mesh import Mesh
 from fcdp.strategy.routes import axes_between

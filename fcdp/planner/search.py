@@ -9,7 +9,7 @@ from typing import Any, Literal
 from common.errors import FinetuneError, UserError
 from common.units import format_bytes
 from fcdp.planner.cluster import Cluster
-from fcdp.planner.estimate import Engine, Estimate, estimate
+from fcdp.planner.cost import Engine, Estimate, estimate
 from fcdp.planner.workload import Workload
 from fcdp.strategy.mesh import Levels, Scope
 from fcdp.strategy.names import PARO, PRESETS, parse_strategy

@@ -9,7 +9,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import fcdp
 from fcdp.cache.placement import DeviceMemory
-from fcdp.planner.memory import RUNTIME_BYTES, memory_of
+from fcdp.planner.cost import RUNTIME_BYTES, memory_of
 from fcdp.planner.workload import Workload
 from fcdp.strategy.mesh import Levels
 from fcdp.strategy.names import parse_strategy

@@ -14,12 +14,11 @@ from safetensors import safe_open
 from torch.distributed.tensor import DTensor, Shard
 
 import fcdp
-import fcdp.checkpoint.manifest
-import fcdp.checkpoint.pieces
+import fcdp.checkpoint.shard_files
 from common.errors import FinetuneError, UserError
 from common.store.manifest import read_sealed, write_sealed
 from fcdp.checkpoint.commits import ShardedCheckpoints, VerifiedCheckpoint
-from fcdp.checkpoint.manifest import MANIFEST, Manifest
+from fcdp.checkpoint.shard_files import MANIFEST, Manifest
 from tests.helpers.fcdp.pool import Pool, RankError
 
 SHAPES = {"wide": (7, 300), "flat": (5,), "long": (1100, 3), "less than ranks": (2, 2)}
@@ -45,14 +44,14 @@ def shards(topology: fcdp.Topology, replicas: int = 1) -> dict[str, torch.Tensor
 
 
 def save(topology: fcdp.Topology, directory: Path, replicas: int = 1) -> None:
-    fcdp.checkpoint.manifest.PIECE_BYTES = fcdp.checkpoint.pieces.PIECE_BYTES = 2000  # rows of "wide" are 1,200 bytes
+    fcdp.checkpoint.shard_files.PIECE_BYTES = 2000  # rows of "wide" are 1,200 bytes
     commits = ShardedCheckpoints(directory)
     for step in (3, 4):
         commits.save(step, shards(topology, replicas), {"user": step})
 
 
 def load(topology: fcdp.Topology, directory: Path, replicas: int = 1) -> dict[str, Any]:
-    fcdp.checkpoint.manifest.PIECE_BYTES = fcdp.checkpoint.pieces.PIECE_BYTES = 2000
+    fcdp.checkpoint.shard_files.PIECE_BYTES = 2000
     commits, state, wanted = ShardedCheckpoints(directory), shards(topology, replicas), shards(topology, replicas)
     for value in state.values():
         value.to_local().zero_()  # type: ignore[attr-defined]
@@ -83,7 +82,7 @@ def lock_twice(topology: fcdp.Topology, directory: Path) -> str:
 
 @pytest.fixture(autouse=True)
 def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fcdp.checkpoint.manifest, "PIECE_BYTES", 2000)
+    monkeypatch.setattr(fcdp.checkpoint.shard_files, "PIECE_BYTES", 2000)
 
 
 @pytest.fixture(scope="module")

@@ -10,8 +10,7 @@ from common.models.presets import load_config
 from fcdp.planner import Cluster, Engine, Workload, admissible, cluster_names, estimate, load_cluster, plan
 from fcdp.planner.cluster import groups_across_leaves, node_order, nodes_per_switch
 from fcdp.planner.collectives import step_collectives
-from fcdp.planner.estimate import OVERLAP
-from fcdp.planner.memory import RUNTIME_BYTES, memory_of
+from fcdp.planner.cost import OVERLAP, RUNTIME_BYTES, memory_of
 from fcdp.planner.search import SAME, refusal, scopes_of
 from fcdp.strategy.mesh import Levels, Mesh
 from fcdp.strategy.names import PRESETS, parse_strategy

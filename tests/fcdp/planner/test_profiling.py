@@ -10,8 +10,8 @@ import transformers
 
 import fcdp
 from fcdp.planner import Workload, load_cluster, plan, profiling
+from fcdp.planner.collectives import MeasuredRates
 from fcdp.planner.profiling import measure_collectives, profile_cluster
-from fcdp.planner.rates import MeasuredRates
 from tests.helpers.fcdp.pool import Pool
 
 SIZES = (512, 8192)

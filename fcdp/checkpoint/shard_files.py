@@ -1,0 +1,228 @@
+"""The files of a commit: a safetensors file from each rank, and the manifest with places and checksums of all rows.
+
+The manifest is checked before it is used: an edited one leads to no other file and to no absurd amount of memory."""
+
+import itertools
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch.distributed.tensor import DTensor
+
+from common.errors import FinetuneError, UserError
+from common.models.checkpoint.shards import DTYPES
+from common.store.checksums import checksum
+from common.store.errors import StoreError, opened
+from common.store.manifest import read_sealed
+from fcdp.model.weights import row_range
+
+MANIFEST = "commit.json"
+FORMAT = 2
+PIECE_BYTES = 16 << 20  # of the largest piece, unless a row is larger; a rank that needs a row reads its piece
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+class TensorPiece(NamedTuple):
+    """Consecutive rows of one tensor, in one file."""
+
+    file: str
+    offset: int  # offset of the first row in the file
+    start: int  # first row
+    stop: int  # row after the last one
+    sum: int  # checksum of its bytes by :func:`common.store.checksums.checksum`, from page 0
+
+
+class SavedFile(NamedTuple):
+    """A rank's safetensors file."""
+
+    nbytes: int
+    header_nbytes: int  # bytes of all that stands before the first tensor
+    header_sum: int
+
+
+@dataclass(frozen=True)
+class SavedTensor:
+    """A whole tensor, in pieces that follow each other."""
+
+    dtype: str  # dtype as safetensors writes it: ``F32``
+    shape: tuple[int, ...]
+    pieces: tuple[TensorPiece, ...]
+
+    def nbytes(self, piece: TensorPiece | None = None) -> int:
+        """Return the bytes of a piece, or of one row."""
+        rows = 1 if piece is None else piece.stop - piece.start
+        return rows * math.prod(self.shape[1:]) * DTYPES[self.dtype].itemsize
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """All that a commit says about itself."""
+
+    step: int
+    description: dict[str, Any]  # JSON of the trainer: which model it is, and what goes with the state
+    files: dict[str, SavedFile]
+    tensors: dict[str, SavedTensor]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the manifest for JSON."""
+        files = {name: file._asdict() for name, file in self.files.items()}
+        tensors = {name: vars(saved) for name, saved in self.tensors.items()}
+        return {**vars(self), "format": FORMAT, "files": files, "tensors": tensors}
+
+    @classmethod
+    def from_dict(cls, content: dict[str, Any]) -> "Manifest":
+        """Return the manifest that :meth:`to_dict` described; any error means that it described none."""
+        files = {name: SavedFile(**file) for name, file in content["files"].items()}
+        tensors = {
+            name: SavedTensor(saved["dtype"], tuple(saved["shape"]), tuple(TensorPiece(*p) for p in saved["pieces"]))
+            for name, saved in content["tensors"].items()
+        }
+        manifest = cls(content["step"], dict(content["description"]), files, tensors)
+        manifest._check()
+        return manifest
+
+    @classmethod
+    def read(cls, folder: Path) -> "Manifest":
+        """Read the manifest of the commit in ``folder``."""
+        content = read_sealed(folder / MANIFEST)
+        if content is None:
+            raise FinetuneError(f"{folder} has lost its {MANIFEST}: it is no longer a commit.")
+        if content.get("format") != FORMAT:
+            raise UserError(
+                f"{folder} is a commit in format {content.get('format')}. This version of the program reads format "
+                f"{FORMAT}. Continue the run with the version that began it, or begin again with --overwrite."
+            )
+        try:
+            return cls.from_dict(content)
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise FinetuneError(f"{folder / MANIFEST} is not a valid commit ({error}): was it edited?") from error
+
+    def _check(self) -> None:
+        """Raise an error unless all pieces lie in files of the folder, and every tensor is there once."""
+        numbers = [self.step, *itertools.chain.from_iterable(self.files.values())]
+        for saved in self.tensors.values():
+            numbers += [*saved.shape, *(number for piece in saved.pieces for number in piece[1:])]
+        if not all(type(number) is int and number >= 0 for number in numbers):
+            raise ValueError("a number is negative or not whole")
+        for name, file in self.files.items():
+            if Path(name).name != name or name in ("", ".", ".."):
+                raise ValueError(f"{name!r} is not the name of a file in this folder")
+            if file.header_nbytes > file.nbytes:
+                raise ValueError(f"{name} has {file.nbytes} bytes and {file.header_nbytes} of header")
+        for name, saved in self.tensors.items():
+            if saved.dtype not in DTYPES or not saved.shape:
+                raise ValueError(f"{name} is {saved.dtype} {list(saved.shape)}")
+            row = 0
+            for piece in saved.pieces:
+                nbytes = saved.nbytes(piece)
+                fits = nbytes <= max(PIECE_BYTES, saved.nbytes())
+                if not fits or piece.start != row or piece.stop <= row:
+                    raise ValueError(f"{name} has rows {piece.start} to {piece.stop}, {nbytes} bytes, after row {row}")
+                if piece.offset + nbytes > self.files[piece.file].nbytes:
+                    raise ValueError(f"{name} ends at byte {piece.offset + nbytes} of {piece.file}, which is shorter")
+                row = piece.stop
+            if row != saved.shape[0]:
+                raise ValueError(f"{name} has {row} of {saved.shape[0]} rows")
+
+
+class CommitReader:
+    """Reads the pieces of the commit in ``folder``, and compares each with its checksum."""
+
+    def __init__(self, folder: Path, manifest: Manifest):
+        self._folder, self._manifest = folder, manifest
+
+    def read(self, name: str, value: DTensor) -> None:
+        """Fill this rank's rows of ``value`` with those saved as tensor ``name``."""
+        saved, (first, last) = self._manifest.tensors[name], row_range(value)
+        for piece in saved.pieces:
+            start, stop = max(first, piece.start), min(last, piece.stop)
+            if start < stop:
+                data = torch.from_numpy(self._read_piece(name, piece)).view(DTYPES[saved.dtype])
+                rows = data.view(-1, *saved.shape[1:])[start - piece.start : stop - piece.start]
+                with torch.no_grad():
+                    value.to_local()[start - first : stop - first].copy_(rows)
+
+    def check_all(self) -> Iterator[tuple[int, str | None]]:
+        """Read everything. Yield the bytes of each file header and piece, and a sentence if it is damaged."""
+        pieces = sorted((piece, name) for name, saved in self._manifest.tensors.items() for piece in saved.pieces)
+        for file, of_file in itertools.groupby(pieces, key=lambda item: item[0].file):
+            header = self._manifest.files[file]
+            try:
+                self._check(file, f"{file} is damaged: its header", 0, header.header_nbytes, header.header_sum)
+            except StoreError as error:
+                yield header.header_nbytes, str(error)
+                continue
+            yield header.header_nbytes, None
+            for piece, name in of_file:
+                damage = None
+                try:
+                    self._read_piece(name, piece)
+                except StoreError as error:
+                    damage = str(error)
+                yield self._manifest.tensors[name].nbytes(piece), damage
+
+    def _read_piece(self, name: str, piece: TensorPiece) -> np.ndarray:
+        rows = f"its rows {piece.start:,} to {piece.stop - 1:,}"
+        nbytes = self._manifest.tensors[name].nbytes(piece)
+        return self._check(piece.file, f"{name} is damaged: {rows}", piece.offset, nbytes, piece.sum)
+
+    def _check(self, file: str, what: str, offset: int, nbytes: int, expected_sum: int) -> np.ndarray:
+        """Return bytes of a file, which have this checksum."""
+        path, expected, data, done = self._folder / file, self._manifest.files[file].nbytes, np.zeros(nbytes, "u1"), 0
+        with opened(path, "reading", os.O_RDONLY) as descriptor:
+            size = os.fstat(descriptor).st_size
+            if size != expected:
+                raise StoreError(f"{path} has {size:,} bytes instead of {expected:,}.")
+            while done < nbytes and (count := os.preadv(descriptor, [data[done:].data], offset + done)):
+                done += count
+        if checksum(data, 0) != expected_sum:
+            raise StoreError(
+                f"{what}, bytes {offset:,} to {offset + nbytes - 1:,} of {path}, are not what was written there."
+            )
+        return data
+
+
+def write_shards(path: Path, shards: Mapping[str, DTensor]) -> tuple[SavedFile, dict[str, list[TensorPiece]]]:
+    """Write this rank's rows of tensors to a new file, which is synced; its folder is not."""
+    header = _header({name: value.to_local() for name, value in shards.items()})
+    pieces: dict[str, list[TensorPiece]] = {name: [] for name in shards}
+    with opened(path, "writing", os.O_WRONLY | os.O_CREAT | os.O_EXCL) as descriptor:
+        _write(descriptor, header)
+        offset = len(header)
+        for name, value in shards.items():
+            local, first = value.to_local().detach(), row_range(value)[0]
+            step = max(1, PIECE_BYTES * len(local) // max(1, local.nbytes))
+            for start in range(0, len(local), step):
+                rows = local[start : start + step]
+                data = rows.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+                _write(descriptor, data)
+                at = first + start
+                pieces[name].append(TensorPiece(path.name, offset, at, at + len(rows), checksum(data, 0)))
+                offset += data.nbytes
+        os.fsync(descriptor)
+    return SavedFile(offset, len(header), checksum(header, 0)), pieces
+
+
+def _header(tensors: Mapping[str, torch.Tensor]) -> np.ndarray:
+    """Return the start of a safetensors file, its length a multiple of 8 as the format requires."""
+    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for name, data in tensors.items():
+        span = [offset, offset + data.nbytes]
+        entries[name] = {"dtype": DTYPE_NAMES[data.dtype], "shape": list(data.shape), "data_offsets": span}
+        offset += data.nbytes
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return np.frombuffer(len(text).to_bytes(8, "little") + text, np.uint8)
+
+
+def _write(descriptor: int, data: np.ndarray) -> None:
+    rest = data.data
+    while rest:
+        rest = rest[os.write(descriptor, rest) :]
