@@ -16,14 +16,12 @@ from cli.options.objectives import Items
 from cli.options.option import naming
 from cli.options.settings import Settings, expand_pattern
 from common.data import Batches, DataConfig, PackedBatches, RandomBatches, open_data
-from common.data.encoding.chat_template import dated
+from common.data.batches import ItemBatches, MixedBatches
 from common.data.files import find_files
-from common.data.images.batches import ImageBatches, any_images, open_image_data
-from common.data.images.encoding import load_processor
-from common.data.items.batches import ItemBatches
-from common.data.items.building import ItemKind, answer_kind, class_kind, labels_of_files, open_items, pair_kind
-from common.data.mixed import MixedBatches
+from common.data.images import ImageBatches, any_images, load_processor, open_image_data
+from common.data.prepare import ItemKind, answer_kind, class_kind, labels_of_files, open_items, pair_kind
 from common.data.selection import RecordSelection
+from common.data.template import dated
 from common.errors import UserError, did_you_mean
 from common.files import cache_directory, preset_files
 from common.models.checkpoint.export import CHAT_TEMPLATE

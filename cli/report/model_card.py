@@ -11,7 +11,7 @@ from cli.options.data_words import data_sets
 from cli.options.settings import RUN
 from cli.report.run_directory import METRICS, version_of
 from cli.report.run_page import read_metrics
-from common.data.hub_files import is_data_set_name
+from common.data.files import is_data_set_name
 from common.files import replace_file
 from common.hub import is_hub_name, snapshot_name
 from common.models.task_type import TaskType

@@ -16,7 +16,7 @@ from cli.train.objectives import ObjectiveLoop, Ranks, objective_of
 from cli.train.reference import ReferencePass
 from cli.train.trainer import Trainer
 from common.data import Batches
-from common.data.images.batches import ImageBatches
+from common.data.images import ImageBatches
 from common.errors import UserError
 from common.units import format_bytes
 from fuyou import Engine, StepReport

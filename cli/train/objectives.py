@@ -11,7 +11,7 @@ import torch
 from cli.options.settings import Settings
 from cli.report.results import EvaluationResult
 from common.data import Batches
-from common.data.items.batches import REFERENCE
+from common.data.batches import REFERENCE
 from fuyou import Engine
 from fuyou.objectives.objective import BatchNumbers, Learned, Mean, Objective, SumOverRanks, alone, row_sums
 

@@ -13,7 +13,7 @@ from cli.job.job import Job
 from cli.options.settings import RUN
 from cli.train.objectives import Batch, Ranks
 from common.activity import activity
-from common.data.items.batches import ItemBatches
+from common.data.batches import ItemBatches
 from common.data.rows import PADDING
 from common.errors import UserError
 from common.files import file_when_complete

@@ -14,7 +14,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase, TextStreamer
 from cli.job.data import tokenizer_of
 from cli.job.job import Job
 from common.activity import activity
-from common.data.encoding.encoder import Encoder
+from common.data.encode import Encoder
 from common.data.shapes import PlainText
 from common.errors import on_one_line
 from common.models.adapters.adapters import MERGED

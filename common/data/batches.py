@@ -1,44 +1,25 @@
-"""Batches of tokens for training: ``open_data`` for data files, ``RandomBatches`` where there are none."""
+"""Batches of tokens for training: of token files, of several of them with weights, and of random tokens."""
 
-import contextlib
-import math
-import sys
+import hashlib
+import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
-from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
-from transformers import PreTrainedTokenizerBase
 
-from common.activity import Activity, activity
-from common.data.encoding.encoder import EncodedSegment, Encoder
-from common.data.encoding.fitting import RowFitter
-from common.data.files import find_files
-from common.data.packed.packing import (
-    TRAINED,
-    Packer,
-    Padder,
-    cut_documents,
-    draw_rows,
-    first_lengths,
-    padding_of,
-    unpack,
-)
-from common.data.packed.token_file import Header, TokenFile, cache_key, remove_unfinished, write_token_file
-from common.data.records import is_text_file
+from common.data.items import margin_of
+from common.data.pack import STARTS, TRAINED, TokenFile, draw_rows, first_lengths, padding_of, shuffled, unpack
 from common.data.rows import PADDING
-from common.data.selection import RecordSelection, nothing_to_train
-from common.data.shapes import examples_of_records, examples_of_text_file
+from common.data.selection import RecordSelection
 from common.errors import UserError
-from common.memory.meter import return_free_memory
-from common.store.lock import DirectoryLock
-from common.units import counted, format_bytes, format_count
+from common.units import counted, format_count
 
-Opened = TypeVar("Opened", bound="Batches")
+IGNORED = -100
+REFERENCE = "reference_log_probs"  # The batch's log-probabilities under a reference, one per row, fp32 `[R]`
+BLOCK = 1000  # Number of rows in a row of which every data set has its part exactly: weights count to a thousandth
 WIDTH_MULTIPLE = 64
 """Number of tokens to a multiple of which batches are padded where rows are not packed."""
 
@@ -63,7 +44,7 @@ class DataConfig:
     """Whether the label of a position is the next token, for models whose own loss does not shift labels."""
     truncate: bool = True
     """Whether records with a prompt that are longer than a row are cut; else they are left out. See
-    :mod:`common.data.encoding.fitting`."""
+    :mod:`common.data.encode`."""
     selection: RecordSelection = field(default_factory=RecordSelection)
     """Which records are taken."""
     every_token: bool = False
@@ -77,17 +58,6 @@ class DataConfig:
     def identity(self) -> list[Any]:
         """What the prepared data depend on, other than files, tokenizer, and rows, as JSON."""
         return [*self.selection.identity, self.every_token, self.vocab_size, self.drop_unseen]
-
-    def encoder(self, tokenizer: PreTrainedTokenizerBase, is_alone: bool = False) -> Encoder:
-        """Return an encoder of these data; see its arguments."""
-        return Encoder(
-            tokenizer,
-            RowFitter(self.seq_len, self.truncate),
-            vocab_size=self.vocab_size,
-            every_token=self.every_token,
-            is_alone=is_alone,
-            drop_unseen=self.drop_unseen,
-        )
 
     def __post_init__(self) -> None:
         if not self.files:
@@ -134,184 +104,107 @@ class Batches(ABC):
         """Close the files behind this."""
 
 
-class PackedBatches(Batches):
-    """Batches of a packed token file. They take the memory of one batch, for data of any size."""
-
-    def __init__(self, file: TokenFile, config: DataConfig) -> None:
-        header = file.header
-        self._file = file
-        self._config = config
-        self.rows = header.rows
-        self.tokens = header.tokens
-        self.trainable_tokens = header.trainable_tokens
-        self.steps_per_epoch = -(-header.rows // config.batch_size)
-        self.digest = header.digest
-        self.labels_ahead, self.packed = config.labels_ahead, config.packed
-        self.description = _describe(header, config)
-
-    def batch(self, step: int) -> dict[str, torch.Tensor]:
-        """Read the rows of a step; see :meth:`Batches.batch`."""
-        size = self._config.batch_size
-        # Rows that are not packed stay with their like: neighbors, which are about as long.
-        rows = self._drawn(range(step * size, (step + 1) * size), group_size=1 if self.packed else size)
-        return batch_of_words(self._file.read(rows), self.packed, self.labels_ahead)
-
-    def words(self, draws: range) -> np.ndarray:
-        """Read the rows at some places of the endless sequence of epochs, uint32 [len(draws), seq_len]."""
-        return self._file.read(self._drawn(draws))
-
-    def _drawn(self, draws: range, group_size: int = 1) -> np.ndarray:
-        """Return the rows at some places of the endless sequence of epochs, of which neighbors stay together."""
-        seed = self._config.seed if self._config.shuffle else None
-        return draw_rows(draws, self.rows, seed, group_size)
-
-    def close(self) -> None:
-        """Close the token file."""
-        self._file.close()
-
-
-def batch_of_words(rows: np.ndarray, packed: bool, labels_ahead: bool) -> dict[str, torch.Tensor]:
-    """Return a batch of rows of a token file, uint32 [batch_size, seq_len]; see :meth:`Batches.batch`."""
-    if not packed:
-        rows = rows[:, : rounded_width(int(first_lengths(rows).max()))]
-    ids, labels, positions = unpack(rows)
-    if not packed:  # padding comes last, where nothing sees it
-        positions = np.broadcast_to(np.arange(rows.shape[1], dtype=np.int64), rows.shape).copy()
-    if labels_ahead:  # the first token of a document has none, so none is of another document
-        labels = _moved_ahead(labels)
-    return {
-        "input_ids": torch.from_numpy(ids),
-        "labels": torch.from_numpy(labels),
-        "position_ids": torch.from_numpy(positions),
-        PADDING: torch.from_numpy(padding_of(rows)),
-    }
-
-
 class RandomBatches(Batches):
     """Random tokens, to measure throughput with: every row is one document, every step the same amount of work."""
 
     def __init__(
         self, vocab_size: int, seq_len: int, batch_size: int, seed: int = 0, labels_ahead: bool = False
     ) -> None:
-        self._vocab_size = vocab_size
+        self._vocab_size, self._shape, self._seed = vocab_size, (batch_size, seq_len), seed
         self.labels_ahead = labels_ahead
-        self._shape = (batch_size, seq_len)
-        self._seed = seed
-        self.rows = batch_size
-        self.steps_per_epoch = 1
-        self.tokens = batch_size * seq_len
-        self.trainable_tokens = batch_size * (seq_len - 1)
+        self.rows, self.steps_per_epoch = batch_size, 1
+        self.tokens, self.trainable_tokens = batch_size * seq_len, batch_size * (seq_len - 1)
         self.description = (
             f"random tokens in rows of {seq_len:,}: no data was given, so this measures throughput and learns nothing"
         )
 
     def batch(self, step: int) -> dict[str, torch.Tensor]:
         """Draw the tokens of a step from the seed and ``step``; see :meth:`Batches.batch`."""
-        random = np.random.default_rng((self._seed, step))
-        ids = torch.from_numpy(random.integers(self._vocab_size, size=self._shape, dtype=np.int64))
-        labels = ids.clone()
-        labels[:, 0] = -100
+        ids = np.random.default_rng((self._seed, step)).integers(self._vocab_size, size=self._shape, dtype=np.int64)
+        labels = ids.copy()
+        labels[:, 0] = IGNORED
         return {
-            "input_ids": ids,
-            "labels": torch.from_numpy(_moved_ahead(labels.numpy())) if self.labels_ahead else labels,
+            "input_ids": torch.from_numpy(ids),
+            "labels": torch.from_numpy(_moved_ahead(labels) if self.labels_ahead else labels),
             "position_ids": torch.arange(self._shape[1]).repeat(self._shape[0], 1),
         }
 
 
-def open_data(config: DataConfig, tokenizer: PreTrainedTokenizerBase, cache_dir: Path) -> PackedBatches:
-    """Open batches of the data in ``config.files``: tokenized and packed into a file in ``cache_dir``, or found there.
+class FileBatches(Batches):
+    """Batches of a token file. They take the memory of one batch, for data of any size."""
 
-    The file is used again as long as data files, tokenizer, ``seq_len`` and ``truncate`` are the same; it takes 4 bytes
-    per token.
+    rows_in_file = 1  # Rows of the file that are drawn together
 
-    Raises:
-        UserError: a file is missing, cannot be read or understood, or there is nothing in it to train on.
+    def __init__(self, file: TokenFile, config: DataConfig) -> None:
+        header = file.header
+        self._file, self._config = file, config
+        self.rows = header.rows // self.rows_in_file
+        self.tokens, self.trainable_tokens, self.digest = header.tokens, header.trainable_tokens, header.digest
+        self.steps_per_epoch = -(-self.rows // config.batch_size)
+        self.labels_ahead = config.labels_ahead
+
+    def _drawn(self, draws: range, group_size: int = 1) -> np.ndarray:
+        """Return what is at some places of the endless sequence of epochs, of which neighbors stay together."""
+        return draw_rows(draws, self.rows, self._config.seed if self._config.shuffle else None, group_size)
+
+    def _draws(self, step: int) -> range:
+        return range(step * self._config.batch_size, (step + 1) * self._config.batch_size)
+
+    def close(self) -> None:
+        """Close the token file."""
+        self._file.close()
+
+
+class PackedBatches(FileBatches):
+    """Batches of documents that share rows, or have one each where nothing would keep them apart."""
+
+    def __init__(self, file: TokenFile, config: DataConfig) -> None:
+        super().__init__(file, config)
+        self.packed, header = config.packed, file.header
+        fill = header.tokens / (header.rows * header.seq_len)
+        counts = (
+            f"{counted(header.documents, 'document')} from {counted(header.files, 'file')}: "
+            f"{format_count(header.tokens)} tokens, {format_count(header.trainable_tokens)} of them trained on, "
+            f"in {counted(header.rows, 'row')} of {header.seq_len:,} ({fill:.1%} full)"
+        )
+        apart = "one document in each row: nothing keeps those that share a row apart in this model"
+        changes = header.changes(header.seq_len, config.truncate)
+        self.description = "\n".join([counts, *changes, *([] if self.packed else [apart])])
+
+    def batch(self, step: int) -> dict[str, torch.Tensor]:
+        """Read the rows of a step; see :meth:`Batches.batch`."""
+        # Rows that are not packed stay with their like: neighbors, which are about as long.
+        rows = self._drawn(self._draws(step), group_size=1 if self.packed else self._config.batch_size)
+        return batch_of_words(self._file.read(rows), self.packed, self.labels_ahead)
+
+    def words(self, draws: range) -> np.ndarray:
+        """Read the rows at some places of the endless sequence of epochs, uint32 [len(draws), seq_len]."""
+        return self._file.read(self._drawn(draws))
+
+
+def batch_of_words(
+    rows: np.ndarray, packed: bool, labels_ahead: bool, classifies: bool = False
+) -> dict[str, torch.Tensor]:
+    """Return a batch of rows of a token file, uint32 [batch_size, seq_len]; see :meth:`Batches.batch`.
+
+    For a sequence classifier, these are ``input_ids`` and ``attention_mask``.
     """
-    files = find_files(config.files)
-    cache_dir.mkdir(parents=True, exist_ok=True)
-    key = cache_key(files, config.seq_len, tokenizer, config.truncate, config.packed, config.identity)
-    path = cache_dir / f"data-{key}.tokens"
-
-    def build(doing: Activity) -> None:
-        doing.what = f"reading {_named(files)}"
-        _build(path, files, config, tokenizer, doing)
-
-    return open_or_build(lambda: PackedBatches(TokenFile(path), config), build, cache_dir)
-
-
-def open_or_build(open_file: Callable[[], Opened], build: Callable[[Activity], None], cache_dir: Path) -> Opened:
-    """Return what ``open_file`` opens, built before where it is not there, or damaged."""
-    unusable = contextlib.suppress(OSError, ValueError, TypeError)
-    with unusable:
-        return open_file()
-    with (
-        activity("waiting for another run that prepares the same data") as doing,
-        DirectoryLock([cache_dir], patience=math.inf),  # of several ranks on a machine, the first one makes it for all
-    ):
-        with unusable:
-            return open_file()
-        remove_unfinished(cache_dir)
-        build(doing)
-    _return_free_memory()
-    return open_file()
-
-
-def _named(files: list[Path]) -> str:
-    """Return data files as people read them, with their size."""
-    size = format_bytes(sum(file.stat().st_size for file in files))
-    return f"{files[0].name} ({size})" if len(files) == 1 else f"{len(files):,} data files ({size})"
-
-
-def _build(
-    path: Path, files: list[Path], config: DataConfig, tokenizer: PreTrainedTokenizerBase, doing: Activity
-) -> None:
-    seq_len, encoder = config.seq_len, config.encoder(tokenizer)
-    header = Header(seq_len=seq_len, files=len(files), **encoder.fitting.tallies())
-    with write_token_file(path, header) as out:
-
-        def write(row: np.ndarray) -> None:
-            header.rows += 1
-            out.add(row)
-
-        pad = padding_id(tokenizer, config.vocab_size)
-        packer = (Packer if config.packed else Padder)(seq_len, pad, write)
-        what, encoded = doing.what, _encode_files(files, encoder, config.selection)
-        for piece in cut_documents(_count_documents(encoded, header), seq_len):
-            doing.what = f"{what}: {format_count(header.tokens)} tokens so far"
-            trained = int(np.count_nonzero(piece & TRAINED))
-            if not trained:
-                header.skipped_tokens += len(piece)
-                continue
-            header.tokens += len(piece)
-            header.trainable_tokens += trained
-            packer.add(piece)
-        packer.finish()
-        if not header.rows:
-            raise UserError(nothing_to_train(files, header, _changes(header, config)))
-
-
-def _return_free_memory() -> None:
-    """Return to the system what reading and tokenizing used: allocators keep 100 MB and more for a next time."""
-    if "pyarrow" in sys.modules:  # it has read tables
-        sys.modules["pyarrow"].default_memory_pool().release_unused()
-    return_free_memory()
-
-
-def _encode_files(files: list[Path], encoder: Encoder, selection: RecordSelection) -> Iterator[EncodedSegment]:
-    """Encode the files in their order: each text file is one document, all others have records."""
-    if any(map(is_text_file, files)):
-        selection.check_whole_files()
-    for name, some in groupby(selection.read(files), lambda pair: pair[0]):
-        records = (record for _, record in some)
-        is_text = is_text_file(Path(name))
-        examples = (examples_of_text_file if is_text else examples_of_records)(records, name)
-        yield from encoder.encode(examples)
-
-
-def _count_documents(documents: Iterator[EncodedSegment], header: Header) -> Iterator[EncodedSegment]:
-    for document in documents:
-        header.documents += document.ends
-        yield document
+    if packed:
+        ids, labels, positions = unpack(rows)
+        padding = padding_of(rows)
+    else:  # padding comes last, where nothing sees it
+        lengths = first_lengths(rows)
+        rows = rows[:, : rounded_width(int(lengths.max()))]
+        ids, labels, _ = unpack(rows)
+        positions = np.broadcast_to(np.arange(rows.shape[1], dtype=np.int64), rows.shape).copy()
+        padding = positions >= lengths[:, None]
+    if labels_ahead:  # the first token of a document has none, so none is of another document
+        labels = _moved_ahead(labels)
+    if classifies:
+        values = {"input_ids": ids, "attention_mask": (~padding).astype(np.int64)}
+    else:
+        values = {"input_ids": ids, "labels": labels, "position_ids": positions, PADDING: padding}
+    return {name: torch.from_numpy(value) for name, value in values.items()}
 
 
 def rounded_width(length: int) -> int:
@@ -321,31 +214,236 @@ def rounded_width(length: int) -> int:
 
 def _moved_ahead(labels: np.ndarray) -> np.ndarray:
     """Give every position the label of the next one, int64 [rows, seq_len]."""
-    return np.concatenate([labels[:, 1:], np.full_like(labels[:, :1], -100)], axis=1)
+    return np.concatenate([labels[:, 1:], np.full_like(labels[:, :1], IGNORED)], axis=1)
 
 
-def padding_id(tokenizer: PreTrainedTokenizerBase, vocab_size: int | None) -> int:
-    """Return a token id to pad with that the model knows. Padding is never attended to and carries no loss."""
-    known = (tokenizer.pad_token_id, tokenizer.eos_token_id)
-    return next((int(token) for token in known if token is not None and token < (vocab_size or token + 1)), 0)
+class MixedBatches(Batches):
+    """Batches whose rows come from several data sets, in shuffled order. The batch of step s is a pure function of s.
+
+    Each data set goes through its own epochs, in its own order. An epoch of the mixture is as many rows as all
+    data sets have together, so that in it a data set of a small weight is not seen to its end, and one of a large
+    weight more than once.
+
+    Args:
+        parts: the data sets, of one row length.
+        weights: how much of the rows is to come from each, in any unit.
+        batch_size: rows of a batch.
+        seed: seed of the order.
+
+    Raises:
+        UserError: a weight is not positive, or less than a thousandth of all.
+    """
+
+    def __init__(self, parts: Sequence[PackedBatches], weights: Sequence[float], batch_size: int, seed: int) -> None:
+        self._parts, self._size, self._seed = list(parts), batch_size, seed
+        self._counts = counts_of(weights)
+        self._last = -1, np.empty(0, np.int64)
+        self.rows = sum(part.rows for part in parts)
+        self.tokens = sum(part.tokens for part in parts)
+        self.trainable_tokens = sum(part.trainable_tokens for part in parts)
+        self.steps_per_epoch = -(-self.rows // batch_size)
+        self.labels_ahead, self.packed = parts[0].labels_ahead, parts[0].packed
+        identity = json.dumps([[part.digest for part in parts], self._counts.tolist()])
+        self.digest = hashlib.sha256(identity.encode()).hexdigest()[:16]
+        self.description = "\n".join(
+            f"{count / BLOCK:.3g} of all rows: {part.description}"
+            for count, part in zip(self._counts, parts, strict=True)
+        )
+
+    def batch(self, step: int) -> dict[str, torch.Tensor]:
+        """Read the rows of a step; see :meth:`Batches.batch`."""
+        first = step * self._size
+        blocks = range(first // BLOCK, (first + self._size - 1) // BLOCK + 1)
+        sources = np.concatenate([self._block(number) for number in blocks])[first % BLOCK :][: self._size]
+        words: np.ndarray = np.empty(0)
+        for number, part in enumerate(self._parts):
+            chosen = sources == number
+            if chosen.any():
+                begin = self._drawn_before(number, first)
+                rows = part.words(range(begin, begin + int(chosen.sum())))
+                words = words if words.size else np.empty((self._size, rows.shape[1]), np.uint32)
+                words[chosen] = rows
+        return batch_of_words(words, self.packed, self.labels_ahead)
+
+    def _block(self, number: int) -> np.ndarray:
+        """Return the data set of each row of a block, int64 [BLOCK]; the last one is kept."""
+        if self._last[0] != number:
+            sources = np.repeat(np.arange(len(self._counts)), self._counts)
+            self._last = number, sources[shuffled(np.arange(BLOCK), BLOCK, (self._seed, -1 - number))]
+        return self._last[1]
+
+    def _drawn_before(self, number: int, draw: int) -> int:
+        whole, rest = divmod(draw, BLOCK)
+        return whole * int(self._counts[number]) + int((self._block(whole)[:rest] == number).sum())
+
+    def close(self) -> None:
+        """Close all token files."""
+        for part in self._parts:
+            part.close()
 
 
-def _describe(header: Header, config: DataConfig) -> str:
-    fill = header.tokens / (header.rows * header.seq_len)
-    counts = (
-        f"{counted(header.documents, 'document')} from {counted(header.files, 'file')}: "
-        f"{format_count(header.tokens)} tokens, {format_count(header.trainable_tokens)} of them trained on, "
-        f"in {counted(header.rows, 'row')} of {header.seq_len:,} ({fill:.1%} full)"
-    )
-    lines = [counts, *_changes(header, config)]
-    if not config.packed:
-        lines.append("one document in each row: nothing keeps those that share a row apart in this model")
-    return "\n".join(lines)
+def counts_of(weights: Sequence[float]) -> np.ndarray:
+    """Return how many of :data:`BLOCK` rows come from each data set: largest remainders, int64 [len(weights)].
+
+    Raises:
+        UserError: a weight is not positive, or less than a thousandth of all.
+    """
+    total = sum(weights)
+    if not all(weight > 0 for weight in weights):
+        shown = ", ".join(f"{weight:g}" for weight in weights)
+        raise UserError(f"--data: weights are {shown}: each must be more than 0.")
+    exact = np.array(weights) * BLOCK / total
+    counts = np.floor(exact).astype(np.int64)
+    for number in np.argsort(counts - exact, kind="stable")[: BLOCK - int(counts.sum())]:
+        counts[number] += 1
+    if not counts.all():
+        raise UserError(
+            f"--data: the smallest weight is {min(weights) / total:.2g} of the total; the least is a thousandth."
+        )
+    return counts
 
 
-def _changes(header: Header, config: DataConfig) -> list[str]:
-    lines = header.changes(header.seq_len, config.truncate)
-    if header.skipped_tokens:
-        skipped = format_count(header.skipped_tokens)
-        lines.append(f"left out: {skipped} tokens of texts of one token")
-    return lines
+class ItemBatches(FileBatches):
+    """Batches of items, each of which is one or more neighboring rows of a token file.
+
+    The last word of each row of the file is its item's mark. Rows of a batch are as long as its longest, rounded up.
+
+    Args:
+        file: rows of ``config.seq_len`` words, and one more.
+        config: of the data; its batch size counts items.
+        classifies: whether batches are for a sequence classifier.
+    """
+
+    what = "rows"  # What items are
+
+    def __init__(self, file: TokenFile, config: DataConfig, classifies: bool = False) -> None:
+        super().__init__(file, config)
+        self._classifies = classifies
+        self.reference: np.ndarray | None = None
+        """Log-probabilities under a reference, fp32, where :meth:`row_numbers` says; None if there are none."""
+        header = file.header
+        counts = (
+            f"{self.rows:,} {self.what} from {counted(header.files, 'file')}: {format_count(header.tokens)} tokens, "
+            f"{format_count(header.trainable_tokens)} of them in answers"
+        )
+        self.description = "\n".join([counts, *header.changes(config.seq_len, config.truncate)])
+
+    def batch(self, step: int) -> dict[str, torch.Tensor]:
+        """Return the batch of a step; see :func:`batch_of_words` and the class."""
+        words = self._file.read(self._rows_of(self.drawn(step)))
+        batch = self._batch(step, words[:, :-1], words[:: self.rows_in_file, -1].copy())
+        if self.reference is not None:
+            batch[REFERENCE] = torch.from_numpy(self.reference[self.row_numbers(step)])
+        return batch
+
+    @abstractmethod
+    def _batch(self, step: int, rows: np.ndarray, marks: np.ndarray) -> dict[str, torch.Tensor]:
+        """Return the batch of rows, uint32 ``[R, seq_len]``, whose items have marks, uint32 ``[batch_size]``."""
+
+    def row_numbers(self, step: int) -> np.ndarray:
+        """Return the places of a step's rows in the file, int64 ``[R]``."""
+        return self._rows_of(self.drawn(step))
+
+    def row_count(self, steps: int) -> int:
+        """Return a number above all those of :meth:`row_numbers` in ``steps`` steps."""
+        return self.rows * self.rows_in_file
+
+    def steps_of_new_rows(self, steps: int) -> int:
+        """Return how many of the first ``steps`` steps have rows that none before them has: those of an epoch."""
+        return min(steps, self.steps_per_epoch)
+
+    def drawn(self, step: int) -> np.ndarray:
+        """Return the items of a step, int64 ``[batch_size]``."""
+        return self._drawn(self._draws(step))
+
+    def _rows_of(self, items: np.ndarray) -> np.ndarray:
+        return (self.rows_in_file * items[:, None] + np.arange(self.rows_in_file)).reshape(-1)
+
+    def _tensors(self, rows: np.ndarray) -> dict[str, torch.Tensor]:
+        return batch_of_words(rows, False, self.labels_ahead, self._classifies)
+
+
+class PairBatches(ItemBatches):
+    """Batches of P pairs: rows 2 i and 2 i + 1 of a batch are the preferred and the rejected answer of its pair i.
+
+    For a classifier, there are ``margins``, fp32 ``[P]``, too.
+    """
+
+    rows_per_item = rows_in_file = 2
+    what = "pairs"
+
+    def _batch(self, step: int, rows: np.ndarray, marks: np.ndarray) -> dict[str, torch.Tensor]:
+        margins = {"margins": torch.from_numpy(margin_of(marks))} if self._classifies else {}
+        return self._tensors(rows) | margins
+
+
+class AnswerBatches(ItemBatches):
+    """Batches of N labelled answers: row 2 i of a batch is a prompt with its answer, and row 2 i + 1 the same prompt
+    with the answer of the item before (of the first, with the last one's), from which KTO estimates a distance. That
+    is the one before in the batch where batches are shuffled, and in the data where they are not.
+
+    ``desirable``, bool ``[N]``, says which answers are.
+    """
+
+    rows_per_item = 2
+    what = "answers"
+
+    def __init__(self, file: TokenFile, config: DataConfig, classifies: bool = False) -> None:
+        super().__init__(file, config, classifies)
+        if min(config.batch_size, self.rows) < 2:
+            raise UserError(
+                f"kto compares each answer with another one of its batch, and a batch has {config.batch_size} of "
+                f"{self.rows:,} answers: it takes at least 2 of both (--batch-size 2)."
+            )
+
+    def _batch(self, step: int, rows: np.ndarray, marks: np.ndarray) -> dict[str, torch.Tensor]:
+        items = self.drawn(step)
+        others = (items - 1) % self.rows  # of held-out data
+        if self._config.shuffle:
+            # Where an epoch ends within the batch, the neighbor may be the same answer again.
+            before = [[items[number - back] for back in range(1, len(items))] for number in range(len(items))]
+            pairs = zip(items, before, strict=True)
+            others = np.array([next((other for other in ahead if other != item), ahead[0]) for item, ahead in pairs])
+        other_rows = self._file.read(others)[:, :-1]
+        both = np.repeat(rows, 2, axis=0)
+        for row, begin, other, other_begin, stop in zip(
+            both[1::2], _answers_begin(rows), other_rows, _answers_begin(other_rows), first_lengths(other_rows),
+            strict=True,
+        ):  # fmt: skip
+            paste_answer(row, int(begin), other[other_begin:stop], self._config.seq_len)
+        return self._tensors(both) | {"desirable": torch.from_numpy(marks.astype(bool))}
+
+    # Each step has new rows, as answers meet other prompts.
+
+    def row_numbers(self, step: int) -> np.ndarray:
+        rows = self.rows_per_item * self._config.batch_size
+        return np.arange(step * rows, (step + 1) * rows)
+
+    def row_count(self, steps: int) -> int:
+        return steps * self.rows_per_item * self._config.batch_size
+
+    def steps_of_new_rows(self, steps: int) -> int:
+        return steps
+
+
+class ClassBatches(ItemBatches):
+    """Batches of R texts; ``labels``, int64 ``[R]``, are their classes."""
+
+    what = "texts"
+
+    def _batch(self, step: int, rows: np.ndarray, marks: np.ndarray) -> dict[str, torch.Tensor]:
+        return self._tensors(rows) | {"labels": torch.from_numpy(marks.astype(np.int64))}
+
+
+def _answers_begin(rows: np.ndarray) -> np.ndarray:
+    return ((rows & TRAINED) != 0).argmax(1)
+
+
+def paste_answer(row: np.ndarray, begin: int, answer: np.ndarray, room: int) -> None:
+    """Put another answer into a row of words, in place, from ``begin`` on; what does not fit is cut."""
+    pad = row[-1] & ~(STARTS | TRAINED)
+    stop = min(begin + len(answer), room)
+    row[begin:stop] = answer[: stop - begin]
+    if stop < room:
+        row[stop:] = pad
+        row[stop] |= STARTS

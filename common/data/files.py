@@ -1,12 +1,17 @@
-"""Find the data files that the user has named: files, directories, and data sets of a hub."""
+"""Find the data files that the user has named: files, directories, and data sets of a hub in its local caches."""
 
+import contextlib
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from common.data.hub_files import TRAIN, files_of_split, hub_files, is_data_set_name
-from common.data.records import KNOWN_EXTENSIONS, READERS, extension_of
+from common.data.read import KNOWN_EXTENSIONS, READERS, extension_of
 from common.errors import UserError, did_you_mean
+from common.hub import is_hub_name, may_download
+
+TRAIN = "train"  # Split that a name without one stands for
 
 # Files in which `datasets` describes a data set.
 _ABOUT_DATA = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json")
@@ -20,7 +25,7 @@ _SPLIT = re.compile(
 
 def find_files(names: tuple[str, ...]) -> list[Path]:
     """Return the data files behind ``names``: each a file, a directory searched recursively in sorted order, or a hub's
-    data set (:mod:`common.data.hub_files`).
+    data set.
 
     A directory of several splits gives ``train``, or the split in ``directory:split``. Hidden entries and files that
     are not data (by extension) are passed over.
@@ -36,7 +41,7 @@ def find_files(names: tuple[str, ...]) -> list[Path]:
         if path.is_dir() or (not path.exists() and directory.is_dir()):
             files += _files_in(path) if path.is_dir() else _files_in(directory, *split)
         elif not path.parent.is_dir() and extension_of(path) not in READERS and is_data_set_name(name):
-            files += hub_files(name)
+            files += _hub_files(name)
         elif not path.exists():
             siblings = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
             raise UserError(f"There is no data file {name!r}.{did_you_mean(path.name, siblings)}")
@@ -55,17 +60,23 @@ def file_states(files: list[Path]) -> list[tuple[str, int, int]]:
     return [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
 
 
+def is_data_set_name(name: str) -> bool:
+    """Return whether this can be ``owner/name``, ``owner/name:split`` or ``owner/name:configuration:split``."""
+    repository, *parts = name.split(":")
+    return is_hub_name(repository) and len(parts) <= 2 and all(parts)
+
+
 def _files_in(directory: Path, *split: str) -> list[Path]:
     about, readme = directory / "dataset_dict.json", directory / "README.md"
     if readme.is_file() and re.match(r"---\n.*?^configs:", readme.read_text(errors="replace"), re.S | re.M):
-        return files_of_split(":".join((str(directory), *split)), str(directory))
+        return _files_of_split(":".join((str(directory), *split)), str(directory))
     splits: dict[str, list[Path]] = {}
     if about.is_file():
         splits = {str(name): _data_below(directory / name) for name in json.loads(about.read_text())["splits"]}
     else:
         for path in _data_below(directory):
             word = _SPLIT.search(str(path.relative_to(directory)))
-            name = "" if word is None else ("train", "validation", "test")[(word.lastindex or 0) - 1]
+            name = "" if word is None else (TRAIN, "validation", "test")[(word.lastindex or 0) - 1]
             splits.setdefault(name, []).append(path)
     if len(splits) == 1 and not split:
         return next(iter(splits.values()))
@@ -87,12 +98,10 @@ def _data_below(directory: Path) -> list[Path]:
         if path.is_file() and not any(part.startswith(".") for part in path.relative_to(directory).parts)
     ]
     data = [path for path in entries if extension_of(path) in READERS and path.name not in _ABOUT_DATA]
-    for about in (
-        path for path in entries if path.name == "dataset_info.json" and path.with_name("state.json") in data
-    ):
-        state = json.loads(about.with_name("state.json").read_text())
-        named = [about.with_name(str(file["filename"])) for file in state.get("_data_files", [])]
-        data = [path for path in data if path.parent != about.parent or path in named]
+    for state in [path for path in data if path.name == "state.json" and path.with_name("dataset_info.json").is_file()]:
+        files = json.loads(state.read_text()).get("_data_files", [])
+        named = [state.with_name(str(file["filename"])) for file in files]
+        data = [path for path in data if path.parent != state.parent or path in named]
     if not data:
         seen = sorted({path.suffix or path.name for path in entries})
         raise UserError(
@@ -100,3 +109,71 @@ def _data_below(directory: Path) -> list[Path]:
             f"it holds {', '.join(seen[:10]) or 'nothing'}."
         )
     return data
+
+
+def _hub_files(name: str) -> list[Path]:
+    """Return the files of a hub's data set, from the local caches; it is fetched if that is allowed.
+
+    What was fetched as it is (``hf download --repo-type dataset``) is read where it lies, by the rules of ``datasets``
+    about which file belongs to which split. What ``datasets`` has prepared itself is taken where that is not there.
+    """
+    import huggingface_hub
+
+    repository, configuration, split = _parsed(name)
+    with contextlib.suppress(OSError, ValueError):  # not in the cache, or only a part of it
+        return _files_of_split(
+            name, huggingface_hub.snapshot_download(repository, repo_type="dataset", local_files_only=True)
+        )
+    if prepared := _prepared(repository, configuration, split):
+        return prepared
+    if not may_download():
+        raise UserError(
+            f"There is no data file {name!r}, nor a data set of a hub in the local caches. Fetch it with "
+            f"`hf download --repo-type dataset {repository}`, or add --download."
+        )
+    try:
+        snapshot = huggingface_hub.snapshot_download(repository, repo_type="dataset")
+    except Exception as error:  # the network's, the hub's and the disk's errors
+        raise UserError(f"The data set {repository!r} cannot be fetched: {type(error).__name__}: {error}") from error
+    return _files_of_split(name, snapshot)
+
+
+def _parsed(name: str) -> tuple[str, str | None, str]:
+    """Return what a name consists of: repository or directory, configuration, and split."""
+    repository, *parts = name.split(":")
+    return repository, parts[0] if len(parts) > 1 else None, parts[-1] if parts else TRAIN
+
+
+def _files_of_split(name: str, directory: str) -> list[Path]:
+    """Return the files of the configuration and split in ``name`` of a data set, by the rules of ``datasets``."""
+    import datasets
+
+    _, configuration, split = _parsed(name)
+    try:
+        builder: Any = datasets.load_dataset_builder(directory, configuration)
+    except Exception as error:  # among them: there are several configurations, which its message names
+        first = str(error).splitlines()[:2]
+        raise UserError(
+            f"The data set {name!r} in {directory} cannot be read: {' '.join(first)} (NAME:CONFIGURATION:SPLIT chooses "
+            "one.)"
+        ) from error
+    splits: dict[str, Sequence[str]] = {str(key): files for key, files in (builder.config.data_files or {}).items()}
+    if split not in splits:
+        raise UserError(
+            f"The data set {name!r} has no split {split!r}, but {', '.join(splits) or 'none'}: give "
+            f"{name.split(':')[0]}:SPLIT.{did_you_mean(split, splits)}"
+        )
+    return [Path(file) for file in splits[split]]
+
+
+def _prepared(repository: str, configuration: str | None, split: str) -> list[Path]:
+    """Return the files that ``datasets`` has made of a data set when it was loaded; none: it has not."""
+    import datasets
+
+    if not datasets.config.HF_HUB_OFFLINE:
+        return []  # it would ask the hub
+    try:
+        loaded: Any = datasets.load_dataset(repository, configuration, split=split)
+    except Exception:  # it is not there, in each version in other words
+        return []
+    return [Path(file["filename"]) for file in loaded.cache_files]

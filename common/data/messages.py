@@ -7,7 +7,7 @@ messages with ``role``, ``content`` and, where the turn has them, ``reasoning_co
 import json
 from typing import Any
 
-from common.data.fields import parse_json
+from common.data.read import parse_json
 from common.errors import UserError, did_you_mean
 
 Message = dict[str, Any]

@@ -10,10 +10,18 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any, Self
 
-from common.data.fields import LAYOUTS
-from common.data.records import DataRecord, read_records
+from common.data.read import DataRecord, read_records
 from common.errors import UserError, did_you_mean
 from common.units import counted, format_count
+
+# Columns of the layouts, the more structured first: of the whole or the prompt, and of the answer.
+LAYOUTS: tuple[tuple[str, str | None], ...] = (
+    ("messages", None),
+    ("conversations", None),
+    ("prompt", "completion"),
+    ("instruction", "output"),
+    ("text", None),
+)
 
 
 @dataclass

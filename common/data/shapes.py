@@ -5,12 +5,12 @@ values, the more structured one wins: public data sets often carry a flattened `
 """
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
-from common.data.fields import LAYOUTS, require_text, structured
 from common.data.messages import Message, has_text, messages_of, same_turns
-from common.data.records import DataRecord
+from common.data.read import DataRecord, require_text, structured
+from common.data.selection import LAYOUTS
 from common.errors import UserError
 
 SEGMENT_CHARACTERS = 1 << 17  # Characters of the segments in which longer texts are tokenized
@@ -82,15 +82,7 @@ def examples_of_text_file(lines: Iterable[DataRecord], file: str = "") -> Iterat
 
     Unrelated texts go into separate files, or into ``text`` records.
     """
-    segment: list[str] = []
-    size, begins, where = 0, True, f"{file}, line 1"
-    for line in lines:
-        if size >= SEGMENT_CHARACTERS:
-            yield PlainText("", "".join(segment), begins, ends=False, where=where)
-            segment, size, begins, where = [], 0, False, f"{file}, {line.position}"
-        segment.append(line.values["text"])
-        size += len(line.values["text"])
-    yield PlainText("", "".join(segment), begins, ends=True, where=where)
+    return _segments((line.values["text"], f"{file}, {line.position}") for line in lines)
 
 
 def examples_of_records(records: Iterable[DataRecord], file: str) -> Iterator[Example]:
@@ -108,7 +100,10 @@ def examples_of_records(records: Iterable[DataRecord], file: str) -> Iterator[Ex
                 "Give columns of other names with --columns: prompt=question completion=answer."
             )
         example = example_of(values, where, *layout)
-        yield from _segments(example) if isinstance(example, PlainText) and not example.prompt else (example,)
+        if isinstance(example, PlainText) and not example.prompt:
+            yield from _segments([(example.completion, where)])
+        else:
+            yield example
 
 
 def layout_of(record: Mapping[str, Any], without: str = "") -> tuple[str, str | None] | None:
@@ -238,16 +233,23 @@ def _alpaca_prompt(record: Mapping[str, Any], where: str) -> str:
     return (ALPACA_PROMPT_WITH_INPUT if fields["input"].strip() else ALPACA_PROMPT).format(**fields)
 
 
-def _segments(text: PlainText) -> Iterator[PlainText]:
-    """Cut a long text behind a line break, else before a space: there, tokenizers cut as well."""
-    whole, start = text.completion, 0
-    while len(whole) - start > SEGMENT_CHARACTERS:
-        limit = start + SEGMENT_CHARACTERS
-        stop = whole.rfind("\n", start + 1, limit) + 1 or whole.rfind(" ", start + 1, limit)
-        stop = stop if stop > 0 else limit
-        yield replace(text, completion=whole[start:stop], begins=start == 0, ends=False)
-        start = stop
-    yield replace(text, completion=whole[start:], begins=start == 0)
+def _segments(parts: Iterable[tuple[str, str]]) -> Iterator[PlainText]:
+    """Cut a text behind a line break, else before a space: there, tokenizers cut as well.
+
+    Args:
+        parts: the text, with file and line of each part; only a part and a segment are held at once.
+    """
+    held, begins, where = "", True, ""
+    for text, position in parts:
+        held, where, start = held + text, where or position, 0
+        while len(held) - start > SEGMENT_CHARACTERS:
+            limit = start + SEGMENT_CHARACTERS
+            stop = held.rfind("\n", start + 1, limit) + 1 or held.rfind(" ", start + 1, limit)
+            stop = stop if stop > 0 else limit
+            yield PlainText("", held[start:stop], begins, ends=False, where=where)
+            start, begins, where = stop, False, position
+        held = held[start:]
+    yield PlainText("", held, begins, where=where)
 
 
 def _template_options(record: Mapping[str, Any], where: str) -> dict[str, Any]:

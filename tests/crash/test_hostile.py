@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cli.options.command import build_command
-from common.data.records import read_records
+from common.data.read import read_records
 from common.errors import FinetuneError, UserError
 from common.files import preset_files
 from common.models.checkpoint.shards import INDEX, Shards

@@ -10,7 +10,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from common.data import PackedBatches, open_data
-from common.data.packed.packing import ID_MASK
+from common.data.pack import ID_MASK
 from tests.cli.conftest import Finetune
 from tests.helpers.command.messages import check
 

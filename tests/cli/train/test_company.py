@@ -25,7 +25,7 @@ import fuyou
 from cli.train.evaluation import evaluate
 from cli.train.objectives import ObjectiveLoop
 from common.data import DataConfig, open_data
-from common.data.items.building import answer_kind, open_items, pair_kind
+from common.data.prepare import answer_kind, open_items, pair_kind
 from fuyou.objectives.losses import PairObjective, UnpairedObjective
 from tests.cli.conftest import Finetune
 from tests.helpers.command.histories import history

@@ -19,7 +19,7 @@ from transformers import (
     TrainingArguments,
 )
 
-from common.data.packed.packing import draw_rows
+from common.data.pack import draw_rows
 from tests.cli.conftest import Finetune
 
 PLACE = ("--gpu", "cpu", "--host-memory", "600MiB", "--dtype", "fp32", "--schedule", "constant", "--lr", "1e-3")

@@ -8,10 +8,9 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.data.encoding.encoder import Encoder
-from common.data.encoding.fitting import RowFitter
-from common.data.items.shapes import answers_of_records, classes_of_records, labels_of_records, pairs_of_records
-from common.data.records import DataRecord
+from common.data.encode import Encoder, RowFitter
+from common.data.items import answers_of_records, classes_of_records, labels_of_records, pairs_of_records
+from common.data.read import DataRecord
 from common.data.shapes import examples_of_records
 from common.errors import UserError
 from tests.common.data.conftest import PLAIN_TEMPLATE, make_tokenizer

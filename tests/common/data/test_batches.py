@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
-import common.data.batches
+import common.data.prepare
 from common.data import Batches, DataConfig, RandomBatches, open_data
+from common.data.pack import Header, TokenFileWriter
 from common.errors import FinetuneError, UserError
 from tests.common.data.conftest import MARKED_TEMPLATE, make_tokenizer, write_records
 
@@ -258,14 +260,14 @@ def test_what_a_killed_process_left_is_removed_and_two_take_turns(
     cache.mkdir()
     (cache / "data-0123456789abcdef.tokens.tmp").touch()
     built: list[Path] = []
-    real = common.data.batches._build
+    real = common.data.prepare.write_token_file
 
-    def build(path: Path, *rest: Any) -> None:
+    def write(path: Path, header: Header) -> AbstractContextManager[TokenFileWriter]:
         built.append(path)
         time.sleep(0.3)  # the other one looks for the file meanwhile
-        real(path, *rest)
+        return real(path, header)
 
-    monkeypatch.setattr("common.data.batches._build", build)
+    monkeypatch.setattr("common.data.prepare.write_token_file", write)
     with ThreadPoolExecutor(2) as pool:
         first, second = pool.map(lambda _: open_data(DataConfig((corpus,), 64, 1), tokenizer, cache), range(2))
     assert equal(first.batch(1), second.batch(1)) and built == list(cache.iterdir())

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.data.fields import parse_json, require_text, structured
+from common.data.read import parse_json, require_text, structured
 from common.errors import UserError
 
 

@@ -8,7 +8,7 @@ import datasets
 import pytest
 
 from common.data.files import find_files
-from common.data.records import read_records
+from common.data.read import read_records
 from common.errors import UserError
 
 

@@ -9,10 +9,10 @@ from tokenizers import normalizers
 from transformers import PreTrainedTokenizerFast
 
 from common.data import DataConfig, open_data
-from common.data.encoding.encoder import Encoder
-from common.data.items.building import ItemKind, answer_kind, class_kind, open_items, pair_kind
-from common.data.items.shapes import answers_of_records, pairs_of_records
-from common.data.records import DataRecord
+from common.data.encode import Encoder
+from common.data.items import answers_of_records, pairs_of_records
+from common.data.prepare import ItemKind, answer_kind, class_kind, open_items, pair_kind
+from common.data.read import DataRecord
 from common.data.shapes import SEGMENT_CHARACTERS, examples_of_records
 from common.errors import UserError
 from common.files import preset_files

@@ -6,8 +6,8 @@ import torch
 from transformers import AutoTokenizer
 
 from common.data import DataConfig, PackedBatches, open_data
+from common.data.batches import BLOCK, MixedBatches, counts_of
 from common.data.demo_text import train_demo_tokenizer
-from common.data.mixed import BLOCK, MixedBatches, counts_of
 from common.errors import UserError
 
 

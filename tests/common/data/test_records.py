@@ -20,8 +20,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from common.data.fields import require_text
-from common.data.records import read_records
+from common.data.read import read_records, require_text
 from common.errors import UserError
 from tests.common.data.conftest import write_records
 
@@ -244,7 +243,7 @@ def test_no_table_library_reads_text(tmp_path: Path) -> None:
     code = f"""
 import sys
 from pathlib import Path
-from common.data.records import read_records
+from common.data.read import read_records
 assert [len(list(read_records(path))) for path in Path({str(tmp_path)!r}).iterdir()] == [10] * 3
 assert not {{"pandas", "pyarrow", "datasets"}} & set(sys.modules)
 """

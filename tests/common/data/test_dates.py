@@ -4,7 +4,7 @@ from datetime import date
 
 import pytest
 
-from common.data.encoding.chat_template import dated
+from common.data.template import dated
 from tests.common.data.conftest import make_tokenizer
 
 DAY = date(2024, 7, 26)

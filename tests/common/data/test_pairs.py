@@ -10,9 +10,9 @@ from transformers import AutoTokenizer
 
 from common.data import DataConfig
 from common.data.demo_text import train_demo_tokenizer
-from common.data.items.building import open_items, pair_kind
-from common.data.items.shapes import pairs_of_records
-from common.data.records import DataRecord
+from common.data.items import pairs_of_records
+from common.data.prepare import open_items, pair_kind
+from common.data.read import DataRecord
 from common.data.shapes import Chat, PlainText
 from common.errors import UserError
 

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from common.data.encoding.encoder import EncodedSegment, Encoder
-from common.data.items.shapes import pairs_of_records
-from common.data.records import DataRecord
+from common.data.encode import EncodedSegment, Encoder
+from common.data.items import pairs_of_records
+from common.data.read import DataRecord
 from common.data.shapes import examples_of_records
 from common.errors import UserError
 

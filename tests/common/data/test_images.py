@@ -14,9 +14,7 @@ import torch
 pytest.importorskip("PIL", reason="pip install 'fuyou[images]'")
 
 from common.data import DataConfig
-from common.data.images.batches import ImageBatches, any_images, open_image_data
-from common.data.images.content import has_images, with_images
-from common.data.images.encoding import load_processor
+from common.data.images import ImageBatches, any_images, has_images, load_processor, open_image_data, with_images
 from common.data.messages import messages_of
 from common.errors import FinetuneError, UserError
 from tests.common.data.processors import REWRITING_TEMPLATE, TEMPLATE, chat, draw, make_processor, write

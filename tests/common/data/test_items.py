@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from common.data.items.shapes import Item, answers_of_records, classes_of_records, labels_of_records, pairs_of_records
-from common.data.records import DataRecord
+from common.data.items import Item, answers_of_records, classes_of_records, labels_of_records, pairs_of_records
+from common.data.read import DataRecord
 from common.data.shapes import Chat, PlainText
 from common.errors import UserError
 

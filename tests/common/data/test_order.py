@@ -5,7 +5,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from common.data.packed.packing import shuffled
+from common.data.pack import shuffled
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 5, 7, 64, 65, 1000, 4097])

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from common.data.encoding.encoder import Encoder
-from common.data.records import DataRecord, read_records
+from common.data.encode import Encoder
+from common.data.read import DataRecord, read_records
 from common.data.shapes import SEGMENT_CHARACTERS, Chat, Example, PlainText, examples_of_records, examples_of_text_file
 from common.errors import UserError
 from tests.common.data.conftest import (

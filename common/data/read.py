@@ -2,27 +2,29 @@
 
 JSON is parsed by the letter, record by record; fields of CSV are text; tables (Parquet, Arrow) have the types that they
 say. Files are read as streams, compressed ones too. What needs a whole file in memory: a ``.json`` file that is one
-list, and a file that is one line.
+list, and a line of a file of records.
 """
 
 import bz2
+import codecs
 import csv
 import gzip
 import io
 import itertools
 import json
 import lzma
+import math
 import re
 import sys
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from common.data.fields import JSON, check_characters, parse_json
 from common.errors import UserError
 
 RECORDS_PER_READ = 256  # Rows of a table that are converted at once
+_LINE_BYTES = 1 << 16  # Number of bytes of a line of text that are read at once
 
 _BOM = b"\xef\xbb\xbf"
 _SPACE = re.compile(r"[ \t\r\n]*")
@@ -33,6 +35,89 @@ class DataRecord(NamedTuple):
 
     values: dict[str, Any]  # Values by column
     position: str  # Where it is in the file: `line 7`, `line 7, record 2`, or `record 7` where there are no lines
+
+
+def require_text(record: Mapping[str, Any], field: str, where: str) -> str:
+    """Return a field that must be text; empty if it is missing or null.
+
+    Args:
+        where: file and line, for the message.
+
+    Raises:
+        UserError: if it is a number, a truth value, a date, bytes, a list, or an object.
+    """
+    value = record.get(field)
+    if value is None or isinstance(value, str):
+        return value or ""
+    kinds = {bool: "true or false", int: "a number", float: "a number", list: "a list", dict: "an object"}
+    kind, shown = kinds.get(type(value), f"of type {type(value).__name__}"), str(value)[:80]
+    advice = f' Write "{json.dumps(value)}", in quotes, if it is text.' if isinstance(value, int | float) else ""
+    raise UserError(f"{where}: {field!r} is {kind}, where text is expected: {shown}.{advice}")
+
+
+def structured(record: Mapping[str, Any], field: str, where: str) -> Any:
+    """Return a field that holds a list or an object; text is parsed as JSON, which tables use for such values.
+
+    Blank text is None. Text that begins as neither is returned as it is.
+
+    Raises:
+        UserError: if it begins like a list or an object, and is not JSON.
+    """
+    value = record.get(field)
+    if not isinstance(value, str):
+        return value
+    text = value.strip()
+    if text[:1] not in ("[", "{"):
+        return value if text else None
+    try:
+        return parse_json(text)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{where}: {field!r} is text that is not JSON ({error}): {text[:80]}") from error
+
+
+def parse_json(text: str) -> Any:
+    """Parse JSON by the letter of its standard.
+
+    Raises:
+        ValueError: this is not JSON, an object has a key twice, a number has no finite value, or a text holds half
+            a surrogate pair, which is no character. The position is known if it is a ``json.JSONDecodeError``.
+        RecursionError: if it is nested too deeply.
+    """
+    value = _JSON.decode(text)
+    _check_characters(text, value)
+    return value
+
+
+def _check_characters(text: str, value: Any) -> None:
+    """Refuse half surrogate pairs in ``value``, parsed from ``text``: neither UTF-8 nor tokenizers have them."""
+    if "\\ud" in text.lower():
+        try:
+            json.dumps(value, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            half = ascii(error.object[error.start])[1:-1]
+            raise ValueError(f"{half} is half of a surrogate pair, and no character") from error
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"the key {next(name for name in names if names.count(name) > 1)!r} occurs twice")
+    return values
+
+
+def _constant(name: str) -> float:
+    raise ValueError(f"JSON has no {name}")
+
+
+def _finite(digits: str) -> float:
+    value = float(digits)
+    if math.isinf(value):
+        raise ValueError(f"{digits} is too large a number")
+    return value
+
+
+_JSON = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=_constant, parse_float=_finite)
 
 
 def extension_of(path: Path) -> str:
@@ -47,7 +132,8 @@ def is_text_file(path: Path) -> bool:
 
 
 def read_records(path: Path) -> Iterator[DataRecord]:
-    """Read the records of one file, in order. A text file gives a record per line, line break included, as ``text``.
+    """Read the records of one file, in order. A text file gives a record per line, line break included, as ``text``,
+    and several of a long line.
 
     Blank lines between records hold none. Every value of a CSV file is a string, exactly as written, line breaks
     included. In tables all records have the keys of all others, within their values too: those without a value are
@@ -61,7 +147,7 @@ def read_records(path: Path) -> Iterator[DataRecord]:
     if path.stat().st_size == 0:  # no table, but no error either
         return
     try:
-        with _open(path) as file:
+        with COMPRESSIONS.get(path.suffix.lower(), Path.open)(path, "rb") as file:
             for record in READERS[extension_of(path)](path, file):
                 yield record
                 count += 1
@@ -69,12 +155,7 @@ def read_records(path: Path) -> Iterator[DataRecord]:
         raise UserError(f"{path} cannot be read{f' after record {count:,}' if count else ''}: {error}") from error
 
 
-def _open(path: Path) -> IO[bytes]:
-    opener = COMPRESSIONS.get(path.suffix.lower())
-    return path.open("rb") if opener is None else opener(path)
-
-
-def _open_zstandard(path: Path) -> IO[bytes]:
+def _open_zstandard(path: Path, mode: str) -> IO[bytes]:
     import pyarrow
 
     return io.BufferedReader(pyarrow.input_stream(str(path), compression="zstd"))
@@ -90,13 +171,24 @@ def _decoded(path: Path, data: bytes, first_line: int) -> str:
     try:
         return data.decode()
     except UnicodeDecodeError as error:
-        line = first_line + data.count(b"\n", 0, error.start)
-        raise UserError(f"{path}, line {line}, is not UTF-8 text: {error}.") from error
+        raise _not_utf8(path, first_line + data.count(b"\n", 0, error.start), error) from error
+
+
+def _not_utf8(path: Path, line: int, error: UnicodeDecodeError) -> UserError:
+    return UserError(f"{path}, line {line}, is not UTF-8 text: {error}.")
 
 
 def _read_text(path: Path, file: IO[bytes]) -> Iterator[DataRecord]:
-    for number, line in enumerate(_lines(path, file), 1):
-        yield DataRecord({"text": line}, f"line {number}")
+    number, decoder = 1, codecs.getincrementaldecoder("utf-8")()
+    data = file.readline(_LINE_BYTES).removeprefix(_BOM)
+    while data:
+        following = file.readline(_LINE_BYTES)
+        try:
+            yield DataRecord({"text": decoder.decode(data, final=not following)}, f"line {number}")
+        except UnicodeDecodeError as error:
+            raise _not_utf8(path, number, error) from error
+        number += data.endswith(b"\n")
+        data = following
 
 
 def _read_json_lines(path: Path, file: Iterable[bytes]) -> Iterator[DataRecord]:
@@ -142,8 +234,8 @@ def _values(path: Path, text: str) -> Iterator[tuple[int, Any]]:
     try:
         while more:
             line, counted = line + text.count("\n", counted, at), at
-            value, stop = JSON.raw_decode(text, at)
-            check_characters(text[at:stop], value)
+            value, stop = _JSON.raw_decode(text, at)
+            _check_characters(text[at:stop], value)
             yield line, value
             at = _after_space(text, stop)
             more = is_list and text.startswith(",", at)
@@ -216,41 +308,36 @@ def _check_names(path: Path, names: Sequence[str]) -> None:
         raise UserError(f"{path} has more than one column {repeated[0]!r}: {', '.join(names)}.")
 
 
-def _read_parquet(path: Path, file: IO[bytes]) -> Iterator[DataRecord]:
-    import pyarrow.parquet as parquet
-
-    yield from _rows(path, lambda: parquet.ParquetFile(file, buffer_size=1 << 20).iter_batches(RECORDS_PER_READ))
-
-
-def _read_arrow(path: Path, file: IO[bytes]) -> Iterator[DataRecord]:
-    import pyarrow
-
-    def batches() -> Iterator[Any]:
-        if file.read(6) == b"ARROW1":
-            whole = pyarrow.ipc.open_file(file)
-            return (whole.get_batch(number) for number in range(whole.num_record_batches))
-        file.seek(0)
-        return iter(pyarrow.ipc.open_stream(file))
-
-    yield from _rows(path, batches)
-
-
-def _rows(path: Path, batches: Callable[[], Iterator[Any]]) -> Iterator[DataRecord]:
+def _read_table(path: Path, file: IO[bytes]) -> Iterator[DataRecord]:
     import pyarrow
 
     number = 0
     try:
-        for batch in batches():
+        for batch in _table_batches(path, file):
             _check_names(path, batch.schema.names)
             for start in range(0, len(batch), RECORDS_PER_READ):
                 for row in batch.slice(start, RECORDS_PER_READ).to_pylist():
                     number += 1
-                    yield DataRecord(
-                        {column.name: _value(row[column.name], column.type) for column in batch.schema},
-                        f"record {number}",
-                    )
+                    values = {column.name: _value(row[column.name], column.type) for column in batch.schema}
+                    yield DataRecord(values, f"record {number}")
     except (pyarrow.ArrowException, RecursionError) as error:
         raise ValueError(str(error)) from error
+
+
+def _table_batches(path: Path, file: IO[bytes]) -> Iterator[Any]:
+    import pyarrow
+    import pyarrow.parquet as parquet
+
+    if extension_of(path) == ".parquet":
+        yield from parquet.ParquetFile(file, buffer_size=1 << 20).iter_batches(RECORDS_PER_READ)
+        return
+    is_file = file.read(6) == b"ARROW1"
+    file.seek(0)
+    if is_file:
+        whole = pyarrow.ipc.open_file(file)
+        yield from map(whole.get_batch, range(whole.num_record_batches))
+    else:
+        yield from pyarrow.ipc.open_stream(file)
 
 
 def _value(value: Any, kind: Any) -> Any:
@@ -270,13 +357,13 @@ READERS: dict[str, Callable[[Path, IO[bytes]], Iterator[DataRecord]]] = {
     ".json": _read_json,
     ".csv": _read_csv,
     ".tsv": _read_csv,
-    ".parquet": _read_parquet,
+    ".parquet": _read_table,
     ".txt": _read_text,
-    ".arrow": _read_arrow,  # as save_to_disk of datasets leaves them in a directory
+    ".arrow": _read_table,  # as save_to_disk of datasets leaves them in a directory
 }
 
 # Functions that open a compressed file, by the extension after the data file's.
-COMPRESSIONS: dict[str, Callable[[Path], Any]] = {
+COMPRESSIONS: dict[str, Callable[[Path, str], Any]] = {
     ".gz": gzip.open,
     ".bz2": bz2.open,
     ".xz": lzma.open,

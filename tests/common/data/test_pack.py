@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.data.encoding.encoder import EncodedSegment
-from common.data.packed.packing import ID_MASK, STARTS, TRAINED, Packer, cut_documents, unpack
+from common.data.encode import EncodedSegment
+from common.data.pack import ID_MASK, STARTS, TRAINED, Packer, cut_documents, unpack
 
 PAD = 7
 

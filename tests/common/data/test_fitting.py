@@ -9,10 +9,9 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from common.data import DataConfig, PackedBatches, open_data
-from common.data.encoding.encoder import Encoder
-from common.data.encoding.fitting import RowFitter
-from common.data.packed.token_file import Header, TokenFile, write_token_file
-from common.data.records import DataRecord
+from common.data.encode import Encoder, RowFitter
+from common.data.pack import Header, TokenFile, write_token_file
+from common.data.read import DataRecord
 from common.data.shapes import examples_of_records
 from common.errors import UserError
 from tests.common.data.conftest import (

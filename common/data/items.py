@@ -7,9 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from common.data.fields import require_text
 from common.data.messages import messages_of
-from common.data.records import DataRecord
+from common.data.read import DataRecord, require_text
 from common.data.shapes import Chat, Example, PlainText, example_of, layout_of
 from common.errors import UserError, did_you_mean
 

@@ -1,25 +1,37 @@
-"""Encode examples as token ids, and find which of them carry loss.
+"""Encode examples as token ids, find which of them carry loss, and make records fit into rows.
 
 A text begins with BOS where the tokenizer adds one by default, and ends with EOS, which is trained on; neither is added
 where the text has it already. A conversation is what its chat template renders, with nothing added. The end of a prompt
 is found by tokenizing the prompt alone and with its completion, and taking the common prefix, so that the ids are those
 of the whole text.
+
+A plain text continues in the next row. A record with a question does not: its answer would be trained without it. So a
+long conversation keeps its beginning, including the system prompt, up to the last answer that fits as a whole; if not
+even the first does, that answer is cut at the end of the row, as a completion is, without an end mark.
 """
 
-from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from itertools import groupby, takewhile
+from typing import Any, NamedTuple
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from common.data.encoding.chat_template import ChatTemplate
-from common.data.encoding.fitting import AnswerFinder, RowFitter, TokenizedAnswer, common_prefix, run_ends
+from common.data.selection import Tallies
 from common.data.shapes import Chat, Example, PlainText
+from common.data.template import ChatTemplate, varied
 from common.errors import UserError
 
 _BATCH_EXAMPLES = 256
 _BATCH_CHARACTERS = 1 << 20  # an encoding takes some hundred bytes per token
 _CONTEXT_CHARACTERS = 256
+
+# Token ids of messages, given these, the template's options and, as `ask`, whether to prompt for an answer.
+Render = Callable[..., list[int]]
+
+_OTHER = "qz0zq"  # Text that no conversation has
 
 
 class EncodedSegment(NamedTuple):
@@ -28,6 +40,120 @@ class EncodedSegment(NamedTuple):
     ids: np.ndarray  # Token ids, uint32 [tokens]
     trained: np.ndarray  # Whether each token carries loss, bool [tokens]
     ends: bool  # Whether the document ends here
+
+
+class TokenizedAnswer(NamedTuple):
+    """The token ids of a record with a prompt, or of one of its answers with all that comes before it."""
+
+    ids: list[int]
+    trained: list[bool]  # Whether each token carries loss
+    ends: tuple[int, ...] = ()  # Positions behind its answers where it may be cut, in order
+
+    def before(self, stop: int) -> "TokenizedAnswer":
+        return TokenizedAnswer(self.ids[:stop], self.trained[:stop])
+
+    @property
+    def teaches(self) -> bool:
+        """Whether any token carries loss and has one before it to be predicted from."""
+        return any(self.trained[1:])
+
+
+@dataclass
+class RowFitter(Tallies):
+    """Makes records fit into rows, and counts those that do not: cut if ``truncate``, else left out."""
+
+    seq_len: int | None = None
+    truncate: bool = True
+
+    def is_long(self, tokens: int) -> bool:
+        return self.seq_len is not None and tokens > self.seq_len
+
+    def fit(self, parts: list[TokenizedAnswer], where: str) -> list[TokenizedAnswer]:
+        """Return what goes into rows of a record, or of its parts, one for each of its answers."""
+        tokens = sum(len(part.ids) for part in parts)
+        if not any(part.teaches for part in parts):
+            self.untrained.add(tokens, where)
+            return []
+        if not any(self.is_long(len(part.ids)) for part in parts):
+            return parts
+        kept = self._cut(parts) if self.truncate else []
+        (self.cut if kept else self.left_out).add(tokens - sum(len(part.ids) for part in kept), where)
+        return kept
+
+    def _cut(self, parts: list[TokenizedAnswer]) -> list[TokenizedAnswer]:
+        whole = [part for part in parts if part.teaches and not self.is_long(len(part.ids))]
+        if whole:
+            return whole
+        first = next(part for part in parts if part.teaches)
+        shorter = [first.before(end) for end in first.ends if not self.is_long(end)]
+        shorter = [part for part in shorter if part.teaches] or [first.before(self.seq_len or 0)]
+        return shorter[-1:] if shorter[-1].teaches else []
+
+
+class AnswerFinder:
+    """Finds answers by rendering parts and variants of a conversation."""
+
+    def __init__(self, render: Render) -> None:
+        self._render = render
+        self._header: list[int] | None = None
+
+    def spans(self, chat: Chat, whole: list[int], turns: list[int]) -> list[tuple[int, int]] | None:
+        """Find where in ``whole`` some turns are, by rendering growing prefixes of the conversation.
+
+        Returns:
+            None if a turn is rendered differently once others follow.
+        """
+        spans = []
+        for turn in turns:
+            last = turn + 1 == len(chat.messages)
+            after = whole if last else self._render(chat.messages[: turn + 1], chat.options)
+            if whole[: len(after)] != after:
+                return None
+            spans.append((self.start(chat, turn, after), len(after)))
+        return spans
+
+    def start(self, chat: Chat, turn: int, ids: list[int]) -> int:
+        """Return where an answer begins in ``ids``, the rendering that ends with it: behind the prompt for it.
+
+        Raises:
+            UserError: if the template mixes the answer with the text before it.
+        """
+        history, answer, options = chat.messages[:turn], chat.messages[turn], chat.options
+        with contextlib.suppress(Exception):  # no template has to render what is no whole conversation
+            asked = self._render(history, options, ask=True)
+            start = common_prefix(asked, ids)
+            if history and start == len(asked):
+                return start
+            if history and start >= common_prefix(self._render(history, options), asked):  # differs in the header alone
+                return start
+        # What comes before is rendered differently now. Vary the answer, then the rest, and see where ids change.
+        first = common_prefix(ids, self._render([*history, varied(answer, _OTHER)], options))
+        others = [varied(message, _OTHER) for message in history]
+        last = len(ids) - common_prefix(ids[::-1], self._render([*others, answer], options)[::-1]) if history else 0
+        if last > first:
+            raise UserError(f"{chat.where}: the chat template mixes turn {turn + 1} with those before it.")
+        return max(last, self._behind_header(ids[:first], options))
+
+    def _behind_header(self, ids: list[int], options: dict[str, Any]) -> int:
+        """Return where the header of an answer ends that is the last one in ``ids``; their number if there is none."""
+        if self._header is None:
+            self._header = self._prompt_for_answer(options)
+        starts = [at for at, token in enumerate(ids) if self._header and token == self._header[0]]
+        return starts[-1] + common_prefix(self._header, ids[starts[-1] :]) if starts else len(ids)
+
+    def _prompt_for_answer(self, options: dict[str, Any]) -> list[int]:
+        """Return what the template writes for the assistant to continue; nothing if that cannot be found out."""
+        probe = [{"role": "user", "content": _OTHER}]
+        try:
+            asked = self._render(probe, options, ask=True)
+            return asked[common_prefix(self._render(probe, options), asked) :]
+        except Exception:  # nor does it have to take a question alone
+            return []
+
+
+def common_prefix(left: list[int], right: list[int]) -> int:
+    """Return the number of tokens that both begin with."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(left, right, strict=False)))
 
 
 class Encoder:
@@ -60,7 +186,10 @@ class Encoder:
         self.eos: int | None = tokenizer.eos_token_id
         self._vocab_size, self._every_token, self._is_alone = vocab_size, every_token, is_alone
         self._drop_unseen = drop_unseen
-        self._prefix = self._default_prefix()
+        # What the tokenizer puts before every text by default: BOS, or nothing.
+        bare, full = self._tokenize(["a"])[0], list(tokenizer("a")["input_ids"])
+        starts = [at for at in range(len(full)) if full[at : at + len(bare)] == bare]
+        self._prefix = full[: starts[0]] if starts else []
         self._template = ChatTemplate(tokenizer)
         self._finder = AnswerFinder(self._template.render)
         self._context = ""
@@ -69,7 +198,7 @@ class Encoder:
         """Encode documents in the order of ``examples``; texts are tokenized in batches of bounded size."""
         batch: list[PlainText] = []
         characters = 0
-        for example in examples:
+        for example in self._cut_cleanly(examples):
             if example.is_empty and not self._is_alone:  # of items, what may be empty depends on their kind
                 self.fitting.empty.add(0, example.where)
                 continue
@@ -89,11 +218,21 @@ class Encoder:
                 batch, characters = [], 0
         yield from self._encode_texts(batch)
 
-    def _default_prefix(self) -> list[int]:
-        """Return the tokens that the tokenizer puts before every text by default: BOS, or none."""
-        bare, full = self._tokenize(["a"])[0], list(self.tokenizer("a")["input_ids"])
-        starts = [i for i in range(len(full)) if full[i : i + len(bare)] == bare]
-        return full[: starts[0]] if starts else []
+    def _cut_cleanly(self, examples: Iterable[Example]) -> Iterator[Example]:
+        """Join segments of a text again where a token of the whole text crosses the cut between them."""
+        held: PlainText | None = None
+        for example in examples:
+            if held is not None and isinstance(example, PlainText):
+                end = held.completion[-_CONTEXT_CHARACTERS:]
+                before, both = self._tokenize([end, end + example.completion[:_CONTEXT_CHARACTERS]])
+                if both[: len(before)] == before:
+                    yield held
+                else:
+                    joined = held.completion + example.completion
+                    example = replace(example, completion=joined, begins=held.begins, where=held.where)
+            held = example if isinstance(example, PlainText) and not example.ends else None
+            if held is None:
+                yield example
 
     def _tokenize(self, texts: list[str]) -> list[list[int]]:
         # Not verbose: documents longer than the model's context are cut later, which is no news.
@@ -167,8 +306,7 @@ class Encoder:
         seen, form = self._template.checked(chat, self.fitting.unseen if self._drop_unseen else None)
         if seen is None:
             return []
-        chat = seen
-        turns = chat.answers
+        chat, turns = seen, seen.answers
         marks = form.marks_answers and chat.prompt_messages is None
         ids, trained = self._render(chat, marks)
         if self._every_token or not turns:
@@ -180,10 +318,12 @@ class Encoder:
         if not form.is_whole or (turns_decide and spans is None):
             return [self._answer(chat, turn, marks) for turn in turns]
         if spans is not None and turns_decide:
-            in_turns = _within(spans, len(ids))
+            in_turns = [False] * len(ids)
+            for start, stop in spans:
+                in_turns[start:stop] = [True] * (stop - start)
             trained = in_turns if trained is None else [a and b for a, b in zip(trained, in_turns, strict=True)]
         assert trained is not None
-        ends = run_ends(trained) if spans is None else tuple(stop for _, stop in spans)
+        ends = _run_ends(trained) if spans is None else tuple(stop for _, stop in spans)
         return [TokenizedAnswer(ids, trained, ends)]
 
     def _render(self, chat: Chat, marks: bool, stop: int | None = None) -> tuple[list[int], list[bool] | None]:
@@ -211,8 +351,11 @@ def check_vocabulary(
         )
 
 
-def _within(spans: list[tuple[int, int]], length: int) -> list[bool]:
-    trained = [False] * length
-    for start, stop in spans:
-        trained[start:stop] = [True] * (stop - start)
-    return trained
+def _run_ends(trained: list[bool]) -> tuple[int, ...]:
+    """Return the positions behind the runs of tokens that carry loss."""
+    position, ends = 0, []
+    for carries, run in groupby(trained):
+        position += len(list(run))
+        if carries:
+            ends.append(position)
+    return tuple(ends)

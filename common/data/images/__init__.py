@@ -1,1 +1,0 @@
-"""Training data with images: found, encoded and put into batches."""

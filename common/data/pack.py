@@ -1,0 +1,365 @@
+"""Pack documents into rows of ``seq_len`` tokens in one pass and bounded memory, keep them in a file, and draw them.
+
+A token is one 32-bit word: the id, and two bits from which labels and positions follow. The file is a header and rows
+of words, written once, read with ``pread``; each with a CRC-32 behind it. It is not mapped into memory: touched pages
+of a mapping would count as memory of the process, and that is bounded.
+"""
+
+import hashlib
+import json
+import os
+import zlib
+from bisect import bisect_left, insort
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import numpy.typing as npt
+from transformers import PreTrainedTokenizerBase
+
+from common.data.encode import EncodedSegment
+from common.data.files import file_states
+from common.data.selection import DataCounts
+from common.errors import FinetuneError
+from common.files import TEMPORARY_SUFFIX, file_when_complete
+from common.store.errors import described
+from common.units import format_count
+
+FORMAT_VERSION = 7  # Counts changes to anything that decides what is in the file: shapes, templates, packing, layout
+
+ID_MASK = np.uint32((1 << 30) - 1)
+TRAINED = np.uint32(1 << 30)  # Bit of a token that carries loss
+STARTS = np.uint32(1 << 31)  # Bit of the first token of a document, of a later piece of a document, or of the padding
+
+_HELD_WORDS = 1 << 24  # Number of words of open rows that are held in memory, 64 MiB
+_HEADER_BYTES = 4096
+_SUM_BYTES = 4
+_LONGEST_PLACE = 100  # Characters of at most four bytes, so that the header has room for all tallies
+
+_MASK = (1 << 64) - 1
+
+
+def draw_rows(draws: range, rows: int, seed: int | None, group_size: int = 1) -> np.ndarray:
+    """Return the rows at some places of an endless sequence of epochs, each of which has each of ``rows`` once.
+
+    Args:
+        draws: places in that sequence.
+        seed: chooses a new order for every epoch; None leaves the rows in theirs.
+        group_size: number of neighbouring rows that stay together; rows left over come last in an epoch.
+    """
+    chosen = []
+    while draws:
+        epoch, start = divmod(draws[0], rows)
+        places = np.arange(start, min(start + len(draws), rows))
+        if seed is not None:
+            groups = rows // group_size
+            inside = places < groups * group_size
+            if inside.any():
+                at, within = np.divmod(places[inside], group_size)
+                places[inside] = shuffled(at, groups, (seed, epoch)) * group_size + within
+        chosen.append(places)
+        draws = draws[len(places) :]
+    return np.concatenate(chosen)
+
+
+def shuffled(indices: np.ndarray, count: int, key: tuple[int, int]) -> np.ndarray:
+    """Return where a random permutation of ``range(count)``, chosen by ``key``, sends ``indices`` (int64, any shape).
+
+    This is the swap-or-not shuffle (Hoang, Morris, Rogaway, CRYPTO 2012): in each round every index has a partner, and
+    a coin that both share decides whether they trade places. Each element is computed independently.
+    """
+    at = indices.astype(np.int64)
+    rounds = 16 + 6 * max(count - 1, 1).bit_length()
+    state = _mix_int(_mix_int(key[0] & _MASK) ^ (key[1] & _MASK))
+    for _ in range(rounds):
+        state = _mix_int(state)
+        partner = (state % count - at) % count
+        coin = _mix(np.maximum(at, partner).astype(np.uint64) ^ np.uint64(state)) & np.uint64(1)
+        at = np.where(coin == 1, partner, at)
+    return at
+
+
+def _mix_int(value: int) -> int:
+    return int(_mix(np.array([value], dtype=np.uint64))[0])
+
+
+def _mix(value: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """Apply splitmix64 (Steele, Lea, Flood 2014): a well-mixed 64-bit word for each; uint64 arithmetic wraps."""
+    value = value + np.uint64(0x9E3779B97F4A7C15)
+    value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    mixed: npt.NDArray[np.uint64] = value ^ (value >> np.uint64(31))
+    return mixed
+
+
+def cut_documents(documents: Iterable[EncodedSegment], seq_len: int) -> Iterator[np.ndarray]:
+    """Cut documents into pieces of at most ``seq_len`` words, uint32: longer ones into consecutive pieces.
+
+    The first token of a piece carries no loss: there is nothing before it to predict it from. So a piece of one token
+    would be useless, and where one would be left over, the piece before gives up its last token.
+    """
+    held = np.empty(0, dtype=np.uint32)
+    for document in documents:
+        held = np.concatenate([held, document.ids | np.where(document.trained, TRAINED, np.uint32(0))])
+        # Two tokens more than a piece: with any next record, more than one will be left over.
+        while len(held) >= seq_len + 2 or (document.ends and len(held)):
+            size = seq_len - 1 if len(held) == seq_len + 1 else seq_len
+            piece, held = held[:size].copy(), held[size:]
+            piece[0] = (piece[0] & ID_MASK) | STARTS
+            yield piece
+
+
+def padded_row(piece: np.ndarray, seq_len: int, pad: int) -> np.ndarray:
+    """Return a piece as a row, uint32 [seq_len], whose padding is a document of itself."""
+    row = np.full(seq_len, pad, dtype=np.uint32)
+    row[: len(piece)] = piece
+    if len(piece) < seq_len:
+        row[len(piece)] |= STARTS
+    return row
+
+
+class Packer:
+    """Packs pieces by best fit over a bounded window of open rows.
+
+    A piece goes into the open row with the least room that still holds it (of equals, the oldest). If none does, a row
+    is opened, and when that makes more than ``window`` of them, the fullest is closed. The result depends only on the
+    order of the pieces. Open rows take 64 MiB at most, but at least one is open.
+
+    Args:
+        write: receives every finished row, uint32 [seq_len].
+    """
+
+    def __init__(self, seq_len: int, pad: int, write: Callable[[np.ndarray], object], window: int = 64) -> None:
+        self._seq_len, self._pad, self._write = seq_len, pad, write
+        self._window = max(1, min(window, _HELD_WORDS // seq_len))
+        self._open: list[tuple[int, int]] = []  # (tokens free, age), sorted
+        self._rows: dict[int, list[np.ndarray]] = {}  # pieces by age of the row
+        self._opened = 0
+
+    def add(self, piece: np.ndarray) -> None:
+        """Take one piece, of 1 to ``seq_len`` words."""
+        fits = bisect_left(self._open, (len(piece), -1))
+        if fits < len(self._open):
+            free, age = self._open.pop(fits)
+        else:
+            free, age = self._seq_len, self._opened
+            self._opened += 1
+        self._rows.setdefault(age, []).append(piece)
+        insort(self._open, (free - len(piece), age))
+        while self._open and (self._open[0][0] == 0 or len(self._open) > self._window):
+            self._close()
+
+    def finish(self) -> None:
+        """Close all open rows, the fullest first."""
+        while self._open:
+            self._close()
+
+    def _close(self) -> None:
+        _, age = self._open.pop(0)
+        self._write(padded_row(np.concatenate(self._rows.pop(age)), self._seq_len, self._pad))
+
+
+class Padder:
+    """Gives every piece its own row, for models in which nothing keeps the documents of a row apart.
+
+    Pieces of similar length come one after another: ``window`` of them, or 64 MiB, are sorted at a time.
+
+    Args:
+        write: receives every row, uint32 [seq_len].
+    """
+
+    def __init__(self, seq_len: int, pad: int, write: Callable[[np.ndarray], object], window: int = 1024) -> None:
+        self._seq_len, self._pad, self._write, self._window = seq_len, pad, write, window
+        self._held: list[np.ndarray] = []
+        self._words = 0
+
+    def add(self, piece: np.ndarray) -> None:
+        """Take one piece, of 1 to ``seq_len`` words."""
+        self._held.append(piece)
+        self._words += len(piece)
+        if len(self._held) == self._window or self._words >= _HELD_WORDS:
+            self.finish()
+
+    def finish(self) -> None:
+        """Write the pieces that are held, the shortest first."""
+        for piece in sorted(self._held, key=len):
+            self._write(padded_row(piece, self._seq_len, self._pad))
+        self._held, self._words = [], 0
+
+
+def first_lengths(rows: np.ndarray) -> np.ndarray:
+    """Return the length of the first document of each row, int64 [rows], given words uint32 [rows, seq_len]."""
+    starts = (rows[:, 1:] & STARTS) != 0
+    return np.where(starts.any(1), starts.argmax(1) + 1, rows.shape[1])
+
+
+def padding_of(rows: np.ndarray) -> np.ndarray:
+    """Return which words are padding, bool [rows, seq_len]: a row's last document if nothing in it carries loss."""
+    places = np.arange(rows.shape[1], dtype=np.int64)
+    last = rows.shape[1] - 1 - ((rows & STARTS) != 0)[:, ::-1].argmax(1)
+    within = places >= last[:, None]
+    trained = ((rows & TRAINED != 0) & within).any(1)
+    padding: np.ndarray = within & ~trained[:, None]
+    return padding
+
+
+def unpack(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return ``input_ids``, ``labels`` and ``position_ids``, int64 [rows, seq_len], of words uint32 [rows, seq_len]."""
+    ids = (rows & ID_MASK).astype(np.int64)
+    labels = np.where(rows & TRAINED, ids, -100)
+    places = np.arange(rows.shape[1], dtype=np.int64)
+    starts = np.maximum.accumulate(np.where(rows & STARTS, places, 0), axis=1)
+    return ids, labels, places - starts
+
+
+@dataclass(kw_only=True)
+class Header(DataCounts):
+    """What is in a token file."""
+
+    seq_len: int
+    files: int = 0
+    documents: int = 0
+    skipped_tokens: int = 0  # Number of tokens in pieces without any trained one, which are left out
+
+    def to_json(self) -> bytes:
+        """Return the header as JSON, with the ends of long places in files, so that it fits."""
+        for tally in self.tallies().values():
+            if len(tally.first) > _LONGEST_PLACE:
+                tally.first = "..." + tally.first[-_LONGEST_PLACE:]
+        return json.dumps(asdict(self), ensure_ascii=False).encode()
+
+    def changes(self, seq_len: int, truncate: bool) -> list[str]:
+        """Describe what is cut and what is left out, each with the place of the first such record."""
+        skipped = [f"left out: {format_count(self.skipped_tokens)} tokens of texts of one token"]
+        return super().changes(seq_len, truncate) + (skipped if self.skipped_tokens else [])
+
+
+def cache_key(
+    files: list[Path],
+    seq_len: int,
+    tokenizer: PreTrainedTokenizerBase,
+    truncate: bool,
+    packed: bool = True,
+    selection: Sequence[Any] = (),
+) -> str:
+    """Return a hash of everything that the token file depends on."""
+    identity = tokenizer_identity(tokenizer)
+    text = json.dumps([FORMAT_VERSION, seq_len, truncate, packed, file_states(files), identity, *selection])
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def tokenizer_identity(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return a hash of what decides a tokenizer's ids: vocabulary, rules, special tokens, chat template."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is not None:
+        rules = json.loads(backend.to_str())
+        # The last call set these two.
+        rules.pop("truncation", None)
+        rules.pop("padding", None)
+    else:
+        rules = [type(tokenizer).__name__, sorted(tokenizer.get_vocab().items())]
+    special = [tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id]
+    return hashlib.sha256(json.dumps([rules, special, tokenizer.chat_template]).encode()).hexdigest()
+
+
+class TokenFile:
+    """A packed token file that is read; ``header`` says what is in it."""
+
+    def __init__(self, path: Path) -> None:
+        """Open the file and check its header and size.
+
+        Raises:
+            ValueError: if this is not a complete token file of this version.
+            OSError: if it cannot be opened.
+        """
+        self._file = path.open("rb", buffering=0)
+        try:
+            block = os.pread(self._file.fileno(), _HEADER_BYTES, 0)
+            if block[-_SUM_BYTES:] != _sum(block[:-_SUM_BYTES]):
+                raise ValueError(f"{path} is damaged, or not a token file")
+            self.header = Header.parse(block[:-_SUM_BYTES])
+            self._row_bytes = self.header.seq_len * 4
+            expected = _HEADER_BYTES + self.header.rows * (self._row_bytes + _SUM_BYTES)
+            if os.fstat(self._file.fileno()).st_size != expected:
+                raise ValueError(f"{path} has the wrong size, expected {expected} bytes")
+        except BaseException:
+            self._file.close()
+            raise
+
+    def read(self, rows: np.ndarray) -> np.ndarray:
+        """Read the words of the given rows, uint32 [len(rows), seq_len].
+
+        Raises:
+            FinetuneError: if a row is damaged.
+            OSError: if it cannot be read.
+        """
+        words = np.empty((len(rows), self.header.seq_len), dtype=np.uint32)
+        for out, row in zip(words, rows.tolist(), strict=True):
+            at = _HEADER_BYTES + row * (self._row_bytes + _SUM_BYTES)
+            data = self._read(at, self._row_bytes + _SUM_BYTES)
+            if data[self._row_bytes :] != _sum(data[: self._row_bytes]):
+                raise FinetuneError(
+                    f"The packed data are damaged: bytes {at:,} to {at + len(data) - 1:,} of {self._file.name} are not "
+                    "what was written there. Delete the file: --resume makes it again from the data, and continues."
+                )
+            out[:] = np.frombuffer(data, np.uint32, self.header.seq_len)
+        return words
+
+    def _read(self, at: int, nbytes: int) -> bytearray:
+        data = bytearray(nbytes)
+        view = memoryview(data)
+        while len(view):
+            got = os.preadv(self._file.fileno(), [view], at)
+            if got == 0:
+                raise OSError(f"{self._file.name} ends at byte {at}: it was cut short while in use")
+            at, view = at + got, view[got:]
+        return data
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class TokenFileWriter:
+    """Appends rows to a token file that is being made."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file, self._digest = file, hashlib.blake2b(digest_size=8)
+        file.seek(_HEADER_BYTES)
+
+    def add(self, row: np.ndarray) -> None:
+        """Append a row of words, uint32 [seq_len]."""
+        self._file.write(row.data)
+        self._file.write(_sum(row.data))
+        self._digest.update(row.data)
+
+    def finish(self, header: Header) -> None:
+        header.digest = self._digest.hexdigest()
+        block = header.to_json().ljust(_HEADER_BYTES - _SUM_BYTES)
+        self._file.seek(0)
+        self._file.write(block + _sum(block))
+
+
+@contextmanager
+def write_token_file(path: Path, header: Header) -> Iterator[TokenFileWriter]:
+    """Open a file to add rows to, which takes its name ``path`` only when complete.
+
+    ``header`` is written last, so the caller fills it in on the way. On any error nothing is left behind. Only one
+    process at a time may do this in a directory.
+    """
+    with described("writing", path), file_when_complete(path) as file:
+        writer = TokenFileWriter(file)
+        yield writer
+        writer.finish(header)
+
+
+def remove_unfinished(directory: Path) -> None:
+    """Remove token files that a killed process was writing. Nobody may be writing one there."""
+    for unfinished in directory.glob(f"*{TEMPORARY_SUFFIX}"):
+        unfinished.unlink(missing_ok=True)
+
+
+def _sum(data: bytes | bytearray | memoryview) -> bytes:
+    return zlib.crc32(data).to_bytes(_SUM_BYTES, "little")

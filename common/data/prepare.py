@@ -1,0 +1,257 @@
+"""Prepare data files: records become rows in a token file, or a file that was prepared before is opened again."""
+
+import contextlib
+import math
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from itertools import groupby
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from common.activity import Activity, activity
+from common.data.batches import (
+    AnswerBatches,
+    Batches,
+    ClassBatches,
+    DataConfig,
+    ItemBatches,
+    PackedBatches,
+    PairBatches,
+)
+from common.data.encode import EncodedSegment, Encoder, RowFitter
+from common.data.files import find_files
+from common.data.items import Item, answers_of_records, classes_of_records, labels_of_records, pairs_of_records
+from common.data.pack import (
+    TRAINED,
+    Header,
+    Packer,
+    Padder,
+    TokenFile,
+    TokenFileWriter,
+    cache_key,
+    cut_documents,
+    padded_row,
+    remove_unfinished,
+    write_token_file,
+)
+from common.data.read import DataRecord, is_text_file
+from common.data.selection import RecordSelection, nothing_to_train
+from common.data.shapes import PlainText, examples_of_records, examples_of_text_file
+from common.errors import UserError
+from common.memory.meter import return_free_memory
+from common.store.lock import DirectoryLock
+from common.units import format_bytes, format_count
+
+Opened = TypeVar("Opened", bound=Batches)
+
+
+@dataclass(frozen=True)
+class ItemKind:
+    """What items are made of, and the batches that they become."""
+
+    name: str
+    batches: type[ItemBatches]
+    items: Callable[[Iterable[tuple[str, DataRecord]]], Iterator[Item]]
+    classifies: bool = False  # Whether batches are for a sequence classifier
+    pad: int | None = None  # Token to pad with; None: the tokenizer's
+    identity: tuple[object, ...] = ()  # What else the rows depend on, as JSON
+
+
+def pair_kind(classifies: bool = False, pad: int | None = None) -> ItemKind:
+    """Return the kind of items that are pairs of answers."""
+    return ItemKind("pairs", PairBatches, pairs_of_records, classifies, pad)
+
+
+def answer_kind() -> ItemKind:
+    """Return the kind of items that are labelled answers."""
+    return ItemKind("answers", AnswerBatches, answers_of_records)
+
+
+def class_kind(classes: dict[str, int], pad: int | None = None) -> ItemKind:
+    """Return the kind of items that are texts with a class, given the numbers of the classes by name."""
+    items = partial(classes_of_records, classes=classes)
+    return ItemKind("texts", ClassBatches, items, True, pad, tuple(classes.items()))
+
+
+def labels_of_files(config: DataConfig) -> list[str]:
+    """Return the names of all classes that data have; see :func:`labels_of_records`."""
+    return labels_of_records(config.selection.read(find_files(config.files)))
+
+
+def open_data(config: DataConfig, tokenizer: PreTrainedTokenizerBase, cache_dir: Path) -> PackedBatches:
+    """Open batches of the data in ``config.files``: tokenized and packed into a file in ``cache_dir``, or found there.
+
+    The file is used again as long as data files, tokenizer, ``seq_len`` and ``truncate`` are the same; it takes 4 bytes
+    per token.
+
+    Args:
+        config: what to train on, and in which portions.
+        tokenizer: the model's.
+        cache_dir: directory of the file, created if missing.
+
+    Raises:
+        UserError: a file is missing, cannot be read or understood, or there is nothing in it to train on.
+    """
+    files, pad = find_files(config.files), padding_id(tokenizer, config.vocab_size)
+    cache_dir.mkdir(parents=True, exist_ok=True)
+    key = cache_key(files, config.seq_len, tokenizer, config.truncate, config.packed, config.identity)
+    path = cache_dir / f"data-{key}.tokens"
+
+    def build(doing: Activity) -> None:
+        encoder = encoder_of(config, tokenizer)
+        header = Header(seq_len=config.seq_len, files=len(files), **encoder.fitting.tallies())
+        with write_token_file(path, header) as out:
+            _write_documents(_encode_files(files, encoder, config.selection), header, config, pad, out, doing)
+            _require_rows(files, header, config)
+
+    return open_or_build(lambda: PackedBatches(TokenFile(path), config), build, files, cache_dir)
+
+
+def open_items(kind: ItemKind, config: DataConfig, tokenizer: PreTrainedTokenizerBase, cache_dir: Path) -> ItemBatches:
+    """Open batches of the items in ``config.files``: tokenized into a file in ``cache_dir``, or found there.
+
+    Raises:
+        UserError: a file is missing, cannot be read or understood, or there is no item in it.
+    """
+    files = find_files(config.files)
+    pad = padding_id(tokenizer, config.vocab_size) if kind.pad is None else kind.pad
+    cache_dir.mkdir(parents=True, exist_ok=True)
+    identity = [*config.identity, kind.name, pad, *kind.identity]
+    key = cache_key(files, config.seq_len, tokenizer, config.truncate, packed=False, selection=identity)
+    path = cache_dir / f"{kind.name}-{key}.tokens"
+
+    def build(_: object) -> None:
+        encoder = encoder_of(config, tokenizer, is_alone=True)
+        header = Header(seq_len=config.seq_len + 1, files=len(files), **encoder.fitting.tallies())
+        with write_token_file(path, header) as out:
+            for item in kind.items(config.selection.read(files)):
+                _write_item(item, kind, encoder, header, config.seq_len, pad, out)
+            _require_rows(files, header, config)
+
+    return open_or_build(lambda: kind.batches(TokenFile(path), config, kind.classifies), build, files, cache_dir)
+
+
+def open_or_build(
+    open_file: Callable[[], Opened], build: Callable[[Activity], None], files: list[Path], cache_dir: Path
+) -> Opened:
+    """Return what ``open_file`` opens, built before where it is not there, or damaged."""
+    unusable = contextlib.suppress(OSError, ValueError, TypeError)
+    with unusable:
+        return open_file()
+    with (
+        activity("waiting for another run that prepares the same data") as doing,
+        DirectoryLock([cache_dir], patience=math.inf),  # of several ranks on a machine, the first one makes it for all
+    ):
+        with unusable:
+            return open_file()
+        remove_unfinished(cache_dir)
+        size = format_bytes(sum(file.stat().st_size for file in files))
+        doing.what = f"reading {files[0].name if len(files) == 1 else f'{len(files):,} data files'} ({size})"
+        build(doing)
+    # Allocators keep 100 MB and more of what reading and tokenizing used, for a next time.
+    if "pyarrow" in sys.modules:  # it has read tables
+        sys.modules["pyarrow"].default_memory_pool().release_unused()
+    return_free_memory()
+    return open_file()
+
+
+def _write_documents(
+    documents: Iterable[EncodedSegment],
+    header: Header,
+    config: DataConfig,
+    pad: int,
+    out: TokenFileWriter,
+    doing: Activity,
+) -> None:
+    """Write documents in rows, several in one if they are packed, and count them."""
+
+    def write(row: np.ndarray) -> None:
+        header.rows += 1
+        out.add(row)
+
+    def count(documents: Iterable[EncodedSegment]) -> Iterator[EncodedSegment]:
+        for document in documents:
+            header.documents += document.ends
+            yield document
+
+    packer, what = (Packer if config.packed else Padder)(config.seq_len, pad, write), doing.what
+    for piece in cut_documents(count(documents), config.seq_len):
+        doing.what = f"{what}: {format_count(header.tokens)} tokens so far"
+        trained = int(np.count_nonzero(piece & TRAINED))
+        if not trained:
+            header.skipped_tokens += len(piece)
+            continue
+        header.tokens += len(piece)
+        header.trainable_tokens += trained
+        packer.add(piece)
+    packer.finish()
+
+
+def _write_item(
+    item: Item, kind: ItemKind, encoder: Encoder, header: Header, seq_len: int, pad: int, out: TokenFileWriter
+) -> None:
+    """Write the rows of an item, each with its mark, if all of them fit and teach something; and count them."""
+    if not item.examples:
+        header.empty.add(0, item.where)
+        return
+    header.documents += 1
+    before = {name: tally.records for name, tally in encoder.fitting.tallies().items()}
+    rows: list[EncodedSegment] = []
+    for example in item.examples:
+        if kind.batches is ClassBatches and isinstance(example, PlainText):
+            segments = list(encoder.encode_classified(example))
+        else:
+            segments = list(encoder.encode([example]))
+        if len(segments) > 1:
+            raise UserError(
+                f"{example.where}: the chat template renders earlier turns in another way once others follow, so that "
+                "the answers of this record do not fit into one row: make it one record for each answer."
+            )
+        rows += segments
+    for name, tally in encoder.fitting.tallies().items():  # both answers of a pair are one record
+        tally.records = min(tally.records, before[name] + 1)
+    if len(rows) < len(item.examples):
+        return
+    for row in rows:
+        header.tokens += len(row.ids)
+        header.trainable_tokens += int(row.trained.sum())
+        header.rows += 1
+        out.add(np.append(padded_row(next(cut_documents([row], seq_len)), seq_len, pad), np.uint32(item.mark)))
+
+
+def _require_rows(files: list[Path], header: Header, config: DataConfig) -> None:
+    if not header.rows:
+        raise UserError(nothing_to_train(files, header, header.changes(config.seq_len, config.truncate)))
+
+
+def encoder_of(config: DataConfig, tokenizer: PreTrainedTokenizerBase, is_alone: bool = False) -> Encoder:
+    """Return an encoder of data; see its arguments."""
+    return Encoder(
+        tokenizer,
+        RowFitter(config.seq_len, config.truncate),
+        vocab_size=config.vocab_size,
+        every_token=config.every_token,
+        is_alone=is_alone,
+        drop_unseen=config.drop_unseen,
+    )
+
+
+def _encode_files(files: list[Path], encoder: Encoder, selection: RecordSelection) -> Iterator[EncodedSegment]:
+    """Encode the files in their order: each text file is one document, all others have records."""
+    if any(map(is_text_file, files)):
+        selection.check_whole_files()
+    for name, group in groupby(selection.read(files), lambda pair: pair[0]):
+        records = (record for _, record in group)
+        is_text = is_text_file(Path(name))
+        yield from encoder.encode((examples_of_text_file if is_text else examples_of_records)(records, name))
+
+
+def padding_id(tokenizer: PreTrainedTokenizerBase, vocab_size: int | None) -> int:
+    """Return a token id to pad with that the model knows. Padding is never attended to and carries no loss."""
+    known = (tokenizer.pad_token_id, tokenizer.eos_token_id)
+    return next((int(token) for token in known if token is not None and token < (vocab_size or token + 1)), 0)
