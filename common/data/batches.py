@@ -341,16 +341,23 @@ class ItemBatches(FileBatches):
         """Return the batch of rows, uint32 ``[R, seq_len]``, whose items have marks, uint32 ``[batch_size]``."""
 
     def row_numbers(self, step: int) -> np.ndarray:
-        """Return the places of a step's rows in the file, int64 ``[R]``."""
-        return self._rows_of(self.drawn(step))
+        """Return numbers of a step's rows, int64 ``[R]``: rows of equal numbers are equal."""
+        size = self.rows_per_item * self._config.batch_size
+        return np.arange(step * size, (step + 1) * size) if self._all_new else self._rows_of(self.drawn(step))
 
     def row_count(self, steps: int) -> int:
         """Return a number above all those of :meth:`row_numbers` in ``steps`` steps."""
-        return self.rows * self.rows_in_file
+        size = self.rows_per_item * self._config.batch_size
+        return steps * size if self._all_new else self.rows * self.rows_in_file
 
     def steps_of_new_rows(self, steps: int) -> int:
         """Return how many of the first ``steps`` steps have rows that none before them has: those of an epoch."""
-        return min(steps, self.steps_per_epoch)
+        return steps if self._all_new else min(steps, self.steps_per_epoch)
+
+    @property
+    def _all_new(self) -> bool:
+        """Whether each step makes new rows, as answers meet other prompts."""
+        return self.rows_per_item > self.rows_in_file
 
     def drawn(self, step: int) -> np.ndarray:
         """Return the items of a step, int64 ``[batch_size]``."""
@@ -412,18 +419,6 @@ class AnswerBatches(ItemBatches):
         ):  # fmt: skip
             paste_answer(row, int(begin), other[other_begin:stop], self._config.seq_len)
         return self._tensors(both) | {"desirable": torch.from_numpy(marks.astype(bool))}
-
-    # Each step has new rows, as answers meet other prompts.
-
-    def row_numbers(self, step: int) -> np.ndarray:
-        rows = self.rows_per_item * self._config.batch_size
-        return np.arange(step * rows, (step + 1) * rows)
-
-    def row_count(self, steps: int) -> int:
-        return steps * self.rows_per_item * self._config.batch_size
-
-    def steps_of_new_rows(self, steps: int) -> int:
-        return steps
 
 
 class ClassBatches(ItemBatches):
