@@ -226,7 +226,7 @@ class PaperScheme:
     def terms(self, swap: Swap) -> Terms:
         """Return the terms of equations 2 to 8.
 
-        Without overlap, for which the paper gives no equation, those of the optimizer's stage come by themselves, and
+        Without overlap, for which the paper gives no equation, the optimizer's stage has separate ones, and
         gradients wait on SSD for it (section 4.3).
         """
         (link, read, write), p = self._bandwidths, float(self.elements)
@@ -380,7 +380,7 @@ def server(
     gpu: str, host_memory: float = 768, drive: str = DATA["drive"], drives: int = DATA["drives"],
     drives_limit: float = DATA["drives_limit"], adam: float = DATA["adam"],
 ) -> Machine:  # fmt: skip
-    """Return a machine: the server of table 3, unless told otherwise. Memory modules come in powers of two."""
+    """Return a machine: the server of table 3, unless other parts are named. Memory modules come in powers of two."""
     limit = None if math.isinf(drives_limit) else drives_limit * 1e9
     parts = gpu_preset(gpu), drive_preset(drive), drives, int(host_memory * 2**30)
     return preset_machine(*parts, drives_limit=limit, adam_parameters_per_second=adam * 1e9)
