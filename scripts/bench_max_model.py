@@ -44,12 +44,10 @@ SHAPES = (
     (40, 5120), (48, 6144),
 )  # fmt: skip
 """Layers and width of the ladder: 125 M, 350 M, 760 M, 1.3 B, 2.0 B, 2.7 B, 4.2 B, 5.1 B, 6.6 B, 12.9 B, 22 B."""
-DEPTHS = (24, 48, 96, 160, 256, 384, 512, 768)
-"""Layers of the ladder at one width."""
+DEPTHS = (24, 48, 96, 160, 256, 384, 512, 768)  # Layers of the ladder at one width
 SHARES = (0.95, 0.85, 0.7)
 """Parts of the cap beyond its processes' own needs that the engine is given, tried in turn if the kernel kills."""
-PARAMETER_BUFFERS = (12, 8, 6, 4)
-"""ZeRO-Infinity's, tried in turn if the kernel kills."""
+PARAMETER_BUFFERS = (12, 8, 6, 4)  # ZeRO-Infinity's, tried in turn if the kernel kills
 TWO_SLOTS, ONE_SLOT, ZERO_INFINITY = 24.2, 12.2, 18.2
 """Bytes of disk per parameter. ZeRO-Infinity: bf16 and fp32 parameters, two moments, fp32 gradients."""
 
@@ -80,13 +78,10 @@ class Try:
     """What became of one size under one cap."""
 
     rung: Rung
-    seconds: list[float] = field(default_factory=list)
-    """Of its steps."""
-    peak_bytes: int | None = None
-    """Most memory charged to the group, page cache included."""
+    seconds: list[float] = field(default_factory=list)  # Of its steps
+    peak_bytes: int | None = None  # Most memory charged to the group, page cache included
     note: str = ""
-    problem: str = ""
-    """Empty if it trained."""
+    problem: str = ""  # Empty if it trained
 
 
 @dataclass
@@ -96,8 +91,7 @@ class Row:
     cap: int
     system: str
     largest: Try | None
-    stopped: Try | None
-    """The next size up, or None at the end of the ladder."""
+    stopped: Try | None  # The next size up, or None at the end of the ladder
 
 
 @dataclass(frozen=True)

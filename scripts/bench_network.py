@@ -45,8 +45,7 @@ class Case:
     layers: int
     lora: bool = False
     micro_batches: int = 1
-    tokens: int = 128
-    """In each micro-batch of each rank."""
+    tokens: int = 128  # In each micro-batch of each rank
 
 
 CASES = [
@@ -63,19 +62,14 @@ class Measured:
     case: str
     strategy: str
     rate: str
-    seconds: list[float]
-    """Of each step, on the slowest rank."""
-    sent_bytes: float
-    """By the busiest node per step: its network device's counter."""
-    sent_payload: float
-    """The same less packet headers."""
+    seconds: list[float]  # Of each step, on the slowest rank
+    sent_bytes: float  # By the busiest node per step: its network device's counter
+    sent_payload: float  # The same less packet headers
     first_step_payload: float
     formula_bytes: float
     formula_first_bytes: float
-    peak_bytes: float
-    """The most that tensors of rank 0 held, without cached shards."""
-    exposed_seconds: float | None = None
-    """Median step less the median with the network unlimited."""
+    peak_bytes: float  # The most that tensors of rank 0 held, without cached shards
+    exposed_seconds: float | None = None  # Median step less the median with the network unlimited
 
     @property
     def median(self) -> float:

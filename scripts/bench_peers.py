@@ -56,17 +56,14 @@ class Result:
     """What a contender did with one model."""
 
     entry: Entry
-    seconds: list[float] = field(default_factory=list)
-    """Of every measured step, all rounds."""
+    seconds: list[float] = field(default_factory=list)  # Of every measured step, all rounds
     losses: list[float] = field(default_factory=list)
-    read: list[int] = field(default_factory=list)
-    """Bytes per step."""
+    read: list[int] = field(default_factory=list)  # Bytes per step
     written: list[int] = field(default_factory=list)
     peak_bytes: int = 0
     facts: dict[str, Any] = field(default_factory=dict)
     startup_s: float = 0.0
-    problem: str = ""
-    """Why it has no figures, or fewer."""
+    problem: str = ""  # Why it has no figures, or fewer
 
     @property
     def median(self) -> float:
@@ -85,8 +82,8 @@ class Options:
     environment: dict[str, str]
     host_memory: int | None
     streamed_memory: int | None
-    deepspeed: dict[str, Any] = field(default_factory=dict)
-    """Merged into ZeRO-Infinity's settings."""
+    dtype: str = "bf16"
+    deepspeed: dict[str, Any] = field(default_factory=dict)  # Merged into ZeRO-Infinity's settings
 
 
 class ModelBenchmark:
@@ -130,7 +127,9 @@ class ModelBenchmark:
             assert self.deepspeed is not None
             python, variables = self.deepspeed.python, {**variables, **self.deepspeed.variables}
         with tempfile.TemporaryDirectory(dir=options.ssd, prefix="bench-peers-") as folder:
-            task = Task(self.model, self.rows, self.seq_len, options.threads, folder, settings)
+            task = Task(
+                self.model, self.rows, self.seq_len, options.threads, folder, settings, dtype=options.dtype
+            )  # fmt: skip
             try:
                 with Contender(python, result.entry.module, task, variables) as contender:
                     for _ in range(options.warmup):
@@ -295,6 +294,10 @@ def told_how_it_ends(script: str) -> Iterator[None]:
     show_default=True,
     help="Whether malloc keeps what is freed, for all contenders.",
 )
+@click.option(
+    "--dtype", type=click.Choice(["bf16", "fp32"]), default="bf16", show_default=True,
+    help="Of computation; CPUs without bf16 units are slow in bf16.",
+)  # fmt: skip
 @click.option("--host-memory", help="Of fuyou-cached; without it, as much as ZeRO-Infinity took.")
 @click.option("--streamed-memory", help="Of fuyou; without it, the least that overlaps everything.")
 @click.option(
@@ -307,7 +310,8 @@ def told_how_it_ends(script: str) -> Iterator[None]:
 @click.option("--json", "json_path", type=click.Path(dir_okay=False, path_type=Path), help="Write all figures here.")
 def main(
     ssd: Path, work: Path, models: str, contenders: str, rounds: int, warmup: int, steps: int, threads: int,
-    malloc: str, host_memory: str | None, streamed_memory: str | None, overrides: str, json_path: Path | None,
+    malloc: str, dtype: str, host_memory: str | None, streamed_memory: str | None, overrides: str,
+    json_path: Path | None,
 ) -> None:  # fmt: skip
     with told_how_it_ends("bench_peers"):
         chosen, names = contenders.split(","), models.split(",")
@@ -320,7 +324,7 @@ def main(
             ssd.resolve(), rounds, warmup, steps, threads, environment,
             parse_bytes(host_memory) if host_memory else None,
             parse_bytes(streamed_memory) if streamed_memory else None,
-            json.loads(overrides),
+            dtype, json.loads(overrides),
         )  # fmt: skip
         torch.set_num_threads(1)
         run(names, chosen, options, work.expanduser().resolve(), json_path)
@@ -340,7 +344,7 @@ def run(names: list[str], wanted: list[str], options: Options, work: Path, json_
     if deepspeed:
         print(f"DeepSpeed's environment: {deepspeed.folder} (kept)")
     print(f"rounds {options.rounds}, each {options.warmup} warm-up and {options.steps} measured steps, "
-          f"{options.threads} compute threads, bf16 computation, fp32 masters, a checkpoint per block")  # fmt: skip
+          f"{options.threads} compute threads, {options.dtype}, fp32 masters, a checkpoint per block")  # fmt: skip
     tables = {}
     for name in names:
         benchmark = ModelBenchmark(name, wanted, options, deepspeed)

@@ -52,8 +52,7 @@ class Configuration:
     """One run."""
 
     name: str
-    regime: str
-    """What is meant to bound it."""
+    regime: str  # What is meant to bound it
     batch: int
     device: str
     host_memory: str
@@ -63,8 +62,7 @@ class Configuration:
     micro_batch: int | None = None
     experts: int = 0
     """Experts of each block of a DeepSeek-V3, which is trained with adapters; 0: a Llama, all of whose weights are."""
-    piece_size: str | None = None
-    """Largest piece of a block; None: blocks are cut if they do not fit."""
+    piece_size: str | None = None  # Largest piece of a block; None: blocks are cut if they do not fit
 
     @property
     def adapters(self) -> AdapterOptions | None:
@@ -130,15 +128,12 @@ class Row:
 
     name: str
     regime: str
-    predicted: float
-    """Seconds of a step."""
-    steps: list[float]
-    """Measured, after the warm-up."""
+    predicted: float  # Seconds of a step
+    steps: list[float]  # Measured, after the warm-up
     bound: str
     deferred_fraction: float
     kept_activation_bytes: int
-    plan_seconds: float
-    """How long planning took."""
+    plan_seconds: float  # How long planning took
 
     @property
     def measured(self) -> float:

@@ -37,8 +37,7 @@ from fuyou.planner.rates import TaskRates
 from fuyou.planner.simulator import simulate
 from fuyou.runtime.ranks.collectives import share_of
 
-WARM_UP = 2
-"""Steps that are not counted: the first one finds empty buffers."""
+WARM_UP = 2  # Steps that are not counted: the first one finds empty buffers
 
 
 @click.command()

@@ -1,7 +1,7 @@
 """What strategies send and how long their steps take on an emulated cluster, against what the planner says.
 
     python scripts/bench_strategies.py volumes --out volumes.json
-    python scripts/bench_strategies.py times --rates 1gbit,10gbit --out times.json --plot docs/strategies.png
+    python scripts/bench_strategies.py times --rates 1gbit,10gbit --out times.json
 
 `volumes`: bytes between nodes per step for every strategy with 1 and 4 micro-batches, from the counters of the nodes'
 network devices less packet headers, next to the planner's formula. `times`: step times of strategies that a user would
@@ -48,8 +48,7 @@ class Case:
     hidden: int
     layers: int
     micro_batches: int = 1
-    tokens: int = 64
-    """In each micro-batch of each rank."""
+    tokens: int = 64  # In each micro-batch of each rank
 
     @property
     def name(self) -> str:
@@ -73,18 +72,13 @@ class Result:
     micro_batches: int
     strategy: str
     rate: str
-    seconds: float
-    """Median of the steps, each on its slowest rank."""
-    sent_payload: float
-    """By the network devices' counters, less packet headers."""
-    counted: float
-    """By the collectives' own count."""
-    formula: float
-    """By the planner's formula, for the parameters as FSDP2 pads them."""
+    seconds: float  # Median of the steps, each on its slowest rank
+    sent_payload: float  # By the network devices' counters, less packet headers
+    counted: float  # By the collectives' own count
+    formula: float  # By the planner's formula, for the parameters as FSDP2 pads them
     model_bytes: float
     predicted_seconds: float | None = None
-    computing_seconds: float | None = None
-    """Of the predicted ones."""
+    computing_seconds: float | None = None  # Of the predicted ones
     chosen: bool = False
     """Whether the planner chooses this strategy for the case at this rate, among all that are measured."""
 
@@ -258,10 +252,7 @@ CONSIDERED = (
 @click.option("--shapes", default="0,1,2", show_default=True, help="By number.")
 @click.option("--steps", default=3, show_default=True, type=int, help="Timed steps of each.")
 @click.option("--out", default=None, type=click.Path(dir_okay=False), help="Write all figures here, as JSON.")
-@click.option("--plot", default=None, type=click.Path(dir_okay=False), help="Draw predicted against measured times.")
-def times(
-    nodes: int, ranks: int, rates: str, strategies: str, shapes: str, steps: int, out: str | None, plot: str | None
-) -> None:
+def times(nodes: int, ranks: int, rates: str, strategies: str, shapes: str, steps: int, out: str | None) -> None:
     """Step times next to the planner's, and what its choice is worth."""
     if "RANK" in os.environ:
         cases = [SHAPES[int(number)] for number in shapes.split(",")]
@@ -270,8 +261,6 @@ def times(
     results = _collect(nodes, ranks)
     click.echo(time_table(results))
     write_record(out, results, nodes=nodes, ranks_per_node=ranks)
-    if plot:
-        draw(results, plot)
 
 
 def time_table(results: Sequence[Result]) -> str:
@@ -296,30 +285,6 @@ def time_table(results: Sequence[Result]) -> str:
             )
     median = f"median error of predicted times: {statistics.median(errors):.1%} over {len(errors)}"
     return "\n".join([*lines, "", *verdicts, "", median])
-
-
-def draw(results: Sequence[Result], path: str) -> None:
-    """Predicted against measured step times."""
-    import matplotlib
-
-    matplotlib.use("agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(6, 6))
-    for marker, case in zip("osD^v", dict.fromkeys(result.case for result in results), strict=False):
-        for colour, rate in zip(("C0", "C1", "C2"), dict.fromkeys(result.rate for result in results), strict=False):
-            panel = [result for result in results if (result.case, result.rate) == (case, rate)]
-            axes.scatter(
-                [result.seconds for result in panel], [result.predicted_seconds or 0.0 for result in panel],
-                marker=marker, color=colour, label=f"{case}, {rate}",
-            )  # fmt: skip
-    span = [min(result.seconds for result in results) / 1.3, max(result.seconds for result in results) * 1.3]
-    axes.plot(span, span, color="grey", linewidth=1)
-    axes.fill_between(span, [0.85 * value for value in span], [1.15 * value for value in span], color="grey", alpha=0.2)
-    axes.set(xscale="log", yscale="log", xlabel="measured step, s", ylabel="predicted step, s")
-    axes.legend(fontsize=7)
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
 
 
 def _collect(nodes: int, ranks: int) -> list[Result]:

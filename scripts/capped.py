@@ -26,8 +26,7 @@ from common.errors import UserError
 from common.memory.cgroups import ControlGroup, own_groups
 from common.units import format_bytes, parse_bytes
 
-CANNOT_CAP, CANNOT_EXECUTE, NOT_FOUND = 125, 126, 127
-"""Exit statuses of our own, as ``env`` and ``timeout`` use them."""
+CANNOT_CAP, CANNOT_EXECUTE, NOT_FOUND = 125, 126, 127  # Exit statuses of our own, as ``env`` and ``timeout`` use them
 
 PASSED_ON = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2}
 SENT_BY_KERNEL = 0x80
@@ -49,12 +48,9 @@ class Outcome:
     exit_status: int
     peak_bytes: int | None
     """Most memory charged to the group, page cache included; None where the kernel does not record it."""
-    unreclaimable_bytes: int
-    """Most private and shared memory seen, 20 times a second."""
-    kills: int
-    """Processes that the kernel killed at the limit."""
-    left_behind: int
-    """Processes still there after the command had ended; ended by us."""
+    unreclaimable_bytes: int  # Most private and shared memory seen, 20 times a second
+    kills: int  # Processes that the kernel killed at the limit
+    left_behind: int  # Processes still there after the command had ended; ended by us
 
 
 def make_group(limit: int) -> ControlGroup:

@@ -28,8 +28,7 @@ from unittest import mock
 import pytest
 import torch
 
-RANKS = 8
-"""GPUs that the tests believe in."""
+RANKS = 8  # GPUs that the tests believe in
 
 
 class Recorder:

@@ -38,10 +38,8 @@ SHARES = {"machine": 1.0, "exactness": 5.0, "command": 6.0, "ranks": 2.0, "limit
 """Shares of the time. What a section leaves goes to those after it."""
 LARGER = {"gpt3-13b": 12.9e9, "gpt3-6.7b": 6.7e9, "gpt3-2.7b": 2.7e9}
 """Larger models by their parameters, the largest first."""
-GRACE_S = 20.0
-"""How long after its time a section is stopped by force."""
-RESERVE_S = 25.0
-"""Kept back at the end for the last section's grace."""
+GRACE_S = 20.0  # How long after its time a section is stopped by force
+RESERVE_S = 25.0  # Kept back at the end for the last section's grace
 
 
 @click.command(help=__doc__)

@@ -27,10 +27,8 @@ import time
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-_FULL_SAMPLE_SHARE = 0.02
-"""Part of the time that full samples may take."""
-_ESTIMATE_SHARE = 0.01
-"""Part of the time that estimates may take."""
+_FULL_SAMPLE_SHARE = 0.02  # Part of the time that full samples may take
+_ESTIMATE_SHARE = 0.01  # Part of the time that estimates may take
 _SHORTEST_PAUSE_S = 0.01
 _STEADY_BYTES = 1 << 20
 """Bytes by which shared and file-backed memory of a process may change while a full sample is taken."""
@@ -41,12 +39,9 @@ class _Counters(NamedTuple):
     """Bytes that one process holds."""
 
     anonymous: int = 0
-    shared: int = 0
-    """Bytes of shared memory (memfd, /dev/shm, anonymous shared mappings)."""
-    file: int = 0
-    """Bytes of memory that is backed by files."""
-    high_water: int = 0
-    """The most bytes that were ever resident; 0 in counters of the proportional set size."""
+    shared: int = 0  # Bytes of shared memory (memfd, /dev/shm, anonymous shared mappings)
+    file: int = 0  # Bytes of memory that is backed by files
+    high_water: int = 0  # The most bytes that were ever resident; 0 in counters of the proportional set size
 
     @property
     def total(self) -> int:

@@ -34,8 +34,7 @@ from common.hardware.machine import cpu_count
 from common.units import format_bytes
 
 PREFIX = "netcluster"
-DEVICE = "eth0"
-"""Every node's network device, named as in a real one."""
+DEVICE = "eth0"  # Every node's network device, named as in a real one
 MASTER_PORT = 29500
 HEADER_BYTES = 14 + 20 + 32
 ENDING_GRACE_S = 5.0

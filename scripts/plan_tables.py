@@ -51,8 +51,7 @@ class LargeModel:
     """A model to train on one card."""
 
     title: str
-    options: str
-    """Options of ``finetune --plan`` in addition to :data:`CARD`."""
+    options: str  # Options of ``finetune --plan`` in addition to :data:`CARD`
 
     def readme_row(self, plan: dict[str, Any]) -> str:
         """Return the row of README.md."""
@@ -100,10 +99,8 @@ class Machine:
     """Hardware that people have, and jobs for it."""
 
     title: str
-    hardware: str
-    """Options that describe it to ``--plan``."""
-    jobs: tuple[str, ...]
-    """Options of a run each."""
+    hardware: str  # Options that describe it to ``--plan``
+    jobs: tuple[str, ...]  # Options of a run each
 
 
 MACHINES = (

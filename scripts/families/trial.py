@@ -39,8 +39,7 @@ class Mode:
     bf16: bool = False
     lora: bool = False
     micro_batches: int = 1
-    unproven: bool = False
-    """Whether the engine leaves out its own proof, so that what that would refuse is seen."""
+    unproven: bool = False  # Whether the engine leaves out its own proof, so that what that would refuse is seen
 
     @property
     def name(self) -> str:
@@ -66,15 +65,12 @@ class Finding:
     """What came of one family."""
 
     name: str
-    verdict: str
-    """``exact``, ``wrong``, ``refused``, ``crash``, ``hang``, or ``untrainable``: not even in memory."""
+    verdict: str  # ``exact``, ``wrong``, ``refused``, ``crash``, ``hang``, or ``untrainable``: not even in memory
     reason: str = ""
-    losses: list[list[float]] = field(default_factory=list)
-    """Of each step, in memory and out of core."""
+    losses: list[list[float]] = field(default_factory=list)  # Of each step, in memory and out of core
     loss_difference: float = 0.0
     weight_difference: float = 0.0
-    tensor: str = ""
-    """Which weight differs most."""
+    tensor: str = ""  # Which weight differs most
     seconds: dict[str, float] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:

@@ -43,12 +43,10 @@ class Case:
     micro_batch: int = 1
     clip: float | None = None
     clip_by: str = "deferral"
-    packed: bool = True
-    """Two or three documents a row, cut elsewhere in every batch."""
+    packed: bool = True  # Two or three documents a row, cut elsewhere in every batch
     counts: dict[str, int] = field(default_factory=dict)
     """Buffer counts to force: where activations live, how deep prefetching goes."""
-    break_after: int | None = None
-    """Close and resume after this step."""
+    break_after: int | None = None  # Close and resume after this step
     rows: int = 4
     tokens: int = 32
     steps: int = 5

@@ -25,23 +25,17 @@ class Skip(Exception):
 class Settings:
     """The command's options; passed to every section's process as JSON."""
 
-    output: str
-    """Directory that results.json, results.md and traces go to."""
-    ssd: str
-    """Directory on the drive to measure; stores are made in separate folders in it, and removed."""
-    device: str
-    """``cpu`` or ``cuda:N``."""
-    quick: bool
-    """Tiny models and sizes: whether everything runs, not how fast."""
+    output: str  # Directory that results.json, results.md and traces go to
+    ssd: str  # Directory on the drive to measure; stores are made in separate folders in it, and removed
+    device: str  # ``cpu`` or ``cuda:N``
+    quick: bool  # Tiny models and sizes: whether everything runs, not how fast
     device_memory: str | None
     host_memory: str | None
     presets: tuple[str, ...]
-    batches: tuple[int, ...]
-    """Sequences in a batch."""
+    batches: tuple[int, ...]  # Sequences in a batch
     seq_len: int
     command: str = ""
-    deadline: float = 0.0
-    """When this section has to be done, on :func:`time.time`'s clock."""
+    deadline: float = 0.0  # When this section has to be done, on :func:`time.time`'s clock
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))

@@ -22,8 +22,7 @@ from gpu.journal import DATA_PREFIX, Check, Settings, Skip, describe
 from gpu.profiling import profile_step
 
 RUN_NAME = f"{DATA_PREFIX}store"
-RESERVE_BYTES = 6 << 30
-"""Left free on the drive, for block inputs and for everything else."""
+RESERVE_BYTES = 6 << 30  # Left free on the drive, for block inputs and for everything else
 MEASURED_STEPS = 2
 
 

@@ -42,8 +42,7 @@ class Case:
     dtype: torch.dtype
     micro_batches: int = 1
     threshold: float = 0.0
-    late: bool = False
-    """Whether copies to and from the cache are delayed at random."""
+    late: bool = False  # Whether copies to and from the cache are delayed at random
     hidden: int = 256
     seed: int = 0
 

@@ -26,25 +26,24 @@ MARK = "@contender "
 class Task:
     """What a contender is to train, and with what."""
 
-    model: dict[str, Any]
-    """The model's configuration, ``model_type`` included."""
-    rows: int
-    """Sequences in a batch."""
-    seq_len: int
-    """Tokens in a sequence."""
-    threads: int
-    """Compute threads."""
-    directory: str
-    """Where to put files; it is removed afterwards."""
-    settings: dict[str, Any] = field(default_factory=dict)
-    """The contender's own settings."""
+    model: dict[str, Any]  # The model's configuration, ``model_type`` included
+    rows: int  # Sequences in a batch
+    seq_len: int  # Tokens in a sequence
+    threads: int  # Compute threads
+    directory: str  # Where to put files; it is removed afterwards
+    settings: dict[str, Any] = field(default_factory=dict)  # The contender's own settings
     lr: float = 1e-5
+    dtype: str = "bf16"  # Of computation: with bf16, masters are in fp32
 
     @classmethod
     def from_argument(cls) -> "Task":
         """The task in the file that the command line names."""
         content = json.loads(Path(sys.argv[1]).read_text())
         return cls(**{name.name: content[name.name] for name in fields(cls) if name.name in content})
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        return {"bf16": torch.bfloat16, "fp32": torch.float32}[self.dtype]
 
     def config(self) -> PreTrainedConfig:
         return AutoConfig.for_model(**self.model)

@@ -6,8 +6,7 @@ from typing import Any
 TUNED_MALLOC = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(64 << 30)}
 """glibc keeps what is freed instead of giving it back to the kernel: no page faults on every activation."""
 
-INTERPRETER_BYTES = 1 << 30
-"""What a contender needs apart from what grows with the model."""
+INTERPRETER_BYTES = 1 << 30  # What a contender needs apart from what grows with the model
 
 
 @dataclass(frozen=True)
@@ -16,17 +15,12 @@ class Entry:
 
     name: str
     module: str
-    what: str
-    """For the reader, one line."""
+    what: str  # For the reader, one line
     settings: dict[str, Any] = field(default_factory=dict)
-    deepspeed: bool = False
-    """Whether it runs in DeepSpeed's environment."""
-    on_ssd: bool = False
-    """Whether its states are on SSD, so that the drive bounds it."""
-    bytes_per_parameter: float = 0.0
-    """Reckoned host memory; it is left out where that does not fit."""
-    tight: "Entry | None" = None
-    """What stands in where memory does not suffice."""
+    deepspeed: bool = False  # Whether it runs in DeepSpeed's environment
+    on_ssd: bool = False  # Whether its states are on SSD, so that the drive bounds it
+    bytes_per_parameter: float = 0.0  # Reckoned host memory; it is left out where that does not fit
+    tight: "Entry | None" = None  # What stands in where memory does not suffice
 
 
 def zero_infinity(largest_parameter: int, *, pipeline: bool, low_memory: bool = False) -> dict[str, Any]:

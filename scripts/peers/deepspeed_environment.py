@@ -14,8 +14,7 @@ import transformers
 
 from common.errors import UserError
 
-VERSION = "0.19.8"
-"""The release whose settings in :mod:`peers.contenders` were tried."""
+VERSION = "0.19.8"  # The release whose settings in :mod:`peers.contenders` were tried
 
 work_option = click.option(
     "--work", type=click.Path(file_okay=False, path_type=Path), default=Path("~/.cache/bench-peers"), show_default=True,

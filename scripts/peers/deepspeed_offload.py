@@ -27,7 +27,7 @@ def configuration(task: contender.Task) -> dict[str, Any]:
         "train_micro_batch_size_per_gpu": task.rows,
         "gradient_accumulation_steps": 1,
         "steps_per_print": 1 << 30,
-        "bf16": {"enabled": True},
+        "bf16": {"enabled": task.dtype == "bf16"},
         "zero_optimization": zero,
         "optimizer": {"type": "AdamW", "params": {"lr": task.lr, "betas": [0.9, 0.999], "eps": 1e-8,
                                                   "weight_decay": 0.01}},
@@ -62,9 +62,9 @@ def main() -> None:
     deepspeed.init_distributed(dist_backend="gloo", verbose=False)
     config, settings = task.config(), configuration(task)
     with deepspeed.zero.Init(
-        config_dict_or_path=settings, dtype=torch.bfloat16, remote_device=task.settings.get("initialise_on", "cpu")
+        config_dict_or_path=settings, dtype=task.compute_dtype, remote_device=task.settings.get("initialise_on", "cpu")
     ):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        model = AutoModelForCausalLM.from_config(config, dtype=task.compute_dtype)
     _initialise(model)
     model.config.use_cache = False
     model.gradient_checkpointing_enable({"use_reentrant": task.settings.get("reentrant", False)})

@@ -10,8 +10,7 @@ from common.memory.buffers import HostBuffer
 from common.store import Layout, Store
 
 PIECE_BYTES = 64 << 20
-DEPTH = 4
-"""Pieces in flight at once; each is split over the store's I/O threads."""
+DEPTH = 4  # Pieces in flight at once; each is split over the store's I/O threads
 
 
 @dataclass(frozen=True)

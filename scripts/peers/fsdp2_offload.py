@@ -1,4 +1,4 @@
-"""Contender: PyTorch's FSDP2 with ``CPUOffloadPolicy``: one process, fp32 shards on the CPU, bf16 computation.
+"""Contender: PyTorch's FSDP2 with ``CPUOffloadPolicy``: one process, fp32 shards on the CPU.
 
 FSDP2 takes the offload as "shards live on the CPU, computation is elsewhere". On a machine without an accelerator both
 are the CPU; what it says about that is in the benchmark's output.
@@ -24,7 +24,7 @@ def main() -> None:
     mesh = init_device_mesh("cpu", (1,))
     model = contender.build_model(task.config(), torch.float32)
     options: dict[str, Any] = {
-        "mesh": mesh, "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+        "mesh": mesh, "mp_policy": MixedPrecisionPolicy(task.compute_dtype, torch.float32),
         "offload_policy": CPUOffloadPolicy(pin_memory=task.settings.get("pin_memory", False)),
     }  # fmt: skip
     for block in model.get_submodule("transformer.h").children():

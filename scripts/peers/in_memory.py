@@ -1,8 +1,9 @@
 """Contender: plain PyTorch, everything in memory, every block's activations recomputed in the backward pass.
 
 What a person would write for mixed precision with bf16 computation: a bf16 model, fp32 master weights next to it, fused
-AdamW on the masters. Settings: ``step_in_backward`` updates each parameter as soon as its gradient is complete, for
-models that fit into memory only without all gradients at once (18 bytes per parameter become 14).
+AdamW on the masters; in fp32, AdamW on the model. Settings: ``step_in_backward`` updates each parameter as soon as its
+gradient is complete, for models that fit into memory only without all gradients at once (18 bytes per parameter become
+14).
 """
 
 from collections.abc import Callable
@@ -26,6 +27,17 @@ def _updates_after_backward(weights: list[torch.Tensor], task: contender.Task) -
         optimizer.zero_grad()
         with torch.no_grad():
             torch._foreach_copy_(weights, masters)
+
+    return update
+
+
+def _updates_in_fp32(weights: list[torch.Tensor], task: contender.Task) -> Callable[[], None]:
+    """Masters are the weights."""
+    optimizer = torch.optim.AdamW(weights, lr=task.lr, weight_decay=0.01, fused=True)
+
+    def update() -> None:
+        optimizer.step()
+        optimizer.zero_grad()
 
     return update
 
@@ -55,9 +67,11 @@ def _updates_in_backward(weights: list[torch.Tensor], task: contender.Task) -> C
 def main() -> None:
     """Serve the benchmark."""
     task = contender.prepare()
-    model = contender.build_model(task.config(), torch.bfloat16)
+    model = contender.build_model(task.config(), task.compute_dtype)
     weights: list[torch.Tensor] = list(model.parameters())
-    prepare = _updates_in_backward if task.settings.get("step_in_backward") else _updates_after_backward
+    prepare = _updates_in_fp32 if task.dtype == "fp32" else _updates_after_backward
+    if task.settings.get("step_in_backward"):
+        prepare = _updates_in_backward
     update = prepare(weights, task)
 
     def train_step(tokens: torch.Tensor) -> float:

@@ -37,8 +37,7 @@ class Step:
 
     seconds: float
     loss: float
-    read_bytes: int
-    """What its processes read from drives between the step's beginning and its end."""
+    read_bytes: int  # What its processes read from drives between the step's beginning and its end
     written_bytes: int
 
 
@@ -78,10 +77,8 @@ class Contender:
             if self._meter:
                 self._meter.start()
             began = time.monotonic()
-            self.facts = self._hear("ready")
-            """What it said when it was ready: ``parameters`` and the contender's facts."""
-            self.startup_s = time.monotonic() - began
-            """Seconds from its start until it was ready."""
+            self.facts = self._hear("ready")  # What it said when it was ready: ``parameters`` and the contender's facts
+            self.startup_s = time.monotonic() - began  # Seconds from its start until it was ready
         except BaseException:
             self.close()
             raise

@@ -19,15 +19,14 @@ from fuyou.schedule.memory_plan import MemoryPlan
 from fuyou.schedule.memory_planner import MemoryPlanner
 from peers import contender
 
-PRECISION = Precision(torch.bfloat16, torch.float32)
-GRAIN = 16 << 20
-"""Budgets are looked for in steps of this many bytes."""
+GRAIN = 16 << 20  # Budgets are looked for in steps of this many bytes
 
 
-def streaming_budget(config: PreTrainedConfig, rows: int, seq_len: int) -> int:
+def streaming_budget(config: PreTrainedConfig, rows: int, seq_len: int, dtype: str = "bf16") -> int:
     """The least host memory in bytes with which the engine overlaps as much as with any amount."""
-    stack = StreamedModel(build_meta_model(config, dtype=PRECISION.dtype), torch.device("cpu"))
-    shape = model_records(stack, PRECISION)
+    precision = Precision.named(dtype, "fp32")
+    stack = StreamedModel(build_meta_model(config, dtype=precision.dtype), torch.device("cpu"))
+    shape = model_records(stack, precision)
 
     def plan(limit: int) -> MemoryPlan | None:
         try:
@@ -54,9 +53,9 @@ def main() -> None:
     budget = task.settings.get("host_memory")
     streamed = budget == "streamed"
     if streamed:
-        budget = streaming_budget(task.config(), task.rows, task.seq_len)
+        budget = streaming_budget(task.config(), task.rows, task.seq_len, task.dtype)
     with Engine(
-        task.config(), ssd=[task.directory], dtype="bf16", lr=task.lr, host_memory=budget,
+        task.config(), ssd=[task.directory], dtype=task.dtype, lr=task.lr, host_memory=budget,
         single_slot=task.settings.get("single_slot", False), batch_shape=(task.rows, task.seq_len),
         host_cache=0 if streamed else None,
     ) as engine:  # fmt: skip

@@ -29,17 +29,17 @@ TINY: dict[str, Any] = {
 }  # fmt: skip
 
 
-def tiny(directory: Path, **settings: Any) -> Task:
-    return Task(TINY, 2, 24, 2, str(directory), settings, lr=1e-3)
+def tiny(directory: Path, dtype: str = "bf16", **settings: Any) -> Task:
+    return Task(TINY, 2, 24, 2, str(directory), settings, lr=1e-3, dtype=dtype)
 
 
 def start(module: str, task: Task, **options: Any) -> Contender:
     return Contender(Path(sys.executable), module, task, {"OMP_NUM_THREADS": "2"}, timeout_s=300, **options)
 
 
-def steps(module: str, directory: Path, count: int = 2, **settings: Any) -> list[Step]:
+def steps(module: str, directory: Path, count: int = 2, dtype: str = "bf16", **settings: Any) -> list[Step]:
     """Of a contender that starts from a loss of about ln(97) = 4.57."""
-    with start(module, tiny(directory, **settings)) as contender:
+    with start(module, tiny(directory, dtype, **settings)) as contender:
         taken = [contender.step() for _ in range(count)]
         assert contender.facts["parameters"] == 158_336
     assert all(4.3 < step.loss < 4.9 for step in taken)
@@ -57,11 +57,14 @@ def _forked_contenders(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("_forked_contenders")
 def test_fsdp2_trains(tmp_path: Path) -> None:
     steps("peers.fsdp2_offload", tmp_path)
+    in_memory, sharded = (steps(f"peers.{name}", tmp_path, 3, "fp32") for name in ("in_memory", "fsdp2_offload"))
+    assert [step.loss for step in sharded] == pytest.approx([step.loss for step in in_memory], abs=1e-6)
 
 
 @pytest.mark.slow
-def test_the_engine_trains(tmp_path: Path) -> None:
-    with start("peers.streamed", tiny(tmp_path, host_memory="streamed")) as contender:
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_the_engine_trains(tmp_path: Path, dtype: str) -> None:
+    with start("peers.streamed", tiny(tmp_path, dtype, host_memory="streamed")) as contender:
         taken = [contender.step() for _ in range(2)]
         assert contender.peak_bytes > 100 << 20
     # Two steps of at least 12 bytes per parameter, less what is still on its way.
@@ -70,9 +73,10 @@ def test_the_engine_trains(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("_forked_contenders")
-def test_updates_in_the_backward_pass_are_the_same_updates(tmp_path: Path) -> None:
-    plain, inside = (steps("peers.in_memory", tmp_path, 4, step_in_backward=inside) for inside in (False, True))
-    assert [step.loss for step in plain] == pytest.approx([step.loss for step in inside], abs=1e-3)
+@pytest.mark.parametrize(("dtype", "tolerance"), [("bf16", 1e-3), ("fp32", 1e-6)])
+def test_updates_in_the_backward_pass_are_the_same_updates(tmp_path: Path, dtype: str, tolerance: float) -> None:
+    plain, inside = (steps("peers.in_memory", tmp_path, 4, dtype, step_in_backward=inside) for inside in (False, True))
+    assert [step.loss for step in plain] == pytest.approx([step.loss for step in inside], abs=tolerance)
 
 
 @pytest.mark.usefixtures("_forked_contenders")
