@@ -34,10 +34,11 @@ from common.models.attention import varlen
 
 BY_CHUNK = "by_chunk"
 """The name under which transformers knows this."""
-KEYS = 16384
+KEYS = 4096
 """Keys of a tile, where a kernel computes it."""
+SCORES = 2**20
+"""Scores of a tile and head, where products compute it."""
 _BANDED_QUERIES = 256  # Queries that share a mask on a CPU, where a window hides some of their keys
-_SCORES = 2**20  # Scores of a tile and head, where products compute it
 
 _aten = torch.ops.aten
 
@@ -118,7 +119,7 @@ def _parts(view: _View, queries: int, way: str) -> Iterator[_Part]:
         piece, own, end = slice(start, stop), view.past + start, view.past + stop
         first, shared = view.first(start), view.first(stop - 1)
         if way == "products":
-            tile = max(1, _SCORES // (stop - start))
+            tile = max(1, SCORES // (stop - start))
             for key in range(first, end, tile):
                 keys = slice(key, min(key + tile, end))
                 yield _Part(piece, keys, "full" if key >= shared and keys.stop <= own + 1 else "banded")
@@ -283,8 +284,9 @@ def _attention_by_chunk(
         joined = torch.logaddexp(before, added)
         finite = joined.clamp(min=torch.finfo(dtype).min)
         total = result[:, part.queries].mul_((before - finite).exp_()[..., None])
-        total.addcmul_(out.transpose(1, 2).to(dtype), (added - finite).exp_()[..., None])
+        total.addcmul_(out.transpose(1, 2), (added - finite).exp_()[..., None])
         before.copy_(joined)
+        del out  # before the next
     return result.to(query.dtype), logarithms
 
 
@@ -332,9 +334,11 @@ def _attention_by_chunk_backward(
         to_query[:, :, queries] += added[0]
         to_key[:, :, keys] += added[1]
         to_value[:, :, keys] += added[2]
+        del added  # before the next
+    to_key, to_value = (each.to(key.dtype) for each in (to_key, to_value))
     if first:
         to_key, to_value = (functional.pad(each, (0, 0, first, 0)) for each in (to_key, to_value))
-    return to_query.to(query.dtype), to_key.to(key.dtype), to_value.to(value.dtype)
+    return to_query.to(query.dtype), to_key, to_value
 
 
 @_attention_by_chunk_backward.register_fake

@@ -1,11 +1,12 @@
-"""Memory that grows with the square of a row's length: masks, and scores where attention is computed one product at a
-time."""
+"""Memory of attention: masks, and scores where attention is computed one product at a time, which grow with the square
+of a row's length; and what a chunk of a row takes."""
 
 import math
 from dataclasses import dataclass
 
 from transformers import PreTrainedConfig
 
+from common.models.attention.chunked import KEYS, SCORES
 from common.models.structure import layer_configs
 
 # Bytes that a block's forward and backward pass hold at once for each score `[H, S, S]` where attention is "eager".
@@ -15,6 +16,9 @@ _EAGER_BYTES = 25
 # of queries: fp32 copies, and the same scaled, of queries and keys.
 _UNEQUAL_BYTES, _UNEQUAL_COPIES = 14, 16
 _MASK_BYTES = 8  # Bytes for each element of a mask `[S, S]` that a kernel is given; measured with Gemma 3 in bf16: 6.2
+# What a chunk takes, measured on a CPU at most: fp32 values of each query, sums and results; keys and values of a tile,
+# copies and gradients; and where products compute scores, fp32 values of each score of a tile.
+_CHUNK_QUERIES, _CHUNK_KEYS, _CHUNK_SCORES = 3, 2, 4
 _WINDOWS = ("sliding_window", "attention_chunk_size", "local_attention", "window_size")
 
 
@@ -26,7 +30,11 @@ class AttentionMemory:
     window: int = 0  # Number of tokens that a token of some layers sees; 0: all, in every layer
     width: int = 4  # Bytes of an element in the compute dtype
     unequal_heads: int = 0  # Number of heads whose keys and values differ in width, which no CPU kernel takes
-    key_width: int = 0  # Width of such a head's keys
+    key_width: int = 0  # Width of a head's keys
+    value_width: int = 0
+    heads: int = 0  # Number of heads of queries
+    groups: int = 0  # Number of heads of keys and values
+    capped: bool = False  # Whether scores have a soft cap, which no kernel has
 
     @staticmethod
     def of(config: PreTrainedConfig, width: int) -> "AttentionMemory":
@@ -34,11 +42,19 @@ class AttentionMemory:
         text = config.get_text_config()
         eager = text._attn_implementation == "eager"
         layers = layer_configs(text)
-        heads = max(getattr(layer, "num_attention_heads", None) or 0 for layer in layers) if eager else 0
-        unequal, keys = (0, 0) if eager else max((_unequal_heads(layer) for layer in layers), key=math.prod)
-        windows = [getattr(text, name, None) for name in _WINDOWS]
-        window = min((one for one in windows if isinstance(one, int) and one > 0), default=0)
-        return AttentionMemory(heads, window, width, unequal, keys)
+        heads, groups, keys, values = max((_heads(layer) for layer in layers), key=math.prod)
+        sizes = [getattr(text, name, None) for name in _WINDOWS]
+        return AttentionMemory(
+            eager_heads=heads if eager else 0,
+            window=min((size for size in sizes if isinstance(size, int) and size > 0), default=0),
+            width=width,
+            unequal_heads=heads if keys != values and not eager else 0,
+            key_width=keys,
+            value_width=values,
+            heads=heads,
+            groups=groups,
+            capped=bool(getattr(text, "attn_logit_softcapping", None)),
+        )
 
     def mask_bytes(self, seq_len: int, padded: bool = False) -> int:
         """Return the bytes of the masks that are held from the forward to the backward pass.
@@ -63,15 +79,35 @@ class AttentionMemory:
             return self.unequal_heads * seq_len * (_UNEQUAL_BYTES * seq_len + _UNEQUAL_COPIES * self.key_width)
         return (padded or 0 < self.window < seq_len) * _MASK_BYTES * seq_len**2
 
+    def chunk_bytes(self, queries: int, keys: int) -> int:
+        """Return the bytes that attention of a chunk (:mod:`common.models.attention.chunked`) takes in one block, the
+        gradients of all its keys and values included.
 
-def _unequal_heads(layer: PreTrainedConfig) -> tuple[int, int]:
-    """Return the number of heads, and the width of their keys, if their values have another width (multi-head latent
-    attention); otherwise zeros."""
-    rotated, values = getattr(layer, "qk_rope_head_dim", None), getattr(layer, "v_head_dim", None)
-    if not isinstance(rotated, int) or not isinstance(values, int):
-        return 0, 0
-    keys = rotated + (getattr(layer, "qk_nope_head_dim", None) or 0)
-    return (0, 0) if keys == values else (layer.num_attention_heads, keys)
+        Args:
+            keys: number of tokens seen so far, the chunk's included.
+        """
+        widest = max(self.key_width, self.value_width)
+        results = _CHUNK_QUERIES * queries * self.heads * widest * 4
+        gradients = keys * self.groups * (self.key_width + self.value_width) * self.width
+        if self.window:  # summed in fp32
+            gradients += min(keys, self.window + queries) * self.groups * (self.key_width + self.value_width) * 4
+        tile = _CHUNK_KEYS * min(KEYS, keys) * self.heads * 2 * widest * self.width
+        scores = _CHUNK_SCORES * min(max(SCORES, queries), queries * keys) * self.heads * 4 if self.capped else 0
+        return results + gradients + max(tile, scores)
+
+
+def _heads(layer: PreTrainedConfig) -> tuple[int, int, int, int]:
+    """Return the number of a layer's heads, those of its keys, and the widths of a head's keys and values."""
+
+    def size(name: str) -> int:
+        value = getattr(layer, name, None)
+        return value if isinstance(value, int) else 0
+
+    heads = size("num_attention_heads")
+    if size("qk_rope_head_dim") and size("v_head_dim"):  # multi-head latent attention
+        return heads, heads, size("qk_rope_head_dim") + size("qk_nope_head_dim"), size("v_head_dim")
+    width = size("head_dim") or size("hidden_size") // max(heads, 1)
+    return heads, size("num_key_value_heads") or heads, width, width
 
 
 NO_ATTENTION = AttentionMemory()

@@ -57,7 +57,7 @@ CASES = {
 def _small_tiles(monkeypatch):
     monkeypatch.setattr(chunked, "KEYS", 32)
     monkeypatch.setattr(chunked, "_BANDED_QUERIES", 32)
-    monkeypatch.setattr(chunked, "_SCORES", 700)
+    monkeypatch.setattr(chunked, "SCORES", 700)
 
 
 def _compare(dtype, case, device_tolerance):

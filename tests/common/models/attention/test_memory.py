@@ -1,11 +1,14 @@
 """What is counted for masks and scores, and what a block really takes."""
 
+import os
 import sys
 
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from common.models.attention import chunked
+from common.models.attention.chunked import ChunkMask
 from common.models.attention.memory import AttentionMemory
 from common.models.structure import find_blocks
 from tests.helpers.models.families import peak_bytes, reset_peak_bytes
@@ -31,11 +34,36 @@ def test_by_family(family: str, expected: tuple[int, int]) -> None:
 
 
 def test_a_block_takes_no_more() -> None:
-    """In its own process: pages that other tests have left in the heap would be counted when they are used."""
-    done = forked.run([sys.executable, "-c", f"from {__name__} import measure_block; measure_block()"], timeout=120)
+    taken, counted = _measured("measure_block()")
+    assert 0.3 * counted < taken < counted + (16 << 20)
+
+
+@pytest.mark.parametrize("case", ["{'window': 1024}", "{'cap': 9.0}", "{'key_width': 96}"])
+def test_a_chunk_takes_no_more(case: str) -> None:
+    """Masks of all pairs of tokens would be 32 MiB, scores 128 MiB."""
+    taken, counted = _measured(f"measure_chunk(**{case})")
+    assert 0.4 * counted < taken < counted + (4 << 20) < 90 << 20
+
+
+def _measured(call: str) -> tuple[int, int]:
+    """Measure in an own process: pages that other tests have left in the heap would be counted when they are used."""
+    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}  # so that what is freed leaves the process
+    done = forked.run([sys.executable, "-c", f"from {__name__} import *; {call}"], timeout=120, env=environment)
     assert done.returncode == 0, done.stderr
     taken, counted = map(int, done.stdout.split())
-    assert 0.3 * counted < taken < counted + (16 << 20)
+    return taken, counted
+
+
+def measure_chunk(window: int = 0, cap: float = 0.0, key_width: int = 64) -> None:
+    """Print how many bytes a forward and a backward pass take at their peak, and what is counted."""
+    queries, keys = 1024, 8192
+    counted = AttentionMemory(0, window, 4, 0, key_width, 64, 4, 2, bool(cap)).chunk_bytes(queries, keys)
+    for past in (16, keys - queries):  # the first loads code
+        shapes = (4, queries, key_width), (2, past + queries, key_width), (2, past + queries, 64)
+        inputs = [torch.randn(1, *shape, requires_grad=True) for shape in shapes]
+        before = reset_peak_bytes()
+        chunked._by_chunk(torch.nn.Module(), *inputs, ChunkMask(past, window), softcap=cap)[0].sum().backward()
+    print(peak_bytes() - before, counted)
 
 
 def measure_block() -> None:
