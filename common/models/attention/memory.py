@@ -86,12 +86,13 @@ class AttentionMemory:
         Args:
             keys: number of tokens seen so far, the chunk's included.
         """
-        widest = max(self.key_width, self.value_width)
+        widest, both = max(self.key_width, self.value_width), self.key_width + self.value_width
+        seen = min(keys, self.window + queries) if self.window else keys
         results = _CHUNK_QUERIES * queries * self.heads * widest * 4
-        gradients = keys * self.groups * (self.key_width + self.value_width) * self.width
-        if self.window:  # summed in fp32
-            gradients += min(keys, self.window + queries) * self.groups * (self.key_width + self.value_width) * 4
-        tile = _CHUNK_KEYS * min(KEYS, keys) * self.heads * 2 * widest * self.width
+        gradients = keys * self.groups * both * self.width
+        if self.window and self.width == 2:
+            gradients += seen * self.groups * both * 4  # their sums
+        tile = _CHUNK_KEYS * (seen if self.window else min(KEYS, keys)) * self.heads * 2 * widest * self.width
         scores = _CHUNK_SCORES * min(max(SCORES, queries), queries * keys) * self.heads * 4 if self.capped else 0
         return results + gradients + max(tile, scores)
 
