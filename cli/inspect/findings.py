@@ -49,7 +49,8 @@ class DriveFound:
     free_bytes: int
     direct: bool  # Whether direct I/O works
     read: float  # Bytes read per second
-    write: float  # Bytes written per second, on an empty fast cache
+    write: float  # Bytes written per second past the fast cache
+    burst_write: float  # Bytes written per second at first
     commit_seconds: float
 
 

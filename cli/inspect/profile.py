@@ -77,7 +77,11 @@ def table(profile: Profile, drives: int) -> list[str]:
         ],
         f"SSDs, {drives} director{'y' if drives == 1 else 'ies'}": [
             ("read", _rate(profile.read_bytes_per_second), ""),
-            ("write", _rate(profile.write_bytes_per_second), "at first: what a full cache leaves is not measured"),
+            (
+                "write",
+                _rate(profile.write_bytes_per_second),
+                f"past the fast cache; {_rate(profile.burst_write_bytes_per_second)} at first",
+            ),
             ("both alternating", _rate(profile.mixed_bytes_per_second), ""),
             ("commit", _time(profile.commit_seconds), ""),
         ],

@@ -43,6 +43,7 @@ from fuyou.optimizer.nonfinite import NonFinitePolicy
 from fuyou.optimizer.process.client import OptimizerLink
 from fuyou.pieces.division import in_pieces
 from fuyou.planner import ChosenSettings, PlannerContext, choose_settings, choose_settings_on_all_ranks
+from fuyou.planner.profiling import WriteWatch
 from fuyou.planner.training_job import fitting_layout, training_job_of_run
 from fuyou.runtime.devices.determinism import deterministic_algorithms
 from fuyou.runtime.devices.device import open_device
@@ -69,6 +70,7 @@ class OpenRun:
         self.closed = False
         self.agreement = Agreement(Share())  # until the other ranks are met
         self.files: RunFiles | None = None
+        self.write_watch: WriteWatch | None = None
         self._link: OptimizerLink | None = None
         self._runtime: Runtime | None = None
         self.meter = PeakMeter(self.pids)
@@ -251,6 +253,8 @@ class OpenRun:
             choice = choose_settings_on_all_ranks(context, self.topology, self.agreement)
         if choice is not None:
             self.config = choice.complete(config)
+        if choice is not None and self.topology is None and context.profile is not None:
+            self.write_watch = WriteWatch(context.profile, context.workload, self.device)
 
     def _open_runtime(self) -> None:
         assert self._link is not None

@@ -20,7 +20,7 @@ from fuyou.runtime.accounting import StepReport
 from fuyou.runtime.compute.step_computation import StepComputation, StepInputs
 from fuyou.runtime.compute.token_computation import TokenComputation, TokenPass
 from fuyou.schedule.batch import ENGINE_LOSS, LossInputs
-from fuyou.schedule.tasks import Op, StepList
+from fuyou.schedule.tasks import Op, Resource, StepList
 
 
 @dataclass
@@ -48,6 +48,7 @@ class Steps:
         # Whether what is scheduled and what has run may differ. Set before either changes and cleared when both have,
         # so that an exception in between, from any source, leaves it set.
         self._torn = False
+        self._moved = (0, 0)  # Bytes read and written until the last report
         self._norm: float | None = None  # of the step's gradient, once it is requested
         self.norm_parameter: torch.nn.Parameter | None = None
         """A scalar whose gradient is to be the norm of the whole gradient."""
@@ -223,6 +224,10 @@ class Steps:
 
     def _report(self, ended: StepComputation, step: int, norm: float, **happened: bool) -> StepReport:
         seconds, times = time.monotonic() - ended.start_time, self._run.runtime.accounting.take()
+        if self._run.write_watch is not None:
+            before, self._moved = self._moved, self._run.runtime.io.training
+            moved = (now - earlier for now, earlier in zip(self._moved, before, strict=True))
+            self._run.write_watch.step(times.intervals[Resource.SSD.value], *moved)
         return StepReport(
             step=step,
             loss=ended.loss,

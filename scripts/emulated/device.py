@@ -12,6 +12,7 @@ Give engines ``device=emulated_device("emulated:tflops=165,memory=24GiB,link=25G
 
 import functools
 import importlib
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
@@ -45,10 +46,12 @@ measure = importlib.import_module("fuyou.planner.profiling.measure")  # the pack
 PREFIX = "emulated:"
 _USAGE = (
     "Write it as emulated:tflops=165,memory=24GiB,link=25GB/s, and to slow the drives down as well, "
-    "ssd_read=3GB/s,ssd_write=2GB/s (per directory); among several ranks, inside=20GB/s,across=1.2GB/s; for gradients "
-    "to be clipped, norm=2."
+    "ssd_read=3GB/s,ssd_write=2GB/s (per directory), and further after some writes, ssd_cache=4GB,ssd_full=1GB/s; "
+    "among several ranks, inside=20GB/s,across=1.2GB/s; for gradients to be clipped, norm=2."
 )
-_FIELDS = ("tflops", "memory", "link", "ssd_read", "ssd_write", "inside", "across", "norm")
+_FIELDS = (
+    "tflops", "memory", "link", "ssd_read", "ssd_write", "ssd_cache", "ssd_full", "inside", "across", "norm",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -85,7 +88,11 @@ class EmulatedSpec:
         if missing or ("ssd_read" in fields) != ("ssd_write" in fields):
             raise UserError(f"Device {text!r} lacks {', '.join(missing) or 'one of the two SSD rates'}. {_USAGE}")
         tflops, norm = (_number(name, fields.get(name, "1e-3"), text) for name in ("tflops", "norm"))
-        throttle = IoThrottle(_rate(fields["ssd_read"]), _rate(fields["ssd_write"])) if "ssd_read" in fields else None
+        throttle = None
+        if "ssd_read" in fields:
+            cache = parse_bytes(fields["ssd_cache"]) if "ssd_cache" in fields else math.inf
+            full = _rate(fields["ssd_full"]) if "ssd_full" in fields else math.inf
+            throttle = IoThrottle(_rate(fields["ssd_read"]), _rate(fields["ssd_write"]), cache, full)
         intra_node, inter_node = (_rate(fields[name]) if name in fields else None for name in ("inside", "across"))
         spec = EmulatedSpec(
             tflops * 1e12, parse_bytes(fields["memory"]), _rate(fields["link"]), throttle, intra_node, inter_node, norm

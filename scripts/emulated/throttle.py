@@ -24,7 +24,7 @@ from typing import Any, Literal
 from common.errors import UserError
 from common.store.folders import SCRATCH
 
-_NANOSECONDS = struct.Struct("=q")
+_CLOCK = struct.Struct("=qq")  # Time until which the drive is reserved, and bytes written
 _STALE = 60 * 10**9
 """Nanoseconds by which a clock is ahead if it was left behind before the machine started: no queue is so long."""
 _WAKE_UP = 200_000
@@ -39,16 +39,22 @@ class IoThrottle:
     read_bytes_per_second: float
     """Rate of a drive that does nothing but read; ``math.inf`` leaves reads as they are."""
     write_bytes_per_second: float
-    """Rate of a drive that does nothing but write."""
+    """Rate of a drive that does nothing but write, into its fast cache if it has one."""
+    cache_bytes: float = math.inf
+    """Bytes that are written at that rate."""
+    full_bytes_per_second: float = math.inf
+    """Rate of writing once the fast cache is full."""
 
     def __post_init__(self) -> None:
-        for rate in (self.read_bytes_per_second, self.write_bytes_per_second):
+        for rate in (self.read_bytes_per_second, self.write_bytes_per_second, self.full_bytes_per_second):
             if not rate > 0 or math.isnan(rate):
                 raise UserError(f"A drive's rate must be positive, in bytes per second, and {rate} is not.")
 
-    def seconds(self, direction: Literal["read", "write"], nbytes: int) -> float:
-        """Return how long the drive is busy with ``nbytes`` bytes."""
-        return nbytes / (self.read_bytes_per_second if direction == "read" else self.write_bytes_per_second)
+    def seconds(self, direction: Literal["read", "write"], nbytes: int, written: int = 0) -> float:
+        """Return how long the drive is busy with ``nbytes`` bytes, after ``written`` bytes were written."""
+        if direction == "read":
+            return nbytes / self.read_bytes_per_second
+        return nbytes / (self.write_bytes_per_second if written < self.cache_bytes else self.full_bytes_per_second)
 
     def clock(self, directory: Path) -> "PacedClock":
         """Return the clock of the drive of ``directory``, a store's; its scratch files are on the same drive."""
@@ -62,7 +68,8 @@ def clock_file(directory: Path) -> Path:
 
 
 class DriveClock:
-    """The clock of a drive: eight bytes of a file that every process maps, in nanoseconds of ``time.monotonic_ns``.
+    """The clock of a drive, in nanoseconds of ``time.monotonic_ns``, and the bytes written to it: a file that every
+    process maps.
 
     Any number of threads and processes may use it, each process (or store) with a separate object.
     """
@@ -81,8 +88,8 @@ class DriveClock:
             self._descriptor = os.open(self._path, os.O_RDWR | os.O_CLOEXEC)
             self._made_here = False
         try:
-            os.ftruncate(self._descriptor, _NANOSECONDS.size)  # again if the maker has: that changes nothing
-            self._time = mmap.mmap(self._descriptor, _NANOSECONDS.size)
+            os.ftruncate(self._descriptor, _CLOCK.size)  # again if the maker has: that changes nothing
+            self._time = mmap.mmap(self._descriptor, _CLOCK.size)
         except BaseException:
             os.close(self._descriptor)
             raise
@@ -90,25 +97,29 @@ class DriveClock:
 
     def during(self, seconds: float, work: Callable[..., None], *arguments: Any) -> None:
         """Reserve the drive's next ``seconds``, run ``work(*arguments)``, and return when both have ended."""
-        end = self._reserve(round(seconds * 1e9))
+        end, _ = self._reserve(round(seconds * 1e9))
         work(*arguments)
         while (left := end - time.monotonic_ns()) > 0:
             time.sleep(left * 1e-9)
 
-    def _reserve(self, nanoseconds: int) -> int:
-        """Reserve the drive's next ``nanoseconds``; return the time at which they have passed."""
+    def count(self, nbytes: int) -> int:
+        """Count ``nbytes`` as written, and return how many were written before."""
+        return self._reserve(0, nbytes)[1]
+
+    def _reserve(self, nanoseconds: int, nbytes: int = 0) -> tuple[int, int]:
+        """Reserve the drive's next ``nanoseconds``, and count bytes; return their end, and the bytes before."""
         with self._lock:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX)
             try:
                 now = time.monotonic_ns()
-                (busy_until,) = _NANOSECONDS.unpack_from(self._time)
+                busy_until, written = _CLOCK.unpack_from(self._time)
                 if not now - _WAKE_UP <= busy_until <= now + _STALE:
                     busy_until = now  # idle time is lost, not saved up
                 end: int = busy_until + nanoseconds
-                _NANOSECONDS.pack_into(self._time, 0, end)
+                _CLOCK.pack_into(self._time, 0, end, written + nbytes)
             finally:
                 fcntl.flock(self._descriptor, fcntl.LOCK_UN)
-        return end
+        return end, written
 
     def close(self) -> None:
         """Leave the clock, and remove its file if it was made here: others who have it keep using it."""
@@ -129,7 +140,8 @@ class PacedClock:
         self, direction: Literal["read", "write"], nbytes: int, work: Callable[..., None], *arguments: Any
     ) -> None:
         """Reserve the time that the drive needs, run ``work(*arguments)``, and return when both have ended."""
-        self._clock.during(self._throttle.seconds(direction, nbytes), work, *arguments)
+        written = self._clock.count(nbytes) if direction == "write" else 0
+        self._clock.during(self._throttle.seconds(direction, nbytes, written), work, *arguments)
 
     def close(self) -> None:
         """Leave the clock."""

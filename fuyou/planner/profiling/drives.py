@@ -4,7 +4,7 @@ import os
 import shutil
 import statistics
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -19,6 +19,7 @@ import torch
 
 from common.memory.buffers import HostBuffer
 from common.store import Extent, Layout, Store, Throttle, commit_manifest
+from common.store.folders import SCRATCH
 from fuyou.layout.record import Record, allocate_extents
 from fuyou.runtime.devices.device import Device
 from fuyou.schedule.tasks import Op, Task
@@ -26,6 +27,9 @@ from fuyou.schedule.tasks import Op, Task
 FOLDER = "fuyou-profile-"  # Beginning of the scratch folder's name; the process id follows
 DIRECTION_SECONDS = 0.5  # Each direction is measured for this long
 _FILL_SECONDS = 1.5  # The files are written once before anything is measured, but for no longer than this
+PAST_CACHE_SECONDS = 30.0  # Longest time that is written to fill the drives' fast caches
+SETTLED_SECONDS = 3.0  # A rate counts once it has lasted this long
+SLOWER = 0.7  # A rate below this fraction of the one before is another rate, and no noise
 _TRANSFER_BYTES = 4 << 20
 _TRANSFERS = 24
 _IN_FLIGHT = 6
@@ -36,8 +40,9 @@ _FILE = "bandwidth"
 class DriveRates:
     """Rates of all drives together."""
 
-    read: float  # Bytes per second, as in the next two
-    write: float
+    read: float  # Bytes per second, as in the next three
+    write: float  # Past the fast cache, as far as free space and time allow
+    burst_write: float  # At first
     mixed: float
     commit_seconds: float
 
@@ -48,14 +53,15 @@ class ScratchFiles:
     Args:
         records: records for the optimizer process, in two slots.
         transfers: extents that are moved to measure bandwidth.
+        throttle: slows the drives down.
     """
 
-    def __init__(self, store: Store, records: Sequence[Record], transfers: list[Extent]):
+    def __init__(self, store: Store, records: Sequence[Record], transfers: list[Extent], throttle: Throttle | None):
         self.store, self.records = store, records
-        self._transfers = transfers
+        self._transfers, self._throttle = transfers, throttle
 
     def measure(self) -> DriveRates:
-        """Measure writing, reading, both alternating, and a commit."""
+        """Measure writing at first and past the fast cache, a commit, reading, and both alternating."""
         buffers = [HostBuffer(extent.nbytes).touch() for extent in self._transfers[:_IN_FLIGHT]]
         try:
             noise = np.random.default_rng(0).integers(0, 256, buffers[0].nbytes, dtype=np.uint8)
@@ -63,11 +69,13 @@ class ScratchFiles:
                 buffer.array[:] = noise
             filled, rate = self._move("write", buffers, _FILL_SECONDS, len(self._transfers))
             written = self._transfers[:filled]  # what was never written is read without looking at the drive
-            write = rate if filled < len(self._transfers) else self._move("write", buffers)[1]
+            burst = rate if filled < len(self._transfers) else self._move("write", buffers)[1]
+            sustained = self._past_cache(buffers, burst)
             commit = self._commit()  # after as much has been written as in a step, not after a pause
             return DriveRates(
                 read=self._move("read", buffers, extents=written)[1],
-                write=write,
+                write=sustained,
+                burst_write=burst,
                 mixed=self._move("mixed", buffers, extents=written)[1],
                 commit_seconds=commit,
             )
@@ -100,6 +108,46 @@ class ScratchFiles:
             future.result()
         return count, moved / (time.perf_counter() - start)
 
+    def _past_cache(self, buffers: Sequence[HostBuffer], burst: float) -> float:
+        """Write where nothing was, until the rate has dropped and settled; return the rate at the end."""
+        folders = [path / SCRATCH for path in self.store.directories]
+        sharing = Counter(path.stat().st_dev for path in self.store.directories)
+        free = min(shutil.disk_usage(path).free // sharing[path.stat().st_dev] for path in self.store.directories)
+        nbytes = buffers[0].nbytes
+        count = int(min(len(folders) * free / 2, burst * PAST_CACHE_SECONDS)) // nbytes
+        if count <= len(buffers):
+            return burst
+        layout = Layout(len(folders))
+        extent = layout.allocate(_FILE, count * nbytes)
+        for folder in folders:
+            folder.mkdir()
+        store = Store.create(folders, layout, io="posix", throttle=self._throttle)
+        try:
+            under_way: deque[Future[None]] = deque()
+            start, slow_since = time.perf_counter(), 0.0
+            written = deque([(start, 0)])  # Times of the last seconds, and bytes until then
+            for number in range(count + len(buffers)):
+                if number >= len(buffers):
+                    under_way.popleft().result()
+                    now = time.perf_counter()
+                    written.append((now, (number - len(buffers) + 1) * nbytes))
+                    while len(written) > 2 and written[1][0] < now - SETTLED_SECONDS:
+                        written.popleft()
+                    rate = (written[-1][1] - written[0][1]) / (now - written[0][0])
+                    if rate < SLOWER * burst and now - start > SETTLED_SECONDS:
+                        slow_since = slow_since or now
+                    if now - start > PAST_CACHE_SECONDS or (slow_since and now - slow_since > SETTLED_SECONDS):
+                        break
+                if number < count:
+                    buffer = buffers[number % len(buffers)].array
+                    under_way.append(store.write(extent, buffer, number * nbytes, nbytes))
+            for future in under_way:
+                future.result()
+            return rate
+        finally:
+            store.close()
+            _remove(folders)
+
     def _commit(self) -> float:
         start = time.perf_counter()
         self.store.sync([_FILE])
@@ -128,7 +176,7 @@ def open_scratch(
         for folder in folders:
             folder.mkdir()
         store = Store.create(folders, layout, io="posix", throttle=throttle)
-        yield ScratchFiles(store, records, transfers)
+        yield ScratchFiles(store, records, transfers, throttle)
     finally:
         if store is not None:
             store.close()

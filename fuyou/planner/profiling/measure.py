@@ -1,7 +1,8 @@
 """Measure everything that a prediction of a step needs, and cache the profile.
 
-This takes 6 to 12 s, three of them to start the optimizer process, and at most 20 s on slow drives or processors. It
-needs about as much memory as the engine for one block or the head, and 24 MiB per drive.
+This takes 6 to 12 s, three of them to start the optimizer process, and at most 20 s on slow drives or processors; and
+up to 30 s more to write past the drives' fast caches, in at most half of their free space. It needs about as much
+memory as the engine for one block or the head, and 24 MiB per drive.
 """
 
 import contextlib
@@ -10,8 +11,10 @@ import json
 import os
 import platform
 import time
+import warnings
+from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +26,7 @@ from common.errors import UserError
 from common.files import cached_path, read_cached, write_cached
 from common.hardware.machine import core_count, cpu_count
 from common.models.meta_model import build_meta_model
+from common.units import Interval, merge, total
 from fuyou.layout.model_layout import ModelLayout
 from fuyou.layout.record import Precision
 from fuyou.model.loss.router_loss import switch_router_logits
@@ -31,7 +35,7 @@ from fuyou.model.streamed_model import StreamedModel
 from fuyou.optimizer.process.client import OptimizerLink
 from fuyou.planner.profiling.blocks import BlockBench
 from fuyou.planner.profiling.contention import Load, RepeatedCall, measure_contention
-from fuyou.planner.profiling.drives import measure_link, open_scratch
+from fuyou.planner.profiling.drives import SLOWER, measure_link, open_scratch
 from fuyou.planner.profiling.optimizer import OptimizerBench, scratch_records
 from fuyou.planner.rates import FORMAT, Contention, PartTimes, Profile
 from fuyou.runtime.devices.device import Device, optimizer_threads
@@ -124,6 +128,7 @@ def measure(workload: ProfiledWorkload, device: Device) -> Profile:
         download_beside_bytes_per_second=copies.download_beside,
         read_bytes_per_second=drives.read,
         write_bytes_per_second=drives.write,
+        burst_write_bytes_per_second=drives.burst_write,
         mixed_bytes_per_second=drives.mixed,
         commit_seconds=drives.commit_seconds,
         adam_parameters_per_second=adam * workload.chunk_elements,
@@ -156,6 +161,7 @@ def _parts(
 
 
 _KIND = "profiles"
+_WATCHED_STEPS = 3  # Steps over which the rate of writes is averaged
 MAX_AGE_SECONDS = 30 * 86400.0  # Drives fill up and wear, drivers change: older profiles are measured again
 
 
@@ -175,6 +181,44 @@ def save(profile: Profile, workload: ProfiledWorkload, device: Device) -> Profil
     """Cache ``profile`` if possible, and return it."""
     write_cached(_KIND, describe(workload, device), FORMAT, profile=profile.to_dict())
     return profile
+
+
+class WriteWatch:
+    """Notices a drive that writes slower than its profile says, such as one whose fast cache is full.
+
+    Args:
+        profile: what the run was planned with; corrected in the cache, for the next plan.
+    """
+
+    def __init__(self, profile: Profile, workload: ProfiledWorkload, device: Device):
+        self._profile, self._workload, self._device = profile, workload, device
+        self._steps: deque[tuple[list[Interval], int, int]] = deque(maxlen=_WATCHED_STEPS)
+        self._slow_windows = 0  # In a row; as many as a window has steps, and it holds none of before
+        planned, read = profile.write_bytes_per_second, profile.read_bytes_per_second
+        mixing = profile.mixed_bytes_per_second * (1 / planned + 1 / read) / 2
+        sharing = [speeds[Resource.SSD] for speeds in profile.contention.speeds.values() if Resource.SSD in speeds]
+        self._slow = SLOWER * planned * min(1.0, mixing) * min([1.0, *sharing])
+
+    def step(self, busy: list[Interval], read: int, written: int) -> None:
+        """Take note of when the drives were busy with these bytes; warn if writes have become slow."""
+        self._steps.append((busy, read, written))
+        if self._slow_windows == _WATCHED_STEPS or len(self._steps) < _WATCHED_STEPS:
+            return
+        spans, reads, writes = zip(*self._steps, strict=True)
+        written, planned = sum(writes), self._profile.write_bytes_per_second
+        # Steps overlap: what is written back in one is reported with the next.
+        writing = total(merge([span for step in spans for span in step]))
+        writing -= sum(reads) / self._profile.read_bytes_per_second
+        self._slow_windows = self._slow_windows + 1 if 0 < written < self._slow * writing else 0
+        if self._slow_windows < _WATCHED_STEPS:
+            return
+        rate = written / writing
+        warnings.warn(
+            f"The drives write {rate / 1e9:.3g} GB/s, and {planned / 1e9:.3g} GB/s were planned: their fast cache is "
+            "full, or they are hot. The next plan counts on the lower rate.",
+            stacklevel=2,
+        )
+        save(replace(self._profile, write_bytes_per_second=rate), self._workload, self._device)
 
 
 def profile_path(key: dict[str, Any]) -> Path:

@@ -20,6 +20,7 @@ from tests.helpers.profiles import PROFILE
 def _quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(blocks, "REPEAT_SECONDS", 0.01)
     monkeypatch.setattr(drives, "DIRECTION_SECONDS", 0.05)
+    monkeypatch.setattr(drives, "PAST_CACHE_SECONDS", 0.0)
     monkeypatch.setattr(contention, "WINDOW_SECONDS", 0.02)
     monkeypatch.setattr(contention, "WARM_SECONDS", 0.01)
     monkeypatch.setattr(optimizer, "UPDATED_ELEMENTS", 1 << 14)

@@ -19,7 +19,7 @@ from fuyou.model.model_records import model_records
 from fuyou.model.recompute.policy import trace_block
 from fuyou.model.streamed_model import StreamedModel
 from fuyou.optimizer.process.client import OptimizerLink
-from fuyou.planner.profiling import ProfiledWorkload, measure
+from fuyou.planner.profiling import ProfiledWorkload, drives, measure
 from fuyou.planner.profiling.blocks import BlockBench, OperatorTimer, _extrapolated, _shortened, random_values
 from fuyou.planner.profiling.contention import pieces_per_second
 from fuyou.planner.profiling.drives import open_scratch
@@ -36,11 +36,11 @@ def workload(family: str, *directories: Path) -> ProfiledWorkload:
 
 @pytest.mark.usefixtures("_quick")
 def test_an_emulated_device_and_paced_drives_keep_their_rates(tmp_path: Path) -> None:
-    drives = [tmp_path / name for name in ("nvme0", "nvme1")]
-    for drive in drives:
+    directories = [tmp_path / name for name in ("nvme0", "nvme1")]
+    for drive in directories:
         drive.mkdir()
     device = emulated_device("emulated:tflops=2,memory=1GiB,link=3GB/s,ssd_read=400MB/s,ssd_write=200MB/s")
-    profile = measure(workload("llama", *drives), device)
+    profile = measure(workload("llama", *directories), device)
     assert profile.read_bytes_per_second == pytest.approx(800e6, rel=0.15)
     assert profile.write_bytes_per_second == pytest.approx(400e6, rel=0.15)
     assert profile.mixed_bytes_per_second == pytest.approx(2 / (1 / 800e6 + 1 / 400e6), rel=0.2)
@@ -48,7 +48,21 @@ def test_an_emulated_device_and_paced_drives_keep_their_rates(tmp_path: Path) ->
     assert profile.rates().flops_per_second == pytest.approx(2e12)
     assert profile.operators == ()
     assert profile.adam_parameters_per_second > 1e6
-    assert all(not list(drive.iterdir()) for drive in drives)
+    assert all(not list(drive.iterdir()) for drive in directories)
+
+
+@pytest.mark.parametrize("cache", [16 << 20, 1 << 40])
+def test_writes_go_past_the_fast_cache(cache: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(drives, "PAST_CACHE_SECONDS", 1.5)
+    monkeypatch.setattr(drives, "SETTLED_SECONDS", 0.4)
+    monkeypatch.setattr(drives, "_FILL_SECONDS", 0.2)
+    monkeypatch.setattr(drives, "_TRANSFER_BYTES", 1 << 20)
+    throttle = IoThrottle(80e6, 40e6, cache, 10e6)
+    with open_scratch([tmp_path], scratch_records(4096, BF16), throttle) as scratch:
+        rates = scratch.measure()
+    assert rates.burst_write == pytest.approx(40e6, rel=0.15)
+    assert rates.write == pytest.approx(10e6 if cache == 16 << 20 else 40e6, rel=0.15)
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.usefixtures("_quick")
