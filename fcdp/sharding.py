@@ -94,7 +94,7 @@ class Sharding:
         if self._cache is not None:
             self._cache.close()
 
-    def inter_node_bytes(self, micro_batches: int, *, first_step: bool = False) -> float:
+    def inter_node_bytes(self, micro_batches: int, *, first_step: bool = False, router_loss: bool = False) -> float:
         """Return the payload that one node should send to others in a step, by the planner's formulas.
 
         They assume that all that the strategy caches fits, and that every group is quantised where the strategy
@@ -121,6 +121,7 @@ class Sharding:
             compute_bytes=gathered / elements,
             gradient_bytes=reduced / max(trained, 1),
             micro_batches=micro_batches,
+            router_loss=router_loss,
         )
         collectives = step_collectives(layout, workload)
         if first_step and gathered > spread and layout.p != layout.os:

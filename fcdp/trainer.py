@@ -184,7 +184,6 @@ class Trainer:
         for index, part in enumerate(parts):
             with self._forward.separate_documents(part):
                 router.add(index, self._forward.run(part).router_logits or ())
-        self._sharding.reshard()  # some stay whole after a forward pass, expecting a backward pass
         self._forward.combine(router)
         set_random_states(states, self._device)
 
@@ -247,7 +246,8 @@ class Trainer:
 
     def planned_sent_bytes(self, rows: int) -> float:
         """Return the bytes that a node sends in a step of ``rows`` sequences by the formulas, after the first."""
-        return self._sharding.inter_node_bytes(self._forward.micro_batches(rows))
+        routed = self._model.router_loss is not None
+        return self._sharding.inter_node_bytes(self._forward.micro_batches(rows), router_loss=routed)
 
     def model_flops_per_token(self, seq_len: int) -> float:
         """Return 6 FLOPs per parameter and token, 4 per frozen one, plus attention's; recomputation is not counted."""

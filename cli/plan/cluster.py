@@ -61,6 +61,7 @@ def _workload(settings: Settings, batch_size: int | None, cluster: Cluster) -> W
         micro_batches=batch // at_once,
         trainable_ratio=_trainable_ratio(settings, config),
         cache_threshold=settings.device_cache_threshold,
+        router_loss=settings.router_loss,
     )
 
 

@@ -19,8 +19,8 @@ from fcdp.strategy.strategy import Format, Ring, StrategyMeshes
 
 # A broadcast: every rank in turn sends its part to all, with an all-gather's result.
 Operation = Literal["all_gather", "reduce_scatter", "all_reduce", "broadcast"]
-# In every forward, in every backward, after the last backward, or before the next forward.
-Phase = Literal["forward", "backward", "reduce", "spread"]
+# In every forward, in every backward, after the last backward, before the next forward, or in a forward for the router.
+Phase = Literal["forward", "backward", "reduce", "spread", "route"]
 
 BYTES_PER_ELEMENT: dict[Format, float] = {
     "bf16": 2.0,
@@ -89,6 +89,7 @@ def step_collectives(layout: StrategyMeshes, workload: Workload, *, select_and_d
             found.append(Collective(purpose, operation, mesh, nbytes, times, phase, ring))
 
     add("gather P, forward", "all_gather", p, gather * psi, s, "forward")
+    add("gather P, router loss", "all_gather", p, gather * again, workload.router_passes, "route")
     if layout.secondary is None:
         add("gather P, backward", "all_gather", p, gather * again, s, "backward")
     else:

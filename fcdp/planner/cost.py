@@ -141,6 +141,8 @@ def _scratch(stages: Sequence[tuple[tuple[Axis, ...], Format]], layout: Strategy
 # uses the device's processors and memory. AMSP, table V: of 0.41 s of collectives (7B, M = 1), 0.29 s.
 OVERLAP = 0.7
 
+PASSES: tuple[Phase, ...] = ("forward", "backward", "route")  # phases of every micro-batch
+
 OPTIMIZER_BYTES = 28.0  # per trainable parameter: 12 of states and 2 of gradient in, 12 and 2 of P out
 
 
@@ -156,7 +158,7 @@ class Engine:
 
     def pieces(self, collective: Collective, is_gathered: bool, workload: Workload) -> int:
         """Return the number of messages in which a collective of all units is sent."""
-        if is_gathered and collective.phase in ("forward", "backward"):
+        if is_gathered and collective.phase in PASSES:
             return self.tensors or workload.units
         return math.ceil(collective.nbytes / self.bucket_bytes) if self.bucket_bytes else workload.units
 
@@ -261,7 +263,7 @@ def estimate(
     exposed: dict[Phase, float] = defaultdict(float)
     for collective, seconds in zip(collectives, durations, strict=True):
         # Some run in all micro-batches but one (AMSP's T_g); time them as an even part of each.
-        each = workload.micro_batches if collective.phase in ("forward", "backward") else 1
+        each = workload.micro_batches if collective.phase in PASSES else 1
         part = hidden if overlaps and engine.hides(collective) else exposed
         part[collective.phase] += seconds * collective.times / each
     copies = _copies(layout, workload, memory, cluster)
@@ -275,10 +277,13 @@ def estimate(
 
     # By AMSP V-C: gathers run one unit ahead, reductions one behind, and new P is spread during the first forward.
     first = pass_seconds(forward, hidden["forward"] + hidden["spread"])
+    if workload.router_passes:  # new P is spread during these
+        first = pass_seconds(forward, hidden["route"] + hidden["spread"]) + pass_seconds(forward, hidden["forward"])
+        first += (workload.router_passes - 1) * pass_seconds(forward, hidden["route"])
     last = pass_seconds(backward, hidden["backward"] + hidden["reduce"])
     others = pass_seconds(forward, hidden["forward"]) + pass_seconds(backward, hidden["backward"])
     step = first + last + (workload.micro_batches - 1) * others
-    step += workload.micro_batches * (exposed["forward"] + exposed["backward"])
+    step += workload.micro_batches * (exposed["forward"] + exposed["backward"] + exposed["route"])
     step += exposed["reduce"] + exposed["spread"]
     step += update
     flops = workload.micro_batches * (workload.forward_flops + workload.backward_flops(False))
@@ -292,7 +297,7 @@ def estimate(
         seconds=tuple(seconds * collective.times for collective, seconds in zip(collectives, durations, strict=True)),
         inter_node_bytes=inter,
         intra_node_bytes=intra,
-        compute_seconds=workload.micro_batches * (forward + backward) + update,
+        compute_seconds=workload.micro_batches * (forward + backward) + workload.router_passes * forward + update,
         step_seconds=step,
         mfu=None if peak is None else flops / step / peak,
         fits=memory.device <= cluster.device_memory_bytes and memory.host <= cluster.host_memory_bytes,

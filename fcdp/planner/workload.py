@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
@@ -10,6 +11,8 @@ from common.models.flops import active_parameters, model_flops_per_token
 from common.models.meta_model import build_meta_model
 from common.models.structure import find_blocks
 from fcdp.grouping import find_units, whole_units
+from fuyou.model.loss.router_loss import find_router_loss, wants_router_loss
+from fuyou.model.streamed_model import StreamedModel
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,7 @@ class Workload:
     compute_bytes: float = 2.0  # bytes of one parameter as it is gathered, where that is not quantised
     gradient_bytes: float = 2.0  # bytes of one gradient as it is reduced, where that is not quantised
     micro_batches: int = 1  # number of micro-batches that accumulate before the optimizer steps: s in PaRO, M in AMSP
+    router_loss: bool = False  # whether the loss has a router loss, which is known once all of a batch has gone forward
     cache_threshold: float = 0.9  # part of device memory up to which an adaptive cache keeps shards there
     deepspeed_states: bool = False  # P, G, and OS take 2, 2, and 12 bytes over their scopes, as the papers count them
 
@@ -47,6 +51,11 @@ class Workload:
     def tokens(self) -> int:
         """Tokens of one micro-batch."""
         return self.seq_len * self.micro_batch
+
+    @property
+    def router_passes(self) -> int:
+        """Forward passes without a backward pass, in which the router loss of several micro-batches is found."""
+        return self.micro_batches if self.router_loss and self.micro_batches > 1 else 0
 
     @property
     def units(self) -> int:
@@ -82,6 +91,7 @@ class Workload:
         trainable_ratio: float = 1.0,
         dtype_bytes: int = 2,
         cache_threshold: float = 0.9,
+        router_loss: str = "auto",
     ) -> "Workload":
         """Return the workload of a Hugging Face model that computes and reduces in ``dtype_bytes`` per number."""
         model = build_meta_model(config)
@@ -91,11 +101,12 @@ class Workload:
         kept, largest = _kept_and_largest(model)
         attention = (model_flops_per_token(model, seq_len) - 6.0 * active) / 3
         text = config.get_text_config()
+        is_gated = any(name.endswith(("gate_proj", "gate_up_proj")) for name, _ in model.named_modules())
         return cls(
             parameters=parameters,
             trainable=parameters * trainable_ratio,
             blocks=len(list(blocks.children())),
-            block_activation_bytes=dtype_bytes / 2 * _block_activation_bytes(text, _is_gated(model)),
+            block_activation_bytes=dtype_bytes / 2 * _block_activation_bytes(text, is_gated),
             hidden_bytes=float(dtype_bytes * text.hidden_size),
             logits_bytes=(dtype_bytes + 4.0 + 4.0) * text.vocab_size,
             forward_flops_per_token=2.0 * active + attention,
@@ -108,8 +119,15 @@ class Workload:
             compute_bytes=float(dtype_bytes),
             gradient_bytes=float(dtype_bytes),
             micro_batches=micro_batches,
+            router_loss=wants_router_loss(model, router_loss) and _has_router_loss(config, router_loss),
             cache_threshold=cache_threshold,
         )
+
+
+def _has_router_loss(config: PreTrainedConfig, choice: str) -> bool:
+    model = build_meta_model(config)  # splitting it at its blocks changes it
+    wants_router_loss(model, choice)
+    return find_router_loss(StreamedModel(model, torch.device("cpu")), choice) is not None
 
 
 def _kept_and_largest(model: nn.Module) -> tuple[float, float]:
@@ -121,11 +139,6 @@ def _kept_and_largest(model: nn.Module) -> tuple[float, float]:
         for group in whole_units(units)
     ]
     return sum(size for is_kept, size in sizes if is_kept), max(size for _, size in sizes)
-
-
-def _is_gated(model: object) -> bool:
-    names = (name for name, _ in model.named_modules())  # type: ignore[attr-defined]
-    return any(name.endswith(("gate_proj", "gate_up_proj")) for name in names)
 
 
 def _block_activation_bytes(config: PreTrainedConfig, gated: bool) -> float:

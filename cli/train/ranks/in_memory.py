@@ -164,6 +164,7 @@ def _choose(job: Job, settings: Settings, topology: Topology) -> str:
         trainable_ratio=min(1.0, trained / whole),
         dtype_bytes=DTYPES[settings.dtype].itemsize,
         cache_threshold=settings.device_cache_threshold,
+        router_loss=settings.router_loss,
     )
     choice = choose_strategy(settings, workload, topology.levels)
     seconds, sent = format_seconds(choice.step_seconds), format_bytes(choice.inter_node_bytes)

@@ -4,6 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from transformers import MixtralConfig
 
 from common.errors import UserError
 from common.models.presets import load_config
@@ -150,6 +151,35 @@ def test_where_nothing_overlaps_a_step_lasts_as_long_as_all_of_it() -> None:
     for name in ("zero3", "paro-nig", "fcdp", "ddp"):
         result = estimate(PRESETS[name].on(Levels((8, 4))), workload, serial, checkpointing=False)
         assert result.step_seconds == pytest.approx(result.compute_seconds + result.communication_seconds)
+
+
+def test_the_router_loss_of_several_micro_batches_takes_a_forward_pass_of_each_more() -> None:
+    layout, kept = PRESETS["zero3"].on(Levels((8, 4))), 1e9
+    plain = replace(WORKLOAD, micro_batches=3, kept_gathered=kept)
+    routed = replace(plain, router_loss=True)
+    for overlaps in (True, False):
+        cluster = replace(dgx(), overlaps=overlaps)
+        without, result = (estimate(layout, each, cluster, checkpointing=True) for each in (plain, routed))
+        (gather,) = set(result.collectives) - set(without.collectives)
+        assert (gather.operation, gather.nbytes, gather.times) == ("all_gather", 2 * (PSI - kept), 3)
+        forward = 2 * PSI * 4096 / cluster.flops_per_second + 4 * PSI / cluster.memory_bytes_per_second
+        assert result.compute_seconds - without.compute_seconds == pytest.approx(3 * forward)
+        sent = result.communication_seconds - without.communication_seconds
+        hidden = OVERLAP * min(3 * forward, sent) if overlaps else 0.0
+        assert result.step_seconds - without.step_seconds == pytest.approx(3 * forward + sent - hidden)
+        assert result.memory == without.memory
+    single = [estimate(layout, replace(each, micro_batches=1), dgx(), checkpointing=True) for each in (plain, routed)]
+    assert single[0] == single[1]
+
+
+@pytest.mark.parametrize(("router_loss", "planned"), [("auto", True), ("off", False)])
+def test_a_configured_router_loss_is_planned(router_loss: str, planned: bool) -> None:
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    config = MixtralConfig(**sizes, num_attention_heads=2, num_key_value_heads=1, output_router_logits=True)
+    workload = Workload.of_model(config, seq_len=8, micro_batches=2, router_loss=router_loss)
+    assert workload.router_passes == (2 if planned else 0)
+    with pytest.raises(UserError, match="LlamaForCausalLM has no router loss"):
+        Workload.of_model(load_config("llama-10m")[0], seq_len=8, router_loss="on")
 
 
 def test_a_step_that_computes_much_hides_what_can_be_hidden() -> None:
