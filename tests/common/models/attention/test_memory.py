@@ -1,6 +1,6 @@
 """What is counted for masks and scores, and what a block really takes."""
 
-import os
+import ctypes
 import sys
 
 import pytest
@@ -47,8 +47,7 @@ def test_a_chunk_takes_no_more(case: str) -> None:
 
 def _measured(call: str) -> tuple[int, int]:
     """Measure in an own process: pages that other tests have left in the heap would be counted when they are used."""
-    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}  # so that what is freed leaves the process
-    done = forked.run([sys.executable, "-c", f"from {__name__} import *; {call}"], timeout=120, env=environment)
+    done = forked.run([sys.executable, "-c", f"from {__name__} import *; {call}"], timeout=120)
     assert done.returncode == 0, done.stderr
     taken, counted = map(int, done.stdout.split())
     return taken, counted
@@ -58,6 +57,7 @@ def measure_chunk(window: int = 0, cap: float = 0.0, key_width: int = 64) -> Non
     """Print how many bytes a forward and a backward pass take at their peak, and what is counted."""
     queries, keys = 1024, 8192
     counted = AttentionMemory(0, window, 4, 0, key_width, 64, 4, 2, bool(cap)).chunk_bytes(queries, keys)
+    ctypes.CDLL(None).mallopt(-3, 65536)  # the least size of memory that leaves the process when it is freed
     for past in (16, keys - queries):  # the first loads code
         shapes = (4, queries, key_width), (2, past + queries, key_width), (2, past + queries, 64)
         inputs = [torch.randn(1, *shape, requires_grad=True) for shape in shapes]
