@@ -7,8 +7,6 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib.resources import files
-from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -90,9 +88,9 @@ def _unescaped(text: str) -> str:
     return raw.decode(errors="surrogateescape")
 
 
-def preset_files(kind: str, extension: str = ".toml") -> dict[str, Traversable]:
+def preset_files(kind: str, extension: str = ".toml") -> dict[str, Path]:
     """Return the file of every preset in ``configs/<kind>``, by name; they are data of the installed package."""
-    folder = files("configs").joinpath(kind)
+    folder = Path(__file__).parents[1] / "configs" / kind  # not by import: a user's own `configs` may come first
     return {file.name.removesuffix(extension): file for file in folder.iterdir() if file.name.endswith(extension)}
 
 

@@ -15,6 +15,8 @@ if getattr(common, "PROJECT", None) != "fuyou":
 
 if TYPE_CHECKING:
     from common.errors import FinetuneError, UserError
+    from common.models.checkpoint.saving import NonFiniteWeights
+    from common.store.errors import StoreError
     from fuyou.config import EngineConfig
     from fuyou.engine.engine import Engine
     from fuyou.engine.steps import EngineOutput
@@ -30,7 +32,9 @@ __all__ = [
     "EngineOutput",
     "FinetuneError",
     "NonFiniteLoss",
+    "NonFiniteWeights",
     "StepReport",
+    "StoreError",
     "UserError",
     "prove",
 ]
@@ -42,7 +46,9 @@ _MODULES = {
     "ActivationPolicy": "fuyou.model.recompute.policy",
     "FinetuneError": "common.errors",
     "NonFiniteLoss": "fuyou.optimizer.nonfinite",
+    "NonFiniteWeights": "common.models.checkpoint.saving",
     "StepReport": "fuyou.runtime.accounting",
+    "StoreError": "common.store.errors",
     "UserError": "common.errors",
     "prove": "fuyou.preflight.preflight",
 }
@@ -58,4 +64,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__, "__version__"})
+    return sorted([*__all__, "__version__"])

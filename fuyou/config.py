@@ -2,14 +2,16 @@
 
 import math
 import os
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Sequence
+from dataclasses import Field, dataclass, field, fields, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Required, TypedDict, Unpack
 
 import torch
 from peft import PeftConfig
 
-from common.errors import UserError
+from common.docstrings import attribute_docstrings
+from common.errors import UserError, did_you_mean
 from common.hardware.drives import UNKNOWN_ENDURANCE, warranted_bytes
 from common.models.adapters.options import AdapterOptions
 from common.models.adapters.saved import SavedAdapter
@@ -31,6 +33,55 @@ AUTO = "auto"
 """The dtype that asks for a decision by what the device multiplies faster."""
 DEFAULT_DTYPE = "bf16"
 """The dtype that replaces :data:`AUTO` until the decision is made."""
+
+
+class EngineOptions(TypedDict, total=False):
+    """The keywords of :class:`fuyou.Engine`, for type checkers; :class:`EngineConfig` and its groups explain them."""
+
+    ssd: Required[str | os.PathLike[str] | Sequence[str | os.PathLike[str]]]
+    run_name: str
+    resume: bool
+    overwrite: bool
+    leave_ssd: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+    commit_every: int
+    drive_life: float | None
+    single_slot: bool
+    io: str
+    lr: float
+    optimizer: str
+    betas: tuple[float, float] | None
+    eps: float
+    weight_decay: float
+    optimizer_dtype: str
+    max_grad_norm: float | None
+    clip_by: str
+    deferred_fraction: float
+    on_nonfinite: str
+    host_memory: int | str | None
+    device_memory: int | str | None
+    host_cache: int | str | None
+    kept_activations: ActivationPolicy | int | str | None
+    piece_size: int | str | None
+    micro_batch: int | None
+    batch_shape: tuple[int, int] | None
+    token_outputs: int
+    reference: bool
+    images: bool
+    padded: bool
+    adapters: PeftConfig | AdapterOptions | str | os.PathLike[str] | None
+    trainable: Sequence[str] | None
+    frozen_dtype: str | None
+    freeze_vision_tower: bool
+    freeze_multi_modal_projector: bool
+    device: str | torch.device | Device
+    dtype: str
+    seed: int
+    deterministic: bool
+    router_loss: str
+    automatic: bool
+    topology: ClusterTopology | None
+    prove: bool
+    packed: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,23 +139,25 @@ class EngineConfig:
     planner sets it; it is no keyword of the engine."""
 
     @classmethod
-    def of(cls, **options: Any) -> "EngineConfig":
+    def of(cls, **options: Unpack[EngineOptions]) -> "EngineConfig":
         """Build a configuration from options by their names alone, whichever group they belong to.
 
         Raises:
             TypeError: an option is unknown, or ``ssd`` is missing.
             UserError: an option has a value that it cannot have.
         """
-        unknown = [name for name in options if name not in OPTION_NAMES]
-        if unknown:
-            raise TypeError(f"Engine.__init__() got an unexpected keyword argument {unknown[0]!r}")
+        unknown = next((name for name in options if name not in OPTION_NAMES), None)
+        if unknown is not None:
+            hint = did_you_mean(unknown, OPTION_NAMES)
+            raise TypeError(f"Engine.__init__() got an unexpected keyword argument {unknown!r}.{hint}")
         if "ssd" not in options:
             raise TypeError("Engine.__init__() missing 1 required keyword-only argument: 'ssd'")
+        values: dict[str, Any] = dict(options)
         groups = {
-            name: group(**{key: options.pop(key) for key in _names(group) if key in options})
+            name: group(**{key: values.pop(key) for key in _names(group) if key in values})
             for name, group in _GROUPS.items()
         }
-        return cls(**groups, **options)
+        return cls(**groups, **values)
 
     def with_options(self, **options: Any) -> "EngineConfig":
         """Return this configuration with other values of some options, by their names alone."""
@@ -255,11 +308,20 @@ class EngineConfig:
 
 
 def _names(group: type) -> list[str]:
-    return [one.name for one in fields(group)]
+    return [field.name for field in fields(group)]
 
 
 _GROUPS = {"store": StoreConfig, "optimizer": OptimizerConfig, "memory": MemoryConfig, "weights": WeightsConfig}
-OPTION_NAMES = frozenset(name for group in _GROUPS.values() for name in _names(group)) | (
-    frozenset(_names(EngineConfig)) - {*_GROUPS, "max_clipped_share"}
-)
+OPTION_NAMES = frozenset(EngineOptions.__annotations__)
 """Names of all options: what :meth:`EngineConfig.of`, and so the engine, takes as keywords."""
+
+
+def explained_options() -> list[tuple[Field[Any], str]]:
+    """Return the field of every option, and what it means."""
+    return [
+        (item, meanings[item.name])
+        for cls in (*_GROUPS.values(), EngineConfig)
+        for meanings in (attribute_docstrings(cls),)
+        for item in fields(cls)
+        if item.name in OPTION_NAMES and not (cls is EngineConfig and item.name in _GROUPS)
+    ]

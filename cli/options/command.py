@@ -10,8 +10,9 @@ from click.shell_completion import CompletionItem
 
 from cli.options.all_options import GROUPS
 from cli.options.config_file import load_config_file
-from cli.options.option import WRITTEN, GroupedOption, attribute_docstrings, option_fields
+from cli.options.option import WRITTEN, GroupedOption, option_fields
 from cli.options.removed import instead_of
+from common.docstrings import attribute_docstrings
 
 EXAMPLES = {
     "Model": "finetune --model ~/Llama-3-8B --data chats.jsonl\n"

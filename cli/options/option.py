@@ -1,16 +1,11 @@
 """What an option is: how a field of the settings declares one, and what click makes of it. Imports nothing slow."""
 
-import ast
 import dataclasses
-import inspect
 import math
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Flag, auto
-from functools import cache
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
@@ -160,27 +155,6 @@ def declaration_of(item: dataclasses.Field[Any]) -> Declaration:
     """Return what a field says about its option."""
     declaration: Declaration = item.metadata[_KEY]
     return declaration
-
-
-@cache
-def _class_bodies(module: str) -> dict[str, list[ast.stmt]]:
-    tree = ast.parse(inspect.getsource(sys.modules[module]))
-    return {node.name: node.body for node in tree.body if isinstance(node, ast.ClassDef)}
-
-
-def attribute_docstrings(cls: type) -> dict[str, str]:
-    """Return the string below each annotated attribute of a class, on one line; Python itself keeps none of them.
-
-    Args:
-        cls: at the top level of a module whose source is there; what it inherits is not looked at.
-    """
-    body = _class_bodies(cls.__module__)[cls.__name__]
-    return {
-        one.target.id: " ".join(line.strip() for line in str(other.value.value).splitlines())
-        for one, other in pairwise(body)
-        if isinstance(one, ast.AnnAssign) and isinstance(one.target, ast.Name)
-        if isinstance(other, ast.Expr) and isinstance(other.value, ast.Constant) and isinstance(other.value.value, str)
-    }
 
 
 # -- what click makes of it -------------------------------------------------------------------------------------------

@@ -1,16 +1,21 @@
 """The single-node engine: fine-tunes a model that is larger than the machine's memory, in an ordinary PyTorch loop."""
 
+import inspect
 import os
+import textwrap
+import threading
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import MISSING
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from transformers import PreTrainedConfig
 
 from common.errors import UserError
-from fuyou.config import EngineConfig
+from fuyou.config import EngineConfig, EngineOptions, explained_options
 from fuyou.engine.figures import EngineFigures
 from fuyou.engine.opening import OpenRun
 from fuyou.engine.saving import save
@@ -38,19 +43,7 @@ class Engine(EngineFigures):
     Args:
         model: checkpoint directory, preset name, or transformers configuration (the last two: random weights).
         config: everything else that can be said about the run; or:
-        options: the same by the options' own names, see :class:`fuyou.EngineConfig` and the groups in it. ``ssd`` is
-            the only one that must be given; all others have defaults. The names are: ``ssd``, ``run_name``,
-            ``resume``, ``overwrite``, ``leave_ssd``, ``commit_every``, ``drive_life``, ``single_slot``, ``io``
-            (:class:`fuyou.option_groups.StoreConfig`); ``lr``, ``betas``, ``eps``, ``weight_decay``,
-            ``optimizer``, ``optimizer_dtype``, ``max_grad_norm``, ``clip_by``,
-            ``deferred_fraction``, ``on_nonfinite`` (:class:`fuyou.option_groups.OptimizerConfig`); ``host_memory``,
-            ``device_memory``, ``host_cache``, ``kept_activations``, ``piece_size``, ``micro_batch``, ``batch_shape``,
-            ``token_outputs``, ``reference``, ``images``, ``padded``
-            (:class:`fuyou.option_groups.MemoryConfig`);
-            ``adapters``, ``trainable``, ``frozen_dtype``, ``freeze_vision_tower``,
-            ``freeze_multi_modal_projector`` (:class:`fuyou.option_groups.WeightsConfig`); ``device``, ``dtype``,
-            ``seed``, ``deterministic``, ``router_loss``, ``automatic``, ``topology``,
-            ``prove``, ``packed``.
+        options: the same by the options' own names, listed below. Only ``ssd`` must be given.
 
     Attributes:
         config: the model's configuration, of transformers.
@@ -67,7 +60,7 @@ class Engine(EngineFigures):
         self,
         model: str | os.PathLike[str] | PreTrainedConfig,
         config: EngineConfig | None = None,
-        **options: Any,
+        **options: Unpack[EngineOptions],
     ):
         if config is not None and options:
             raise TypeError(f"Engine takes a config or options by name, not both: {', '.join(options)}")
@@ -76,6 +69,8 @@ class Engine(EngineFigures):
             raise UserError(f"Engine takes a checkpoint's directory or a configuration, not a {type(model).__name__}.")
         self.lr = config.optimizer.lr
         self._model, self._asked = model, config
+        _release(config)
+        self._pid = os.getpid()
         run = OpenRun(model, config)
         super().__init__(run, Steps(run))
         self._adapters_off = False
@@ -83,6 +78,13 @@ class Engine(EngineFigures):
         self.created_bytes = self._run.created_bytes
         self.parameters = self._run.model.parameters
         self.trainable_parameters = self._run.model.trainable_parameters
+        _ENGINES.add(self)
+
+    def __repr__(self) -> str:
+        state = "closed" if self._run.closed else f"step {self.step_count}"
+        name, folder = type(self._run.model.stack.model).__name__, self._asked.store.folders[0]
+        sizes = f"{self.trainable_parameters:,} of {self.parameters:,} parameters trained"
+        return f"<fuyou.Engine {name}, {sizes}, {state}, in {folder}>"
 
     # -- training -------------------------------------------------------------------------------------------------
 
@@ -283,10 +285,19 @@ class Engine(EngineFigures):
     # -- reading --------------------------------------------------------------------------------------------------
 
     def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield every parameter's name and fp32 master weight (or frozen value), read from the store one at a time."""
+        """Yield every parameter's name and fp32 master weight (or frozen value), read from the store one at a time.
+
+        They are copies, and PyTorch rejects changing them in place: ``clone()`` one to compute with it.
+        """
         self.flush()
         with self._run.runtime.io.not_counted():
-            yield from self._run.reader().masters()
+            masters = self._run.reader().masters()
+            while True:
+                with torch.inference_mode():
+                    item = next(masters, None)
+                if item is None:
+                    return
+                yield item
 
     def save_pretrained(
         self, directory: str | os.PathLike[str], *, merge: bool = False, allow_nonfinite: bool = False
@@ -321,6 +332,52 @@ class Engine(EngineFigures):
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.close()
+
+
+_ENGINES: weakref.WeakSet[Engine] = weakref.WeakSet()
+
+
+def _open_engines() -> list[Engine]:
+    """Return the open engines of this process; a forked one leaves those of its parent alone."""
+    return [engine for engine in _ENGINES if engine._pid == os.getpid() and not engine._run.closed]
+
+
+def _release(config: EngineConfig) -> None:
+    """Close an engine of this process whose run is to be resumed or replaced: a notebook's cell is run again."""
+    if config.topology is None and (config.store.resume or config.store.overwrite):
+        folders = {folder.resolve() for folder in (*config.store.folders, *config.store.folders_to_leave)}
+        for engine in _open_engines():
+            if not folders.isdisjoint(folder.resolve() for folder in engine._asked.store.folders):
+                engine.close()
+
+
+def _close_all() -> None:
+    """Commit the last step of a program that ends without closing its engines."""
+    with ExitStack() as stack:
+        for engine in _open_engines():
+            stack.callback(engine.close)
+
+
+# Not atexit, which runs after the pools of threads that write the last step have been shut down.
+threading._register_atexit(_close_all)  # type: ignore[attr-defined]
+
+
+def _explain_options() -> None:
+    """Let ``help`` and completion show each option with its type, its default, and what it means."""
+    parameters, text = list(inspect.signature(Engine).parameters.values())[:-1], "\n    Options:\n"
+    for field, meaning in explained_options():
+        default = inspect.Parameter.empty if field.default is MISSING else field.default
+        parameters.append(
+            inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=field.type)
+        )
+        label = f"        {field.name}: "
+        text += textwrap.fill(meaning, 120, initial_indent=label, subsequent_indent=" " * 12) + "\n"
+    Engine.__doc__ = f"{Engine.__doc__}{text}"
+    Engine.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+
+
+with suppress(OSError):  # a program without its source
+    _explain_options()
 
 
 def _device_of(batch: Mapping[str, Any]) -> torch.device:

@@ -298,27 +298,26 @@ class Steps:
 
     def _evaluate(self, batch: TrainingBatch, labels: int, passing: TokenPass | None = None) -> StepComputation:
         """Run a forward pass that changes nothing, without dropout."""
-        run, model, runtime = self._run, self._run.model.stack.model, self._run.runtime
+        run, runtime = self._run, self._run.runtime
         shape = runtime.batch_shape(*batch.size, ENGINE_LOSS if passing is None else loss_inputs(passing))
         micro, start_time = self._micro_batches(batch), time.monotonic()
-        model.eval()
-        try:
-            self._torn = True
-            tasks = runtime.scheduler.evaluation(run.step_count, shape)
-            computation = self._computation(tasks, batch, micro, labels, start_time, passing)
-            runtime.submit(tasks)
-            self._torn = False
+        with run.model.stack.evaluating():
             try:
-                computation.forward()
-            except BaseException:
-                # What waits for the rest of this pass must not wait for ever: nobody looks at what it leaves behind.
                 self._torn = True
-                runtime.plane.executor.finish_all(task for task in tasks.tasks if task.op is Op.COMPUTE)
+                tasks = runtime.scheduler.evaluation(run.step_count, shape)
+                computation = self._computation(tasks, batch, micro, labels, start_time, passing)
+                runtime.submit(tasks)
                 self._torn = False
-                raise
-        finally:
-            runtime.accounting.take()
-            model.train()
+                try:
+                    computation.forward()
+                except BaseException:
+                    # What waits for the rest of this pass must not wait for ever: nobody looks at what it leaves.
+                    self._torn = True
+                    runtime.plane.executor.finish_all(task for task in tasks.tasks if task.op is Op.COMPUTE)
+                    self._torn = False
+                    raise
+            finally:
+                runtime.accounting.take()
         return computation
 
     # -- what both need -------------------------------------------------------------------------------------------

@@ -10,8 +10,10 @@ def checked_user_state(state: dict[str, Any]) -> dict[str, Any]:
     """Return a copy of ``state`` as a resumed run will find it.
 
     Raises:
-        UserError: if it holds what JSON cannot carry.
+        UserError: it is no dictionary, or holds what JSON cannot carry.
     """
+    if not isinstance(state, dict):
+        raise UserError(f"user_state is a dictionary, not a {type(state).__name__}.")
     try:
         copied = json.loads(json.dumps(state, allow_nan=False))
     except (TypeError, ValueError) as error:

@@ -14,6 +14,7 @@ block of each type runs on the meta device (:mod:`fuyou.model.blocks.calls`).
 """
 
 import contextlib
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
@@ -242,6 +243,24 @@ class StreamedModel:
         separated = contextlib.nullcontext() if documents is None else self._separator.apart(documents)
         with self.kernels.pinned(), separated:
             yield
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Compute without dropout while the context is open, and rows as a whole, as in training.
+
+        xLSTM's own evaluation calls all blocks once for every so many tokens of a long row.
+        """
+        config = self.model.config
+        before = {name: getattr(config, name) for name in ("max_inference_chunksize",) if hasattr(config, name)}
+        self.model.eval()
+        try:
+            for name in before:
+                setattr(config, name, sys.maxsize)
+            yield
+        finally:
+            for name, value in before.items():
+                setattr(config, name, value)
+            self.model.train()
 
     @contextmanager
     def bound(self, parameters: Mapping[str, torch.Tensor], *, before: bool | None = None) -> Iterator[None]:

@@ -19,19 +19,19 @@ class StepReport:
     grad_norm: float  # Norm of the whole gradient before clipping
     seconds: float  # From the call of the engine to the end of :meth:`Engine.step`; write-back may continue
     tokens: int
-    bound_seconds: dict[str, float]  # Time that each resource was busy since the last report
-    idle_seconds: dict[str, float]  # Idle time of the device since the last report, by its cause
-    planned_read_bytes: int  # Bytes that the schedule had the SSDs read
-    planned_written_bytes: int
-    planned_sent_bytes: int = 0  # Bytes that the schedule had this rank send to other nodes
-    kept_activation_bytes: int = 0  # Bytes of operator outputs that were saved for the backward pass, in any tier
-    recomputation_saved: float = 0.0  # Fraction of the recomputation's FLOPs that was left out
+    bound_seconds: dict[str, float] = field(repr=False)  # Time that each resource was busy since the last report
+    idle_seconds: dict[str, float] = field(repr=False)  # Idle time of the device since the last report, by its cause
+    planned_read_bytes: int = field(repr=False)  # Bytes that the schedule had the SSDs read
+    planned_written_bytes: int = field(repr=False)
+    planned_sent_bytes: int = field(default=0, repr=False)  # Bytes that the schedule had this rank send to other nodes
+    kept_activation_bytes: int = field(default=0, repr=False)  # Of saved operator outputs, in any tier
+    recomputation_saved: float = field(default=0.0, repr=False)  # Fraction of the recomputation that was left out
     skipped: bool = False  # Whether loss or gradient were not finite, and nothing was changed
     clipped: bool = False  # Whether the gradient was scaled down
     aux_loss: float | None = None  # The router loss, not multiplied by its coefficient, where it is a part of the loss
     updated_again: bool = False  # Whether updates ran before the norm was known, and run again
     # When each resource was busy since the last report, (begin, end) in seconds on `time.monotonic`'s clock.
-    busy_intervals: dict[str, list[Interval]] = field(default_factory=dict)
+    busy_intervals: dict[str, list[Interval]] = field(default_factory=dict, repr=False)
 
 
 @dataclass

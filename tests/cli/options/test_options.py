@@ -13,9 +13,10 @@ from cli.main import main
 from cli.options.__main__ import options_page
 from cli.options.all_options import GROUPS
 from cli.options.command import build_command, repeat_option
-from cli.options.option import attribute_docstrings, option_fields
+from cli.options.option import option_fields
 from cli.options.schedule import Warmup
 from cli.options.settings import Settings, expand_pattern
+from common.docstrings import attribute_docstrings
 from common.errors import UserError
 from fuyou.config import OPTION_NAMES
 
