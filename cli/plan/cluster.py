@@ -125,6 +125,10 @@ def render(result: StrategyPlan, workload: Workload, cluster: Cluster) -> str:
     lines += ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     if choice is not None:
         lines += ["", *_details(choice)]
+        plain = next((estimate for estimate in fitting if estimate.name == "zero3"), choice)
+        if plain is not choice:
+            gain = plain.step_seconds / choice.step_seconds
+            lines.append(f"  {gain:.2f} times as fast as zero3, plain FSDP2: {choice.changes_from(plain)}")
     order = _node_order(result, cluster)
     if order is not None and choice is not None and cluster.leaf_of_node is not None:
         group = group_of(choice.layout)

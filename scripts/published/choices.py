@@ -16,6 +16,9 @@ COMPARED = {
 }
 
 
+CLEARLY = 0.05  # planned gain that counts: about the planner's own median error
+
+
 @dataclass(frozen=True)
 class Testbed:
     """A paper's experiment and the strategy that won it."""
@@ -52,15 +55,6 @@ def all_testbeds() -> list[Testbed]:
     ]  # fmt: skip
 
 
-def phases(planned: Estimate) -> dict[str, float]:
-    """Seconds of a step's collectives by what they do, hidden or not."""
-    seconds = {"gathers": 0.0, "reductions": 0.0, "new parameters": 0.0}
-    names = {"gather": "gathers", "reduce": "reductions", "spread": "new parameters"}
-    for collective, taken in zip(planned.collectives, planned.seconds, strict=True):
-        seconds[names[collective.purpose.split()[0]]] += taken
-    return seconds
-
-
 @dataclass(frozen=True)
 class Choice:
     """What the planner chooses on a testbed."""
@@ -77,11 +71,12 @@ class Choice:
     @property
     def reason(self) -> str:
         """What the choice spends more or less on than the winner."""
-        if self.best.name == self.winner.name:
-            return "the same"
-        mine, theirs = phases(self.best), phases(self.winner)
-        changes = sorted((mine[name] - theirs[name], name) for name in mine if abs(mine[name] - theirs[name]) > 0.005)
-        return ", ".join(f"{name} {theirs[name]:.2f} -> {mine[name]:.2f} s" for _, name in changes)
+        return "the same" if self.best.name == self.winner.name else self.best.changes_from(self.winner)
+
+    @property
+    def verdict(self) -> str:
+        """Whether it is the paper's winner, or clearly faster; else the two tie within the planner's own error."""
+        return "winner" if self.best.name == self.winner.name else "faster" if self.gain >= CLEARLY else "tie"
 
 
 def choice_of(testbed: Testbed) -> Choice:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 
-from published.choices import all_testbeds, choice_of
+from published.choices import CLEARLY, all_testbeds, choice_of
 from published.score import pairs, summary, values
 
 
@@ -23,10 +23,15 @@ def published_choices() -> str:
         choice = choice_of(testbed)
         rows.append((
             testbed.paper, testbed.case, testbed.winner, choice.compared, choice.best.name, f"{choice.gain:+.1%}",
-            choice.reason,
+            choice.verdict, choice.reason,
         ))  # fmt: skip
-    headings = ("paper", "case", "its winner", "ours of its systems", "ours of all", "faster", "by")
-    return f"### Choices with our engine\n\n{table(headings, rows)}\n"
+    headings = ("paper", "case", "its winner", "ours of its systems", "ours of all", "faster", "", "by")
+    return f"""### Choices with our engine
+
+{table(headings, rows)}
+
+A tie is planned less than {CLEARLY:.0%} faster than the paper's winner, which is within the planner's own error.
+"""
 
 
 def published_values() -> str:

@@ -47,6 +47,9 @@ def test_table_names_every_strategy_that_fits_and_the_choice(capsys: pytest.Capt
     for strategy in result["strategies"]:
         assert (f"\n{strategy['name']} " in out) == strategy["fits"]
     assert f"choice: {result['choice']['name']}, " in out
+    zero3 = next(strategy for strategy in result["strategies"] if strategy["name"] == "zero3")
+    gain = zero3["step_seconds"] / result["choice"]["step_seconds"]
+    assert f"  {gain:.2f} times as fast as zero3, plain FSDP2: gathers " in out
 
 
 def test_amsps_own_workload_is_planned_with_a_warning(capsys: pytest.CaptureFixture[str]) -> None:
