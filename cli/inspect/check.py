@@ -133,7 +133,7 @@ def look_at_drive(directory: Path) -> DriveFound:
     usage = shutil.disk_usage(directory)
     record = Record.build(0, "check", Kind.BLOCK, Precision.named("bf16", "fp32"), [(("weight",), (1024,), True)])
     with open_scratch([directory], [record], None) as scratch:
-        rates, direct = scratch.measure(), scratch.store.direct
+        rates, direct = scratch.measure(past_cache=True), scratch.store.direct
     return DriveFound(
         drive=drive_of(directory),
         file_system_id=directory.stat().st_dev,

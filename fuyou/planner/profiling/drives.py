@@ -41,7 +41,7 @@ class DriveRates:
     """Rates of all drives together."""
 
     read: float  # Bytes per second, as in the next three
-    write: float  # Past the fast cache, as far as free space and time allow
+    write: float  # Past the fast cache, as far as free space and time allow, where that was wanted
     burst_write: float  # At first
     mixed: float
     commit_seconds: float
@@ -60,8 +60,8 @@ class ScratchFiles:
         self.store, self.records = store, records
         self._transfers, self._throttle = transfers, throttle
 
-    def measure(self) -> DriveRates:
-        """Measure writing at first and past the fast cache, a commit, reading, and both alternating."""
+    def measure(self, *, past_cache: bool) -> DriveRates:
+        """Measure writing (also past the fast cache if ``past_cache``), a commit, reading, and both alternating."""
         buffers = [HostBuffer(extent.nbytes).touch() for extent in self._transfers[:_IN_FLIGHT]]
         try:
             noise = np.random.default_rng(0).integers(0, 256, buffers[0].nbytes, dtype=np.uint8)
@@ -70,7 +70,7 @@ class ScratchFiles:
             filled, rate = self._move("write", buffers, _FILL_SECONDS, len(self._transfers))
             written = self._transfers[:filled]  # what was never written is read without looking at the drive
             burst = rate if filled < len(self._transfers) else self._move("write", buffers)[1]
-            sustained = self._past_cache(buffers, burst)
+            sustained = self._past_cache(buffers, burst) if past_cache else burst
             commit = self._commit()  # after as much has been written as in a step, not after a pause
             return DriveRates(
                 read=self._move("read", buffers, extents=written)[1],

@@ -1,8 +1,7 @@
 """Measure everything that a prediction of a step needs, and cache the profile.
 
-This takes 6 to 12 s, three of them to start the optimizer process, and at most 20 s on slow drives or processors; and
-up to 30 s more to write past the drives' fast caches, in at most half of their free space. It needs about as much
-memory as the engine for one block or the head, and 24 MiB per drive.
+This takes 6 to 12 s, three of them to start the optimizer process, and at most 20 s on slow drives or processors. It
+needs about as much memory as the engine for one block or the head, and 24 MiB per drive.
 """
 
 import contextlib
@@ -80,8 +79,11 @@ class ProfiledWorkload:
         return self.rows * self.seq_len
 
 
-def measure(workload: ProfiledWorkload, device: Device) -> Profile:
+def measure(workload: ProfiledWorkload, device: Device, *, past_cache: bool = False) -> Profile:
     """Measure ``device`` and the drives of the workload's directories.
+
+    Args:
+        past_cache: write past the drives' fast caches, for up to 30 s and in at most half of their free space.
 
     Raises:
         UserError: if the directories have no space for scratch files, the model cannot be streamed, or a whole block
@@ -101,7 +103,7 @@ def measure(workload: ProfiledWorkload, device: Device) -> Profile:
         records = scratch_records(workload.chunk_elements, workload.precision)
         link.wait_until_up()
         with open_scratch(workload.directories, records, throttle) as scratch:
-            drives = scratch.measure()
+            drives = scratch.measure(past_cache=past_cache)
             copies = measure_link(device, block_bytes)
             parts, blocks = _parts(stack, shape, device, workload)
             threads = optimizer_threads(device)

@@ -9,7 +9,6 @@ from fuyou.planner.profiling import blocks, contention, drives, optimizer
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(blocks, "REPEAT_SECONDS", 0.01)
     monkeypatch.setattr(drives, "DIRECTION_SECONDS", 0.1)
-    monkeypatch.setattr(drives, "PAST_CACHE_SECONDS", 0.0)
     monkeypatch.setattr(contention, "WINDOW_SECONDS", 0.02)
     monkeypatch.setattr(contention, "WARM_SECONDS", 0.01)
     monkeypatch.setattr(optimizer, "UPDATED_ELEMENTS", 1 << 14)
