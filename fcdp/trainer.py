@@ -20,7 +20,7 @@ from common.communication import all_gather_object, broadcast_from_rank0
 from common.errors import UserError
 from common.memory import numa
 from common.memory.meter import PeakMeter
-from common.models.adapters.saved import SavedAdapter
+from common.models.adapters.options import SavedAdapter
 from common.models.structure import decayed_parameters
 from common.randomness import seed_run
 from fcdp.checkpoint.export import export

@@ -13,8 +13,7 @@ from peft import PeftConfig
 from common.docstrings import attribute_docstrings
 from common.errors import UserError, did_you_mean
 from common.hardware.drives import UNKNOWN_ENDURANCE, warranted_bytes
-from common.models.adapters.options import AdapterOptions
-from common.models.adapters.saved import SavedAdapter
+from common.models.adapters.options import AdapterOptions, SavedAdapter
 from common.models.vision import TowerFreezing
 from common.units import parse_bytes
 from fuyou.layout.frozen_weights import FrozenDtype

@@ -11,7 +11,7 @@ from cli.options.settings import Settings
 from common.errors import UserError
 from common.models.checkpoint.new_head import classifier_config, write_with_new_head
 from common.models.task_type import TaskType, task_type_of
-from common.store.lock import DirectoryLock
+from common.store.directories import DirectoryLock
 
 REWARD = ("reward",)  # Names of a reward model's classes: a single one, which is a number
 FOLDER = "base"  # Folder inside the output directory with the language model as a classifier, before training

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from peft import PeftConfig
     from transformers import PreTrainedModel
 
-    from common.models.adapters.saved import SavedAdapter
+    from common.models.adapters.options import SavedAdapter
     from common.models.vision import TowerFreezing
 
 ADAPTER_CONFIG = "adapter_config.json"
@@ -44,7 +44,7 @@ def saved_adapter_of(settings: Settings) -> "SavedAdapter | None":
     """
     if settings.adapter is None:
         return None
-    from common.models.adapters.saved import SavedAdapter
+    from common.models.adapters.options import SavedAdapter
 
     return SavedAdapter(settings.adapter)
 

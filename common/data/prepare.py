@@ -44,7 +44,7 @@ from common.data.selection import RecordSelection, nothing_to_train
 from common.data.shapes import PlainText, examples_of_records, examples_of_text_file
 from common.errors import UserError
 from common.memory.meter import return_free_memory
-from common.store.lock import DirectoryLock
+from common.store.directories import DirectoryLock
 from common.units import format_bytes, format_count
 
 Opened = TypeVar("Opened", bound=Batches)

@@ -1,11 +1,10 @@
 """A store of records on SSD: striped over a directory per drive, past the page cache, committed by a manifest."""
 
-from common.store.backends.posix import Throttle
-from common.store.directories import remove
+from common.store.directories import DirectoryLock, remove
 from common.store.errors import StoreError
 from common.store.layout import ALIGNMENT, Extent, Layout
-from common.store.lock import DirectoryLock
 from common.store.manifest import commit_manifest, first_manifest, load_manifest
+from common.store.posix import Throttle
 from common.store.store import Io, Store
 
 __all__ = [

@@ -2,8 +2,11 @@
 
 import contextlib
 import errno
+import fcntl
 import os
 import shutil
+import stat
+import time
 import uuid
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,7 +16,7 @@ from typing import Any
 
 from common.errors import FinetuneError, UserError
 from common.files import TEMPORARY_SUFFIX
-from common.store.errors import StoreError, described, opened
+from common.store.errors import StoreError, describe_os_error, described, opened
 from common.store.layout import ALIGNMENT, Layout
 from common.store.manifest import MANIFEST_FILE, read_sealed, sync_directory, write_sealed
 from common.units import format_bytes
@@ -273,3 +276,90 @@ def _allocate(descriptor: int, nbytes: int) -> None:
         if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
             raise
         os.ftruncate(descriptor, nbytes)  # a file system that cannot: the space check must do
+
+
+PATIENCE_SECONDS = 5.0  # Seconds to wait for processes of a run that was just killed
+
+# Error numbers of network file systems that lock files which are open for writing, but no directories.
+_UNSUPPORTED = (errno.EBADF, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL)
+LOCK_FILE = ".lock"  # Name of the file that is locked, and stays, where a directory cannot be locked
+
+
+class DirectoryLock:
+    """A lock on ``directories`` themselves (``flock``: a crash leaves no file), held until it is closed or the last owner
+    ends. The optimizer process, which may outlive a killed engine by one write, is an owner too.
+
+    Raises:
+        UserError: if another run holds one of them.
+        StoreError: if one cannot be opened.
+    """
+
+    def __init__(self, directories: Iterable[Path], patience: float = PATIENCE_SECONDS) -> None:
+        self.descriptors: list[int] = []
+        """Descriptors of the locks: a process that gets them is an owner, too."""
+        try:
+            self.add(directories, patience)
+        except BaseException:
+            self.close()
+            raise
+
+    def add(self, directories: Iterable[Path], patience: float = PATIENCE_SECONDS) -> None:
+        """Lock these directories as well. Raises as the class does."""
+        deadline = time.monotonic() + patience
+        for directory in directories:
+            self.descriptors.append(_lock(directory, deadline))
+
+    def close(self) -> None:
+        """Release the lock; other owners may still hold it. Calling it again does nothing."""
+        while self.descriptors:
+            os.close(self.descriptors.pop())
+
+    def __enter__(self) -> "DirectoryLock":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+def _lock(directory: Path, deadline: float) -> int:
+    descriptor = -1
+    try:
+        descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return descriptor
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    owner = _owner(descriptor)
+                    advice = "That is this process: close() what it has open there first"
+                    if str(os.getpid()) not in owner:
+                        advice = "Wait until that has ended, or take another directory"
+                    raise UserError(f"{directory} is in use by another run{owner}. {advice}.") from None
+                time.sleep(0.02)
+            except OSError as error:
+                if error.errno not in _UNSUPPORTED or not stat.S_ISDIR(os.fstat(descriptor).st_mode):
+                    raise
+                os.close(descriptor)
+                descriptor = -1
+                descriptor = os.open(directory / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    except BaseException as error:
+        if descriptor >= 0:
+            os.close(descriptor)
+        if isinstance(error, OSError):
+            raise describe_os_error("locking", directory, error) from error
+        raise
+
+
+def _owner(descriptor: int) -> str:
+    status = os.fstat(descriptor)
+    inode = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}"
+    try:
+        lines = Path("/proc/locks").read_text().splitlines()
+    except OSError:
+        return ""
+    for line in lines:
+        words = line.split()
+        if "FLOCK" in words and inode in words:
+            return f" (process {words[words.index(inode) - 1]})"
+    return ""

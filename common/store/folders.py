@@ -9,9 +9,8 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from common.errors import UserError
-from common.store.directories import IDENTITY_FILE, Identity, remove
+from common.store.directories import IDENTITY_FILE, LOCK_FILE, DirectoryLock, Identity, remove
 from common.store.errors import described
-from common.store.lock import LOCK_FILE, DirectoryLock
 from common.store.manifest import MANIFEST_FILE, load_manifest, sync_directory
 from common.store.store import Store
 

@@ -1,8 +1,10 @@
 """A store reads and writes records on all drives at once: one I/O call per stripe, on a pool of threads per drive."""
 
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import astuple, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -11,12 +13,12 @@ import numpy as np
 
 from common.errors import UserError, did_you_mean
 from common.store import directories as placement
-from common.store.backends import kvikio_backend
-from common.store.backends.kvikio_backend import KvikioFile
-from common.store.backends.posix import Clock, PosixFile, Throttle, Transfer
+from common.store import kvikio_backend
 from common.store.checksums import ExtentChecksums
 from common.store.errors import StoreError
+from common.store.kvikio_backend import KvikioFile
 from common.store.layout import ALIGNMENT, Extent, Layout, pieces, whole_pages
+from common.store.posix import Clock, PosixFile, Throttle, Transfer, aligned_bytes
 
 Io = Literal["posix", "kvikio"]
 IOS = get_args(Io)
@@ -310,3 +312,70 @@ def _check_io(io: str) -> None:
         raise UserError(f"--io {io} is unknown; it is {' or '.join(IOS)}.{did_you_mean(io, IOS)}")
     if io == "kvikio":
         kvikio_backend.require()
+
+
+PIECE_BYTES = 16 << 20  # Bytes of one read
+PIECES = 4  # Number of concurrent reads, so that this takes 64 MiB of memory
+
+
+@dataclass(frozen=True)
+class ChecksummedExtent:
+    """An extent, and the checksums of what was written to it."""
+
+    what: str  # Name of its content, for messages: `block 7, optimizer states`
+    extent: Extent
+    sums: tuple[int, ...]  # Checksum of each directory
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "what": self.what,
+            "extent": list(astuple(self.extent)),
+            "sums": [f"{value:016x}" for value in self.sums],
+        }
+
+    @classmethod
+    def from_dict(cls, content: dict[str, Any]) -> "ChecksummedExtent":
+        """Return what :meth:`to_dict` described.
+
+        Raises:
+            TypeError, ValueError, KeyError: if it describes something else.
+        """
+        file, offset, nbytes, unit = content["extent"]
+        sums = tuple(int(text, 16) for text in content["sums"])
+        return cls(str(content["what"]), Extent(str(file), int(offset), int(nbytes), int(unit)), sums)
+
+
+def verify(store: Store, sealed: Iterable[ChecksummedExtent]) -> tuple[int, list[str]]:
+    """Read all of ``sealed``; return the bytes read, and a sentence for each that is damaged or cannot be read."""
+    read, damage = 0, []
+    for entry in sealed:
+        read += entry.extent.nbytes
+        try:
+            read_all(store, entry.extent, ExtentChecksums(entry.extent, store.directories, entry.what, entry.sums))
+        except StoreError as error:
+            damage.append(str(error))
+    return read, damage
+
+
+def read_all(store: Store, extent: Extent, sums: ExtentChecksums) -> None:
+    """Read all of ``extent`` and add it to ``sums``.
+
+    Raises:
+        StoreError: if a drive fails, or ``sums`` finds damage.
+    """
+    free = [aligned_bytes(min(PIECE_BYTES, extent.nbytes)) for _ in range(PIECES)]
+    under_way: deque[tuple[Future[None], Any]] = deque()
+    try:
+        for start in range(0, extent.nbytes, PIECE_BYTES):
+            if not free:
+                future, buffer = under_way.popleft()
+                future.result()
+                free.append(buffer)
+            buffer = free.pop()
+            length = min(PIECE_BYTES, extent.nbytes - start)
+            under_way.append((store.read(extent, buffer, start, length, sums), buffer))
+        for future, _ in under_way:
+            future.result()
+    finally:
+        for future, _ in under_way:  # nothing may write into a buffer that is freed
+            future.exception()

@@ -9,7 +9,7 @@ import torch
 
 from common.errors import FinetuneError, UserError
 from common.store import Store, StoreError, commit_manifest
-from common.store.verify import ChecksummedExtent, verify
+from common.store.store import ChecksummedExtent, verify
 from fuyou.layout.checksums import RecordSums
 from fuyou.layout.optimizer_state import ADAMW
 from fuyou.layout.record import FROZEN_FILE, weights_file
@@ -45,7 +45,7 @@ class TrainingState:
     # several ranks knows it for the parameters that it updates a part of.
     missed: dict[str, int] = field(default_factory=dict)
     torn: bool = False  # Whether a later, uncommitted step has begun to overwrite a single slot
-    # Checksums of everything in `slot`, as dictionaries of :class:`common.store.verify.ChecksummedExtent`.
+    # Checksums of everything in `slot`, as dictionaries of :class:`common.store.store.ChecksummedExtent`.
     checksums: list[dict[str, Any]] = field(default_factory=list)
     piece_bytes: int | None = None  # Most bytes of a piece of a block; None: blocks are whole
     # Sequences of the newest step's batch, tokens of each, and how many sequences were computed at once: sums are

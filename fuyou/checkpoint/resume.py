@@ -19,7 +19,7 @@ from common.store import DirectoryLock, Store, StoreError, commit_manifest, load
 from common.store.directories import Identity, check_space
 from common.store.folders import final_folder, lock_folders, refuse_foreign_files, remove_folder, successor_folder
 from common.store.manifest import MANIFEST_FILE, sync_directory
-from common.store.verify import ChecksummedExtent, verify
+from common.store.store import ChecksummedExtent, verify
 from common.units import format_bytes
 from fuyou.checkpoint.commits import CLUSTER, TrainingState, check_records, check_state, cluster_content
 from fuyou.checkpoint.run_files import RunFiles

@@ -12,7 +12,7 @@ from common.store import DirectoryLock, Layout, Store, load_manifest
 from common.store.directories import IDENTITY_FILE, Identity
 from common.store.folders import final_folder, lock_folders, remove_leftovers, remove_successors, successor_folder
 from common.store.manifest import sync_directory
-from common.store.verify import verify
+from common.store.store import verify
 from fuyou.checkpoint.commits import CLUSTER, TrainingState, sealed_records
 from fuyou.runtime.ranks.agreement import Agreement
 

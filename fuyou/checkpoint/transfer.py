@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import torch
 
 from common.store import Extent, Layout, Store
-from common.store.backends.posix import aligned_bytes
 from common.store.checksums import ExtentChecksums
-from common.store.verify import ChecksummedExtent
+from common.store.posix import aligned_bytes
+from common.store.store import ChecksummedExtent
 from fuyou.layout.checksums import PARTS, Part, sealed_name
 from fuyou.layout.model_layout import ModelLayout
 from fuyou.layout.optimizer_state import StateComponent

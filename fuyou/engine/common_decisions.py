@@ -7,7 +7,7 @@ from transformers import PreTrainedConfig
 from common.activity import activity
 from common.errors import UserError
 from common.hardware.machine import memory_available_bytes
-from common.store.backends.kvikio_backend import BOUNCE_BYTES
+from common.store.kvikio_backend import BOUNCE_BYTES
 from common.store.store import IO_THREADS
 from common.units import format_bytes
 from fuyou.config import AUTO, EngineConfig

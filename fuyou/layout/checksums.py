@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from typing import Literal, get_args
 
 from common.store import Extent
-from common.store.verify import ChecksummedExtent
+from common.store.store import ChecksummedExtent
 from fuyou.layout.record import Record, RecordExtents
 
 Part = Literal["parameters", "states"]

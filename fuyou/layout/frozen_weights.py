@@ -11,9 +11,8 @@ from enum import Enum
 import torch
 
 from common.errors import UserError
-from common.hardware.kernels import kernels_of
-from common.quantisation import dequantise, dequantise_nf4, nf4_nbytes, quantise, quantise_nf4, quantised_nbytes
-from common.quantisation.fused import fuses
+from common.hardware import kernels_of
+from common.quantisation import dequantise, dequantise_nf4, fuses, nf4_nbytes, quantise, quantise_nf4, quantised_nbytes
 
 ROW_ELEMENTS = 1 << 20  # Elements of a row. A CPU decodes row by row, to use little memory.
 # Rows that an accelerator decodes at once where PyTorch cannot compile, to launch fewer kernels. Compiled, one kernel

@@ -16,7 +16,7 @@ from transformers import PreTrainedConfig
 
 from common.errors import UserError, did_you_mean
 from common.models.adapters.adapters import Adapters
-from common.models.adapters.saved import SavedAdapter
+from common.models.adapters.options import SavedAdapter
 from common.models.checkpoint.compressed import CompressedParameter, method_of
 from common.models.checkpoint.random_source import RandomSource
 from common.models.checkpoint.sources import CheckpointSource, WeightSource

@@ -21,7 +21,7 @@ from common.models.presets import load_config
 from common.store import Layout, StoreError
 from common.store.directories import FORMAT, IDENTITY_FILE, Identity
 from common.store.manifest import write_sealed
-from common.store.verify import ChecksummedExtent
+from common.store.store import ChecksummedExtent
 from fcdp.planner.cluster import load_cluster
 from fuyou.checkpoint.commits import FORMAT as STATE_FORMAT
 from fuyou.checkpoint.commits import TrainingState

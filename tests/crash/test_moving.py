@@ -18,7 +18,7 @@ from common.activity import watched_by
 from common.errors import FinetuneError, UserError
 from common.store import Store, StoreError, commit_manifest, load_manifest, remove
 from common.store.checksums import ExtentChecksums
-from common.store.verify import ChecksummedExtent, verify
+from common.store.store import ChecksummedExtent, verify
 from common.units import format_bytes
 from fuyou.checkpoint import resume, transfer
 from fuyou.checkpoint.commits import TrainingState, sealed_records

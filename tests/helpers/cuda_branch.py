@@ -16,7 +16,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves
 
-from common.hardware.kernels import force_kernels
+from common.hardware import force_kernels
 
 _aten = torch.ops.aten
 

@@ -23,16 +23,17 @@ from transformers import PreTrainedModel
 
 from common.errors import UserError
 from common.hub import snapshot_name
-from common.models.adapters.copies import refuse_unknown_copies, separate_tied_rows, trained_copies
 from common.models.adapters.initial_values import InitialValues, nan_placeholders
-from common.models.adapters.options import CONFIG, check_supported
-from common.models.adapters.saved import WEIGHTS, SavedAdapter
+from common.models.adapters.options import CONFIG, WEIGHTS, SavedAdapter, check_supported
 from common.models.adapters.targets import (
     named_targets,
     near_targets,
     possible_targets,
+    refuse_unknown_copies,
     refuse_unknown_targets,
+    separate_tied_rows,
     target_fused_experts,
+    trained_copies,
 )
 from common.models.checkpoint.export import copy_tokenizer_files
 from common.models.checkpoint.saving import (

@@ -29,7 +29,7 @@ from transformers import PreTrainedConfig
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from common.hardware.kernels import kernels_of
+from common.hardware import kernels_of
 from common.models.attention import varlen
 
 BY_CHUNK = "by_chunk"

@@ -17,7 +17,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from common.data.documents import Documents, current_documents
-from common.hardware.kernels import kernels_of
+from common.hardware import kernels_of
 from common.models.attention import varlen
 from common.models.attention.kernels import shares_heads
 

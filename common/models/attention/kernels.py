@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from transformers import PreTrainedConfig
 from transformers.integrations import sdpa_attention
 
-from common.hardware.kernels import kernels_of
+from common.hardware import kernels_of
 from common.models.attention.varlen import takes_flash
 from common.models.structure import layer_configs
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from common.store import ALIGNMENT, Layout, Store, StoreError
 from common.store.checksums import ExtentChecksums, checksum
-from common.store.verify import ChecksummedExtent, verify
+from common.store.store import ChecksummedExtent, verify
 from tests.common.store.conftest import noise
 
 MASK = (1 << 64) - 1

@@ -10,11 +10,11 @@ import torch
 from torch._inductor import metrics
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from common.hardware.kernels import force_kernels
+from common import quantisation
+from common.hardware import force_kernels
 from common.models.checkpoint.compressed import tensors
 from common.models.checkpoint.compressed.parameters import CompressedParameter
 from common.models.checkpoint.compressed.tensors import Component, CompressedTensor
-from common.quantisation import fused
 from fuyou.layout.frozen_weights import FrozenDtype
 from fuyou.model.operators import makes_views
 from tests.helpers.fake_cuda import CUDA, fake_cuda
@@ -45,15 +45,15 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
     def compiled(function: Any) -> Any:
         return lambda *arguments: mode.names.append(function.__name__)
 
-    monkeypatch.setattr(fused, "_compiled", compiled)
-    monkeypatch.setattr(fused, "_failures", [])
-    fused.fuses.cache_clear()
+    monkeypatch.setattr(quantisation, "_compiled", compiled)
+    monkeypatch.setattr(quantisation, "_failures", [])
+    quantisation.fuses.cache_clear()
     with fake_cuda():
-        fused.fuses(CUDA)
+        quantisation.fuses(CUDA)
         mode.names.clear()
         with mode:
             yield mode
-    fused.fuses.cache_clear()
+    quantisation.fuses.cache_clear()
 
 
 @pytest.mark.parametrize(("stored", "most"), [(FrozenDtype.NF4, 6), (FrozenDtype.INT8, 4)])
@@ -106,7 +106,7 @@ def test_what_is_compiled_is_one_kernel_with_the_same_bits(name: str, monkeypatc
     """Compiled by Inductor for the processor instead."""
     monkeypatch.setattr("tests.fuyou.layout.test_launches.HIDDEN", 256)
     monkeypatch.setattr("tests.fuyou.layout.test_launches.INNER", 2048)
-    monkeypatch.setattr(fused, "_failures", [])
+    monkeypatch.setattr(quantisation, "_failures", [])
     generator = torch.Generator().manual_seed(0)
 
     def decode(flat: torch.Tensor) -> None:
@@ -125,11 +125,11 @@ def test_what_is_compiled_is_one_kernel_with_the_same_bits(name: str, monkeypatc
     expected, decoded = torch.zeros(count, dtype=torch.bfloat16), torch.zeros(count, dtype=torch.bfloat16)
     decode(expected)
     generator.manual_seed(0)
-    fused.fuses.cache_clear()
+    quantisation.fuses.cache_clear()
     with force_kernels("cuda"):
-        assert fused.fuses(decoded.device)
+        assert quantisation.fuses(decoded.device)
         metrics.reset()
         decode(decoded)
-    fused.fuses.cache_clear()
-    assert not fused._failures and torch.equal(decoded, expected) and decoded.any()
+    quantisation.fuses.cache_clear()
+    assert not quantisation._failures and torch.equal(decoded, expected) and decoded.any()
     assert metrics.generated_kernel_count == 1

@@ -13,8 +13,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from common.errors import UserError
-from common.models.checkpoint.compressed.compressed_tensors import CompressedTensors
-from common.models.checkpoint.compressed.method import FoundTensor, Fp8, Method, Mxfp4
+from common.models.checkpoint.compressed.formats import CompressedTensors, FoundTensor, Fp8, Method, Mxfp4
 from common.models.checkpoint.compressed.tensors import CompressedTensor
 from common.models.checkpoint.shards import Shards, StoredTensor
 

@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 
-from common.hardware.kernels import kernels_of
+from common.hardware import kernels_of
 from common.models.checkpoint.shards import DTYPES
-from common.quantisation.fused import fuses, run_fused
+from common.quantisation import fuses, run_fused
 
 CHUNK_ELEMENTS = 1 << 20
 """Number of elements that a CPU decodes at once: temporary memory is below 20 bytes for each of these."""

@@ -12,8 +12,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from common.errors import UserError
 from common.models.adapters.adapters import Adapters
-from common.models.adapters.options import CONFIG, AdapterOptions, load_peft_config
-from common.models.adapters.saved import WEIGHTS, SavedAdapter
+from common.models.adapters.options import CONFIG, WEIGHTS, AdapterOptions, SavedAdapter, load_peft_config
 from common.models.checkpoint.sources import CheckpointSource
 from common.models.meta_model import build_meta_model
 from common.models.presets import load_config

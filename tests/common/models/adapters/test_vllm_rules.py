@@ -17,8 +17,7 @@ from safetensors import safe_open
 from torch import nn
 
 from common.models.adapters.adapters import Adapters
-from common.models.adapters.options import CONFIG, AdapterOptions
-from common.models.adapters.saved import WEIGHTS
+from common.models.adapters.options import CONFIG, WEIGHTS, AdapterOptions
 from common.models.meta_model import build_meta_model
 from tests.helpers.twin import tiny_configs
 

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from common.store.backends.posix import Transfer
+from common.store.posix import Transfer
 
 
 def test_the_future_waits_for_pieces_that_outlive_a_failure():

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from common.errors import UserError
-from common.store.backends.posix import PosixFile
 from common.store.errors import StoreError
 from common.store.layout import ALIGNMENT
+from common.store.posix import PosixFile
 from common.units import format_bytes
 
 if TYPE_CHECKING:

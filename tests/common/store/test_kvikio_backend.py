@@ -8,10 +8,9 @@ import pytest
 import torch
 
 from common.errors import UserError
-from common.store import ALIGNMENT, Layout, Store, StoreError
-from common.store.backends import kvikio_backend
-from common.store.backends.kvikio_backend import KvikioFile
-from common.store.backends.posix import PosixFile
+from common.store import ALIGNMENT, Layout, Store, StoreError, kvikio_backend
+from common.store.kvikio_backend import KvikioFile
+from common.store.posix import PosixFile
 from tests.common.store.conftest import noise
 from tests.helpers.kvikio import LazyFuture, install, on_device
 

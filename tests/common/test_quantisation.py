@@ -5,8 +5,9 @@ import warnings
 import pytest
 import torch
 
-from common.hardware.kernels import force_kernels
-from common.quantisation import BLOCK, Bits, dequantise, fused, quantise, quantised_nbytes
+from common import quantisation
+from common.hardware import force_kernels
+from common.quantisation import BLOCK, Bits, dequantise, quantise, quantised_nbytes
 
 
 def twin(values: list[float], largest: int) -> list[float]:
@@ -125,8 +126,8 @@ def test_where_compiling_fails_one_warning_names_the_reason(monkeypatch: pytest.
         raise RuntimeError("no Triton here")
 
     monkeypatch.setattr(torch, "compile", compiler)
-    monkeypatch.setattr(fused, "_failures", [])
-    fused._compiled.cache_clear()
+    monkeypatch.setattr(quantisation, "_failures", [])
+    quantisation._compiled.cache_clear()
     rows = torch.randn(2, 300)
     expected = quantise(rows, 8)
     with force_kernels("cuda"):
@@ -135,14 +136,14 @@ def test_where_compiling_fails_one_warning_names_the_reason(monkeypatch: pytest.
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             assert torch.equal(quantise(rows, 8), expected)
-    fused._compiled.cache_clear()
+    quantisation._compiled.cache_clear()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("bits", [8, 4])
 def test_compiled_for_the_cpu_it_gives_the_same_bits(bits: Bits, monkeypatch: pytest.MonkeyPatch) -> None:
     """What CUDA would run, compiled by Inductor for the processor instead."""
-    monkeypatch.setattr(fused, "_failures", [])
+    monkeypatch.setattr(quantisation, "_failures", [])
     torch.manual_seed(0)
     for dtype, shape in ((torch.float32, (3, 700)), (torch.bfloat16, (2, 3, 2 * BLOCK))):
         rows = torch.randn(shape).to(dtype)
@@ -152,4 +153,4 @@ def test_compiled_for_the_cpu_it_gives_the_same_bits(bits: Bits, monkeypatch: py
         with force_kernels("cuda"):
             assert torch.equal(quantise(rows, bits), expected)
             assert torch.equal(dequantise(expected, shape[-1], bits, total, add=True), sums)
-    assert not fused._failures
+    assert not quantisation._failures

@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 from common.store import StoreError
-from common.store.backends.posix import BOUNCE_BYTES, PosixFile
 from common.store.layout import ALIGNMENT
+from common.store.posix import BOUNCE_BYTES, PosixFile
 from tests.common.store.conftest import memory, noise
 
 PAGES = 600  # more than two bounce buffers

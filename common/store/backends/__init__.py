@@ -1,1 +1,0 @@
-"""How bytes reach the drives: direct I/O and kvikio."""
