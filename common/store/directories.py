@@ -286,8 +286,8 @@ LOCK_FILE = ".lock"  # Name of the file that is locked, and stays, where a direc
 
 
 class DirectoryLock:
-    """A lock on ``directories`` themselves (``flock``: a crash leaves no file), held until it is closed or the last owner
-    ends. The optimizer process, which may outlive a killed engine by one write, is an owner too.
+    """A lock on ``directories`` themselves (``flock``: a crash leaves no file), held until it is closed or the last
+    owner ends. The optimizer process, which may outlive a killed engine by one write, is an owner too.
 
     Raises:
         UserError: if another run holds one of them.
