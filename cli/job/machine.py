@@ -53,7 +53,10 @@ def sequence_length(requested: int | None, config: PreTrainedConfig) -> int:
     if requested is None:
         return int(min(DEFAULT_SEQ_LEN, context))
     if requested > context:
-        raise UserError(f"--seq-len {requested} is longer than the model's context of {context} tokens.")
+        raise UserError(
+            f"--seq-len {requested} is longer than the model's context of {context} tokens: give --seq-len {context}, "
+            "or raise max_position_embeddings in its config.json, with the rope_parameters that this takes."
+        )
     return requested
 
 

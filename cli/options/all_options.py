@@ -22,7 +22,7 @@ from cli.options.option import (
     Mode,
     Only,
     ParsedValue,
-    WholeNumber,
+    TokenCount,
     option,
 )
 from cli.options.schedule import SCHEDULES, Warmup
@@ -98,8 +98,8 @@ class DataSettings:
     zephyr, or a Jinja file."""
     show_data: int | None = option(None, "N", POSITIVE, of_call=True)
     """Train nothing: print N rows as the model sees them, with what carries loss in color."""
-    seq_len: int | None = option(None, "N", WholeNumber(min=2), modes=Mode.BATCH)
-    """Tokens per sequence. Default: 1024, or the model's context if that is shorter."""
+    seq_len: int | None = option(None, "N", TokenCount(min=2), modes=Mode.BATCH)
+    """Tokens per sequence, also as 64K or 1M. Default: 1024, or the model's context if that is shorter."""
     batch_size: int = option(8, "N", POSITIVE, modes=Mode.BATCH, fixed=True)
     """Sequences per step."""
     truncate: bool = option(True, flags="--truncate/--drop-long", modes=Mode.RUN, fixed=True)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -250,6 +251,15 @@ class WholeNumber(click.IntRange):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         return _in_range(self, click.INT.convert(value, param, ctx), value, param, ctx)
+
+
+class TokenCount(WholeNumber):
+    """A number of tokens, also as 64K (65,536) or 1M (1,048,576)."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if isinstance(value, str) and (match := re.fullmatch(r"(\d+)([KM])", value.strip().upper())):
+            value = int(match[1]) << {"K": 10, "M": 20}[match[2]]
+        return super().convert(value, param, ctx)
 
 
 class FiniteFloat(click.FloatRange):

@@ -4,6 +4,7 @@ A layout is a column with the prompt or the whole, and one with the answer. Wher
 values, the more structured one wins: public data sets often carry a flattened ``text`` next to the real thing.
 """
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -234,22 +235,27 @@ def _alpaca_prompt(record: Mapping[str, Any], where: str) -> str:
 
 
 def _segments(parts: Iterable[tuple[str, str]]) -> Iterator[PlainText]:
-    """Cut a text behind a line break, else before a space: there, tokenizers cut as well.
-
-    Args:
-        parts: the text, with file and line of each part; only a part and a segment are held at once.
-    """
+    """Cut a text, given in parts with file and line of each; only a part and a segment are held at once."""
     held, begins, where = "", True, ""
     for text, position in parts:
-        held, where, start = held + text, where or position, 0
+        held += text
+        where, start = where or position, 0
         while len(held) - start > SEGMENT_CHARACTERS:
-            limit = start + SEGMENT_CHARACTERS
-            stop = held.rfind("\n", start + 1, limit) + 1 or held.rfind(" ", start + 1, limit)
-            stop = stop if stop > 0 else limit
+            stop = _cut_before(held, start, start + SEGMENT_CHARACTERS)
             yield PlainText("", held[start:stop], begins, ends=False, where=where)
             start, begins, where = stop, False, position
-        held = held[start:]
+        if start:
+            held = held[start:]
     yield PlainText("", held, begins, where=where)
+
+
+def _cut_before(text: str, start: int, limit: int) -> int:
+    """Return where to cut a text: behind a line break, else before a space, as tokenizers do; else at the limit."""
+    first = max(start + 1, limit - 4096)
+    for pattern in (r"\n(?=\S)", r"(?<=\S)(?= \S)"):  # tokens may hold several white spaces
+        if cuts := [match.end() for match in re.finditer(pattern, text[first : limit + 1])]:
+            return first + cuts[-1]
+    return limit
 
 
 def _template_options(record: Mapping[str, Any], where: str) -> dict[str, Any]:

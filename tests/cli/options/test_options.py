@@ -207,3 +207,14 @@ def test_options_under_the_names_of_the_engine() -> None:
     assert given["commit_every"] == 3
     assert given.keys() >= {"lr", "betas", "eps", "weight_decay", "max_grad_norm", "clip_by", "dtype", "seed"}
     assert given.keys() >= {"micro_batch", "host_memory", "device_memory", "host_cache", "io", "frozen_dtype"}
+
+
+@pytest.mark.parametrize(("typed", "tokens"), [("96", 96), ("64K", 65_536), ("1m", 1_048_576)])
+def test_tokens_of_a_sequence(typed: str, tokens: int) -> None:
+    assert parse("--seq-len", typed)["seq_len"] == tokens
+
+
+@pytest.mark.parametrize("typed", ["1", "0K", "1G", "1.5K"])
+def test_what_is_no_number_of_tokens(typed: str) -> None:
+    with pytest.raises(click.BadParameter):
+        parse("--seq-len", typed)

@@ -6,8 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from common.data import DataConfig, open_data
 from common.data.encode import Encoder
 from common.data.read import DataRecord, read_records
 from common.data.shapes import SEGMENT_CHARACTERS, Chat, Example, PlainText, examples_of_records, examples_of_text_file
@@ -75,21 +79,51 @@ def test_no_eos() -> None:
     assert encode_records(tokenizer, {"text": "A"}) == [("<s>A", "<s>A")]
 
 
-def test_long_text_is_tokenized_in_segments(tokenizer: PreTrainedTokenizerFast) -> None:
-    line = "The quick brown fox jumps over the lazy dog.\n"
-    text = line * (9 * SEGMENT_CHARACTERS // (8 * len(line)))
+PIECES = ["The", "quick fox", " ", "\n", "  \n", "\t", "é", "字字字", "x" * 40, "12345."]
+
+
+@pytest.mark.parametrize("normalizer", [None, normalizers.Prepend(" ")])  # of Llama 2: a space before every text
+@settings(max_examples=40)
+@given(words=st.lists(st.sampled_from(PIECES), max_size=80))
+def test_a_text_in_segments_has_the_tokens_of_the_whole(normalizer: Any, words: list[str]) -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.backend_tokenizer.normalizer = normalizer
+    text = "".join(words) + "."
     whole = [1, *tokenizer(text, add_special_tokens=False)["input_ids"], 2]
-    for examples in (
-        list(examples_of_records(numbered([{"text": text}]), "f")),
-        list(examples_of_text_file(numbered({"text": part} for part in text.splitlines(keepends=True)))),
-    ):
-        assert len(examples) == 2
-        parts = list(Encoder(tokenizer).encode(examples))
-        assert [part.ends for part in parts] == [False, True]
-        assert [token for part in parts for token in part.ids.tolist()] == whole
-    assert "".join(e.completion for e in examples_of_records(numbered([{"text": "x" * len(text)}]), "f")) == "x" * len(
-        text
-    )  # type: ignore[union-attr]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("common.data.shapes.SEGMENT_CHARACTERS", 32)
+        lines = numbered({"text": text[at : at + 7]} for at in range(0, len(text), 7))
+        for examples in (examples_of_records(numbered([{"text": text}]), "f"), examples_of_text_file(lines)):
+            parts = list(Encoder(tokenizer).encode(examples))
+            assert [part.ends for part in parts] == [False] * (len(parts) - 1) + [True]
+            assert [token for part in parts for token in part.ids.tolist()] == whole
+
+
+def test_a_text_without_a_clean_cut_is_tokenized_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tokenizer whose tokens hold several words, as one without a pre-tokenizer has."""
+    tokenizer = make_tokenizer()
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    trainer = trainers.BpeTrainer(vocab_size=600, special_tokens=["<pad>", "<s>", "</s>"], show_progress=False)
+    tokenizer.backend_tokenizer.train_from_iterator(["a b " * 50] * 9, trainer)
+    monkeypatch.setattr("common.data.shapes.SEGMENT_CHARACTERS", 64)
+    text = "a b " * 50
+    assert len(list(examples_of_records(numbered([{"text": text}]), "f"))) > 3
+    [part] = Encoder(tokenizer).encode(examples_of_records(numbered([{"text": text}]), "f"))
+    assert part.ids.tolist() == [1, *tokenizer(text, add_special_tokens=False)["input_ids"], 2]
+
+
+def test_a_row_of_65536_tokens_comes_from_pieces_of_one_line(tmp_path: Path) -> None:
+    tokenizer, file = make_tokenizer(), tmp_path / "a.txt"
+    text = "The quick brown fox jumps over the lazy dog. " * 10_000
+    file.write_text(text)
+    lines, segments = read_records(file), list(examples_of_text_file(read_records(file)))
+    assert max(len(line.values["text"]) for line in lines) <= 1 << 16
+    assert max(len(part.completion) for part in segments if isinstance(part, PlainText)) <= SEGMENT_CHARACTERS
+    batches = open_data(DataConfig((str(file),), 65_536, 1, shuffle=False), tokenizer, tmp_path / "cache")
+    assert (
+        batches.batch(0)["input_ids"][0].tolist()
+        == [1, *tokenizer(text, add_special_tokens=False)["input_ids"]][:65_536]
+    )
 
 
 def test_prompt_completion(tokenizer: PreTrainedTokenizerFast) -> None:

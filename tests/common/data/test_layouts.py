@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import normalizers
 from transformers import PreTrainedTokenizerFast
 
 from common.data import DataConfig, open_data
@@ -13,7 +12,7 @@ from common.data.encode import Encoder
 from common.data.items import answers_of_records, pairs_of_records
 from common.data.prepare import ItemKind, answer_kind, class_kind, open_items, pair_kind
 from common.data.read import DataRecord
-from common.data.shapes import SEGMENT_CHARACTERS, examples_of_records
+from common.data.shapes import examples_of_records
 from common.errors import UserError
 from common.files import preset_files
 from tests.common.data.conftest import PLAIN_TEMPLATE, REWRITING_TEMPLATE, make_tokenizer, write_records
@@ -153,17 +152,6 @@ def test_every_token_of_a_conversation_once() -> None:
     [text] = read({"messages": talk}, REWRITING_TEMPLATE, every_token=True)
     assert text.startswith("«<s>") and text.count("Hi?") == 2 and text.count("»") == 1
     assert read({"messages": [ASK]}, every_token=True) == ["«<s><|turn|>user\nHi?</s>\n»"]
-
-
-def test_no_space_where_a_long_text_is_cut() -> None:
-    """With a tokenizer that puts a space before every text, as Llama 2's does."""
-    tokenizer = make_tokenizer(bos=False)
-    tokenizer.backend_tokenizer.normalizer = normalizers.Prepend(" ")
-    text = "The quick brown fox.\n" * (3 * SEGMENT_CHARACTERS // 21)
-    examples = list(examples_of_records([DataRecord({"text": text}, "line 1")], "f"))
-    assert len(examples) > 2
-    ids = [token for part in Encoder(tokenizer).encode(examples) for token in part.ids.tolist()]
-    assert ids == [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]
 
 
 def test_a_chat_that_begins_with_the_assistant() -> None:
