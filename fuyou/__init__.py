@@ -15,7 +15,7 @@ if getattr(common, "PROJECT", None) != "fuyou":
 
 if TYPE_CHECKING:
     from common.errors import FinetuneError, UserError
-    from common.models.checkpoint.saving import NonFiniteWeights
+    from common.models.checkpoint.export import NonFiniteWeights
     from common.store.errors import StoreError
     from fuyou.config import EngineConfig
     from fuyou.engine.engine import Engine
@@ -46,7 +46,7 @@ _MODULES = {
     "ActivationPolicy": "fuyou.model.recompute.policy",
     "FinetuneError": "common.errors",
     "NonFiniteLoss": "fuyou.optimizer.nonfinite",
-    "NonFiniteWeights": "common.models.checkpoint.saving",
+    "NonFiniteWeights": "common.models.checkpoint.export",
     "StepReport": "fuyou.runtime.accounting",
     "StoreError": "common.store.errors",
     "UserError": "common.errors",

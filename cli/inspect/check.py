@@ -17,9 +17,16 @@ from cli.options.adapters import peft_config_of
 from cli.options.computing_dtype import with_dtype
 from cli.options.settings import COMMITS, Settings
 from cli.report.run_directory import versions
-from common.hardware.cuda import obstacle, system_has_gpu
 from common.hardware.drives import drive_of
-from common.hardware.machine import cpu_count, huge_pages_enabled, list_gpus, memory_available_bytes, memory_limit_bytes
+from common.hardware.machine import (
+    cpu_count,
+    huge_pages_enabled,
+    list_gpus,
+    memory_available_bytes,
+    memory_limit_bytes,
+    obstacle,
+    system_has_gpu,
+)
 from common.models.presets import load_config
 from common.units import format_bytes
 from fuyou.checkpoint.run_files import find_runs, verify_run

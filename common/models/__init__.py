@@ -4,7 +4,6 @@
 ``task_type``    which class of transformers a configuration stands for
 ``meta_model``   the model itself, with parameters on the meta device
 ``structure``    its list of blocks, and what stands outside of it
-``label_shift``  whether its own loss shifts labels
 ``flops``        what a token costs
 ``miniature``    a tiny configuration of the same family
 ``checkpoint``   reading, converting, decompressing and writing weights

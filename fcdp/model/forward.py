@@ -11,8 +11,8 @@ import torch.distributed as dist
 from common.data import Documents, restarts
 from common.data.rows import PADDING, take_rows
 from common.errors import UserError
+from common.models.attention.documents import padding_known
 from common.models.attention.isolation import DocumentSeparator, takes_positions
-from common.models.attention.rotary import padding_known
 from fcdp.model.model import ClusterModel
 from fcdp.strategy.topology import Topology
 from fuyou.model.loss.cross_entropy import targets_of

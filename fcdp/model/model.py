@@ -15,7 +15,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from common.errors import UserError
 from common.models.adapters.adapters import Adapters
 from common.models.adapters.options import SavedAdapter
-from common.models.attention.rotary import rotate_by_document
+from common.models.attention.documents import rotate_by_document
 from common.models.checkpoint.random_source import RandomSource
 from common.models.checkpoint.sources import CheckpointSource, WeightSource
 from common.models.flops import active_parameters, hardware_flops_per_token, model_flops_per_token

@@ -28,9 +28,9 @@ from transformers import PreTrainedModel
 from common.data.documents import Documents
 from common.data.rows import PADDING
 from common.errors import FinetuneError, UserError
+from common.models.attention.documents import padding_known, rotate_by_document
 from common.models.attention.isolation import DocumentSeparator, configurations, takes_positions, without_masks
 from common.models.attention.kernels import AttentionKernels
-from common.models.attention.rotary import padding_known, rotate_by_document
 from common.models.structure import find_blocks
 from common.models.vision import tower_parameters
 from fuyou.model.blocks.calls import BlockCalls

@@ -35,9 +35,9 @@ from common.models.adapters.targets import (
     target_fused_experts,
     trained_copies,
 )
-from common.models.checkpoint.export import copy_tokenizer_files
-from common.models.checkpoint.saving import (
+from common.models.checkpoint.export import (
     NonFiniteWeights,
+    copy_tokenizer_files,
     first_nonfinite,
     make_staging_folder,
     move_into_place,

@@ -49,7 +49,7 @@ class ChunkMask:
 
     offset: int  # Number of tokens of the row before the chunk
     window: int = 0  # Number of tokens that a token sees, itself included; 0: all
-    chunk: int = 0  # Tokens see only those of their own range of so many tokens (Llama 4); 0: all
+    chunk: int = 0  # Length of ranges of tokens that see each other alone (Llama 4); 0: all
 
 
 @contextmanager
@@ -428,7 +428,7 @@ def _chunk_mask(
     def sees(query: int, key: int) -> bool:
         return bool(mask_function(*(torch.tensor(each) for each in (0, 0, query, key))))
 
-    # Families that add rules of their own to a mask, and packed rows, say that it is not merely causal.
+    # Families that add rules to a mask, and packed rows, say that it is not merely causal.
     if not allow_is_causal_skip or use_vmap or sees(0, 1):
         raise NotImplementedError("Attention by chunk under a mask that is not merely causal.")
     if attention_mask is not None and not bool(attention_mask.all()):

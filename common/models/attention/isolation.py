@@ -21,8 +21,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from common.data.documents import Documents, current_documents, separate_documents
-from common.models.attention.documents import BY_DOCUMENT
-from common.models.attention.rotary import rotate_by_document
+from common.models.attention.documents import BY_DOCUMENT, rotate_by_document
 from common.models.structure import find_blocks
 
 # Lengths of the documents of five rows, longer than the windows of a small model. The number of rows and their length

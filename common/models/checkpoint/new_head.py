@@ -14,9 +14,8 @@ from typing import Any
 from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, PreTrainedConfig
 
 from common.errors import UserError
-from common.models.checkpoint.export import copy_tokenizer_files
+from common.models.checkpoint.export import copy_tokenizer_files, save_tensors
 from common.models.checkpoint.random_source import RandomSource
-from common.models.checkpoint.saving import save_tensors
 from common.models.checkpoint.shards import INDEX
 from common.models.checkpoint.sources import CheckpointSource, explain_missing
 from common.models.meta_model import build_meta_model

@@ -12,11 +12,11 @@ import numpy as np
 import torch
 
 from common.errors import UserError, on_one_line
-from common.hardware.cuda import obstacle
 from common.hardware.machine import (
     core_count,
     memory_available_bytes,
     memory_limit_bytes,
+    obstacle,
     pick_gpu,
     torch_name,
 )

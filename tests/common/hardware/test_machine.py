@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from common.errors import UserError
-from common.hardware import cuda
 from common.hardware import machine as hardware
 from common.hardware.machine import Gpu
 from fuyou.runtime.devices.device import check_kernels, open_device
@@ -304,7 +303,7 @@ def test_a_gpu_that_the_system_has(
         (tmp_path / file).parent.mkdir(parents=True)
         (tmp_path / file).touch()
     there = file is not None and not file.endswith("ctl")
-    assert cuda.system_has_gpu(tmp_path) == (there and visible in (None, "0", "GPU-1"))
+    assert hardware.system_has_gpu(tmp_path) == (there and visible in (None, "0", "GPU-1"))
 
 
 def test_amds_gpus_are_found_by_a_pytorch_that_is_built_for_them(
@@ -312,18 +311,18 @@ def test_amds_gpus_are_found_by_a_pytorch_that_is_built_for_them(
 ) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr("torch.version.hip", "6.2")
-    assert not cuda.system_has_gpu(tmp_path)
+    assert not hardware.system_has_gpu(tmp_path)
     (tmp_path / "dev").mkdir()
     (tmp_path / "dev/kfd").touch()
-    assert cuda.system_has_gpu(tmp_path)
+    assert hardware.system_has_gpu(tmp_path)
     monkeypatch.setattr("torch.version.hip", None)
-    assert not cuda.system_has_gpu(tmp_path), "a laptop's graphics with another PyTorch"
+    assert not hardware.system_has_gpu(tmp_path), "a laptop's graphics with another PyTorch"
 
 
 def test_pytorch_is_queried_in_a_separate_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert cuda.gpus_by_pytorch() == []  # and the command runs: it reports it, rather than failing
-    assert subprocess.run([sys.executable, "-c", cuda._DESCRIBE], capture_output=True, text=True).stdout == "[]\n"
+    assert hardware.gpus_by_pytorch() == []  # and the command runs: it reports it, rather than failing
+    assert subprocess.run([sys.executable, "-c", hardware._DESCRIBE], capture_output=True, text=True).stdout == "[]\n"
 
 
 def test_devices_that_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,7 @@ import torch
 from torch.nn import functional
 
 from common.errors import UserError
-from common.models.label_shift import shifts_labels
+from fuyou.model.family import shifts_labels
 from tests.helpers.models.small_models import model_of
 
 

@@ -8,8 +8,8 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from common.data.documents import Documents
+from common.models.attention.documents import padding_known, rotate_by_document
 from common.models.attention.isolation import DocumentSeparator, Isolation
-from common.models.attention.rotary import padding_known, rotate_by_document
 
 LENGTHS = (16, 60, 20, 80, 16)
 ROPES: dict[str, dict[str, Any]] = {

@@ -7,8 +7,13 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from common.errors import FinetuneError
-from common.models.checkpoint.export import CheckpointWriter, copy_tokenizer_files
-from common.models.checkpoint.saving import STAGING_FOLDER, NonFiniteWeights, first_nonfinite
+from common.models.checkpoint.export import (
+    STAGING_FOLDER,
+    CheckpointWriter,
+    NonFiniteWeights,
+    copy_tokenizer_files,
+    first_nonfinite,
+)
 from common.models.checkpoint.shards import INDEX, SINGLE
 from common.models.checkpoint.sources import CheckpointSource
 from common.models.meta_model import build_meta_model

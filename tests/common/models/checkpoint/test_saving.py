@@ -12,7 +12,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from common.models.checkpoint.saving import (
+from common.models.checkpoint.export import (
     STAGING_FOLDER,
     discard_staging_folder,
     make_staging_folder,
@@ -40,7 +40,7 @@ def test_what_the_system_rejects_is_reported_with_the_file(tmp_path: Path, monke
     def full(*arguments: object, **options: object) -> None:
         raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
 
-    monkeypatch.setattr("common.models.checkpoint.saving.save_file", full)
+    monkeypatch.setattr("common.models.checkpoint.export.save_file", full)
     with pytest.raises(
         StoreError, match=rf"writing of weights in {re.escape(str(tmp_path))} failed: No space left"
     ) as told:
