@@ -15,11 +15,8 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from cli.options.command import GroupedCommand, build_command
-from cli.options.continued import settings_of
-from cli.options.modes import mode_of, refuse_unread
-from cli.options.option import WRITTEN, GroupedOption, Mode
-from cli.options.settings import Settings
+from cli.options.command import build_command
+from cli.options.settings import Settings, settings_of
 from cli.report.progress import Heartbeat
 from cli.train.interrupts import STATUS, Interrupts, Stopped
 from cli.train.ranks.process import AGENT, Outcome, RankProcess, is_lost_contact
@@ -60,10 +57,10 @@ def _outcome(arguments: list[str], rank: RankProcess | None, interrupts: Interru
     """Run a command line, as one of several ranks or alone, to its exit status and message."""
     debug = "--debug" in arguments
 
-    def run(**options: Any) -> int:
+    def run(command: str, **options: Any) -> int:
         nonlocal debug
         debug = options["debug"]  # a file may set it, too
-        return _run(interrupts, rank, tuple(arguments), **options)
+        return _run(interrupts, rank, tuple(arguments), command)
 
     try:
         with contextlib.ExitStack() as stack:
@@ -97,36 +94,34 @@ def _outcome(arguments: list[str], rank: RankProcess | None, interrupts: Interru
         return Outcome(1, " ".join([f"{type(error).__name__}: {text}.", *notes, *getattr(error, "__notes__", [])]))
 
 
-def _run(interrupts: Interrupts, rank: RankProcess | None, arguments: tuple[str, ...], **options: Any) -> int:
+def _run(interrupts: Interrupts, rank: RankProcess | None, arguments: tuple[str, ...], command: str) -> int:
     context = click.get_current_context()
-    mode = mode_of(options)
-    given = _given_options(context)
-    refuse_unread(mode, given)
-    settings = settings_of(mode, context, arguments)
-    _check_model(mode, settings)
+    settings = settings_of(command, context, arguments)
+    _check_model(settings)
     stay_offline(settings.download, settings.push_to_hub is not None)
-    if mode is Mode.VERIFY:
+    if command == "verify":
         with activity("comparing what is on the drives with its checksums", announced=True):
             from cli.inspect.check import run_verify
 
-            return run_verify(list(settings.verify))
-    if mode is Mode.CHECK:
+            return run_verify(settings.verify)
+    if command == "check":
         with activity("looking at this machine, and measuring its drives", announced=True):
             from cli.inspect.check import run_check
 
             run_check(settings)
-    elif mode is Mode.DEMO:
+    elif command == "demo":
         with activity("loading PyTorch and transformers", announced=True), _no_collection():
-            from cli.demo.demo import Demo
+            from cli.demo import Demo
 
         Demo(settings.output, settings.report, settings.debug, interrupts).run()
-    elif mode is Mode.PLAN_CLUSTER:
+    elif command == "plan" and settings.plans_cluster:
         from cli.plan.cluster import plan_cluster
 
-        batch_is_given = any(option.name == "batch_size" for option in given)
+        is_typed = context.get_parameter_source("batch_size") is ParameterSource.COMMANDLINE
+        is_given = is_typed or settings.batch_size != Settings.batch_size
         with activity("planning", announced=True):
-            return plan_cluster(settings, settings.batch_size if batch_is_given else None)
-    elif mode in Mode.PLAN:
+            return plan_cluster(settings, settings.batch_size if is_given else None)
+    elif command == "plan":
         with activity("planning: steps of this run are simulated", announced=True):
             from cli.plan.out_of_core import run_plan
 
@@ -134,8 +129,8 @@ def _run(interrupts: Interrupts, rank: RankProcess | None, arguments: tuple[str,
     elif rank is not None and settings.nodes != rank.nodes:
         raise UserError(f"torchrun has started the ranks of {counted(rank.nodes, 'node')}: give --nodes {rank.nodes}.")
     elif settings.nodes is not None:
-        _run_on_nodes(settings, rank, trains=mode is Mode.TRAIN)
-    elif mode is Mode.PROFILE:
+        _run_on_nodes(settings, rank, trains=command == "train")
+    elif command == "profile":
         with activity("measuring this machine with the model", announced=True):
             from cli.inspect.profile import run_profile
 
@@ -150,7 +145,7 @@ def _run_on_nodes(settings: Settings, rank: RankProcess | None, trains: bool) ->
     if settings.show_data is not None:
         raise UserError("--show-data needs no nodes: leave --nodes out.")
     if rank is None:
-        from cli.launch.launcher import launch
+        from cli.launch import launch
 
         launch(settings, trains=trains)
     elif trains:
@@ -158,16 +153,15 @@ def _run_on_nodes(settings: Settings, rank: RankProcess | None, trains: bool) ->
 
         train_rank(settings, rank)
     else:
-        from cli.inspect.profile_cluster import profile
+        from cli.inspect.profile import profile_cluster_of_ranks
 
-        profile(settings, rank)
+        profile_cluster_of_ranks(settings, rank)
 
 
 def _train(settings: Settings, interrupts: Interrupts) -> None:
-    """Train on this machine, in one process, or show what that would be trained on."""
     with activity("loading PyTorch and transformers", announced=True), _no_collection():
         from cli.job.resumed import decided
-        from cli.train.one_machine import finetune
+        from cli.train.engine_trainer import finetune
 
         settings = decided(settings)
     if settings.show_data is not None:
@@ -180,7 +174,6 @@ def _train(settings: Settings, interrupts: Interrupts) -> None:
 
 @contextlib.contextmanager
 def _no_collection() -> Iterator[None]:
-    """Import large libraries without looking for garbage, of which they make none: that takes a seventh of the time."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -190,33 +183,14 @@ def _no_collection() -> Iterator[None]:
             gc.enable()
 
 
-def _check_model(mode: Mode, settings: Settings) -> None:
-    """Refuse a command line that lacks a model, or has one where it is looked for."""
-    if mode in Mode.PLAN and settings.max_model == bool(settings.model):
+def _check_model(settings: Settings) -> None:
+    if settings.command == "plan" and settings.max_model == bool(settings.model):
         if settings.max_model:
             raise UserError("--max-model looks for the model itself: leave --model out.")
-        largest = "" if mode is Mode.PLAN_CLUSTER else ", or ask for the largest with --max-model"
+        largest = "" if settings.plans_cluster else ", or ask for the largest with --max-model"
         raise UserError(f"Give the model to plan for, --model DIR or --model PRESET{largest}.")
-    if mode is Mode.TRAIN and not settings.model:
-        raise UserError("Give the model to fine-tune with --model DIR or --model PRESET, or try --demo.")
-
-
-def _given_options(context: click.Context) -> list[GroupedOption]:
-    """Return the options that are on the command line, be it with their defaults, or in a file with other values.
-
-    The file that a run writes has all options.
-    """
-    assert isinstance(context.command, GroupedCommand)
-    options = {option.name: option for option in context.command.options}
-    given = []
-    for name in context.params:
-        source = context.get_parameter_source(name)
-        is_default = source is ParameterSource.DEFAULT_MAP and (
-            str(context.meta[WRITTEN].get(name, options[name].plain_default)) == str(options[name].plain_default)
-        )
-        if source is not ParameterSource.DEFAULT and not is_default:
-            given.append(options[name])
-    return given
+    if settings.command == "train" and not settings.model:
+        raise UserError("Give the model to fine-tune with --model DIR or --model PRESET, or try finetune demo.")
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ _KEYWORDS = {
     "drop-unseen": "drop_unseen=True",
     "truncate": "truncate=True",
     **{f"lora-{name}": name for name in ("rank", "alpha", "dropout", "targets")},
-    "verify": "finetune --verify",
+    "verify": "finetune verify",
 }
 _FLAG = re.compile(r"(?<![\w-])(?<!finetune )--([a-z][a-z0-9]*(?:-[a-z0-9]+)*)")
 

@@ -106,20 +106,24 @@ class EngineConfig:
     """Where blocks compute: ``"auto"``, which is the first GPU, or the CPU where PyTorch can use none; ``"cpu"``; a
     CUDA device (``"cuda:1"``); or an object that does what :class:`fuyou.runtime.devices.device.Device` says."""
     dtype: str = AUTO
-    """``"bf16"`` computes in bf16 with exact fp32 masters; ``"fp32"`` computes in fp32; ``"auto"`` takes what a run
-    that is continued began with, else what the device (of several ranks, the first one's) multiplies faster."""
+    """What blocks compute in; auto: the faster on the device. Master weights are fp32 either way.
+
+    A run that is continued computes in what it began with; of several ranks, the first one's device decides."""
     seed: int = 0
     """Seed of random weights, dropout and stochastic rounding."""
     deterministic: bool = False
-    """Whether the process takes only kernels that give the same numbers each time, while the run is open."""
+    """Use only kernels that give the same numbers each time: slower attention on GPUs. CPUs always do.
+
+    Of this process, while the run is open."""
     router_loss: str = AUTO
-    """Whether a mixture of experts' load-balancing loss is a part of the loss, as it is in transformers where the
-    configuration has ``output_router_logits`` on: ``"auto"`` goes by the configuration, ``"on"`` and ``"off"`` do not.
-    Its coefficient is the family's own. It is that of the whole batch of all ranks, however that is split."""
+    """Add a mixture of experts' load-balancing loss, times the model's own coefficient. auto: if its configuration
+    sets output_router_logits.
+
+    It is that of the whole batch of all ranks, however that is split."""
     automatic: bool = False
     """Whether the planner chooses ``deferred_fraction``, ``kept_activations`` and ``clip_by`` where they are not given,
     by simulation of this run on this machine. Needs ``batch_shape`` and a profile of this machine with this model
-    (``finetune --profile``); without one nothing is chosen. Costs 0.1 to 3 s at the start, and changes no number. Of
+    (``finetune profile``); without one nothing is chosen. Costs 0.1 to 3 s at the start, and changes no number. Of
     several ranks the first one chooses for all, by its own profile and the links between them, which are measured (a
     second)."""
     topology: ClusterTopology | None = None

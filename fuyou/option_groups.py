@@ -30,15 +30,18 @@ class StoreConfig:
     """Directories of drives that a resumed run may be on and is to leave. A run that is on other drives than ``ssd``
     moves there first, crash-safely: it is copied, and the copy is read again."""
     commit_every: int = 1
-    """Steps from one commit to the next: memory is not written in between, and a crash loses up to this many steps."""
+    """Steps between commits: memory is not written in between, and a crash loses up to this many steps."""
     drive_life: float | None = None
-    """Days that the drives' warranted writes must last, for the planner (``automatic``); 0 for the fastest schedule.
-    None writes least among schedules within 10% of the fastest."""
+    """Days that the drives' warranted writes must last; any: the fastest step. Default: the step that writes least
+    within 10% of the fastest.
+
+    For the planner (``automatic``); 0 for any."""
     single_slot: bool = False
     """Whether to take half the space and no protection: a crash in the middle of a step loses the run."""
     io: str = "posix"
-    """How parameters get from the SSDs to a GPU: ``"posix"``, through host memory; ``"kvikio"``, past it, except those
-    that are cached there."""
+    """How parameters get from the SSDs to a GPU: through host memory (posix), or directly (kvikio).
+
+    Those that are cached in host memory come from there."""
 
     def __post_init__(self) -> None:
         for name in ("ssd", "leave_ssd"):  # which are gone through more than once
@@ -85,28 +88,33 @@ class OptimizerConfig:
     lr: float = 1e-5
     """Learning rate; ``engine.lr`` may be set before each step."""
     optimizer: str = ADAMW
-    """``"adamw"``, ``"adamw8bit"`` (moments in 8 bits by blocks) or ``"lion"`` (one moment)."""
+    """adamw8bit stores both moments in 8 bits by blocks, which halves the bytes of a step; lion has one moment (a
+    third fewer bytes) and needs a third to a tenth of AdamW's learning rate."""
     betas: tuple[float, float] | None = None
     """Decay of the running mean of gradients and of their squares; None: (0.9, 0.999), of Lion (0.9, 0.99)."""
     eps: float = 1e-8
-    """Number that is added to the denominator of an update."""
+    """Added to Adam's divisor."""
     weight_decay: float = 0.01
     """Decoupled weight decay; as with transformers' Trainer, biases and norms do not decay."""
     optimizer_dtype: str = "fp32"
-    """Dtype of moments that are not in 8 bits: ``"fp32"``, or ``"bf16"`` with stochastic rounding."""
+    """Dtype of moments that are not in 8 bits; bf16 is rounded stochastically."""
     max_grad_norm: float | None = None
     """Global norm to which gradients are clipped, exactly; None does not clip."""
     clip_by: str = "auto"
-    """Way to clip, see :mod:`fuyou.optimizer.clipping`: ``"deferral"`` of all updates into the next forward pass, when
-    the norm is known, which costs 4 more bytes of SSD traffic per parameter where gradients find no room in host
-    memory; or ``"speculation"``, updates in the backward pass, done again in clipped steps, which costs 2 and needs two
-    slots, ``commit_every=1`` and one rank. ``"auto"`` lets the planner choose (with ``automatic``), or is deferral."""
+    """With ``max_grad_norm``: update in the next step, when the norm is known (deferral), or at once, and again after
+    clipped steps (speculation). The numbers are the same.
+
+    Deferral costs 4 more bytes of SSD traffic per parameter where gradients find no room in host memory; speculation
+    costs 2 and needs two slots, ``commit_every=1`` and one rank. ``"auto"`` lets the planner choose (with
+    ``automatic``), or is deferral. See :mod:`fuyou.optimizer.clipping`."""
     deferred_fraction: float = 0.0
     """Fraction of the blocks, interleaved over the stack, that are updated during the next forward pass: the same
     numbers, and a shorter step where computing and the SSDs take about as long. Costs host memory for gradients."""
     on_nonfinite: str = "stop"
-    """What becomes of a step whose loss or gradient is NaN or infinite: ``"stop"`` raises NonFiniteLoss; ``"skip"``
-    leaves weights and moments exactly as they are, for which updates wait as with ``max_grad_norm``."""
+    """When the loss or gradient of a step is NaN or infinite: stop, or skip the step (10 in a row at most). With
+    states on SSD, skip costs as much as ``max_grad_norm``.
+
+    ``"stop"`` raises NonFiniteLoss; ``"skip"`` leaves weights and moments exactly as they are."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,24 +122,29 @@ class MemoryConfig:
     """Options of how much memory a run takes, and what for."""
 
     host_memory: int | str | None = None
-    """Budget of host memory, in bytes or as ``"64GiB"``; None takes four fifths of what is available. With several
-    ranks it is that of the node."""
+    """Host memory to use: 64GiB. Default: what is free.
+
+    In bytes or as text; None takes four fifths of what is available. With several ranks it is that of the node."""
     device_memory: int | str | None = None
-    """Budget of device memory, also. On a CPU the device's memory is a part of the host's."""
+    """Device memory to use: 24GiB. Default: what is free.
+
+    On a CPU the device's memory is a part of the host's."""
     host_cache: int | str | None = None
-    """Most of ``host_memory`` to spend on keeping parameters, then optimizer states too, from step to step; None spends
-    what nothing else needs, 0 streams everything. With several ranks it is that of the node."""
+    """Host memory (per node) that caches parameters and states between steps; 0: none. Default: the rest.
+
+    Parameters first, then optimizer states, too."""
     kept_activations: ActivationPolicy | int | str | None = None
     """Outputs of operators inside the blocks that are saved for the backward pass instead of computed again, on the
     device, the host or the SSDs, wherever there is room: this many bytes (or ``"64MiB"``) of a block and micro-batch,
     those that save the most computing per byte; or a :class:`fuyou.ActivationPolicy`. The same numbers, and a shorter
     step where computing is the bound."""
     piece_size: int | str | None = None
-    """Largest piece of a block, in bytes of the compute dtype or as ``"256MiB"``: blocks that are larger are cut, and
-    each piece comes to the device alone. None cuts blocks only where they do not fit on the device, and as little
-    as it takes. A run that continues keeps its pieces."""
+    """Largest part of a block that is on the device at once: 256MiB. Default: whole blocks where they fit.
+
+    In bytes of the compute dtype: blocks that are larger are cut, and each piece comes to the device alone. None cuts
+    as little as it takes. A run that continues keeps its pieces."""
     micro_batch: int | None = None
-    """Sequences that are computed at once; None takes the largest number that fits."""
+    """Sequences computed at once. Default: as many as fit."""
     batch_shape: tuple[int, int] | None = None
     """(sequences, tokens per sequence) of the batches to come; without it, buffers are planned for one micro-batch and
     made again if the first batch is larger."""
@@ -160,11 +173,11 @@ class WeightsConfig:
     trainable: Sequence[str] | None = None
     """Names of the parameters that are trained (``*`` stands for anything); the others are frozen also."""
     frozen_dtype: str | None = None
-    """Format of frozen matrices in the blocks. ``"int8"`` or ``"nf4"`` keeps them in 1.016 or 0.5625 bytes per
-    parameter on SSD, on their way and in the host's cache; the device brings them back into ``dtype``. Not lossless:
-    every weight is rounded once, when the store is made. ``"checkpoint"`` keeps them in the bytes of a compressed
-    checkpoint (FP8, MXFP4, compressed-tensors), which is lossless, and ``"plain"`` in ``dtype``. None takes
-    ``"checkpoint"`` where the checkpoint is compressed, else ``"plain"``."""
+    """Store the frozen weights in fewer bits: rounded once (int8, nf4), or in the bytes of a compressed checkpoint.
+    They compute in ``dtype``. Default: checkpoint if it is compressed, else plain, as ``dtype``.
+
+    Of matrices in the blocks. ``"int8"`` or ``"nf4"`` keeps them in 1.016 or 0.5625 bytes per parameter on SSD, on
+    their way and in the host's cache. ``"checkpoint"`` (FP8, MXFP4, compressed-tensors) is lossless."""
     freeze_vision_tower: bool = True
     """Whether a vision-language model's tower is frozen, where neither ``trainable`` nor ``adapters`` say it. What is
     frozen of it stays on the device for the whole run."""

@@ -1,14 +1,32 @@
-"""Measure what this machine does with a model, and print a table (``finetune --profile``)."""
+"""Measure this machine with a model, or a cluster with all its ranks, and print a table (``finetune profile``)."""
 
+import math
+import os
 from collections.abc import Iterable
+from pathlib import Path
 
-from cli.job.machine import device_at_hand, directories_at_hand, training_of
-from cli.job.prepare import quiet_transformers
-from cli.options.computing_dtype import with_dtype
+import torch.distributed as dist
+
+from cli.job.machine import (
+    device_at_hand,
+    directories_at_hand,
+    sequence_length,
+    training_of,
+    with_dtype,
+    with_dtype_of_all,
+)
+from cli.job.resolve import quiet_transformers
+from cli.job.strategy import PROFILE, measure_cluster
 from cli.options.settings import Settings
 from cli.report.results import RESOURCES
+from cli.train.ranks.meeting import device_of, meet
+from cli.train.ranks.process import RankProcess
 from common.hardware.machine import describe_machine
-from common.units import format_bytes, format_count
+from common.models.presets import load_config
+from common.units import format_bytes, format_count, format_seconds
+from fcdp.planner.collectives import MeasuredRates
+from fcdp.strategy.mesh import Levels
+from fcdp.strategy.topology import Topology
 from fuyou.planner import PlannerContext
 from fuyou.planner.profiling import Profile, measure, save
 from fuyou.planner.profiling.measure import describe, profile_path
@@ -21,11 +39,7 @@ Row = tuple[str, str, str]  # Row of the table: what was measured, how much it w
 
 
 def run_profile(settings: Settings) -> None:
-    """Measure with the micro-batch of a run with these options, save the profile, and print it.
-
-    Raises:
-        UserError: if a path does not exist, or not even one block fits the budgets.
-    """
+    """Measure with the micro-batch of a run with these options, save the profile, and print it."""
     if not settings.debug:
         quiet_transformers()
     device = device_at_hand(settings.gpu)
@@ -116,3 +130,51 @@ def _others(resource: Resource, busy: Iterable[Resource]) -> str:
 
 def _time(seconds: float) -> str:
     return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
+
+
+def profile_cluster_of_ranks(settings: Settings, rank: RankProcess) -> None:
+    """Measure the cluster; every rank calls this."""
+    if not settings.debug:
+        quiet_transformers()
+    device = device_of(settings, int(os.environ["LOCAL_RANK"]))
+    _, placement = meet(settings, rank, device)
+    settings = with_dtype_of_all(settings, str(device), restarted=False)
+    levels = None if settings.levels is None else Levels.parse(settings.levels)
+    switch = None if placement is None else placement.nodes_per_switch
+    topology = Topology.from_environment(device=device, levels=levels, nodes_per_switch=switch)
+    config, _ = load_config(settings.model)
+    rows = settings.micro_batch or max(1, math.ceil(settings.batch_size / topology.world_size))
+    seq_len = sequence_length(settings.seq_len, config)
+    path = settings.output_directory / PROFILE
+
+    rank.enter("while the cluster was measured")
+    if rank.is_rank0:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    measured = measure_cluster(settings, topology, rows, seq_len)
+    if rank.is_rank0:
+        print("\n".join(_cluster_table(measured)))
+        print(f"Kept in {path}. To plan with it: finetune plan --cluster {_shortest(path)} --model {settings.model}")
+    dist.barrier()
+    topology.close()
+    dist.destroy_process_group()
+
+
+def _cluster_table(measured: MeasuredRates) -> list[str]:
+    """Return a table of seconds per collective and size."""
+    sizes = sorted({timing.nbytes for timing in measured.timings})
+    rows = [("ranks", "ring", "collective", *(format_bytes(size) for size in sizes))]
+    kinds = dict.fromkeys((timing.mesh, timing.ring, timing.operation) for timing in measured.timings)
+    seconds = {
+        (timing.mesh, timing.ring, timing.operation, timing.nbytes): timing.seconds for timing in measured.timings
+    }
+    for mesh, ring, operation in kinds:
+        if operation == "all_reduce" or (ring != "flat" and sum(extent > 1 for extent in mesh) == 1):
+            continue  # the sum of the two, and the same again
+        times = (format_seconds(seconds[mesh, ring, operation, size]) for size in sizes)
+        rows.append(("x".join(map(str, mesh)), ring, operation.replace("_", "-"), *times))
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+def _shortest(path: Path) -> str:
+    return os.path.relpath(path) if path.is_relative_to(Path.cwd()) else str(path)

@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerBase
 
 from cli.inspect.check import Paint
 from cli.job.data import tokenizer_of
-from cli.job.prepare import prepare, quiet_transformers
+from cli.job.resolve import prepare, quiet_transformers
 from cli.options.settings import Settings
 from common.activity import activity
 from common.data import Batches
@@ -19,11 +19,7 @@ MARKS = ("\N{LEFT-POINTING DOUBLE ANGLE QUOTATION MARK}", "\N{RIGHT-POINTING DOU
 
 
 def show_data(settings: Settings) -> None:
-    """Print the first rows in training order.
-
-    Raises:
-        UserError: if a path does not exist, or the data cannot be read.
-    """
+    """Print the first rows in training order."""
     if not settings.debug:
         quiet_transformers()
     assert settings.show_data is not None

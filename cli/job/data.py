@@ -11,9 +11,8 @@ from pathlib import Path
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from cli.job.resumed import template_date
-from cli.options.data_words import data_sets
 from cli.options.objectives import Items
-from cli.options.option import naming
+from cli.options.option import data_sets, naming
 from cli.options.settings import Settings, expand_pattern
 from common.data import Batches, DataConfig, PackedBatches, RandomBatches, open_data
 from common.data.batches import ItemBatches, MixedBatches
@@ -33,11 +32,7 @@ _KEPT_S = 30 * 86400  # Seconds after its last use that a data set's tokens stay
 
 
 def tokenizer_of(settings: Settings, checkpoint: Path | None, option: str = "--data") -> PreTrainedTokenizerBase:
-    """Load the checkpoint's tokenizer.
-
-    Raises:
-        UserError: if transformers can load none.
-    """
+    """Load the checkpoint's tokenizer."""
     from transformers import AutoTokenizer
 
     if checkpoint is None:
@@ -66,11 +61,7 @@ def write_chat_template(settings: Settings, directory: Path) -> None:
 
 
 def chat_template_named(name: str) -> str:
-    """Return a chat template: one of ours by its name, or the content of a file.
-
-    Raises:
-        UserError: if it is neither.
-    """
+    """Return a chat template: one of ours by its name, or the content of a file."""
     presets = preset_files("chat_templates", ".jinja")
     if name in presets:
         return presets[name].read_text()
@@ -112,11 +103,7 @@ def token_cache(words: tuple[str, ...], output: Path, shared: bool) -> Path:
 
 
 def class_names(settings: Settings, seq_len: int) -> list[str]:
-    """Return the names of the classes in ``--data``.
-
-    Raises:
-        UserError: if there are fewer than two.
-    """
+    """Return the names of the classes in ``--data``."""
     with naming("--data"):
         files = _expanded(tuple(file for files, _ in data_sets(settings.data) for file in files))
         columns = dict(pair.split("=", 1) for pair in settings.columns)
@@ -228,7 +215,6 @@ class DataSource:
         return None
 
     def _selection(self, held_out: bool) -> RecordSelection:
-        """Return which records are taken: separate evaluation data are neither split nor limited."""
         settings = self.settings
         columns = dict(pair.split("=", 1) for pair in settings.columns)
         if held_out and settings.eval_split is None:

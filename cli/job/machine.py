@@ -1,18 +1,23 @@
-"""What is measured and planned for: this machine's device and drives, and the training that would run on them."""
+"""The machine and the adapters of a run: device, drives, dtype, and the training that a planner simulates."""
 
+import contextlib
 import math
+from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedConfig
 
-from cli.job.head import planned_config
-from cli.options.adapters import peft_config_of, towers_of
 from cli.options.option import naming
-from cli.options.settings import Settings
-from common.errors import UserError
+from cli.options.settings import COMMITS, Settings
+from common.errors import FinetuneError, UserError
 from common.hardware.machine import pick_gpu, torch_name
+from common.models.checkpoint.new_head import classifier_config
 from common.models.presets import load_config
+from common.models.task_type import task_type_of
 from common.store.directories import usable_directories
+from fuyou.config import AUTO
+from fuyou.engine.computing_dtype import dtype_of_all, fastest_dtype, stored_dtype
 from fuyou.layout.frozen_weights import FrozenDtype
 from fuyou.layout.record import Precision
 from fuyou.optimizer.clipping import ClipStatistics, clip_by_named
@@ -20,35 +25,25 @@ from fuyou.planner import TrainingJob, describe_training
 from fuyou.runtime.devices.device import Device, open_device
 from fuyou.schedule.batch import LossInputs
 
+REWARD = ("reward",)  # Names of a reward model's classes: a single one, which is a number
+_CLASSES = 2  # Classes that are assumed where no data say it, for a plan: their number changes next to nothing
 DEFAULT_SEQ_LEN = 1024
 
 
 def device_at_hand(gpu: str) -> Device:
-    """Open the device that ``--gpu`` names.
-
-    Raises:
-        UserError: if there is no such device.
-    """
+    """Open the device that ``--gpu`` names."""
     return open_device(torch_name(pick_gpu(gpu)))
 
 
 def directories_at_hand(settings: Settings) -> list[Path]:
-    """Return directories on the drives that a run would use; ``--output`` need not be there yet.
-
-    Raises:
-        UserError: if a directory of ``--ssd`` does not exist or cannot be used.
-    """
+    """Return directories on the drives that a run would use; ``--output`` need not be there yet."""
     output = settings.output_directory
     existing = next(path for path in (output, *output.parents) if path.is_dir())
     return usable_directories([Path(word).expanduser() for word in settings.ssd] or [existing])
 
 
 def sequence_length(requested: int | None, config: PreTrainedConfig) -> int:
-    """Return the tokens per sequence, from ``--seq-len`` or by default.
-
-    Raises:
-        UserError: if it is longer than the model's context.
-    """
+    """Return the tokens per sequence, from ``--seq-len`` or by default."""
     context = getattr(config.get_text_config(), "max_position_embeddings", None) or math.inf
     if requested is None:
         return int(min(DEFAULT_SEQ_LEN, context))
@@ -64,12 +59,16 @@ def precision_of(settings: Settings) -> Precision:
     return Precision.named(settings.dtype, settings.optimizer_dtype, settings.optimizer)
 
 
-def training_of(settings: Settings) -> TrainingJob:
-    """Describe a run for the planner, without looking at weights.
+def planned_config(settings: Settings, config: PreTrainedConfig) -> PreTrainedConfig:
+    """Return the configuration of what is trained, as far as it is known without data."""
+    if not settings.traits.classifies or not task_type_of(config).generates:
+        return config
+    classes = REWARD if settings.objective == "reward" else [str(number) for number in range(_CLASSES)]
+    return classifier_config(config, classes, None)
 
-    Raises:
-        UserError: if there is no such model, or it cannot be trained this way.
-    """
+
+def training_of(settings: Settings) -> TrainingJob:
+    """Describe a run for the planner, without looking at weights."""
     with naming("--model"):
         config, _ = load_config(settings.model)
     waits = settings.max_grad_norm > 0 or settings.on_nonfinite == "skip"
@@ -101,3 +100,119 @@ def _clip_statistics(settings: Settings) -> ClipStatistics:
         return ClipStatistics()
     drives = [Path(word).expanduser() for word in settings.ssd] or [settings.output_directory]
     return ClipStatistics.of_run(drive / settings.store_name for drive in drives)
+
+
+ELSEWHERE = "meta"
+"""Device of hardware that is not in this machine."""
+
+
+def with_dtype(settings: Settings, device: str | None = None) -> Settings:
+    """Return ``settings`` with a dtype instead of ``auto``: that of the resumed run, else the device's fastest.
+
+    Args:
+        device: name of the device that will compute; None: what ``--gpu`` names here.
+    """
+    if settings.dtype != AUTO:
+        return settings
+    stored = _stored(settings) if settings.resume else None
+    return replace(settings, dtype=stored or fastest_dtype(device or _device_at_hand(settings.gpu)))
+
+
+def with_dtype_of_all(settings: Settings, device: str, restarted: bool) -> Settings:
+    """Return ``settings`` with a dtype instead of ``auto``, the same one on every rank of a run; collective.
+
+    Args:
+        device: name of this rank's device.
+        restarted: whether the ranks have been started again, and resume what they left.
+    """
+    from common.communication import all_gather_object
+
+    if settings.dtype != AUTO:
+        return settings
+    stored = _stored(settings) if settings.resume or restarted else None
+    return replace(settings, dtype=dtype_of_all(stored, device, all_gather_object))
+
+
+def _stored(settings: Settings) -> str | None:
+    if settings.nodes is not None and not settings.ssd:
+        from fcdp.checkpoint.commits import ShardedCheckpoints
+
+        commits = ShardedCheckpoints(settings.output_directory / COMMITS)
+        with contextlib.suppress(FinetuneError, OSError):  # the one that opens it says what is wrong
+            newest = commits.newest()
+            saved: Any = None if newest is None else commits.describe(newest).get("--dtype")
+            return saved if isinstance(saved, str) else None
+        return None
+    drives = [Path(word).expanduser() for word in (*settings.ssd, *settings.leave_ssd)]
+    return stored_dtype(drive / settings.store_name for drive in drives or [settings.output_directory])
+
+
+def _device_at_hand(gpu: str) -> str:
+    try:
+        return torch_name(pick_gpu(gpu))
+    except UserError:  # said with more to go by where the device is opened
+        return ELSEWHERE
+
+
+if TYPE_CHECKING:
+    from peft import PeftConfig
+    from transformers import PreTrainedModel
+
+    from common.models.adapters.options import SavedAdapter
+    from common.models.vision import TowerFreezing
+
+ADAPTER_CONFIG = "adapter_config.json"
+"""Name of the adapters' file: ``common.models.adapters.adapters`` has it, too, and takes long to import."""
+
+
+def peft_config_of(settings: Settings) -> "PeftConfig | None":
+    """Return the adapters' configuration for ``peft``; None where all weights are trained."""
+    if not settings.trains_adapters:
+        return None
+    if (saved := saved_adapter_of(settings)) is not None:
+        return saved.config()
+    from common.models.adapters.options import ALL_LINEAR, AdapterOptions, load_peft_config
+
+    if settings.peft_config is not None:
+        return load_peft_config(settings.peft_config)
+    assert settings.lora_rank is not None
+    targets = settings.lora_targets or (ALL_LINEAR,)
+    return AdapterOptions(settings.lora_rank, settings.lora_alpha, settings.lora_dropout, targets).peft_config()
+
+
+def saved_adapter_of(settings: Settings) -> "SavedAdapter | None":
+    """Return the adapters to begin with; None: they are new, or there are none."""
+    if settings.adapter is None:
+        return None
+    from common.models.adapters.options import SavedAdapter
+
+    return SavedAdapter(settings.adapter)
+
+
+def adapter_digest(settings: Settings) -> str | None:
+    """Return a hash of the adapters to begin with, wherever they lie; None: see :func:`saved_adapter_of`."""
+    saved = saved_adapter_of(settings)
+    return None if saved is None else saved.digest
+
+
+def adapters_of(settings: Settings) -> "PeftConfig | Path | None":
+    """Return the adapters as the engine and the trainer take them."""
+    return peft_config_of(settings) if settings.adapter is None else settings.adapter.expanduser()
+
+
+def towers_of(settings: Settings) -> "TowerFreezing":
+    """Return which towers of a vision-language model are frozen."""
+    from common.models.vision import TowerFreezing
+
+    return TowerFreezing(settings.train_vision != "all", settings.train_vision is None)
+
+
+def trainable_parameters(settings: Settings, model: "PreTrainedModel") -> int:
+    """Count the numbers that are trained once ``model`` has its adapters. It is on the meta device, and is changed."""
+    from common.models.adapters.adapters import Adapters
+
+    config = peft_config_of(settings)
+    assert config is not None
+    towers_of(settings).without_adapters(config, model)
+    names = Adapters(model, config, settings.seed, draw=False, saved=saved_adapter_of(settings)).trainable_names
+    return sum(model.get_parameter(name).numel() for name in names)

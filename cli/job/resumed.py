@@ -10,12 +10,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from cli.job.job import TEMPLATE_DATE, Job
-from cli.options.adapters import adapter_digest, peft_config_of
+from cli.job.machine import adapter_digest, peft_config_of
 from cli.options.command import parse_command_line
 from cli.options.config_file import options_in_files
-from cli.options.continued import typed
 from cli.options.option import declaration_of, option_fields, spelled
-from cli.options.removed import did_nothing, instead_of
 from cli.options.settings import COMMITS, CONFIG, RUN, Settings
 from common.errors import FinetuneError, UserError
 from common.store import load_manifest
@@ -83,9 +81,6 @@ def check_there_is_one(settings: Settings) -> None:
     """Refuse ``--resume`` where nothing was committed, and settings that differ from those of the run that is there.
 
     What depends on the data is compared when they are there (:func:`check_same_run`).
-
-    Raises:
-        UserError: there is nothing to continue, or another run.
     """
     if not settings.resume or settings.nodes is not None:  # several nodes say together which one lacks what
         return
@@ -127,9 +122,6 @@ def check_same_run(job: Job, run: ContinuedRun, launches: Collection[str] = ()) 
         job: what is requested now.
         run: what is to be trained; its ``user_state`` is committed with every step.
         launches: ids of the launchers that have started the run's ranks, to be remembered as well.
-
-    Raises:
-        UserError: something differs.
     """
     if launches:
         run.user_state["launches"] = sorted({*run.user_state.get("launches", ()), *launches})
@@ -169,7 +161,6 @@ def _is_extended(job: Job, run: ContinuedRun, before: Mapping[str, Any]) -> bool
 
 
 def _fixed_options(settings: Settings) -> dict[str, Any]:
-    """Return the options that a continued run must keep, as JSON; those that name files, by what is in the files."""
     fixed: dict[str, Any] = {}
     for field in option_fields(Settings):
         if declaration_of(field).fixed:
@@ -179,17 +170,13 @@ def _fixed_options(settings: Settings) -> dict[str, Any]:
 
 
 def _check_same(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Compare options that must not change, as far as both sides have them.
-
-    Raises:
-        UserError: one differs, or the run began with an option that this version does not have.
-    """
-    for name, value in before.items():
-        instead = instead_of(name)
-        if instead is not None and not did_nothing(name, value):
-            raise UserError(f"--resume: this run began with {name} {value}. {instead} Begin a new run.")
+    options = options_in_files(parse_command_line([]))
+    for name in sorted(name for name in before.keys() - {option.opts[0] for option in options} if name[0] == "-"):
+        raise UserError(
+            f"--resume: this run began with {name} {before[name]}, which this version does not have. Begin a new run."
+        )
     # What files hold may differ because of another option: that is named first.
-    for option in sorted(options_in_files(parse_command_line([])), key=lambda option: option.opts[0] in _BY_CONTENT):
+    for option in sorted(options, key=lambda option: option.opts[0] in _BY_CONTENT):
         name = option.opts[0]
         if name not in before or name not in now or before[name] == now[name]:
             continue
@@ -199,8 +186,8 @@ def _check_same(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
                 f"({before[name]} then, {now[name]} now). Give what it began with, or begin a new run in another "
                 "--output."
             )
-        then = typed(option, before[name])
+        then = option.typed(before[name])
         raise UserError(
-            f"--resume: this run began with {then}, and now it is {typed(option, now[name])}. Give {then}, or begin "
+            f"--resume: this run began with {then}, and now it is {option.typed(now[name])}. Give {then}, or begin "
             "a new run in another --output."
         )

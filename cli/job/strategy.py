@@ -19,15 +19,11 @@ PROFILE = "cluster.json"  # Name of the file in the output directory that descri
 
 
 def cluster_of(name: str | None, levels: str | None, nodes: int | None, gpus_per_node: int | None) -> Cluster:
-    """Return the cluster called ``name``, resized to what the other options say; None: as it is.
-
-    Raises:
-        UserError: if there is no such hardware of that size.
-    """
+    """Return the cluster called ``name``, resized to what the other options say; None: as it is."""
     if name is None:
         raise UserError(
             f"Name the hardware: --cluster PRESET, one of {', '.join(cluster_names())}, or a profile's file, which "
-            "finetune --profile --nodes N writes."
+            "finetune profile --nodes N writes."
         )
     cluster = load_cluster(name)
     if levels is not None:
@@ -41,11 +37,7 @@ def cluster_of(name: str | None, levels: str | None, nodes: int | None, gpus_per
 
 
 def levels_of(text: str, nodes: int | None, gpus_per_node: int | None) -> Levels:
-    """Parse ``--levels``, which the other two options must not contradict.
-
-    Raises:
-        UserError: if they conflict, or the text is not a list of levels.
-    """
+    """Parse ``--levels``, which the other two options must not contradict."""
     levels = Levels.parse(text)
     for option, given, there in (
         ("--nodes", nodes, levels.nodes),
@@ -57,11 +49,7 @@ def levels_of(text: str, nodes: int | None, gpus_per_node: int | None) -> Levels
 
 
 def check_strategy(settings: Settings, ranks_per_node: int) -> None:
-    """Refuse a strategy that cannot be trained with, as far as this node can tell, before it waits for others.
-
-    Raises:
-        UserError: if there is no such strategy, levels, or cluster, or they conflict.
-    """
+    """Refuse a strategy that cannot be trained with, as far as this node can tell, before it waits for others."""
     assert settings.nodes is not None
     levels = Levels((ranks_per_node, settings.nodes))
     if settings.levels is not None:
@@ -90,10 +78,6 @@ def choose_strategy(settings: Settings, workload: Workload, levels: Levels) -> E
 
     Args:
         levels: levels of the ranks that are to train; the cluster may be known in more detail.
-
-    Raises:
-        UserError: if the cluster is unknown in this size.
-        FinetuneError: if nothing fits.
     """
     cluster = cluster_of(settings.cluster, settings.levels, levels.nodes, levels.ranks_per_node)
     possible: list[Strategy] = []

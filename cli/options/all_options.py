@@ -1,14 +1,13 @@
 """Every option of ``finetune``, once: a class for each heading of the help, a field for each option.
 
-The docstring of a field is its help. The command line, ``--config`` files, what each mode takes and docs/options.md
-are made from these classes, and :class:`cli.options.settings.Settings` inherits them all. What a field can say is in
-:class:`cli.options.option.Declaration`.
+The first paragraph of a field's docstring is its help; a field without one has that of the engine's option of this name
+(:mod:`fuyou.option_groups`). Commands, ``--config`` files, completion, and docs/options.md are generated from these
+classes, and :class:`cli.options.settings.Settings` inherits them all.
 """
 
 from dataclasses import dataclass
 from pathlib import Path
 
-from cli.options.data_words import Fraction, check_column, parse_days
 from cli.options.objectives import OBJECTIVES
 from cli.options.option import (
     ABOVE_ZERO,
@@ -18,12 +17,14 @@ from cli.options.option import (
     NOT_NEGATIVE,
     POSITIVE,
     SIZE,
+    Command,
     FiniteFloat,
-    Mode,
-    Only,
+    Fraction,
     ParsedValue,
     TokenCount,
+    check_column,
     option,
+    parse_days,
 )
 from cli.options.schedule import SCHEDULES, Warmup
 
@@ -32,38 +33,40 @@ from cli.options.schedule import SCHEDULES, Warmup
 class OutputSettings:
     """What a run writes, and what it does with an earlier run."""
 
-    output: Path | None = option(None, "DIR", modes=Mode.PLACE | Mode.DEMO | Mode.PROFILE_NODES)
+    output: Path | None = option(None, "DIR", commands=Command.MODEL | Command.EXPORT | Command.DEMO)
     """Directory for the checkpoint and everything else the run writes. Default: finetune-output/<model>."""
-    save: bool = option(True, modes=Mode.RUN)
+    save: bool = option(True)
     """Write no checkpoint at the end."""
-    save_every: int | None = option(None, "N", POSITIVE, modes=Mode.RUN)
+    save_every: int | None = option(None, "N", POSITIVE)
     """Steps between checkpoints in <output>/checkpoints/step-N; with evaluations, checkpoints/best is the best."""
-    keep: int = option(2, "K", POSITIVE, modes=Mode.RUN)
+    keep: int = option(2, "K", POSITIVE)
     """How many checkpoints of --save-every to keep."""
-    push_to_hub: str | None = option(None, "OWNER/NAME", excludes="save", modes=Mode.RUN)
+    push_to_hub: str | None = option(None, "OWNER/NAME", excludes="save")
     """Push the result to this repository of the Hugging Face hub; a new one is private. Needs a token (hf auth
     login)."""
-    export: bool = option(False, excludes="save", of_call=True)
-    """With --resume: take no step, and write the checkpoint of the last committed step."""
-    resume: bool = option(False, modes=Mode.TRAIN | Mode.PLAN_HERE, excludes="overwrite", of_call=True, may_differ=True)
+    export: bool = option(False, excludes="save", of_call=True, commands=Command.TRAIN, hidden=True)
+    """With --resume: take no step, and write the checkpoint of the last committed step, as finetune export does."""
+    resume: bool = option(False, excludes="overwrite", of_call=True, may_differ=True)
     """Continue from the last committed step. --resume auto starts a run if there is none."""
-    resume_auto: bool = option(False, excludes="overwrite", of_call=True, may_differ=True)
+    resume_auto: bool = option(False, excludes="overwrite", of_call=True, may_differ=True, commands=Command.TRAIN)
     """The same as --resume auto, for a file."""
-    overwrite: bool = option(False, modes=Mode.TRAIN | Mode.DEMO, excludes="resume", of_call=True, may_differ=True)
+    overwrite: bool = option(
+        False, commands=Command.TRAIN | Command.DEMO, excludes="resume", of_call=True, may_differ=True
+    )
     """Replace the run that is in --output and --ssd."""
-    commit_every: int | None = option(None, "N", POSITIVE, modes=Mode.STEP)
+    commit_every: int | None = option(None, "N", POSITIVE, commands=Command.STEP)
     """Steps between commits: a crash loses at most this many steps. Default: 1; 100 with --nodes in memory."""
-    sample: str | None = option(None, "PROMPT", only=Only.ONE_MACHINE, excludes="save", modes=Mode.RUN)
+    sample: str | None = option(None, "PROMPT", excludes="save")
     """After training, load the saved result and print its answer to this prompt (likeliest tokens). A tokenizer with a
     chat template gets it as a user's message."""
-    sample_tokens: int = option(32, "N", POSITIVE, only=Only.SAMPLE, modes=Mode.RUN)
+    sample_tokens: int = option(32, "N", POSITIVE)
     """Most tokens to generate."""
-    report: Path | None = option(None, "FILE", modes=Mode.TRAIN | Mode.DEMO, of_call=True, may_differ=True)
+    report: Path | None = option(None, "FILE", commands=Command.TRAIN | Command.DEMO, of_call=True, may_differ=True)
     """Write the summary to this file, as JSON."""
-    log_every: int = option(1, "N", POSITIVE, modes=Mode.RUN)
+    log_every: int = option(1, "N", POSITIVE)
     """Print a line every N steps where the output is not a terminal."""
     log_to: tuple[str, ...] = option(
-        (), "NAME...", ("tensorboard", "wandb", "trackio", "mlflow", "jsonl"), modes=Mode.RUN, may_differ=True
+        (), "NAME...", ("tensorboard", "wandb", "trackio", "mlflow", "jsonl"), may_differ=True
     )
     """Send every step's figures to tensorboard, wandb, trackio, or mlflow; <output>/run/metrics.jsonl always has
     them."""
@@ -73,47 +76,45 @@ class OutputSettings:
 class ModelSettings:
     """What is trained."""
 
-    model: str = option(metavar="DIR|PRESET", presets="models", modes=Mode.MODEL | Mode.BATCH)
+    model: str = option("", "DIR|PRESET", presets="models", commands=Command.MODEL)
     """Checkpoint directory, GGUF file, preset (random weights), or hub name (owner/name) in the local cache."""
-    download: bool = option(False, modes=Mode.MODEL | Mode.BATCH)
+    download: bool = option(False, commands=Command.MODEL)
     """Download --model or --data if it is a hub name (owner/name) that is not in the local cache yet."""
-    demo: bool = option(False, modes=Mode.DEMO)
-    """Teach a small chat model who it is (downloads 92 MB, once; offline, a model with random weights is trained)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataSettings:
     """The training and evaluation data, and how much of it a step takes."""
 
-    data: tuple[str, ...] = option((), "FILE...", patterns=True, modes=Mode.RUN)
+    data: tuple[str, ...] = option((), "FILE...", patterns=True)
     """Files (.jsonl .json .csv .tsv .parquet .txt .arrow, also .gz), directories (their train split, or
     directory:split), quoted patterns, or hub data sets in the local cache (owner/name, owner/name:split). FILE=0.7
     sets a data set's share of all rows. Default: random tokens."""
-    columns: tuple[str, ...] = option((), "NAME=COLUMN...", ParsedValue("column", check_column), modes=Mode.RUN)
+    columns: tuple[str, ...] = option((), "NAME=COLUMN...", ParsedValue("column", check_column))
     """Map your column names: prompt=question completion=answer."""
-    max_records: int | None = option(None, "N", POSITIVE, modes=Mode.RUN)
+    max_records: int | None = option(None, "N", POSITIVE)
     """Take only the first N records of each data set."""
-    chat_template: str | None = option(None, "NAME|FILE", modes=Mode.RUN)
+    chat_template: str | None = option(None, "NAME|FILE")
     """Chat template instead of the tokenizer's, saved with the result: alpaca, chatml, gemma, llama-3, mistral,
     zephyr, or a Jinja file."""
-    show_data: int | None = option(None, "N", POSITIVE, of_call=True)
+    show_data: int | None = option(None, "N", POSITIVE, of_call=True, commands=Command.TRAIN)
     """Train nothing: print N rows as the model sees them, with what carries loss in color."""
-    seq_len: int | None = option(None, "N", TokenCount(min=2), modes=Mode.BATCH)
+    seq_len: int | None = option(None, "N", TokenCount(min=2), commands=Command.STEP)
     """Tokens per sequence, also as 64K or 1M. Default: 1024, or the model's context if that is shorter."""
-    batch_size: int = option(8, "N", POSITIVE, modes=Mode.BATCH, fixed=True)
+    batch_size: int = option(8, "N", POSITIVE, commands=Command.STEP, fixed=True)
     """Sequences per step."""
-    truncate: bool = option(True, flags="--truncate/--drop-long", modes=Mode.RUN, fixed=True)
+    truncate: bool = option(True, flags="--truncate/--drop-long", fixed=True)
     """Leave out conversations and prompts with completions longer than --seq-len. By default (--truncate) they are
     cut after the last answer that fits. Both are counted; plain text continues in the next row."""
-    drop_unseen: bool = option(False, modes=Mode.RUN)
+    drop_unseen: bool = option(False)
     """Count and leave out conversations with text that the chat template leaves out. Default: an error."""
-    eval_data: tuple[str, ...] = option((), "FILE...", patterns=True, modes=Mode.RUN)
+    eval_data: tuple[str, ...] = option((), "FILE...", patterns=True)
     """Held-out data: loss and perplexity before the first and after the last step."""
     eval_split: Fraction | None = option(
-        None, "FRACTION", ParsedValue("fraction", Fraction.parse), excludes="eval_data", modes=Mode.RUN
+        None, "FRACTION", ParsedValue("fraction", Fraction.parse), excludes="eval_data"
     )
     """Hold out this share of the records of each data set instead of --eval-data: 2% or 0.02."""
-    eval_every: int | None = option(None, "N", POSITIVE, modes=Mode.RUN)
+    eval_every: int | None = option(None, "N", POSITIVE)
     """Steps between further evaluations."""
 
 
@@ -121,68 +122,52 @@ class DataSettings:
 class MemorySettings:
     """Where parameters and states are stored, and what computes."""
 
-    ssd: tuple[str, ...] = option((), "DIR...", patterns=True, modes=Mode.PLACE)
+    ssd: tuple[str, ...] = option((), "DIR...", patterns=True, commands=Command.MODEL)
     """Directories for parameters and optimizer states, one per drive. Default: inside --output."""
     drive_life: float | None = option(
-        None, "DAYS|any", ParsedValue("days", parse_days), modes=Mode.STEP, only=Only.OUT_OF_CORE, may_differ=True
+        None, "DAYS|any", ParsedValue("days", parse_days), commands=Command.STEP, may_differ=True
     )
-    """Days that the drives' warranted writes must last; any: the fastest step. Default: the step that writes least
-    within 10% of the fastest."""
-    leave_ssd: tuple[str, ...] = option((), "DIR...", patterns=True, of_call=True, may_differ=True)
+    leave_ssd: tuple[str, ...] = option(
+        (), "DIR...", patterns=True, of_call=True, may_differ=True, commands=Command.TRAIN
+    )
     """With --resume: drives to remove from the run. Its records move to those of --ssd."""
-    gpu: str = option("auto", "auto|cpu|NAME|INDEX", presets="gpus", modes=Mode.STEP | Mode.PROFILE_NODES)
+    gpu: str = option("auto", "auto|cpu|NAME|INDEX", presets="gpus", commands=Command.STEP)
     """Device to train on."""
-    device_memory: int | None = option(None, "SIZE", BUDGET, modes=Mode.STEP, only=Only.OUT_OF_CORE)
-    """Device memory to use: 24GiB. Default: what is free."""
-    host_memory: int | None = option(None, "SIZE", BUDGET, modes=Mode.STEP, only=Only.OUT_OF_CORE)
-    """Host memory to use: 64GiB. Default: what is free."""
-    host_cache: int | None = option(None, "SIZE", SIZE, modes=Mode.STEP)
-    """Host memory (per node) that caches parameters and states between steps; 0: none. Default: the rest."""
-    piece_size: int | None = option(None, "SIZE", SIZE, modes=Mode.STEP, only=Only.OUT_OF_CORE)
-    """Largest part of a block that is on the device at once: 256MiB. Default: whole blocks where they fit."""
-    micro_batch: int | None = option(None, "N", POSITIVE, modes=Mode.BATCH)
-    """Sequences computed at once. Default: as many as fit."""
-    dtype: str = option("auto", type=("auto", "bf16", "fp32"), modes=Mode.MODEL | Mode.PROFILE_NODES)
-    """What blocks compute in; auto: the faster on the device. Master weights are fp32 either way."""
+    device_memory: int | None = option(None, "SIZE", BUDGET, commands=Command.STEP)
+    host_memory: int | None = option(None, "SIZE", BUDGET, commands=Command.STEP)
+    host_cache: int | None = option(None, "SIZE", SIZE, commands=Command.STEP)
+    piece_size: int | None = option(None, "SIZE", SIZE, commands=Command.STEP)
+    micro_batch: int | None = option(None, "N", POSITIVE, commands=Command.STEP)
+    dtype: str = option("auto", type=("auto", "bf16", "fp32"), commands=Command.MODEL)
     # Names of fuyou.layout.optimizer_state.OPTIMIZERS, which takes long to import.
-    optimizer: str = option("adamw", type=("adamw", "adamw8bit", "lion"), modes=Mode.MODEL, only=Only.OUT_OF_CORE)
-    """adamw8bit stores both moments in 8 bits by blocks, which halves the bytes of a step; lion has one moment (a
-    third fewer bytes) and needs a third to a tenth of AdamW's learning rate."""
-    optimizer_dtype: str = option("fp32", type=("fp32", "bf16"), modes=Mode.MODEL, only=Only.OUT_OF_CORE)
-    """Dtype of moments that are not in 8 bits; bf16 is rounded stochastically."""
-    train_vision: str | None = option(None, type=("projector", "all"), modes=Mode.MODEL)
+    optimizer: str = option("adamw", type=("adamw", "adamw8bit", "lion"), commands=Command.MODEL)
+    optimizer_dtype: str = option("fp32", type=("fp32", "bf16"), commands=Command.MODEL)
+    train_vision: str | None = option(None, type=("projector", "all"), commands=Command.MODEL)
     """Also train the projector of a vision-language model, or all that turns images into tokens. Default: neither."""
-    io: str = option("posix", type=("posix", "kvikio"), only=Only.OUT_OF_CORE, modes=Mode.RUN)
-    """How parameters get from the SSDs to a GPU: through host memory (posix), or directly (kvikio)."""
+    io: str = option("posix", type=("posix", "kvikio"))
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterSettings:
     """Several machines, or several GPUs of one."""
 
-    nodes: int | None = option(None, "N", POSITIVE, modes=Mode.NODES | Mode.PLAN_RANKS | Mode.PLAN_CLUSTER)
+    nodes: int | None = option(None, "N", POSITIVE, commands=Command.STEP)
     """Train on N machines together: sharded over all GPUs in memory, or out of core with --ssd. Run the same line
     on each."""
-    gpus_per_node: int | None = option(
-        None, "M", POSITIVE, modes=Mode.NODES | Mode.PLAN_RANKS | Mode.PLAN_CLUSTER, only=Only.NODES, may_differ=True
-    )
+    gpus_per_node: int | None = option(None, "M", POSITIVE, commands=Command.STEP, may_differ=True)
     """Ranks per machine. Default: its GPUs; 1 with --gpu cpu."""
-    rdzv_endpoint: str | None = option(None, "HOST:PORT", modes=Mode.NODES, only=Only.NODES, may_differ=True)
+    rdzv_endpoint: str | None = option(None, "HOST:PORT", commands=Command.TRAIN | Command.PROFILE, may_differ=True)
     """Rendezvous: one of the nodes, and a free port there. Default: from srun or MASTER_ADDR."""
-    node_timeout: int = option(1800, "SECONDS", POSITIVE, modes=Mode.NODES, only=Only.NODES, may_differ=True)
+    node_timeout: int = option(1800, "SECONDS", POSITIVE, commands=Command.TRAIN | Command.PROFILE, may_differ=True)
     """How long to wait for a node that does not come, and in a collective for a rank that does not answer."""
-    max_restarts: int = option(3, "N", COUNT, modes=Mode.NODES, only=Only.NODES)
+    max_restarts: int = option(3, "N", COUNT, commands=Command.TRAIN | Command.PROFILE)
     """How often to restart from the last commit after a rank is lost."""
     # Which strategies there are is checked where they are known: that takes long to import.
-    strategy: str | None = option(
-        None, "NAME|P/G/OS", modes=Mode.TRAIN | Mode.PLAN_CLUSTER, only=Only.NODES | Only.IN_MEMORY
-    )
+    strategy: str | None = option(None, "NAME|P/G/OS")
     """In memory, how parameters, gradients, and optimizer states are sharded: fcdp (parameters cached in host
     memory), zero3, hybrid, zero2, paro-iig, ..., or their scopes, IGG or 4x1/4x1/8x1 (docs/strategies.md). Default:
     auto, the planner's choice for --cluster."""
-    device_cache_threshold: float = option(
-        0.9, "X", FiniteFloat(min=0, max=1), modes=Mode.TRAIN | Mode.PLAN_CLUSTER, only=Only.NODES | Only.IN_MEMORY
-    )
+    device_cache_threshold: float = option(0.9, "X", FiniteFloat(min=0, max=1))
     """Share of device memory up to which cached parameters stay there."""
 
 
@@ -190,53 +175,44 @@ class ClusterSettings:
 class TrainingSettings:
     """The steps and the optimizer."""
 
-    steps: int | None = option(None, "N", POSITIVE, excludes="epochs", modes=Mode.RUN)
+    steps: int | None = option(None, "N", POSITIVE, excludes="epochs")
     """Steps to train. Default: one epoch with --data, 10 steps without."""
-    epochs: float | None = option(None, "N", ABOVE_ZERO, excludes="steps", modes=Mode.RUN)
+    epochs: float | None = option(None, "N", ABOVE_ZERO, excludes="steps")
     """Passes over the data."""
-    lr: float | None = option(None, "X", NOT_NEGATIVE, modes=Mode.RUN)
+    lr: float | None = option(None, "X", NOT_NEGATIVE)
     """Highest learning rate. Default: 1e-5; 2e-4 for adapters (dpo, kto: 1e-5)."""
-    warmup: Warmup = option(Warmup(0), "N|FRACTION", ParsedValue("warmup", Warmup.parse), modes=Mode.RUN)
+    warmup: Warmup = option(Warmup(0), "N|FRACTION", ParsedValue("warmup", Warmup.parse))
     """Steps, or share of all steps (0.03 or 3%), in which the learning rate rises."""
-    schedule: str = option("cosine", type=SCHEDULES, modes=Mode.RUN, fixed=True)
+    schedule: str = option("cosine", type=SCHEDULES, fixed=True)
     """How the learning rate falls afterwards."""
-    min_lr: float = option(0.0, "X", NOT_NEGATIVE, modes=Mode.RUN, fixed=True)
+    min_lr: float = option(0.0, "X", NOT_NEGATIVE, fixed=True)
     """Lowest learning rate of the schedule."""
-    patience: int | None = option(None, "N", POSITIVE, modes=Mode.RUN)
+    patience: int | None = option(None, "N", POSITIVE)
     """Stop when N evaluations in a row have found no lower loss."""
-    max_hours: float | None = option(None, "X", ABOVE_ZERO, modes=Mode.RUN, of_call=True)
+    max_hours: float | None = option(None, "X", ABOVE_ZERO, of_call=True)
     """Stop cleanly after this many hours, with exit status 0, for schedulers' time limits. Continue with --resume."""
-    weight_decay: float = option(0.01, "X", NOT_NEGATIVE, modes=Mode.RUN)
-    """Decoupled weight decay; as with transformers' Trainer, biases and norms do not decay."""
-    beta1: float = option(0.9, "X", BELOW_ONE, modes=Mode.RUN)
+    weight_decay: float = option(0.01, "X", NOT_NEGATIVE)
+    beta1: float = option(0.9, "X", BELOW_ONE)
     """Decay of the mean of gradients."""
-    beta2: float | None = option(None, "X", BELOW_ONE, modes=Mode.RUN)
+    beta2: float | None = option(None, "X", BELOW_ONE)
     """Decay of the mean of their squares. Default: 0.999; for lion 0.99, of its mean."""
-    eps: float = option(1e-8, "X", ABOVE_ZERO, modes=Mode.RUN)
-    """Added to Adam's divisor."""
-    max_grad_norm: float = option(0.0, "X", NOT_NEGATIVE, modes=Mode.STEP)
+    eps: float = option(1e-8, "X", ABOVE_ZERO)
+    max_grad_norm: float = option(0.0, "X", NOT_NEGATIVE, commands=Command.STEP)
     """Scale gradients down to this global norm. 0: never."""
-    on_nonfinite: str = option("stop", type=("stop", "skip"), modes=Mode.STEP)
-    """When the loss or gradient of a step is NaN or infinite: stop, or skip the step (10 in a row at most). With
-    states on SSD, skip costs as much as --max-grad-norm."""
-    router_loss: str = option("auto", type=("auto", "on", "off"), modes=Mode.STEP)
-    """Add a mixture of experts' load-balancing loss, times the model's own coefficient. auto: if its configuration
-    sets output_router_logits."""
+    on_nonfinite: str = option("stop", type=("stop", "skip"), commands=Command.STEP)
+    router_loss: str = option("auto", type=("auto", "on", "off"), commands=Command.STEP)
     # Names of fuyou.optimizer.clipping.ClipBy, which takes long to import.
-    clip_by: str = option("auto", type=("auto", "deferral", "speculation"), modes=Mode.STEP, only=Only.OUT_OF_CORE)
-    """With --max-grad-norm: update in the next step, when the norm is known (deferral), or at once, and again after
-    clipped steps (speculation). The numbers are the same."""
-    seed: int = option(0, "N", COUNT, modes=Mode.MODEL, fixed=True)
+    clip_by: str = option("auto", type=("auto", "deferral", "speculation"), commands=Command.STEP)
+    seed: int = option(0, "N", COUNT, commands=Command.MODEL, fixed=True)
     """Seed of the data's order, and of random weights and tokens."""
-    deterministic: bool = option(False, only=Only.OUT_OF_CORE, modes=Mode.RUN)
-    """Use only kernels that give the same numbers each time: slower attention on GPUs. CPUs always do."""
+    deterministic: bool = option(False)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ObjectiveSettings:
     """What is learned from the data."""
 
-    objective: str = option("sft", type=tuple(OBJECTIVES), modes=Mode.STEP, fixed=True)
+    objective: str = option("sft", type=tuple(OBJECTIVES), commands=Command.STEP, fixed=True)
     """sft: the next token, of answers where there are prompts; pretrain: of prompts as well. dpo: prefer one answer
     to another (columns prompt, chosen, rejected); kto: the same from single answers (prompt, completion, label true
     or false); reward: score answers, from pairs; classify: classes of texts (text, label). --batch-size counts
@@ -251,73 +227,53 @@ class ObjectiveSettings:
 class AdapterSettings:
     """Frozen weights, and adapters that are trained instead."""
 
-    lora_rank: int | None = option(None, "R", POSITIVE, modes=Mode.MODEL | Mode.PLAN_CLUSTER, fixed=True)
+    lora_rank: int | None = option(None, "R", POSITIVE, commands=Command.MODEL, fixed=True)
     """Train LoRA adapters of this rank, and freeze the weights."""
-    lora_alpha: float | None = option(None, "X", ABOVE_ZERO, modes=Mode.MODEL, only=Only.LORA, fixed=True)
+    lora_alpha: float | None = option(None, "X", ABOVE_ZERO, commands=Command.MODEL, fixed=True)
     """An adapter's output is multiplied by this over the rank. Default: twice the rank."""
-    lora_dropout: float = option(0.0, "X", BELOW_ONE, modes=Mode.MODEL, only=Only.LORA, fixed=True)
+    lora_dropout: float = option(0.0, "X", BELOW_ONE, commands=Command.MODEL, fixed=True)
     """Share of the adapters' inputs to drop in training."""
-    lora_targets: tuple[str, ...] = option(
-        (), "NAME...", modes=Mode.MODEL | Mode.PLAN_CLUSTER, only=Only.LORA, fixed=True
-    )
+    lora_targets: tuple[str, ...] = option((), "NAME...", commands=Command.MODEL, fixed=True)
     """Modules to adapt: q_proj v_proj; of fused experts gate_up_proj down_proj. Default: every linear layer but the
     head, and experts and routers in families that peft knows."""
-    peft_config: Path | None = option(None, "FILE", modes=Mode.MODEL | Mode.PLAN_CLUSTER, fixed=True)
+    peft_config: Path | None = option(None, "FILE", commands=Command.MODEL, fixed=True)
     """An adapter_config.json of peft (or its directory): rsLoRA, DoRA, LoHa, LoKr, IA3,
     modules_to_save, trainable_token_indices."""
-    adapter: Path | None = option(None, "DIR", modes=Mode.MODEL | Mode.PLAN_CLUSTER, fixed=True)
+    adapter: Path | None = option(None, "DIR", commands=Command.MODEL, fixed=True)
     """Directory of saved peft adapters to train further, with their method, rank, alpha, dropout, and targets."""
-    frozen_dtype: str | None = option(
-        None, type=("checkpoint", "int8", "nf4", "plain"), modes=Mode.MODEL, only=Only.OUT_OF_CORE
-    )
-    """Store the frozen weights in fewer bits: rounded once (int8, nf4), or in the bytes of a compressed checkpoint.
-    They compute in --dtype. Default: checkpoint if it is compressed, else plain, as --dtype."""
-    merge: bool = option(False, modes=Mode.RUN)
+    frozen_dtype: str | None = option(None, type=("checkpoint", "int8", "nf4", "plain"), commands=Command.MODEL)
+    merge: bool = option(False)
     """Also write the model with the adapters merged into it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanningSettings:
-    """Plan, check, or measure instead of training."""
+    """Plans, and the hardware that they are for."""
 
-    plan: bool = option(False, modes=Mode.PLAN)
-    """Train nothing: say whether it fits, how fast it will be, and what bounds it."""
-    drive: str | None = option(None, "NAME", presets="drives", modes=Mode.PLAN_BY_NAME | Mode.PLAN_RANKS)
+    drive: str | None = option(None, "NAME", presets="drives", commands=Command.PLAN)
     """Plan for drives of this kind, and for the kind of GPU that --gpu names."""
-    ssds: int | None = option(None, "N", POSITIVE, modes=Mode.PLAN_HERE | Mode.PLAN_BY_NAME | Mode.PLAN_RANKS)
+    ssds: int | None = option(None, "N", POSITIVE, commands=Command.PLAN)
     """Number of drives to plan for.  [default: 1]"""
-    network: str | None = option(None, "RATE", modes=Mode.PLAN_RANKS)
+    network: str | None = option(None, "RATE", commands=Command.PLAN)
     """Plan for several nodes with SSDs: what each sends, 25Gbit/s."""
-    max_model: bool = option(False, modes=Mode.PLAN_HERE | Mode.PLAN_BY_NAME)
+    max_model: bool = option(False, commands=Command.PLAN)
     """Plan the largest preset that fits."""
     cluster: str | None = option(
         None,
         "PRESET|FILE|auto",
         presets="clusters",
-        modes=Mode.TRAIN | Mode.PLAN_CLUSTER,
-        only=Only.NODES | Only.CHOSEN_STRATEGY | Only.IN_MEMORY,
     )
     """Hardware to plan for, or to choose a strategy for: a preset, or a profile's file. Default in a run: auto,
     measured once per --output."""
-    levels: str | None = option(None, "N,N,...", modes=Mode.NODES | Mode.PLAN_CLUSTER, only=Only.NODES)
+    levels: str | None = option(None, "N,N,...", commands=Command.STEP)
     """A cluster's ranks by level, fastest first: 2,4,16 is 16 nodes of 4 pairs."""
-    json: bool = option(False, modes=Mode.PLAN)
+    json: bool = option(False, commands=Command.PLAN)
     """Print the plan as JSON."""
-    html: Path | None = option(None, "FILE", modes=Mode.PLAN_HERE | Mode.PLAN_BY_NAME | Mode.PLAN_RANKS)
+    html: Path | None = option(None, "FILE", commands=Command.PLAN)
     """Draw the plan on a page: the step and the memory."""
-    verify: tuple[str, ...] = option((), "DIR...", patterns=True, modes=Mode.VERIFY)
-    """Train nothing: check that what runs have in DIR (as --ssd, or --output) is what was written."""
-    profile: bool = option(False, modes=Mode.PROFILE | Mode.PROFILE_NODES)
-    """Measure this machine with the model (default: gpt3-1.3b) instead of training. With --nodes, measure the
-    cluster, and write a file for --cluster."""
-    check: bool = option(False, modes=Mode.CHECK)
-    """Inspect this machine and measure its drives (--ssd) instead of training: what a bug report needs, and
-    potential problems."""
     trace: Path | None = option(
         None,
         "FILE",
-        modes=Mode.TRAIN | Mode.PLAN_HERE | Mode.PLAN_BY_NAME | Mode.PLAN_RANKS,
-        only=Only.OUT_OF_CORE,
         of_call=True,
         may_differ=True,
     )
@@ -328,12 +284,10 @@ class PlanningSettings:
 class OtherSettings:
     """Options in files, and errors."""
 
-    config: Path | None = option(None, "FILE", modes=Mode.ALL, may_differ=True)
+    config: Path | None = option(None, "FILE", commands=Command.ALL, may_differ=True)
     """Take options from this TOML file, too; the command line wins."""
-    debug: bool = option(False, modes=Mode.ALL, of_call=True, may_differ=True)
+    debug: bool = option(False, commands=Command.ALL, of_call=True, may_differ=True)
     """Show where an error came from."""
-    version: bool = option(False, modes=Mode(0))
-    """Show the version."""
 
 
 GROUPS: dict[str, type] = {

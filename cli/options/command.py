@@ -1,6 +1,10 @@
-"""The command ``finetune``: its options are the fields of :mod:`cli.options.all_options`. Imports nothing slow."""
+"""The command ``finetune`` and its subcommands: their options are the fields of :mod:`cli.options.all_options`.
+
+Imports nothing slow.
+"""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -10,13 +14,25 @@ from click.shell_completion import CompletionItem
 
 from cli.options.all_options import GROUPS
 from cli.options.config_file import load_config_file
-from cli.options.option import WRITTEN, GroupedOption, option_fields
-from cli.options.removed import instead_of
-from common.docstrings import attribute_docstrings
+from cli.options.hints import instead_of
+from cli.options.option import WRITTEN, Command, GroupedOption, declaration_of, help_texts, option_fields
+
+COMMANDS = {
+    "train": "Train a model, or go on with --resume; without a command, finetune trains.",
+    "plan": "Say whether a run fits, how fast it will be, and what bounds it.",
+    "check": "Inspect this machine and its drives for potential problems; with --model, prove that it is exact.",
+    "profile": "Measure this machine with a model; with --nodes, the cluster, and write a file for --cluster.",
+    "verify": "Check that what runs have in DIR (as --ssd, or --output) is what was written.",
+    "demo": "Teach a small chat model who it is (downloads 92 MB, once; offline, random weights are trained).",
+}
+"""Commands, and what they do."""
+
+MOST_USED = ("model", "data", "output", "ssd", "epochs", "lr", "batch_size", "seq_len", "lora_rank", "resume")
+"""Options that lead the help of ``finetune train``."""
 
 EXAMPLES = {
-    "Model": "finetune --model ~/Llama-3-8B --data chats.jsonl\n"
-    "finetune --model gpt3-13b --steps 5 --no-save       # a preset: measures throughput on random tokens",
+    "Most used": "finetune --model ~/Llama-3-8B --data chats.jsonl --lora-rank 16 --output adapters",
+    "Model": "finetune --model gpt3-13b --steps 5 --no-save       # a preset: measures throughput on random tokens",
     "Data": "finetune --model ~/Llama-3-8B --data books/ notes.txt --seq-len 4096 --eval-data held-out.jsonl",
     "Memory": "finetune --gpu 4090 --ssd /mnt/nvme* --model gpt3-175b --host-memory 200GiB",
     "Cluster": "finetune --nodes 4 --rdzv-endpoint node0:29400 --model /shared/Llama-3-8B --data chats.jsonl\n"
@@ -28,11 +44,20 @@ EXAMPLES = {
     "Adapters": "finetune --model ~/Llama-3-70B --data chats.jsonl --lora-rank 16 --lr 2e-4",
     "Output": "finetune --model ~/Llama-3-8B --data chats.jsonl --output tuned --log-to tensorboard\n"
     "finetune --config tuned/run/config.toml --resume",
-    "Planning": "finetune --plan --gpu 4090 --drive p5510 --ssds 12 --host-memory 768GiB --model gpt3-13b\n"
-    "finetune --check --ssd /mnt/nvme*",
+    "Planning": "finetune plan --gpu 4090 --drive p5510 --ssds 12 --host-memory 768GiB --model gpt3-13b",
     "Other": "finetune --config run.toml --lr 2e-5              # the command line wins over the file",
 }
-"""Command lines for each heading of the help."""
+"""Command lines for each heading of the help of ``finetune train``."""
+
+FIRST_EXAMPLES = """finetune --model ~/Llama-3-8B --data chats.jsonl --lora-rank 16 --output adapters
+finetune --ssd /mnt/nvme* --model ~/Llama-3-8B --data chats.jsonl --epochs 2 --output tuned
+finetune --output tuned --resume
+finetune plan --gpu 4090 --drive p5510 --ssds 12 --host-memory 768GiB --model gpt3-13b
+finetune check --ssd /mnt/nvme* --model ~/Llama-3-8B"""
+"""Command lines for the help of ``finetune`` itself."""
+
+_ALIASES = {f"--{name}": name for name in ("verify", "check", "profile", "demo", "plan")}
+"""Commands by the flags that stand for them."""
 
 
 def _show_version(ctx: click.Context, param: click.Parameter, value: bool) -> None:
@@ -43,13 +68,6 @@ def _show_version(ctx: click.Context, param: click.Parameter, value: bool) -> No
     except PackageNotFoundError:
         click.echo("finetune (not installed: run from its source)")
     ctx.exit()
-
-
-CALLBACKS: dict[str, Callable[..., Any]] = {
-    "config": load_config_file,
-    "version": _show_version,
-}
-"""Callbacks of options that act at once, while the command line is read."""
 
 
 class GroupedCommand(click.Command):
@@ -69,7 +87,7 @@ class GroupedCommand(click.Command):
         try:
             rest = super().parse_args(ctx, repeat_option(with_resume_auto(args), names))
         except click.NoSuchOption as error:
-            instead = instead_of(error.option_name)
+            instead = instead_of(error.option_name) or _where_it_is(error.option_name, self.name or "")
             if instead is None:
                 raise
             raise click.UsageError(instead, ctx) from None
@@ -84,16 +102,20 @@ class GroupedCommand(click.Command):
         return rest
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write every heading with its options and an example or two."""
+        """Write every heading with its options and an example or two, after those that most people need."""
+        trains, first = self.name == "train", {name: number for number, name in enumerate(MOST_USED)}
         groups: dict[str, list[tuple[str, str]]] = {}
-        for option in self.options:
+        for option in sorted(
+            self.options, key=lambda option: first.get(option.name or "", len(first)) if trains else 0
+        ):
             record = option.get_help_record(ctx)
             if record is not None:
-                groups.setdefault(option.group, []).append(record)
+                heading = "Most used" if trains and option.name in first else option.group
+                groups.setdefault(heading, []).append(record)
         for heading, records in groups.items():
             with formatter.section(heading):
                 formatter.write_dl(records, col_max=28)
-                if heading in EXAMPLES:
+                if trains:
                     formatter.write_paragraph()
                     formatter.write("".join(f"  $ {line}\n" for line in EXAMPLES[heading].splitlines()))
 
@@ -116,6 +138,100 @@ class GroupedCommand(click.Command):
         )
 
 
+class Finetune(click.Group):
+    """All commands, of which ``train`` is meant where none is named; each is made when it is used.
+
+    Args:
+        run: called with the command's name and one keyword argument per option.
+    """
+
+    def __init__(self, run: Callable[..., int]) -> None:
+        super().__init__(
+            "finetune",
+            params=[
+                click.Option(["--version"], is_flag=True, is_eager=True, expose_value=False, callback=_show_version)
+            ],
+            help="Fine-tune a Hugging Face model that is larger than memory: parameters and optimizer states live on "
+            "SSD.",
+            context_settings={"max_content_width": 110, "help_option_names": ["-h", "--help"]},
+        )
+        self._run = run
+
+    @property
+    def options(self) -> list[GroupedOption]:
+        """The options of all commands, each once."""
+        commands = [self.get_command(None, name) for name in COMMANDS]
+        return list({option.name: option for command in commands for option in command.options}.values())
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context | None, name: str) -> GroupedCommand:
+        """Make a command."""
+        member = Command[name.upper()]
+        texts: dict[str, str] = {}
+        for module in ("fuyou.config", "fuyou.option_groups", "cli.options.all_options"):
+            texts |= help_texts(module)
+        params: list[click.Parameter] = [
+            GroupedOption.of_field(
+                heading, field, texts[field.name], load_config_file if field.name == "config" else None
+            )
+            for heading, group in GROUPS.items()
+            for field in option_fields(group)
+            if member in declaration_of(field).commands
+        ]
+        if member is Command.VERIFY:
+            params.append(click.Argument(["verify"], nargs=-1, required=True, metavar="DIR..."))
+        return GroupedCommand(
+            name,
+            params=params,
+            callback=partial(self._run, name),
+            help=COMMANDS[name],
+            context_settings=self.context_settings,
+        )
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        is_completed = ctx.resilient_parsing and not args  # before the first word, which may be a command
+        return super().parse_args(ctx, args if is_completed else with_command(args))
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the commands, and what to type first."""
+        with formatter.section("Commands"):
+            formatter.write_dl(list(COMMANDS.items()))
+        with formatter.section("Examples"):
+            formatter.write("".join(f"  $ {line}\n" for line in FIRST_EXAMPLES.splitlines()))
+        formatter.write("\nfinetune train --help lists the options of a run, and docs/options.md all.\n")
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        """Complete commands, and the options of ``train``."""
+        if incomplete.startswith("-"):
+            return self.get_command(ctx, "train").shell_complete(ctx, incomplete)
+        return super().shell_complete(ctx, incomplete)
+
+
+def _where_it_is(option: str, command: str) -> str | None:
+    for group in GROUPS.values():
+        for field in option_fields(group):
+            declared = declaration_of(field)
+            name = f"--{field.name.replace('_', '-')}"
+            if option in (declared.flags or f"{name}/--no-{name[2:]}").split("/"):
+                others = [other for other in COMMANDS if Command[other.upper()] in declared.commands]
+                return f"finetune {command} has no {option}, which is for finetune {' and finetune '.join(others)}."
+    return None
+
+
+def with_command(words: Sequence[str]) -> list[str]:
+    """Return a command line that begins with its command: ``--plan`` and others stand for one, and else it trains."""
+    if words and (words[0] in COMMANDS or list(words) in (["-h"], ["--help"])):
+        return list(words)
+    if "--version" in words:
+        return ["--version"]
+    for flag, name in _ALIASES.items():
+        if flag in words:
+            return [name, *(word for word in words if word != flag)]
+    return ["train", *words]
+
+
 def with_resume_auto(args: Sequence[str]) -> list[str]:
     """Turn ``--resume auto`` into the flag that means it: click's flags take no word."""
     result: list[str] = []
@@ -131,9 +247,6 @@ def repeat_option(args: Sequence[str], names: set[str]) -> list[str]:
     """Turn ``--ssd a b`` into ``--ssd=a --ssd=b`` for the options in ``names``; all else stays.
 
     A word that begins with a dash is an option; a file of such a name is given as ``./-name``.
-
-    Raises:
-        click.BadOptionUsage: no word follows.
     """
     result: list[str] = []
     position = 0
@@ -153,21 +266,9 @@ def repeat_option(args: Sequence[str], names: set[str]) -> list[str]:
     return result
 
 
-def build_command(run: Callable[..., int]) -> GroupedCommand:
-    """Make the command: it parses, then calls ``run`` with one keyword argument per option."""
-    options = [
-        GroupedOption.of_field(heading, field, help_texts[field.name], CALLBACKS.get(field.name))
-        for heading, group in GROUPS.items()
-        for help_texts in [attribute_docstrings(group)]
-        for field in option_fields(group)
-    ]
-    return GroupedCommand(
-        "finetune",
-        params=[*options],
-        callback=run,
-        help="Fine-tune a Hugging Face model that is larger than memory: parameters and optimizer states live on SSD.",
-        context_settings={"max_content_width": 110, "help_option_names": ["-h", "--help"]},
-    )
+def build_command(run: Callable[..., int]) -> Finetune:
+    """Make the command: it parses, then calls ``run`` with the command's name and one keyword argument per option."""
+    return Finetune(run)
 
 
 def parse_command_line(arguments: Iterable[str], defaults: Mapping[str, Any] | None = None) -> click.Context:
@@ -177,5 +278,8 @@ def parse_command_line(arguments: Iterable[str], defaults: Mapping[str, Any] | N
         arguments: of ``finetune``.
         defaults: values of options that are neither in ``arguments`` nor in a file that they name, by name.
     """
-    command = build_command(lambda **options: 0)
-    return command.make_context("finetune", list(arguments), default_map=dict(defaults or {}))
+    group = Finetune(lambda name, **options: 0)
+    name, *words = with_command(list(arguments))
+    if name not in COMMANDS:
+        return group.make_context("finetune", [name, *words])
+    return group.get_command(None, name).make_context(name, words, default_map=dict(defaults or {}))

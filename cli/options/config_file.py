@@ -15,13 +15,11 @@ from typing import Any
 
 import click
 
-from cli.options.data_words import split_weight
-from cli.options.option import WRITTEN, GroupedOption
-from cli.options.removed import did_nothing, instead_of
+from cli.options.all_options import GROUPS
+from cli.options.hints import instead_of
+from cli.options.option import WRITTEN, GroupedOption, option_fields, split_weight
 from common.errors import UserError, did_you_mean
 
-NOT_IN_FILES = ("config", "version")
-"""Options about options, which no file has."""
 _WIDTH = 116
 _NUMBER = re.compile(r"(0|[1-9]\d*)(\.\d+)?([eE][-+]?\d+)?")
 """Numbers that TOML and the command line write alike."""
@@ -31,9 +29,6 @@ def load_config_file(ctx: click.Context, param: click.Parameter, file: Path | No
     """Make what is in the file the default of all other options, before those of a run that is continued.
 
     click calls this for ``--config``.
-
-    Raises:
-        UserError: the file cannot be read, is not TOML, or has keys or values that no option takes.
     """
     if file is None or ctx.resilient_parsing:
         return file
@@ -53,15 +48,15 @@ def load_config_file(ctx: click.Context, param: click.Parameter, file: Path | No
 
 
 def options_in_files(ctx: click.Context) -> list[GroupedOption]:
-    """Return the options of a command that a file may have."""
+    """Return the options of a command that a file may have: all but ``--config`` itself."""
     options = [option for option in ctx.command.params if isinstance(option, GroupedOption)]
-    return [option for option in options if option.name not in NOT_IN_FILES]
+    return [option for option in options if option.name != "config"]
 
 
 def _read(where: str, content: Mapping[str, Any], options: list[GroupedOption]) -> Iterable[tuple[str, Any]]:
-    """Yield names and values as click wants them for a context's ``default_map``."""
+    of_any = {field.name for group in GROUPS.values() for field in option_fields(group)} - {"config"}
     by_key = {name.removeprefix("--"): option for option in options for name in (*option.opts, *option.secondary_opts)}
-    tables = {option.group.lower() for option in options}
+    tables = {heading.lower() for heading in GROUPS}
     entries: list[tuple[str, Any]] = []
     for key, value in content.items():
         if not isinstance(value, dict):
@@ -74,9 +69,10 @@ def _read(where: str, content: Mapping[str, Any], options: list[GroupedOption]) 
     for key, value in entries:
         option = by_key.get(key.replace("_", "-"))
         if option is None or option.name is None:
-            if did_nothing(key, value):
+            instead = instead_of(key)
+            if key.replace("-", "_").removeprefix("no_") in of_any or (instead and value is False):
                 continue
-            hint = instead_of(key) or f"there is no option {key!r}.{did_you_mean(key.replace('_', '-'), by_key)}"
+            hint = instead or f"there is no option {key!r}.{did_you_mean(key.replace('_', '-'), by_key)}"
             raise UserError(f"{where}: {hint}")
         if option.name in seen:
             raise UserError(f"{where}: {key!r} is set twice. Set it once.")
@@ -86,7 +82,6 @@ def _read(where: str, content: Mapping[str, Any], options: list[GroupedOption]) 
 
 
 def _value(where: str, value: Any, option: GroupedOption, negated: bool) -> Any:
-    """Return ``value`` as the command line would have it: words as text, flags as booleans."""
     if option.is_flag:
         if not isinstance(value, bool):
             raise UserError(f"{where} is either true or false, not {value!r}.")
@@ -146,6 +141,5 @@ def _toml(option: GroupedOption, value: Any, absolute: bool) -> str:
 
 
 def _names_a_path(option: GroupedOption, text: str) -> bool:
-    """Return whether this word of an option for names and paths alike is a path."""
     declared, path = option.declaration, Path(text).expanduser()
     return (option.words or declared.may_be_path) and (path.exists() or (declared.patterns and has_magic(text)))

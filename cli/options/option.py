@@ -1,12 +1,16 @@
-"""What an option is: how a field of the settings declares one, and what click makes of it. Imports nothing slow."""
+"""What an option is: how a field declares one, the words it takes, and what click makes of it. Imports nothing slow."""
 
+import ast
 import dataclasses
+import importlib.util
 import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Flag, auto
+from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
@@ -33,56 +37,29 @@ def naming(option: str) -> Iterator[None]:
 WRITTEN = "cli.written"
 """Key in ``click.Context.meta``: by name, the value of each option that is on the command line or in a file, as it is
 written there."""
-_KEY = "option"
-"""Key in a field's metadata."""
+_KEY = "option"  # Key in a field's metadata
 
 
 # -- what a field says ------------------------------------------------------------------------------------------------
 
 
-class Mode(Flag):
-    """A mode is one of the things that ``finetune`` does. An option names the modes that read it; others refuse it."""
+class Command(Flag):
+    """Commands of ``finetune``; an option names those that have it."""
 
     TRAIN = auto()
-    DEMO = auto()
-    VERIFY = auto()
+    PLAN = auto()
     CHECK = auto()
     PROFILE = auto()
-    PROFILE_NODES = auto()
-    PLAN_HERE = auto()
-    PLAN_BY_NAME = auto()
-    PLAN_RANKS = auto()
-    PLAN_CLUSTER = auto()
+    VERIFY = auto()
+    EXPORT = auto()
+    EVALUATE = auto()
+    DEMO = auto()
 
-    PLAN = PLAN_HERE | PLAN_BY_NAME | PLAN_RANKS | PLAN_CLUSTER
-    STEP = TRAIN | PROFILE | PLAN_HERE | PLAN_BY_NAME | PLAN_RANKS
-    """Modes that depend on a step of the engine."""
+    RUN = TRAIN | PLAN
+    """A plan takes the options of its run."""
+    STEP = RUN | PROFILE
     MODEL = STEP | CHECK
-    RUN = TRAIN | PLAN_HERE | PLAN_BY_NAME | PLAN_RANKS
-    """Modes of a run of this program, trained or planned: a plan takes the options of its run."""
-    BATCH = STEP | PROFILE_NODES | PLAN_CLUSTER
-    PLACE = TRAIN | CHECK | PROFILE | PLAN_HERE
-    """Modes that look at the drives of this machine."""
-    NODES = TRAIN | PROFILE_NODES
-    ALL = PLAN | MODEL | NODES | DEMO | VERIFY
-
-
-class Only(Flag):
-    """Runs that an option is for; given for any other, it is refused (:class:`cli.options.settings.Settings`)."""
-
-    ANY = 0
-    NODES = auto()
-    """Runs with ``--nodes``."""
-    ONE_MACHINE = auto()
-    """Runs without ``--nodes``."""
-    IN_MEMORY = auto()
-    """Runs with ``--nodes`` and without ``--ssd``."""
-    OUT_OF_CORE = auto()
-    """All runs but those in memory."""
-    CHOSEN_STRATEGY = auto()
-    """Runs whose strategy is not given, or ``--strategy auto``."""
-    LORA = auto()
-    SAMPLE = auto()
+    ALL = MODEL | VERIFY | EXPORT | EVALUATE | DEMO
 
 
 @dataclass(frozen=True)
@@ -93,10 +70,8 @@ class Declaration:
     """Placeholder for the value in the help."""
     type: click.ParamType | None = None
     """Type of the value, or of each of several words; None: as the field's annotation says."""
-    modes: Mode = Mode.TRAIN
-    """Modes that read it; none, if it acts while the command line is read."""
-    only: Only = Only.ANY
-    """Runs that it is for; with several, all must hold."""
+    commands: Command = Command.RUN
+    """Commands that have it."""
     flags: str | None = None
     """Both forms of a flag, where they are not ``--name/--no-name``."""
     presets: str | None = None
@@ -111,6 +86,8 @@ class Declaration:
     """Whether a continued run must keep its value. All others of a run may change, and the change is printed."""
     may_differ: bool = False
     """Whether nodes need not agree about it, or others check that with better words."""
+    hidden: bool = False
+    """Whether the help leaves it out."""
 
     @property
     def may_be_path(self) -> bool:
@@ -125,15 +102,12 @@ class Declaration:
 
 
 def option(
-    default: Any = dataclasses.MISSING,
-    metavar: str | None = None,
-    type: click.ParamType | Sequence[str] | None = None,
-    **more: Any,
+    default: Any, metavar: str | None = None, type: click.ParamType | Sequence[str] | None = None, **more: Any
 ) -> Any:
-    """Declare a field of a dataclass to be an option; its docstring is the help.
+    """Declare a field of a dataclass to be an option.
 
     Args:
-        default: of the field; without one, the field must be given, and the option has no default.
+        default: of the field.
         metavar: see :class:`Declaration`, as for all others.
         type: a type of click's, or all words that can be chosen.
         more: other attributes of :class:`Declaration`.
@@ -156,6 +130,24 @@ def declaration_of(item: dataclasses.Field[Any]) -> Declaration:
     """Return what a field says about its option."""
     declaration: Declaration = item.metadata[_KEY]
     return declaration
+
+
+@cache
+def help_texts(module: str) -> dict[str, str]:
+    """Return the first paragraph below each annotated attribute of a module's classes, on one line; ``lr`` is --lr.
+
+    Python keeps none of them: they are read from the source, so that the module need not be imported.
+    """
+    spec = importlib.util.find_spec(module)
+    assert spec is not None and spec.origin is not None
+    texts = {}
+    for node in ast.parse(Path(spec.origin).read_text()).body:
+        for item, text in pairwise(node.body if isinstance(node, ast.ClassDef) else []):
+            match item, text:
+                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(docstring))):
+                    paragraph = re.sub("``([a-z_]+)``", lambda word: spelled(word[1]), docstring.split("\n\n")[0])
+                    texts[name] = " ".join(paragraph.split())
+    return texts
 
 
 # -- what click makes of it -------------------------------------------------------------------------------------------
@@ -196,19 +188,19 @@ class GroupedOption(click.Option):
         """
         declared = declaration_of(item)
         kwargs: dict[str, Any] = {"metavar": declared.metavar, "type": declared.type, "help": text}
+        kwargs["hidden"] = declared.hidden
         name = spelled(item.name)
         if item.type is bool:
             kwargs["is_flag"] = True
-            if callback is None:
-                name = declared.flags or f"{name}/--no-{name.removeprefix('--')}"
+            name = declared.flags or f"{name}/--no-{name.removeprefix('--')}"
         elif declared.type is None and Path in (item.type, *get_args(item.type)):
             kwargs["type"] = click.Path(path_type=Path)
         if declared.presets is not None:
             kwargs["shell_complete"] = declared.complete
         if callback is not None:
-            kwargs |= {"is_eager": True, "callback": callback, "expose_value": bool(declared.modes)}
+            kwargs |= {"is_eager": True, "callback": callback}
         words = get_origin(item.type) is tuple
-        if not words and item.default not in (None, dataclasses.MISSING):
+        if not words and item.default not in (None, ""):
             kwargs |= {"default": item.default, "show_default": item.type is not bool}
         return cls([name], group=group, words=words, declaration=declared, **kwargs)
 
@@ -221,6 +213,14 @@ class GroupedOption(click.Option):
     def plain_default(self) -> Any:
         """Its value where nobody gives one; None: none."""
         return self.to_info_dict()["default"]
+
+    def typed(self, value: Any) -> str:
+        """Return it with a value, as it is typed."""
+        if self.is_flag:
+            return (self.opts if value else self.secondary_opts)[0]
+        if value in (None, (), []):
+            return f"no {self.shown}"
+        return f"{self.shown} {' '.join(map(str, value)) if self.words else value}"
 
     def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
         """Return what click does, but one of a flag's two forms."""
@@ -279,7 +279,6 @@ def _in_range(
     param: click.Parameter | None,
     ctx: click.Context | None,
 ) -> Any:
-    """Return a number, or fail with words where click says ``0 is not in the range x>=1``."""
     low, high, wrong = numbers.min, numbers.max, None
     if low is not None and (number <= low if numbers.min_open else number < low):
         wrong = f"{'more than' if numbers.min_open else 'at least'} {low:g}"
@@ -321,3 +320,65 @@ COUNT = WholeNumber(min=0)
 NOT_NEGATIVE = FiniteFloat(min=0)
 ABOVE_ZERO = FiniteFloat(min=0, min_open=True)
 BELOW_ONE = FiniteFloat(min=0, max=1, max_open=True)
+
+
+@dataclass(frozen=True)
+class Fraction:
+    """A part of a whole, less than all of it."""
+
+    value: float
+
+    @classmethod
+    def parse(cls, text: str) -> "Fraction":
+        """Parse ``"2%"`` or ``"0.02"``."""
+        try:
+            value = float(text[:-1]) / 100 if text.endswith("%") else float(text)
+        except ValueError:
+            value = math.nan
+        if not 0 < value <= 0.5:
+            raise UserError(f"{text!r} is not a part such as 2% or 0.02, up to 50%.")
+        return cls(value)
+
+    def __str__(self) -> str:
+        return f"{self.value:g}"
+
+
+def parse_days(text: str) -> float:
+    """Return the days of ``--drive-life``, 0 for any."""
+    try:
+        days = 0.0 if text == "any" else float(text)
+    except ValueError:
+        days = math.nan
+    if not 0 <= days < math.inf:
+        raise UserError(f"{text!r} is neither a number of days nor any.")
+    return days
+
+
+def check_column(text: str) -> str:
+    """Return ``prompt=question`` as it is."""
+    name, equals, column = text.partition("=")
+    if not (name and equals and column):
+        raise UserError(f"{text!r} is not NAME=COLUMN, as in prompt=question.")
+    return text
+
+
+def split_weight(word: str) -> tuple[str, float | None]:
+    """Return the name and the weight of ``a.jsonl=0.7``; None: it has none, as a file of that very name."""
+    name, equals, weight = word.rpartition("=")
+    if not equals or Path(word).expanduser().exists():
+        return word, None
+    try:
+        return name, float(weight)
+    except ValueError:
+        return word, None
+
+
+def data_sets(words: Sequence[str]) -> list[tuple[tuple[str, ...], float | None]]:
+    """Return data sets, each with its files and its weight. Without weights, all files are one data set."""
+    split = [split_weight(word) for word in words]
+    without = [name for name, weight in split if weight is None]
+    if len(without) == len(split):
+        return [(tuple(words), None)] if words else []
+    if without:
+        raise UserError(f"--data: {without[0]} has no weight, and others have: give each one, FILE=0.5.")
+    return [((name,), weight) for name, weight in split]

@@ -17,11 +17,7 @@ class Warmup:
 
     @classmethod
     def parse(cls, text: str) -> "Warmup":
-        """Parse ``"100"`` (steps), ``"0.03"`` or ``"3%"`` (of all steps).
-
-        Raises:
-            UserError: neither.
-        """
+        """Parse ``"100"`` (steps), ``"0.03"`` or ``"3%"`` (of all steps)."""
         try:
             if text.endswith("%"):
                 warmup = cls(float(text[:-1]) / 100, is_fraction=True)
@@ -39,11 +35,7 @@ class Warmup:
         return f"{self.value:g}" if self.is_fraction else str(int(self.value))
 
     def steps(self, total: int) -> int:
-        """Return how many steps it takes in a run of ``total`` steps; fractions are rounded up.
-
-        Raises:
-            UserError: more than ``total``.
-        """
+        """Return how many steps it takes in a run of ``total`` steps; fractions are rounded up."""
         steps = math.ceil(self.value * total - 1e-9) if self.is_fraction else int(self.value)
         if steps > total:
             raise UserError(f"--warmup {steps} is longer than the whole run of {total} steps.")

@@ -7,7 +7,7 @@ import hashlib
 import json
 import shlex
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,10 +26,10 @@ from cli.options.all_options import (
     PlanningSettings,
     TrainingSettings,
 )
-from cli.options.command import with_resume_auto
-from cli.options.data_words import split_weight
+from cli.options.command import parse_command_line, with_resume_auto
+from cli.options.config_file import option_as_toml, options_in_files
 from cli.options.objectives import OBJECTIVES, SPECIFIC, ObjectiveTraits, readers
-from cli.options.option import Only, declaration_of, option_fields, spelled
+from cli.options.option import declaration_of, option_fields, spelled, split_weight
 from common.errors import UserError
 
 COMMITS = "commits"
@@ -43,7 +43,19 @@ STORE_PREFIX = "fuyou-"
 """Beginning of the names of runs' folders on the SSDs."""
 
 DEFAULT_PROFILE_MODEL = "gpt3-1.3b"
-"""For --profile without --model: a block large enough to show what a device can do, and quick on a CPU."""
+"""For ``finetune profile`` without --model: a block large enough to show what a device can do, and quick on a CPU."""
+
+# Options that only some runs have.
+_IN_MEMORY = "strategy device_cache_threshold cluster"
+_OF_NODES = f"{_IN_MEMORY} gpus_per_node rdzv_endpoint node_timeout max_restarts"
+_OUT_OF_CORE = (
+    "drive_life device_memory host_memory piece_size optimizer optimizer_dtype io clip_by deterministic frozen_dtype "
+    "trace"
+)
+_OF_CLUSTER = (
+    "model download seq_len batch_size micro_batch nodes gpus_per_node levels lora_rank lora_targets peft_config "
+    "adapter json config debug"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +73,9 @@ class Settings(
 ):
     """All options of one call, flat: ``settings.lr``. Dataclasses take the fields of the last base first."""
 
+    command: str = "train"
+    verify: tuple[str, ...] = ()
+    """Directories of ``finetune verify``."""
     arguments: tuple[str, ...] = ()
     """The command line itself, to say how to continue."""
     context: click.Context | None = dataclasses.field(default=None, compare=False, repr=False)
@@ -74,112 +89,129 @@ class Settings(
         self._check_data()
         self._check_saving()
         self._check_adapters()
-        if self.sample is None:
-            self._refuse(Only.SAMPLE, "is about a sample: add --sample PROMPT")
         self._check_objective()
-        if not self.plan:  # which takes any number of devices that are not here
+        if self.command != "plan":  # which takes any number of devices that are not here
             self._check_nodes()
+
+    def _reject(self, names: str, why: str, unless: bool = False) -> None:
+        for field in option_fields(Settings):
+            if not unless and field.name in names.split() and getattr(self, field.name) != field.default:
+                shown = "--drop-long" if field.name == "truncate" else spelled(field.name)
+                raise UserError(f"{shown} {why}.")
 
     def _check_data(self) -> None:
         if self.steps is not None and self.epochs is not None:
             raise UserError(f"--steps {self.steps} and --epochs {self.epochs:g} exclude each other: give one of them.")
-        if self.epochs is not None and not self.data:
-            raise UserError(
-                f"--epochs {self.epochs:g} counts passes over data, and there is none: give --data, or --steps instead."
-            )
+        self._reject(
+            "epochs", "counts passes over data, and there is none: give --data, or --steps instead", bool(self.data)
+        )
         evaluates = bool(self.eval_data) or self.eval_split is not None
-        for name in ("eval_every", "patience"):
-            value = getattr(self, name)
-            if value is not None and not evaluates:
-                what = "steps between evaluations" if name == "eval_every" else "evaluations"
-                raise UserError(
-                    f"{spelled(name)} {value} counts {what}, and there is no data for them: add --eval-data, or "
-                    "--eval-split."
-                )
-        if self.patience is not None and self.eval_every is None:
-            raise UserError(f"--patience {self.patience} counts evaluations: add --eval-every N.")
+        self._reject(
+            "eval_every patience",
+            "counts evaluations, and there is no data for them: add --eval-data, or --eval-split",
+            evaluates,
+        )
+        self._reject("patience", "counts evaluations: add --eval-every N", self.eval_every is not None)
         if self.eval_split is not None and self.eval_data:
             raise UserError("--eval-split and --eval-data both say what to evaluate with: give one of them.")
-        for name in ("eval_split", "columns", "max_records", "show_data"):
-            if getattr(self, name) not in (None, ()) and not self.data:
-                raise UserError(f"{spelled(name)} is about the records of --data: add that.")
-        if not self.truncate and not (self.data or self.eval_data):
-            raise UserError("--drop-long is about records that are longer than --seq-len: add --data.")
+        about = "is about the records of --data: add that"
+        self._reject("eval_split columns max_records show_data", about, bool(self.data))
+        longer = "is about records that are longer than --seq-len: add --data"
+        self._reject("truncate", longer, bool(self.data or self.eval_data))
         if self.min_lr > self.highest_lr:
             raise UserError(f"--min-lr {self.min_lr:g} is more than --lr {self.highest_lr:g}.")
 
     def _check_saving(self) -> None:
-        if self.export and not self.resume:
-            raise UserError("--export writes the result of an existing run: add --resume.")
-        if self.sample is not None and not self.save:
-            raise UserError("--sample generates with the saved result: leave --no-save out.")
-        if self.keep != 2 and self.save_every is None:
-            raise UserError(f"--keep {self.keep} counts checkpoints of --save-every: add that.")
+        self._reject("export", "writes the result of an existing run: add --resume", self.resume)
+        self._reject("sample", "generates with the saved result: leave --no-save out", self.save)
+        self._reject("sample_tokens", "is about a sample: add --sample PROMPT", self.sample is not None)
+        self._reject("keep", "counts checkpoints of --save-every: add that", self.save_every is not None)
         if self.resume and self.overwrite:
             raise UserError("--resume continues the run that is there and --overwrite replaces it: give one of them.")
-        if self.leave_ssd and not (self.resume and self.ssd):
-            raise UserError("--leave-ssd needs --resume, and --ssd for the drives that stay.")
+        self._reject("leave_ssd", "needs --resume, and --ssd for the drives that stay", self.resume and bool(self.ssd))
 
     def _check_adapters(self) -> None:
         says = [name for name in ("lora_rank", "peft_config", "adapter") if getattr(self, name) is not None]
         if len(says) > 1:
             both = " and ".join(map(spelled, says[:2]))
             raise UserError(f"{both} both say what the adapters are: give one of them.")
-        if self.adapter is not None:
-            self._refuse(Only.LORA, f"is what the adapters of --adapter {self.adapter} have already: leave it out")
-        if self.lora_rank is None:
-            self._refuse(Only.LORA, "is about LoRA adapters: add --lora-rank, or put it into --peft-config's file")
-        if self.frozen_dtype is not None and not self.trains_adapters:
-            raise UserError(
-                f"--frozen-dtype {self.frozen_dtype} is about weights that are frozen: add --lora-rank, --peft-config "
-                "or --adapter."
-            )
-        if self.merge and not self.trains_adapters:
-            raise UserError("--merge merges adapters into the weights: add --lora-rank, --peft-config or --adapter.")
+        lora, add = "lora_alpha lora_dropout lora_targets", "add --lora-rank, --peft-config or --adapter"
+        had = f"is what the adapters of --adapter {self.adapter} have already: leave it out"
+        self._reject(lora, had, self.adapter is None)
+        how = "is about LoRA adapters: add --lora-rank, or put it into --peft-config's file"
+        self._reject(lora, how, self.lora_rank is not None)
+        frozen = f"{self.frozen_dtype} is about weights that are frozen: {add}"
+        self._reject("frozen_dtype", frozen, self.trains_adapters)
+        self._reject("merge", f"merges adapters into the weights: {add}", self.trains_adapters)
 
     def _check_nodes(self) -> None:
         if self.nodes is None:
-            self._refuse(Only.NODES, "is for several nodes or ranks: add --nodes N (1 for this machine alone)")
+            self._reject(
+                f"{_OF_NODES} levels", "is for several nodes or ranks: add --nodes N (1 for this machine alone)"
+            )
             return
         if self.strategy not in (None, "auto"):
-            self._refuse(Only.CHOSEN_STRATEGY, "is for choosing a strategy: give --strategy auto, or none")
-        self._refuse(Only.ONE_MACHINE, "does not go with --nodes yet: leave it out")
+            self._reject("cluster", "is for choosing a strategy: give --strategy auto, or none")
+        self._reject("sample", "does not go with --nodes yet: leave it out")
         if self.ssd:
-            self._refuse(Only.IN_MEMORY, "is for training in memory, without --ssd: leave one of them out")
+            self._reject(_IN_MEMORY, "is for training in memory, without --ssd: leave one of them out")
         else:
-            self._refuse(Only.OUT_OF_CORE, "does not go with --nodes, which trains in memory unless --ssd is given")
+            self._reject(_OUT_OF_CORE, "does not go with --nodes, which trains in memory unless --ssd is given")
+        if self.command == "profile":
+            only = "does not go with finetune profile --nodes, which measures the network: leave it out"
+            self._reject(" ".join(_fields_but(f"{_OF_CLUSTER} {_OF_NODES} output gpu dtype train_vision")), only)
+
+    def check_plan(self) -> None:
+        """Reject options that this kind of plan does not read."""
+        if self.plans_cluster:
+            if self.ssd:
+                raise UserError(
+                    "--ssd is for a plan of this machine. For several nodes with SSDs, name their hardware: --gpu NAME "
+                    "--drive NAME --ssds N --network 25Gbit/s; for training in memory, leave --ssd out."
+                )
+            nothing = "changes nothing in a plan for a cluster (bf16, with the hardware that --cluster describes): "
+            self._reject(" ".join(_fields_but(f"{_OF_CLUSTER} {_IN_MEMORY}")), f"{nothing}leave it out")
+            return
+        self._reject(f"{_IN_MEMORY} levels", "belongs to plans for a cluster: add --cluster")
+        if self.nodes is None:
+            self._reject("network", "connects several nodes: add --nodes N")
+            self._reject("gpus_per_node", "is for several nodes or ranks: add --nodes N (1 for this machine alone)")
+        else:
+            self._reject("max_model", "is for one node: leave --nodes out")
+        if self.drive is not None:
+            self._reject(
+                "ssd output resume", "does not go with --drive, which plans for hardware by name: leave it out"
+            )
 
     def _check_objective(self) -> None:
         objective, traits = self.objective, self.traits
-        for field in option_fields(ObjectiveSettings):
-            name = field.name
-            if name in SPECIFIC.difference(traits.options) and getattr(self, name) != field.default:
-                *some, last = readers(name)
-                others = f"{', '.join(some)} or {last}" if some else last
-                raise UserError(f"{spelled(name)} is not known to --objective {objective}: it is for {others}.")
-        if self.dropout and not traits.compares:
-            raise UserError(f"--dropout is for dpo, kto, or reward: --objective {objective} always has it.")
+        for name in SPECIFIC.difference(traits.options):
+            *some, last = readers(name)
+            others = f"{', '.join(some)} or {last}" if some else last
+            self._reject(name, f"is not known to --objective {objective}: it is for {others}")
+        always = f"is for dpo, kto, or reward: --objective {objective} always has it"
+        self._reject("dropout", always, traits.compares)
         if not traits.outputs:
             return
-        if not (self.plan or self.profile or self.data):
+        if not (self.command in ("plan", "profile") or self.data):
             raise UserError(f"--objective {objective} {traits.learns}: give --data with {traits.data}.")
         if traits.classifies and self.sample is not None:
             raise UserError(f"--sample generates text, which a model of --objective {objective} cannot: leave it out.")
-        if self.nodes is not None and not self.ssd and not self.plan:
+        if self.nodes is not None and not self.ssd and self.command != "plan":
             raise UserError(
                 f"--objective {objective} does not go with --nodes in memory: give each node drives, --ssd, or write "
                 "the loop with fuyou.Engine.tokens, which several ranks can call."
             )
 
     @property
+    def plans_cluster(self) -> bool:
+        """Whether it is a plan for a cluster that trains in memory."""
+        return bool(self.cluster or self.levels or (self.nodes and self.drive is None))
+
+    @property
     def traits(self) -> ObjectiveTraits:
         """What is known about the objective."""
         return OBJECTIVES[self.objective]
-
-    def _refuse(self, only: Only, why: str) -> None:
-        for field in option_fields(Settings):
-            if declaration_of(field).only & only and getattr(self, field.name) != field.default:
-                raise UserError(f"{spelled(field.name)} {why}.")
 
     @classmethod
     def of_options(cls, options: Mapping[str, Any], arguments: tuple[str, ...], **more: Any) -> "Settings":
@@ -189,25 +221,21 @@ class Settings(
             options: values by name.
             arguments: the command line.
             more: fields that are no options.
-
-        Raises:
-            UserError: they do not go together, or a pattern matches nothing.
         """
         given = dict(options)
         for field in option_fields(cls):
-            if declaration_of(field).patterns:
-                words = options[field.name]
+            if declaration_of(field).patterns and field.name in options:
                 # What has a weight is one data set, however many files there are in it: it is expanded when opened.
                 given[field.name] = tuple(
                     path
-                    for word in words
+                    for word in options[field.name]
                     for path in (
                         [word]
                         if field.name == "data" and split_weight(word)[1] is not None
                         else expand_pattern(spelled(field.name), word)
                     )
                 )
-        given["model"] = options["model"] or (DEFAULT_PROFILE_MODEL if options["profile"] else "")
+        given["model"] = options.get("model") or (DEFAULT_PROFILE_MODEL if more.get("command") == "profile" else "")
         return cls(**given, arguments=arguments, **more)
 
     def named(self, names: Collection[str]) -> dict[str, Any]:
@@ -287,11 +315,7 @@ def output_directory(output: Path | None, model: str) -> Path:
 
 
 def expand_pattern(option: str, name: str) -> list[str]:
-    """Return what a quoted pattern stands for, sorted; a name that exists, or has no pattern signs, is itself.
-
-    Raises:
-        UserError: nothing matches.
-    """
+    """Return what a quoted pattern stands for, sorted; a name that exists, or has no pattern signs, is itself."""
     path = str(Path(name).expanduser())
     if Path(path).exists() or not glob.has_magic(path):
         return [name]
@@ -299,3 +323,38 @@ def expand_pattern(option: str, name: str) -> list[str]:
     if not paths:
         raise UserError(f"{option} {name}: nothing matches this pattern.")
     return paths
+
+
+def settings_of(command: str, context: click.Context, arguments: tuple[str, ...]) -> Settings:
+    """Return what a command line asks for; of a continued run, with the run's own options where they are left out."""
+    changes: tuple[str, ...] = ()
+    if command == "train" and (context.params["resume"] or context.params["resume_auto"]):
+        context, changes = with_own_options(context, arguments)
+    settings = Settings.of_options(context.params, arguments, command=command, context=context, changes=changes)
+    if command == "plan":
+        settings.check_plan()
+    return settings
+
+
+def with_own_options(context: click.Context, arguments: Iterable[str]) -> tuple[click.Context, tuple[str, ...]]:
+    """Return a command line whose left out options have the run's own values, and what differs, for people."""
+    file = output_directory(context.params["output"], context.params["model"] or "") / RUN / CONFIG
+    if not file.is_file():
+        return context, (f"{file} is missing: options that are left out have their defaults",)
+    stored = parse_command_line(["--config", str(file)])
+    continued = parse_command_line(arguments, stored.default_map)
+    return continued, tuple(_changes(stored, continued))
+
+
+def _changes(stored: click.Context, now: click.Context) -> Iterable[str]:
+    for option in options_in_files(now):
+        before, after = stored.params[option.name or ""], now.params[option.name or ""]
+        # Paths are equal where they are when absolute. Options of a call have no value in a run's own configuration.
+        is_same = option_as_toml(stored, option, of_run=True) == option_as_toml(now, option, of_run=True)
+        takes_own = option.name == "dtype" and after == "auto"
+        if not (before == after or is_same or takes_own):
+            yield f"{option.typed(after)} instead of {option.typed(before)}"
+
+
+def _fields_but(names: str) -> list[str]:
+    return [field.name for field in option_fields(Settings) if field.name not in names.split()]

@@ -5,9 +5,8 @@ import sys
 
 from transformers import PreTrainedConfig
 
-from cli.job.machine import sequence_length
+from cli.job.machine import sequence_length, trainable_parameters
 from cli.job.strategy import cluster_of
-from cli.options.adapters import trainable_parameters
 from cli.options.option import naming
 from cli.options.settings import Settings
 from common.errors import UserError
@@ -25,10 +24,6 @@ def plan_cluster(settings: Settings, batch_size: int | None) -> int:
 
     Args:
         batch_size: sequences per step of all ranks together; None for one micro-batch per rank.
-
-    Raises:
-        UserError: if the options do not describe a cluster, a batch, or a strategy.
-        FinetuneError: if nothing fits.
     """
     cluster = cluster_of(settings.cluster, settings.levels, settings.nodes, settings.gpus_per_node)
     workload = _workload(settings, batch_size, cluster)
@@ -66,7 +61,6 @@ def _workload(settings: Settings, batch_size: int | None, cluster: Cluster) -> W
 
 
 def _sequence_length(requested: int | None, config: PreTrainedConfig) -> int:
-    """Return the tokens per sequence; a plan may have more than the model's context, as the papers' workloads."""
     context = getattr(config.get_text_config(), "max_position_embeddings", None)
     if requested is None or context is None or requested <= context:
         return sequence_length(requested, config)

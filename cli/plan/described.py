@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
-from cli.report.html import bars, lanes, page, section
+from cli.report.page import bars, lanes, page, section
 from cli.report.results import RESOURCES
 from common.files import replace_file
 from common.store.errors import described
@@ -200,11 +200,7 @@ def _many(count: int, what: str, plural: str = "s") -> str:
 
 
 def write_plan_page(result: RunPlan, lines: Sequence[str], path: Path) -> None:
-    """Write the page of a plan, whose text is ``lines``.
-
-    Raises:
-        StoreError: if the system refuses.
-    """
+    """Write the page of a plan, whose text is ``lines``."""
     with described("writing", path):
         replace_file(path, plan_page(result, lines))
 

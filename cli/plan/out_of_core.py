@@ -1,4 +1,4 @@
-"""Plan a run out of core (``finetune --plan``)."""
+"""Plan a run out of core (``finetune plan``)."""
 
 import json
 import math
@@ -7,11 +7,9 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
-from cli.job.machine import device_at_hand, directories_at_hand, precision_of, training_of
-from cli.job.prepare import quiet_transformers
-from cli.options.computing_dtype import ELSEWHERE, with_dtype
-from cli.options.data_words import data_sets
-from cli.options.option import naming
+from cli.job.machine import ELSEWHERE, device_at_hand, directories_at_hand, precision_of, training_of, with_dtype
+from cli.job.resolve import quiet_transformers
+from cli.options.option import data_sets, naming
 from cli.options.settings import Settings, expand_pattern
 from cli.plan.described import describe, row, write_plan_page
 from common.data.files import find_files
@@ -44,9 +42,6 @@ def planned_steps(settings: Settings, tokens_per_step: int) -> tuple[int, str] |
 
     Args:
         tokens_per_step: tokens of all ranks.
-
-    Raises:
-        UserError: if a data file does not exist.
     """
     if settings.steps is not None:
         return settings.steps, ""
@@ -85,11 +80,7 @@ DOES_NOT_FIT = 1  # Exit status of a plan that does not fit
 
 
 def run_plan(settings: Settings) -> int:
-    """Plan, print the plan, and return the exit status.
-
-    Raises:
-        UserError: if a path, a model, or a preset does not exist.
-    """
+    """Plan, print the plan, and return the exit status."""
     share = None if settings.nodes is None else Share(settings.nodes, settings.gpus_per_node or 1)
     settings = replace(settings, nodes=None, gpus_per_node=None)  # a rank is planned as a machine, then shared
     if not settings.debug:

@@ -6,11 +6,11 @@ from typing import Any
 from huggingface_hub import ModelCardData
 
 from cli.job.job import Job
-from cli.options.adapters import ADAPTER_CONFIG
-from cli.options.data_words import data_sets
+from cli.job.machine import ADAPTER_CONFIG
+from cli.options.option import data_sets
 from cli.options.settings import RUN
-from cli.report.run_directory import METRICS, version_of
-from cli.report.run_page import read_metrics
+from cli.report.log import METRICS, version_of
+from cli.report.page import read_metrics
 from common.data.files import is_data_set_name
 from common.files import replace_file
 from common.hub import is_hub_name, snapshot_name
@@ -30,11 +30,7 @@ _PIPELINES = {
 
 
 def write_card(job: Job, directory: Path, step: int) -> bool:
-    """Write the card of a model exported after ``step``, unless somebody has changed it; return whether it was written.
-
-    Raises:
-        StoreError: if the system refuses.
-    """
+    """Write the card of a model exported after ``step``, unless somebody changed it; return whether it was written."""
     file = directory / CARD
     with described("writing", file):
         if file.exists() and _MARK not in file.read_text(errors="replace"):

@@ -1,25 +1,30 @@
-"""The engine as the training loop drives it, and how a job opens one."""
+"""Training out of core on one machine, from the settings to a trained model, and the engine as the loop drives it."""
 
 import contextlib
 import math
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from cli.job.job import Job
-from cli.job.machine import training_of
-from cli.options.adapters import adapters_of, towers_of
+from cli.job.machine import adapters_of, towers_of, training_of
+from cli.job.resolve import prepare, quiet_transformers
+from cli.job.resumed import check_same_run, forget_earlier_run
+from cli.options.settings import Settings
 from cli.report.results import EvaluationResult, IoCounts, MemoryUse, RunTotals, StepResult
-from cli.train.evaluation import evaluate
-from cli.train.objectives import ObjectiveLoop, Ranks, objective_of
-from cli.train.reference import ReferencePass
-from cli.train.trainer import Trainer
+from cli.train.export import print_sample
+from cli.train.interrupts import Interrupts, Stopped
+from cli.train.loop import RunResult, Trainer, evaluate, train
+from cli.train.objectives import ObjectiveLoop, Ranks, ReferencePass, objective_of
+from common.activity import activity
 from common.data import Batches
 from common.data.images import ImageBatches
 from common.errors import UserError
+from common.store import DirectoryLock
 from common.units import format_bytes
-from fuyou import Engine, StepReport
+from fuyou import Engine, NonFiniteLoss, StepReport
 from fuyou.config import OPTION_NAMES
 from fuyou.layout.share import Share
 from fuyou.planner import PlannerContext, profile_or_measure
@@ -41,10 +46,12 @@ class EngineTrainer(Trainer):
         writes_files: whether this process writes files that its node needs to continue.
     """
 
+    model: Engine
+
     def __init__(
         self, job: Job, engine: Engine, is_rank0: bool = True, ranks: Ranks | None = None, writes_files: bool = True
     ) -> None:
-        self.model = self._engine = engine
+        self.model = engine
         self.is_resumed = job.settings.resume
         self.plan = asdict(engine.memory_plan)
         self.location = ("store", ", ".join(str(path / job.run_name) for path in job.ssd))
@@ -65,38 +72,42 @@ class EngineTrainer(Trainer):
     def prepare(self) -> None:
         """Compute what training needs before its first step, if that is not there."""
         if self._job.settings.traits.needs_reference:
-            ReferencePass(self._engine, self._ranks, self._writes_files).attach_all(self._job)
+            ReferencePass(self.model, self._ranks, self._writes_files).attach_all(self._job)
 
     def train_step(self, batch: dict[str, torch.Tensor], lr: float) -> StepResult:
         """Take a step; its updates and its commit may continue while the next one runs."""
         return self._step_result(self._step(batch, lr))
 
     def _step(self, batch: dict[str, torch.Tensor], lr: float) -> StepReport:
-        self._engine.lr = lr
+        self.model.lr = lr
         self._watched = {}
         if self._objective is None:
-            self._engine(**batch).loss.backward()
+            self.model(**self._part(batch)).loss.backward()
         else:
             loss, self._watched = self._objective.loss(batch, self._job.settings.batch_size)
-            self._engine.backward(loss)
+            self.model.backward(loss)
         watched = {name: value for name, value in self._watched.items() if math.isfinite(value)}
-        self._engine.user_state[_STEP] = {"lr": lr, "watched": watched}
-        return self._engine.step()
+        self.model.user_state[_STEP] = {"lr": lr, "watched": watched}
+        return self.model.step()
 
     def _loss_of(self, batch: dict[str, torch.Tensor]) -> float:
-        """Return the mean loss of a held-out batch without the router loss, which depends on what shares a batch."""
-        return self._engine.eval_loss(**self._part(batch), router_loss=False)
+        return self.model.eval_loss(**self._part(batch), router_loss=False)
+
+    def _part(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return this rank's rows."""
+        rows, rank, world_size = len(batch["input_ids"]), self._ranks.rank, self._ranks.world_size
+        if world_size == 1:
+            return batch
+        first, last = rows * rank // world_size, rows * (rank + 1) // world_size
+        return {name: value[first:last] for name, value in batch.items()}
 
     @property
     def last_step(self) -> tuple[StepResult, float] | None:
         """Result and learning rate of the last committed step of a continued run, as committed with it."""
-        report, noted = self._engine.committed_report, self._engine.user_state.get(_STEP)
+        report, noted = self.model.committed_report, self.model.user_state.get(_STEP)
         if not (report and noted):
             return None
         return StepResult(**report, watched=noted["watched"]), noted["lr"]
-
-    def _part(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        return batch
 
     def _step_result(self, report: StepReport, sent_bytes: float | None = None) -> StepResult:
         return StepResult(
@@ -113,7 +124,7 @@ class EngineTrainer(Trainer):
         )
 
     def wait_for_writes(self) -> None:
-        self._engine.flush()
+        self.model.flush()
 
     def evaluate(self, batches: Batches) -> EvaluationResult:
         """Return the loss on held-out data; its traffic is not the steps'."""
@@ -126,25 +137,25 @@ class EngineTrainer(Trainer):
         return result
 
     def commit(self) -> None:
-        self._engine.flush()
-        self._io_end = self._engine.io_bytes()
+        self.model.flush()
+        self._io_end = self.model.io_bytes()
 
     def finish(self) -> None:
         """Commit the last step of all, and write the trace if one is wanted and there was a step."""
         self.commit()
-        if self._writes_trace and self._engine.step_count > self._first_step_count:
+        if self._writes_trace and self.model.step_count > self._first_step_count:
             assert self._job.settings.trace is not None
-            self._engine.write_trace(self._job.settings.trace.expanduser())
+            self.model.write_trace(self._job.settings.trace.expanduser())
 
     def io_counts(self) -> IoCounts:
-        return IoCounts(*self._engine.io_bytes(), *self._engine.planned_io_bytes())
+        return IoCounts(*self.model.io_bytes(), *self.model.planned_io_bytes())
 
     def memory(self) -> MemoryUse:
-        engine = self._engine
+        engine = self.model
         return MemoryUse(engine.device_peak_bytes, engine.host_memory_in_use(), _disk_usage(self._job))
 
     def totals(self) -> RunTotals:
-        engine = self._engine
+        engine = self.model
         (read, written), (read_before, written_before) = self._io_end, self._io_start
         planned = (now - before for now, before in zip(engine.planned_io_bytes(), self._planned_start, strict=True))
         return RunTotals(
@@ -206,10 +217,74 @@ def profile_once(job: Job, ranks: Share | None = None) -> None:
 
 
 def _disk_usage(job: Job) -> int:
-    """Return the bytes that the files of this node's store take on its drives."""
     nbytes = 0
     for folder in (path / job.run_name for path in job.ssd):
         for file in folder.iterdir():
             with contextlib.suppress(FileNotFoundError):  # a commit renames its manifest meanwhile
                 nbytes += file.stat().st_blocks * 512
     return nbytes
+
+
+@dataclass
+class SingleProcess:
+    """A process that trains alone, and that signals interrupt."""
+
+    interrupts: Interrupts
+    is_rank0: bool = True
+    world_size: int = 1
+    restarted: bool = False
+
+    def enter(self, where: str) -> None:
+        """Raise KeyboardInterrupt if a signal came whose exception was lost."""
+        self.interrupts.check()
+
+
+def finetune(settings: Settings, interrupts: Interrupts) -> RunResult:
+    """Prepare, train, export and report."""
+    if not settings.debug:
+        quiet_transformers()
+    with activity("preparing the run: model, memory, data", announced=True):
+        job = prepare(settings)
+    print(job.header(), flush=True)
+    profile_once(job)
+    interrupts.how_to_continue = settings.how_to_continue
+    where = ", ".join(str(path) for path in job.ssd)
+    doing = f"reading what the run has in {where}" if settings.resume else f"writing the weights to {where}"
+    with DirectoryLock([job.output]), contextlib.ExitStack() as stack:
+        forget_earlier_run(settings)
+        with activity(doing, announced=True):
+            engine = Engine(
+                **engine_options(job),
+                ssd=list(job.ssd),
+                leave_ssd=[Path(word).expanduser() for word in settings.leave_ssd],
+                device=job.device,
+                run_name=job.run_name,
+                resume=settings.resume,
+                overwrite=settings.overwrite,
+                batch_shape=(job.rows, job.seq_len),
+            )
+        stack.enter_context(engine)
+        try:
+            check_same_run(job, engine)
+            result = train(job, EngineTrainer(job, engine), SingleProcess(interrupts))
+            assert result is not None
+            if settings.sample is not None and result.is_saved:
+                engine.close()  # its memory is the sample's now
+                print_sample(job, settings.sample)
+            interrupts.finish()
+        except KeyboardInterrupt:
+            step = engine.step_count + 1
+            with activity(f"stopping in step {step}: what is committed stays"):
+                engine.close()
+            committed = f"step {engine.committed_step} is committed"
+            raise Stopped(f"stopped in step {step}; {committed}. {settings.how_to_continue}") from None
+        except UserError:
+            raise
+        except Exception as error:
+            engine.close()
+            if not isinstance(error, NonFiniteLoss):  # which is reported already
+                error.add_note(f"Step {engine.committed_step} is committed.")
+            error.add_note(settings.how_to_continue)
+            raise
+    job.close()
+    return result

@@ -1,23 +1,116 @@
 """The training loop: one for an engine on one machine, for ranks out of core and for ranks in memory."""
 
 import contextlib
+import json
+import math
+import shutil
+import sys
 import time
+from abc import abstractmethod
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from tqdm import tqdm
 
 from cli.job.job import Job
 from cli.options.settings import RUN
-from cli.report.metrics_logger import MetricsLogger
-from cli.report.results import IoCounts, StepMetrics
-from cli.report.summary import Measurements, Report
-from cli.train.after_step import AfterStep
-from cli.train.exporting import export, merged_into
+from cli.report.log import METRICS, MetricsLogger
+from cli.report.results import (
+    EvaluationResult,
+    IoCounts,
+    Measurements,
+    MemoryUse,
+    Report,
+    RunTotals,
+    StepMetrics,
+    StepResult,
+)
+from cli.train.export import TrainedModel, export, merged_into, push
 from cli.train.interrupts import Stopped
-from cli.train.publishing import push
-from cli.train.trainer import Process, Trainer
 from common.activity import activity
+from common.data import Batches
 from common.errors import UserError
 from common.models.adapters.adapters import MERGED
+from fuyou.model.loss.cross_entropy import targets_of
+
+FOLDER, BEST, EVALUATION = "checkpoints", "best", "evaluation.json"
+_STEP = "step-"
+
+
+class Trainer(Protocol):
+    """What the loop drives. On several ranks, each has one and all call everything alike."""
+
+    model: TrainedModel
+    is_resumed: bool  # Whether to print that the run continues
+    plan: Mapping[str, Any]  # Plan of the run, as JSON
+    location: tuple[str, str]  # What the run can be continued from, in one word, and where that lies
+
+    @abstractmethod
+    def train_step(self, batch: dict[str, torch.Tensor], lr: float) -> StepResult:
+        """Take a step with the batch of all ranks, and commit it if that is due."""
+
+    @abstractmethod
+    def evaluate(self, batches: Batches) -> EvaluationResult:
+        """Return the loss on held-out data."""
+
+    @abstractmethod
+    def commit(self) -> None:
+        """Make sure that the last step is on the drives."""
+
+    @abstractmethod
+    def memory(self) -> MemoryUse:
+        """Return the memory in use."""
+
+    @abstractmethod
+    def totals(self) -> RunTotals:
+        """Return what the run took as a whole, for the report of rank 0."""
+
+    @property
+    def last_step(self) -> tuple[StepResult, float] | None:
+        """Result and learning rate of the last committed step of a continued run; None: its line is there for sure."""
+        return None
+
+    def prepare(self) -> None:
+        """Compute what training needs before its first step, if that is not there."""
+        return
+
+    def commit_if_due(self, step: int) -> None:
+        """Commit the last step if that is due, and not done by :meth:`train_step`."""
+        return
+
+    def wait_for_writes(self) -> None:
+        """Wait for what steps still write, so that no evaluation has to."""
+        return
+
+    def io_counts(self) -> IoCounts | None:
+        """Return the bytes that this node has moved from and to its SSDs; None: states are in memory."""
+        return None
+
+    def stop_requested(self) -> bool:
+        """Return whether any rank wants to stop after this step; the same on all ranks."""
+        return False
+
+    def agree(self, wish: bool) -> bool:
+        """Return whether any rank wishes something; collective."""
+        return wish
+
+    def finish(self) -> None:
+        """Commit the last step of all, and write what is to be seen of it."""
+        self.commit()
+
+
+class Process(Protocol):
+    """The process that trains: alone, or as one of several ranks."""
+
+    is_rank0: bool  # Whether this process reports for all
+    world_size: int
+    restarted: bool  # Whether the ranks were started again after one was lost
+
+    def enter(self, where: str) -> None:
+        """Note how far the run has come, for messages; raise KeyboardInterrupt if it was interrupted."""
 
 
 @dataclass(frozen=True)
@@ -25,75 +118,71 @@ class RunResult:
     """What a call of ``finetune`` has done."""
 
     report: Report
-    total_written: int
-    """Bytes written to SSD, the making of the store included."""
+    total_written: int  # Bytes written to SSD, the making of the store included
+    is_saved: bool  # Whether the result was exported
 
 
-def train(job: Job, trainer: Trainer, process: Process) -> Measurements:
-    """Take all steps that are left, and export the result.
+def train(job: Job, trainer: Trainer, process: Process) -> RunResult | None:
+    """Take all steps that are left, export the result, write the report, and print how it went.
+
+    Returns:
+        The result, on rank 0.
 
     Raises:
         Stopped: the user has stopped a run of several ranks; the message says how to continue.
         KeyboardInterrupt: the user has stopped a run of one process.
-        UserError, FinetuneError: a batch or a step failed.
     """
+    settings, model, done = job.settings, trainer.model, trainer.model.step_count
     if process.is_rank0 and trainer.is_resumed:
-        _print_resumed(job, trainer.model.step_count, process.restarted)
-        for change in job.settings.changes:
+        restarted = " (restarted: a rank was lost)" if process.restarted else ""
+        print(f"resume   after step {done:,} of {job.steps:,}{restarted}", flush=True)
+        for change in settings.changes:
             print(f"changed  {change}", flush=True)
     process.enter("before the first step")
     with activity("preparing the first step"):
         trainer.prepare()
+    flops = model.model_flops_per_token(job.seq_len), model.hardware_flops_per_token(job.seq_len)
+    measured = Measurements(job.rows * job.seq_len, *flops)
     with contextlib.ExitStack() as stack:
         logger = None
         if process.is_rank0:
-            logger = stack.enter_context(MetricsLogger(job, trainer.model.step_count, trainer.plan, trainer.last_step))
-        measured, after = _take_steps(job, trainer, process, logger)
+            logger = stack.enter_context(MetricsLogger(job, done, trainer.plan, trainer.last_step))
+        after = AfterStep(job, trainer, process, logger)
+        if not settings.export:
+            _take_steps(job, trainer, process, logger, measured, after)
     process.enter("after the last step")
     with activity("writing the last step to the drives"):
         trainer.finish()
     process.enter("after the last step")
-    if job.settings.save and not after.time_is_up:
+    is_saved = settings.save and not after.time_is_up
+    if is_saved:
         _export(job, trainer, process.is_rank0)
-        measured.is_saved = True
     if process.is_rank0 and after.last_words:
         print(after.last_words, flush=True)
-    return measured
-
-
-def conclude(job: Job, trainer: Trainer, process: Process, measured: Measurements) -> RunResult | None:
-    """Write the report, if one is wanted, and print how it went and where everything is.
-
-    Returns:
-        The result, on rank 0.
-    """
     with activity("adding up"):
         totals = trainer.totals()
     if not process.is_rank0:
         return None
     report = measured.report(totals)
-    if job.settings.report is not None:
-        report.write(job.settings.report.expanduser())
+    if settings.report is not None:
+        report.write(settings.report.expanduser())
     if report.steps:
         print(report.summary(totals.total_written))
-    elif not job.settings.export:
+    elif not settings.export:
         print(f"nothing to do: all {job.steps:,} steps are done")
-    print(_where(job, trainer.location, report.steps, measured.is_saved), flush=True)
-    return RunResult(report, totals.total_written)
+    print(_where(job, trainer.location, report.steps, is_saved), flush=True)
+    return RunResult(report, totals.total_written, is_saved)
 
 
 def _take_steps(
-    job: Job, trainer: Trainer, process: Process, logger: MetricsLogger | None
-) -> tuple[Measurements, AfterStep]:
+    job: Job,
+    trainer: Trainer,
+    process: Process,
+    logger: MetricsLogger | None,
+    measured: Measurements,
+    after: "AfterStep",
+) -> None:
     done = trainer.model.step_count
-    measured = Measurements(
-        tokens_per_step=job.rows * job.seq_len,
-        model_flops=trainer.model.model_flops_per_token(job.seq_len),
-        hardware_flops=trainer.model.hardware_flops_per_token(job.seq_len),
-    )
-    after = AfterStep(job, trainer, process, logger)
-    if job.settings.export:
-        return measured, after
     after.run(done)  # what a run that was killed has left undone, or the evaluation before the first step
     interval = _Interval(trainer)
     for step in range(done + 1, job.steps + 1):
@@ -138,7 +227,6 @@ def _take_steps(
         if after.is_late(step, seconds):
             break
     after.is_over()
-    return measured, after
 
 
 class _Interval:
@@ -157,11 +245,6 @@ class _Interval:
 
 
 def _check_ids(job: Job, batch: dict[str, Any]) -> None:
-    """Refuse a batch with tokens that the model does not know.
-
-    Raises:
-        UserError: there is one.
-    """
     largest = int(batch["input_ids"].max())
     if largest >= job.vocab_size:
         raise UserError(
@@ -170,8 +253,181 @@ def _check_ids(job: Job, batch: dict[str, Any]) -> None:
         )
 
 
+class AfterStep:
+    """What is due after a step, the same on all ranks: an evaluation, checkpoints, and the end of the run.
+
+    None of it is part of the step's commit. So each is done only where its result is not there yet, and a continued run
+    begins with what its last committed step still lacks: it ends with the files of a run that was never killed.
+    """
+
+    def __init__(self, job: Job, trainer: Trainer, process: Process, logger: MetricsLogger | None) -> None:
+        self._job, self._settings = job, job.settings
+        self._trainer, self._process, self._logger = trainer, process, logger
+        self._folder = job.output / FOLDER
+        self._losses = read_evaluations(job.output / RUN / METRICS, trainer.model.step_count)
+        self.time_is_up = False
+        self.last_words = ""  # why the run has ended before its last step
+
+    def evaluates(self, step: int) -> bool:
+        """Return whether an evaluation is due: before the first step, after the last, and as ``--eval-every`` says."""
+        if self._job.held_out is None or step in self._losses:
+            return False
+        every = self._settings.eval_every
+        return step in (0, self._job.steps) or (every is not None and step % every == 0)
+
+    def run(self, step: int) -> bool:
+        """Do what is due after ``step``, as far as it was not done; return whether anything was."""
+        return any([self._evaluate(step), self._save_best(step), self._save(step)])
+
+    def is_over(self) -> bool:
+        """Return whether evaluations have found nothing better for as long as ``--patience`` waits."""
+        best, since = best_of(self._losses)
+        if self._settings.patience is None or since < self._settings.patience:
+            return False
+        loss = self._losses.get(best, math.nan)
+        self.last_words = (
+            f"ended early: no evaluation was better than that of step {best:,} (loss {loss:.4f}) "
+            f"{since} times in a row (--patience {self._settings.patience})"
+        )
+        return True
+
+    def is_late(self, step: int, seconds: float) -> bool:
+        """Return whether another step like the last one, of ``seconds``, would go beyond ``--max-hours``."""
+        settings = self._settings
+        if settings.max_hours is None or step == self._job.steps:
+            return False
+        late = time.time() - settings.started_at + seconds > settings.max_hours * 3600
+        self.time_is_up = self._trainer.agree(late)
+        if self.time_is_up:
+            self.last_words = (
+                f"ended after step {step:,} of {self._job.steps:,}, which is committed: another one would go "
+                f"beyond --max-hours {settings.max_hours:g}. {settings.how_to_continue}"
+            )
+        return self.time_is_up
+
+    def _evaluate(self, step: int) -> bool:
+        if not self.evaluates(step):
+            return False
+        assert self._job.held_out is not None
+        self._process.enter(f"evaluating after step {step}")
+        with activity(f"evaluating after step {step}"):
+            result = self._trainer.evaluate(self._job.held_out)
+        if self._logger is not None:
+            self._logger.evaluation(step, result)
+        self._losses[step] = result.loss
+        return True
+
+    def _save_best(self, step: int) -> bool:
+        if self._settings.save_every is None or not step or best_of(self._losses)[0] != step:
+            return False
+        evaluation = {"step": step, "loss": self._losses[step]}
+        if not self._lacks(lambda: json.loads((self._folder / BEST / EVALUATION).read_text()) == evaluation):
+            return False
+        with activity("saving the best checkpoint so far"):
+            self._write(BEST, evaluation)
+        self._say(f"saved    {self._folder / BEST}: the best so far")
+        return True
+
+    def _save(self, step: int) -> bool:
+        every = self._settings.save_every
+        if every is None or not step or step % every or step == self._job.steps:
+            return False
+        path = self._folder / f"{_STEP}{step}"
+        is_due = self._lacks(path.is_dir)
+        if is_due:
+            self._process.enter(f"saving after step {step}")
+            with activity(f"saving the checkpoint of step {step}"):
+                self._write(path.name)
+            self._say(f"saved    {path}")
+        if self._process.is_rank0:
+            for old in regular_checkpoints(self._folder, step)[: -self._settings.keep]:
+                shutil.rmtree(old)
+        return is_due
+
+    def _lacks(self, is_there: Callable[[], bool]) -> bool:
+        """Return whether something is missing by what rank 0 sees, which alone writes. Collective."""
+        lacks = self._process.is_rank0
+        if lacks:
+            with contextlib.suppress(OSError, ValueError):
+                lacks = not is_there()
+        return self._trainer.agree(lacks)
+
+    def _write(self, name: str, evaluation: dict[str, float] | None = None) -> None:
+        path, partial, is_rank0 = self._folder / name, self._folder / f"{name}.partial", self._process.is_rank0
+        if is_rank0:
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+        try:
+            export(self._job, self._trainer.model, partial, is_rank0)
+            if is_rank0 and evaluation is not None:
+                (partial / EVALUATION).write_text(json.dumps(evaluation) + "\n")
+        except BaseException:
+            if is_rank0:
+                shutil.rmtree(partial, ignore_errors=True)  # it may have filled the drive
+            raise
+        if is_rank0:
+            shutil.rmtree(path, ignore_errors=True)
+            partial.rename(path)
+
+    def _say(self, text: str) -> None:
+        if self._process.is_rank0:
+            tqdm.write(text)
+            sys.stdout.flush()
+
+
+def read_evaluations(metrics: Path, done: int) -> dict[int, float]:
+    """Return the loss of each evaluation up to step ``done`` by its step, from the run's own file."""
+    losses: dict[int, float] = {}
+    for line in metrics.read_text(errors="replace").splitlines() if done and metrics.exists() else ():
+        with contextlib.suppress(ValueError, KeyError, TypeError):  # cut off by a crash
+            entry = json.loads(line)
+            step, loss = int(entry["step"]), entry.get("validation_metrics/loss", "none")
+            if loss != "none" and step <= done:
+                losses[step] = math.nan if loss is None else float(loss)
+    return losses
+
+
+def best_of(losses: dict[int, float]) -> tuple[int, int]:
+    """Return the step whose evaluation gave the lowest loss, 0 without any, and the number of evaluations after it."""
+    best, least, since = 0, math.inf, 0
+    for step, loss in sorted(losses.items()):
+        since += 1
+        if loss < least:
+            best, least, since = step, loss, 0
+    return best, since
+
+
+def regular_checkpoints(folder: Path, last: int) -> list[Path]:
+    """Return the checkpoints of ``--save-every`` up to a step, the oldest first."""
+    numbers = [path.name.removeprefix(_STEP) for path in folder.glob(f"{_STEP}*")]
+    return [
+        folder / f"{_STEP}{step}" for step in sorted(int(text) for text in numbers if text.isdigit()) if step <= last
+    ]
+
+
+def evaluate(
+    batches: Batches, batch_size: int, loss_of: Callable[[dict[str, torch.Tensor]], float]
+) -> EvaluationResult:
+    """Take the loss of every row once.
+
+    Args:
+        batches: the held-out data, of ``batch_size`` rows, in a fixed order.
+        batch_size: rows of a batch. The last one is completed with rows that were seen; their labels are taken away.
+        loss_of: mean loss over the labels of a batch, which has at least one.
+    """
+    start_time, total, tokens, computed = time.perf_counter(), 0.0, 0, 0
+    for number in range(batches.steps_per_epoch):
+        batch = batches.batch(number)
+        batch["labels"][batches.rows - number * batch_size :] = -100
+        count = int((targets_of(batch["labels"], not batches.labels_ahead) != -100).sum())
+        if count:
+            total += loss_of(batch) * count
+            tokens += count
+        computed += batch["input_ids"].numel()
+    return EvaluationResult(total / tokens, tokens, computed / (time.perf_counter() - start_time))
+
+
 def _export(job: Job, trainer: Trainer, is_rank0: bool) -> None:
-    """Export the result."""
     settings = job.settings
     what = f"writing the {'adapters' if settings.trains_adapters else 'checkpoint'} to {job.output}"
     if is_rank0:
@@ -185,14 +441,7 @@ def _export(job: Job, trainer: Trainer, is_rank0: bool) -> None:
         print(push(job), flush=True)
 
 
-def _print_resumed(job: Job, step_count: int, restarted: bool) -> None:
-    """Print from where a run continues, and whether that is a restart."""
-    after = " (restarted: a rank was lost)" if restarted else ""
-    print(f"resume   after step {step_count:,} of {job.steps:,}{after}", flush=True)
-
-
 def _where(job: Job, location: tuple[str, str], steps: int, is_saved: bool) -> str:
-    """Return lines that say where everything is; without any of the ``steps``, there is no trace."""
     settings, (kept, place) = job.settings, location
     lines = {"run": f"{job.output / RUN} (configuration, versions, metrics; index.html to look at)"}
     lines[kept] = f"{place} (safe to delete unless you will resume)"

@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from cli.report.run_page import read_metrics
+from cli.report.page import read_metrics
 from common.data.demo_text import demo_documents, train_demo_tokenizer
 from gpu.journal import ROOT, Check, describe
 

@@ -135,7 +135,7 @@ def test_the_unexpected(
     def fail(path: object) -> None:
         raise RuntimeError("no luck\ntoday.")
 
-    monkeypatch.setattr("cli.job.prepare.load_config", fail)
+    monkeypatch.setattr("cli.job.resolve.load_config", fail)
     assert main(["--model", str(checkpoint), *(["--debug"] if debug else [])]) == 1
     err = capfd.readouterr().err
     last = "finetune: error: RuntimeError: no luck today."

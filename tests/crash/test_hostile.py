@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cli.options.command import build_command
+from cli.options.command import parse_command_line
 from common.data.read import read_records
 from common.errors import FinetuneError, UserError
 from common.files import preset_files
@@ -230,17 +230,15 @@ def test_a_preset_or_file_of_options_of_any_text_is_taken_or_rejected(place: Pat
     (place / "cluster.toml").write_text(text)
     _is_decided(lambda: load_cluster(str(place / "cluster.toml")))
     (place / "options.toml").write_text(text)
-    context = build_command(lambda **options: 0).make_context
-    _is_decided(lambda: context("finetune", ["--config", str(place / "options.toml"), "--model", "llama-10m"]))
+    _is_decided(lambda: parse_command_line(["--config", str(place / "options.toml"), "--model", "llama-10m"]))
 
 
 @settings(max_examples=60, deadline=None)
 @given(key=st.sampled_from(["steps", "ssd", "lr", "training", "memory", "save", "nothing"]), value=anything)
 def test_options_in_a_file_of_any_value_are_taken_or_rejected(place: Path, key: str, value: object) -> None:
     (place / "options.toml").touch()
-    context = build_command(lambda **options: 0).make_context
     with patch("cli.options.config_file.tomllib.loads", lambda text: {key: value}):
-        _is_decided(lambda: context("finetune", ["--config", str(place / "options.toml"), "--model", "llama-10m"]))
+        _is_decided(lambda: parse_command_line(["--config", str(place / "options.toml"), "--model", "llama-10m"]))
 
 
 def test_a_damaged_parquet_file_is_named_with_the_last_record_that_is_good(tmp_path: Path) -> None:

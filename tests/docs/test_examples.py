@@ -12,7 +12,9 @@ from cli.options.command import build_command
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 NAMES = {
-    name for option in build_command(lambda **options: 0).options for name in (*option.opts, *option.secondary_opts)
+    name
+    for option in build_command(lambda name, **options: 0).options
+    for name in (*option.opts, *option.secondary_opts)
 }
 
 

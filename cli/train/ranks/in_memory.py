@@ -7,13 +7,13 @@ from collections.abc import Collection
 import torch
 
 from cli.job.job import Job
+from cli.job.machine import adapters_of, towers_of, trainable_parameters
 from cli.job.resumed import check_same_run
 from cli.job.strategy import DEFAULT, PROFILE, choose_strategy, has_profile, measure_cluster
-from cli.options.adapters import adapters_of, towers_of, trainable_parameters
 from cli.options.settings import COMMITS, Settings
 from cli.report.results import EvaluationResult, MemoryUse, RunTotals, StepResult
-from cli.train import trainer
-from cli.train.evaluation import evaluate
+from cli.train import loop
+from cli.train.loop import evaluate
 from cli.train.ranks.process import RankProcess
 from common.communication import all_gather_object, broadcast_from_rank0
 from common.data import Batches
@@ -29,7 +29,7 @@ from fcdp.trainer import Trainer, TrainerConfig
 from fuyou.layout.record import DTYPES
 
 
-class InMemoryTrainer(trainer.Trainer):
+class InMemoryTrainer(loop.Trainer):
     """An in-memory trainer trains as one of several ranks, and commits to a directory that all share.
 
     Args:
@@ -89,7 +89,7 @@ class InMemoryTrainer(trainer.Trainer):
             trainable_parameters=trainer.trainable_parameters,
             memory=self.memory(),
             host_baseline_bytes=trainer.host_baseline_bytes,
-            planned_sent_bytes_per_step=self._planned_sent_bytes,
+            planned_sent_bytes=self._planned_sent_bytes,
         )
 
 
@@ -115,9 +115,6 @@ def _open_trainer(job: Job, topology: Topology, launches: Collection[str]) -> Tr
 def _strategy(job: Job, topology: Topology, launches: Collection[str]) -> str:
     """Return the name of the strategy. If one is to be chosen, rank 0 does, as only it need know the cluster, which is
     measured before if nobody has described it. Collective.
-
-    Raises:
-        UserError, FinetuneError: see :func:`cli.job.strategy.choose_strategy`.
     """
     settings = job.settings
     if settings.strategy not in (None, AUTO):
@@ -137,7 +134,6 @@ def _strategy(job: Job, topology: Topology, launches: Collection[str]) -> str:
 
 
 def _began_unmeasured(job: Job, launches: Collection[str]) -> bool:
-    """Return whether the run continues from a commit and has never measured its cluster, and so keeps its strategy."""
     measured = (job.settings.output_directory / PROFILE).exists()
     return not measured and _is_continued(job.settings, ShardedCheckpoints(job.output / COMMITS), launches)
 
@@ -150,7 +146,6 @@ def _micro_batches(settings: Settings, topology: Topology) -> tuple[int, int]:
 
 
 def _choose(job: Job, settings: Settings, topology: Topology) -> str:
-    """Choose a strategy by the planner, for the cluster that ``settings`` name."""
     micro_batch, micro_batches = _micro_batches(settings, topology)
     config, _ = load_config(settings.model)
     model = build_meta_model(config)

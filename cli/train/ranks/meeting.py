@@ -1,24 +1,207 @@
-"""How ranks connect."""
+"""How ranks connect: the numbers of nodes, the process group, and the checks that all run the same command."""
 
+import contextlib
+import hashlib
+import json
 import os
+import platform
+import socket
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
 from datetime import timedelta
+from importlib.metadata import version
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
+import common
+from cli.job.machine import adapter_digest
+from cli.options.option import declaration_of, option_fields, spelled
 from cli.options.settings import Settings
-from cli.train.ranks.placement import Placement, place
 from cli.train.ranks.process import RankProcess
+from common.communication import all_gather_object
 from common.errors import UserError
 from common.hardware.machine import usable_gpus
+from common.models.adapters.options import CONFIG
+from common.units import counted
+from fcdp.planner import load_cluster
+from fcdp.planner.cluster import group_of, groups_across_leaves, node_order, nodes_per_switch
+from fcdp.strategy.mesh import Levels
+from fcdp.strategy.names import AUTO, parse_strategy
+
+
+@dataclass(frozen=True)
+class Placement:
+    """How nodes are numbered, where their leaf switches are known."""
+
+    order: tuple[int, ...]  # The launchers' numbers of the nodes, by the number that each has now
+    leaves: tuple[str, ...]  # Leaf switch of each node, by the number that it has now
+    hosts: tuple[str, ...]  # Name of each node, by the number that it has now
+    group: int  # Nodes in a group of the strategy's that crosses nodes; 1: not known yet, or there is none
+
+    @property
+    def nodes_per_switch(self) -> int | None:
+        """Nodes under each leaf switch, for the scope ``switch``; None where that is not one number."""
+        return nodes_per_switch(self.leaves)
+
+    def __str__(self) -> str:
+        switches = counted(len(set(self.leaves)), "leaf switch", "leaf switches")
+        moved = self.order != tuple(range(len(self.order)))
+        done = f"numbered {' '.join(self.hosts)}" if moved else "in the order that they had"
+        if self.group == 1:
+            return f"{len(self.hosts)} nodes under {switches}, {done}"
+        groups = len(self.hosts) // self.group
+        crossing = groups_across_leaves(range(len(self.leaves)), self.leaves, self.group)
+        return (
+            f"{len(self.hosts)} nodes under {switches}, {done}: {groups - crossing} of {groups} groups of "
+            f"{self.group} nodes stay under one"
+        )
+
+
+def place(settings: Settings, store: dist.Store, world: Mapping[str, str] = os.environ) -> Placement | None:
+    """Agree with all ranks on the numbers of nodes. Collective.
+
+    Args:
+        settings: of the run. Out of core nodes keep their numbers, to which their drives belong: each exchanges with
+            all others directly, so that order would change nothing.
+        store: of this start of the run.
+        world: the variables with which the launcher has numbered this rank and its node.
+
+    Returns:
+        None where switches are not known, or nodes have different numbers of ranks, which is refused once they are
+        connected.
+    """
+    node, nodes = int(world["GROUP_RANK"]), int(world["GROUP_WORLD_SIZE"])
+    if settings.ssd or nodes == 1:
+        return None
+    if world["LOCAL_RANK"] == "0":
+        own = leaf_by_slurm(world) or ""
+        store.set(f"leaf{node}", json.dumps([own, socket.gethostname(), int(world["LOCAL_WORLD_SIZE"])]))
+    if world["RANK"] == "0":
+        there = [json.loads(store.get(f"leaf{each}")) for each in range(nodes)]
+        store.set("placement", json.dumps(_decide(settings, there)))
+    decided = json.loads(store.get("placement"))
+    if decided is None:
+        return None
+    order, leaves, hosts, group = decided
+    return Placement(tuple(order), tuple(leaves), tuple(hosts), group)
+
+
+def leaf_by_slurm(environment: Mapping[str, str] = os.environ) -> str | None:
+    """Return this node's leaf switch by Slurm's ``topology/tree`` (srun(1), SLURM_TOPOLOGY_ADDR); None if none.
+
+    The address goes from the top switch to the node: ``spine1.leaf2.gpu07``, with the pattern ``switch.switch.node``.
+    """
+    kinds = environment.get("SLURM_TOPOLOGY_ADDR_PATTERN", "").split(".")
+    names = environment.get("SLURM_TOPOLOGY_ADDR", "").split(".")
+    if len(kinds) < 2 or kinds[-2:] != ["switch", "node"] or len(names) < len(kinds):
+        return None
+    return names[len(kinds) - 2]  # a node's own name may have dots
+
+
+def _decide(settings: Settings, there: list[tuple[str, str, int]]) -> list[object] | None:
+    leaves, hosts, ranks_per_node = map(list, zip(*there, strict=True))
+    if len(set(ranks_per_node)) > 1:
+        return None
+    if not all(leaves):
+        leaves = _leaves_of_cluster(settings, len(there))
+    if not leaves:
+        return None
+    switches = nodes_per_switch([leaves[node] for node in node_order(leaves, 1)])
+    group = _group(settings, Levels((ranks_per_node[0], len(there)), nodes_per_switch=switches))
+    order = node_order(leaves, group)
+    return [order, [leaves[node] for node in order], [hosts[node] for node in order], group]
+
+
+def _leaves_of_cluster(settings: Settings, nodes: int) -> list[str]:
+    if settings.cluster in (None, AUTO):
+        return []
+    leaves = load_cluster(settings.cluster).leaf_of_node or ()
+    return [str(leaf) for leaf in leaves] if len(leaves) == nodes else []
+
+
+def _group(settings: Settings, levels: Levels) -> int:
+    if settings.strategy not in (None, AUTO):
+        with contextlib.suppress(UserError):  # it is refused later, on all ranks
+            return group_of(parse_strategy(settings.strategy).on(levels))
+    return 1
+
+
+def check_same_command(settings: Settings, rank: RankProcess) -> set[str]:
+    """Refuse nodes that differ in code, libraries or options. Collective.
+
+    Returns:
+        Ids of the launches of all nodes.
+    """
+    declared = {field.name: declaration_of(field) for field in option_fields(Settings)}
+    named = {name: str(getattr(settings, name)) for name, option in declared.items() if not option.may_differ}
+    command = (
+        named
+        | {
+            "model": Path(settings.model).name,  # a checkpoint and data may lie elsewhere on each node
+            "ssd": "given" if settings.ssd else "left out",
+            "data": str([Path(name).name for name in settings.data]),
+            "peft_config": _content(settings.peft_config),
+            "adapter": adapter_digest(settings),
+            "eval_data": str([Path(name).name for name in settings.eval_data]),
+            "Python": ".".join(platform.python_version_tuple()[:2]),
+            **{library: version(library) for library in ("torch", "transformers", "safetensors")},
+            "finetune's code": _code(),
+        }
+    )
+    everyone = all_gather_object((socket.gethostname(), rank.launch, rank.restarted, command))
+    first_host, _, _, first = everyone[0]
+    for number, (host, _, _, other) in enumerate(everyone):
+        for name in sorted(first):
+            if first[name] != other[name]:
+                raise UserError(
+                    f"The nodes were not started alike: {spelled(name) if name in declared else name} is {first[name]} "
+                    f"on {first_host} (rank 0), and {other[name]} on {host} (rank {number}). Start the same command "
+                    "with the same code on each."
+                )
+    rank.restarted = any(restarted for _, _, restarted, _ in everyone)
+    return {launch for _, launch, _, _ in everyone}
+
+
+def _content(peft_config: Path | None) -> str:
+    if peft_config is None:
+        return "None"
+    file = peft_config.expanduser()
+    return " ".join((file / CONFIG if file.is_dir() else file).read_text().split())
+
+
+def _code() -> str:
+    digest, root = hashlib.sha256(), Path(str(common.__file__)).parents[1]
+    for file in sorted(
+        file for package in ("cli", "common", "fcdp", "fuyou") for file in (root / package).rglob("*.py")
+    ):
+        digest.update(f"{file.relative_to(root)}\n".encode() + file.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def check_shared(output: Path) -> None:
+    """Refuse an output directory that this rank does not share with rank 0. Collective."""
+    probe = output / f".finetune-{os.environ['MASTER_PORT']}"
+    if dist.get_rank() == 0:
+        probe.touch()
+    dist.barrier()
+    deadline = time.monotonic() + 10  # network file systems may show new files late
+    while probe.name not in os.listdir(output):
+        if time.monotonic() > deadline:
+            raise UserError(
+                f"--output {output} is not one directory for all nodes: a file that rank 0 made in it is not there on "
+                f"{socket.gethostname()}. Give a directory on a file system that all nodes share."
+            )
+        time.sleep(0.1)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        probe.unlink()
 
 
 def device_of(settings: Settings, local_rank: int) -> torch.device:
-    """Return the device that this rank computes on, and make a GPU the current device.
-
-    Raises:
-        UserError: this rank does not see its GPU.
-    """
+    """Return the device that this rank computes on, and make a GPU the current device."""
     if settings.gpu == "cpu" or not usable_gpus():
         return torch.device("cpu")
     count = torch.cuda.device_count()

@@ -1,7 +1,7 @@
 """Training of several ranks out of core, each node on its own SSDs."""
 
 from collections.abc import Collection, Sequence
-from dataclasses import replace
+from dataclasses import astuple, replace
 from pathlib import Path
 
 import torch
@@ -45,14 +45,8 @@ class RankEngineTrainer(EngineTrainer):
         self.location = (kind, f"{place} on every node")
 
     def train_step(self, batch: dict[str, torch.Tensor], lr: float) -> StepResult:
-        report = self._step(batch if self._objective else self._part(batch), lr)
+        report = self._step(batch, lr)
         return self._step_result(report, report.planned_sent_bytes * self._topology.ranks_per_node)
-
-    def _part(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return this rank's rows."""
-        rows, rank, world_size = len(batch["input_ids"]), self._topology.rank, self._topology.world_size
-        first, last = rows * rank // world_size, rows * (rank + 1) // world_size
-        return {name: value[first:last] for name, value in batch.items()}
 
     def can_continue_after(self, error: Exception) -> bool:
         """Return whether to print how to continue."""
@@ -68,26 +62,17 @@ class RankEngineTrainer(EngineTrainer):
 
     def io_counts(self) -> IoCounts:
         """Return the bytes that this node has moved: its ranks move alike."""
-        own, ranks = super().io_counts(), self._topology.ranks_per_node
-        return IoCounts(own.read * ranks, own.written * ranks, own.planned_read * ranks, own.planned_written * ranks)
+        return IoCounts(*(nbytes * self._topology.ranks_per_node for nbytes in astuple(super().io_counts())))
 
     def memory(self) -> MemoryUse:
         """Return the memory in use, at its peak so far: the ranks of a node take alike."""
         ranks = self._topology.ranks_per_node
-        return MemoryUse(self._engine.device_peak_bytes, self._engine.host_peak_bytes * ranks)
+        return MemoryUse(self.model.device_peak_bytes, self.model.host_peak_bytes * ranks)
 
     def totals(self) -> RunTotals:
         """Return what the run took on the first node. Collective."""
         own = super().totals()
-        sizes = [
-            own.io.read,
-            own.io.written,
-            own.io.planned_read,
-            own.io.planned_written,
-            own.memory.host_bytes,
-            own.host_baseline_bytes,
-            own.created_bytes,
-        ]
+        sizes = [*astuple(own.io), own.memory.host_bytes, own.host_baseline_bytes, own.created_bytes]
         node = all_gather_object(sizes)[: self._topology.ranks_per_node]
         *io, host, baseline, created = (sum(each) for each in zip(*node, strict=True))
         return replace(

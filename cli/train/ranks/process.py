@@ -139,7 +139,6 @@ def _say(text: str) -> None:
 
 
 def _exit(status: int) -> NoReturn:
-    """End the process without the destructors of libraries, which may wait for what is broken."""
     with contextlib.suppress(OSError):
         sys.stdout.flush()
         sys.stderr.flush()

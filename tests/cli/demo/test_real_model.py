@@ -9,9 +9,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import fuyou
-from cli.demo.demo import answers
-from cli.demo.download import smollm2
-from cli.demo.persona import CHATS, QUESTIONS
+from cli.demo import CHATS, QUESTIONS, answers, smollm2
 from cli.main import main
 from common.errors import UserError
 from common.models.presets import load_config

@@ -33,7 +33,7 @@ _GOING_ON = ("so far)\n", " ...\n")
 _SERVER = multiprocessing.get_context("forkserver")
 """What command lines are forked from: most of the seconds that they take on two cores are imports."""
 _PRELOADED = [
-    "cli.main", "cli.train.one_machine", "cli.plan.out_of_core", "peft", "datasets", "transformers.models.llama",
+    "cli.main", "cli.train.engine_trainer", "cli.plan.out_of_core", "peft", "datasets", "transformers.models.llama",
 ]  # fmt: skip
 SMALL = "--model models/small --batch-size 2 --seq-len 256 --gpu cpu --lr 1e-3"
 """Options of every run on the small checkpoint."""

@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from cli.inspect.check import Paint
-from cli.inspect.findings import DriveFound, Finding, GpuFound, MachineFound, find_trouble
+from cli.inspect.check import DriveFound, Finding, GpuFound, MachineFound, Paint, find_trouble
 from common.hardware.drives import Drive, drive_of
 from common.hardware.machine import Gpu
 from tests.cli.conftest import Finetune
@@ -121,7 +120,7 @@ def test_this_machine(finetune: Finetune, tmp_path: Path, monkeypatch: pytest.Mo
     assert "\x1b" not in outcome.out, "colours are for terminals"
     assert list(drive.iterdir()) == []
     refused = finetune("--check", "--data", "x")
-    assert refused.status == 2 and "--check trains nothing" in refused.err
+    assert refused.status == 2 and "finetune check has no --data" in refused.err
 
 
 def test_colours(monkeypatch: pytest.MonkeyPatch) -> None:

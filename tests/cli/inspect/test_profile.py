@@ -72,13 +72,13 @@ def test_the_table_is_aligned() -> None:
 
 
 @pytest.mark.parametrize(("words", "message"), [
-    (("--profile", "--resume"), "--profile trains nothing and cannot be combined with --resume"),
-    (("--profile", "--demo"), "cannot be combined with --demo"),
-    (("--profile", "--trace", "x.json"), "cannot be combined with --trace"),
+    (("--profile", "--resume"), "finetune profile has no --resume"),
+    (("--profile", "--demo"), "--demo is a command: finetune demo."),
+    (("--profile", "--trace", "x.json"), "finetune profile has no --trace"),
     (("--profile", "--ssd", "nowhere"), "no directory nowhere"),
     (("--profile", "--model", "gpt3-1.4b"), "gpt3-1.3b"),
     (("--profile", "--gpu", "cpu", "--host-memory", "1MiB", "--model", "llama-10m"), "--host-memory of at least"),
-    (("--demo", "--trace", "x.json"), "--demo brings everything with it"),
+    (("--demo", "--trace", "x.json"), "finetune demo has no --trace"),
     (("--model", "llama-10m", "--gpu", "cpu", "--trace", "."), "--trace . is a directory"),
 ])  # fmt: skip
 def test_what_does_not_go(finetune: Finetune, words: tuple[str, ...], message: str) -> None:

@@ -57,8 +57,8 @@ def test_mistakes(finetune: Finetune, tmp_path: Path) -> None:
     for words, message in {
         ("--verify", tmp_path): f"There is no run in {tmp_path}",
         ("--verify", tmp_path / "absent"): "There is no run in",
-        ("--verify", tmp_path, "--model", "llama-10m"): "--verify trains nothing and cannot be combined with --model",
-        ("--verify", tmp_path, "--plan"): "cannot be combined with --plan",
+        ("--verify", tmp_path, "--model", "llama-10m"): "finetune verify has no --model",
+        ("--verify", tmp_path, "--plan"): "--plan is a command: finetune plan.",
     }.items():
         outcome = finetune(*words)
         assert outcome.status == 2 and message in outcome.err and outcome.err.count("\n") == 1, outcome.err

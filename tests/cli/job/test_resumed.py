@@ -10,9 +10,8 @@ import pytest
 
 from cli.options.command import parse_command_line
 from cli.options.config_file import effective_config
-from cli.options.continued import with_own_options
-from cli.options.option import Mode, declaration_of, option_fields, spelled
-from cli.options.settings import Settings
+from cli.options.option import Command, declaration_of, option_fields, spelled
+from cli.options.settings import Settings, with_own_options
 from tests.cli.conftest import Finetune
 from tests.helpers.command.histories import history
 from tests.helpers.command.messages import check
@@ -52,7 +51,7 @@ def test_what_must_not_change_is_compared_before_the_data_are_read(
 
 OF_A_RUN = [
     field for field in option_fields(Settings)
-    if Mode.TRAIN in declaration_of(field).modes and not declaration_of(field).of_call
+    if Command.TRAIN in declaration_of(field).commands and not declaration_of(field).of_call
     and field.name not in ("output", "config", "write_config")
 ]  # fmt: skip
 

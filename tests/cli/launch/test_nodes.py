@@ -23,8 +23,8 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-from cli.launch import rendezvous
-from cli.launch.rendezvous import find_rendezvous, first_host
+import cli.launch
+from cli.launch import find_rendezvous, first_host
 from cli.main import main
 from cli.options.settings import Settings
 from common.errors import UserError
@@ -378,7 +378,7 @@ def test_a_name_that_is_loopback_here_is_no_address_for_others(monkeypatch: pyte
     """Debian's /etc/hosts has such a line for the machine's own name."""
     here = (socket.AF_INET, socket.SOCK_DGRAM, 17, "", ("127.0.1.1", 29400))
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [here])
-    monkeypatch.setattr(rendezvous, "_OUTSIDE", "127.0.0.3")  # has a route everywhere
+    monkeypatch.setattr(cli.launch, "_OUTSIDE", "127.0.0.3")  # has a route everywhere
     monkeypatch.setattr(socket.socket, "getsockname", lambda probe: probe.getpeername())
     assert find_rendezvous(Settings(model="m", nodes=2, rdzv_endpoint="node0")).locate() == ("127.0.0.3", True)
     assert find_rendezvous(Settings(model="m", nodes=2, rdzv_endpoint="127.0.1.1")).locate() == ("127.0.1.1", True)

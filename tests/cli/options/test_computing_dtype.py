@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from cli.job.machine import with_dtype, with_dtype_of_all
 from cli.main import main
 from cli.options.command import parse_command_line
-from cli.options.computing_dtype import with_dtype, with_dtype_of_all
 from cli.options.config_file import effective_config
 from cli.options.settings import Settings
 from common.store import commit_manifest
@@ -19,7 +19,7 @@ from common.store import commit_manifest
 def fastest(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What this machine's CPU is fast in; may be changed. All other hardware is fast in bf16."""
     answer = ["fp32"]
-    for module in ("cli.options.computing_dtype", "fuyou.engine.computing_dtype"):
+    for module in ("cli.job.machine", "fuyou.engine.computing_dtype"):
         monkeypatch.setattr(f"{module}.fastest_dtype", lambda kind: answer[0] if kind == "cpu" else "bf16")
     return answer
 

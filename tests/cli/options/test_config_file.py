@@ -9,12 +9,13 @@ import pytest
 from cli.main import main
 from cli.options.command import build_command, parse_command_line
 from cli.options.config_file import effective_config
-from cli.options.removed import REMOVED, Removed
 
 
 def parse(*words: object) -> dict[str, Any]:
     got: dict[str, Any] = {}
-    build_command(lambda **options: got.update(options)).main([str(word) for word in words], standalone_mode=False)
+    build_command(lambda name, **options: got.update(options)).main(
+        [str(word) for word in words], standalone_mode=False
+    )
     got.pop("config")
     return got
 
@@ -47,7 +48,7 @@ def test_the_command_line_wins() -> None:
 
 def test_what_is_written_reads_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     words = ["--model", 'with "quotes" and \\', "--data", "ä.jsonl", "b", "--warmup", "3%", "--host-memory", "64GiB",
-             "--no-save", "--lr", "1e-5", "--levels", "2,4", "--max-model", "--eps", ".5"]  # fmt: skip
+             "--no-save", "--lr", "1e-5", "--levels", "2,4", "--eps", ".5"]  # fmt: skip
     file = write(effective_config(parse_command_line(words)))
     assert parse("--config", file) == parse(*words)
     assert effective_config(parse_command_line(["--config", str(file)])) == file.read_text().replace(
@@ -67,18 +68,19 @@ def test_paths_that_no_longer_depend_on_the_folder() -> None:
 
 def test_a_run_writes_what_was_typed() -> None:
     content = tomllib.loads(effective_config(parse_command_line(["--model", "m", "--lr", "2e-5"])))
-    assert content["model"] == {"model": "m", "download": False, "demo": False} and content["training"]["lr"] == 2e-5
+    assert content["model"] == {"model": "m", "download": False} and content["training"]["lr"] == 2e-5
     assert "config" not in content["other"]
 
 
-def test_a_full_file_does_not_count_as_typed(capsys: pytest.CaptureFixture[str]) -> None:
-    """A plan for a cluster refuses options that change nothing in it; here they have their defaults."""
-    words = ["--plan", "--cluster", "a800-hdr", "--model", "llama-7b"]
-    file = write(effective_config(parse_command_line(words)))
-    assert main(["--config", str(file), "--json"]) == 0
-    capsys.readouterr()
-    assert main(["--config", str(file), "--gpu", "auto"]) == 2
-    assert "--gpu changes nothing in a plan for a cluster" in capsys.readouterr().err
+def test_a_file_of_one_command_serves_another(capsys: pytest.CaptureFixture[str]) -> None:
+    """What the other command has no option for is left out, and so are commands that were flags."""
+    words = ["--model", "llama-7b", "--report", "x", "--lora-rank", "8"]
+    file = write(effective_config(parse_command_line(words)).replace("[other]", "[other]\nplan = false"))
+    assert main(["plan", "--config", str(file), "--cluster", "a800-hdr", "--json"]) == 0
+    assert '"fits"' in capsys.readouterr().out
+    file.write_text("plan = true\n")
+    assert main(["--config", str(file)]) == 2
+    assert "plan is a command: finetune plan." in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("text", "message"), [
@@ -105,13 +107,3 @@ def test_mistakes(text: str, message: str, capsys: pytest.CaptureFixture[str]) -
 def test_no_file(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--config", "nowhere.toml"]) == 2
     assert "--config nowhere.toml: cannot be read: No such file or directory." in capsys.readouterr().err
-
-
-def test_a_file_of_the_previous_version(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A removed option at the value that did nothing is skipped; at any other, the message says what to do."""
-    monkeypatch.setitem(REMOVED, "old-option", Removed("Use something else.", (0.0,)))
-    assert parse("--config", write("[objective]\nold-option = 0.0\n[training]\nlr = 3\n"))["lr"] == 3
-    assert main(["--model", "m", "--config", str(write("old-option = 0.1\n"))]) == 2
-    assert "no longer has --old-option. Use something else." in capsys.readouterr().err
-    assert main(["--model", "m", "--old-option", "0.1"]) == 2
-    assert "no longer has --old-option. Use something else." in capsys.readouterr().err

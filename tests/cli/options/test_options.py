@@ -1,8 +1,9 @@
 """The command line as people, and shells, write it."""
 
+import re
 import subprocess
 import sys
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,10 @@ import pytest
 from cli.main import main
 from cli.options.__main__ import options_page
 from cli.options.all_options import GROUPS
-from cli.options.command import build_command, repeat_option
-from cli.options.option import option_fields
+from cli.options.command import COMMANDS, MOST_USED, build_command, repeat_option
+from cli.options.option import help_texts, option_fields, spelled
 from cli.options.schedule import Warmup
 from cli.options.settings import Settings, expand_pattern
-from common.docstrings import attribute_docstrings
 from common.errors import UserError
 from fuyou.config import OPTION_NAMES
 
@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[3]
 def parse(*words: str) -> dict[str, Any]:
     """The options that a command line sets, by name."""
     got: dict[str, Any] = {}
-    build_command(lambda **options: got.update(options)).main(list(words), standalone_mode=False)
+    build_command(lambda name, **options: got.update(options)).main(list(words), standalone_mode=False)
     return got
 
 
@@ -106,8 +106,7 @@ def test_a_quoted_star(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (["--schedule", "cosin"], "'cosine', 'linear', 'constant'"),
     (["--warmup", "soon"], "neither a number of steps"),
     ([], "--model"),
-    (["--demo", "--model", "x"], "--demo brings everything with it"),
-    (["--demo", "--lora-rank", "8"], "--demo brings everything with it and cannot be combined with --lora-rank"),
+    (["--demo", "--lora-rank", "8"], "finetune demo has no --lora-rank, which is for finetune train"),
     (["--model", "llama-10m", "--sample", "Once"], "a preset has no tokenizer"),
     (["--model", "m", "--steps", "1", "--epochs", "1"], "exclude each other"),
     (["--model", "m", "--epochs", "1"], "passes over data, and there is none"),
@@ -123,24 +122,39 @@ def test_rejects_with_status_2_and_one_line(words: list[str], message: str, caps
     assert message in err
 
 
-def test_help_is_quick_and_in_groups() -> None:
-    script = "import sys; from cli.main import main; main(['--help']); print('torch' in sys.modules)"
+def help_of(*words: str) -> str:
+    script = f"import sys; from cli.main import main; main({[*words, '--help']}); print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
-    headings = [line for line in done.stdout.splitlines() if line.endswith(":") and not line.startswith(" ")]
+    assert done.stdout.splitlines()[-1] == "False", "PyTorch takes seconds to import"
+    return done.stdout
+
+
+def test_the_help_of_all_commands_is_short() -> None:
+    text = help_of()
+    assert text.count("\n") <= 50
+    for name in COMMANDS:
+        assert f"\n  {name} " in text
+
+
+def test_the_help_of_train_leads_with_what_most_people_need() -> None:
+    text = help_of("train")
+    headings = [line for line in text.splitlines() if line.endswith(":") and not line.startswith(" ")]
     assert headings == [
-        "Model:", "Data:", "Memory:", "Cluster:", "Training:", "Objective:", "Adapters:", "Output:", "Planning:",
-        "Other:",
+        "Most used:", "Model:", "Data:", "Memory:", "Cluster:", "Training:", "Objective:", "Adapters:", "Output:",
+        "Planning:", "Other:",
     ]  # fmt: skip
     for heading, after in zip(headings, [*headings[1:], "False"], strict=True):
-        assert "\n\n  $ " in done.stdout.split(f"\n{heading}\n")[1].split(f"\n{after}\n")[0], heading
-    assert done.stdout.splitlines()[-1] == "False", "PyTorch takes seconds to import"
-    assert "--ssd /mnt/nvme* --model gpt3-175b" in done.stdout
+        assert "\n\n  $ " in text.split(f"\n{heading}\n")[1].split(f"\n{after}\n")[0], heading
+    shown = re.findall(r"^  (--[a-z-]+)", text.split("\nMost used:\n")[1].split("\nModel:\n")[0], re.MULTILINE)
+    assert shown == [spelled(name) for name in MOST_USED] and len(shown) == 10
+    assert "--ssd /mnt/nvme* --model gpt3-175b" in text and "--export" not in text
 
 
 def test_completion(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     for typed, wanted in {
         "--mod": "plain,--model", "--model llama-7": "plain,llama-7b", "--gpu rtx-409": "plain,rtx-4090",
-        "--data a.jsonl b": "file,b", "--schedule lin": "plain,linear",
+        "--data a.jsonl b": "file,b", "--schedule lin": "plain,linear", "ver": "plain,verify",
+        "plan --driv": "plain,--drive",
     }.items():  # fmt: skip
         monkeypatch.setenv("_FINETUNE_COMPLETE", "bash_complete")
         monkeypatch.setenv("COMP_WORDS", f"finetune {typed}")
@@ -150,35 +164,26 @@ def test_completion(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtu
         assert wanted in capsys.readouterr().out.splitlines(), typed
 
 
-@dataclass
-class Documented:
-    """A class for the test below."""
-
-    one: int = 1
-    """What one is, on a line."""
-    two: str = "two"
-    """What two is,
-    on two lines.  [default: two]"""
-    none: int = 3
-    four = 4
-    """Of an attribute without annotation."""
-
-
-def test_docstrings_of_attributes() -> None:
-    assert attribute_docstrings(Documented) == {
+def test_docstrings_of_attributes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "documented.py").write_text(
+        'class Documented:\n    one: int = 1\n    """What one is, on a line."""\n    two: str = "two"\n'
+        '    """What ``two_or`` is,\n    on two lines.  [default: two]\n\n    More, for Python."""\n    none: int = 3\n'
+        '    four = 4\n    """Of an attribute without annotation."""\n'
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert help_texts("documented") == {
         "one": "What one is, on a line.",
-        "two": "What two is, on two lines.  [default: two]",
+        "two": "What --two-or is, on two lines. [default: two]",
     }
 
 
 def test_every_field_of_a_group_is_an_option_with_a_help() -> None:
     declared = {field.name for group in GROUPS.values() for field in option_fields(group)}
-    documented = {name for group in GROUPS.values() for name in attribute_docstrings(group)}
-    assert (
-        declared
-        == documented
-        == {field.name for field in fields(Settings)} - {"arguments", "context", "changes", "started_at"}
-    )
+    helps = {option.name: option.help for option in build_command(lambda name: 0).options}
+    assert all(helps.values())
+    assert declared == helps.keys()
+    more = {"command", "verify", "arguments", "context", "changes", "started_at"}
+    assert declared == {field.name for field in fields(Settings)} - more
 
 
 def test_the_page_of_all_options_is_up_to_date() -> None:

@@ -9,8 +9,7 @@ from pathlib import Path
 import click
 import pytest
 
-from cli.options.command import EXAMPLES, GroupedCommand, parse_command_line
-from cli.options.removed import REMOVED
+from cli.options.command import COMMANDS, EXAMPLES, FIRST_EXAMPLES, build_command, parse_command_line
 from cli.options.settings import Settings
 from common.errors import UserError
 
@@ -26,7 +25,7 @@ OF_OTHERS = {
 def texts() -> Iterator[tuple[str, str]]:
     """Yield every text in the program's sources that is no docstring, with ``x`` for what is put in."""
     for file in sorted(file for top in ("cli", "fuyou", "fcdp", "common") for file in (ROOT / top).rglob("*.py")):
-        if file.name in ("command.py", "html.py"):  # whose examples are below, and whose style has variables
+        if file.name in ("command.py", "page.py"):  # whose examples are below, and whose style has variables
             continue
         tree = ast.parse(file.read_text())
         parts = {part for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
@@ -39,10 +38,9 @@ def texts() -> Iterator[tuple[str, str]]:
 
 
 def test_options_that_messages_name_exist() -> None:
-    command = parse_command_line([]).command
-    assert isinstance(command, GroupedCommand)
-    known = {name for option in command.options for name in (*option.opts, *option.secondary_opts)} | OF_OTHERS
-    known |= {"--help", "--no-x", *(f"--{name}" for name in REMOVED)}
+    options = build_command(lambda name: 0).options
+    known = {name for option in options for name in (*option.opts, *option.secondary_opts)} | OF_OTHERS
+    known |= {"--help", "--version", "--no-x", *(f"--{name}" for name in COMMANDS)}
     named = {(file, word) for file, text in texts() for word in re.findall(r"(?<![\w-])--[a-z][a-z-]*[a-z]", text)}
     assert len(named) > 200
     assert sorted(each for each in named if each[1] not in known) == []
@@ -50,7 +48,7 @@ def test_options_that_messages_name_exist() -> None:
 
 def test_commands_in_messages_parse() -> None:
     commands = {match.group(1) for _, text in texts() for match in COMMAND.finditer(text) if " --" in match.group(1)}
-    assert commands >= {" --verify", " --plan --cluster x --model x"}
+    assert commands >= {" plan --cluster x --model x"}
     for command in commands:
         words = ["2" if word == "N" else word for word in shlex.split(command)]
         ends = [end for end in range(len(words), 0, -1) if is_understood(words[:end])]  # then a sentence continues
@@ -70,7 +68,9 @@ def is_understood(words: list[str]) -> bool:
     return True
 
 
-@pytest.mark.parametrize("line", [line for lines in EXAMPLES.values() for line in lines.splitlines()])
+@pytest.mark.parametrize(
+    "line", [line for lines in (*EXAMPLES.values(), FIRST_EXAMPLES) for line in lines.splitlines()]
+)
 def test_examples_of_the_help_parse(line: str) -> None:
     words = shlex.split(line.partition(" > ")[0], comments=True)
     words = words[words.index("finetune") + 1 :]

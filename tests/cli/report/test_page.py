@@ -11,9 +11,8 @@ from typing import Any
 
 import pytest
 
-from cli.report.html import Series, chart
+from cli.report.page import MOST_POINTS, PageFacts, RunPage, Series, chart, read_metrics, run_page, step_lanes
 from cli.report.results import RESOURCES
-from cli.report.run_page import MOST_POINTS, PageFacts, RunPage, read_metrics, run_page, step_lanes
 
 _GIB = 1 << 30
 FACTS = PageFacts(

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from cli.report.metrics_logger import History
-from cli.report.results import IoCounts, MemoryUse, RunTotals, StepResult
-from cli.report.summary import Measurements
+from cli.report.log import History
+from cli.report.results import IoCounts, Measurements, MemoryUse, RunTotals, StepResult
 from common.store.errors import StoreError
 from tests.helpers.command.reports import FIELDS
 

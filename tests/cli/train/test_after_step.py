@@ -11,12 +11,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import cli.train.after_step
 import cli.train.loop
 from cli.main import main
-from cli.report.metrics_logger import MetricsLogger
-from cli.train.after_step import AfterStep, best_of, read_evaluations, regular_checkpoints
+from cli.report.log import MetricsLogger
 from cli.train.engine_trainer import EngineTrainer
+from cli.train.loop import AfterStep, best_of, read_evaluations, regular_checkpoints
 from common.store import StoreError
 from tests.cli.conftest import Finetune
 from tests.helpers.command.histories import history
@@ -80,11 +79,11 @@ PLACES = [
     (AfterStep, "_write", 1),
     (AfterStep, "_write", 3),  # logged, and neither the best nor a regular checkpoint is written
     (AfterStep, "_write", 4),
-    (cli.train.after_step, "export", 3),  # while it is written
+    (cli.train.loop, "export", 3),  # while it is written
     (Path, "rename", 3),  # when the one before it is gone
     (Path, "rename", 4),
     (AfterStep, "is_over", 5),  # nothing is left to do after the step
-    (cli.train.loop, "export", 1),  # before the result
+    (cli.train.loop, "_export", 1),  # before the result
 ]
 
 
@@ -190,8 +189,8 @@ def test_a_full_drive_is_what_the_message_names(
 
         return fail
 
-    monkeypatch.setattr("cli.train.after_step.export", full("the checkpoint"))
-    monkeypatch.setattr("cli.report.metrics_logger.RunPage.update", full("the page"))
+    monkeypatch.setattr("cli.train.loop.export", full("the checkpoint"))
+    monkeypatch.setattr("cli.report.log.RunPage.update", full("the page"))
     command = ("--model", checkpoint, *SMALL, "--steps", 3, "--save-every", 1, "--output", tmp_path / "out")
     done = finetune(*command)
     assert done.status == 1 and "the checkpoint cannot be written" in done.err and "To continue:" in done.err

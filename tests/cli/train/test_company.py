@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Mixtr
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 import fuyou
-from cli.train.evaluation import evaluate
+from cli.train.loop import evaluate
 from cli.train.objectives import ObjectiveLoop
 from common.data import DataConfig, open_data
 from common.data.prepare import answer_kind, open_items, pair_kind

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-import cli.train.reference
+import cli.train.objectives
 from cli.main import main
-from cli.train.reference import ReferencePass
+from cli.train.objectives import ReferencePass
 from fuyou.engine.steps import Steps
 from tests.cli.conftest import Finetune
 
@@ -33,7 +33,7 @@ def killed_at(call: int, function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @pytest.mark.parametrize(
-    ("owner", "name", "call"), [(ReferencePass, "_rows", 2), (cli.train.reference.np, "savez", 1), (Steps, "end", 2)]
+    ("owner", "name", "call"), [(ReferencePass, "_rows", 2), (cli.train.objectives.np, "savez", 1), (Steps, "end", 2)]
 )
 @pytest.mark.parametrize("words", [(), ("--lora-rank", "2")])
 def test_a_pass_that_is_killed(

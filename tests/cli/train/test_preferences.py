@@ -163,7 +163,6 @@ def test_a_plan_counts_the_reference(finetune: Finetune) -> None:
     (("--beta", "0", "--objective", "dpo"), "it must be more than 0, not 0"),
     (("--objective", "dpo", *LORA, "--nodes", "1", "--data", "."), "does not go with --nodes in memory"),
     (("--objective", "ipo"), "'ipo' is not one of 'sft', 'pretrain', 'dpo', 'kto', 'reward', 'classify'"),
-    (("--objective", "dpo", "--reference", "DIR"), "This version no longer has --reference."),
 ])  # fmt: skip
 def test_a_missing_thing_is_rejected(
     words: tuple[str, ...], message: str, checkpoint: Path, finetune: Finetune

@@ -9,7 +9,7 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationMixin, PreTrainedModel
 
-from cli.train import sample
+from cli.train import export
 from tests.cli.conftest import Finetune
 
 TOKENS = 12
@@ -49,16 +49,16 @@ def test_prints_what_the_saved_model_generates(
     kind: str, words: tuple[Any, ...], fits: bool, finetune: Finetune, checkpoint: Path, data: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    on_disk, loaded = [], sample._load
+    on_disk, loaded = [], export._load
     if not fits:
-        monkeypatch.setattr(sample, "memory_limits", lambda *_: (100_000, 100_000))
+        monkeypatch.setattr(export, "memory_limits", lambda *_: (100_000, 100_000))
 
     def load(*arguments: Any) -> Any:
         model = loaded(*arguments)
         on_disk.append("disk" in getattr(model, "hf_device_map", {}).values())
         return model
 
-    monkeypatch.setattr(sample, "_load", load)
+    monkeypatch.setattr(export, "_load", load)
     shown = trained(finetune, checkpoint, data, *words)
     assert expected(checkpoint, kind) in shown
     assert on_disk == [not fits]

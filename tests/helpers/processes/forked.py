@@ -39,7 +39,7 @@ ALWAYS = ("torch", "fuyou.optimizer.process.main")
 FOR_COMMANDS = (
     "transformers.models.gpt2.modeling_gpt2", "transformers.models.llama.modeling_llama", "datasets", "peft",
     "accelerate", "torch.distributed.launcher.api", "torch.distributed.fsdp", "fuyou.engine.engine", "fcdp.trainer",
-    "cli.train.one_machine", "cli.train.ranks.run", "cli.launch.launcher",
+    "cli.train.engine_trainer", "cli.train.ranks.run", "cli.launch",
 )  # fmt: skip
 """What is imported as soon as a command is to be run that is not the optimizer process."""
 _SERVER = "FUYOU_TESTS_SERVER"
@@ -188,7 +188,7 @@ def address() -> str:
             [sys.executable, "-W", "ignore", "-m", "tests.helpers.processes.forked", name], stdin=subprocess.PIPE,
             stdout=subprocess.PIPE, env={
                 **os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-                "TORCH_CPP_LOG_LEVEL": "FATAL",  # as cli.launch.launcher asks for, too late where PyTorch is there
+                "TORCH_CPP_LOG_LEVEL": "FATAL",  # as cli.launch asks for, too late where PyTorch is there
             },
         )  # fmt: skip
         assert server.stdin is not None and server.stdout is not None
@@ -323,7 +323,7 @@ def _settle(request: dict[str, Any], received: Sequence[int]) -> None:
     if "RANK" in os.environ:  # the command line does not tell
         ctypes.CDLL(None).prctl(_PR_SET_NAME, f"rank {os.environ['RANK']}".encode())
     tempfile.tempdir = None
-    if "cli.launch.launcher" in sys.modules:
+    if "cli.launch" in sys.modules:
         stand_in(setattr, Child)
     import torch
 

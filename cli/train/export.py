@@ -1,25 +1,88 @@
-"""``--sample``: transformers generates with the saved result, once training has ended and its memory is free again."""
+"""Write what was trained for others to load, push it to a hub, and let it answer a prompt."""
 
+import shlex
 import time
 import warnings
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, Protocol
 
 import peft
 import torch
 import transformers
 from transformers import GenerationConfig, PreTrainedTokenizerBase, TextStreamer
 
-from cli.job.data import tokenizer_of
+from cli.job.data import tokenizer_of, write_chat_template
 from cli.job.job import Job
+from cli.report.model_card import write_card
 from common.activity import activity
 from common.data.encode import Encoder
 from common.data.shapes import PlainText
-from common.errors import on_one_line
+from common.errors import FinetuneError, on_one_line
 from common.models.adapters.adapters import MERGED
 from common.randomness import seed_run
 from fuyou.runtime.devices.device import memory_limits, open_device
+
+
+class TrainedModel(Protocol):
+    """An engine or a trainer of the libraries, as far as all of them are alike."""
+
+    step_count: int
+
+    def model_flops_per_token(self, seq_len: int) -> float:
+        """Return FLOPs per token, recomputation not counted."""
+
+    def hardware_flops_per_token(self, seq_len: int) -> float:
+        """Return FLOPs per token, recomputation counted."""
+
+    def save_pretrained(self, directory: Path, *, merge: bool = False, allow_nonfinite: bool = False) -> None:
+        """Export what was trained."""
+
+    def close(self) -> None:
+        """Give memory and processes back."""
+
+
+def export(job: Job, model: TrainedModel, directory: Path, is_rank0: bool, merge: bool = False) -> None:
+    """Write what was trained to ``directory``, and with ``merge`` the whole model to ``MERGED`` inside. Collective."""
+    model.save_pretrained(directory, merge=merge)
+    if is_rank0:
+        for folder in [directory, *([directory / MERGED] if merge else [])]:
+            write_chat_template(job.settings, folder)
+            write_card(job, folder, model.step_count)
+
+
+def merged_into(job: Job) -> str:
+    """Return which base weights adapters are merged into, and the dtype of the result."""
+    rounded = job.settings.frozen_dtype
+    base = f"the weights that the run rounded to {rounded}" if rounded in ("int8", "nf4") else "the weights"
+    return f"adapters merged into {base}, all in {job.settings.dtype}"
+
+
+_PUSHED = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja", "*.model", "*.txt", "*.md"]
+_KEPT = ["*/*"]  # Files of the output directory that are pushed, and those below it, which are the run's, that are not
+
+
+def push(job: Job) -> str:
+    """Push what was exported to the repository of ``--push-to-hub``, and return a line about it for people."""
+    import huggingface_hub
+
+    name = job.settings.push_to_hub
+    assert name is not None
+    api = huggingface_hub.HfApi()
+    try:
+        with activity(f"pushing to {name}", announced=True):
+            api.create_repo(name, private=True, exist_ok=True)
+            done = api.upload_folder(
+                repo_id=name, folder_path=job.output, allow_patterns=_PUSHED, ignore_patterns=_KEPT,
+                commit_message="Fine-tuned with fuyou",
+            )  # fmt: skip
+    except Exception as error:  # the hub's, the network's and the library's own errors
+        raise FinetuneError(
+            f"The model was exported to {job.output}, and not pushed: {type(error).__name__}: "
+            f"{on_one_line(error)} Push it with `hf upload {name} {shlex.quote(str(job.output))} . "
+            "--include '*.safetensors' '*.json' '*.jinja' '*.md' --exclude '*/*'`."
+        ) from error
+    return f"pushed   {getattr(done, 'repo_url', None) or name}"
 
 
 def print_sample(job: Job, prompt: str) -> None:
@@ -45,7 +108,6 @@ def print_sample(job: Job, prompt: str) -> None:
 
 
 def _prompt_ids(tokenizer: PreTrainedTokenizerBase, prompt: str) -> torch.Tensor:
-    """Return the prompt's tokens ``[1, S]``, encoded as in training: one BOS where the tokenizer adds it, no EOS."""
     if tokenizer.chat_template is not None:
         message = [{"role": "user", "content": prompt}]
         rendered: Any = tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=True)
@@ -55,7 +117,6 @@ def _prompt_ids(tokenizer: PreTrainedTokenizerBase, prompt: str) -> torch.Tensor
 
 
 def _load(job: Job, tokenizer: PreTrainedTokenizerBase, offload: str) -> Any:
-    """Return the saved model, ready to generate; what exceeds the run's memory stays on disk, through accelerate."""
     settings, adapters = job.settings, job.settings.trains_adapters and not job.settings.merge
     host, device = memory_limits(open_device(job.device), settings.host_memory, settings.device_memory)
     limits = {"cpu": host} | ({} if job.gpu is None else {torch.device(job.device).index or 0: device})
@@ -70,7 +131,6 @@ def _load(job: Job, tokenizer: PreTrainedTokenizerBase, offload: str) -> Any:
 
 
 def _with_adapters(model: Any, directory: Path, device: str) -> peft.PeftModel:
-    """Return ``model`` with saved adapters. PeftModel.from_pretrained fails where parts of the model are on disk."""
     base = {id(value) for value in model.parameters()}
     adapted = peft.get_peft_model(model, peft.PeftConfig.from_pretrained(str(directory)), low_cpu_mem_usage=True)
     for name, value in list(adapted.named_parameters()):

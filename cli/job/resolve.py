@@ -6,23 +6,30 @@ import os
 import shlex
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
-from cli.job.data import DataSource, chat_template_named, class_names, tokenizer_of
-from cli.job.head import check_head, with_head
+from cli.job.data import DataSource, chat_template_named, class_names, tokenizer_of, write_chat_template
 from cli.job.job import Job, QuantisedStore
-from cli.job.machine import sequence_length, training_of
-from cli.job.resumed import check_there_is_one, template_date
-from cli.options.adapters import ADAPTER_CONFIG, peft_config_of, towers_of, trainable_parameters
-from cli.options.computing_dtype import with_dtype
-from cli.options.data_words import data_sets
-from cli.options.option import naming
+from cli.job.machine import (
+    ADAPTER_CONFIG,
+    REWARD,
+    peft_config_of,
+    planned_config,
+    sequence_length,
+    towers_of,
+    trainable_parameters,
+    training_of,
+    with_dtype,
+)
+from cli.job.resumed import check_there_is_one, committed, template_date
+from cli.job.strategy import check_strategy
+from cli.options.option import data_sets, naming
 from cli.options.schedule import LearningRate
 from cli.options.settings import Settings, expand_pattern
 from common.data import Batches
@@ -31,11 +38,12 @@ from common.errors import UserError, on_one_line
 from common.hardware.machine import Gpu, pick_gpu, torch_name
 from common.hub import is_hub_name
 from common.models.checkpoint.compressed import method_of
+from common.models.checkpoint.new_head import classifier_config, write_with_new_head
 from common.models.checkpoint.sources import CheckpointSource
 from common.models.meta_model import build_meta_model
 from common.models.presets import load_config
-from common.models.task_type import task_type_of
-from common.store.directories import usable_directories
+from common.models.task_type import TaskType, task_type_of
+from common.store.directories import DirectoryLock, usable_directories
 from common.units import format_bytes
 from fuyou.layout.share import Share
 from fuyou.model.family import family_of
@@ -43,13 +51,60 @@ from fuyou.planner import PlannerContext
 from fuyou.planner.training_job import fitting_job
 from fuyou.runtime.devices.device import memory_limits, open_device
 
+FOLDER = "base"  # Folder inside the output directory with the language model as a classifier, before training
+
+
+def check_head(settings: Settings, config: PreTrainedConfig) -> None:
+    """See whether the model's head is one that the objective can train, or a new one can be had in its place."""
+    task, objective = task_type_of(config), settings.objective
+    if task is TaskType.SEQUENCE_CLASSIFICATION and settings.traits.classifies:
+        is_reward = config.num_labels == 1
+        if is_reward is not (objective == "reward"):
+            kind = "a reward model" if is_reward else f"a classifier of {config.num_labels} classes"
+            other = "reward" if is_reward else "classify"
+            raise UserError(f"{settings.model} is {kind}: give --objective {other}, or the language model.")
+        return
+    if not task.generates:
+        raise UserError(
+            f"{settings.model} is {task.value}, and --objective {objective} trains models that write text: "
+            + (
+                "add --objective classify or reward."
+                if task is TaskType.SEQUENCE_CLASSIFICATION
+                else "use fuyou.Engine, whose batches take its labels."
+            )
+        )
+    if settings.traits.classifies:
+        _ = planned_config(settings, config)
+
+
+def with_head(
+    settings: Settings,
+    config: PreTrainedConfig,
+    checkpoint: Path,
+    tokenizer: PreTrainedTokenizerBase,
+    classes: Callable[[], list[str]],
+    output: Path,
+) -> Path:
+    """Return the checkpoint to train: ``checkpoint`` itself, or one with a new head in the output directory.
+
+    Args:
+        tokenizer: names the token that pads.
+        classes: returns the names of the classes that the data have.
+    """
+    if not settings.traits.classifies or not task_type_of(config).generates:
+        return checkpoint
+    known = config.pad_token_id, tokenizer.pad_token_id, tokenizer.eos_token_id
+    pad = next((int(token) for token in known if token is not None), 0)
+    names = REWARD if settings.objective == "reward" else classes()
+    new_config = classifier_config(config, names, pad)
+    with DirectoryLock([output], patience=math.inf):  # of several ranks on a machine, the first one makes it for all
+        base = write_with_new_head(checkpoint, new_config, output / FOLDER, settings.seed)
+        write_chat_template(settings, base)
+        return base
+
 
 def check_push(settings: Settings) -> None:
-    """See whether ``--push-to-hub`` can be done when training has ended.
-
-    Raises:
-        UserError: if not.
-    """
+    """See whether ``--push-to-hub`` can be done when training has ended."""
     name = settings.push_to_hub
     if name is None:
         return
@@ -96,11 +151,7 @@ class CheckedSettings:
 
 
 def check(settings: Settings) -> CheckedSettings:
-    """Check the settings within a few seconds, and make the output directory.
-
-    Raises:
-        UserError: if an option names something that does not exist, or options conflict.
-    """
+    """Check the settings within a few seconds, and make the output directory."""
     with naming("--model"):
         config, checkpoint = load_config(settings.model)
     check_head(settings, config)
@@ -135,11 +186,7 @@ def _check_trackers(names: Sequence[str]) -> None:
 
 
 def prepare(settings: Settings) -> Job:
-    """Check the settings and open what the run needs; data that were not tokenized before are tokenized here.
-
-    Raises:
-        UserError: if an option names something that does not exist, or options conflict.
-    """
+    """Check the settings and open what the run needs; data that were not tokenized before are tokenized here."""
     found = check(settings)
     settings = with_dtype(settings)
     config, checkpoint, seq_len, output = found.config, found.checkpoint, found.seq_len, found.output
@@ -223,7 +270,6 @@ def _quantised(settings: Settings, found: CheckedSettings) -> QuantisedStore:
 
 
 def _directories(settings: Settings, checkpoint: Path | None) -> tuple[tuple[Path, ...], Path, str]:
-    """Return directories for the store, the output directory (made here), and the name of the store's directory."""
     ssd = tuple(usable_directories([Path(word).expanduser() for word in settings.ssd])) if settings.ssd else ()
     output = settings.output_directory
     if checkpoint is not None and checkpoint.resolve() == output.resolve():
@@ -263,7 +309,6 @@ def _total_steps(settings: Settings, batches: Batches) -> int:
 
 
 def _check_space(job: Job) -> None:
-    """Refuse a run whose checkpoints will not fit next to its store; the store itself checks when it is made."""
     settings = job.settings
     if settings.resume or settings.overwrite:
         return  # what is there will be replaced: its space counts, and only the store knows how much that is
@@ -286,3 +331,23 @@ def _check_space(job: Job) -> None:
             f"({format_bytes(free)}). Nothing was written. Give --output (or --ssd) on a larger drive, "
             "or --no-save if no checkpoint is wanted."
         )
+
+
+def check_start(settings: Settings, ranks_per_node: int) -> None:
+    """Check a run on several ranks as far as this node can tell."""
+    ranks = ranks_per_node * (settings.nodes or 1)
+    if settings.batch_size < ranks:
+        raise UserError(
+            f"--batch-size {settings.batch_size} is less than one sequence for each of {ranks} ranks "
+            f"({settings.nodes} x {ranks_per_node})."
+        )
+    check_strategy(settings, ranks_per_node)
+    checked = check(settings)
+    commits, has_commit = checked.ssd[0] / checked.run_name, committed(settings) is not None
+    if has_commit and not (settings.resume or settings.overwrite):
+        raise UserError(
+            f"{commits} holds a run already: add --resume to continue it, --overwrite to replace it, or give "
+            "another --output."
+        )
+    if settings.resume and not has_commit and not settings.ssd:  # with --ssd, the ranks find which node lacks what
+        raise UserError(f"--resume: there is no commit in {commits}. Leave it out to begin.")

@@ -1,1 +1,0 @@
-"""Start the ranks of a node, on torchrun's elastic agent."""

@@ -1,0 +1,57 @@
+"""Each command has the options that it reads; options of no use with others are rejected by name, never ignored."""
+
+import pytest
+
+from cli.main import main
+from cli.options.command import COMMANDS, build_command, with_command
+
+OPTIONS = {option.name: option for option in build_command(lambda name, **options: 0).options}
+BY_NAME = ("plan", "--model", "llama-7b", "--gpu", "4090", "--drive", "p5510")
+
+
+@pytest.mark.parametrize(("typed", "meant"), [
+    ("--gpu 4090 --ssd a b --model m", "train --gpu 4090 --ssd a b --model m"),
+    ("", "train"),
+    ("plan --model m", "plan --model m"),
+    ("--model m --plan --ssd a", "plan --model m --ssd a"),
+    ("--verify a b", "verify a b"),
+    ("--check", "check"),
+    ("--demo --output d", "demo --output d"),
+    ("--profile --nodes 2", "profile --nodes 2"),
+    ("--help", "--help"),
+    ("--model m --help", "train --model m --help"),
+    ("--model m --version", "--version"),
+])  # fmt: skip
+def test_a_command_line_and_its_command(typed: str, meant: str) -> None:
+    assert with_command(typed.split()) == meant.split()
+
+
+def test_commands_have_their_own_options() -> None:
+    def names(command: str) -> set[str]:
+        return {option.name or "" for option in build_command(lambda name: 0).get_command(None, command).options}
+
+    assert set().union(*map(names, COMMANDS)) == OPTIONS.keys()
+    assert names("verify") == {"config", "debug"}
+    assert names("plan") > {"lr", "drive", "json"} and "overwrite" not in names("plan")
+    assert "drive" not in names("train") and "lr" not in names("check")
+
+
+@pytest.mark.parametrize(("words", "message"), [
+    ((*BY_NAME, "--ssd", "."), "--ssd does not go with --drive, which plans for hardware by name"),
+    ((*BY_NAME, "--overwrite", "--lr", "1"), "finetune plan has no --overwrite, which is for finetune train"),
+    ((*BY_NAME, "--gpus-per-node", "2"), "--gpus-per-node is for several nodes or ranks"),
+    (("--plan", "--model", "llama-7b", "--steps", "5", "--report", "x"), "finetune plan has no --report"),
+    (("--plan", "--model", "llama-7b", "--cluster", "a800-hdr", "--lr", "1"), "--lr changes nothing in a plan for a"),
+    (("--plan", "--model", "llama-7b", "--network", "1Gbit/s"), "--network connects several nodes: add --nodes N."),
+    (("profile", "--report", "x"), "finetune profile has no --report"),
+    (("profile", "--nodes", "2", "--ssd", "."), "--ssd does not go with finetune profile --nodes"),
+    (("check", "--lr", "1"), "finetune check has no --lr, which is for finetune train and finetune plan."),
+    (("verify", ".", "--lr", "1"), "finetune verify has no --lr"),
+    (("--model", "llama-10m", "--drive", "p5510"), "finetune train has no --drive, which is for finetune plan."),
+    (("train", "--plan"), "--plan is a command: finetune plan."),
+])  # fmt: skip
+def test_what_would_do_nothing_is_rejected(
+    words: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words) == 2
+    assert message in capsys.readouterr().err
