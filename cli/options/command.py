@@ -18,7 +18,7 @@ from cli.options.hints import instead_of
 from cli.options.option import WRITTEN, Command, GroupedOption, declaration_of, help_texts, option_fields
 
 COMMANDS = {
-    "train": "Train a model, or go on with --resume; without a command, finetune trains.",
+    "train": "Train a model, or continue with --resume; without a command, finetune trains.",
     "plan": "Say whether a run fits, how fast it will be, and what bounds it.",
     "check": "Inspect this machine and its drives for potential problems; with --model, prove that it is exact.",
     "profile": "Measure this machine with a model; with --nodes, the cluster, and write a file for --cluster.",
