@@ -248,7 +248,7 @@ class StreamedModel:
     def evaluating(self) -> Iterator[None]:
         """Compute without dropout while the context is open, and rows as a whole, as in training.
 
-        xLSTM's own evaluation calls all blocks once for every so many tokens of a long row.
+        xLSTM's own evaluation calls all blocks once per part of a long row.
         """
         config = self.model.config
         before = {name: getattr(config, name) for name in ("max_inference_chunksize",) if hasattr(config, name)}

@@ -29,7 +29,7 @@ ROWS, SEQ_LEN, HOST_MEMORY = 4, 32, 300 << 20
 
 @pytest.fixture
 def memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A directory in memory, if there is one: whatever else uses the machine's drives is not measured."""
+    """A directory in memory, if there is one, so that other users of the machine's drives do not count."""
     where = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     with tempfile.TemporaryDirectory(dir=where) as directory:
         monkeypatch.setenv("FINETUNE_CACHE", f"{directory}/cache")
