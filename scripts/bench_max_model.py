@@ -61,12 +61,10 @@ class Rung:
 
     @property
     def parameters(self) -> int:
-        """Of the GPT-2 architecture with tied embeddings."""
         return self.layers * (12 * self.width**2 + 13 * self.width) + (VOCABULARY + POSITIONS + 2) * self.width
 
     @property
     def model(self) -> dict[str, Any]:
-        """The configuration."""
         return {
             "model_type": "gpt2", "vocab_size": VOCABULARY, "n_positions": POSITIONS, "n_layer": self.layers,
             "n_embd": self.width, "n_head": self.width // 64, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0,
@@ -186,7 +184,6 @@ class Fuyou(System):
         return result
 
     def _measure_baseline(self) -> int:
-        """What the two processes of an engine hold together before the model, by the engine's own account."""
         with tempfile.TemporaryDirectory(dir=self.options.ssd, prefix="bench-max-") as folder:
             rung = Rung(2, 256)
             task = Task(rung.model, 1, SEQ_LEN, self.options.threads, folder, {"host_memory": 1 << 30})

@@ -73,7 +73,6 @@ class Measured:
 
     @property
     def median(self) -> float:
-        """Of the steps' seconds."""
         return statistics.median(self.seconds)
 
 
@@ -107,7 +106,6 @@ class Plain:
             fully_shard(group.modules[0], mesh=mesh, mp_policy=policy, reshard_after_forward=not keep)
 
     def _padded(self, parameter: nn.Parameter) -> int:
-        """Elements, with the first dimension rounded up to a multiple of the shards."""
         rows = -(-parameter.shape[0] // self._shards) * self._shards
         return rows * parameter.numel() // parameter.shape[0]
 

@@ -111,7 +111,6 @@ class ModelBenchmark:
                     self._turn(result)
 
     def _turn(self, result: Result) -> None:
-        """One contender once: start, warm up, measure, end."""
         options = self.options
         reason = self._too_large(result)
         if reason:
@@ -146,7 +145,6 @@ class ModelBenchmark:
                 result.problem = str(error)
 
     def _too_large(self, result: Result) -> str:
-        """Why this contender cannot run here, or nothing; a substitute takes its place where there is one."""
         available = memory_available_bytes() - SPARE_BYTES
         entry: Entry | None = result.entry
         while entry is not None:

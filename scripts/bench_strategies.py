@@ -52,7 +52,6 @@ class Case:
 
     @property
     def name(self) -> str:
-        """For people."""
         return f"{self.layers} x {self.hidden}, {self.micro_batches} x {self.tokens} tokens"
 
     def config(self) -> Any:
@@ -115,7 +114,6 @@ class Worker:
         dist.destroy_process_group()
 
     def _plan(self, case: Case, rates: MeasuredRates) -> StrategyPlan:
-        """What the planner says of the strategies, from measured collectives and computing."""
         config, topology = case.config(), self.topology
         workload = Workload.of_model(config, seq_len=case.tokens, micro_batches=case.micro_batches)
         computing = measure_computing(topology, config, 1, case.tokens, "bf16")
@@ -147,7 +145,6 @@ class Worker:
         return statistics.median(taken[1:])  # the first one unpacks parameters and makes buffers
 
     def _measure(self, case: Case, strategy: str) -> list[Result]:
-        """The case with one strategy at all rates."""
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16)
         model: Any = fcdp.fully_shard(case.model(), self.topology, strategy, mp_policy=policy)
         sharding = fcdp.sharding(model)
@@ -288,7 +285,6 @@ def time_table(results: Sequence[Result]) -> str:
 
 
 def _collect(nodes: int, ranks: int) -> list[Result]:
-    """Run this same command as ranks, and collect what they report."""
     results = []
     try:
         with Cluster(nodes) as cluster:

@@ -126,7 +126,6 @@ def run_in(group: ControlGroup, command: Sequence[str]) -> Outcome:
 
 
 def _end_what_is_left(group: ControlGroup) -> int:
-    """Kill the processes that outlive the grace; returns how many."""
     deadline = time.monotonic() + LEFT_BEHIND_GRACE_S
     while (pids := _words(group.path / "cgroup.procs")) and time.monotonic() < deadline:
         time.sleep(0.01)

@@ -150,7 +150,6 @@ def report(plain: dict[str, tuple[str, str]], ours: dict[str, tuple[str, str]]) 
 
 
 def main() -> None:
-    """Read the arguments and run the tests twice."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("tests", nargs="+", help="directory of the tests, files, or tests as pytest names them")
     parser.add_argument("--only", choices=("fsdp2", "ours"), help="run with one of the two, in this process")

@@ -72,7 +72,6 @@ def _resident(pid: int) -> _Counters:
 
 
 def _read(pid: int, file: str, keys: tuple[str, ...]) -> list[int]:
-    """Return the values, in bytes, of lines such as ``VmHWM:  1024 kB`` in a file of ``/proc/PID``."""
     with open(f"/proc/{pid}/{file}") as lines:
         pairs = (line.partition(":") for line in lines)
         counters = {key: int(value.split()[0]) * 1024 for key, _, value in pairs if key in keys}
@@ -106,7 +105,6 @@ class PeakMeter:
 
     @property
     def peak_bytes(self) -> int:
-        """The most bytes that they have held since."""
         return self._peak
 
     def sample(self) -> int:

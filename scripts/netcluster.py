@@ -331,7 +331,6 @@ def thread_limit(processes: int) -> dict[str, str]:
 
 
 def _relay(process: "subprocess.Popen[str]", label: str) -> threading.Thread:
-    """Print what a process prints, line by line, behind its label."""
 
     def copy() -> None:
         assert process.stdout is not None

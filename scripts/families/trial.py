@@ -56,7 +56,6 @@ class Mode:
 
     @property
     def documents(self) -> list[slice] | None:
-        """Where the documents of every row lie."""
         return [slice(0, TOKENS // 2 + 1), slice(TOKENS // 2 + 1, TOKENS)] if self.packed else None
 
 
@@ -156,7 +155,6 @@ class _Trial:
     # -- both ways --------------------------------------------------------------------------------------------------
 
     def _checkpoint(self) -> Path:
-        """A model with random weights in which no path is idle."""
         config = small_config(self._name, dropout=self._mode.micro_batches == 1 and not self._mode.packed)
         torch.manual_seed(7)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -171,7 +169,6 @@ class _Trial:
         return path
 
     def _batch(self, step: int) -> dict[str, torch.Tensor]:
-        """Random tokens, none of them special; some without a label."""
         mode, generator = self._mode, torch.Generator().manual_seed(20 + step)
         tokens = torch.randint(4, VOCABULARY // 2, (mode.rows, TOKENS), generator=generator)
         labels = tokens.clone()

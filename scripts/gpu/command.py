@@ -168,6 +168,5 @@ def _start(words: list[Any], case: Case, log: Any) -> "subprocess.Popen[bytes]":
 
 
 def _losses(output: Path) -> dict[int, float]:
-    """Return the losses by step; of a step that was taken twice, the last."""
     lines = read_metrics(output / "run" / "metrics.jsonl")
     return {line["step"]: line[LOSS] for line in lines if LOSS in line}

@@ -204,7 +204,6 @@ def _engine(case: Case, device: str, model: Path, root: Path, feed: list[dict[st
 
 
 def _differences(one: Outcome, other: Outcome) -> dict[str, Any]:
-    """Losses and norms relative, masters absolute."""
     masters = [float((one.masters[name] - other.masters[name]).abs().max()) for name in other.masters]
     return {
         "equal": one.losses == other.losses and not any(masters) and one.masters.keys() == other.masters.keys(),
@@ -232,7 +231,6 @@ def batches(case: Case) -> list[dict[str, torch.Tensor]]:
 
 
 def _config(family: str) -> PreTrainedConfig:
-    """A tiny model, or one large enough for a GPU's real kernels."""
     if family == "llama-512":
         return LlamaConfig(
             vocab_size=4096, hidden_size=512, intermediate_size=1376, num_hidden_layers=4, num_attention_heads=8,

@@ -153,7 +153,6 @@ class MeasuredRates:
         return self.engine
 
     def _measure(self, rows: int) -> float:
-        """Seconds per step at this batch size; adds a row."""
         engine, check, seq_len = self._open, self.check, self.check.settings.seq_len
         batch = random_batch(self.config, rows, seq_len)
         if check.cuda:

@@ -82,7 +82,6 @@ def run(check: Check) -> None:
 
 
 def _rank(rank: int, port: int, device_name: str, quick: bool, deadline: float, rows: Any) -> None:
-    """Everything, on one rank; rank 0 tells what came out."""
     logging.set_verbosity_error()
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True, warn_only=True)
@@ -140,7 +139,6 @@ def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def _batches(case: Case) -> torch.Tensor:
-    """``[rank, step, micro-batch, 2, 32]``."""
     generator = torch.Generator().manual_seed(case.seed)
     return torch.randint(0, 512, (WORLD, STEPS, case.micro_batches, 2, 32), generator=generator)
 
@@ -176,7 +174,6 @@ def _plain(case: Case, device: torch.device, batches: torch.Tensor) -> tuple[lis
 
 
 def _sharded(case: Case, topology: fcdp.Topology, batches: torch.Tensor) -> tuple[list[float], list[torch.Tensor], int]:
-    """This rank's losses, the weights at the end put together, and how often the cache was hit."""
     model: Any = _model(case, topology.device)
     policy = MixedPrecisionPolicy(case.dtype, case.dtype)
     fcdp.fully_shard(model, topology, mp_policy=policy, device_cache_threshold=case.threshold)

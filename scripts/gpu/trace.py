@@ -87,7 +87,6 @@ def _longest_call(gap: tuple[float, float], calls: list[Event]) -> str:
 
 
 def _longest_kernels(events: list[Event], count: int = 8) -> list[dict[str, Any]]:
-    """Kernels by their time together."""
     total: dict[str, list[float]] = defaultdict(list)
     for event in events:
         total[_name(event)].append(event["dur"])

@@ -51,7 +51,6 @@ def _initialise(model: Any) -> None:
 
 
 def main() -> None:
-    """Serve the benchmark."""
     task = contender.prepare()
     os.environ.update(MASTER_ADDR="127.0.0.1", RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
     os.environ.setdefault("MASTER_PORT", "29511")

@@ -16,7 +16,6 @@ from peers import contender
 
 
 def main() -> None:
-    """Serve the benchmark."""
     task = contender.prepare()
     os.environ.update(MASTER_ADDR="127.0.0.1", RANK="0", WORLD_SIZE="1")
     os.environ.setdefault("MASTER_PORT", "29512")

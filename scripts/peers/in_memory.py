@@ -65,7 +65,6 @@ def _updates_in_backward(weights: list[torch.Tensor], task: contender.Task) -> C
 
 
 def main() -> None:
-    """Serve the benchmark."""
     task = contender.prepare()
     model = contender.build_model(task.config(), task.compute_dtype)
     weights: list[torch.Tensor] = list(model.parameters())

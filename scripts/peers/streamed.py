@@ -48,7 +48,6 @@ def streaming_budget(config: PreTrainedConfig, rows: int, seq_len: int, dtype: s
 
 
 def main() -> None:
-    """Serve the benchmark."""
     task = contender.prepare()
     budget = task.settings.get("host_memory")
     streamed = budget == "streamed"
