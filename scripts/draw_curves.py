@@ -4,12 +4,9 @@ python scripts/draw_curves.py docs/pictures/smollm2.svg LoRA=out/run/metrics.jso
 """
 
 import html
+import json
 import sys
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from cli.report.run_page import read_metrics
 
 WIDTH, HEIGHT, LEFT, BOTTOM = 560, 260, 44, 30
 METRICS = ("train_metrics/loss", "validation_metrics/loss")
@@ -21,7 +18,7 @@ def main() -> None:
     curves = {}
     for run in runs:
         name, _, file = run.partition("=")
-        entries = read_metrics(Path(file))
+        entries = [json.loads(line) for line in Path(file).read_text().splitlines()]
         curves[name] = [[(e["step"], e[metric]) for e in entries if metric in e] for metric in METRICS]
     points = [point for pair in curves.values() for line in pair for point in line]
     last, top = max(step for step, _ in points), max(loss for _, loss in points)

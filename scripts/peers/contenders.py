@@ -66,25 +66,19 @@ def entries(largest_parameter: int) -> dict[str, Entry]:
     Args:
         largest_parameter: elements of the model's largest parameter.
     """
+    pipelined = zero_infinity(largest_parameter, pipeline=True)
     every = [
         Entry(
-            "in-memory",
-            "peers.in_memory",
-            "PyTorch in memory: bf16 model, fp32 masters, fused AdamW, a checkpoint per block",
+            "in-memory", "peers.in_memory", "PyTorch in memory: fp32 masters, fused AdamW, a checkpoint per block",
             bytes_per_parameter=18,
             tight=Entry(
-                "in-memory",
-                "peers.in_memory",
+                "in-memory", "peers.in_memory",
                 "PyTorch in memory, each parameter updated within the backward pass (all gradients do not fit)",
-                {"step_in_backward": True},
-                bytes_per_parameter=14.5,
+                {"step_in_backward": True}, bytes_per_parameter=14.5,
             ),
         ),
         Entry(
-            "fuyou",
-            "peers.streamed",
-            "this engine, everything streamed from SSD",
-            {"host_memory": "streamed"},
+            "fuyou", "peers.streamed", "this engine, everything streamed from SSD", {"host_memory": "streamed"},
             on_ssd=True,
         ),
         Entry(
@@ -92,33 +86,20 @@ def entries(largest_parameter: int) -> dict[str, Entry]:
             zero_infinity(largest_parameter, pipeline=False), deepspeed=True, on_ssd=True,
         ),
         Entry(
-            "zero-infinity-pipelined",
-            "peers.deepspeed_offload",
-            "the same with pipeline_read and pipeline_write",
-            zero_infinity(largest_parameter, pipeline=True),
-            deepspeed=True,
-            on_ssd=True,
+            "zero-infinity-pipelined", "peers.deepspeed_offload", "the same with pipeline_read and pipeline_write",
+            pipelined, deepspeed=True, on_ssd=True,
         ),
         Entry(
-            "fuyou-cached",
-            "peers.streamed",
-            "this engine with as much memory as ZeRO-Infinity took",
-            {"host_memory": "equal"},
-            on_ssd=True,
+            "fuyou-cached", "peers.streamed", "this engine with as much memory as ZeRO-Infinity took",
+            {"host_memory": "equal"}, on_ssd=True,
         ),
         Entry(
-            "deepspeed-cpu",
-            "peers.deepspeed_offload",
-            "DeepSpeed ZeRO-3, parameters and optimizer in host memory",
-            {"device": "cpu", "initialise_on": "cpu", "zero": {"overlap_comm": True}},
-            deepspeed=True,
+            "deepspeed-cpu", "peers.deepspeed_offload", "DeepSpeed ZeRO-3, parameters and optimizer in host memory",
+            {"device": "cpu", "initialise_on": "cpu", "zero": {"overlap_comm": True}}, deepspeed=True,
             bytes_per_parameter=20,
         ),
         Entry(
-            "fsdp2",
-            "peers.fsdp2_offload",
-            "PyTorch FSDP2 with CPUOffloadPolicy, fp32 shards, bf16 computation",
-            bytes_per_parameter=18,
+            "fsdp2", "peers.fsdp2_offload", "PyTorch FSDP2 with CPUOffloadPolicy, fp32 shards", bytes_per_parameter=18,
         ),
     ]  # fmt: skip
     return {entry.name: entry for entry in every}
