@@ -14,8 +14,8 @@ def is_hub_name(name: str) -> bool:
 
 def snapshot_name(directory: Path) -> str | None:
     """Return the hub's name of a model whose snapshot ``directory`` is in the local cache; None: not a snapshot."""
-    found = re.search(r"models--([^/]+?)--([^/]+)/snapshots/[^/]+/?$", str(directory))
-    return f"{found[1]}/{found[2]}" if found else None
+    match = re.search(r"models--([^/]+?)--([^/]+)/snapshots/[^/]+/?$", str(directory))
+    return f"{match[1]}/{match[2]}" if match else None
 
 
 def stay_offline(downloads: bool, pushes: bool) -> None:

@@ -34,7 +34,6 @@ class Drive:
 
     @property
     def preset(self) -> DrivePreset | None:
-        """The preset of this kind of drive, if there is one."""
         return drive_preset_of(self.model) if self.model else None
 
     @property

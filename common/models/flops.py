@@ -74,7 +74,7 @@ def visited_shares(model: PreTrainedModel) -> dict[str, float]:
         path
         for path, module in model.named_modules()
         if not isinstance(module, nn.Conv1d)
-        and any(one.ndim == 3 and one.shape[0] == experts for one in module.parameters(recurse=False))
+        and any(parameter.ndim == 3 and parameter.shape[0] == experts for parameter in module.parameters(recurse=False))
     ]
     # An adapter of fused parameters wraps their module: all that the wrapper holds is the experts'.
     inside = tuple(f"{path.partition('.base_layer')[0]}." for path in fused)

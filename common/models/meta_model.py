@@ -101,7 +101,6 @@ def unset_buffers(model: PreTrainedModel) -> list[str]:
 
 
 def _load_generation_config(model: PreTrainedModel) -> None:
-    """Take the generation config that came with the checkpoint, as ``from_pretrained`` does."""
     if model.can_generate() and model.config.name_or_path:
         # If the checkpoint has none, or none that is valid, what the configuration implies is kept.
         with contextlib.suppress(OSError, ValueError):

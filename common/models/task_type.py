@@ -57,9 +57,9 @@ def model_class(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
     if _lost_head(config) is not None:
         return None
     for task in (_whole(config), TaskType.CAUSAL_LM, TaskType.IMAGE_TEXT_TO_TEXT):
-        found = _classes(config, task)
-        if found:
-            return found[0]
+        classes = _classes(config, task)
+        if classes:
+            return classes[0]
     return None
 
 
@@ -104,23 +104,23 @@ def _classes(config: PreTrainedConfig, task: TaskType) -> tuple[type[PreTrainedM
     mapping = _MAPPINGS[task]
     if type(config) not in mapping:
         return ()
-    found: Any = mapping[type(config)]
-    return tuple(found) if isinstance(found, list | tuple) else (found,)
+    classes: Any = mapping[type(config)]
+    return tuple(classes) if isinstance(classes, list | tuple) else (classes,)
 
 
 def _named(config: PreTrainedConfig) -> tuple[TaskType, type[PreTrainedModel]] | None:
     """Return the first of the configuration's ``architectures`` that can be trained."""
     for name in getattr(config, "architectures", None) or ():
         for task in TaskType:
-            for found in _classes(config, task):
-                if found.__name__ == name:
-                    return task, found
+            for kind in _classes(config, task):
+                if kind.__name__ == name:
+                    return task, kind
     return None
 
 
 def _lost_head(config: PreTrainedConfig) -> str | None:
     for name in getattr(config, "architectures", None) or ():
-        found = getattr(transformers, name, None)
-        if isinstance(found, type) and issubclass(found, PreTrainedModel) and "For" in name:
+        kind = getattr(transformers, name, None)
+        if isinstance(kind, type) and issubclass(kind, PreTrainedModel) and "For" in name:
             return name
     return None

@@ -46,11 +46,11 @@ def _whole_modules(chosen: Iterable[str], names: Iterable[str]) -> list[str]:
     """Return the outermost modules all of whose parameters (of ``names``) are ``chosen``, sorted."""
     chosen = set(chosen)
     mixed = {prefix for name in names if name not in chosen for prefix in accumulate(name.split("."), "{}.{}".format)}
-    found = set()
+    modules = set()
     for name in chosen:
         prefixes = [prefix for prefix in accumulate(name.split("."), "{}.{}".format) if prefix not in mixed]
-        found.add(prefixes[0])
-    return sorted(found)
+        modules.add(prefixes[0])
+    return sorted(modules)
 
 
 DEFAULT_FREEZING = TowerFreezing()

@@ -109,11 +109,7 @@ class PosixFile:
     """A preallocated file of whole pages. Any number of threads may use it at once."""
 
     def __init__(self, path: Path) -> None:
-        """Open ``path`` for reading and writing.
-
-        Raises:
-            StoreError: if it cannot be opened.
-        """
+        """Open ``path``, or raise a StoreError."""
         self.path = path
         with described("opening", path):
             self._descriptor, self.direct = _open_direct(path)

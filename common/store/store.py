@@ -60,9 +60,9 @@ class Store:
             StoreError: if a file system refuses; created files are removed again.
         """
         _check_io(io)
-        made = placement.create_directories(directories, layout, overwrite, replaces)
+        created = placement.create_directories(directories, layout, overwrite, replaces)
         try:
-            return cls(*made, io, threads, throttle)
+            return cls(*created, io, threads, throttle)
         except BaseException:
             placement.remove(directories)  # no caller has the store
             raise
@@ -93,7 +93,6 @@ class Store:
         threads: int,
         throttle: Throttle | None = None,
     ) -> None:
-        """Open the files; callers use ``Store.create`` or ``Store.open``."""
         self.id = identity.store
         """Random name of the store: a manifest that names it cannot be taken for another run's."""
         self.directories = tuple(directories)

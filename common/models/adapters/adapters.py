@@ -162,10 +162,10 @@ class Adapters:
     def described(self) -> dict[str, Any]:
         """The configuration for JSON, without fields that have ``peft``'s defaults."""
         defaults = type(self.config)().to_dict()
-        own = {key: value for key, value in self.config.to_dict().items() if value != defaults.get(key)}
+        changed = {key: value for key, value in self.config.to_dict().items() if value != defaults.get(key)}
         for key in ("base_model_name_or_path", "inference_mode", "auto_mapping", "peft_version"):
-            own.pop(key, None)
-        result: dict[str, Any] = json.loads(json.dumps(own, default=sorted, sort_keys=True))
+            changed.pop(key, None)
+        result: dict[str, Any] = json.loads(json.dumps(changed, default=sorted, sort_keys=True))
         return result
 
     def source(self, weights: WeightSource) -> "AdaptedSource":
@@ -206,8 +206,8 @@ class Adapters:
         """
         if self._saved is None:
             return
-        own = set(self.own_names)
-        beside = {self.base_names[name]: stored for name, stored in self._saved_names.items() if name not in own}
+        trained = set(self.own_names)
+        beside = {self.base_names[name]: stored for name, stored in self._saved_names.items() if name not in trained}
         for before, value in weights.read(list(beside)):
             stored = beside[before]
             if not torch.equal(self._saved.read(stored).to(self._dtype), value.to(self._dtype)):
@@ -349,12 +349,12 @@ class AdaptedSource:
 
     def read(self, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
         """Read parameters; see :meth:`WeightSource.read`."""
-        base, own = self._adapters.base_names, self._own
-        now = {base[name]: name for name in names if name not in own}
+        base, extra = self._adapters.base_names, self._own
+        now = {base[name]: name for name in names if name not in extra}
         for before, value in self._weights.read(list(now)):
             yield now[before], value
         for name in names:
-            if name in own:
+            if name in extra:
                 yield name, self._adapters.initial_value(name, self._weights)
 
     def reads_rows(self, name: str) -> bool:

@@ -43,7 +43,6 @@ class AdapterMemory:
 
     @property
     def per_token(self) -> int:
-        """Bytes for each token of a micro-batch."""
         return self.saved_per_token + self.passing_per_token
 
     @staticmethod
@@ -51,9 +50,9 @@ class AdapterMemory:
         """Return what is enough for each of several modules."""
         amounts = list(several)
         return AdapterMemory(
-            max((one.fixed for one in amounts), default=0),
-            max((one.saved_per_token for one in amounts), default=0),
-            max((one.passing_per_token for one in amounts), default=0),
+            max((amount.fixed for amount in amounts), default=0),
+            max((amount.saved_per_token for amount in amounts), default=0),
+            max((amount.passing_per_token for amount in amounts), default=0),
         )
 
 
@@ -86,7 +85,7 @@ def _saved_per_token(layer: BaseTunerLayer) -> int:
         return SAVED * _width(layer)
     if any(layer.use_dora.values()):
         return SAVED_MORE * _width(layer)
-    drops = any(not isinstance(one, nn.Identity) for one in layer.lora_dropout.values())
+    drops = any(not isinstance(dropout, nn.Identity) for dropout in layer.lora_dropout.values())
     passed_on = 0 if isinstance(layer.get_base_layer(), nn.Embedding) else int(layer.out_features or 0)
     return (SAVED_MORE if drops else SAVED) * (_width(layer) - passed_on)
 
@@ -101,8 +100,8 @@ def _weights(layer: BaseTunerLayer, share: float | None) -> tuple[int, int]:
     shape = _shape(layer)
     elements = math.prod(shape)
     if isinstance(layer, ParamWrapper) and layer.num_experts > 1 and share is not None:
-        own = math.ceil(share * elements) * layer.get_param().dtype.itemsize
-        return own + FACTOR_GRADIENTS * _rank(layer) * layer.num_experts * sum(shape[1:]), own
+        sums = math.ceil(share * elements) * layer.get_param().dtype.itemsize
+        return sums + FACTOR_GRADIENTS * _rank(layer) * layer.num_experts * sum(shape[1:]), sums
     if _trains_rows(layer):
         return SAVED_WEIGHT * elements, SAVED_WEIGHT * elements  # the weight with new rows, and its gradient
     if isinstance(layer, ParamWrapper) or not isinstance(layer, LoraLayer | IA3Layer):

@@ -82,7 +82,6 @@ class _View(NamedTuple):
     offset: int  # Index of the row's token whose key comes first, modulo ``chunk``
 
     def first(self, query: int) -> int:
-        """Return the index of the first key that a query sees."""
         if self.window:
             return max(0, self.past + query - self.window + 1)
         if self.chunk:
@@ -116,22 +115,22 @@ def _parts(view: _View, queries: int, way: str) -> Iterator[_Part]:
         if view.chunk:
             to_boundary = view.chunk - (view.offset + view.past + start) % view.chunk
             stop = min(stop, start + to_boundary)
-        piece, own, end = slice(start, stop), view.past + start, view.past + stop
+        piece, first_own, end = slice(start, stop), view.past + start, view.past + stop
         first, shared = view.first(start), view.first(stop - 1)
         if way == "products":
             tile = max(1, SCORES // (stop - start))
             for key in range(first, end, tile):
                 keys = slice(key, min(key + tile, end))
-                yield _Part(piece, keys, "full" if key >= shared and keys.stop <= own + 1 else "banded")
-        elif first < shared and (way == "cuda" or shared >= own):
+                yield _Part(piece, keys, "full" if key >= shared and keys.stop <= first_own + 1 else "banded")
+        elif first < shared and (way == "cuda" or shared >= first_own):
             yield _Part(piece, slice(first, end), "banded")
         else:
             if first < shared:  # with a key that all see: no query sees none
                 yield _Part(piece, slice(first, shared + 1), "banded")
                 shared += 1
-            for key in range(shared, own, KEYS):
-                yield _Part(piece, slice(key, min(key + KEYS, own)), "full")
-            yield _Part(piece, slice(own, end), "causal")
+            for key in range(shared, first_own, KEYS):
+                yield _Part(piece, slice(key, min(key + KEYS, first_own)), "full")
+            yield _Part(piece, slice(first_own, end), "causal")
         start = stop
 
 
@@ -311,7 +310,6 @@ def _attention_by_chunk_backward(
     scale: float,
     cap: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the gradients of query, key, and value."""
     call = _call(query, key, (window, chunk, offset, scale, cap))
     first = call.view.first(0)
     sums = _statistics_dtype(query)
@@ -423,7 +421,6 @@ def _chunk_mask(
     use_vmap: bool = False,
     **_: Any,
 ) -> ChunkMask:
-    """Return what stands for the mask, as transformers asks for one."""
 
     def sees(query: int, key: int) -> bool:
         return bool(mask_function(*(torch.tensor(each) for each in (0, 0, query, key))))

@@ -175,7 +175,7 @@ def attention_by_document_backward(
         q, k, v = _parts(piece, query, key, value)
         mask = _mask(piece, window, query, narrow)
         flowing, out, logarithms = (
-            one[piece.row, piece.queries].transpose(0, 1)[None] for one in (gradient, result, statistics)
+            each[piece.row, piece.queries].transpose(0, 1)[None] for each in (gradient, result, statistics)
         )
         if narrow:  # what flows back into the tokens behind is zero
             q, k, v, flowing, out = _pad(q, k, v, flowing, out)
@@ -249,7 +249,7 @@ def _by_document(
     asked = options.get("is_causal")
     causal = getattr(module, "is_causal", True) if asked is None else asked
     wanted = (documents.rows, documents.length)
-    if not causal or any((one.shape[0], one.shape[2]) != wanted for one in (query, key)):
+    if not causal or any((states.shape[0], states.shape[2]) != wanted for states in (query, key)):
         raise NotImplementedError("Attention over something else than the rows' tokens.")
     if attention_mask is not None or any(options.get(name) is not None for name in _NOT_CUT):
         raise NotImplementedError("Attention with a mask, a bias, a soft cap or sinks.")

@@ -53,8 +53,8 @@ class DocumentSeparator:
     """
 
     def __init__(self, model: nn.Module, isolation: Isolation):
-        found = [config for config in configurations(model) if config._attn_implementation == "sdpa"]
-        self._configs = found if isolation.attention_by_document else []
+        interfaced = [config for config in configurations(model) if config._attn_implementation == "sdpa"]
+        self._configs = interfaced if isolation.attention_by_document else []
         self._open = 0
         self._wrapped = [module for _, module in isolation.called_for_each(model)]
         for module in self._wrapped:
@@ -114,12 +114,12 @@ def takes_positions(model: nn.Module) -> bool:
 
 def configurations(model: nn.Module) -> list[PreTrainedConfig]:
     """Return the configurations that modules of a model read, each once."""
-    found = {}
+    configs = {}
     for module in model.modules():
         config = getattr(module, "config", None)
         if isinstance(config, PreTrainedConfig):
-            found[id(config)] = config
-    return list(found.values())
+            configs[id(config)] = config
+    return list(configs.values())
 
 
 # -- modules that are called once for each document -------------------------------------------------------------------
@@ -192,19 +192,6 @@ def _joined(documents: Documents, results: list[Any]) -> Any:
     return structure.unflatten(joined)
 
 
-def _mixing(model: PreTrainedModel, batch: "_Experiment") -> set[str]:
-    _, blocks = find_blocks(model)
-    with _calls(blocks.modules()) as calls:
-        batch.packed(batch.ids)
-    found: set[str] = set()
-    for block in blocks:
-        inside = _leaking(block.children(), calls, batch)
-        if not inside and block in calls and batch.mixes(block, *calls[block]):
-            inside = {block}
-        found |= {_name(type(module)) for module in inside}
-    return found
-
-
 @contextmanager
 def _calls(modules: Iterable[nn.Module]) -> Iterator[dict[nn.Module, tuple[Any, Any]]]:
     """Record the arguments of the first call of each of ``modules`` while the context is open."""
@@ -221,82 +208,121 @@ def _calls(modules: Iterable[nn.Module]) -> Iterator[dict[nn.Module, tuple[Any, 
             hook.remove()
 
 
-def _leaking(modules: Iterable[nn.Module], calls: Mapping[nn.Module, Any], batch: "_Experiment") -> set[nn.Module]:
-    found = set()
-    for module in modules:
-        if module not in calls:  # a mere collection
-            found |= _leaking(module.children(), calls, batch)
-        elif batch.mixes(module, *calls[module]):
-            found.add(module)
-    return found
-
-
 # -- the experiment ----------------------------------------------------------------------------------------------------
 
 
 class _Experiment:
-    """Packed rows of random tokens, and the logits that a model gives for them."""
+    """Packed rows of random tokens, and what a model makes of them."""
 
     def __init__(self, model: PreTrainedModel):
-        self.model = model
+        self._model = model
         rotate_by_document(model)
         device = next(model.parameters()).device
-        self.positions = torch.stack([torch.cat([torch.arange(length) for length in row]) for row in _LENGTHS])
-        documents = Documents.of(self.positions)
+        positions = torch.stack([torch.cat([torch.arange(length) for length in row]) for row in _LENGTHS])
+        documents = Documents.of(positions)
         assert documents is not None
-        self.documents = documents
-        self.positions = self.positions.to(device)
-        self.later = (torch.arange(documents.length) >= torch.tensor([[row[0]] for row in _LENGTHS])).to(device)
-        """Whether a token is behind the first document of its row, bool ``[B, S]``."""
+        self._documents = documents
+        self._positions = {"position_ids": positions.to(device)} if takes_positions(model) else {}
+        # Whether a token is behind the first document of its row, bool `[B, S]`.
+        self._later = (torch.arange(documents.length) >= torch.tensor([[row[0]] for row in _LENGTHS])).to(device)
         vocabulary, generator = model.config.get_text_config().vocab_size, torch.Generator().manual_seed(7)
-        self.ids, other = (
-            torch.randint(min(5, vocabulary // 2), vocabulary, self.positions.shape, generator=generator).to(device)
+        self._ids, other = (
+            torch.randint(min(5, vocabulary // 2), vocabulary, positions.shape, generator=generator).to(device)
             for _ in range(2)
         )
-        self.changed = torch.where(self.later, self.ids, other)
-        """Tokens that differ from ``ids`` in the first documents only."""
-        self._separator = DocumentSeparator(model, Isolation(False))
+        self._changed = torch.where(self._later, self._ids, other)  # differ from them in the first documents only
+
+    def mixing(self, by_document: bool) -> tuple[str, ...]:
+        """Return the names of classes of modules that mix documents, outermost inside blocks, with attention that does
+        not if ``by_document``."""
+        _, blocks = find_blocks(self._model)
+        names: set[str] = set()
+        with self._apart(Isolation(by_document)):
+            with _calls(blocks.modules()) as calls:
+                self._packed(self._ids)
+            for block in blocks:
+                mixing = [module for module in _called(block, calls) if self._mixes(module, *calls[module])]
+                if not mixing and block in calls and self._mixes(block, *calls[block]):
+                    mixing = [block]
+                names |= {_name(type(module)) for module in mixing}
+        return tuple(sorted(names))
+
+    def holds(self, how: Isolation) -> bool:
+        """Return whether each document gets the logits that it gets alone, and none depends on tokens of others."""
+        mixed = self._as_one(self._ids)
+        seen = self._moved(mixed, self._as_one(self._changed))
+        if not seen > _VISIBLE * float(mixed.abs().max()):
+            return False  # nothing could be told apart
+        with self._apart(how):
+            packed, changed = (self._packed(ids) for ids in (self._ids, self._changed))
+        alone = [self._as_one(self._ids[row : row + 1, start:end]) for row, start, end in self._documents.spans()]
+        away = float((packed - torch.cat(alone, 1).view_as(packed)).abs().max())
+        return max(away, self._moved(packed, changed)) <= _ROUNDING * seen and self._equal_arguments(how)
 
     @contextmanager
-    def separated(self, isolation: Isolation) -> Iterator[None]:
-        before, self._separator = self._separator, DocumentSeparator(self.model, isolation)
+    def _apart(self, how: Isolation) -> Iterator[None]:
+        separator = DocumentSeparator(self._model, how)
         try:
-            yield
+            with separator.apart(self._documents):
+                yield
         finally:
-            self._separator.remove()
-            self._separator = before
+            separator.remove()
 
-    def packed(self, ids: torch.Tensor) -> torch.Tensor:
-        positions = {"position_ids": self.positions} if takes_positions(self.model) else {}
-        with self._separator.apart(self.documents):
-            return self.model(input_ids=ids, **positions, use_cache=False).logits
+    def _packed(self, ids: torch.Tensor) -> torch.Tensor:
+        return self._model(input_ids=ids, **self._positions, use_cache=False).logits
 
-    def as_one(self, ids: torch.Tensor) -> torch.Tensor:
-        return self.model(input_ids=ids, use_cache=False).logits
+    def _as_one(self, ids: torch.Tensor) -> torch.Tensor:
+        return self._model(input_ids=ids, use_cache=False).logits
 
-    def alone(self) -> torch.Tensor:
-        parts = [self.as_one(self.ids[row : row + 1, start:end]) for row, start, end in self.documents.spans()]
-        return torch.cat(parts, 1).view(*self.ids.shape, -1)
-
-    def moved(self, one: torch.Tensor, two: torch.Tensor) -> float:
+    def _moved(self, first: torch.Tensor, second: torch.Tensor) -> float:
         """Return the largest difference between two results ``[B, S, ..]``, outside the first documents."""
-        return float((one - two)[self.later].abs().max())
+        return float((first - second)[self._later].abs().max())
 
-    def mixes(self, module: nn.Module, args: Any, kwargs: Any) -> bool:
+    def _mixes(self, module: nn.Module, args: Any, kwargs: Any) -> bool:
         """Return whether other hidden states in the first documents change the results of ``module`` for the others."""
         leaves, spec = tree_flatten((args, kwargs))
-        shape = self.ids.shape
+        shape = self._ids.shape
         hidden = next((leaf for leaf in leaves if _is_hidden(leaf, shape)), None)
         if hidden is None:
             return False
         noise = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(9)).to(hidden)
         results = []
-        for value in (hidden, torch.where(self.later[..., None], hidden, noise)):
+        for value in (hidden, torch.where(self._later[..., None], hidden, noise)):
             again, named = spec.unflatten([value if leaf is hidden else leaf for leaf in leaves])
-            with self._separator.apart(self.documents):
-                found = tree_leaves(module(*again, **named))
-            results.append([leaf for leaf in found if _is_hidden(leaf, shape)])
-        return any(self.moved(one, two) > 1e-4 * float(one.abs().max()) for one, two in zip(*results, strict=True))
+            results.append([leaf for leaf in tree_leaves(module(*again, **named)) if _is_hidden(leaf, shape)])
+        pairs = zip(*results, strict=True)
+        return any(self._moved(first, second) > 1e-4 * float(first.abs().max()) for first, second in pairs)
+
+    def _equal_arguments(self, how: Isolation) -> bool:
+        """Return whether modules that are called once for each document get the arguments that they get for it alone.
+
+        Biases by the place in the row (ALiBi) are not equal: they differ by a constant, which matters only to rounding,
+        but in bf16 that loses the differences between neighbours far from the row's beginning.
+        """
+        modules = [module for module in self._model.modules() if _is_one_of(module, how.modules)]
+        row, start, end = list(self._documents.spans())[2]
+        part = _Part(self._documents, row, start, end)
+        with self._apart(how), _calls(modules) as packed:
+            self._packed(self._ids)
+        with _calls(modules) as single:
+            self._as_one(self._ids[row : row + 1, start:end])
+        return all(
+            torch.allclose(here.expand_as(there), there, rtol=1e-3, atol=1e-3)
+            for module in packed
+            for here, there in zip(
+                tree_leaves(tree_map(part.of, packed[module])), tree_leaves(single[module]), strict=True
+            )
+            if isinstance(here, torch.Tensor) and isinstance(there, torch.Tensor) and here.is_floating_point()
+        )
+
+
+def _called(module: nn.Module, calls: Mapping[nn.Module, Any]) -> Iterator[nn.Module]:
+    """Yield the outermost modules inside ``module`` that were called; others are mere collections."""
+    for child in module.children():
+        if child in calls:
+            yield child
+        else:
+            yield from _called(child, calls)
 
 
 def _is_hidden(value: Any, shape: tuple[int, ...]) -> bool:
@@ -306,80 +332,25 @@ def _is_hidden(value: Any, shape: tuple[int, ...]) -> bool:
     )
 
 
-def documents_are_isolated(model: PreTrainedModel, how: Isolation) -> bool:
-    """Try out whether a way keeps the documents of packed rows apart: each gets the logits that it gets alone.
-
-    Args:
-        model: a small model of the family, with values (see :mod:`common.models.miniature`).
-        how: the way to keep them apart.
-    """
-    with _inference_mode(model):
-        return _holds(_Experiment(model), how)
-
-
 def find_isolation(model: PreTrainedModel) -> Isolation | None:
     """Find the best way to keep documents apart.
 
     Args:
-        model: a small model of the family, with values.
+        model: a small model of the family, with values (see :mod:`common.models.miniature`).
 
     Returns:
         None if no way holds.
     """
     interface = any(config._attn_implementation == "sdpa" for config in configurations(model))
-    with _inference_mode(model):
-        for by_document in (True, False) if interface else (False,):
-            with suppress(Exception):  # a family's own code may do anything with what it does not expect
-                batch = _Experiment(model)
-                with batch.separated(Isolation(by_document)):
-                    modules = _mixing(model, batch)
-                how = Isolation(by_document, tuple(sorted(modules)))
-                if _holds(batch, how):
-                    return how
-    return None
-
-
-@contextmanager
-def _inference_mode(model: nn.Module) -> Iterator[None]:
     was_training = model.training
     model.eval()
     try:
-        with torch.no_grad():
-            yield
+        for by_document in (True, False) if interface else (False,):
+            with suppress(Exception), torch.no_grad():  # a family's own code may do anything with the unexpected
+                experiment = _Experiment(model)
+                how = Isolation(by_document, experiment.mixing(by_document))
+                if experiment.holds(how):
+                    return how
+        return None
     finally:
         model.train(was_training)
-
-
-def _holds(batch: _Experiment, how: Isolation) -> bool:
-    mixed = batch.as_one(batch.ids)
-    seen = batch.moved(mixed, batch.as_one(batch.changed))
-    if not seen > _VISIBLE * float(mixed.abs().max()):
-        return False  # nothing could be told apart
-    with batch.separated(how):
-        packed, changed = (batch.packed(ids) for ids in (batch.ids, batch.changed))
-    away = float((packed - batch.alone()).abs().max())
-    return max(away, batch.moved(packed, changed)) <= _ROUNDING * seen and _gets_equal_arguments(batch, how)
-
-
-def _gets_equal_arguments(batch: _Experiment, how: Isolation) -> bool:
-    """Return whether the modules that are called once for each document get the arguments that they get for it alone.
-
-    Biases by the place in the row (ALiBi) are not equal: they differ by a constant, which matters only to rounding, but
-    in bf16 that loses the differences between neighbours far from the row's beginning.
-    """
-    modules = [module for module in batch.model.modules() if _is_one_of(module, how.modules)]
-    row, start, end = list(batch.documents.spans())[2]
-    part = _Part(batch.documents, row, start, end)
-    with batch.separated(how), _calls(modules) as packed_calls:
-        batch.packed(batch.ids)
-    with _calls(modules) as single_calls:
-        batch.as_one(batch.ids[row : row + 1, start:end])
-    return all(
-        torch.allclose(here.expand_as(there), there, rtol=1e-3, atol=1e-3)
-        for module in modules
-        if module in packed_calls
-        for here, there in zip(
-            tree_leaves(tree_map(part.of, packed_calls[module])), tree_leaves(single_calls[module]), strict=True
-        )
-        if isinstance(here, torch.Tensor) and isinstance(there, torch.Tensor) and here.is_floating_point()
-    )

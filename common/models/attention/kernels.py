@@ -79,9 +79,9 @@ class AttentionKernels:
         if device in KERNELS:
             return KERNELS[device]
         if device == self._device.type:
-            tokens = [min(one.shape[2], _TOKENS) for one in parts]
+            tokens = [min(part.shape[2], _TOKENS) for part in parts]
             with _disable_current_modes():  # the question is no part of what is traced
-                given = [self._empty(one, count, one.shape[3]) for one, count in zip(parts, tokens, strict=True)]
+                given = [self._empty(part, count, part.shape[3]) for part, count in zip(parts, tokens, strict=True)]
                 hides = None if mask is None else self._empty(mask, *tokens[:2])
                 return self._asked(given, hides, 0.0, causal, True)
         query, _, value = parts
@@ -95,15 +95,17 @@ class AttentionKernels:
         parts = [torch.empty(1, 1, _TOKENS, width, dtype=dtype, device=self._device)] * 3
         for mask in (None, torch.ones(_TOKENS, _TOKENS, dtype=torch.bool, device=self._device)):
             while len(self.backends) > 1:
-                without, with_them = (self._asked(parts, mask, dropout, mask is None, one) for one in (False, True))
+                without, with_them = (
+                    self._asked(parts, mask, dropout, mask is None, gradients) for gradients in (False, True)
+                )
                 if without is with_them or without not in self.backends:
                     break
-                self.backends = tuple(one for one in self.backends if one is not without)
+                self.backends = tuple(backend for backend in self.backends if backend is not without)
 
     def _asked(
         self, parts: Sequence[torch.Tensor], mask: torch.Tensor | None, dropout: float, causal: bool, gradients: bool
     ) -> SDPBackend:
-        query, key, value = (one.detach().requires_grad_(gradients) for one in parts)
+        query, key, value = (part.detach().requires_grad_(gradients) for part in parts)
         shared = query.shape[1] != key.shape[1]
         with self.pinned(), torch.set_grad_enabled(gradients):
             return _NUMBERS[torch._fused_sdp_choice(query, key, value, mask, dropout, causal, enable_gqa=shared)]
@@ -112,7 +114,7 @@ class AttentionKernels:
         return torch.empty((*like.shape[:-2], rows, columns), dtype=like.dtype, device=self._device)
 
 
-_NUMBERS = {one.value: one for one in SDPBackend.__members__.values()}
+_NUMBERS = {backend.value: backend for backend in SDPBackend.__members__.values()}
 
 
 def _switched_on() -> tuple[SDPBackend, ...]:
@@ -126,7 +128,7 @@ def _switched_on() -> tuple[SDPBackend, ...]:
 
 
 def _heads(config: PreTrainedConfig) -> set[tuple[int, float]]:
-    found = set()
+    widths = set()
     for layer in layer_configs(config):
         heads, hidden = getattr(layer, "num_attention_heads", None), getattr(layer, "hidden_size", None)
         width = getattr(layer, "head_dim", None)
@@ -136,5 +138,5 @@ def _heads(config: PreTrainedConfig) -> set[tuple[int, float]]:
             width = hidden // heads
         dropout = next((value for name in _DROPOUT if (value := getattr(layer, name, None))), 0.0)
         if isinstance(width, int) and width:
-            found.add((width, float(dropout)))
-    return found
+            widths.add((width, float(dropout)))
+    return widths

@@ -103,8 +103,8 @@ def move_into_place(directory: Path, replaced: Iterable[Path], last: Sequence[st
 
 def _os_error(error: SafetensorError) -> Exception:
     """Return the system's error, which only the text of ``error`` tells; else the error itself."""
-    found = re.search(r"\(os error (\d+)\)", str(error))
-    return OSError(int(found[1]), os.strerror(int(found[1]))) if found else error
+    match = re.search(r"\(os error (\d+)\)", str(error))
+    return OSError(int(match[1]), os.strerror(int(match[1]))) if match else error
 
 
 def _sync(path: Path) -> None:
@@ -339,14 +339,14 @@ def _untied(config: PreTrainedConfig, model: PreTrainedModel) -> PreTrainedModel
 
 def copy_tokenizer_files(source: Path, directory: Path) -> list[str]:
     """Copy a checkpoint's tokenizer, chat templates and processor; return the names of the copied files."""
-    found = sorted({path for pattern in _TOKENIZER_FILES for path in source.glob(pattern)})
+    files = sorted({path for pattern in _TOKENIZER_FILES for path in source.glob(pattern)})
     if source.resolve() == directory.resolve():
-        return [path.name for path in found]
+        return [path.name for path in files]
     directory.mkdir(parents=True, exist_ok=True)
     (directory / CHAT_TEMPLATE).unlink(missing_ok=True)  # of an earlier run; it would win over tokenizer_config.json's
-    for path in found:
+    for path in files:
         if path.is_dir():
             shutil.copytree(path, directory / path.name, dirs_exist_ok=True)
         else:
             shutil.copyfile(path, directory / path.name)
-    return [path.name for path in found]
+    return [path.name for path in files]

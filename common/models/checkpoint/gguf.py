@@ -129,16 +129,16 @@ def _parts(file: Path, model: PreTrainedModel, config: dict[str, Any]) -> Iterat
 
     def converted() -> Iterator[dict[str, torch.Tensor]]:
         for target, tensors in groups.items():
-            made: dict[str, torch.Tensor] = {}
+            values: dict[str, torch.Tensor] = {}
             for tensor in tensors:
                 result = processor.process(
                     weights=dequantize(tensor.data, tensor.tensor_type),
                     name=tensor.name,
                     tensor_key_mapping=targets,
-                    parsed_parameters={"tensors": made},
+                    parsed_parameters={"tensors": values},
                 )
-                if result.name is not None:  # else it is in `made` already
-                    made[target] = torch.from_numpy(np.array(result.weights, dtype=np.float32))
-            yield made
+                if result.name is not None:  # else it is in `values` already
+                    values[target] = torch.from_numpy(np.array(result.weights, dtype=np.float32))
+            yield values
 
     return converted()

@@ -39,15 +39,15 @@ def classifier_config(config: PreTrainedConfig, classes: Sequence[str], pad_toke
             f"transformers has no sequence classifier of the family {config.model_type!r}: take a model of another, or "
             "an objective that needs no other head."
         )
-    found = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING[type(config)]
-    kind: Any = found[0] if isinstance(found, list | tuple) else found
-    made = copy.deepcopy(config)
-    made.architectures = [kind.__name__]
-    made.id2label = dict(enumerate(classes))
-    made.label2id = {name: number for number, name in enumerate(classes)}
+    classes_of_config = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING[type(config)]
+    kind: Any = classes_of_config[0] if isinstance(classes_of_config, list | tuple) else classes_of_config
+    changed = copy.deepcopy(config)
+    changed.architectures = [kind.__name__]
+    changed.id2label = dict(enumerate(classes))
+    changed.label2id = {name: number for number, name in enumerate(classes)}
     if pad_token_id is not None:
-        made.pad_token_id = pad_token_id
-    return made
+        changed.pad_token_id = pad_token_id
+    return changed
 
 
 def write_with_new_head(checkpoint: Path, config: PreTrainedConfig, directory: Path, seed: int) -> Path:

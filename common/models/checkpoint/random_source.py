@@ -97,7 +97,7 @@ class RandomSource:
         return iter(())
 
     def _read_whole(self, stored: str) -> torch.Tensor:
-        path, _, own = stored.rpartition(".")
+        path, _, attribute = stored.rpartition(".")
         # NaN, so that a parameter that is not initialised is found.
         values = {
             name: nn.Parameter(torch.full(parameter.shape, torch.nan, dtype=torch.float32), requires_grad=False)
@@ -105,13 +105,13 @@ class RandomSource:
         }
         with own_random_numbers(self._seed_of(path)):
             self._initialise(path, values)
-        value = values[own].detach()
+        value = values[attribute].detach()
         if value.flatten()[:: max(1, value.numel() // 4096)].isnan().any():
             raise self._not_initialised(stored)
         return value
 
     def _initialisation(self, stored: str) -> "_Initialisation":
-        path, _, own = stored.rpartition(".")
+        path, _, attribute = stored.rpartition(".")
         if path not in self._recorded:
             fake = {
                 name: nn.Parameter(torch.empty(parameter.shape, device="meta"), requires_grad=False)
@@ -120,7 +120,7 @@ class RandomSource:
             recorder = _Recorder(fake)
             self._initialise(path, fake, recorder)
             self._recorded[path] = recorder.recorded
-        return self._recorded[path][own]
+        return self._recorded[path][attribute]
 
     def _parameters(self, path: str) -> dict[str, nn.Parameter]:
         return dict(self.model.get_submodule(path).named_parameters(recurse=False))
@@ -184,7 +184,11 @@ class _Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         keywords = kwargs or {}
         tensors = [leaf for leaf in tree_leaves((args, keywords)) if isinstance(leaf, torch.Tensor)]
-        touched = [self._by_memory[_memory(one)] for one in tensors if one.is_meta and _memory(one) in self._by_memory]
+        touched = [
+            self._by_memory[_memory(tensor)]
+            for tensor in tensors
+            if tensor.is_meta and _memory(tensor) in self._by_memory
+        ]
         is_view = all(
             result.alias_info is not None and not result.alias_info.is_write for result in func._schema.returns
         )
@@ -192,7 +196,7 @@ class _Recorder(TorchDispatchMode):
             return func(*args, **keywords)
         target, rest = touched[0], tree_leaves((args[1:], keywords))
         whole = tensors[0] is args[0] and args[0].shape == target.shape and args[0].is_contiguous()
-        others = any(isinstance(one, torch.Tensor | torch.Generator) for one in rest)
+        others = any(isinstance(argument, torch.Tensor | torch.Generator) for argument in rest)
         if not whole or others or func not in _OVERWRITES | _CHANGES:
             for initialisation in touched:
                 initialisation.alike = False

@@ -126,15 +126,15 @@ class Shards:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self._opened: tuple[Path, safe_open] | tuple[None, None] = (None, None)
-        found: dict[str, StoredTensor] = {}
+        tensors: dict[str, StoredTensor] = {}
         for file, expected in _shard_files(directory).items():
             header = read_header(file)
             for name in expected:
                 if name not in header:
                     raise FinetuneError(f"{file} lacks the tensor {name}, which {directory / INDEX} says is in it.")
-            found.update({name: header[name] for name in expected} if expected else header)
-        names = without_wrappers(found)
-        self.files = {names[name]: stored for name, stored in found.items()}
+            tensors.update({name: header[name] for name in expected} if expected else header)
+        names = without_wrappers(tensors)
+        self.files = {names[name]: stored for name, stored in tensors.items()}
         """Tensors in the files, by the names without wrappers."""
         self.tensors = self.files
         """Tensors that can be read, by name."""
@@ -169,11 +169,11 @@ class Shards:
 def without_wrappers(names: Iterable[str]) -> dict[str, str]:
     """Return every name without the wrappers of DDP, FSDP and ``torch.compile``: ``module.`` before all of them,
     ``_orig_mod.`` and the like anywhere. If names would become equal, all stay as they are."""
-    found = list(names)
-    plain = {name: _WRAPPERS.sub("", name) for name in found}
+    names = list(names)
+    plain = {name: _WRAPPERS.sub("", name) for name in names}
     while plain and all(name.startswith("module.") for name in plain.values()):
         plain = {name: _WRAPPERS.sub("", short.removeprefix("module.")) for name, short in plain.items()}
-    return plain if len(set(plain.values())) == len(found) else {name: name for name in found}
+    return plain if len(set(plain.values())) == len(names) else {name: name for name in names}
 
 
 def read_header(file: Path) -> dict[str, StoredTensor]:
@@ -196,7 +196,7 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
             odd = sorted({entry["dtype"] for _, entry in entries} - DTYPES.keys())
             if odd:
                 raise UserError(f"{file} is quantized ({', '.join(odd)}). Give the checkpoint that it was made from.")
-            found = {
+            tensors = {
                 name: StoredTensor(file, DTYPES[entry["dtype"]], tuple(entry["shape"]), name) for name, entry in entries
             }
     except OSError as error:
@@ -213,14 +213,14 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
                 f"{file} is truncated: it has {data:,} bytes of data, and its tensor {name} is at bytes {start:,} to "
                 f"{stop:,}. Download it again."
             )
-        if stop - start != math.prod(found[name].shape) * found[name].dtype.itemsize:
+        if stop - start != math.prod(tensors[name].shape) * tensors[name].dtype.itemsize:
             raise FinetuneError(
-                f"{file} is damaged: its tensor {name}, {found[name].dtype} {list(found[name].shape)}, has "
+                f"{file} is damaged: its tensor {name}, {tensors[name].dtype} {list(tensors[name].shape)}, has "
                 f"{stop - start:,} bytes. Download it again."
             )
     if data != max((stop for _, stop in ranges.values()), default=0):
         raise FinetuneError(f"{file} is damaged: its header is not for {data:,} bytes of data. Download it again.")
-    return found
+    return tensors
 
 
 def _shard_files(directory: Path) -> dict[Path, list[str]]:

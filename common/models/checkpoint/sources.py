@@ -155,18 +155,18 @@ class CheckpointSource:
         return [name for name in self.shapes if not self._sources(name)]
 
     def read(self, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        made: dict[str, torch.Tensor] = {}
+        converted_values: dict[str, torch.Tensor] = {}
         for position, name in enumerate(names):
             if not self._sources(name):
                 raise FinetuneError(f"{self.shards.directory} lacks the parameter {name}.")
             source = self._sources(name)[0]
-            if source not in made:
+            if source not in converted_values:
                 # One tensor on disk may make several parameters: keep those that are still wanted.
                 later = {alias for other in names[position:] for alias in self._sources(other)[:1]}
                 converted = self._convert(source)
-                made = {key: value for key, value in converted.items() if key in later}
+                converted_values = {key: value for key, value in converted.items() if key in later}
                 del converted
-            yield name, made.pop(source)
+            yield name, converted_values.pop(source)
 
     def reads_rows(self, name: str) -> bool:
         sources = self._sources(name)
@@ -238,15 +238,15 @@ class CheckpointSource:
     def stored_names(self, names: Iterable[str]) -> dict[str, list[str]]:
         """Return the checkpoint's names of tensors by those that ``save_pretrained`` gives: several where it holds a
         tied parameter more than once, none where it has another layout."""
-        found: dict[str, list[str]] = {}
+        names_by_parameter: dict[str, list[str]] = {}
         for conversion in plan_conversions(self.model, names)[0]:
             written = [name for _, name in conversion.parts]
             for alias in self.aliases.get(conversion.target, (conversion.target,)):
                 parts = [name for _, name in self._made_by[alias].parts] if alias in self._made_by else []
                 if len(parts) == len(written):
                     for name, part in zip(written, parts, strict=True):
-                        found.setdefault(name, []).append(part)
-        return found
+                        names_by_parameter.setdefault(name, []).append(part)
+        return names_by_parameter
 
     def _sources(self, name: str) -> list[str]:
         """Return those of a parameter's names that the checkpoint has: a tied one may be stored under any of them."""
@@ -289,7 +289,7 @@ class CheckpointSource:
             return torch.empty(stored.shape, dtype=stored.dtype, device="meta")
 
         try:
-            made = conversion.convert(self.model, read)
+            values = conversion.convert(self.model, read)
         except Exception as error:  # any error of an operation about tensors that do not fit together
             names = [name for _, name in conversion.parts]
             files = sorted({self.shards.tensors[name].file.name for name in names})
@@ -297,7 +297,7 @@ class CheckpointSource:
                 f"{', '.join(files)} in {self.shards.directory}: {names[0]} and {len(names) - 1} more cannot be made "
                 f"into {conversion.target}: {error}"
             ) from error
-        return {name: tuple(value.shape) for name, value in made.items()}
+        return {name: tuple(value.shape) for name, value in values.items()}
 
 
 # Formats of compressed checkpoints, by the endings of names in them.

@@ -60,9 +60,9 @@ def accept_config(config: PreTrainedConfig, name: str, has_weights: bool) -> Non
 def _settings_in(content: dict[str, Any]) -> dict[str, Any] | None:
     inner = [value for value in content.values() if isinstance(value, dict)]
     for part in (content, *inner):
-        found = part.get("quantization_config") or part.get("compression_config")
-        if isinstance(found, dict):
-            return found
+        settings = part.get("quantization_config") or part.get("compression_config")
+        if isinstance(settings, dict):
+            return settings
     return None
 
 
@@ -101,43 +101,43 @@ class CompressedShards(Shards):
         if self.method is None:
             return
         self.compressed = dict(self.method.find(self))
-        hidden = {name for found in self.compressed.values() for name in (*found.names.values(), *found.beside)}
+        hidden = {name for entry in self.compressed.values() for name in (*entry.names.values(), *entry.beside)}
         self.tensors = {name: stored for name, stored in self.files.items() if name not in hidden}
-        for name, found in self.compressed.items():
-            codes = self.files[found.names["codes"]]
-            self.tensors[name] = StoredTensor(codes.file, found.tensor.dtype, found.tensor.model_shape, codes.name)
+        for name, entry in self.compressed.items():
+            codes = self.files[entry.names["codes"]]
+            self.tensors[name] = StoredTensor(codes.file, entry.tensor.dtype, entry.tensor.model_shape, codes.name)
 
     def read(self, name: str) -> torch.Tensor:
         """Read a tensor, as :meth:`Shards.read`; a compressed one is dequantised."""
-        found = self.compressed.get(name)
-        return super().read(name) if found is None else _decoded(found.tensor, self.components(name))
+        entry = self.compressed.get(name)
+        return super().read(name) if entry is None else _decoded(entry.tensor, self.components(name))
 
     def reads_rows(self, name: str) -> bool:
         """Return whether :meth:`read_rows` reads no more than these rows: of a compressed matrix it does."""
-        found = self.compressed.get(name)
-        return super().reads_rows(name) if found is None else found.tensor.matrices(0, 1) is not None
+        entry = self.compressed.get(name)
+        return super().reads_rows(name) if entry is None else entry.tensor.matrices(0, 1) is not None
 
     def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
         """Read rows of a tensor, as :meth:`Shards.read_rows`; all of a compressed matrix is read."""
-        found = self.compressed.get(name)
-        if found is None:
+        entry = self.compressed.get(name)
+        if entry is None:
             return super().read_rows(name, start, stop)
-        some = found.tensor.matrices(start, stop)
+        some = entry.tensor.matrices(start, stop)
         if some is None:
             return self.read(name)[start:stop]
         read, read_rows = super().read, super().read_rows
         return _decoded(
             some,
             {
-                role: read(one) if role == "global_scale" else read_rows(one, start, stop)
-                for role, one in found.names.items()
+                role: read(stored) if role == "global_scale" else read_rows(stored, start, stop)
+                for role, stored in entry.names.items()
             },
         )
 
     def components(self, name: str) -> dict[str, torch.Tensor]:
         """Read the components of a compressed tensor as they are in the files, by their roles."""
         read = super().read  # which knows nothing of what is compressed
-        return {role: read(one) for role, one in self.compressed[name].names.items()}
+        return {role: read(stored) for role, stored in self.compressed[name].names.items()}
 
 
 def _decoded(tensor: CompressedTensor, components: Mapping[str, torch.Tensor]) -> torch.Tensor:

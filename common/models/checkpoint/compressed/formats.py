@@ -57,19 +57,19 @@ def component(role: str, stored: StoredTensor) -> Component:
     return Component(role, stored.dtype, stored.shape)
 
 
-def checked(found: FoundTensor, name: str, shards: Shards) -> FoundTensor:
+def checked(entry: FoundTensor, name: str, shards: Shards) -> FoundTensor:
     """Return ``found``, if its components fit together.
 
     Raises:
         FinetuneError: if not.
     """
-    problem = found.tensor.problem()
+    problem = entry.tensor.problem()
     if problem is not None:
-        file = shards.tensors[found.names["codes"]].file
+        file = shards.tensors[entry.names["codes"]].file
         raise FinetuneError(
             f"{file}: {name} cannot be read: {problem}. config.json and weights do not belong together."
         )
-    return found
+    return entry
 
 
 class Fp8:
@@ -88,11 +88,11 @@ class Fp8:
                 continue
             module, _, last = name.rpartition(".")
             prefix = f"{module}." if module else ""
-            candidates = [f"{name}_scale_inv", *(f"{prefix}{one}" for one in ("scale", "qscale_weight"))]
-            scale = next((one for one in candidates if one in shards.tensors), None)
+            candidates = [f"{name}_scale_inv", *(f"{prefix}{scale_name}" for scale_name in ("scale", "qscale_weight"))]
+            scale = next((scale_name for scale_name in candidates if scale_name in shards.tensors), None)
             if scale is None or (last != "weight" and scale != candidates[0]):
                 continue
-            beside = tuple(f"{prefix}{one}" for one in self._beside if f"{prefix}{one}" in shards.tensors)
+            beside = tuple(f"{prefix}{suffix}" for suffix in self._beside if f"{prefix}{suffix}" in shards.tensors)
             tensor = self._tensor(name, stored, shards.tensors[scale])
             yield name, checked(FoundTensor(tensor, {"codes": name, "scale": scale}, beside), name, shards)
 
@@ -187,7 +187,7 @@ class CompressedTensors:
             for role in ("zero_point", "global_scale"):
                 if f"weight_{role}" in there:
                     names[role] = there[f"weight_{role}"]
-            components = {role: component(role, shards.tensors[one]) for role, one in names.items()}
+            components = {role: component(role, shards.tensors[stored]) for role, stored in names.items()}
             tensor = self._tensor(module, components, there.get("weight_shape"), shards)
             beside = tuple(there[key] for key in self._beside if key in there)
             yield f"{module}.weight", checked(FoundTensor(tensor, names, beside), f"{module}.weight", shards)

@@ -56,7 +56,7 @@ class Placements:
         whole, axes = _strides(shape), spots[0].axes
         units = [part[axes.index(axis)] if axis in axes else 1 for axis in range(len(shape))]
         offsets = tuple(
-            sum(place * unit * stride for place, unit, stride in zip(spot.origin, units, whole, strict=True))
+            sum(index * unit * stride for index, unit, stride in zip(spot.origin, units, whole, strict=True))
             for spot in spots
         )
         return tuple(whole[axis] for axis in axes), offsets
@@ -138,8 +138,8 @@ class CompressedParameter:
         Returns:
             None if these are not compressed, not all in one format, or not put together side by side.
         """
-        found = [shards.compressed.get(name) for _, name in conversion.parts]
-        tensors = {None if one is None else one.tensor for one in found}
+        entries = [shards.compressed.get(name) for _, name in conversion.parts]
+        tensors = {None if entry is None else entry.tensor for entry in entries}
         tensor = tensors.pop()
         if tensor is None or tensors:
             return None
@@ -163,12 +163,10 @@ class CompressedParameter:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all components, side by side."""
         return len(self.offsets) * self._part_nbytes
 
     @property
     def numel(self) -> int:
-        """Number of elements of the parameter."""
         return len(self.offsets) * self.tensor.numel
 
     def encode(self, parts: Iterable[Mapping[str, torch.Tensor]], payload: torch.Tensor) -> None:
@@ -183,22 +181,27 @@ class CompressedParameter:
         if self._together(payload, flat):
             return
         for index, views in enumerate(self._views(payload)):
-            components = {one.role: views[one.role].view(one.dtype).view(one.shape) for one in self.tensor.components}
+            components = {
+                component.role: views[component.role].view(component.dtype).view(component.shape)
+                for component in self.tensor.components
+            }
             self.tensor.decode(components, self._place(flat, index))
 
     def _together(self, payload: torch.Tensor, flat: torch.Tensor) -> bool:
         """Decode all parts as one tensor of one more dimension, if they lie at equal distances: experts, on a GPU."""
         count, gaps = len(self.offsets), {later - earlier for earlier, later in pairwise(self.offsets)}
-        roles = [one.role for one in self.tensor.components]
+        roles = [component.role for component in self.tensor.components]
         if len(gaps) != 1 or min(gaps) <= 0 or "global_scale" in roles or not fuses(flat.device):
             return False
         components, rows, position = {}, payload[: self.nbytes].view(count, -1), 0
-        for one in self.tensor.components:
-            components[one.role] = rows[:, position : position + one.nbytes].view(one.dtype).unflatten(1, one.shape)
-            position += _aligned(one.nbytes)
+        for component in self.tensor.components:
+            components[component.role] = (
+                rows[:, position : position + component.nbytes].view(component.dtype).unflatten(1, component.shape)
+            )
+            position += _aligned(component.nbytes)
         shape, strides = (count, *self.tensor.shape), (gaps.pop(), *self.strides)
-        place = flat.as_strided(shape, strides, flat.storage_offset() + self.offsets[0])
-        replace(self.tensor, shape=shape).decode(components, place)
+        view = flat.as_strided(shape, strides, flat.storage_offset() + self.offsets[0])
+        replace(self.tensor, shape=shape).decode(components, view)
         return True
 
     def assemble(self, parts: Iterable[Mapping[str, torch.Tensor]]) -> torch.Tensor:
@@ -214,7 +217,7 @@ class CompressedParameter:
 
     @property
     def _part_nbytes(self) -> int:
-        return sum(_aligned(one.nbytes) for one in self.tensor.components)
+        return sum(_aligned(component.nbytes) for component in self.tensor.components)
 
     def _place(self, flat: torch.Tensor, index: int) -> torch.Tensor:
         return flat.as_strided(self.tensor.shape, self.strides, flat.storage_offset() + self.offsets[index])
@@ -223,9 +226,9 @@ class CompressedParameter:
         position = 0
         for _ in self.offsets:
             views = {}
-            for one in self.tensor.components:
-                views[one.role] = payload[position : position + one.nbytes]
-                position += _aligned(one.nbytes)
+            for component in self.tensor.components:
+                views[component.role] = payload[position : position + component.nbytes]
+                position += _aligned(component.nbytes)
             yield views
 
 

@@ -88,7 +88,6 @@ class CompressedTensor:
 
     @property
     def model_shape(self) -> tuple[int, ...]:
-        """Shape in the model."""
         return (*self.shape[:-2], self.shape[-1], self.shape[-2]) if self.transposed else self.shape
 
     def matrices(self, first: int, stop: int) -> "CompressedTensor | None":
@@ -97,12 +96,12 @@ class CompressedTensor:
         if len(self.shape) < 3:
             return None
         components = []
-        for one in self.components:
-            if one.role != "global_scale":
-                if one.shape[:1] != self.shape[:1]:
+        for component in self.components:
+            if component.role != "global_scale":
+                if component.shape[:1] != self.shape[:1]:
                     return None
-                one = replace(one, shape=(stop - first, *one.shape[1:]))
-            components.append(one)
+                component = replace(component, shape=(stop - first, *component.shape[1:]))
+            components.append(component)
         return replace(self, shape=(stop - first, *self.shape[1:]), components=tuple(components))
 
     def problem(self) -> str | None:
@@ -110,21 +109,21 @@ class CompressedTensor:
         *leading, rows, columns = self.shape
         grid = (-(-rows // self.block[0]), -(-columns // self.block[1]))
         per_byte = TABLES[self.codes].shape[1]
-        for one in self.components:
-            if one.role == "codes":
+        for component in self.components:
+            if component.role == "codes":
                 least = -(-columns // per_byte)  # rows may be padded to whole words of four bytes
-                found, odd = divmod(one.nbytes, max(1, math.prod(leading) * rows))
-                fits = not odd and least <= found < least + 4
-            elif one.role == "global_scale":
-                fits = math.prod(one.shape) == 1
-            elif one.role == "zero_point" and one.dtype == torch.int32:  # packed along the rows
-                fits = one.shape[-2:] == (-(-grid[0] // (4 * per_byte)), grid[1])
+                packed, odd = divmod(component.nbytes, max(1, math.prod(leading) * rows))
+                fits = not odd and least <= packed < least + 4
+            elif component.role == "global_scale":
+                fits = math.prod(component.shape) == 1
+            elif component.role == "zero_point" and component.dtype == torch.int32:  # packed along the rows
+                fits = component.shape[-2:] == (-(-grid[0] // (4 * per_byte)), grid[1])
             else:
-                fits = math.prod(one.shape) == math.prod(leading) * math.prod(grid)
+                fits = math.prod(component.shape) == math.prod(leading) * math.prod(grid)
             if not fits:
                 return (
-                    f"its {one.role} of shape {list(one.shape)} are not for {list(self.shape)} in blocks of "
-                    f"{self.block[0]} x {self.block[1]}"
+                    f"its {component.role} of shape {list(component.shape)} are not for {list(self.shape)} in blocks "
+                    f"of {self.block[0]} x {self.block[1]}"
                 )
         return None
 
@@ -172,7 +171,9 @@ class CompressedTensor:
             "shape": list(self.shape),
             "block": list(self.block),
             "dtype": _name(self.dtype),
-            "components": [[one.role, _name(one.dtype), list(one.shape)] for one in self.components],
+            "components": [
+                [component.role, _name(component.dtype), list(component.shape)] for component in self.components
+            ],
             "transposed": self.transposed,
         }
 
@@ -219,7 +220,6 @@ def _decode(
     dtype: torch.dtype,
     out: torch.Tensor,
 ) -> None:
-    """Decode as :meth:`CompressedTensor.decode`, in operators that compile to one kernel."""
     _, rows, columns = out.shape
     row = (torch.arange(rows, device=out.device) // block[0]).unsqueeze(-1)
     column = torch.arange(columns, device=out.device) // block[1]
@@ -243,8 +243,8 @@ def _words(codes: str, device: torch.device) -> torch.Tensor:
 
 def _looked_up(table: torch.Tensor, codes: torch.Tensor, columns: int) -> torch.Tensor:
     """Return the numbers, fp32 ``[n, columns]``, of codes ``uint8 [n, bytes]``."""
-    found = table.index_select(0, codes.flatten().int()).view(torch.float32)
-    return found.view(codes.shape[0], -1)[:, :columns]
+    numbers = table.index_select(0, codes.flatten().int()).view(torch.float32)
+    return numbers.view(codes.shape[0], -1)[:, :columns]
 
 
 def _as_fp32(scales: torch.Tensor) -> torch.Tensor:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from common.data.documents import Documents
-from common.models.attention.isolation import DocumentSeparator, Isolation, documents_are_isolated, find_isolation
+from common.models.attention.isolation import DocumentSeparator, Isolation, _Experiment, find_isolation
 from tests.helpers.models.small_models import model_of
 
 WHOLE = {"llama", "gpt2", "gemma3_text", "opt"}
@@ -25,8 +25,9 @@ def test_other_modules_are_called_once_for_each_document(family: str) -> None:
     model = model_of(family)
     how = find_isolation(model)
     assert how is not None and [name.rpartition(".")[2] for name in how.modules] == [CUT[family]]
-    assert documents_are_isolated(model, how)
-    assert not documents_are_isolated(model, Isolation(how.attention_by_document))
+    with torch.no_grad():
+        experiment = _Experiment(model.eval())
+        assert experiment.holds(how) and not experiment.holds(Isolation(how.attention_by_document))
     assert not any("forward" in vars(module) for module in model.modules()), "the model is as it was"
 
 
@@ -46,7 +47,8 @@ def test_a_window_that_is_lost_is_seen() -> None:
     for module in model.modules():
         if getattr(module, "sliding_window", None):
             module.sliding_window = None
-    assert not documents_are_isolated(model, Isolation(True))
+    with torch.no_grad():
+        assert not _Experiment(model.eval()).holds(Isolation(True))
 
 
 @pytest.mark.parametrize("family", ["jamba", "gpt_oss", "qwen3_next"])
