@@ -63,8 +63,6 @@ def run(check: Check) -> None:
     root = check.directory("command")
     make_models(root)
     chosen = [case for case in CASES if check.cuda or not case.cuda]
-    if check.settings.quick:
-        chosen = [case for case in chosen if case.resumed or case.model == "fp8"]
     check.note(planned=len(chosen), steps=STEPS, tolerance=TOLERANCE)
     with ThreadPoolExecutor(3) as pool:
         begun = {pool.submit(compare, case, root, check): case for case in chosen}

@@ -16,6 +16,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from common.hardware.kernels import kernels_of
 from families.twin import Twin
 
 BY_DOCUMENT = "plain_loop_by_document"
@@ -112,9 +113,12 @@ def _attend(
             if window and end - start > window:
                 token = torch.arange(q.shape[2], device=query.device)
                 mask = (token <= token[:, None]) & (token > token[:, None] - window)
+            if kernels_of(query.device) != "cpu" and (mask is not None or q.dtype == torch.float32):
+                # Flash attention takes neither; with shared heads, only the math kernel would be left.
+                k, v = (each.repeat_interleave(q.shape[1] // k.shape[1], 1) for each in (k, v))
             attended = nn.functional.scaled_dot_product_attention(
                 q, k, v, mask, is_causal=mask is None, scale=options.get("scaling"),
-                enable_gqa=key.shape[1] != query.shape[1],
+                enable_gqa=k.shape[1] != q.shape[1],
             )  # fmt: skip
             pieces.append(attended[:, :, : end - start].transpose(1, 2))
         rows.append(torch.cat(pieces, 1))

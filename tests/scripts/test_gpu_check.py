@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.fuyou.test_fake_cuda import AttentionCalls, takes_math
+from tests.helpers.cuda_branch import cuda_branch
 from tests.helpers.processes import forked
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
@@ -64,7 +66,8 @@ def test_everything_runs_without_a_gpu(check: Callable[..., tuple[int, dict[str,
     assert [case["verdict"] for case in sections["exactness"]["data"]["cases"]] == ["equal"]
     commands = sections["command"]["data"]["cases"]
     assert {case["name"]: case["verdict"] for case in commands} == {
-        "packed chats": "right", "LoRA with dropout": "right", "FP8": "right",
+        "packed chats": "right", "LoRA with dropout": "right", "blocks in pieces": "right", "int8": "right",
+        "nf4": "right", "FP8": "right",
     }  # fmt: skip
     assert [case["resumed_equal"] for case in commands if "resumed_equal" in case] == [True, True]
     ranks = sections["ranks"]["data"]
@@ -74,6 +77,20 @@ def test_everything_runs_without_a_gpu(check: Callable[..., tuple[int, dict[str,
     assert row["tokens_per_second"] == pytest.approx(64 / row["seconds"])
     assert 0 < row["overlap_efficiency"] <= 1.5
     assert "| packed chats | " in report and "could not be drawn" not in report
+
+
+@pytest.mark.parametrize(("dtype", "window"), [(torch.float32, 0), (torch.float32, 4), (torch.bfloat16, 4)])
+def test_the_twin_of_packed_rows_takes_no_math_kernel(dtype: torch.dtype, window: int) -> None:
+    """Neither in fp32 nor with a window, where heads share keys."""
+    from gpu.twin import _attend
+
+    module = types.SimpleNamespace(documents=[[*range(7), *range(9)]])
+    query, key = torch.randn(1, 4, 16, 8, dtype=dtype), torch.randn(1, 2, 16, 8, dtype=dtype)
+    expected, _ = _attend(module, query, key, key, sliding_window=window)
+    with cuda_branch(), AttentionCalls() as attention:
+        attended, _ = _attend(module, query, key, key, sliding_window=window)
+    assert len(attention.calls) == 2 and not any(takes_math(*args, **kwargs) for args, kwargs in attention.calls)
+    torch.testing.assert_close(attended, expected)
 
 
 def test_a_step_that_runs_out_of_memory_is_left_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
