@@ -27,9 +27,8 @@ import click
 
 from common.hardware.presets import drive_preset, gpu_preset
 from common.units import format_bytes
-from fuyou.layout.model_layout import BufferCounts, ModelLayout
+from fuyou.layout.model_layout import BufferCounts, ModelLayout, Phase
 from fuyou.layout.record import Precision
-from fuyou.layout.visits import Phase
 from fuyou.planner import Machine, RunPlan, TrainingJob, describe_training, preset_machine
 from fuyou.planner.evaluate import Evaluator, busy_seconds
 from fuyou.planner.rates import TaskRates

@@ -26,7 +26,7 @@ class ObjectiveTraits:
     data: str
     """Columns that it needs."""
     loss: str | None = None
-    """Module and class of the :class:`~fuyou.objectives.objective.Objective`, whose arguments are :attr:`options`.
+    """Module and class of the :class:`~fuyou.objectives.losses.Objective`, whose arguments are :attr:`options`.
     None: the engine's own loss."""
     options: tuple[str, ...] = ()
     """Options that are for some objectives only, and that it reads."""

@@ -22,7 +22,7 @@ from common.data.rows import PADDING
 from common.errors import UserError
 from common.files import file_when_complete
 from fuyou import Engine
-from fuyou.objectives.objective import BatchNumbers, Learned, Mean, Objective, SumOverRanks, alone, row_sums
+from fuyou.objectives.losses import BatchNumbers, Learned, Mean, Objective, SumOverRanks, alone, row_sums
 
 Batch = dict[str, torch.Tensor]
 

@@ -45,13 +45,20 @@ class HostBuffer:
         self.nbytes = round_up(max(nbytes, 1), PAGE)
         self.fd = fd
         self._locked: list[int] = []
-        if shared and fd is None:
-            self.fd = os.memfd_create("fuyou", os.MFD_CLOEXEC)
-            os.ftruncate(self.fd, self.nbytes)
-        if self.fd is None:
-            self._map, self._start = mmap.mmap(-1, self.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), 0
-        else:
-            self._map, self._start = _map_aligned(self.fd, self.nbytes)
+        try:
+            if shared and fd is None:
+                self.fd = os.memfd_create("fuyou", os.MFD_CLOEXEC)
+                os.ftruncate(self.fd, self.nbytes)
+            if self.fd is None:
+                self._map, self._start = mmap.mmap(-1, self.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), 0
+            else:
+                self._map, self._start = _map_aligned(self.fd, self.nbytes)
+        except OSError as error:
+            if self.fd is not None:
+                os.close(self.fd)
+            raise FinetuneError(
+                f"The system gives no {format_bytes(self.nbytes)} of memory ({error.strerror}): lower --host-memory."
+            ) from error
         if hasattr(mmap, "MADV_HUGEPAGE"):
             self._advise(mmap.MADV_HUGEPAGE, 0, self.nbytes)
         self.array: np.ndarray = np.frombuffer(self._map, np.uint8, self.nbytes, self._start)

@@ -1,16 +1,157 @@
-"""Exporting what was trained: as a checkpoint, an adapter, or both merged; record by record, in little memory."""
+"""Reading whole parameters from the stores of a run at rest, and exporting them, record by record, in little memory."""
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from common.errors import UserError
 from common.models.checkpoint.export import CheckpointWriter
-from fuyou.checkpoint.reader import StoreReader
+from common.store import Store
 from fuyou.layout.model_layout import ModelLayout
-from fuyou.layout.record import Record
+from fuyou.layout.record import Record, RecordExtents
+from fuyou.layout.record_parts import ParameterSlot
 from fuyou.model.open_model import OpenModel
+from fuyou.optimizer.moments import join
+from fuyou.runtime.ranks.collectives import ClusterTopology, gather
+
+
+class StoreReader:
+    """Reads parameters from a store that nobody writes to, in the state of one slot.
+
+    Args:
+        slot: slot that holds the newest state of what is trained.
+    """
+
+    def __init__(
+        self, store: Store, shape: ModelLayout, extents: Sequence[RecordExtents], chunk_elements: int, slot: int
+    ):
+        self._store, self._shape, self._extents = store, shape, extents
+        self._chunk_elements, self._newest = chunk_elements, slot
+
+    def compute_weights(self, record: Record) -> dict[str, torch.Tensor]:
+        """Return a record's parameters by name, in the record's dtype, as views of one buffer."""
+        return record.views(self._parameters(record))
+
+    def block_weights(self, records: Iterable[Record]) -> dict[str, torch.Tensor]:
+        """Return the parameters of records that are used together by first name: those that are in pieces, joined."""
+        slots = (zip(record.parameters, self.compute_weights(record).values(), strict=True) for record in records)
+        return dict(_joined(itertools.chain.from_iterable(slots)))
+
+    def masters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield every parameter's name and fp32 master weight (if frozen, its value as it is stored), one at a time."""
+        yield from _joined(self._slot_masters())
+
+    def _slot_masters(self) -> Iterator[tuple[ParameterSlot, torch.Tensor]]:
+        for record in self._shape.records:
+            if record.decoded_nbytes:
+                yield from zip(record.parameters, self.compute_weights(record).values(), strict=True)
+                continue
+            for slot in record.parameters:
+                yield slot, self._master(record, slot)
+
+    def _parameters(self, record: Record) -> torch.Tensor:
+        stored = self._stored_bytes(record)
+        if not record.decoded_nbytes:
+            return stored.view(record.precision.dtype)
+        values = torch.empty(record.numel, dtype=record.precision.dtype)
+        record.decode(stored, values)
+        return values
+
+    def _stored_bytes(self, record: Record) -> torch.Tensor:
+        stored = torch.empty(record.device_nbytes, dtype=torch.uint8)
+        part = stored[record.first_byte : record.first_byte + record.parameter_nbytes]
+        self._store.read_now(self._extents[record.index].parameters[self._slot(record)], part.numpy())
+        return stored
+
+    def _slot(self, record: Record) -> int:
+        return self._newest if record.trainable else 0
+
+    def _master(self, record: Record, slot: ParameterSlot) -> torch.Tensor:
+        extents = self._extents[record.index]
+        file = self._slot(record)
+        width = record.precision.parameter_bytes
+        values = torch.empty(slot.numel, dtype=record.precision.dtype)
+        raw = values.view(torch.uint8).numpy()
+        self._store.read_now(extents.parameters[file], raw, slot.offset * width, raw.nbytes)
+        if not record.trainable or not record.precision.split:
+            return values.view(slot.shape)
+        low = np.empty(slot.numel, dtype=np.int16)
+        stop = slot.offset + slot.numel
+        for chunk in record.chunks(self._chunk_elements):
+            first, last = max(chunk.start, slot.offset), min(chunk.stop, stop)
+            if first < last:  # low comes first in its chunk
+                part = low[first - slot.offset : last - slot.offset].view(np.uint8)
+                at = record.precision.state_nbytes(chunk.start) + 2 * (first - chunk.start)
+                self._store.read_now(extents.states[file], part, at, part.nbytes)
+        master = torch.empty(slot.numel, dtype=torch.float32)
+        join(values, torch.from_numpy(low), master)
+        return master.view(slot.shape)
+
+
+class ClusterReader(StoreReader):
+    """A :class:`StoreReader` for several ranks, which all read the same at once: each its part, the rest from others.
+
+    Memory: one record; its masters as well, where requested.
+    """
+
+    def __init__(self, topology: ClusterTopology, *arguments: object):
+        super().__init__(*arguments)  # type: ignore[arg-type]
+        self._topology = topology
+
+    def _slot_masters(self) -> Iterator[tuple[ParameterSlot, torch.Tensor]]:
+        """Yield every parameter's master weight. Collective: every rank must ask for all of them."""
+        for record in self._shape.records:
+            yield from zip(record.parameters, record.views(self._record_masters(record)).values(), strict=True)
+
+    def _stored_bytes(self, record: Record) -> torch.Tensor:
+        stored = super()._stored_bytes(record)  # the ranks of a node have all of it together
+        self._gather_within_node(stored)
+        return stored
+
+    def _record_masters(self, record: Record) -> torch.Tensor:
+        """Return a record's master weights, fp32 ``[numel]``; if it is frozen, its values as they are."""
+        share = record.share
+        values = self._parameters(record)
+        if not record.trainable or not record.precision.split:
+            return values
+        low = torch.empty(record.numel, dtype=torch.int16)
+        extent = self._extents[record.index].states[self._slot(record)]
+        first = share.owned_start(record.numel)
+        for chunk in record.chunks(self._chunk_elements):  # low comes first in its chunk
+            part = low[first + chunk.start : first + chunk.stop].view(torch.uint8).numpy()
+            self._store.read_now(extent, part, record.precision.state_nbytes(chunk.start), part.nbytes)
+        stored = share.stored_start(record.numel)
+        inter_node = self._topology.gather_groups.inter_node
+        if inter_node is not None:
+            cells = low[stored : stored + record.stored].view(torch.uint8)
+            gather(cells.view(inter_node.size(), -1), inter_node)
+        self._gather_within_node(low.view(torch.uint8))
+        master = torch.empty(record.numel, dtype=torch.float32)
+        join(values, low, master)
+        return master
+
+    def _gather_within_node(self, data: torch.Tensor) -> None:
+        """Fill in the parts of ``data``, ``uint8 [n]``, that the other ranks of this node have."""
+        intra_node = self._topology.gather_groups.intra_node
+        if intra_node is not None:
+            gather(data.view(intra_node.size(), -1), intra_node)
+
+
+def _joined(parts: Iterable[tuple[ParameterSlot, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield each parameter's first name and value, once all ranges of its experts have come, in order."""
+    ranges: dict[str, list[torch.Tensor]] = {}
+    for slot, value in parts:
+        name = slot.names[0]
+        if slot.experts is None:
+            yield name, value
+            continue
+        ranges.setdefault(name, []).append(value)
+        if slot.experts[1] == slot.all_experts:
+            yield name, torch.cat(ranges.pop(name))
+
 
 _LEAST_SHARD, _LARGEST_SHARD = 32 << 20, 5_000_000_000  # Smallest and largest shard of an exported checkpoint, in bytes
 

@@ -10,6 +10,7 @@ from typing import Any
 from common.errors import FinetuneError, UserError
 from common.store import DirectoryLock, Layout, Store, load_manifest
 from common.store.directories import IDENTITY_FILE, Identity
+from common.store.errors import described
 from common.store.folders import final_folder, lock_folders, remove_leftovers, remove_successors, successor_folder
 from common.store.manifest import sync_directory
 from common.store.store import verify
@@ -78,7 +79,8 @@ def create_run(
     lock = None
     try:
         for folder in created:
-            folder.mkdir()
+            with described("creating", folder):
+                folder.mkdir()
         lock = lock_folders(folders)
         for folder in created:
             sync_directory(folder.parent)  # or a power cut takes the folder, with every commit in it

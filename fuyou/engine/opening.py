@@ -22,8 +22,8 @@ from fuyou.checkpoint.commits import (
     restore_random_states,
     sealed_records,
 )
+from fuyou.checkpoint.export import ClusterReader, StoreReader
 from fuyou.checkpoint.fill import fill_store
-from fuyou.checkpoint.reader import ClusterReader, StoreReader
 from fuyou.checkpoint.resume import resume_run
 from fuyou.checkpoint.run_files import RunFiles, create_run
 from fuyou.checkpoint.shards import Drives

@@ -127,10 +127,10 @@ class _Streamed:
                 f"The trainer divides logits by a temperature of {self.temperature:g}, which the engine does not do "
                 "before it takes log-probabilities: set the temperature to 1."
             )
-        found = engine.tokens(**batch, outputs=outputs, reference=self.has_reference)
-        if found.reference is not None:
-            self._kept.append((batch["input_ids"], found.reference))
-        return found
+        output = engine.tokens(**batch, outputs=outputs, reference=self.has_reference)
+        if output.reference is not None:
+            self._kept.append((batch["input_ids"], output.reference))
+        return output
 
     def reference(self, batch: dict[str, Any], outputs: tuple[str, ...]) -> TokenOutput:
         """Return what the reference gives: computed already with the model's own pass, or now."""
@@ -200,21 +200,21 @@ class _Facade(PreTrainedModel):
                 "engine.tokens."
             )
         outputs = streamed.fused if fused else ("log_probs",)
-        found = self._given(batch, outputs)
-        if routed and not self._is_reference and found.aux_loss is None:
+        given = self._given(batch, outputs)
+        if routed and not self._is_reference and given.aux_loss is None:
             raise UserError(
                 "The trainer adds the router loss of a mixture of experts, and this engine was opened without: open it "
                 'with router_loss="on", or give the trainer router_aux_loss_coef=0.'
             )
-        mask = found.mask
+        mask = given.mask
         count = mask.sum().clamp(min=1) if items is None else items
-        loss = -found.log_probs.sum() / count
-        if found.aux_loss is not None:
-            loss = loss + found.aux_coefficient * found.aux_loss
+        loss = -given.log_probs.sum() / count
+        if given.aux_loss is not None:
+            loss = loss + given.aux_coefficient * given.aux_loss
         if not fused:
             return CausalLMOutput(loss=loss)
-        per_token = {name: (found[name] * mask)[:, :-1] for name in outputs}
-        return FusedOutput(loss=loss, label_mask=mask[:, :-1], aux_loss=found.aux_loss, **per_token)
+        per_token = {name: (given[name] * mask)[:, :-1] for name in outputs}
+        return FusedOutput(loss=loss, label_mask=mask[:, :-1], aux_loss=given.aux_loss, **per_token)
 
     def _given(self, batch: dict[str, Any], outputs: tuple[str, ...]) -> TokenOutput:
         ask = self._streamed.reference if self._is_reference else self._streamed.tokens
@@ -282,7 +282,7 @@ class _Facade(PreTrainedModel):
 
 @functools.cache
 def _forward_of(kind: type) -> Callable[..., Any]:
-    family = next(one for one in kind.__mro__ if one.__module__.startswith("transformers.") and "forward" in vars(one))
+    family = next(c for c in kind.__mro__ if c.__module__.startswith("transformers.") and "forward" in vars(c))
 
     @torch.compiler.disable  # so that torch_compile is refused by EngineOptimizer, not by the compiler
     @functools.wraps(vars(family)["forward"])
@@ -332,10 +332,10 @@ def _facade(engine: Engine, is_reference: bool) -> PreTrainedModel:
         streamed = engine._facades = _Streamed(engine)  # type: ignore[attr-defined]
     streamed.has_reference |= is_reference
     model = engine._run.model.stack.model
-    made = copy.copy(model)
-    made.__dict__["_modules"], made.__dict__["_parameters"] = dict(model._modules), {}
-    made.__class__ = type(type(model).__name__, (_Facade, type(model)), {})
-    made.config = copy.deepcopy(model.config)
-    made.config.__class__ = type(type(model.config).__name__, (_FacadeConfig, type(model.config)), {})
-    made.__dict__.update(_streamed=streamed, _is_reference=is_reference)
-    return made
+    facade = copy.copy(model)
+    facade.__dict__["_modules"], facade.__dict__["_parameters"] = dict(model._modules), {}
+    facade.__class__ = type(type(model).__name__, (_Facade, type(model)), {})
+    facade.config = copy.deepcopy(model.config)
+    facade.config.__class__ = type(type(model.config).__name__, (_FacadeConfig, type(model.config)), {})
+    facade.__dict__.update(_streamed=streamed, _is_reference=is_reference)
+    return facade

@@ -9,7 +9,7 @@ from fuyou.layout.cutting import cut_blocks
 from fuyou.layout.model_layout import ModelLayout
 from fuyou.layout.record_parts import Piece, PieceOrder, PiecePart, Stage
 from fuyou.model.streamed_model import StreamedModel
-from fuyou.pieces.experts import expert_parameters
+from fuyou.pieces.handles import expert_parameters
 from fuyou.pieces.meta_block import cut_off_layer, learn, unchanged
 from fuyou.pieces.recording import only_piece, record
 from fuyou.pieces.run import Use

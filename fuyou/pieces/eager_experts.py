@@ -12,8 +12,7 @@ from typing import Any
 import torch
 
 from fuyou.layout.record_parts import PiecePart
-from fuyou.pieces.expert_adapters import Factors, tensors_of
-from fuyou.pieces.expert_parts import ExpertParts
+from fuyou.pieces.expert_adapters import ExpertParts, Factors, tensors_of
 from fuyou.pieces.handle import Handle, Origin, chosen_expert, hand_on
 from fuyou.pieces.run import Use, Weights, current_supply
 
@@ -27,8 +26,8 @@ class EagerExperts:
 
     def __init__(self, mixture: ExpertParts, device: torch.device):
         self._mixture, self._device = mixture, device
-        self.own: Callable[..., torch.Tensor] | None = None
-        """The module's own way to compute."""
+        self.module_forward: Callable[..., torch.Tensor] | None = None
+        """The module's way to compute before it was replaced."""
 
     def __call__(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """Return the weighted sum of the chosen experts' outputs, as :meth:`GroupedExperts.__call__` does."""
@@ -42,8 +41,8 @@ class EagerExperts:
             hidden = _Enter.apply(call, hidden, anchor, *tensors_of(factors))
         token = chosen_expert.set(call.expert)
         try:
-            assert self.own is not None
-            return self.own(hidden, index, weights)
+            assert self.module_forward is not None
+            return self.module_forward(hidden, index, weights)
         finally:
             chosen_expert.reset(token)
 

@@ -15,8 +15,7 @@ import torch
 from torch.nn import functional
 from transformers.integrations.moe import _grouped_linear
 
-from fuyou.pieces.expert_adapters import AdaptedWeights, Factors, tensors_of
-from fuyou.pieces.expert_parts import ExpertParts
+from fuyou.pieces.expert_adapters import AdaptedWeights, ExpertParts, Factors, tensors_of
 from fuyou.pieces.run import Use, current_supply
 
 _put = torch.ops.aten._index_put_impl_
@@ -66,8 +65,7 @@ class GroupedExperts:
 
     def __init__(self, mixture: ExpertParts, skips: bool):
         self._mixture, self._skips = mixture, skips
-        self.own: Callable[..., torch.Tensor] | None = None
-        """The module's own way to compute."""
+        self.module_forward: Callable[..., torch.Tensor] | None = None
 
     def __call__(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """Return the weighted sum of the chosen experts' outputs.

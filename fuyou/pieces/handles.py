@@ -1,16 +1,133 @@
-"""The parameters of a block in pieces: handles to bind to the model, real ones to fetch, gradients to hand on."""
+"""The parameters of a block in pieces, as handles to bind to the model, and its mixtures' experts range by range."""
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
+from torch import nn
 
+from common.errors import UserError
 from common.models.structure import parameter_names
 from fuyou.layout.record_parts import Piece, PiecePart
+from fuyou.model.expert_modules import expert_modules
 from fuyou.model.streamed_model import StreamedModel
-from fuyou.pieces.experts import own_computations
-from fuyou.pieces.handle import Handle, Origin, hand_on
+from fuyou.pieces.eager_experts import EagerExperts
+from fuyou.pieces.expert_adapters import AdaptedModule, ExpertAdapters, ExpertParts, adapted_modules, replaced_forward
+from fuyou.pieces.grouped_experts import GroupedExperts
+from fuyou.pieces.handle import Handle, Origin, Parts, hand_on
+from fuyou.pieces.meta_block import output_is_saved
 from fuyou.pieces.run import Use, Weights, current_supply
+
+Computation = GroupedExperts | EagerExperts
+
+
+def expert_parameters(stack: StreamedModel, layer: int, names: Collection[str]) -> list[tuple[tuple[str, ...], int]]:
+    """Return, for each mixture of a block, the parameters with one matrix per expert, and the number of experts.
+
+    Args:
+        names: first names of the parameters that are to be cut.
+
+    Raises:
+        UserError: if some of them are in another record, which is not cut.
+    """
+    mixtures = []
+    for prefix, module in expert_modules(stack, layer):
+        experts = int(module.num_experts)  # type: ignore[arg-type]
+        members = {
+            f"{prefix}.{name}"
+            for name, value in module._parameters.items()
+            if value is not None and value.dim() > 1 and value.shape[0] == experts
+        }
+        if members - set(names):
+            raise UserError(
+                f"The experts of {prefix} are trained next to frozen parameters of their block, in a separate "
+                "record that cannot be cut in pieces: train all of the block or adapters (--lora-rank), "
+                "or give more --device-memory, so that a whole block fits."
+            )
+        if members:
+            mixtures.append((tuple(name for name in names if name in members), experts))
+    return mixtures
+
+
+class ExpertRanges:
+    """A module of experts whose parameters are cut in ranges.
+
+    Args:
+        adapters: those around the module, which the computation adds.
+    """
+
+    def __init__(self, module: nn.Module, computation: Computation, adapters: ExpertAdapters):
+        self._module, self._computation, self._adapters = module, computation, adapters
+
+    @contextmanager
+    def bound(self) -> Iterator[None]:
+        """Let the module compute range by range while the context is open."""
+        self._computation.module_forward = self._module.forward
+
+        def forward(
+            hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+        ) -> torch.Tensor:
+            return self._computation(hidden_states, top_k_index, top_k_weights)
+
+        with self._adapters.bound(), replaced_forward(self._module, forward):
+            yield
+
+
+def own_computations(
+    stack: StreamedModel, layer: int, source: Parts, parts: Mapping[str, Sequence[PiecePart]], trained: Collection[str]
+) -> list[ExpertRanges | AdaptedModule]:
+    """Return the modules of a block with special computations: experts in ranges, and adapters of whole parameters.
+
+    Args:
+        parts: for the first name of each parameter in pieces, its parts in order.
+        trained: first names of those that are trained.
+
+    Raises:
+        UserError: if they cannot be computed range by range.
+    """
+    adapters = {prefix: ExpertAdapters.around(stack.model, prefix) for prefix, _ in expert_modules(stack, layer)}
+    others = adapted_modules(
+        stack.blocks[layer], {wrapper for around in adapters.values() for wrapper in around.wrappers.values()}
+    )
+    ranges: list[ExpertRanges] = []
+    for prefix, module in expert_modules(stack, layer):
+        names = [f"{prefix}.{name}" for name in module._parameters]
+        cut = {name: parts[name] for name in names if name in parts and parts[name][0].experts is not None}
+        if not cut:
+            continue
+        implementation = _implementation(prefix, module, cut)
+        mixture = ExpertParts(module, source, cut, frozenset(trained) & cut.keys(), adapters[prefix])
+        computation: Any
+        if implementation == "eager":
+            computation = EagerExperts(mixture, stack.device)
+        else:
+            saved = output_is_saved(stack, layer, prefix, [*adapters.values(), *others])
+            computation = GroupedExperts(mixture, skips=not saved)
+        ranges.append(ExpertRanges(module, computation, adapters[prefix]))
+    return [*ranges, *others]
+
+
+def _implementation(prefix: str, module: Any, parts: Mapping[str, Sequence[PiecePart]]) -> str:
+    if getattr(module, "_is_expert_parallel", False):  # since transformers 5.18, and the norm since 5.20
+        raise UserError(
+            f"The experts of {prefix} are spread over devices (expert parallelism) and cannot be cut in pieces as well."
+        )
+    norm = getattr(module, "post_expert_norm", None)
+    if getattr(module, "has_post_expert_norm", False) and (norm is None or any(True for _ in norm.parameters())):
+        raise UserError(
+            f"The experts of {prefix} are followed by a norm with parameters inside their module, whose gradient would "
+            "be lost: they cannot be cut in pieces."
+        )
+    chosen = module.config._experts_implementation or "eager"
+    if chosen not in ("eager", "grouped_mm"):
+        raise UserError(
+            f"The experts of {prefix} use transformers' implementation {chosen!r}, which cannot be cut in pieces: use "
+            "grouped_mm or eager."
+        )
+    if len({tuple(part.experts for part in ranges) for ranges in parts.values()}) > 1:
+        raise UserError(f"The parameters of the experts of {prefix} are not cut at the same experts: {parts}.")
+    return str(chosen)
 
 
 class PieceHandles:

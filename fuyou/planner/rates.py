@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any
 
-from fuyou.layout.visits import Phase
+from fuyou.layout.model_layout import Phase
 from fuyou.schedule.tasks import ComputeTask, Resource
 
 

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 from common.errors import UserError
 from common.files import replace_file
 from common.units import Interval
+from fuyou.layout.model_layout import Phase
 from fuyou.layout.record import Record
-from fuyou.layout.visits import Phase
 from fuyou.schedule.tasks import Activation, Op, Resource, StepList, Task
 
 # Groups of lanes from top to bottom, and what they are called.

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Hashable, Sequence
 
-from fuyou.layout.visits import Phase, Visit
+from fuyou.layout.model_layout import Phase, Visit
 from fuyou.schedule.buffer_pool import NEVER, SortedPool
 from fuyou.schedule.tasks import Activation, Op, StepList, Task
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from fuyou.layout.visits import REFERENCE_PHASES, Visit
+from fuyou.layout.model_layout import REFERENCE_PHASES, Visit
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,8 @@ import bisect
 from collections.abc import Hashable, Iterator, Sequence
 from itertools import chain
 
+from fuyou.layout.model_layout import Visit
 from fuyou.layout.record import Record
-from fuyou.layout.visits import Visit
 
 
 class PassPosition:

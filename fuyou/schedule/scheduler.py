@@ -9,9 +9,16 @@ simulator can run the same list on a clock.
 
 from collections.abc import Collection, Iterator, Sequence
 
-from fuyou.layout.model_layout import FULL_RECOMPUTATION, BufferCounts, ModelLayout, Recomputation
+from fuyou.layout.model_layout import (
+    FORWARD_PHASES,
+    FULL_RECOMPUTATION,
+    BufferCounts,
+    ModelLayout,
+    Phase,
+    Recomputation,
+    Visit,
+)
 from fuyou.layout.record import Kind, Record
-from fuyou.layout.visits import FORWARD_PHASES, Phase, Visit
 from fuyou.schedule.activation_pools import ActivationPools, Arguments, hidden_arguments
 from fuyou.schedule.batch import BatchShape
 from fuyou.schedule.buffer_pool import NEVER, Pool, SortedPool

@@ -4,9 +4,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from fuyou.layout.model_layout import ModelLayout, Recomputation
+from fuyou.layout.model_layout import FORWARD_PHASES, REFERENCE_PHASES, ModelLayout, Phase, Recomputation, Visit
 from fuyou.layout.record import Kind
-from fuyou.layout.visits import FORWARD_PHASES, REFERENCE_PHASES, Phase, Visit
 
 
 class Resource(Enum):

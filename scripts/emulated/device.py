@@ -28,8 +28,7 @@ from emulated.throttle import IoThrottle
 from fuyou.config import EngineConfig
 from fuyou.engine import opening
 from fuyou.engine.steps import Steps
-from fuyou.layout.model_layout import ModelLayout
-from fuyou.layout.visits import BEFORE_HEAD_PHASES, Phase
+from fuyou.layout.model_layout import BEFORE_HEAD_PHASES, ModelLayout, Phase
 from fuyou.model.loss.router_loss import RouterPass
 from fuyou.model.training_batch import TrainingBatch
 from fuyou.planner.rates import PartTimes

@@ -10,10 +10,9 @@ from collections import defaultdict, deque
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
-from fuyou.layout.model_layout import BufferCounts, ModelLayout, Recomputation, interleaved
+from fuyou.layout.model_layout import BufferCounts, ModelLayout, Phase, Recomputation, interleaved
 from fuyou.layout.record import Kind, Precision
 from fuyou.layout.share import ALONE, Share
-from fuyou.layout.visits import Phase
 from fuyou.schedule.batch import BatchShape
 from fuyou.schedule.scheduler import Scheduler
 from fuyou.schedule.tasks import Activation, ComputeTask, Op, StepList, Task

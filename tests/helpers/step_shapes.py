@@ -6,10 +6,9 @@ from dataclasses import dataclass
 import torch
 
 from fuyou.layout.cutting import cut_blocks
-from fuyou.layout.model_layout import ModelLayout
+from fuyou.layout.model_layout import ModelLayout, Phase
 from fuyou.layout.record import Kind, Precision, Record
 from fuyou.layout.record_parts import Piece, PieceOrder, PiecePart, Stage
-from fuyou.layout.visits import Phase
 
 BF16 = Precision(torch.bfloat16, torch.float32)
 WHOLE = PieceOrder((0,), (Stage(0, True, True, True),))

@@ -7,9 +7,8 @@ from typing import Any
 import torch
 
 from common.data.documents import Documents
-from fuyou.layout.model_layout import ModelLayout
+from fuyou.layout.model_layout import ModelLayout, Phase
 from fuyou.layout.record_parts import PiecePart
-from fuyou.layout.visits import Phase
 from fuyou.model.streamed_model import StreamedModel
 from fuyou.pieces.handles import PieceHandles
 from fuyou.pieces.run import PieceRun, random_states, set_random_states

@@ -9,8 +9,8 @@ import torch
 from common.data.rows import PADDING
 from common.errors import FinetuneError
 from common.models.task_type import TaskType
+from fuyou.layout.model_layout import BEFORE_HEAD_PHASES, Phase
 from fuyou.layout.record import Kind
-from fuyou.layout.visits import BEFORE_HEAD_PHASES, Phase
 from fuyou.model.blocks.calls import BlockCalls
 from fuyou.model.loss.cross_entropy import cross_entropy
 from fuyou.model.loss.router_loss import RouterPass, router_logits

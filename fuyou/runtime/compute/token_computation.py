@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
-from fuyou.layout.visits import Phase
+from fuyou.layout.model_layout import Phase
 from fuyou.model.loss.token_head import TokenHead
 from fuyou.model.open_model import adapters_off, evaluating
 from fuyou.pieces.run import random_states

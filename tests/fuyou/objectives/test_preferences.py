@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from common.errors import UserError
-from fuyou.objectives.losses import PairObjective
-from fuyou.objectives.objective import BatchNumbers, Learned
+from fuyou.objectives.losses import BatchNumbers, Learned, PairObjective
 
 BETA = 0.7
 

@@ -4,8 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from fuyou.layout.model_layout import Phase, Visit
 from fuyou.layout.share import Share
-from fuyou.layout.visits import Phase, Visit
 from fuyou.runtime.accounting import Accounting
 from fuyou.runtime.devices.device import CpuDevice
 from fuyou.runtime.trace import RecordInterval

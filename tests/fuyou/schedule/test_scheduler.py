@@ -13,11 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.errors import UserError
-from fuyou.layout.model_layout import BufferCounts, ModelLayout
+from fuyou.layout.model_layout import BufferCounts, ModelLayout, Phase
 from fuyou.layout.record import Kind, Precision
 from fuyou.layout.record_parts import PieceOrder, Stage
 from fuyou.layout.share import ALONE, Share
-from fuyou.layout.visits import Phase
 from fuyou.schedule.batch import Batch, BatchShape, LossInputs
 from fuyou.schedule.buffer_pool import Pool
 from fuyou.schedule.scheduler import Scheduler

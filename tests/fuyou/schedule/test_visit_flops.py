@@ -5,8 +5,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from fuyou.layout.model_layout import Recomputation
-from fuyou.layout.visits import Phase
+from fuyou.layout.model_layout import Phase, Recomputation
 from fuyou.planner.training_job import describe_training
 from fuyou.schedule.tasks import visit_flops
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from fuyou.layout.visits import Phase
+from fuyou.layout.model_layout import Phase
 from fuyou.planner.profiling import Profile
 from fuyou.schedule.tasks import Resource
 from tests.helpers.profiles import PROFILE
