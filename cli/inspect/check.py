@@ -15,6 +15,8 @@ import psutil
 from cli.job.machine import directories_at_hand, peft_config_of, precision_of, training_of, with_dtype
 from cli.options.settings import COMMITS, Settings
 from cli.report.log import versions
+from cli.report.progress import draws_on
+from common.errors import FinetuneError, on_one_line
 from common.hardware.drives import Drive, drive_of
 from common.hardware.machine import (
     Gpu,
@@ -94,8 +96,8 @@ def find_trouble(
         store_bytes: bytes that ``model`` takes on all drives together; None if unknown.
     """
     findings = [*_machine_findings(machine), *_gpu_findings(machine, gpus), *_drive_findings(gpus, drives)]
-    free = _free_bytes(drives)
-    if store_bytes is not None and store_bytes > free:
+    free = _free_bytes(drives) if drives else 0
+    if drives and store_bytes is not None and store_bytes > free:
         findings.append(
             Finding(
                 f"{model} takes {format_bytes(store_bytes)} on the drives, and {format_bytes(free)} can be used.",
@@ -243,11 +245,7 @@ RED, YELLOW, GREEN, BOLD = 31, 33, 32, 1
 class Paint:
     """Colors text on a terminal, unless ``NO_COLOR`` is set (no-color.org)."""
 
-    on: bool = field(
-        default_factory=lambda: (
-            sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
-        )
-    )
+    on: bool = field(default_factory=lambda: draws_on(sys.stdout) and not os.environ.get("NO_COLOR"))
 
     def __call__(self, text: str, code: int) -> str:
         return f"\x1b[{code}m{text}\x1b[0m" if self.on else text
@@ -256,7 +254,7 @@ class Paint:
 def run_check(settings: Settings) -> None:
     """Inspect the machine, measure the drives, and print the results."""
     paint = Paint()
-    directories = directories_at_hand(settings)
+    directories = directories_at_hand(settings, writable=False)
     settings = with_dtype(settings)
     store = training_of(settings).record_bytes if settings.model else None
     _section(paint, "versions", list(versions().items()))
@@ -264,11 +262,15 @@ def run_check(settings: Settings) -> None:
     _section(paint, "machine", list(_machine_rows(machine)))
     gpus = look_at_gpus()
     _section(paint, "GPUs", [row for gpu in gpus for row in _gpu_rows(gpu)] or [("none", "the CPU computes")])
-    drives = []
+    drives, unusable = [], []
     for directory in directories:
-        drives.append(look_at_drive(directory))
+        try:
+            drives.append(look_at_drive(directory))
+        except (FinetuneError, OSError) as error:  # full, read-only
+            unusable.append(Finding(f"{directory} cannot hold a store: {on_one_line(error)}", severe=True))
+            continue
         _section(paint, "drive", list(_drive_rows(drives[-1])))
-    _print_findings(paint, find_trouble(machine, gpus, drives, store, settings.model))
+    _print_findings(paint, [*unusable, *find_trouble(machine, gpus, drives, store, settings.model)])
     if settings.model:
         _section(paint, "model", [("trains as in memory", _proof(settings))])
 

@@ -35,11 +35,11 @@ def device_at_hand(gpu: str) -> Device:
     return open_device(torch_name(pick_gpu(gpu)))
 
 
-def directories_at_hand(settings: Settings) -> list[Path]:
-    """Return directories on the drives that a run would use; ``--output`` need not be there yet."""
+def directories_at_hand(settings: Settings, writable: bool = True) -> list[Path]:
+    """Return ``writable`` directories on the drives that a run would use; ``--output`` need not be there yet."""
     output = settings.output_directory
     existing = next(path for path in (output, *output.parents) if path.is_dir())
-    return usable_directories([Path(word).expanduser() for word in settings.ssd] or [existing])
+    return usable_directories([Path(word).expanduser() for word in settings.ssd] or [existing], writable)
 
 
 def sequence_length(requested: int | None, config: PreTrainedConfig) -> int:

@@ -1,17 +1,25 @@
 """Progress of a run: one line per step or, on a terminal, one line that is redrawn; and signs of life."""
 
 import contextlib
+import os
 import sys
 import threading
 import time
 from collections import deque
 from statistics import median
+from typing import TextIO
 
 from tqdm import tqdm
 
 from cli.report.results import StepMetrics
 from common.activity import Activity, current_activity, watched_by
 from common.units import format_seconds
+
+
+def draws_on(stream: TextIO) -> bool:
+    """Return whether a stream is a terminal that can erase and redraw a line."""
+    return stream.isatty() and os.environ.get("TERM") != "dumb"
+
 
 _RECENT = 20  # Steps whose median duration tells the time that is left
 
@@ -28,7 +36,7 @@ class Progress:
         self._total, self._every = total, every
         self._recent: deque[float] = deque(maxlen=_RECENT)
         self._bar = None
-        if sys.stderr.isatty():
+        if draws_on(sys.stderr):
             self._bar = tqdm(total=total, initial=done, dynamic_ncols=True, bar_format="{desc}{postfix}")
 
     def show(self, metrics: StepMetrics) -> None:
@@ -69,7 +77,7 @@ class Heartbeat:
     """
 
     def __init__(self) -> None:
-        self._is_terminal = sys.stderr.isatty()
+        self._is_terminal = draws_on(sys.stderr)
         self._over, self._lock = threading.Event(), threading.Lock()
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
         self._watches = contextlib.ExitStack()

@@ -180,8 +180,8 @@ def remove(directories: Iterable[Path]) -> None:
             sync_directory(directory)
 
 
-def usable_directories(directories: Sequence[Path]) -> list[Path]:
-    """Return the directories as paths: each exists, is writable and is given once.
+def usable_directories(directories: Sequence[Path], writable: bool = True) -> list[Path]:
+    """Return the directories as paths: each exists, is ``writable`` and is given once.
 
     Raises:
         UserError: if not.
@@ -198,7 +198,7 @@ def usable_directories(directories: Sequence[Path]) -> list[Path]:
             raise UserError(f"{path} cannot be used: {error.strerror}. Correct --ssd.") from None
         if not path.is_dir():
             raise UserError(f"{path} is not a directory. Give --ssd a directory on each drive.")
-        if not os.access(path, os.R_OK | os.W_OK | os.X_OK):
+        if writable and not os.access(path, os.R_OK | os.W_OK | os.X_OK):
             raise UserError(f"{path} is not writable. Change its owner or mode, or choose another directory.")
         key = status.st_dev, status.st_ino
         if key in seen:

@@ -30,6 +30,7 @@ _COPIES = (Op.PARAMETER_UPLOAD, Op.GRADIENT_DOWNLOAD, Op.ACTIVATION_UPLOAD, Op.A
 
 
 _LIBRARY_BYTES = 256 << 20  # Device memory that cuBLAS takes for its workspaces, one per thread that computes
+_PROCESS_BYTES = 256 << 20  # Host memory that the engine's two processes take after the budget is set
 _ORIGIN_SECONDS = 60.0  # Seconds for which times on the device count from one event
 
 
@@ -295,8 +296,9 @@ def memory_limits(
 ) -> tuple[int, int]:
     """Return the budgets of host and device memory in bytes: as given, or what there is.
 
-    On the host that is four fifths of it. The host's is shared by ``ranks_per_node`` ranks. A device's is never more
-    than it has free: a card with 24 GiB on its box has half a GiB less, and screens and other programs take some of it.
+    On the host that is four fifths of it, and less where the processes themselves need more than the rest. The host's
+    is shared by ``ranks_per_node`` ranks. A device's is never more than it has free: a card with 24 GiB on its box has
+    half a GiB less, and screens and other programs take some of it.
 
     Raises:
         UserError: more host memory than the machine has.
@@ -307,7 +309,10 @@ def memory_limits(
             f"--host-memory {format_bytes(wanted)} is more than this machine lets a process have, "
             f"{format_bytes(there)}. Give less, or leave it out to use what is free."
         )
-    host_limit = (memory_available_bytes() * 4 // 5 if wanted is None else wanted) // ranks_per_node
+    if wanted is None:
+        available = memory_available_bytes()
+        wanted = max(0, available - max(available // 5, _PROCESS_BYTES))
+    host_limit = wanted // ranks_per_node
     free = device.memory_limit()
     device_limit = free if device_memory is None else parse_bytes(device_memory)
     if device_limit is not None and free is not None:

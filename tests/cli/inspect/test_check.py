@@ -1,11 +1,14 @@
 """``finetune --check``: what it finds here, and what its rules make of other machines."""
 
+import errno
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from cli.inspect.check import DriveFound, Finding, GpuFound, MachineFound, Paint, find_trouble
+from cli.report.progress import draws_on
 from common.hardware.drives import Drive, drive_of
 from common.hardware.machine import Gpu
 from tests.cli.conftest import Finetune
@@ -123,11 +126,25 @@ def test_this_machine(finetune: Finetune, tmp_path: Path, monkeypatch: pytest.Mo
     assert refused.status == 2 and "finetune check has no --data" in refused.err
 
 
+def test_a_drive_that_cannot_be_written_is_a_finding(
+    finetune: Finetune, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system", "check")
+
+    monkeypatch.setattr("cli.inspect.check.look_at_drive", refuse)
+    outcome = finetune("--check", "--ssd", tmp_path)
+    assert outcome.status == 0 and f"! {tmp_path} cannot hold a store: [Errno 30] Read-only" in outcome.out
+
+
 def test_colours(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.delenv("NO_COLOR", raising=False)
-    assert Paint()("x", 31) == "\x1b[31mx\x1b[0m"
+    assert Paint()("x", 31) == "\x1b[31mx\x1b[0m" and draws_on(sys.stdout)
+    monkeypatch.setenv("TERM", "dumb")
+    assert Paint()("x", 31) == "x" and not draws_on(sys.stdout)
+    monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("NO_COLOR", "1")
     assert Paint()("x", 31) == "x"
 

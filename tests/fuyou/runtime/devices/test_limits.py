@@ -37,6 +37,14 @@ def test_only_a_users_own_budget_caps_the_allocator(card: CudaDevice, monkeypatc
     assert set_ == [0.25, 1.0]
 
 
+def test_the_default_budget_of_a_small_control_group_leaves_room_for_the_processes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for available, budget in ((100 * GIB, 80 * GIB), (500 << 20, 244 << 20), (1 << 20, 0)):
+        monkeypatch.setattr("fuyou.runtime.devices.device.memory_available_bytes", lambda now=available: now)
+        assert memory_limits(CpuDevice(), None, None)[0] == budget
+
+
 def test_a_processor_has_its_part_of_the_hosts_budget() -> None:
     assert memory_limits(CpuDevice(), "4MiB", None)[1] == 4 << 20
     assert memory_limits(CpuDevice(), "4MiB", "1MiB")[1] == 1 << 20
