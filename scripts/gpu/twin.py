@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common.hardware.kernels import kernels_of
 from torch import nn
 from transformers import AutoModelForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from common.hardware import kernels_of
 from families.twin import Twin
 
 BY_DOCUMENT = "plain_loop_by_document"
