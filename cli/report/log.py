@@ -10,8 +10,7 @@ import socket
 import sys
 import uuid
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from datetime import datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -60,6 +59,7 @@ def nvidia_driver() -> str | None:
 
 
 def version_of(name: str) -> str:
+    """Return a library's version, ``-`` if it is not installed."""
     try:
         return version(name)
     except PackageNotFoundError:
@@ -69,43 +69,18 @@ def version_of(name: str) -> str:
 METRICS = "metrics.jsonl"
 
 
-class RunDirectory:
-    """Creates the run directory, or opens it when a run is resumed.
+def open_run_directory(job: Job, done: int, plan: Mapping[str, Any]) -> tuple[Path, str]:
+    """Write the run's configuration and description, with its plan; return its directory and its id.
 
     Args:
         done: steps that were taken before; with 0, files of an earlier run are replaced.
     """
-
-    def __init__(self, job: Job, done: int) -> None:
-        self.path = job.output / RUN
-        self.path.mkdir(exist_ok=True)
-        before = self._load() if done else {}
-        self.id: str = before.get("id") or uuid.uuid4().hex  # The same when the run is resumed
-        calls = before.get("calls")
-        self._before: list[dict[str, Any]] = calls if isinstance(calls, list) else []
-        self._call = _describe(job, done)
-
-    @property
-    def metrics_file(self) -> Path:
-        return self.path / METRICS
-
-    def write(self, job: Job, plan: Mapping[str, Any]) -> None:
-        """Write configuration and description, with the plan as JSON."""
-        description = {"id": self.id, "store": job.run_name, "calls": [*self._before, {**self._call, "plan": plan}]}
-        _replace(self.path / DESCRIPTION, json.dumps(description, indent=2, default=str) + "\n")
-        context = job.settings.context or parse_command_line(job.settings.arguments)
-        context.meta.setdefault(WRITTEN, {})["dtype"] = job.settings.dtype  # on another machine, too
-        _replace(self.path / CONFIG, effective_config(context, of_run=True))
-
-    def _load(self) -> dict[str, Any]:
-        try:
-            return dict(json.loads((self.path / DESCRIPTION).read_text()))
-        except (OSError, ValueError, TypeError, RecursionError):
-            return {}
-
-
-def _describe(job: Job, done: int) -> dict[str, Any]:
-    return {
+    path, before = job.output / RUN, dict[str, Any]()
+    path.mkdir(exist_ok=True)
+    if done:
+        with contextlib.suppress(OSError, ValueError, TypeError, RecursionError):
+            before = dict(json.loads((path / DESCRIPTION).read_text()))
+    call = {
         "began": datetime.now().astimezone().isoformat(timespec="seconds"),
         "command": shlex.join(["finetune", *job.settings.arguments]),
         "directory": os.getcwd(),
@@ -121,80 +96,58 @@ def _describe(job: Job, done: int) -> dict[str, Any]:
         "after_step": done,
         "steps": job.steps,
         "seq_len": job.seq_len,
+        "plan": plan,
     }
-
-
-def _replace(file: Path, text: str) -> None:
-    with described("writing", file):
-        replace_file(file, text)
+    calls, run_id = before.get("calls"), str(before.get("id") or uuid.uuid4().hex)  # The id stays when it is resumed
+    description = {"id": run_id, "store": job.run_name, "calls": [*(calls if isinstance(calls, list) else []), call]}
+    context = job.settings.context or parse_command_line(job.settings.arguments)
+    context.meta.setdefault(WRITTEN, {})["dtype"] = job.settings.dtype  # on another machine, too
+    for name, text in (
+        (DESCRIPTION, json.dumps(description, indent=2, default=str) + "\n"),
+        (CONFIG, effective_config(context, of_run=True)),
+    ):
+        with described("writing", path / name):
+            replace_file(path / name, text)
+    return path, run_id
 
 
 PROJECT = "finetune"  # Project that runs are filed under, unless a tracker's own environment variable names another
 
 
-@dataclass(frozen=True)
-class TrackedRun:
-    """Name, id, and directory of a run, for trackers."""
-
-    name: str
-    id: str
-    directory: Path  # Directory of the run, where trackers may write
-
-
-@dataclass(frozen=True)
-class _Tracker:
-    """A tracker, as accelerate wraps it."""
-
-    arguments: Callable[[TrackedRun], dict[str, Any]]  # Arguments of accelerate's class for a run
-    metric_name: Callable[[str], str] = str  # Function that changes what the tracker does not allow in names of metrics
-
-
-def _mlflow_name(name: str) -> str:
-    return name.replace("(", "_").replace(")", "").replace("%", "percent")
-
-
-_TRACKERS = {
-    "tensorboard": _Tracker(lambda run: {"run_name": "tensorboard", "logging_dir": run.directory}),
-    "wandb": _Tracker(
-        lambda run: {
-            "run_name": os.environ.get("WANDB_PROJECT", PROJECT),
-            "name": run.name,
-            "id": run.id,
-            "resume": "allow",
-            "dir": str(run.directory),
-        }
-    ),
-    "trackio": _Tracker(
-        lambda run: {
-            "run_name": os.environ.get("TRACKIO_PROJECT", PROJECT),
-            "name": f"{run.name}-{run.id[:6]}",
-            "resume": "allow",
-            "embed": False,
-        }
-    ),
-    "mlflow": _Tracker(lambda run: {"experiment_name": PROJECT, "run_name": run.name}, _mlflow_name),
-}
+def _arguments(name: str, run: str, run_id: str, path: Path) -> dict[str, Any]:
+    """Return the arguments of accelerate's class for a tracker."""
+    projects = {each: os.environ.get(f"{each.upper()}_PROJECT", PROJECT) for each in ("wandb", "trackio")}
+    arguments: dict[str, dict[str, Any]] = {
+        "tensorboard": {"run_name": "tensorboard", "logging_dir": path},
+        "wandb": {"run_name": projects["wandb"], "name": run, "id": run_id, "resume": "allow", "dir": str(path)},
+        "trackio": {
+            "run_name": projects["trackio"], "name": f"{run}-{run_id[:6]}", "resume": "allow", "embed": False,
+        },
+        "mlflow": {"experiment_name": PROJECT, "run_name": run},
+    }  # fmt: skip
+    return arguments[name]
 
 
 class Trackers:
-    """Sends metrics to all trackers of a run; a tracker that fails is dropped, and the run continues.
+    """Sends metrics to the trackers of ``--log-to``; one that fails is dropped, and the run continues."""
 
-    Args:
-        names: trackers of ``--log-to``; ``jsonl`` is ignored.
-    """
-
-    def __init__(self, names: Sequence[str], run: TrackedRun, options: Mapping[str, Any]) -> None:
-        self._open: dict[str, Any] = {}
-        for name in dict.fromkeys(names):
-            if name in _TRACKERS:
-                self._open[name] = _begin(name, run, options)
+    def __init__(self, job: Job, path: Path, run_id: str) -> None:
+        options: dict[str, str | int | float | bool] = {}
+        for field in option_fields(Settings):
+            value = getattr(job.settings, field.name)
+            if value is not None and value != ():
+                text = " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
+                options[field.name] = value if isinstance(value, int | float) else text
+        names = [name for name in dict.fromkeys(job.settings.log_to) if name != "jsonl"]
+        self._open = {name: _begin(name, _arguments(name, job.output.name, run_id, path), options) for name in names}
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         for name, tracker in list(self._open.items()):
+            named = dict(metrics)
+            if name == "mlflow":  # which takes letters, digits, and _-. :/ in names
+                named = {_one_word(metric): value for metric, value in metrics.items()}
             with self._watching(name):
-                tracker.log(
-                    {_TRACKERS[name].metric_name(metric): value for metric, value in metrics.items()}, step=step
-                )
+                tracker.log(named, step=step)
 
     def finish(self) -> None:
         for name, tracker in list(self._open.items()):
@@ -211,7 +164,11 @@ class Trackers:
             print(f"finetune: {name} gets no more metrics: {_one_line(error)}", file=sys.stderr, flush=True)
 
 
-def _begin(name: str, run: TrackedRun, options: Mapping[str, Any]) -> Any:
+def _one_word(metric: str) -> str:
+    return metric.replace("(", "_").replace(")", "").replace("%", "percent")
+
+
+def _begin(name: str, arguments: Mapping[str, Any], options: Mapping[str, Any]) -> Any:
     from accelerate import PartialState
     from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
@@ -219,7 +176,7 @@ def _begin(name: str, run: TrackedRun, options: Mapping[str, Any]) -> Any:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             PartialState(cpu=True)  # accelerate's classes read it, and it would otherwise look for GPUs
-            tracker = LOGGER_TYPE_TO_CLASS[name](**_TRACKERS[name].arguments(run))
+            tracker = LOGGER_TYPE_TO_CLASS[name](**arguments)
             tracker.start()
             tracker.store_init_configuration(dict(options))
     except Exception as error:
@@ -287,17 +244,17 @@ class MetricsLogger:
     def __init__(
         self, job: Job, done: int, plan: Mapping[str, Any], last: tuple[StepResult, float] | None = None
     ) -> None:
-        directory = RunDirectory(job, done)
-        directory.write(job, plan)
-        names = job.settings.log_to
-        options = plain_options(job.settings)
-        self._trackers = Trackers(names, TrackedRun(job.output.name, directory.id, directory.path), options)
+        path, run_id = open_run_directory(job, done, plan)
+        self._trackers = Trackers(job, path, run_id)
         self._losses = History(job.output / HISTORY_FILE, done)
-        self._metrics = History(directory.metrics_file, done)
-        config = (directory.path / CONFIG).read_text()
+        self._metrics = History(path / METRICS, done)
         if done and last is not None:
-            self._log_last_step(done, *last, job.rows * job.seq_len)
-        self._page = RunPage(facts_of(job, plan, config), directory.metrics_file)
+            result, lr = last
+            if self._losses.last_step != done:
+                self._losses.append(done, {"loss": result.loss, "grad_norm": result.grad_norm, "lr": lr})
+            if self._metrics.last_step != done:
+                self._write(done, learned_metrics(done, result, lr, job.rows * job.seq_len))
+        self._page = RunPage(facts_of(job, plan, (path / CONFIG).read_text()), path / METRICS)
         self._page.update(at_once=True)
         self._progress = Progress(job.steps, done, job.settings.log_every)
 
@@ -307,12 +264,6 @@ class MetricsLogger:
         self._write(metrics.step, named_metrics(metrics))
         self._progress.show(metrics)
         self._page.update(at_once=metrics.step == 1, lanes=result.busy_intervals)
-
-    def _log_last_step(self, step: int, result: StepResult, lr: float, tokens: int) -> None:
-        if self._losses.last_step != step:
-            self._losses.append(step, {"loss": result.loss, "grad_norm": result.grad_norm, "lr": lr})
-        if self._metrics.last_step != step:
-            self._write(step, learned_metrics(step, result, lr, tokens))
 
     def evaluation(self, step: int, result: EvaluationResult) -> None:
         tokens = {} if result.watched else {"validation_metrics/perplexity": result.perplexity}
@@ -340,14 +291,3 @@ class MetricsLogger:
         self._trackers.finish()
         self._metrics.__exit__(*exception)
         self._losses.__exit__(*exception)
-
-
-def plain_options(settings: Settings) -> dict[str, str | int | float | bool]:
-    """Return every option that has a value, as trackers take them."""
-    plain: dict[str, str | int | float | bool] = {}
-    for field in option_fields(Settings):
-        value = getattr(settings, field.name)
-        if value is not None and value != ():
-            text = " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
-            plain[field.name] = value if isinstance(value, int | float) else text
-    return plain
