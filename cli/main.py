@@ -15,7 +15,7 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from cli.options.command import build_command
+from cli.options.command import Finetune
 from cli.options.settings import Settings, settings_of
 from cli.report.progress import Heartbeat
 from cli.train.interrupts import STATUS, Interrupts, Stopped
@@ -70,7 +70,7 @@ def _outcome(arguments: list[str], rank: RankProcess | None, interrupts: Interru
                 stack.enter_context(interrupts)
             elif rank.stopping:
                 raise KeyboardInterrupt
-            status = build_command(run).main(arguments, prog_name="finetune", standalone_mode=False)
+            status = Finetune(run).main(arguments, prog_name="finetune", standalone_mode=False)
         return Outcome(status if isinstance(status, int) else 0)
     except click.ClickException as error:
         return Outcome(2, f"{error.format_message()} (finetune --help lists all options)")

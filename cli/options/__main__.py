@@ -3,7 +3,7 @@
 import click
 
 from cli.options.all_options import GROUPS
-from cli.options.command import COMMANDS, build_command
+from cli.options.command import COMMANDS, Finetune
 from cli.options.option import Command, GroupedOption
 
 INTRODUCTION = """# Options
@@ -18,7 +18,7 @@ without its dashes (`batch-size = 4`), in a table named after its group or in no
 def options_page() -> str:
     """Return the page: the commands, and a list for each group of options."""
     commands = "".join(f"* `finetune {name}`: {text}\n" for name, text in COMMANDS.items())
-    options = build_command(lambda name, **options: 0).options
+    options = Finetune(lambda name, **options: 0).options
     sections = [
         "\n".join(
             [

@@ -258,11 +258,7 @@ class PlanningSettings:
     """Plan for several nodes with SSDs: what each sends, 25Gbit/s."""
     max_model: bool = option(False, commands=Command.PLAN)
     """Plan the largest preset that fits."""
-    cluster: str | None = option(
-        None,
-        "PRESET|FILE|auto",
-        presets="clusters",
-    )
+    cluster: str | None = option(None, "PRESET|FILE|auto", presets="clusters")
     """Hardware to plan for, or to choose a strategy for: a preset, or a profile's file. Default in a run: auto,
     measured once per --output."""
     levels: str | None = option(None, "N,N,...", commands=Command.STEP)
@@ -271,12 +267,7 @@ class PlanningSettings:
     """Print the plan as JSON."""
     html: Path | None = option(None, "FILE", commands=Command.PLAN)
     """Draw the plan on a page: the step and the memory."""
-    trace: Path | None = option(
-        None,
-        "FILE",
-        of_call=True,
-        may_differ=True,
-    )
+    trace: Path | None = option(None, "FILE", of_call=True, may_differ=True)
     """Write the tasks of the last (or the planned) step to this file, for ui.perfetto.dev."""
 
 

@@ -15,7 +15,7 @@ from click.shell_completion import CompletionItem
 from cli.options.all_options import GROUPS
 from cli.options.config_file import load_config_file
 from cli.options.hints import instead_of
-from cli.options.option import WRITTEN, Command, GroupedOption, declaration_of, help_texts, option_fields
+from cli.options.option import WRITTEN, Command, Declaration, GroupedOption, declaration_of, help_texts, option_fields
 
 COMMANDS = {
     "train": "Train a model, or continue with --resume; without a command, finetune trains.",
@@ -127,14 +127,9 @@ class GroupedCommand(click.Command):
 
     def get_help_option(self, ctx: click.Context) -> click.Option | None:
         option = super().get_help_option(ctx)
+        flag = {"is_flag": True, "is_eager": True, "expose_value": False}
         return option and GroupedOption(
-            ["-h", "--help"],
-            group="Other",
-            is_flag=True,
-            is_eager=True,
-            expose_value=False,
-            help=option.help,
-            callback=option.callback,
+            ["-h", "--help"], "Other", Declaration(), help=option.help, callback=option.callback, **flag
         )
 
 
@@ -264,11 +259,6 @@ def repeat_option(args: Sequence[str], names: set[str]) -> list[str]:
             raise click.BadOptionUsage(name, f"Option {name!r} requires an argument.")
         result += [f"{name}={value}" for value in values]
     return result
-
-
-def build_command(run: Callable[..., int]) -> Finetune:
-    """Make the command: it parses, then calls ``run`` with the command's name and one keyword argument per option."""
-    return Finetune(run)
 
 
 def parse_command_line(arguments: Iterable[str], defaults: Mapping[str, Any] | None = None) -> click.Context:

@@ -21,26 +21,18 @@ class Items(Enum):
 class ObjectiveTraits:
     """An objective, described without importing what computes it."""
 
-    learns: str
-    """What it learns, as the rest of a sentence that begins with its name."""
-    data: str
-    """Columns that it needs."""
+    learns: str  # What it learns, as the rest of a sentence that begins with its name
+    data: str  # Columns that it needs
     loss: str | None = None
     """Module and class of the :class:`~fuyou.objectives.losses.Objective`, whose arguments are :attr:`options`.
     None: the engine's own loss."""
-    options: tuple[str, ...] = ()
-    """Options that are for some objectives only, and that it reads."""
+    options: tuple[str, ...] = ()  # Options that are for some objectives only, and that it reads
     items: Items = Items.TOKENS
-    outputs: int = 0
-    """Numbers that the head returns for each token; 0: the loss is the engine's own."""
-    rows: int = 1
-    """Rows of a batch for each of ``--batch-size``."""
-    counts: str = ""
-    """What ``--batch-size`` counts, if it is not rows."""
-    needs_reference: bool = False
-    """Whether it compares with the model as the run found it."""
-    classifies: bool = False
-    """Whether its model is a sequence classifier."""
+    outputs: int = 0  # Numbers that the head returns for each token; 0: the loss is the engine's own
+    rows: int = 1  # Rows of a batch for each of ``--batch-size``
+    counts: str = ""  # What ``--batch-size`` counts, if it is not rows
+    needs_reference: bool = False  # Whether it compares with the model as the run found it
+    classifies: bool = False  # Whether its model is a sequence classifier
 
     @property
     def compares(self) -> bool:

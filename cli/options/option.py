@@ -66,28 +66,20 @@ class Command(Flag):
 class Declaration:
     """A declaration is what a field says about its option, next to name, type, default and docstring (the help)."""
 
-    metavar: str | None = None
-    """Placeholder for the value in the help."""
+    metavar: str | None = None  # Placeholder for the value in the help
     type: click.ParamType | None = None
     """Type of the value, or of each of several words; None: as the field's annotation says."""
-    commands: Command = Command.RUN
-    """Commands that have it."""
-    flags: str | None = None
-    """Both forms of a flag, where they are not ``--name/--no-name``."""
-    presets: str | None = None
-    """Kind of presets that can be named (:func:`common.files.preset_files`)."""
-    patterns: bool = False
-    """Whether words may be quoted patterns of file names."""
+    commands: Command = Command.RUN  # Commands that have it
+    flags: str | None = None  # Both forms of a flag, where they are not ``--name/--no-name``
+    presets: str | None = None  # Kind of presets that can be named (:func:`common.files.preset_files`)
+    patterns: bool = False  # Whether words may be quoted patterns of file names
     excludes: str | None = None
     """Name of an option of which a run cannot have both: one on the command line undoes the other in a file."""
-    of_call: bool = False
-    """Whether it belongs to a call, not to the run, whose own configuration leaves it out."""
+    of_call: bool = False  # Whether it belongs to a call, not to the run, whose own configuration leaves it out
     fixed: bool = False
     """Whether a continued run must keep its value. All others of a run may change, and the change is printed."""
-    may_differ: bool = False
-    """Whether nodes need not agree about it, or others check that with better words."""
-    hidden: bool = False
-    """Whether the help leaves it out."""
+    may_differ: bool = False  # Whether nodes need not agree about it, or others check that with better words
+    hidden: bool = False  # Whether the help leaves it out
 
     @property
     def may_be_path(self) -> bool:
@@ -161,35 +153,19 @@ class GroupedOption(click.Option):
     """
 
     def __init__(
-        self,
-        names: Sequence[str],
-        *,
-        group: str,
-        words: bool = False,
-        declaration: Declaration | None = None,
-        **kwargs: Any,
+        self, names: Sequence[str], group: str, declaration: Declaration, words: bool = False, **kwargs: Any
     ) -> None:
         super().__init__(names, multiple=words, **kwargs)
-        self.group = group
-        self.words = words
-        self.declaration = declaration or Declaration()
+        self.group, self.declaration, self.words = group, declaration, words
 
     @classmethod
     def of_field(
         cls, group: str, item: dataclasses.Field[Any], text: str, callback: Callable[..., Any] | None = None
     ) -> "GroupedOption":
-        """Make the option that a field declares.
-
-        Args:
-            group: its heading.
-            item: the field.
-            text: the help.
-            callback: for options that act while the command line is read, before all others.
-        """
-        declared = declaration_of(item)
+        """Make the option that a field declares, under a heading; with a ``callback``, it acts before all others."""
+        declared, name = declaration_of(item), spelled(item.name)
         kwargs: dict[str, Any] = {"metavar": declared.metavar, "type": declared.type, "help": text}
         kwargs["hidden"] = declared.hidden
-        name = spelled(item.name)
         if item.type is bool:
             kwargs["is_flag"] = True
             name = declared.flags or f"{name}/--no-{name.removeprefix('--')}"
@@ -202,7 +178,7 @@ class GroupedOption(click.Option):
         words = get_origin(item.type) is tuple
         if not words and item.default not in (None, ""):
             kwargs |= {"default": item.default, "show_default": item.type is not bool}
-        return cls([name], group=group, words=words, declaration=declared, **kwargs)
+        return cls([name], group, declared, words, **kwargs)
 
     @property
     def shown(self) -> str:

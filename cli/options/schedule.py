@@ -53,12 +53,9 @@ class LearningRate:
     """Shape after the warm-up: ``cosine`` (half a wave) or ``linear``, at ``least`` just after the end; or
     ``constant``."""
     peak: float
-    warmup: int
-    """Number of steps below the peak; the first of them has 0."""
-    total: int
-    """Number of steps of the whole run."""
-    least: float = 0.0
-    """Learning rate at which it stops falling."""
+    warmup: int  # Number of steps below the peak; the first of them has 0
+    total: int  # Number of steps of the whole run
+    least: float = 0.0  # Learning rate at which it stops falling
 
     def at(self, step: int) -> float:
         """Return the learning rate of ``step``, counted from 1."""

@@ -74,14 +74,11 @@ class Settings(
     """All options of one call, flat: ``settings.lr``. Dataclasses take the fields of the last base first."""
 
     command: str = "train"
-    verify: tuple[str, ...] = ()
-    """Directories of ``finetune verify``."""
-    arguments: tuple[str, ...] = ()
-    """The command line itself, to say how to continue."""
+    verify: tuple[str, ...] = ()  # Directories of ``finetune verify``
+    arguments: tuple[str, ...] = ()  # The command line itself, to say how to continue
     context: click.Context | None = dataclasses.field(default=None, compare=False, repr=False)
     """The command line as it was parsed, with what a file or the continued run adds to it."""
-    changes: tuple[str, ...] = ()
-    """What differs from the options of the continued run, for people."""
+    changes: tuple[str, ...] = ()  # What differs from the options of the continued run, for people
     started_at: float = dataclasses.field(default_factory=time.time, compare=False)
     """When this call began, in seconds since 1970."""
 

@@ -3,8 +3,6 @@
 import json
 import sys
 
-from transformers import PreTrainedConfig
-
 from cli.job.machine import sequence_length, trainable_parameters
 from cli.job.strategy import cluster_of
 from cli.options.option import naming
@@ -49,31 +47,25 @@ def _workload(settings: Settings, batch_size: int | None, cluster: Cluster) -> W
             f"--batch-size {batch} is not a multiple of {at_once}: {micro_batch} at once on each of "
             f"{cluster.levels.world_size} ranks. Take {max(1, round(batch / at_once)) * at_once}."
         )
+    context = getattr(config.get_text_config(), "max_position_embeddings", None)
+    seq_len, ratio = settings.seq_len, 1.0
+    if seq_len is None or context is None or seq_len <= context:
+        seq_len = sequence_length(seq_len, config)
+    else:  # as the papers' workloads
+        print(f"Only a plan: --seq-len {seq_len} is longer than the model's context of {context}.", file=sys.stderr)
+    if settings.trains_adapters:
+        model = build_meta_model(config)
+        parameters = sum(parameter.numel() for parameter in model.parameters())
+        ratio = trainable_parameters(settings, model) / parameters
     return Workload.of_model(
         config,
-        seq_len=_sequence_length(settings.seq_len, config),
+        seq_len=seq_len,
         micro_batch=micro_batch,
         micro_batches=batch // at_once,
-        trainable_ratio=_trainable_ratio(settings, config),
+        trainable_ratio=ratio,
         cache_threshold=settings.device_cache_threshold,
         router_loss=settings.router_loss,
     )
-
-
-def _sequence_length(requested: int | None, config: PreTrainedConfig) -> int:
-    context = getattr(config.get_text_config(), "max_position_embeddings", None)
-    if requested is None or context is None or requested <= context:
-        return sequence_length(requested, config)
-    print(f"Only a plan: --seq-len {requested} is longer than the model's context of {context}.", file=sys.stderr)
-    return requested
-
-
-def _trainable_ratio(settings: Settings, config: PreTrainedConfig) -> float:
-    if not settings.trains_adapters:
-        return 1.0
-    model = build_meta_model(config)
-    parameters = sum(parameter.numel() for parameter in model.parameters())
-    return trainable_parameters(settings, model) / parameters
 
 
 def _node_order(result: StrategyPlan, cluster: Cluster) -> list[int] | None:
@@ -83,20 +75,8 @@ def _node_order(result: StrategyPlan, cluster: Cluster) -> list[int] | None:
 
 
 _HEADINGS = (
-    "strategy",
-    "P",
-    "G",
-    "OS",
-    "cache",
-    "device",
-    "host",
-    "gather",
-    "reduce",
-    "spread",
-    "inside",
-    "MFU",
-    "step",
-)
+    "strategy", "P", "G", "OS", "cache", "device", "host", "gather", "reduce", "spread", "inside", "MFU", "step",
+)  # fmt: skip
 
 
 def render(result: StrategyPlan, workload: Workload, cluster: Cluster) -> str:

@@ -8,13 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from cli.options.command import build_command
+from cli.options.command import Finetune
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 NAMES = {
-    name
-    for option in build_command(lambda name, **options: 0).options
-    for name in (*option.opts, *option.secondary_opts)
+    name for option in Finetune(lambda name, **options: 0).options for name in (*option.opts, *option.secondary_opts)
 }
 
 

@@ -3,9 +3,9 @@
 import pytest
 
 from cli.main import main
-from cli.options.command import COMMANDS, build_command, with_command
+from cli.options.command import COMMANDS, Finetune, with_command
 
-OPTIONS = {option.name: option for option in build_command(lambda name, **options: 0).options}
+OPTIONS = {option.name: option for option in Finetune(lambda name, **options: 0).options}
 BY_NAME = ("plan", "--model", "llama-7b", "--gpu", "4090", "--drive", "p5510")
 
 
@@ -28,7 +28,7 @@ def test_a_command_line_and_its_command(typed: str, meant: str) -> None:
 
 def test_commands_have_their_own_options() -> None:
     def names(command: str) -> set[str]:
-        return {option.name or "" for option in build_command(lambda name: 0).get_command(None, command).options}
+        return {option.name or "" for option in Finetune(lambda name: 0).get_command(None, command).options}
 
     assert set().union(*map(names, COMMANDS)) == OPTIONS.keys()
     assert names("verify") == {"config", "debug"}

@@ -7,15 +7,13 @@ from typing import Any
 import pytest
 
 from cli.main import main
-from cli.options.command import build_command, parse_command_line
+from cli.options.command import Finetune, parse_command_line
 from cli.options.config_file import effective_config
 
 
 def parse(*words: object) -> dict[str, Any]:
     got: dict[str, Any] = {}
-    build_command(lambda name, **options: got.update(options)).main(
-        [str(word) for word in words], standalone_mode=False
-    )
+    Finetune(lambda name, **options: got.update(options)).main([str(word) for word in words], standalone_mode=False)
     got.pop("config")
     return got
 

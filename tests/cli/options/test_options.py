@@ -13,7 +13,7 @@ import pytest
 from cli.main import main
 from cli.options.__main__ import options_page
 from cli.options.all_options import GROUPS
-from cli.options.command import COMMANDS, MOST_USED, build_command, repeat_option
+from cli.options.command import COMMANDS, MOST_USED, Finetune, repeat_option
 from cli.options.option import help_texts, option_fields, spelled
 from cli.options.schedule import Warmup
 from cli.options.settings import Settings, expand_pattern
@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[3]
 def parse(*words: str) -> dict[str, Any]:
     """The options that a command line sets, by name."""
     got: dict[str, Any] = {}
-    build_command(lambda name, **options: got.update(options)).main(list(words), standalone_mode=False)
+    Finetune(lambda name, **options: got.update(options)).main(list(words), standalone_mode=False)
     return got
 
 
@@ -179,7 +179,7 @@ def test_docstrings_of_attributes(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_every_field_of_a_group_is_an_option_with_a_help() -> None:
     declared = {field.name for group in GROUPS.values() for field in option_fields(group)}
-    helps = {option.name: option.help for option in build_command(lambda name: 0).options}
+    helps = {option.name: option.help for option in Finetune(lambda name: 0).options}
     assert all(helps.values())
     assert declared == helps.keys()
     more = {"command", "verify", "arguments", "context", "changes", "started_at"}

@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 import pytest
 
-from cli.options.command import COMMANDS, EXAMPLES, FIRST_EXAMPLES, build_command, parse_command_line
+from cli.options.command import COMMANDS, EXAMPLES, FIRST_EXAMPLES, Finetune, parse_command_line
 from cli.options.settings import Settings
 from common.errors import UserError
 
@@ -38,7 +38,7 @@ def texts() -> Iterator[tuple[str, str]]:
 
 
 def test_options_that_messages_name_exist() -> None:
-    options = build_command(lambda name: 0).options
+    options = Finetune(lambda name: 0).options
     known = {name for option in options for name in (*option.opts, *option.secondary_opts)} | OF_OTHERS
     known |= {"--help", "--version", "--no-x", *(f"--{name}" for name in COMMANDS)}
     known |= {"--single-slot", "--train-experts"}  # the engine's alone, and of stores that earlier versions made
