@@ -15,7 +15,7 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from cli.options.command import Finetune
+from cli.options.command import Finetune, parse_command_line
 from cli.options.settings import Settings, settings_of
 from cli.report.progress import Heartbeat
 from cli.train.interrupts import STATUS, Interrupts, Stopped
@@ -96,6 +96,9 @@ def _outcome(arguments: list[str], rank: RankProcess | None, interrupts: Interru
 
 def _run(interrupts: Interrupts, rank: RankProcess | None, arguments: tuple[str, ...], command: str) -> int:
     context = click.get_current_context()
+    if command == "export" and context.params["adapter"] is None:
+        command, arguments = "train", ("train", *arguments[1:], "--resume", "--export")
+        context = parse_command_line(arguments)
     settings = settings_of(command, context, arguments)
     _check_model(settings)
     stay_offline(settings.download, settings.push_to_hub is not None)
@@ -114,6 +117,11 @@ def _run(interrupts: Interrupts, rank: RankProcess | None, arguments: tuple[str,
             from cli.demo import Demo
 
         Demo(settings.output, settings.report, settings.debug, interrupts).run()
+    elif command in ("export", "evaluate"):
+        with activity("loading PyTorch and transformers", announced=True), _no_collection():
+            from cli.inspect.evaluate import merge_adapter, run_evaluate
+
+        merge_adapter(settings) if command == "export" else run_evaluate(settings)
     elif command == "plan" and settings.plans_cluster:
         from cli.plan.cluster import plan_cluster
 

@@ -41,7 +41,7 @@ class OutputSettings:
     """Steps between checkpoints in <output>/checkpoints/step-N; with evaluations, checkpoints/best is the best."""
     keep: int = option(2, "K", POSITIVE)
     """How many checkpoints of --save-every to keep."""
-    push_to_hub: str | None = option(None, "OWNER/NAME", excludes="save")
+    push_to_hub: str | None = option(None, "OWNER/NAME", excludes="save", commands=Command.RUN | Command.EXPORT)
     """Push the result to this repository of the Hugging Face hub; a new one is private. Needs a token (hf auth
     login)."""
     export: bool = option(False, excludes="save", of_call=True, commands=Command.TRAIN, hidden=True)
@@ -51,7 +51,7 @@ class OutputSettings:
     resume_auto: bool = option(False, excludes="overwrite", of_call=True, may_differ=True, commands=Command.TRAIN)
     """The same as --resume auto, for a file."""
     overwrite: bool = option(
-        False, commands=Command.TRAIN | Command.DEMO, excludes="resume", of_call=True, may_differ=True
+        False, commands=Command.TRAIN | Command.EXPORT | Command.DEMO, excludes="resume", of_call=True, may_differ=True
     )
     """Replace the run that is in --output and --ssd."""
     commit_every: int | None = option(None, "N", POSITIVE, commands=Command.STEP)
@@ -76,9 +76,9 @@ class OutputSettings:
 class ModelSettings:
     """What is trained."""
 
-    model: str = option("", "DIR|PRESET", presets="models", commands=Command.MODEL)
+    model: str = option("", "DIR|PRESET", presets="models", commands=Command.SOURCE)
     """Checkpoint directory, GGUF file, preset (random weights), or hub name (owner/name) in the local cache."""
-    download: bool = option(False, commands=Command.MODEL)
+    download: bool = option(False, commands=Command.SOURCE)
     """Download --model or --data if it is a hub name (owner/name) that is not in the local cache yet."""
 
 
@@ -86,27 +86,29 @@ class ModelSettings:
 class DataSettings:
     """The training and evaluation data, and how much of it a step takes."""
 
-    data: tuple[str, ...] = option((), "FILE...", patterns=True)
+    data: tuple[str, ...] = option((), "FILE...", patterns=True, commands=Command.RUN | Command.EVALUATE)
     """Files (.jsonl .json .csv .tsv .parquet .txt .arrow, also .gz), directories (their train split, or
     directory:split), quoted patterns, or hub data sets in the local cache (owner/name, owner/name:split). FILE=0.7
     sets a data set's share of all rows. Default: random tokens."""
-    columns: tuple[str, ...] = option((), "NAME=COLUMN...", ParsedValue("column", check_column))
+    columns: tuple[str, ...] = option(
+        (), "NAME=COLUMN...", ParsedValue("column", check_column), commands=Command.RUN | Command.EVALUATE
+    )
     """Map your column names: prompt=question completion=answer."""
     max_records: int | None = option(None, "N", POSITIVE)
     """Take only the first N records of each data set."""
-    chat_template: str | None = option(None, "NAME|FILE")
+    chat_template: str | None = option(None, "NAME|FILE", commands=Command.RUN | Command.EVALUATE)
     """Chat template instead of the tokenizer's, saved with the result: alpaca, chatml, gemma, llama-3, mistral,
     zephyr, or a Jinja file."""
     show_data: int | None = option(None, "N", POSITIVE, of_call=True, commands=Command.TRAIN)
     """Train nothing: print N rows as the model sees them, with what carries loss in color."""
-    seq_len: int | None = option(None, "N", TokenCount(min=2), commands=Command.STEP)
+    seq_len: int | None = option(None, "N", TokenCount(min=2), commands=Command.SHAPE)
     """Tokens per sequence, also as 64K or 1M. Default: 1024, or the model's context if that is shorter."""
-    batch_size: int = option(8, "N", POSITIVE, commands=Command.STEP, fixed=True)
+    batch_size: int = option(8, "N", POSITIVE, commands=Command.SHAPE, fixed=True)
     """Sequences per step."""
-    truncate: bool = option(True, flags="--truncate/--drop-long", fixed=True)
+    truncate: bool = option(True, flags="--truncate/--drop-long", fixed=True, commands=Command.RUN | Command.EVALUATE)
     """Leave out conversations and prompts with completions longer than --seq-len. By default (--truncate) they are
     cut after the last answer that fits. Both are counted; plain text continues in the next row."""
-    drop_unseen: bool = option(False)
+    drop_unseen: bool = option(False, commands=Command.RUN | Command.EVALUATE)
     """Count and leave out conversations with text that the chat template leaves out. Default: an error."""
     eval_data: tuple[str, ...] = option((), "FILE...", patterns=True)
     """Held-out data: loss and perplexity before the first and after the last step."""
@@ -122,7 +124,7 @@ class DataSettings:
 class MemorySettings:
     """Where parameters and states are stored, and what computes."""
 
-    ssd: tuple[str, ...] = option((), "DIR...", patterns=True, commands=Command.MODEL)
+    ssd: tuple[str, ...] = option((), "DIR...", patterns=True, commands=Command.SOURCE)
     """Directories for parameters and optimizer states, one per drive. Default: inside --output."""
     drive_life: float | None = option(
         None, "DAYS|any", ParsedValue("days", parse_days), commands=Command.STEP, may_differ=True
@@ -131,14 +133,14 @@ class MemorySettings:
         (), "DIR...", patterns=True, of_call=True, may_differ=True, commands=Command.TRAIN
     )
     """With --resume: drives to remove from the run. Its records move to those of --ssd."""
-    gpu: str = option("auto", "auto|cpu|NAME|INDEX", presets="gpus", commands=Command.STEP)
+    gpu: str = option("auto", "auto|cpu|NAME|INDEX", presets="gpus", commands=Command.SHAPE)
     """Device to train on."""
-    device_memory: int | None = option(None, "SIZE", BUDGET, commands=Command.STEP)
-    host_memory: int | None = option(None, "SIZE", BUDGET, commands=Command.STEP)
-    host_cache: int | None = option(None, "SIZE", SIZE, commands=Command.STEP)
+    device_memory: int | None = option(None, "SIZE", BUDGET, commands=Command.SHAPE)
+    host_memory: int | None = option(None, "SIZE", BUDGET, commands=Command.SHAPE)
+    host_cache: int | None = option(None, "SIZE", SIZE, commands=Command.SHAPE)
     piece_size: int | None = option(None, "SIZE", SIZE, commands=Command.STEP)
-    micro_batch: int | None = option(None, "N", POSITIVE, commands=Command.STEP)
-    dtype: str = option("auto", type=("auto", "bf16", "fp32"), commands=Command.MODEL)
+    micro_batch: int | None = option(None, "N", POSITIVE, commands=Command.SHAPE)
+    dtype: str = option("auto", type=("auto", "bf16", "fp32"), commands=Command.SOURCE)
     # Names of fuyou.layout.optimizer_state.OPTIMIZERS, which takes long to import.
     optimizer: str = option("adamw", type=("adamw", "adamw8bit", "lion"), commands=Command.MODEL)
     optimizer_dtype: str = option("fp32", type=("fp32", "bf16"), commands=Command.MODEL)
@@ -239,10 +241,10 @@ class AdapterSettings:
     peft_config: Path | None = option(None, "FILE", commands=Command.MODEL, fixed=True)
     """An adapter_config.json of peft (or its directory): rsLoRA, DoRA, LoHa, LoKr, IA3,
     modules_to_save, trainable_token_indices."""
-    adapter: Path | None = option(None, "DIR", commands=Command.MODEL, fixed=True)
+    adapter: Path | None = option(None, "DIR", commands=Command.SOURCE, fixed=True)
     """Directory of saved peft adapters to train further, with their method, rank, alpha, dropout, and targets."""
     frozen_dtype: str | None = option(None, type=("checkpoint", "int8", "nf4", "plain"), commands=Command.MODEL)
-    merge: bool = option(False)
+    merge: bool = option(False, commands=Command.RUN | Command.EXPORT)
     """Also write the model with the adapters merged into it."""
 
 

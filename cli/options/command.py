@@ -23,6 +23,8 @@ COMMANDS = {
     "check": "Inspect this machine and its drives for potential problems; with --model, prove that it is exact.",
     "profile": "Measure this machine with a model; with --nodes, the cluster, and write a file for --cluster.",
     "verify": "Check that what runs have in DIR (as --ssd, or --output) is what was written.",
+    "export": "Write the checkpoint of a run's last committed step, or merge --adapter into --model.",
+    "evaluate": "Compute the loss of a model, or of --adapter on it, on data.",
     "demo": "Teach a small chat model who it is (downloads 92 MB, once; offline, random weights are trained).",
 }
 """Commands, and what they do."""

@@ -60,6 +60,9 @@ class Command(Flag):
     STEP = RUN | PROFILE
     MODEL = STEP | CHECK
     ALL = MODEL | VERIFY | EXPORT | EVALUATE | DEMO
+    SOURCE = MODEL | EXPORT | EVALUATE
+    """Commands that read a model."""
+    SHAPE = STEP | EVALUATE
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,89 @@
+"""Evaluate a model on data, and merge adapters into a model: no training, and no store that stays."""
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+
+from cli.job.machine import with_dtype
+from cli.job.resolve import prepare, quiet_transformers
+from cli.options.settings import Settings
+from cli.train.engine_trainer import EngineTrainer, engine_options
+from common.activity import activity
+from common.errors import UserError
+from common.hardware.machine import memory_available_bytes
+from common.models.adapters.options import SavedAdapter
+from common.models.checkpoint.sources import WeightSource
+from common.models.meta_model import build_meta_model
+from common.models.presets import load_config
+from common.store.directories import DirectoryLock
+from fuyou import Engine
+from fuyou.checkpoint.export import StoreExporter
+from fuyou.layout.frozen_weights import FrozenDtype
+from fuyou.layout.record import Precision, Record
+from fuyou.model.open_model import OpenModel
+
+
+def run_evaluate(settings: Settings) -> None:
+    """Print the loss of a model, with its ``--adapter``, on all of the data; weights are streamed from the drives."""
+    if not (settings.model and settings.data):
+        raise UserError("Give the model and the data to evaluate it on: finetune evaluate --model DIR --data FILE.")
+    quiet_transformers()
+    with ExitStack() as stack:
+        drives = [stack.enter_context(TemporaryDirectory(prefix="evaluate-", dir=path)) for path in settings.ssd or "."]
+        trained: dict[str, Any] = {
+            "data": (),
+            "eval_data": settings.data,
+            "save": False,
+            "steps": 1,
+            "output": Path(drives[0]),
+        }
+        with activity("preparing the model and the data", announced=True):
+            job = prepare(replace(settings, ssd=(), **trained))
+        options = engine_options(job)
+        if settings.adapter is None:  # something has to be trainable, and costs least if it is small
+            parameters = dict(build_meta_model(load_config(settings.model)[0]).named_parameters())
+            options["trainable"] = [min(parameters, key=lambda name: parameters[name].numel())]
+        shape = (job.rows, job.seq_len)
+        with activity("writing the weights to the drives", announced=True):
+            engine = stack.enter_context(Engine(**options, ssd=drives, device=job.device, batch_shape=shape))
+        assert job.held_out is not None
+        with activity("evaluating", announced=True):
+            result = EngineTrainer(job, engine).evaluate(job.held_out)
+        print(f"data     {job.held_out.description}\neval     {result}", flush=True)
+        job.close()
+
+
+@dataclass(frozen=True)
+class _AdaptedWeights:
+    """Reads the weights of a checkpoint and of saved adapters, where a run reads those of its store."""
+
+    source: WeightSource
+
+    def block_weights(self, records: Sequence[Record]) -> dict[str, torch.Tensor]:
+        return dict(self.source.read([slot.name for record in records for slot in record.parameters]))
+
+
+def merge_adapter(settings: Settings) -> None:
+    """Write the checkpoint of ``--model`` with ``--adapter`` merged into it to ``--output``, block by block."""
+    quiet_transformers()
+    settings, output = with_dtype(settings), settings.output_directory
+    config, checkpoint = load_config(settings.model)
+    if checkpoint is None or settings.adapter is None:
+        raise UserError(f"{settings.model} is a preset of random weights: give the model that --adapter was made for.")
+    if (output / "config.json").exists() and not settings.overwrite:
+        raise UserError(f"{output} holds a checkpoint already: give another --output, or add --overwrite.")
+    saved, precision = SavedAdapter(settings.adapter), Precision.named(settings.dtype, "fp32")
+    with activity(f"writing the checkpoint to {output}", announced=True):
+        device, plain = torch.device("cpu"), FrozenDtype.PLAIN
+        model = OpenModel(config, precision, device, saved.config(), frozen=plain, checkpoint=checkpoint, saved=saved)
+        reader: Any = _AdaptedWeights(model.weights())
+        output.mkdir(parents=True, exist_ok=True)
+        with DirectoryLock([output]):
+            exporter = StoreExporter(model, reader, model.shape, checkpoint, memory_available_bytes() // 2)
+            exporter.checkpoint(output, precision.dtype)
+    print(f"saved    {output}, for {model.task_type.auto_class}.from_pretrained", flush=True)

@@ -1,0 +1,81 @@
+"""``finetune evaluate`` and ``finetune export``, against transformers and peft in memory."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.cli.conftest import Finetune
+from tests.helpers.command.messages import check
+
+FP32 = ("--dtype", "fp32")
+
+
+@pytest.fixture(scope="module")
+def adapter(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Adapters that change what the model says, saved by peft."""
+    directory = tmp_path_factory.mktemp("adapter")
+    model = get_peft_model(
+        AutoModelForCausalLM.from_pretrained(checkpoint), LoraConfig(r=4, target_modules=["q_proj", "down_proj"])
+    )
+    torch.manual_seed(1)
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    model.save_pretrained(directory)
+    return directory
+
+
+@pytest.mark.parametrize("adapted", [False, True])
+def test_the_loss_is_that_of_a_plain_loop(
+    adapted: bool, finetune: Finetune, checkpoint: Path, adapter: Path, tmp_path: Path
+) -> None:
+    texts = [f"{number} and {number * number} are numbers" for number in range(5)]
+    file = tmp_path / "texts.jsonl"
+    file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    words = ("--adapter", adapter) if adapted else ()
+    shape = ("--seq-len", 64, "--batch-size", 2)
+    done = finetune("evaluate", "--model", checkpoint, "--data", file, "--gpu", "cpu", *FP32, *shape, *words)
+    assert done.status == 0, done.err
+
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(checkpoint), AutoTokenizer.from_pretrained(checkpoint)
+    model = (PeftModel.from_pretrained(model, str(adapter)) if adapted else model).eval()
+    total, count = 0.0, 0
+    for text in texts:
+        ids = torch.tensor([[*tokenizer(text)["input_ids"], tokenizer.eos_token_id]])
+        with torch.no_grad():
+            total += float(model(input_ids=ids, labels=ids).loss) * (ids.numel() - 1)
+        count += ids.numel() - 1
+    shown = re.search(r"^eval     loss ([\d.]+), perplexity [\d.]+ over ([\d,]+) tokens$", done.out, re.MULTILINE)
+    assert shown is not None, done.out
+    assert float(shown[1]) == pytest.approx(total / count, abs=1e-4)
+    assert int(shown[2].replace(",", "")) == count
+    assert [path.name for path in tmp_path.iterdir()] == [file.name], "nothing is left"
+
+
+def test_adapters_are_merged_without_a_run(finetune: Finetune, checkpoint: Path, adapter: Path, tmp_path: Path) -> None:
+    words = ("export", "--model", checkpoint, "--adapter", adapter, "--output", tmp_path / "merged", *FP32)
+    done = finetune(*words)
+    assert done.status == 0, done.err
+    plain = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(checkpoint), str(adapter))
+    wanted = plain.merge_and_unload().state_dict()
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").state_dict()
+    assert merged.keys() == wanted.keys()
+    assert all(torch.equal(merged[name], wanted[name]) for name in wanted)
+    assert AutoTokenizer.from_pretrained(tmp_path / "merged")("one") == AutoTokenizer.from_pretrained(checkpoint)("one")
+    check(finetune(*words), 2, "holds a checkpoint already", "--overwrite")
+    check(finetune("export", "--model", "llama-10m", "--adapter", adapter, "--output", "x"), 2, "random weights")
+
+
+def test_the_checkpoint_of_a_run_from_its_output_alone(finetune: Finetune, checkpoint: Path, tmp_path: Path) -> None:
+    run = ("--model", checkpoint, "--gpu", "cpu", "--steps", 1, "--batch-size", 2, "--seq-len", 16, "--lr", "1e-3")
+    assert finetune(*run, "--output", tmp_path / "saved").status == 0
+    assert finetune(*run, "--output", tmp_path / "kept", "--no-save").status == 0
+    done = finetune("export", "--output", tmp_path / "kept")
+    assert done.status == 0 and "as step 1 of 1 left it" in done.out, done.err
+    saved, exported = (AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("saved", "kept"))
+    assert all(torch.equal(value, exported.state_dict()[name]) for name, value in saved.state_dict().items())
