@@ -233,6 +233,8 @@ class Encoder:
             held = example if isinstance(example, PlainText) and not example.ends else None
             if held is None:
                 yield example
+        if held is not None:  # a prompt, which nothing follows
+            yield held
 
     def _tokenize(self, texts: list[str]) -> list[list[int]]:
         # Not verbose: documents longer than the model's context are cut later, which is no news.
