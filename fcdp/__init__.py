@@ -10,8 +10,7 @@ if getattr(common, "PROJECT", None) != "fuyou":
     )
 
 from fcdp.cache.staleness import StaleCacheError
-from fcdp.replacement import Replacement, replace_fsdp2
-from fcdp.shard import fully_shard, install, sharding
+from fcdp.shard import Replacement, fully_shard, install, replace_fsdp2, sharding
 from fcdp.sharding import Sharding
 from fcdp.strategy.strategy import Strategy
 from fcdp.strategy.topology import Topology

@@ -5,7 +5,6 @@ The names below are the same from PyTorch 2.11 to 2.13; until 2.12.0 a module ha
 from collections.abc import Iterable
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -38,23 +37,23 @@ def managed_parameters(modules: Iterable[nn.Module]) -> set[int]:
 def find_groups(model: nn.Module) -> list[ParameterGroup]:
     """Return the groups of ``model`` in the order of its modules, except of modules with several, whose collectives
     cannot be replaced."""
-    found: dict[int, ParameterGroup] = {}
+    by_id: dict[int, ParameterGroup] = {}
     unit, outer = 0, "."
     for name, module in model.named_modules():
         groups = param_groups(module)
-        if len(groups) == 1 and id(groups[0]) not in found:
+        if len(groups) == 1 and id(groups[0]) not in by_id:
             if not name.startswith(outer):
                 unit, outer = unit + 1, f"{name}." if name else outer
-            found[id(groups[0])] = group = read(groups[0], name or "root")
+            by_id[id(groups[0])] = group = read(groups[0], name or "root")
             group.unit = unit
     if groups := param_groups(model):
-        found[id(groups[0])].unit = unit + 1  # the root's are used until the end
-    return list(found.values())
+        by_id[id(groups[0])].unit = unit + 1  # the root's are used until the end
+    return list(by_id.values())
 
 
 def read(fsdp: Any, name: str) -> ParameterGroup:
     """Return what there is to know of FSDP2's group ``fsdp``."""
-    places = [(one._module_info.module, one._module_info.param_name) for one in fsdp.fsdp_params]
+    places = [(sharded._module_info.module, sharded._module_info.param_name) for sharded in fsdp.fsdp_params]
     return measure(ParameterGroup(name, list(fsdp.modules), places, 0), fsdp)
 
 
@@ -63,8 +62,8 @@ def measure(group: ParameterGroup, fsdp: Any = None) -> ParameterGroup:
     fsdp = fsdp or param_groups(group.modules[0])[0]
     policy, dtypes = fsdp.mp_policy, set()
     group.cell_numel = group.cell_bytes = group.reduced_cell_bytes = 0
-    for one in fsdp.fsdp_params:
-        parameter, elements = one.sharded_param, one._sharded_param_data.numel()
+    for sharded in fsdp.fsdp_params:
+        parameter, elements = sharded.sharded_param, sharded._sharded_param_data.numel()
         dtype = (parameter.is_floating_point() and policy.param_dtype) or parameter.dtype
         dtypes.add(dtype)
         group.cell_numel += elements
@@ -105,5 +104,5 @@ def divide_factor(group: ParameterGroup) -> float | None:
 
 def versions(group: ParameterGroup) -> list[tuple[int, int]]:
     """Return where the rank's part of each parameter lies, and how often autograd has seen it written to."""
-    parts: list[torch.Tensor] = [one._sharded_param_data for one in param_groups(group.modules[0])[0].fsdp_params]
+    parts = [each._sharded_param_data for each in param_groups(group.modules[0])[0].fsdp_params]
     return [(part.data_ptr(), -1 if part.is_inference() else part._version) for part in parts]

@@ -113,7 +113,7 @@ def split_units(units: list[Unit], adapters: AdapterGroups) -> list[ParameterGro
     in_blocks = units[:-1]
 
     if adapters == "model":
-        mixed = [unit for unit in in_blocks if _is_mixed(unit.module)]
+        mixed = [unit for unit in in_blocks if len({p.requires_grad for p in unit.module.parameters()}) == 2]
         owners = [owner for unit in mixed for owner in _trainable_owners(unit.module)]
         if owners:
             first = min(units.index(unit) for unit in mixed)
@@ -129,14 +129,16 @@ def split_modules(
     """Return the groups of what ``modules`` hold and is not in ``claimed``, which grows: one, or up to three if
     mixed."""
     groups = []
-    owners = [owner for module in modules for owner in _trainable_owners(module) if _has_trainable(owner, claimed)]
+    owners = [
+        owner
+        for module in modules
+        for owner in _trainable_owners(module)
+        if any(parameter.requires_grad and id(parameter) not in claimed for parameter in owner.parameters())
+    ]
     left = (parameter for module in modules for parameter in module.parameters() if id(parameter) not in claimed)
     if owners and any(not parameter.requires_grad for parameter in left):
         groups += _mixed_groups(name, owners, claimed, unit, model)
-    places = _unclaimed(modules, claimed)
-    if places:
-        groups.append(_claim(ParameterGroup(name, modules, places, unit), claimed))
-    return groups
+    return groups + _claim(name, modules, modules, claimed, unit)
 
 
 def whole_units(units: list[Unit]) -> list[ParameterGroup]:
@@ -144,9 +146,7 @@ def whole_units(units: list[Unit]) -> list[ParameterGroup]:
     claimed: set[int] = set()
     groups = []
     for index, unit in enumerate(units):
-        places = _unclaimed([unit.module], claimed)
-        if places:
-            groups.append(_claim(ParameterGroup(unit.name or "root", [unit.module], places, index), claimed))
+        groups += _claim(unit.name or "root", [unit.module], [unit.module], claimed, index)
     return groups
 
 
@@ -155,7 +155,6 @@ def _mixed_groups(
 ) -> list[ParameterGroup]:
     """Return a group of what ``owners`` hold, after a group of the frozen modules below them and the modules tied to
     these, which ``fully_shard`` would take into the first one otherwise."""
-    groups = []
     below = [
         module
         for owner in owners
@@ -164,12 +163,8 @@ def _mixed_groups(
     ]
     below = [module for module in below if _unclaimed([module], claimed)]
     below += [holder for module in below for holder in _sharing(module, model) if holder not in below]
-    if below:
-        places = _unclaimed(below, claimed)
-        groups.append(_claim(ParameterGroup(f"{name}/frozen", _outermost(below), places, unit), claimed))
-    if places := _unclaimed(owners, claimed):
-        groups.append(_claim(ParameterGroup(f"{name}/trainable", _outermost(owners), places, unit), claimed))
-    return groups
+    groups = _claim(f"{name}/frozen", below, _outermost(below), claimed, unit)
+    return groups + _claim(f"{name}/trainable", owners, _outermost(owners), claimed, unit)
 
 
 def _trainable_owners(module: nn.Module) -> list[nn.Module]:
@@ -186,16 +181,8 @@ def _trainable_owners(module: nn.Module) -> list[nn.Module]:
 
 def _sharing(module: nn.Module, model: nn.Module) -> list[nn.Module]:
     """Return other modules that own a parameter that ``module`` owns, too."""
-    own = {id(parameter) for parameter in _own(module).values()}
-    return [m for m in model.modules() if m is not module and own & {id(parameter) for parameter in _own(m).values()}]
-
-
-def _has_trainable(module: nn.Module, claimed: set[int]) -> bool:
-    return any(parameter.requires_grad and id(parameter) not in claimed for parameter in module.parameters())
-
-
-def _is_mixed(module: nn.Module) -> bool:
-    return len({parameter.requires_grad for parameter in module.parameters()}) == 2
+    ids = {id(parameter) for parameter in _own(module).values()}
+    return [m for m in model.modules() if m is not module and ids & {id(parameter) for parameter in _own(m).values()}]
 
 
 def _own(module: nn.Module) -> dict[str, nn.Parameter]:
@@ -215,10 +202,17 @@ def _unclaimed(modules: list[nn.Module], claimed: set[int]) -> list[tuple[nn.Mod
     return places
 
 
-def _claim(group: ParameterGroup, claimed: set[int]) -> ParameterGroup:
+def _claim(
+    name: str, modules: list[nn.Module], holders: list[nn.Module], claimed: set[int], unit: int
+) -> list[ParameterGroup]:
+    """Return a group of what ``modules`` hold and no group has yet, which it claims; none if they hold nothing."""
+    places = _unclaimed(modules, claimed)
+    if not places:
+        return []
+    group = ParameterGroup(name, holders, places, unit)
     claimed.update(id(parameter) for parameter in group.registered())
     group.had_trainable = group.trainable
-    return group
+    return [group]
 
 
 def _outermost(modules: list[nn.Module]) -> list[nn.Module]:
@@ -237,11 +231,11 @@ def _outermost_list_elements(module: nn.Module) -> Iterator[nn.Module]:
 
 def _embedding_and_head(model: nn.Module) -> tuple[nn.Module | None, nn.Module | None]:
     """Return embedding and head of a Hugging Face model; None where it has none, or for another model."""
-    found: list[nn.Module | None] = []
+    pair: list[nn.Module | None] = []
     for method in ("get_input_embeddings", "get_output_embeddings"):
         try:
             module = getattr(model, method)()
         except (AttributeError, NotImplementedError):
             module = None
-        found.append(module if isinstance(module, nn.Module) else None)
-    return found[0], found[1]
+        pair.append(module if isinstance(module, nn.Module) else None)
+    return pair[0], pair[1]

@@ -1,4 +1,4 @@
-"""Entry points: ``fully_shard`` with FSDP2's signature, ``fully_shard`` for a whole model, and ``install``.
+"""Entry points: ``fully_shard`` with FSDP2's signature, or for a whole model; ``install``; and ``replace_fsdp2``.
 
 Module by module, as FSDP2's, with collectives installed at the first forward pass::
 
@@ -18,30 +18,38 @@ Or at once, with a strategy, and one more line under gradient accumulation::
         optimizer.step()
         optimizer.zero_grad()
 
+Or in a program of others, such as accelerate, transformers' ``Trainer``, TRL, or torchtitan, which shard a model with
+the function that they import from PyTorch::
+
+    fcdp.replace_fsdp2()
+    trainer = SFTTrainer(...)
+    trainer.train()
+
 FSDP2 shards over OS's ranks. A custom all-gather per group spreads, gathers and caches parameters; a custom
 reduce-scatter reduces gradients, where OS is not sharded an all-reduce hook. Where P is not sharded, FSDP2 reshards
 only after the optimizer's step, and frozen parameters never."""
 
 import dataclasses
-from collections.abc import Sequence
+import functools
+import importlib
+import sys
 from dataclasses import dataclass
-from typing import Any, TypeVar, cast, overload
+from types import ModuleType
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as fsdp2_fully_shard
 from torch.utils.hooks import RemovableHandle
 
 from common.errors import UserError
 from fcdp import fsdp2
-from fcdp.cache.placement import DeviceMemory
-from fcdp.grouping import AdapterGroups, ParameterGroup, Unit, find_units, split_modules, split_units, whole_units
+from fcdp.cache.cached_shards import DeviceMemory
+from fcdp.grouping import AdapterGroups, ParameterGroup, find_units, split_modules, split_units, whole_units
 from fcdp.sharding import ATTRIBUTE, Sharding
-from fcdp.strategy.names import AUTO, parse_strategy
-from fcdp.strategy.routes import Routes
-from fcdp.strategy.strategy import Strategy
+from fcdp.strategy.strategy import AUTO, Routes, Strategy, parse_strategy
 from fcdp.strategy.topology import Topology
 
 Model = TypeVar("Model", bound="nn.Module | list[nn.Module]")
@@ -54,25 +62,6 @@ class _Pending:
 
     hook: RemovableHandle  # the hook that installs
     strategy: Strategy | str  # what it installs, should the module be the root
-
-
-@overload
-def fully_shard(
-    module: Model,
-    *,
-    mesh: DeviceMesh | None = ...,
-    reshard_after_forward: bool | int | None = ...,
-    shard_placement_fn: Any = ...,
-    mp_policy: MixedPrecisionPolicy = ...,
-    offload_policy: OffloadPolicy = ...,
-    ignored_params: set[nn.Parameter] | None = ...,
-    strategy: Strategy | str = ...,
-    **more: Any,
-) -> Model: ...
-
-
-@overload
-def fully_shard(module: Model, topology: Topology, strategy: Strategy | str = ..., **options: Any) -> Model: ...
 
 
 def fully_shard(
@@ -90,7 +79,7 @@ def fully_shard(
     Args:
         module: module to shard; without a topology also a list of modules that form one group, as for FSDP2.
         topology: the ranks, and which of them share a node.
-        strategy: a strategy, or what :func:`fcdp.strategy.names.parse_strategy` reads; see :func:`install`.
+        strategy: a strategy, or what :func:`fcdp.strategy.strategy.parse_strategy` reads; see :func:`install`.
         options: without a topology FSDP2's arguments; with one those of :func:`shard_whole_model` and :func:`install`.
 
     Raises:
@@ -149,9 +138,9 @@ def install(
     for module in model.modules():
         if (pending := module.__dict__.pop(_PENDING, None)) is not None:
             pending.hook.remove()
-    found = fsdp2.find_groups(model)
-    topology = topology or Topology.from_mesh(mesh or _mesh_of_most(found))
-    groups = [group for group in found if fsdp2.shard_ranks(group) == topology.ranks]
+    sharded = fsdp2.find_groups(model)
+    topology = topology or Topology.from_mesh(mesh or _mesh_of_most(sharded))
+    groups = [group for group in sharded if fsdp2.shard_ranks(group) == topology.ranks]
     if not groups:
         raise UserError(f"No parameter of this {type(model).__name__} is sharded over the ranks {topology.ranks}.")
     routes = _routes(strategy, topology)
@@ -163,7 +152,8 @@ def install(
         )
     for group in groups:
         # What FSDP2 decides for its root at the first forward pass is wanted now.
-        if routes.keeps_gathered or (model in group.modules and _reshards_by_default(model)):
+        by_default = model in group.modules and cast(Any, model)._get_fsdp_state()._auto_reshard_after_forward
+        if routes.keeps_gathered or by_default:
             group.holder.set_reshard_after_forward(False, recurse=False)
             group.kept_after_forward = True
     return _install(model, topology, routes, groups, device_cache_threshold, host_cache_bytes, device_memory)
@@ -171,12 +161,12 @@ def install(
 
 def sharding(model: nn.Module) -> Sharding:
     """Return the :class:`Sharding` of a model that :func:`fully_shard` has sharded, or :func:`install` changed."""
-    found = getattr(model, ATTRIBUTE, None)
-    if found is None and _PENDING in model.__dict__:
-        found = install(model, strategy=model.__dict__[_PENDING].strategy)
-    if not isinstance(found, Sharding):
+    state = getattr(model, ATTRIBUTE, None)
+    if state is None and _PENDING in model.__dict__:
+        state = install(model, strategy=model.__dict__[_PENDING].strategy)
+    if not isinstance(state, Sharding):
         raise UserError(f"This {type(model).__name__} was not sharded with fcdp.fully_shard.")
-    return found
+    return state
 
 
 _CACHE_OPTIONS = ("device_cache_threshold", "host_cache_bytes", "device_memory")
@@ -209,13 +199,8 @@ def _shard_module(module: Model, strategy: Strategy | str, options: dict[str, An
         if group.modules != modules:
             fsdp2_fully_shard(cast(Any, group.modules), **options)
     result = fsdp2_fully_shard(cast(Any, module), **options)
-    _install_at_first_forward(modules, strategy)
-    return cast(Model, result)
 
-
-def _install_at_first_forward(modules: Sequence[nn.Module], strategy: Strategy | str) -> None:
-    """Have the root, the first FSDP2 module to run forward, get its collectives before it does."""
-
+    # The root, the first FSDP2 module to run forward, gets its collectives before it does.
     @torch.compiler.disable
     def before_forward(module: nn.Module, args: Any) -> None:
         if fsdp2.find_groups(module):
@@ -223,9 +208,10 @@ def _install_at_first_forward(modules: Sequence[nn.Module], strategy: Strategy |
         else:  # it has no parameters, or none that anyone may gather for FSDP2
             module.__dict__.pop(_PENDING).hook.remove()
 
-    for module in modules:
-        hook = module.register_forward_pre_hook(before_forward, prepend=True)
-        setattr(module, _PENDING, _Pending(hook, strategy))
+    for each in modules:
+        hook = each.register_forward_pre_hook(before_forward, prepend=True)
+        setattr(each, _PENDING, _Pending(hook, strategy))
+    return cast(Model, result)
 
 
 def _mesh_of_most(groups: list[ParameterGroup]) -> DeviceMesh:
@@ -240,10 +226,6 @@ def _mesh_of_most(groups: list[ParameterGroup]) -> DeviceMesh:
     if not sizes:
         raise UserError("No parameter of this model is sharded by FSDP2 in a group that is the only one of its module.")
     return meshes[max(sizes, key=lambda ranks: sizes[ranks])]
-
-
-def _reshards_by_default(model: nn.Module) -> bool:
-    return bool(cast(Any, model)._get_fsdp_state()._auto_reshard_after_forward)
 
 
 def check_strategy(strategy: Strategy | str) -> Strategy:
@@ -292,7 +274,11 @@ def shard_whole_model(
     # Frozen and trainable parameters are gathered apart where something of them is cached from step to step.
     apart = routes.layout.p.shards < routes.shards
     groups = split_units(units, adapter_groups) if apart else whole_units(units)
-    policy = _explicit(mp_policy or MixedPrecisionPolicy(), model)
+    policy = mp_policy or MixedPrecisionPolicy()
+    if policy.reduce_dtype is None:
+        dtypes = {parameter.dtype for parameter in model.parameters() if parameter.requires_grad}
+        dtype = policy.param_dtype or (dtypes.pop() if len(dtypes) == 1 else None)
+        policy = dataclasses.replace(policy, reduce_dtype=dtype)
     mesh = topology.shard_mesh(routes.shards)
     for group in groups:
         unit = units[group.unit]
@@ -303,25 +289,56 @@ def shard_whole_model(
     if not isinstance(model, FSDPModule):  # every parameter is in some unit, and the root holds none itself
         fsdp2_fully_shard(model, mesh=mesh, mp_policy=policy)
     if topology.device.type == "cpu" and routes.shards > 1:
-        _prefetch_forward(units, groups)
+        # The next unit is gathered while a unit computes, as FSDP2 does on CUDA by running ahead.
+        by_unit: list[list[FSDPModule]] = [[] for _ in units]
+        for group in groups:
+            by_unit[group.unit].append(group.holder)
+        for index, unit in enumerate(units[:-1]):
+            following = next((later for later in by_unit[index + 1 : -1] if later), [])
+            if isinstance(unit.module, FSDPModule) and following:
+                unit.module.set_modules_to_forward_prefetch(following)
     return groups
 
 
-def _explicit(policy: MixedPrecisionPolicy, model: nn.Module) -> MixedPrecisionPolicy:
-    """Return ``policy`` with an explicit ``reduce_dtype``."""
-    if policy.reduce_dtype is not None:
-        return policy
-    dtypes = {parameter.dtype for parameter in model.parameters() if parameter.requires_grad}
-    dtype = policy.param_dtype or (dtypes.pop() if len(dtypes) == 1 else None)
-    return dataclasses.replace(policy, reduce_dtype=dtype)
+# Others import ``fully_shard`` from these. The rest of PyTorch keeps its function.
+_WAYS_IN = ("torch.distributed.fsdp", "torch.distributed._composable.fsdp")
 
 
-def _prefetch_forward(units: list[Unit], groups: list[ParameterGroup]) -> None:
-    """Have the next unit gathered while a unit computes, as FSDP2 does on CUDA by running ahead."""
-    by_unit: list[list[FSDPModule]] = [[] for _ in units]
-    for group in groups:
-        by_unit[group.unit].append(group.holder)
-    for index, unit in enumerate(units[:-1]):
-        following = next((later for later in by_unit[index + 1 : -1] if later), [])
-        if isinstance(unit.module, FSDPModule) and following:
-            unit.module.set_modules_to_forward_prefetch(following)
+class Replacement:
+    """What :func:`replace_fsdp2` has replaced, until :meth:`undo` or the end of a ``with`` block."""
+
+    def __init__(self, ours: Any):
+        modules: list[Any] = [importlib.import_module(name) for name in _WAYS_IN]
+        modules += [
+            module
+            for name, module in sorted(sys.modules.items())
+            if isinstance(module, ModuleType) and name.split(".")[0] not in ("torch", "fcdp")
+        ]
+        self._replaced = [
+            (module, name) for module in modules for name, value in vars(module).items() if value is fsdp2_fully_shard
+        ]
+        for module, name in self._replaced:
+            setattr(module, name, ours)
+
+    def undo(self) -> None:
+        """Put PyTorch's function back where it was. What has been sharded meanwhile stays as it is."""
+        for module, name in self._replaced:
+            setattr(module, name, fsdp2_fully_shard)
+        self._replaced.clear()
+
+    def __enter__(self) -> "Replacement":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.undo()
+
+
+def replace_fsdp2(strategy: Strategy | str = "fcdp") -> Replacement:
+    """Have everyone who shards with FSDP2 from now on get :func:`fcdp.fully_shard` instead.
+
+    It is replaced in PyTorch and in all modules that have imported it. Models are FSDP2 models, and communicate by
+    ``strategy``, one that :func:`fcdp.install` takes, from their first forward pass on."""
+    check_strategy(strategy)
+    ours: Any = functools.partial(fully_shard, strategy=strategy)
+    functools.update_wrapper(ours, fully_shard)
+    return Replacement(ours)

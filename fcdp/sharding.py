@@ -10,16 +10,23 @@ from common.communication import all_gather_object, run_on_all_ranks
 from common.errors import FinetuneError
 from common.units import format_bytes
 from fcdp import fsdp2
-from fcdp.cache.host_cache import CacheEntry, CopyStreams, HostCache
-from fcdp.cache.placement import AdaptivePlacement, AlwaysOnDevice, DeviceMemory, all_cached, fit_into
+from fcdp.cache.cached_shards import (
+    AdaptivePlacement,
+    AlwaysOnDevice,
+    CacheEntry,
+    CopyStreams,
+    DeviceMemory,
+    HostCache,
+    all_cached,
+    fit_into,
+)
 from fcdp.cache.staleness import OptimizerHooks, StalenessCheck
 from fcdp.comms.all_gather import CachedShard, GatherLevels, StagedAllGather
 from fcdp.comms.levels import make_levels
 from fcdp.comms.rank_level import CommLevel
 from fcdp.comms.reduce_scatter import MicroBatches, ReduceLevels, StagedReduction
 from fcdp.grouping import ParameterGroup, gathered_again
-from fcdp.strategy.routes import Axis, Routes
-from fcdp.strategy.strategy import Format, Strategy
+from fcdp.strategy.strategy import Axis, Format, Routes, Strategy
 from fcdp.strategy.topology import Purpose, Topology
 from fcdp.traffic import Traffic
 
@@ -154,20 +161,12 @@ class Sharding:
             replicate=self._levels(routes.replicate, "reduce"),
             gather_back=self._levels(routes.replicate, "gather")[::-1],
         )
-        place = topology.rank % routes.shards, routes.shards
+        index = topology.rank % routes.shards, routes.shards
         for group in self.groups:
             reduction = StagedReduction(group, reductions, topology.rank // routes.shards, self._micro_batches)
             if routes.shards > 1:
-                gather = StagedAllGather(
-                    group,
-                    place,
-                    gathers,
-                    cached.get(group),
-                    secondary.get(group),
-                    streams,
-                    self._staleness,
-                    self.traffic,
-                )
+                shards = cached.get(group), secondary.get(group)
+                gather = StagedAllGather(group, index, gathers, *shards, streams, self._staleness, self.traffic)
                 self._gathers.append(gather)
                 group.holder.set_custom_all_gather(cast(Any, gather))
                 group.holder.set_custom_reduce_scatter(cast(Any, reduction))
@@ -191,12 +190,15 @@ class Sharding:
     ) -> tuple[dict[ParameterGroup, CachedShard], dict[ParameterGroup, CachedShard]]:
         """Return the cached shards of P and those of the secondary partition, by group, with memory for each."""
         device = self.topology.device
-        chosen = fit_into(self._smallest(host_cache_bytes), all_cached(self.routes, self.groups))
+        ranks = self.topology.mesh.get_group()
+        budgets = [nbytes for nbytes in all_gather_object(host_cache_bytes, ranks) if nbytes is not None]
+        # Every rank must cache the same groups.
+        chosen = fit_into(min(budgets, default=None), all_cached(self.routes, self.groups))
 
         def allocate() -> None:
-            self._cache = HostCache([one.nbytes for one in chosen if one.in_host], device)
+            self._cache = HostCache([each.nbytes for each in chosen if each.in_host], device)
 
-        run_on_all_ranks(allocate, self.topology.mesh.get_group())  # who finds no memory would leave others waiting
+        run_on_all_ranks(allocate, ranks)  # who finds no memory would leave others waiting
         cache = self._cache
         assert cache is not None
         self.host_cache_bytes = cache.nbytes
@@ -204,27 +206,32 @@ class Sharding:
         self._placement = AdaptivePlacement((device_memory or DeviceMemory.of(device)) if adaptive else None, threshold)
         cached: dict[ParameterGroup, CachedShard] = {}
         secondary: dict[ParameterGroup, CachedShard] = {}
-        for one in chosen:
-            host = cache.allocate(one.nbytes) if one.in_host else None
-            placement = self._placement if one.in_host else AlwaysOnDevice()
-            entry = CacheEntry(one.nbytes, host, streams, placement, self.traffic)
-            (secondary if one.is_secondary else cached)[one.group] = CachedShard(one.block, entry, one.bits)
+        for each in chosen:
+            host = cache.allocate(each.nbytes) if each.in_host else None
+            placement = self._placement if each.in_host else AlwaysOnDevice()
+            entry = CacheEntry(each.nbytes, host, streams, placement, self.traffic)
+            (secondary if each.is_secondary else cached)[each.group] = CachedShard(each.block, entry, each.bits)
         return cached, secondary
-
-    def _smallest(self, budget: int | None) -> int | None:
-        """Return the smallest of all ranks' budgets: every rank must cache the same groups."""
-        everywhere = all_gather_object(budget, self.topology.mesh.get_group())
-        return min((value for value in everywhere if value is not None), default=None)
 
     def before_forward(self) -> None:
         """Look what has changed since the last forward pass of the root. Called before each."""
-        self._adopt_thawed()
+        for group in self.groups:
+            if not group.had_trainable and group.trainable:  # FSDP2 reads the dtypes of gradients in ``unshard()``
+                group.had_trainable = True
+                group.holder.reshard()
+                group.holder.unshard()
+                group.holder.reshard()
+                self._set_reshard_after_backward()
         for group in self.groups:
             group.notice(fsdp2.versions(group))
         for gather in self._gathers:
             if gather.secondary is not None:  # a frozen prefix has no backward pass to use it
                 gather.secondary.consumed = True
-        self._drop_outdated()
+        for group in self.groups:
+            if group.dirty:  # what FSDP2 has kept gathered is from before a step, a load or ``invalidate()``
+                if not fsdp2.is_sharded(group):
+                    group.holder.reshard()
+                group.dirty = self.routes.shards > 1  # else no gather will say that it is clean
 
     def _set_reshard_after_backward(self) -> None:
         """Have FSDP2 reshard trainable parameters that P does not shard only after the last micro-batch."""
@@ -250,21 +257,3 @@ class Sharding:
     def _after_step(self) -> None:
         if self._placement is not None:
             self._placement.end_step()
-
-    def _drop_outdated(self) -> None:
-        """Have FSDP2 gather again what it has kept gathered since before a step, a load or ``invalidate()``."""
-        for group in self.groups:
-            if group.dirty:
-                if not fsdp2.is_sharded(group):
-                    group.holder.reshard()
-                group.dirty = self.routes.shards > 1  # else no gather will say that it is clean
-
-    def _adopt_thawed(self) -> None:
-        """Have FSDP2 read the dtypes of gradients again, in ``unshard()``, of groups that are no longer frozen."""
-        for group in self.groups:
-            if not group.had_trainable and group.trainable:
-                group.had_trainable = True
-                group.holder.reshard()
-                group.holder.unshard()
-                group.holder.reshard()
-                self._set_reshard_after_backward()

@@ -6,7 +6,7 @@ all labels of the batch, so they do not depend on the number of ranks, except fo
 import math
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -23,11 +23,9 @@ from common.memory.meter import PeakMeter
 from common.models.adapters.options import SavedAdapter
 from common.models.structure import decayed_parameters
 from common.randomness import seed_run
-from fcdp.checkpoint.export import export
 from fcdp.checkpoint.training_state import TrainingCheckpoints, TrainingProgress
-from fcdp.config import TrainerConfig
 from fcdp.model.forward import Forward
-from fcdp.model.model import ClusterModel
+from fcdp.model.model import ClusterModel, TrainerConfig
 from fcdp.strategy.topology import Topology
 from fuyou.model.loss.cross_entropy import cross_entropy
 from fuyou.model.loss.router_loss import RouterPass
@@ -75,7 +73,8 @@ class Trainer:
         self._nonfinite = NonFinitePolicy(config.on_nonfinite)
         self._device = topology.device
         self.cores = _pin_threads(topology)  # processors that this process was pinned to; None: it was not
-        self._meter = PeakMeter(_pids_of_node(topology))
+        pids = [pid for node, pid in all_gather_object((topology.node, os.getpid())) if node == topology.node]
+        self._meter = PeakMeter(lambda: pids)  # of this node's ranks
         if topology.local_rank == 0:
             self._meter.start()
         saved = SavedAdapter(adapters) if isinstance(adapters, str | os.PathLike) else None
@@ -141,7 +140,12 @@ class Trainer:
         try:
             skipped = self._nonfinite.should_skip_step(step, loss, norm, self.committed_step)
             if not skipped:
-                self._update(norm, lr)
+                coefficient = clip_coefficient(norm, self._options.max_grad_norm or math.inf)
+                if coefficient is not None:
+                    torch._foreach_mul_(self._gradients(), coefficient)
+                for group in self._optimizer.param_groups:
+                    group["lr"] = lr
+                self._optimizer.step()
         finally:
             self._optimizer.zero_grad()  # or the next step would add to it
         self.step_count = step
@@ -171,7 +175,7 @@ class Trainer:
                     router.add(0, output.router_logits or ())
                     self._forward.combine(router)
                 losses = router.losses(index, output.router_logits)
-                weights = [torch.full_like(one, world) for one in losses]  # of a mean over ranks, again
+                weights = [torch.full_like(each, world) for each in losses]  # of a mean over ranks, again
                 torch.autograd.backward([output.logits, *losses], [gradient, *weights])
         if router is None:
             return total, None
@@ -196,19 +200,10 @@ class Trainer:
         total, square, stops, all_sent = sums.tolist()
         return total, math.sqrt(square), stops > 0, all_sent
 
-    def _update(self, norm: float, lr: float) -> None:
-        """Clip the gradient, whose norm is ``norm``, and step."""
-        coefficient = clip_coefficient(norm, self._options.max_grad_norm or math.inf)
-        if coefficient is not None:
-            torch._foreach_mul_(self._gradients(), coefficient)
-        for group in self._optimizer.param_groups:
-            group["lr"] = lr
-        self._optimizer.step()
-
     def _gradients(self) -> list[torch.Tensor]:
         """Return this rank's part of every gradient."""
-        found = [parameter.grad for parameter in self._model.module.parameters() if parameter.grad is not None]
-        return [cast(DTensor, gradient).to_local() for gradient in found]
+        gradients = [parameter.grad for parameter in self._model.module.parameters() if parameter.grad is not None]
+        return [cast(DTensor, gradient).to_local() for gradient in gradients]
 
     @torch.no_grad()
     def eval_loss(self, batch: Mapping[str, torch.Tensor]) -> float:
@@ -236,8 +231,7 @@ class Trainer:
             merge: also write the model with the adapters merged into it, in a folder inside.
             allow_nonfinite: also export tensors that hold a NaN or an infinity.
         """
-        is_rank0 = self._topology.rank == 0
-        export(self._model, directory, merge=merge, allow_nonfinite=allow_nonfinite, is_rank0=is_rank0)
+        self._model.export(directory, merge, allow_nonfinite, self._topology.rank == 0)
 
     @property
     def strategy(self) -> str:
@@ -281,14 +275,12 @@ class Trainer:
 
 def _make_optimizer(model: ClusterModel, config: TrainerConfig) -> torch.optim.AdamW:
     """Return AdamW over what is trained, with moments of zero, which commits can be loaded into."""
-    groups: list[dict[str, Any]] = [
-        {"params": [], "weight_decay": config.weight_decay},
-        {"params": [], "weight_decay": 0.0},
-    ]
     decayed = decayed_parameters(model.module)
-    for name, parameter in model.trained():
-        groups[0 if name in decayed else 1]["params"].append(parameter)
-    groups = [group for group in groups if group["params"]]
+    groups: list[dict[str, Any]] = []
+    for decays in (True, False):
+        parameters = [parameter for name, parameter in model.trained() if (name in decayed) is decays]
+        if parameters:
+            groups.append({"params": parameters, "weight_decay": config.weight_decay if decays else 0.0})
     optimizer = torch.optim.AdamW(groups, betas=config.betas, eps=config.eps, fused=True)
     for _, parameter in model.trained():  # as AdamW would at its first step
         optimizer.state[parameter] = {
@@ -307,10 +299,3 @@ def _pin_threads(topology: Topology) -> tuple[int, ...] | None:
     if cores is not None:
         numa.pin(cores)
     return cores
-
-
-def _pids_of_node(topology: Topology) -> Callable[[], list[int]]:
-    """Return a function that gives the PIDs of the ranks of this node. Collective."""
-    everyone = all_gather_object((topology.node, os.getpid()))
-    pids = [pid for node, pid in everyone if node == topology.node]
-    return lambda: pids

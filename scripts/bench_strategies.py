@@ -34,7 +34,7 @@ from fcdp.planner import StrategyPlan, Workload, plan
 from fcdp.planner.collectives import MeasuredRates
 from fcdp.planner.profiling import measure_collectives, measure_computing
 from fcdp.strategy.mesh import Levels
-from fcdp.strategy.names import PARO, parse_strategy
+from fcdp.strategy.strategy import PARO, parse_strategy
 
 NAMED = ("ddp", "zero1", "zero2", "zero3", "hybrid", "zero++-exact", "fcdp", "fcdp-iig", "G/G/G+host+second")
 EVERY = (*NAMED, *(f"paro-{scopes.lower()}" for scopes in PARO))

@@ -24,8 +24,7 @@ from common.models.presets import load_config
 from fcdp.planner import Cluster, Engine, Estimate, StrategyPlan, Workload, estimate, load_cluster, plan
 from fcdp.planner.search import SAME, Objective, scopes_of
 from fcdp.strategy.mesh import Levels
-from fcdp.strategy.names import PARO, PRESETS, parse_strategy
-from fcdp.strategy.strategy import Strategy
+from fcdp.strategy.strategy import PARO, PRESETS, Strategy, parse_strategy
 
 sys.path.insert(0, str(Path(__file__).parent))
 

@@ -10,8 +10,7 @@ from fcdp.planner.collectives import MeasuredRates
 from fcdp.planner.profiling import profile_cluster
 from fcdp.planner.search import refusal
 from fcdp.strategy.mesh import Levels
-from fcdp.strategy.names import AUTO, parse_strategy
-from fcdp.strategy.strategy import Strategy
+from fcdp.strategy.strategy import AUTO, Strategy, parse_strategy
 from fcdp.strategy.topology import Topology, linked_gpus
 
 DEFAULT = "fcdp"  # Strategy of a single rank, and of runs that began before clusters were measured by default

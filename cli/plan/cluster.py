@@ -14,7 +14,7 @@ from common.units import format_bytes, format_count, format_seconds
 from fcdp.planner import Cluster, Estimate, StrategyPlan, Workload, bytes_per_node, plan
 from fcdp.planner.cluster import group_of, groups_across_leaves, node_order
 from fcdp.planner.search import refusal
-from fcdp.strategy.names import AUTO, parse_strategy
+from fcdp.strategy.strategy import AUTO, parse_strategy
 
 
 def plan_cluster(settings: Settings, batch_size: int | None) -> int:

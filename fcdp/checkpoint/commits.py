@@ -22,7 +22,6 @@ from common.store.manifest import sync_directory, write_sealed
 from fcdp.checkpoint.shard_files import (
     DTYPE_NAMES,
     MANIFEST,
-    CommitReader,
     Manifest,
     SavedFile,
     SavedTensor,
@@ -77,7 +76,17 @@ class ShardedCheckpoints:
             _make(incomplete)
 
         def finish() -> None:
-            manifest = _manifest(step, state, description, written)
+            files: dict[str, SavedFile] = {}
+            pieces: dict[str, list[TensorPiece]] = {name: [] for name in state}
+            for file, sizes, pieces_of_rank in filter(None, written):
+                files[file] = SavedFile(*sizes)
+                for name, saved in pieces_of_rank.items():
+                    pieces[name] += [TensorPiece(*piece) for piece in saved]
+            tensors = {}
+            for name, value in state.items():
+                in_order = tuple(sorted(pieces[name], key=lambda piece: piece.start))
+                tensors[name] = SavedTensor(DTYPE_NAMES[value.dtype], tuple(value.shape), in_order)
+            manifest = Manifest(incomplete, step, description, files, tensors)
             write_sealed(incomplete / MANIFEST, manifest.to_dict())  # syncs the folder: all files keep their names
             older = self._steps()
             with described("renaming", incomplete):
@@ -92,7 +101,7 @@ class ShardedCheckpoints:
 
     def load(self, manifest: Manifest, state: Mapping[str, torch.Tensor]) -> None:
         """Read a commit into the tensors of ``state``, however they are sharded. Collective."""
-        folder = self._folder(manifest.step)
+        folder = manifest.folder
 
         def read() -> None:
             if unmatched := sorted(manifest.tensors.keys() ^ state.keys()):
@@ -104,19 +113,17 @@ class ShardedCheckpoints:
                         f"{folder} belongs to another model: {name} is {saved.dtype} {list(saved.shape)} there, and "
                         f"{dtype} {list(shape)} in this one."
                     )
-                CommitReader(folder, manifest).read(name, cast(DTensor, value))
+                manifest.read_rows(name, cast(DTensor, value))
 
         run_on_all_ranks(read)
 
     def read_newest(self) -> Manifest | None:
         """Return the manifest of the newest commit, as rank 0 sees it. Collective."""
-
-        def read() -> dict[str, Any] | None:
-            step = self.newest()
-            return None if step is None else Manifest.read(self._folder(step)).to_dict()
-
-        content = broadcast_from_rank0(read)
-        return None if content is None else Manifest.from_dict(content)
+        step = broadcast_from_rank0(self.newest)
+        if step is None:
+            return None
+        content = broadcast_from_rank0(lambda: Manifest.read(self._folder(step)).to_dict())
+        return Manifest.from_dict(self._folder(step), content)
 
     def discard(self) -> None:
         """Remove all commits. For one rank to call."""
@@ -129,8 +136,7 @@ class ShardedCheckpoints:
             step = self.newest()
             if step is None:
                 raise UserError(f"The run in {self.directory} ended before its first commit.")
-            reader = CommitReader(self._folder(step), Manifest.read(self._folder(step)))
-            sizes, sentences = zip(*reader.check_all(), strict=True)
+            sizes, sentences = zip(*Manifest.read(self._folder(step)).verify(), strict=True)
         return VerifiedCheckpoint(step, len(sizes), sum(sizes), [text for text in sentences if text is not None])
 
     def close(self) -> None:
@@ -165,25 +171,6 @@ def _write(folder: Path, state: Mapping[str, torch.Tensor]) -> list[Any] | None:
             shards[name] = value
     path = folder / f"rank-{rank:05d}.safetensors"
     return [path.name, *write_shards(path, shards)] if shards else None
-
-
-def _manifest(
-    step: int, state: Mapping[str, torch.Tensor], description: dict[str, Any], written: list[list[Any] | None]
-) -> Manifest:
-    """Return the manifest of a commit from what every rank has written."""
-    files: dict[str, SavedFile] = {}
-    pieces: dict[str, list[TensorPiece]] = {name: [] for name in state}
-    for file, sizes, pieces_of_rank in filter(None, written):
-        files[file] = SavedFile(*sizes)
-        for name, saved in pieces_of_rank.items():
-            pieces[name] += [TensorPiece(*piece) for piece in saved]
-    tensors = {
-        name: SavedTensor(
-            DTYPE_NAMES[value.dtype], tuple(value.shape), tuple(sorted(pieces[name], key=lambda piece: piece.start))
-        )
-        for name, value in state.items()
-    }
-    return Manifest(step, description, files, tensors)
 
 
 def _make(directory: Path) -> None:

@@ -62,8 +62,9 @@ class SavedTensor:
 
 @dataclass(frozen=True)
 class Manifest:
-    """All that a commit says about itself."""
+    """All that the commit in ``folder`` says about itself."""
 
+    folder: Path
     step: int
     description: dict[str, Any]  # JSON of the trainer: which model it is, and what goes with the state
     files: dict[str, SavedFile]
@@ -71,19 +72,23 @@ class Manifest:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the manifest for JSON."""
-        files = {name: file._asdict() for name, file in self.files.items()}
-        tensors = {name: vars(saved) for name, saved in self.tensors.items()}
-        return {**vars(self), "format": FORMAT, "files": files, "tensors": tensors}
+        return {
+            "format": FORMAT,
+            "step": self.step,
+            "description": self.description,
+            "files": {name: file._asdict() for name, file in self.files.items()},
+            "tensors": {name: vars(saved) for name, saved in self.tensors.items()},
+        }
 
     @classmethod
-    def from_dict(cls, content: dict[str, Any]) -> "Manifest":
+    def from_dict(cls, folder: Path, content: dict[str, Any]) -> "Manifest":
         """Return the manifest that :meth:`to_dict` described; any error means that it described none."""
         files = {name: SavedFile(**file) for name, file in content["files"].items()}
         tensors = {
             name: SavedTensor(saved["dtype"], tuple(saved["shape"]), tuple(TensorPiece(*p) for p in saved["pieces"]))
             for name, saved in content["tensors"].items()
         }
-        manifest = cls(content["step"], dict(content["description"]), files, tensors)
+        manifest = cls(folder, content["step"], dict(content["description"]), files, tensors)
         manifest._check()
         return manifest
 
@@ -99,7 +104,7 @@ class Manifest:
                 f"{FORMAT}. Continue the run with the version that began it, or begin again with --overwrite."
             )
         try:
-            return cls.from_dict(content)
+            return cls.from_dict(folder, content)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise FinetuneError(f"{folder / MANIFEST} is not a valid commit ({error}): was it edited?") from error
 
@@ -130,16 +135,9 @@ class Manifest:
             if row != saved.shape[0]:
                 raise ValueError(f"{name} has {row} of {saved.shape[0]} rows")
 
-
-class CommitReader:
-    """Reads the pieces of the commit in ``folder``, and compares each with its checksum."""
-
-    def __init__(self, folder: Path, manifest: Manifest):
-        self._folder, self._manifest = folder, manifest
-
-    def read(self, name: str, value: DTensor) -> None:
-        """Fill this rank's rows of ``value`` with those saved as tensor ``name``."""
-        saved, (first, last) = self._manifest.tensors[name], row_range(value)
+    def read_rows(self, name: str, value: DTensor) -> None:
+        """Fill this rank's rows of ``value`` with those saved as tensor ``name``, and compare their checksums."""
+        saved, (first, last) = self.tensors[name], row_range(value)
         for piece in saved.pieces:
             start, stop = max(first, piece.start), min(last, piece.stop)
             if start < stop:
@@ -148,33 +146,31 @@ class CommitReader:
                 with torch.no_grad():
                     value.to_local()[start - first : stop - first].copy_(rows)
 
-    def check_all(self) -> Iterator[tuple[int, str | None]]:
+    def verify(self) -> Iterator[tuple[int, str | None]]:
         """Read everything. Yield the bytes of each file header and piece, and a sentence if it is damaged."""
-        pieces = sorted((piece, name) for name, saved in self._manifest.tensors.items() for piece in saved.pieces)
+        pieces = sorted((piece, name) for name, saved in self.tensors.items() for piece in saved.pieces)
         for file, of_file in itertools.groupby(pieces, key=lambda item: item[0].file):
-            header = self._manifest.files[file]
+            _, nbytes, header_sum = self.files[file]
             try:
-                self._check(file, f"{file} is damaged: its header", 0, header.header_nbytes, header.header_sum)
+                self._read(file, f"{file} is damaged: its header", 0, nbytes, header_sum)
             except StoreError as error:
-                yield header.header_nbytes, str(error)
+                yield nbytes, str(error)
                 continue
-            yield header.header_nbytes, None
+            yield nbytes, None
             for piece, name in of_file:
-                damage = None
                 try:
-                    self._read_piece(name, piece)
+                    yield len(self._read_piece(name, piece)), None
                 except StoreError as error:
-                    damage = str(error)
-                yield self._manifest.tensors[name].nbytes(piece), damage
+                    yield self.tensors[name].nbytes(piece), str(error)
 
     def _read_piece(self, name: str, piece: TensorPiece) -> np.ndarray:
         rows = f"its rows {piece.start:,} to {piece.stop - 1:,}"
-        nbytes = self._manifest.tensors[name].nbytes(piece)
-        return self._check(piece.file, f"{name} is damaged: {rows}", piece.offset, nbytes, piece.sum)
+        nbytes = self.tensors[name].nbytes(piece)
+        return self._read(piece.file, f"{name} is damaged: {rows}", piece.offset, nbytes, piece.sum)
 
-    def _check(self, file: str, what: str, offset: int, nbytes: int, expected_sum: int) -> np.ndarray:
+    def _read(self, file: str, what: str, offset: int, nbytes: int, expected_sum: int) -> np.ndarray:
         """Return bytes of a file, which have this checksum."""
-        path, expected, data, done = self._folder / file, self._manifest.files[file].nbytes, np.zeros(nbytes, "u1"), 0
+        path, expected, data, done = self.folder / file, self.files[file].nbytes, np.zeros(nbytes, np.uint8), 0
         with opened(path, "reading", os.O_RDONLY) as descriptor:
             size = os.fstat(descriptor).st_size
             if size != expected:

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from common.communication import Wait
 from common.quantisation import Bits, dequantise, quantise, quantised_nbytes
 from fcdp import fsdp2
-from fcdp.cache.host_cache import CacheEntry, CopyStreams
+from fcdp.cache.cached_shards import CacheEntry, CopyStreams
 from fcdp.cache.staleness import StalenessCheck
 from fcdp.comms.rank_level import CommLevel, all_gather, nothing
 from fcdp.grouping import ParameterGroup
@@ -89,7 +89,7 @@ class StagedAllGather:
     """FSDP2's all-gather for one parameter group.
 
     Args:
-        place: this rank's place in the block of ranks over which FSDP2 shards, and their number.
+        index: this rank's index in the block of ranks over which FSDP2 shards, and their number.
         cached: this rank's cached shard of P; None: it has none, or no room for it.
         secondary: this rank's shard in the secondary partition; None if there is none.
         streams: copy streams; None on the CPU.
@@ -98,7 +98,7 @@ class StagedAllGather:
     def __init__(
         self,
         group: ParameterGroup,
-        place: tuple[int, int],
+        index: tuple[int, int],
         levels: GatherLevels,
         cached: CachedShard | None,
         secondary: CachedShard | None,
@@ -109,7 +109,7 @@ class StagedAllGather:
         self.group = group
         self.cached = cached
         self.secondary = secondary
-        self._rank, self._ranks = place
+        self._rank, self._ranks = index
         self._levels = levels
         self._streams = streams
         self._staleness = staleness
@@ -127,11 +127,7 @@ class StagedAllGather:
         return output
 
     def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        async_op: bool = False,
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
         """Fill ``output_tensor`` ``[ranks * c]``, whose part ``input_tensor`` ``[c]`` this rank has."""
         if group.size() != self._ranks:  # FSDP2's own shards after the forward pass: reshard_after_forward=<number>
@@ -178,40 +174,40 @@ class StagedAllGather:
         self.cached = self.secondary = None
 
     def _begin(
-        self, cells: torch.Tensor, own: torch.Tensor, cached: CachedShard | None, secondary: CachedShard | None
+        self, cells: torch.Tensor, cell: torch.Tensor, cached: CachedShard | None, secondary: CachedShard | None
     ) -> tuple[torch.Tensor, Sequence[CommLevel], int | None]:
         """Start from what is cached, if it is up to date.
 
         Return the cells to gather, the axes that are left, and after how many of these to cache; None: not at all."""
         if secondary is not None and not secondary.consumed and not self.group.dirty:
             secondary.consumed = True
-            return self._load(secondary, cells, own), self._levels.secondary, None
+            return self._load(secondary, cells, cell), self._levels.secondary, None
         if secondary is not None:
             secondary.consumed = False
         if cached is not None and not self.group.dirty:
-            return self._load(cached, cells, own), self._levels.gather, None if secondary is None else 0
+            return self._load(cached, cells, cell), self._levels.gather, None if secondary is None else 0
         self._traffic.misses += 1
         self.group.dirty = False
         if cached is not None or secondary is not None:
-            self._staleness.filled(self.group, own)
+            self._staleness.filled(self.group, cell)
         return cells, [*self._levels.spread, *self._levels.gather], len(self._levels.spread)
 
-    def _load(self, shard: CachedShard, cells: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
+    def _load(self, shard: CachedShard, cells: torch.Tensor, cell: torch.Tensor) -> torch.Tensor:
         """Copy a cached shard to its places in ``cells``; if it is quantised, in new cells of bytes. Return these."""
         self._traffic.hits += 1
-        mine, allocated = own, self._allocated
+        mine, allocated = cell, self._allocated
         if shard.bits is not None:
-            mine = quantise(own, shard.bits)
+            mine = quantise(cell, shard.bits)
             cells = mine.new_empty((cells.size(0), mine.numel()))
             cells[self._rank] = mine
             if self._streams is not None:
                 allocated = torch.cuda.current_stream().record_event()
-        place, target = self._rank // shard.block, shard.of(cells, self._rank)
+        block, target = self._rank // shard.block, shard.of(cells, self._rank)
         if self._streams is None:
-            self._staleness.check(self.group, mine, shard.entry.cell(target, place))
+            self._staleness.check(self.group, mine, shard.entry.cell(target, block))
         else:
-            self._staleness.check(self.group, own, None)
-        shard.entry.load(target, place, allocated)
+            self._staleness.check(self.group, cell, None)
+        shard.entry.load(target, block, allocated)
         return cells
 
     def _start(self, levels: Sequence[CommLevel], number: int, cells: torch.Tensor) -> Wait:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from common.communication import Wait, start_exchange, turns
-from fcdp.strategy.routes import Axis
+from fcdp.strategy.strategy import Axis
 from fcdp.strategy.topology import Purpose, Topology
 from fcdp.traffic import Level as LevelName
 from fcdp.traffic import Traffic
@@ -62,38 +62,37 @@ class RankLevel:
             return nothing
         self._count(rows)
         if uses_gloo(self._group, rows.device):
-            return self._gather_point_to_point(rows) if rows.device.type == "cpu" else self._gather_staged(rows)
+            sends = [(to, row[self.index]) for row in rows for to, _ in self._turns]
+            return self._exchange(sends, [(source, row[source]) for row in rows for _, source in self._turns])
         if rows[0].is_contiguous():
             for row in rows:
                 all_gather(row.view(-1), row[self.index], self._group)
         else:
             # One collective on separate memory, of the size of these rows, and a copy: messages cell by cell would
             # be as many times a message's latency.
-            own = rows[:, self.index].contiguous()
-            gathered = own.new_empty((self.size, *own.shape))
-            all_gather(gathered.view(-1), own.view(-1), self._group)
+            mine = rows[:, self.index].contiguous()
+            gathered = mine.new_empty((self.size, *mine.shape))
+            all_gather(gathered.view(-1), mine.view(-1), self._group)
             rows.copy_(gathered.transpose(0, 1))
         return nothing
 
     def reduce_scatter(self, rows: torch.Tensor, output: torch.Tensor) -> None:
         """Set ``output`` ``[R, c]`` to the sum over ranks of their ``rows[:, <this rank>]``, added in rank order."""
         self._count(rows)
+        if not rows.numel():
+            return
         if not uses_gloo(self._group, rows.device):
             for row, result in zip(rows, output, strict=True):
                 _reduce_scatter(result, row.contiguous().view(-1), self._group)
             return
-        # Sent as they are, received into a place for each sender, then added in the order of ranks on every rank.
-        on_host = rows if rows.device.type == "cpu" else rows.cpu()
-        received = torch.empty((on_host.size(0), self.size - 1, on_host.size(2)), dtype=rows.dtype)
-        self._all_to_all(on_host, received)()
-        places = list(received.unbind(1))
-        places.insert(self.index, on_host[:, self.index])
-        if rows.device.type == "cpu":
-            torch.add(places[0], places[1], out=output)
-            for place in places[2:]:
-                output.add_(place)
-        else:
-            output.copy_(sum(places[1:], start=places[0]))
+        # Sent as they are, received by sender, then added in the order of ranks on every rank.
+        received = rows.new_empty((rows.size(0), self.size - 1, rows.size(2)))
+        self._all_to_all(rows, received)()
+        terms = list(received.unbind(1))
+        terms.insert(self.index, rows[:, self.index])
+        torch.add(terms[0], terms[1], out=output)
+        for term in terms[2:]:
+            output.add_(term)
 
     def all_to_all(self, rows: torch.Tensor, received: torch.Tensor) -> Wait:
         """Send cell k of every row to rank k, and receive what the others have for this rank.
@@ -104,53 +103,34 @@ class RankLevel:
             return nothing
         nbytes = rows.numel() // self.size * rows.element_size()
         for to, _ in self._turns:
-            self._traffic.sent(self._purpose, "inter_node" if self._is_on_another_node(to) else "intra_node", nbytes)
-        if rows.device.type == "cpu" or not uses_gloo(self._group, rows.device):
-            return self._all_to_all(rows, received)
-        staged = torch.empty(received.shape, dtype=received.dtype)
-        self._all_to_all(rows.cpu(), staged)()
-        received.copy_(staged)
-        return nothing
+            rank = self._topology.rank + (to - self.index) * self.axis.stride
+            leaves = rank // self._topology.ranks_per_node != self._topology.node
+            self._traffic.sent(self._purpose, "inter_node" if leaves else "intra_node", nbytes)
+        return self._all_to_all(rows, received)
 
-    def shift(self, cell: torch.Tensor, to: int, place: torch.Tensor, source: int) -> Wait:
-        """Make one step of a ring: send ``cell`` to rank ``to`` while rank ``source`` fills ``place``.
+    def shift(self, cell: torch.Tensor, to: int, target: torch.Tensor, source: int) -> Wait:
+        """Make one step of a ring: send ``cell`` to rank ``to`` while rank ``source`` fills ``target``.
 
         Until the returned function is called ``cell`` must stay. On NCCL it orders the stream current then."""
         self._traffic.sent(self._purpose, self._name, cell.numel() * cell.element_size())
-        return self._swap(cell, to, place, source)
+        return self._exchange([(to, cell)], [(source, target)])
 
-    def _swap(self, cell: torch.Tensor, to: int, place: torch.Tensor, source: int) -> Wait:
-        """Do what :meth:`shift` does without counting it."""
-        if cell.device.type == "cpu" or not uses_gloo(self._group, cell.device):
-            return start_exchange([(to, cell)], [(source, place)], self._group)
-        staged = torch.empty(place.shape, dtype=place.dtype)
-        start_exchange([(to, cell.cpu())], [(source, staged)], self._group)()
-        place.copy_(staged)
+    def _exchange(self, sends: list[tuple[int, torch.Tensor]], receives: list[tuple[int, torch.Tensor]]) -> Wait:
+        """Send and receive cells. gloo has no point-to-point for CUDA tensors: they go by way of the host."""
+        if sends[0][1].device.type == "cpu" or not uses_gloo(self._group, sends[0][1].device):
+            return start_exchange(sends, receives, self._group)
+        arrived = [(source, torch.empty(target.shape, dtype=target.dtype)) for source, target in receives]
+        start_exchange([(to, cell.cpu()) for to, cell in sends], arrived, self._group)()
+        for (_, target), (_, cell) in zip(receives, arrived, strict=True):
+            target.copy_(cell)
         return nothing
-
-    def _gather_point_to_point(self, rows: torch.Tensor) -> Wait:
-        """Send this rank's cell of every row to every peer, and receive theirs."""
-        sends = [(to, row[self.index]) for row in rows for to, _ in self._turns]
-        receives = [(source, row[source]) for row in rows for _, source in self._turns]
-        return start_exchange(sends, receives, self._group)
 
     def _all_to_all(self, rows: torch.Tensor, received: torch.Tensor) -> Wait:
-        """Do what :meth:`all_to_all` does without counting it, on host memory or with NCCL."""
+        """Do what :meth:`all_to_all` does without counting it."""
         sends = [(to, row[to]) for row in rows for to, _ in self._turns]
-        # Senders after this rank are one place earlier, because this rank has no place.
-        receives = [
-            (source, places[source - (source > self.index)]) for places in received for _, source in self._turns
-        ]
-        return start_exchange(sends, receives, self._group)
-
-    def _gather_staged(self, rows: torch.Tensor) -> Wait:
-        """Gather by way of the host, synchronously: gloo has no point-to-point for CUDA tensors."""
-        on_host = rows.cpu()
-        self._gather_point_to_point(on_host)()
-        for index in range(self.size):
-            if index != self.index:
-                rows[:, index].copy_(on_host[:, index])
-        return nothing
+        # This rank has no cell in ``received``.
+        receives = [(source, row[source - (source > self.index)]) for row in received for _, source in self._turns]
+        return self._exchange(sends, receives)
 
     def _count(self, rows: torch.Tensor) -> None:
         nbytes = rows.numel() // self.size * (self.size - 1) * rows.element_size()
@@ -159,10 +139,6 @@ class RankLevel:
     @property
     def _name(self) -> LevelName:
         return "inter_node" if self.axis.crosses_nodes(self._topology.ranks_per_node) else "intra_node"
-
-    def _is_on_another_node(self, index: int) -> bool:
-        rank = self._topology.rank + (index - self.index) * self.axis.stride
-        return rank // self._topology.ranks_per_node != self._topology.node
 
 
 class FlatRing(RankLevel):
@@ -183,7 +159,15 @@ class FlatRing(RankLevel):
                 work.wait()
 
             return wait
-        return lambda: self._pass_on(rows)
+
+        def pass_on() -> None:  # in every step, the cell that has arrived last
+            for step in range(self.size - 1):
+                sent, came = (self.index - step) % self.size, (self.index - step - 1) % self.size
+                arrived = torch.empty_like(rows[:, came], memory_format=torch.contiguous_format)
+                self._pass_on(rows[:, sent].contiguous(), arrived)
+                rows[:, came].copy_(arrived)
+
+        return pass_on
 
     def reduce_scatter(self, rows: torch.Tensor, output: torch.Tensor) -> None:
         """See :meth:`RankLevel.reduce_scatter`; a cell's sum begins at the rank after its own, and ends at its own."""
@@ -194,23 +178,15 @@ class FlatRing(RankLevel):
         arrived = torch.empty_like(output)
         carried = rows[:, self.index - 1].contiguous()
         for step in range(1, self.size):
-            self._hand_on(carried, arrived)
+            self._pass_on(carried, arrived)
             cell = (self.index - 1 - step) % self.size
             if step == self.size - 1:
                 torch.add(arrived, rows[:, cell], out=output)
             else:
                 carried = arrived + rows[:, cell]
 
-    def _pass_on(self, rows: torch.Tensor) -> None:
-        """Gather by sending on, in every step, the cell that has arrived last."""
-        for step in range(self.size - 1):
-            sent, came = (self.index - step) % self.size, (self.index - step - 1) % self.size
-            arrived = torch.empty_like(rows[:, came], memory_format=torch.contiguous_format)
-            self._hand_on(rows[:, sent].contiguous(), arrived)
-            rows[:, came].copy_(arrived)
-
-    def _hand_on(self, sent: torch.Tensor, arrived: torch.Tensor) -> None:
-        self._swap(sent, (self.index + 1) % self.size, arrived, (self.index - 1) % self.size)()
+    def _pass_on(self, sent: torch.Tensor, arrived: torch.Tensor) -> None:
+        self._exchange([((self.index + 1) % self.size, sent)], [((self.index - 1) % self.size, arrived)])()
 
     def _count(self, rows: torch.Tensor) -> None:
         """Count what this rank sends, all of which goes to its neighbour."""
@@ -231,13 +207,51 @@ def uses_gloo(group: dist.ProcessGroup, device: torch.device) -> bool:
     return False
 
 
-def all_gather(output: torch.Tensor, own: torch.Tensor, group: dist.ProcessGroup, *, async_op: bool = False) -> Any:
+def all_gather(output: torch.Tensor, mine: torch.Tensor, group: dist.ProcessGroup, *, async_op: bool = False) -> Any:
     """Call the flat all-gather under the name that this PyTorch does not deprecate."""
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    return gather(output, own, group=group, async_op=async_op)
+    return gather(output, mine, group=group, async_op=async_op)
 
 
 def _reduce_scatter(output: torch.Tensor, data: torch.Tensor, group: dist.ProcessGroup) -> None:
     """Call the flat reduce-scatter (sum) under the name that this PyTorch does not deprecate."""
     reduce = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     reduce(output, data, group=group)
+
+
+class SideStream:
+    """A CUDA stream for work that overlaps with the current stream's: what is enqueued inside ``with side:``."""
+
+    def __init__(self) -> None:
+        self._stream: torch.cuda.Stream | None = None
+        self._entered: list[torch.cuda.StreamContext] = []
+
+    def start(self, data: torch.Tensor) -> "SideStream":
+        """Begin on the device of ``data``, after all that the current stream has been given."""
+        if data.is_cuda:
+            self._stream = self._stream or torch.cuda.Stream(data.device)
+            self.follow()
+        return self
+
+    def __enter__(self) -> None:
+        if self._stream is not None:
+            self._entered.append(torch.cuda.stream(self._stream))
+            self._entered[-1].__enter__()
+
+    def __exit__(self, *exception: object) -> None:
+        if self._entered:
+            self._entered.pop().__exit__(None, None, None)
+
+    def follow(self) -> None:
+        """Order what is enqueued here from now on after what the current stream has been given so far."""
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream())
+
+    def mark(self) -> torch.cuda.Event | None:
+        """Return an event at this point of what is enqueued here; None on the CPU."""
+        return None if self._stream is None else self._stream.record_event()
+
+    def join(self, until: torch.cuda.Event | None = None) -> None:
+        """Order the current stream from now on after what is enqueued here, all of it or up to ``until``."""
+        if self._stream is not None:
+            torch.cuda.current_stream().wait_event(until or self._stream.record_event())

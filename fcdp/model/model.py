@@ -12,24 +12,54 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from common.communication import broadcast_from_rank0
 from common.errors import UserError
-from common.models.adapters.adapters import Adapters
+from common.models.adapters.adapters import MERGED, Adapters
 from common.models.adapters.options import SavedAdapter
 from common.models.attention.documents import rotate_by_document
+from common.models.checkpoint.export import CheckpointWriter
 from common.models.checkpoint.random_source import RandomSource
 from common.models.checkpoint.sources import CheckpointSource, WeightSource
 from common.models.flops import active_parameters, hardware_flops_per_token, model_flops_per_token
 from common.models.meta_model import build_meta_model
 from common.models.presets import load_config
-from fcdp.config import TrainerConfig
-from fcdp.model.weights import load, materialise, widen
+from common.models.vision import DEFAULT_FREEZING, TowerFreezing
+from fcdp.model.weights import gather_blocks, load, materialise, whole, widen
 from fcdp.shard import fully_shard, sharding
 from fcdp.sharding import Sharding
+from fcdp.strategy.strategy import Strategy
 from fcdp.strategy.topology import Topology
 from fuyou.layout.record import DTYPES
 from fuyou.model.family import Family
 from fuyou.model.loss.router_loss import RouterLoss, find_router_loss, switch_router_logits, wants_router_loss
 from fuyou.model.streamed_model import StreamedModel
+from fuyou.optimizer.adam import AdamConfig, check_max_grad_norm
+
+_SHARD_BYTES = 2_000_000_000  # largest shard of an exported checkpoint. Rank 0 holds one.
+
+
+@dataclass(frozen=True)
+class TrainerConfig:
+    """Options of :class:`fcdp.trainer.Trainer`."""
+
+    strategy: Strategy | str = "fcdp"  # a strategy or its name; see :func:`fcdp.fully_shard`
+    dtype: str = "bf16"  # dtype in which blocks compute and gradients are reduced. Master weights and moments are fp32.
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.01  # as with transformers' Trainer: biases and norms do not decay
+    max_grad_norm: float | None = None  # norm to which the gradient is clipped; None: it is not
+    micro_batch: int | None = None  # sequences that a rank computes at once; None: its whole part of the batch
+    seed: int = 0  # seed of random weights and dropout
+    host_cache_bytes: int | None = None  # host memory per rank for cached shards; see :func:`fcdp.fully_shard`
+    device_cache_threshold: float = 0.9  # part of device memory for cached shards; see :func:`fcdp.fully_shard`
+    on_nonfinite: str = "stop"  # ``stop`` or ``skip`` a step whose loss is not finite
+    towers: TowerFreezing = DEFAULT_FREEZING  # parts of a vision-language model that are not trained
+    # ``auto`` (as the configuration has it), ``on``, or ``off``: the loss of a mixture of experts' router
+    router_loss: str = "auto"
+
+    def __post_init__(self) -> None:
+        AdamConfig(betas=self.betas, eps=self.eps, weight_decay=self.weight_decay)  # which checks them
+        check_max_grad_norm(self.max_grad_norm)
 
 
 @dataclass(frozen=True)
@@ -131,3 +161,29 @@ class ClusterModel:
             return 0.0
         trainable = sum(parameter.numel() for _, parameter in self.trained())
         return 6.0 * trainable - 2.0 * active_parameters(self.meta, self.meta)
+
+    def export(self, directory: Path, merge: bool, allow_nonfinite: bool, is_rank0: bool) -> None:
+        """Write what was trained; see :meth:`fcdp.trainer.Trainer.save_pretrained`. Collective."""
+
+        def write(folder: Path, blocks: Iterator[dict[str, torch.Tensor]], unties: bool = False) -> None:
+            writer = None
+            if is_rank0:
+                writer = CheckpointWriter(
+                    folder, self.meta, self.config, self.dtype, _SHARD_BYTES, allow_nonfinite, self.stored, unties
+                )
+            for named in blocks:
+                if writer is not None:
+                    writer.add(named)
+            broadcast_from_rank0(lambda: None if writer is None else writer.finish())
+
+        self.sharding.reshard()
+        adapters = self.adapters
+        if adapters is None:
+            write(directory, gather_blocks(self.module, self.block_prefix, self.dtype))
+            return
+        if merge:  # first: if it is refused, the adapters of before stay, too
+            blocks = gather_blocks(self.module, self.block_prefix, None, adapters.merge_group)
+            on_cpu = ({name: value.cpu() for name, value in named.items()} for named in blocks)
+            write(directory / MERGED, (adapters.merge(named) if is_rank0 else {} for named in on_cpu), adapters.unties)
+        values = {name: whole(parameter).cpu() for name, parameter in self.trained()}
+        broadcast_from_rank0(lambda: adapters.save(directory, values, allow_nonfinite, self.checkpoint))

@@ -42,17 +42,17 @@ def load(model: nn.Module, source: WeightSource, adapters: Adapters | None = Non
     shards = {name: cast(DTensor, parameter) for name, parameter in model.named_parameters()}
     new = adapters.own_names if adapters is not None else ()
     names = adapters.base_names if adapters is not None else {name: name for name in shards}
-    own = set(new)
-    by_source = {names[name]: shard for name, shard in shards.items() if name not in own}
+    adapter_names = set(new)
+    by_source = {names[name]: shard for name, shard in shards.items() if name not in adapter_names}
     if adapters is not None:
         adapters.check_saved(source)
-    made = []
+    assembled = []
     for name, shard in by_source.items():
         if isinstance(source, CheckpointSource) and (stored := source.stored_as(name)) is not None:
             _read_own_rows(source, stored, shard)
         else:
-            made.append(name)
-    for name, value in source.read(made):
+            assembled.append(name)
+    for name, value in source.read(assembled):
         _keep_rows(by_source[name], value)
     for name in new:
         assert adapters is not None

@@ -1,4 +1,5 @@
-"""The planner of sharding strategies: what each costs in memory, bytes and time on a cluster, and which is fastest."""
+"""The planner of sharding strategies: what each costs in memory, bytes and time on a cluster, and which is fastest.
+The same formulas are compared with what a run sends and with what the papers measured."""
 
 from fcdp.planner.cluster import Cluster, cluster_names, load_cluster
 from fcdp.planner.collectives import Collective, bytes_per_node, step_collectives

@@ -80,19 +80,16 @@ def _read_preset(name: str, fields: dict[str, Any]) -> Cluster:
     levels = Levels(tuple(section["size"] for section in sections))
     links = []
     for section in sections:
-        if "gb_per_s_per_node" in section:
-            rate = section["gb_per_s_per_node"] / levels.ranks_per_node
-        else:
-            rate = section["gb_per_s"]
+        per_node = section.get("gb_per_s_per_node")
+        rate = section["gb_per_s"] if per_node is None else per_node / levels.ranks_per_node
         links.append(Link(rate * 1e9, section["latency_us"] * 1e-6))
     leaves = fields.get("leaf_of_node")
     if leaves is not None and len(leaves) != levels.nodes:
         raise UserError(f"{name}: leaf_of_node has {len(leaves)} entries for {levels.nodes} nodes.")
-    levels = _with_switches(levels, leaves)
     return Cluster(
         name=name,
         title=fields["name"],
-        levels=levels,
+        levels=_with_switches(levels, leaves),
         device_memory_bytes=parse_bytes(fields["device_memory"]),
         host_memory_bytes=parse_bytes(fields["host_memory"]),
         flops_per_second=fields["bf16_tflops"] * fields["reached"] * 1e12,

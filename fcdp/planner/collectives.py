@@ -15,18 +15,17 @@ from common.errors import UserError
 from common.quantisation import BLOCK, quantised_nbytes
 from fcdp.planner.workload import Workload
 from fcdp.strategy.mesh import Mesh
-from fcdp.strategy.strategy import Format, Ring, StrategyMeshes
+from fcdp.strategy.strategy import BITS, Format, Ring, StrategyMeshes
 
 # A broadcast: every rank in turn sends its part to all, with an all-gather's result.
 Operation = Literal["all_gather", "reduce_scatter", "all_reduce", "broadcast"]
 # In every forward, in every backward, after the last backward, before the next forward, or in a forward for the router.
 Phase = Literal["forward", "backward", "reduce", "spread", "route"]
 
-BYTES_PER_ELEMENT: dict[Format, float] = {
-    "bf16": 2.0,
-    "int8": quantised_nbytes(BLOCK, 8) / BLOCK,
-    "int4": quantised_nbytes(BLOCK, 4) / BLOCK,
-}
+
+def element_bytes(format: Format, plain: float) -> float:
+    """Return the bytes of one element in ``format``, scales included; ``plain`` where it is not quantised."""
+    return plain if format == "bf16" else quantised_nbytes(BLOCK, BITS[format]) / BLOCK
 
 
 @dataclass(frozen=True)
@@ -76,24 +75,24 @@ def step_collectives(layout: StrategyMeshes, workload: Workload, *, select_and_d
     world, s = layout.levels.whole, workload.micro_batches
     psi, trained = workload.parameters, workload.trainable
     compute, gradient = workload.compute_bytes, workload.gradient_bytes
-    gather = _element(strategy.precision.gather, compute)
-    reduce = _element(strategy.precision.reduce, gradient)
+    gather = element_bytes(strategy.precision.gather, compute)
+    reduce = element_bytes(strategy.precision.reduce, gradient)
     again = psi - workload.kept_gathered  # what is gathered in the backward pass, too
     ring = strategy.ring
-    found: list[Collective] = []
+    collectives: list[Collective] = []
 
     def add(
         purpose: str, operation: Operation, mesh: Mesh, nbytes: float, times: int, phase: Phase, ring: Ring = ring
     ) -> None:
         if mesh.shards > 1 and times:
-            found.append(Collective(purpose, operation, mesh, nbytes, times, phase, ring))
+            collectives.append(Collective(purpose, operation, mesh, nbytes, times, phase, ring))
 
     add("gather P, forward", "all_gather", p, gather * psi, s, "forward")
     add("gather P, router loss", "all_gather", p, gather * again, workload.router_passes, "route")
     if layout.secondary is None:
         add("gather P, backward", "all_gather", p, gather * again, s, "backward")
     else:
-        secondary = _element(strategy.precision.secondary, compute)
+        secondary = element_bytes(strategy.precision.secondary, compute)
         add("gather second shards, backward", "all_gather", layout.secondary, secondary * again, s, "backward")
 
     if select_and_drop:
@@ -110,12 +109,7 @@ def step_collectives(layout: StrategyMeshes, workload: Workload, *, select_and_d
         add("reduce G over replicas", "all_reduce", world.over(os), gradient * trained / os.shards, 1, "reduce")
     spread: Operation = "broadcast" if select_and_drop else "all_gather"
     add("spread new P", spread, os.over(p), compute * trained / p.shards, 1, "spread")
-    return found
-
-
-def _element(format: Format, plain: float) -> float:
-    """Return the bytes of one element in ``format``; ``plain`` where it is not quantised."""
-    return plain if format == "bf16" else BYTES_PER_ELEMENT[format]
+    return collectives
 
 
 def bytes_per_node(collectives: list[Collective], layout: StrategyMeshes) -> tuple[float, float]:
@@ -160,28 +154,20 @@ class AlphaBeta:
         ]
         tree = self._tree(mesh, moving)
         moving[-1] *= max(1.0, (mesh.shards if ring == "flat" else mesh.nodes) / RING_MEASURED) ** RING_DECAY
-        if ring == "flat":
-            once = self._flat(mesh, moving)
-        elif ring == "ho":
-            once = self._overlapped(mesh, moving)
+        used = [(extent, link) for extent, link in zip(mesh.extents, self.links, strict=True) if extent > 1]
+        if ring == "flat":  # each step takes as long as its slowest link
+            slowest = max(link.latency_seconds for _, link in used)
+            once = self.start_seconds + (mesh.shards - 1) * slowest + max(moving)
         else:
-            once = sum(moving) + self._latencies(mesh)
+            latencies = sum(self.start_seconds + (extent - 1) * link.latency_seconds for extent, link in used)
+            blocks, intra_node, inter_node = mesh.nodes, sum(moving[:-1]), moving[-1]
+            # HO-Ring (PaRO 3.4): only the last block goes round inside with no other beyond.
+            overlapped = max(inter_node, intra_node * (blocks - 1) / blocks) + intra_node / blocks
+            once = (overlapped if ring == "ho" else sum(moving)) + latencies
         if operation != "all_reduce":
             return once
         one_level = mesh.shards in mesh.extents  # where every ring is NCCL's
         return min(2 * once, tree) if ring == "flat" or one_level else 2 * once
-
-    def _flat(self, mesh: Mesh, moving: list[float]) -> float:
-        """Return the time of a ring, each step of which takes as long as its slowest link."""
-        step = max(link.latency_seconds for extent, link in zip(mesh.extents, self.links, strict=True) if extent > 1)
-        return self.start_seconds + (mesh.shards - 1) * step + max(moving)
-
-    def _overlapped(self, mesh: Mesh, moving: list[float]) -> float:
-        """Return the time of an HO-Ring (PaRO 3.4): only the last block goes round inside with no other beyond."""
-        blocks = mesh.extents[-1]
-        intra_node, inter_node = sum(moving[:-1]), moving[-1]
-        overlapped = max(inter_node, intra_node * (blocks - 1) / blocks) + intra_node / blocks
-        return overlapped + self._latencies(mesh)
 
     def _tree(self, mesh: Mesh, moving: list[float]) -> float:
         """Return the time of double binary trees: few steps, at 0.9 of a ring's bandwidth (NCCL's tuning.cc)."""
@@ -189,10 +175,6 @@ class AlphaBeta:
         steps = sum((extent - 1) * link.latency_seconds for extent, link in intra_node)
         steps += math.ceil(math.log2(inter_node[0])) * inter_node[1].latency_seconds
         return self.start_seconds + 2 * (steps + max(moving) / 0.9)
-
-    def _latencies(self, mesh: Mesh) -> float:
-        used = [(extent, link) for extent, link in zip(mesh.extents, self.links, strict=True) if extent > 1]
-        return sum(self.start_seconds + (extent - 1) * link.latency_seconds for extent, link in used)
 
 
 @dataclass(frozen=True)
@@ -235,12 +217,12 @@ class MeasuredRates:
                 f"The cluster's profile has no {ring} {operation} over {'x'.join(map(str, mesh.extents))} ranks. "
                 "Measure it, or plan with a preset."
             )
-        place = bisect.bisect_left(points, (nbytes, 0.0))
-        if place == 0:
+        index = bisect.bisect_left(points, (nbytes, 0.0))
+        if index == 0:
             return points[0][1]
-        if place == len(points):
+        if index == len(points):
             return nbytes * points[-1][1] / points[-1][0]
-        (low, low_seconds), (high, high_seconds) = points[place - 1], points[place]
+        (low, low_seconds), (high, high_seconds) = points[index - 1], points[index]
         weight = math.log(nbytes / low) / math.log(high / low)
         return nbytes / ((1 - weight) * low / low_seconds + weight * high / high_seconds)
 

@@ -11,10 +11,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from fcdp.planner.cluster import Cluster
-from fcdp.planner.collectives import BYTES_PER_ELEMENT, Collective, Phase, bytes_per_node, step_collectives
+from fcdp.planner.collectives import Collective, Phase, bytes_per_node, element_bytes, step_collectives
 from fcdp.planner.workload import Workload
-from fcdp.strategy.routes import Axis, Routes
-from fcdp.strategy.strategy import Format, StrategyMeshes
+from fcdp.strategy.strategy import Axis, Format, Routes, StrategyMeshes
 
 P_BYTES, G_BYTES, OS_BYTES = 2.0, 4.0, 12.0  # per parameter: P in bf16; G; OS with fp32 master weights
 
@@ -64,8 +63,7 @@ def memory_of(layout: StrategyMeshes, workload: Workload, *, checkpointing: bool
     if layout.p_in_cache:
         cached = nbytes * psi / layout.p.shards
     elif layout.secondary is not None:
-        form = layout.strategy.precision.secondary
-        second = (nbytes if form == "bf16" else BYTES_PER_ELEMENT[form]) * psi / layout.secondary.shards
+        second = element_bytes(layout.strategy.precision.secondary, nbytes) * psi / layout.secondary.shards
         cached, secondary = (0.0, second) if layout.cache == "device" else (second, 0.0)
     parameters, gradients, activations = _held(layout, workload, checkpointing)
     return Memory(
@@ -131,7 +129,7 @@ def _scratch(stages: Sequence[tuple[tuple[Axis, ...], Format]], layout: Strategy
         for axis in axes:
             part = block / axis.stride
             if form != "bf16":
-                worst = max(worst, part * BYTES_PER_ELEMENT[form])
+                worst = max(worst, part * element_bytes(form, 0.0))
             elif axis.stride > 1 and not one_by_one:
                 worst = max(worst, part * workload.compute_bytes * (1 + 1 / axis.size))
     return worst

@@ -3,6 +3,7 @@
 All ranks measure together, so that links and memory are as busy as in training (AMSP IV-A), with the engine's levels,
 rings and buffers, in bf16."""
 
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,8 +24,7 @@ from fcdp.planner.collectives import CollectiveTiming, MeasuredRates
 from fcdp.planner.cost import OPTIMIZER_BYTES
 from fcdp.planner.search import scopes_of
 from fcdp.strategy.mesh import Mesh
-from fcdp.strategy.routes import axes_between
-from fcdp.strategy.strategy import Ring
+from fcdp.strategy.strategy import Ring, axes_between
 from fcdp.strategy.topology import Topology
 from fcdp.traffic import Traffic
 from fuyou.layout.record import Precision
@@ -70,15 +70,12 @@ def profile_cluster(
     device = topology.device
     say("computing")
     computing = measure_computing(topology, config, rows, seq_len, dtype)
-    timings = measure_collectives(topology, say=say)
-    measured = MeasuredRates(timings)
+    measured = MeasuredRates(measure_collectives(topology, say=say))
     if topology.rank == 0:
         host = memory_limit_bytes()
-        on_device = (
-            torch.cuda.get_device_properties(device).total_memory
-            if device.type == "cuda"
-            else host // topology.ranks_per_node
-        )
+        on_device = host // topology.ranks_per_node
+        if device.type == "cuda":
+            on_device = torch.cuda.get_device_properties(device).total_memory
         measured.save(
             path,
             title=f"Measured on {topology.nodes} nodes of {topology.ranks_per_node}, {rows} x {seq_len} tokens at once",
@@ -106,7 +103,10 @@ def measure_computing(
     blocks = len(shape.blocks) * (parts.block_forward_seconds + parts.block_backward_seconds)
     seconds = blocks + parts.embed_forward_seconds + parts.embed_backward_seconds + parts.head_seconds
     flops = rows * seq_len * hardware_flops_per_token(model, seq_len)
-    update = _update_seconds(topology)
+    parameter: Any = torch.nn.Parameter(torch.zeros(_OPTIMIZER_ELEMENTS, device=topology.device))
+    parameter.grad = torch.ones_like(parameter)
+    optimizer = torch.optim.AdamW([parameter], fused=True)
+    update = min([_time_on_all_ranks(topology, optimizer.step) for _ in range(4)][1:])
     dist.barrier()
     copies = measure_link(device, _COPIED_BYTES)
     slowest = torch.tensor(
@@ -123,8 +123,13 @@ def measure_collectives(
     """Measure collectives of all scopes, rings and sizes here; an all-reduce as reduce-scatter and all-gather."""
     if sizes is None:
         sizes = (*SIZES, 4 * SIZES[-1]) if topology.device.type == "cuda" else SIZES
-    found = []
-    for mesh, low, high in _meshes(topology):
+    scopes = [scope.on(topology.levels) for scope in scopes_of(topology.levels)]
+    blocks: dict[Mesh, tuple[int, int]] = {}  # every mesh between two scopes, with the sizes of blocks at its ends
+    for inner, outer in itertools.permutations(scopes, 2):
+        if outer.holds(inner):
+            blocks.setdefault(outer.over(inner), (inner.shards, outer.shards))
+    timings = []
+    for mesh, (low, high) in blocks.items():
         levels_used = sum(extent > 1 for extent in mesh.extents)
         say(f"collectives over {'x'.join(map(str, mesh.extents))} ranks")
         # Along one level, all rings are the same.
@@ -134,26 +139,15 @@ def measure_collectives(
             for nbytes in sorted(sizes):
                 if slowest * nbytes > MOST_SECONDS:
                     break
-                gather, reduce = group.gather_seconds(nbytes), group.reduce_seconds(nbytes)
+                gather, reduce = group.seconds(nbytes)
                 slowest = max(gather, reduce) / nbytes
                 for ring in rings:
-                    found += [
+                    timings += [
                         CollectiveTiming("all_gather", ring, mesh.extents, nbytes, gather),
                         CollectiveTiming("reduce_scatter", ring, mesh.extents, nbytes, reduce),
                         CollectiveTiming("all_reduce", ring, mesh.extents, nbytes, gather + reduce),
                     ]
-    return found
-
-
-def _meshes(topology: Topology) -> list[tuple[Mesh, int, int]]:
-    """Return every mesh between two scopes, once, with the sizes of blocks that it lies between."""
-    scopes = [scope.on(topology.levels) for scope in scopes_of(topology.levels)]
-    found: dict[Mesh, tuple[int, int]] = {}
-    for inner in scopes:
-        for outer in scopes:
-            if outer != inner and outer.holds(inner):
-                found.setdefault(outer.over(inner), (inner.shards, outer.shards))
-    return [(mesh, *between) for mesh, between in found.items()]
+    return timings
 
 
 class _Group:
@@ -161,47 +155,32 @@ class _Group:
 
     def __init__(self, topology: Topology, low: int, high: int, ring: Ring):
         axes = axes_between(low, high, topology.levels, ring)
-        traffic = Traffic()
-        self._topology = topology
-        self._low, self._ranks = low, high // low
+        self._topology, self._low, self._ranks = topology, low, high // low
         self._index = topology.rank // low % self._ranks
-        self._gather: list[CommLevel] = make_levels(topology, axes, "gather", traffic, ring)[::-1]
-        self._reduce: list[CommLevel] = make_levels(topology, axes, "reduce", traffic, ring)
+        self._gather: list[CommLevel] = make_levels(topology, axes, "gather", Traffic(), ring)[::-1]
+        self._reduce: list[CommLevel] = make_levels(topology, axes, "reduce", Traffic(), ring)
 
-    def gather_seconds(self, nbytes: int) -> float:
-        """Return the seconds of an all-gather whose result has ``nbytes``."""
-        cells = self._cells(nbytes)
+    def seconds(self, nbytes: int) -> tuple[float, float]:
+        """Return the seconds of an all-gather whose result has ``nbytes``, and of a reduce-scatter of as many."""
+        count = max(1, nbytes // (2 * self._ranks))
+        cells = torch.ones((self._ranks, count), dtype=torch.bfloat16, device=self._topology.device)
 
         def gather() -> None:
             for level in self._gather:
                 stride = level.axis.stride // self._low
                 level.gather(cells.view(-1, level.size, stride, cells.size(1))[:, :, self._index % stride])()
 
-        return self._seconds(gather)
+        return self._median(gather), self._median(lambda: scatter(cells, self._reduce, True))
 
-    def reduce_seconds(self, nbytes: int) -> float:
-        """Return the seconds of a reduce-scatter of ``nbytes``."""
-        cells = self._cells(nbytes)
-        return self._seconds(lambda: scatter(cells, self._reduce, True))
-
-    def _cells(self, nbytes: int) -> torch.Tensor:
-        count = max(1, nbytes // (2 * self._ranks))
-        return torch.ones((self._ranks, count), dtype=torch.bfloat16, device=self._topology.device)
-
-    def _seconds(self, work: Callable[[], object]) -> float:
-        taken = [_time_on_all_ranks(self._topology, work)]
-        again = min(MOST_REPETITIONS, int(REPEAT_SECONDS / taken[0]) + 1)
-        taken = [_time_on_all_ranks(self._topology, work) for _ in range(again)]  # the first one has made connections
-        return sorted(taken)[len(taken) // 2]
+    def _median(self, work: Callable[[], object]) -> float:
+        once = _time_on_all_ranks(self._topology, work)  # makes connections
+        again = min(MOST_REPETITIONS, int(REPEAT_SECONDS / once) + 1)
+        return sorted(_time_on_all_ranks(self._topology, work) for _ in range(again))[again // 2]
 
 
 def _time_on_all_ranks(topology: Topology, work: Callable[[], object]) -> float:
     """Return the seconds from when all ranks begin ``work`` to when the last one has ended, equal on all ranks."""
-
-    def synchronize() -> None:
-        if topology.device.type == "cuda":
-            torch.cuda.synchronize(topology.device)
-
+    synchronize = torch.cuda.synchronize if topology.device.type == "cuda" else lambda: None
     synchronize()
     dist.barrier()
     start_time = time.perf_counter()
@@ -210,12 +189,3 @@ def _time_on_all_ranks(topology: Topology, work: Callable[[], object]) -> float:
     taken = torch.tensor(time.perf_counter() - start_time, dtype=torch.float64, device=topology.device)
     dist.all_reduce(taken, op=dist.ReduceOp.MAX)
     return float(taken)
-
-
-def _update_seconds(topology: Topology) -> float:
-    """Return the seconds of AdamW on :data:`_OPTIMIZER_ELEMENTS` fp32 parameters."""
-    parameter: Any = torch.nn.Parameter(torch.zeros(_OPTIMIZER_ELEMENTS, device=topology.device))
-    parameter.grad = torch.ones_like(parameter)
-    optimizer = torch.optim.AdamW([parameter], fused=True)
-    _time_on_all_ranks(topology, optimizer.step)
-    return min(_time_on_all_ranks(topology, optimizer.step) for _ in range(3))

@@ -1,7 +1,7 @@
 """The search among all admissible strategies for the fastest that fits (AMSP section V)."""
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Any, Literal
@@ -12,8 +12,7 @@ from fcdp.planner.cluster import Cluster
 from fcdp.planner.cost import Engine, Estimate, estimate
 from fcdp.planner.workload import Workload
 from fcdp.strategy.mesh import Levels, Scope
-from fcdp.strategy.names import PARO, PRESETS, parse_strategy
-from fcdp.strategy.strategy import Strategy, StrategyMeshes, Tier
+from fcdp.strategy.strategy import PARO, PRESETS, Strategy, parse_strategy
 
 Objective = Literal["step", "communication"]
 
@@ -30,7 +29,7 @@ class StrategyPlan:
     def as_dict(self) -> dict[str, Any]:
         """Return the plan for JSON."""
         chosen = None if self.choice is None else self.choice.as_dict()
-        return {"choice": chosen, "strategies": [found.as_dict() for found in self.estimates]}
+        return {"choice": chosen, "strategies": [planned.as_dict() for planned in self.estimates]}
 
 
 def scopes_of(levels: Levels) -> list[Scope]:
@@ -39,12 +38,12 @@ def scopes_of(levels: Levels) -> list[Scope]:
     node = levels.ranks_per_node
     texts = [f"{ranks}x1" for ranks in range(1, node + 1)] + [f"{node}x{nodes}" for nodes in range(2, levels.nodes + 1)]
     letters = {Scope(letter).on(levels): Scope(letter) for letter in "GIN"}  # N last: on one rank all are the same
-    found = []
+    scopes = []
     for text in texts:
         with contextlib.suppress(UserError):
             scope = Scope.parse(text)
-            found.append(letters.get(scope.on(levels), scope))
-    return found
+            scopes.append(letters.get(scope.on(levels), scope))
+    return scopes
 
 
 def admissible(levels: Levels) -> list[Strategy]:
@@ -52,13 +51,13 @@ def admissible(levels: Levels) -> list[Strategy]:
 
     The presets; AMSP's meshes and PaRO's four that AMSP's rule excludes, with P's shards in device or host memory; and
     a secondary partition inside the node where P is sharded across nodes."""
-    found: dict[tuple[object, ...], Strategy] = {}
+    points: dict[tuple[object, ...], Strategy] = {}
 
     def add(strategy: Strategy) -> None:
         # On these levels, names may mean the same: 8x1 is I. The first one stays.
         layout = strategy.on(levels)
         point = (layout.p, layout.g, layout.os, layout.secondary, layout.cache, strategy.precision, strategy.ring)
-        found.setdefault(point, strategy)
+        points.setdefault(point, strategy)
 
     for preset in PRESETS.values():
         with contextlib.suppress(UserError):  # a pair needs a level, 8x4 four nodes
@@ -72,20 +71,15 @@ def admissible(levels: Levels) -> list[Strategy]:
     ]
     triples += [(Scope(letters[0]), Scope(letters[1]), Scope(letters[2])) for letters in PARO]
     for p, g, os in triples:
-        add(_strategy(p, g, os))
+        text = "/".join(map(str, (p, g, os)))
+        tiers = [""]
         if mesh[p].nodes == 1 and 1 < mesh[p].shards < mesh[os].shards:
-            add(_strategy(p, g, os, cache="host"))
+            tiers.append("+host")
         if mesh[p].nodes > 1 and levels.ranks_per_node > 1:
-            add(_strategy(p, g, os, secondary=True, cache="device"))
-            add(_strategy(p, g, os, secondary=True, cache="host"))
-    return list(found.values())
-
-
-def _strategy(p: Scope, g: Scope, os: Scope, *, secondary: bool = False, cache: Tier | None = None) -> Strategy:
-    """Return the strategy with these scopes, as :func:`parse_strategy` reads its name."""
-    return parse_strategy(
-        "/".join(map(str, (p, g, os))) + (f"+{cache}" if cache else "") + ("+second" if secondary else "")
-    )
+            tiers += ["+device+second", "+host+second"]
+        for tier in tiers:
+            add(parse_strategy(text + tier))
+    return list(points.values())
 
 
 def plan(
@@ -109,47 +103,34 @@ def plan(
         engine: the engine that trains; None: ours.
     """
 
-    def cost(layout: StrategyMeshes) -> Estimate:
-        def at(again: bool) -> Estimate:
-            return estimate(layout, workload, cluster, checkpointing=again, engine=engine)
+    def cost(strategy: Strategy) -> Estimate:
+        layout = strategy.on(cluster.levels)
+        planned = estimate(layout, workload, cluster, checkpointing=bool(checkpointing), engine=engine)
+        if checkpointing is None and not planned.fits:
+            return estimate(layout, workload, cluster, checkpointing=True, engine=engine)
+        return planned
 
-        if checkpointing is not None:
-            return at(checkpointing)
-        without = at(False)
-        return without if without.fits else at(True)
+    def seconds(planned: Estimate) -> float:
+        return planned.step_seconds if objective == "step" else planned.communication_seconds
 
-    candidates = admissible(cluster.levels) if strategies is None else strategies
-    estimates = [cost(strategy.on(cluster.levels)) for strategy in candidates]
-    eligible = [
-        found for found in estimates if found.fits and (allow_quantised or found.layout.strategy.precision.exact)
-    ]
-    choice = _best(eligible, objective)
-    key = _time(objective)
-    ordered = sorted(estimates, key=lambda found: (not found.fits, key(found), found.memory.device))
+    estimates = [cost(each) for each in (admissible(cluster.levels) if strategies is None else strategies)]
+    eligible = [each for each in estimates if each.fits and (allow_quantised or each.layout.strategy.precision.exact)]
+    choice = None
+    if eligible:
+        fastest = min(map(seconds, eligible))
+        near = [each for each in eligible if seconds(each) <= fastest * (1 + SAME)]
+        least = (lambda each: each.communication_seconds) if objective == "step" else (lambda each: 0.0)
+        choice = min(near, key=lambda each: (least(each), each.memory.device, each.memory.host))
+    ordered = sorted(estimates, key=lambda each: (not each.fits, seconds(each), each.memory.device))
     return StrategyPlan(tuple(ordered), choice)
 
 
 def refusal(plan: StrategyPlan, cluster: Cluster) -> FinetuneError:
     """Return an error that says that nothing fits, and what the smallest strategy needs."""
-    least = min(plan.estimates, key=lambda found: (found.memory.device, found.memory.host))
+    least = min(plan.estimates, key=lambda planned: (planned.memory.device, planned.memory.host))
     return FinetuneError(
         f"No strategy fits. The one that needs least, {least.name}, takes {format_bytes(least.memory.device)} of the "
         f"{format_bytes(cluster.device_memory_bytes)} on a device and {format_bytes(least.memory.host)} of the "
         f"{format_bytes(cluster.host_memory_bytes)} on a node. Use more nodes, a smaller --micro-batch or --seq-len. "
         "(To train all the same, name a --strategy.)"
     )
-
-
-def _best(estimates: Sequence[Estimate], objective: Objective) -> Estimate | None:
-    if not estimates:
-        return None
-    key = _time(objective)
-    fastest = min(map(key, estimates))
-    near = [found for found in estimates if key(found) <= fastest * (1 + SAME)]
-    if objective == "communication":
-        return min(near, key=lambda found: (found.memory.device, found.memory.host))
-    return min(near, key=lambda found: (found.communication_seconds, found.memory.device, found.memory.host))
-
-
-def _time(objective: Objective) -> Callable[[Estimate], float]:
-    return (lambda found: found.step_seconds) if objective == "step" else (lambda found: found.communication_seconds)

@@ -20,7 +20,7 @@ from common.communication import all_gather_object, timeout_of
 from common.errors import FinetuneError, UserError
 from common.hardware.machine import nvlink_peers
 from fcdp.strategy.mesh import Levels
-from fcdp.strategy.routes import Axis
+from fcdp.strategy.strategy import Axis
 
 Purpose = Literal["gather", "reduce"]
 
@@ -148,18 +148,18 @@ class Topology:
         """Return this rank's process group on ``axis``. Collective on the axis when requested the first time."""
         if self._groups is None:
             raise FinetuneError("This Topology was closed: what was sharded with it can no longer communicate.")
-        found = self._groups.get((axis, purpose))
-        if found is None:
+        line = self._groups.get((axis, purpose))
+        if line is None:
             # Every rank makes the group of its line only: ranks that do not take part know nothing of it.
-            found = dist.new_group(
-                [self.ranks[place] for place in axis.line(self.rank)],
+            line = dist.new_group(
+                [self.ranks[index] for index in axis.line(self.rank)],
                 timeout=timeout_of(self.mesh.get_group(), self.device),
                 use_local_synchronization=True,
                 group_desc=f"fcdp_{purpose}_{axis.size}_ranks_{axis.stride}_apart",
             )
-            assert found is not None
-            self._groups[axis, purpose] = found
-        return found
+            assert line is not None
+            self._groups[axis, purpose] = line
+        return line
 
     @property
     def gather_groups(self) -> LevelGroups:
@@ -241,10 +241,10 @@ def _agree(numbers: tuple[int, ...], group: dist.ProcessGroup | None = None) -> 
 
 def _found_levels(nodes: int, ranks_per_node: int) -> Levels | None:
     """Return the levels that every node finds in itself; None where a node has none, or nodes differ."""
-    found: list[int] = all_gather_object(linked_gpus(ranks_per_node))
-    if len(set(found)) > 1 or found[0] == 1:
+    sizes: list[int] = all_gather_object(linked_gpus(ranks_per_node))
+    if len(set(sizes)) > 1 or sizes[0] == 1:
         return None
-    return Levels((found[0], ranks_per_node // found[0], nodes))
+    return Levels((sizes[0], ranks_per_node // sizes[0], nodes))
 
 
 def linked_gpus(count: int) -> int:

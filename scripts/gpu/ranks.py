@@ -23,7 +23,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, logging
 
 import fcdp
 from common.communication import all_gather_object
-from fcdp.cache import host_cache
+from fcdp.cache import cached_shards
 from gpu.journal import Check
 
 WORLD = 2
@@ -205,7 +205,7 @@ def _whole(shard: torch.Tensor, shape: torch.Size) -> torch.Tensor:
 @contextmanager
 def _late_copies(case: Case, device: torch.device) -> Iterator[None]:
     """Have every copy to and from the cache wait at random on its stream: what does not wait for it reads rubbish."""
-    original: Callable[..., torch.Tensor] = host_cache._copy_cells
+    original: Callable[..., torch.Tensor] = cached_shards._copy_cells
     choose = random.Random(case.seed)
 
     def late(*arguments: Any, **keywords: Any) -> torch.Tensor:
@@ -217,11 +217,11 @@ def _late_copies(case: Case, device: torch.device) -> Iterator[None]:
         return original(*arguments, **keywords)
 
     if case.late:
-        host_cache._copy_cells = late
+        cached_shards._copy_cells = late
     try:
         yield
     finally:
-        host_cache._copy_cells = original
+        cached_shards._copy_cells = original
 
 
 def measure_load(topology: fcdp.Topology, width: int) -> dict[str, float]:

@@ -15,8 +15,7 @@ from common.models.meta_model import build_meta_model
 from common.models.presets import load_config
 from fcdp.planner import Cluster, Engine, Estimate, Workload, estimate, load_cluster
 from fcdp.strategy.mesh import Levels, Mesh
-from fcdp.strategy.names import PRESETS, parse_strategy
-from fcdp.strategy.strategy import Strategy
+from fcdp.strategy.strategy import PRESETS, Strategy, parse_strategy
 
 # DeepSpeed keeps smaller tensors whole (stage3_param_persistence_threshold), and sends gradients and new parameters of
 # stages 1 and 2 in buckets of 5e8 numbers (reduce_bucket_size, allgather_bucket_size): its documentation's defaults.

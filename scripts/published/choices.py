@@ -4,8 +4,7 @@ from dataclasses import dataclass
 
 from fcdp.planner import Cluster, Estimate, StrategyPlan, Workload, load_cluster, plan
 from fcdp.strategy.mesh import Levels
-from fcdp.strategy.names import parse_strategy
-from fcdp.strategy.strategy import Strategy
+from fcdp.strategy.strategy import Strategy, parse_strategy
 from published.cases import LORA, workload_of
 
 COMPARED = {

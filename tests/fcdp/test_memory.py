@@ -8,11 +8,11 @@ import transformers
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import fcdp
-from fcdp.cache.placement import DeviceMemory
+from fcdp.cache.cached_shards import DeviceMemory
 from fcdp.planner.cost import RUNTIME_BYTES, memory_of
 from fcdp.planner.workload import Workload
 from fcdp.strategy.mesh import Levels
-from fcdp.strategy.names import parse_strategy
+from fcdp.strategy.strategy import parse_strategy
 from scripts.live_bytes import LiveBytes
 from tests.helpers.fcdp.pool import Pool
 from tests.helpers.fcdp.twin import Plain

@@ -18,7 +18,7 @@ from common.models.checkpoint.random_source import RandomSource
 from common.models.meta_model import build_meta_model
 from common.models.presets import load_config
 from fcdp.checkpoint.shard_files import Manifest
-from fcdp.config import TrainerConfig
+from fcdp.model.model import TrainerConfig
 from tests.helpers.fcdp.pool import Pool, RankError
 from tests.helpers.fcdp.trainer_cases import VOCABULARY, Run, batch, diverge, export, pinned, rate, train, train_around
 from tests.helpers.models.small_models import small_config

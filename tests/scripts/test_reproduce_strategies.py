@@ -2,7 +2,7 @@
 
 import pytest
 
-from fcdp.strategy.names import PRESETS
+from fcdp.strategy.strategy import PRESETS
 from scripts.reproduce_strategies import (
     AMSP_TABLE_IV,
     FRONTIER_TWO_NODES,

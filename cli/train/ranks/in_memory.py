@@ -23,7 +23,7 @@ from common.models.presets import load_config
 from common.units import format_bytes, format_seconds
 from fcdp.checkpoint.commits import ShardedCheckpoints
 from fcdp.planner import Workload
-from fcdp.strategy.names import AUTO
+from fcdp.strategy.strategy import AUTO
 from fcdp.strategy.topology import Topology
 from fcdp.trainer import Trainer, TrainerConfig
 from fuyou.layout.record import DTYPES

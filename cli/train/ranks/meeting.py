@@ -29,7 +29,7 @@ from common.units import counted
 from fcdp.planner import load_cluster
 from fcdp.planner.cluster import group_of, groups_across_leaves, node_order, nodes_per_switch
 from fcdp.strategy.mesh import Levels
-from fcdp.strategy.names import AUTO, parse_strategy
+from fcdp.strategy.strategy import AUTO, parse_strategy
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from cli.main import main
 from common.models.presets import load_config
 from fcdp.planner import Workload, estimate, load_cluster
 from fcdp.strategy.mesh import Levels
-from fcdp.strategy.names import parse_strategy
+from fcdp.strategy.strategy import parse_strategy
 
 A800 = ["--plan", "--cluster", "a800-hdr", "--model", "llama-7b"]
 

@@ -6,7 +6,7 @@ from unittest.mock import Mock
 
 import torch
 
-from fcdp.cache.host_cache import CopyStreams, PendingRead
+from fcdp.cache.cached_shards import CopyStreams, PendingRead
 
 
 def test_memory_goes_back_to_its_own_stream_after_the_copy() -> None:

@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from fcdp.cache.host_cache import CacheEntry, HostCache
-from fcdp.cache.placement import AdaptivePlacement, DeviceMemory
+from fcdp.cache.cached_shards import AdaptivePlacement, CacheEntry, DeviceMemory, HostCache
 from fcdp.traffic import Traffic
 
 

@@ -4,11 +4,10 @@ from dataclasses import replace
 
 from torch import nn
 
-from fcdp.cache.placement import CachedGroup, all_cached, fit_into
+from fcdp.cache.cached_shards import CachedGroup, all_cached, fit_into
 from fcdp.grouping import ParameterGroup
 from fcdp.strategy.mesh import Levels
-from fcdp.strategy.names import parse_strategy
-from fcdp.strategy.routes import Routes
+from fcdp.strategy.strategy import Routes, parse_strategy
 
 
 def _group(trainable: bool, cell: int, *, stays: bool = False) -> ParameterGroup:

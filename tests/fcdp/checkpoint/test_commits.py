@@ -215,7 +215,7 @@ def test_a_manifest_of_any_content_is_taken_or_rejected(committed: Path, data: s
     try:
         manifest, said = Manifest.read(harmed), str(harmed)
     except FinetuneError as error:
-        manifest, said = Manifest(0, {}, {}, {}), str(error)
+        manifest, said = Manifest(harmed, 0, {}, {}, {}), str(error)
     assert str(harmed) in said
     assert set(manifest.to_dict()) == {"format", "step", "description", "files", "tensors"}
     assert json.loads(json.dumps(manifest.to_dict()))

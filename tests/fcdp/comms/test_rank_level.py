@@ -9,7 +9,7 @@ import torch.distributed as dist
 import fcdp
 from fcdp.comms.rank_level import FlatRing, RankLevel
 from fcdp.strategy.mesh import Levels
-from fcdp.strategy.routes import Axis, axes_between
+from fcdp.strategy.strategy import Axis, axes_between
 from fcdp.traffic import Traffic
 from tests.helpers.fcdp.pool import Pool
 

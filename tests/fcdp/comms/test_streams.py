@@ -10,14 +10,12 @@ from torch import nn
 from common.communication import Wait
 from common.quantisation import quantised_nbytes
 from fcdp import fsdp2
-from fcdp.cache.host_cache import CacheEntry, CopyStreams, HostCache
-from fcdp.cache.placement import AdaptivePlacement, AlwaysOnDevice
+from fcdp.cache.cached_shards import AdaptivePlacement, AlwaysOnDevice, CacheEntry, CopyStreams, HostCache
 from fcdp.cache.staleness import StalenessCheck
 from fcdp.comms.all_gather import CachedShard, GatherLevels, StagedAllGather
-from fcdp.comms.ho_ring import HoRing
-from fcdp.comms.quantised import QuantisedLevel
+from fcdp.comms.levels import HoRing, QuantisedLevel
 from fcdp.grouping import ParameterGroup
-from fcdp.strategy.routes import Axis
+from fcdp.strategy.strategy import Axis
 from fcdp.traffic import Traffic
 from tests.helpers.fcdp.streams import Stream, emulated_streams
 

@@ -10,8 +10,7 @@ from common.errors import UserError
 from fcdp.planner import Workload, bytes_per_node, step_collectives
 from fcdp.planner.collectives import ring_parts
 from fcdp.strategy.mesh import Levels, Mesh
-from fcdp.strategy.names import PRESETS, parse_strategy
-from fcdp.strategy.strategy import Strategy
+from fcdp.strategy.strategy import PRESETS, Strategy, parse_strategy
 
 PSI = 1e9
 MODEL_BYTES = 2 * PSI

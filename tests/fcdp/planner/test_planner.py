@@ -14,7 +14,7 @@ from fcdp.planner.collectives import step_collectives
 from fcdp.planner.cost import OVERLAP, RUNTIME_BYTES, memory_of
 from fcdp.planner.search import SAME, refusal, scopes_of
 from fcdp.strategy.mesh import Levels, Mesh
-from fcdp.strategy.names import PRESETS, parse_strategy
+from fcdp.strategy.strategy import PRESETS, parse_strategy
 
 PSI = 8e9
 WORKLOAD = Workload(PSI, PSI, blocks=31, forward_flops_per_token=2 * PSI, weight_flops_per_token=2 * PSI, seq_len=4096)

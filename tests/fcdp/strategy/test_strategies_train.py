@@ -5,7 +5,7 @@ from math import prod
 
 import pytest
 
-from fcdp.strategy.names import PARO, PRESETS
+from fcdp.strategy.strategy import PARO, PRESETS
 from tests.helpers.fcdp.pool import Pool
 from tests.helpers.fcdp.recorder import Launch, check_same_order
 from tests.helpers.fcdp.strategy_cases import Run, Trained, train_all, train_under_switches

@@ -4,8 +4,7 @@ import pytest
 
 from common.errors import UserError
 from fcdp.strategy.mesh import Levels, Mesh, Scope
-from fcdp.strategy.names import PARO, PRESETS, parse_strategy
-from fcdp.strategy.strategy import Strategy, WireFormats
+from fcdp.strategy.strategy import PARO, PRESETS, Strategy, WireFormats, parse_strategy
 
 DGX = Levels((8, 128))
 FRONTIER = Levels((2, 4, 16))

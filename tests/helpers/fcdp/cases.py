@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
 import fcdp
 from common.communication import broadcast_from_rank0
-from fcdp.cache.placement import DeviceMemory
+from fcdp.cache.cached_shards import DeviceMemory
 from tests.helpers.fcdp.twin import InOrder, Plain, Ring
 
 warnings.filterwarnings("ignore")

@@ -8,10 +8,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import fcdp
 from common.quantisation import dequantise, quantise, quantised_nbytes
-from fcdp.comms.ho_ring import HoRing
-from fcdp.comms.quantised import QuantisedLevel, pieces
+from fcdp.comms.levels import HoRing, QuantisedLevel, pieces
 from fcdp.comms.rank_level import RankLevel
-from fcdp.strategy.routes import Axis
+from fcdp.strategy.strategy import Axis
 from fcdp.traffic import Traffic
 
 SIZES = [1, 4097, 33_001]

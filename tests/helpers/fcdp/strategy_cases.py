@@ -10,8 +10,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import fcdp
 from fcdp.strategy.mesh import Levels
-from fcdp.strategy.names import parse_strategy
-from fcdp.strategy.routes import Routes
+from fcdp.strategy.strategy import Routes, parse_strategy
 from tests.helpers.fcdp.recorder import Launch, recorded
 from tests.helpers.fcdp.twin import InOrder, Plain
 
