@@ -12,7 +12,7 @@ from cli.options.option import naming
 from cli.options.settings import COMMITS, Settings
 from common.errors import FinetuneError, UserError
 from common.hardware.machine import pick_gpu, torch_name
-from common.models.checkpoint.new_head import classifier_config
+from common.models.checkpoint.random_source import classifier_config
 from common.models.presets import load_config
 from common.models.task_type import task_type_of
 from common.store.directories import usable_directories
