@@ -62,6 +62,7 @@ class EngineOptions(TypedDict, total=False):
     kept_activations: ActivationPolicy | int | str | None
     piece_size: int | str | None
     micro_batch: int | None
+    chunk: int | None
     batch_shape: tuple[int, int] | None
     token_outputs: int
     reference: bool
@@ -179,6 +180,7 @@ class EngineConfig:
         kept = self.kept_activations
         checks = {
             "micro_batch": (self.memory.micro_batch, self.memory.micro_batch is None or self.memory.micro_batch > 0),
+            "chunk": (self.memory.chunk, self.memory.chunk is None or self.memory.chunk > 0),
             "piece_size": (self.memory.piece_size, self.piece_bytes is None or self.piece_bytes > 0),
             "token_outputs": (self.memory.token_outputs, self.memory.token_outputs >= self.memory.reference),
             "commit_every": (self.store.commit_every, self.store.commit_every > 0),

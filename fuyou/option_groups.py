@@ -145,6 +145,10 @@ class MemoryConfig:
     as little as it takes. A run that continues keeps its pieces."""
     micro_batch: int | None = None
     """Sequences computed at once. Default: as many as fit."""
+    chunk: int | None = None
+    """Tokens of a row computed at once. Default: whole rows where they fit, else as many tokens as fit.
+
+    The keys and values of earlier tokens are at hand. Then nothing else is saved (``kept_activations``)."""
     batch_shape: tuple[int, int] | None = None
     """(sequences, tokens per sequence) of the batches to come; without it, buffers are planned for one micro-batch and
     made again if the first batch is larger."""

@@ -80,6 +80,7 @@ def training_of(settings: Settings) -> TrainingJob:
         clips=waits,
         direct_reads=settings.io == "kvikio",
         micro_batch=settings.micro_batch,
+        chunk=settings.chunk,
         host_cache=settings.host_cache,
         piece_bytes=settings.piece_size,
         adapters=peft_config_of(settings),

@@ -140,6 +140,7 @@ class MemorySettings:
     host_cache: int | None = option(None, "SIZE", SIZE, commands=Command.SHAPE)
     piece_size: int | None = option(None, "SIZE", SIZE, commands=Command.STEP)
     micro_batch: int | None = option(None, "N", POSITIVE, commands=Command.SHAPE)
+    chunk: int | None = option(None, "N", POSITIVE, commands=Command.STEP)
     dtype: str = option("auto", type=("auto", "bf16", "fp32"), commands=Command.SOURCE)
     # Names of fuyou.layout.optimizer_state.OPTIMIZERS, which takes long to import.
     optimizer: str = option("adamw", type=("adamw", "adamw8bit", "lion"), commands=Command.MODEL)

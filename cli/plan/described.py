@@ -78,10 +78,11 @@ def _places(result: RunPlan) -> list[str]:
     assert result.memory is not None
     counts, job, machine = result.memory.counts, result.job, result.machine
     layers = len(job.shape.blocks)
+    saved = "sets of kept outputs" if result.memory.batch.chunks == 1 else "rows' keys and values"
     device = [
         f"{_many(counts.device_blocks, 'block')}, {_many(counts.device_block_gradients, 'gradient')}",
         _many(counts.device_activations, "block input"),
-        counts.device_kept and f"{counts.device_kept:,} sets of kept outputs",
+        counts.device_kept and f"{counts.device_kept:,} {saved}",
         f"{format_bytes(result.memory.workspace_bytes)} to compute in",
     ]
     ring = result.memory.ring_chunks * job.shape.precision.state_nbytes(result.memory.chunk_elements)
@@ -90,12 +91,12 @@ def _places(result: RunPlan) -> list[str]:
         f"{format_bytes(ring)} of optimizer states on their way",
         result.memory.resident and f"optimizer states of {_many(len(result.memory.resident), 'record')} pinned",
         counts.host_activations and _many(counts.host_activations, "block input"),
-        counts.host_kept and f"{counts.host_kept:,} sets of kept outputs",
+        counts.host_kept and f"{counts.host_kept:,} {saved}",
     ]
     ssd = [
         "parameters and optimizer states, two slots",
         counts.ssd_activations and "block inputs",
-        counts.ssd_kept and "kept outputs",
+        counts.ssd_kept and ("kept outputs" if result.memory.batch.chunks == 1 else "keys and values"),
     ]
     rows = []
     for label, used, there, what in (
@@ -127,7 +128,8 @@ def _pieces(job: TrainingJob) -> list[str]:
 def _limits(result: RunPlan) -> list[str]:
     assert result.memory is not None
     job, batch = result.job, result.memory.batch
-    how = [_many(batch.micro_batches, "micro-batch", "es") + f" of {batch.micro_rows}"]
+    of = f"{batch.columns:,} tokens of a row" if batch.chunks > 1 else batch.micro_rows
+    how = [_many(batch.micro_batches, "micro-batch", "es") + f" of {of}"]
     how += _pieces(job)
     if job.loss.outputs:
         how.append("the head runs twice, for a loss over log-probabilities")
@@ -135,7 +137,9 @@ def _limits(result: RunPlan) -> list[str]:
         how.append(_clipping(result))
     if 0 < result.deferred_fraction < 1:
         how.append(f"{result.deferred_fraction:.0%} of the blocks updated in the next forward pass")
-    if result.kept_activation_bytes:
+    if result.kept_activation_bytes and batch.chunks > 1:
+        how.append(f"{format_bytes(result.kept_activation_bytes)} of keys and values saved")
+    elif result.kept_activation_bytes:
         how.append(f"{format_bytes(result.kept_activation_bytes)} of activations kept instead of computed again")
     rows = row("schedule", "; ".join(how))
     traffic = f"{format_bytes(result.read_bytes)} read and {format_bytes(result.written_bytes)} written per step; "

@@ -12,7 +12,7 @@ from common.store.store import IO_THREADS
 from common.units import format_bytes
 from fuyou.config import AUTO, EngineConfig
 from fuyou.engine.computing_dtype import dtype_of_all, stored_dtype
-from fuyou.preflight.preflight import prove, prove_pieces
+from fuyou.preflight.preflight import prove, prove_divided
 from fuyou.runtime.devices.device import Device, memory_limits
 from fuyou.runtime.ranks.agreement import Agreement
 
@@ -45,8 +45,11 @@ def common_limits(config: EngineConfig, device: Device, agreement: Agreement) ->
     return min(hosts), min(devices)
 
 
-def prove_once(config: EngineConfig, model: PreTrainedConfig, agreement: Agreement, *, pieces: bool = False) -> None:
-    """See on rank 0 that a family can be trained out of core, or with blocks in ``pieces``, and let all ranks know.
+def prove_once(
+    config: EngineConfig, model: PreTrainedConfig, agreement: Agreement, *, pieces: bool = False, chunks: bool = False
+) -> None:
+    """See on rank 0 that a family can be trained out of core, or with blocks in ``pieces``, or rows in ``chunks``, and
+    let all ranks know.
 
     Raises:
         UserError: it cannot.
@@ -60,8 +63,8 @@ def prove_once(config: EngineConfig, model: PreTrainedConfig, agreement: Agreeme
     if agreement.share.rank == 0:
         try:
             with activity("proving on a small model that this family trains out of core as in memory"):
-                if pieces:
-                    prove_pieces(model, **weights)
+                if pieces or chunks:
+                    prove_divided(model, chunks=chunks, **weights)
                 else:
                     prove(model, packed=config.packed, dtype=config.precision.dtype, **weights)
         except UserError as error:

@@ -201,9 +201,10 @@ class OpenRun:
         def plan(layout: ModelLayout) -> MemoryPlan:
             layout = self._as_filled(layout.shared(share))
             planner = MemoryPlanner(layout, self.model_config, device, host, self.device.shares_host_memory)
-            return planner.plan(*self._planned_batch(), config.memory.micro_batch, config.loss_inputs)
+            memory = config.memory
+            return planner.plan(*self._planned_batch(), memory.micro_batch, config.loss_inputs, memory.chunk)
 
-        return self._as_filled(fitting_layout(self.model.stack, shape, plan))
+        return self._as_filled(fitting_layout(self.model.stack, shape, plan, cut=config.memory.chunk is None))
 
     def _as_filled(self, shape: ModelLayout) -> ModelLayout:
         """Return a layout with what its source cannot read by rows; whole blocks stay as they are."""
@@ -228,7 +229,7 @@ class OpenRun:
             return
         planner = MemoryPlanner(self.shape, self.model_config, device, host, self.device.shares_host_memory)
         with contextlib.suppress(UserError):
-            planner.plan(*memory.batch_shape, stored[2], config.loss_inputs)
+            planner.plan(*memory.batch_shape, stored[2], config.loss_inputs, memory.chunk)
             self.config = config.with_options(micro_batch=stored[2])
 
     def _stored(self, name: str) -> Any:
@@ -264,7 +265,17 @@ class OpenRun:
         self._link = None  # it is the runtime's now
         rows, seq_len = self._planned_batch()
         runtime.plan(rows, seq_len, loss=self.config.loss_inputs)
+        self.prove_chunks()
         check_memory(runtime.memory_plan.host_bytes, self.agreement)
+
+    def prove_chunks(self) -> None:
+        """See that rows can pass in chunks, if the memory plan has them.
+
+        Raises:
+            UserError: they cannot.
+        """
+        if self.runtime.memory_plan.batch.chunks > 1 and self.config.prove:
+            prove_once(self.config, self.model_config, self.agreement, chunks=True)
 
     def _open_store(self) -> None:
         config, store, runtime = self.config, self.config.store, self.runtime

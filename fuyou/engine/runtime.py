@@ -69,7 +69,7 @@ class Runtime:
             speculative=options.update_policy.speculative,
             host_cache=options.host_cache,
             kept_layers=len(self._keeping.layers),
-            kept_bytes=lambda batch: self._keeping.saved(batch.micro_rows, batch.seq_len).nbytes,
+            kept_bytes=lambda batch: self._keeping.saved(batch.micro_rows, batch.columns).nbytes,
         )
         self._plane: DataPlane | None = None
         self._ranks: RankHandlers | None = None
@@ -93,7 +93,8 @@ class Runtime:
         before = self._planner.shape
         self._planner.shape = replace(before, images=before.images or images, padded=before.padded or padded)
         try:
-            self.memory_plan = self._planner.plan(rows, seq_len, self._options.memory.micro_batch, loss)
+            memory = self._options.memory
+            self.memory_plan = self._planner.plan(rows, seq_len, memory.micro_batch, loss, memory.chunk)
         except BaseException:
             self._planner.shape = before
             raise
@@ -114,12 +115,11 @@ class Runtime:
         if self.link is None:
             self.link = OptimizerLink()
             self.link.wait_until_up()
-        recomputation = self._keeping.recomputation(plan.batch.micro_rows, plan.batch.seq_len)
-        self.recomputations = BlockReplay(
-            recomputation.layers,
-            self._keeping.saved(plan.batch.micro_rows, plan.batch.seq_len).operators,
-            plan.kept_bytes,
-        )
+        size = plan.batch.micro_rows, plan.batch.columns
+        recomputation, operators = self._keeping.recomputation(*size), self._keeping.saved(*size).operators
+        if plan.batch.chunks > 1:  # nothing but keys and values is saved
+            recomputation, operators = replace(recomputation, layers=frozenset(), saved=0.0), ()
+        self.recomputations = BlockReplay(recomputation.layers, operators, plan.kept_bytes)
         self.scheduler = Scheduler(
             self._shape,
             plan.counts,
@@ -189,7 +189,8 @@ class Runtime:
     def batch_shape(self, rows: int, seq_len: int, loss: LossInputs = ENGINE_LOSS) -> BatchShape:
         """Return a batch as the schedule sees it."""
         plan = self.memory_plan
-        return plan.batch_shape(Batch(rows, seq_len, min(rows, plan.batch.micro_rows), loss))
+        chunk = plan.batch.chunk
+        return plan.batch_shape(Batch(rows, seq_len, min(rows, plan.batch.micro_rows), loss, chunk=chunk))
 
     def submit(self, tasks: StepList) -> None:
         """Let the lanes run ``tasks``, and note what they will cost."""

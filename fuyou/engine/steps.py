@@ -352,13 +352,16 @@ class Steps:
         if not runtime.fits(*needed):
             self.flush()
             runtime.plan_for(*needed)
+            self._run.prove_chunks()
             self._torn = True
             runtime.reopen()
             self._torn = False
 
     def _micro_batches(self, batch: TrainingBatch) -> list[dict[str, torch.Tensor]]:
-        run = self._run
-        rows = min(batch.size[0], run.runtime.memory_plan.batch.micro_rows)
+        run, planned = self._run, self._run.runtime.memory_plan.batch
+        if planned.chunk is not None and batch.size[1] > planned.chunk:
+            return batch.chunks(planned.chunk, run.device.torch_device)
+        rows = min(batch.size[0], planned.micro_rows)
         return batch.micro_batches(rows, run.device.torch_device, run.config.precision.dtype)
 
     def _computation(

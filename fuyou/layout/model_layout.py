@@ -146,6 +146,21 @@ class KindSizes:
         )
 
 
+@dataclass(frozen=True)
+class KeyMemory:
+    """Bytes for each token of a row that passes through a block in chunks; zeros if rows cannot."""
+
+    keys: int = 0  # Its keys and values
+    gradients: int = 0  # Sums of their gradients
+    computing: int = 0  # What a later chunk makes of them
+    arguments: int = 0  # What blocks are called with, next to hidden states
+
+
+def no_keys() -> KeyMemory:
+    """Return zeros: rows do not pass in chunks."""
+    return KeyMemory()
+
+
 def no_bytes(seq_len: int) -> int:
     """Return 0: most families pass nothing but hidden states between blocks."""
     return 0
@@ -168,6 +183,7 @@ class ModelLayout:
     non_block_adapter_memory: AdapterMemory = NO_ADAPTERS  # By tokens that go through the head at once
     hidden_size: int = 0  # Elements of the hidden states between blocks, per token; 0: as in the configuration
     carried_bytes: Callable[[int], int] = no_bytes  # Device bytes per row passed on besides hidden states
+    key_memory: Callable[[], KeyMemory] = no_keys  # Of the block that needs the most
     image_memory: ImageMemory = NO_IMAGES  # Memory of images, per token, in batches with images
     images: bool = False  # Whether batches come with images
     padded: bool = False  # Whether batches have a mask that hides tokens, so that attention gets a dense mask

@@ -167,6 +167,7 @@ def model_records(
         hidden_size=stack.hidden_size,
         expert_output_bytes=expert_output_bytes(stack),
         carried_bytes=stack.carried_bytes if stack.links else no_bytes,
+        key_memory=lambda: stack.key_memory,
         image_memory=image_memory(stack.model),
         attention=AttentionMemory.of(stack.model.config, precision.dtype.itemsize),
     )

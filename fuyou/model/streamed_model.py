@@ -22,22 +22,33 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import PreTrainedModel
 
 from common.data.documents import Documents
 from common.data.rows import PADDING
 from common.errors import FinetuneError, UserError
-from common.models.attention.documents import padding_known, rotate_by_document
+from common.models.attention.chunked import attention_by_chunk
+from common.models.attention.documents import padding_known, rotate_by_document, row_length_known
 from common.models.attention.isolation import DocumentSeparator, configurations, takes_positions, without_masks
 from common.models.attention.kernels import AttentionKernels
 from common.models.structure import find_blocks
 from common.models.vision import tower_parameters
+from fuyou.layout.model_layout import KeyMemory
 from fuyou.model.blocks.calls import BlockCalls
 from fuyou.model.blocks.hidden_edits import BlockLinks, argument_paths
-from fuyou.model.blocks.probe import BlockProbe, EarlierValueUses, UsedTensors
+from fuyou.model.blocks.probe import BlockProbe, EarlierValueUses, GroupedShapes, UsedTensors
 from fuyou.model.blocks.stand_ins import BlockStandIns
-from fuyou.model.blocks.weightless import empty_parameters, replaced_parameters, restored, runners_of, skipped_modules
+from fuyou.model.blocks.weightless import (
+    empty_parameters,
+    on_meta,
+    replaced_parameters,
+    restored,
+    runners_of,
+    skipped_modules,
+)
+from fuyou.model.chunks import BlockKeys, ChunkCache, MadeBytes, RowKeys
 from fuyou.model.family import Family, family_of
 
 _SURVEYED = 8  # Tokens of the row that a survey runs
@@ -47,6 +58,9 @@ META_TOKENS = 8  # Tokens of the row that blocks are run on without values
 
 HOST_POSITIONS = "position_ids_on_host"
 """Name in a batch of a copy of ``position_ids`` on the CPU."""
+
+CHUNK_PLACE = "place_in_row"
+"""Name in a batch of the first token of a chunk and the tokens of its row, int64 ``[2]`` on the CPU."""
 
 
 class StreamedModel:
@@ -263,6 +277,12 @@ class StreamedModel:
             self.model.train()
 
     @contextmanager
+    def _attending(self, documents: Documents | None, cache: ChunkCache | None) -> Iterator[None]:
+        by_chunk = contextlib.nullcontext() if cache is None else attention_by_chunk(configurations(self.model))
+        with self.apart(documents), by_chunk:
+            yield
+
+    @contextmanager
     def bound(self, parameters: Mapping[str, torch.Tensor], *, before: bool | None = None) -> Iterator[None]:
         """Let the model use ``parameters`` (by name) while the context is open, and meta parameters after it.
 
@@ -317,6 +337,100 @@ class StreamedModel:
         hidden = hidden.to("meta")
         return [(hidden, *tree_map(to_meta, arguments)) for arguments in calls.arguments]
 
+    @cached_property
+    def block_keys(self) -> tuple[BlockKeys, ...]:
+        """Return what each block keeps of a token for later ones; empty if rows cannot pass through in chunks."""
+        return self._surveyed_keys[0]
+
+    @cached_property
+    def key_memory(self) -> KeyMemory:
+        """Return the memory of rows that pass through the blocks in chunks."""
+        return self._surveyed_keys[1]
+
+    @cached_property
+    def _surveyed_keys(self) -> tuple[tuple[BlockKeys, ...], KeyMemory]:
+        try:
+            if not self.links and self.family.shifts_labels:
+                return self._survey_keys()
+        except Exception:  # of a family's code, which may want another kind of cache, or a mask
+            pass
+        return (), KeyMemory()
+
+    def chunk_flops(self, start: int, length: int, tokens: int) -> float:
+        """Return the FLOPs of a block's forward pass on a chunk, on average over blocks.
+
+        Args:
+            start: first token of the chunk.
+            length: tokens of the row.
+            tokens: most tokens of the chunk.
+        """
+        calls = self._chunk_calls(start, length, min(tokens, length - start))
+        assert calls.cache is not None
+        flops: dict[Any, int] = {}
+        kinds = [
+            (type(block), keys, calls.cache.window(index))
+            for index, (block, keys) in enumerate(zip(self.blocks, self.block_keys, strict=True))
+        ]
+        for index, kind in enumerate(kinds):
+            if kind not in flops:
+                keys = self.block_keys[index]
+                flat = torch.empty(keys.elements * length, dtype=keys.dtype, device="meta")
+                with FlopCounterMode(display=False) as counter:
+                    self._call_on_meta(index, calls, RowKeys(keys.views(flat, length)))
+                flops[kind] = counter.get_total_flops()
+        return sum(flops[kind] for kind in kinds) / len(kinds)
+
+    def _chunk_calls(self, start: int, length: int, tokens: int) -> BlockCalls:
+        """Return what blocks are called with for a chunk of a row of ``length`` tokens."""
+        ids = torch.zeros(1, tokens, dtype=torch.long, device=self.device)
+        positions = torch.arange(start, start + tokens, device=self.device)[None]
+        batch = {"input_ids": ids, "position_ids": positions, CHUNK_PLACE: torch.tensor([start, length])}
+        with torch.no_grad(), self._skipped(self.before), self._without_outer_weights():
+            return self._embed(batch, self.links)[1]
+
+    def _call_on_meta(self, index: int, calls: BlockCalls, row: RowKeys | None) -> None:
+        assert calls.cache is not None
+        calls.cache.row = row
+        args, kwargs = tree_map(
+            lambda leaf: leaf.to("meta") if isinstance(leaf, torch.Tensor) else leaf, calls.arguments[index]
+        )
+        block, hidden = self.blocks[index], torch.empty(calls.hidden_shape, dtype=self.model.dtype, device="meta")
+        with self._attending(None, calls.cache), on_meta(block), torch.no_grad(), GroupedShapes():
+            block(hidden, *args, **kwargs)
+
+    def _survey_keys(self) -> tuple[tuple[BlockKeys, ...], KeyMemory]:
+        made, length = MadeBytes(), 4 * META_TOKENS
+
+        def call(index: int, calls: BlockCalls, row: RowKeys | None) -> int:
+            """Return the bytes that a chunk of :data:`META_TOKENS` makes in a block."""
+            before = made.nbytes
+            with made:
+                self._call_on_meta(index, calls, row)
+            return made.nbytes - before
+
+        first, *later = (self._chunk_calls(start, length, META_TOKENS) for start in (0, META_TOKENS, 3 * META_TOKENS))
+        assert first.cache is not None
+        blocks: list[BlockKeys] = []
+        most = 0
+        for index in range(len(self.blocks)):
+            first.cache.seen.clear()
+            call(index, first, None)
+            keys = BlockKeys.of(first.cache.seen, META_TOKENS)
+            if keys is None or first.edits:
+                return (), KeyMemory()
+            flat = torch.empty(keys.elements * length, dtype=keys.dtype, device="meta")
+            few, many = (call(index, calls, RowKeys(keys.views(flat, length))) for calls in later)
+            most = max(most, 2 * (many - few) // (2 * META_TOKENS) + keys.nbytes)
+            blocks.append(keys)
+        arguments = {id(leaf): leaf for leaf in tree_leaves(first.arguments) if isinstance(leaf, torch.Tensor)}
+        keys = max(blocks, key=lambda block: block.nbytes)
+        return tuple(blocks), KeyMemory(
+            keys.nbytes,
+            max(block.elements for block in blocks) * 4,
+            most,
+            -(-sum(leaf.nbytes for leaf in arguments.values()) // META_TOKENS),
+        )
+
     def embed_with_zero_links(self, batch: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, BlockCalls]:
         """Do what :meth:`embed` does, for blocks that are run alone: what other blocks hand them is zero."""
         if not self.links:
@@ -328,11 +442,22 @@ class StreamedModel:
 
     def _embed(self, batch: Mapping[str, torch.Tensor], links: BlockLinks) -> tuple[torch.Tensor, BlockCalls]:
         positions = batch.get(HOST_POSITIONS, batch.get("position_ids"))
-        documents = None if "attention_mask" in batch else Documents.of(positions)
-        left_out = {PADDING, HOST_POSITIONS} | (set() if self._takes_positions else {"position_ids"})
-        known = {name: value for name, value in batch.items() if name not in left_out}
-        with padding_known(batch), self.apart(documents), self._stand_ins.recording(links, documents) as calls:
+        place = batch.get(CHUNK_PLACE)
+        cache = None if place is None else ChunkCache(self.model.config, *place.tolist())
+        documents = None if "attention_mask" in batch or cache is not None else Documents.of(positions)
+        left_out = {PADDING, HOST_POSITIONS, CHUNK_PLACE} | (set() if self._takes_positions else {"position_ids"})
+        known: dict[str, Any] = {name: value for name, value in batch.items() if name not in left_out}
+        if cache is not None:
+            known["past_key_values"] = cache
+        length = None if cache is None else cache.length
+        with (
+            padding_known(batch),
+            row_length_known(length),
+            self._attending(documents, cache),
+            self._stand_ins.recording(links, documents) as calls,
+        ):
             self.model(**known, use_cache=False)
+        calls.cache = cache
         hidden, calls.first_hidden = calls.first_hidden, None
         assert hidden is not None
         return hidden, calls
@@ -347,9 +472,8 @@ class StreamedModel:
 
         With gradients enabled, ``calls.backward`` is to follow.
         """
-        block = self.blocks[index]
-        with self.apart(calls.documents):
-            return calls.run(index, block, hidden)
+        with self._attending(calls.documents, calls.cache):
+            return calls.run(index, self.blocks[index], hidden)
 
     def head(self, batch: Mapping[str, torch.Tensor], hidden: torch.Tensor) -> torch.Tensor:
         """Run what comes after the blocks: return logits ``[B, S, V]`` from the last block's output.

@@ -14,7 +14,7 @@ from common.errors import UserError
 from common.models.task_type import TaskType
 from fuyou.model.loss.cross_entropy import IGNORED, targets_of
 from fuyou.model.open_model import OpenModel
-from fuyou.model.streamed_model import HOST_POSITIONS
+from fuyou.model.streamed_model import CHUNK_PLACE, HOST_POSITIONS
 
 _WITHOUT_EFFECT: dict[str, tuple[object, ...]] = {
     "use_cache": (True, False),
@@ -91,6 +91,35 @@ class TrainingBatch:
         """Sequences, and tokens of each."""
         rows, length = self.ids.shape
         return rows, length
+
+    def chunks(self, chunk: int, device: torch.device) -> list[dict[str, torch.Tensor]]:
+        """Return the batch on ``device``, ``chunk`` tokens of one row at a time, with ``targets``.
+
+        Raises:
+            UserError: it has more than rows of tokens, which passes in whole rows only.
+        """
+        mask, positions = self.inputs.get("attention_mask"), self.inputs.get("position_ids")
+        others = set(self.inputs) - {"input_ids", "attention_mask", "position_ids"}
+        what = next(iter(sorted(others)), None)
+        if isinstance(mask, torch.Tensor) and not (mask.dim() == 2 and bool(mask.all())):
+            what = "an attention_mask that hides tokens"
+        if positions is not None and not (
+            isinstance(positions, torch.Tensor) and positions.dim() == 2 and not restarts(positions)
+        ):
+            what = "position_ids of several documents in a row"
+        rows, length = self.size
+        if what is not None:
+            raise UserError(f"Rows of {length:,} tokens pass in chunks of {chunk:,}, which cannot have {what}.")
+        if positions is None:
+            positions = torch.arange(length).expand(rows, -1)
+        assert isinstance(positions, torch.Tensor)
+        values = {"input_ids": self.ids, "position_ids": positions, "targets": self.targets}
+        return [
+            {name: value[row : row + 1, start : start + chunk].to(device) for name, value in values.items()}
+            | {CHUNK_PLACE: torch.tensor([start, length])}
+            for row in range(rows)
+            for start in range(0, length, chunk)
+        ]
 
     def micro_batches(self, rows: int, device: torch.device, dtype: torch.dtype) -> list[dict[str, torch.Tensor]]:
         """Return the batch on ``device``, ``rows`` sequences at a time, with ``targets``.

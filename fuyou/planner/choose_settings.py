@@ -51,7 +51,7 @@ class PlannerContext:
         (host, device), shared = self.limits, self.device.shares_host_memory
         job = fitting_job(self.job, device, host, shared)
         planner = MemoryPlanner(job.shape, job.config, device, host, shared)
-        return planner.plan(job.rows, job.seq_len, job.micro_batch, job.loss)
+        return planner.plan(job.rows, job.seq_len, job.micro_batch, job.loss, job.chunk)
 
     @cached_property
     def workload(self) -> ProfiledWorkload:

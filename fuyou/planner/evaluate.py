@@ -15,6 +15,7 @@ from fuyou.model.recompute.block_trace import BlockTrace, Operator
 from fuyou.model.recompute.policy import (
     ActivationPlanner,
     ActivationPolicy,
+    chunk_attention_flops,
     operators_worth_saving,
     roofline,
     saved_outputs,
@@ -157,9 +158,9 @@ class Evaluator:
             speculative=updates.speculative,
             host_cache=job.host_cache,
             kept_layers=len(activations.layers),
-            kept_bytes=lambda batch: activations.saved(batch.micro_rows, batch.seq_len).nbytes,
+            kept_bytes=lambda batch: activations.saved(batch.micro_rows, batch.columns).nbytes,
         )
-        return planner.plan(job.rows, job.seq_len, candidate.micro_rows, job.loss)
+        return planner.plan(job.rows, job.seq_len, candidate.micro_rows, job.loss, job.chunk)
 
     @property
     def _kernels(self) -> str:
@@ -171,11 +172,29 @@ class Evaluator:
     # -- costs of a block's operators -----------------------------------------------------------------------------
 
     @cached_property
+    def _columns(self) -> int:
+        """Return the tokens of a row that are computed at once."""
+        try:
+            return self.memory(Candidate(self.job.micro_batch, 0.0)).batch.columns
+        except UserError:
+            return self.job.seq_len
+
+    @cached_property
+    def _chunk_flops(self) -> tuple[float, ...]:
+        """Return the FLOPs in which each chunk attends to earlier ones, on average over blocks, as tasks count them."""
+        job, tokens = self.job, self._columns
+        if tokens == job.seq_len or self.trace is None:
+            return ()
+        counted = 2 * job.block_parameters / len(job.shape.blocks) * tokens / self.trace.flops()
+        flops = chunk_attention_flops(job.stack, job.seq_len, tokens)
+        return tuple(counted * each for each in flops)
+
+    @cached_property
     def trace(self) -> BlockTrace | None:
         """Return the operators of a block, or None if the family's code needs values to run."""
         job = self.job
         try:
-            return trace_block(job.stack, job.seq_len, self._kernels, job.shape.precision.dtype)
+            return trace_block(job.stack, self._columns, self._kernels, job.shape.precision.dtype)
         except Exception:
             return None
 
@@ -192,7 +211,7 @@ class Evaluator:
             )
         if not machine.all_flops or self.trace is None:
             return machine.rates
-        counted = 2 * job.block_parameters / len(job.shape.blocks) * job.seq_len
+        counted = 2 * job.block_parameters / len(job.shape.blocks) * self._columns
         return replace(machine.rates, flops_per_second=machine.rates.flops_per_second * counted / self.trace.flops())
 
     @cached_property
@@ -248,9 +267,11 @@ class Evaluator:
         layers, batch = len(job.shape.blocks), memory.batch
         plan = merge_micro_batches(memory, layers) if merged else memory
         activations, updates = self.activation_planner(candidate), self.update_policy(candidate)
-        counted = activations.recomputation(batch.micro_rows, job.seq_len)
+        counted = activations.recomputation(batch.micro_rows, batch.columns)
+        if batch.chunks > 1:  # nothing but keys and values is saved
+            counted = replace(counted, layers=frozenset(), saved=0.0)
         recomputation = self._timed_recomputation(candidate, counted)
-        saved_bytes = activations.saved(batch.micro_rows, job.seq_len).nbytes
+        saved_bytes = activations.saved(batch.micro_rows, batch.columns).nbytes if counted.layers else 0
         saving_seconds = self._saving_seconds_per_token(saved_bytes, batch.micro_tokens)
         rates = replace(self.rates, saving_seconds_per_token=saving_seconds)
         deferred = updates.deferred(job.shape)
@@ -269,6 +290,7 @@ class Evaluator:
                 recomputation=recomputation,
                 clipped=clipped,
                 direct_reads=job.direct_reads,
+                chunk_flops=self._chunk_flops if batch.chunks > 1 else (),
             )
 
         simulation, tasks = run(False if updates.speculative else None)
@@ -299,7 +321,7 @@ def merge_micro_batches(plan: MemoryPlan, layers: int) -> MemoryPlan:
     """Return a plan for the same step in fewer, larger micro-batches, regardless of device memory."""
     several, counts = plan.batch.micro_batches, plan.counts
     few = max(1, _MAX_TASKS // (2 * layers))
-    if several < 2 * few:
+    if several < 2 * few or plan.batch.chunks > 1:
         return plan
     batch = replace(plan.batch, micro_rows=-(-plan.batch.rows // few))
     factor = several / batch.micro_batches

@@ -325,7 +325,8 @@ def _search_activation_policy(evaluator: Evaluator, best: Evaluation) -> Evaluat
     First the same outputs in all blocks; then more of them in some of the blocks.
     """
     shape = evaluator.job.shape
-    if best.bound is not Resource.GPU or evaluator.trace is None or shape.orders:
+    chunks = best.memory.batch.chunks > 1
+    if best.bound is not Resource.GPU or evaluator.trace is None or shape.orders or chunks:
         return best
     layers = len(shape.blocks)
     operators: tuple[tuple[str, int], ...] = ()

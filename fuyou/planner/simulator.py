@@ -9,6 +9,7 @@ import gc
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 from fuyou.layout.model_layout import FULL_RECOMPUTATION, ModelLayout, Recomputation
 from fuyou.layout.record import Record
@@ -162,11 +163,13 @@ def simulate(
     recomputation: Recomputation = FULL_RECOMPUTATION,
     clipped: bool | None = None,
     direct_reads: bool = False,
+    chunk_flops: tuple[float, ...] = (),
 ) -> tuple[Simulation, StepList]:
     """Simulate steps of a model with a memory plan; return also the task list of the last step.
 
     Args:
         deferred, hold, recomputation, direct_reads: as in :class:`fuyou.schedule.scheduler.Scheduler`.
+        chunk_flops: as in :class:`fuyou.schedule.batch.BatchShape`.
         clipped: with speculative updates, whether every step is clipped and updates again, or none is; else None.
     """
     scheduler = Scheduler(
@@ -179,7 +182,7 @@ def simulate(
         recomputation=recomputation,
         direct_reads=direct_reads,
     )
-    batch = plan.batch_shape(plan.batch)
+    batch = replace(plan.batch_shape(plan.batch), chunk_flops=chunk_flops)
     lists: list[StepList] = []
     resolved: list[Task] = []
     with _no_garbage_collection():

@@ -46,6 +46,7 @@ class TrainingJob:
     single_slot: bool = False
     direct_reads: bool = False  # Whether SSD reads bypass host memory if nothing would be cached there
     micro_batch: int | None = None  # Sequences that are computed at once; None leaves it to the planner
+    chunk: int | None = None  # Tokens of a row that are computed at once; None leaves it to the planner
     deferred_fraction: float | None = None  # Fraction of the blocks with deferred updates; None: chosen
     host_cache: int | None = None  # Maximum bytes of host memory that only save reading and writing; None: what is left
     piece_bytes: int | None = None  # Most bytes of a piece of a block; None: chosen if blocks do not fit
@@ -135,6 +136,7 @@ def training_job_of_run(
         single_slot=config.store.single_slot,
         direct_reads=config.store.direct_reads,
         micro_batch=config.memory.micro_batch,
+        chunk=config.memory.chunk,
         deferred_fraction=config.optimizer.deferred_fraction or None,
         host_cache=config.host_cache,
         piece_bytes=shape.piece_bytes,
@@ -208,7 +210,9 @@ PARTS = (2, 4, 8, 16, 32, 64, 128)  # Numbers of pieces that are tried for the l
 BUFFERS = 4  # Device buffers that pieces should have: two ahead of their use, two in use
 
 
-def fitting_layout(stack: StreamedModel, shape: ModelLayout, plan: Callable[[ModelLayout], MemoryPlan]) -> ModelLayout:
+def fitting_layout(
+    stack: StreamedModel, shape: ModelLayout, plan: Callable[[ModelLayout], MemoryPlan], cut: bool = True
+) -> ModelLayout:
     """Return ``shape`` if its blocks fit into memory, else the model with blocks in pieces that fit.
 
     Pieces are as large as possible without taking memory from micro-batches, because fewer micro-batches read
@@ -217,6 +221,7 @@ def fitting_layout(stack: StreamedModel, shape: ModelLayout, plan: Callable[[Mod
 
     Args:
         plan: returns the memory plan of a layout.
+        cut: whether blocks may be in pieces.
 
     Raises:
         UserError: if nothing fits; says how much would.
@@ -225,29 +230,29 @@ def fitting_layout(stack: StreamedModel, shape: ModelLayout, plan: Callable[[Mod
         plan(shape)
         return shape
     except UserError as error:
-        if shape.orders:
+        if shape.orders or not cut:
             raise
         too_small = error
     largest = shape.block_elements * shape.precision.parameter_bytes
     layouts: list[tuple[tuple[int, ...], ModelLayout]] = []
-    cut: ModelLayout | None = None
+    divided: ModelLayout | None = None
     with unchanged(stack):
         for parts in PARTS:
             try:
-                before, cut = cut, in_pieces(stack, shape, largest // parts)
+                before, divided = divided, in_pieces(stack, shape, largest // parts)
             except UserError as error:
                 raise UserError(f"{too_small} And they cannot be in pieces: {error}") from error
-            if before is not None and len(before.records) == len(cut.records):
+            if before is not None and len(before.records) == len(divided.records):
                 continue  # nothing of it can be cut further
             try:
-                fitting = plan(cut)
+                fitting = plan(divided)
             except UserError as error:
                 too_small = error
                 continue
             batch, buffers = fitting.batch, fitting.counts.device_blocks
-            on_device = buffers * cut.sizes[Kind.BLOCK].device_nbytes
+            on_device = buffers * divided.sizes[Kind.BLOCK].device_nbytes
             passes = batch.passes_in_pieces(bool(shape.sizes[Kind.BLOCK].trained_elements))
-            layouts.append(((-passes, min(buffers, BUFFERS), on_device, batch.micro_rows), cut))
+            layouts.append(((-passes, min(buffers, BUFFERS), on_device, batch.micro_rows), divided))
     if not layouts:
         raise too_small
     most = max(rank for rank, _ in layouts)
@@ -271,9 +276,9 @@ def fitting_job(job: TrainingJob, device_bytes: int, host_bytes: int, cpu: bool)
 
     def plan(layout: ModelLayout) -> MemoryPlan:
         planner = MemoryPlanner(layout, job.config, device_bytes, host_bytes, cpu, host_cache=job.host_cache)
-        return planner.plan(job.rows, job.seq_len, job.micro_batch, job.loss)
+        return planner.plan(job.rows, job.seq_len, job.micro_batch, job.loss, job.chunk)
 
-    return _in_pieces(job, fitting_layout(job.stack, job.shape, plan))
+    return _in_pieces(job, fitting_layout(job.stack, job.shape, plan, cut=job.chunk is None))
 
 
 def _in_pieces(job: TrainingJob, shape: ModelLayout) -> TrainingJob:

@@ -33,6 +33,7 @@ class Claim:
         packed: whether rows hold several documents, with position ids that restart.
         router_loss: ``"on"``, ``"off"``, or ``"auto"``, which leaves it to the configuration.
         pieces: whether blocks are cut into the smallest pieces.
+        chunks: whether rows pass in chunks of tokens.
     """
 
     config: PreTrainedConfig
@@ -42,6 +43,7 @@ class Claim:
     router_loss: str = "auto"
     dtype: torch.dtype = torch.float32
     pieces: bool = False
+    chunks: bool = False
 
     def small_config(self) -> PreTrainedConfig:
         """Return the small configuration, with the requested router loss."""
@@ -65,7 +67,7 @@ class Claim:
             "packed": self.packed,
             "router_loss": self.router_loss,
             "dtype": str(self.dtype),
-            **({"pieces": True} if self.pieces else {}),
+            **{name: True for name in ("pieces", "chunks") if getattr(self, name)},
         }
         return {
             "claim": json.loads(json.dumps(settled, sort_keys=True, default=same_text)),

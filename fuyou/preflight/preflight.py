@@ -15,6 +15,7 @@ from transformers import PreTrainedConfig
 
 from common.errors import FinetuneError, UserError, on_one_line
 from common.files import read_cached, write_cached
+from common.models.miniature import TOKENS
 from fuyou.layout.record import Precision
 from fuyou.model.open_model import OpenModel
 from fuyou.pieces.division import in_pieces
@@ -35,6 +36,7 @@ from fuyou.preflight.small_step import SmallStep
 
 FORMAT = 1
 _KIND = "proofs"
+_CHUNK = TOKENS * 3 // 8  # Tokens of a chunk: of three, the last is the shortest
 
 
 def prove(
@@ -76,9 +78,10 @@ def prove(
         _prove(replace(claim, packed=True, router_loss="off"))
 
 
-def prove_pieces(
+def prove_divided(
     config: PreTrainedConfig,
     *,
+    chunks: bool = False,
     adapters: PeftConfig | None = None,
     trainable: Sequence[str] | None = None,
     router_loss: str = "auto",
@@ -87,6 +90,7 @@ def prove_pieces(
 
     Args:
         config: of the model.
+        chunks: whether rows pass in chunks of tokens through whole blocks instead.
         adapters: what is trained, if the weights are frozen.
         trainable: name patterns of the trained parameters, if not all.
         router_loss: of a mixture of experts, as in :class:`fuyou.Engine`.
@@ -95,7 +99,7 @@ def prove_pieces(
         UserError: if it does not, or its blocks cannot be cut.
     """
     names = None if trainable is None else tuple(trainable)
-    _prove(Claim(config, adapters, names, router_loss=router_loss, pieces=True))
+    _prove(Claim(config, adapters, names, router_loss=router_loss, pieces=not chunks, chunks=chunks))
 
 
 def _prove(claim: Claim) -> None:
@@ -139,6 +143,11 @@ class _Proof:
         if claim.packed:  # documents alone draw other numbers
             self._without_dropout(twin, opened)
         step = SmallStep(opened, dict(twin.model.named_parameters(remove_duplicate=False)))
+        if claim.chunks:  # of which each drops out other values
+            self._without_dropout(twin, opened)
+            for number in range(2):
+                self._step(number, twin, opened, step, 1, _CHUNK)
+            return
         for number in range(2):  # with dropout and all that the configuration asks for
             self._step(number, twin, opened, step, ROWS)
         if claim.dtype != torch.float32:  # in which a row alone may be rounded otherwise
@@ -152,7 +161,15 @@ class _Proof:
         for model in (twin.model, opened.stack.model):
             switch_off_dropout(model)
 
-    def _step(self, number: int, twin: MemoryTwin, opened: OpenModel, step: SmallStep, micro_rows: int) -> None:
+    def _step(
+        self,
+        number: int,
+        twin: MemoryTwin,
+        opened: OpenModel,
+        step: SmallStep,
+        micro_rows: int,
+        chunk: int | None = None,
+    ) -> None:
         for model in (twin.model, opened.stack.model):
             model.train()
         batch = twin.batch(number)
@@ -162,14 +179,16 @@ class _Proof:
         except Exception as error:
             raise self._unprovable(error) from error
         with seeded(number):
-            gradients = self._streamed(step, batch, micro_rows)
+            gradients = self._streamed(step, batch, micro_rows, chunk)
         difference = first_difference(expected, gradients, self._tolerance)
         if difference is not None:
             raise self._refusal(difference + (" with each document separately" if self._claim.packed else ""))
 
-    def _streamed(self, step: SmallStep, batch: Mapping[str, torch.Tensor], micro_rows: int) -> Gradients:
+    def _streamed(
+        self, step: SmallStep, batch: Mapping[str, torch.Tensor], micro_rows: int, chunk: int | None
+    ) -> Gradients:
         try:
-            loss = step.run(batch, micro_rows)
+            loss = step.run(batch, micro_rows, chunk)
         except FinetuneError:
             raise
         except Exception as error:
@@ -181,6 +200,7 @@ class _Proof:
 
     def _refusal(self, what: str) -> _RefusedError:
         kind = " with LoRA" if self._claim.adapters is not None else ""
+        kind += " with rows in chunks" if self._claim.chunks else ""
         kind += "" if self._claim.dtype == torch.float32 else f" in {str(self._claim.dtype).removeprefix('torch.')}"
         return _RefusedError(
             f"{self._name} cannot be trained out of core{kind}: of a small model of this family, computed block by "

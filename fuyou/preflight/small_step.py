@@ -61,17 +61,18 @@ class SmallStep:
         self.gradients: dict[str, torch.Tensor | None] = {}
         """Gradients by first name, in the order in which the backward pass has made them; None where nothing flows."""
 
-    def run(self, given: Mapping[str, torch.Tensor], micro_rows: int) -> float:
-        """Run a forward and a backward pass; return the loss, and leave :attr:`gradients`."""
+    def run(self, given: Mapping[str, torch.Tensor], micro_rows: int, chunk: int | None = None) -> float:
+        """Run a forward and a backward pass, with rows in chunks of ``chunk`` tokens or whole; return the loss, and
+        leave :attr:`gradients`."""
         batch = TrainingBatch.of(self._model, given, own_loss=False)
         rows, length = batch.size
-        micro_batches = -(-rows // micro_rows)
-        room = 4 * micro_batches * (len(self._shape.blocks) + 2)
+        planned = Batch(rows, length, micro_rows, chunk=chunk)
+        room = 4 * planned.micro_batches * (len(self._shape.blocks) + 2)
         enough = {field.name: max(room, len(self._shape.records)) for field in fields(BufferCounts)}
         counts = BufferCounts(**enough)
         plan = MemoryPlan(
             counts,
-            Batch(rows, length, micro_rows),
+            planned,
             ring_chunks=2,
             chunk_elements=1,
             activation_bytes=0,
@@ -83,11 +84,17 @@ class SmallStep:
             device_bytes=0,
             host_bytes=0,
         )
-        tasks = Scheduler(self._shape, counts).training_step(1, BatchShape(micro_batches, 0, rows * length))
+        shape = BatchShape(planned.micro_batches, 0, rows * length, chunks=planned.chunks)
+        tasks = Scheduler(self._shape, counts).training_step(1, shape)
         plane = self._plane(plan)
         self.gradients = {}
         data_plane = cast(DataPlane, plane)
-        micro = batch.micro_batches(micro_rows, torch.device("cpu"), self._shape.precision.dtype)
+        cpu = torch.device("cpu")
+        if planned.chunks > 1:
+            assert self._model.stack.block_keys, "rows of this family do not pass in chunks"
+            micro = batch.chunks(planned.columns, cpu)
+        else:
+            micro = batch.micro_batches(micro_rows, cpu, self._shape.precision.dtype)
         step = StepComputation(
             StepInputs(self._model, data_plane, tasks, batch, micro, self._recomputations, time.monotonic())
         )
@@ -125,6 +132,7 @@ class SmallStep:
             parameters=parameters,
             gradients=gradients,
             activations={kind: _Buffers() for kind in Activation},
+            key_gradients=_Buffers(),
         )
         executor = SimpleNamespace(start=start, finish=finish)
         return SimpleNamespace(buffers=buffers, heap=nothing, executor=executor)

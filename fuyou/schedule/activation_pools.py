@@ -7,7 +7,8 @@ from fuyou.schedule.buffer_pool import NEVER, SortedPool
 from fuyou.schedule.tasks import Activation, Op, StepList, Task
 
 #: ("x", i, m): input of block i (output of block i - 1, or of the embedding if i is 0) for micro-batch m;
-#: ("d", i, m): the gradient of the loss with respect to it; ("k", i, m): saved outputs of operators in block i.
+#: ("d", i, m): the gradient of the loss with respect to it; ("k", i, m): saved outputs of operators in block i, or its
+#: keys and values of row m.
 ActivationKey = tuple[str, int, int]
 #: Activations that one compute task reads, and those that it writes.
 Arguments = tuple[list[ActivationKey], list[ActivationKey]]
@@ -94,6 +95,12 @@ class ActivationPools:
         task.after.extend(after)
         self._device.fill(index, key, task)
         return index
+
+    def rewrite(self, key: ActivationKey, task: Task) -> None:
+        """Let ``task``, which has fetched ``key``, write a further part of it."""
+        index = self._device.find(key)
+        assert index is not None
+        self._device.fill(index, key, task)
 
     def release(self, keys: list[ActivationKey]) -> None:
         """End one use of each of ``keys``, and drop those without further uses."""

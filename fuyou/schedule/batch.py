@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from fuyou.layout.model_layout import REFERENCE_PHASES, Visit
+from fuyou.layout.model_layout import REFERENCE_PHASES, Phase, Visit
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,7 @@ class Batch:
     micro_rows: int  # Sequences in one micro-batch; the last one may have fewer
     loss: LossInputs = ENGINE_LOSS  # What the loss is computed from
     most_together: int | None = None  # Micro-batches together in a block in pieces; None for all
+    chunk: int | None = None  # Tokens of a row that pass at once; None for all. A micro-batch is a chunk then
 
     @property
     def together(self) -> int:
@@ -54,7 +55,17 @@ class Batch:
 
     @property
     def micro_batches(self) -> int:
-        return -(-self.rows // self.micro_rows)
+        return -(-self.rows // self.micro_rows) * self.chunks
+
+    @property
+    def chunks(self) -> int:
+        """Return the chunks of a row; 1 if rows pass whole."""
+        return -(-self.seq_len // (self.chunk or self.seq_len))
+
+    @property
+    def columns(self) -> int:
+        """Return the tokens of each row in a micro-batch."""
+        return min(self.chunk or self.seq_len, self.seq_len)
 
     def activations(self, layers: int) -> int:
         """Return how many blocks' inputs exist at once, at most; a reference's stay until the next block only."""
@@ -63,7 +74,7 @@ class Batch:
 
     @property
     def micro_tokens(self) -> int:
-        return self.micro_rows * self.seq_len
+        return self.micro_rows * self.columns
 
     @property
     def mean_tokens(self) -> float:
@@ -81,12 +92,22 @@ class BatchShape:
     own_loss: bool = False  # Whether the caller computes the loss, between two runs of the head
     reference: bool = False  # Whether micro-batches also pass without adapters, as a reference
     together: int | None = None  # Micro-batches that go through a block in pieces together in a forward pass; None: all
+    chunks: int = 1  # Chunks that each row passes in: micro-batches are chunks of one row, then of the next
+    # FLOPs in which each chunk attends to those before it, in a block's forward pass; empty: not counted
+    chunk_flops: tuple[float, ...] = ()
 
     def micro_batches_of(self, visit: Visit) -> range:
         """Return the numbers of a visit's micro-batches; those of the reference come last."""
-        return visit.micro_batches(
+        micros = visit.micro_batches(
             self.micro_batches * (2 if self.reference and visit.phase in REFERENCE_PHASES else 1)
         )
+        return micros[::-1] if self.chunks > 1 and visit.phase is Phase.BLOCK_BACKWARD else micros
+
+    def attention_flops(self, phase: Phase, micro: int) -> float:
+        """Return the FLOPs in which a chunk attends to those before it: a backward pass takes 5 products and the
+        forward pass again, which is 2."""
+        factor = {Phase.BLOCK_FORWARD: 1.0, Phase.BLOCK_BACKWARD: 3.5}.get(phase, 0.0)
+        return factor * self.chunk_flops[micro % self.chunks] if self.chunk_flops else 0.0
 
     def is_reference(self, micro: int | None) -> bool:
         return micro is not None and micro >= self.micro_batches

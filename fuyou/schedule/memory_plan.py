@@ -12,7 +12,7 @@ from common.memory.buffers import round_up
 from common.models.vision import NO_IMAGES
 from fuyou.layout.cutting import filling_bytes
 from fuyou.layout.frozen_weights import ROW_ELEMENTS, ROWS_ON_ACCELERATORS, FrozenDtype
-from fuyou.layout.model_layout import BufferCounts, ModelLayout
+from fuyou.layout.model_layout import BufferCounts, KeyMemory, ModelLayout
 from fuyou.layout.record import Kind, Record
 from fuyou.optimizer.gradient_sum import squares_bytes
 from fuyou.schedule.batch import Batch, BatchShape
@@ -62,6 +62,7 @@ class MemoryPlan:
     workspace_bytes: int  # Estimated bytes that computing takes besides all buffers
     device_bytes: int
     host_bytes: int
+    key_gradient_bytes: int = 0  # Bytes of the sums of one row's gradients of keys and values in a block
     resident: tuple[int, ...] = ()  # Records that live in host memory for the whole run, states included
 
     def batch_shape(self, batch: Batch) -> BatchShape:
@@ -75,6 +76,7 @@ class MemoryPlan:
             own_loss=bool(loss.outputs),
             reference=loss.reference,
             together=self.batch.most_together,
+            chunks=batch.chunks,
         )
 
     def spills_gradients(self, shape: ModelLayout, held: Collection[int]) -> bool:
@@ -124,7 +126,7 @@ class MemoryCounter:
             ring_blocks: size of the optimizer's ring, in states of whole blocks.
             columns: tokens of each row that go through the head at once.
         """
-        shape, several = self._shape, batch.micro_batches > 1
+        shape, several, chunked = self._shape, batch.micro_batches > 1, batch.chunks > 1
         hidden = shape.hidden_size or self._config.get_text_config().hidden_size
         split = shape.precision.split
         plan = MemoryPlan(
@@ -133,12 +135,13 @@ class MemoryCounter:
             ring_chunks=max(2, math.ceil(ring_blocks * self._block_chunks)),
             chunk_elements=self._chunk_elements,
             activation_bytes=round_up(batch.micro_tokens * hidden * shape.precision.parameter_bytes, 4096),
-            kept_bytes=round_up(self._saved_bytes(batch), 4096),
+            kept_bytes=round_up(self._keys.keys * batch.seq_len if chunked else self._saved_bytes(batch), 4096),
+            key_gradient_bytes=self._keys.gradients * batch.seq_len if chunked else 0,
             head_columns=columns,
             wide_blocks=split and several and bool(shape.sizes[Kind.BLOCK].trained_elements),
             # Two contributions (head and tied embedding) need no more: their sum is rounded once either way.
             wide_non_block=split
-            and (several or columns < batch.seq_len)
+            and (several or columns < batch.columns)
             and bool(shape.sizes[Kind.NON_BLOCK].trained_elements),
             workspace_bytes=self._workspace.nbytes(batch, columns),
             device_bytes=0,
@@ -168,12 +171,24 @@ class MemoryCounter:
             + counts.device_adapter_gradients * shape.sizes[Kind.ADAPTER].device_gradient_nbytes
             + counts.device_activations * plan.activation_bytes
             + counts.device_kept * plan.kept_bytes
-            + passing * (shape.carried_bytes(batch.seq_len) + shape.attention.mask_bytes(batch.seq_len, shape.padded))
+            + passing * self._passed_bytes(batch)
+            + plan.key_gradient_bytes
             + passing * batch.seq_len * images.kept * width
             + plan.workspace_bytes
             + REDUCTION_BYTES * ((shape.share.ranks_per_node > 1) + (shape.share.nodes > 1))
             + self._squares_bytes()
         )
+
+    def _passed_bytes(self, batch: Batch) -> int:
+        """Return the bytes of what blocks are called with for one row, as far as it is counted."""
+        if batch.chunks > 1:
+            return batch.seq_len * self._keys.arguments
+        attention = self._shape.attention
+        return self._shape.carried_bytes(batch.seq_len) + attention.mask_bytes(batch.seq_len, self._shape.padded)
+
+    @cached_property
+    def _keys(self) -> KeyMemory:
+        return self._shape.key_memory()
 
     def _squares_bytes(self) -> int:
         if self._cpu or self._shape.share.world_size == 1:

@@ -52,22 +52,81 @@ class MemoryPlanner:
         self._saving_layers, self._saved_bytes = kept_layers, kept_bytes if kept_layers else lambda batch: 0
         self._adapters = len(shape.of_kind(Kind.ADAPTER))
 
-    def plan(self, rows: int, seq_len: int, micro_rows: int | None, loss: LossInputs = ENGINE_LOSS) -> MemoryPlan:
+    def plan(
+        self,
+        rows: int,
+        seq_len: int,
+        micro_rows: int | None,
+        loss: LossInputs = ENGINE_LOSS,
+        chunk: int | None = None,
+    ) -> MemoryPlan:
         """Return the best plan that fits: micro-batches as large as the device takes (or as given), then buffers.
 
         Args:
             micro_rows: sequences that are computed at once; None for as many as fit.
+            chunk: tokens of a row that pass at once; None for whole rows if they fit, else as many tokens as fit.
 
         Raises:
-            UserError: if not even one buffer of each kind fits; says how much would.
+            UserError: if not even one buffer of each kind fits; says how much would. Or rows cannot pass in chunks.
         """
+        obstacle = self._chunk_obstacle(loss)
+        if chunk is None:
+            try:
+                return self._plan(self._whole_rows(rows, seq_len, micro_rows, loss))
+            except UserError:
+                sizes = [size for power in range(10, 40) if (size := 1 << power) < seq_len]
+                if obstacle is not None or not sizes:
+                    raise
+        elif chunk >= seq_len:
+            return self._plan(self._whole_rows(rows, seq_len, micro_rows, loss))
+        elif obstacle is None:
+            sizes = [chunk]
+        else:
+            longest = self._longest_row(seq_len, loss)
+            raise UserError(
+                f"Rows cannot pass in chunks {obstacle}. The longest row that fits whole has {longest:,} tokens: leave "
+                "--chunk out, and cut rows to that --seq-len, or give more --device-memory."
+            )
+        return self._plan([Batch(rows, seq_len, 1, loss, chunk=size) for size in reversed(sizes)])
+
+    def _chunk_obstacle(self, loss: LossInputs) -> str | None:
+        """Return why rows cannot pass in chunks; None if they can."""
+        shape = self.shape
+        obstacles = {
+            "on several ranks": shape.share.world_size > 1,
+            "through blocks in pieces": bool(shape.orders),
+            "where the loss is made outside of the engine": bool(loss.outputs),
+            "with images": shape.images,
+            "behind a mask that hides tokens": shape.padded,
+            "of this model, whose blocks keep other state than keys and values, or attend to them under a mask": (
+                not any((shape.orders, loss.outputs)) and not shape.key_memory().keys
+            ),
+        }
+        return next((words for words, holds in obstacles.items() if holds), None)
+
+    def _longest_row(self, seq_len: int, loss: LossInputs) -> int:
+        """Return the most tokens, up to ``seq_len``, of a row that fits whole."""
+        fitting, too_long = 0, seq_len + 1
+        while too_long - fitting > 1:
+            middle = (fitting + too_long) // 2
+            try:
+                self._plan(self._whole_rows(1, middle, 1, loss))
+                fitting = middle
+            except UserError:
+                too_long = middle
+        return fitting
+
+    def _whole_rows(self, rows: int, seq_len: int, micro_rows: int | None, loss: LossInputs) -> list[Batch]:
         # In 1, 2, 3, 4, 6, 8, 12, ... equal parts, down to single sequences.
         parts = (factor << power for power in range(rows.bit_length() + 1) for factor in (2, 3))
         even = sorted({rows, 1, *(-(-rows // count) for count in parts)}, reverse=True)
         sizes = [micro_rows] if micro_rows else even
+        return self._batches([Batch(rows, seq_len, min(size, rows), loss) for size in sizes])
+
+    def _plan(self, batches: list[Batch]) -> MemoryPlan:
+        """Return the best plan for one of ``batches``, the best first."""
         counter = MemoryCounter(self.shape, self._config, self._limits.cpu, self._saved_bytes)
         best: MemoryPlan | None = None
-        batches = self._batches([Batch(rows, seq_len, min(size, rows), loss) for size in sizes])
         for batch in batches:
             if best is not None and best.counts.device_blocks > 1 and not self._as_often(batch, best.batch):
                 break  # smaller micro-batches would only cost speed
@@ -99,7 +158,7 @@ class MemoryPlanner:
     def _fit(self, counter: MemoryCounter, batch: Batch, device: BufferCounts) -> MemoryPlan | None:
         """Return the best plan with the device buffers ``device``; None if none fits."""
         saved = self._saved_buffers(batch)
-        device = self._needed(_with_saved(device, saved))
+        device = self._needed(_with_saved(device, saved, 1 if batch.chunks > 1 else 2))
         widths = [
             columns
             for columns in _head_ladder(batch)
@@ -141,6 +200,8 @@ class MemoryPlanner:
         return [(self._adapters, waiting), (min(3, self._adapters), min(2, self._adapters))]
 
     def _saved_buffers(self, batch: Batch) -> int:
+        if batch.chunks > 1:  # the keys and values of a row
+            return len(self.shape.blocks) * batch.rows
         return self._saving_layers * batch.micro_batches if self._saved_bytes(batch) else 0
 
     def _too_small(self, counter: MemoryCounter, batches: list[Batch]) -> UserError:
@@ -151,7 +212,9 @@ class MemoryPlanner:
             self._needed(counts), host_activations=2, host_adapters=adapters, host_adapter_gradients=passing
         )
         plans = [
-            counter.count(batch, _with_saved(counts, self._saved_buffers(batch)), ring, columns)
+            counter.count(
+                batch, _with_saved(counts, self._saved_buffers(batch), 1 if batch.chunks > 1 else 2), ring, columns
+            )
             for batch in batches
             for columns in _head_ladder(batch)
         ]
@@ -168,12 +231,15 @@ class MemoryPlanner:
         )
         sizes = {batch.micro_rows for batch in batches}
         smaller = "" if batch.micro_rows == 1 or len(sizes) > 1 else " A smaller --micro-batch needs less."
+        tokens = f"{batch.seq_len} tokens"
+        if batch.chunks > 1:
+            smaller, tokens = " A smaller --chunk needs less.", f"{batch.columns} of {batch.seq_len} tokens"
         block, outer = (max(r.numel for r in self.shape.of_kind(kind)) for kind in (Kind.BLOCK, Kind.NON_BLOCK))
         towers = sum(record.numel for record in self.shape.of_kind(Kind.TOWER))
         beside = f", {towers:,} of them in towers that stay on the device" if towers else ""
         return UserError(
             f"One block of this model ({block:,} parameters; {outer + towers:,} outside the blocks{beside}) with a "
-            f"micro-batch of {batch.micro_rows} x {batch.seq_len} tokens needs {needs}.{smaller}"
+            f"micro-batch of {batch.micro_rows} x {tokens} needs {needs}.{smaller}"
         )
 
 
@@ -302,7 +368,7 @@ def _halvings(rows: int) -> list[int]:
 def _head_ladder(batch: Batch) -> list[int]:
     """Return numbers of tokens of each row that may go through the head at once, the preferred first."""
     most, fewest = (
-        max(1, min(batch.seq_len, tokens // batch.micro_rows)) for tokens in (HEAD_TOKENS, FEWEST_HEAD_TOKENS)
+        max(1, min(batch.columns, tokens // batch.micro_rows)) for tokens in (HEAD_TOKENS, FEWEST_HEAD_TOKENS)
     )
     return [width for width in _halvings(most) if width > fewest] + [fewest]
 
@@ -320,9 +386,9 @@ def _device_ladder(pieces: bool) -> Iterator[BufferCounts]:
     yield BufferCounts(device_blocks=1, device_block_gradients=1, device_activations=4)
 
 
-def _with_saved(counts: BufferCounts, saved: int) -> BufferCounts:
+def _with_saved(counts: BufferCounts, saved: int, fewest: int = 2) -> BufferCounts:
     """Return ``counts`` with the fewest buffers that let ``saved`` outputs pass: two on the device, two on the host."""
-    near = min(saved, 2)
+    near = min(saved, fewest)
     return replace(counts, device_kept=near, host_kept=2 if saved > near else 0)
 
 

@@ -112,7 +112,7 @@ class Scheduler:
         """
         assert commit or not self._speculate
         assert not self._gradients.kept, "resolve the speculation of the step before"
-        self._list, self._batch = StepList(step, own_loss=batch.own_loss), batch
+        self._list, self._batch = StepList(step, own_loss=batch.own_loss, chunks=batch.chunks), batch
         self._pass.follow(self._training_visits())
         self._activations.begin(self._list, self._pass.visits, batch.micro_batches_of, batch.activation_bytes)
         self._saved.begin(self._list, self._pass.visits, batch.micro_batches_of, batch.kept_bytes)
@@ -152,6 +152,7 @@ class Scheduler:
         # What stays is for the next forward pass.
         self._pass.follow(self.shape.visits(False, batch.micro_batches, together=batch.together))
         self._activations.begin(self._list, self._pass.visits, batch.micro_batches_of, batch.activation_bytes)
+        self._saved.begin(self._list, self._pass.visits, batch.micro_batches_of, batch.kept_bytes)
         for visit in self._in_turn():
             self._visit(visit, train=False)
         self._pass.follow(training)
@@ -212,7 +213,7 @@ class Scheduler:
             compute = ComputeTask(
                 Op.COMPUTE,
                 list(ready),
-                flops=flops,
+                flops=flops + self._batch.attention_flops(visit.phase, micro),
                 tokens=self._batch.tokens,
                 step=self._list.step,
                 record=visit.record,
@@ -237,7 +238,8 @@ class Scheduler:
 
     def _move_activations(self, visit: Visit, compute: ComputeTask, train: bool) -> None:
         inputs, outputs = hidden_arguments(visit, compute.micro)
-        saved_input, saved_output = self._saved_arguments(visit, compute.micro) if train else ([], [])
+        saves = train or self._batch.chunks > 1
+        saved_input, saved_output = self._saved_arguments(visit, compute.micro) if saves else ([], [])
         # Uploads share a lane: what is large and finds its buffer free comes before what may have to wait for one.
         for key in saved_input:
             compute.kept = self._saved.fetch(key, saved_input, compute)
@@ -245,7 +247,10 @@ class Scheduler:
         for key in outputs:
             compute.output = self._activations.produce(key, inputs + outputs, compute)
         for key in saved_output:
-            compute.kept = self._saved.produce(key, saved_output, compute)
+            if key in saved_input:
+                self._saved.rewrite(key, compute)
+            else:
+                compute.kept = self._saved.produce(key, saved_output, compute)
         self._activations.release(inputs)
         self._saved.release(saved_input)
 
@@ -364,6 +369,12 @@ class Scheduler:
         return task
 
     def _saved_arguments(self, visit: Visit, micro: int) -> Arguments:
+        chunks = self._batch.chunks
+        if chunks > 1 and visit.phase in (Phase.BLOCK_FORWARD, Phase.BLOCK_BACKWARD):
+            keys = [("k", visit.layer or 0, micro // chunks)]
+            return keys if visit.phase is Phase.BLOCK_BACKWARD or micro % chunks else [], (
+                keys if visit.phase is Phase.BLOCK_FORWARD else []
+            )
         if visit.layer in self._saving_layers and visit.part is None and not self._batch.is_reference(micro):
             key = ("k", visit.layer, micro)
             if visit.phase is Phase.BLOCK_FORWARD:

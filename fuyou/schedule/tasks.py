@@ -70,7 +70,9 @@ class Activation(Enum):
     """What a pass leaves for later, by kind of buffer."""
 
     HIDDEN = "hidden"  # A block's input, or the gradient with respect to it
-    KEPT = "kept"  # Outputs of operators inside a block, which its recomputation then need not compute
+    # Outputs of operators inside a block, which its recomputation then need not compute; of rows that pass in chunks,
+    # all keys and values of a row.
+    KEPT = "kept"
 
 
 @dataclass(eq=False, slots=True)
@@ -130,6 +132,7 @@ class StepList:
     tasks: list[Task] = field(default_factory=list)
     end: Task | None = None  # The STEP task, which the caller finishes
     own_loss: bool = False  # Whether the caller computes the loss, between two runs of the head
+    chunks: int = 1  # Chunks that each row passes in
 
     @property
     def forward_phases(self) -> frozenset[Phase]:
@@ -145,7 +148,10 @@ class StepList:
     def kept_bytes(self, each: int) -> int:
         """Return the bytes of saved outputs left for the backward pass, ``each`` in one buffer."""
         return each * sum(
-            isinstance(task, ComputeTask) and task.kept is not None and task.visit.phase is Phase.BLOCK_FORWARD
+            isinstance(task, ComputeTask)
+            and task.kept is not None
+            and task.visit.phase is Phase.BLOCK_FORWARD
+            and task.micro % self.chunks == 0
             for task in self.tasks
         )
 

@@ -5,6 +5,7 @@ from fractions import Fraction
 
 from transformers import PreTrainedConfig
 
+from common.models.attention.chunked import KEYS
 from common.models.structure import layer_configs
 from common.models.vision import NO_IMAGES
 from fuyou.layout.model_layout import ModelLayout
@@ -33,6 +34,7 @@ class Workspace:
         self._shape, self._text, self._cpu = shape, config.get_text_config(), cpu
         self._width = shape.precision.parameter_bytes
         self._elements = activation_elements_per_token(config)
+        self._attended = _widest(self._text)
         self._chosen = getattr(self._text, "num_experts_per_tok", None) or 0
 
     def nbytes(self, batch: Batch, columns: int) -> int:
@@ -73,6 +75,10 @@ class Workspace:
         per_token = streams * self._elements * self._width
         per_token += ROUTER_BYTES * shape.router_experts + adapting.per_token
         attention = shape.attention.workspace_bytes(batch.seq_len, self._cpu, shape.padded)
+        if batch.chunks > 1:
+            keys = shape.key_memory()
+            tile = 4 * min(batch.seq_len, KEYS) * self._attended * self._width  # keys, values, and their gradients
+            attention = batch.seq_len * keys.computing + tile
         fixed = adapting.fixed + batch.micro_rows * attention
         if shape.orders:
             return self._passes(batch, per_token, fixed)
@@ -113,7 +119,12 @@ def activation_elements_per_token(config: PreTrainedConfig) -> float:
     text = config.get_text_config()
     hidden = text.hidden_size
     width = expert_width(text) or _feed_forward_width(text)
-    return 11 * hidden + 9 * max(hidden, max(map(_query_width_in, layer_configs(text)))) + 4 * width
+    return 11 * hidden + 9 * _widest(text) + 4 * width
+
+
+def _widest(text: PreTrainedConfig) -> int:
+    """Return the width of hidden states or of all queries, whichever is larger."""
+    return max(text.hidden_size, *map(_query_width_in, layer_configs(text)))
 
 
 def _feed_forward_width(text: PreTrainedConfig) -> int:

@@ -83,10 +83,10 @@ def test_a_crash_while_a_clipped_step_is_updated_again(expected: Reference, tmp_
         assert all(pool.map(attempt, points))
 
 
-@pytest.mark.parametrize("way", PIECES)
+@pytest.mark.parametrize("way", [*(f"pieces: {name}" for name in PIECES), "training: rows in chunks"])
 @pytest.mark.slow
-def test_a_crash_of_blocks_in_pieces(way: str, tmp_path: Path) -> None:
-    found = WAYS[f"pieces: {way}"](tmp_path)
+def test_a_crash_of_blocks_in_pieces_or_rows_in_chunks(way: str, tmp_path: Path) -> None:
+    found = WAYS[way](tmp_path)
     draw = random.Random(way)
     points = [(draw.randrange(1, found.calls + 1), *ENDINGS[turn]) for turn in (0, 2)]
     with ThreadPoolExecutor(2) as pool:

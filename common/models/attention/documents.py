@@ -208,8 +208,6 @@ attention_by_document.register_autograd(_backward, setup_context=_save)
 
 OPERATOR = torch.ops.fuyou.attention_by_document.default
 """How recordings and plans name the operator."""
-AUTOGRAD_NODE = "GeneratedBackwardFor_fuyou_attention_by_document"
-"""Beginning of the name that PyTorch gives its backward pass, which uses nothing but what :func:`_save` saves."""
 
 
 @register_flop_formula(torch.ops.fuyou.attention_by_document)
@@ -294,6 +292,7 @@ ALL_ATTENTION_FUNCTIONS.register(BY_DOCUMENT, _by_document)
 
 
 _padding: torch.Tensor | None = None  # Of the batch that is being computed, bool `[B, S]`
+_row_length: int | None = None  # Of the row whose chunk is being computed
 
 
 def rotate_by_document(model: nn.Module) -> None:
@@ -320,6 +319,17 @@ def padding_known(batch: Mapping[str, Any]) -> Iterator[None]:
         _padding = before
 
 
+@contextmanager
+def row_length_known(length: int | None) -> Iterator[None]:
+    """Let rotations be those of a row of ``length`` tokens, of which a chunk is computed; None: of what is computed."""
+    global _row_length
+    before, _row_length = _row_length, length
+    try:
+        yield
+    finally:
+        _row_length = before
+
+
 def _depends_on_length(module: nn.Module) -> bool:
     types = getattr(module, "rope_type", None)
     kinds = types.values() if isinstance(types, dict) else [types]
@@ -330,6 +340,12 @@ def _rotated_by_document(module: Any, forward: Callable[..., Any]) -> Callable[.
     def run(x: torch.Tensor, position_ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if position_ids.is_meta or position_ids.dim() != 2:
             return forward(x, position_ids, *args, **kwargs)
+        if _row_length is not None:
+            _forget_lengths(module)
+            last = position_ids.new_full((position_ids.shape[0], 1), _row_length - 1)
+            values = forward(x, torch.cat([position_ids, last], dim=1), *args, **kwargs)
+            _forget_lengths(module)
+            return tuple(value[:, :-1] for value in values)
         padding = _padding
         if padding is None or padding.shape[1] != position_ids.shape[1]:
             padding = torch.zeros_like(position_ids, dtype=torch.bool)

@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 
 from common.data.documents import Documents
 from fuyou.model.blocks.hidden_edits import EMBEDDING, BlockLinks, HiddenEdit, Key, argument_paths, shared_dictionaries
+from fuyou.model.chunks import ChunkCache
 
 
 @dataclass
@@ -61,6 +62,8 @@ class BlockCalls:
         """Input of the first block, until the embedding hands it out."""
         self.hidden_shape: tuple[int, ...] = ()
         """Shape of the hidden states."""
+        self.cache: ChunkCache | None = None
+        """Keys and values of earlier chunks of the row, if it passes in chunks."""
         self.edits: dict[int, HiddenEdit] = {}
         self._values: dict[Key, torch.Tensor] = {}
         self._gradients: dict[Key, torch.Tensor] = {}
@@ -146,8 +149,8 @@ class BlockCalls:
             for leaf in leaves
             if isinstance(leaf, torch.Tensor | bool | int | float | str | None)
         )
-        several = self.documents is not None
-        return tuple(sorted(kwargs)), len(edit.steps) if edit is not None else 0, several, described
+        several, start = self.documents is not None, None if self.cache is None else self.cache.start
+        return tuple(sorted(kwargs)), len(edit.steps) if edit is not None else 0, several, start, described
 
     def run(self, index: int, block: Callable[..., Any], hidden: torch.Tensor) -> torch.Tensor:
         """Call block ``index``, here ``block``, on the output of the one before it, and return its hidden states.

@@ -55,7 +55,7 @@ class BlockProbe:
         identities = {id(dictionary) for dictionary in shared}
         args, kwargs = tree_map(to_meta, (args, kwargs), is_leaf=lambda leaf: id(leaf) in identities)
         try:
-            with on_meta(block), torch.no_grad(), _GroupedShapes():
+            with on_meta(block), torch.no_grad(), GroupedShapes():
                 result = block(torch.empty_like(hidden, device="meta"), *args, **kwargs)
         except Exception:  # a family's code may fail in any way without values, or with its own tensors
             result = _on_device(block, hidden, *tree_map(to_device, calls.arguments[index]))
@@ -73,7 +73,7 @@ class BlockProbe:
                     self.left += [leaf for leaf in tree_leaves(entry) if isinstance(leaf, torch.Tensor)]
 
 
-class _GroupedShapes(TorchDispatchMode):
+class GroupedShapes(TorchDispatchMode):
     """Replaces grouped matrix products by zeros: their kernel insists on bf16, or on weights with memory."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -88,7 +88,7 @@ def is_grouped_product(function: torch._ops.OpOverload, args: tuple[Any, ...]) -
 
 
 def _on_device(block: nn.Module, hidden: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    with torch.no_grad(), _GroupedShapes(), restored(block):
+    with torch.no_grad(), GroupedShapes(), restored(block):
         for module in block.modules():
             for name, parameter in module._parameters.items():
                 if parameter is not None:

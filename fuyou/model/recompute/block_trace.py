@@ -22,6 +22,7 @@ from torch.utils.flop_counter import flop_registry
 
 from common.models.attention import documents as document_attention
 from common.models.attention.kernels import KERNELS, AttentionKernels
+from fuyou.model import chunks
 from fuyou.model.blocks.probe import is_grouped_product
 from fuyou.model.operators import makes_views
 
@@ -308,8 +309,8 @@ def _has_custom_function(results: Sequence[torch.Tensor]) -> bool:
         node = todo.pop()
         if node is not None and node not in seen:
             seen.add(node)
-            # Attention within documents saves what it needs in the sight of autograd.
-            own = node.name().startswith(document_attention.AUTOGRAD_NODE)
+            # Attention within documents saves what it needs in the sight of autograd; earlier keys are saved anyway.
+            own = node.name().startswith(("GeneratedBackwardFor_fuyou_attention_by", chunks.AUTOGRAD_NODE))
             if isinstance(node, torch.autograd.function.BackwardCFunction) and not own:
                 return True
             todo.extend(earlier for earlier, _ in node.next_functions)

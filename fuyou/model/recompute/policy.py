@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 from torch.utils._pytree import tree_map
 
@@ -203,6 +204,19 @@ def _trace_block(stack: StreamedModel, seq_len: int, device: str, dtype: torch.d
     with on_meta(stack.blocks[layer]), torch.enable_grad(), AttentionOf(device, stack.kernels), Tracer() as tracer:
         result = stack.blocks[layer](hidden, *args, **kwargs)
     return tracer.finish(result if isinstance(result, torch.Tensor) else result[0])
+
+
+def chunk_attention_flops(stack: StreamedModel, seq_len: int, chunk: int) -> list[float]:
+    """Return, for each chunk of a row, the FLOPs of a block's forward pass that the first chunk does not have: those in
+    which it attends to the chunks before it; on average over blocks.
+
+    They are counted for four chunks without weights or a device, and lie on lines between these. Half of what operators
+    report: where attention is causal, they count every pair of tokens twice, as they do for whole rows.
+    """
+    starts = list(range(0, seq_len, chunk))
+    counted = sorted({0, min(1, len(starts) - 1), len(starts) // 2, len(starts) - 1})
+    flops = [stack.chunk_flops(starts[number], seq_len, chunk) for number in counted]
+    return [(float(each) - flops[0]) / 2 for each in np.interp(range(len(starts)), counted, flops)]
 
 
 def saved_outputs(trace: BlockTrace, operators: Collection[tuple[str, int]], rows: int = 1) -> SavedOutputs:

@@ -68,7 +68,7 @@ class ProfiledWorkload:
             config,
             precision,
             batch.micro_rows,
-            batch.seq_len,
+            batch.columns,
             tuple(directories),
             plan.head_columns,
             plan.chunk_elements,

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +13,7 @@ from common.models.task_type import TaskType
 from fuyou.layout.model_layout import BEFORE_HEAD_PHASES, Phase
 from fuyou.layout.record import Kind
 from fuyou.model.blocks.calls import BlockCalls
+from fuyou.model.chunks import RowKeys
 from fuyou.model.loss.cross_entropy import cross_entropy
 from fuyou.model.loss.router_loss import RouterPass, router_logits
 from fuyou.model.open_model import OpenModel
@@ -184,7 +186,11 @@ class StepComputation:
         self._random[layer, task.micro] = random_states(self._device)
         hidden = self._activation(task.inputs[0], self._hidden_shape(task.micro))
         calls = self._call(task.micro)
-        with self._stack.bound(self._parameters.real(task)), router_logits() as logits:
+        with (
+            self._stack.bound(self._parameters.real(task)),
+            self._earlier_keys(task, layer, calls),
+            router_logits() as logits,
+        ):
             result, self._recorded[layer, task.micro] = self._recomputations.forward(
                 layer, hidden, calls, lambda: self._block(layer, hidden, calls), self._kept(task)
             )
@@ -224,7 +230,11 @@ class StepComputation:
         hidden = self._activation(task.inputs[0], shape).detach().requires_grad_(task.output is not None)
         calls, recorded = self._call(task.micro), self._recorded.pop((layer, task.micro))
         losses: list[torch.Tensor] = []  # that it adds
-        with self._stack.bound(self._parameters.leaves(task)), self._replayed(layer, task.micro) as replay:
+        with (
+            self._stack.bound(self._parameters.leaves(task)),
+            self._earlier_keys(task, layer, calls, backward=True),
+            self._replayed(layer, task.micro) as replay,
+        ):
 
             def run() -> torch.Tensor:
                 replay.rewind()
@@ -357,9 +367,31 @@ class StepComputation:
         return apart(buffers.values(index, math.prod(shape), self._dtype)).view(shape)
 
     def _kept(self, task: ComputeTask) -> torch.Tensor | None:
-        if task.kept is None:
+        if task.kept is None or self._call(task.micro).cache is not None:
             return None
         return apart(self._buffers.activations[Activation.KEPT].bytes(task.kept, self._plan.kept_bytes))
+
+    @contextmanager
+    def _earlier_keys(self, task: ComputeTask, layer: int, calls: BlockCalls, backward: bool = False) -> Iterator[None]:
+        """Give a block the keys and values of its row while the context is open, if that passes in chunks."""
+        cache = calls.cache
+        if cache is None:
+            yield
+            return
+        block = self._stack.block_keys[layer]
+        count = block.elements * cache.length
+        flat = self._buffers.activations[Activation.KEPT].values(known(task.kept), count, block.dtype)
+        gradients = None
+        if backward:
+            sums = self._buffers.key_gradients.values(0, count, torch.float32)
+            if cache.start + self._micro[task.micro]["input_ids"].shape[1] == cache.length:
+                sums.zero_()
+            gradients = block.views(apart(sums), cache.length)
+        cache.row = RowKeys(block.views(apart(flat), cache.length), gradients)
+        try:
+            yield
+        finally:
+            cache.row = None
 
     def _replayed(self, layer: int | None, micro: int) -> RandomReplay:
         return RandomReplay(self._random.pop((layer, micro)), self._device)

@@ -69,6 +69,8 @@ class Buffers:
             Activation.HIDDEN: DeviceBuffers(device, plan.activation_bytes, counts.device_activations),
             Activation.KEPT: DeviceBuffers(device, plan.kept_bytes, counts.device_kept),
         }
+        self.key_gradients = DeviceBuffers(device, plan.key_gradient_bytes, 1)
+        """Sums of the gradients of one row's keys and values, if rows pass in chunks."""
         self.shared = self._regions()
         """Where host parameters and gradients lie in the shared memory file."""
         os.ftruncate(shared_fd, self.shared.nbytes)
@@ -125,5 +127,5 @@ class Buffers:
             for buffer in self._host_activations.values():
                 buffer.close()
             self.parameters = self.gradients = self.wide = {}
-            del self.activations, self.decoded
+            del self.activations, self.decoded, self.key_gradients
             self.device.release()

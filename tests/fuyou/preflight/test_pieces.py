@@ -8,13 +8,13 @@ from transformers import AutoConfig
 
 from common.errors import UserError
 from fuyou.optimizer.gradient_sum import GradientSum
-from fuyou.preflight.preflight import prove_pieces
+from fuyou.preflight.preflight import prove_divided
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe", "gpt_oss"])
 def test_families_train_in_pieces_as_in_memory(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    prove_pieces(AutoConfig.for_model(family))
+    prove_divided(AutoConfig.for_model(family))
 
 
 def test_a_wrong_gradient_of_some_experts_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -26,4 +26,4 @@ def test_a_wrong_gradient_of_some_experts_is_noticed(tmp_path: Path, monkeypatch
 
     monkeypatch.setattr(GradientSum, "add", add)
     with pytest.raises(UserError, match="gate_up_proj"):
-        prove_pieces(AutoConfig.for_model("qwen3_moe"))
+        prove_divided(AutoConfig.for_model("qwen3_moe"))

@@ -105,6 +105,7 @@ WAYS: dict[str, Callable[[Path], Way]] = {
     "training: past host memory (all updates deferred)": partial(
         _training, {"io": "kvikio", "max_grad_norm": 0.5, "host_cache": 0}
     ),
+    "training: rows in chunks": partial(_training, {"chunk": 6, "host_cache": 0}),
     "training: fp32": partial(_training, {"dtype": "fp32", "host_cache": 0}),
     **{f"pieces: {name}": partial(_training, options, model=model) for name, (model, options) in PIECES.items()},
     # Cut over both ranks; whole on each of them, which take turns in writing.

@@ -1,0 +1,224 @@
+"""Rows in chunks of tokens give the losses and gradients of whole rows, in less memory."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import (
+    AutoModelForCausalLM,
+    BloomConfig,
+    DeepseekV3Config,
+    GptOssConfig,
+    Llama4TextConfig,
+    LlamaConfig,
+    MistralConfig,
+    Phi3Config,
+    PreTrainedConfig,
+    Qwen3NextConfig,
+)
+
+import fuyou
+from common.errors import UserError
+from fuyou.layout.record import Precision
+from fuyou.model import chunks
+from fuyou.model.open_model import OpenModel
+from fuyou.preflight.preflight import prove_divided
+from fuyou.preflight.small_step import SmallStep
+from tests.helpers.engines import SCARCE, batches, give_buffers, train
+from tests.helpers.twin import tiny_configs
+
+COMMON: dict[str, Any] = {
+    "vocab_size": 211, "hidden_size": 48, "intermediate_size": 72, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 128, "pad_token_id": 0,
+}  # fmt: skip
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+SLIDING = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+
+
+def configs() -> dict[str, PreTrainedConfig]:
+    """Families with windows, sinks, latent attention, ranges of attention, and rotations that depend on length."""
+    tiny = tiny_configs()
+    few = {name: tiny[name] for name in ("llama", "qwen3", "gemma3", "gpt2", "opt", "neox", "qwen3-moe")}
+    latent = {"kv_lora_rank": 16, "q_lora_rank": 24, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 12}
+    routed = {"moe_intermediate_size": 24, "n_routed_experts": 4, "n_group": 1, "topk_group": 1}
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 16}
+    return few | {
+        "mistral": MistralConfig(**COMMON, sliding_window=8),
+        "gpt-oss": GptOssConfig(**COMMON, **EXPERTS, **SLIDING, head_dim=16),
+        "deepseek-v3": DeepseekV3Config(
+            **COMMON | {"num_key_value_heads": 4}, **latent, **routed, num_experts_per_tok=2, first_k_dense_replace=1
+        ),
+        "llama4": Llama4TextConfig(
+            **COMMON, head_dim=16, intermediate_size_mlp=72, num_local_experts=2, attention_chunk_size=16,
+            no_rope_layers=[1, 1, 0],
+        ),
+        "phi3": Phi3Config(
+            **COMMON, original_max_position_embeddings=16,
+            rope_parameters={**rope, "short_factor": [1.0] * 6, "long_factor": [2.0] * 6},
+        ),
+    }  # fmt: skip
+
+
+def opened(config: PreTrainedConfig, adapters: LoraConfig | None = None) -> tuple[OpenModel, torch.nn.Module]:
+    """Return a model for the engine, and the same in memory, trained as transformers trains it."""
+    model = OpenModel(config, Precision(torch.float32, torch.float32), torch.device("cpu"), adapters)
+    implementation = model.stack.model.config._attn_implementation
+    torch.manual_seed(1)
+    plain = AutoModelForCausalLM.from_config(model.config, attn_implementation=implementation).train()
+    return model, plain
+
+
+@pytest.mark.parametrize("family", sorted(configs()))
+def test_losses_and_gradients_are_those_of_whole_rows(family: str) -> None:
+    model, plain = opened(configs()[family])
+    parameters = dict(plain.named_parameters(remove_duplicate=False))
+    tokens = torch.randint(4, 200, (2, 61), generator=torch.Generator().manual_seed(2))
+    batch = {"input_ids": tokens, "labels": tokens}
+    expected = plain(**batch, use_cache=False).loss
+    expected.backward()
+    largest = max(float(value.grad.abs().max()) for value in parameters.values() if value.grad is not None)
+    step = SmallStep(model, parameters)
+    for chunk in (9, 27, 27):  # the second time, blocks recompute by the trace of the first
+        assert step.run(batch, 1, chunk) == pytest.approx(float(expected.detach()), rel=1e-6)
+        for name, gradient in step.gradients.items():
+            there = parameters[name].grad
+            assert (gradient is None) == (there is None)
+            if gradient is not None:
+                torch.testing.assert_close(gradient, there, rtol=0, atol=1e-5 * largest, msg=name)
+
+
+def test_chunks_take_no_more_operations_than_a_whole_row() -> None:
+    """Keys and values are not computed again, and every pair of tokens is counted once."""
+    model, plain = opened(configs()["llama"])
+    step = SmallStep(model, dict(plain.named_parameters(remove_duplicate=False)))
+    tokens = torch.randint(4, 200, (1, 64))
+    counts = []
+    for chunk in (None, 16):
+        step.run({"input_ids": tokens, "labels": tokens}, 1, chunk)
+        with FlopCounterMode(display=False) as counter:
+            step.run({"input_ids": tokens, "labels": tokens}, 1, chunk)
+        counts.append({str(operator): flops for operator, flops in counter.get_flop_counts()["Global"].items()})
+    whole, chunked = counts
+    assert 0.9 * whole["aten.mm"] < chunked["aten.mm"] <= whole["aten.mm"]
+    layers, heads, width, passes = 3, 4, 12, 2
+    assert chunked["fuyou.attention_by_chunk"] == passes * layers * heads * 2 * 64 * 64 * 2 * width
+
+
+def engine(path: Path, config: PreTrainedConfig, **options: Any) -> fuyou.Engine:
+    path.mkdir(exist_ok=True)
+    usual = {"host_memory": "600MiB", "host_cache": 0, "batch_shape": (4, 32), "dtype": "fp32", "lr": 1e-3}
+    return fuyou.Engine(config, ssd=[path], **usual | {"prove": False} | options)
+
+
+@pytest.mark.parametrize("options", [
+    {},
+    {"max_grad_norm": 0.3},
+    {"adapters": LoraConfig(r=4, lora_alpha=8, target_modules="all-linear")},
+    {"adapters": LoraConfig(r=4, target_modules=["q_proj"], layers_to_transform=[1, 2]), "frozen_dtype": "nf4"},
+    {"trainable": ["model.layers.2.*"]},
+], ids=["all", "clipped", "lora", "nf4", "part"])  # fmt: skip
+def test_steps_and_evaluation_through_all_tiers(
+    options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With one row's keys and values on the device, two in host memory, and the others on the drives."""
+    feed = batches(3, packed=False)
+    seen = []
+    for chunk in (None, 12):
+        if chunk:
+            scarce = SCARCE | {"ssd_activations": 80, "device_kept": 1, "host_kept": 2, "ssd_kept": 12}
+            give_buffers(monkeypatch, scarce)
+        with engine(tmp_path / str(chunk), tiny_configs()["llama"], chunk=chunk, **options) as trained:
+            losses = [*train(trained, feed), trained.eval_loss(**feed[0])]
+            seen.append((losses, dict(trained.named_parameters())))
+            assert trained._run.runtime.memory_plan.batch.chunks == (3 if chunk else 1)
+    (whole, masters), (chunked, others) = seen
+    assert chunked == pytest.approx(whole, rel=1e-6)
+    for name, master in masters.items():  # AdamW turns what rounding leaves of a zero gradient into whole updates
+        apart = (others[name] - master).abs() > 1e-5
+        assert apart.float().mean() < 0.01, name
+
+
+def test_a_continued_run_has_the_same_losses(tmp_path: Path) -> None:
+    feed = batches(4, packed=False)
+    with engine(tmp_path / "whole", tiny_configs()["llama"], chunk=12, dtype="bf16") as trained:
+        expected = train(trained, feed)
+    with engine(tmp_path / "parts", tiny_configs()["llama"], chunk=12, dtype="bf16") as trained:
+        losses = train(trained, feed[:2])
+    with engine(tmp_path / "parts", tiny_configs()["llama"], chunk=12, dtype="bf16", resume=True) as trained:
+        assert losses + train(trained, feed[2:]) == expected
+
+
+def test_rows_that_fit_stay_whole_to_the_bit(tmp_path: Path) -> None:
+    feed = batches(2, packed=False)
+    losses = []
+    for chunk in (None, 32):
+        with engine(tmp_path / str(chunk), tiny_configs()["llama"], chunk=chunk) as trained:
+            losses.append(train(trained, feed))
+            assert trained._run.runtime.memory_plan.batch.micro_rows == 4
+    assert losses[0] == losses[1]
+
+
+LONG = LlamaConfig(
+    vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, max_position_embeddings=1 << 20,
+)  # fmt: skip
+
+
+def test_the_largest_chunk_that_fits_is_taken(tmp_path: Path) -> None:
+    with engine(tmp_path, LONG, batch_shape=(1, 65536), host_memory="300MiB", prove=True) as trained:
+        batch = trained._run.runtime.memory_plan.batch
+        assert batch.chunk is not None and 1024 <= batch.chunk < 32768 and batch.chunk & (batch.chunk - 1) == 0
+    with pytest.raises(UserError, match=rf"1 x {2 * batch.chunk} of 65536 tokens needs .* A smaller chunk"):
+        engine(tmp_path, LONG, batch_shape=(1, 65536), host_memory="300MiB", chunk=2 * batch.chunk, overwrite=True)
+
+
+@pytest.mark.parametrize("config", [
+    BloomConfig(vocab_size=211, hidden_size=48, n_layer=2, n_head=4),  # a bias of positions
+    Qwen3NextConfig(
+        **COMMON, head_dim=16, linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=8,
+        linear_value_head_dim=8, layer_types=["linear_attention", "full_attention", "linear_attention"],
+        num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, shared_expert_intermediate_size=24,
+    ),
+], ids=["bloom", "qwen3-next"])  # fmt: skip
+def test_models_that_keep_other_state_are_rejected_with_the_longest_row(
+    config: PreTrainedConfig, tmp_path: Path
+) -> None:
+    with pytest.raises(UserError, match=r"cannot pass in chunks of this model.*longest row that fits whole has \d+"):
+        engine(tmp_path, config, chunk=16)
+
+
+def test_what_does_not_pass_in_chunks_is_rejected(tmp_path: Path) -> None:
+    llama = tiny_configs()["llama"]
+    for options, words in (
+        ({"token_outputs": 1}, "where the loss is made outside"),
+        ({"padded": True}, "behind a mask that hides tokens"),
+        ({"piece_size": "12KiB"}, "through blocks in pieces"),
+    ):
+        with pytest.raises(UserError, match=f"cannot pass in chunks {words}"):
+            engine(tmp_path, llama, chunk=16, **options)
+    (batch,) = batches(1, packed=True)
+    with engine(tmp_path, llama, chunk=16) as trained:
+        with pytest.raises(UserError, match=r"in chunks of 16, which cannot have position_ids of several documents"):
+            trained(**batch)
+        hidden = torch.ones_like(batch["input_ids"])
+        hidden[:, -1] = 0
+        with pytest.raises(UserError, match=r"cannot pass in chunks behind a mask|an attention_mask that hides tokens"):
+            trained(input_ids=batch["input_ids"], labels=batch["labels"], attention_mask=hidden)
+        train(trained, batches(1, packed=False))
+
+
+def test_a_lost_gradient_of_earlier_keys_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    prove_divided(LONG, chunks=True)
+
+    def backward(ctx: Any, given: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        _, start, first, end = ctx.places
+        return given[..., start - first : end - first, :], None, None, None, None
+
+    monkeypatch.setattr(chunks._Attended, "backward", backward)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "other"))
+    with pytest.raises(UserError, match=r"with rows in chunks: .* gradient of .*(k|v)_proj"):
+        prove_divided(LONG, chunks=True)
