@@ -420,13 +420,15 @@ def _chunk_mask(
     allow_is_causal_skip: bool = True,
     use_vmap: bool = False,
     **_: Any,
-) -> ChunkMask:
+) -> ChunkMask | None:
 
     def sees(query: int, key: int) -> bool:
         return bool(mask_function(*(torch.tensor(each) for each in (0, 0, query, key))))
 
+    if sees(0, 1):
+        return None  # under which attention raises: decoders of some families (BART) make one for an encoder
     # Families that add rules to a mask, and packed rows, say that it is not merely causal.
-    if not allow_is_causal_skip or use_vmap or sees(0, 1):
+    if not allow_is_causal_skip or use_vmap:
         raise NotImplementedError("Attention by chunk under a mask that is not merely causal.")
     if attention_mask is not None and not bool(attention_mask.all()):
         raise NotImplementedError("Attention by chunk with padding.")

@@ -4,6 +4,11 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, DynamicCache
+from transformers.masking_utils import (
+    bidirectional_mask_function,
+    chunked_causal_mask_function,
+    sliding_window_causal_mask_function,
+)
 from transformers.models.auto.configuration_auto import AutoConfig
 
 from common.models.attention import chunked
@@ -131,6 +136,18 @@ def test_rejects_what_is_not_cut(reason, mask, options):
     inputs = [torch.randn(1, 1, 4, 8)] * 3
     with pytest.raises(NotImplementedError, match=reason):
         chunked._by_chunk(torch.nn.Module(), *inputs, mask, **options)
+
+
+def test_masks_that_are_not_merely_causal():
+    assert chunked._chunk_mask(q_offset=3) == ChunkMask(3)
+    assert chunked._chunk_mask(3, sliding_window_causal_mask_function(8), local_size=8) == ChunkMask(3, window=8)
+    ranges = chunked_causal_mask_function(8, torch.zeros(1, dtype=torch.long))
+    assert chunked._chunk_mask(3, ranges, local_size=8) == ChunkMask(3, chunk=8)
+    assert chunked._chunk_mask(mask_function=bidirectional_mask_function) is None
+    with pytest.raises(NotImplementedError, match="merely causal"):
+        chunked._chunk_mask(allow_is_causal_skip=False)
+    with pytest.raises(NotImplementedError, match="padding"):
+        chunked._chunk_mask(attention_mask=torch.tensor([[False, True]]))
 
 
 FAMILIES = {
