@@ -6,7 +6,9 @@ So each group has a mark, set by every optimizer step that may have changed one 
 wait in different collectives forever; these three happen on every rank. Any other change is found by comparing this
 rank's part of the cache with its current parameters at each hit. A rank cannot gather alone, so it is an error."""
 
+import functools
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -46,21 +48,23 @@ class OptimizerHooks:
         # Hooks for all optimizers are kept by PyTorch for ever: they must not keep the model alive.
         this = weakref.ref(self)
 
-        def before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-            if (hooks := this()) is not None:
-                hooks._before(optimizer)
+        def hook(is_after: bool) -> Callable[[Optimizer, Any, Any], None]:
+            def run(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+                if (hooks := this()) is not None:
+                    hooks._around_step(optimizer, is_after)
 
-        def after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-            if (hooks := this()) is not None:
-                hooks._after(optimizer)
+            return run
+
+        def mark(group: ParameterGroup, module: nn.Module, incompatible_keys: Any) -> None:
+            group.dirty = True
 
         self._handles: list[RemovableHandle] = [
-            register_optimizer_step_pre_hook(before),
-            register_optimizer_step_post_hook(after),
+            register_optimizer_step_pre_hook(hook(False)),
+            register_optimizer_step_post_hook(hook(True)),
         ]
         for group in groups:
             for owner in group.owners():
-                self._handles.append(owner.register_load_state_dict_post_hook(_mark_hook(group)))
+                self._handles.append(owner.register_load_state_dict_post_hook(functools.partial(mark, group)))
 
     def close(self) -> None:
         """Remove the hooks."""
@@ -77,35 +81,19 @@ class OptimizerHooks:
                 if parameter is not None:
                     self._known[id(owner), name, isinstance(parameter, DTensor)] = parameter, group
 
-    def _touched(self, optimizer: Optimizer) -> list[ParameterGroup]:
-        """Return the groups with a parameter that a step of ``optimizer`` may change. Too many do no harm."""
+    def _around_step(self, optimizer: Optimizer, is_after: bool) -> None:
+        """Mark the groups with a parameter that a step of ``optimizer`` may have changed. Too many do no harm."""
         self._look_up_parameters()
         known = {id(parameter): group for parameter, group in self._known.values()}
-        touched = {}
+        is_touched = False
         for options in optimizer.param_groups:
             for parameter in options["params"]:
-                owner = known.get(id(parameter))
-                if owner is not None and (parameter.requires_grad or parameter.grad is not None):
-                    touched[id(owner)] = owner
-        return list(touched.values())
-
-    def _before(self, optimizer: Optimizer) -> None:
-        if self._touched(optimizer) and (call := self._before_step()) is not None:
+                group = known.get(id(parameter))
+                if group is not None and (parameter.requires_grad or parameter.grad is not None):
+                    is_touched = True
+                    group.dirty = group.dirty or is_after
+        if is_touched and (call := (self._after_step if is_after else self._before_step)()) is not None:
             call()
-
-    def _after(self, optimizer: Optimizer) -> None:
-        touched = self._touched(optimizer)
-        for group in touched:
-            group.dirty = True
-        if touched and (call := self._after_step()) is not None:
-            call()
-
-
-def _mark_hook(group: ParameterGroup) -> Any:
-    def mark(module: nn.Module, incompatible_keys: Any) -> None:
-        group.dirty = True
-
-    return mark
 
 
 class StalenessCheck:
