@@ -411,7 +411,7 @@ def test_the_first_of_slurms_nodes(nodes: str, first: str) -> None:
     (["--strategy", "zero3"], "--strategy is for several nodes or ranks: add --nodes"),
     (["--nodes", "1", "--gpu", "4090"], "every rank has its own GPU"),
     (["--nodes", "4", "--gpu", "cpu", "--gpus-per-node", "4"], "less than one sequence for each of 16 ranks (4 x 4)"),
-    (["--demo", "--nodes", "2"], "cannot be combined with --nodes"),
+    (["--demo", "--nodes", "2"], "finetune demo has no --nodes"),
 ])  # fmt: skip
 def test_options_that_do_not_go_together(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*([] if "--demo" in words else ["--model", "m"]), *words]) == 2
