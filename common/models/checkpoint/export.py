@@ -296,11 +296,13 @@ class CheckpointWriter:
     def _name_shards(self) -> list[str]:
         """Give files their final names, and write the index if there are several; return the names in moving order."""
         if self._shards == 1:
-            (self._folder / "shard-1").rename(self._folder / SINGLE)
+            with described("writing", self._folder):
+                (self._folder / "shard-1").rename(self._folder / SINGLE)
             return [SINGLE]
         names = [f"model-{number:05d}-of-{self._shards:05d}.safetensors" for number in range(1, self._shards + 1)]
         for number, name in enumerate(names, start=1):
-            (self._folder / f"shard-{number}").rename(self._folder / name)
+            with described("writing", self._folder):
+                (self._folder / f"shard-{number}").rename(self._folder / name)
         index = {
             "metadata": {"total_parameters": self._parameters, "total_size": self._total_size},
             "weight_map": {name: names[number - 1] for name, number in sorted(self._shard_of.items())},

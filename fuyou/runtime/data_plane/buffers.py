@@ -5,8 +5,10 @@ import os
 import numpy as np
 import torch
 
+from common.errors import FinetuneError
 from common.memory import numa
 from common.memory.buffers import HostBuffer
+from common.units import format_bytes
 from fuyou.layout.model_layout import ModelLayout
 from fuyou.layout.record import Kind, Record
 from fuyou.optimizer.process.protocol import BufferRegion, SharedRegions
@@ -73,9 +75,16 @@ class Buffers:
         """Sums of the gradients of one row's keys and values, if rows pass in chunks."""
         self.shared = self._regions()
         """Where host parameters and gradients lie in the shared memory file."""
-        os.ftruncate(shared_fd, self.shared.nbytes)
+        try:
+            os.ftruncate(shared_fd, self.shared.nbytes)
+            descriptor = os.dup(shared_fd)
+        except OSError as error:
+            raise FinetuneError(
+                f"The system gives no {format_bytes(self.shared.nbytes)} of shared memory ({error.strerror}): lower "
+                "--host-memory."
+            ) from error
         with numa.prefer(numa.node_of(device.torch_device)):
-            self.host = HostBuffer(self.shared.nbytes, fd=os.dup(shared_fd)).touch()
+            self.host = HostBuffer(self.shared.nbytes, fd=descriptor).touch()
             self._host_activations = {
                 Activation.HIDDEN: HostBuffer(plan.activation_bytes * counts.host_activations).touch(),
                 Activation.KEPT: HostBuffer(plan.kept_bytes * counts.host_kept).touch(),
