@@ -1,6 +1,7 @@
 """Filling a new store with the first values of all records, in the memory of a few rows of a parameter."""
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -25,42 +26,38 @@ def fill_store(plane: DataPlane, source: WeightSource, target: int) -> None:
     """
     reader = _SlotReader(source)
     for record in plane.buffers.shape.records:
-        if record.frozen is FrozenDtype.CHECKPOINT:
-            _fill_compressed(plane, reader, record, target)
-            continue
-        encodes = bool(record.decoded_nbytes)  # as a whole, of which this rank then keeps its slice
-        stored = Window(record.share.stored_start(record.numel), record.share.stored(record.numel))
-        stored = Window(0, record.numel) if encodes else stored
-        owned = Window(record.share.owned_start(record.numel), record.owned)
-        parameters = plane.buffers.host_parameters(record.kind, 0, record.parameter_nbytes)
-        payload = torch.from_numpy(parameters)
-        dtype = record.precision.dtype
-        values = _room_for(plane, record) if encodes else payload.view(dtype).zero_()
-        low = None
-        if record.trainable and record.precision.split:
-            low = torch.from_numpy(plane.buffers.host_gradients(record.kind, 0, owned.count * 2)).view(torch.int16)
-            low.zero_()
-        slots = [slot for slot in record.parameters if stored.meets(slot.offset, slot.numel)]
-        for start, tensor in reader.read(record, slots):
-            flat = tensor.reshape(-1)
-            for first in range(0, flat.numel(), PASS_ELEMENTS):
-                part = flat[first : first + PASS_ELEMENTS]
-                if low is not None:
-                    high_part, low_part = (
-                        torch.empty_like(part, dtype=values.dtype),
-                        torch.empty_like(part, dtype=low.dtype),
-                    )
-                    split(part.to(torch.float32, copy=True), high_part, low_part)
-                    owned.copy(low, low_part, start + first)
-                    part = high_part
-                stored.copy(values, part, start + first)  # rounded to nearest, as transformers does, if not split
-            del tensor, flat
-        if encodes:
-            encoded = payload if record.share.ranks_per_node == 1 else _room_for_encoded(plane, record)
-            record.frozen.encode(values, record.decayed, encoded)
-            _keep_own(record, encoded, payload)
+        fill = _fill_compressed if record.frozen is FrozenDtype.CHECKPOINT else _fill_values
+        fill(plane, reader, record)
         plane.create(record, target)
         plane.heap.trim()
+
+
+def _fill_values(plane: DataPlane, reader: "_SlotReader", record: Record) -> None:
+    encodes, dtype = bool(record.decoded_nbytes), record.precision.dtype
+    stored = Window(record.share.stored_start(record.numel), record.share.stored(record.numel))
+    if encodes:  # as a whole, of which this rank then keeps its slice
+        stored = Window(0, record.numel)
+    owned = Window(record.share.owned_start(record.numel), record.owned)
+    payload = torch.from_numpy(plane.buffers.host_parameters(record.kind, 0, record.parameter_nbytes))
+    values = _room_for(plane, record) if encodes else payload.view(dtype).zero_()
+    low = None
+    if record.trainable and record.precision.split:
+        low = torch.from_numpy(plane.buffers.host_gradients(record.kind, 0, owned.count * 2)).view(torch.int16).zero_()
+    slots = [slot for slot in record.parameters if stored.meets(slot.offset, slot.numel)]
+    for start, tensor in reader.read(record, slots):
+        flat = tensor.reshape(-1)
+        for first in range(0, flat.numel(), PASS_ELEMENTS):
+            part = flat[first : first + PASS_ELEMENTS]
+            if low is not None:
+                high_part, low_part = torch.empty_like(part, dtype=dtype), torch.empty_like(part, dtype=low.dtype)
+                split(part.to(torch.float32, copy=True), high_part, low_part)
+                owned.copy(low, low_part, start + first)
+                part = high_part
+            stored.copy(values, part, start + first)  # rounded to nearest, as transformers does, if not split
+        del tensor, flat
+    if encodes:
+        with _encoded_record(plane, record, payload) as encoded:
+            record.frozen.encode(values, record.decayed, encoded)
 
 
 class _SlotReader:
@@ -102,29 +99,34 @@ class _SlotReader:
         yield slot.offset, slot.taken_from(whole)
 
 
-def _fill_compressed(plane: DataPlane, reader: _SlotReader, record: Record, target: int) -> None:
+def _fill_compressed(plane: DataPlane, reader: _SlotReader, record: Record) -> None:
     """Write this rank's part of a record that is kept in the checkpoint's own bytes.
 
     Memory: as :func:`fill_store`, with one tensor of the files instead of one parameter where that is compressed.
     """
-    payload = torch.from_numpy(plane.buffers.host_parameters(record.kind, 0, record.parameter_nbytes))
-    encoded = payload.zero_() if record.share.ranks_per_node == 1 else _room_for_encoded(plane, record)
-    for slot, stored in record.stored_parameters(encoded):
-        if slot.compressed is not None:
-            slot.compressed.encode(reader.source.read_compressed(slot.names[0], slot.compressed.parts), stored)
-            continue
-        plain = stored.view(record.precision.dtype)
-        for start, value in reader.read(record, [slot]):
-            plain[start - slot.offset :][: value.numel()].copy_(value.reshape(-1))
-    _keep_own(record, encoded, payload)
-    plane.create(record, target)
-    plane.heap.trim()
+    payload = torch.from_numpy(plane.buffers.host_parameters(record.kind, 0, record.parameter_nbytes)).zero_()
+    with _encoded_record(plane, record, payload) as encoded:
+        for slot, stored in record.stored_parameters(encoded):
+            if slot.compressed is not None:
+                slot.compressed.encode(reader.source.read_compressed(slot.names[0], slot.compressed.parts), stored)
+                continue
+            plain = stored.view(record.precision.dtype)
+            for start, value in reader.read(record, [slot]):
+                plain[start - slot.offset :][: value.numel()].copy_(value.reshape(-1))
 
 
-def _keep_own(record: Record, encoded: torch.Tensor, payload: torch.Tensor) -> None:
-    """Copy this rank's part of an encoded record to ``payload``, unless it is there already (a single rank)."""
-    if encoded is not payload:
-        payload.copy_(encoded[record.first_byte : record.first_byte + record.parameter_nbytes])
+@contextmanager
+def _encoded_record(plane: DataPlane, record: Record, payload: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield room for a whole encoded record, this rank's part of which goes to ``payload``: that, if it is alone."""
+    if record.share.ranks_per_node == 1:
+        yield payload
+        return
+    if plane.buffers.device.shares_host_memory:
+        encoded = plane.buffers.parameters[record.kind].bytes(0, record.device_nbytes).zero_()
+    else:
+        encoded = torch.zeros(record.device_nbytes, dtype=torch.uint8)
+    yield encoded
+    payload.copy_(encoded[record.first_byte : record.first_byte + record.parameter_nbytes])
 
 
 def _room_for(plane: DataPlane, record: Record) -> torch.Tensor:
@@ -132,13 +134,6 @@ def _room_for(plane: DataPlane, record: Record) -> torch.Tensor:
     if plane.buffers.device.shares_host_memory:
         return plane.buffers.decoded.values(0, record.numel, record.precision.dtype).zero_()
     return torch.zeros(record.numel, dtype=record.precision.dtype)
-
-
-def _room_for_encoded(plane: DataPlane, record: Record) -> torch.Tensor:
-    """Return zeros in host memory for a whole encoded record: in the device's buffer for it, if possible."""
-    if plane.buffers.device.shares_host_memory:
-        return plane.buffers.parameters[record.kind].bytes(0, record.device_nbytes).zero_()
-    return torch.zeros(record.device_nbytes, dtype=torch.uint8)
 
 
 @dataclass(frozen=True)

@@ -246,7 +246,6 @@ class _Resumption:
     def _open_source(
         self, shard: LocalShard, step: int, stores: dict[int, Store], stack: contextlib.ExitStack
     ) -> TrainingState:
-        """Open an old store, and return its state after ``step``, checked."""
         self._lock.add(path for path in shard.paths if final_folder(path) not in self._locked)
         store = stores[shard.rank] = stack.enter_context(Store.open(shard.paths, io="posix"))
         state = self._state_after(store, step, check=True)
@@ -288,7 +287,6 @@ class _Resumption:
 
 
 def _needed(target: ShardLayout) -> int:
-    """Return the bytes of a store on all its drives."""
     return sum(target.layout.file_bytes().values()) * target.layout.directories
 
 

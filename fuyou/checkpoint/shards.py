@@ -55,7 +55,6 @@ class LocalShard:
 
     @property
     def share(self) -> Share:
-        """Share of the rank that it belongs to."""
         return Share(self.nodes, self.ranks_per_node, *divmod(self.rank, self.ranks_per_node))
 
     @property
@@ -117,12 +116,10 @@ class ShardSet:
 
     @property
     def stores(self) -> set[str]:
-        """Identities of its stores."""
         return {shard.store for shard in self.members.values()}
 
     @property
     def replaced(self) -> set[str]:
-        """Identities of the stores that it replaces."""
         return {store for shard in self.members.values() for store in shard.replaces}
 
     def is_related(self, other: "ShardSet") -> bool:

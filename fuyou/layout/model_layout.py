@@ -60,12 +60,10 @@ class Visit:
 
     @property
     def begins(self) -> bool:
-        """Whether it takes the input of its pass."""
         return self.part is None or self.part.first
 
     @property
     def ends(self) -> bool:
-        """Whether it makes the output of its pass."""
         return self.part is None or self.part.last
 
     def micro_batches(self, count: int) -> range:
@@ -208,7 +206,6 @@ class ModelLayout:
 
     @cached_property
     def sizes(self) -> dict[Kind, KindSizes]:
-        """Return the largest sizes among the records of each kind."""
         return {kind: KindSizes.of([record for record in self.records if record.kind is kind]) for kind in Kind}
 
     @cached_property
@@ -237,7 +234,6 @@ class ModelLayout:
 
     @cached_property
     def trainable_blocks(self) -> tuple[int, ...]:
-        """Return the indices of the blocks' trained records, in order."""
         both = (index for layer, block in enumerate(self.blocks) for index in (*block, self._adapter(layer)))
         return tuple(index for index in both if index in self.trainable)
 
@@ -263,7 +259,6 @@ class ModelLayout:
 
     @property
     def block_elements(self) -> int:
-        """Return the elements of the largest block's records, including padding."""
         return max(sum(self.records[index].numel for index in block) for block in self.blocks)
 
     def visits(
@@ -352,7 +347,6 @@ class ModelLayout:
         return self.block_adapters[layer] if self.block_adapters else None
 
     def _trains(self, visit: Visit) -> Visit:
-        """Return a ``visit`` of the backward pass, with the one of its records that is trained."""
         trained = next((index for index in visit.records if index in self.trainable), None)
         return replace(visit, trained=trained)
 

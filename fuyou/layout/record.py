@@ -87,7 +87,6 @@ class Precision:
 
     @cached_property
     def state_bytes(self) -> float:
-        """Return the bytes of optimizer states per parameter."""
         return self.state_nbytes(self.page_elements) / self.page_elements
 
     @cached_property
@@ -180,7 +179,6 @@ class Record:
 
     @property
     def units(self) -> int:
-        """Return the units of all parameters, including padding."""
         return self.device_nbytes // self.unit_bytes
 
     @property
@@ -196,12 +194,10 @@ class Record:
 
     @property
     def owned(self) -> int:
-        """Return the elements that this rank updates."""
         return self.share.owned(self.numel)
 
     @property
     def used(self) -> int:
-        """Return the elements up to the end of the last parameter."""
         return max((slot.offset + slot.numel for slot in self.parameters), default=0)
 
     @property
@@ -226,17 +222,14 @@ class Record:
 
     @cached_property
     def parameter_nbytes(self) -> int:
-        """Return the bytes of the parameters that this rank stores."""
         return self.stored * self.unit_bytes
 
     @property
     def first_byte(self) -> int:
-        """Return the first byte that this rank stores, among the device bytes of the record."""
         return self.share.stored_start(self.units) * self.unit_bytes
 
     @property
     def gradient_nbytes(self) -> int:
-        """Return the bytes of the gradient for what this rank updates."""
         return self.owned * self.precision.gradient_bytes if self.trainable else 0
 
     @property
@@ -259,7 +252,6 @@ class Record:
 
     @cached_property
     def trained_names(self) -> frozenset[str]:
-        """Return the first names of the parameters with gradients."""
         return frozenset(slot.name for slot in self.parameters if slot.trained and self.trainable)
 
     def chunks(self, chunk_elements: int) -> list[Chunk]:

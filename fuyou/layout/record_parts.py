@@ -86,12 +86,10 @@ class ParameterSlot:
 
     @property
     def name(self) -> str:
-        """Return the first name, with the range of experts if these are not all."""
         return self.names[0] if self.experts is None else f"{self.names[0]}[{self.experts[0]}:{self.experts[1]}]"
 
     @property
     def part(self) -> PiecePart:
-        """Return the parameter, or the range of its experts, as part of a piece."""
         return PiecePart(self.names[0], self.experts)
 
     def taken_from(self, parameter: torch.Tensor) -> torch.Tensor:

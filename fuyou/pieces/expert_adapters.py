@@ -35,7 +35,6 @@ class Factors:
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """What gradients are wanted of."""
         return self.left, self.right
 
     def of(self, first: int, last: int) -> "Factors":
@@ -238,11 +237,9 @@ class ExpertParts:
         """First expert and end of each range."""
 
     def leaves(self) -> list[torch.Tensor]:
-        """Return the handles of whole parameters that the module has now."""
         return [value for value in self.module._parameters.values() if value is not None]
 
     def parts(self, index: int) -> list[PiecePart]:
-        """Return the parts of a range."""
         return [ranges[index] for ranges in self._parts.values()]
 
     def range_of(self, expert: int) -> int:
@@ -250,7 +247,6 @@ class ExpertParts:
         return next(index for index, (first, last) in enumerate(self.ranges) if first <= expert < last)
 
     def factors(self) -> list[Factors]:
-        """Return the adapters' factors that the model has now."""
         return self.adapters.factors()
 
     def fetch(self, index: int, use: Use, factors: Sequence[Factors]) -> AdaptedWeights:
@@ -265,7 +261,6 @@ class ExpertParts:
         )
 
     def trained_parts(self, index: int) -> dict[str, PiecePart]:
-        """Return the trained parts of a range by their names in the module."""
         return {part.name.rpartition(".")[2]: part for part in self.parts(index) if part.name in self.trained}
 
     def hand_on_zeros(self, index: int) -> None:

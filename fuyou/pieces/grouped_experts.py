@@ -24,8 +24,6 @@ _VECTOR = 64  # Elements, or a divisor's multiple, that a CPU's kernels compute 
 
 @dataclass(frozen=True)
 class _Routing:
-    """Which rows there are, sorted by expert."""
-
     experts: torch.Tensor  # Expert of each row, int64 `[R]`
     order: torch.Tensor  # Place of each row among the rows by token, int64 `[R]`
     tokens: torch.Tensor  # Token of each row, int64 `[R]`

@@ -79,7 +79,6 @@ class Handle(torch.Tensor):
 
     @staticmethod
     def make(geometry: torch.Tensor, origin: Origin | None, device: torch.device) -> "Handle":
-        """Return a handle on ``device``."""
         handle: Handle = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             Handle,
             geometry.shape,

@@ -66,8 +66,6 @@ class Recording:
 
 
 class _UseRecorder:
-    """A supply of parameters without values that records what is needed."""
-
     computes = False
 
     def __init__(self, stack: StreamedModel, pieces: Sequence[Piece], device: torch.device):

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 
 import fuyou
 from common.errors import FinetuneError
-from common.models.checkpoint import saving
+from common.models.checkpoint import export
 from tests.helpers.accelerator import QueuedDevice
 from tests.helpers.small_engine import small_engine, train
 
@@ -44,7 +44,7 @@ class SystemCalls:
         for name in CALLS:
             monkeypatch.setattr(os, name, self._counted(name, getattr(os, name)))
         monkeypatch.setattr(mmap, "mmap", self._counted("mmap", mmap.mmap))
-        monkeypatch.setattr(saving, "save_file", self._counted("save_file", saving.save_file))
+        monkeypatch.setattr(export, "save_file", self._counted("save_file", export.save_file))
         assert device.cudart is not None
         register = device.cudart.cudaHostRegister
 
