@@ -17,8 +17,8 @@ from common.models.adapters.options import AdapterOptions, SavedAdapter
 from common.models.vision import TowerFreezing
 from common.units import parse_bytes
 from fuyou.layout.frozen_weights import FrozenDtype
-from fuyou.layout.optimizer_state import OPTIMIZERS
 from fuyou.layout.record import Precision
+from fuyou.layout.record_parts import OPTIMIZERS
 from fuyou.model.recompute.policy import ActivationPolicy
 from fuyou.optimizer.adam import AdamConfig, check_max_grad_norm
 from fuyou.optimizer.clipping import ClipBy, UpdatePolicy, clip_by_named, speculation_obstacle

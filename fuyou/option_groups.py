@@ -8,7 +8,7 @@ from pathlib import Path
 from peft import PeftConfig
 
 from common.models.adapters.options import AdapterOptions
-from fuyou.layout.optimizer_state import ADAMW
+from fuyou.layout.record_parts import ADAMW
 from fuyou.model.recompute.policy import ActivationPolicy
 
 

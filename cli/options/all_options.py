@@ -142,7 +142,7 @@ class MemorySettings:
     micro_batch: int | None = option(None, "N", POSITIVE, commands=Command.SHAPE)
     chunk: int | None = option(None, "N", POSITIVE, commands=Command.STEP)
     dtype: str = option("auto", type=("auto", "bf16", "fp32"), commands=Command.SOURCE)
-    # Names of fuyou.layout.optimizer_state.OPTIMIZERS, which takes long to import.
+    # Names of fuyou.layout.record_parts.OPTIMIZERS, which takes long to import.
     optimizer: str = option("adamw", type=("adamw", "adamw8bit", "lion"), commands=Command.MODEL)
     optimizer_dtype: str = option("fp32", type=("fp32", "bf16"), commands=Command.MODEL)
     train_vision: str | None = option(None, type=("projector", "all"), commands=Command.MODEL)

@@ -261,7 +261,7 @@ class Settings(
         """The second beta: as it is requested, else as the optimizer's authors have it."""
         if self.beta2 is not None:
             return self.beta2
-        from fuyou.layout.optimizer_state import OPTIMIZERS
+        from fuyou.layout.record_parts import OPTIMIZERS
 
         return OPTIMIZERS[self.optimizer].betas[1]
 

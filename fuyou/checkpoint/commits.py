@@ -10,9 +10,8 @@ import torch
 from common.errors import FinetuneError, UserError
 from common.store import Store, StoreError, commit_manifest
 from common.store.store import ChecksummedExtent, verify
-from fuyou.layout.checksums import RecordSums
-from fuyou.layout.optimizer_state import ADAMW
-from fuyou.layout.record import FROZEN_FILE, weights_file
+from fuyou.layout.record import FROZEN_FILE, RecordSums, weights_file
+from fuyou.layout.record_parts import ADAMW
 from fuyou.layout.share import Share
 from fuyou.optimizer.absent_gradients import MissedUpdates
 from fuyou.optimizer.adam import Update

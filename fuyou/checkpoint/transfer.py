@@ -16,10 +16,9 @@ from common.store import Extent, Layout, Store
 from common.store.checksums import ExtentChecksums
 from common.store.posix import aligned_bytes
 from common.store.store import ChecksummedExtent
-from fuyou.layout.checksums import PARTS, Part, sealed_name
 from fuyou.layout.model_layout import ModelLayout
-from fuyou.layout.optimizer_state import StateComponent
-from fuyou.layout.record import Record, allocate_extents
+from fuyou.layout.record import PARTS, Part, Record, allocate_extents, sealed_name
+from fuyou.layout.record_parts import StateComponent
 from fuyou.layout.share import Share
 from fuyou.runtime.ranks.agreement import Agreement
 from fuyou.schedule.memory_plan import chunk_elements

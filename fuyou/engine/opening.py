@@ -31,10 +31,9 @@ from fuyou.config import EngineConfig
 from fuyou.engine.common_decisions import check_io, check_memory, common_limits, prove_once, with_common_dtype
 from fuyou.engine.computing_dtype import stored_manifest
 from fuyou.engine.runtime import Runtime
-from fuyou.layout.checksums import RecordSums
 from fuyou.layout.cutting import whole_elements
 from fuyou.layout.model_layout import ModelLayout
-from fuyou.layout.record import allocate_extents
+from fuyou.layout.record import RecordSums, allocate_extents
 from fuyou.layout.share import Share
 from fuyou.model.open_model import OpenModel, check_reference
 from fuyou.optimizer.absent_gradients import MissedUpdates

@@ -2,7 +2,7 @@
 
 A record holds the parameters of one block, of the embeddings, or of the head. In memory it is one flat buffer of
 parameters; on SSD it is that buffer, and optimizer states in chunks of ``[low | mean | variance]`` (for other
-optimizers, see :mod:`fuyou.layout.optimizer_state`), so that one chunk is one contiguous range to read, update, and
+optimizers, see :mod:`fuyou.layout.record_parts`), so that one chunk is one contiguous range to read, update, and
 write back. (``low`` are the low 16 bits of split master weights.)
 
 A record is trained as a whole or frozen as a whole. A block with both kinds of parameters has two records: a frozen
@@ -14,20 +14,29 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 
 from common.errors import UserError
 from common.memory.buffers import PAGE, round_up
 from common.store import Extent, Layout
+from common.store.store import ChecksummedExtent
 from fuyou.layout.frozen_weights import FrozenDtype
-from fuyou.layout.optimizer_state import ADAMW, OPTIMIZERS, StateComponent, check_optimizer
-from fuyou.layout.record_parts import ALIGN_ELEMENTS, Chunk, ParameterSlot
+from fuyou.layout.record_parts import (
+    ADAMW,
+    ALIGN_ELEMENTS,
+    OPTIMIZERS,
+    Chunk,
+    ParameterSlot,
+    StateComponent,
+    check_optimizer,
+)
 from fuyou.layout.share import ALONE, Share
 
 if TYPE_CHECKING:  # transformers is behind it, which the optimizer process can do without
     from common.models.checkpoint.compressed import CompressedParameter
+
 
 PAGE_ELEMENTS = PAGE // 2  # Unit of ranges that are read or written: a page even at two bytes each
 
@@ -354,3 +363,48 @@ def allocate_extents(layout: Layout, records: Sequence[Record], slots: int) -> l
                 parameters.append(layout.allocate(weights_file(slot), record.parameter_nbytes))
                 states.append(layout.allocate(weights_file(slot), record.state_nbytes))
     return [RecordExtents(tuple(parameters), tuple(states)) for parameters, states in extents]
+
+
+Part = Literal["parameters", "states"]
+PARTS: tuple[Part, ...] = get_args(Part)
+
+CHECK_EVERY = 32  # Steps in which each record is checked once, at a 32nd of the cost of checking all
+
+
+def sealed_name(record: Record, part: Part) -> str:
+    """Return the name of a record's part for messages, such as ``block 7, optimizer states``."""
+    return f"{record.name}, {'optimizer states' if part == 'states' else part}"
+
+
+class RecordSums:
+    """The newest checksums of every record in every slot, starting with those of a manifest (``sealed``)."""
+
+    def __init__(
+        self, records: Sequence[Record], extents: Sequence[RecordExtents], sealed: Iterable[ChecksummedExtent] = ()
+    ):
+        self._records = records
+        self._extents: dict[tuple[int, Part], tuple[Extent, ...]] = {
+            (index, part): getattr(pairs, part) for index, pairs in enumerate(extents) for part in PARTS
+        }
+        self._sums: dict[Extent, tuple[int, ...]] = {entry.extent: entry.sums for entry in sealed}
+
+    def written(self, record: int, slot: int, parameters: tuple[int, ...], states: tuple[int, ...] = ()) -> None:
+        """Store the checksums of a part of a record that was written to ``slot`` (0 if frozen)."""
+        if parameters:
+            self._sums[self._extents[record, "parameters"][slot]] = parameters
+        if states:
+            self._sums[self._extents[record, "states"][slot]] = states
+
+    def expected(self, record: int, part: Part, slot: int, step: int) -> tuple[int, ...] | None:
+        """Return the checksums for reading a part in ``step``; None if it is not checked then."""
+        return self._sums.get(self._extents[record, part][slot]) if (step + record) % CHECK_EVERY == 0 else None
+
+    def sealed(self, slot: int) -> list[ChecksummedExtent]:
+        """Return all checksums of ``slot`` and of frozen records."""
+        entries = []
+        for record in self._records:
+            for part in PARTS:
+                for extent in self._extents[record.index, part][slot if record.trainable else 0 :][:1]:
+                    if extent in self._sums:
+                        entries.append(ChecksummedExtent(sealed_name(record, part), extent, self._sums[extent]))
+        return entries

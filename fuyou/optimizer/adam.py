@@ -112,5 +112,5 @@ def lion(master: torch.Tensor, gradient: torch.Tensor, moments: Sequence[torch.T
     mean.mul_(beta2).add_(gradient, alpha=1 - beta2)
 
 
-# Arithmetic by the optimizer's name in :data:`fuyou.layout.optimizer_state.OPTIMIZERS`.
+# Arithmetic by the optimizer's name in :data:`fuyou.layout.record_parts.OPTIMIZERS`.
 RULES: dict[str, Rule] = {"adamw": adamw, "adamw8bit": adamw, "lion": lion}

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from common.memory.buffers import HostBuffer
-from fuyou.layout.optimizer_state import ADAMW, BLOCK_ELEMENTS
+from fuyou.layout.record_parts import ADAMW, BLOCK_ELEMENTS
 from fuyou.optimizer.adam import RULES, AdamConfig, StepScalars, Update, UpdateRange
 from fuyou.optimizer.kernels import Kernels, optimizer_library
 from fuyou.optimizer.moments import Moments, OptimizerStates, join, split, split_in_place

@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 
 from common.files import cache_directory
-from fuyou.layout.optimizer_state import ADAMW, BLOCK_ELEMENTS, OPTIMIZERS
+from fuyou.layout.record_parts import ADAMW, BLOCK_ELEMENTS, OPTIMIZERS
 from fuyou.optimizer.adam import StepScalars
 from fuyou.optimizer.moments import LEAST, MOMENT_CODES, MOST, SIGNS, OptimizerStates
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from fuyou.layout.optimizer_state import ADAMW, BLOCK_ELEMENTS, OPTIMIZERS
+from fuyou.layout.record_parts import ADAMW, BLOCK_ELEMENTS, OPTIMIZERS
 from fuyou.optimizer.adam import Update
 
 

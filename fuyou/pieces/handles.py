@@ -1,7 +1,8 @@
 """The parameters of a block in pieces, as handles to bind to the model, and its mixtures' experts range by range."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from fuyou.layout.record_parts import Piece, PiecePart
 from fuyou.model.expert_modules import expert_modules
 from fuyou.model.streamed_model import StreamedModel
 from fuyou.pieces.eager_experts import EagerExperts
-from fuyou.pieces.expert_adapters import AdaptedModule, ExpertAdapters, ExpertParts, adapted_modules, replaced_forward
+from fuyou.pieces.expert_adapters import ExpertAdapters, ExpertParts, adapted_modules, replaced_forward
 from fuyou.pieces.grouped_experts import GroupedExperts
 from fuyou.pieces.handle import Handle, Origin, Parts, hand_on
 from fuyou.pieces.meta_block import output_is_saved
@@ -50,34 +51,23 @@ def expert_parameters(stack: StreamedModel, layer: int, names: Collection[str]) 
     return mixtures
 
 
-class ExpertRanges:
-    """A module of experts whose parameters are cut in ranges.
+@contextmanager
+def _in_ranges(module: nn.Module, computation: Computation, adapters: ExpertAdapters) -> Iterator[None]:
+    """Let a module of experts compute range by range while the context is open, and add the adapters around it."""
+    computation.module_forward = module.forward
 
-    Args:
-        adapters: those around the module, which the computation adds.
-    """
+    def forward(hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
+        return computation(hidden_states, top_k_index, top_k_weights)
 
-    def __init__(self, module: nn.Module, computation: Computation, adapters: ExpertAdapters):
-        self._module, self._computation, self._adapters = module, computation, adapters
-
-    @contextmanager
-    def bound(self) -> Iterator[None]:
-        """Let the module compute range by range while the context is open."""
-        self._computation.module_forward = self._module.forward
-
-        def forward(
-            hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
-        ) -> torch.Tensor:
-            return self._computation(hidden_states, top_k_index, top_k_weights)
-
-        with self._adapters.bound(), replaced_forward(self._module, forward):
-            yield
+    with adapters.bound(), replaced_forward(module, forward):
+        yield
 
 
 def own_computations(
     stack: StreamedModel, layer: int, source: Parts, parts: Mapping[str, Sequence[PiecePart]], trained: Collection[str]
-) -> list[ExpertRanges | AdaptedModule]:
-    """Return the modules of a block with special computations: experts in ranges, and adapters of whole parameters.
+) -> list[Callable[[], AbstractContextManager[None]]]:
+    """Return what lets modules of a block compute in another way: experts in ranges, and those with adapters of
+    whole parameters.
 
     Args:
         parts: for the first name of each parameter in pieces, its parts in order.
@@ -90,7 +80,7 @@ def own_computations(
     others = adapted_modules(
         stack.blocks[layer], {wrapper for around in adapters.values() for wrapper in around.wrappers.values()}
     )
-    ranges: list[ExpertRanges] = []
+    ranges: list[Callable[[], AbstractContextManager[None]]] = []
     for prefix, module in expert_modules(stack, layer):
         names = [f"{prefix}.{name}" for name in module._parameters]
         cut = {name: parts[name] for name in names if name in parts and parts[name][0].experts is not None}
@@ -104,8 +94,8 @@ def own_computations(
         else:
             saved = output_is_saved(stack, layer, prefix, [*adapters.values(), *others])
             computation = GroupedExperts(mixture, skips=not saved)
-        ranges.append(ExpertRanges(module, computation, adapters[prefix]))
-    return [*ranges, *others]
+        ranges.append(partial(_in_ranges, module, computation, adapters[prefix]))
+    return [*ranges, *(other.bound for other in others)]
 
 
 def _implementation(prefix: str, module: Any, parts: Mapping[str, Sequence[PiecePart]]) -> str:
@@ -196,5 +186,5 @@ class PieceHandles:
         with ExitStack() as opened:
             opened.enter_context(self._stack.bound(self.parameters))
             for computation in self._computations:
-                opened.enter_context(computation.bound())
+                opened.enter_context(computation())
             yield

@@ -8,8 +8,8 @@ from typing import Any
 from common.errors import UserError
 from common.models.presets import load_config, preset_names
 from common.units import format_bytes
-from fuyou.layout.optimizer_state import ADAMW
 from fuyou.layout.record import Kind
+from fuyou.layout.record_parts import ADAMW
 from fuyou.model.recompute.policy import ActivationPolicy, savable_outputs
 from fuyou.optimizer.clipping import ClipBy
 from fuyou.planner.evaluate import SAVE_NOTHING, Candidate, Evaluation, Evaluator, busy_seconds

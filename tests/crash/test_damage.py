@@ -9,7 +9,7 @@ import pytest
 from common.errors import FinetuneError
 from common.store import StoreError
 from common.store.checksums import checksum
-from fuyou.layout.checksums import RecordSums
+from fuyou.layout.record import RecordSums
 from tests.helpers.crash.drives import Fault
 from tests.helpers.crash.points import Reference, check, reference
 from tests.helpers.crash.runs import Run, execute
@@ -40,7 +40,7 @@ def test_a_flipped_bit_is_named_and_never_trained_on(tmp_path: Path, monkeypatch
     flip(file, victim.extent.offset + 12345)
 
     # Damage that a drive does while training: found when it is that record's turn.
-    monkeypatch.setattr("fuyou.layout.checksums.CHECK_EVERY", 1)
+    monkeypatch.setattr("fuyou.layout.record.CHECK_EVERY", 1)
     engine = small_engine(tmp_path, lr=1e-3, resume=True, host_cache=0)
     train(engine, 1)
     engine.flush()

@@ -26,9 +26,8 @@ from fuyou.checkpoint.resume import resume_run
 from fuyou.checkpoint.run_files import RunFiles
 from fuyou.checkpoint.shards import Drives
 from fuyou.checkpoint.transfer import ShardLayout
-from fuyou.layout.checksums import PARTS, sealed_name
 from fuyou.layout.model_layout import ModelLayout
-from fuyou.layout.record import Precision
+from fuyou.layout.record import PARTS, Precision, sealed_name
 from fuyou.layout.share import Share
 from fuyou.model.open_model import OpenModel
 from fuyou.runtime.ranks.agreement import Agreement

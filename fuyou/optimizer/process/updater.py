@@ -15,10 +15,8 @@ import torch
 from common.memory.buffers import HostBuffer
 from common.store import Layout, Store
 from common.store.checksums import ExtentChecksums
-from fuyou.layout.checksums import sealed_name
-from fuyou.layout.optimizer_state import LOW
-from fuyou.layout.record import PAGE_ELEMENTS, Record, RecordExtents, allocate_extents
-from fuyou.layout.record_parts import Chunk
+from fuyou.layout.record import PAGE_ELEMENTS, Record, RecordExtents, allocate_extents, sealed_name
+from fuyou.layout.record_parts import LOW, Chunk
 from fuyou.optimizer.absent_gradients import OwnedParameters
 from fuyou.optimizer.chunk_update import ChunkOptimizer, tried_kernels
 from fuyou.optimizer.process.protocol import (

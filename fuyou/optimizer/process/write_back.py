@@ -14,10 +14,8 @@ from common.memory.buffers import HostBuffer
 from common.store import Store
 from common.store.checksums import ExtentChecksums
 from common.units import merge
-from fuyou.layout.checksums import sealed_name
-from fuyou.layout.optimizer_state import LOW, OPTIMIZERS, scale_of
-from fuyou.layout.record import Precision, Record, RecordExtents
-from fuyou.layout.record_parts import Chunk
+from fuyou.layout.record import Precision, Record, RecordExtents, sealed_name
+from fuyou.layout.record_parts import LOW, OPTIMIZERS, Chunk, scale_of
 from fuyou.optimizer.moments import OptimizerStates
 from fuyou.optimizer.process.protocol import Written
 

@@ -10,8 +10,7 @@ import torch
 
 from common.store import Layout, Store, remove
 from common.store.checksums import ExtentChecksums
-from fuyou.layout.checksums import RecordSums, sealed_name
-from fuyou.layout.record import Record, RecordExtents
+from fuyou.layout.record import Record, RecordExtents, RecordSums, sealed_name
 from fuyou.optimizer.absent_gradients import MissedUpdates
 from fuyou.runtime.data_plane.buffers import Buffers
 from fuyou.runtime.executor import Handler

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from common.errors import UserError
-from fuyou.layout.optimizer_state import BLOCK_ELEMENTS, OPTIMIZERS
 from fuyou.layout.record import Precision
+from fuyou.layout.record_parts import BLOCK_ELEMENTS, OPTIMIZERS
 from fuyou.optimizer.adam import Update, UpdateRange
 from fuyou.optimizer.chunk_update import ChunkOptimizer, tried_kernels
 from fuyou.optimizer.moments import MOMENT_CODES, SIGNED, UNSIGNED, DynamicCode, OptimizerStates
