@@ -32,6 +32,17 @@ def round_up(value: int, unit: int) -> int:
     return -(-value // unit) * unit
 
 
+@contextlib.contextmanager
+def shortage_explained(nbytes: int) -> Iterator[None]:
+    """Turn the system's refusal of memory inside the context into an error that says what to lower."""
+    try:
+        yield
+    except OSError as error:
+        raise FinetuneError(
+            f"The system gives no {format_bytes(nbytes)} of memory ({error.strerror}): lower --host-memory."
+        ) from error
+
+
 class HostBuffer:
     """A mapping of host memory of the given size, rounded up to whole pages.
 
@@ -46,19 +57,18 @@ class HostBuffer:
         self.fd = fd
         self._locked: list[int] = []
         try:
-            if shared and fd is None:
-                self.fd = os.memfd_create("fuyou", os.MFD_CLOEXEC)
-                os.ftruncate(self.fd, self.nbytes)
-            if self.fd is None:
-                self._map, self._start = mmap.mmap(-1, self.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), 0
-            else:
-                self._map, self._start = _map_aligned(self.fd, self.nbytes)
-        except OSError as error:
+            with shortage_explained(self.nbytes):
+                if shared and fd is None:
+                    self.fd = os.memfd_create("fuyou", os.MFD_CLOEXEC)
+                    os.ftruncate(self.fd, self.nbytes)
+                if self.fd is None:
+                    self._map, self._start = mmap.mmap(-1, self.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), 0
+                else:
+                    self._map, self._start = _map_aligned(self.fd, self.nbytes)
+        except FinetuneError:
             if self.fd is not None:
                 os.close(self.fd)
-            raise FinetuneError(
-                f"The system gives no {format_bytes(self.nbytes)} of memory ({error.strerror}): lower --host-memory."
-            ) from error
+            raise
         if hasattr(mmap, "MADV_HUGEPAGE"):
             self._advise(mmap.MADV_HUGEPAGE, 0, self.nbytes)
         self.array: np.ndarray = np.frombuffer(self._map, np.uint8, self.nbytes, self._start)

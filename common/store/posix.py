@@ -18,6 +18,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from common.memory.buffers import shortage_explained
 from common.store.errors import StoreError, describe_os_error, described
 from common.store.layout import ALIGNMENT, whole_pages
 from common.units import format_bytes
@@ -183,7 +184,8 @@ def address_of(view: Bytes) -> int:
 
 def aligned_bytes(nbytes: int) -> Bytes:
     """Return new page-aligned memory, zeroed."""
-    return np.frombuffer(mmap.mmap(-1, nbytes), dtype=np.uint8)
+    with shortage_explained(nbytes):
+        return np.frombuffer(mmap.mmap(-1, nbytes), dtype=np.uint8)
 
 
 _own = threading.local()

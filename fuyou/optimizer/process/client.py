@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 
 from common.errors import FinetuneError
+from common.memory.buffers import shortage_explained
 from fuyou.optimizer.process.protocol import BEAT_SECONDS, Alive, Failed, Ready, Setup
 
 PATIENCE_BEATS = 30  # Number of missing signs of life in a row (a minute) after which the process counts as hung
@@ -23,9 +24,10 @@ class OptimizerLink:
         self._closing = False
         self._heard_before = False  # it imports until it sends its first message
         self._sending = threading.Lock()
-        ours, theirs = socket.socketpair()
         # The process inherits the memory file, so it has to exist now; its size is set later.
-        self.shared_fd: int | None = os.memfd_create("fuyou", os.MFD_CLOEXEC)
+        with shortage_explained(0):
+            self.shared_fd: int | None = os.memfd_create("fuyou", os.MFD_CLOEXEC)
+        ours, theirs = socket.socketpair()
         child_fds = (theirs.fileno(), self.shared_fd)
         # The user's own directory must not shadow our packages: the search path is ours, without "" in front.
         environment = dict(os.environ, PYTHONPATH=os.pathsep.join(path for path in sys.path if path))

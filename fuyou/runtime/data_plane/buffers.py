@@ -5,10 +5,8 @@ import os
 import numpy as np
 import torch
 
-from common.errors import FinetuneError
 from common.memory import numa
-from common.memory.buffers import HostBuffer
-from common.units import format_bytes
+from common.memory.buffers import HostBuffer, shortage_explained
 from fuyou.layout.model_layout import ModelLayout
 from fuyou.layout.record import Kind, Record
 from fuyou.optimizer.process.protocol import BufferRegion, SharedRegions
@@ -75,14 +73,9 @@ class Buffers:
         """Sums of the gradients of one row's keys and values, if rows pass in chunks."""
         self.shared = self._regions()
         """Where host parameters and gradients lie in the shared memory file."""
-        try:
+        with shortage_explained(self.shared.nbytes):
             os.ftruncate(shared_fd, self.shared.nbytes)
             descriptor = os.dup(shared_fd)
-        except OSError as error:
-            raise FinetuneError(
-                f"The system gives no {format_bytes(self.shared.nbytes)} of shared memory ({error.strerror}): lower "
-                "--host-memory."
-            ) from error
         with numa.prefer(numa.node_of(device.torch_device)):
             self.host = HostBuffer(self.shared.nbytes, fd=descriptor).touch()
             self._host_activations = {
