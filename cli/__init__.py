@@ -1,4 +1,6 @@
-"""The command ``finetune``: reads options, prepares and trains jobs, draws progress, tables and reports."""
+"""The command ``finetune``: reads options, resolves and trains jobs, and reports on them.
+
+What computes is in ``fuyou`` and ``fcdp``; the command only calls them."""
 
 import common
 

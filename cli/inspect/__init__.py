@@ -1,1 +1,3 @@
-"""``--check``, ``--profile``, and ``--verify``: inspect a machine, a model, or a store without training."""
+"""Commands that look instead of training: check, profile, verify, evaluate, and the data of a run.
+
+They measure the machine with the model, and print what they find."""

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from cli.job.machine import with_dtype
-from cli.job.resolve import prepare, quiet_transformers
+from cli.job.resolve import quiet_transformers, resolve
 from cli.options.settings import Settings
 from cli.train.engine_trainer import EngineTrainer, engine_options
 from common.activity import activity
@@ -43,7 +43,7 @@ def run_evaluate(settings: Settings) -> None:
             "output": Path(drives[0]),
         }
         with activity("preparing the model and the data", announced=True):
-            job = prepare(replace(settings, ssd=(), **trained))
+            job = resolve(replace(settings, ssd=(), **trained))
         options = engine_options(job)
         if settings.adapter is None:  # something has to be trainable, and costs least if it is small
             parameters = dict(build_meta_model(load_config(settings.model)[0]).named_parameters())

@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerBase
 
 from cli.inspect.check import Paint
 from cli.job.data import tokenizer_of
-from cli.job.resolve import prepare, quiet_transformers
+from cli.job.resolve import quiet_transformers, resolve
 from cli.options.settings import Settings
 from common.activity import activity
 from common.data import Batches
@@ -24,7 +24,7 @@ def show_data(settings: Settings) -> None:
         quiet_transformers()
     assert settings.show_data is not None
     with activity("reading the data", announced=True):
-        job = prepare(settings)
+        job = resolve(settings)
     tokenizer, paint = tokenizer_of(settings, job.checkpoint), Paint()
     print(f"data     {job.batches.description}".replace("\n", "\n         "))
     print(f"         {'green' if paint.on else 'between ' + ' and '.join(MARKS)}: trained on\n")

@@ -1,1 +1,3 @@
-"""From parsed options to a job that can begin: what is checked, chosen and opened before anything slow starts."""
+"""From settings to a job: what the options name is looked up, opened, and checked against the machine.
+
+Whatever can be wrong with a run is found here, before anything slow starts."""

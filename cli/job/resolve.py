@@ -185,7 +185,7 @@ def _check_trackers(names: Sequence[str]) -> None:
             )
 
 
-def prepare(settings: Settings) -> Job:
+def resolve(settings: Settings) -> Job:
     """Check the settings and open what the run needs; data that were not tokenized before are tokenized here."""
     found = check(settings)
     settings = with_dtype(settings)

@@ -1,1 +1,3 @@
-"""Training runs: on one machine, on ranks in memory and on ranks out of core."""
+"""Training runs: one loop, and what it drives on one machine out of core.
+
+It also exports the result, which another program loads."""

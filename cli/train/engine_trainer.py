@@ -10,7 +10,7 @@ import torch
 
 from cli.job.job import Job
 from cli.job.machine import adapters_of, towers_of, training_of
-from cli.job.resolve import prepare, quiet_transformers
+from cli.job.resolve import quiet_transformers, resolve
 from cli.job.resumed import check_same_run, forget_earlier_run
 from cli.options.settings import Settings
 from cli.report.results import EvaluationResult, IoCounts, MemoryUse, RunTotals, StepResult
@@ -244,7 +244,7 @@ def finetune(settings: Settings, interrupts: Interrupts) -> RunResult:
     if not settings.debug:
         quiet_transformers()
     with activity("preparing the run: model, memory, data", announced=True):
-        job = prepare(settings)
+        job = resolve(settings)
     print(job.header(), flush=True)
     profile_once(job)
     interrupts.how_to_continue = settings.how_to_continue

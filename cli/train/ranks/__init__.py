@@ -1,1 +1,3 @@
-"""Training by several ranks: how they meet, what each runs, in memory or out of core, and how they end."""
+"""Training by several ranks, in memory or out of core.
+
+It says how ranks meet, what each runs, and how they end together."""

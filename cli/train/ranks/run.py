@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from cli.job.job import Job
 from cli.job.machine import with_dtype_of_all
-from cli.job.resolve import check_start, prepare, quiet_transformers
+from cli.job.resolve import check_start, quiet_transformers, resolve
 from cli.job.resumed import decided, forget_earlier_run
 from cli.options.settings import Settings
 from cli.train.loop import train
@@ -60,7 +60,7 @@ def _prepare(settings: Settings, rank: RankProcess, store: dist.Store) -> Job:
         if not rank.restarted:
             forget_earlier_run(settings)
         with activity("preparing the run: model, memory, data", announced=True):
-            job = prepare(settings)
+            job = resolve(settings)
         if not rank.restarted:
             print(job.header(), flush=True)
         store.set("prepared", "")
@@ -70,7 +70,7 @@ def _prepare(settings: Settings, rank: RankProcess, store: dist.Store) -> Job:
         print(f"nodes    this is node {rank.node + 1} of {rank.nodes}: rank 0 reads the data first", flush=True)
     while not store.check(["prepared"]):  # not a collective: tokenizing may take longer than those may wait
         time.sleep(0.1)
-    job = prepare(settings)
+    job = resolve(settings)
     if speaks:
         print("nodes    this node trains from here on; its figures are part of what rank 0 shows", flush=True)
     return job
