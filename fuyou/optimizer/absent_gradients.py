@@ -9,7 +9,6 @@ Ranks read only their part, so the first element of each rank's part is marked.
 """
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 
@@ -48,15 +47,6 @@ def _part_starts(record: Record, slot: ParameterSlot) -> list[int]:
     return [*range(slot.offset, min(slot.offset + 1, stop)), *range(following, stop, record.owned)]
 
 
-@dataclass(frozen=True)
-class _OwnedPart:
-    """Elements ``[start, stop)`` of this rank that hold (part of) a parameter and the padding behind it."""
-
-    slot: int  # Index of the parameter in its record
-    start: int  # First element, counted from the first that this rank owns
-    stop: int
-
-
 class OwnedParameters:
     """Parameters in the part of a record that this rank updates."""
 
@@ -64,21 +54,23 @@ class OwnedParameters:
         first, owned = record.share.owned_start(record.numel), record.owned
         slots = sorted(range(len(record.parameters)), key=lambda index: record.parameters[index].offset)
         ends = [record.parameters[index].offset for index in slots[1:]] + [record.numel]
-        self._parts: list[_OwnedPart] = []
-        self._marked: list[_OwnedPart] = []
+        # Indices of parameters, and the elements [start, stop) of this rank that hold them and the padding behind them.
+        self._parts: list[tuple[int, int, int]] = []
+        marked: list[tuple[int, int]] = []
         for index, end in zip(slots, ends, strict=True):
             slot = record.parameters[index]
-            part = _OwnedPart(index, max(slot.offset - first, 0), min(end - first, owned))
-            if part.start < part.stop:
-                self._parts.append(part)
-                if first + part.start < slot.offset + slot.numel:  # else it is nothing but padding
-                    self._marked.append(part)
-        self._firsts = torch.tensor([part.start for part in self._marked], dtype=torch.int64)
+            start, stop = max(slot.offset - first, 0), min(end - first, owned)
+            if start < stop:
+                self._parts.append((index, start, stop))
+                if first + start < slot.offset + slot.numel:  # else it is nothing but padding
+                    marked.append((index, start))
+        self._marked = [index for index, _ in marked]
+        self._firsts = torch.tensor([start for _, start in marked], dtype=torch.int64)
 
     def absent(self, gradient: torch.Tensor) -> tuple[int, ...]:
         """Return the indices of the parameters marked absent in a gradient ``[owned]``."""
         without = marked_absent(gradient[self._firsts])
-        return tuple(part.slot for part, none in zip(self._marked, without.tolist(), strict=True) if none)
+        return tuple(index for index, none in zip(self._marked, without.tolist(), strict=True) if none)
 
     def runs(self, chunk: Chunk, absent: Collection[int], missed: Mapping[int, int]) -> list[UpdateRange]:
         """Return the ranges of a chunk to update, counted from its start.
@@ -88,11 +80,11 @@ class OwnedParameters:
             missed: number of earlier steps without a gradient, by index; 0 if not listed.
         """
         runs: list[UpdateRange] = []
-        for part in self._parts:
-            start, stop = max(part.start, chunk.start) - chunk.start, min(part.stop, chunk.stop) - chunk.start
-            if start >= stop or part.slot in absent:
+        for index, first, end in self._parts:
+            start, stop = max(first, chunk.start) - chunk.start, min(end, chunk.stop) - chunk.start
+            if start >= stop or index in absent:
                 continue
-            count = missed.get(part.slot, 0)
+            count = missed.get(index, 0)
             if runs and (runs[-1].stop, runs[-1].missed) == (start, count):
                 start = runs.pop().start
             runs.append(UpdateRange(start, stop, count))

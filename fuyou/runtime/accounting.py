@@ -73,7 +73,7 @@ class Accounting:
             # The optimizer process reports when it read, computed and wrote: its tasks contain all three.
             if task.op.resource is not Resource.NONE and task.op not in (Op.STATE_READ, Op.UPDATE, Op.STATE_WRITE):
                 busy[task.op.resource].append((task.started_at, task.finished_at))
-        states, adam = self._plane.optimizer.take_ssd_intervals(), self._plane.optimizer.take_adam_intervals()
+        states, adam = self._plane.optimizer.take_intervals()
         busy[Resource.SSD] += [(task.started_at, task.finished_at) for task in states]
         busy[Resource.ADAM] += [(task.started_at, task.finished_at) for task in adam]
         idle: dict[str, float] = {}

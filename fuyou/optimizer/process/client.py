@@ -45,10 +45,6 @@ class OptimizerLink:
     def pid(self) -> int:
         return self._process.pid
 
-    def wait_until_up(self) -> None:
-        """Wait until the process has imported its libraries."""
-        self._expect_ready()
-
     def set_up(
         self,
         setup: Setup,
@@ -71,7 +67,7 @@ class OptimizerLink:
                     socket.send_fds(channel, [b"."], list(locks))
         except OSError:
             raise self._died() from None
-        self._expect_ready()
+        self.wait_until_up()
         self._thread = threading.Thread(target=self._listen, name="fuyou optimizer link", daemon=True)
         self._thread.start()
 
@@ -100,7 +96,8 @@ class OptimizerLink:
             self._thread.join()
         self._connection.close()
 
-    def _expect_ready(self) -> None:
+    def wait_until_up(self) -> None:
+        """Wait until the process has imported its libraries, or has finished its set-up."""
         try:
             message = self._receive()
         except (EOFError, OSError):

@@ -166,8 +166,10 @@ def open_scratch(
         UserError: if there is no space for them.
     """
     folders = [path / f"{FOLDER}{os.getpid()}" for path in directories]
-    for path in directories:
-        _remove_left_behind(path)
+    for folder in (folder for path in directories for folder in path.glob(f"{FOLDER}*")):
+        number = folder.name.removeprefix(FOLDER)
+        if number.isdigit() and not psutil.pid_exists(int(number)):  # its process was killed
+            _remove([folder])
     layout = Layout(len(directories))
     allocate_extents(layout, records, slots=2)
     transfers = [layout.allocate(_FILE, _TRANSFER_BYTES * len(directories)) for _ in range(_TRANSFERS)]
@@ -186,13 +188,6 @@ def open_scratch(
 def _remove(folders: Sequence[Path]) -> None:
     for folder in folders:
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def _remove_left_behind(directory: Path) -> None:
-    for folder in directory.glob(f"{FOLDER}*"):
-        number = folder.name.removeprefix(FOLDER)
-        if number.isdigit() and not psutil.pid_exists(int(number)):
-            _remove([folder])
 
 
 LARGEST_COPY_BYTES = 64 << 20  # Largest copy that is measured: a block's parameters are rarely smaller where it matters
@@ -240,16 +235,16 @@ class _Copies:
         self._target, self._source = (there, host) if op is Op.PARAMETER_UPLOAD else (host, there)
 
     def rate(self) -> float:
-        return statistics.median([self.copy() for _ in range(_COPIES + 1)][1:])
-
-    def copy(self) -> float:
-        task = Task(self._op, [])
-        task.started_at = time.monotonic()
-        self._device.copy(task, self._target, self._source)
-        self._device.synchronize()
-        task.finished_at = time.monotonic()
-        began, ended = self._device.interval(task)
-        return self._nbytes / max(ended - began, 1e-9)
+        rates = []
+        for _ in range(_COPIES + 1):
+            task = Task(self._op, [])
+            task.started_at = time.monotonic()
+            self._device.copy(task, self._target, self._source)
+            self._device.synchronize()
+            task.finished_at = time.monotonic()
+            began, ended = self._device.interval(task)
+            rates.append(self._nbytes / max(ended - began, 1e-9))
+        return statistics.median(rates[1:])  # the first one warms up
 
     def close(self) -> None:
         del self._target, self._source

@@ -36,7 +36,7 @@ from fuyou.planner.profiling.blocks import BlockBench
 from fuyou.planner.profiling.contention import Load, RepeatedCall, measure_contention
 from fuyou.planner.profiling.drives import SLOWER, measure_link, open_scratch
 from fuyou.planner.profiling.optimizer import OptimizerBench, scratch_records
-from fuyou.planner.rates import FORMAT, Contention, PartTimes, Profile
+from fuyou.planner.rates import FORMAT, PartTimes, Profile
 from fuyou.runtime.devices.device import Device, optimizer_threads
 from fuyou.runtime.devices.out_of_memory import DeviceMemoryError
 from fuyou.schedule.memory_plan import MemoryPlan
@@ -108,7 +108,10 @@ def measure(workload: ProfiledWorkload, device: Device, *, past_cache: bool = Fa
             parts, blocks = _parts(stack, shape, device, workload)
             threads = optimizer_threads(device)
             bench = OptimizerBench(link, scratch, workload.precision, workload.chunk_elements, threads, throttle)
-            adam, contention = _contention(bench, blocks if device.shares_host_memory else None)
+            loads: dict[Resource, Load] = {Resource.ADAM: bench.updating, Resource.SSD: bench.writing}
+            if blocks is not None and device.shares_host_memory:
+                loads[Resource.GPU] = RepeatedCall(blocks.work())
+            alone, contention = measure_contention(loads)
     except (torch.OutOfMemoryError, DeviceMemoryError) as error:
         raise UserError(
             f"A whole block of this model and its gradient, which are to be measured, do not fit {device.name}: plan "
@@ -133,21 +136,13 @@ def measure(workload: ProfiledWorkload, device: Device, *, past_cache: bool = Fa
         burst_write_bytes_per_second=drives.burst_write,
         mixed_bytes_per_second=drives.mixed,
         commit_seconds=drives.commit_seconds,
-        adam_parameters_per_second=adam * workload.chunk_elements,
+        adam_parameters_per_second=alone[Resource.ADAM] * workload.chunk_elements,
         adam_threads=threads,
         contention=contention,
         measured_at=time.time(),
         measured_in_seconds=time.monotonic() - start,
         versions=versions(),
     )
-
-
-def _contention(bench: OptimizerBench, blocks: BlockBench | None) -> tuple[float, Contention]:
-    loads: dict[Resource, Load] = {Resource.ADAM: bench.updating, Resource.SSD: bench.writing}
-    if blocks is not None:
-        loads[Resource.GPU] = RepeatedCall(blocks.work())
-    alone, contention = measure_contention(loads)
-    return alone[Resource.ADAM], contention
 
 
 def versions() -> dict[str, str]:

@@ -93,16 +93,11 @@ class OptimizerHandlers:
     def close(self) -> None:
         self._link.close()
 
-    def take_ssd_intervals(self) -> list[RecordInterval]:
-        """Return the times of the process's I/O since the last call."""
+    def take_intervals(self) -> tuple[list[RecordInterval], list[RecordInterval]]:
+        """Return the times of the process's I/O and of its computing since the last call."""
         with self._lock:
-            taken, self._ssd_intervals = self._ssd_intervals, []
-        return taken
-
-    def take_adam_intervals(self) -> list[RecordInterval]:
-        """Return when the process was computing, since the last call."""
-        with self._lock:
-            taken, self._adam_intervals = self._adam_intervals, []
+            taken = self._ssd_intervals, self._adam_intervals
+            self._ssd_intervals, self._adam_intervals = [], []
         return taken
 
     @property
