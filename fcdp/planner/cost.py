@@ -268,8 +268,12 @@ def estimate(
         durations.append(pieces * once)
     forward = workload.forward_flops / cluster.flops_per_second
     backward = workload.backward_flops(checkpointing) / cluster.flops_per_second
-    forward += _packing(layout, workload, "forward") / cluster.memory_bytes_per_second
-    backward += _packing(layout, workload, "backward") / cluster.memory_bytes_per_second
+    # FSDP2 copies gathered parameters and gradients once in every pass.
+    copied = workload.compute_bytes * workload.parameters if is_gathered else 0.0
+    copied_back = workload.compute_bytes * (workload.parameters - workload.kept_gathered) if is_gathered else 0.0
+    copied_back += workload.gradient_bytes * workload.trainable
+    forward += 2 * copied / cluster.memory_bytes_per_second
+    backward += 2 * copied_back / cluster.memory_bytes_per_second
     update = OPTIMIZER_BYTES * workload.trainable / layout.os.shards / cluster.memory_bytes_per_second
     overlaps = cluster.overlaps and bool(engine.overlaps)
     hidden: dict[Phase, float] = defaultdict(float)
@@ -315,14 +319,6 @@ def estimate(
         mfu=None if peak is None else flops / step / peak,
         fits=memory.device <= cluster.device_memory_bytes and memory.host <= cluster.host_memory_bytes,
     )
-
-
-def _packing(layout: StrategyMeshes, workload: Workload, phase: Phase) -> float:
-    """Return the bytes that FSDP2 reads and writes in one pass to copy gathered parameters and gradients."""
-    is_gathered = layout.p.shards > 1 or layout.p_in_cache
-    gathered = workload.parameters - (workload.kept_gathered if phase == "backward" else 0.0) if is_gathered else 0.0
-    reduced = workload.trainable if phase == "backward" else 0.0
-    return 2 * (workload.compute_bytes * gathered + workload.gradient_bytes * reduced)
 
 
 def _copies(layout: StrategyMeshes, workload: Workload, memory: Memory, cluster: Cluster) -> float:

@@ -166,13 +166,11 @@ class Scope:
                     f"scope as ranks x nodes, such as {levels.ranks_per_node}x{min(2, levels.nodes)}."
                 )
             return Mesh((*levels.sizes[:-1], levels.nodes_per_switch))
-        numbers = self.numbers
-        assert numbers is not None
-        return _fill(numbers, levels)
+        assert self.numbers is not None
+        return _fill(*self.numbers, levels)
 
 
-def _fill(numbers: tuple[int, int], levels: Levels) -> Mesh:
-    ranks, nodes = numbers
+def _fill(ranks: int, nodes: int, levels: Levels) -> Mesh:
     if ranks > levels.ranks_per_node or levels.ranks_per_node % ranks:
         raise UserError(
             f"Scope {ranks}x{nodes}: {ranks} does not divide the {levels.ranks_per_node} ranks of a node, so some "
@@ -188,14 +186,14 @@ def _fill(numbers: tuple[int, int], levels: Levels) -> Mesh:
             f"Scope {ranks}x{nodes} crosses nodes before it has used the {levels.ranks_per_node} ranks of one "
             f"(AMSP V-B, equation 7). {levels.ranks_per_node}x{nodes} and {ranks * nodes}x1 are what may be meant."
         )
-    extents = []
+    extents, left = [], ranks
     for size in levels.sizes[:-1]:
-        taken = min(size, ranks)
-        if size % taken or ranks % taken:
+        taken = min(size, left)
+        if size % taken or left % taken:
             raise UserError(
-                f"Scope {numbers[0]}x{nodes} does not fill the levels {levels} from the fastest one up "
+                f"Scope {ranks}x{nodes} does not fill the levels {levels} from the fastest one up "
                 "(AMSP V-B, equation 7, for the levels inside a node)."
             )
         extents.append(taken)
-        ranks //= taken
+        left //= taken
     return Mesh((*extents, nodes))

@@ -106,7 +106,9 @@ class Topology:
         _agree((local_world,))
         nodes = dist.get_world_size() // local_world
         if levels is None and (device is None or chosen.type == "cuda"):
-            levels = _found_levels(nodes, local_world)
+            sizes: set[int] = set(all_gather_object(linked_gpus(local_world)))
+            if len(sizes) == 1 and (size := sizes.pop()) > 1:  # every node has the same groups
+                levels = Levels((size, local_world // size, nodes))
         if nodes_per_switch is not None:
             levels = replace(levels or Levels((local_world, nodes)), nodes_per_switch=nodes_per_switch)
         return cls(nodes, local_world, device=chosen, levels=levels)
@@ -134,7 +136,10 @@ class Topology:
                 "sorts them: shards would be read in one order and sent in the other. Make the mesh of rising ranks."
             )
         _choose_device(None, mesh, 0)
-        nodes: list[str] = all_gather_object(_node_name(), mesh.get_group())
+        node = os.environ.get("SLURM_NODEID", socket.gethostname())
+        if "LOCAL_WORLD_SIZE" in os.environ:
+            node = str(dist.get_rank() // int(os.environ["LOCAL_WORLD_SIZE"]))
+        nodes: list[str] = all_gather_object(f"node {node}", mesh.get_group())
         runs = [len(list(run)) for _, run in itertools.groupby(nodes)]
         if len(runs) != len(set(nodes)) or len(set(runs)) > 1:
             raise UserError(
@@ -218,15 +223,6 @@ def _choose_device(device: torch.device | str | None, mesh: DeviceMesh | None, l
     return device
 
 
-def _node_name() -> str:
-    """Return what tells this rank's node from others."""
-    if "LOCAL_WORLD_SIZE" in os.environ:
-        return f"node {dist.get_rank() // int(os.environ['LOCAL_WORLD_SIZE'])}"
-    if "SLURM_NODEID" in os.environ:
-        return f"node {os.environ['SLURM_NODEID']}"
-    return socket.gethostname()
-
-
 def _agree(numbers: tuple[int, ...], group: dist.ProcessGroup | None = None) -> None:
     """Refuse, on every rank, numbers that are not the same on every rank."""
     everywhere = all_gather_object(numbers, group)
@@ -237,14 +233,6 @@ def _agree(numbers: tuple[int, ...], group: dist.ProcessGroup | None = None) -> 
             f"every other node. What the ranks were started with differs ({described}). "
             "Start the same number of processes on every node."
         )
-
-
-def _found_levels(nodes: int, ranks_per_node: int) -> Levels | None:
-    """Return the levels that every node finds in itself; None where a node has none, or nodes differ."""
-    sizes: list[int] = all_gather_object(linked_gpus(ranks_per_node))
-    if len(set(sizes)) > 1 or sizes[0] == 1:
-        return None
-    return Levels((sizes[0], ranks_per_node // sizes[0], nodes))
 
 
 def linked_gpus(count: int) -> int:
