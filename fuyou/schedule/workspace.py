@@ -5,7 +5,6 @@ from fractions import Fraction
 
 from transformers import PreTrainedConfig
 
-from common.models.attention.chunked import KEYS
 from common.models.structure import layer_configs
 from common.models.vision import NO_IMAGES
 from fuyou.layout.model_layout import ModelLayout
@@ -34,7 +33,6 @@ class Workspace:
         self._shape, self._text, self._cpu = shape, config.get_text_config(), cpu
         self._width = shape.precision.parameter_bytes
         self._elements = activation_elements_per_token(config)
-        self._attended = _widest(self._text)
         self._chosen = getattr(self._text, "num_experts_per_tok", None) or 0
 
     def nbytes(self, batch: Batch, columns: int) -> int:
@@ -77,8 +75,7 @@ class Workspace:
         attention = shape.attention.workspace_bytes(batch.seq_len, self._cpu, shape.padded)
         if batch.chunks > 1:
             keys = shape.key_memory()
-            tile = 4 * min(batch.seq_len, KEYS) * self._attended * self._width  # keys, values, and their gradients
-            attention = batch.seq_len * keys.computing + tile
+            attention = batch.seq_len * keys.computing + shape.attention.chunk_bytes(batch.columns, batch.seq_len)
         fixed = adapting.fixed + batch.micro_rows * attention
         if shape.orders:
             return self._passes(batch, per_token, fixed)

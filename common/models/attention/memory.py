@@ -80,21 +80,20 @@ class AttentionMemory:
         return (padded or 0 < self.window < seq_len) * _MASK_BYTES * seq_len**2
 
     def chunk_bytes(self, queries: int, keys: int) -> int:
-        """Return the bytes that attention of a chunk (:mod:`common.models.attention.chunked`) takes in one block, the
-        gradients of all its keys and values included.
+        """Return the bytes that attention of a chunk of a row (:mod:`common.models.attention.chunked`) takes in one
+        block, besides the gradients of all keys and values.
 
         Args:
-            keys: number of tokens seen so far, the chunk's included.
+            keys: number of tokens of the row.
         """
-        widest, both = max(self.key_width, self.value_width), self.key_width + self.value_width
+        widest = max(self.key_width, self.value_width)
         seen = min(keys, self.window + queries) if self.window else keys
         results = _CHUNK_QUERIES * queries * self.heads * widest * 4
-        gradients = keys * self.groups * both * self.width
         if self.window and self.width == 2:
-            gradients += seen * self.groups * both * 4  # their sums
+            results += seen * self.groups * (self.key_width + self.value_width) * 4  # sums of gradients
         tile = _CHUNK_KEYS * (seen if self.window else min(KEYS, keys)) * self.heads * 2 * widest * self.width
         scores = _CHUNK_SCORES * min(max(SCORES, queries), queries * keys) * self.heads * 4 if self.capped else 0
-        return results + gradients + max(tile, scores)
+        return results + max(tile, scores)
 
 
 def _heads(layer: PreTrainedConfig) -> tuple[int, int, int, int]:

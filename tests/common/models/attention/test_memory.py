@@ -57,6 +57,7 @@ def measure_chunk(window: int = 0, cap: float = 0.0, key_width: int = 64) -> Non
     """Print how many bytes a forward and a backward pass take at their peak, and what is counted."""
     queries, keys = 1024, 8192
     counted = AttentionMemory(0, window, 4, 0, key_width, 64, 4, 2, bool(cap)).chunk_bytes(queries, keys)
+    counted += keys * 2 * (key_width + 64) * 4  # gradients of keys and values
     ctypes.CDLL(None).mallopt(-3, 65536)  # the least size of memory that leaves the process when it is freed
     for past in (16, keys - queries):  # the first loads code
         shapes = (4, queries, key_width), (2, past + queries, key_width), (2, past + queries, 64)
