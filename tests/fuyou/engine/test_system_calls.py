@@ -72,7 +72,7 @@ class SystemCalls:
         return call
 
     def _is_ours(self, frame: Any) -> bool:
-        """Whether the product has called, by itself or by way of a few functions of Python's own."""
+        """Return whether the product has called, at most a few functions of Python between."""
         for _ in range(5):
             if frame is None or os.getpid() != self._process:
                 return False
