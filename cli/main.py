@@ -100,7 +100,7 @@ def _run(interrupts: Interrupts, rank: RankProcess | None, arguments: tuple[str,
         command, arguments = "train", ("train", *arguments[1:], "--resume", "--export")
         context = parse_command_line(arguments)
     settings = settings_of(command, context, arguments)
-    _check_model(settings)
+    _check_model(settings, has_data=bool(context.params.get("data")))
     stay_offline(settings.download, settings.push_to_hub is not None)
     if command == "verify":
         with activity("comparing what is on the drives with its checksums", announced=True):
@@ -191,7 +191,7 @@ def _no_collection() -> Iterator[None]:
             gc.enable()
 
 
-def _check_model(settings: Settings) -> None:
+def _check_model(settings: Settings, has_data: bool) -> None:
     if settings.command == "plan" and settings.max_model == bool(settings.model):
         if settings.max_model:
             raise UserError("--max-model looks for the model itself: leave --model out.")
@@ -199,6 +199,10 @@ def _check_model(settings: Settings) -> None:
         raise UserError(f"Give the model to plan for, --model DIR or --model PRESET{largest}.")
     if settings.command == "train" and not settings.model:
         raise UserError("Give the model to fine-tune with --model DIR or --model PRESET, or try finetune demo.")
+    if settings.command == "train" and not (has_data or settings.resume):
+        raise UserError(
+            "There is nothing to train on: give --data FILE, or --data random to measure throughput on random tokens."
+        )
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Run a command under a real memory limit: the kernel's, not a promise.
 
-    python scripts/capped.py --memory 4GiB -- finetune --model llama-1.3b --steps 2
+    python scripts/capped.py --memory 4GiB -- finetune --model llama-1.3b --data random --steps 2
 
 Puts the command into a separate memory control group (version 1 or 2, whichever the machine has; needs root)
 without swap. The limit covers all the command's processes together: private and shared memory, page cache and kernel

@@ -37,8 +37,8 @@ def tokenizer_of(settings: Settings, checkpoint: Path | None, option: str = "--d
 
     if checkpoint is None:
         raise UserError(
-            f"{settings.model} is a preset, and a preset has no tokenizer: give a checkpoint directory, or leave out "
-            "--data, --eval-data and --sample to measure throughput on random tokens."
+            f"{settings.model} is a preset, and a preset has no tokenizer: give a checkpoint directory, or --data "
+            "random, without --eval-data and --sample, to measure throughput."
         )
     try:
         if not any(any(checkpoint.glob(name)) for name in ("tokenizer*", "vocab.*", "*.model", "*.tiktoken")):
@@ -125,7 +125,7 @@ class DataSource:
     config: PreTrainedConfig  # Of the model
 
     def batches(self, vocab_size: int) -> tuple[Batches, str]:
-        """Return the batches of ``--data`` with their digest; random tokens where no data are given."""
+        """Return the batches of ``--data`` with their digest; random tokens where there are none."""
         settings = self.settings
         if self.tokenizer is None or not settings.data:
             ahead = not self.family.shifts_labels

@@ -89,7 +89,7 @@ class DataSettings:
     data: tuple[str, ...] = option((), "FILE...", patterns=True, commands=Command.RUN | Command.EVALUATE)
     """Files (.jsonl .json .csv .tsv .parquet .txt .arrow, also .gz), directories (their train split, or
     directory:split), quoted patterns, or hub data sets in the local cache (owner/name, owner/name:split). FILE=0.7
-    sets a data set's share of all rows. Default: random tokens."""
+    sets a data set's share of all rows. random: random tokens, to measure throughput."""
     columns: tuple[str, ...] = option(
         (), "NAME=COLUMN...", ParsedValue("column", check_column), commands=Command.RUN | Command.EVALUATE
     )

@@ -45,6 +45,9 @@ STORE_PREFIX = "fuyou-"
 DEFAULT_PROFILE_MODEL = "gpt3-1.3b"
 """For ``finetune profile`` without --model: a block large enough to show what a device can do, and quick on a CPU."""
 
+RANDOM = "random"
+"""What ``--data`` calls random tokens."""
+
 # Options that only some runs have.
 _IN_MEMORY = "strategy device_cache_threshold cluster"
 _OF_NODES = f"{_IN_MEMORY} gpus_per_node rdzv_endpoint node_timeout max_restarts"
@@ -232,6 +235,8 @@ class Settings(
                         else expand_pattern(spelled(field.name), word)
                     )
                 )
+        if given.get("data") == (RANDOM,) and not Path(RANDOM).exists():
+            given["data"] = ()
         given["model"] = options.get("model") or (DEFAULT_PROFILE_MODEL if more.get("command") == "profile" else "")
         return cls(**given, arguments=arguments, **more)
 

@@ -114,9 +114,7 @@ class RandomBatches(Batches):
         self.labels_ahead = labels_ahead
         self.rows, self.steps_per_epoch = batch_size, 1
         self.tokens, self.trainable_tokens = batch_size * seq_len, batch_size * (seq_len - 1)
-        self.description = (
-            f"random tokens in rows of {seq_len:,}: no data was given, so this measures throughput and learns nothing"
-        )
+        self.description = f"random tokens in rows of {seq_len:,}: this measures throughput and learns nothing"
 
     def batch(self, step: int) -> dict[str, torch.Tensor]:
         """Draw the tokens of a step from the seed and ``step``; see :meth:`Batches.batch`."""

@@ -18,7 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from cli.main import main
 from common.data.demo_text import train_demo_tokenizer
 from tests.helpers.processes import forked
-from tests.helpers.processes.pairs import pair  # noqa: F401 - a fixture
+from tests.helpers.processes.pairs import pair, with_data  # noqa: F401 - a fixture
 
 VOCAB = 384
 
@@ -66,7 +66,7 @@ def finetune(capfd: pytest.CaptureFixture[str]) -> Finetune:
     def run(*words: object) -> Outcome:
         capfd.readouterr()
         before = leftovers()  # what other tests keep for the whole session is none of ours
-        status = main([str(word) for word in words])
+        status = main(with_data([str(word) for word in words]))
         assert leftovers() - before == set()
         return Outcome(status, *capfd.readouterr())
 

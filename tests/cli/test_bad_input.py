@@ -33,7 +33,7 @@ def test_data_without_any_known_column(finetune: Finetune, checkpoint: Path, tmp
 
 
 def test_preset_with_data(finetune: Finetune, data: Path) -> None:
-    check(finetune("--model", "llama-10m", "--data", data), 2, "a preset has no tokenizer", "leave out --data")
+    check(finetune("--model", "llama-10m", "--data", data), 2, "a preset has no tokenizer", "--data random")
 
 
 def test_checkpoint_without_tokenizer(finetune: Finetune, own_checkpoint: Path, data: Path) -> None:
@@ -136,7 +136,7 @@ def test_the_unexpected(
         raise RuntimeError("no luck\ntoday.")
 
     monkeypatch.setattr("cli.job.resolve.load_config", fail)
-    assert main(["--model", str(checkpoint), *(["--debug"] if debug else [])]) == 1
+    assert main(["--model", str(checkpoint), "--data", "random", *(["--debug"] if debug else [])]) == 1
     err = capfd.readouterr().err
     last = "finetune: error: RuntimeError: no luck today."
     assert ("Traceback" in err) is debug

@@ -121,10 +121,10 @@ FORMATS = [
     ),
 ]  # fmt: skip
 MISTAKES = [
-    is_refused("a model that is not there", "--model llama-7x", "llama-7x", "Did you mean"),
+    is_refused("a model that is not there", "--model llama-7x --data random", "llama-7x", "Did you mean"),
     is_refused("a broken line", f"{SMALL} --data data/broken.jsonl --steps 2", "broken.jsonl, line 2 is not JSON"),
     is_refused("a longer warm-up than the run", f"{BROKEN} --steps 5 --warmup 200", "--warmup 200"),
-    is_refused("more memory than there is", f"{SMALL} --steps 5 --host-memory 900TiB", "more than this machine"),
+    is_refused("more memory than there is", f"{SMALL} --data random --steps 5 --host-memory 900TiB", "more than this"),
     is_refused("weights that lack a tensor", "--model models/lacking --data data/broken.jsonl --gpu cpu --seq-len 64",
                "lack", status=1),
     is_refused("a push without a token", f"{BROKEN} --steps 2 --push-to-hub me/tuned", "hf auth login"),

@@ -26,7 +26,7 @@ def test_resume_auto_is_a_separate_flag(words: list[str]) -> None:
 
 
 def test_nothing_to_resume(finetune: Finetune, checkpoint: Path, tmp_path: Path) -> None:
-    command = ("--model", checkpoint, *SMALL, "--steps", 1, "--output", tmp_path / "out")
+    command = ("--model", checkpoint, "--data", "random", *SMALL, "--steps", 1, "--output", tmp_path / "out")
     check(finetune(*command, "--resume"), 2, "no step was committed", "--resume auto")
     (tmp_path / "out").mkdir(exist_ok=True)  # as a run leaves it that is killed before it has a store
     check(finetune(*command, "--resume"), 2, "no step was committed", "--resume auto")

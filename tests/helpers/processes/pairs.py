@@ -25,6 +25,19 @@ UNMEASURED = ("--strategy", "fcdp")
 """Nothing is measured to choose a strategy: tests of other things begin sooner."""
 
 
+OTHER_RUNS = {"--help", "--version", "--config", "--resume", "--data"}
+OTHER_COMMANDS = {"plan", "check", "profile", "verify", "export", "evaluate", "demo"}
+
+
+def with_data(words: list[str]) -> list[str]:
+    """Return a command line that trains on random tokens if it trains and names no data."""
+    names = {word.partition("=")[0] for word in words}
+    if names & OTHER_RUNS or {word.removeprefix("--") for word in words} & OTHER_COMMANDS:
+        return words
+    first = words[:1] if words[:1] == ["train"] else []
+    return [*first, "--data", "random", *words[len(first) :]]
+
+
 def same(got: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> None:
     assert [line["step"] for line in got] == [line["step"] for line in wanted]
     for name in ("loss", "grad_norm", "lr"):
@@ -39,8 +52,9 @@ class Node:
         start: Any = forked.Popen if code == ROOT else subprocess.Popen
         with self.log.open("w") as log:
             self.process = start(
-                [sys.executable, *begin, *map(str, words)], cwd=code, stdout=log, stderr=subprocess.STDOUT,
-                env={**os.environ, "OMP_NUM_THREADS": "1"}, start_new_session=True,
+                [sys.executable, *begin, *with_data([*map(str, words)])],
+                cwd=code, stdout=log, stderr=subprocess.STDOUT, env={**os.environ, "OMP_NUM_THREADS": "1"},
+                start_new_session=True,
             )  # fmt: skip
 
     @property
