@@ -113,11 +113,7 @@ class AnswerFinder:
         return spans
 
     def start(self, chat: Chat, turn: int, ids: list[int]) -> int:
-        """Return where an answer begins in ``ids``, the rendering that ends with it: behind the prompt for it.
-
-        Raises:
-            UserError: if the template mixes the answer with the text before it.
-        """
+        """Return where an answer begins in ``ids``, the rendering that ends with it: behind the prompt for it."""
         history, answer, options = chat.messages[:turn], chat.messages[turn], chat.options
         with contextlib.suppress(Exception):  # no template has to render what is no whole conversation
             asked = self._render(history, options, ask=True)
@@ -166,9 +162,6 @@ class Encoder:
         is_alone: whether each record has a row to itself, so that texts without a prompt are made to fit as well,
             and empty answers are not left out.
         drop_unseen: whether conversations with text that the template leaves out are counted and left out.
-
-    Raises:
-        UserError: (while encoding) a conversation, but no chat template, or one that refuses it or leaves text out.
     """
 
     def __init__(

@@ -29,9 +29,6 @@ def find_files(names: tuple[str, ...]) -> list[Path]:
 
     A directory of several splits gives ``train``, or the split in ``directory:split``. Hidden entries and files that
     are not data (by extension) are passed over.
-
-    Raises:
-        UserError: if a name does not exist, is no known kind of file, or is a directory without data files.
     """
     files: list[Path] = []
     for name in names:

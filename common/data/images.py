@@ -13,12 +13,11 @@ import base64
 import contextlib
 import hashlib
 import json
-import shutil
 import zlib
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 from urllib.parse import unquote, urlparse
 
 import numpy as np
@@ -69,9 +68,6 @@ def with_images(messages: list[Message], given: Any, where: str, directory: Path
         given: the record's column of images, in the order of their places; empty if there is none.
         where: file and line, for error messages.
         directory: the data file's, to which relative paths refer.
-
-    Raises:
-        UserError: an image does not exist, or placeholders and images differ in number.
     """
     column = iter(given if isinstance(given, list) else [given] if given else [])
     result = [
@@ -130,9 +126,6 @@ def any_images(files: tuple[str, ...]) -> bool:
     """Return whether the data files hold conversations with images.
 
     The files are searched once; the result is cached for as long as they stay as they are.
-
-    Raises:
-        UserError: a file is missing or cannot be read.
     """
     paths = find_files(files)
     key = {"files": [list(state) for state in file_states(paths)]}
@@ -177,11 +170,7 @@ class ImageRow:
 
 
 def load_processor(checkpoint: Path) -> ProcessorMixin:
-    """Return the processor of a vision-language checkpoint, which makes token ids and pixels of conversations.
-
-    Raises:
-        UserError: if transformers cannot load one here, or it has no chat template.
-    """
+    """Return the processor of a vision-language checkpoint, which makes token ids and pixels of conversations."""
     from transformers import AutoProcessor
 
     advice = ""
@@ -220,9 +209,6 @@ class ImageEncoder:
         Args:
             limit: number of tokens; a longer conversation ends behind the last answer within them, if there is one.
             drop_unseen: counts conversations with text that the template leaves out; None: they are an error.
-
-        Raises:
-            UserError: if an image cannot be read, or the template refuses the conversation or leaves text out.
         """
         seen, form = self._template.checked(chat, drop_unseen)
         if seen is None:
@@ -252,11 +238,7 @@ class ImageEncoder:
         return [row(chat.answers[last] + 1, spans[: last + 1], spans[last][1], len(whole) - spans[last][1])]
 
     def tensors(self, row: ImageRow) -> dict[str, torch.Tensor]:
-        """Return the processor's values for a row, each ``[1, tokens]`` or of its images; and ``labels``.
-
-        Raises:
-            FinetuneError: if an image has changed since the data were prepared.
-        """
+        """Return the processor's values for a row, each ``[1, tokens]`` or of its images; and ``labels``."""
         values = self._process(self._opened(row.messages, row.where), row.where, row.options)
         ids = values["input_ids"]
         if ids.shape[1] != row.tokens:
@@ -308,7 +290,7 @@ class ImageEncoder:
 
 @dataclass(kw_only=True)
 class _Header(DataCounts):
-    """The first line of an index file."""
+    """The last line of an index file."""
 
     images: int = 0
     longest: int = 0  # Number of tokens of the longest row
@@ -319,21 +301,18 @@ class ImageBatches(Batches):
 
     Attributes:
         seq_len: tokens of every row, padding included.
-
-    Raises:
-        ValueError: not a complete index file.
-        OSError: it cannot be opened.
     """
 
     def __init__(self, path: Path, config: DataConfig, processor: ProcessorMixin) -> None:
         self._encoder, self._config, self._path = ImageEncoder(processor), config, path
         self._pad = padding_id(processor.tokenizer, config.vocab_size)
-        self._file = path.open("rb")
+        self._file, lengths, line = path.open("rb"), [0], b""
         try:
-            header = _Header.parse(_checked(self._file.readline()))
-            lengths = np.fromiter((len(line) for line in self._file), np.int64)
-            self._starts = path.stat().st_size - np.cumsum(lengths[::-1])[::-1]
-            if len(lengths) != header.rows:
+            for line in self._file:
+                lengths.append(len(line))
+            header = _Header.parse(_checked(line))
+            self._starts = np.cumsum(lengths[:-1])
+            if header.rows != len(lengths) - 2:
                 raise ValueError(f"{path} is not complete")
         except BaseException:
             self._file.close()
@@ -376,7 +355,7 @@ class ImageBatches(Batches):
             return ImageRow(**json.loads(_checked(self._file.readline())))
         except ValueError as error:
             raise FinetuneError(
-                f"The prepared data are damaged: line {row + 2} of {self._path} is not what was written there. Delete "
+                f"The prepared data are damaged: line {row + 1} of {self._path} is not what was written there. Delete "
                 "the file: --resume makes it again from the data, and continues."
             ) from error
 
@@ -390,9 +369,6 @@ def open_image_data(config: DataConfig, processor: ProcessorMixin, cache_dir: Pa
 
     Each is run through the processor once, to find out how long it is and what of it is trained on; what comes out of
     that is kept in ``cache_dir`` for as long as data files, processor and ``seq_len`` are the same.
-
-    Raises:
-        UserError: a file or an image is missing or cannot be understood, or nothing is left to train on.
     """
     files = find_files(config.files)
     cache_dir.mkdir(parents=True, exist_ok=True)
@@ -402,48 +378,40 @@ def open_image_data(config: DataConfig, processor: ProcessorMixin, cache_dir: Pa
     path = cache_dir / f"images-{hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]}.jsonl"
 
     def build(_: object) -> None:
-        _build(path, files, config, ImageEncoder(processor, config.vocab_size))
+        header, digest = _Header(), hashlib.blake2b(digest_size=8)
+        encoder = ImageEncoder(processor, config.vocab_size)
+        with described("writing", path), file_when_complete(path) as out:
+            for row in _rows(config.selection.read(files), encoder, config, header):
+                if _counts(row, header, config.seq_len):
+                    line = _line(asdict(row))
+                    digest.update(line)
+                    out.write(line)
+            if not header.rows:
+                raise UserError(nothing_to_train(files, header, header.changes(config.seq_len, config.truncate)))
+            header.digest = digest.hexdigest()
+            out.write(_line(asdict(header)))
 
     return open_or_build(lambda: ImageBatches(path, config, processor), build, files, cache_dir)
 
 
-def _build(path: Path, files: list[Path], config: DataConfig, encoder: ImageEncoder) -> None:
-    lines, header = path.with_suffix(".lines"), _Header()
-    try:
-        with described("writing", lines), lines.open("wb") as out:
-            rows = _rows(config.selection.read(files), encoder, config, header)
-            _write_rows(rows, header, config.seq_len, out)
-        if not header.rows:
-            raise UserError(nothing_to_train(files, header, header.changes(config.seq_len, config.truncate)))
-        with described("writing", path), file_when_complete(path) as whole, lines.open("rb") as written:
-            whole.write(_line(asdict(header)))
-            shutil.copyfileobj(written, whole)
-    finally:
-        lines.unlink(missing_ok=True)
-
-
-def _write_rows(rows: Iterator[ImageRow], header: _Header, seq_len: int, out: BinaryIO) -> None:
-    """Write the rows that can be trained on, a line each, and count them."""
-    digest = hashlib.blake2b(digest_size=8)
-    for row in rows:
-        if row.tokens > seq_len:
-            header.left_out.add(row.tokens, row.where)
-        elif not any(stop > max(start, 1) for start, stop in row.trained):
-            header.untrained.add(row.tokens, row.where)
-        else:
-            if row.cut:
-                header.cut.add(row.cut, row.where)
-            header.rows += 1
-            header.tokens += row.tokens
-            header.trainable_tokens += sum(stop - start for start, stop in row.trained)
-            header.longest = max(header.longest, row.tokens)
-            contents = [message.get("content") for message in row.messages]
-            parts = [part for content in contents if isinstance(content, list) for part in content]
-            header.images += sum(part["type"] == "image" for part in parts)
-            line = _line(asdict(row))
-            digest.update(line)
-            out.write(line)
-    header.digest = digest.hexdigest()
+def _counts(row: ImageRow, header: _Header, seq_len: int) -> bool:
+    """Count a row, and return whether it can be trained on."""
+    if row.tokens > seq_len:
+        header.left_out.add(row.tokens, row.where)
+        return False
+    if not any(stop > max(start, 1) for start, stop in row.trained):
+        header.untrained.add(row.tokens, row.where)
+        return False
+    if row.cut:
+        header.cut.add(row.cut, row.where)
+    header.rows += 1
+    header.tokens += row.tokens
+    header.trainable_tokens += sum(stop - start for start, stop in row.trained)
+    header.longest = max(header.longest, row.tokens)
+    contents = [message.get("content") for message in row.messages]
+    parts = [part for content in contents if isinstance(content, list) for part in content]
+    header.images += sum(part["type"] == "image" for part in parts)
+    return True
 
 
 def _rows(

@@ -47,12 +47,9 @@ def pairs_of_records(records: Iterable[tuple[str, DataRecord]]) -> Iterator[Item
 
     Args:
         records: each with the name of its file.
-
-    Raises:
-        UserError: a record has no such columns, or values that do not fit.
     """
-    for file, (values, place) in records:
-        where = f"{file}, {place}"
+    for file, (values, position) in records:
+        where = f"{file}, {position}"
         values = _from_openai(values)
         if not {"chosen", "rejected"} <= set(values):
             raise UserError(
@@ -72,12 +69,9 @@ def answers_of_records(records: Iterable[tuple[str, DataRecord]]) -> Iterator[It
 
     Args:
         records: each with the name of its file.
-
-    Raises:
-        UserError: a record has no such columns, or values that do not fit.
     """
-    for file, (values, place) in records:
-        where = f"{file}, {place}"
+    for file, (values, position) in records:
+        where = f"{file}, {position}"
         values = _from_openai(values)
         marks = [name for name in _MARKS if values.get(name) is not None]
         if len({_WORDS.get(str(values[name]).strip().lower()) for name in marks}) > 1:
@@ -113,20 +107,16 @@ def answers_of_records(records: Iterable[tuple[str, DataRecord]]) -> Iterator[It
 
 
 def labels_of_records(records: Iterable[tuple[str, DataRecord]]) -> list[str]:
-    """Return the names of all classes in records with ``text`` and ``label``, in order; numbers by their size.
-
-    Raises:
-        UserError: there are none, or only one, or a record has no label.
-    """
-    found: set[str] = set()
-    for file, (values, place) in records:
-        found.add(_label(values, f"{file}, {place}"))
-    if len(found) < 2:
-        named = f"only {found.pop()!r}" if found else "none"
+    """Return the names of all classes in records with ``text`` and ``label``, in order; numbers by their size."""
+    names: set[str] = set()
+    for file, (values, position) in records:
+        names.add(_label(values, f"{file}, {position}"))
+    if len(names) < 2:
+        named = f"only {names.pop()!r}" if names else "none"
         raise UserError(f"A classifier learns to tell at least two classes apart, and the data have {named}.")
-    if all(name.isascii() and name.isdigit() and name == str(int(name)) for name in found):
-        return sorted(found, key=int)
-    return sorted(found)
+    if all(name.isascii() and name.isdigit() and name == str(int(name)) for name in names):
+        return sorted(names, key=int)
+    return sorted(names)
 
 
 def classes_of_records(records: Iterable[tuple[str, DataRecord]], classes: Mapping[str, int]) -> Iterator[Item]:
@@ -135,12 +125,9 @@ def classes_of_records(records: Iterable[tuple[str, DataRecord]], classes: Mappi
     Args:
         records: with ``text`` and ``label``, each with the name of its file.
         classes: numbers of the classes by name.
-
-    Raises:
-        UserError: a record lacks one of them, or the class is unknown.
     """
-    for file, (values, place) in records:
-        where = f"{file}, {place}"
+    for file, (values, position) in records:
+        where = f"{file}, {position}"
         label, text = _label(values, where), require_text(values, "text", where)
         # A configuration without its own names calls its classes LABEL_0, LABEL_1, ...
         number = classes.get(label, classes.get(f"LABEL_{label}"))

@@ -45,9 +45,6 @@ def messages_of(value: Any, column: str, where: str) -> list[Message]:
 
     Args:
         where: file and line, for messages.
-
-    Raises:
-        UserError: if this is no conversation, or a turn has an unknown role, content, or call.
     """
     turns = [value] if isinstance(value, dict) else [] if value is None else value
     if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):

@@ -10,18 +10,16 @@ import json
 import os
 import zlib
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
 from transformers import PreTrainedTokenizerBase
 
 from common.data.encode import EncodedSegment
-from common.data.files import file_states
 from common.data.selection import DataCounts
 from common.errors import FinetuneError
 from common.files import TEMPORARY_SUFFIX, file_when_complete
@@ -53,15 +51,15 @@ def draw_rows(draws: range, rows: int, seed: int | None, group_size: int = 1) ->
     chosen = []
     while draws:
         epoch, start = divmod(draws[0], rows)
-        places = np.arange(start, min(start + len(draws), rows))
+        positions = np.arange(start, min(start + len(draws), rows))
         if seed is not None:
             groups = rows // group_size
-            inside = places < groups * group_size
+            inside = positions < groups * group_size
             if inside.any():
-                at, within = np.divmod(places[inside], group_size)
-                places[inside] = shuffled(at, groups, (seed, epoch)) * group_size + within
-        chosen.append(places)
-        draws = draws[len(places) :]
+                at, within = np.divmod(positions[inside], group_size)
+                positions[inside] = shuffled(at, groups, (seed, epoch)) * group_size + within
+        chosen.append(positions)
+        draws = draws[len(positions) :]
     return np.concatenate(chosen)
 
 
@@ -198,9 +196,9 @@ def first_lengths(rows: np.ndarray) -> np.ndarray:
 
 def padding_of(rows: np.ndarray) -> np.ndarray:
     """Return which words are padding, bool [rows, seq_len]: a row's last document if nothing in it carries loss."""
-    places = np.arange(rows.shape[1], dtype=np.int64)
+    positions = np.arange(rows.shape[1], dtype=np.int64)
     last = rows.shape[1] - 1 - ((rows & STARTS) != 0)[:, ::-1].argmax(1)
-    within = places >= last[:, None]
+    within = positions >= last[:, None]
     trained = ((rows & TRAINED != 0) & within).any(1)
     padding: np.ndarray = within & ~trained[:, None]
     return padding
@@ -210,9 +208,9 @@ def unpack(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return ``input_ids``, ``labels`` and ``position_ids``, int64 [rows, seq_len], of words uint32 [rows, seq_len]."""
     ids = (rows & ID_MASK).astype(np.int64)
     labels = np.where(rows & TRAINED, ids, -100)
-    places = np.arange(rows.shape[1], dtype=np.int64)
-    starts = np.maximum.accumulate(np.where(rows & STARTS, places, 0), axis=1)
-    return ids, labels, places - starts
+    positions = np.arange(rows.shape[1], dtype=np.int64)
+    starts = np.maximum.accumulate(np.where(rows & STARTS, positions, 0), axis=1)
+    return ids, labels, positions - starts
 
 
 @dataclass(kw_only=True)
@@ -224,31 +222,9 @@ class Header(DataCounts):
     documents: int = 0
     skipped_tokens: int = 0  # Number of tokens in pieces without any trained one, which are left out
 
-    def to_json(self) -> bytes:
-        """Return the header as JSON, with the ends of long places in files, so that it fits."""
-        for tally in self.tallies().values():
-            if len(tally.first) > _LONGEST_PLACE:
-                tally.first = "..." + tally.first[-_LONGEST_PLACE:]
-        return json.dumps(asdict(self), ensure_ascii=False).encode()
-
     def changes(self, seq_len: int, truncate: bool) -> list[str]:
-        """Describe what is cut and what is left out, each with the place of the first such record."""
         skipped = [f"left out: {format_count(self.skipped_tokens)} tokens of texts of one token"]
         return super().changes(seq_len, truncate) + (skipped if self.skipped_tokens else [])
-
-
-def cache_key(
-    files: list[Path],
-    seq_len: int,
-    tokenizer: PreTrainedTokenizerBase,
-    truncate: bool,
-    packed: bool = True,
-    selection: Sequence[Any] = (),
-) -> str:
-    """Return a hash of everything that the token file depends on."""
-    identity = tokenizer_identity(tokenizer)
-    text = json.dumps([FORMAT_VERSION, seq_len, truncate, packed, file_states(files), identity, *selection])
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def tokenizer_identity(tokenizer: PreTrainedTokenizerBase) -> str:
@@ -269,12 +245,7 @@ class TokenFile:
     """A packed token file that is read; ``header`` says what is in it."""
 
     def __init__(self, path: Path) -> None:
-        """Open the file and check its header and size.
-
-        Raises:
-            ValueError: if this is not a complete token file of this version.
-            OSError: if it cannot be opened.
-        """
+        """Open the file and check its header and size."""
         self._file = path.open("rb", buffering=0)
         try:
             block = os.pread(self._file.fileno(), _HEADER_BYTES, 0)
@@ -290,12 +261,7 @@ class TokenFile:
             raise
 
     def read(self, rows: np.ndarray) -> np.ndarray:
-        """Read the words of the given rows, uint32 [len(rows), seq_len].
-
-        Raises:
-            FinetuneError: if a row is damaged.
-            OSError: if it cannot be read.
-        """
+        """Read the words of the given rows, uint32 [len(rows), seq_len]."""
         words = np.empty((len(rows), self.header.seq_len), dtype=np.uint32)
         for out, row in zip(words, rows.tolist(), strict=True):
             at = _HEADER_BYTES + row * (self._row_bytes + _SUM_BYTES)
@@ -322,37 +288,31 @@ class TokenFile:
         self._file.close()
 
 
-class TokenFileWriter:
-    """Appends rows to a token file that is being made."""
-
-    def __init__(self, file: BinaryIO) -> None:
-        self._file, self._digest = file, hashlib.blake2b(digest_size=8)
-        file.seek(_HEADER_BYTES)
-
-    def add(self, row: np.ndarray) -> None:
-        """Append a row of words, uint32 [seq_len]."""
-        self._file.write(row.data)
-        self._file.write(_sum(row.data))
-        self._digest.update(row.data)
-
-    def finish(self, header: Header) -> None:
-        header.digest = self._digest.hexdigest()
-        block = header.to_json().ljust(_HEADER_BYTES - _SUM_BYTES)
-        self._file.seek(0)
-        self._file.write(block + _sum(block))
-
-
 @contextmanager
-def write_token_file(path: Path, header: Header) -> Iterator[TokenFileWriter]:
-    """Open a file to add rows to, which takes its name ``path`` only when complete.
+def write_token_file(path: Path, header: Header) -> Iterator[Callable[[np.ndarray], None]]:
+    """Write a file that takes its name ``path`` only when complete: what this yields appends a row of words.
 
-    ``header`` is written last, so the caller fills it in on the way. On any error nothing is left behind. Only one
-    process at a time may do this in a directory.
+    ``header`` is written last, so the caller fills it in on the way, its rows apart. On any error nothing is left
+    behind. Only one process at a time may do this in a directory.
     """
+    digest = hashlib.blake2b(digest_size=8)
     with described("writing", path), file_when_complete(path) as file:
-        writer = TokenFileWriter(file)
-        yield writer
-        writer.finish(header)
+
+        def add(row: np.ndarray) -> None:
+            header.rows += 1
+            for data in (row.data, _sum(row.data)):
+                file.write(data)
+            digest.update(row.data)
+
+        file.seek(_HEADER_BYTES)
+        yield add
+        header.digest = digest.hexdigest()
+        for tally in header.tallies().values():
+            if len(tally.first) > _LONGEST_PLACE:
+                tally.first = "..." + tally.first[-_LONGEST_PLACE:]
+        block = json.dumps(asdict(header), ensure_ascii=False).encode().ljust(_HEADER_BYTES - _SUM_BYTES)
+        file.seek(0)
+        file.write(block + _sum(block))
 
 
 def remove_unfinished(directory: Path) -> None:

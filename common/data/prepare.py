@@ -1,6 +1,8 @@
 """Prepare data files: records become rows in a token file, or a file that was prepared before is opened again."""
 
 import contextlib
+import hashlib
+import json
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -24,19 +26,19 @@ from common.data.batches import (
     PairBatches,
 )
 from common.data.encode import EncodedSegment, Encoder, RowFitter
-from common.data.files import find_files
+from common.data.files import file_states, find_files
 from common.data.items import Item, answers_of_records, classes_of_records, labels_of_records, pairs_of_records
 from common.data.pack import (
+    FORMAT_VERSION,
     TRAINED,
     Header,
     Packer,
     Padder,
     TokenFile,
-    TokenFileWriter,
-    cache_key,
     cut_documents,
     padded_row,
     remove_unfinished,
+    tokenizer_identity,
     write_token_file,
 )
 from common.data.read import DataRecord, is_text_file
@@ -97,43 +99,53 @@ def open_data(config: DataConfig, tokenizer: PreTrainedTokenizerBase, cache_dir:
     Raises:
         UserError: a file is missing, cannot be read or understood, or there is nothing in it to train on.
     """
-    files, pad = find_files(config.files), padding_id(tokenizer, config.vocab_size)
-    cache_dir.mkdir(parents=True, exist_ok=True)
-    key = cache_key(files, config.seq_len, tokenizer, config.truncate, config.packed, config.identity)
-    path = cache_dir / f"data-{key}.tokens"
-
-    def build(doing: Activity) -> None:
-        encoder = encoder_of(config, tokenizer)
-        header = Header(seq_len=config.seq_len, files=len(files), **encoder.fitting.tallies())
-        with write_token_file(path, header) as out:
-            _write_documents(_encode_files(files, encoder, config.selection), header, config, pad, out, doing)
-            _require_rows(files, header, config)
-
-    return open_or_build(lambda: PackedBatches(TokenFile(path), config), build, files, cache_dir)
+    return _open(lambda file: PackedBatches(file, config), None, config, tokenizer, cache_dir)
 
 
 def open_items(kind: ItemKind, config: DataConfig, tokenizer: PreTrainedTokenizerBase, cache_dir: Path) -> ItemBatches:
-    """Open batches of the items in ``config.files``: tokenized into a file in ``cache_dir``, or found there.
+    """Open batches of the items in ``config.files``; see :func:`open_data`."""
+    return _open(lambda file: kind.batches(file, config, kind.classifies), kind, config, tokenizer, cache_dir)
 
-    Raises:
-        UserError: a file is missing, cannot be read or understood, or there is no item in it.
-    """
-    files = find_files(config.files)
-    pad = padding_id(tokenizer, config.vocab_size) if kind.pad is None else kind.pad
+
+def _open(
+    batches: Callable[[TokenFile], Opened],
+    kind: ItemKind | None,
+    config: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    cache_dir: Path,
+) -> Opened:
+    files, is_alone = find_files(config.files), kind is not None
+    pad = padding_id(tokenizer, config.vocab_size) if kind is None or kind.pad is None else kind.pad
     cache_dir.mkdir(parents=True, exist_ok=True)
-    identity = [*config.identity, kind.name, pad, *kind.identity]
-    key = cache_key(files, config.seq_len, tokenizer, config.truncate, packed=False, selection=identity)
-    path = cache_dir / f"{kind.name}-{key}.tokens"
+    identity = [FORMAT_VERSION, config.seq_len, config.truncate, config.packed and not is_alone, file_states(files)]
+    identity += [tokenizer_identity(tokenizer), *config.identity]
+    identity += [] if kind is None else [kind.name, pad, *kind.identity]
+    key = hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:16]
+    path = cache_dir / f"{'data' if kind is None else kind.name}-{key}.tokens"
 
-    def build(_: object) -> None:
-        encoder = encoder_of(config, tokenizer, is_alone=True)
-        header = Header(seq_len=config.seq_len + 1, files=len(files), **encoder.fitting.tallies())
-        with write_token_file(path, header) as out:
-            for item in kind.items(config.selection.read(files)):
-                _write_item(item, kind, encoder, header, config.seq_len, pad, out)
-            _require_rows(files, header, config)
+    def build(doing: Activity) -> None:
+        encoder = Encoder(
+            tokenizer,
+            RowFitter(config.seq_len, config.truncate),
+            vocab_size=config.vocab_size,
+            every_token=config.every_token,
+            is_alone=is_alone,
+            drop_unseen=config.drop_unseen,
+        )
+        header = Header(seq_len=config.seq_len + is_alone, files=len(files), **encoder.fitting.tallies())
+        with write_token_file(path, header) as add:
+            if kind is None:
+                packer = (Packer if config.packed else Padder)(config.seq_len, pad, add)
+                _pack(_encode_files(files, encoder, config.selection), header, packer, doing)
+            else:
+                for item in kind.items(config.selection.read(files)):
+                    for row in _rows_of_item(item, kind, encoder, header):
+                        words = padded_row(next(cut_documents([row], config.seq_len)), config.seq_len, pad)
+                        add(np.append(words, np.uint32(item.mark)))
+            if not header.rows:
+                raise UserError(nothing_to_train(files, header, header.changes(config.seq_len, config.truncate)))
 
-    return open_or_build(lambda: kind.batches(TokenFile(path), config, kind.classifies), build, files, cache_dir)
+    return open_or_build(lambda: batches(TokenFile(path)), build, files, cache_dir)
 
 
 def open_or_build(
@@ -160,27 +172,16 @@ def open_or_build(
     return open_file()
 
 
-def _write_documents(
-    documents: Iterable[EncodedSegment],
-    header: Header,
-    config: DataConfig,
-    pad: int,
-    out: TokenFileWriter,
-    doing: Activity,
-) -> None:
-    """Write documents in rows, several in one if they are packed, and count them."""
+def _pack(documents: Iterable[EncodedSegment], header: Header, packer: Packer | Padder, doing: Activity) -> None:
+    """Put documents into rows, several into one if they are packed, and count them."""
 
-    def write(row: np.ndarray) -> None:
-        header.rows += 1
-        out.add(row)
-
-    def count(documents: Iterable[EncodedSegment]) -> Iterator[EncodedSegment]:
+    def count() -> Iterator[EncodedSegment]:
         for document in documents:
             header.documents += document.ends
             yield document
 
-    packer, what = (Packer if config.packed else Padder)(config.seq_len, pad, write), doing.what
-    for piece in cut_documents(count(documents), config.seq_len):
+    what = doing.what
+    for piece in cut_documents(count(), header.seq_len):
         doing.what = f"{what}: {format_count(header.tokens)} tokens so far"
         trained = int(np.count_nonzero(piece & TRAINED))
         if not trained:
@@ -192,13 +193,11 @@ def _write_documents(
     packer.finish()
 
 
-def _write_item(
-    item: Item, kind: ItemKind, encoder: Encoder, header: Header, seq_len: int, pad: int, out: TokenFileWriter
-) -> None:
-    """Write the rows of an item, each with its mark, if all of them fit and teach something; and count them."""
+def _rows_of_item(item: Item, kind: ItemKind, encoder: Encoder, header: Header) -> list[EncodedSegment]:
+    """Return the rows of an item if all of them fit and teach something, and count them."""
     if not item.examples:
         header.empty.add(0, item.where)
-        return
+        return []
     header.documents += 1
     before = {name: tally.records for name, tally in encoder.fitting.tallies().items()}
     rows: list[EncodedSegment] = []
@@ -216,29 +215,10 @@ def _write_item(
     for name, tally in encoder.fitting.tallies().items():  # both answers of a pair are one record
         tally.records = min(tally.records, before[name] + 1)
     if len(rows) < len(item.examples):
-        return
-    for row in rows:
-        header.tokens += len(row.ids)
-        header.trainable_tokens += int(row.trained.sum())
-        header.rows += 1
-        out.add(np.append(padded_row(next(cut_documents([row], seq_len)), seq_len, pad), np.uint32(item.mark)))
-
-
-def _require_rows(files: list[Path], header: Header, config: DataConfig) -> None:
-    if not header.rows:
-        raise UserError(nothing_to_train(files, header, header.changes(config.seq_len, config.truncate)))
-
-
-def encoder_of(config: DataConfig, tokenizer: PreTrainedTokenizerBase, is_alone: bool = False) -> Encoder:
-    """Return an encoder of data; see its arguments."""
-    return Encoder(
-        tokenizer,
-        RowFitter(config.seq_len, config.truncate),
-        vocab_size=config.vocab_size,
-        every_token=config.every_token,
-        is_alone=is_alone,
-        drop_unseen=config.drop_unseen,
-    )
+        return []
+    header.tokens += sum(len(row.ids) for row in rows)
+    header.trainable_tokens += sum(int(row.trained.sum()) for row in rows)
+    return rows
 
 
 def _encode_files(files: list[Path], encoder: Encoder, selection: RecordSelection) -> Iterator[EncodedSegment]:

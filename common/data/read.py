@@ -42,9 +42,6 @@ def require_text(record: Mapping[str, Any], field: str, where: str) -> str:
 
     Args:
         where: file and line, for the message.
-
-    Raises:
-        UserError: if it is a number, a truth value, a date, bytes, a list, or an object.
     """
     value = record.get(field)
     if value is None or isinstance(value, str):
@@ -59,9 +56,6 @@ def structured(record: Mapping[str, Any], field: str, where: str) -> Any:
     """Return a field that holds a list or an object; text is parsed as JSON, which tables use for such values.
 
     Blank text is None. Text that begins as neither is returned as it is.
-
-    Raises:
-        UserError: if it begins like a list or an object, and is not JSON.
     """
     value = record.get(field)
     if not isinstance(value, str):
@@ -76,13 +70,7 @@ def structured(record: Mapping[str, Any], field: str, where: str) -> Any:
 
 
 def parse_json(text: str) -> Any:
-    """Parse JSON by the letter of its standard.
-
-    Raises:
-        ValueError: this is not JSON, an object has a key twice, a number has no finite value, or a text holds half
-            a surrogate pair, which is no character. The position is known if it is a ``json.JSONDecodeError``.
-        RecursionError: if it is nested too deeply.
-    """
+    """Parse JSON by the letter of its standard."""
     value = _JSON.decode(text)
     _check_characters(text, value)
     return value
@@ -138,10 +126,6 @@ def read_records(path: Path) -> Iterator[DataRecord]:
     Blank lines between records hold none. Every value of a CSV file is a string, exactly as written, line breaks
     included. In tables all records have the keys of all others, within their values too: those without a value are
     taken away there. In JSON, null is what was written.
-
-    Raises:
-        UserError: if the file cannot be read, or does not match its extension; names the file and, except for
-            tables, the line.
     """
     count = 0
     if path.stat().st_size == 0:  # no table, but no error either

@@ -42,9 +42,6 @@ def take_rows(batch: Mapping[str, BatchValue | None], start: int, stop: int) -> 
 
     Args:
         batch: ``input_ids`` int64 ``[B, S]`` among others; 3-D ``position_ids`` are ``[axes, B, S]``.
-
-    Raises:
-        UserError: a value does not have one entry for each row.
     """
     ids = batch["input_ids"]
     assert isinstance(ids, torch.Tensor)

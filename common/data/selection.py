@@ -66,11 +66,7 @@ class DataCounts(Tallies):
 
     @classmethod
     def parse(cls, text: bytes) -> Self:
-        """Read what was written as JSON.
-
-        Raises:
-            ValueError: if it is something else.
-        """
+        """Read what was written as JSON."""
         values = json.loads(text)
         if not isinstance(values, dict) or set(values) != {field.name for field in fields(cls)}:
             raise ValueError("not the header of prepared data")
@@ -138,11 +134,7 @@ class RecordSelection:
         return [sorted(self.columns.items()), self.limit, self.held_out, self.takes_held_out, self.files_of_sets]
 
     def check_whole_files(self) -> None:
-        """Refuse to take a part of a text file, which is one document.
-
-        Raises:
-            UserError: if this selection would.
-        """
+        """Refuse to take a part of a text file, which is one document."""
         if self.held_out or self.limit is not None or self.columns:
             raise UserError(
                 "A .txt file is one text without records: --eval-split, --max-records and --columns are for the other "
@@ -150,11 +142,7 @@ class RecordSelection:
             )
 
     def read(self, files: Sequence[Path]) -> Iterator[tuple[str, DataRecord]]:
-        """Read what is taken of the records of ``files``, each with the name of its file.
-
-        Raises:
-            UserError: if a file cannot be read, a record lacks a named column, or no record is selected.
-        """
+        """Read what is taken of the records of ``files``, each with the name of its file."""
         rest, records, taken = list(files), 0, 0
         for size in self.files_of_sets or (len(rest),):
             numbered = enumerate((str(file), record) for file in rest[:size] for record in read_records(file))

@@ -63,15 +63,15 @@ class Chat:
         """Places of the messages that carry loss."""
         first = self.prompt_messages or 0
         return [
-            place
-            for place, message in enumerate(self.messages)
-            if place >= first and message["role"] == "assistant" and place not in self.untrained
+            position
+            for position, message in enumerate(self.messages)
+            if position >= first and message["role"] == "assistant" and position not in self.untrained
         ]
 
     @property
     def is_empty(self) -> bool:
         """Whether there are answers, and none says anything."""
-        said = [self.messages[place] for place in self.answers]
+        said = [self.messages[position] for position in self.answers]
         return not self.messages[self.prompt_messages or 0 :] or (bool(said) and not any(map(has_text, said)))
 
 
@@ -87,13 +87,9 @@ def examples_of_text_file(lines: Iterable[DataRecord], file: str = "") -> Iterat
 
 
 def examples_of_records(records: Iterable[DataRecord], file: str) -> Iterator[Example]:
-    """Return the examples of a file of records.
-
-    Raises:
-        UserError: a record has no known layout, or values that do not fit it.
-    """
-    for values, place in records:
-        where = f"{file}, {place}"
+    """Return the examples of a file of records."""
+    for values, position in records:
+        where = f"{file}, {position}"
         layout = layout_of(values)
         if layout is None:
             raise UserError(
@@ -130,9 +126,6 @@ def example_of(record: Mapping[str, Any], where: str, prompt: str, answer: str |
         where: file and line, for messages.
         prompt: column of the prompt, or of the whole.
         answer: column of the answer; None if there is none.
-
-    Raises:
-        UserError: values do not fit the layout.
     """
     if prompt == "text":
         return PlainText("", require_text(record, "text", where), where=where)
@@ -153,7 +146,7 @@ def example_of(record: Mapping[str, Any], where: str, prompt: str, answer: str |
         count, turns = count - len(turns), _with_system(system, turns, where)
         count += len(turns)
     first = None if answer in (None, "output") else count
-    weights = {place for place, message in enumerate(turns) if message.get("weight") == 0}
+    weights = {position for position, message in enumerate(turns) if message.get("weight") == 0}
     messages = [{key: value for key, value in message.items() if key != "weight"} for message in turns]
     return Chat(messages, first, where, options, frozenset(weights), plain)
 
@@ -162,9 +155,6 @@ def continued(prompt: list[Message], answer: list[Message], where: str) -> tuple
     """Return the number of messages of a prompt, and all messages.
 
     An answer that is a whole conversation, which begins with the prompt, has it already (UltraFeedback's layout).
-
-    Raises:
-        UserError: it is a whole conversation with another prompt.
     """
     for start in (0, 1):
         end = start + len(prompt)

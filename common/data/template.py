@@ -114,14 +114,14 @@ def _parted(message: Message) -> Message:
     return {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else message
 
 
-def _as_object(function: dict[str, Any]) -> dict[str, Any]:
-    inner = parsed(function.get("arguments"))
-    return {**function, "arguments": inner} if isinstance(inner, dict) else function
+def _arguments_as(as_text: bool) -> Change:
+    def change(function: dict[str, Any]) -> dict[str, Any]:
+        given = function.get("arguments")
+        inner = given if as_text else parsed(given)
+        value = json.dumps(inner, ensure_ascii=False) if as_text else inner
+        return {**function, "arguments": value} if isinstance(inner, dict) else function
 
-
-def _as_json(function: dict[str, Any]) -> dict[str, Any]:
-    inner = function.get("arguments")
-    return {**function, "arguments": json.dumps(inner, ensure_ascii=False)} if isinstance(inner, dict) else function
+    return partial(_with_functions, change=change)
 
 
 def _reasoning_as(name: str) -> Change:
@@ -137,22 +137,18 @@ def _role_as(role: str, other: str) -> Change:
     return lambda message: {**message, "role": other} if message["role"] == role else message
 
 
-def _with_content(message: Message) -> Message:
-    return {"content": "", **message}
-
-
 _REFUSED = (-2, "")  # Stands for all texts of a conversation that the template refuses
 # Other forms of the same messages, which are tried in this order where a text would not appear.
 _CHANGES: tuple[Change, ...] = (
     _joined,
     _parted,
-    partial(_with_functions, change=_as_object),
-    partial(_with_functions, change=_as_json),
+    _arguments_as(as_text=False),
+    _arguments_as(as_text=True),
     *map(_reasoning_as, REASONING),
     _role_as("developer", "system"),
     _role_as("function", "tool"),
     _role_as("ipython", "tool"),
-    _with_content,
+    lambda message: {"content": "", **message},
 )
 
 
@@ -204,9 +200,6 @@ class ChatTemplate:
         Args:
             chat: the conversation.
             drop_unseen: counts it, and None is returned, where a text appears in no rendering; None: it is an error.
-
-        Raises:
-            UserError: there is no template, or it leaves text out.
         """
         if self._source.chat_template is None and self._tokenizer.chat_template is None:
             raise UserError(
@@ -232,20 +225,17 @@ class ChatTemplate:
         if not missing:
             return chat, form
         if drop_unseen is None:
+            number, unseen = missing[0]
+            if number >= 0:
+                message = chat.messages[number]
+                text = next((text for name, text in texts_of(message) if name == unseen), "")
+                unseen = f"{unseen!r} of turn {number + 1} ({message['role']}): {' '.join(text.split())[:60]!r}"
             raise UserError(
-                f"{chat.where}: the chat template leaves out {self._named(chat, *missing[0])}. Use the tokenizer of a "
-                "model whose template shows it, take it out of the data, or leave out such records with --drop-unseen."
+                f"{chat.where}: the chat template leaves out {unseen}. Use the tokenizer of a model whose template "
+                "shows it, take it out of the data, or leave out such records with --drop-unseen."
             )
         drop_unseen.add(0, chat.where)
         return None, form
-
-    @staticmethod
-    def _named(chat: Chat, number: int, field: str) -> str:
-        if number < 0:
-            return field
-        message = chat.messages[number]
-        text = next((text for name, text in texts_of(message) if name == field), "")
-        return f"{field!r} of turn {number + 1} ({message['role']}): {' '.join(text.split())[:60]!r}"
 
     def _form(self, chat: Chat) -> Form:
         changes: list[Change] = []

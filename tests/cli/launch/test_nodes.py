@@ -32,7 +32,7 @@ from fcdp.checkpoint.commits import ShardedCheckpoints
 from tests.cli.conftest import Finetune
 from tests.helpers.command.histories import history
 from tests.helpers.processes import forked
-from tests.helpers.processes.pairs import COMMON, ROOT, UNMEASURED, Node, Pair, same
+from tests.helpers.processes.pairs import COMMON, ROOT, UNMEASURED, Node, Pair, same, with_data
 
 _ENDS_WITHIN = (
     "import sys, cli.train.interrupts as one; one.STOP_SECONDS = {}; from cli.main import main; sys.exit(main())"
@@ -268,7 +268,7 @@ def refusal(
     """The one message with which two nodes end: a separate process, with the code in ``code``, and this one, with
     ``more`` words."""
     pair.start(*words, names=("first",), code=code)
-    assert main([str(word) for word in (*words, *pair.meet, *more)]) == 2
+    assert main(with_data([str(word) for word in (*words, *pair.meet, *more)])) == 2
     assert pair.statuses(240) == [2]
     waiting = f"nodes    waiting for 2 of them at {pair.endpoint}"
     errors = []

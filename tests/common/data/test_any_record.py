@@ -91,8 +91,8 @@ def _plain(turns: list[Turn]) -> list[dict[str, str]]:
 
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(records())
-def test_every_text_of_a_record_is_there_once_and_only_answers_carry_loss(made: Any) -> None:
-    record, everything, answers = made
+def test_every_text_of_a_record_is_there_once_and_only_answers_carry_loss(drawn: Any) -> None:
+    record, everything, answers = drawn
     read = [("data.jsonl", DataRecord(record, "line 1"))]
     if "chosen" not in record:
         [(shown, trained)] = texts_of(examples_of_records([read[0][1]], "data.jsonl"))
@@ -109,9 +109,9 @@ def test_every_text_of_a_record_is_there_once_and_only_answers_carry_loss(made: 
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(records(), st.integers(2, 200), st.booleans())
 def test_what_a_row_does_not_take_is_cut_at_its_end_or_left_out_and_counted(
-    made: Any, seq_len: int, truncate: bool
+    drawn: Any, seq_len: int, truncate: bool
 ) -> None:
-    record, *_ = made
+    record, *_ = drawn
     if "chosen" in record:
         return
     examples = [DataRecord(record, "line 1")]

@@ -20,24 +20,24 @@ from transformers import PreTrainedTokenizerFast
 
 import common.data.prepare
 from common.data import Batches, DataConfig, RandomBatches, open_data
-from common.data.pack import Header, TokenFileWriter
+from common.data.pack import Header
 from common.errors import FinetuneError, UserError
 from tests.common.data.conftest import MARKED_TEMPLATE, make_tokenizer, write_records
 
 
 def documents_of(batch: dict[str, torch.Tensor]) -> list[tuple[list[int], list[int]]]:
     """ids and labels of every run of positions 0, 1, 2, ... in a batch, padding included."""
-    found: list[tuple[list[int], list[int]]] = []
+    seen: list[tuple[list[int], list[int]]] = []
     for ids, labels, positions in zip(
         *(batch[key].tolist() for key in ("input_ids", "labels", "position_ids")), strict=True
     ):
         for token, label, position in zip(ids, labels, positions, strict=True):
             if position == 0:
-                found.append(([], []))
-            assert position == len(found[-1][0])
-            found[-1][0].append(token)
-            found[-1][1].append(label)
-    return found
+                seen.append(([], []))
+            assert position == len(seen[-1][0])
+            seen[-1][0].append(token)
+            seen[-1][1].append(label)
+    return seen
 
 
 def epoch(batches: Batches, number: int = 0) -> list[tuple[list[int], list[int]]]:
@@ -162,7 +162,7 @@ def test_rows_of_one_document(corpus: str, tokenizer: PreTrainedTokenizerFast, t
     assert "one document in each row" in alone.description and "one document" not in packed.description
     expected = Counter(tuple(ids) for ids, labels in epoch(packed) if any(label != -100 for label in labels))
     assert alone.rows == sum(expected.values())
-    widths, found = set(), Counter()
+    widths, seen = set(), Counter()
     for step in range(alone.steps_per_epoch):
         batch = alone.batch(step)
         assert (batch["position_ids"] == torch.arange(batch["input_ids"].shape[1])).all()
@@ -170,8 +170,8 @@ def test_rows_of_one_document(corpus: str, tokenizer: PreTrainedTokenizerFast, t
         lengths = [int((row != -100).nonzero().max()) + 1 for row in batch["labels"]]
         assert batch["input_ids"].shape[1] == min(200, -(-max(lengths) // 64) * 64)
         rows = zip(batch["input_ids"].tolist(), lengths, strict=True)
-        found.update(tuple(ids[:length]) for ids, length in rows)
-    assert not expected - found, "every document, and at the end of the epoch a few of the next one"
+        seen.update(tuple(ids[:length]) for ids, length in rows)
+    assert not expected - seen, "every document, and at the end of the epoch a few of the next one"
     assert len(widths) > 1, "short ones come together"
     again = open_data(DataConfig((corpus,), 200, 4, packed=False), tokenizer, tmp_path / "other")
     assert all(equal(again.batch(step), alone.batch(step)) for step in (7, 2, alone.steps_per_epoch + 3))
@@ -209,11 +209,11 @@ def test_cache_is_used_again_and_noticed_when_stale(
     batches = open_data(config, tokenizer, cache)
     before, first = batches.batch(3), batches.digest
     [name] = token_files()
-    made = token_files()
+    prepared = token_files()
     assert equal(open_data(DataConfig((corpus,), 64, 2), make_tokenizer(), cache).batch(3), before)
     tokenizer(["padded", "and cut"], padding=True, truncation=True, max_length=4)  # leaves its mark in the tokenizer
     open_data(DataConfig((corpus,), 64, 5, seed=9), tokenizer, cache)
-    assert token_files() == made, "made once more"
+    assert token_files() == prepared, "made once more"
 
     (cache / name).write_bytes((cache / name).read_bytes()[:-4])  # damaged
     assert equal(open_data(config, tokenizer, cache).batch(3), before)
@@ -262,7 +262,7 @@ def test_what_a_killed_process_left_is_removed_and_two_take_turns(
     built: list[Path] = []
     real = common.data.prepare.write_token_file
 
-    def write(path: Path, header: Header) -> AbstractContextManager[TokenFileWriter]:
+    def write(path: Path, header: Header) -> AbstractContextManager[Callable[[np.ndarray], None]]:
         built.append(path)
         time.sleep(0.3)  # the other one looks for the file meanwhile
         return real(path, header)

@@ -317,11 +317,11 @@ def test_content_in_parts_as_the_template_takes_it() -> None:
 
 def weighted(*weights: int | None) -> list[dict[str, Any]]:
     """CONVERSATION with these weights of the assistant's turns."""
-    answers = [place for place, message in enumerate(CONVERSATION) if message["role"] == "assistant"]
+    answers = [number for number, message in enumerate(CONVERSATION) if message["role"] == "assistant"]
     given = dict(zip(answers, weights, strict=True))
     return [
-        message if given.get(place) is None else {**message, "weight": given[place]}
-        for place, message in enumerate(CONVERSATION)
+        message if given.get(number) is None else {**message, "weight": given[number]}
+        for number, message in enumerate(CONVERSATION)
     ]
 
 

@@ -55,7 +55,7 @@ def plainly(
         )
         for first, last in answers
     ]
-    trained = [any(start <= place < stop for start, stop in places) for place in range(len(out["input_ids"]))]
+    trained = [any(start <= position < stop for start, stop in places) for position in range(len(out["input_ids"]))]
     return (list(out["input_ids"]), trained), places
 
 
@@ -131,7 +131,7 @@ def test_a_long_completion_loses_its_end_and_never_its_prompt(bos: bool) -> None
         both = tokenizer(prompt + completion, add_special_tokens=False)["input_ids"]
         assert both[: len(lead)] == lead
         ids = [1] * bos + both + [2]
-        trained = [place >= bos + len(lead) for place in range(len(ids))]
+        trained = [position >= bos + len(lead) for position in range(len(ids))]
         for seq_len in range(bos + len(lead) - 1, len(ids) + 1):
             cut, dropped = RowFitter(seq_len), RowFitter(seq_len, truncate=False)
             expected = [(ids[:seq_len], trained[:seq_len])] if any(trained[:seq_len]) else []
@@ -207,12 +207,12 @@ def test_nothing_fits(tmp_path: Path) -> None:
 
 def test_long_names_of_files_fit_into_the_header(tmp_path: Path) -> None:
     header = Header(
-        seq_len=8, files=10**9, documents=10**15, rows=1, tokens=10**15, trainable_tokens=10**15, skipped_tokens=10**15
+        seq_len=8, files=10**9, documents=10**15, tokens=10**15, trainable_tokens=10**15, skipped_tokens=10**15
     )
     for tally in (header.cut, header.left_out, header.untrained):
         tally.add(10**15, "/" + "\U0001f43a" * 1000 + "/chats.jsonl, line 1000000000")
-    with write_token_file(tmp_path / "a.tokens", header) as out:
-        out.add(np.arange(8, dtype=np.uint32))
+    with write_token_file(tmp_path / "a.tokens", header) as add:
+        add(np.arange(8, dtype=np.uint32))
     read = TokenFile(tmp_path / "a.tokens")
     assert read.header == header and read.header.cut.first.endswith("chats.jsonl, line 1000000000")
     assert read.read(np.array([0])).tolist() == [list(range(8))]
@@ -227,7 +227,9 @@ def test_of_a_template_that_marks_and_rewrites_turns_the_marks_say_where_to_cut(
     )
     tokenizer = make_tokenizer(marking)
     [(ids, trained)] = fit(tokenizer, {"messages": CONVERSATION}, RowFitter())
-    closed = [place + 1 for place, token in enumerate(ids) if token == tokenizer.eos_token_id and trained[place]]
+    closed = [
+        position + 1 for position, token in enumerate(ids) if token == tokenizer.eos_token_id and trained[position]
+    ]
     assert len(closed) == 3 and tokenizer.decode(ids).count("(thinks)") == 1
     for seq_len in range(closed[0], len(ids)):
         stop = max(end for end in closed if end <= seq_len)

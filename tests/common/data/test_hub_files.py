@@ -54,10 +54,10 @@ def test_a_file_of_that_name_comes_first_and_what_is_nowhere_is_rejected(snapsho
 
 def test_what_datasets_has_prepared(snapshot: Path, tmp_path: Path) -> None:
     """As its cache has it after ``load_dataset("me/other")``."""
-    made = datasets.load_dataset(
+    loaded = datasets.load_dataset(
         "json", data_files={"train": str(snapshot / "train.jsonl")}, cache_dir=tmp_path / "made"
     )
-    (file,) = (Path(one["filename"]) for one in made["train"].cache_files)
+    (file,) = (Path(cached["filename"]) for cached in loaded["train"].cache_files)
     folder = tmp_path / "datasets" / "me___other" / "default" / "0.0.0"
     folder.mkdir(parents=True)
     file.parent.rename(folder / "abc")

@@ -165,16 +165,16 @@ def test_prepared_data_are_used_again_and_checked(tmp_path: Path) -> None:
     data = write(tmp_path / "data.jsonl", chat([{"type": "image", "path": "0.png"}, ASK], "Paris"))
     digest = opened([data], tmp_path).digest
     index = next((tmp_path / "cache").glob("images-*.jsonl"))
-    made = index.stat().st_mtime_ns
+    written = index.stat().st_mtime_ns
     again = opened([data], tmp_path)
-    assert (again.digest, index.stat().st_mtime_ns) == (digest, made)
+    assert (again.digest, index.stat().st_mtime_ns) == (digest, written)
     picture.write_bytes(b"no picture")
     with pytest.raises(UserError, match=r"line 1: the image .*0.png cannot be read"):
         again.batch(0)
     content = bytearray(index.read_bytes())
-    content[-20] ^= 1
+    content[20] ^= 1
     index.write_bytes(content)
-    with pytest.raises(FinetuneError, match="prepared data are damaged: line 2"):
+    with pytest.raises(FinetuneError, match="prepared data are damaged: line 1"):
         opened([data], tmp_path).batch(0)
 
 

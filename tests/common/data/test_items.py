@@ -13,7 +13,7 @@ from common.errors import UserError
 
 
 def given(*records: dict[str, Any]) -> list[tuple[str, DataRecord]]:
-    return [("a.jsonl", DataRecord(one, f"line {i + 1}")) for i, one in enumerate(records)]
+    return [("a.jsonl", DataRecord(record, f"line {i + 1}")) for i, record in enumerate(records)]
 
 
 TURNS = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
@@ -30,16 +30,16 @@ def test_labelled_answers(record: dict[str, Any], example: Any) -> None:
 
 
 def test_a_pair_is_two_labelled_answers() -> None:
-    made = list(answers_of_records(given({"prompt": "a ", "chosen": "b", "rejected": "c"})))
-    assert [(item.examples[0].completion, item.mark) for item in made] == [("b", 1), ("c", 0)]  # type: ignore[union-attr]
+    items = list(answers_of_records(given({"prompt": "a ", "chosen": "b", "rejected": "c"})))
+    assert [(item.examples[0].completion, item.mark) for item in items] == [("b", 1), ("c", 0)]  # type: ignore[union-attr]
 
 
 def test_classes_are_numbered() -> None:
     records = given({"text": "a", "label": "up"}, {"text": "b", "label": "down"}, {"text": " ", "label": "up"})
     names = labels_of_records(records)
     assert names == ["down", "up"]
-    made = classes_of_records(records, {name: number for number, name in enumerate(names)})
-    assert [(item.mark, len(item.examples)) for item in made] == [(1, 1), (0, 1), (1, 0)]
+    items = classes_of_records(records, {name: number for number, name in enumerate(names)})
+    assert [(item.mark, len(item.examples)) for item in items] == [(1, 1), (0, 1), (1, 0)]
     assert labels_of_records(given({"text": "a", "label": 10}, {"text": "b", "label": 0.0})) == ["0", "10"]
     for names in (["01", "02"], ["1.0", "2.0"], ["1", "\N{SUPERSCRIPT TWO}"], ["NA", "None"]):  # as they are written
         assert labels_of_records(given(*({"text": "a", "label": name} for name in names))) == names

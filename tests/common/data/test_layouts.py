@@ -226,7 +226,7 @@ def test_an_answer_is_compared_with_another_one(tmp_path: Path) -> None:
     for step in range(9):  # also where an epoch ends within the batch
         rows = batches.batch(step)["input_ids"].tolist()
         same = len({tuple(row) for row in rows[::2]}) == 1
-        assert all((one != other) or same for one, other in zip(rows[::2], rows[1::2], strict=True))
+        assert all((first != other) or same for first, other in zip(rows[::2], rows[1::2], strict=True))
     with pytest.raises(UserError, match=r"line 1: the last turn is the answer .* the user's"):
         list(answers_of_records([("f", DataRecord({"messages": [ASK, ANSWER, ASK], "label": True}, "line 1"))]))
 

@@ -81,7 +81,7 @@ CALLS = [{"type": "function", "function": CALL}]
      {"content": [{"type": "text", "text": "a"}], "reasoning_content": "why"}),
     ({"role": "assistant", "content": [{"type": "tool_call", "value": json.dumps(CALL)}]},
      {"content": "", "tool_calls": CALLS}),
-    ({"role": "assistant", "content": ["a", "b"]}, {"content": [{"type": "text", "text": one} for one in "ab"]}),
+    ({"role": "assistant", "content": ["a", "b"]}, {"content": [{"type": "text", "text": text} for text in "ab"]}),
     ({"role": "assistant", "content": "", "thinking": "why"}, {"content": "", "thinking": "why"}),
 ])  # fmt: skip
 def test_one_turn(written: dict[str, Any], message: dict[str, Any]) -> None:

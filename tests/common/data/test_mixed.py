@@ -48,11 +48,11 @@ def test_rows_come_by_weight_and_each_data_set_goes_through_its_epochs(
     rows = torch.cat([mixed.batch(step)["input_ids"] for step in range(steps)])[: 2 * BLOCK]
     seen = {tuple(row) for row in rows.tolist()}
     at = np.zeros(len(parts), dtype=int)
-    own = [
+    rows_of_parts = [
         torch.cat([part.batch(step)["input_ids"] for step in range(2 * BLOCK // 4)]).tolist() for part in parts
     ]  # the data sets alone, as far as they are drawn
     for row in rows.tolist():  # each row is the next one of some data set
-        source = next(n for n, rows_of in enumerate(own) if rows_of[at[n]] == row)
+        source = next(n for n, rows_of in enumerate(rows_of_parts) if rows_of[at[n]] == row)
         at[source] += 1
     assert at.tolist() == [1000, 600, 400]
     assert len(seen) > 50  # some pieces of some documents are alike

@@ -39,10 +39,10 @@ def twin_labels(pieces: list[np.ndarray], seq_len: int) -> tuple[list[int], list
     """ids, labels and positions of one row of pieces and padding."""
     ids, labels, positions = [], [], []
     for piece in pieces:
-        for place, word in enumerate(piece.tolist()):
+        for position, word in enumerate(piece.tolist()):
             ids.append(word % 2**30)
-            labels.append(word % 2**30 if word & 2**30 and place else -100)
-            positions.append(place)
+            labels.append(word % 2**30 if word & 2**30 and position else -100)
+            positions.append(position)
     rest = seq_len - len(ids)
     return ids + [PAD] * rest, labels + [-100] * rest, positions + list(range(rest))
 
@@ -108,9 +108,9 @@ def segments_of(lengths: list[list[int]]) -> Iterator[EncodedSegment]:
     """Documents given as lengths of their segments; ids count up over all."""
     numbers = iter(range(10**9))
     for document in lengths:
-        for place, length in enumerate(document):
+        for position, length in enumerate(document):
             ids = np.array([next(numbers) for _ in range(length)], dtype=np.uint32)
-            yield EncodedSegment(ids, np.ones(length, dtype=bool), ends=place == len(document) - 1)
+            yield EncodedSegment(ids, np.ones(length, dtype=bool), ends=position == len(document) - 1)
 
 
 @given(st.lists(st.lists(st.integers(0, 30), min_size=1, max_size=4), max_size=12), st.integers(3, 17))
