@@ -86,9 +86,8 @@ def separate_documents(documents: Documents | None) -> Iterator[None]:
 
     This holds for the process, not the thread: on a GPU, autograd recomputes blocks in its own threads.
     """
-    global _current
-    before, _current = _current, documents
+    before = replace_documents(documents)
     try:
         yield
     finally:
-        _current = before
+        replace_documents(before)

@@ -1,7 +1,7 @@
 """Turn records into items: what of them belongs together, and the number that goes with it."""
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -44,13 +44,9 @@ def pairs_of_records(records: Iterable[tuple[str, DataRecord]]) -> Iterator[Item
     Both are what ``prompt`` and ``completion`` would be: texts, or conversations. Without a prompt, ``chosen`` and
     ``rejected`` are whole conversations (or texts), and what both begin with is the prompt. A ``margin`` says by how
     much the preferred answer is better. A rejected answer may be empty.
-
-    Args:
-        records: each with the name of its file.
     """
     for file, (values, position) in records:
-        where = f"{file}, {position}"
-        values = _from_openai(values)
+        where, values = f"{file}, {position}", _from_openai(values)
         if not {"chosen", "rejected"} <= set(values):
             raise UserError(
                 f"{where} has the columns {', '.join(values)}; a pair has chosen and rejected, and a prompt: "
@@ -66,22 +62,17 @@ def answers_of_records(records: Iterable[tuple[str, DataRecord]]) -> Iterator[It
     A record is of any layout that has a prompt and an answer, and says in ``label`` (or ``kto_tag``) whether the answer
     is desirable; of a conversation, the last message is the answer. A pair is two records: its preferred answer is
     desirable, and the rejected one is not.
-
-    Args:
-        records: each with the name of its file.
     """
     for file, (values, position) in records:
-        where = f"{file}, {position}"
-        values = _from_openai(values)
+        where, values = f"{file}, {position}", _from_openai(values)
         marks = [name for name in _MARKS if values.get(name) is not None]
         if len({_WORDS.get(str(values[name]).strip().lower()) for name in marks}) > 1:
             raise UserError(f"{where}: 'label' is {values['label']!r}, and 'kto_tag' is {values['kto_tag']!r}.")
         mark = marks[0] if marks else None
         if mark is None and {"chosen", "rejected"} <= set(values):
             pair = _pair(values, where)
-            yield from [Item((answer,), int(not rank), where) for rank, answer in enumerate(pair)] or [
-                Item((), 0, where)
-            ]
+            items = [Item((answer,), int(not rank), where) for rank, answer in enumerate(pair)]
+            yield from items or [Item((), 0, where)]
             continue
         layout = layout_of(values, without="text")
         if mark is None or layout is None:
@@ -120,12 +111,7 @@ def labels_of_records(records: Iterable[tuple[str, DataRecord]]) -> list[str]:
 
 
 def classes_of_records(records: Iterable[tuple[str, DataRecord]], classes: Mapping[str, int]) -> Iterator[Item]:
-    """Return texts, each with the number of its class.
-
-    Args:
-        records: with ``text`` and ``label``, each with the name of its file.
-        classes: numbers of the classes by name.
-    """
+    """Return texts, each with the number of its class, given these by name."""
     for file, (values, position) in records:
         where = f"{file}, {position}"
         label, text = _label(values, where), require_text(values, "text", where)
@@ -163,12 +149,10 @@ def _number(values: Mapping[str, Any], column: str, where: str) -> float:
 
 
 def _from_openai(values: dict[str, Any]) -> dict[str, Any]:
-    if not {"input", "preferred_output", "non_preferred_output"} <= set(values) or not isinstance(
-        values["input"], dict
-    ):
+    names = {"input", "preferred_output", "non_preferred_output"}
+    if not (names <= set(values) and isinstance(values["input"], dict)):
         return values
-    answers = {"chosen": values["preferred_output"], "rejected": values["non_preferred_output"]}
-    return {**values["input"], **answers}
+    return {**values["input"], "chosen": values["preferred_output"], "rejected": values["non_preferred_output"]}
 
 
 def _pair(values: dict[str, Any], where: str) -> tuple[()] | tuple[Example, Example]:
@@ -178,39 +162,27 @@ def _pair(values: dict[str, Any], where: str) -> tuple[()] | tuple[Example, Exam
         return ()
     there = [name for name in _PROMPTS if values.get(name) is not None]
     column = next((name for name in there if values[name] not in ("", [])), there[0] if there else None)
-    answers_only = _begins_with_answer(values, where)
+    opening = messages_of(chosen, "chosen", where)[:1] if isinstance(chosen, list | dict) else []
+    answers_only = all(turn["role"] == "assistant" for turn in opening)
     whole = column is None or not answers_only
     if column is None and answers_only and (unread := next(filter(values.get, _QUESTIONS), None)):
         raise UserError(
             f"{where} has {unread!r} and no prompt: name it with --columns prompt={unread}, or leave it out."
         )
     if column is None and isinstance(chosen, str) and isinstance(rejected, str):
-        cut = _common_text(chosen, rejected)
+        alike = _alike(chosen, rejected)
+        cut = max(chosen.rfind(" ", 0, alike), chosen.rfind("\n", 0, alike)) + 1
         values = {**values, "prompt": chosen[:cut], "chosen": chosen[cut:], "rejected": rejected[cut:]}
     better, worse = (example_of(values, where, column or "prompt", answer) for answer in ("chosen", "rejected"))
     if type(better) is not type(worse):
         raise UserError(f"{where}: chosen and rejected must both be texts, or both be lists of messages.")
     if whole and isinstance(better, Chat) and isinstance(worse, Chat):
-        better, worse = _with_common_prompt(better, worse)
+        alike = _alike(better.messages, worse.messages)
+        better, worse = replace(better, prompt_messages=alike), replace(worse, prompt_messages=alike)
     return () if better.is_empty else (better, worse)
 
 
-def _begins_with_answer(values: dict[str, Any], where: str) -> bool:
-    if not isinstance(values["chosen"], list | dict):
-        return True
-    return all(turn["role"] == "assistant" for turn in messages_of(values["chosen"], "chosen", where)[:1])
-
-
-def _with_common_prompt(chosen: Chat, rejected: Chat) -> tuple[Chat, Chat]:
-    """Return whole conversations whose prompt is what both begin with, except for the last turn of each."""
-    alike, most = 0, min(len(chosen.messages), len(rejected.messages)) - 1
-    while alike < most and chosen.messages[alike] == rejected.messages[alike]:
-        alike += 1
-    return replace(chosen, prompt_messages=alike), replace(rejected, prompt_messages=alike)
-
-
-def _common_text(chosen: str, rejected: str) -> int:
-    alike, most = 0, min(len(chosen), len(rejected)) - 1
-    while alike < most and chosen[alike] == rejected[alike]:
-        alike += 1
-    return max(chosen.rfind(" ", 0, alike), chosen.rfind("\n", 0, alike)) + 1 if alike > 0 else 0
+def _alike(left: Sequence[Any], right: Sequence[Any]) -> int:
+    """Return how many entries both begin with, short of the last of each."""
+    most = min(len(left), len(right)) - 1
+    return next((at for at in range(most) if left[at] != right[at]), max(most, 0))

@@ -2,7 +2,7 @@
 
 JSON is parsed by the letter, record by record; fields of CSV are text; tables (Parquet, Arrow) have the types that they
 say. Files are read as streams, compressed ones too. What needs a whole file in memory: a ``.json`` file that is one
-list, and a line of a file of records.
+list, and a line of a file of records. What cannot be read is a ``UserError`` that names the file and the line.
 """
 
 import bz2
@@ -18,6 +18,7 @@ import re
 import sys
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -147,13 +148,12 @@ def _open_zstandard(path: Path, mode: str) -> IO[bytes]:
 
 def _lines(path: Path, file: Iterable[bytes]) -> Iterator[str]:
     """Return the lines of a file, with their line breaks; only a line feed ends one."""
-    for number, line in enumerate(file, 1):
-        yield _decoded(path, line.removeprefix(_BOM) if number == 1 else line, number)
+    return map(partial(_decoded, path), file, itertools.count(1))
 
 
-def _decoded(path: Path, data: bytes, first_line: int) -> str:
+def _decoded(path: Path, data: bytes, first_line: int = 1) -> str:
     try:
-        return data.decode()
+        return (data.removeprefix(_BOM) if first_line == 1 else data).decode()
     except UnicodeDecodeError as error:
         raise _not_utf8(path, first_line + data.count(b"\n", 0, error.start), error) from error
 
@@ -177,11 +177,13 @@ def _read_text(path: Path, file: IO[bytes]) -> Iterator[DataRecord]:
 
 def _read_json_lines(path: Path, file: Iterable[bytes]) -> Iterator[DataRecord]:
     for number, line in enumerate(_lines(path, file), 1):
-        if line.strip():
+        if not line.isspace():
             try:
-                yield _record(path, f"line {number}", parse_json(line))
+                value = parse_json(line)
             except (ValueError, RecursionError) as error:
                 raise _not_json(path, number, error, line) from error
+            del line  # a long text is held once
+            yield _record(path, f"line {number}", value)
 
 
 def _read_json(path: Path, file: IO[bytes]) -> Iterator[DataRecord]:
@@ -196,7 +198,7 @@ def _read_json(path: Path, file: IO[bytes]) -> Iterator[DataRecord]:
     if not first.startswith(b"[") and _is_json(first):
         yield from _read_json_lines(path, lines)
         return
-    text = _decoded(path, b"".join(lines).removeprefix(_BOM), 1)
+    text = _decoded(path, b"".join(lines))
     for number, (row, value) in enumerate(_values(path, text), 1):
         yield _record(path, f"line {row}, record {number}", value)
 
