@@ -34,8 +34,8 @@ def with_data(words: list[str]) -> list[str]:
     names = {word.partition("=")[0] for word in words}
     if names & OTHER_RUNS or {word.removeprefix("--") for word in words} & OTHER_COMMANDS:
         return words
-    first = words[:1] if words[:1] == ["train"] else []
-    return [*first, "--data", "random", *words[len(first) :]]
+    at = words.index("--model") + 2 if "--model" in words else 0
+    return [*words[:at], "--data", "random", *words[at:]]
 
 
 def same(got: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> None:
