@@ -8,6 +8,6 @@
 ``miniature``    a tiny configuration of the same family
 ``checkpoint``   reading, converting, decompressing and writing weights
 ``adapters``     PEFT adapters: injected, initialised, saved, merged
-``attention``    its memory, and documents that share a row
+``attention``    its memory, documents that share a row, and rows in chunks
 ``vision``       towers that turn images into input of a language model
 """

@@ -142,6 +142,15 @@ class _Call(NamedTuple):
     scale: float
     cap: float  # Scores are squeezed into (-cap, cap); 0: they are not
 
+    @classmethod
+    def of(
+        cls, query: torch.Tensor, key: torch.Tensor, window: int, chunk: int, offset: int, scale: float, cap: float
+    ) -> "_Call":
+        past, device = key.shape[2] - query.shape[2], kernels_of(query.device)
+        kernels = not cap and (device == "cpu" or (device == "cuda" and query.dtype.itemsize <= 4))
+        view = _View(past, window if window < key.shape[2] else 0, chunk, (offset - past) % chunk if chunk else 0)
+        return cls(device if kernels else "products", view, scale, cap)
+
     def mask(self, part: _Part, like: torch.Tensor) -> torch.Tensor | None:
         """Return 0 where a query sees a key and minus infinity elsewhere; None: the part's kind says it."""
         if part.kind == "full" or (part.kind == "causal" and self.way != "products"):
@@ -240,16 +249,6 @@ def _statistics_dtype(query: torch.Tensor) -> torch.dtype:
     return torch.float64 if query.dtype == torch.float64 else torch.float32
 
 
-def _call(query: torch.Tensor, key: torch.Tensor, settings: tuple[int, int, int, float, float]) -> _Call:
-    window, chunk, offset, scale, cap = settings
-    past = key.shape[2] - query.shape[2]
-    way = kernels_of(query.device)
-    if cap or way not in ("cpu", "cuda") or (way == "cuda" and query.dtype.itemsize > 4):
-        way = "products"
-    view = _View(past, window if window < key.shape[2] else 0, chunk, (offset - past) % chunk if chunk else 0)
-    return _Call(way, view, scale, cap)
-
-
 @torch.library.custom_op("fuyou::attention_by_chunk", mutates_args=())
 def _attention_by_chunk(
     query: torch.Tensor,
@@ -270,7 +269,7 @@ def _attention_by_chunk(
         value: ``[B, G, n, V]``.
         sinks: ``[H]``: a score of each head that takes part in the softmax and has no value.
     """
-    call = _call(query, key, (window, chunk, offset, scale, cap))
+    call = _Call.of(query, key, window, chunk, offset, scale, cap)
     dtype = _statistics_dtype(query)
     rows, heads, count, _ = query.shape
     result = query.new_zeros(rows, count, heads, value.shape[-1], dtype=dtype)
@@ -310,7 +309,7 @@ def _attention_by_chunk_backward(
     scale: float,
     cap: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    call = _call(query, key, (window, chunk, offset, scale, cap))
+    call = _Call.of(query, key, window, chunk, offset, scale, cap)
     first = call.view.first(0)
     sums = _statistics_dtype(query)
     to_query = torch.zeros_like(query, dtype=sums)
@@ -362,27 +361,28 @@ def _backward(ctx: Any, gradient: torch.Tensor, _: Any) -> Any:
 _attention_by_chunk.register_autograd(_backward, setup_context=_save)
 
 
-def _pairs(queries: int, keys: int, window: int, chunk: int, offset: int) -> int:
-    """Return the number of pairs of tokens that are counted: twice those that see each other, less the diagonal, so
-    that all chunks of a row together count as the whole row does."""
-    view = _View(keys - queries, window, chunk, (offset - keys + queries) % chunk if chunk else 0)
-    return sum(2 * (view.past + query - view.first(query)) + 1 for query in range(queries))
+def _flops_of_products(query: Any, key: Any, widths: int, window: int, chunk: int, offset: int) -> int:
+    """Return the operations of matrix products, whose widths have this sum, by shapes.
+
+    Pairs of tokens that see each other are counted twice, less the diagonal: so all chunks of a row together count as
+    the whole row does.
+    """
+    rows, heads, queries, _ = query
+    past = key[2] - queries
+    view = _View(past, window, chunk, (offset - past) % chunk if chunk else 0)
+    pairs = sum(2 * (past + index - view.first(index)) + 1 for index in range(queries))
+    return 2 * rows * heads * widths * pairs
 
 
 @register_flop_formula(torch.ops.fuyou.attention_by_chunk)
-def _flops(
-    query: Any, key: Any, value: Any, sinks: Any, window: int, chunk: int, offset: int, *_: Any, **__: Any
-) -> int:
-    return 2 * query[0] * query[1] * (query[3] + value[3]) * _pairs(query[2], key[2], window, chunk, offset)
+def _flops(query: Any, key: Any, value: Any, sinks: Any, *settings: Any, **_: Any) -> int:
+    return _flops_of_products(query, key, query[3] + value[3], *settings[:3])
 
 
 @register_flop_formula(torch.ops.fuyou.attention_by_chunk_backward)
-def _flops_backward(
-    gradient: Any, query: Any, key: Any, value: Any, result: Any, logarithms: Any, window: int, chunk: int, offset: int,
-    *_: Any, **__: Any,
-) -> int:  # fmt: skip
-    pairs = _pairs(query[2], key[2], window, chunk, offset)
-    return 2 * query[0] * query[1] * (3 * query[3] + 2 * value[3]) * pairs
+def _flops_backward(gradient: Any, query: Any, key: Any, value: Any, *others: Any, **_: Any) -> int:
+    _, _, *settings = others
+    return _flops_of_products(query, key, 3 * query[3] + 2 * value[3], *settings[:3])
 
 
 @torch.compiler.disable  # the number of keys differs in every call
