@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 WIDTH, HEIGHT, LEFT, BOTTOM = 560, 260, 44, 30
-METRICS = ("train_metrics/loss", "validation_metrics/loss")
+METRICS = ("loss_metrics/global_avg_loss", "validation_metrics/loss")
 COLORS = ("#3567a8", "#b3541e", "#2f7d4f", "#7a4fa3")
 
 
@@ -32,7 +32,9 @@ def main() -> None:
         parts.append(f'<path d="M{LEFT} {y(loss):.1f}H{WIDTH - 10}" stroke="#d5dbe1"/>')
         parts.append(f'<text x="{LEFT - 6}" y="{y(loss) + 4:.1f}" text-anchor="end">{loss}</text>')
     for step in sorted({0, last // 2, last}):
-        parts.append(f'<text x="{x(step):.1f}" y="{HEIGHT - 10}" text-anchor="middle">{step}</text>')
+        parts.append(
+            f'<text x="{min(x(step), WIDTH - 30):.1f}" y="{HEIGHT - 10}" text-anchor="middle">step {step}</text>'
+        )
     for number, (name, (trained, held_out)) in enumerate(curves.items()):
         color, line = COLORS[number], " ".join(f"{x(step):.1f},{y(loss):.1f}" for step, loss in trained)
         parts.append(f'<polyline points="{line}" fill="none" stroke="{color}" stroke-width="2"/>')

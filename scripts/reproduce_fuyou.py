@@ -5,7 +5,7 @@ arXiv:2403.06504; its figures are in published/fuyou.toml.
 
     python scripts/reproduce_fuyou.py                                                 # its figures (--json: as JSON)
     python scripts/reproduce_fuyou.py --model gpt3-13b --batch 32                     # one run on the paper's server
-    python scripts/reproduce_fuyou.py --model llama3-8b --batch 16 --seq-len 2048 --gpu h100 --host-memory 256 \\
+    python scripts/reproduce_fuyou.py --model llama-7b --batch 16 --seq-len 2048 --gpu h100 --host-memory 256 \\
         --drive samsung-990-pro-4tb --drives 4 --drives-limit inf                     # any model and machine
 
 Differences of the paper's scheme from ours: 14 bytes of states and parameters per parameter, of which 30 move in a step
@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 
 import click
 
+from common.errors import UserError
 from common.hardware.presets import drive_preset, gpu_preset
 from common.units import format_bytes
 from fuyou.layout.model_layout import BufferCounts, ModelLayout, Phase
@@ -133,10 +134,6 @@ class PaperScheme:
     def elements(self) -> int:
         """Number of all parameters, padding included: the paper's p."""
         return sum(record.numel for record in self.job.shape.records)
-
-    @property
-    def ssd_bytes(self) -> int:
-        return 14 * self.elements + (0 if self.activations_on_host else self.activation_bytes * (self.layers + 2))
 
     @property
     def layers(self) -> int:
@@ -334,13 +331,14 @@ class PaperScheme:
     def plan(self) -> RunPlan:
         """The plan, as :func:`fuyou.planner.plan` returns it for our scheme."""
         if missing := self.missing():
-            return RunPlan(self.job, self.machine, missing, ssd_bytes=self.ssd_bytes)
+            return RunPlan(self.job, self.machine, missing)
         memory = self.memory()
         simulation, tasks = self.simulate()
         return RunPlan(
             self.job, self.machine, memory=memory, kept_activation_bytes=self.swap.nbytes,
             step_seconds=simulation.step_seconds(), busy=busy_seconds(tasks, self.rates), tasks=tasks,
-            simulation=simulation, saved_flops=self.swap.saved_flops, ssd_bytes=self.ssd_bytes,
+            simulation=simulation, saved_flops=self.swap.saved_flops,
+            ssd_bytes=14 * self.elements + (not self.activations_on_host) * self.activation_bytes * (self.layers + 2),
             device_peak_bytes=memory.device_bytes, host_peak_bytes=memory.host_bytes,
         )  # fmt: skip
 
@@ -438,7 +436,7 @@ def describe(scheme: PaperScheme) -> Iterator[str]:
     terms, most, start = scheme.terms(swap), scheme.most_swapped / 1e9, scheme.start_bytes / 1e9
     yield f"{scheme.job.name}, {scheme.job.rows} x {scheme.job.seq_len} tokens, on {scheme.machine.device}"
     seconds = {**terms._asdict(), "T_iter (1)": terms.step, "T_max (9)": scheme.terms(Swap()).benefit}
-    yield from (f"  {name.replace('_', ' '):18}{value:10.2f} s" for name, value in seconds.items())
+    yield from (f"  {name:18}{value:10.2f} s" for name, value in seconds.items())
     yield f"  D_start           {start:10.2f} GB"
     yield f"  D_max (10)        {most:10.2f} GB{', below D_start: only block inputs are swapped' * (most < start)}"
     yield f"  D_f (11)          {start + swap.nbytes / 1e9:10.2f} GB, swap coefficient {swap.coefficient:.2f}"
@@ -465,7 +463,10 @@ def describe(scheme: PaperScheme) -> Iterator[str]:
 def main(model: str | None, batch: int, seq_len: int, no_overlap: bool, as_json: bool, **on: Any) -> None:
     """Print the plan of a run, or published figures next to planned ones."""
     if model is not None:
-        scheme = PaperScheme(describe_training(model, batch, seq_len), server(**on), not no_overlap)
+        try:
+            scheme = PaperScheme(describe_training(model, batch, seq_len), server(**on), not no_overlap)
+        except UserError as error:
+            raise click.ClickException(str(error)) from error
         click.echo("\n".join(describe(scheme)))
     elif as_json:
         click.echo(json.dumps([row._asdict() for row in figures()], indent=1))

