@@ -1,3 +1,3 @@
 """From settings to a job: what the options name is looked up, opened, and checked against the machine.
 
-Whatever can be wrong with a run is found here, before anything slow starts."""
+All that can be wrong with a run is found here, before anything slow starts."""
