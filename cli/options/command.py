@@ -13,8 +13,7 @@ from click.core import ParameterSource
 from click.shell_completion import CompletionItem
 
 from cli.options.all_options import GROUPS
-from cli.options.config_file import load_config_file
-from cli.options.hints import instead_of
+from cli.options.config_file import instead_of, load_config_file
 from cli.options.option import WRITTEN, Command, Declaration, GroupedOption, declaration_of, help_texts, option_fields
 
 COMMANDS = {

@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
-from cli.report.page import bars, lanes, page, section
+from cli.report.page import busy_bars, lanes, memory_bars, page, section
 from cli.report.results import RESOURCES
 from common.files import replace_file
 from common.store.errors import described
@@ -213,12 +213,8 @@ def plan_page(result: RunPlan, lines: Sequence[str]) -> str:
     """Return the page of a plan; if it does not fit, with what is missing."""
     sections = []
     if result.memory is not None:
-        whole = result.step_seconds
-        busy = [
-            (RESOURCES[resource.value], seconds / whole, f"{format_seconds(seconds)}, {seconds / whole:.0%}")
-            for resource, seconds in result.busy.items()
-        ]
-        sections.append(section("a step", bars([*busy, ("the step", 1.0, format_seconds(whole))])))
+        busy = {RESOURCES[resource.value]: seconds for resource, seconds in result.busy.items()}
+        sections.append(section("a step", busy_bars(busy, result.step_seconds)))
         if result.simulation is not None:
             begin, end = result.simulation.step_ends[-2:]
             busy_then = {
@@ -227,22 +223,16 @@ def plan_page(result: RunPlan, lines: Sequence[str]) -> str:
                 if resource.value in RESOURCES
             }
             sections.append(section("when", lanes(busy_then, begin, end)))
-        sections.append(section("memory", _memory(result)))
+        machine = result.machine
+        tiers: list[tuple[str, float, float | None]] = [
+            ("device", result.device_peak_bytes, machine.device_bytes),
+            ("host", result.host_peak_bytes, machine.host_bytes),
+            ("SSD", result.ssd_bytes, machine.store_bytes),
+        ]
+        sections.append(section("memory", memory_bars(tiers)))
     text = html.escape("\n".join(lines))
     sections.append(section("the plan as text", f"<pre>{text}</pre>", wide=True))
     subtitle = (
         f"{format_count(result.job.parameters)} parameters on {result.machine.device} with {result.machine.drives}"
     )
     return page(f"plan: {result.job.name}", subtitle, sections, json.dumps(result.to_json()).replace("</", "<\\/"))
-
-
-def _memory(result: RunPlan) -> str:
-    rows = []
-    for name, used, there in (
-        ("device", result.device_peak_bytes, result.machine.device_bytes),
-        ("host", result.host_peak_bytes, result.machine.host_bytes),
-        ("SSD", result.ssd_bytes, result.machine.store_bytes),
-    ):
-        of = "" if there is None else f" of {format_bytes(there)}"
-        rows.append((name, used / there if there else 0.0, f"{format_bytes(used)}{of}"))
-    return bars(rows)

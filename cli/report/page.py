@@ -94,6 +94,26 @@ def bars(rows: Sequence[tuple[str, float, str]]) -> str:
     return f"<table>\n{cells}\n</table>"
 
 
+def busy_bars(busy: Mapping[str, float], whole: float) -> str:
+    """Return bars of the seconds that a step kept each resource busy, and of the ``whole`` step."""
+    rows = [(name, value / whole, f"{format_seconds(value)}, {value / whole:.0%}") for name, value in busy.items()]
+    return bars([*rows, ("the step", 1.0, format_seconds(whole))])
+
+
+def memory_bars(rows: Sequence[tuple[str, float, float | None]], what: str = "") -> str:
+    """Return bars of bytes: a name, what is used, and what there is, if that is known."""
+    return bars(
+        [
+            (
+                name,
+                used / there if there else 0.0,
+                format_bytes(used) + (f" of {format_bytes(there)}{what}" if there else ""),
+            )
+            for name, used, there in rows
+        ]
+    )
+
+
 def lanes(rows: Mapping[str, Sequence[Interval]], begin: float, end: float) -> str:
     """Return lanes, one per name, that show when each was busy between ``begin`` and ``end``.
 
@@ -181,6 +201,8 @@ BETWEEN_S = 10.0  # Seconds from one writing of the page to the next, unless the
 _GIB = 1 << 30
 Lanes = Mapping[str, Sequence[Interval]]  # When each resource was busy, by name in :data:`RESOURCES`
 _LOSS, _EVALUATION = "loss_metrics/global_avg_loss", "validation_metrics/loss"
+_SECONDS = "time_metrics/end_to_end(s)"
+_TIERS = {"device": "memory/max_active(GiB)", "host": "memory/host(GiB)", "SSD": "memory/ssd(GiB)"}
 _CURVES = {
     "loss": _LOSS, "evaluation": _EVALUATION, "gradient norm": "grad_norm", "learning rate": "lr",
     "tokens per second": "throughput(tps)", "seconds per step": "time_metrics/end_to_end(s)",
@@ -274,12 +296,22 @@ def run_page(facts: PageFacts, entries: list[dict[str, Any]], busy: Lanes | None
         *(section(name, chart([Series(name, *curve)])) for name, curve in list(curves.items())[2:]),
     ]
     if newest:
+        metrics = {RESOURCES[name]: f"time_metrics/busy_{name}(s)" for name in RESOURCES}
+        busy_seconds = {name: newest[metric] for name, metric in metrics.items() if metric in newest}
+        memory = [
+            (name, newest[metric] * _GIB, facts.budgets.get(metric))
+            for name, metric in _TIERS.items()
+            if metric in newest
+        ]
         sections += [
             section("now", table(_now(facts, steps))),
-            section("where the newest step's time went", _busy(newest)),
+            section("where the newest step's time went", busy_bars(busy_seconds, newest[_SECONDS])),
             *([section("the newest step", step_lanes(busy))] if busy else []),
         ]
-        sections += [section("memory", _memory(facts, newest)), section("drives", table(_drives(facts, steps)))]
+        sections += [
+            section("memory", memory_bars(memory, " planned")),
+            section("drives", table(_drives(facts, steps))),
+        ]
     sections.append(section("the run", table(facts.about), wide=True))
     sections.append(section("continue", f"<pre>{html.escape(facts.how_to_continue)}</pre>", wide=True))
     config = f"<pre>{html.escape(facts.config)}</pre>"
@@ -312,32 +344,6 @@ def step_lanes(busy: Lanes) -> str:
     known = {RESOURCES[name]: spans for name, spans in busy.items() if spans and name in RESOURCES}
     ends = [end for spans in known.values() for span in spans for end in span]
     return lanes(known, min(ends), max(ends)) if ends else "<p>nothing was busy</p>"
-
-
-def _busy(newest: Mapping[str, Any]) -> str:
-    seconds = newest["time_metrics/end_to_end(s)"]
-    names = {name: f"time_metrics/busy_{name}(s)" for name in RESOURCES}
-    rows = [
-        (RESOURCES[name], newest[metric] / seconds, f"{format_seconds(newest[metric])}, {newest[metric] / seconds:.0%}")
-        for name, metric in names.items()
-        if metric in newest
-    ]
-    return bars([*rows, ("the step", 1.0, format_seconds(seconds))])
-
-
-def _memory(facts: PageFacts, newest: Mapping[str, Any]) -> str:
-    rows = []
-    for name, metric in (
-        ("device", "memory/max_active(GiB)"),
-        ("host", "memory/host(GiB)"),
-        ("SSD", "memory/ssd(GiB)"),
-    ):
-        if metric not in newest:
-            continue
-        used, planned = newest[metric] * _GIB, facts.budgets.get(metric, 0.0)
-        of = f" of {format_bytes(planned)} planned" if planned else ""
-        rows.append((name, used / planned if planned else 0.0, f"{format_bytes(used)}{of}"))
-    return bars(rows)
 
 
 def _drives(facts: PageFacts, steps: list[dict[str, Any]]) -> dict[str, str]:
