@@ -65,7 +65,7 @@ def attention_by_chunk(configs: Sequence[PreTrainedConfig]) -> Iterator[None]:
             config._attn_implementation = implementation
 
 
-class _Part(NamedTuple):
+class _Tile(NamedTuple):
     """Queries, and some of the keys that they see."""
 
     queries: slice
@@ -88,10 +88,10 @@ class _View(NamedTuple):
             return max(0, self.past + query - (self.offset + self.past + query) % self.chunk)
         return 0
 
-    def seen(self, part: _Part, device: torch.device) -> torch.Tensor:
-        """Return which keys of a part are seen by each of its queries, bool ``[queries, keys]``."""
-        last = self.past + torch.arange(part.queries.start, part.queries.stop, device=device)[:, None]
-        keys = torch.arange(part.keys.start, part.keys.stop, device=device)
+    def seen(self, tile: _Tile, device: torch.device) -> torch.Tensor:
+        """Return which keys of a tile are seen by each of its queries, bool ``[queries, keys]``."""
+        last = self.past + torch.arange(tile.queries.start, tile.queries.stop, device=device)[:, None]
+        keys = torch.arange(tile.keys.start, tile.keys.stop, device=device)
         seen = keys <= last
         if self.window:
             seen &= keys > last - self.window
@@ -100,8 +100,8 @@ class _View(NamedTuple):
         return seen
 
 
-def _parts(view: _View, queries: int, way: str) -> Iterator[_Part]:
-    """Cut attention into parts that one call of a kernel computes; windows are sliced, and a query sees a key once.
+def _tiles(view: _View, queries: int, way: str) -> Iterator[_Tile]:
+    """Cut attention into tiles that one call of a kernel computes; windows are sliced, and a query sees a key once.
 
     Args:
         way: ``"cpu"`` or ``"cuda"``: with that device's kernels; ``"products"``: one matrix product at a time.
@@ -121,21 +121,21 @@ def _parts(view: _View, queries: int, way: str) -> Iterator[_Part]:
             tile = max(1, SCORES // (stop - start))
             for key in range(first, end, tile):
                 keys = slice(key, min(key + tile, end))
-                yield _Part(piece, keys, "full" if key >= shared and keys.stop <= first_own + 1 else "banded")
+                yield _Tile(piece, keys, "full" if key >= shared and keys.stop <= first_own + 1 else "banded")
         elif first < shared and (way == "cuda" or shared >= first_own):
-            yield _Part(piece, slice(first, end), "banded")
+            yield _Tile(piece, slice(first, end), "banded")
         else:
             if first < shared:  # with a key that all see: no query sees none
-                yield _Part(piece, slice(first, shared + 1), "banded")
+                yield _Tile(piece, slice(first, shared + 1), "banded")
                 shared += 1
             for key in range(shared, first_own, KEYS):
-                yield _Part(piece, slice(key, min(key + KEYS, first_own)), "full")
-            yield _Part(piece, slice(first_own, end), "causal")
+                yield _Tile(piece, slice(key, min(key + KEYS, first_own)), "full")
+            yield _Tile(piece, slice(first_own, end), "causal")
         start = stop
 
 
-class _Call(NamedTuple):
-    """How parts of a call of attention are computed."""
+class _ChunkCall(NamedTuple):
+    """How tiles of a call of attention are computed."""
 
     way: str
     view: _View
@@ -145,31 +145,31 @@ class _Call(NamedTuple):
     @classmethod
     def of(
         cls, query: torch.Tensor, key: torch.Tensor, window: int, chunk: int, offset: int, scale: float, cap: float
-    ) -> "_Call":
+    ) -> "_ChunkCall":
         past, device = key.shape[2] - query.shape[2], kernels_of(query.device)
         kernels = not cap and (device == "cpu" or (device == "cuda" and query.dtype.itemsize <= 4))
         view = _View(past, window if window < key.shape[2] else 0, chunk, (offset - past) % chunk if chunk else 0)
         return cls(device if kernels else "products", view, scale, cap)
 
-    def mask(self, part: _Part, like: torch.Tensor) -> torch.Tensor | None:
-        """Return 0 where a query sees a key and minus infinity elsewhere; None: the part's kind says it."""
-        if part.kind == "full" or (part.kind == "causal" and self.way != "products"):
+    def mask(self, tile: _Tile, like: torch.Tensor) -> torch.Tensor | None:
+        """Return 0 where a query sees a key and minus infinity elsewhere; None: the tile's kind says it."""
+        if tile.kind == "full" or (tile.kind == "causal" and self.way != "products"):
             return None
-        seen = self.view.seen(part, like.device)
+        seen = self.view.seen(tile, like.device)
         return torch.zeros(seen.shape, dtype=like.dtype, device=like.device).masked_fill_(~seen, float("-inf"))
 
-    def forward(self, part: _Part, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return a part's result ``[B, H, queries, V]``, and the logarithms of its denominators ``[B, H, queries]``."""
+    def forward(self, tile: _Tile, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return a tile's result ``[B, H, queries, V]``, and the logarithms of its denominators ``[B, H, queries]``."""
         if self.way == "cuda":
-            sequences = varlen.Sequences.of_rows(q, k, part.kind != "full")
-            parts = varlen.attend(q, k, v, sequences, self._window(part), self.scale)
-            return tuple(each.transpose(1, 2) for each in parts)
+            sequences = varlen.Sequences.of_rows(q, k, tile.kind != "full")
+            results = varlen.attend(q, k, v, sequences, self._window(tile), self.scale)
+            return tuple(each.transpose(1, 2) for each in results)
         if self.way == "cpu":
             out, logarithms = _aten._scaled_dot_product_flash_attention_for_cpu(
-                *_widened(q, k, v), 0.0, part.kind == "causal", attn_mask=self.mask(part, q), scale=self.scale
+                *_widened(q, k, v), 0.0, tile.kind == "causal", attn_mask=self.mask(tile, q), scale=self.scale
             )
             return out[..., : v.shape[-1]], logarithms
-        scores, _ = self._scores(part, q, k)
+        scores, _ = self._scores(tile, q, k)
         most = scores.amax(-1, keepdim=True).clamp_(min=torch.finfo(scores.dtype).min)
         scores = scores.sub_(most).exp_()
         total = scores.sum(-1, keepdim=True)
@@ -178,7 +178,7 @@ class _Call(NamedTuple):
 
     def backward(
         self,
-        part: _Part,
+        tile: _Tile,
         flowing: torch.Tensor,
         q: torch.Tensor,
         k: torch.Tensor,
@@ -186,23 +186,23 @@ class _Call(NamedTuple):
         out: torch.Tensor,
         logarithms: torch.Tensor,
     ) -> Sequence[torch.Tensor]:
-        """Return what a part adds to the gradients of queries, keys, and values; ``out`` and ``logarithms`` are those
-        of all parts together."""
+        """Return what a tile adds to the gradients of queries, keys, and values; ``out`` and ``logarithms`` are those
+        of all tiles together."""
         if self.way == "cuda":
-            sequences = varlen.Sequences.of_rows(q, k, part.kind != "full")
+            sequences = varlen.Sequences.of_rows(q, k, tile.kind != "full")
             flowing, out, logarithms = (each.transpose(1, 2) for each in (flowing, out, logarithms))
-            return varlen.attend_backward(flowing, q, k, v, out, logarithms, sequences, self._window(part), self.scale)
+            return varlen.attend_backward(flowing, q, k, v, out, logarithms, sequences, self._window(tile), self.scale)
         if self.way == "cpu":
             gradients = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
                 *_widened(flowing, q, k, v, out),
                 logarithms,
                 0.0,
-                part.kind == "causal",
-                attn_mask=self.mask(part, q),
+                tile.kind == "causal",
+                attn_mask=self.mask(tile, q),
                 scale=self.scale,
             )
             return [each[..., : like.shape[-1]] for each, like in zip(gradients, (q, k, v), strict=True)]
-        scores, slopes = self._scores(part, q, k)
+        scores, slopes = self._scores(tile, q, k)
         flowing, out, logarithms = (_grouped(each, k) for each in (flowing, out, logarithms[..., None]))
         weights = scores.sub_(logarithms).exp_()
         to_value = weights.to(v.dtype).mT @ flowing
@@ -213,18 +213,18 @@ class _Call(NamedTuple):
         change = change.to(q.dtype)
         return _ungrouped(change @ k, q), change.mT @ _grouped(q, k), to_value
 
-    def _window(self, part: _Part) -> int:
-        return self.view.window if part.kind == "banded" else 0
+    def _window(self, tile: _Tile) -> int:
+        return self.view.window if tile.kind == "banded" else 0
 
-    def _scores(self, part: _Part, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the scores of a part, ``[B, G, H / G * queries, keys]``, and their cap's derivatives."""
+    def _scores(self, tile: _Tile, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the scores of a tile, ``[B, G, H / G * queries, keys]``, and their cap's derivatives."""
         scores = (_grouped(q, k) @ k.mT).to(_statistics_dtype(q)).mul_(self.scale)
         slopes = None
         if self.cap:
             squeezed = scores.div_(self.cap).tanh_()
             slopes = 1 - squeezed**2
             scores = squeezed * self.cap
-        mask = self.mask(part, scores)
+        mask = self.mask(tile, scores)
         if mask is not None:
             scores.unflatten(2, (-1, mask.shape[0])).add_(mask)
         return scores, slopes
@@ -267,21 +267,21 @@ def _attention_by_chunk(
         query: ``[B, H, q, D]``.
         key: ``[B, G, n, D]``; each of its heads is shared by ``H / G`` of the query's.
         value: ``[B, G, n, V]``.
-        sinks: ``[H]``: a score of each head that takes part in the softmax and has no value.
+        sinks: ``[H]``: a score of each head that takes tile in the softmax and has no value.
     """
-    call = _Call.of(query, key, window, chunk, offset, scale, cap)
+    call = _ChunkCall.of(query, key, window, chunk, offset, scale, cap)
     dtype = _statistics_dtype(query)
     rows, heads, count, _ = query.shape
     result = query.new_zeros(rows, count, heads, value.shape[-1], dtype=dtype)
     logarithms = query.new_full((rows, count, heads), float("-inf"), dtype=dtype)
     if sinks is not None:
         logarithms.copy_(sinks)
-    for part in _parts(call.view, count, call.way):
-        out, added = call.forward(part, query[:, :, part.queries], key[:, :, part.keys], value[:, :, part.keys])
-        before, added = logarithms[:, part.queries], added.transpose(1, 2)
+    for tile in _tiles(call.view, count, call.way):
+        out, added = call.forward(tile, query[:, :, tile.queries], key[:, :, tile.keys], value[:, :, tile.keys])
+        before, added = logarithms[:, tile.queries], added.transpose(1, 2)
         joined = torch.logaddexp(before, added)
         finite = joined.clamp(min=torch.finfo(dtype).min)
-        total = result[:, part.queries].mul_((before - finite).exp_()[..., None])
+        total = result[:, tile.queries].mul_((before - finite).exp_()[..., None])
         total.addcmul_(out.transpose(1, 2), (added - finite).exp_()[..., None])
         before.copy_(joined)
         del out  # before the next
@@ -309,22 +309,22 @@ def _attention_by_chunk_backward(
     scale: float,
     cap: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    call = _Call.of(query, key, window, chunk, offset, scale, cap)
+    call = _ChunkCall.of(query, key, window, chunk, offset, scale, cap)
     first = call.view.first(0)
     sums = _statistics_dtype(query)
     to_query = torch.zeros_like(query, dtype=sums)
-    # Without a window, a key is in one part: its gradient is no sum.
+    # Without a window, a key is in one tile: its gradient is no sum.
     dtype = sums if call.view.window else key.dtype
     to_key, to_value = (torch.zeros_like(each[:, :, first:], dtype=dtype) for each in (key, value))
     flowing, result, logarithms = (each.transpose(1, 2) for each in (gradient, result, logarithms))
-    for part in _parts(call.view, query.shape[2], call.way):
-        queries, keys = part.queries, slice(part.keys.start - first, part.keys.stop - first)
+    for tile in _tiles(call.view, query.shape[2], call.way):
+        queries, keys = tile.queries, slice(tile.keys.start - first, tile.keys.stop - first)
         added = call.backward(
-            part,
+            tile,
             flowing[:, :, queries],
             query[:, :, queries],
-            key[:, :, part.keys],
-            value[:, :, part.keys],
+            key[:, :, tile.keys],
+            value[:, :, tile.keys],
             result[:, :, queries],
             logarithms[:, :, queries],
         )
