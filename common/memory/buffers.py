@@ -66,8 +66,7 @@ class HostBuffer:
                 else:
                     self._map, self._start = _map_aligned(self.fd, self.nbytes)
         except FinetuneError:
-            if self.fd is not None:
-                os.close(self.fd)
+            self._close_file()
             raise
         if hasattr(mmap, "MADV_HUGEPAGE"):
             self._advise(mmap.MADV_HUGEPAGE, 0, self.nbytes)
@@ -161,16 +160,21 @@ class HostBuffer:
             torch.cuda.cudart().cudaHostUnregister(address)
         self._locked.clear()
 
+    def _close_file(self) -> None:
+        if self.fd is not None:
+            os.close(self.fd)
+            self.fd = None
+
     def __del__(self) -> None:  # dropped by an exception before anybody could close it
         with contextlib.suppress(Exception):
             self._unlock()
+        with contextlib.suppress(Exception):
+            self._close_file()
 
     def close(self) -> None:
         """Unregister the mapping and drop it. The pages are freed when the last tensor over them is dropped."""
         self._unlock()
-        if self.fd is not None:
-            os.close(self.fd)
-            self.fd = None
+        self._close_file()
         del self.array, self._tensor, self._map
 
 

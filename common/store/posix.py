@@ -203,11 +203,11 @@ def bounce_buffer() -> Bytes:
 def _open_direct(path: Path) -> tuple[int, bool]:
     """Return a descriptor for ``path``, and whether it is a direct one: some tmpfs, FUSE and overlays have none."""
     flags = os.O_RDWR | os.O_CLOEXEC
-    descriptor = -1
+    descriptor, page = -1, aligned_bytes(ALIGNMENT).data
     try:
         descriptor = os.open(path, flags | os.O_DIRECT)
         # Some accept the flag and refuse the I/O, such as drives whose blocks are larger than a page.
-        os.preadv(descriptor, [aligned_bytes(ALIGNMENT).data], 0)
+        os.preadv(descriptor, [page], 0)
         return descriptor, True
     except OSError as error:
         if descriptor >= 0:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 
 from common.errors import FinetuneError
-from common.memory.buffers import shortage_explained
+from common.memory.buffers import PAGE, shortage_explained
 from fuyou.optimizer.process.protocol import BEAT_SECONDS, Alive, Failed, Ready, Setup
 
 PATIENCE_BEATS = 30  # Number of missing signs of life in a row (a minute) after which the process counts as hung
@@ -25,7 +25,7 @@ class OptimizerLink:
         self._heard_before = False  # it imports until it sends its first message
         self._sending = threading.Lock()
         # The process inherits the memory file, so it has to exist now; its size is set later.
-        with shortage_explained(0):
+        with shortage_explained(PAGE):
             self.shared_fd: int | None = os.memfd_create("fuyou", os.MFD_CLOEXEC)
         ours, theirs = socket.socketpair()
         child_fds = (theirs.fileno(), self.shared_fd)
