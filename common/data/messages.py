@@ -24,7 +24,6 @@ _NAMES = {
     "document": ("document",),
 }
 # Roles that chat templates know, by the names that data files give them.
-# Roles that chat templates know, by the names that data files give them.
 ROLES = {name: role for role, names in _NAMES.items() for name in names}
 # Names under which a message keeps what the assistant thought.
 REASONING = ("reasoning_content", "thinking", "reasoning")

@@ -7,6 +7,7 @@ list, and a line of a file of records. What cannot be read is a ``UserError`` th
 
 import bz2
 import codecs
+import contextlib
 import csv
 import gzip
 import io
@@ -194,21 +195,16 @@ def _read_json(path: Path, file: IO[bytes]) -> Iterator[DataRecord]:
             break
     else:
         return
-    lines = itertools.chain(head, file)
-    if not first.startswith(b"[") and _is_json(first):
+    lines, is_line = itertools.chain(head, file), False
+    if not first.startswith(b"["):
+        with contextlib.suppress(ValueError, RecursionError):
+            is_line = parse_json(first.decode()) is not None
+    if is_line:
         yield from _read_json_lines(path, lines)
         return
     text = _decoded(path, b"".join(lines))
     for number, (row, value) in enumerate(_values(path, text), 1):
         yield _record(path, f"line {row}, record {number}", value)
-
-
-def _is_json(line: bytes) -> bool:
-    try:
-        parse_json(line.decode())
-    except (ValueError, RecursionError):
-        return False
-    return True
 
 
 def _values(path: Path, text: str) -> Iterator[tuple[int, Any]]:

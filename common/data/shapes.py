@@ -140,11 +140,13 @@ def example_of(record: Mapping[str, Any], where: str, prompt: str, answer: str |
     turns, answers = history + _as_turns(asked, "user"), _as_turns(answered, "assistant")
     plain = None
     if prompt == "instruction" and isinstance(answered, str) and not (system.strip() or history):
-        plain = PlainText(_alpaca_prompt(record, where), answered, where=where)
+        fields = {name: require_text(record, name, where) for name in ("instruction", "input")}
+        template = ALPACA_PROMPT_WITH_INPUT if fields["input"].strip() else ALPACA_PROMPT
+        plain = PlainText(template.format(**fields), answered, where=where)
     count, turns = continued(turns, answers, where)
     if system.strip():
-        count, turns = count - len(turns), _with_system(system, turns, where)
-        count += len(turns)
+        before, turns = len(turns), _with_system(system, turns, where)
+        count += len(turns) - before
     first = None if answer in (None, "output") else count
     weights = {position for position, message in enumerate(turns) if message.get("weight") == 0}
     messages = [{key: value for key, value in message.items() if key != "weight"} for message in turns]
@@ -217,11 +219,6 @@ def _with_system(system: str, turns: list[Message], where: str) -> list[Message]
             return turns
         raise UserError(f"{where} has a 'system' column, and a conversation with another system prompt: leave one out.")
     return [first, *turns]
-
-
-def _alpaca_prompt(record: Mapping[str, Any], where: str) -> str:
-    fields = {name: require_text(record, name, where) for name in ("instruction", "input")}
-    return (ALPACA_PROMPT_WITH_INPUT if fields["input"].strip() else ALPACA_PROMPT).format(**fields)
 
 
 def _segments(parts: Iterable[tuple[str, str]]) -> Iterator[PlainText]:
