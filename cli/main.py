@@ -16,13 +16,16 @@ import click
 from click.core import ParameterSource
 
 from cli.options.command import Finetune, parse_command_line
+from cli.options.option import naming, split_weight
 from cli.options.settings import Settings, settings_of
 from cli.report.progress import Heartbeat
 from cli.train.interrupts import STATUS, Interrupts, Stopped
 from cli.train.ranks.process import AGENT, Outcome, RankProcess, is_lost_contact
 from common.activity import activity
 from common.errors import FinetuneError, UserError, on_one_line
+from common.files import check_data_file
 from common.hub import stay_offline
+from common.models.names import check_model
 from common.units import counted
 
 
@@ -100,7 +103,7 @@ def _run(interrupts: Interrupts, rank: RankProcess | None, arguments: tuple[str,
         command, arguments = "train", ("train", *arguments[1:], "--resume", "--export")
         context = parse_command_line(arguments)
     settings = settings_of(command, context, arguments)
-    _check_model(settings, has_data=bool(context.params.get("data")))
+    _check_inputs(settings, has_data=bool(context.params.get("data")))
     stay_offline(settings.download, settings.push_to_hub is not None)
     if command == "verify":
         with activity("comparing what is on the drives with its checksums", announced=True):
@@ -191,7 +194,8 @@ def _no_collection() -> Iterator[None]:
             gc.enable()
 
 
-def _check_model(settings: Settings, has_data: bool) -> None:
+def _check_inputs(settings: Settings, has_data: bool) -> None:
+    """Reject what is missing before PyTorch is loaded."""
     if settings.command == "plan" and settings.max_model == bool(settings.model):
         if settings.max_model:
             raise UserError("--max-model looks for the model itself: leave --model out.")
@@ -203,6 +207,11 @@ def _check_model(settings: Settings, has_data: bool) -> None:
         raise UserError(
             "There is nothing to train on: give --data FILE, or --data random to measure throughput on random tokens."
         )
+    if settings.model:
+        with naming("--model"):
+            check_model(settings.model)
+    for name in (*settings.data, *settings.eval_data):
+        check_data_file(split_weight(name)[0])
 
 
 if __name__ == "__main__":

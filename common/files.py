@@ -10,6 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from common.errors import UserError, did_you_mean
+from common.hub import is_hub_name
+
 TEMPORARY_SUFFIX = ".tmp"  # End of the name under which a file is written until it is complete
 
 
@@ -86,6 +89,28 @@ def _unescaped(text: str) -> str:
     """Decode spaces and the like, which come as ``\\040``; everything else stays, in any alphabet."""
     raw = text.encode(errors="surrogateescape").decode("unicode_escape").encode("latin-1")
     return raw.decode(errors="surrogateescape")
+
+
+def check_data_file(name: str) -> None:
+    """Reject the path of a data file that does not exist; other names of data are left to those who read them.
+
+    Raises:
+        UserError: there is no such file.
+    """
+    path = Path(name).expanduser()
+    is_path = os.sep in name or path.suffix
+    is_pattern = any(mark in name for mark in "*?[")
+    is_known = path.exists() or Path(name.split(":")[0]).expanduser().is_dir()
+    may_be_on_hub = not path.parent.is_dir() and is_hub_name(name.split(":")[0]) and not path.suffix
+    if is_path and not (is_pattern or is_known or may_be_on_hub):
+        raise no_data_file(name)
+
+
+def no_data_file(name: str) -> UserError:
+    """Return the error for a data file that does not exist."""
+    path = Path(name).expanduser().absolute()
+    siblings = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
+    return UserError(f"There is no data file {name!r}.{did_you_mean(path.name, siblings)}")
 
 
 def preset_files(kind: str, extension: str = ".toml") -> dict[str, Path]:

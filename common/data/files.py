@@ -9,6 +9,7 @@ from typing import Any
 
 from common.data.read import KNOWN_EXTENSIONS, READERS, extension_of
 from common.errors import UserError, did_you_mean
+from common.files import no_data_file
 from common.hub import is_hub_name, may_download
 
 TRAIN = "train"  # Split that a name without one stands for
@@ -40,8 +41,7 @@ def find_files(names: tuple[str, ...]) -> list[Path]:
         elif not path.parent.is_dir() and extension_of(path) not in READERS and is_data_set_name(name):
             files += _hub_files(name)
         elif not path.exists():
-            siblings = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
-            raise UserError(f"There is no data file {name!r}.{did_you_mean(path.name, siblings)}")
+            raise no_data_file(name)
         else:
             files.append(path)
         if unknown := [file for file in files if extension_of(file) not in READERS]:

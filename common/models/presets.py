@@ -9,11 +9,12 @@ from typing import Any
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from common.errors import UserError, did_you_mean
+from common.errors import UserError
 from common.files import preset_files
-from common.hub import is_hub_name, may_download
+from common.hub import may_download
 from common.models.checkpoint.compressed import accept_config
-from common.models.checkpoint.gguf import dequantized, find_gguf
+from common.models.checkpoint.gguf import dequantized
+from common.models.names import check_model, find_gguf
 from common.models.task_type import model_class, refusal
 
 # Files of a hub's model that are fetched: weights in other formats are not read.
@@ -42,6 +43,7 @@ def load_config(model: str | os.PathLike[str] | PreTrainedConfig) -> tuple[PreTr
         return model, None
 
     name = os.fspath(model)
+    check_model(name)
     directory = Path(name).expanduser()
     presets = preset_files("models")
     gguf = find_gguf(directory)
@@ -55,11 +57,7 @@ def load_config(model: str | os.PathLike[str] | PreTrainedConfig) -> tuple[PreTr
     if name in presets:
         fields = tomllib.loads(presets[name].read_text(encoding="utf-8"))
         return AutoConfig.for_model(**fields), None
-    if directory.is_dir():
-        raise UserError(_not_a_checkpoint(directory))
-    if is_hub_name(name):
-        return load_config(hub_snapshot(name))
-    raise UserError(_not_found(name, directory, list(presets)))
+    return load_config(hub_snapshot(name))
 
 
 def hub_snapshot(name: str) -> Path:
@@ -117,30 +115,3 @@ def _known_kind(fields: dict[str, Any]) -> str | None:
 def _refuse_unsupported(config: PreTrainedConfig, name: str) -> None:
     if model_class(config) is None:
         raise UserError(f"{name} {refusal(config)}.")
-
-
-def _not_a_checkpoint(directory: Path) -> str:
-    if (directory / "adapter_config.json").is_file():
-        return (
-            f"{directory} holds a PEFT adapter, not a model: give the model that it was made for, and --adapter "
-            f"{directory} to train it further."
-        )
-    inside = sorted(entry.parent for entry in directory.glob("*/config.json"))
-    hint = f" There is one in {inside[0]}." if inside else ""
-    return f"{directory} has no config.json, so it is not a Hugging Face checkpoint.{hint}"
-
-
-def _not_found(name: str, directory: Path, presets: list[str]) -> str:
-    if directory.is_file():
-        return f"{directory} is a file. Give the checkpoint's directory: {directory.parent}"
-    hints = did_you_mean(name, presets)
-    if os.sep in name or name.startswith((".", "~")):
-        parent = directory.parent
-        if not parent.is_dir():
-            hints += f" There is no directory {parent} either; nothing is downloaded."
-        else:
-            near = did_you_mean(directory.name, (entry.name for entry in parent.iterdir() if entry.is_dir()))
-            hints += f"{near[:-1]} in {parent}?" if near else ""
-    if not hints:
-        hints = f" Presets: {', '.join(sorted(presets))}."
-    return f"{name!r} is neither a checkpoint directory nor a preset.{hints}"

@@ -29,22 +29,6 @@ from common.units import format_bytes
 _SHARD_BYTES = 1 << 30
 
 
-def find_gguf(path: Path) -> Path | None:
-    """Return the GGUF file that a user names: the path itself, or the only one in a directory without a checkpoint.
-
-    Raises:
-        UserError: the directory has several.
-    """
-    if path.suffix == ".gguf" and path.is_file():
-        return path
-    if not path.is_dir() or any(path.glob("*.safetensors")):
-        return None
-    files = sorted(path.glob("*.gguf"))
-    if len(files) > 1:
-        raise UserError(f"{path} has {len(files)} GGUF files: give one of them, {files[0]} for instance.")
-    return files[0] if files else None
-
-
 def dequantized(file: Path) -> Path:
     """Return a checkpoint directory of a GGUF file's content in fp32: the same as long as the file does not change.
 

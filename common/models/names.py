@@ -1,0 +1,67 @@
+"""Find out at once whether the model that the user names exists: nothing slow is imported."""
+
+import os
+from pathlib import Path
+
+from common.errors import UserError, did_you_mean
+from common.files import preset_files
+from common.hub import is_hub_name
+
+
+def check_model(name: str) -> None:
+    """Reject a name that is no checkpoint directory, GGUF file, preset, or name of a hub's model (``owner/name``).
+
+    Raises:
+        UserError: it is none of them.
+    """
+    directory = Path(name).expanduser()
+    presets = preset_files("models")
+    if find_gguf(directory) or (directory / "config.json").is_file() or name in presets:
+        return
+    if directory.is_dir():
+        raise UserError(_not_a_checkpoint(directory))
+    if not is_hub_name(name):
+        raise UserError(_not_found(name, directory, list(presets)))
+
+
+def find_gguf(path: Path) -> Path | None:
+    """Return the GGUF file that a user names: the path itself, or the only one in a directory without a checkpoint.
+
+    Raises:
+        UserError: the directory has several.
+    """
+    if path.suffix == ".gguf" and path.is_file():
+        return path
+    if not path.is_dir() or any(path.glob("*.safetensors")):
+        return None
+    files = sorted(path.glob("*.gguf"))
+    if len(files) > 1:
+        raise UserError(f"{path} has {len(files)} GGUF files: give one of them, {files[0]} for instance.")
+    return files[0] if files else None
+
+
+def _not_a_checkpoint(directory: Path) -> str:
+    if (directory / "adapter_config.json").is_file():
+        return (
+            f"{directory} holds a PEFT adapter, not a model: give the model that it was made for, and --adapter "
+            f"{directory} to train it further."
+        )
+    inside = sorted(entry.parent for entry in directory.glob("*/config.json"))
+    hint = f" There is one in {inside[0]}." if inside else ""
+    return f"{directory} has no config.json, so it is not a Hugging Face checkpoint.{hint}"
+
+
+def _not_found(name: str, directory: Path, presets: list[str]) -> str:
+    if directory.is_file():
+        return f"{directory} is a file. Give the checkpoint's directory: {directory.parent}"
+    hints = did_you_mean(name, presets)
+    if os.sep in name or name.startswith((".", "~")):
+        parent = directory.parent
+        if not parent.is_dir():
+            hints += f" There is no directory {parent} either; nothing is downloaded."
+        else:
+            near = did_you_mean(directory.name, (entry.name for entry in parent.iterdir() if entry.is_dir()))
+            hints += f"{near[:-1]} in {parent}?" if near else ""
+    if not hints:
+        hints = f" Presets: {', '.join(sorted(presets))}."
+    return f"{name!r} is neither a checkpoint directory nor a preset.{hints}"
