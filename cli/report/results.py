@@ -7,7 +7,6 @@ from dataclasses import asdict, astuple, dataclass, field, replace
 from pathlib import Path
 
 from common.files import replace_file
-from common.store.errors import described
 from common.units import Interval, format_bytes, format_count, format_seconds
 
 # What bounds a step, for reports.
@@ -253,6 +252,8 @@ class Report:
 
     def write(self, path: Path) -> None:
         """Write the report as JSON, atomically."""
+        from common.store.errors import described  # which imports PyTorch, and a help does not
+
         losses = [loss if math.isfinite(loss) else None for loss in self.losses]
         with described("writing", path):
             replace_file(path, json.dumps({**asdict(self), "losses": losses}, indent=2) + "\n")
