@@ -76,15 +76,16 @@ class Job:
         settings = self.settings
         if self.quantised is not None:
             return self.quantised.nbytes
-        moments = Precision.named("fp32", settings.optimizer_dtype, settings.optimizer).state_bytes
+        width, states = 2 if settings.dtype == "bf16" else 4, (settings.optimizer_dtype, settings.optimizer)
         if settings.nodes is not None and not settings.ssd:
             return 2 * (self.adapter_parameters or self.parameters) * 12
-        slots = 2
-        width, nodes = 2 if settings.dtype == "bf16" else 4, settings.nodes or 1
+        slots, nodes = 2, settings.nodes or 1
         if settings.trains_adapters:  # every node has all parameters, and a part of the states
-            return self.parameters * width + int(self.adapter_parameters * (4 + moments / nodes)) * slots
+            in_fp32 = 4 + Precision.named("fp32", *states).state_bytes / nodes
+            return self.parameters * width + int(self.adapter_parameters * in_fp32) * slots
         trained = self.parameters - self.frozen_parameters
-        return self.frozen_parameters * width + int(trained * slots * (width * nodes + 4 - width + moments) / nodes)
+        share = width + Precision.named("bf16" if width == 2 else "fp32", *states).state_bytes / nodes
+        return self.frozen_parameters * width + int(trained * slots * share)
 
     @property
     def rows(self) -> int:

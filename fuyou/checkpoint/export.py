@@ -78,16 +78,16 @@ class StoreReader:
         self._store.read_now(extents.parameters[file], raw, slot.offset * width, raw.nbytes)
         if not record.trainable or not record.precision.split:
             return values.view(slot.shape)
-        low = np.empty(slot.numel, dtype=np.int16)
+        low = torch.empty(slot.numel, dtype=record.precision.low_dtype)
         stop = slot.offset + slot.numel
         for chunk in record.chunks(self._chunk_elements):
             first, last = max(chunk.start, slot.offset), min(chunk.stop, stop)
             if first < last:  # low comes first in its chunk
-                part = low[first - slot.offset : last - slot.offset].view(np.uint8)
-                at = record.precision.state_nbytes(chunk.start) + 2 * (first - chunk.start)
+                part = low[first - slot.offset : last - slot.offset].view(torch.uint8).numpy()
+                at = record.precision.state_nbytes(chunk.start) + low.itemsize * (first - chunk.start)
                 self._store.read_now(extents.states[file], part, at, part.nbytes)
         master = torch.empty(slot.numel, dtype=torch.float32)
-        join(values, torch.from_numpy(low), master)
+        join(values, low, master)
         return master.view(slot.shape)
 
 
@@ -117,7 +117,7 @@ class ClusterReader(StoreReader):
         values = self._parameters(record)
         if not record.trainable or not record.precision.split:
             return values
-        low = torch.empty(record.numel, dtype=torch.int16)
+        low = torch.empty(record.numel, dtype=record.precision.low_dtype)
         extent = self._extents[record.index].states[self._slot(record)]
         first = share.owned_start(record.numel)
         for chunk in record.chunks(self._chunk_elements):  # low comes first in its chunk

@@ -42,7 +42,8 @@ def _fill_values(plane: DataPlane, reader: "_SlotReader", record: Record) -> Non
     values = _room_for(plane, record) if encodes else payload.view(dtype).zero_()
     low = None
     if record.trainable and record.precision.split:
-        low = torch.from_numpy(plane.buffers.host_gradients(record.kind, 0, owned.count * 2)).view(torch.int16).zero_()
+        kind, nbytes = record.precision.low_dtype, owned.count * record.precision.low_dtype.itemsize
+        low = torch.from_numpy(plane.buffers.host_gradients(record.kind, 0, nbytes)).view(kind).zero_()
     slots = [slot for slot in record.parameters if stored.meets(slot.offset, slot.numel)]
     for start, tensor in reader.read(record, slots):
         flat = tensor.reshape(-1)

@@ -1,7 +1,7 @@
 """Moving every record's parameters and optimizer states from the stores of some ranks into the stores of others.
 
 Stores of different ranks hold the same elements of a record: cut elsewhere, padded to another length, in chunks of
-another size. So a record is moved one kind of value at a time (parameters, low 16 bits of the master weights, each
+another size. So a record is moved one kind of value at a time (parameters, low bits of the master weights, each
 moment), in pieces of :data:`PIECE_ELEMENTS` elements: each reader of a part of a piece sends it to its new owner.
 All ranks make the same list of such transfers.
 """

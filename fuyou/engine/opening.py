@@ -287,7 +287,7 @@ class OpenRun:
             store="",
             model=self.model.fingerprint,
             dtype=str(config.precision.dtype),
-            optimizer_dtype=str(config.precision.optimizer_dtype),
+            optimizer_dtype=str(config.precision.moment_dtype),
             optimizer=config.precision.optimizer,
             slots=slots,
             piece_bytes=self.shape.piece_bytes,

@@ -3,7 +3,7 @@
 A record holds the parameters of one block, of the embeddings, or of the head. In memory it is one flat buffer of
 parameters; on SSD it is that buffer, and optimizer states in chunks of ``[low | mean | variance]`` (for other
 optimizers, see :mod:`fuyou.layout.record_parts`), so that one chunk is one contiguous range to read, update, and
-write back. (``low`` are the low 16 bits of split master weights.)
+write back. (``low`` are the low bits of split master weights.)
 
 A record is trained as a whole or frozen as a whole. A block with both kinds of parameters has two records: a frozen
 one, written once when the store is created, and an *adapter record* of all trained parameters in fp32, whether or not
@@ -70,7 +70,7 @@ class Precision:
 
     @property
     def split(self) -> bool:
-        """Whether fp32 master weights are split into bf16 weights and the low 16 bits."""
+        """Whether fp32 master weights are split into bf16 weights and low bits."""
         return self.dtype == torch.bfloat16
 
     @property
@@ -87,8 +87,17 @@ class Precision:
 
     @cached_property
     def components(self) -> tuple[StateComponent, ...]:
-        """Return the components of the optimizer states: low 16 bits (if split), then moments."""
+        """Return the components of the optimizer states: low bits (if split), then moments."""
         return OPTIMIZERS[self.optimizer].components(self.split, self.optimizer_dtype)
+
+    @property
+    def low_dtype(self) -> torch.dtype:
+        """Return the dtype of the low bits of split master weights."""
+        return self.components[0].dtype
+
+    @property
+    def moment_dtype(self) -> torch.dtype:
+        return self.components[int(self.split)].dtype
 
     def state_nbytes(self, elements: int) -> int:
         """Return the bytes of the optimizer states of this many elements."""

@@ -124,7 +124,7 @@ def is_matrix(name: str, shape: Sequence[int]) -> bool:
 # Elements that share a scale where moments have 8 bits. A parameter begins with a block, so none holds values of two:
 # what one parameter's moments are rounded to does not depend on another's.
 BLOCK_ELEMENTS = ALIGN_ELEMENTS
-LOW = "low"  # Name of the component with the low 16 bits of split master weights: the first one, where there is one
+LOW = "low"  # Name of the component with the low bits of split master weights: the first one, where there is one
 
 
 @dataclass(frozen=True)
@@ -144,17 +144,17 @@ class OptimizerFormat:
     """State format of an optimizer, and its default betas."""
 
     moments: tuple[str, ...]  # Names of its running means
-    blockwise: bool = False  # Whether they are kept in 8 bits by blocks (:mod:`fuyou.optimizer.moments`)
+    blockwise: bool = False  # Whether they have 8 bits, and master weights 24 (:mod:`fuyou.optimizer.moments`)
     betas: tuple[float, float] = (0.9, 0.999)  # Decay of its running means, as its authors have it
 
     def components(self, split: bool, moment_dtype: torch.dtype) -> tuple[StateComponent, ...]:
         """Return the components in order.
 
         Args:
-            split: whether master weights are split, so that their low 16 bits are among the states.
+            split: whether master weights are split, so that their low bits are among the states.
             moment_dtype: dtype of moments that are not in 8 bits.
         """
-        low = (StateComponent(LOW, torch.int16),) if split else ()
+        low = (StateComponent(LOW, torch.int8 if self.blockwise else torch.int16),) if split else ()
         if not self.blockwise:
             return (*low, *(StateComponent(name, moment_dtype) for name in self.moments))
         scales = (StateComponent(scale_of(name), torch.float32, BLOCK_ELEMENTS) for name in self.moments)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from common.memory.buffers import HostBuffer
-from fuyou.layout.record_parts import ADAMW, BLOCK_ELEMENTS
+from fuyou.layout.record_parts import ADAMW, BLOCK_ELEMENTS, OPTIMIZERS
 from fuyou.optimizer.adam import RULES, AdamConfig, StepScalars, Update, UpdateRange
 from fuyou.optimizer.kernels import Kernels, optimizer_library
 from fuyou.optimizer.moments import Moments, OptimizerStates, join, split, split_in_place
@@ -130,7 +130,8 @@ def _same_bits(optimizer: str, kernels: Kernels, split_weights: bool) -> bool:
 def _states(optimizer: str, split_weights: bool) -> OptimizerStates:
     parameter, low = torch.randn(_ELEMENTS, generator=torch.Generator().manual_seed(0)) * 0.02, None
     if split_weights:
-        master, low = parameter, torch.empty(_ELEMENTS, dtype=torch.int16)
+        kind = torch.int8 if OPTIMIZERS[optimizer].blockwise else torch.int16
+        master, low = parameter, torch.empty(_ELEMENTS, dtype=kind)
         parameter = torch.empty(_ELEMENTS, dtype=torch.bfloat16)
         split(master, parameter, low)
     return OptimizerStates.before_training(parameter, low, optimizer)

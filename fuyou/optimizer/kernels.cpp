@@ -6,6 +6,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
 namespace {
 
@@ -15,14 +16,11 @@ constexpr int64_t BLOCK = 128;
 struct Job {
     int64_t count;          // elements, a multiple of BLOCK
     void *parameter;        // bf16 where `low` is there, else fp32
-    int16_t *low;           // low 16 bits of master weights, or null
+    void *low;              // low bits of master weights (8 next to codes, else 16), or null
     const void *gradient;   // bf16 where `low` is there, else fp32
     void *mean, *variance;  // fp32, or codes
     float *mean_scale, *variance_scale;
-    const float *values[2], *thresholds[2];  // of the codes of mean and variance
-    const int32_t *bases[2];
-    int32_t zeros[2];
-    int32_t least, most, signs;  // upper 16 bits of the smallest and the largest magnitude in `bases`; its half
+    const float *values[2];  // of the codes of mean and variance
     float gradient_scale, decay, lerp, beta1, beta2, rest1, rest2, root, eps, step;
 };
 
@@ -38,14 +36,16 @@ uint32_t as_bits(float value) {
     return bits;
 }
 
-template <bool SPLIT>
+// Low is the type of the low bits of master weights; void where they are not split.
+template <typename Low>
 void load(const Job &job, int64_t at, float *__restrict weights, float *__restrict gradient) {
-    if constexpr (SPLIT) {
+    if constexpr (!std::is_void_v<Low>) {
+        constexpr int shift = 16 - 8 * sizeof(Low);
         const uint16_t *high = static_cast<const uint16_t *>(job.parameter) + at;
         const uint16_t *narrow = static_cast<const uint16_t *>(job.gradient) + at;
-        const int16_t *low = job.low + at;
+        const Low *low = static_cast<const Low *>(job.low) + at;
         for (int64_t i = 0; i < BLOCK; i++) {
-            weights[i] = as_float((uint32_t(high[i]) << 16) + uint32_t(int32_t(low[i])));
+            weights[i] = as_float((uint32_t(high[i]) << 16) + (uint32_t(int32_t(low[i])) << shift));
             gradient[i] = as_float(uint32_t(narrow[i]) << 16) * job.gradient_scale;
         }
     } else {
@@ -58,15 +58,17 @@ void load(const Job &job, int64_t at, float *__restrict weights, float *__restri
     }
 }
 
-template <bool SPLIT>
+template <typename Low>
 void store(const Job &job, int64_t at, const float *__restrict weights) {
-    if constexpr (SPLIT) {
+    if constexpr (!std::is_void_v<Low>) {
+        constexpr int width = 8 * sizeof(Low);
         uint16_t *high = static_cast<uint16_t *>(job.parameter) + at;
-        int16_t *low = job.low + at;
+        Low *low = static_cast<Low *>(job.low) + at;
         for (int64_t i = 0; i < BLOCK; i++) {
             uint32_t bits = as_bits(weights[i]);
-            low[i] = int16_t(uint16_t(bits));
-            high[i] = uint16_t((bits + 0x8000) >> 16);
+            if (width == 8) bits = (bits + 0x80) >> 8;
+            low[i] = Low(bits);
+            high[i] = uint16_t((bits + (1u << (width - 1))) >> width);
         }
     } else {
         std::memcpy(static_cast<float *>(job.parameter) + at, weights, BLOCK * sizeof(float));
@@ -78,26 +80,25 @@ void decode(const Job &job, int moment, const uint8_t *__restrict codes, float s
     for (int64_t i = 0; i < BLOCK; i++) wide[i] = values[codes[i]] * scale;
 }
 
-float encode(const Job &job, int moment, const float *__restrict wide, uint8_t *codes) {
+template <bool SIGNED>
+float encode(const float *__restrict wide, uint8_t *__restrict codes) {
     int32_t largest = 0;  // bits of magnitudes are ordered as the magnitudes are
     for (int64_t i = 0; i < BLOCK; i++) {
         int32_t size = int32_t(as_bits(wide[i]) & 0x7fffffff);
         largest = size > largest ? size : largest;
     }
     const float scale = as_float(uint32_t(largest)), divisor = scale > 0 ? scale : 1;
-    const int32_t *bases = job.bases[moment], zero = job.zeros[moment];
-    const float *thresholds = job.thresholds[moment];
-    const int32_t least = job.least, most = job.most, signs = job.signs;
-    int32_t places[BLOCK];
     for (int64_t i = 0; i < BLOCK; i++) {
         const float quotient = wide[i] / divisor;
-        const int32_t bits = int32_t(as_bits(quotient));
-        int32_t upper = (bits >> 16) & 0x7fff;
-        upper = upper < least ? least : upper > most ? most : upper;
-        const int32_t base = bases[upper - least + (bits < 0 ? signs : 0)];
-        places[i] = base + (quotient > thresholds[base] ? 1 : 0) - zero;
+        float level;
+        if (SIGNED) {
+            level = std::rint(2 * quotient / (1 + std::fabs(quotient)) * 127);
+        } else {
+            level = std::rint(std::sqrt(quotient) * 255);
+            level = quotient > 0 && level < 1 ? 1 : level;
+        }
+        codes[i] = uint8_t(int32_t(level));
     }
-    for (int64_t i = 0; i < BLOCK; i++) codes[i] = uint8_t(places[i]);
     return scale;
 }
 
@@ -113,52 +114,52 @@ void adamw(const Job &job, float *__restrict weights, const float *__restrict gr
     }
 }
 
-template <bool SPLIT>
+template <typename Low>
 void adamw_plain(const Job &job) {
     float weights[BLOCK], gradient[BLOCK];
     for (int64_t at = 0; at < job.count; at += BLOCK) {
-        load<SPLIT>(job, at, weights, gradient);
+        load<Low>(job, at, weights, gradient);
         adamw(job, weights, gradient, static_cast<float *>(job.mean) + at, static_cast<float *>(job.variance) + at);
-        store<SPLIT>(job, at, weights);
+        store<Low>(job, at, weights);
     }
 }
 
-template <bool SPLIT>
+template <typename Low>
 void adamw_blockwise(const Job &job) {
     float weights[BLOCK], gradient[BLOCK], mean[BLOCK], variance[BLOCK];
     for (int64_t at = 0; at < job.count; at += BLOCK) {
         uint8_t *means = static_cast<uint8_t *>(job.mean) + at, *variances = static_cast<uint8_t *>(job.variance) + at;
         float *scale = job.mean_scale + at / BLOCK, *other = job.variance_scale + at / BLOCK;
-        load<SPLIT>(job, at, weights, gradient);
+        load<Low>(job, at, weights, gradient);
         decode(job, 0, means, *scale, mean);
         decode(job, 1, variances, *other, variance);
         adamw(job, weights, gradient, mean, variance);
-        *scale = encode(job, 0, mean, means);
-        *other = encode(job, 1, variance, variances);
-        store<SPLIT>(job, at, weights);
+        *scale = encode<true>(mean, means);
+        *other = encode<false>(variance, variances);
+        store<Low>(job, at, weights);
     }
 }
 
-template <bool SPLIT>
+template <typename Low>
 void lion_plain(const Job &job) {
     float weights[BLOCK], gradient[BLOCK];
     for (int64_t at = 0; at < job.count; at += BLOCK) {
         float *mean = static_cast<float *>(job.mean) + at;
-        load<SPLIT>(job, at, weights, gradient);
+        load<Low>(job, at, weights, gradient);
         for (int64_t i = 0; i < BLOCK; i++) {
             float direction = std::fma(gradient[i], job.rest1, mean[i] * job.beta1);
             float sign = float(direction > 0) - float(direction < 0);
             weights[i] = std::fma(sign, job.step, weights[i] * job.decay);
             mean[i] = std::fma(gradient[i], job.rest2, mean[i] * job.beta2);
         }
-        store<SPLIT>(job, at, weights);
+        store<Low>(job, at, weights);
     }
 }
 
 }  // namespace
 
 extern "C" {
-void update_adamw(const Job *job) { job->low ? adamw_plain<true>(*job) : adamw_plain<false>(*job); }
-void update_adamw8bit(const Job *job) { job->low ? adamw_blockwise<true>(*job) : adamw_blockwise<false>(*job); }
-void update_lion(const Job *job) { job->low ? lion_plain<true>(*job) : lion_plain<false>(*job); }
+void update_adamw(const Job *job) { job->low ? adamw_plain<int16_t>(*job) : adamw_plain<void>(*job); }
+void update_adamw8bit(const Job *job) { job->low ? adamw_blockwise<int8_t>(*job) : adamw_blockwise<void>(*job); }
+void update_lion(const Job *job) { job->low ? lion_plain<int16_t>(*job) : lion_plain<void>(*job); }
 }

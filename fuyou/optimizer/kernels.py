@@ -23,7 +23,7 @@ import torch
 from common.files import cache_directory
 from fuyou.layout.record_parts import ADAMW, BLOCK_ELEMENTS, OPTIMIZERS
 from fuyou.optimizer.adam import StepScalars
-from fuyou.optimizer.moments import LEAST, MOMENT_CODES, MOST, SIGNS, OptimizerStates
+from fuyou.optimizer.moments import MOMENT_CODES, OptimizerStates
 
 # `-ffp-contract=off`: sums and products are rounded where PyTorch's are.
 _FLAGS = ("-std=c++17", "-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-shared", "-fPIC")
@@ -69,9 +69,7 @@ class _Job(ctypes.Structure):
         ("count", ctypes.c_int64),
         *((name, ctypes.c_void_p) for name in ("parameter", "low", "gradient", "mean", "variance")),
         *((name, ctypes.c_void_p) for name in ("mean_scale", "variance_scale")),
-        *((name, ctypes.c_void_p * 2) for name in ("values", "thresholds", "bases")),
-        ("zeros", ctypes.c_int32 * 2),
-        *((name, ctypes.c_int32) for name in ("least", "most", "signs")),
+        ("values", ctypes.c_void_p * 2),
         *((name, ctypes.c_float) for name in ("gradient_scale", "decay", "lerp", "beta1", "beta2", "rest1", "rest2")),
         *((name, ctypes.c_float) for name in ("root", "eps", "step")),
     )
@@ -140,16 +138,10 @@ def _job(optimizer: str, states: OptimizerStates, gradient: torch.Tensor, scalar
         rest2=1 - beta2,
         root=math.sqrt(1 - beta2**scalars.count),
         eps=scalars.eps,
-        least=LEAST,
-        most=MOST,
-        signs=SIGNS,
         step=-lr if optimizer == "lion" else -(lr / (1 - beta1**scalars.count)),
     )
     for number, code in enumerate(MOMENT_CODES):
         job.values[number] = code.values.ctypes.data
-        job.thresholds[number] = code.thresholds.ctypes.data
-        job.bases[number] = code.bases.ctypes.data
-        job.zeros[number] = code.zero
     return job
 
 

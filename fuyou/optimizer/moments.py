@@ -7,6 +7,9 @@ fp32 master weights are split into a bf16 part, ``high``, that the model compute
 ``high`` is the master weight rounded to bf16, half away from zero: ``(bits + 0x8000) >> 16``. Nearest-even could not be
 undone with 16 bits (an even ``high`` would have 65,537 preimages). ``low`` is the signed difference ``bits - (high <<
 16)``. Both together take 4 bytes instead of the 6 of an fp32 master weight and its bf16 copy.
+
+Next to 8-bit moments, ``low`` has 8 bits: master weights are rounded to 24 bits first. Both are after FlashOptim (arXiv
+2602.23349), with blocks of 128 elements that share an fp32 scale.
 """
 
 from typing import NamedTuple
@@ -19,7 +22,7 @@ from fuyou.optimizer.adam import Update
 
 
 def split(master: torch.Tensor, high: torch.Tensor, low: torch.Tensor) -> None:
-    """Split ``master`` into two parts, from which :func:`join` rebuilds the same bits.
+    """Split ``master`` into two parts, from which :func:`join` rebuilds the same bits, or the first 24 of them.
 
     Finite values that round beyond the largest bf16 get an infinite ``high`` (as ``master.bfloat16()`` would) and are
     still rebuilt exactly. A NaN stays a NaN in ``high`` and after :func:`join`, with another payload.
@@ -27,7 +30,7 @@ def split(master: torch.Tensor, high: torch.Tensor, low: torch.Tensor) -> None:
     Args:
         master: fp32 ``[n]``, not changed.
         high: bf16 ``[n]``, written.
-        low: int16 ``[n]``, written.
+        low: int16 or int8 ``[n]``, written.
     """
     master = master.clone()
     # A NaN with a small payload would round to infinity, one with a large payload to -0.
@@ -41,19 +44,21 @@ def split_in_place(master: torch.Tensor, high: torch.Tensor, low: torch.Tensor) 
     Such NaNs are quiet and have nothing in their lower 16 bits, so they need no rounding. Only NaNs from elsewhere (a
     weight file) can have other payloads.
     """
-    bits = master.view(torch.int32)
-    # A cast to int16 keeps the low 16 bits. Those of the difference are those of ``bits``: ``high << 16`` has none.
+    bits, width = master.view(torch.int32), 8 * low.dtype.itemsize
+    if width == 8:
+        bits.add_(0x80).bitwise_right_shift_(8)
+    # A cast keeps the lowest bits. Those of the difference are those of ``bits``: ``high`` has none there.
     low.copy_(bits)
-    bits.add_(0x8000).bitwise_right_shift_(16)
+    bits.add_(1 << (width - 1)).bitwise_right_shift_(width)
     high.view(torch.int16).copy_(bits)
 
 
 def join(high: torch.Tensor, low: torch.Tensor, master: torch.Tensor, scratch: torch.Tensor | None = None) -> None:
-    """Rebuild fp32 master weights: ``bits = (high << 16) + low``.
+    """Rebuild fp32 master weights: ``bits = (high << 16) + low``, or ``(high << 16) + (low << 8)``.
 
     Args:
         high: bf16 ``[n]``.
-        low: int16 ``[n]``.
+        low: int16 or int8 ``[n]``.
         master: fp32 ``[n]``, written.
         scratch: int32 ``[n]``; allocated if not given.
     """
@@ -62,63 +67,34 @@ def join(high: torch.Tensor, low: torch.Tensor, master: torch.Tensor, scratch: t
     master.copy_(high)  # widening appends 16 zero bits
     # Not ``add_(low)``: operands of different widths take a slow path.
     scratch.copy_(low)
+    if low.dtype == torch.int8:
+        scratch.bitwise_left_shift_(8)
     master.view(torch.int32).add_(scratch)
 
 
-LEAST, MOST = 0x3380, 0x3F80  # Upper 16 bits of 2**-24, below which numbers round alike, and of 1
-SIGNS = MOST - LEAST + 1  # Where in a table by magnitudes those of negative numbers begin
-_DECADES = 7  # Powers of ten that the values span; the last has 64 values of each sign, the one before it 32, and so on
-
-
-def dynamic_values(signed: bool) -> np.ndarray:
-    """Return the 256 values of a code, fp32, ascending: 0, 1, and 254 between -1 and 1, or between 0 and 1."""
-    values = [0.0, 1.0]
-    for decade in range(_DECADES):
-        count = 1 << decade if signed else 2 << decade
-        edges = np.linspace(0.1, 1, count + 1)
-        middles = (edges[:-1] + edges[1:]) / 2 * 10.0 ** (decade - _DECADES + 1)
-        values += [*middles, *(-middles if signed else ())]
-    return np.sort(np.array(values)).astype(np.float32)
-
-
-class DynamicCode:
-    """A set of 256 values, with tables that round numbers from -1 to 1 to the nearest.
+class MomentCode:
+    """Eight bits for numbers between a block's largest magnitude and its negative, finer where most of them are.
 
     Args:
-        signed: whether there are negative values; if not, no number above 0 is rounded to 0.
-
-    Attributes:
-        values: ``[256]`` fp32, by code.
-        thresholds: ``[256]`` fp32: a number is rounded beyond the n-th value if it is greater than the n-th threshold.
-        bases: ``[2 * SIGNS]`` int32: by the upper 16 bits of a number's magnitude, from :data:`LEAST` to :data:`MOST`,
-            how many thresholds are below all numbers with them; first for positive numbers, then for negative ones.
-            Each has at most one threshold among its numbers, so one comparison does the rest.
-        zero: index of 0 among the ascending values.
+        signed: whether numbers are means, stored as ``2x / (1 + |x|)``; or variances, stored as square roots, of which
+            none above 0 is rounded to 0: an update divides by it.
     """
 
     def __init__(self, signed: bool):
-        ascending = dynamic_values(signed)
-        self.zero = int(np.searchsorted(ascending, np.float32(0)))
-        self.values = np.ascontiguousarray(np.roll(ascending, -self.zero))
-        middles = ((ascending[:-1].astype(np.float64) + ascending[1:]) / 2).astype(np.float32)
-        if not signed:
-            middles[0] = 0
-        self.thresholds = np.append(middles, np.float32(np.inf))
-        upper = np.arange(LEAST, MOST + 1, dtype=np.uint32) << 16
-        smallest = np.where(upper == LEAST << 16, 0, upper).astype(np.uint32).view(np.float32)
-        largest = -(upper | 0xFFFF).view(np.float32)
-        self.bases = np.searchsorted(middles, np.append(smallest, largest), side="left").astype(np.int32)
+        self.signed, codes = signed, np.arange(256, dtype=np.uint8)
+        levels = codes.view(np.int8) / 127 if signed else codes / 255
+        self.values = (levels / (2 - np.abs(levels)) if signed else levels**2).astype(np.float32)  # by code
 
     def encode(self, wide: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:
         """Round fp32 ``wide`` ``[n]`` to ``codes`` uint8 ``[n]`` and ``scales`` fp32 ``[n / 128]``."""
         blocks = wide.view(-1, BLOCK_ELEMENTS)
         torch.amax(blocks.abs(), 1, out=scales)
         quotients = (blocks / torch.where(scales > 0, scales, 1.0).unsqueeze(1)).view(-1).numpy()
-        upper = np.clip((quotients.view(np.int32) >> 16) & 0x7FFF, LEAST, MOST)
-        upper += np.signbit(quotients) * np.int32(SIGNS) - np.int32(LEAST)
-        indices = np.take(self.bases, upper)
-        indices += quotients > np.take(self.thresholds, indices)
-        codes.numpy()[:] = (indices - self.zero).astype(np.uint8)
+        if self.signed:
+            levels = np.rint(2 * quotients / (1 + np.abs(quotients)) * np.float32(127))
+        else:
+            levels = np.maximum(np.rint(np.sqrt(quotients) * np.float32(255)), quotients > 0)
+        codes.numpy()[:] = levels.astype(np.int32)
 
     def decode(self, codes: torch.Tensor, scales: torch.Tensor, wide: torch.Tensor) -> None:
         """Undo :meth:`encode`, up to rounding, into ``wide``."""
@@ -126,15 +102,14 @@ class DynamicCode:
         wide.view(-1, BLOCK_ELEMENTS).mul_(scales.unsqueeze(1))
 
 
-SIGNED, UNSIGNED = DynamicCode(signed=True), DynamicCode(signed=False)
-MOMENT_CODES = (SIGNED, UNSIGNED)  # The codes of mean and variance
+MOMENT_CODES = (MomentCode(signed=True), MomentCode(signed=False))  # The codes of mean and variance
 
 
 class OptimizerStates(NamedTuple):
     """Parameters and their optimizer states: flat tensors ``[n]``, which an update changes."""
 
     parameter: torch.Tensor  # bf16 part of the split master weights, or the fp32 master weights if `low` is None
-    low: torch.Tensor | None  # Low 16 bits of the master weights, int16
+    low: torch.Tensor | None  # Low bits of the master weights, int16 or int8
     moments: tuple[torch.Tensor, ...]  # Running means, in the order of their names: fp32, bf16, or codes, uint8
     scales: tuple[torch.Tensor, ...] = ()  # Scales of codes, fp32 `[n / 128]` for each moment
 

@@ -85,6 +85,8 @@ class Twin:
         dtype = torch.bfloat16 if bf16 else torch.float32
         masters = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
         self.masters = {name: p.detach().clone() for name, p in masters.named_parameters()}
+        if bf16 and optimizer == "adamw8bit":
+            self.masters = {name: in_24_bits(master) for name, master in self.masters.items()}
         self.model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=dtype).to(self.device).train()
         self.model.config.use_cache = False
         self._decayed = set(Trainer.get_decay_parameter_names(None, self.model))
@@ -192,28 +194,31 @@ class Twin:
         if self.optimizer == "adamw8bit":
             for moment, signed in ((mean, True), (variance, False)):
                 moment.copy_(in_8_bits(moment, signed))
+            if self.bf16:
+                master.copy_(in_24_bits(master))
 
 
 def in_8_bits(values: torch.Tensor, signed: bool) -> torch.Tensor:
-    """Moments as they are after having been kept in 8 bits, written out from the paper (arXiv 2110.02861).
+    """Moments as they are after having been kept in 8 bits, written out from FlashOptim (arXiv 2602.23349).
 
-    What is positive without a sign never becomes 0.
+    Means by ``2x / (1 + |x|)``, variances by their roots; unlike there, no positive variance becomes 0.
     """
-    code = [0.0, 1.0]
-    for decade in range(7):
-        count = 2**decade if signed else 2 ** (decade + 1)
-        width = 0.9 / count
-        middles = [(0.1 + width * (number + 0.5)) * 10.0 ** (decade - 6) for number in range(count)]
-        code += middles + [-middle for middle in middles if signed]
-    wide = torch.tensor(sorted(code), dtype=torch.float32).double()
     blocks = values.view(-1, LINE)
     scales = blocks.abs().amax(1, keepdim=True)
     quotients = blocks / torch.where(scales > 0, scales, 1)
-    # In the middle between two values, which quotients of bf16 numbers often are, the lower one.
-    nearest = (quotients.unsqueeze(2) > ((wide[1:] + wide[:-1]) / 2).float()).sum(2)
-    if not signed:
-        nearest = torch.where(quotients > 0, nearest.clamp(min=1), nearest)
-    return (wide.float()[nearest] * scales).view(-1)
+    if signed:
+        levels = torch.round(2 * quotients / (1 + quotients.abs()) * 127).double() / 127
+        return ((levels / (2 - levels.abs())).float() * scales).view(-1)
+    levels = torch.round(quotients.double().sqrt().float() * 255).double()
+    levels[(quotients > 0) & (levels == 0)] = 1
+    return ((levels / 255).square().float() * scales).view(-1)
+
+
+def in_24_bits(master: torch.Tensor) -> torch.Tensor:
+    """fp32 with 16 of 24 significant bits, ties away from zero: by arithmetic, unlike the engine's."""
+    mantissa, exponent = torch.frexp(master.double())
+    rounded = mantissa.sign() * torch.floor(mantissa.abs() * 65536 + 0.5)
+    return torch.ldexp(rounded, exponent - 16).float()
 
 
 def tiny_configs() -> dict[str, PreTrainedConfig]:

@@ -74,7 +74,7 @@ class CreateRecord:
 
     record: int
     parameters: int  # Index of the host buffer with the parameters
-    low_bits: int  # Index of the gradient buffer with the low 16 bits of the master weights
+    low_bits: int  # Index of the gradient buffer with the low bits of the master weights
     target: int
 
 

@@ -189,7 +189,7 @@ class RecordUpdater:
         low: torch.Tensor | None = None
         if record.precision.split:
             region = self._setup.shared.gradients[record.kind]
-            low = self._shared.tensor(torch.int16, region.start(message.low_bits), record.owned)
+            low = self._shared.tensor(record.precision.low_dtype, region.start(message.low_bits), record.owned)
         chunks = self._chunks(message.record)
         write = self._writer.begin(message.record, message.target, len(chunks))
         for chunk in chunks:

@@ -4,10 +4,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+from emulated.device import emulated_device
 from transformers import LlamaConfig
 
 from common.errors import UserError
 from common.hardware.presets import drive_preset, gpu_preset
+from fuyou import Engine
 from fuyou.config import EngineConfig
 from fuyou.planner import Machine, RunPlan, TrainingJob, describe_training, plan, preset_machine
 from fuyou.planner.evaluate import Evaluator
@@ -58,6 +61,29 @@ def test_the_frontier_has_the_bytes_of_whole_steps(job: TrainingJob) -> None:
         assert point.written_bytes == evaluator.evaluate(point.candidate, merged=False).written_bytes
     assert [point.step_seconds for point in points] == sorted(point.step_seconds for point in points)
     assert [point.written_bytes for point in points] == sorted((p.written_bytes for p in points), reverse=True)
+
+
+@pytest.mark.slow
+def test_runs_write_the_bytes_of_each_point(job: TrainingJob, tmp_path: Path) -> None:
+    """As many as a step writes in the steady state; in all, what was scheduled."""
+    evaluator = Evaluator(replace(job, drive_life=0), ON)
+    search(evaluator)
+    points, ids = frontier(evaluator, evaluator.job.clip_choices), torch.zeros(64, 64, dtype=torch.long)
+    assert len(points) >= 4
+    for point in points:
+        candidate, device = point.candidate, emulated_device("emulated:tflops=1,memory=1GiB,link=9GB/s")
+        with Engine(
+            job.config, ssd=[tmp_path], overwrite=True, device=device,
+            device_memory=ON.device_bytes, host_memory=ON.host_bytes, dtype="bf16", batch_shape=(64, 64),
+            micro_batch=candidate.micro_rows, deferred_fraction=candidate.deferred_fraction,
+            kept_activations=candidate.activation_policy,
+        ) as engine:  # fmt: skip
+            for _ in range(3):
+                engine(input_ids=ids, labels=ids).loss.backward()
+                report = engine.step()
+            engine.flush()
+            assert report.planned_written_bytes == point.written_bytes
+            assert engine.io_bytes() == engine.planned_io_bytes()
 
 
 def test_a_limit_needs_drives_whose_warranty_is_known(job: TrainingJob) -> None:
