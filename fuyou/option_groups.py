@@ -88,8 +88,8 @@ class OptimizerConfig:
     lr: float = 1e-5
     """Learning rate; ``engine.lr`` may be set before each step."""
     optimizer: str = ADAMW
-    """adamw8bit stores both moments in 8 bits by blocks, which halves the bytes of a step; lion has one moment (a
-    third fewer bytes) and needs a third to a tenth of AdamW's learning rate."""
+    """adamw8bit stores moments in 8 bits and master weights in 24, which more than halves the bytes of a step; lion has
+    one moment (a third fewer bytes) and needs a third to a tenth of AdamW's learning rate."""
     betas: tuple[float, float] | None = None
     """Decay of the running mean of gradients and of their squares; None: (0.9, 0.999), of Lion (0.9, 0.99)."""
     eps: float = 1e-8

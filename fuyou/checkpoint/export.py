@@ -4,7 +4,6 @@ import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from common.errors import UserError
