@@ -190,7 +190,7 @@ def engine_options(job: Job) -> dict[str, Any]:
 
 
 def profile_once(job: Job, ranks: Share | None = None) -> None:
-    """Measure this machine with this model, so that the engine can plan, where the run is worth the dozen seconds.
+    """Measure this machine with this model, so that the engine can plan, where the run is worth up to a minute.
 
     The result is kept, so that it takes them once.
 
