@@ -137,12 +137,6 @@ class Sharding:
             collectives.append(Collective("spread P", "all_gather", mesh, frozen, 1, "spread", self.strategy.ring))
         return bytes_per_node(collectives, layout)[0]
 
-    def on_device(self) -> list[str]:
-        """Return the names of the groups whose cached shard of P is on the device now."""
-        return [
-            gather.group.name for gather in self._gathers if gather.cached is not None and gather.cached.entry.on_device
-        ]
-
     def install(self, threshold: float, host_cache_bytes: int | None, device_memory: DeviceMemory | None) -> None:
         """Install the collectives of every group. Collective; the arguments are those of ``fully_shard``."""
         topology, routes = self.topology, self.routes
