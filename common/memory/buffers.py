@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from common.errors import FinetuneError
+from common.memory.shortage import shortage_explained
 from common.units import format_bytes
 
 PAGE = 4096
@@ -30,17 +31,6 @@ _REGISTER_PIECE_BYTES = 64 << 30
 def round_up(value: int, unit: int) -> int:
     """Return the smallest multiple of ``unit`` that is not below ``value``."""
     return -(-value // unit) * unit
-
-
-@contextlib.contextmanager
-def shortage_explained(nbytes: int) -> Iterator[None]:
-    """Turn the system's refusal of memory inside the context into an error that says what to lower."""
-    try:
-        yield
-    except OSError as error:
-        raise FinetuneError(
-            f"The system gives no {format_bytes(nbytes)} of memory ({error.strerror}): lower --host-memory."
-        ) from error
 
 
 class HostBuffer:

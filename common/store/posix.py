@@ -18,7 +18,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from common.memory.buffers import shortage_explained
+from common.memory.shortage import shortage_explained
 from common.store.errors import StoreError, describe_os_error, described
 from common.store.layout import ALIGNMENT, whole_pages
 from common.units import format_bytes

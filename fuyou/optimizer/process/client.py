@@ -10,7 +10,8 @@ from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 
 from common.errors import FinetuneError
-from common.memory.buffers import PAGE, shortage_explained
+from common.memory.buffers import PAGE
+from common.memory.shortage import shortage_explained
 from fuyou.optimizer.process.protocol import BEAT_SECONDS, Alive, Failed, Ready, Setup
 
 PATIENCE_BEATS = 30  # Number of missing signs of life in a row (a minute) after which the process counts as hung

@@ -6,7 +6,8 @@ import numpy as np
 import torch
 
 from common.memory import numa
-from common.memory.buffers import HostBuffer, shortage_explained
+from common.memory.buffers import HostBuffer
+from common.memory.shortage import shortage_explained
 from fuyou.layout.model_layout import ModelLayout
 from fuyou.layout.record import Kind, Record
 from fuyou.optimizer.process.protocol import BufferRegion, SharedRegions
