@@ -78,7 +78,7 @@ def _places(result: RunPlan) -> list[str]:
     assert result.memory is not None
     counts, job, machine = result.memory.counts, result.job, result.machine
     layers = len(job.shape.blocks)
-    saved = "sets of kept outputs" if result.memory.batch.chunks == 1 else "rows' keys and values"
+    saved = "sets of kept outputs" if result.memory.batch.chunks == 1 else "rows of keys and values"
     device = [
         f"{_many(counts.device_blocks, 'block')}, {_many(counts.device_block_gradients, 'gradient')}",
         _many(counts.device_activations, "block input"),

@@ -228,8 +228,9 @@ class OpenRun:
             return
         planner = MemoryPlanner(self.shape, self.model_config, device, host, self.device.shares_host_memory)
         with contextlib.suppress(UserError):
-            planner.plan(*memory.batch_shape, stored[2], config.loss_inputs, memory.chunk)
-            self.config = config.with_options(micro_batch=stored[2])
+            chunk = memory.chunk or (stored[3] if len(stored) > 3 else None) or None
+            planner.plan(*memory.batch_shape, stored[2], config.loss_inputs, chunk)
+            self.config = config.with_options(micro_batch=stored[2], chunk=chunk)
 
     def _stored(self, name: str) -> Any:
         """Return what the manifest of the run to continue says; None if no rank has one. Collective.

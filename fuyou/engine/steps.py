@@ -209,7 +209,7 @@ class Steps:
             run.commits.scale_gradients(step, coefficient)
         run.step_count = step
         planned = runtime.memory_plan.batch
-        micro_batch = planned.rows, planned.seq_len, planned.micro_rows
+        micro_batch = planned.rows, planned.seq_len, planned.micro_rows, planned.chunk or 0
         last = {"loss": current.loss, "grad_norm": norm, "aux_loss": _aux_loss(current), "skipped": skipped}
         run.commits.end(step, run.nonfinite.skipped, run.device.torch_device, user, last, micro_batch)
         runtime.plane.executor.finish(current.tasks.end)
@@ -351,8 +351,13 @@ class Steps:
         needed = (*size, LossInputs(outputs, reference))
         if not runtime.fits(*needed):
             self.flush()
+            before = runtime.memory_plan
             runtime.plan_for(*needed)
-            self._run.prove_chunks()
+            try:
+                self._run.prove_chunks()
+            except BaseException:
+                runtime.memory_plan = before
+                raise
             self._torn = True
             runtime.reopen()
             self._torn = False

@@ -302,6 +302,7 @@ class Evaluator:
         # Writes that wait for a commit pile up for more steps than are simulated where the drives are the bound.
         seconds = max(seconds, *busy.values())
         left_out = 1 - sum(counted.fraction(layer) for layer in range(layers)) / layers
+        job = job.causal() if batch.chunks > 1 else job
         recomputed = (job.hardware_flops_per_token - job.model_flops_per_token) * job.tokens
         return Evaluation(
             candidate,

@@ -206,6 +206,7 @@ def plan(job: TrainingJob, machine: Machine) -> RunPlan:
     points = frontier(evaluator, job.clip_choices)
     if best.memory.batch.micro_batches > 1:
         best = evaluator.evaluate(best.candidate, merged=False)
+    job = job.causal() if best.memory.batch.chunks > 1 else job
     needed = ssd_bytes(evaluator, best)
     missing, speculates = missing_space(needed, machine), evaluator.update_policy(best.candidate).speculative
     return RunPlan(

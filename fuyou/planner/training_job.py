@@ -96,6 +96,15 @@ class TrainingJob:
         """Return one rank's part of this job; the batch is divided as evenly as possible."""
         return replace(self, shape=self.shape.shared(share), rows=-(-self.rows // share.world_size))
 
+    def causal(self) -> "TrainingJob":
+        """Return the job with FLOPs of attention to earlier tokens only, as rows in chunks compute it: half as many."""
+        model, length = self.stack.model, self.seq_len // 2
+        return replace(
+            self,
+            model_flops_per_token=model_flops_per_token(model, length),
+            hardware_flops_per_token=hardware_flops_per_token(model, length),
+        )
+
     def with_batch(self, rows: int) -> "TrainingJob":
         return replace(self, rows=rows)
 

@@ -44,10 +44,11 @@ class Workspace:
         shape, width = self._shape, self._width
         images = shape.image_memory if shape.images else NO_IMAGES
         block, gradients = self._block(batch), self._block_gradients() * width
+        past = self._past(batch) if batch.chunks > 1 else 0
         fragments = gradients and self._chosen and not self._cpu
-        reserved = int((block + gradients) * RESERVED) if fragments else 0
+        reserved = int((block + gradients) * RESERVED) + past if fragments else 0
         return max(
-            block + max(gradients, self._head(batch, columns)),
+            block + max(gradients + past, self._head(batch, columns)),
             reserved,
             batch.micro_tokens * images.working * width,  # blocks do not run meanwhile
         )
@@ -73,13 +74,15 @@ class Workspace:
         per_token = streams * self._elements * self._width
         per_token += ROUTER_BYTES * shape.router_experts + adapting.per_token
         attention = shape.attention.workspace_bytes(batch.seq_len, self._cpu, shape.padded)
-        if batch.chunks > 1:
-            keys = shape.key_memory()
-            attention = batch.seq_len * keys.computing + shape.attention.chunk_bytes(batch.columns, batch.seq_len)
-        fixed = adapting.fixed + batch.micro_rows * attention
+        fixed = adapting.fixed + (batch.micro_rows * attention if batch.chunks == 1 else 0)
         if shape.orders:
             return self._passes(batch, per_token, fixed)
         return int(batch.micro_tokens * (per_token + shape.expert_output_bytes)) + fixed
+
+    def _past(self, batch: Batch) -> int:
+        """Return the bytes that a chunk takes for the tokens before it, none of which the head meets."""
+        attention = self._shape.attention.chunk_bytes(batch.columns, batch.seq_len)
+        return batch.seq_len * self._shape.key_memory().computing + attention
 
     def _passes(self, batch: Batch, per_token: float, fixed: int) -> int:
         """Return the bytes of the running passes through a block in pieces.
