@@ -98,7 +98,7 @@ class MemoryPlanner:
             "where the loss is made outside of the engine": bool(loss.outputs),
             "with images": shape.images,
             "behind a mask that hides tokens": shape.padded,
-            "of this model, whose blocks keep other state than keys and values, or attend to them under a mask": (
+            "of this model, whose blocks keep more than keys and values, or attend with a mask or dropout": (
                 not any((shape.orders, loss.outputs)) and not shape.key_memory().keys
             ),
         }
