@@ -321,7 +321,8 @@ class CheckpointWriter:
 
     def _move_into_place(self, weights: list[str]) -> None:
         # An older checkpoint's entry points go first, so that its index never points at new shards.
-        old = [self.directory / SINGLE, self.directory / INDEX, *self.directory.glob("model-*-of-*.safetensors")]
+        with described("reading", self.directory):
+            old = [self.directory / SINGLE, self.directory / INDEX, *self.directory.glob("model-*-of-*.safetensors")]
         move_into_place(self.directory, old, last=weights)
 
 

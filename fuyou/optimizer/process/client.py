@@ -32,12 +32,16 @@ class OptimizerLink:
         child_fds = (theirs.fileno(), self.shared_fd)
         # The user's own directory must not shadow our packages: the search path is ours, without "" in front.
         environment = dict(os.environ, PYTHONPATH=os.pathsep.join(path for path in sys.path if path))
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "fuyou.optimizer.process.main", str(theirs.fileno())],
-            pass_fds=child_fds,
-            stdin=subprocess.DEVNULL,
-            env=environment,
-        )
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "fuyou.optimizer.process.main", str(theirs.fileno())],
+                pass_fds=child_fds,
+                stdin=subprocess.DEVNULL,
+                env=environment,
+            )
+        except OSError as error:
+            os.close(self.shared_fd)
+            raise FinetuneError(f"The optimizer process cannot be started: {error.strerror}.") from error
         theirs.close()
         self._connection = Connection(ours.detach())
         self._thread: threading.Thread | None = None
