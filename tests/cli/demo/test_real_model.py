@@ -5,6 +5,7 @@
 
 import json
 import math
+import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -220,3 +221,23 @@ def test_preferences_are_learned_as_in_a_plain_loop(model: Path, checkpoint: Pat
     losses = json.loads(report.read_text())["losses"]
     assert losses == pytest.approx(expected, rel=1e-4)
     assert losses[0] == pytest.approx(math.log(2), rel=1e-5) and losses[1] < losses[0] - 0.02
+
+
+def test_a_long_row_in_chunks_of_two_sizes(checkpoint: Path, tmp_path: Path) -> None:
+    """``LONG_ROW=65536`` makes the row longer; its text is made by a rule."""
+    length, losses = int(os.environ.get("LONG_ROW", "256")), []
+    text = "".join(f"{n} plus {n * n % 97} is {n + n * n % 97}. " for n in range(length // 8))
+    ids = AutoTokenizer.from_pretrained(checkpoint)(text, return_tensors="pt")["input_ids"][:, :length]
+    assert ids.shape[1] == length
+    adapters = LoraConfig(r=8, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM")
+    for chunk in (length // 4, length * 3 // 16):
+        options = {"dtype": "fp32", "lr": 2e-4, "batch_shape": (1, length), "device": "cpu", "chunk": chunk}
+        with fuyou.Engine(checkpoint, ssd=tmp_path, adapters=adapters, overwrite=True, **options) as engine:
+            for _ in range(2 if length < 1024 else 1):
+                engine(input_ids=ids, labels=ids).loss.backward()
+                losses.append(engine.step().loss)
+            print(
+                f"{length} tokens in chunks of {chunk}: loss {losses[-1]:.8f}, {engine.host_peak_bytes / 2**30:.2f} GiB"
+            )
+    half = len(losses) // 2
+    assert losses[:half] == pytest.approx(losses[half:], rel=1e-6)
