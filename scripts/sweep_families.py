@@ -108,19 +108,20 @@ def summary(findings: list[Finding]) -> str:
 @click.option("--bf16", is_flag=True, help="Compute in bf16.")
 @click.option("--lora", is_flag=True, help="Train adapters.")
 @click.option("--micro-batches", type=click.IntRange(1), default=1, show_default=True)
+@click.option("--chunk", type=click.IntRange(1), help="Tokens of a row that are computed at once.")
 @click.option("--unproven", is_flag=True, help="Without the engine's own proof: shows what that refuses.")
 @click.option("--jobs", type=click.IntRange(1), default=1, show_default=True, help="Families at a time.")
 @click.option("--seconds", default=60.0, show_default=True, help="That a family may take.")
 @click.option("--json", "json_path", type=click.Path(path_type=Path), help="Write the findings here.")
 @click.option("--write", type=click.Path(path_type=Path), help="Write a page with all findings here.")
 def main(
-    names: str | None, part: str | None, packed: bool, bf16: bool, lora: bool, micro_batches: int, unproven: bool,
-    jobs: int, seconds: float, json_path: Path | None, write: Path | None,
+    names: str | None, part: str | None, packed: bool, bf16: bool, lora: bool, micro_batches: int, chunk: int | None,
+    unproven: bool, jobs: int, seconds: float, json_path: Path | None, write: Path | None,
 ) -> None:  # fmt: skip
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     began = time.monotonic()
-    mode = Mode(packed, bf16, lora, micro_batches, unproven)
+    mode = Mode(packed, bf16, lora, micro_batches, chunk, unproven)
     findings = sweep(names_of(names, part), mode, jobs, seconds)
     if json_path is not None:
         json_path.write_text(json.dumps([finding.to_dict() for finding in findings], indent=1), encoding="utf-8")

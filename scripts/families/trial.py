@@ -39,12 +39,14 @@ class Mode:
     bf16: bool = False
     lora: bool = False
     micro_batches: int = 1
+    chunk: int | None = None  # Tokens of a row that are computed at once
     unproven: bool = False  # Whether the engine leaves out its own proof, so that what that would refuse is seen
 
     @property
     def name(self) -> str:
         words = [word for word, on in (("packed", self.packed), ("bf16", self.bf16), ("lora", self.lora)) if on]
-        return " ".join(words + ([f"{self.micro_batches} micro-batches"] if self.micro_batches > 1 else [])) or "plain"
+        words += [f"{self.micro_batches} micro-batches"] if self.micro_batches > 1 else []
+        return " ".join(words + ([f"chunks of {self.chunk}"] if self.chunk else [])) or "plain"
 
     @property
     def rows(self) -> int:
@@ -116,7 +118,7 @@ class _Trial:
         self._name, self._mode, self._work, self._finding = name, mode, work, finding
         # Where the same operators run, the same bits come out, and Adam's ordinary epsilon is the sharpest test. Where
         # they do not, it would make updates of the learning rate's size out of gradients that are rounding alone.
-        blunt = mode.packed or mode.micro_batches > 1
+        blunt = mode.packed or mode.micro_batches > 1 or mode.chunk is not None
         self._rate = {"lr": 1e-3, "weight_decay": 0.1, "eps": 1e-2 if blunt else 1e-6}
         self._dtype = torch.bfloat16 if mode.bf16 else torch.float32
 
@@ -155,7 +157,8 @@ class _Trial:
     # -- both ways --------------------------------------------------------------------------------------------------
 
     def _checkpoint(self) -> Path:
-        config = small_config(self._name, dropout=self._mode.micro_batches == 1 and not self._mode.packed)
+        mode = self._mode
+        config = small_config(self._name, dropout=mode.micro_batches == 1 and not (mode.packed or mode.chunk))
         torch.manual_seed(7)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         generator = torch.Generator().manual_seed(8)
@@ -184,7 +187,7 @@ class _Trial:
         mode = self._mode
         return fuyou.Engine(
             checkpoint, ssd=[self._work / "ssd"], dtype="bf16" if mode.bf16 else "fp32", host_memory="1GiB",
-            host_cache=0, batch_shape=(mode.rows, TOKENS), micro_batch=mode.micro,
+            host_cache=0, batch_shape=(mode.rows, TOKENS), micro_batch=mode.micro, chunk=mode.chunk,
             adapters=AdapterOptions(rank=4) if mode.lora else None, lr=self._rate["lr"], eps=self._rate["eps"],
             weight_decay=self._rate["weight_decay"], prove=not mode.unproven,
             packed=mode.packed,
