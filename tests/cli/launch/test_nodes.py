@@ -414,6 +414,6 @@ def test_the_first_of_slurms_nodes(nodes: str, first: str) -> None:
     (["--demo", "--nodes", "2"], "finetune demo has no --nodes"),
 ])  # fmt: skip
 def test_options_that_do_not_go_together(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*([] if "--demo" in words else ["--model", "m", "--data", "random"]), *words]) == 2
+    assert main([*([] if "--demo" in words else ["--model", "llama-10m", "--data", "random"]), *words]) == 2
     err = capsys.readouterr().err
     assert message in err and err.count("\n") == 1
