@@ -15,6 +15,7 @@ import torch
 from transformers import xLSTMConfig
 
 import fuyou
+from common.docstrings import attribute_docstrings
 from common.files import preset_files
 from fuyou.config import OPTION_NAMES, EngineConfig, EngineOptions
 from fuyou.option_groups import MemoryConfig, OptimizerConfig, StoreConfig, WeightsConfig
@@ -31,7 +32,7 @@ def test_what_the_package_shows_completes_and_explains() -> None:
     assert set(parameters) == {"model", "config", *OPTION_NAMES}
     assert parameters["ssd"].default is inspect.Parameter.empty and parameters["lr"].default == 1e-5
     shown = " ".join((inspect.getdoc(fuyou.Engine) or "").split())
-    assert "commit_every: Steps from one commit to the next" in shown
+    assert f"commit_every: {attribute_docstrings(StoreConfig)['commit_every']}" in shown
     assert not [name for name in OPTION_NAMES if f" {name}: " not in shown]
     declared: dict[str, Any] = {}
     for group in (
