@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException
-from torch.overrides import TorchFunctionMode
 
 from common.data.documents import Documents
 from common.models.meta_model import build_meta_model
@@ -14,6 +13,7 @@ from fuyou.model.loss.cross_entropy import cross_entropy
 from fuyou.model.streamed_model import HOST_POSITIONS, StreamedModel
 from fuyou.pieces import grouped_experts
 from fuyou.runtime.compute.token_computation import TokenPass
+from tests.helpers.attention_calls import AttentionCalls, takes_math
 from tests.helpers.cuda_branch import cuda_branch
 from tests.helpers.fake_cuda import CUDA, fake_cuda
 from tests.helpers.models.families import FAMILIES, MIXED, family_config
@@ -77,30 +77,6 @@ def test_what_a_callers_loss_is_made_of_is_uploaded_without_a_wait() -> None:
     with fake_cuda():
         moved = [take(slice(0, 1), slice(0, 5), CUDA) for take in (passing.tokens, passing.gradients_of)]
     assert [value.device for values in moved for value in values.values()] == [CUDA, CUDA]
-
-
-class AttentionCalls(TorchFunctionMode):
-    """Notes the arguments of each call of PyTorch's attention."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.nn.functional.scaled_dot_product_attention:
-            self.calls.append((args, kwargs or {}))
-        return func(*args, **(kwargs or {}))
-
-
-def takes_math(
-    query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, is_causal: bool = False, **_: Any
-) -> bool:
-    """PyTorch 2.11's rules on sm_86, 89, 90, and 120, where cuDNN's kernel is not taken."""
-    width, aligned = query.shape[-1], 16 // query.dtype.itemsize
-    equal = width == key.shape[-1] == value.shape[-1] and query.dtype.itemsize == 2
-    flash = attn_mask is None and equal and (width <= 192 or (224 < width <= 256 and not dropout_p))
-    efficient = query.shape[1] == key.shape[1] and width % aligned == value.shape[-1] % aligned == 0
-    return not (flash or efficient)
 
 
 @pytest.mark.parametrize("dtype", [BF16, torch.float32])

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.fuyou.test_fake_cuda import AttentionCalls, takes_math
+from tests.helpers.attention_calls import AttentionCalls, takes_math
 from tests.helpers.cuda_branch import cuda_branch
 from tests.helpers.processes import forked
 

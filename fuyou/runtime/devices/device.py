@@ -311,7 +311,7 @@ def memory_limits(
         )
     if wanted is None:
         available = memory_available_bytes()
-        wanted = max(0, available - max(available // 5, _PROCESS_BYTES))
+        wanted = available - max(available // 5, min(available // 3, _PROCESS_BYTES))
     host_limit = wanted // ranks_per_node
     free = device.memory_limit()
     device_limit = free if device_memory is None else parse_bytes(device_memory)
