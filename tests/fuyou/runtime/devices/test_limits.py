@@ -40,7 +40,7 @@ def test_only_a_users_own_budget_caps_the_allocator(card: CudaDevice, monkeypatc
 def test_the_default_budget_of_a_small_control_group_leaves_room_for_the_processes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for available, budget in ((100 * GIB, 80 * GIB), (500 << 20, 244 << 20), (1 << 20, 0)):
+    for available, budget in ((100 * GIB, 80 * GIB), (GIB, 768 << 20), (300 << 20, 200 << 20)):
         monkeypatch.setattr("fuyou.runtime.devices.device.memory_available_bytes", lambda now=available: now)
         assert memory_limits(CpuDevice(), None, None)[0] == budget
 
