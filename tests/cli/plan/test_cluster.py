@@ -9,6 +9,7 @@ from common.models.presets import load_config
 from fcdp.planner import Workload, estimate, load_cluster
 from fcdp.strategy.mesh import Levels
 from fcdp.strategy.strategy import parse_strategy
+from tests.helpers.processes.pairs import with_data
 
 A800 = ["--plan", "--cluster", "a800-hdr", "--model", "llama-7b"]
 
@@ -91,18 +92,18 @@ def test_order_of_nodes_under_leaf_switches(capsys: pytest.CaptureFixture[str], 
     ([*A800, "--levels", "8,4", "--nodes", "8"], "--levels 8,4 has 4 where --nodes says 8"),
     ([*A800, "--strategy", "zero4"], "Did you mean 'zero"),
     (["--plan", "--cluster", "a40-edr", "--model", "llama-7b", "--gpus-per-node", "3"], "fastest level"),
-    (["--model", "m", "--nodes", "2", "--cluster", "a800-hdr", "--strategy", "zero3"], "give --strategy auto, or none"),
-    (["--model", "m", "--nodes", "1", "--gpus-per-node", "2", "--strategy", "GGI"], "sharded less finely"),
-    (["--model", "m", "--nodes", "1", "--gpus-per-node", "3", "--strategy", "2x1/2x1/2x1"], "does not divide"),
-    (["--model", "m", "--nodes", "1", "--gpus-per-node", "2", "--strategy", "zero-topo"], "there is no pair"),
-    (["--model", "m", "--nodes", "1", "--gpus-per-node", "2", "--levels", "2,2,2"], "--levels 2,2,2 has 2"),
-    (["--model", "m", "--levels", "2,2,2"], "add --nodes"),
+    (["--model", "llama-10m", "--nodes", "2", "--cluster", "a800-hdr", "--strategy", "zero3"], "give --strategy auto"),
+    (["--model", "llama-10m", "--nodes", "1", "--gpus-per-node", "2", "--strategy", "GGI"], "sharded less finely"),
+    (["--model", "llama-10m", "--nodes", "1", "--gpus-per-node", "3", "--strategy", "2x1/2x1/2x1"], "does not divide"),
+    (["--model", "llama-10m", "--nodes", "1", "--gpus-per-node", "2", "--strategy", "zero-topo"], "there is no pair"),
+    (["--model", "llama-10m", "--nodes", "1", "--gpus-per-node", "2", "--levels", "2,2,2"], "--levels 2,2,2 has 2"),
+    (["--model", "llama-10m", "--levels", "2,2,2"], "add --nodes"),
     ([*A800, "--ssd", "/tmp"], "leave --ssd out"),
     ([*A800, "--trace", "x.json"], "--trace changes nothing in a plan for a cluster"),
     ([*A800, "--host-memory", "64GiB"], "--host-memory changes nothing"),
 ])  # fmt: skip
 def test_rejects_in_one_line(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(words) == 2
+    assert main(with_data(words)) == 2
     err = capsys.readouterr().err
     assert err.count("\n") == 1
     assert message in err

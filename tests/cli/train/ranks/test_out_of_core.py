@@ -45,6 +45,6 @@ def test_a_killed_rank_and_an_exported_model(pair: Pair, checkpoint: Path, data:
 def test_options_that_do_not_go_together(
     words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["--model", "m", "--data", "random", "--nodes", "1", "--ssd", str(tmp_path), *words]) == 2
+    assert main(["--model", "llama-10m", "--data", "random", "--nodes", "1", "--ssd", str(tmp_path), *words]) == 2
     err = capsys.readouterr().err
     assert message in err and err.count("\n") == 1
