@@ -2,10 +2,10 @@
 
     python scripts/gpu_check.py --ssd DIR --output DIR --device-memory 24GiB --minutes 9
 
-Sections, those first that say whether the numbers are right: ``machine`` (``finetune --check``), ``exactness`` (the
+Sections, those first that say whether the numbers are right: ``machine`` (``finetune check``), ``exactness`` (the
 engine against a plain in-memory loop on the GPU), ``command`` (``finetune`` on packed chats: on the GPU and on the CPU,
 killed and resumed, in pieces, int8, nf4, FP8, kvikio, memory at its limit), ``ranks`` (FCDP, two ranks on the one GPU),
-``limits`` (``finetune --profile``), ``engine:PRESET`` (training speed at several batch sizes, what bounds it, and the
+``limits`` (``finetune profile``), ``engine:PRESET`` (training speed at several batch sizes, what bounds it, and the
 GPU's timeline). Each runs in a separate process and gets its share of the time that is left, so that neither a crash
 nor a slow section costs the others their figures. results.json and results.md in the output directory grow as figures
 come in.

@@ -1,4 +1,4 @@
-"""The planned figures in README.md, docs/benchmarks.md and docs/machines.md: ``finetune --plan`` for each row.
+"""The planned figures in README.md, docs/benchmarks.md and docs/machines.md: ``finetune plan`` for each row.
 
 python scripts/plan_tables.py            prints all tables; takes about three minutes
 python scripts/plan_tables.py --write    puts the six machines into docs/machines.md instead
@@ -27,10 +27,10 @@ BEGIN, END = "<!-- planned: written by scripts/plan_tables.py -->", "<!-- end of
 
 
 def planned(options: str) -> dict[str, Any]:
-    """Return the JSON of ``finetune --plan`` with these options."""
+    """Return the JSON of ``finetune plan`` with these options."""
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
-        finetune(["--plan", *shlex.split(options), "--json"])
+        finetune(["plan", *shlex.split(options), "--json"])
     content: dict[str, Any] = json.loads(out.getvalue())
     return content
 
@@ -51,7 +51,7 @@ class LargeModel:
     """A model to train on one card."""
 
     title: str
-    options: str  # Options of ``finetune --plan`` in addition to :data:`CARD`
+    options: str  # Options of ``finetune plan`` in addition to :data:`CARD`
 
     def readme_row(self, plan: dict[str, Any]) -> str:
         """Return the row of README.md."""
@@ -77,6 +77,12 @@ LARGE_MODELS = (
     LargeModel("Qwen3-30B-A3B, all weights",
                "--ssds 4 --host-memory 64GiB --model qwen3-30b-a3b --batch-size 64 --seq-len 2048"),
     LargeModel("GPT-3 805B, LoRA, nf4", f"--ssds 4 --host-memory 128GiB --model gpt3-805b {_LORA}"),
+    LargeModel("Llama-3-8B, all weights, one row of 128 K tokens",
+               "--ssds 4 --host-memory 128GiB --model llama-3-8b --batch-size 1 --seq-len 131072"),
+    LargeModel("Llama-3-8B, all weights, one row of 512 K tokens",
+               "--ssds 4 --host-memory 128GiB --model llama-3-8b --batch-size 1 --seq-len 524288"),
+    LargeModel("Llama-3-8B, all weights, one row of 1 M tokens",
+               "--ssds 4 --host-memory 128GiB --model llama-3-8b --batch-size 1 --seq-len 1048576"),
 )  # fmt: skip
 
 
@@ -125,7 +131,7 @@ MACHINES = (
 )  # fmt: skip
 
 HEADER = """\
-| machine, options of `finetune --plan` | run | step | tokens/s | bound by | SSDs | written per day (days of warranty) |
+| machine, options of `finetune plan` | run | step | tokens/s | bound by | SSDs | written per day (days of warranty) |
 |---|---|---|---|---|---|---|
 """
 

@@ -3,7 +3,7 @@
     python scripts/reproduce_strategies.py           # tables, choices, and every published value next to the planned
     python scripts/reproduce_strategies.py --json    # the values alone
 
-Pure computing, a minute. Strategies, memory, volumes and times are those of ``finetune --plan``, clusters those of
+Pure computing, a minute. Strategies, memory, volumes and times are those of ``finetune plan``, clusters those of
 ``configs/clusters``; ``published/cases.py`` says how each paper's runs are read.
 
 * PaRO, table 1: which of the 14 strategies are worth having at which ratio of trainable parameters; table 2: memory;

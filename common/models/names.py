@@ -15,8 +15,10 @@ def check_model(name: str) -> None:
         UserError: it is none of them.
     """
     directory = Path(name).expanduser()
+    if find_gguf(directory) or (directory / "config.json").is_file():
+        return
     presets = preset_files("models")
-    if find_gguf(directory) or (directory / "config.json").is_file() or name in presets:
+    if name in presets:
         return
     if directory.is_dir():
         raise UserError(_not_a_checkpoint(directory))

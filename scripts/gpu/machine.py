@@ -1,4 +1,4 @@
-"""What the machine is, and what it can do at most: what ``finetune --check`` and ``--profile`` say."""
+"""What the machine is, and what it can do at most: what ``finetune check`` and ``finetune profile`` say."""
 
 import subprocess
 import sys

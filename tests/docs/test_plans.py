@@ -1,4 +1,4 @@
-"""One of the plans in README and docs is still what ``finetune --plan`` prints."""
+"""One of the plans in README and docs is still what ``finetune plan`` prints."""
 
 from tests.helpers.doc_blocks import ROOT
 from tests.helpers.scripts import load_script
@@ -13,5 +13,5 @@ def test_a_planned_row_is_still_what_is_planned() -> None:
     assert model.docs_row(plan) in docs
     assert all(f"* {text}" in docs for text in plan["assumptions"])
     for text in (readme, docs):
-        assert f"finetune --plan {script.CARD}" in text
+        assert f"finetune plan {script.CARD}" in text
         assert all(row.title in text for row in script.LARGE_MODELS)

@@ -26,7 +26,7 @@ MIXTURES = {
 EXPECTED = [
     *(f"gpt3-{size}" for size in ["1.3b", "2.7b", "13b", "33b", "65b", "135b", "175b", "276b", "412b", "805b"]),
     *(f"gpt-{size}" for size in ["10b", "15b", "20b", "25b", "30b"]),
-    *(f"llama-{size}" for size in ["10m", "7b", "13b", "30b", "65b"]),
+    *(f"llama-{size}" for size in ["10m", "7b", "3-8b", "13b", "30b", "65b"]),
     *("gpt-neox-10b", "gpt-neox-20b", "gpt2-125m", "gpt2-350m"),
 ]
 
