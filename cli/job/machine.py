@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -42,12 +43,21 @@ def directories_at_hand(settings: Settings, writable: bool = True) -> list[Path]
     return usable_directories([Path(word).expanduser() for word in settings.ssd] or [existing], writable)
 
 
-def sequence_length(requested: int | None, config: PreTrainedConfig) -> int:
-    """Return the tokens per sequence, from ``--seq-len`` or by default."""
+def sequence_length(requested: int | None, config: PreTrainedConfig, *, only_planned: bool = False) -> int:
+    """Return the tokens per sequence, from ``--seq-len`` or by default.
+
+    Args:
+        only_planned: warn where a run would be rejected.
+
+    Raises:
+        UserError: longer than the model's context.
+    """
     context = getattr(config.get_text_config(), "max_position_embeddings", None) or math.inf
     if requested is None:
         return int(min(DEFAULT_SEQ_LEN, context))
-    if requested > context:
+    if requested > context and only_planned:
+        print(f"Only a plan: --seq-len {requested} is longer than the model's context of {context}.", file=sys.stderr)
+    elif requested > context:
         raise UserError(
             f"--seq-len {requested} is longer than the model's context of {context} tokens: give --seq-len {context}, "
             "or raise max_position_embeddings in its config.json, with the rope_parameters that this takes."
@@ -75,7 +85,7 @@ def training_of(settings: Settings) -> TrainingJob:
     return describe_training(
         planned_config(settings, config) if settings.traits.classifies else settings.model,
         settings.batch_size * settings.traits.rows,
-        sequence_length(settings.seq_len, config),
+        sequence_length(settings.seq_len, config, only_planned=settings.drive is not None),
         precision=precision_of(settings),
         clips=waits,
         direct_reads=settings.io == "kvikio",

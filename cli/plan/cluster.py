@@ -1,7 +1,6 @@
 """Plan for a cluster: every sharding strategy that fits, its costs, and the fastest."""
 
 import json
-import sys
 
 from cli.job.machine import sequence_length, trainable_parameters
 from cli.job.strategy import cluster_of
@@ -47,12 +46,7 @@ def _workload(settings: Settings, batch_size: int | None, cluster: Cluster) -> W
             f"--batch-size {batch} is not a multiple of {at_once}: {micro_batch} at once on each of "
             f"{cluster.levels.world_size} ranks. Take {max(1, round(batch / at_once)) * at_once}."
         )
-    context = getattr(config.get_text_config(), "max_position_embeddings", None)
-    seq_len, ratio = settings.seq_len, 1.0
-    if seq_len is None or context is None or seq_len <= context:
-        seq_len = sequence_length(seq_len, config)
-    else:  # as the papers' workloads
-        print(f"Only a plan: --seq-len {seq_len} is longer than the model's context of {context}.", file=sys.stderr)
+    seq_len, ratio = sequence_length(settings.seq_len, config, only_planned=True), 1.0
     if settings.trains_adapters:
         model = build_meta_model(config)
         parameters = sum(parameter.numel() for parameter in model.parameters())
