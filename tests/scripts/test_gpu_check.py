@@ -43,6 +43,7 @@ def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tupl
     return run
 
 
+@pytest.mark.slow
 def test_the_script_starts_on_its_own(tmp_path: Path) -> None:
     """From any directory, and without our packages on Python's path."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}

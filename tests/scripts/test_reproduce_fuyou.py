@@ -119,6 +119,7 @@ def test_published_figures_from_the_command_line() -> None:
         assert 1 <= row["planned"] < 1.03  # "nearly optimal predictions"
 
 
+@pytest.mark.slow
 def test_tokens_per_dollar_rise_to_six_drives_and_fall_to_twelve() -> None:
     """Figure 10a for 175B on a 4090. The plans with 4 to 6 drives are less than 2% apart; 5 has the most."""
     two, three, five, six, twelve = (tokens_per_dollar(drives) for drives in (2, 3, 5, 6, 12))

@@ -111,6 +111,7 @@ def test_the_runs_that_are_killed_have_everything(whole: tuple[list[str], dict[s
     assert steps == ([0, 2, 4] if "--patience" in words else [0, 2, 4, 6, 8])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("whole", "place"), CASES, indirect=["whole"], ids=str)
 def test_a_run_killed_anywhere_leaves_what_one_does_that_was_not(
     place: tuple[Any, str, int], whole: tuple[list[str], dict[str, object]], finetune: Finetune, tmp_path: Path

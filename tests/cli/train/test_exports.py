@@ -96,7 +96,7 @@ RUNS: dict[str, tuple[str, str, tuple[Any, ...]]] = {  # model, objective, optio
 }
 
 
-@pytest.mark.parametrize("ranks", [False, True], ids=["alone", "ranks in memory"])
+@pytest.mark.parametrize("ranks", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["alone", "ranks in memory"])
 @pytest.mark.filterwarnings("ignore")
 def test_exports_evaluate_to_what_the_run_evaluated(
     ranks: bool, finetune: Finetune, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
