@@ -45,7 +45,6 @@ def load_config(model: str | os.PathLike[str] | PreTrainedConfig) -> tuple[PreTr
     name = os.fspath(model)
     check_model(name)
     directory = Path(name).expanduser()
-    presets = preset_files("models")
     gguf = find_gguf(directory)
     if gguf is not None:
         return load_config(dequantized(gguf))
@@ -54,6 +53,7 @@ def load_config(model: str | os.PathLike[str] | PreTrainedConfig) -> tuple[PreTr
         _refuse_unsupported(config, name)
         accept_config(config, name, has_weights=True)
         return config, directory
+    presets = preset_files("models")
     if name in presets:
         fields = tomllib.loads(presets[name].read_text(encoding="utf-8"))
         return AutoConfig.for_model(**fields), None
