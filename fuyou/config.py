@@ -107,7 +107,7 @@ class EngineConfig:
     """Where blocks compute: ``"auto"``, which is the first GPU, or the CPU where PyTorch can use none; ``"cpu"``; a
     CUDA device (``"cuda:1"``); or an object that does what :class:`fuyou.runtime.devices.device.Device` says."""
     dtype: str = AUTO
-    """What blocks compute in; auto: the faster on the device. Master weights are fp32 either way.
+    """What blocks compute in; auto: the faster on the device. Master weights are fp32, or 24 bits with adamw8bit.
 
     A run that is continued computes in what it began with; of several ranks, the first one's device decides."""
     seed: int = 0

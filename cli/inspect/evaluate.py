@@ -70,6 +70,8 @@ class _AdaptedWeights:
 
 def merge_adapter(settings: Settings) -> None:
     """Write the checkpoint of ``--model`` with ``--adapter`` merged into it to ``--output``, block by block."""
+    if not settings.model:
+        raise UserError("Give the model that --adapter was made for: finetune export --model DIR --adapter DIR.")
     quiet_transformers()
     settings, output = with_dtype(settings), settings.output_directory
     config, checkpoint = load_config(settings.model)

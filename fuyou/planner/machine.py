@@ -210,6 +210,8 @@ def profiled_machine(
         store_bytes: space in all of them together; None to ignore it.
     """
     drives = f"the drive{'s' if len(directories) > 1 else ''} at hand"
+    at_first = profile.write_bytes_per_second == profile.burst_write_bytes_per_second
+    assumptions = ("drives keep writing as fast as at first: finetune profile measures what follows",)
     return Machine(
         profile.device,
         drives,
@@ -221,6 +223,7 @@ def profiled_machine(
         warranted_bytes(directories),
         cpu=cpu,
         all_flops=False,
+        assumptions=assumptions if at_first else (),
         profile=profile,
     )
 

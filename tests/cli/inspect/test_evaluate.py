@@ -79,3 +79,9 @@ def test_the_checkpoint_of_a_run_from_its_output_alone(finetune: Finetune, check
     assert done.status == 0 and "as step 1 of 1 left it" in done.out, done.err
     saved, exported = (AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("saved", "kept"))
     assert all(torch.equal(value, exported.state_dict()[name]) for name, value in saved.state_dict().items())
+
+
+def test_adapters_without_their_model_are_rejected(finetune: Finetune, adapter: Path, tmp_path: Path) -> None:
+    outcome = finetune("export", "--adapter", adapter, "--output", tmp_path)
+    assert outcome.status == 2
+    assert "Give the model that --adapter was made for" in outcome.err

@@ -12,7 +12,7 @@ from emulated.device import emulated_device
 from transformers import LlamaConfig
 
 from common.errors import UserError
-from fuyou.planner import PlannerContext, choose_settings, describe_training, profile_or_measure
+from fuyou.planner import PlannerContext, choose_settings, describe_training, profile_or_measure, profiled_machine
 from fuyou.planner.profiling import Profile, ProfiledWorkload, save
 from fuyou.runtime.devices.device import CpuDevice
 from fuyou.schedule.memory_planner import MemoryPlanner
@@ -75,3 +75,11 @@ def test_the_profile_at_hand_decides(tmp_path: Path, monkeypatch: pytest.MonkeyP
     two_layers = replace(job, activation_policy=replace(choice.activation_policy, layers=2))
     fixed = choose_settings(PlannerContext(two_layers, device, LIMITS, [tmp_path]))
     assert fixed is not None and fixed.activation_policy.layers == 2
+
+
+def test_a_plan_says_that_writes_were_measured_at_first_only() -> None:
+    at_first = replace(PROFILE, write_bytes_per_second=PROFILE.burst_write_bytes_per_second)
+    for profile, assumptions in ((PROFILE, 0), (at_first, 1)):
+        machine = profiled_machine(profile, False, 1 << 30, 1 << 30, [Path(".")], None)
+        assert len(machine.assumptions) == assumptions
+        assert all("finetune profile" in text for text in machine.assumptions)
