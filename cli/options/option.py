@@ -117,7 +117,7 @@ def option_fields(cls: type) -> list[dataclasses.Field[Any]]:
 
 
 def spelled(name: str) -> str:
-    """Return a field's name as it is typed."""
+    """Return a field's name as typed."""
     return f"--{name.replace('_', '-')}"
 
 
@@ -190,11 +190,11 @@ class GroupedOption(click.Option):
 
     @property
     def plain_default(self) -> Any:
-        """Its value where nobody gives one; None: none."""
+        """Its value where none is given; None: none."""
         return self.to_info_dict()["default"]
 
     def typed(self, value: Any) -> str:
-        """Return it with a value, as it is typed."""
+        """Return it with a value, as typed."""
         if self.is_flag:
             return (self.opts if value else self.secondary_opts)[0]
         if value in (None, (), []):
@@ -334,7 +334,7 @@ def parse_days(text: str) -> float:
 
 
 def check_column(text: str) -> str:
-    """Return ``prompt=question`` as it is."""
+    """Return ``prompt=question`` unchanged."""
     name, equals, column = text.partition("=")
     if not (name and equals and column):
         raise UserError(f"{text!r} is not NAME=COLUMN, as in prompt=question.")

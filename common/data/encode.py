@@ -273,7 +273,7 @@ class Encoder:
     def _fitted(
         self, parts: list[TokenizedAnswer], where: str, continues: bool, ends: bool = True
     ) -> Iterator[EncodedSegment]:
-        """Yield what of a record goes into rows; one that ``continues`` in the next row goes there as it is."""
+        """Yield what of a record goes into rows; one that ``continues`` in the next row goes there unchanged."""
         check_vocabulary((max(part.ids, default=0) for part in parts), self._vocab_size, self.tokenizer, where)
         for part in parts if continues else self.fitting.fit(parts, where):
             trained = np.ones(len(part.ids), bool) if self._every_token else np.array(part.trained, dtype=bool)

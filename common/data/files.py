@@ -12,7 +12,7 @@ from common.errors import UserError, did_you_mean
 from common.files import no_data_file
 from common.hub import is_hub_name, may_download
 
-TRAIN = "train"  # Split that a name without one stands for
+TRAIN = "train"  # Split of a name without one
 
 # Files in which `datasets` describes a data set.
 _ABOUT_DATA = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json")
@@ -111,7 +111,7 @@ def _data_below(directory: Path) -> list[Path]:
 def _hub_files(name: str) -> list[Path]:
     """Return the files of a hub's data set, from the local caches; it is fetched if that is allowed.
 
-    What was fetched as it is (``hf download --repo-type dataset``) is read where it lies, by the rules of ``datasets``
+    What was fetched unchanged (``hf download --repo-type dataset``) is read where it lies, by the rules of ``datasets``
     about which file belongs to which split. What ``datasets`` has prepared itself is taken where that is not there.
     """
     import huggingface_hub

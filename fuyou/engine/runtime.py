@@ -118,7 +118,7 @@ class Runtime:
         size = plan.batch.micro_rows, plan.batch.columns
         recomputation, operators = self._keeping.recomputation(*size), self._keeping.saved(*size).operators
         if plan.batch.chunks > 1:  # nothing but keys and values is saved
-            recomputation, operators = replace(recomputation, layers=frozenset(), saved=0.0), ()
+            recomputation, operators = recomputation.saving_nothing(), ()
         self.recomputations = BlockReplay(recomputation.layers, operators, plan.kept_bytes)
         self.scheduler = Scheduler(
             self._shape,

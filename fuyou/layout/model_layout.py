@@ -359,6 +359,10 @@ class Recomputation:
     saved: float = 0.0  # Fraction of the forward pass's FLOPs that is not computed again in these blocks
     unneeded: float = 0.0  # Fraction that is not computed again in all other blocks: what no backward pass reads
 
+    def saving_nothing(self) -> "Recomputation":
+        """Return it for blocks that save their input alone."""
+        return replace(self, layers=frozenset(), saved=0.0)
+
     def fraction(self, layer: int) -> float:
         """Return the fraction of a block's forward FLOPs that is computed again."""
         return 1.0 - (self.saved if layer in self.layers else self.unneeded)

@@ -269,7 +269,7 @@ class Evaluator:
         activations, updates = self.activation_planner(candidate), self.update_policy(candidate)
         counted = activations.recomputation(batch.micro_rows, batch.columns)
         if batch.chunks > 1:  # nothing but keys and values is saved
-            counted = replace(counted, layers=frozenset(), saved=0.0)
+            counted = counted.saving_nothing()
         recomputation = self._timed_recomputation(candidate, counted)
         saved_bytes = activations.saved(batch.micro_rows, batch.columns).nbytes if counted.layers else 0
         saving_seconds = self._saving_seconds_per_token(saved_bytes, batch.micro_tokens)

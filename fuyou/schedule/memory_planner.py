@@ -69,19 +69,16 @@ class MemoryPlanner:
         Raises:
             UserError: if not even one buffer of each kind fits; says how much would. Or rows cannot pass in chunks.
         """
-        obstacle = self._chunk_obstacle(loss)
-        if chunk is None:
+        if chunk is None or chunk >= seq_len:
             try:
                 return self._plan(self._whole_rows(rows, seq_len, micro_rows, loss))
             except UserError:
                 sizes = [size for power in range(10, 40) if (size := 1 << power) < seq_len]
-                if obstacle is not None or not sizes:
+                if chunk is not None or not sizes or self._chunk_obstacle(loss) is not None:
                     raise
-        elif chunk >= seq_len:
-            return self._plan(self._whole_rows(rows, seq_len, micro_rows, loss))
-        elif obstacle is None:
-            sizes = [chunk]
         else:
+            sizes = [chunk]
+        if chunk is not None and (obstacle := self._chunk_obstacle(loss)) is not None:
             longest = self._longest_row(seq_len, loss)
             raise UserError(
                 f"Rows cannot pass in chunks {obstacle}. The longest row that fits whole has {longest:,} tokens: leave "
@@ -90,7 +87,7 @@ class MemoryPlanner:
         return self._plan([Batch(rows, seq_len, 1, loss, chunk=size) for size in reversed(sizes)])
 
     def _chunk_obstacle(self, loss: LossInputs) -> str | None:
-        """Return why rows cannot pass in chunks; None if they can."""
+        """Return why rows cannot pass in chunks; None if they can. Runs the blocks of a new model without values."""
         shape = self.shape
         obstacles = {
             "on several ranks": shape.share.world_size > 1,
@@ -158,7 +155,7 @@ class MemoryPlanner:
     def _fit(self, counter: MemoryCounter, batch: Batch, device: BufferCounts) -> MemoryPlan | None:
         """Return the best plan with the device buffers ``device``; None if none fits."""
         saved = self._saved_buffers(batch)
-        device = self._needed(_with_saved(device, saved, 1 if batch.chunks > 1 else 2))
+        device = self._needed(_with_saved(device, saved, batch))
         widths = [
             columns
             for columns in _head_ladder(batch)
@@ -212,9 +209,7 @@ class MemoryPlanner:
             self._needed(counts), host_activations=2, host_adapters=adapters, host_adapter_gradients=passing
         )
         plans = [
-            counter.count(
-                batch, _with_saved(counts, self._saved_buffers(batch), 1 if batch.chunks > 1 else 2), ring, columns
-            )
+            counter.count(batch, _with_saved(counts, self._saved_buffers(batch), batch), ring, columns)
             for batch in batches
             for columns in _head_ladder(batch)
         ]
@@ -386,9 +381,10 @@ def _device_ladder(pieces: bool) -> Iterator[BufferCounts]:
     yield BufferCounts(device_blocks=1, device_block_gradients=1, device_activations=4)
 
 
-def _with_saved(counts: BufferCounts, saved: int, fewest: int = 2) -> BufferCounts:
-    """Return ``counts`` with the fewest buffers that let ``saved`` outputs pass: two on the device, two on the host."""
-    near = min(saved, fewest)
+def _with_saved(counts: BufferCounts, saved: int, batch: Batch) -> BufferCounts:
+    """Return ``counts`` with the fewest buffers that let ``saved`` outputs pass: two on the host, and two on the device
+    (one for the keys and values of a row in chunks)."""
+    near = min(saved, 1 if batch.chunks > 1 else 2)
     return replace(counts, device_kept=near, host_kept=2 if saved > near else 0)
 
 

@@ -31,6 +31,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from common.hardware import kernels_of
 from common.models.attention import varlen
+from common.models.attention.documents import empty_results, statistics_dtype
 
 BY_CHUNK = "by_chunk"
 """The name under which transformers knows this."""
@@ -45,7 +46,7 @@ _aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class ChunkMask:
-    """What the queries of a chunk see of the tokens before them: what stands for a mask."""
+    """What the queries of a chunk see of the tokens before them: in the place where transformers has a mask."""
 
     offset: int  # Number of tokens of the row before the chunk
     window: int = 0  # Number of tokens that a token sees, itself included; 0: all
@@ -218,7 +219,7 @@ class _ChunkCall(NamedTuple):
 
     def _scores(self, tile: _Tile, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the scores of a tile, ``[B, G, H / G * queries, keys]``, and their cap's derivatives."""
-        scores = (_grouped(q, k) @ k.mT).to(_statistics_dtype(q)).mul_(self.scale)
+        scores = (_grouped(q, k) @ k.mT).to(statistics_dtype(q)).mul_(self.scale)
         slopes = None
         if self.cap:
             squeezed = scores.div_(self.cap).tanh_()
@@ -245,10 +246,6 @@ def _widened(*parts: torch.Tensor) -> list[torch.Tensor]:
     return [functional.pad(part, (0, width - part.shape[-1])) if part.shape[-1] < width else part for part in parts]
 
 
-def _statistics_dtype(query: torch.Tensor) -> torch.dtype:
-    return torch.float64 if query.dtype == torch.float64 else torch.float32
-
-
 @torch.library.custom_op("fuyou::attention_by_chunk", mutates_args=())
 def _attention_by_chunk(
     query: torch.Tensor,
@@ -270,7 +267,7 @@ def _attention_by_chunk(
         sinks: ``[H]``: a score of each head that takes tile in the softmax and has no value.
     """
     call = _ChunkCall.of(query, key, window, chunk, offset, scale, cap)
-    dtype = _statistics_dtype(query)
+    dtype = statistics_dtype(query)
     rows, heads, count, _ = query.shape
     result = query.new_zeros(rows, count, heads, value.shape[-1], dtype=dtype)
     logarithms = query.new_full((rows, count, heads), float("-inf"), dtype=dtype)
@@ -288,11 +285,7 @@ def _attention_by_chunk(
     return result.to(query.dtype), logarithms
 
 
-@_attention_by_chunk.register_fake
-def _(query: Any, key: Any, value: Any, *others: Any) -> Any:
-    rows, heads, count, _ = query.shape
-    logarithms = query.new_empty(rows, count, heads, dtype=_statistics_dtype(query))
-    return query.new_empty(rows, count, heads, value.shape[-1]), logarithms
+_attention_by_chunk.register_fake(empty_results)
 
 
 @torch.library.custom_op("fuyou::attention_by_chunk_backward", mutates_args=())
@@ -311,7 +304,7 @@ def _attention_by_chunk_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     call = _ChunkCall.of(query, key, window, chunk, offset, scale, cap)
     first = call.view.first(0)
-    sums = _statistics_dtype(query)
+    sums = statistics_dtype(query)
     to_query = torch.zeros_like(query, dtype=sums)
     # Without a window, a key is in one tile: its gradient is no sum.
     dtype = sums if call.view.window else key.dtype

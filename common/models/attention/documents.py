@@ -99,6 +99,18 @@ def _pad(*parts: torch.Tensor) -> list[torch.Tensor]:
     return [functional.pad(part, (0, 0, 0, _rounded(part.shape[-2]) - part.shape[-2])) for part in parts]
 
 
+def statistics_dtype(query: torch.Tensor) -> torch.dtype:
+    """Return the dtype of the logarithms of softmax denominators."""
+    return torch.float64 if query.dtype == torch.float64 else torch.float32
+
+
+def empty_results(query: torch.Tensor, key: Any, value: torch.Tensor, *others: Any) -> tuple[torch.Tensor, ...]:
+    """Return tensors of the shapes and dtypes of attention's result and of those logarithms."""
+    rows, heads, length, _ = query.shape
+    statistics = query.new_empty(rows, length, heads, dtype=statistics_dtype(query))
+    return query.new_empty(rows, length, heads, value.shape[-1]), statistics
+
+
 @torch.library.custom_op("fuyou::attention_by_document", mutates_args=())
 def attention_by_document(
     query: torch.Tensor,
@@ -128,7 +140,7 @@ def attention_by_document(
         return varlen.attend(query, key, value, _sequences(starts, spans), window, scale)
     rows, heads, length, _ = query.shape
     result = query.new_empty(rows, length, heads, query.shape[-1])
-    statistics = query.new_empty(rows, length, heads, dtype=_statistics_dtype(query))
+    statistics = query.new_empty(rows, length, heads, dtype=statistics_dtype(query))
     narrow = query.dtype.itemsize == 2
     for piece in _pieces(spans, window):
         q, k, v = _parts(piece, query, key, value)
@@ -144,11 +156,7 @@ def attention_by_document(
     return result, statistics
 
 
-@attention_by_document.register_fake
-def _(query: Any, key: Any, value: Any, *others: Any) -> Any:
-    rows, heads, length, _ = query.shape
-    statistics = query.new_empty(rows, length, heads, dtype=_statistics_dtype(query))
-    return query.new_empty(rows, length, heads, value.shape[-1]), statistics
+attention_by_document.register_fake(empty_results)
 
 
 @torch.library.custom_op("fuyou::attention_by_document_backward", mutates_args=())
@@ -219,10 +227,6 @@ def _flops(query: Any, key: Any, value: Any, starts: Any, spans: Sequence[int], 
 def _sequences(starts: torch.Tensor, spans: Sequence[int]) -> varlen.Sequences:
     longest = max(end - start for start, end in zip(spans[1::3], spans[2::3], strict=True))
     return varlen.Sequences(starts, starts, longest, longest)
-
-
-def _statistics_dtype(query: torch.Tensor) -> torch.dtype:
-    return torch.float64 if query.dtype == torch.float64 else torch.float32
 
 
 @torch.compiler.disable  # documents are cut elsewhere in every batch: each would be compiled again

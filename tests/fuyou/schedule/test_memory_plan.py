@@ -293,3 +293,15 @@ def test_what_filling_a_store_reads_is_counted_where_blocks_are_in_pieces() -> N
     names = {slot.names[0] for record in cut.records for slot in record.parameters if slot.experts is not None}
     experts = sum(model.stack.model.get_parameter(name).numel() for name in names)
     assert whole_elements(cut.records, lambda name: name not in names) == experts // len(model.stack.blocks)
+
+
+def test_whole_rows_are_planned_without_a_look_at_keys_and_values() -> None:
+    """To find them, all blocks run without values, which takes seconds with large models."""
+    model, looks = PieceModel("qwen3_moe"), []
+    shape = replace(model.opened.shape, key_memory=lambda: looks.append(1) or model.stack.key_memory)
+    planner = MemoryPlanner(shape, model.opened.config, 1 << 30, 1 << 30, False)
+    for chunk in (None, 16, 64):
+        assert planner.plan(1, 16, 1, chunk=chunk).batch.chunks == 1
+    assert not looks
+    assert planner.plan(1, 16, 1, chunk=8).batch.chunks == 2
+    assert looks
