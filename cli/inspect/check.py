@@ -73,8 +73,9 @@ class DriveFound:
     free_bytes: int
     direct: bool  # Whether direct I/O works
     read: float  # Bytes read per second
-    write: float  # Bytes written per second past the fast cache
+    write: float  # Bytes written per second after ``filled_bytes``
     burst_write: float  # Bytes written per second at first
+    filled_bytes: int
     commit_seconds: float
 
 
@@ -353,6 +354,7 @@ def look_at_drive(directory: Path) -> DriveFound:
         read=rates.read,
         write=rates.write,
         burst_write=rates.burst_write,
+        filled_bytes=rates.filled_bytes,
         commit_seconds=rates.commit_seconds,
     )
 
@@ -400,7 +402,7 @@ def _drive_rows(measured: DriveFound) -> Iterator[tuple[str, str]]:
     yield (
         "measured",
         f"{measured.read / 1e9:.3g} GB/s read, {measured.burst_write / 1e9:.3g} GB/s written at first, "
-        f"{measured.write / 1e9:.3g} GB/s past the fast cache, a commit in {measured.commit_seconds * 1e3:.2g} ms; "
+        f"{measured.write / 1e9:.3g} GB/s after {format_bytes(measured.filled_bytes)}, a commit in {measured.commit_seconds * 1e3:.2g} ms; "
         + ("direct I/O" if measured.direct else "through the page cache"),
     )
 

@@ -94,7 +94,7 @@ def table(profile: Profile, drives: int) -> list[str]:
             (
                 "write",
                 _rate(profile.write_bytes_per_second),
-                f"past the fast cache; {_rate(profile.burst_write_bytes_per_second)} at first",
+                f"after up to 30 s; {_rate(profile.burst_write_bytes_per_second)} at first",
             ),
             ("both alternating", _rate(profile.mixed_bytes_per_second), ""),
             ("commit", _time(profile.commit_seconds), ""),

@@ -210,9 +210,9 @@ def profile_once(job: Job, ranks: Share | None = None) -> None:
         if context.profile is None:
             print("profile  measuring this machine with this model, once", flush=True)
             profile_or_measure(context)
-    except UserError as error:  # what does not fit, the engine says with more to go by
-        if settings.drive_life:
-            print(f"profile  --drive-life is not applied: {error}", flush=True)
+    except UserError as error:
+        if settings.drive_life:  # else what does not fit, the engine says with more to go by
+            print(f"profile  not measured: {error}", flush=True)
     device.release()
 
 

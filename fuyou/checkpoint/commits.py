@@ -341,6 +341,11 @@ def check_state(store: Store, content: dict[str, Any] | None, expected: Training
             f"This run keeps a single slot and was interrupted in the middle of step {state.step + 1}: its state "
             "is a mixture of two steps. Begin again with --overwrite (and without --single-slot)."
         )
+    if state.optimizer == expected.optimizer == "adamw8bit" and state.optimizer_dtype != expected.optimizer_dtype:
+        raise UserError(
+            f"The run in {directory} keeps the states of adamw8bit as an earlier version did: finish it with the "
+            "version that began it, or --overwrite it."
+        )
     for field_name, option in (
         # The model's fingerprint comes last: dtypes are a part of it.
         ("dtype", "--dtype"),

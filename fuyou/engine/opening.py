@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import warnings
 from dataclasses import replace
 from typing import Any
 
@@ -252,6 +253,12 @@ class OpenRun:
             choice = choose_settings(context)
         else:
             choice = choose_settings_on_all_ranks(context, self.topology, self.agreement)
+        if choice is None and config.store.drive_life:
+            warnings.warn(
+                "drive_life is not applied: nothing was measured with this model, precision, and batch on these drives. "
+                "Measure with finetune profile.",
+                stacklevel=2,
+            )
         if choice is not None:
             self.config = choice.complete(config)
         if choice is not None and self.topology is None and context.profile is not None:

@@ -41,8 +41,9 @@ class DriveRates:
     """Rates of all drives together."""
 
     read: float  # Bytes per second, as in the next three
-    write: float  # Past the fast cache, as far as free space and time allow, where that was wanted
+    write: float  # After ``filled_bytes``: past the fast cache, if these were enough to fill it
     burst_write: float  # At first
+    filled_bytes: int  # Written to fill the fast caches
     mixed: float
     commit_seconds: float
 
@@ -70,12 +71,13 @@ class ScratchFiles:
             filled, rate = self._move("write", buffers, _FILL_SECONDS, len(self._transfers))
             written = self._transfers[:filled]  # what was never written is read without looking at the drive
             burst = rate if filled < len(self._transfers) else self._move("write", buffers)[1]
-            sustained = self._past_cache(buffers, burst) if past_cache else burst
+            sustained, filled = self._past_cache(buffers, burst) if past_cache else (burst, 0)
             commit = self._commit()  # after as much has been written as in a step, not after a pause
             return DriveRates(
                 read=self._move("read", buffers, extents=written)[1],
                 write=sustained,
                 burst_write=burst,
+                filled_bytes=filled,
                 mixed=self._move("mixed", buffers, extents=written)[1],
                 commit_seconds=commit,
             )
@@ -108,15 +110,15 @@ class ScratchFiles:
             future.result()
         return count, moved / (time.perf_counter() - start)
 
-    def _past_cache(self, buffers: Sequence[HostBuffer], burst: float) -> float:
-        """Write where nothing was, until the rate has dropped and settled; return the rate at the end."""
+    def _past_cache(self, buffers: Sequence[HostBuffer], burst: float) -> tuple[float, int]:
+        """Write where nothing was, until the rate has dropped and settled; return the rate at the end, and bytes."""
         folders = [path / SCRATCH for path in self.store.directories]
         sharing = Counter(path.stat().st_dev for path in self.store.directories)
         free = min(shutil.disk_usage(path).free // sharing[path.stat().st_dev] for path in self.store.directories)
         nbytes = buffers[0].nbytes
         count = int(min(len(folders) * free / 2, burst * PAST_CACHE_SECONDS)) // nbytes
         if count <= len(buffers):
-            return burst
+            return burst, 0
         layout = Layout(len(folders))
         extent = layout.allocate(_FILE, count * nbytes)
         for folder in folders:
@@ -143,7 +145,7 @@ class ScratchFiles:
                     under_way.append(store.write(extent, buffer, number * nbytes, nbytes))
             for future in under_way:
                 future.result()
-            return rate
+            return rate, written[-1][1]
         finally:
             store.close()
             _remove(folders)

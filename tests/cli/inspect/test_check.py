@@ -18,7 +18,7 @@ GPU = GpuFound(Gpu(0, "GPU-x", "NVIDIA GeForce RTX 4090", 24 << 30, "0000:01:00.
 LINK = "16.0 GT/s PCIe x4"
 DRIVE = DriveFound(
     Drive(Path("/mnt/nvme0"), "ext4", "nvme0n1", "Samsung SSD 990 PRO 2TB", False, LINK, LINK, 0),
-    7, 2 * 10**12, 10**12, True, 7.1e9, 2e9, 6.5e9, 0.003,
+    7, 2 * 10**12, 10**12, True, 7.1e9, 2e9, 6.5e9, 64 << 30, 0.003,
 )  # fmt: skip
 
 
@@ -115,7 +115,7 @@ def test_this_machine(finetune: Finetune, tmp_path: Path, monkeypatch: pytest.Mo
         "huge pages",
         f"directory      {drive}",
         "GB/s read",
-        "GB/s past the fast cache",
+        "GB/s written at first",
         "gpt3-805b takes",
         "trains as in memory",
     ):

@@ -2,12 +2,17 @@
 
 import itertools
 import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import numpy as np
 import pytest
 import torch
 
 from common.errors import UserError
+from common.store import Store
+from fuyou.checkpoint.commits import TrainingState, check_state
 from fuyou.layout.record import Precision
 from fuyou.layout.record_parts import BLOCK_ELEMENTS, OPTIMIZERS
 from fuyou.optimizer.adam import Update, UpdateRange
@@ -89,6 +94,16 @@ def test_optimizers_that_there_are_not() -> None:
     with pytest.raises(UserError, match="keeps its moments in 8 bits: leave optimizer_dtype bf16 out"):
         Precision.named("bf16", "bf16", "adamw8bit")
     assert Precision.named("bf16", "bf16", "lion").state_bytes == 4
+
+
+def test_a_store_of_an_earlier_versions_8_bit_moments_is_rejected_by_name(tmp_path: Path) -> None:
+    def state(dtype: str) -> TrainingState:
+        return TrainingState(0, 0, "id", "model", "torch.bfloat16", dtype, 2, optimizer="adamw8bit")
+
+    store = cast(Store, SimpleNamespace(id="id", directories=[tmp_path]))
+    assert check_state(store, state("torch.uint8").to_dict(), state("torch.uint8")) == state("torch.uint8")
+    with pytest.raises(UserError, match="keeps the states of adamw8bit as an earlier version did"):
+        check_state(store, state("torch.float32").to_dict(), state("torch.uint8"))
 
 
 def states_of(optimizer: str, dtype: torch.dtype) -> OptimizerStates:

@@ -100,6 +100,18 @@ def test_an_engine_without_the_planner_takes_no_limit(tmp_path: Path) -> None:
     assert EngineConfig.of(ssd=tmp_path, drive_life=0, automatic=True).store.drive_life == 0
 
 
+def test_an_engine_without_a_profile_warns_that_a_limit_is_not_applied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("fuyou.config.warranted_bytes", lambda _: 10**15)
+    config = LlamaConfig(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2, vocab_size=64
+    )
+    with pytest.warns(UserWarning, match="drive_life is not applied: nothing was measured"):
+        Engine(config, ssd=tmp_path, device="cpu", automatic=True, batch_shape=(1, 8), drive_life=50.0).close()
+
+
 @pytest.mark.parametrize(("drive", "rate"), [("990-pro-4tb", 1.5e9), ("p5510", 3.4e9), ("t500", 0.5e9)])
 def test_presets_write_at_the_rate_past_the_fast_cache(drive: str, rate: float) -> None:
     machine = preset_machine(gpu_preset("4090"), drive_preset(drive), 2, 64 << 30)
