@@ -402,7 +402,8 @@ def _drive_rows(measured: DriveFound) -> Iterator[tuple[str, str]]:
     yield (
         "measured",
         f"{measured.read / 1e9:.3g} GB/s read, {measured.burst_write / 1e9:.3g} GB/s written at first, "
-        f"{measured.write / 1e9:.3g} GB/s after {format_bytes(measured.filled_bytes)}, a commit in {measured.commit_seconds * 1e3:.2g} ms; "
+        f"{measured.write / 1e9:.3g} GB/s after {format_bytes(measured.filled_bytes)}, "
+        f"a commit in {measured.commit_seconds * 1e3:.2g} ms; "
         + ("direct I/O" if measured.direct else "through the page cache"),
     )
 

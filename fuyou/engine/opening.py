@@ -255,8 +255,8 @@ class OpenRun:
             choice = choose_settings_on_all_ranks(context, self.topology, self.agreement)
         if choice is None and config.store.drive_life:
             warnings.warn(
-                "drive_life is not applied: nothing was measured with this model, precision, and batch on these drives. "
-                "Measure with finetune profile.",
+                "drive_life is not applied: nothing was measured with this model, precision, and batch on these "
+                "drives. Measure with finetune profile.",
                 stacklevel=2,
             )
         if choice is not None:
