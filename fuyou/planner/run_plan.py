@@ -1,7 +1,7 @@
 """Find the fastest way to run a job on a machine, what bounds it, and the largest model that fits."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -32,7 +32,7 @@ WORTH = 0.002  # Gains below this fraction of a step are not worth other costs (
 
 @dataclass(frozen=True)
 class Point:
-    """A schedule on the frontier of time and bytes written, as simulated to compare."""
+    """A schedule on the frontier of time and bytes written."""
 
     step_seconds: float
     written_bytes: int  # Bytes written to SSD per step and rank
@@ -204,8 +204,6 @@ def plan(job: TrainingJob, machine: Machine) -> RunPlan:
     except UserError as error:
         return RunPlan(job, machine, missing=(str(error),), ssd_bytes=job.record_bytes)
     points = frontier(evaluator, job.clip_choices)
-    if best.memory.batch.micro_batches > 1:
-        best = evaluator.evaluate(best.candidate, merged=False)
     job = job.causal() if best.memory.batch.chunks > 1 else job
     needed = ssd_bytes(evaluator, best)
     missing, speculates = missing_space(needed, machine), evaluator.update_policy(best.candidate).speculative
@@ -252,22 +250,27 @@ def max_clipped_share(evaluator: Evaluator, best: Evaluation) -> float:
 
 def frontier(evaluator: Evaluator, ways: Sequence[ClipBy]) -> list[Evaluation]:
     """Return the evaluated candidates that clip in these ways and that none beats in time and bytes, fastest first."""
+    points = _undominated(each for each in evaluator.tried() if each.candidate.clip_by in ways)
+    # Merged micro-batches can be off by some percent, by which whole steps would be out of order.
+    return _undominated(evaluator.evaluate(each.candidate, merged=False) for each in points)
+
+
+def _undominated(evaluations: Iterable[Evaluation]) -> list[Evaluation]:
     points: list[Evaluation] = []
-    tried = (each for each in evaluator.tried() if each.candidate.clip_by in ways)
-    for each in sorted(tried, key=lambda each: (each.step_seconds, each.written_bytes)):
+    for each in sorted(evaluations, key=lambda each: (each.step_seconds, each.written_bytes)):
         if not points or each.written_bytes < (1 - WORTH) * points[-1].written_bytes:
             points.append(each)
     return points
 
 
 def _search_ways(evaluator: Evaluator, ways: Sequence[ClipBy]) -> Evaluation:
-    fastest = min((_search(evaluator, clip_by) for clip_by in ways), key=lambda evaluation: evaluation.step_seconds)
-    days = evaluator.job.drive_life
+    for clip_by in ways:
+        _search(evaluator, clip_by)
+    points, days = frontier(evaluator, ways), evaluator.job.drive_life
     if days == 0:
-        return fastest
-    points = frontier(evaluator, ways)
+        return points[0]
     if days is None:
-        return [each for each in points if each.step_seconds <= SLOWER * fastest.step_seconds][-1]
+        return [each for each in points if each.step_seconds <= SLOWER * points[0].step_seconds][-1]
     life = evaluator.machine.drive_days
     return next((each for each in points if life(each.written_bytes, each.step_seconds) >= days), points[-1])
 
