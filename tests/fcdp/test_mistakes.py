@@ -4,7 +4,6 @@ import os
 import subprocess
 import sys
 import textwrap
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 import fcdp
-from common.communication import run_on_all_ranks, timeout_of
+from common.communication import run_on_all_ranks
 from common.errors import FinetuneError, UserError
 from tests.helpers.fcdp.cases import VOCABULARY, Case, make_model, make_optimizer
 from tests.helpers.fcdp.pool import Pool
@@ -67,16 +66,6 @@ def test_an_unexpected_error_of_one_rank_ends_all_of_them(pool: Pool) -> None:
     assert pool.run((2, 1), _no_memory_on_rank_1) == ["OSError: [Errno 12] Cannot allocate memory"] * 2
 
 
-def _timeouts(topology: fcdp.Topology) -> list[timedelta | None]:
-    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=77), topology.mesh.get_group())
-    mesh = fcdp.Topology(2, 2).shard_mesh(2)
-    return [timeout_of(group, topology.device) for group in (topology.mesh.get_group(), mesh.get_group())]
-
-
-def test_groups_of_meshes_have_the_timeout_of_all_ranks(pool: Pool) -> None:
-    assert pool.run((2, 2), _timeouts) == [[timedelta(seconds=77)] * 2] * 4
-
-
 def _step_half_way(topology: fcdp.Topology) -> str:
     model, optimizer = _sharded(topology, strategy="fcdp-iig")
     _step(model, last=False)
@@ -93,22 +82,6 @@ def _step_half_way(topology: fcdp.Topology) -> str:
 
 def test_an_optimizer_step_before_the_last_micro_batch_is_rejected(pool: Pool) -> None:
     assert all("set_is_last_micro_batch(True)" in message for message in pool.run((2, 2), _step_half_way))
-
-
-def _other_optimizer(topology: fcdp.Topology) -> tuple[int, int]:
-    """An optimizer of another model makes nothing dirty; ours makes the adapters so."""
-    model, optimizer = _sharded(topology)
-    _step(model)
-    stranger = torch.nn.Parameter(torch.ones(3))
-    stranger.grad = torch.ones(3)
-    torch.optim.SGD([stranger], lr=0.1).step()
-    before = sum(group.dirty for group in fcdp.sharding(model).groups)
-    optimizer.step()
-    return before, sum(group.dirty for group in fcdp.sharding(model).groups)
-
-
-def test_only_groups_that_an_optimizer_changes_become_dirty(pool: Pool) -> None:
-    assert set(pool.run((2, 2), _other_optimizer)) == {(0, 2)}
 
 
 def _bad_numbers(topology: fcdp.Topology) -> list[str]:

@@ -1,7 +1,6 @@
 """The Python API as notebooks use it: cells that run again, values typed by hand, scripts that just end."""
 
 import inspect
-import os
 import re
 import subprocess
 import sys
@@ -16,7 +15,6 @@ from transformers import xLSTMConfig
 
 import fuyou
 from common.docstrings import attribute_docstrings
-from common.files import preset_files
 from fuyou.config import OPTION_NAMES, EngineConfig, EngineOptions
 from fuyou.option_groups import MemoryConfig, OptimizerConfig, StoreConfig, WeightsConfig
 from tests.helpers.small_engine import BATCH, small_engine, train
@@ -35,13 +33,7 @@ def test_what_the_package_shows_completes_and_explains() -> None:
     assert f"commit_every: {attribute_docstrings(StoreConfig)['commit_every']}" in shown
     assert not [name for name in OPTION_NAMES if f" {name}: " not in shown]
     declared: dict[str, Any] = {}
-    for group in (
-        EngineConfig,
-        StoreConfig,
-        OptimizerConfig,
-        MemoryConfig,
-        WeightsConfig,
-    ):
+    for group in (EngineConfig, StoreConfig, OptimizerConfig, MemoryConfig, WeightsConfig):
         declared |= inspect.get_annotations(group)
     typed = inspect.get_annotations(EngineOptions)
     typed["ssd"] = typed["ssd"].__args__[0]  # of Required[...]
@@ -131,23 +123,6 @@ def test_a_script_that_ends_without_close_loses_no_step(tmp_path: Path) -> None:
         assert ended.returncode == status, ended.stderr
         with small_engine(folder, lr=1e-3, prove=False, resume=True) as engine:
             assert engine.step_count == 3
-
-
-def test_another_package_named_configs_is_not_read(tmp_path: Path) -> None:
-    (tmp_path / "configs").mkdir()
-    (tmp_path / "configs" / "__init__.py").touch()
-    code = "import configs; from common.files import preset_files; print(configs.__file__, *preset_files('gpus'))"
-    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
-    out = subprocess.check_output([sys.executable, "-c", code], cwd=tmp_path, text=True, env=environment).split()
-    assert out == [str(tmp_path / "configs" / "__init__.py"), *preset_files("gpus")]
-
-
-def test_another_package_named_common_is_named(tmp_path: Path) -> None:
-    (tmp_path / "common.py").touch()
-    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
-    command = [sys.executable, "-c", "import fuyou"]
-    ended = subprocess.run(command, cwd=tmp_path, text=True, capture_output=True, env=environment, check=False)
-    assert f"Python found another 'common' first, in {tmp_path / 'common.py'}: rename that one" in ended.stderr
 
 
 def test_rows_that_xlstm_evaluates_in_parts_are_evaluated_as_in_training(tmp_path: Path) -> None:

@@ -34,11 +34,3 @@ class SplitRange:
 
     def step(self, gradient: torch.Tensor, update: Update, decay: bool = True, stream: int = 0) -> None:
         ChunkOptimizer().update(self.states, gradient, update, decay=decay, stream=stream)
-
-
-def moments_after(update: Update, stream: int, count: int = 2560) -> SplitRange:
-    ours = SplitRange(randn(count, 8), torch.bfloat16)
-    ours.mean.copy_(randn(count, 81, 0.1))
-    ours.variance.copy_(randn(count, 82, 0.1).abs())
-    ours.step(randn(count, 83).bfloat16(), update, stream=stream)
-    return ours

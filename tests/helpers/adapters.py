@@ -23,10 +23,7 @@ class InMemory:
         assert all(parameter.numel() % 16 == 0 for parameter in self.trained)
         decayed = Trainer.get_decay_parameter_names(None, model)
         groups = [
-            {
-                "params": [p for name, p in named.items() if (name in decayed) is decays],
-                "weight_decay": decay,
-            }
+            {"params": [p for name, p in named.items() if (name in decayed) is decays], "weight_decay": decay}
             for decays, decay in ((True, OPTIONS["weight_decay"]), (False, 0.0))
         ]
         self.optimizer = torch.optim.AdamW([group for group in groups if group["params"]], lr=OPTIONS["lr"], fused=True)

@@ -5,12 +5,10 @@ import re
 import signal
 import subprocess
 import sys
-import time
-from pathlib import Path
 
 import pytest
 
-from common.memory.cgroups import ControlGroup, own_groups
+from common.memory.cgroups import own_groups
 from tests.helpers.scripts import SCRIPTS, load_script
 
 ALLOCATE = "import sys; held = b'x' * (int(sys.argv[1]) << 20); print('held', flush=True)"
@@ -77,73 +75,3 @@ def test_the_cap_covers_children_and_shared_memory() -> None:
     assert "KILLED" in error
     status, _, error = run("400MiB", sys.executable, "-c", script)
     assert (status, "nothing was killed" in error) == (0, True)
-
-
-@needs_groups
-@pytest.mark.parametrize("status", [0, 77])
-def test_the_exit_status_comes_back(status: int) -> None:
-    assert run("100MiB", "sh", "-c", f"exit {status}")[0] == status
-
-
-@needs_groups
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_signals_go_through(number: signal.Signals, status: int) -> None:
-    process = start("100MiB", "sh", "-c", "echo ready; exec sleep 600")
-    assert process.stdout is not None
-    assert process.stdout.readline() == "ready\n"
-    time.sleep(0.1)
-    process.send_signal(number)
-    _, error = process.communicate(timeout=120)
-    assert process.returncode == status, error
-
-
-@needs_groups
-def test_what_is_left_behind_is_ended_and_told() -> None:
-    began = time.monotonic()
-    status, _, error = run("100MiB", "sh", "-c", "sleep 600 >/dev/null 2>&1 & exit 3")
-    assert status == 3
-    assert "left behind, and ended: 1" in error
-    assert time.monotonic() - began < 300
-
-
-@needs_groups
-@pytest.mark.parametrize(("command", "status"), [("/no/such/command", 127), ("/etc", 126)])
-def test_what_cannot_be_run(command: str, status: int) -> None:
-    got, _, error = run("100MiB", command)
-    assert (got, error.startswith(f"capped: cannot run {command}: ")) == (status, True)
-
-
-def test_a_size_that_is_none() -> None:
-    status, _, error = run("much", "true")
-    assert status == capped.CANNOT_CAP
-    assert error == "capped: 'much' is not a size. Write 24GiB, 512MiB, 80GB or a number of bytes.\n"
-
-
-class TestVersion2:
-    """The choice of place and the files written, on a plain folder that stands for the file system."""
-
-    def groups(self, folder: Path, *, handed_down: str) -> list[ControlGroup]:
-        (folder / "slice/own").mkdir(parents=True)
-        (folder / "slice/cgroup.subtree_control").write_text(handed_down)
-        (folder / "slice/own/cgroup.subtree_control").write_text("")
-        return [ControlGroup(path, 2) for path in (folder / "slice/own", folder / "slice", folder)]
-
-    def test_goes_below_the_nearest_that_hands_memory_down(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        groups = self.groups(tmp_path, handed_down="cpu memory pids\n")
-        monkeypatch.setattr(capped, "own_groups", lambda controller: groups)
-        group = capped.make_group(1 << 30)
-        assert group == ControlGroup(tmp_path / f"slice/capped-{os.getpid()}", 2)
-        assert group.memory_limit() == 1 << 30
-
-    def test_says_what_else_works_where_none_does(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        groups = self.groups(tmp_path, handed_down="cpu\n")
-        monkeypatch.setattr(capped, "own_groups", lambda controller: groups)
-        with pytest.raises(capped.CannotCapError, match="systemd-run"):
-            capped.make_group(1 << 30)
-
-    def test_no_groups_at_all(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(capped, "own_groups", lambda controller: [])
-        with pytest.raises(capped.CannotCapError, match="no memory control groups"):
-            capped.make_group(1 << 30)

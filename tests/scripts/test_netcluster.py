@@ -1,12 +1,7 @@
 """``scripts/netcluster.py`` with real network namespaces where we may make them."""
 
-import contextlib
-import os
-import signal
 import subprocess
 import sys
-import time
-from pathlib import Path
 
 import pytest
 
@@ -70,17 +65,6 @@ def test_not_a_rate(rate: str) -> None:
         netcluster.rate_bits(rate)
 
 
-def test_without_root_it_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    with pytest.raises(UserError, match="needs root"):
-        netcluster.Cluster(2).__enter__()
-
-
-def test_counters_need_a_node() -> None:
-    with pytest.raises(netcluster.ClusterError, match="does not run on a node"):
-        netcluster.network_bytes("no-such-device")
-
-
 @needs_namespaces
 def test_links_are_as_slow_as_requested_and_counted() -> None:
     before = _namespaces()
@@ -106,60 +90,6 @@ def test_environment_is_that_of_torchrun() -> None:
     assert sorted(line for line in done.stdout.splitlines() if "]" in line) == [
         f"[node {node}] 3 {node} ." for node in range(3)
     ]
-
-
-@needs_namespaces
-def test_one_failure_ends_all_and_gives_its_status() -> None:
-    before = _namespaces()
-    started = time.monotonic()
-    done = _up("--nodes", "2", command=["sh", "-c", "if [ $RANK = 1 ]; then exit 7; fi; sleep 600"])
-    assert done.returncode == 7
-    assert time.monotonic() - started < 300
-    assert _namespaces() == before
-
-
-@needs_namespaces
-def test_terminated_it_cleans_up_and_killed_the_next_one_does() -> None:
-    before = _namespaces()
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        process = subprocess.Popen(
-            [sys.executable, str(SCRIPT), "up", "--", "sleep", "601"], stdout=subprocess.DEVNULL, text=True
-        )
-        deadline = time.monotonic() + 120
-        while not _running_in(process.pid) and time.monotonic() < deadline:
-            time.sleep(0.05)
-        inside = _running_in(process.pid)
-        assert len(inside) == 2
-        process.send_signal(number)
-        process.wait(timeout=120)
-        if number == signal.SIGKILL:
-            assert f"netcluster-{process.pid}-0" in _namespaces()
-            subprocess.run([sys.executable, str(SCRIPT), "down"], check=True, stdout=subprocess.DEVNULL)
-        assert _namespaces() == before
-        deadline = time.monotonic() + 60
-        while any(_alive(pid) for pid in inside) and time.monotonic() < deadline:
-            time.sleep(0.05)
-        assert not any(_alive(pid) for pid in inside)
-
-
-def _running_in(cluster: int) -> list[int]:
-    """Processes on the nodes of the netcluster with this process id, once all nodes have one."""
-    pids = []
-    for node in range(2):
-        command = ["ip", "netns", "pids", f"netcluster-{cluster}-{node}"]
-        listed = subprocess.run(command, capture_output=True, text=True, check=False).stdout.split()
-        pids += [int(pid) for pid in listed if "sleep" in _command(int(pid))]
-    return pids if len(pids) == 2 else []
-
-
-def _command(pid: int) -> str:
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/cmdline").read_text()
-    return ""
-
-
-def _alive(pid: int) -> bool:
-    return "sleep" in _command(pid)
 
 
 @needs_namespaces

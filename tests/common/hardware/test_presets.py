@@ -6,15 +6,6 @@ from common.errors import UserError
 from common.hardware.presets import drive_names, drive_preset, gpu_names, gpu_preset
 
 
-def test_the_papers_hardware():
-    gpu, drive = gpu_preset("rtx-4090"), drive_preset("intel-p5510-3.84tb")
-    assert (gpu.title, gpu.memory_bytes) == ("NVIDIA GeForce RTX 4090", 24 * 2**30)
-    assert (gpu.bf16_flops_per_second, gpu.block_flops_per_second) == (165.2e12, 164e12)
-    assert gpu.upload_bytes_per_second == pytest.approx(25.6e9)
-    assert (drive.capacity_bytes, drive.endurance_bytes) == (3_840_000_000_000, 7000 * 10**12)
-    assert (drive.read_bytes_per_second, drive.sustained_write_bytes_per_second) == (6.5e9, 3.4e9)
-
-
 @pytest.mark.parametrize(
     ("typed", "name"),
     [

@@ -41,19 +41,6 @@ def test_holds_what_was_requested_in_whole_pages(shared: bool, nbytes: int) -> N
     buffer.close()
 
 
-@pytest.mark.parametrize("nbytes", [PAGE, 3 * MIB])
-def test_two_mappings_of_one_memory_file(nbytes: int) -> None:
-    first = HostBuffer(nbytes, shared=True).touch()
-    assert first.fd is not None
-    assert os.fstat(first.fd).st_size == nbytes
-    second = HostBuffer(nbytes, fd=os.dup(first.fd)).touch()
-    first.bytes(nbytes - 100, 100)[:] = 3
-    assert second.tensor(torch.uint8, nbytes - 101, 101).tolist() == [0] + [3] * 100
-    first.close()
-    assert second.array[-1] == 3
-    second.close()
-
-
 @KINDS
 def test_the_memory_goes_with_its_last_view(shared: bool) -> None:
     gc.collect()  # what earlier tests have left
@@ -70,21 +57,6 @@ def test_the_memory_goes_with_its_last_view(shared: bool) -> None:
     gc.collect()
     assert mapped_bytes(address).get("Rss", 0) < 4 * MIB
     assert len(os.listdir("/proc/self/fd")) == descriptors
-
-
-def test_shared_memory_has_huge_pages() -> None:
-    release = tuple(int(part) for part in re.findall(r"\d+", os.uname().release)[:2])
-    if release < (6, 1) or not Path("/sys/kernel/mm/transparent_hugepage").exists():
-        pytest.skip("this kernel cannot make huge pages of shared memory on request (Linux 6.1)")
-    first = HostBuffer(16 * MIB, shared=True).touch()
-    assert first.fd is not None
-    second = HostBuffer(16 * MIB, fd=os.dup(first.fd)).touch()
-    for buffer in (first, second):
-        huge = mapped_bytes(buffer.array.ctypes.data)["ShmemPmdMapped"]
-        if not huge:
-            pytest.skip("the kernel gave no huge pages: memory is fragmented, or it denies them")
-        assert huge >= 8 * MIB
-        buffer.close()
 
 
 @pytest.fixture

@@ -43,11 +43,6 @@ def write(folder: Path, **files: str | int) -> None:
         (folder / name.replace("__", ".")).write_text(f"{text}\n")
 
 
-def test_no_control_groups_at_all(machine: Machine) -> None:
-    assert own_groups("memory", machine.proc_self) == []
-    assert own_groups("memory", machine.folder / "nowhere") == []
-
-
 def test_version_2_goes_from_the_own_group_to_the_top(machine: Machine) -> None:
     top = machine.mount("unified", "cgroup2", "rw,nsdelegate")
     machine.member("0::/user.slice/job")
@@ -106,12 +101,3 @@ def test_a_path_outside_the_mount_falls_back_to_its_top(machine: Machine, path: 
     top = machine.mount("unified", "cgroup2", "rw", root="/" if path == "/gone" else "/here")
     machine.member(f"0::{path}")
     assert [group.path for group in own_groups("memory", machine.proc_self)] == [top]
-
-
-def test_a_mount_point_with_a_space(machine: Machine) -> None:
-    spaced = machine.folder / "c groups"
-    spaced.mkdir()
-    escaped = str(spaced).replace(" ", "\\040")
-    (machine.proc_self / "mountinfo").write_text(f"35 31 0:32 / {escaped} rw - cgroup2 cgroup2 rw\n")
-    machine.member("0::/")
-    assert [group.path for group in own_groups("memory", machine.proc_self)] == [spaced]

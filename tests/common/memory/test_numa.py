@@ -1,14 +1,8 @@
 """Which processors a process is pinned to, on machines of which only /sys is there; and pinning itself."""
 
-import ctypes
-import multiprocessing
-import os
-import platform
-import threading
 from pathlib import Path
 
 import pytest
-import torch
 
 from common.memory import numa
 
@@ -54,59 +48,3 @@ def test_machines_where_nothing_is_pinned(tmp_path: Path) -> None:
     assert numa.cores_for([None, 1], 0, set(range(16)), two) is None, "computes on the CPU"
     assert numa.cores_for([2], 0, set(range(16)), two) is None, "a node of memory alone"
     assert numa.cores_for([0], 0, set(range(16)), tmp_path / "none") is None, "not Linux, or hidden"
-
-
-def test_a_policy_of_the_users_holds_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As ``numactl`` sets it; in a thread, whose policy it is."""
-    call, bound = ctypes.CDLL(None, use_errno=True).syscall, 2
-    found: list[tuple[int, int]] = []
-
-    def policy() -> None:
-        mode, mask = ctypes.c_int(-1), (ctypes.c_ulong * 16)()
-        call(numa._MEMPOLICY[platform.machine()][1], ctypes.byref(mode), mask, ctypes.c_ulong(1024), None, 0)
-        found.append((mode.value, mask[0]))
-
-    def work() -> None:
-        mask = (ctypes.c_ulong * 16)(1)
-        if call(numa._MEMPOLICY[platform.machine()][0], bound, mask, ctypes.c_ulong(1024)):
-            return  # a container that does not let it
-        policy()
-        with numa.prefer(0):
-            policy()
-        policy()
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    if not found:
-        pytest.skip("the system sets no policies here")
-    assert found == [(bound, 1), (numa._PREFERRED, 1), (bound, 1)]
-
-
-def test_all_threads_are_pinned_and_torch_starts_no_more() -> None:
-    context = multiprocessing.get_context("fork")
-    core = max(os.sched_getaffinity(0))
-    ours, theirs = context.Pipe()
-    process = context.Process(target=_pin, args=(core, theirs))
-    process.start()
-    assert ours.recv() == ({core}, {core}, {core}, 1)
-    process.join()
-
-
-def _pin(core: int, pipe: "multiprocessing.connection.Connection") -> None:
-    """Pin this process, and send the affinity of a thread from before, of this one and of a later one."""
-    begin, found = threading.Event(), []
-
-    def look() -> None:
-        begin.wait()
-        found.append(os.sched_getaffinity(0))
-
-    before = threading.Thread(target=look)
-    before.start()
-    numa.pin([core])
-    begin.set()
-    before.join()
-    after = threading.Thread(target=look)
-    after.start()
-    after.join()
-    pipe.send((found[0], os.sched_getaffinity(0), found[1], torch.get_num_threads()))

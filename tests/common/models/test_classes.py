@@ -1,7 +1,6 @@
 """Which class a configuration is built as: what it names, whole, and never one that drops a head."""
 
 import pytest
-import torch
 from transformers import LlamaConfig, PreTrainedConfig, Qwen3Config, T5Config
 
 from common.errors import UserError
@@ -10,7 +9,6 @@ from common.models.presets import load_config
 from common.models.structure import find_blocks
 from common.models.task_type import TaskType, model_class, task_type_of
 from common.models.vision import TowerFreezing, projector_parameters, tower_parameters
-from tests.helpers.models.families import family_config
 from tests.helpers.models.vision_families import FAMILIES
 from tests.helpers.models.vision_families import family_config as vision_config
 
@@ -62,7 +60,3 @@ def test_towers_are_apart_from_the_language_model(family: str) -> None:
     assert set(TowerFreezing().frozen(model)) == towers
     assert set(TowerFreezing(freeze_multi_modal_projector=False).frozen(model)) == towers - projectors
     assert TowerFreezing(False, False).frozen(model) == []
-
-
-def test_a_text_model_has_no_towers() -> None:
-    assert tower_parameters(build_meta_model(family_config("llama"), dtype=torch.bfloat16)) == []

@@ -68,17 +68,6 @@ def test_directories_that_cannot_be_used(make_directories, tmp_path, monkeypatch
         Store.create([good], a_layout(2))
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="permissions do not bind root")
-def test_a_directory_that_is_really_read_only(make_directories):
-    (path,) = make_directories(1)
-    path.chmod(0o555)
-    refused([path], "not writable")
-
-
-def test_unknown_backends_are_rejected_before_anything_is_written(make_directories):
-    refused(make_directories(1), r"posx is unknown.*Did you mean 'posix'", io="posx")
-
-
 def test_an_existing_run_is_kept_unless_overwritten(make_directories):
     paths = make_directories(2)
     with Store.create(paths, a_layout(2)) as first:

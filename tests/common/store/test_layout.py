@@ -1,21 +1,13 @@
-import json
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.store.layout import ALIGNMENT, LARGEST_UNIT, Extent, Layout, pieces
+from common.store.layout import ALIGNMENT, LARGEST_UNIT, Layout, pieces
 
 MIB = 1 << 20
 SIZES = [1, 199, 4095, 4096, 4097, 3 * MIB, 4 * MIB, 4 * MIB + 1, 13 * MIB + 17, 41 * MIB]
 directory_counts = st.sampled_from([1, 2, 3, 5])
 sizes = st.sampled_from(SIZES) | st.integers(1, 50 * MIB)
-
-
-def places(extent: Extent, directories: int, at: int) -> tuple[int, int]:
-    """Directory and file offset of byte ``at``, by the definition of striping."""
-    stripe = at // extent.unit
-    return stripe % directories, extent.offset + (stripe // directories) * extent.unit + at % extent.unit
 
 
 @settings(deadline=None)
@@ -39,18 +31,6 @@ def test_extents_are_page_aligned_and_never_overlap(directories, requests):
         assert taken[file] == layout.file_bytes()[file]  # not a page more than needed in the fullest directory
 
 
-@settings(deadline=None)
-@given(directory_counts, sizes)
-def test_directories_share_an_extent_evenly(directories, nbytes):
-    extent = Layout(directories).allocate("weights.0", nbytes)
-    load = [0] * directories
-    for piece in pieces(extent, directories, 0, nbytes):
-        load[piece.directory] += piece.nbytes
-    rows = -(-nbytes // (directories * LARGEST_UNIT))
-    assert sum(load) == nbytes
-    assert max(load) <= nbytes / directories + rows * ALIGNMENT
-
-
 @pytest.mark.parametrize("directories", [1, 2, 3, 5])
 @pytest.mark.parametrize("nbytes", SIZES)
 def test_small_extents_use_all_directories_that_they_have_pages_for(directories, nbytes):
@@ -59,40 +39,6 @@ def test_small_extents_use_all_directories_that_they_have_pages_for(directories,
     pages = -(-nbytes // ALIGNMENT)
     assert len(used) >= min(directories, pages) - 1  # rounding units up to pages may leave out the last one
     assert len(used) == directories or nbytes < directories * directories * ALIGNMENT
-
-
-@settings(deadline=None)
-@given(directory_counts, sizes, st.data())
-def test_pieces_cover_a_range_in_order_where_striping_says(directories, nbytes, data):
-    layout = Layout(directories)
-    layout.allocate("weights.0", 4097)
-    extent = layout.allocate("weights.0", nbytes)
-    offset = data.draw(st.integers(0, nbytes - 1))
-    length = data.draw(st.integers(1, nbytes - offset))
-    start = 0
-    for piece in pieces(extent, directories, offset, length):
-        assert piece.start == start
-        assert 0 < piece.nbytes <= LARGEST_UNIT
-        assert places(extent, directories, offset + start) == (piece.directory, piece.offset)
-        last = places(extent, directories, offset + start + piece.nbytes - 1)
-        assert last == (piece.directory, piece.offset + piece.nbytes - 1)
-        start += piece.nbytes
-    assert start == length
-
-
-@settings(deadline=None)
-@given(directory_counts, st.lists(st.tuples(st.sampled_from(["a", "b.1"]), sizes), max_size=8))
-def test_layout_survives_json(directories, requests):
-    layout, again = Layout(directories), Layout(directories)
-    allocated = [layout.allocate(*request) for request in requests]
-    assert allocated == [again.allocate(*request) for request in requests]
-    restored = Layout.from_dict(json.loads(json.dumps(layout.to_dict())))
-    assert restored == layout == again
-    assert restored.file_bytes() == layout.file_bytes()
-    assert [extent for name in ("a", "b.1") for extent in restored.extents(name)] == [
-        extent for name in ("a", "b.1") for extent in allocated if extent.file == name
-    ]
-    assert restored.allocate("a", 5) == layout.allocate("a", 5)
 
 
 @pytest.mark.parametrize("name", ["", ".", "..", "a/b", "../weights", "store.json", "manifest.json", "x.tmp", "a\0b"])

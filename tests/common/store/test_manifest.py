@@ -20,22 +20,12 @@ def directory(tmp_path_factory):
     return tmp_path_factory.mktemp("run")
 
 
-def test_nothing_committed_is_none(tmp_path):
-    assert load_manifest(tmp_path) is None
-
-
 @settings(deadline=None)  # a busy drive is no failure
 @given(content=contents)
 def test_what_was_committed_is_loaded(directory, content):
     commit_manifest(directory, content)
     assert load_manifest(directory) == content
     assert os.listdir(directory) == [MANIFEST_FILE]
-
-
-def test_later_commits_replace_earlier_ones_and_integer_keys_become_strings(tmp_path):
-    commit_manifest(tmp_path, {"step": 1})
-    commit_manifest(tmp_path, {"step": 2, "sizes": {9: (1, 2), 10: 3.5}})
-    assert load_manifest(tmp_path) == {"step": 2, "sizes": {"9": [1, 2], "10": 3.5}}
 
 
 @settings(deadline=None)  # a busy drive is no failure

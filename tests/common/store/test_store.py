@@ -2,13 +2,11 @@
 
 import itertools
 import os
-import threading
 import time
 from concurrent.futures import wait
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -117,39 +115,6 @@ def test_bytes_lie_where_striping_says_and_tails_are_zero(make_directories, dire
         assert not there[chunk.nbytes : -(-chunk.nbytes // ALIGNMENT) * ALIGNMENT].any()
 
 
-@pytest.mark.parametrize("directories", [1, 3])
-def test_a_record_written_chunk_by_chunk_is_whole(make_directories, directories):
-    nbytes, chunk = 5 * MIB + 13, 3 * 64 * 1024
-    store, (extent,) = make_store(make_directories(directories), [nbytes], ["weights.1"])
-    data = memory(nbytes)
-    data[:] = noise(nbytes)
-    with store:
-        wait([
-            store.write(extent, data[start:], start, min(chunk, nbytes - start)) for start in range(0, nbytes, chunk)
-        ])  # fmt: skip
-        got = bytearray(nbytes)
-        store.read_now(extent, got)
-        assert got == data.tobytes()
-
-
-@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
-def test_reopened_in_any_order_it_holds_the_same(make_directories, order):
-    paths = make_directories(3)
-    first = Twin(paths)
-    for seed, extent in enumerate(first.extents):
-        first.bytes[extent][:] = noise(extent.nbytes, seed)
-        first.store.write(extent, first.bytes[extent]).result()
-    first.store.close()
-    with Store.open([paths[index] for index in order]) as again:
-        assert again.layout == first.store.layout
-        assert again.id == first.store.id
-        assert again.directories == tuple(paths)
-        assert [e for f in FILES for e in again.layout.extents(f)] == sorted(
-            first.extents, key=lambda e: FILES.index(e.file)
-        )
-        first.check_all(again)
-
-
 def test_counters_count_whole_pages(make_directories):
     store, (one, odd, large) = make_store(make_directories(3), [1, 4097, 5 * MIB + 13], ["weights.0"])
     with store:
@@ -161,48 +126,6 @@ def test_counters_count_whole_pages(make_directories):
         assert store.bytes_read == 5 * MIB + 4096
         store.read_now(large, memory(2), offset=4095, nbytes=2)  # two bytes on two pages
         assert store.bytes_read == 5 * MIB + 4096 + 8192
-
-
-def test_many_threads_at_once(make_directories):
-    store, extents = make_store(make_directories(2), [MIB + 5] * 4, ["weights.0", "weights.1"])
-    problems = []
-
-    def work(extent, seed):
-        try:
-            for turn in range(5):
-                data = noise(extent.nbytes, seed * 10 + turn)
-                store.write(extent, data).result()
-                got = memory(extent.nbytes)
-                store.read_now(extent, got)
-                np.testing.assert_array_equal(got, data)
-                store.sync([extent.file])
-        except Exception as error:
-            problems.append(error)
-
-    with store:
-        threads = [threading.Thread(target=work, args=pair) for pair in zip(extents, range(8), strict=True)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert not problems
-        pages = -(-(MIB + 5) // ALIGNMENT) * ALIGNMENT
-        assert store.bytes_written == store.bytes_read == 8 * 5 * pages
-
-
-@pytest.mark.parametrize(
-    "buffer",
-    [bytearray(300), np.zeros((3, 50), np.float16), np.zeros(75, np.float32), memoryview(bytearray(301)),
-     torch.zeros(150, dtype=torch.bfloat16).view(torch.uint8).numpy()],
-    ids=["bytearray", "float16", "float32", "memoryview", "bfloat16"],
-)  # fmt: skip
-def test_anything_with_a_writable_buffer_will_do(make_directories, buffer):
-    store, (extent,) = make_store(make_directories(1), [300], ["scratch"])
-    with store:
-        data = noise(300).tobytes()
-        store.write(extent, data).result()
-        store.read_now(extent, buffer)
-        assert bytes(memoryview(buffer).cast("B"))[:300] == data
 
 
 def test_requests_that_cannot_be_right_are_rejected_at_once(make_directories):
@@ -320,24 +243,3 @@ def test_close_waits_for_what_is_running_and_may_be_repeated(make_directories):
     ):
         with pytest.raises(StoreError, match="closed"):
             call()
-
-
-def test_whether_files_are_reached_past_the_page_cache(make_directories):
-    store, _ = make_store(make_directories(1), [1], io="posix")
-    with store:
-        assert store.direct == all(file.direct for file in store._files["weights.0"])
-
-
-def test_on_a_file_system_in_memory(tmp_path):
-    shm = "/dev/shm"
-    if not os.access(shm, os.W_OK):
-        pytest.skip("no /dev/shm")
-    import tempfile
-
-    with tempfile.TemporaryDirectory(dir=shm) as name, Twin([name]).store as store:
-        extent = store.layout.extents("scratch")[4]
-        data = noise(extent.nbytes)
-        store.write(extent, data).result()
-        got = memory(extent.nbytes, 3)
-        store.read_now(extent, got)
-        np.testing.assert_array_equal(got, data)

@@ -17,13 +17,6 @@ class Device:
         )
 
 
-def test_nothing_is_admitted_before_a_whole_step_was_seen() -> None:
-    device = Device(1.0)
-    assert not device.placement.admit(1)
-    device.placement.end_step()
-    assert device.placement.admit(1)
-
-
 def test_the_peak_of_the_last_step_counts_not_what_is_in_use_now() -> None:
     device = Device(0.9)
     device.others = 700
@@ -57,14 +50,6 @@ def test_memory_that_others_take_in_the_first_step_counts() -> None:
     placement.end_step()
     assert not placement.admit(201)
     assert placement.admit(200)
-
-
-@pytest.mark.parametrize(("memory", "threshold"), [(None, 1.0), (DeviceMemory(1000, lambda: 0), 0.0)])
-def test_never_without_a_device_or_at_threshold_zero(memory: DeviceMemory | None, threshold: float) -> None:
-    placement = AdaptivePlacement(memory, threshold)
-    placement.end_step()
-    assert not placement.admit(0)
-    assert not placement.may_stay()
 
 
 @pytest.mark.parametrize("cell", [1, 7, 199, 4097])

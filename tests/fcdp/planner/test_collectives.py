@@ -1,15 +1,12 @@
 """What a step sends, against hand-computed volumes and against rings walked rank by rank."""
 
 from dataclasses import replace
-from itertools import product
-from math import prod
 
 import pytest
 
 from common.errors import UserError
 from fcdp.planner import Workload, bytes_per_node, step_collectives
-from fcdp.planner.collectives import ring_parts
-from fcdp.strategy.mesh import Levels, Mesh
+from fcdp.strategy.mesh import Levels
 from fcdp.strategy.strategy import PRESETS, Strategy, parse_strategy
 
 PSI = 1e9
@@ -53,25 +50,10 @@ def test_flat_rings_cross_the_border_of_a_node_with_w_minus_1_of_w() -> None:
     assert volumes(PRESETS["ddp"], Levels((8, 4)))[0] == pytest.approx(2 * 31 / 32)
 
 
-def test_accumulating_inside_the_node_saves_what_paros_equation_1_says() -> None:
-    m, g, s = 8, 4, 6
-    levels = Levels((m, g))
-    n = levels.world_size
-    everywhere, in_steps = (sum(volumes(parse_strategy(text), levels, micro_batches=s)) / m for text in ("NGG", "NIG"))
-    assert everywhere - in_steps == pytest.approx((s - 1) * (g - 1) / n)
-
-
 def test_frozen_parameters_stay_where_the_node_has_them() -> None:
     levels, ratio = Levels((8, 2)), 0.01
     assert volumes(PRESETS["fcdp"], levels, trainable=ratio)[0] == pytest.approx(0.5 * 2 * ratio)
     assert volumes(PRESETS["zero3"], levels, trainable=ratio)[0] == pytest.approx(15 / 16 * (2 + ratio))
-
-
-def test_second_shards_keep_the_backward_gather_inside() -> None:
-    layout = PRESETS["zero++-exact"].on(Levels((8, 4)))
-    forward, backward, reduce = step_collectives(layout, Workload(PSI, PSI, blocks=1))
-    assert (forward.mesh.pair, backward.mesh.pair, reduce.mesh.pair) == ((8, 4), (8, 1), (8, 4))
-    assert backward.sent_by_rank()[-1] == 0
 
 
 def test_quantised_collectives_move_half_and_a_quarter_plus_scales() -> None:
@@ -98,34 +80,3 @@ def test_amsps_formulas() -> None:
     odd = parse_strategy("2x1/4x1/8x1").on(Levels((8, 16)))
     with pytest.raises(UserError, match="IV-C3"):
         step_collectives(odd, Workload(PSI, PSI, blocks=1), select_and_drop=True)
-
-
-def walked_ring(extents: tuple[int, ...]) -> list[float]:
-    """Parts of the buffer per rank and level in one ring: count over which level each rank's neighbour lies."""
-    ranks = prod(extents)
-    parts = [0.0] * len(extents)
-    for rank in range(ranks):
-        neighbour, size, crossed = (rank + 1) % ranks, 1, 0
-        for level, extent in enumerate(extents):
-            size *= extent
-            if rank // size == neighbour // size:
-                crossed = level
-                break
-        parts[crossed] += (ranks - 1) / ranks / ranks
-    return parts
-
-
-def walked_levels(extents: tuple[int, ...]) -> list[float]:
-    """The same level by level, slowest first: ranks with the same faster indices exchange what they have so far."""
-    parts, held = [0.0] * len(extents), 1.0 / prod(extents)
-    for level in reversed(range(len(extents))):
-        parts[level] = held * (extents[level] - 1)
-        held *= extents[level]
-    return parts
-
-
-@pytest.mark.parametrize("extents", [e for e in product((1, 2, 4), (1, 2, 3), (1, 2, 5)) if prod(e) > 1])
-def test_parts_of_a_ring_by_level(extents: tuple[int, int, int]) -> None:
-    assert ring_parts(Mesh(extents), "flat") == pytest.approx(walked_ring(extents))
-    assert ring_parts(Mesh(extents), "hierarchical") == pytest.approx(walked_levels(extents))
-    assert ring_parts(Mesh(extents), "ho") == ring_parts(Mesh(extents), "hierarchical")

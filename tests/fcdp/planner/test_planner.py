@@ -8,11 +8,10 @@ from transformers import MixtralConfig
 
 from common.errors import UserError
 from common.models.presets import load_config
-from fcdp.planner import Cluster, Engine, Workload, admissible, cluster_names, estimate, load_cluster, plan
+from fcdp.planner import Cluster, Workload, admissible, cluster_names, estimate, load_cluster, plan
 from fcdp.planner.cluster import groups_across_leaves, node_order, nodes_per_switch
-from fcdp.planner.collectives import step_collectives
 from fcdp.planner.cost import OVERLAP, RUNTIME_BYTES, memory_of
-from fcdp.planner.search import SAME, refusal, scopes_of
+from fcdp.planner.search import SAME, refusal
 from fcdp.strategy.mesh import Levels, Mesh
 from fcdp.strategy.strategy import PRESETS, parse_strategy
 
@@ -46,18 +45,6 @@ def test_states_are_those_that_fsdp2_holds(
     memory = memory_of(layout, replace(WORKLOAD, micro_batches=2), checkpointing=False)
     states = [memory.parameters, memory.secondary, memory.gradients, memory.optimizer, memory.host]
     assert states == pytest.approx([PSI * each for each in (parameters, secondary, gradients, optimizer, host)])
-
-
-@pytest.mark.parametrize(("name", "parameters", "gradients", "activations"), [
-    ("zero3", 0, 4 / 32 * 30 / 32, 2), ("zero1", 2, 0, 31), ("fcdp-iig", 0, 4 / 32 * 30 / 32, 2),
-])  # fmt: skip
-def test_gradients_of_one_micro_batch_come_as_activations_go(
-    name: str, parameters: float, gradients: float, activations: int
-) -> None:
-    workload = replace(WORKLOAD, block_activation_bytes=1.0)
-    memory = memory_of(parse_strategy(name).on(Levels((8, 4))), workload, checkpointing=False)
-    assert (memory.parameters, memory.gradients) == pytest.approx((PSI * parameters, PSI * gradients))
-    assert memory.activations == 4096 * activations, "of the blocks that are left"
 
 
 @pytest.mark.parametrize(("model", "nodes"), [("gpt-20b", 2), ("gpt-30b", 4)])
@@ -107,52 +94,6 @@ def test_activations_of_llama_7b() -> None:
     assert ungated.block_activation_bytes == 32 * 768, "Korthikanti's 34 without two bytes of dropout masks"
 
 
-def test_what_the_backward_begins_with_is_not_gathered_again() -> None:
-    """Head and last norm; GPT-2's head is its embedding, which therefore stays, next to that of the positions."""
-    assert Workload.of_model(load_config("llama-7b")[0], seq_len=8).kept_gathered == 32000 * 4096 + 4096
-    assert Workload.of_model(load_config("gpt2-125m")[0], seq_len=8).kept_gathered == (50257 + 1024 + 2) * 768
-    workload = Workload.of_model(load_config("llama-7b")[0], seq_len=8)
-    layout, psi = PRESETS["zero3"].on(Levels((8, 4))), workload.parameters
-    gathers = [c for c in step_collectives(layout, workload) if c.operation == "all_gather"]
-    assert sum(c.nbytes * c.times for c in gathers) == 2 * psi + 2 * (psi - workload.kept_gathered)
-
-
-def test_in_fp32_everything_that_blocks_compute_in_takes_twice_the_bytes() -> None:
-    config = load_config("llama-7b")[0]
-    bf16, fp32 = (Workload.of_model(config, seq_len=8, dtype_bytes=nbytes) for nbytes in (2, 4))
-    assert (bf16.compute_bytes, bf16.gradient_bytes) == (2, 2)
-    assert (fp32.compute_bytes, fp32.gradient_bytes) == (4, 4)
-    assert fp32.block_activation_bytes == 2 * bf16.block_activation_bytes
-    assert (fp32.hidden_bytes, fp32.logits_bytes) == (4 * 4096, 12 * 32000)
-
-
-def test_flops_of_frozen_weights() -> None:
-    config = load_config("gpt2-125m")[0]
-    full, frozen = (Workload.of_model(config, seq_len=128, trainable_ratio=ratio) for ratio in (1.0, 1e-9))
-    attention = 4 * 128 * 12 * 768
-    assert full.forward_flops_per_token == frozen.forward_flops_per_token == 2 * full.parameters + attention
-    assert full.weight_flops_per_token == 2 * full.parameters + attention
-    assert frozen.weight_flops_per_token == pytest.approx(attention)
-
-
-def test_a_step_that_computes_little_lasts_as_long_as_its_communication() -> None:
-    idle = replace(WORKLOAD, forward_flops_per_token=0, weight_flops_per_token=0)
-    result = estimate(PRESETS["zero3"].on(Levels((8, 4))), idle, dgx(), checkpointing=False)
-    update = 28 * PSI / 32 / dgx().memory_bytes_per_second
-    # Gathered parameters are taken apart in both passes, gradients put together in one.
-    packing = 3 * (2 + 2) * PSI / dgx().memory_bytes_per_second
-    expected = result.communication_seconds + update + (1 - OVERLAP) * packing
-    assert result.step_seconds == pytest.approx(expected)
-
-
-def test_where_nothing_overlaps_a_step_lasts_as_long_as_all_of_it() -> None:
-    serial = replace(dgx(), overlaps=False)
-    workload = replace(WORKLOAD, micro_batches=3)
-    for name in ("zero3", "paro-nig", "fcdp", "ddp"):
-        result = estimate(PRESETS[name].on(Levels((8, 4))), workload, serial, checkpointing=False)
-        assert result.step_seconds == pytest.approx(result.compute_seconds + result.communication_seconds)
-
-
 def test_the_router_loss_of_several_micro_batches_takes_a_forward_pass_of_each_more() -> None:
     layout, kept = PRESETS["zero3"].on(Levels((8, 4))), 1e9
     plain = replace(WORKLOAD, micro_batches=3, kept_gathered=kept)
@@ -182,49 +123,6 @@ def test_a_configured_router_loss_is_planned(router_loss: str, planned: bool) ->
         Workload.of_model(load_config("llama-10m")[0], seq_len=8, router_loss="on")
 
 
-def test_a_step_that_computes_much_hides_what_can_be_hidden() -> None:
-    busy = replace(WORKLOAD, forward_flops_per_token=200 * PSI, micro_batches=2)
-    layout = PRESETS["zero3"].on(Levels((8, 4)))
-    result = estimate(layout, busy, dgx(), checkpointing=False)
-    exposed = result.step_seconds - result.compute_seconds
-    assert exposed == pytest.approx((1 - OVERLAP) * result.communication_seconds)
-    few = estimate(layout, replace(busy, blocks=1), dgx(), checkpointing=False)
-    exposed = few.step_seconds - few.compute_seconds
-    assert exposed == pytest.approx(few.communication_seconds / 2), "the first of two gathers overlaps with nothing"
-
-
-def test_an_engine_that_gathers_by_tensor_takes_a_ring_for_each() -> None:
-    many = load_cluster("a800-hdr")
-    layout = PRESETS["zero3"].on(many.levels)
-    ours = estimate(layout, WORKLOAD, many, checkpointing=True)
-    engine = Engine(tensors=7 * 31, overlaps=frozenset({"gather"}), gathers_again=True)
-    theirs = estimate(layout, WORKLOAD, many, checkpointing=True, engine=engine)
-    ring = many.rates.start_seconds + 1023 * many.rates.links[-1].latency_seconds  # type: ignore[attr-defined]
-    assert [c.purpose for c in theirs.collectives][-1] == "gather P, again"
-    assert theirs.seconds[0] - ours.seconds[0] == pytest.approx((7 * 31 - 32) * ring)
-    reduced = theirs.seconds[[c.purpose for c in theirs.collectives].index("reduce G")]
-    assert theirs.step_seconds > theirs.compute_seconds + reduced, "nothing computes while it reduces"
-
-
-def test_buckets_are_the_messages_of_what_is_not_gathered() -> None:
-    layout = PRESETS["zero1"].on(Levels((8, 4)))
-    engine = Engine(tensors=100, bucket_bytes=1e9)
-    collectives = step_collectives(layout, WORKLOAD)
-    assert [engine.pieces(result, False, WORKLOAD) for result in collectives] == [16, 16], "16 GB each"
-
-
-def test_recomputation_takes_another_forward_and_less_memory() -> None:
-    workload = replace(WORKLOAD, block_activation_bytes=100.0, hidden_bytes=1.0)
-    plain, again = (
-        estimate(PRESETS["ddp"].on(Levels((8, 1))), workload, dgx(1), checkpointing=value) for value in (False, True)
-    )
-    assert again.compute_seconds - plain.compute_seconds == pytest.approx(
-        workload.forward_flops / dgx().flops_per_second
-    )
-    plain, again = (workload.activation_bytes(value) for value in (False, True))
-    assert plain - again == 4096 * (31 * 100 - 31 - 100)
-
-
 def test_host_cache_is_read_at_every_use_and_an_adaptive_one_only_for_want_of_room() -> None:
     slow_host = replace(dgx(), host_link_bytes_per_second=1e9)
     idle = replace(WORKLOAD, forward_flops_per_token=0, weight_flops_per_token=0)
@@ -243,12 +141,6 @@ def test_host_cache_is_read_at_every_use_and_an_adaptive_one_only_for_want_of_ro
         estimate(adaptive.layout, never, slow_host, checkpointing=False),
     ):
         assert squeezed.step_seconds == pytest.approx(host.step_seconds)
-
-
-def test_scopes_that_pass_the_filters() -> None:
-    assert [str(scope) for scope in scopes_of(Levels((8, 4)))] == ["N", "2x1", "4x1", "I", "8x2", "G"]
-    assert [str(scope) for scope in scopes_of(Levels((2, 3, 3)))] == ["N", "2x1", "I", "G"], "3x1 skips the pair"
-    assert len(scopes_of(Levels((1, 1)))) == 1
 
 
 def test_the_space_has_every_admissible_triple_once() -> None:
@@ -284,17 +176,6 @@ def test_the_choice_is_the_fastest_that_fits_and_changes_no_arithmetic() -> None
     quantised = plan(workload, cluster, allow_quantised=True).choice
     assert quantised is not None
     assert quantised.step_seconds <= result.choice.step_seconds
-
-
-def test_recomputes_only_where_it_does_not_fit_otherwise() -> None:
-    workload = Workload.of_model(load_config("llama-7b")[0], seq_len=2048, micro_batch=8)
-    result = plan(workload, load_cluster("a800-hdr"), strategies=[PRESETS["zero3"], PRESETS["zero1"]])
-    by_name = {one.name: one for one in result.estimates}
-    assert by_name["zero1"].checkpointing
-    assert by_name["zero1"].fits
-    assert by_name["zero3"].checkpointing == (
-        memory_of(by_name["zero3"].layout, workload, checkpointing=False).device > 80e9
-    )
 
 
 def test_says_by_how_much_nothing_fits() -> None:

@@ -4,7 +4,7 @@ import pytest
 
 from common.errors import UserError
 from fcdp.strategy.mesh import Levels, Mesh, Scope
-from fcdp.strategy.strategy import PARO, PRESETS, Strategy, WireFormats, parse_strategy
+from fcdp.strategy.strategy import PARO, PRESETS, parse_strategy
 
 DGX = Levels((8, 128))
 FRONTIER = Levels((2, 4, 16))
@@ -13,23 +13,6 @@ FRONTIER = Levels((2, 4, 16))
 def pairs(text: str, levels: Levels) -> tuple[tuple[int, int], ...]:
     layout = parse_strategy(text).on(levels)
     return layout.p.pair, layout.g.pair, layout.os.pair
-
-
-@pytest.mark.parametrize(("text", "levels", "extents"), [
-    ("N", DGX, (1, 1)),
-    ("none", FRONTIER, (1, 1, 1)),
-    ("i", DGX, (8, 1)),
-    ("node", FRONTIER, (2, 4, 1)),
-    ("cluster", FRONTIER, (2, 4, 16)),
-    ("pair", FRONTIER, (2, 1, 1)),
-    ("4x1", DGX, (4, 1)),
-    ("4x1", FRONTIER, (2, 2, 1)),
-    ("8x4", FRONTIER, (2, 4, 4)),
-    ("1x1", DGX, (1, 1)),
-    ("3x1", Levels((6, 2)), (3, 1)),
-])  # fmt: skip
-def test_scopes_fill_levels_from_the_fastest_one_up(text: str, levels: Levels, extents: tuple[int, ...]) -> None:
-    assert Scope.parse(text).on(levels).extents == extents
 
 
 @pytest.mark.parametrize(("text", "levels", "rule"), [
@@ -44,12 +27,6 @@ def test_scopes_fill_levels_from_the_fastest_one_up(text: str, levels: Levels, e
 def test_meshes_that_amsp_filters_out_are_rejected_with_its_equation(text: str, levels: Levels, rule: str) -> None:
     with pytest.raises(UserError, match=rule):
         Scope.parse(text).on(levels)
-
-
-def test_a_mesh_over_another_is_what_is_left_of_every_level() -> None:
-    assert Mesh((2, 4, 16)).over(Mesh((2, 1, 1))).extents == (1, 4, 16)
-    assert Mesh((2, 4, 1)).holds(Mesh((2, 2, 1)))
-    assert not Mesh((2, 1, 4)).holds(Mesh((2, 4, 1)))
 
 
 @pytest.mark.parametrize(("name", "p", "g", "os"), [
@@ -126,30 +103,6 @@ def test_rejections_cite_their_rule(text: str, message: str) -> None:
     with pytest.raises(UserError) as refused:
         parse_strategy(text)
     assert message in str(refused.value)
-
-
-def test_rules_that_only_a_cluster_can_decide() -> None:
-    mixed = parse_strategy("I/4x1/G")  # 4x1 is finer than I on nodes of two, and equal on nodes of four
-    assert mixed.on(Levels((4, 2))).g == mixed.on(Levels((4, 2))).p
-    with pytest.raises(UserError, match="G \\(4x1\\) is sharded less finely than P \\(I\\)"):
-        mixed.on(Levels((8, 2)))
-    six = Strategy("six", Scope("2x1"), Scope("2x1"), Scope("3x1"))
-    with pytest.raises(UserError, match="OS \\(3x1\\) is sharded less finely than P"):
-        six.on(Levels((6, 2)))
-
-
-def test_caches() -> None:
-    assert PRESETS["paro-igg"].on(DGX).cache == "device"
-    assert PRESETS["zero3"].on(DGX).cache == "none"
-    assert PRESETS["zero++"].on(DGX).cache == "device"
-    assert PRESETS["fcdp"].on(DGX).cache == "adaptive"
-    one_node = Levels((8, 1))
-    assert PRESETS["fcdp"].on(one_node).cache == "none", "on one node I is G, and nothing crosses nodes"
-    assert PRESETS["zero++"].without_quantisation().on(one_node).secondary is None
-    with pytest.raises(UserError, match="stay inside a node"):
-        Strategy("x", Scope("G"), Scope("G"), Scope("G"), secondary=Scope("8x2"))
-    with pytest.raises(UserError, match="there are none"):
-        Strategy("x", Scope("G"), Scope("G"), Scope("G"), precision=WireFormats(secondary="int8"))
 
 
 @pytest.mark.parametrize("text", ["8", "8,x", "", "2,,4"])

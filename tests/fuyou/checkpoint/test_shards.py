@@ -49,13 +49,6 @@ def test_ranks_continue_from_the_newest_step_that_all_have(
     assert counting is not None and counting.fits(NODES) and counting.common_step(["host0", "host1"]) == step
 
 
-def test_no_common_step() -> None:
-    counting = chosen(NODES, *scans(shard(0, 7, 6), shard(1, 9, 8)))
-    assert counting is not None
-    with pytest.raises(UserError, match=r"host0\) has only steps up to 7.*node 1 \(host1\) has 9 and 8"):
-        counting.common_step(["host0", "host1"])
-
-
 @pytest.mark.parametrize(
     ("found", "problems", "said"),
     [

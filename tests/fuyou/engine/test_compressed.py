@@ -10,7 +10,6 @@ from peft import PeftModel, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from common.errors import UserError
 from common.models.adapters.options import AdapterOptions
 from common.models.presets import load_config
 from fuyou.layout.frozen_weights import FrozenDtype
@@ -24,9 +23,6 @@ from tests.helpers.engines import batches, check, directories
 from tests.helpers.engines import engine as plain_engine
 
 BF16 = Precision(torch.bfloat16, torch.float32)
-
-
-pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 @pytest.mark.parametrize(("family", "method", "dtype", "micro", "targets"), [
@@ -138,26 +134,3 @@ def test_parameters_of_ones_choice(tmp_path: Path) -> None:
     assert {slot.name for slot in second.parameters if slot.compressed is None} == {
         "model.layers.1.input_layernorm.weight", "model.layers.1.post_attention_layernorm.weight",
     }  # fmt: skip
-
-
-def test_what_is_on_the_drives_is_what_was_planned(tmp_path: Path) -> None:
-    directory, _ = compressed(tmp_path, "gpt_oss", "mxfp4")
-    ssd = directories(tmp_path, 1)
-    with plain_engine(directory, ssd, adapters=AdapterOptions(4)) as trained:
-        frozen = sum(record.parameter_nbytes for record in trained._run.shape.records if not record.trainable)
-    (file,) = tmp_path.rglob("weights.frozen")
-    assert frozen <= file.stat().st_size < frozen + (1 << 20)
-
-
-def test_checkpoints_that_are_not_compressed(tmp_path: Path) -> None:
-    directory, twin = compressed(tmp_path, "llama", "fp8")
-    with pytest.raises(UserError, match=r"in the bytes of a compressed checkpoint, and .*-twin is not compressed"):
-        opened(twin, FrozenDtype.CHECKPOINT)
-    config, adapters = load_config(directory)[0], AdapterOptions(4).peft_config()
-    with pytest.raises(UserError, match="random weights have none"):
-        OpenModel(config, BF16, torch.device("cpu"), adapters, frozen=FrozenDtype.CHECKPOINT)
-    assert opened(twin).shape.decoded_nbytes == 0
-    (directory / "model.safetensors").unlink()
-    assert describe_training(directory, 4, 32).parameters  # without adapters a plan needs no weights
-    with pytest.raises(UserError, match="has no weights"):
-        describe_training(directory, 4, 32, adapters=AdapterOptions(4).peft_config())

@@ -1,6 +1,5 @@
 """Records: nothing overlaps, everything is aligned, chunks cover exactly."""
 
-import json
 import pickle
 from itertools import pairwise
 
@@ -55,13 +54,6 @@ def test_layout(record: Record) -> None:
     assert record.numel < record.parameter_count + ALIGN_ELEMENTS * len(record.parameters) + 2 * PAGE_ELEMENTS
 
 
-@given(records())
-def test_parameters_keep_their_order_within_each_part(record: Record) -> None:
-    for decay in (True, False):
-        numbers = [int(slot.name[1:]) for slot in record.parameters if slot.decay is decay]
-        assert numbers == sorted(numbers)
-
-
 @given(records(), st.integers(1, 4).map(lambda pages: pages * PAGE_ELEMENTS))
 def test_chunks_cover_exactly(record: Record, size: int) -> None:
     chunks = record.chunks(size)
@@ -76,50 +68,7 @@ def test_chunks_cover_exactly(record: Record, size: int) -> None:
     assert len(chunks) == -(-record.decayed // size) + -(-(record.numel - record.decayed) // size)
 
 
-@given(records())
-def test_views(record: Record) -> None:
-    flat = torch.arange(record.numel, dtype=torch.float64)
-    views = record.views(flat)
-    assert list(views) == [slot.name for slot in record.parameters]
-    for slot in record.parameters:
-        view = views[slot.name]
-        assert view.shape == torch.Size(slot.shape) and view.is_contiguous()
-        assert view.flatten()[0] == slot.offset and view.flatten()[-1] == slot.offset + slot.numel - 1
-        assert view.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr()
-
-
-@given(records())
-def test_the_optimizer_process_gets_equal_records(record: Record) -> None:
-    assert pickle.loads(pickle.dumps(record)) == record
-    assert json.loads(json.dumps(record.to_dict())) == record.to_dict()
-
-
-def test_a_record_with_only_one_part() -> None:
-    decayed = Record.build(0, "a", Kind.NON_BLOCK, PRECISIONS[0], [(("w",), (3, 5), True)])
-    assert (decayed.decayed, decayed.numel) == (PAGE_ELEMENTS, PAGE_ELEMENTS)
-    plain = Record.build(0, "b", Kind.NON_BLOCK, PRECISIONS[0], [(("w",), (3,), False)])
-    assert (plain.decayed, plain.numel) == (0, PAGE_ELEMENTS)
-    assert [chunk.decay for chunk in plain.chunks(PAGE_ELEMENTS)] == [False]
-
-
-def test_layout_by_example() -> None:
-    record = Record.build(
-        1, "block 0", Kind.BLOCK, PRECISIONS[0],
-        [(("norm",), (48,), False), (("up",), (48, 72), True), (("down",), (72, 48), True)],
-    )  # fmt: skip
-    assert [(slot.name, slot.offset) for slot in record.parameters] == [("up", 0), ("down", 3456), ("norm", 8192)]
-    assert (record.decayed, record.numel) == (8192, 8192 + 2048)
-
-
 # -- on SSD -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("precision", PRECISIONS, ids=str)
-def test_bytes_per_parameter(precision: Precision) -> None:
-    bf16, narrow = precision.dtype == torch.bfloat16, precision.optimizer_dtype == torch.bfloat16
-    assert precision.parameter_bytes == precision.gradient_bytes == (2 if bf16 else 4)
-    assert precision.state_bytes == (2 if bf16 else 0) + (4 if narrow else 8)
-    assert precision.split is bf16
 
 
 @given(st.lists(records(), min_size=1, max_size=5), st.integers(1, 2), st.integers(1, 4))

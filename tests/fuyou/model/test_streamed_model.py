@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -16,10 +15,9 @@ from common.errors import FinetuneError, UserError
 from common.models.meta_model import build_meta_model
 from common.models.structure import parameter_names
 from fuyou.layout.record import Kind, Precision
-from fuyou.model.loss.cross_entropy import cross_entropy, shifted_labels
 from fuyou.model.model_records import fingerprint, model_records
 from fuyou.model.streamed_model import StreamedModel
-from tests.helpers.models.families import FAMILIES, MIXED, family_config
+from tests.helpers.models.families import FAMILIES, family_config
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16]
@@ -67,16 +65,6 @@ def only(stack: StreamedModel, parameters: dict[str, torch.Tensor], part: str) -
             yield
 
 
-def run(stack: StreamedModel, parameters: dict[str, torch.Tensor], batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    """All parts, one after the other; the last block's output."""
-    with only(stack, parameters, "embedding"):
-        hidden, calls = stack.embed(batch)
-    for layer in range(len(stack.blocks)):
-        with only(stack, parameters, str(layer)):
-            hidden = stack.block(layer, hidden, calls)
-    return hidden
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.no_grad()
@@ -96,22 +84,6 @@ def test_parts_equal_the_whole(family: str, dtype: torch.dtype) -> None:
         logits = stack.head(batch, hidden)
     assert torch.equal(logits, expected.logits)
     assert all(parameter.is_meta for parameter in stack.model.parameters())
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-@torch.no_grad()
-def test_the_head_in_ranges_of_tokens(family: str) -> None:
-    whole, stack, batch = reference(family, torch.float32), streamed(family, torch.float32), unpacked()
-    parameters = weights(whole)
-    hidden = run(stack, parameters, batch)
-    expected = whole(**batch, use_cache=False).logits
-    for width in (1, 5, SEQ_LEN):
-        parts = []
-        for start in range(0, SEQ_LEN, width):
-            columns = slice(start, start + width)
-            with only(stack, parameters, "head"):
-                parts.append(stack.head({name: value[:, columns] for name, value in batch.items()}, hidden[:, columns]))
-        torch.testing.assert_close(torch.cat(parts, dim=1), expected, rtol=1e-5, atol=1e-5)
 
 
 class Waits(TorchDispatchMode):
@@ -140,81 +112,7 @@ def test_the_head_waits_for_nothing_and_makes_no_mask(family: str) -> None:
         assert (seen.waits, seen.masks) == (0, 0)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_gradients_of_parts_equal_those_of_the_whole(family: str) -> None:
-    """Backward through head, blocks and embedding, each recomputed on its own."""
-    whole, stack, batch = reference(family, torch.float32), streamed(family, torch.float32), unpacked()
-    labels = batch["input_ids"]
-    whole(**batch, labels=labels, use_cache=False).loss.backward()
-    parameters = {name: nn.Parameter(value.detach()) for name, value in whole.named_parameters()}
-    aliases = {names[0]: names for names in parameter_names(whole)}
-    bound = {alias: value for name, value in parameters.items() for alias in aliases[name]}
-    targets = shifted_labels(labels)
-
-    with torch.no_grad():
-        with only(stack, bound, "embedding"):
-            first, calls = stack.embed(batch)
-        inputs = [first]
-        for layer in range(3):
-            with only(stack, bound, str(layer)):
-                inputs.append(stack.block(layer, inputs[-1], calls))
-    hidden = inputs[3].requires_grad_()
-    with only(stack, bound, "head"):
-        logits = stack.head(batch, hidden)
-        _, gradient = cross_entropy(logits, targets, (targets != -100).sum(), gradient=True)
-        torch.autograd.backward(logits, gradient)
-    for layer in reversed(range(3)):
-        gradient, hidden = hidden.grad, inputs[layer].detach().requires_grad_()
-        with only(stack, bound, str(layer)):
-            torch.autograd.backward(stack.block(layer, hidden, calls), gradient)
-    with only(stack, bound, "embedding"):
-        torch.autograd.backward(stack.embed(batch)[0], hidden.grad)
-    for name, parameter in whole.named_parameters():
-        ours, theirs = parameters[name].grad, parameter.grad
-        if theirs is None:
-            assert ours is None or not ours.any(), name
-        elif len(aliases[name]) > 1 or (family in MIXED and ours is None):
-            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-7)  # summed in another order
-        else:
-            assert torch.equal(ours, theirs), name
-
-
-# -- documents --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-@torch.no_grad()
-def test_documents_of_a_row_are_computed_as_if_each_were_alone(family: str) -> None:
-    whole, stack, batch = reference(family, torch.float32), streamed(family, torch.float32), unpacked()
-    batch["position_ids"] = torch.cat([torch.arange(3), torch.arange(SEQ_LEN - 3)]).expand(2, -1).contiguous()
-    batch["position_ids"][1] = torch.arange(SEQ_LEN).remainder(7)
-    hidden = run(stack, weights(whole), batch)
-    with only(stack, weights(whole), "head"):
-        logits = stack.head(batch, hidden)
-    for row, starts in enumerate(([0, 3, SEQ_LEN], [0, 7, SEQ_LEN])):
-        for start, end in pairwise(starts):
-            alone = whole(input_ids=batch["input_ids"][row : row + 1, start:end], use_cache=False).logits
-            torch.testing.assert_close(logits[row : row + 1, start:end], alone, rtol=1e-5, atol=1e-5)
-
-
 # -- binding ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_the_model_is_as_it_was_afterwards(family: str) -> None:
-    stack = streamed(family, torch.float32)
-    before = {name: (id(parameter), parameter.is_meta) for name, parameter in weights(stack.model).items()}
-    forwards = [module for module in stack.model.modules() if "forward" in vars(module)]
-    parameters = {name: torch.zeros(value.shape) for name, value in weights(stack.model).items()}
-    with torch.no_grad(), stack.bound(parameters):
-        assert all(value is parameters[name] for name, value in weights_of(stack))
-    with pytest.raises(ZeroDivisionError), stack.bound(parameters):
-        _ = 1 / 0
-    with torch.no_grad():
-        run(stack, parameters, unpacked(1))
-    assert {name: (id(value), value.is_meta) for name, value in weights(stack.model).items()} == before
-    assert [module for module in stack.model.modules() if "forward" in vars(module)] == forwards == []
-    assert list(stack.model.get_submodule(stack.block_prefix)) == stack.blocks
 
 
 def weights_of(stack: StreamedModel) -> list[tuple[str, torch.Tensor]]:
@@ -225,19 +123,6 @@ def weights_of(stack: StreamedModel) -> list[tuple[str, torch.Tensor]]:
         for name, value in module._parameters.items()
         if value is not None
     ]
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_what_runs_before_the_blocks(family: str) -> None:
-    stack = streamed(family, torch.float32)
-    prefix = f"{stack.block_prefix}."
-    before = {name for name, _ in weights_of(stack) if not name.startswith(prefix) and stack.runs_before_blocks(name)}
-    expected = {
-        "gpt2": {"transformer.wte.weight", "transformer.wpe.weight"},
-        "opt": {"model.decoder.embed_tokens.weight", "model.decoder.embed_positions.weight"},
-        "gpt_neox": {"gpt_neox.embed_in.weight"},
-    }
-    assert before == expected.get(family, {"model.embed_tokens.weight"})
 
 
 # -- records of a model -----------------------------------------------------------------------------------------------
@@ -333,19 +218,6 @@ def tuple_stack(**options: object) -> StreamedModel:
     with torch.device("meta"):
         model = TupleModel(TupleConfig(**options))
     return StreamedModel(model.eval(), CPU)
-
-
-@torch.no_grad()
-def test_blocks_that_return_tuples() -> None:
-    torch.manual_seed(0)
-    whole, stack, batch = TupleModel(TupleConfig()).eval(), tuple_stack(), unpacked()
-    batch["input_ids"] %= 31
-    expected = whole(**batch).logits
-    parameters = weights(whole)
-    for _ in range(2):
-        hidden = run(stack, parameters, batch)
-        with only(stack, parameters, "head"):
-            assert torch.equal(stack.head(batch, hidden), expected)
 
 
 def test_a_model_that_skips_a_block_is_rejected() -> None:

@@ -1,7 +1,6 @@
 """What AdamW skips where ``grad is None``, the engine skips, to the bit, in every use of the gradient."""
 
 from collections.abc import Iterator
-from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -10,12 +9,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from fuyou.checkpoint.commits import TrainingState
 from fuyou.layout.record import Kind, Precision, Record
-from fuyou.layout.record_parts import Chunk
 from fuyou.layout.share import Share
 from fuyou.optimizer import chunk_update
-from fuyou.optimizer.absent_gradients import MissedUpdates, OwnedParameters, mark_absent
+from fuyou.optimizer.absent_gradients import OwnedParameters, mark_absent
 from fuyou.optimizer.adam import AdamConfig, Update, UpdateRange
 from fuyou.optimizer.chunk_update import ChunkOptimizer
 from fuyou.optimizer.moments import OptimizerStates
@@ -61,35 +58,6 @@ def test_a_sum_over_ranks_has_none_only_where_no_rank_has_one(ranks: tuple[int, 
         assert not absent & {"up", "norm" if world > 1 else "up"}
         seen |= absent
     assert seen == set(SHAPES) - {"up", "norm"} if world > 1 else set(SHAPES) - {"up"}
-
-
-@pytest.mark.parametrize("share", [None, Share(2, 2, 1, 0), Share(2, 2, 0, 0)])
-@pytest.mark.parametrize("size", [2048, 6144, 1 << 20])
-def test_runs_cover_what_has_a_gradient(share: Share | None, size: int) -> None:
-    layout = record(share=share)
-    owned = OwnedParameters(layout)
-    first = layout.share.owned_start(layout.numel)
-    covered = torch.full((layout.owned,), -1)
-    for chunk in layout.chunks(size):
-        for run in owned.runs(chunk, {2}, {0: 5}):
-            assert (run.stop - run.start) % 128 == 0
-            covered[chunk.start + run.start : chunk.start + run.stop] = run.missed
-    for index, slot in enumerate(layout.parameters):
-        part = covered[max(slot.offset - first, 0) : max(slot.offset + slot.numel - first, 0)]
-        assert (part == {0: 5, 2: -1}.get(index, 0)).all(), slot.name
-    assert owned.runs(Chunk(0, layout.owned, True), set(), {}) == [UpdateRange(0, layout.owned, 0)]
-
-
-def test_counts() -> None:
-    layout = record()
-    missed = MissedUpdates([layout], {"down": 3})
-    assert missed.before(0, 7) == {1: 3} and missed.counts() == {"down": 3}
-    missed.updated(0, (1, 2))
-    assert missed.counts() == {"norm": 1, "down": 4}
-    assert missed.before(0, 7) == {1: 3}, "an update that is done again"
-    missed.updated(0, ())
-    assert missed.counts() == {"down": 3}
-    assert missed.before(0, 8) == {1: 3}
 
 
 @pytest.mark.parametrize("count", [128, 1152, 5248])
@@ -211,11 +179,3 @@ def test_a_step_that_is_skipped_counts_for_nothing(routed: Path, tmp_path: Path)
         assert missed["blocks.0.experts.7.bias"] == STEPS
     for name, value in masters[0].items():
         assert torch.equal(value, masters[1][name]), name
-
-
-def test_an_older_run_has_no_counts() -> None:
-    state = TrainingState(3, 0, "s", "m", "d", "o", 2, missed={"a": 2})
-    content = state.to_dict()
-    assert TrainingState.from_dict(content) == state
-    del content["missed"]
-    assert TrainingState.from_dict(content) == replace(state, missed={})

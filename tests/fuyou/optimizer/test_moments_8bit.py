@@ -51,17 +51,6 @@ def test_codes_are_the_papers(code: MomentCode) -> None:
     assert float(((result - values) / values)[large].abs().max()) < 0.05
 
 
-def test_each_code_is_exact_and_zeros_are_zero() -> None:
-    for code in MOMENT_CODES:
-        assert len(np.unique(code.values)) == 256 and code.values[0] == 0
-        values = torch.from_numpy(code.values.copy())
-        if code.signed:
-            values[128] = 0.0  # -128, which no number is rounded to
-        values = values.view(2, -1)
-        values[:, 0] = 1.0  # the scale of each block
-        assert torch.equal(kept(code, values.view(-1)), values.view(-1))
-
-
 def test_master_weights_of_24_bits() -> None:
     bits = torch.randint(-(2**31), 2**31, (COUNT,), generator=torch.Generator().manual_seed(5)).to(torch.int32)
     bits[:4] = torch.tensor([0x3F808080, 0x3F807F80, 0x3F80FF80, 0x3FFFFF80])  # ties, with and without a carry
@@ -75,17 +64,6 @@ def test_master_weights_of_24_bits() -> None:
     again = torch.empty_like(low)
     split(joined, high, again)
     assert torch.equal(again, low)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_states_are_whole_pages(dtype: torch.dtype) -> None:
-    split = dtype == torch.bfloat16
-    expected = {"adamw": 2 * split + 8, "adamw8bit": split + 2.0625, "lion": 2 * split + 4}
-    for name, nbytes in expected.items():
-        precision = Precision(dtype, torch.float32, name)
-        assert precision.state_bytes == nbytes
-        # Ranks that become more or fewer write each component of a chunk alone.
-        assert not any(component.nbytes(precision.page_elements) % 4096 for component in precision.components)
 
 
 def test_optimizers_that_there_are_not() -> None:

@@ -10,7 +10,7 @@ from transformers import AutoConfig
 
 from common.errors import UserError
 from common.models.meta_model import build_meta_model
-from fuyou.layout.record_parts import PieceOrder, PiecePart, Stage
+from fuyou.layout.record_parts import PiecePart
 from fuyou.model.expert_modules import expert_modules, expert_output_bytes
 from fuyou.model.streamed_model import StreamedModel
 from fuyou.pieces.division import divide, find_order
@@ -22,25 +22,9 @@ from tests.helpers.models.small_models import small_config
 from tests.helpers.piece_driver import OrdinaryBlock, PieceDriver
 
 
-def names(piece: tuple[PiecePart, ...], layer: int = 0) -> list[str]:
-    return [part.name.partition(f".{layer}.")[2].removesuffix(".weight") for part in piece]
-
-
 def cut(model: PieceModel, layer: int, limit: int) -> tuple[tuple[PiecePart, ...], ...]:
     base = model.base_of_block(layer)
     return divide(model.stack, layer, limit, list(base), lambda name: base[name].nbytes)
-
-
-def test_whole_parameters_in_the_order_of_their_first_use():
-    model = PieceModel("llama")
-    pieces = cut(model, 0, 1)
-    assert [names(piece) for piece in pieces] == [
-        ["input_layernorm"], ["self_attn.q_proj"], ["self_attn.k_proj"], ["self_attn.v_proj"], ["self_attn.o_proj"],
-        ["post_attention_layernorm"], ["mlp.gate_proj"], ["mlp.up_proj"], ["mlp.down_proj"],
-    ]  # fmt: skip
-    assert pieces == cut(model, 0, 1)
-    whole = cut(model, 0, 1 << 30)
-    assert len(whole) == 1 and sorted(names(whole[0])) == sorted(name for piece in pieces for name in names(piece))
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "deepseek_v3", "gpt_oss"])
@@ -63,50 +47,6 @@ def test_pieces_hold_every_parameter_once_within_the_limit(family, share):
         for_each_document = family == "gpt_oss" and all(".self_attn." in part.name for part in piece)
         assert size <= limit or one_expert or uncuttable or for_each_document
     assert covered == {name: value.shape[0] for name, value in base.items()}
-
-
-def test_what_one_operator_uses_stays_together():
-    pieces = [names(piece) for piece in cut(PieceModel("gpt2"), 0, 1)]
-    assert ["attn.c_attn", "attn.c_attn.bias"] in pieces
-    assert ["ln_1", "ln_1.bias"] in pieces
-
-
-def test_experts_are_cut_in_even_ranges_with_their_biases():
-    model = PieceModel("gpt_oss")
-    each = sum(value.nbytes for name, value in model.of_block(0).items() if ".experts." in name) // 4
-    ranges = [piece for piece in cut(model, 0, 3 * each) if piece[0].experts is not None]
-    assert [[part.experts for part in piece] for piece in ranges] == [[(0, 2)] * 4, [(2, 4)] * 4]
-    assert names(ranges[0]) == [f"mlp.experts.{name}" for name in (
-        "gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias",
-    )]  # fmt: skip
-
-
-def test_adapters_are_not_cut():
-    model = PieceModel("llama", adapters=LoraConfig(r=2, target_modules=["q_proj"]))
-    pieces = cut(model, 0, 1)
-    assert not any("lora" in part.name for piece in pieces for part in piece)
-    order = find_order(model.stack, 0, pieces)
-    assert not any(stage.trains for stage in order.backward)
-
-
-def test_order_of_a_dense_block():
-    model = PieceModel("llama")
-    pieces = cut(model, 0, 1)
-    order = find_order(model.stack, 0, pieces)
-    assert order.forward == tuple(range(9))
-    turn = [Stage(piece, True, False, False) for piece in range(8)] + [Stage(8, True, True, True)]
-    back = [Stage(piece, False, True, True) for piece in reversed(range(8))]
-    assert order == PieceOrder(tuple(range(9)), tuple(turn + back))
-
-
-def test_recomputation_leaves_out_experts_whose_output_nothing_saves():
-    model = PieceModel("qwen3_moe")
-    driver = PieceDriver(model.stack, 0, model.of_block(0))
-    ranges = {index for index, piece in enumerate(driver.pieces) if piece[0].experts is not None}
-    assert len(ranges) > 1 and ranges < set(driver.order.forward)
-    stages = [stage for stage in driver.order.backward if stage.piece in ranges]
-    assert [stage.piece for stage in stages] == sorted(ranges, reverse=True)
-    assert all(stage.trains for stage in stages)
 
 
 def test_experts_whose_output_is_saved_are_computed_again():
@@ -264,11 +204,3 @@ def test_rejects_modules_that_keep_values_of_a_pass():
     block.mlp.forward = keeping
     with pytest.raises(UserError, match="leaves values of a pass in modules"):
         cut(model, 0, 1)
-
-
-def test_rejects_an_operator_on_several_pieces():
-    model = PieceModel("gpt2")
-    pieces = cut(model, 0, 1)
-    apart = tuple((part,) for piece in pieces for part in piece)
-    with pytest.raises(UserError, match="different pieces"):
-        find_order(model.stack, 0, apart)

@@ -1,12 +1,10 @@
 """A pass that waits for pieces: one baton, its own state, and an end in every case."""
 
 import threading
-import time
 
 import pytest
 import torch
 
-from common.data.documents import Documents, current_documents, replace_documents
 from common.errors import FinetuneError
 from fuyou.layout.record_parts import PiecePart
 from fuyou.pieces.run import PieceRun, Use, current_supply, random_states
@@ -44,37 +42,6 @@ def test_continues_with_the_piece_it_waits_for_and_no_other():
     assert run.advance(2, weights(40))
     assert run.result() == 100.0
     assert run.advance(5, weights(50))  # has ended: nothing happens
-
-
-def test_never_computes_while_the_caller_does():
-    inside = False
-
-    def work() -> None:
-        nonlocal inside
-        for piece in range(20):
-            need(piece)
-            inside = True
-            time.sleep(0.0005)
-            inside = False
-
-    runs = [PieceRun(work) for _ in range(3)]
-    for piece in range(20):
-        for run in runs:
-            run.advance(piece, weights(0))
-            assert not inside
-    assert all(run.ended for run in runs)
-
-
-def test_an_error_reaches_the_caller_where_it_happens():
-    def work() -> None:
-        need(1)
-        raise ValueError("in the block")
-
-    run = PieceRun(work)
-    run.advance(0, weights(0))
-    with pytest.raises(ValueError, match="in the block"):
-        run.advance(1, weights(0))
-    assert run.ended
 
 
 def test_an_error_in_a_backward_pass_reaches_the_caller():
@@ -155,40 +122,6 @@ def test_closing_a_pass_that_computes_waits_for_its_next_piece():
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_a_pass_that_has_not_begun_can_be_closed():
-    PieceRun(lambda: None).close()
-
-
-def test_each_pass_has_separate_random_numbers():
-    def work() -> torch.Tensor:
-        found = [torch.rand(3)]
-        for piece in (1, 2):
-            need(piece)
-            found.append(torch.rand(3))
-        return torch.cat(found)
-
-    torch.manual_seed(1)
-    first = (torch.get_rng_state(),)
-    expected_first = torch.rand(9)
-    torch.manual_seed(2)
-    second = (torch.get_rng_state(),)
-    expected_second = torch.rand(9)
-    after_second = torch.get_rng_state()
-    torch.manual_seed(3)
-    expected_outside = torch.rand(3)
-    torch.manual_seed(3)
-    runs = [PieceRun(work, random_state=first), PieceRun(work, random_state=second)]
-    outside = []
-    for piece in range(3):
-        for run in runs:
-            run.advance(piece, weights(0))
-        outside.append(torch.rand(1))
-    assert torch.equal(runs[0].result(), expected_first)
-    assert torch.equal(runs[1].result(), expected_second)
-    assert torch.equal(torch.cat(outside), expected_outside)
-    assert torch.equal(runs[1].random_state[0], after_second)
-
-
 def test_on_a_gpu_both_generators_draw_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Some families draw from the CPU's in their blocks."""
     gpus = torch.Generator().manual_seed(5)
@@ -204,61 +137,3 @@ def test_on_a_gpu_both_generators_draw_again(monkeypatch: pytest.MonkeyPatch) ->
     with RandomReplay(states, device):
         assert torch.equal(draw(), first)
     assert all(map(torch.equal, random_states(device), between))
-
-
-def test_state_of_the_thread_and_of_the_process():
-    documents = Documents(1, 4, (0, 0, 2, 0, 2, 4))
-
-    def work() -> tuple[bool, bool]:
-        before = replace_documents(documents)
-        with torch.enable_grad():
-            need(1)
-            inside = torch.is_grad_enabled(), current_documents() is documents
-        replace_documents(before)
-        assert not torch.is_grad_enabled()
-        return inside
-
-    with torch.no_grad():
-        run = PieceRun(work)
-    run.advance(0, weights(0))
-    assert current_documents() is None and torch.is_grad_enabled()
-    assert run.advance(1, weights(0))
-    assert run.result() == (True, True)
-    assert current_documents() is None
-
-
-def test_threads_are_used_again():
-    threads = set()
-
-    def work() -> None:
-        threads.add(threading.get_ident())
-        need(1)
-
-    for _ in range(20):
-        runs = [PieceRun(work) for _ in range(2)]
-        for run in runs:
-            run.advance(0, weights(0))
-        runs[0].advance(1, weights(0))
-        runs[1].close()
-    assert len(threads) == 2
-
-
-def test_no_reference_to_weights_stays():
-    import weakref
-
-    def work() -> None:
-        need(0)
-        need(1)
-
-    run = PieceRun(work)
-    given = weights(1)
-    gone = weakref.ref(given[PART])
-    run.advance(0, given)
-    del given
-    assert gone() is None
-    run.close()
-
-
-def test_outside_of_a_pass_there_are_no_pieces():
-    with pytest.raises(FinetuneError, match="PieceRun"):
-        current_supply()

@@ -6,7 +6,6 @@ from functools import partial
 import pytest
 import torch
 
-from common.errors import FinetuneError
 from fuyou.model.blocks.calls import BlockCalls
 from fuyou.model.recompute.block_trace import Tracer
 from fuyou.model.recompute.policy import operators_worth_saving, saved_outputs
@@ -129,45 +128,3 @@ def test_nothing_of_full_size_stays(experts):
     assert sum(sizes) == 2 * sum(value.numel() for value in model.of_block(0).values())
     assert not live() - before
     assert all(handle.grad is None for handle in driver.handles.parameters.values())
-
-
-def test_gradients_have_the_dtype_of_the_weights():
-    """A parameter that the model computes with in fp32 may be kept in bf16."""
-    model = PieceModel("llama")
-    weights = {name: value.to(torch.bfloat16) for name, value in model.of_block(0).items()}
-    given = model.inputs([2])
-    ordinary = OrdinaryBlock(model.stack, 0, {name: value.float() for name, value in weights.items()})
-    expected = ordinary.backward(given.hidden[0], given.calls[0], given.gradients[0])
-    driver = PieceDriver(model.stack, 0, weights)
-    assert torch.equal(driver.backward(given.hidden, given.calls, given.gradients)[0], expected)
-    for name, value in driver.whole_gradients().items():
-        assert value.dtype == torch.bfloat16
-        assert torch.equal(value, ordinary.leaves[name].grad.to(torch.bfloat16)), name
-
-
-@pytest.mark.parametrize("stage", range(0, 12, 3))
-def test_an_abandoned_backward_pass_leaves_nothing_behind(stage):
-    model = PieceModel("llama")
-    given = model.inputs([1])
-    driver = PieceDriver(model.stack, 0, model.of_block(0))
-    leaf = given.hidden[0].detach().requires_grad_()
-
-    def work() -> None:
-        given.calls[0].backward(model.stack.block(0, leaf, given.calls[0]), given.gradients[0])
-
-    with driver.handles.bound(), PieceRun(work) as run:
-        for one in driver.order.backward[:stage]:
-            run.advance(one.piece, driver.upload(one.piece))
-    assert run.ended or stage == 0
-    expected = OrdinaryBlock(model.stack, 0, model.of_block(0)).backward(
-        given.hidden[0], given.calls[0], given.gradients[0]
-    )
-    assert torch.equal(driver.backward(given.hidden, given.calls, given.gradients)[0], expected)
-
-
-def test_handles_need_a_pass_that_waits():
-    model = PieceModel("llama")
-    given = model.inputs([1])
-    driver = PieceDriver(model.stack, 0, model.of_block(0))
-    with driver.handles.bound(), pytest.raises(FinetuneError, match="PieceRun"):
-        model.stack.block(0, given.hidden[0], given.calls[0])

@@ -1,14 +1,10 @@
 """Work next to other work goes at the speeds that were measured, and the simulator's clock follows them."""
 
-import json
-from dataclasses import replace
-
 import pytest
 
 from fuyou.planner.rates import Contention
 from fuyou.planner.simulated_machine import SimulatedClock
 from fuyou.schedule.tasks import Resource
-from tests.helpers.simulation import FAST, run
 
 GPU, ADAM, SSD, UP = Resource.GPU, Resource.ADAM, Resource.SSD, Resource.HOST_TO_DEVICE
 MEASURED = Contention(
@@ -33,10 +29,6 @@ def test_speeds(resource: Resource, running: set[Resource], speed: float) -> Non
     assert MEASURED.speed(resource, running) == pytest.approx(speed)
 
 
-def test_through_json_and_back() -> None:
-    assert Contention.from_list(json.loads(json.dumps(MEASURED.to_list()))) == MEASURED
-
-
 def test_each_piece_goes_as_fast_as_what_runs_next_to_it_lets_it() -> None:
     clock = SimulatedClock(MEASURED)
     ended: dict[Resource, float] = {}
@@ -55,11 +47,3 @@ def test_each_piece_goes_as_fast_as_what_runs_next_to_it_lets_it() -> None:
     assert ended[SSD] == pytest.approx(computed + 0.9 - 0.7 * (computed - 1))
     assert ended[ADAM] == pytest.approx(computed + 1 - 0.25 - 0.2 * (computed - 1))
     assert clock.result.busy[GPU] == pytest.approx(computed)
-
-
-def test_full_speed_next_to_anything_is_no_contention() -> None:
-    rates = replace(FAST, flops_per_second=1e6, adam_parameters_per_second=1e5)
-    free = replace(rates, contention=Contention({frozenset({GPU, ADAM}): {GPU: 1.0, ADAM: 1.0}}))
-    assert run(free)[0].step_seconds() == pytest.approx(run(rates)[0].step_seconds())
-    slowed = replace(rates, contention=Contention({frozenset({GPU, ADAM}): {GPU: 0.5, ADAM: 0.5}}))
-    assert run(slowed)[0].step_seconds() > 1.01 * run(rates)[0].step_seconds()

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from fuyou.layout.model_layout import BufferCounts, Recomputation, interleaved
+from fuyou.layout.model_layout import Recomputation
 from fuyou.planner.evaluate import busy_seconds
 from fuyou.planner.rates import TaskRates
 from fuyou.planner.simulator import Simulator
@@ -127,37 +127,6 @@ def test_keeping_outputs_helps_where_computing_is_the_bound_and_hurts_where_the_
     after, _ = keep(layers, 2, micro, drives)
     assert after - before == pytest.approx(2 * (kept - 4 * 10_000) / 1e6, rel=0.02)
     assert keep(layers, 100, micro, drives)[0] == pytest.approx(before)
-
-
-def test_two_buffers_are_enough_to_keep_a_forward_pass_going() -> None:
-    """Each output leaves while the next one is made, not after."""
-    rates = replace(FAST, flops_per_second=1e6)
-    task = 2 * 2050 * 8 / 1e6  # of one micro-batch's forward pass
-    rates = replace(rates, download_bytes_per_second=10_000 / (0.8 * task))
-    layers = list(range(LAYERS))
-    assert keep(layers, 2, 2, rates)[0] <= keep(layers, 100, 2, rates)[0] * 1.01
-
-
-@pytest.mark.parametrize("device", [6, 8])
-def test_a_few_buffers_are_enough_for_inputs_to_come_ahead_of_their_use(device: int) -> None:
-    """A buffer that the newest computation uses would come free only when the next one should have begun."""
-    shape, micro, nbytes = step_shape(LAYERS, False, BF16), 6, 4096
-    host = (LAYERS + 2) * micro + 3 - device
-    counts = BufferCounts(device_activations=device, host_activations=host, host_blocks=LAYERS)
-    forward = 2 * 2050 * 8 / 1e6  # seconds of a block's
-    copies = nbytes / (0.3 * forward)
-    rates = replace(FAST, flops_per_second=1e6, upload_bytes_per_second=copies, download_bytes_per_second=copies)
-    scheduler = Scheduler(shape, counts)
-    lists = [scheduler.training_step(step, BatchShape(micro, nbytes, 8)) for step in range(1, 7)]
-    simulation = Simulator(shape.records, rates, 3, CHUNK).run(lists)
-    assert simulation.step_seconds() <= 1.02 * work(lists, rates)[Resource.GPU]
-
-
-@pytest.mark.parametrize(("fraction", "layers"), [(0.25, [3, 7]), (0.5, [1, 3, 5, 7]), (0.125, [7]), (0.0, [])])
-def test_deferred_blocks_lie_between_the_others(fraction: float, layers: list[int]) -> None:
-    shape = step_shape(8, False, BF16)
-    assert interleaved(shape, fraction) == {shape.blocks[layer][0] for layer in layers}
-    assert interleaved(shape, 1.0) == {record.index for record in shape.records}
 
 
 @pytest.mark.parametrize("in_one_order", [False, True])

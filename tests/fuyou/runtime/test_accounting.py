@@ -31,7 +31,7 @@ def test_a_gap_is_shared_out_along_what_was_waited_for() -> None:
     plane = SimpleNamespace(
         buffers=SimpleNamespace(device=CpuDevice(), shape=SimpleNamespace(share=Share())),
         optimizer=SimpleNamespace(
-            take_intervals=lambda: ([RecordInterval(0, 10.5, 11.25)], [RecordInterval(0, 1.0, 3.0)]),
+            take_intervals=lambda: ([RecordInterval(0, 10.5, 11.25)], [RecordInterval(0, 1.0, 3.0)])
         ),
     )
     accounting = Accounting(plane)  # type: ignore[arg-type]

@@ -33,15 +33,6 @@ def made() -> Iterator[Made]:
     assert not [thread for thread in threading.enumerate() if thread not in before and thread.name.startswith("fuyou")]
 
 
-def within(seconds: float, condition: Callable[[], bool]) -> bool:
-    end = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > end:
-            return False
-        time.sleep(0.001)
-    return True
-
-
 @pytest.mark.parametrize("shared", [(), (Op.PARAMETER_READ, Op.PARAMETER_UPLOAD, Op.STATE_WRITE)], ids=len)
 def test_tasks_run_after_what_they_wait_for_and_in_order(made: Made, shared: tuple[Op, ...]) -> None:
     """Random lists, with handlers that return at once, return a future, or leave it to somebody else."""
@@ -114,31 +105,6 @@ def test_tasks_run_after_what_they_wait_for_and_in_order(made: Made, shared: tup
         pool.shutdown()
 
 
-def test_asynchronous_tasks_of_one_lane_overlap(made: Made) -> None:
-    futures: list[Future] = []
-    executor = made({Op.PARAMETER_READ: lambda task: futures.append(Future()) or futures[-1]})
-    tasks = [Task(Op.PARAMETER_READ, []) for _ in range(3)]
-    executor.submit(tasks)
-    assert within(5, lambda: len(futures) == 3)
-    for number in (2, 0, 1):
-        futures[number].set_result(None)
-        assert tasks[number].done
-    executor.drain()
-
-
-def test_a_lane_waits_for_its_first_task_even_if_the_second_could_run(made: Made) -> None:
-    ran: list[Task] = []
-    executor = made({Op.UPDATE: lambda task: ran.append(task)})
-    gate = Task(Op.COMPUTE, [])
-    first, second = Task(Op.UPDATE, [gate]), Task(Op.UPDATE, [])
-    executor.submit([first, second])
-    time.sleep(0.05)
-    assert not ran
-    executor.finish(gate)
-    executor.drain()
-    assert ran == [first, second]
-
-
 def test_device_events_are_waited_for(made: Made) -> None:
     waited: list[tuple[Task, object]] = []
 
@@ -198,23 +164,6 @@ def test_a_failure_reaches_everyone_who_waits(made: Made, handler: Callable) -> 
         executor.wait([other])
 
 
-def test_the_first_failure_counts(made: Made) -> None:
-    executor = made({Op.UPDATE: lambda task: ELSEWHERE})
-    executor.submit([Task(Op.UPDATE, [])])
-    first = Broken("first")
-    executor.fail(first)
-    executor.fail(Broken("second"))
-    assert executor.failure is first
-    with pytest.raises(Broken, match="first"):
-        executor.drain()
-
-
-def test_lanes_end_after_a_failure(made: Made) -> None:
-    executor = made({op: (lambda task: None) for op in LANES})
-    executor.fail(Broken("somewhere else"))
-    assert within(5, lambda: not any(thread.is_alive() for thread in executor._threads))
-
-
 def test_closing_drops_what_has_not_begun_and_wakes_who_waits(made: Made) -> None:
     began = threading.Event()
     release = threading.Event()
@@ -250,30 +199,6 @@ def test_closing_drops_what_has_not_begun_and_wakes_who_waits(made: Made) -> Non
     executor.close()
     with pytest.raises(RuntimeError, match="closed"):
         executor.drain()
-
-
-def test_closing_keeps_the_failure_that_was(made: Made) -> None:
-    executor = made({Op.UPDATE: breaks})
-    executor.submit([Task(Op.UPDATE, [])])
-    with pytest.raises(Broken):
-        executor.drain()
-    executor.close()
-    assert isinstance(executor.failure, Broken)
-
-
-def test_draining_waits_only_for_kinds_that_have_a_lane(made: Made) -> None:
-    executor = made({Op.UPDATE: lambda task: None})
-    executor.submit([Task(Op.UPDATE, []), Task(Op.STEP, []), Task(Op.COMPUTE, [])])
-    executor.drain()
-
-
-def test_waiting_for_nothing_or_for_what_is_done_returns(made: Made) -> None:
-    executor = made({Op.UPDATE: lambda task: None})
-    executor.wait([])
-    task = Task(Op.UPDATE, [])
-    executor.submit([task])
-    executor.wait([task, task])
-    executor.start(Task(Op.COMPUTE, [task]))
 
 
 def test_finished_tasks_are_let_go(made: Made) -> None:

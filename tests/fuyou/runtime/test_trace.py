@@ -15,10 +15,10 @@ from fuyou.layout.model_layout import BufferCounts
 from fuyou.layout.record import Precision
 from fuyou.planner.rates import TaskRates
 from fuyou.planner.simulator import Simulator
-from fuyou.runtime.trace import RecordInterval, Span, StepTrace, write_spans, write_trace
+from fuyou.runtime.trace import write_trace
 from fuyou.schedule.batch import BatchShape
 from fuyou.schedule.scheduler import Scheduler
-from fuyou.schedule.tasks import Op, Resource, Task
+from fuyou.schedule.tasks import Resource
 from tests.helpers.step_shapes import step_shape
 from tests.helpers.twin import tiny_configs
 
@@ -110,40 +110,6 @@ def test_a_simulated_step(tmp_path: Path) -> None:
         rel=0.1,
     )
     assert {event["name"] for event in lanes["optimizer", "update"]} >= {f"block {i} update" for i in range(LAYERS)}
-
-
-def test_what_queues_is_drawn_in_turn(tmp_path: Path) -> None:
-    def span(name: str, began: float, ended: float) -> Span:
-        return Span(Resource.SSD, "parameter read", name, began, ended, 1, nbytes=5)
-
-    spans = [span("c", 10.0, 10.4), span("a", 9.0, 10.1), span("b", 10.0, 10.3), span("old", 9.0, 9.9)]
-    write_spans(tmp_path / "t.json", spans, 10.0)
-    (lane,) = read(tmp_path / "t.json").values()
-    drawn = [(event["name"], event["ts"], event["dur"], event["args"].get("waited_ms")) for event in lane]
-    assert drawn == [("a", 0, 100_000, 1000.0), ("b", 100_000, 200_000, 100.0), ("c", 300_000, 100_000, 300.0)]
-    assert lane[0]["args"]["bytes"] == 5
-
-
-def test_only_the_newest_step_is_kept(tmp_path: Path) -> None:
-    def task(op: Op, step: int, began: float, ended: float) -> Task:
-        return Task(op, [], step=step, record=2, started_at=began, finished_at=ended, nbytes=8)
-
-    trace = StepTrace(step_shape(2, False, BF16).records)
-    with pytest.raises(UserError, match="No step was taken"):
-        trace.write(tmp_path / "t.json")
-    for step in range(1, 4):
-        at = 10.0 * step
-        done = [task(Op.PARAMETER_UPLOAD, step, at + 1, at + 2), task(Op.STEP, step, 0.0, at + 9)]
-        trace.add(done, [RecordInterval(3, at + 8, at + 10)], [RecordInterval(3, at + 3, at + 4)])
-    trace.write(tmp_path / "t.json")
-    lanes = read(tmp_path / "t.json")
-    assert [(e["name"], e["ts"], e["dur"]) for e in lanes["steps", "step"]] == [("step 3", 0, 10_000_000)]
-    assert [(e["name"], e["ts"]) for e in lanes["host to device", "parameter upload"]] == [
-        ("block 0 parameters", 2_000_000)
-    ]
-    written = [(e["name"], e["ts"], e["dur"]) for e in lanes["SSDs", "states read and written"]]
-    assert written == [("block 1", 0, 1_000_000), ("block 1", 9_000_000, 2_000_000)]  # one reaches over
-    assert len(lanes["optimizer", "Adam computing"]) == 1
 
 
 def test_a_real_step_on_an_emulated_accelerator(tmp_path: Path) -> None:

@@ -104,17 +104,3 @@ def test_reserved_memory_is_planned(name: str, rows: int, tokens: int, adapters:
         planned = Workspace(model.shape, model.config, cpu=False).nbytes(batch, columns)
         allocator = replay(model, batch, columns)
         assert allocator.most_asked <= allocator.reserved <= planned <= 5 * allocator.reserved
-
-
-def test_blocks_are_split_and_joined() -> None:
-    allocator, mib = CachingAllocator(), 1 << 20
-    first, second = allocator.take(3 * mib), allocator.take(5 * mib)
-    assert allocator.reserved == 20 * mib  # both in one segment
-    allocator.give_back(first, 3 * mib)
-    large = allocator.take(13 * mib)  # what is left has 12
-    assert allocator.reserved == 34 * mib
-    allocator.give_back(large, 13 * mib)
-    allocator.give_back(second, 5 * mib)
-    allocator.take(20 * mib)  # all three parts of the first segment
-    allocator.take(100)
-    assert (allocator.reserved, allocator.most_asked) == (36 * mib, 20 * mib + 100)

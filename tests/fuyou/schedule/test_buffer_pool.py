@@ -69,27 +69,6 @@ def test_no_policy_misses_less(sequence: list[str], count: int) -> None:
     assert Walk(sequence, count).run().misses == fewest_misses(sequence, count)
 
 
-@pytest.mark.parametrize("count", range(1, 9))
-def test_training_order_misses_what_it_must(count: int) -> None:
-    """Forward and backward over eight blocks, again and again: there and back, what is near the turn stays."""
-    layers = [str(layer) for layer in range(8)]
-    walk = Walk((layers + layers[::-1]) * 3, count).run()
-    # Per pass of eight, all but what is kept from the turn are missed.
-    assert walk.misses == 8 + 5 * (8 - count)
-
-
-def test_among_buffers_that_nothing_needs_the_one_idle_longest_is_taken() -> None:
-    pool = Pool("test", 3, lambda key: NEVER)
-    for index, key in enumerate("abc"):
-        taken, leaving = pool.take(key)
-        assert (taken, leaving) == (index, None)
-        pool.fill(taken, key, task())
-    pool.use(0, task())
-    assert pool.take("d") == (1, None)
-    pool.fill(1, "d", task())
-    assert pool.take("e") == (2, None)
-
-
 def test_what_is_pinned_stays_and_a_full_pool_is_reported() -> None:
     uses = {"a": 5.0, "b": 3.0, "c": 1.0}
     pool = Pool("activation", 2, lambda key: uses.get(str(key), NEVER))
@@ -101,23 +80,6 @@ def test_what_is_pinned_stays_and_a_full_pool_is_reported() -> None:
     assert pool.find("a") == 0 and pool.find("b") == 1
     assert pool.take("c", pinned=["a", None]) == (1, "b")
     assert pool.find("b") is None and pool.find("a") == 0
-
-
-def test_who_must_be_finished_before_a_buffer_is_overwritten() -> None:
-    pool = Pool("test", 1, lambda key: NEVER)
-    assert pool.slots[0].busy() == []
-    ready, first, second = task(), task(), task()
-    index, _ = pool.take("a")
-    pool.fill(index, "a", ready)
-    pool.use(index, first)
-    pool.use(index, second)
-    assert pool.slots[index].busy() == [first, second, ready]
-    pool.drop("a")
-    assert pool.find("a") is None
-    index, leaving = pool.take("b")
-    assert leaving is None and pool.slots[index].busy() == [first, second, ready]
-    pool.fill(index, "b", again := task())
-    assert pool.slots[index].busy() == [again]
 
 
 @pytest.mark.parametrize(("spared", "least", "fetches"), [(0, 1, 36), (2, 3, 48)])
@@ -138,27 +100,6 @@ def test_what_comes_round_after_round_waits_for_the_last_computation_if_none_is_
         pool.end_computation()
         last[index] = turn[0]
     assert (min(ages), len(ages)) == (least, fetches)
-
-
-def test_dropping_a_missing_thing_is_nothing() -> None:
-    pool = Pool("test", 1, lambda key: NEVER)
-    pool.drop("a")
-    index, _ = pool.take("b")
-    pool.fill(index, "b", task())
-    pool.drop("a")
-    assert pool.find("b") == index
-
-
-def test_what_came_last_stays_if_another_can_leave() -> None:
-    uses = {"a": 1.0, "b": 2.0, "c": 3.0}
-    for spared, left in ((0, "b"), (1, "a")):
-        pool = Pool("test", 2, lambda key: uses[str(key)], spared)
-        for key in "ab":
-            pool.fill(pool.take(key)[0], key, task())
-        assert pool.take("c", ["c"])[1] == left
-    only = Pool("test", 1, lambda key: uses[str(key)], spared=1)
-    only.fill(only.take("a")[0], "a", task())
-    assert only.take("b")[1] == "a"
 
 
 class Uses:

@@ -207,30 +207,6 @@ def test_less_than_the_error_asks_for_does_not_work(situation: dict) -> None:
                 plan_of(situation, **less)
 
 
-@settings(max_examples=100)
-@given(situations(), st.integers(1, 300 * MEBIBYTE), st.sampled_from(["device", "host", "both"]))
-def test_more_memory_never_makes_it_impossible(situation: dict, more: int, which: str) -> None:
-    try:
-        before = plan_of(situation)
-    except UserError:
-        assume(False)
-        return
-    device = situation["device"] + (more if which != "host" else 0)
-    host = situation["host"] + (more if which != "device" else 0)
-    after = plan_of(situation, device, host)
-    if which == "host" and before.batch == after.batch:
-        assert after.counts.device_blocks >= before.counts.device_blocks
-
-
-def test_with_plenty_everything_is_kept_near() -> None:
-    plan = planner(step_shape(5, False), 8 << 30, 8 << 30).plan(8, 64, None)
-    assert plan.batch.micro_rows == 8
-    assert plan.counts.device_blocks == 2 and plan.counts.host_blocks == 5
-    assert plan.counts.host_activations == plan.counts.ssd_activations == 0
-    assert plan.counts.device_activations == (5 + 2) * 1 + 2
-    assert plan.head_columns == 64
-
-
 def test_what_is_left_of_the_host_holds_parameters_and_then_states() -> None:
     shape = step_shape(5, False)
     width, state = shape.precision.parameter_bytes, shape.precision.state_nbytes(1)
@@ -256,13 +232,6 @@ def test_what_is_left_of_the_host_holds_parameters_and_then_states() -> None:
     assert everything.resident == tuple(range(len(shape.records)))
     total = sum(record.numel for record in shape.records) * state
     assert everything.host_bytes == streamed.host_bytes + parameters + total
-
-
-def test_micro_batches_shrink_with_the_device() -> None:
-    shape, rows = step_shape(3, False), []
-    for limit in (4096, 256, 64, 20, 8, 5):
-        rows.append(planner(shape, limit * MEBIBYTE, 8 << 30).plan(16, 256, None).batch.micro_rows)
-    assert rows == sorted(rows, reverse=True) and rows[0] == 16 and rows[-1] < 16
 
 
 def test_an_requested_micro_batch_is_kept_or_rejected() -> None:

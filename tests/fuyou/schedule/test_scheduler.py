@@ -1,11 +1,10 @@
 """The schedule finds the right bytes in the right place, for any buffers and however the lanes interleave."""
 
 from collections import Counter
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -17,9 +16,7 @@ from fuyou.layout.model_layout import BufferCounts, ModelLayout, Phase
 from fuyou.layout.record import Kind, Precision
 from fuyou.layout.record_parts import PieceOrder, Stage
 from fuyou.layout.share import ALONE, Share
-from fuyou.schedule.batch import Batch, BatchShape, LossInputs
-from fuyou.schedule.buffer_pool import Pool
-from fuyou.schedule.scheduler import Scheduler
+from fuyou.schedule.batch import Batch, LossInputs
 from fuyou.schedule.tasks import SSD_READS, SSD_WRITES, ComputeTask, Op, StepList, Task
 from tests.helpers.schedule_model import Machine, Program, build, check_order
 from tests.helpers.step_shapes import CUTS, Computation, Cut, computations, one_by_one, step_shape
@@ -163,43 +160,6 @@ def test_every_step_computes_and_updates_everything_once(scenario: dict[str, Any
     assert updates == Counter((index, steps.step) for index in shape.trainable for _, steps in trained)
 
 
-class SearchedPool(Pool):
-    """A pool that looks at all its buffers whenever it gives one away."""
-
-    def update_next_use(self, key: Hashable) -> None:
-        """Do nothing: nothing is remembered."""
-
-    def sort_anew(self) -> None:
-        """Do nothing: nothing is remembered."""
-
-
-@settings(max_examples=60)
-@given(scenarios())
-def test_what_is_needed_latest_is_known_without_a_search(scenario: dict[str, Any]) -> None:
-    program = build(**scenario)
-    with mock.patch("fuyou.schedule.scheduler.SortedPool", SearchedPool):
-        searched = build(**scenario)
-    found = [
-        [(task.op, task.record, task.source, task.target, len(task.after)) for task in one.tasks]
-        for one in (program, searched)
-    ]
-    assert found[0] == found[1]
-
-
-@settings(max_examples=60)
-@given(scenarios())
-def test_buffers_are_within_the_counts(scenario: dict[str, Any]) -> None:
-    program = build(**scenario)
-    for task in program.tasks:
-        for place in (place for places in program.accesses(task) for place in places):
-            if place[0].startswith(("ssd parameters", "ssd states")):
-                if not program.shape.records[place[1]].trainable:
-                    assert place[2] == 0
-                else:
-                    assert place[2] in ((program.slot,) if program.single_slot else (0, 1))
-            assert place[-1] >= 0
-
-
 @pytest.mark.parametrize(("layers", "micro"), [(1, 3), (4, 1), (3, 4), (6, 5)])
 def test_places_on_ssd_are_used_again(layers: int, micro: int) -> None:
     """With as few places for activations as can be, and slow reads."""
@@ -241,13 +201,6 @@ def test_steps_that_are_not_committed_stay_in_the_other_slot(defer: float) -> No
 
 
 @pytest.mark.parametrize("defer", [0, 0.34, 1])
-def test_a_single_slot_is_updated_in_place(defer: float) -> None:
-    program = build(3, False, USUAL, [("train", 2, True)] * 3, defer=defer, single_slot=True)
-    assert {task.target for task in program.tasks if task.op is Op.UPDATE} == {0}
-    assert [step for step, _ in commits(program)] == [1, 2, 3]
-
-
-@pytest.mark.parametrize("defer", [0, 0.34, 1])
 def test_a_commit_waits_for_all_writes_of_its_step(defer: float) -> None:
     program = build(4, False, LEAST, [("train", 2, True)] * 3, defer=defer)
     newest: dict[int, Task] = {}
@@ -257,32 +210,6 @@ def test_a_commit_waits_for_all_writes_of_its_step(defer: float) -> None:
         if task.op is Op.COMMIT:
             assert set(map(id, newest.values())) <= set(map(id, task.after))
             assert len(newest) == len(program.shape.records)
-
-
-def test_deferred_updates_wait_for_the_end_of_their_step() -> None:
-    program = build(3, False, USUAL, [("train", 2, True)] * 3, defer=1)
-    ends = {steps.step: steps.end for kind, _, steps in program.lists if kind == "train"}
-    for task in program.tasks:
-        if task.op is Op.UPDATE:
-            assert any(earlier is ends[task.step] for earlier in task.after)
-
-
-def test_what_the_scheduler_says_of_its_commits() -> None:
-    shape, batch = step_shape(2, False), BatchShape(1, 4096, 8)
-    scheduler = Scheduler(shape, USUAL)
-    assert scheduler.commit_step is None and not scheduler.pending
-    scheduler.training_step(1, batch)
-    assert scheduler.commit_step == 1 and not scheduler.pending
-
-    deferred = Scheduler(shape, USUAL, deferred=shape.blocks[0])
-    deferred.training_step(1, batch)
-    assert deferred.pending and deferred.commit_step is None
-    with pytest.raises(AssertionError, match="flush"):
-        deferred.evaluation(1, batch)
-    deferred.training_step(2, batch)
-    assert deferred.commit_step == 1
-    deferred.flush(2)
-    assert not deferred.pending and deferred.commit_step == 2
 
 
 # -- bytes ------------------------------------------------------------------------------------------------------------

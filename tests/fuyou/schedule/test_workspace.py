@@ -5,13 +5,10 @@ import torch
 from peft import LoraConfig
 from transformers import (
     DeepseekV3Config,
-    GPT2Config,
     GptOssConfig,
     LlamaConfig,
     MixtralConfig,
-    OPTConfig,
     PreTrainedConfig,
-    Qwen3Config,
     Qwen3MoeConfig,
 )
 
@@ -19,7 +16,7 @@ from fuyou.pieces.division import in_pieces
 from fuyou.pieces.recording import LiveBytes
 from fuyou.pieces.run import PieceRun
 from fuyou.schedule.batch import Batch
-from fuyou.schedule.workspace import LIBRARY_WORKSPACE_BYTES, Workspace, activation_elements_per_token
+from fuyou.schedule.workspace import LIBRARY_WORKSPACE_BYTES, Workspace
 from tests.helpers.models.piece_models import PieceModel
 from tests.helpers.piece_driver import PieceDriver
 
@@ -134,18 +131,3 @@ def test_adapters_of_everything_in_pieces(name: str) -> None:
     taken, _ = passes.in_pieces(2, 1)
     size = sum(value.nbytes for value in passes.base.values()) // 6
     assert taken <= passes.planned(Batch(2, TOKENS, 1, most_together=1), size) <= 5 * taken
-
-
-SMALL = {"hidden_size": 16, "intermediate_size": 30, "num_attention_heads": 2, "num_key_value_heads": 2}
-
-
-@pytest.mark.parametrize(("made", "expected"), [
-    (LlamaConfig(**SMALL), 20 * 16 + 4 * 30),
-    (GPT2Config(n_embd=12, n_head=2), 20 * 12 + 4 * 48),
-    (OPTConfig(hidden_size=16, ffn_dim=20, num_attention_heads=2), 20 * 16 + 4 * 20),
-    (MixtralConfig(**SMALL, num_experts_per_tok=2), 20 * 16 + 4 * 60),
-    (Qwen3Config(**SMALL, head_dim=32), 11 * 16 + 9 * 64 + 4 * 30),
-    (DeepseekV3Config(**_COMMON | _LATENT, qk_nope_head_dim=64, v_head_dim=96), 11 * 128 + 9 * 4 * 96 + 4 * 256),
-])  # fmt: skip
-def test_activations_per_token(made: PreTrainedConfig, expected: int) -> None:
-    assert activation_elements_per_token(made) == expected

@@ -97,32 +97,6 @@ def test_same_as_peft(
     assert all(parameter.is_meta for parameter in adapters.model.parameters())
 
 
-@pytest.mark.parametrize(("family", "make"), [
-    ("qwen3-moe", AdapterOptions(4).peft_config),
-    ("gpt2", AdapterOptions(4, dora=True).peft_config),
-    ("llama-tied", lambda: LoraConfig(r=4, target_modules=["q_proj", "lm_head", "embed_tokens"])),
-    ("llama", lambda: LoKrConfig(r=4, **EVERY)),
-])  # fmt: skip
-@pytest.mark.filterwarnings("ignore")
-def test_a_plan_draws_nothing(family: str, make: Callable[[], PeftConfig], checkpoints: Path) -> None:
-    """Names, shapes and dtypes are those that training has."""
-    config, _ = load_config(checkpoints / family)
-    found = []
-    for draw in (True, False):
-        adapters = Adapters(build_meta_model(config, dtype=BF16), make(), 3, draw)
-        found.append(
-            {name: (p.shape, p.dtype, p.is_meta, p.requires_grad) for name, p in adapters.model.named_parameters()}
-        )
-        assert adapters.names and set(adapters.names) == set(adapters.trainable_names)
-    assert found[0] == found[1]
-
-
-def test_random_numbers_of_others_are_left_alone(checkpoints: Path) -> None:
-    state = torch.get_rng_state()
-    adapted(checkpoints / "llama", AdapterOptions(2).peft_config(), BF16)
-    assert torch.equal(state, torch.get_rng_state())
-
-
 def test_configuration_files(tmp_path: Path) -> None:
     """A file, its directory, or the few settings that somebody typed."""
     LoraConfig(r=3, lora_alpha=5, use_rslora=True, rank_pattern={"q_proj": 7}, task_type="CAUSAL_LM").save_pretrained(

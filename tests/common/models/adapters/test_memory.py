@@ -7,7 +7,7 @@ import torch
 from peft import IA3Config, LoHaConfig, LoKrConfig, LoraConfig, PeftConfig, get_peft_model
 from torch import nn
 
-from common.models.adapters.memory import AdapterMemory, adapter_memory
+from common.models.adapters.memory import adapter_memory
 from fuyou.pieces.recording import LiveBytes
 
 NAMES = ["first", "second", "third"]
@@ -66,8 +66,3 @@ def test_enough_for_embeddings(how: dict, layer: str, dtype: torch.dtype) -> Non
     planned = adapter_memory(model[layer])
     assert seen.most <= planned.fixed + 8 * planned.per_token + 8 * 2000 * dtype.itemsize  # and its output
     assert planned.fixed <= 12 * 2000 * 64 + 1
-
-
-def test_the_most_of_several() -> None:
-    assert AdapterMemory.most([AdapterMemory(3, 5, 6), AdapterMemory(4, 1, 7)]) == AdapterMemory(4, 5, 7)
-    assert AdapterMemory.most([]) == adapter_memory(nn.Linear(2, 2)) == AdapterMemory()

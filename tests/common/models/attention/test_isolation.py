@@ -41,16 +41,6 @@ def test_families_that_cannot_be_packed(family: str) -> None:
     assert find_isolation(model_of(family)) is None
 
 
-def test_a_window_that_is_lost_is_seen() -> None:
-    """A document mask instead of the family's own would keep documents apart, and change what each of them sees."""
-    model = model_of("gemma3_text")
-    for module in model.modules():
-        if getattr(module, "sliding_window", None):
-            module.sliding_window = None
-    with torch.no_grad():
-        assert not _Experiment(model.eval()).holds(Isolation(True))
-
-
 @pytest.mark.parametrize("family", ["jamba", "gpt_oss", "qwen3_next"])
 @pytest.mark.parametrize("size", ["hidden_size", "head_dim", "num_attention_heads"])
 def test_rows_and_documents_of_sizes_that_others_have(family: str, size: str) -> None:

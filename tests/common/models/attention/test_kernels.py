@@ -5,9 +5,8 @@ from typing import Any
 import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from transformers import DeepseekV3Config, GPT2Config, LlamaConfig
+from transformers import LlamaConfig
 
-from common.models.attention import kernels
 from common.models.attention.kernels import KERNELS, AttentionKernels
 
 CPU = torch.device("cpu")
@@ -72,12 +71,3 @@ def test_a_device_that_is_elsewhere() -> None:
     assert here.taken("cuda", [query] * 3, mask, False) is EFFICIENT
     seen = {here.taken(name, [query] * 3, None, True) for name in KERNELS}
     assert seen == {FLASH, EFFICIENT, CUDNN}
-
-
-@pytest.mark.parametrize(("config", "expected"), [
-    (LLAMA, {(256, 0.1)}),
-    (GPT2Config(n_embd=64, n_head=4), {(16, 0.1)}),
-    (DeepseekV3Config(qk_nope_head_dim=64, qk_rope_head_dim=32), {(96, 0.0)}),
-])  # fmt: skip
-def test_heads_by_configuration(config: Any, expected: set[tuple[int, float]]) -> None:
-    assert kernels._heads(config) == expected

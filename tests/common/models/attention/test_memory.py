@@ -12,25 +12,7 @@ from common.models.attention.chunked import ChunkMask
 from common.models.attention.memory import AttentionMemory
 from common.models.structure import find_blocks
 from tests.helpers.models.families import peak_bytes, reset_peak_bytes
-from tests.helpers.models.small_models import small_config
 from tests.helpers.processes import forked
-
-
-def test_masks_by_hand() -> None:
-    eager, kernel = AttentionMemory(4, 6, 2), AttentionMemory(0, 6, 2)
-    assert eager.mask_bytes(10) == 2 * 2 * 100 and eager.mask_bytes(6) == 2 * 36  # with the window, and without
-    assert kernel.mask_bytes(10) == 100 and kernel.mask_bytes(6) == 0
-    assert AttentionMemory(0, 0, 2).mask_bytes(1 << 20) == AttentionMemory(0, 0, 2).workspace_bytes(1 << 20) == 0
-
-
-@pytest.mark.parametrize(
-    ("family", "expected"), [("llama", (0, 0)), ("gpt_oss", (4, 6)), ("gemma3_text", (0, 6)), ("mamba2", (0, 0))]
-)
-def test_by_family(family: str, expected: tuple[int, int]) -> None:
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(small_config(family))
-    found = AttentionMemory.of(model.config, 4)
-    assert (found.eager_heads, found.window) == expected
 
 
 def test_a_block_takes_no_more() -> None:

@@ -12,7 +12,6 @@ from common.models.checkpoint.export import (
     CheckpointWriter,
     NonFiniteWeights,
     copy_tokenizer_files,
-    first_nonfinite,
 )
 from common.models.checkpoint.shards import INDEX, SINGLE
 from common.models.checkpoint.sources import CheckpointSource
@@ -137,27 +136,6 @@ def test_missing_and_wrong_parameters_are_rejected(tmp_path):
     assert not (tmp_path / SINGLE).exists()
 
 
-def test_tied_parameters_are_written_once_under_either_name(tmp_path):
-    real = real_model(family_config("llama", tie_word_embeddings=True))
-    meta = build_meta_model(real.config)
-    writer = CheckpointWriter(tmp_path, meta, real.config, torch.float32, 1 << 30)
-    writer.add({"lm_head.weight": real.lm_head.weight})
-    writer.add(dict(real.named_parameters()))
-    writer.finish()
-    stored = load_file(tmp_path / SINGLE)
-    assert "lm_head.weight" not in stored and torch.equal(stored["model.embed_tokens.weight"], real.lm_head.weight)
-
-
-def test_persistent_buffers_are_written(tmp_path):
-    real = real_model(family_config("llama"))
-    meta = build_meta_model(real.config)
-    meta.model.norm.register_buffer("statistics", torch.arange(3.0))
-    writer = CheckpointWriter(tmp_path, meta, real.config, torch.bfloat16, 1 << 30)
-    writer.add(dict(real.named_parameters()))
-    writer.finish()
-    assert torch.equal(load_file(tmp_path / SINGLE)["model.norm.statistics"], torch.arange(3.0))
-
-
 def test_an_odd_generation_config_survives(tmp_path):
     """The hub is full of these; ``save_pretrained`` refuses them."""
     real = real_model(family_config("llama"))
@@ -211,17 +189,6 @@ def test_what_overflows_in_the_dtype_on_disk_is_rejected(tmp_path):
     with pytest.raises(NonFiniteWeights, match=r"lm_head\.weight"):
         export(tmp_path / "bf16", real, torch.bfloat16).finish()
     assert not list((tmp_path / "bf16").iterdir())
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int64])
-def test_first_nonfinite(dtype):
-    tensors = {name: torch.ones(70_001, dtype=dtype) for name in ("a", "b", "c")} | {
-        "empty": torch.empty(0, dtype=dtype)
-    }
-    assert first_nonfinite(tensors) is None
-    if dtype.is_floating_point:
-        tensors["b"][-1] = torch.nan
-        assert first_nonfinite(tensors) == "b"
 
 
 class TestWithSource:

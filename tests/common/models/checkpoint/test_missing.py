@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from common.errors import FinetuneError, UserError
-from common.models.checkpoint.shards import SINGLE, without_wrappers
+from common.models.checkpoint.shards import SINGLE
 from common.models.checkpoint.sources import CheckpointSource
 from common.models.meta_model import build_meta_model
 from common.models.presets import load_config
@@ -42,14 +42,6 @@ def test_names_of_wrappers_are_no_part_of_the_model(rename, family: str, tmp_pat
         assert torch.equal(value, expected.get_parameter(name)), name
 
 
-def test_only_wrappers_are_taken_out() -> None:
-    assert without_wrappers(["module.a", "module.b"]) == {"module.a": "a", "module.b": "b"}
-    alike = ["a.weight", "_orig_mod.a.weight"]
-    assert without_wrappers(alike) == {name: name for name in alike}
-    for names in (["module.a", "b"], ["submodule.a"], ["x_orig_mod.a"], []):
-        assert without_wrappers(names) == {name: name for name in names}
-
-
 def test_a_base_model_that_has_no_head(tmp_path: Path) -> None:
     AutoModel.from_config(family_config("llama", tie_word_embeddings=False)).save_pretrained(tmp_path)
     with pytest.raises(FinetuneError) as error:
@@ -71,15 +63,6 @@ def test_a_classifier(tmp_path: Path) -> None:
         CheckpointSource(directory, model).check()
 
 
-def test_another_models_weights(tmp_path: Path) -> None:
-    directory = saved(tmp_path, family_config("llama"))
-    renamed(directory, lambda name: f"something.{name}")
-    with pytest.raises(FinetuneError) as error:
-        source_of(directory).check()
-    said = str(error.value)
-    assert "lacks 30 of the model's 30 parameters" in said and "It has something.lm_head.weight" in said
-
-
 @pytest.mark.parametrize(("name", "kind"), [
     ("model.layers.0.mlp.up_proj.qweight", "GPTQ or AWQ"),
     ("model.layers.0.mlp.up_proj.weight.absmax", "bitsandbytes"),
@@ -93,16 +76,6 @@ def test_few_bits_without_a_configuration(name: str, kind: str, tmp_path: Path) 
     save_file(tensors, directory / SINGLE)
     with pytest.raises(UserError, match=rf"looks like {kind}\), but its config\.json has no quantization_config"):
         source_of(directory).check()
-
-
-@pytest.mark.parametrize(
-    "file", ["pytorch_model.bin", "pytorch_model-00001-of-00002.bin", "consolidated.00.pth", "m.pt"]
-)
-def test_pickled_weights_say_how_to_convert_them(file: str, tmp_path: Path) -> None:
-    directory = saved(tmp_path, family_config("llama"))
-    (directory / SINGLE).rename(directory / file)
-    with pytest.raises(UserError, match=r"pickled.*(save_pretrained|save_file)"):
-        source_of(directory)
 
 
 @pytest.mark.parametrize("file", ["pytorch_model.bin", "model.pt"])

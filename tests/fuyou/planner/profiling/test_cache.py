@@ -1,6 +1,5 @@
 """A kept profile is used for the same work on the same machine, as long as it is whole and not old."""
 
-import json
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -61,12 +60,6 @@ def test_other_work_has_another(workload: ProfiledWorkload, change: dict[str, An
     assert len(kept()) == 2
 
 
-def test_another_device_has_another(workload: ProfiledWorkload) -> None:
-    other = CpuDevice()
-    other.name = "another processor"
-    assert load(workload, other) is None
-
-
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"format": 1}', '{"format": 99, "key": {}, "profile": {}}', "\0"])
 def test_a_damaged_file_is_replaced(workload: ProfiledWorkload, content: str) -> None:
     (file,) = kept()
@@ -74,30 +67,3 @@ def test_a_damaged_file_is_replaced(workload: ProfiledWorkload, content: str) ->
     assert load(workload, CPU) is None
     save(profile(), workload, CPU)
     assert load(workload, CPU) is not None
-
-
-@pytest.mark.parametrize("age", [31 * 86400, -86400])
-def test_old_profiles_and_those_of_tomorrow_do_not_count(workload: ProfiledWorkload, age: float) -> None:
-    (file,) = kept()
-    content = json.loads(file.read_text())
-    content["profile"]["measured_at"] -= age
-    file.write_text(json.dumps(content))
-    assert load(workload, CPU) is None
-
-
-def test_a_cache_that_cannot_be_written_keeps_nothing(
-    workload: ProfiledWorkload, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path / "file"))
-    fresh = profile()
-    assert save(fresh, workload, CPU) is fresh
-    assert load(workload, CPU) is None
-
-
-def test_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("FINETUNE_CACHE", raising=False)
-    monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
-    assert cache_directory() == Path("/somewhere/finetune")
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    assert cache_directory() == Path.home() / ".cache" / "finetune"

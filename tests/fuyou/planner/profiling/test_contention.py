@@ -6,10 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from common.errors import FinetuneError
 from fuyou.planner.profiling import contention
 from fuyou.planner.profiling.contention import RepeatedCall, measure_contention, pieces_per_second
-from fuyou.planner.profiling.optimizer import OptimizerPump
 from fuyou.schedule.tasks import Resource
 
 
@@ -45,27 +43,6 @@ def test_what_shares_nothing_keeps_its_speed_and_what_takes_turns_loses_half() -
     _, contention = measure_contention(shared)
     (speeds,) = contention.speeds.values()
     assert sum(speeds.values()) < 1.6
-
-
-def test_work_that_never_ends_is_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(contention, "_MAX_SECONDS", 0.2)
-    with pytest.raises(FinetuneError, match="a drive hangs"):
-        pieces_per_second([RepeatedCall(lambda: time.sleep(0.5))])
-
-
-def test_a_pump_sends_again_what_was_answered_and_hears_of_a_failure() -> None:
-    sent: list[int] = []
-    pump = OptimizerPump(sent.append, [3, 5])
-    pump.start()
-    pump.answered(5)
-    assert sent == [3, 5, 5] and len(pump.ends) == 1
-    threading.Timer(0.05, lambda: [pump.answered(one) for one in (3, 5)]).start()
-    pump.stop()
-    assert sent == [3, 5, 5] and len(pump.ends) == 3
-    pump.start()
-    pump.fail(FinetuneError("gone"))
-    with pytest.raises(FinetuneError, match="gone"):
-        pump.stop()
 
 
 def test_work_that_fails_is_reported_at_once_and_the_other_work_ends() -> None:

@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import pytest
 
-from fuyou.layout.model_layout import Phase
 from fuyou.planner.profiling import Profile
 from fuyou.schedule.tasks import Resource
 from tests.helpers.profiles import PROFILE
@@ -25,12 +24,6 @@ def test_rates_for_the_simulator() -> None:
     assert (rates.upload_bytes_per_second, rates.download_bytes_per_second) == (4e9, 3e9)
     assert (rates.read_bytes_per_second, rates.write_bytes_per_second) == (2e9, 1e9)
     assert (rates.adam_parameters_per_second, rates.commit_seconds) == (2e8, 0.004)
-
-
-def test_times_by_phase() -> None:
-    seconds = PROFILE.phase_seconds()
-    assert set(seconds) == set(Phase)
-    assert (seconds[Phase.BLOCK_BACKWARD], seconds[Phase.HEAD]) == (0.008, 0.01)
 
 
 @pytest.mark.parametrize(

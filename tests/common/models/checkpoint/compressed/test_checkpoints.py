@@ -148,27 +148,11 @@ def test_the_export_is_plain(tmp_path: Path) -> None:
         assert torch.equal(parameter, found[name].bfloat16())
 
 
-def test_scales_without_a_configuration(tmp_path: Path) -> None:
-    directory, twin = compressed(tmp_path, "llama", "fp8")
-    (directory / "config.json").write_text((twin / "config.json").read_text())
-    with pytest.raises(UserError, match=r"weight_scale_inv in .* looks like FP8.* has no quantization_config"):
-        source_of(directory).check()
-
-
 def test_codes_without_scales(tmp_path: Path) -> None:
     directory, _ = compressed(tmp_path, "llama", "fp8")
     rewrite(directory, lambda tensors: tensors.pop("model.layers.0.mlp.up_proj.weight_scale_inv"))
     with pytest.raises(UserError, match=r"layers\.0\.mlp\.up_proj\.weight as torch\.float8_e4m3fn.* no scales"):
         source_of(directory).check()
-
-
-def test_a_configuration_that_outlived_its_scales(tmp_path: Path) -> None:
-    """Somebody has made plain numbers of the weights, and left config.json as it was."""
-    directory, twin = compressed(tmp_path, "llama", "fp8")
-    (directory / WEIGHTS).write_bytes((twin / WEIGHTS).read_bytes())
-    assert torch.equal(
-        numbers_of(source_of(directory))["model.norm.weight"], load_file(twin / WEIGHTS)["model.norm.weight"]
-    )
 
 
 @pytest.mark.parametrize("method", ["gptq", "awq", "bitsandbytes", "fbgemm_fp8"])

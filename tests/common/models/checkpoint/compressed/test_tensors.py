@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from common.errors import FinetuneError, UserError
+from common.errors import UserError
 from common.models.checkpoint.compressed import CompressedShards
 from tests.common.models.checkpoint.compressed.writing import GROUP, METHODS, fp8, int4
 
@@ -92,14 +92,6 @@ def test_fp8_blocks_at_the_edges(tmp_path: Path) -> None:
     assert written[".weight_scale_inv"].shape == (3, 2) and torch.equal(files.read("kv.weight"), numbers)
 
 
-def test_fp8_with_one_scale(tmp_path: Path) -> None:
-    codes = torch.randn(40, 24).to(torch.float8_e4m3fn)
-    tensors = {"up.weight": codes, "up.weight_scale_inv": torch.tensor(0.3), "up.activation_scale": torch.tensor(1.0)}
-    files = shards(tmp_path, tensors, fp8_settings(weight_block_size=None, activation_scheme="static"))
-    assert list(files.tensors) == ["up.weight"]
-    assert torch.equal(files.read("up.weight"), codes.float() * torch.tensor(0.3))
-
-
 def test_mxfp4_equals_transformers(tmp_path: Path) -> None:
     random = torch.Generator().manual_seed(0)
     blocks = torch.randint(0, 256, (3, 10, 2, 16), generator=random, dtype=torch.uint8)
@@ -107,17 +99,6 @@ def test_mxfp4_equals_transformers(tmp_path: Path) -> None:
     files = shards(tmp_path, {"mlp.up_blocks": blocks, "mlp.up_scales": scales}, {"quant_method": "mxfp4"})
     for dtype in (torch.bfloat16, torch.float32):
         assert torch.equal(files.read("mlp.up").to(dtype), convert_moe_packed_tensors(blocks, scales, dtype=dtype))
-
-
-def test_more_than_a_chunk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Temporary memory holds a few rows of a tensor at once; blocks are cut by that."""
-    monkeypatch.setattr("common.models.checkpoint.compressed.tensors.CHUNK_ELEMENTS", 24 * 5)
-    weight = torch.randn(40, 24, generator=torch.Generator().manual_seed(0))
-    written, numbers = fp8(weight)
-    files = shards(tmp_path, {f"kv{suffix}": value for suffix, value in written.items()}, fp8_settings())
-    out = torch.zeros(24, 40, dtype=torch.bfloat16)  # other strides, another dtype
-    files.compressed["kv.weight"].tensor.decode(files.components("kv.weight"), out.T)
-    assert torch.equal(out.T, numbers.bfloat16())
 
 
 def test_several_groups_of_layers(tmp_path: Path) -> None:
@@ -136,15 +117,6 @@ def test_several_groups_of_layers(tmp_path: Path) -> None:
     assert files.tensors.keys() == numbers.keys()
     for name, value in numbers.items():
         assert torch.equal(files.read(name), value), name
-
-
-def test_what_does_not_fit_together(tmp_path: Path) -> None:
-    codes = torch.zeros(40, 24).to(torch.float8_e4m3fn)
-    with pytest.raises(FinetuneError, match=r"up\.weight of shape \[40, 24\] has scales of shape \[7, 2\]"):
-        shards(tmp_path, {"up.weight": codes, "up.weight_scale_inv": torch.zeros(7, 2)}, fp8_settings())
-    blocks, scales = torch.zeros(2, 4, 2, 16, dtype=torch.uint8), torch.zeros(2, 4, 3, dtype=torch.uint8)
-    with pytest.raises(FinetuneError, match=r"up cannot be read: its scale of shape \[2, 4, 3\]"):
-        shards(tmp_path, {"up_blocks": blocks, "up_scales": scales}, {"quant_method": "mxfp4"})
 
 
 @pytest.mark.parametrize(("changes", "tensors", "words"), [
