@@ -82,10 +82,11 @@ def _nobody_seeds_an_open_run(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def seed(number: int) -> None:
         opening = sys.modules.get("fuyou.engine.opening")
-        files = {frame.filename for frame in traceback.extract_stack()}
+        files = {frame.f_code.co_filename for frame, _ in traceback.walk_stack(None)}
         ours = any(file.startswith(tuple(f"{ROOT}/{name}/" for name in PRODUCT)) for file in files)
         if opening is not None and ours and f"{ROOT}/common/randomness.py" not in files:
-            runs = [one for one in gc.get_objects() if isinstance(one, opening.OpenRun)]
+            # An object refers to its class: this is several times faster than a look at all objects.
+            runs = [user for user in gc.get_referrers(opening.OpenRun) if isinstance(user, opening.OpenRun)]
             assert not any(run.is_open for run in runs), "CUDA's generators are seeded while a run is open"
         seed_all(number)
 

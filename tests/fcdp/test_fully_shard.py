@@ -3,6 +3,7 @@
 FSDP2 gets a reduction that adds in our order (``tests/helpers/fcdp/twin.py``), where more than two ranks reduce.
 """
 
+import functools
 import os
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,11 @@ from tests.helpers.fcdp.cases import Case, make_model
 from tests.helpers.fcdp.pool import Pool
 
 FOUR = (2, 2)
+
+
+@functools.cache
+def _plain(pool: Pool, steps: int) -> list[Any]:
+    return pool.run(FOUR, cases.on_nodes_of_two, cases.train, Case(steps=steps), False)
 
 
 def _same(pool: Pool, call: Any, *args: Any) -> list[Any]:
@@ -42,7 +48,7 @@ def test_module_by_module_equals_fsdp2_and_sends_what_the_formula_says(pool: Poo
 
 @pytest.mark.parametrize("strategy", ["fcdp", "zero3", "zero++-exact", "paro-igg", "paro-ngg"])
 def test_a_model_that_fsdp2_has_sharded(pool: Pool, strategy: str) -> None:
-    plain = pool.run(FOUR, cases.on_nodes_of_two, cases.train, Case(steps=4), False)
+    plain = _plain(pool, 4)
     ours = pool.run(FOUR, cases.on_nodes_of_two, cases.train_sharded, strategy)
     if strategy in ("zero3",):  # a flat ring adds in another order
         assert [one[0] for one in ours] == [pytest.approx(one[0], rel=1e-5) for one in plain]
@@ -71,15 +77,17 @@ def test_a_world_of_which_some_ranks_train(pool: Pool) -> None:
 
 
 @pytest.mark.parametrize(
-    "what", ["unshard", "accumulate", "keep", "factor 1.0", "factor 8.0", "ema", "local", "data", "state", "invalidate"]
-)
+    "what",
+    ["unshard", "accumulate", "factor 8.0", "ema", "local", "state",
+     *(pytest.param(name, marks=pytest.mark.slow) for name in ("keep", "factor 1.0", "data", "invalidate"))],
+)  # fmt: skip
 def test_methods_of_fsdp2_and_changes_in_place(pool: Pool, what: str) -> None:
     _same(pool, cases.like_fsdp2, what)
 
 
 @pytest.mark.parametrize("first_ours", [True, False])
 def test_checkpoints_of_one_are_loaded_by_the_other(pool: Pool, first_ours: bool, tmp_path: Path) -> None:
-    plain = pool.run(FOUR, cases.on_nodes_of_two, cases.train, Case(steps=6), False)
+    plain = _plain(pool, 6)
     mixed = pool.run(FOUR, cases.on_nodes_of_two, cases.checkpoint, str(tmp_path / "saved"), first_ours)
     assert mixed == [one[:2] for one in plain]
 

@@ -14,6 +14,8 @@ MIB = 1 << 20
 SLACK = 6 * MIB
 """Python's own allocations, and the lag of the kernel's counters."""
 
+pytestmark = pytest.mark.skipif(not os.path.exists("/proc/self/smaps_rollup"), reason="needs Linux's smaps_rollup")
+
 CHILD = """
 import mmap, sys
 shared = None

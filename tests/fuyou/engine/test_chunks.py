@@ -143,11 +143,11 @@ def test_steps_and_evaluation_through_all_tiers(
 
 def test_a_continued_run_has_the_same_losses(tmp_path: Path) -> None:
     feed = batches(4, packed=False)
-    with engine(tmp_path / "whole", tiny_configs()["llama"], chunk=12, dtype="bf16") as trained:
+    with engine(tmp_path / "whole", tiny_configs()["llama"], chunk=12) as trained:
         expected = train(trained, feed)
-    with engine(tmp_path / "parts", tiny_configs()["llama"], chunk=12, dtype="bf16") as trained:
+    with engine(tmp_path / "parts", tiny_configs()["llama"], chunk=12) as trained:
         losses = train(trained, feed[:2])
-    with engine(tmp_path / "parts", tiny_configs()["llama"], chunk=12, dtype="bf16", resume=True) as trained:
+    with engine(tmp_path / "parts", tiny_configs()["llama"], chunk=12, resume=True) as trained:
         assert losses + train(trained, feed[2:]) == expected
 
 

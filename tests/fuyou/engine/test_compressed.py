@@ -22,6 +22,7 @@ from tests.helpers.adapters import DTYPES, InMemory, compare, train
 from tests.helpers.engines import batches, check, directories
 from tests.helpers.engines import engine as plain_engine
 
+pytestmark = pytest.mark.filterwarnings("ignore")
 BF16 = Precision(torch.bfloat16, torch.float32)
 
 

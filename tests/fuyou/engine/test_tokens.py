@@ -24,6 +24,7 @@ from tests.helpers.twin import tiny_configs
 
 ROOT = Path(__file__).resolve().parents[3]
 
+pytestmark = pytest.mark.filterwarnings("ignore")  # peft says that it sets fan_in_fan_out for GPT-2
 ROUTED = "mixtral, router loss on"
 
 

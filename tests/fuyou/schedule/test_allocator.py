@@ -88,11 +88,11 @@ def replay(model: OpenModel, batch: Batch, columns: int) -> CachingAllocator:
 
 @pytest.mark.parametrize(("name", "rows", "tokens", "adapters"), [
     ("llama 8B", 4, 1024, False),
-    ("llama 8B", 4, 1024, True),
+    pytest.param("llama 8B", 4, 1024, True, marks=pytest.mark.slow),
     ("gpt2 1.5B", 4, 1024, False),
-    ("gemma3 4B", 8, 1024, False),
-    ("mixtral 8x7B", 4, 1024, False),
-    ("qwen3-moe 30B", 16, 512, False),
+    pytest.param("gemma3 4B", 8, 1024, False, marks=pytest.mark.slow),
+    pytest.param("mixtral 8x7B", 4, 1024, False, marks=pytest.mark.slow),
+    pytest.param("qwen3-moe 30B", 16, 512, False, marks=pytest.mark.slow),
     ("qwen3-moe 30B", 1, 1024, True),
     ("deepseek 16B", 4, 2048, False),
 ])  # fmt: skip

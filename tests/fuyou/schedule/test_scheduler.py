@@ -107,7 +107,7 @@ def scenarios(draw: st.DrawFn) -> dict[str, Any]:
     }  # fmt: skip
 
 
-@settings(max_examples=400)
+@settings(max_examples=200)
 @given(scenarios())
 def test_everything_that_shares_a_place_is_ordered_and_finds_what_it_needs(scenario: dict[str, Any]) -> None:
     program = build(**scenario)
@@ -115,7 +115,7 @@ def test_everything_that_shares_a_place_is_ordered_and_finds_what_it_needs(scena
     Machine(program).run_in_order()
 
 
-@settings(max_examples=150)
+@settings(max_examples=80)
 @given(scenarios(), st.integers(0, 2**32))
 def test_any_order_that_the_executor_may_choose_works(scenario: dict[str, Any], seed: int) -> None:
     program = build(**scenario)
