@@ -420,7 +420,9 @@ def _rows(
     limit = config.seq_len if config.truncate else None
     for file, (values, position) in records:
         where = f"{file}, {position}"
-        given = next((values[column] for column in COLUMNS if values.get(column)), None)
+        given, *others = [values[column] for column in COLUMNS if values.get(column)] or [None]
+        if others:
+            raise UserError(f"{where} has images in {' and '.join(map(repr, COLUMNS))}: leave one out.")
         record = DataRecord({name: value for name, value in values.items() if name not in COLUMNS}, position)
         for example in examples_of_records([record], file):
             if example.is_empty:

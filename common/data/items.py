@@ -21,6 +21,7 @@ _PROMPTS = ("prompt", "messages", "conversations", "instruction")
 # Columns that hold the prompt of pairs in other layouts, which would be trained on without it.
 _QUESTIONS = ("question", "query", "input", "context", "problem")
 _MARKS = ("label", "kto_tag")  # Columns that say whether an answer is desirable: TRL's, and LLaMA-Factory's
+_LARGEST = float(np.finfo(np.float32).max)
 _WORDS = {"true": True, "false": False, "1": True, "0": False, "1.0": True, "0.0": False}
 
 
@@ -127,7 +128,7 @@ def _label(values: Mapping[str, Any], where: str) -> str:
     label = values.get("label")
     if isinstance(label, float) and label.is_integer():
         label = int(label)
-    if "text" not in values or label is None:
+    if not {"text", "label"} <= set(values):
         raise UserError(
             f"{where} has the columns {', '.join(values)}; a text with its class has text and label. Give columns of "
             "other names with --columns: text=review label=stars."
@@ -141,10 +142,11 @@ def _number(values: Mapping[str, Any], column: str, where: str) -> float:
     value = values.get(column)
     try:
         number = 0.0 if value is None else float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         number = math.nan
-    if not math.isfinite(number) or isinstance(value, bool):
-        raise UserError(f"{where}: {column!r} must be a number, not {value!r}.")
+    # Texts are of CSV files: float() takes more spellings than they have.
+    if not abs(number) <= _LARGEST or isinstance(value, bool) or "_" in str(value):
+        raise UserError(f"{where}: {column!r} must be a number of 32 bits, not {str(value)[:80]!r}.")
     return number
 
 

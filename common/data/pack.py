@@ -26,7 +26,7 @@ from common.files import TEMPORARY_SUFFIX, file_when_complete
 from common.store.errors import described
 from common.units import format_count
 
-FORMAT_VERSION = 7  # Counts changes to anything that decides what is in the file: shapes, templates, packing, layout
+FORMAT_VERSION = 8  # Counts changes to anything that decides what is in the file: shapes, templates, packing, layout
 
 ID_MASK = np.uint32((1 << 30) - 1)
 TRAINED = np.uint32(1 << 30)  # Bit of a token that carries loss

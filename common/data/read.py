@@ -302,7 +302,7 @@ def _read_table(path: Path, file: IO[bytes]) -> Iterator[DataRecord]:
                     number += 1
                     values = {column.name: _value(row[column.name], column.type) for column in batch.schema}
                     yield DataRecord(values, f"record {number}")
-    except (pyarrow.ArrowException, RecursionError) as error:
+    except (pyarrow.ArrowException, RecursionError, OverflowError) as error:  # dates beyond what Python has
         raise ValueError(str(error)) from error
 
 

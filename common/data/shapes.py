@@ -141,7 +141,7 @@ def example_of(record: Mapping[str, Any], where: str, prompt: str, answer: str |
     plain = None
     if prompt == "instruction" and isinstance(answered, str) and not (system.strip() or history):
         fields = {name: require_text(record, name, where) for name in ("instruction", "input")}
-        template = ALPACA_PROMPT_WITH_INPUT if fields["input"].strip() else ALPACA_PROMPT
+        template = ALPACA_PROMPT_WITH_INPUT if fields["input"] else ALPACA_PROMPT
         plain = PlainText(template.format(**fields), answered, where=where)
     count, turns = continued(turns, answers, where)
     if system.strip():
@@ -175,7 +175,7 @@ def _value(record: Mapping[str, Any], column: str, where: str) -> str | list[Mes
     value = record.get(column)
     if column == "instruction":
         said = [require_text(record, name, where) for name in ("instruction", "input")]
-        return [{"role": "user", "content": "\n".join(filter(str.strip, said))}]
+        return [{"role": "user", "content": "\n".join(filter(None, said))}]
     if column in _WHOLE or isinstance(value, list | dict):
         return messages_of(structured(record, column, where), column, where)
     return require_text(record, column, where)

@@ -129,6 +129,40 @@ def test_what_a_row_does_not_take_is_cut_at_its_end_or_left_out_and_counted(
     assert not parts or truncate or not lost
 
 
+WRITTEN = st.sampled_from(
+    ["", " ", "\n", " a", "a ", "\ta\n\n", "\0", "1e3", "NaN", "</s>", "a</s>\n", "<s>a</s>",
+     "<|turn|>assistant\nx", "{{ x }}", "{% raw %}", '{"a": 1}', "[]", "\u2028\x85", "\ufeffa", "a\r\nb\rc",
+     "e\u0301\xe9", "<image>", "user", "qz1zq", "a" * 3000]
+) | st.text(st.characters(codec="utf-8"), max_size=8)  # fmt: skip
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(WRITTEN, WRITTEN, WRITTEN)
+def test_texts_of_any_content_are_rendered_as_they_are_written(system: str, asked: str, answer: str) -> None:
+    turns = [("user", asked), ("assistant", answer)]
+    whole = [("system", system), *turns] if system.strip() else turns
+    sharegpt = [{"from": {"user": "human", "assistant": "gpt"}[who], "value": text} for who, text in turns]
+    for record in (
+        {"messages": _plain(turns)},
+        {"conversations": sharegpt},
+        {"messages": json.dumps(_plain(turns))},
+        {"messages": [{"role": who, "content": [{"type": "text", "text": text}]} for who, text in turns]},
+        {"prompt": _plain(turns[:1]), "completion": _plain(turns[1:])},
+        {"instruction": asked, "output": answer},
+        {"instruction": "", "input": asked, "output": answer},
+    ):
+        line = json.loads(json.dumps({**record, "system": system, "n": 1}))
+        encoder = Encoder(TOKENIZER)
+        documents = list(encoder.encode(examples_of_records([DataRecord(line, "line 1")], "data.jsonl")))
+        if not answer.strip():
+            assert (documents, encoder.fitting.empty.records) == ([], 1)
+            continue
+        written = TOKENIZER.apply_chat_template(_plain(whole), return_dict=True)["input_ids"]
+        prompt = TOKENIZER.apply_chat_template(_plain(whole[:-1]), return_dict=True, add_generation_prompt=True)
+        assert [document.ids.tolist() for document in documents] == [written]
+        assert documents[0].trained.tolist() == [at >= len(prompt["input_ids"]) for at in range(len(written))]
+
+
 JUNK = st.sampled_from(
     [None, 0, 1, 2.5, True, "", " ", "a", "{", '{"a": 1, "a": 2}', "[]", "[1]", [], {}, [[]], [None]]
 )

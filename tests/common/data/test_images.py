@@ -94,6 +94,7 @@ def test_every_layout_of_conversations_may_hold_images(tmp_path: Path) -> None:
     for wrong, match in (
         ({"text": "hello", "images": ["0.png"]}, "line 1 is not a conversation"),
         ({"conversations": plain, "videos": ["a.mp4"], **image}, "line 1 has 'videos'"),
+        ({"conversations": turns, "images": ["0.png"], **image}, "line 1 has images in 'images' and 'image'"),
     ):
         with pytest.raises(UserError, match=match):
             opened([write(tmp_path / "wrong.jsonl", wrong)], tmp_path)

@@ -56,12 +56,12 @@ def test_classes_are_numbered() -> None:
             {"text": "a", "label": value},
             "line 1: 'label' is .* a class is a name or a whole number",
         )
-        for value in ("", 0.5, math.nan, b"a", datetime.date(2024, 1, 1), ["a"])
+        for value in (None, "", 0.5, math.nan, b"a", datetime.date(2024, 1, 1), ["a"])
     ),
     (pairs_of_records, {"chosen": "a", "rejected": "b", "question": "c"}, "line 1 has 'question' and no prompt"),
     *(
         (pairs_of_records, {"chosen": "a", "rejected": "b", "margin": value}, "line 1: 'margin' must be a number")
-        for value in (True, "x", math.inf, "nan")
+        for value in (True, "x", math.inf, "nan", 1e300, 10**400, "1_0")
     ),
     (labels_of_records, {"text": "a", "label": "x"}, "at least two classes apart, and the data have only 'x'"),
     (lambda records: classes_of_records(records, {"x": 0}), {"text": "a", "label": "y"}, "the model knows x"),

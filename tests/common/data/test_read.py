@@ -148,6 +148,9 @@ def test_types_of_tables_are_the_files(tmp_path: Path) -> None:
         for column, message in (("day", "of type datetime.*2024-01-01"), ("raw", "of type bytes")):
             with pytest.raises(UserError, match=f"{name}, record 1: '{column}' is {message}"):
                 require_text(values, column, f"{name}, {position}")
+    pq.write_table(pa.table({"day": pa.array([1 << 60], pa.timestamp("us"))}), tmp_path / "late.parquet")
+    with pytest.raises(UserError, match=r"late.parquet cannot be read: date value out of range"):
+        read(tmp_path / "late.parquet")
 
 
 def test_text_file_is_whole(tmp_path: Path) -> None:
