@@ -82,7 +82,7 @@ def _nobody_seeds_an_open_run(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def seed(number: int) -> None:
         opening = sys.modules.get("fuyou.engine.opening")
-        files = {frame.f_code.co_filename for frame, _ in traceback.walk_stack(None)}
+        files = {frame.f_code.co_filename for frame, _ in traceback.walk_stack(sys._getframe())}
         ours = any(file.startswith(tuple(f"{ROOT}/{name}/" for name in PRODUCT)) for file in files)
         if opening is not None and ours and f"{ROOT}/common/randomness.py" not in files:
             # An object refers to its class: this is several times faster than a look at all objects.
