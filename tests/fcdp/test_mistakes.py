@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import textwrap
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 import fcdp
-from common.communication import run_on_all_ranks
+from common.communication import run_on_all_ranks, timeout_of
 from common.errors import FinetuneError, UserError
 from tests.helpers.fcdp.cases import VOCABULARY, Case, make_model, make_optimizer
 from tests.helpers.fcdp.pool import Pool
@@ -64,6 +65,16 @@ def _no_memory_on_rank_1(topology: fcdp.Topology) -> str:
 
 def test_an_unexpected_error_of_one_rank_ends_all_of_them(pool: Pool) -> None:
     assert pool.run((2, 1), _no_memory_on_rank_1) == ["OSError: [Errno 12] Cannot allocate memory"] * 2
+
+
+def _timeouts(topology: fcdp.Topology) -> list[timedelta | None]:
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=77), topology.mesh.get_group())
+    mesh = fcdp.Topology(2, 2).shard_mesh(2)
+    return [timeout_of(group, topology.device) for group in (topology.mesh.get_group(), mesh.get_group())]
+
+
+def test_groups_of_meshes_have_the_timeout_of_all_ranks(pool: Pool) -> None:
+    assert pool.run((2, 2), _timeouts) == [[timedelta(seconds=77)] * 2] * 4
 
 
 def _step_half_way(topology: fcdp.Topology) -> str:

@@ -3,7 +3,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from common.models.flops import active_parameters, model_flops_per_token
+from common.models.flops import active_parameters, hardware_flops_per_token, model_flops_per_token
+from common.models.presets import load_config
 from tests.helpers.models.families import FAMILIES, MIXED, family_config
 
 MIXTURES = {
@@ -66,3 +67,13 @@ def test_blocks_agree_with_counted_products(family):
     tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
     lookup = positions + (0 if tied else embedding)
     assert counter.get_total_flops() / seq + 6 * lookup == pytest.approx(model_flops_per_token(model, seq), rel=0.01)
+
+
+def test_gpt3_by_hand():
+    config, _ = load_config("gpt3-13b")
+    layers, hidden, vocab, context, seq = 40, 5120, 50257, 2048, 1024
+    parameters = layers * (12 * hidden**2 + 13 * hidden) + (vocab + context) * hidden + 2 * hidden
+    attention = 12 * layers * hidden * seq
+    assert model_flops_per_token(config, seq) == 6 * parameters + attention
+    blocks = layers * (12 * hidden**2 + 13 * hidden)
+    assert hardware_flops_per_token(config, seq) == 6 * parameters + attention + 2 * blocks + attention / 3

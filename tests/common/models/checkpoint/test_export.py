@@ -241,3 +241,13 @@ class TestWithSource:
         assert after.keys() == before.keys()
         assert {name for name in after if bool((after[name] == 1).all())} == {name for name in before if "w2" in name}
         assert sum(torch.equal(after[name], before[name]) for name in before) == len(before) - 4
+
+
+def test_persistent_buffers_are_written(tmp_path):
+    real = real_model(family_config("llama"))
+    meta = build_meta_model(real.config)
+    meta.model.norm.register_buffer("statistics", torch.arange(3.0))
+    writer = CheckpointWriter(tmp_path, meta, real.config, torch.bfloat16, 1 << 30)
+    writer.add(dict(real.named_parameters()))
+    writer.finish()
+    assert torch.equal(load_file(tmp_path / SINGLE)["model.norm.statistics"], torch.arange(3.0))

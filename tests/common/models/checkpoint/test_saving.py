@@ -1,11 +1,16 @@
 """Files of checkpoints and adapters: the user's umask, older files, and what a killed process has left."""
 
 import errno
+import os
 import re
+import stat
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors import SafetensorError
+from safetensors.torch import load_file
 
 from common.models.checkpoint.export import (
     make_staging_folder,
@@ -13,6 +18,20 @@ from common.models.checkpoint.export import (
     save_tensors,
 )
 from common.store.errors import StoreError
+
+
+@pytest.fixture
+def umask() -> Iterator[int]:
+    before = os.umask(0o027)
+    yield 0o027
+    os.umask(before)
+
+
+def test_the_umask_decides_who_may_read(tmp_path: Path, umask: int) -> None:
+    save_tensors(tmp_path / "weights", {"a": torch.arange(6.0).view(2, 3).T})
+    (tmp_path / "other").touch()
+    assert stat.S_IMODE((tmp_path / "weights").stat().st_mode) == stat.S_IMODE((tmp_path / "other").stat().st_mode)
+    assert load_file(tmp_path / "weights")["a"].tolist() == [[0.0, 3.0], [1.0, 4.0], [2.0, 5.0]]
 
 
 def test_what_the_system_rejects_is_reported_with_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

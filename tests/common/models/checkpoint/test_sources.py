@@ -283,3 +283,26 @@ def test_one_tensor_on_disk_that_is_several_in_the_model(tmp_path, monkeypatch):
     assert_gives(source, expected, by_rows=False)
     shuffled = list(source.shapes)[::-2] + list(source.shapes)[::2]
     assert all(torch.equal(value, expected.get_parameter(name)) for name, value in source.read(shuffled))
+
+
+def test_persistent_buffers(tmp_path):
+    directory = saved(tmp_path, family_config("llama"))
+    model = build_meta_model(load_config(directory)[0])
+    model.model.norm.register_buffer("statistics", torch.zeros(3))
+    tensors = load_file(directory / SINGLE) | {"model.norm.statistics": torch.arange(3.0)}
+    save_file(tensors, directory / SINGLE, metadata={"format": "pt"})
+    source = CheckpointSource(directory, model)
+    ((name, value),) = source.read_buffers()
+    assert name == "model.norm.statistics" and torch.equal(value, torch.arange(3.0)) and source.unused == []
+
+
+def test_a_missing_shard(sharded):
+    shards_of(sharded)[1].unlink()
+    with pytest.raises(FinetuneError, match=r"00002-of.*missing"):
+        source_of(sharded)
+
+
+def test_a_damaged_index(sharded):
+    (sharded / INDEX).write_text("{")
+    with pytest.raises(FinetuneError, match=r"index\.json is damaged"):
+        source_of(sharded)
