@@ -95,7 +95,7 @@ def test_the_run_directory(done: Done) -> None:
     first, second = description["calls"]
     assert (first["after_step"], first["steps"], second["after_step"], second["steps"]) == (0, 3, 3, 5)
     assert second["command"].startswith("finetune --model ") and second["command"].endswith("--steps 5 --resume --save")
-    assert second["versions"]["torch"] == torch.__version__ and second["versions"]["Python"].startswith("3.")
+    assert torch.__version__.startswith(second["versions"]["torch"]) and second["versions"]["Python"].startswith("3.")
     assert second["plan"]["counts"]["device_blocks"] > 0 and second["parameters"] == first["parameters"]
     steps = [line for line in lines(done.output / "run/metrics.jsonl") if "lr" in line]
     assert [line["step"] for line in steps] == [1, 2, 3, 4, 5]
