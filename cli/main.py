@@ -27,6 +27,7 @@ from common.files import check_data_file
 from common.hub import stay_offline
 from common.models.names import check_model
 from common.units import counted
+from fuyou.optimizer.process.start import started_early
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -170,17 +171,19 @@ def _run_on_nodes(settings: Settings, rank: RankProcess | None, trains: bool) ->
 
 
 def _train(settings: Settings, interrupts: Interrupts) -> None:
-    with activity("loading PyTorch and transformers", announced=True), _no_collection():
-        from cli.job.resumed import decided
-        from cli.train.engine_trainer import finetune
+    early = contextlib.nullcontext() if settings.show_data is not None else started_early()
+    with early:
+        with activity("loading PyTorch and transformers", announced=True), _no_collection():
+            from cli.job.resumed import decided
+            from cli.train.engine_trainer import finetune
 
-        settings = decided(settings)
-    if settings.show_data is not None:
-        from cli.inspect.show_data import show_data
+            settings = decided(settings)
+        if settings.show_data is not None:
+            from cli.inspect.show_data import show_data
 
-        show_data(settings)
-    else:
-        finetune(settings, interrupts)
+            show_data(settings)
+        else:
+            finetune(settings, interrupts)
 
 
 @contextlib.contextmanager
@@ -189,6 +192,8 @@ def _no_collection() -> Iterator[None]:
     gc.disable()
     try:
         yield
+        if not gc.get_freeze_count():  # a second freeze would keep what an earlier run in this process has left
+            gc.freeze()  # the libraries' objects, through which each collection would search again
     finally:
         if was_on:
             gc.enable()

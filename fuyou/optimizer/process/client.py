@@ -4,15 +4,13 @@ import contextlib
 import os
 import socket
 import subprocess
-import sys
 import threading
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 
 from common.errors import FinetuneError
-from common.memory.buffers import PAGE
-from common.memory.shortage import shortage_explained
 from fuyou.optimizer.process.protocol import BEAT_SECONDS, Alive, Failed, Ready, Setup
+from fuyou.optimizer.process.start import StartedProcess
 
 PATIENCE_BEATS = 30  # Number of missing signs of life in a row (a minute) after which the process counts as hung
 _UNKILLABLE_SECONDS = 10.0  # Time after which a killed process is left behind that still hangs in a call to a drive
@@ -25,25 +23,13 @@ class OptimizerLink:
         self._closing = False
         self._heard_before = False  # it imports until it sends its first message
         self._sending = threading.Lock()
-        # The process inherits the memory file, so it has to exist now; its size is set later.
-        with shortage_explained(PAGE):
-            self.shared_fd: int | None = os.memfd_create("fuyou", os.MFD_CLOEXEC)
-        ours, theirs = socket.socketpair()
-        child_fds = (theirs.fileno(), self.shared_fd)
-        # The user's own directory must not shadow our packages: the search path is ours, without "" in front.
-        environment = dict(os.environ, PYTHONPATH=os.pathsep.join(path for path in sys.path if path))
         try:
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "fuyou.optimizer.process.main", str(theirs.fileno())],
-                pass_fds=child_fds,
-                stdin=subprocess.DEVNULL,
-                env=environment,
-            )
+            started = StartedProcess.take()
         except OSError as error:
-            os.close(self.shared_fd)
             raise FinetuneError(f"The optimizer process cannot be started: {error.strerror}.") from error
-        theirs.close()
-        self._connection = Connection(ours.detach())
+        self.shared_fd: int | None = started.shared_fd
+        self._process = started.process
+        self._connection = Connection(started.connection_fd)
         self._thread: threading.Thread | None = None
 
     @property
