@@ -40,11 +40,15 @@ def _rows(batches: Batches, count: int) -> Iterator[list[list[tuple[int, bool]]]
     step = 0
     while count > 0:
         batch = batches.batch(step)
-        if "attention_mask" in batch:  # of a classifier, which reads all of a text
-            batch["labels"] = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
-            batch["position_ids"] = batch["attention_mask"].cumsum(1) - 1
+        read = batch.get("attention_mask")
+        if (
+            read is not None
+        ):  # rows with padding and without positions: of a classifier, which reads all, or with images
+            if batch.get("labels", read[:, 0]).shape != read.shape:
+                batch["labels"] = batch["input_ids"].masked_fill(read == 0, -100)
+            batch["position_ids"] = read * (read.cumsum(1) - 1)
         labels = batch["labels"]
-        if batches.labels_ahead:  # labels stand one place before their token
+        if batches.labels_ahead and read is None:  # labels stand one place before their token
             labels = torch.cat([torch.full_like(labels[:, :1], -100), labels[:, :-1]], dim=1)
         for ids, trained, positions in zip(
             batch["input_ids"].tolist(), (labels != -100).tolist(), batch["position_ids"].tolist(), strict=True
