@@ -1,16 +1,16 @@
 """Describe a plan as text and as a page: what is trained where, how fast, and what bounds it."""
 
-import html
 import json
+import re
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
-from cli.report.page import busy_bars, lanes, memory_bars, page, section
+from cli.report.drawing import memory_bars, page, section, step_bars, table
 from cli.report.results import RESOURCES
 from common.files import replace_file
 from common.store.errors import described
-from common.units import format_bytes, format_count, format_seconds
+from common.units import Interval, format_bytes, format_count, format_seconds
 from fuyou.layout.record import Kind
 from fuyou.optimizer.clipping import ClipBy
 from fuyou.planner import RunPlan, TrainingJob
@@ -214,15 +214,18 @@ def plan_page(result: RunPlan, lines: Sequence[str]) -> str:
     sections = []
     if result.memory is not None:
         busy = {RESOURCES[resource.value]: seconds for resource, seconds in result.busy.items()}
-        sections.append(section("a step", busy_bars(busy, result.step_seconds)))
+        spans: dict[str, list[Interval]] = {}
         if result.simulation is not None:
             begin, end = result.simulation.step_ends[-2:]
-            busy_then = {
-                RESOURCES[resource.value]: spans
-                for resource, spans in result.simulation.intervals.items()
+            spans = {
+                RESOURCES[resource.value]: [
+                    (max(first, begin), min(last, end)) for first, last in each if last > begin and first < end
+                ]
+                for resource, each in result.simulation.intervals.items()
                 if resource.value in RESOURCES
             }
-            sections.append(section("when", lanes(busy_then, begin, end)))
+        step = f"a step: {format_seconds(result.step_seconds)}"
+        sections.append(section(step, step_bars(busy, result.step_seconds, spans)))
         machine = result.machine
         tiers: list[tuple[str, float, float | None]] = [
             ("device", result.device_peak_bytes, machine.device_bytes),
@@ -230,9 +233,24 @@ def plan_page(result: RunPlan, lines: Sequence[str]) -> str:
             ("SSD", result.ssd_bytes, machine.store_bytes),
         ]
         sections.append(section("memory", memory_bars(tiers)))
-    text = html.escape("\n".join(lines))
-    sections.append(section("the plan as text", f"<pre>{text}</pre>", wide=True))
-    subtitle = (
-        f"{format_count(result.job.parameters)} parameters on {result.machine.device} with {result.machine.drives}"
+    sections.append(section("the plan", table(_labelled(lines)), wide=True))
+    head = lines[: lines.index("")]
+    return page(
+        f"plan: {result.job.name}",
+        f"plan: {result.job.name}",
+        "; ".join([" ".join(head[:-1]), head[-1]]),
+        sections,
+        json.dumps(result.to_json()).replace("</", "<\\/"),
     )
-    return page(f"plan: {result.job.name}", subtitle, sections, json.dumps(result.to_json()).replace("</", "<\\/"))
+
+
+def _labelled(lines: Sequence[str]) -> list[tuple[str, str]]:
+    """Return what each label of a plan's text says, without the bars."""
+    rows: list[tuple[str, str]] = []
+    for line in (line for line in lines[lines.index("") + 1 :] if "░" not in line and "█" not in line):
+        width = 14 if line.startswith("does not fit") else _LABEL
+        if label := line[:width].strip():
+            rows.append((label, re.sub(" {2,}", ": ", line[width:].strip())))
+        elif line:
+            rows[-1] = (rows[-1][0], f"{rows[-1][1]} {line.strip()}")
+    return rows

@@ -65,9 +65,9 @@ class RankEngineTrainer(EngineTrainer):
         return IoCounts(*(nbytes * self._topology.ranks_per_node for nbytes in astuple(super().io_counts())))
 
     def memory(self) -> MemoryUse:
-        """Return the memory in use, at its peak so far: the ranks of a node take alike."""
+        """Return the memory in use: the ranks of a node take alike."""
         ranks = self._topology.ranks_per_node
-        return MemoryUse(self.model.device_peak_bytes, self.model.host_peak_bytes * ranks)
+        return MemoryUse(self.model.device_peak_bytes, self.model.host_memory_in_use() * ranks)
 
     def totals(self) -> RunTotals:
         """Return what the run took on the first node. Collective."""

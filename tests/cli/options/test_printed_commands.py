@@ -25,7 +25,7 @@ OF_OTHERS = {
 def texts() -> Iterator[tuple[str, str]]:
     """Yield every text in the program's sources that is no docstring, with ``x`` for what is put in."""
     for file in sorted(file for top in ("cli", "fuyou", "fcdp", "common") for file in (ROOT / top).rglob("*.py")):
-        if file.name in ("command.py", "page.py"):  # whose examples are below, and whose style has variables
+        if file.name in ("command.py", "drawing.py"):  # whose examples are below, and whose style has variables
             continue
         tree = ast.parse(file.read_text())
         parts = {part for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}

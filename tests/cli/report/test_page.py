@@ -1,5 +1,7 @@
-"""The page of a run: self-contained, small, and its values are those of metrics.jsonl."""
+"""The pages of a run and a plan: self-contained, small, nothing cut off, and with the values of metrics.jsonl."""
 
+import dataclasses
+import html
 import json
 import math
 import re
@@ -11,13 +13,15 @@ from typing import Any
 
 import pytest
 
-from cli.report.page import MOST_POINTS, PageFacts, RunPage, Series, chart, read_metrics, run_page, step_lanes
+from cli.report.drawing import Series, chart, step_bars, ticks
+from cli.report.page import MOST_POINTS, PageFacts, RunPage, read_metrics, run_page
 from cli.report.results import RESOURCES
+from tests.cli.conftest import Finetune
 
 _GIB = 1 << 30
 FACTS = PageFacts(
     title="tuned <&>", subtitle="a test", about={"model": "a <b>model</b>"}, steps=1000,
-    how_to_continue="To continue: finetune --resume", config='[model]\nmodel = "x"\n',
+    how_to_continue="finetune --resume", config='[model]\nmodel = "x"\n',
     budgets={"memory/host(GiB)": 2.0 * _GIB}, endurance_bytes=1e15,
 )  # fmt: skip
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
@@ -27,7 +31,7 @@ def step(number: int) -> dict[str, Any]:
     return {
         "step": number, "loss_metrics/global_avg_loss": None if number == 7 else 2 + 1 / number,
         "grad_norm": 1.5 / number, "lr": 1e-5 * number, "skipped": 0.0, "n_tokens_seen": 1024 * number,
-        "throughput(tps)": 512.25, "tflops": 0.5, "time_metrics/end_to_end(s)": 2.0,
+        "throughput(tps)": 256.0, "tflops": 0.5, "time_metrics/end_to_end(s)": 2.0,
         "memory/max_active(GiB)": 0.5, "memory/host(GiB)": 1.0, "memory/ssd(GiB)": 3.0,
         "time_metrics/busy_gpu(s)": 1.5, "time_metrics/busy_ssd(s)": 0.5,
         "ssd/read(GiB)": 0.25, "ssd/written(GiB)": 0.5,
@@ -39,7 +43,10 @@ def entries(count: int) -> list[dict[str, Any]]:
     for number in range(1, count + 1):
         lines.append(step(number))
         if number % 100 == 0:
-            lines.append({"step": number, "validation_metrics/loss": 3 - number / 1000})
+            loss = 3 - number / 1000
+            lines.append(
+                {"step": number, "validation_metrics/loss": loss, "validation_metrics/perplexity": math.exp(loss)}
+            )
     return lines
 
 
@@ -59,15 +66,17 @@ def test_values_are_those_of_the_metrics(tmp_path: Path) -> None:
     page = (tmp_path / "index.html").read_text()
     assert len(page.encode()) < 300_000
     data = data_of(page)
-    for name, metric in (
-        ("loss", "loss_metrics/global_avg_loss"), ("gradient norm", "grad_norm"), ("learning rate", "lr"),
-        ("evaluation", "validation_metrics/loss"), ("tokens per second", "throughput(tps)"),
-    ):  # fmt: skip
-        assert data[name]["step"] == [line["step"] for line in lines if metric in line]
-        assert data[name]["value"] == [line[metric] for line in lines if metric in line]
-    for words in ("1,000 of 1,000", "done", "1.5 s, 75%", "1 GiB of 2 GiB planned", "500 GiB written", "days left",
+    for metric in ("loss_metrics/global_avg_loss", "grad_norm", "lr", "validation_metrics/loss",
+                   "time_metrics/end_to_end(s)"):  # fmt: skip
+        assert data[metric]["step"] == [line["step"] for line in lines if metric in line]
+        assert data[metric]["value"] == [line[metric] for line in lines if metric in line]
+    assert data["tokens per second"]["value"] == [2 * step(1)["throughput(tps)"]] * 1000  # of both ranks
+    for words in ("<title>step 1,000 of 1,000, loss 2.001", "done", "1.5 s, 75%",
+                  "2.0000 at step 1,000, perplexity 7.389",
+                  "512 tokens/s", "1 GiB of 2 GiB planned", "500 GiB written", "days left",
                   "tuned &lt;&amp;&gt;", "a &lt;b&gt;model&lt;/b&gt;", "finetune --resume"):  # fmt: skip
         assert words in page, words
+    assert "http-equiv" not in page and 'http-equiv="refresh"' in run_page(FACTS, lines[:9])  # until it is done
 
 
 def test_nothing_is_fetched_and_every_tag_is_closed() -> None:
@@ -92,46 +101,119 @@ def test_nothing_is_fetched_and_every_tag_is_closed() -> None:
 @pytest.mark.parametrize("count", [0, 1, 2, MOST_POINTS + 1, 12_345])
 def test_long_runs_are_thinned_out_and_short_ones_have_a_page(count: int) -> None:
     page = run_page(FACTS, entries(count))
-    steps = data_of(page)["loss"]["step"]
+    steps = data_of(page).get("loss_metrics/global_avg_loss", {"step": []})["step"]
     assert len(page.encode()) < 300_000 and len(steps) <= MOST_POINTS + 1
     assert (steps[0], steps[-1]) == (1, count) if count else steps == []
 
 
 def test_a_chart_draws_every_finite_value() -> None:
-    drawn = chart([Series("a", [1, 2, 3, 4], [1.0, math.nan, None, 3.0]), Series("b", [2], [2.0], dots=True)])
-    lines = re.findall(r'<polyline class="([^"]*)" points="([^"]*)"', drawn)
-    assert [kind for kind, _ in lines] == ["series", "series second"]
+    drawn = chart("x", [Series("a", [1, 2, 3, 4], [1.0, math.nan, None, 3.0]), Series("b", [2], [2.0], "second")])
+    lines = re.findall(r'<polyline class="series ([^"]*)" points="([^"]*)"', drawn)
+    assert [kind for kind, _ in lines] == ["", "second"]
     points = [tuple(map(float, point.split(","))) for point in lines[0][1].split()]
     assert len(points) == 2 and points[0][0] < points[1][0] and points[0][1] > points[1][1]  # up is less
-    assert chart([Series("a", [], [])]) == "<p>nothing yet</p>"
+    assert "a 3 (step 4)" in drawn and "b 2 (step 2)" in drawn
+    assert chart("x", [Series("a", [], [])]) == "<p>nothing yet</p>"
+
+
+@pytest.mark.parametrize(("low", "high", "round_values"), [
+    (2.087, 8.308, [4, 6, 8]), (0, 1e-5, [0, 2e-6, 4e-6, 6e-6, 8e-6, 1e-5]),
+    (9.9e-10, 1e-5, [2e-6, 4e-6, 6e-6, 8e-6, 1e-5]),
+    (-3, 12_345, [0, 5000, 10_000]), (1, 2, [1, 1.2, 1.4, 1.6, 1.8, 2]), (-0.05, 0.021, [-0.04, -0.02, 0, 0.02]),
+])  # fmt: skip
+def test_ticks_are_round(low: float, high: float, round_values: list[float]) -> None:
+    assert ticks(low, high) == pytest.approx(round_values, abs=1e-12)
+
+
+def test_a_noisy_loss_is_smoothed_and_preferences_have_charts() -> None:
+    lines = [
+        {**step(number), "rewards/accuracies": 0.5, "rewards/margins": 0.1, "rewards/chosen": 0.3}
+        for number in range(1, 101)
+    ]
+    page = run_page(FACTS, lines)
+    losses = [line["loss_metrics/global_avg_loss"] for line in lines[-4:]]
+    assert f"smoothed {sum(losses) / 4:,.4g} (step 100)" in page.replace("6: ", "")
+    for heading in ("preferred answers", "margin of rewards", "rewards"):
+        assert f"<h2>{heading}</h2>" in page
+    assert "<h2>preferred" not in run_page(FACTS, entries(100)) and "held out" not in run_page(FACTS, entries(60))
 
 
 def test_lanes_are_drawn_where_something_was_busy() -> None:
-    """Four seconds; what hardly shows is drawn with its neighbour, so that the file stays small."""
+    """Four seconds; what hardly shows is drawn with its neighbor, so that the file stays small."""
     many = [(10 + number / 1000, 10 + (number + 0.5) / 1000) for number in range(4000)]
-    busy = {"gpu": [(10.0, 11.0), (13.0, 14.0)], "ssd": many, "unknown": [(0.0, 99.0)], "adam": []}
-    drawn = step_lanes(busy)
-    paths = re.findall(r'<path class="lane" d="([^"]*)"/>', drawn)
-    assert len(paths) == 2 and paths[1].count("M") == 1
-    (first, length), (second, other) = (
-        map(float, re.findall(r"[\d.]+", part)[::2]) for part in paths[0].split("M")[1:]
-    )
-    assert other == pytest.approx(length, abs=0.2) and second - first == pytest.approx(3 * length, abs=0.3)
-    assert "computing" in drawn and "the SSDs" in drawn and "4.0 s" in drawn
-    assert drawn in run_page(FACTS, entries(3), busy) and step_lanes({"gpu": []}) == "<p>nothing was busy</p>"
+    busy = {"computing": [(10.0, 11.0), (13.0, 14.0)], "the SSDs": many, "unknown": [(10.0, 14.0)]}
+    drawn = step_bars({"computing": 2.0, "the SSDs": 2.0, "the optimizer": 0.0}, 4.0, busy)
+    computing, ssds, adam = re.findall(r'<path d="([^"]*)"/>', drawn)
+    assert computing == "M0.0 0h75.0v10H0.0zM225.0 0h75.0v10H225.0z" and ssds.count("M") == 1 and adam == ""
+    assert "2.0 s, 50%" in drawn and "unknown" not in drawn
+    assert 'd="M0.0 0h150.0v10H0.0z"' in step_bars({"computing": 2.0}, 4.0)  # without times: its share
     spread = {name: [(float(at), at + 0.5) for at in range(5000)] for name in RESOURCES}
     assert len(run_page(FACTS, entries(1000), spread).encode()) < 300_000
 
 
+LOOK = """<script>
+const wrong = [], paper = document.body;
+const light = color => { const [r, g, b] = color.match(/[\\d.]+/g).map(x => { x /= 255;
+  return x <= .03928 ? x / 12.92 : ((x + .055) / 1.055) ** 2.4 }); return .2126 * r + .7152 * g + .0722 * b };
+for (const width of [390, 1280]) {
+  paper.style.width = width + "px"; paper.style.maxWidth = "none";
+  const edge = paper.getBoundingClientRect().right + .5;
+  const say = (what, item) => wrong.push(width + ": " + what + ": " + item.textContent.slice(0, 60));
+  for (const item of document.querySelectorAll("h1, h2, p, span, td, pre, svg, .share")) {
+    const box = item.getBoundingClientRect();
+    if (box.right > edge || box.left < 0) say("beyond the page", item);
+    if (item.scrollWidth > item.clientWidth + 1 && item.clientWidth) say("cut", item);
+  }
+  for (const drawing of document.querySelectorAll("svg[role]")) {
+    const all = drawing.getBoundingClientRect(), boxes = [];
+    if (!drawing.getAttribute("aria-label")) say("without a name", drawing);
+    for (const text of drawing.querySelectorAll("text")) {
+      const box = text.getBoundingClientRect();
+      if (box.left < all.left - .5 || box.right > all.right + .5 ||
+          box.top < all.top - 2 || box.bottom > all.bottom + 2) say("cut", text);
+      if (box.height < 10) say("too small", text);
+      for (const other of boxes) if (box.left < other.right && other.left < box.right && box.top < other.bottom - 3 &&
+          other.top < box.bottom - 3) say("over another", text);
+      boxes.push(box);
+    }
+  }
+}
+const back = light(getComputedStyle(paper).backgroundColor);
+for (const item of document.querySelectorAll("h1, p, td, span, pre")) {
+  const text = light(getComputedStyle(item).color);
+  if ((Math.max(text, back) + .05) / (Math.min(text, back) + .05) < 4.5)
+    wrong.push("pale: " + item.textContent.slice(0, 60));
+}
+document.title = JSON.stringify({wrong, dark: back < .5});
+</script>"""
+"""Looks at a page 390 and 1280 pixels wide, and writes into its title what is cut off, covered, too small, or pale."""
+
+
 @pytest.mark.skipif(not any(map(shutil.which, BROWSERS)), reason="needs Chromium")
-def test_a_browser_shows_it_without_errors(tmp_path: Path) -> None:
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+def test_a_browser_shows_everything(dark: bool, finetune: Finetune, tmp_path: Path) -> None:
     browser = next(path for path in map(shutil.which, BROWSERS) if path)
-    page = tmp_path / "index.html"
-    page.write_text(run_page(FACTS, entries(50), {"gpu": [(0.0, 1.0)], "ssd": [(0.5, 2.0)]}))
-    done = subprocess.run(
-        [browser, "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--window-size=390,844",
-         "--dump-dom", page.as_uri()],
-        capture_output=True, text=True, timeout=60, check=True,
-    )  # fmt: skip
-    assert "CONSOLE" not in done.stderr
-    assert data_of(done.stdout) == data_of(page.read_text())
+    run, plan = tmp_path / "run.html", tmp_path / "plan.html"
+    long = dataclasses.replace(FACTS, how_to_continue="finetune --model /" + "long/" * 80, about={"data": "x" * 300})
+    shown = {"gpu": [(0.0, 1.0)], "ssd": [(0.5, 2.0)]}
+    run.write_text(
+        run_page(long, [{**line, "lr": line["lr"] / 9.7e5} if "lr" in line else line for line in entries(250)], shown)
+    )
+    planned = finetune("plan", "--gpu", "4090", "--drive", "p5510", "--model", "gpt2-125m", "--html", plan)
+    assert planned.status == 0
+    for path in (run, plan):
+        page = path.read_text()
+        path.write_text(page.replace("</body>", LOOK + "</body>"))
+        done = subprocess.run(
+            [browser, "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr",
+             "--window-size=1300,900", f"--blink-settings=preferredColorScheme={0 if dark else 1}", "--dump-dom",
+             path.as_uri()],
+            capture_output=True, text=True, timeout=60, check=True,
+        )  # fmt: skip
+        assert "CONSOLE" not in done.stderr
+        title = html.unescape(re.findall("<title>(.*?)</title>", done.stdout, re.S)[0])
+        assert json.loads(title) == {"wrong": [], "dark": dark}
+        assert data_of(done.stdout) == data_of(page)
+    text, about = planned.out, plan.read_text()
+    for words in re.findall(r"[\d.]+ (?:GiB|TiB|tokens/s|TFLOP/s|days)", text):
+        assert words in about, words
