@@ -41,9 +41,7 @@ def _rows(batches: Batches, count: int) -> Iterator[list[list[tuple[int, bool]]]
     while count > 0:
         batch = batches.batch(step)
         read = batch.get("attention_mask")
-        if (
-            read is not None
-        ):  # rows with padding and without positions: of a classifier, which reads all, or with images
+        if read is not None:  # rows with padding, of a classifier (which reads all of a text) or with images
             if batch.get("labels", read[:, 0]).shape != read.shape:
                 batch["labels"] = batch["input_ids"].masked_fill(read == 0, -100)
             batch["position_ids"] = read * (read.cumsum(1) - 1)
