@@ -212,7 +212,7 @@ def profile_once(job: Job, ranks: Share | None = None) -> None:
             profile_or_measure(context)
     except UserError as error:
         if settings.drive_life:  # else what does not fit, the engine says with more to go by
-            print(f"profile  not measured: {error}", flush=True)
+            print(f"profile  --drive-life is not applied: {error}", flush=True)
     device.release()
 
 
