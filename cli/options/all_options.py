@@ -133,8 +133,8 @@ class MemorySettings:
         (), "DIR...", patterns=True, of_call=True, may_differ=True, commands=Command.TRAIN
     )
     """With --resume: drives to remove from the run. Its records move to those of --ssd."""
-    gpu: str = option("auto", "auto|cpu|NAME|INDEX", presets="gpus", commands=Command.SHAPE)
-    """Device to train on."""
+    gpu: str = option("auto", "auto|cpu|NAME|INDEX|FILE", presets="gpus", commands=Command.SHAPE)
+    """Device to train on. In plans also a GPU's .toml file, in the form of configs/gpus."""
     device_memory: int | None = option(None, "SIZE", BUDGET, commands=Command.SHAPE)
     host_memory: int | None = option(None, "SIZE", BUDGET, commands=Command.SHAPE)
     host_cache: int | None = option(None, "SIZE", SIZE, commands=Command.SHAPE)
@@ -253,8 +253,8 @@ class AdapterSettings:
 class PlanningSettings:
     """Plans, and the hardware that they are for."""
 
-    drive: str | None = option(None, "NAME", presets="drives", commands=Command.PLAN)
-    """Plan for drives of this kind, and for the kind of GPU that --gpu names."""
+    drive: str | None = option(None, "NAME|FILE", presets="drives", commands=Command.PLAN)
+    """Plan for drives of this kind, or of a .toml file in the form of configs/drives, and for the GPU of --gpu."""
     ssds: int | None = option(None, "N", POSITIVE, commands=Command.PLAN)
     """Number of drives to plan for.  [default: 1]"""
     network: str | None = option(None, "RATE", commands=Command.PLAN)

@@ -172,4 +172,4 @@ def _toml(option: GroupedOption, value: Any, absolute: bool) -> str:
 
 def _names_a_path(option: GroupedOption, text: str) -> bool:
     declared, path = option.declaration, Path(text).expanduser()
-    return (option.words or declared.may_be_path) and (path.exists() or (declared.patterns and has_magic(text)))
+    return (option.words or declared.may_be_path(text)) and (path.exists() or (declared.patterns and has_magic(text)))

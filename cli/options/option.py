@@ -84,16 +84,15 @@ class Declaration:
     may_differ: bool = False  # Whether nodes need not agree about it, or others check that with better words
     hidden: bool = False  # Whether the help leaves it out
 
-    @property
-    def may_be_path(self) -> bool:
-        """Whether a path may replace a preset's name."""
-        return self.presets in ("models", "clusters")
+    def may_be_path(self, text: str) -> bool:
+        """Return whether a path may replace a preset's name, and ``text`` looks like one."""
+        return self.presets in ("models", "clusters") or (self.presets is not None and text.endswith(".toml"))
 
     def complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-        """Complete names of presets, and paths where one may stand instead."""
+        """Complete names of presets, and paths, which may replace them."""
         assert self.presets is not None
         names = [CompletionItem(name) for name in sorted(preset_files(self.presets)) if name.startswith(incomplete)]
-        return names + ([CompletionItem(incomplete, type="file")] if self.may_be_path else [])
+        return [*names, CompletionItem(incomplete, type="file")]
 
 
 def option(

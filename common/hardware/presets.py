@@ -1,14 +1,16 @@
 """Presets of GPUs and drives: what data sheets and published measurements say of them.
 
 The files are in ``configs/gpus`` and ``configs/drives``; every number in them has its source above it. A number without
-a source is left out there and None here.
+a source is left out there and None here. A file of the user's in the same form replaces a name.
 """
 
+import math
 import re
 import tomllib
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any, TypeVar
 
 from common.errors import UserError, did_you_mean
@@ -56,21 +58,21 @@ Preset = TypeVar("Preset", GpuPreset, DrivePreset)
 
 
 def gpu_preset(name: str) -> GpuPreset:
-    """Return the GPU called ``name``: ``rtx-4090``, ``4090``, ``A100``, or as the driver writes it.
+    """Return the GPU called ``name``: ``rtx-4090``, ``4090``, ``A100``, as the driver writes it, or its ``.toml`` file.
 
     Raises:
-        UserError: if there is no such preset, or several match.
+        UserError: if there is no such preset or file, or several match.
     """
-    return _find("GPU", name, _gpus())
+    return _read_file(name, _read_gpu) if name.endswith(".toml") else _find("GPU", name, _gpus())
 
 
 def drive_preset(name: str) -> DrivePreset:
-    """Return the drive called ``name``: ``intel-p5510-3.84tb``, ``p5510`` or ``990 Pro 4TB``.
+    """Return the drive called ``name``: ``intel-p5510-3.84tb``, ``p5510``, ``990 Pro 4TB``, or its ``.toml`` file.
 
     Raises:
-        UserError: if there is no such preset, or several match.
+        UserError: if there is no such preset or file, or several match.
     """
-    return _find("drive", name, _drives())
+    return _read_file(name, _read_drive) if name.endswith(".toml") else _find("drive", name, _drives())
 
 
 def gpu_names() -> list[str]:
@@ -95,6 +97,22 @@ def _load(folder: str, read: Callable[[str, dict[str, Any]], Preset]) -> dict[st
     return {
         name: read(name, tomllib.loads(file.read_text(encoding="utf-8"))) for name, file in preset_files(folder).items()
     }
+
+
+def _read_file(name: str, read: Callable[[str, dict[str, Any]], Preset]) -> Preset:
+    path = Path(name).expanduser()
+    try:
+        preset = read(path.stem, tomllib.loads(path.read_text(encoding="utf-8")))
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}") from error
+    except KeyError as error:
+        raise UserError(f"{path} does not give {error}. The files in configs have the form.") from error
+    except (ValueError, TypeError, AttributeError) as error:
+        raise UserError(f"{path} is not in the form of the files in configs: {error}") from error
+    for field, value in vars(preset).items():
+        if isinstance(value, int | float) and not 0 < value < math.inf:
+            raise UserError(f"{path} gives {field} = {value:g}, and it must be above 0.")
+    return preset
 
 
 def _read_gpu(name: str, fields: dict[str, Any]) -> GpuPreset:
