@@ -152,6 +152,8 @@ class KeyMemory:
     gradients: int = 0  # Sums of their gradients
     computing: int = 0  # What a later chunk makes of them
     arguments: int = 0  # What blocks are called with, next to hidden states
+    pairs: int = 0  # For each query and key: what the family's own attention makes of them; 0: tiles are computed
+    masks: int = 0  # For each query and key: masks
 
 
 def no_keys() -> KeyMemory:

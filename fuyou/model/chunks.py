@@ -64,6 +64,14 @@ class RowKeys:
     gradients: tuple[torch.Tensor, torch.Tensor] | None = None
 
 
+class _Layers(list[Any]):
+    """The kinds of a cache's layers, for masks: what else layers hold (states of convolutions, of linear attention, or
+    of an index) is not carried from chunk to chunk."""
+
+    def __getitem__(self, index: Any) -> Any:
+        raise NotImplementedError("Rows in chunks, of a family that keeps more than keys and values.")
+
+
 class ChunkCache(DynamicCache):
     """What a family's code takes for the cache of a row's earlier tokens.
 
@@ -76,6 +84,7 @@ class ChunkCache(DynamicCache):
     def __init__(self, config: PreTrainedConfig, start: int, length: int):
         super().__init__(config=config)
         self._windows = [getattr(layer, "sliding_window", None) for layer in self.layers]
+        self.layers = _Layers(self.layers)
         self.start, self.length = start, length
         self.row: RowKeys | None = None
         """Of the block that is running."""

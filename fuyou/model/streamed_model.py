@@ -102,6 +102,7 @@ class StreamedModel:
         self._takes_positions, self._configurations = takes_positions(model), configurations(model)
         self.kernels = AttentionKernels(model.config, model.dtype, device)
         """Kernels that attention may take in all passes."""
+        self._dense = False  # Whether chunks attend by the family's own code, with a mask of queries and keys
         rotate_by_document(model)
         self._survey()
 
@@ -278,7 +279,8 @@ class StreamedModel:
 
     @contextmanager
     def _attending(self, documents: Documents | None, cache: ChunkCache | None) -> Iterator[None]:
-        by_chunk = contextlib.nullcontext() if cache is None else attention_by_chunk(configurations(self.model))
+        whole = cache is None or self._dense
+        by_chunk = contextlib.nullcontext() if whole else attention_by_chunk(configurations(self.model))
         with self.apart(documents), by_chunk:
             yield
 
@@ -312,6 +314,8 @@ class StreamedModel:
         Returns:
             The first block's input ``[B, S, H]``, and what each block is called with.
         """
+        if CHUNK_PLACE in batch and not self.block_keys:  # which are found together with the way to attend
+            raise NotImplementedError("Rows of this family do not pass in chunks.")
         return self._embed(batch, self.links)
 
     @torch.no_grad()
@@ -349,11 +353,10 @@ class StreamedModel:
 
     @cached_property
     def _surveyed_keys(self) -> tuple[tuple[BlockKeys, ...], KeyMemory]:
-        try:
-            if not self.links and self.family.shifts_labels:
+        for self._dense in (False, True) if not self.links else ():
+            # Of a family's code, which may want another kind of cache, or a mask.
+            with contextlib.suppress(Exception):
                 return self._survey_keys()
-        except Exception:  # of a family's code, which may want another kind of cache, or a mask
-            pass
         return (), KeyMemory()
 
     def chunk_flops(self, start: int, length: int, tokens: int) -> float:
@@ -383,8 +386,7 @@ class StreamedModel:
     def _chunk_calls(self, start: int, length: int, tokens: int) -> BlockCalls:
         """Return what blocks are called with for a chunk of a row of ``length`` tokens."""
         ids = torch.zeros(1, tokens, dtype=torch.long, device=self.device)
-        positions = torch.arange(start, start + tokens, device=self.device)[None]
-        batch = {"input_ids": ids, "position_ids": positions, CHUNK_PLACE: torch.tensor([start, length])}
+        batch = {"input_ids": ids, CHUNK_PLACE: torch.tensor([start, length])}
         with torch.no_grad(), self._skipped(self.before), self._without_outer_weights():
             return self._embed(batch, self.links)[1]
 
@@ -420,15 +422,21 @@ class StreamedModel:
                 return (), KeyMemory()
             flat = torch.empty(keys.elements * length, dtype=keys.dtype, device="meta")
             few, many = (call(index, calls, RowKeys(keys.views(flat, length))) for calls in later)
-            most = max(most, 2 * (many - few) // (2 * META_TOKENS) + keys.nbytes)
+            most = max(most, 2 * (many - few) // (2 * META_TOKENS))
             blocks.append(keys)
-        arguments = {id(leaf): leaf for leaf in tree_leaves(first.arguments) if isinstance(leaf, torch.Tensor)}
-        keys = max(blocks, key=lambda block: block.nbytes)
+        held, *longer = (
+            sum({id(leaf): leaf.nbytes for leaf in leaves if isinstance(leaf, torch.Tensor)}.values())
+            for leaves in (tree_leaves(calls.arguments) for calls in (first, *later))
+        )
+        masks = (longer[1] - longer[0]) // (2 * META_TOKENS**2)
+        largest = max(block.nbytes for block in blocks)
         return tuple(blocks), KeyMemory(
-            keys.nbytes,
+            largest,
             max(block.elements for block in blocks) * 4,
-            most,
-            -(-sum(leaf.nbytes for leaf in arguments.values()) // META_TOKENS),
+            largest + (0 if self._dense else most),
+            -(-held // META_TOKENS) - masks * META_TOKENS,
+            -(-most // META_TOKENS) if self._dense else 0,
+            masks,
         )
 
     def embed_with_zero_links(self, batch: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, BlockCalls]:

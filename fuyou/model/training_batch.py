@@ -110,10 +110,9 @@ class TrainingBatch:
         rows, length = self.size
         if what is not None:
             raise UserError(f"Rows of {length:,} tokens pass in chunks of {chunk:,}, which cannot have {what}.")
-        if positions is None:
-            positions = torch.arange(length).expand(rows, -1)
-        assert isinstance(positions, torch.Tensor)
-        values = {"input_ids": self.ids, "position_ids": positions, "targets": self.targets}
+        values = {"input_ids": self.ids, "targets": self.targets}
+        if isinstance(positions, torch.Tensor):  # otherwise the family counts them, some of them from another number
+            values["position_ids"] = positions
         return [
             {name: value[row : row + 1, start : start + chunk].to(device) for name, value in values.items()}
             | {CHUNK_PLACE: torch.tensor([start, length])}

@@ -91,7 +91,6 @@ class SmallStep:
         data_plane = cast(DataPlane, plane)
         cpu = torch.device("cpu")
         if planned.chunks > 1:
-            assert self._model.stack.block_keys, "rows of this family do not pass in chunks"
             micro = batch.chunks(planned.columns, cpu)
         else:
             micro = batch.micro_batches(micro_rows, cpu, self._shape.precision.dtype)

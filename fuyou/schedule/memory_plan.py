@@ -182,7 +182,8 @@ class MemoryCounter:
     def _passed_bytes(self, batch: Batch) -> int:
         """Return the bytes of what blocks are called with for one row, as far as it is counted."""
         if batch.chunks > 1:
-            return batch.seq_len * self._keys.arguments
+            pairs = batch.seq_len * (batch.seq_len + batch.columns) // 2
+            return batch.seq_len * self._keys.arguments + pairs * self._keys.masks
         attention = self._shape.attention
         return self._shape.carried_bytes(batch.seq_len) + attention.mask_bytes(batch.seq_len, self._shape.padded)
 

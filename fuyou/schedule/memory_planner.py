@@ -95,7 +95,7 @@ class MemoryPlanner:
             "where the loss is made outside of the engine": bool(loss.outputs),
             "with images": shape.images,
             "behind a mask that hides tokens": shape.padded,
-            "of this model, whose blocks keep more than keys and values, or attend with a mask or dropout": (
+            "of this model, whose blocks keep more than keys and values from token to token": (
                 not any((shape.orders, loss.outputs)) and not shape.key_memory().keys
             ),
         }

@@ -81,8 +81,9 @@ class Workspace:
 
     def _past(self, batch: Batch) -> int:
         """Return the bytes that a chunk takes for the tokens before it, none of which the head meets."""
-        attention = self._shape.attention.chunk_bytes(batch.columns, batch.seq_len)
-        return batch.seq_len * self._shape.key_memory().computing + attention
+        keys, length = self._shape.key_memory(), batch.seq_len
+        dense = keys.pairs * batch.columns * length
+        return length * keys.computing + (dense or self._shape.attention.chunk_bytes(batch.columns, length))
 
     def _passes(self, batch: Batch, per_token: float, fixed: int) -> int:
         """Return the bytes of the running passes through a block in pieces.
