@@ -153,6 +153,15 @@ AUTOGRAD_NODE = f"{_Attended.__name__}Backward"
 """Name of the node in graphs of autograd."""
 
 
+class NoChoices(TorchDispatchMode):
+    """Lets experts on the meta device find no tokens that have chosen them: they do not depend on earlier tokens."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.nonzero.default:
+            return args[0].new_empty((0, args[0].dim()), dtype=torch.long)
+        return func(*args, **(kwargs or {}))
+
+
 class MadeBytes(TorchDispatchMode):
     """Sums up the bytes of the tensors that operators make while it is open."""
 

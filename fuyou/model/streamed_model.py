@@ -48,7 +48,7 @@ from fuyou.model.blocks.weightless import (
     runners_of,
     skipped_modules,
 )
-from fuyou.model.chunks import BlockKeys, ChunkCache, MadeBytes, RowKeys
+from fuyou.model.chunks import BlockKeys, ChunkCache, MadeBytes, NoChoices, RowKeys
 from fuyou.model.family import Family, family_of
 
 _SURVEYED = 8  # Tokens of the row that a survey runs
@@ -397,7 +397,7 @@ class StreamedModel:
             lambda leaf: leaf.to("meta") if isinstance(leaf, torch.Tensor) else leaf, calls.arguments[index]
         )
         block, hidden = self.blocks[index], torch.empty(calls.hidden_shape, dtype=self.model.dtype, device="meta")
-        with self._attending(None, calls.cache), on_meta(block), torch.no_grad(), GroupedShapes():
+        with self._attending(None, calls.cache), on_meta(block), torch.no_grad(), GroupedShapes(), NoChoices():
             block(hidden, *args, **kwargs)
 
     def _survey_keys(self) -> tuple[tuple[BlockKeys, ...], KeyMemory]:

@@ -145,6 +145,8 @@ class _Proof:
         step = SmallStep(opened, dict(twin.model.named_parameters(remove_duplicate=False)))
         if claim.chunks:  # of which each drops out other values
             self._without_dropout(twin, opened)
+            if not twin.repeats(twin.batch(0)):
+                raise self._refusal("losses depend on random numbers, which are others for each chunk")
             for number in range(2):
                 self._step(number, twin, opened, step, 1, _CHUNK)
             return

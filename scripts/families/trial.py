@@ -26,7 +26,8 @@ from families.twin import Twin
 
 STEPS = 3
 EXACT_LOSS, EXACT_WEIGHT = 1e-6, 1e-5
-"""Largest difference of a loss and of a weight that counts as rounding, where the same operators run."""
+"""Largest difference of a loss and of a weight that counts as rounding, where the same operators run; in chunks, of a
+loss relative to it, and of a gradient relative to the model's largest."""
 APART_LOSS = 3e-5
 """The same for a packed row and its documents computed one by one: other shapes, other orders of summation."""
 
@@ -47,6 +48,10 @@ class Mode:
         words = [word for word, on in (("packed", self.packed), ("bf16", self.bf16), ("lora", self.lora)) if on]
         words += [f"{self.micro_batches} micro-batches"] if self.micro_batches > 1 else []
         return " ".join(words + ([f"chunks of {self.chunk}"] if self.chunk else [])) or "plain"
+
+    @property
+    def compares_gradients(self) -> bool:
+        return self.chunk is not None and not self.lora
 
     @property
     def rows(self) -> int:
@@ -70,7 +75,7 @@ class Finding:
     reason: str = ""
     losses: list[list[float]] = field(default_factory=list)  # Of each step, in memory and out of core
     loss_difference: float = 0.0
-    weight_difference: float = 0.0
+    weight_difference: float = 0.0  # In chunks, of gradients, relative to the model's largest
     tensor: str = ""  # Which weight differs most
     seconds: dict[str, float] = field(default_factory=dict)
 
@@ -120,6 +125,8 @@ class _Trial:
         # they do not, it would make updates of the learning rate's size out of gradients that are rounding alone.
         blunt = mode.packed or mode.micro_batches > 1 or mode.chunk is not None
         self._rate = {"lr": 1e-3, "weight_decay": 0.1, "eps": 1e-2 if blunt else 1e-6}
+        if mode.compares_gradients:  # With this, a first step subtracts gradients from weights
+            self._rate = {"lr": 1e3, "weight_decay": 0.0, "eps": 1e3}
         self._dtype = torch.bfloat16 if mode.bf16 else torch.float32
 
     def run(self) -> None:
@@ -127,7 +134,7 @@ class _Trial:
         began = time.monotonic()
         try:
             checkpoint = self._checkpoint()
-            batches = [self._batch(step) for step in range(STEPS)]
+            batches = [self._batch(step) for step in range(1 if self._mode.compares_gradients else STEPS)]
             expected = None if self._mode.lora else self._in_memory(checkpoint, batches)
         except Exception as error:
             raise _Untrainable(f"{type(error).__name__}: {' '.join(str(error).split())[:200]}") from error
@@ -246,6 +253,9 @@ class _Trial:
         finding = self._finding
         finding.losses = [expected.losses, losses]
         finding.loss_difference = max(abs(first - two) for first, two in zip(expected.losses, losses, strict=True))
+        if self._mode.compares_gradients:
+            self._judge_gradients(expected, trained)
+            return
         worst = 0.0
         for name, master in expected.masters.items():
             weights = trained[name]  # what is frozen is kept as it computes
@@ -263,6 +273,19 @@ class _Trial:
             finding.reason = f"loss of step {step + 1}: {losses[step]:.6f}, in memory {expected.losses[step]:.6f}"
         elif worst > 1:
             finding.verdict, finding.reason = "wrong", f"weights differ by {finding.weight_difference:.1e}"
+
+    def _judge_gradients(self, expected: "_Expected", trained: dict[str, torch.Tensor]) -> None:
+        finding, weights = self._finding, expected.masters
+        largest = max(float((weights[name] - before).abs().max()) for name, before in expected.before.items())
+        apart = {name: float((trained[name] - weights[name]).abs().max()) / largest for name in weights}
+        finding.tensor = max(apart, key=lambda name: apart[name])
+        finding.weight_difference, finding.verdict = apart[finding.tensor], "exact"
+        finding.loss_difference /= abs(expected.losses[0])
+        if finding.loss_difference > EXACT_LOSS:
+            finding.verdict, finding.reason = "wrong", f"the loss differs by {finding.loss_difference:.1e} of it"
+        elif finding.weight_difference > EXACT_WEIGHT:
+            finding.verdict = "wrong"
+            finding.reason = f"a gradient differs by {finding.weight_difference:.1e} of the model's largest"
 
     def _judge_evaluations(self, evaluated: list[tuple[str, float, float]]) -> None:
         for what, loss, other in evaluated:
