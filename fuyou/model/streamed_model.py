@@ -353,9 +353,9 @@ class StreamedModel:
 
     @cached_property
     def _surveyed_keys(self) -> tuple[tuple[BlockKeys, ...], KeyMemory]:
-        for self._dense in (False, True) if not self.links else ():
-            # Of a family's code, which may want another kind of cache, or a mask.
-            with contextlib.suppress(Exception):
+        for dense in (False, True) if not self.links else ():
+            self._dense = dense
+            with contextlib.suppress(Exception):  # of a family's code, which may want another kind of cache, or a mask
                 return self._survey_keys()
         return (), KeyMemory()
 

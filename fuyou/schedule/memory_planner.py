@@ -78,12 +78,8 @@ class MemoryPlanner:
                     raise
         else:
             sizes = [chunk]
-        if chunk is not None and (obstacle := self._chunk_obstacle(loss)) is not None:
-            longest = self._longest_row(seq_len, loss)
-            raise UserError(
-                f"Rows cannot pass in chunks {obstacle}. The longest row that fits whole has {longest:,} tokens: leave "
-                "--chunk out, and cut rows to that --seq-len, or give more --device-memory."
-            )
+            if obstacle := self._chunk_obstacle(loss):
+                raise UserError(f"{self._rejection(obstacle, seq_len, loss)} Leave --chunk out.")
         return self._plan([Batch(rows, seq_len, 1, loss, chunk=size) for size in reversed(sizes)])
 
     def _chunk_obstacle(self, loss: LossInputs) -> str | None:
@@ -95,14 +91,14 @@ class MemoryPlanner:
             "where the loss is made outside of the engine": bool(loss.outputs),
             "with images": shape.images,
             "behind a mask that hides tokens": shape.padded,
-            "of this model, whose blocks keep more than keys and values from token to token": (
+            "through this model, whose blocks do not keep keys and values alone": (
                 not any((shape.orders, loss.outputs)) and not shape.key_memory().keys
             ),
         }
         return next((words for words, holds in obstacles.items() if holds), None)
 
-    def _longest_row(self, seq_len: int, loss: LossInputs) -> int:
-        """Return the most tokens, up to ``seq_len``, of a row that fits whole."""
+    def _rejection(self, obstacle: str, seq_len: int, loss: LossInputs) -> str:
+        """Return a sentence on the most tokens, up to ``seq_len``, of a row that fits whole."""
         fitting, too_long = 0, seq_len + 1
         while too_long - fitting > 1:
             middle = (fitting + too_long) // 2
@@ -111,7 +107,9 @@ class MemoryPlanner:
                 fitting = middle
             except UserError:
                 too_long = middle
-        return fitting
+        longest = f"the longest row that fits whole has {fitting:,}"
+        fits = f"rows of {seq_len:,} fit whole" if fitting == seq_len else longest
+        return f"Rows cannot pass in chunks {obstacle}: {fits}."
 
     def _whole_rows(self, rows: int, seq_len: int, micro_rows: int | None, loss: LossInputs) -> list[Batch]:
         # In 1, 2, 3, 4, 6, 8, 12, ... equal parts, down to single sequences.
