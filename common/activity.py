@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -15,6 +15,7 @@ class Activity:
     what: str  # What it is, as people read it: `reading the data`
     announced: bool = False  # Whether it is shown before it begins, as it may block all other threads
     since: float = field(default_factory=time.monotonic)  # When it began (`time.monotonic`)
+    share: Callable[[], float] = lambda: 0.0  # Returns the part that is done; 0 if that is not known
 
 
 class Watcher(Protocol):

@@ -65,6 +65,13 @@ class Progress:
             self._bar.close()
 
 
+def _described(doing: Activity, now: float) -> str:
+    """Return what is done and for how long, up to the closing parenthesis; if known, what part and the time left."""
+    seconds, share = now - doing.since, doing.share()
+    part = f": {share:.0%}, {format_seconds(seconds / share - seconds)} left" if share else ""
+    return f"{doing.what}{part} ({seconds:.0f} s"
+
+
 FIRST_AFTER_S = 2.0  # Seconds that an activity may take without a word
 AGAIN_AFTER_S = (8.0, 20.0, 30.0)  # Seconds between lines about it in a log; the last applies to all others
 _LOOK_EVERY_S = 0.25
@@ -115,7 +122,7 @@ class Heartbeat:
                     seen, next_word, shown = doing, now + FIRST_AFTER_S, 0
                 if doing is None or now < next_word:
                     continue
-                self._show(f"{doing.what} ({now - doing.since:.0f} s{'' if self._is_terminal else ' so far'})")
+                self._show(f"{_described(doing, now)}{'' if self._is_terminal else ' so far'})")
                 wait = AGAIN_AFTER_S[min(shown, len(AGAIN_AFTER_S) - 1)]
                 next_word, shown = now + (0.5 if self._is_terminal else wait), shown + 1
         self.ended()

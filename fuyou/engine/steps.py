@@ -1,12 +1,15 @@
 """Training steps and evaluations of an open run: forward pass, backward pass, the end of a step, its commit."""
 
+import contextlib
 import math
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+from common.activity import activity
 from common.errors import FinetuneError, UserError
 from fuyou.engine.opening import OpenRun
 from fuyou.engine.token_outputs import AUX_LOSS, TokenOutput, TokenRequest, loss_inputs, streamed_values, token_output
@@ -158,8 +161,19 @@ class Steps:
         tasks = runtime.scheduler.training_step(step, shape, commit=commits, defer_all=waits)
         current = self._current = self._computation(tasks, batch, micro, labels, start_time, passing)
         runtime.submit(tasks)
-        current.forward()
+        with self._shown(current):
+            current.forward()
         return current
+
+    @contextlib.contextmanager
+    def _shown(self, current: StepComputation) -> Iterator[None]:
+        """Show how far a step is whose rows pass in chunks: it may take hours."""
+        if current.tasks.chunks == 1:
+            yield
+            return
+        with activity(f"taking step {current.tasks.step}") as doing:
+            doing.since, doing.share = current.start_time, lambda: current.share
+            yield
 
     def _token_backward(self, current: StepComputation, passing: TokenPass, gradients: dict[str, torch.Tensor]) -> None:
         """Run the backward pass of a step with the gradients of the caller's loss."""
@@ -186,7 +200,8 @@ class Steps:
     def _backward(self, current: StepComputation) -> None:
         self._check_backward(current)
         self._torn = True
-        current.backward()
+        with self._shown(current):
+            current.backward()
         self._torn = False
 
     def end(self) -> StepReport:

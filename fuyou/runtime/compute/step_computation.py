@@ -74,7 +74,9 @@ class StepComputation:
         self._losses: list[torch.Tensor] = []
         self._pieces = PieceVisits(stack, plane.buffers.shape, self._parameters.add)
         self._adapters: dict[int, dict[str, torch.Tensor]] = {}  # of passes in pieces, by micro-batch
-        self._todo: Iterator[ComputeTask] = iter([task for task in tasks.tasks if isinstance(task, ComputeTask)])
+        computing = [task for task in tasks.tasks if isinstance(task, ComputeTask)]
+        self._flops, self._all_flops = 0.0, sum(task.flops for task in computing)
+        self._todo: Iterator[ComputeTask] = iter(computing)
         self._next: ComputeTask | None = next(self._todo, None)
         self.loss = float("nan")
 
@@ -127,6 +129,11 @@ class StepComputation:
             self._next = next(self._todo, None)
 
     @property
+    def share(self) -> float:
+        """Return the part of the step's operations that is computed."""
+        return self._flops / self._all_flops if self._all_flops else 0.0
+
+    @property
     def complete(self) -> bool:
         """Whether the backward pass has ended."""
         return self._next is None
@@ -146,6 +153,7 @@ class StepComputation:
         self._compute(task)
         self._buffers.device.end_compute(task)
         self._plane.executor.finish(task)
+        self._flops += task.flops
         self._plane.heap.trim()
 
     def _compute(self, task: ComputeTask) -> None:

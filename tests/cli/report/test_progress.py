@@ -77,6 +77,18 @@ def test_what_takes_long_is_reported_and_what_does_not_is_not(
     assert all(line.endswith("s so far)") for line in said)
 
 
+def test_the_part_that_is_done_and_the_time_left_are_reported(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cli.report.progress, "FIRST_AFTER_S", 0.4)
+    monkeypatch.setattr(cli.report.progress, "_LOOK_EVERY_S", 0.02)
+    with Heartbeat(), activity("taking step 3") as doing:
+        doing.since, doing.share = time.monotonic() - 3600, lambda: 0.25
+        time.sleep(1)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("taking step 3: 25%, 3 h 00 min left (360") and line.endswith(" s so far)")
+
+
 def test_what_may_hold_the_lock_is_reported_before_it_begins(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
