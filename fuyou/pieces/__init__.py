@@ -1,11 +1,5 @@
-"""Blocks in pieces: a block that is larger than the device is computed on parts of its parameters, one after another.
+"""Compute a block that is larger than the device from parts of its parameters, one after another, bit for bit.
 
-``run``              one micro-batch's pass through a block, as a coroutine that waits for pieces
-``handles``          the parameters to bind to the model, and where their gradients go (``handle``: one of them)
-``division``         how a block is cut
-``recording``        in which order its pieces are needed, from a run without values (``meta_block``)
-``expert_adapters``  a mixture's experts, range by range: as ``grouped_experts``, which leave out what recomputation
-                     does not need, or ``eager_experts``
-
-Tried on the CPU, bit for bit; not run on a GPU.
+``division`` cuts a block, ``recording`` finds the order of its pieces, ``handles`` bind them to the model, and ``run``
+is a pass that waits for each (tried on the CPU, not run on a GPU).
 """

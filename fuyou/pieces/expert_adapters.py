@@ -7,7 +7,7 @@ from its own range, and is zero if no token has come to it, as in the ordinary m
 """
 
 import copy
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,23 +19,15 @@ from peft.tuners.lora.layer import ParamWrapper, _LoraParameterProxy
 from torch import nn
 
 from common.errors import UserError
-from fuyou.layout.record_parts import PiecePart
-from fuyou.pieces.handle import Parts
-from fuyou.pieces.run import Use
 
 
 @dataclass(frozen=True)
 class Factors:
     """Two factors for each expert, whose product is added to its part of a parameter."""
 
-    name: str  # The parameter's name in its module
     left: torch.Tensor  # `[E, rows, rank]`, in the adapter's dtype
     right: torch.Tensor  # `[E, rank, columns]`, in the adapter's dtype
     scaling: float  # What the product is multiplied by
-
-    @property
-    def tensors(self) -> tuple[torch.Tensor, ...]:
-        return self.left, self.right
 
     def of(self, first: int, last: int) -> "Factors":
         """Return the factors of experts ``[first, last)`` as leaves, which want gradients if these do."""
@@ -50,26 +42,10 @@ class Factors:
         fold = peft_layers._LoraFactorsProxy(self.left.to(weights.dtype), self.right.to(weights.dtype), self.scaling)
         return fold(weights)  # type: ignore[no-any-return]
 
-    def gradients(self, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the factors' gradients for that of :meth:`added_to`'s result: PyTorch's derivative of ``baddbmm``."""
-        left, right = self.left.to(gradient.dtype), self.right.to(gradient.dtype)
-        return (gradient.bmm(right.transpose(1, 2)) * self.scaling, left.transpose(1, 2).bmm(gradient) * self.scaling)
 
-
-def tensors_of(factors: Iterable[Factors]) -> list[torch.Tensor]:
+def tensors_of(factors: Mapping[str, Factors]) -> list[torch.Tensor]:
     """Return all tensors of several factors, left and right alternating."""
-    return [each for factor in factors for each in factor.tensors]
-
-
-class AdaptedWeights:
-    """Parameters of a range of experts by name in the module; adapters are added when they are read."""
-
-    def __init__(self, weights: Mapping[str, torch.Tensor], factors: Iterable[Factors]):
-        self.weights, self.factors = dict(weights), {factor.name: factor for factor in factors}
-
-    def __getitem__(self, name: str) -> torch.Tensor:
-        value = self.weights[name]
-        return self.factors[name].added_to(value) if name in self.factors else value
+    return [each for factor in factors.values() for each in (factor.left, factor.right)]
 
 
 class ExpertAdapters:
@@ -99,13 +75,13 @@ class ExpertAdapters:
             raise UserError(f"Adapters of experts need peft 0.21 where blocks are in pieces, not {peft.__version__}.")
         return ExpertAdapters(wrappers)
 
-    def factors(self) -> list[Factors]:
-        """Return the factors of all experts: views of the parameters that the adapters have now.
+    def factors(self) -> dict[str, Factors]:
+        """Return the factors of all experts, by parameter: views of what the adapters have now.
 
         Raises:
             UserError: if a parameter has several adapters.
         """
-        return [_factors(wrapper) for wrapper in self.wrappers.values()]
+        return {name: _factors(wrapper) for name, wrapper in self.wrappers.items()}
 
     @contextmanager
     def bound(self) -> Iterator[None]:
@@ -152,7 +128,7 @@ def _factors(wrapper: Any) -> Factors:
     right = first.reshape(experts, -1, first.shape[-1])
     if not wrapper._did_swap_in_out_features:
         left, right = right.transpose(-2, -1), left.transpose(-2, -1)
-    return Factors(wrapper.parameter_name, left, right, wrapper.scaling[adapter])
+    return Factors(left, right, wrapper.scaling[adapter])
 
 
 class AdaptedModule:
@@ -211,73 +187,3 @@ def adapted_modules(block: nn.Module, others: Collection[ParamWrapper]) -> list[
             )
     inner = {id(wrapper.base_layer) for wrapper in wrappers.values()}
     return [AdaptedModule(wrapper) for wrapper in wrappers.values() if id(wrapper) not in inner]
-
-
-class ExpertParts:
-    """The parameters of a module of experts.
-
-    Args:
-        parts: for the first name of each parameter, its ranges in order.
-        trained: first names of those that are trained.
-        adapters: what is to be added to them.
-    """
-
-    def __init__(
-        self,
-        module: Any,
-        source: Parts,
-        parts: Mapping[str, Sequence[PiecePart]],
-        trained: Collection[str],
-        adapters: ExpertAdapters,
-    ):
-        self.module, self.source, self.trained, self.adapters = module, source, frozenset(trained), adapters
-        self._parts = {name: tuple(ranges) for name, ranges in parts.items()}
-        first = next(iter(self._parts.values()))
-        self.ranges: tuple[tuple[int, int], ...] = tuple(part.experts for part in first if part.experts is not None)
-        """First expert and end of each range."""
-
-    def leaves(self) -> list[torch.Tensor]:
-        return [value for value in self.module._parameters.values() if value is not None]
-
-    def parts(self, index: int) -> list[PiecePart]:
-        return [ranges[index] for ranges in self._parts.values()]
-
-    def range_of(self, expert: int) -> int:
-        """Return the index of the range that an expert is in."""
-        return next(index for index, (first, last) in enumerate(self.ranges) if first <= expert < last)
-
-    def factors(self) -> list[Factors]:
-        return self.adapters.factors()
-
-    def fetch(self, index: int, use: Use, factors: Sequence[Factors]) -> AdaptedWeights:
-        """Return the parameters of a range, and wait until they are on the device; ``factors`` are all experts'."""
-        parts = self.parts(index)
-        weights = self.source.fetch(parts, use)
-        dtypes = {name: value.dtype for name, value in self.module._parameters.items() if value is not None}
-        named = {part.name.rpartition(".")[2]: weights[part] for part in parts}
-        return AdaptedWeights(
-            {name: value.to(dtypes[name]) for name, value in named.items()},
-            [factor.of(*self.ranges[index]) for factor in factors],
-        )
-
-    def trained_parts(self, index: int) -> dict[str, PiecePart]:
-        return {part.name.rpartition(".")[2]: part for part in self.parts(index) if part.name in self.trained}
-
-    def hand_on_zeros(self, index: int) -> None:
-        """Hand on gradients of a range to which no token has come."""
-        for part in self.trained_parts(index).values():
-            weights = self.source.fetch((part,), Use.GRADIENT)
-            self.source.take_gradient(part, torch.zeros_like(weights[part]))
-
-    def note_forward(self) -> None:
-        """Ask for all ranges as a forward pass does, without computing (on the meta device)."""
-        for index in range(len(self.ranges)):
-            self.source.fetch(self.parts(index), Use.FORWARD)
-
-    def note_backward(self, recomputes: bool) -> None:
-        """Ask for all ranges as a backward pass does, without computing (on the meta device)."""
-        for index in reversed(range(len(self.ranges))):
-            if recomputes:
-                self.source.fetch(self.parts(index), Use.FORWARD)
-            self.source.fetch(self.parts(index), Use.BACKWARD)
-            self.hand_on_zeros(index)

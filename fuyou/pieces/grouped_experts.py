@@ -6,7 +6,8 @@ hands its gradients on at once. All numbers are those of ``grouped_mm_experts_fo
 for each expert, the rest is separate for each row, and what adds rows up does so once, over all of them.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -15,7 +16,9 @@ import torch
 from torch.nn import functional
 from transformers.integrations.moe import _grouped_linear
 
-from fuyou.pieces.expert_adapters import AdaptedWeights, ExpertParts, Factors, tensors_of
+from fuyou.layout.record_parts import PiecePart
+from fuyou.pieces.expert_adapters import ExpertAdapters, Factors, replaced_forward, tensors_of
+from fuyou.pieces.handle import PieceSource
 from fuyou.pieces.run import Use, current_supply
 
 _put = torch.ops.aten._index_put_impl_
@@ -54,53 +57,78 @@ class _Routing:
 
 
 class GroupedExperts:
-    """Takes the place of a module's ``grouped_mm``.
+    """Replaces the ``grouped_mm`` of a module of experts.
 
     Args:
+        module: the module.
+        source: where its parameters come from.
+        parts: for the first name of each parameter, its ranges in order.
+        trained: first names of those that are trained.
+        adapters: what is to be added to them.
         skips: whether a pass with gradients leaves the experts out, because nothing saves what comes of their output:
             then that output is zero there.
     """
 
-    def __init__(self, mixture: ExpertParts, skips: bool):
-        self._mixture, self._skips = mixture, skips
-        self.module_forward: Callable[..., torch.Tensor] | None = None
+    def __init__(
+        self,
+        module: Any,
+        source: PieceSource,
+        parts: Mapping[str, Sequence[PiecePart]],
+        trained: Collection[str],
+        adapters: ExpertAdapters,
+        skips: bool,
+    ):
+        self.skips = skips
+        self._module, self._source, self._adapters = module, source, adapters
+        self._parts = [
+            {name.rpartition(".")[2]: part for name, part in zip(parts, of_range, strict=True)}
+            for of_range in zip(*parts.values(), strict=True)
+        ]
+        """The parts of each range of experts, by name in the module."""
+        self._ranges = [part.experts for part in next(iter(parts.values())) if part.experts is not None]
+        self._trained = {name.rpartition(".")[2] for name in parts if name in trained}
 
-    def __call__(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    @contextmanager
+    def bound(self) -> Iterator[None]:
+        """Let the module compute range by range while the context is open, and add its adapters."""
+        with self._adapters.bound(), replaced_forward(self._module, self):
+            yield
+
+    def __call__(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
         """Return the weighted sum of the chosen experts' outputs.
 
         Args:
-            hidden: ``[T, H]``.
-            index: chosen experts, int64 ``[T, K]``.
-            weights: their weights, ``[T, K]``.
+            hidden_states: ``[T, H]``.
+            top_k_index: chosen experts, int64 ``[T, K]``.
+            top_k_weights: their weights, ``[T, K]``.
         """
-        factors = self._mixture.factors()
+        factors = self._adapters.factors()
+        inputs = (hidden_states, top_k_index, top_k_weights)
         if not torch.is_grad_enabled():
-            return self.forward(hidden, index, weights, factors)
-        tensors = tensors_of(factors)
-        result: torch.Tensor = _Grouped.apply(self, factors, hidden, index, weights, *tensors, *self._mixture.leaves())
+            return self.forward(*inputs, factors)
+        leaves = [value for value in self._module._parameters.values() if value is not None]
+        result: torch.Tensor = _Grouped.apply(self, factors, *inputs, *tensors_of(factors), *leaves)
         return result
 
-    def skipped(self, hidden: torch.Tensor) -> torch.Tensor | None:
-        """Return what a pass with gradients gives for the output without computing it; None: it is computed."""
-        return torch.zeros_like(hidden) if self._skips else None
-
     def forward(
-        self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, factors: Sequence[Factors]
+        self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, factors: Mapping[str, Factors]
     ) -> torch.Tensor:
         """Compute all ranges, one after another."""
         result: torch.Tensor | None = None  # of all rows, which stays from range to range
         if not current_supply().computes:
             result = hidden.new_empty(index.numel(), hidden.shape[-1])
-            self._mixture.note_forward()
+            for parts in self._parts:
+                self._source.fetch(parts.values(), Use.FORWARD)
             return torch.empty_like(hidden)
-        routing = _Routing.of(index, self._mixture.module.num_experts)
-        for number, (first, last) in enumerate(self._mixture.ranges):
+        routing = _Routing.of(index, self._module.num_experts)
+        for number, (first, last) in enumerate(self._ranges):
             rows = routing.rows(first, last)
             if rows.start == rows.stop:
                 continue
-            adapted = self._mixture.fetch(number, Use.FORWARD, factors)
-            part = self._range(number, adapted, hidden[routing.tokens[rows]], routing)
-            del adapted
+            states = hidden[routing.tokens[rows]]
+            part = self._range(number, *self._fetch(number, Use.FORWARD, factors), states, routing)
             if result is None:
                 result = part.new_empty(index.numel(), part.shape[1])
             result[rows] = part
@@ -113,17 +141,36 @@ class GroupedExperts:
         result = result.mul_(factor) if factor.dtype == result.dtype else result * factor
         return result.view(*index.shape, -1).sum(dim=1).to(hidden.dtype)
 
-    def _range(self, number: int, adapted: AdaptedWeights, states: torch.Tensor, routing: _Routing) -> torch.Tensor:
+    def _fetch(
+        self, number: int, use: Use, factors: Mapping[str, Factors]
+    ) -> tuple[dict[str, torch.Tensor], dict[str, Factors]]:
+        """Return the parameters and factors of a range, in the dtypes of the module, once they are on the device."""
+        parts = self._parts[number]
+        weights = self._source.fetch(parts.values(), use)
+        values = {name: weights[part].to(self._module._parameters[name].dtype) for name, part in parts.items()}
+        return values, {name: factor.of(*self._ranges[number]) for name, factor in factors.items()}
+
+    def _range(
+        self,
+        number: int,
+        parameters: Mapping[str, torch.Tensor],
+        factors: Mapping[str, Factors],
+        states: torch.Tensor,
+        routing: _Routing,
+    ) -> torch.Tensor:
         """Return the outputs of a range of experts, ``[rows, H]``, as ``grouped_mm_experts_forward`` makes them."""
-        module = self._mixture.module
-        first, last = self._mixture.ranges[number]
+        module, (first, last) = self._module, self._ranges[number]
         rows = routing.rows(first, last)
         offsets = routing.offsets[first:last] - rows.start
         experts = routing.experts[rows] - first
 
+        def adapted(name: str) -> torch.Tensor:
+            value = parameters[name]
+            return factors[name].added_to(value) if name in factors else value
+
         def project(values: torch.Tensor, name: str) -> torch.Tensor:
-            bias = adapted[f"{name}_bias"][experts] if module.has_bias else None
-            return _grouped_linear(values, adapted[name], offsets, bias=bias, is_transposed=module.is_transposed)
+            bias = adapted(f"{name}_bias")[experts] if module.has_bias else None
+            return _grouped_linear(values, adapted(name), offsets, bias=bias, is_transposed=module.is_transposed)
 
         if module.has_gate:
             inner = _at_its_place(module._apply_gate, project(states, "gate_up_proj"), rows, len(routing.order), 2)
@@ -137,7 +184,7 @@ class GroupedExperts:
     def backward(
         self,
         saved: tuple[torch.Tensor, ...],
-        factors: Sequence[Factors],
+        factors: Mapping[str, Factors],
         gradient: torch.Tensor,
         needed: tuple[bool, bool],
     ) -> list[torch.Tensor | None]:
@@ -153,9 +200,12 @@ class GroupedExperts:
         """
         of_factors = [torch.zeros_like(factor) if factor.requires_grad else None for factor in tensors_of(factors)]
         if not current_supply().computes:
-            self._mixture.note_backward(recomputes=True)
+            for number, parts in reversed(list(enumerate(self._parts))):
+                self._source.fetch(parts.values(), Use.FORWARD)
+                self._source.fetch(parts.values(), Use.BACKWARD)
+                self._pass_on_zeros(number)
             return [torch.empty_like(saved[0]), torch.empty_like(saved[2]), *of_factors]
-        routing = _Routing.of(saved[1], self._mixture.module.num_experts)
+        routing = _Routing.of(saved[1], self._module.num_experts)
         hidden, _, weights = (each.detach() for each in saved)
         inputs = (hidden, weights.reshape(-1, 1))
         indices = (routing.tokens, routing.order)
@@ -163,7 +213,7 @@ class GroupedExperts:
             each.new_empty(len(index), each.shape[1]) if want else None
             for each, index, want in zip(inputs, indices, needed, strict=True)
         ]
-        for number in reversed(range(len(self._mixture.ranges))):
+        for number in reversed(range(len(self._ranges))):
             self._differentiate(number, inputs, factors, gradient, (rows, of_factors), routing)
         # What autograd does for ``hidden[tokens]``, of which there is no need to have all rows at once.
         gradients = [
@@ -176,42 +226,46 @@ class GroupedExperts:
         self,
         number: int,
         inputs: tuple[torch.Tensor, torch.Tensor],
-        factors: Sequence[Factors],
+        factors: Mapping[str, Factors],
         gradient: torch.Tensor,
         sums: tuple[list[torch.Tensor | None], list[torch.Tensor | None]],
         routing: _Routing,
     ) -> None:
         """Differentiate one range: hand its parameters' gradients on, and put those of its rows, and of its experts'
         factors, into ``gradients``."""
-        first, last = self._mixture.ranges[number]
+        first, last = self._ranges[number]
         rows = routing.rows(first, last)
         if rows.start == rows.stop:
-            self._mixture.hand_on_zeros(number)
+            self._pass_on_zeros(number)
             return
-        trained = self._mixture.trained_parts(number)
         indices = [rows, rows, *[slice(first, last)] * len(sums[1])]
         both = zip([*sums[0], *sums[1]], indices, strict=True)
         targets = [(target, index) for target, index in both if target is not None and index.start < index.stop]
-        if not (targets or trained):
+        if not (targets or self._trained):
             return
         with torch.enable_grad():
-            adapted = self._mixture.fetch(number, Use.BACKWARD, factors)
-            adapted.weights = {
-                name: value.detach().requires_grad_(name in trained) for name, value in adapted.weights.items()
-            }
+            values, range_factors = self._fetch(number, Use.BACKWARD, factors)
+            parameters = {name: value.detach().requires_grad_(name in self._trained) for name, value in values.items()}
             states, weights = (
                 each[index[rows]].requires_grad_(target is not None)
                 for each, index, target in zip(inputs, (routing.tokens, routing.order), sums[0], strict=True)
             )
-            result = self._range(number, adapted, states, routing) * weights
-        candidates = (states, weights, *tensors_of(adapted.factors.values()), *adapted.weights.values())
+            result = self._range(number, parameters, range_factors, states, routing) * weights
+        candidates = (states, weights, *tensors_of(range_factors), *parameters.values())
         leaves = [leaf for leaf in candidates if leaf.requires_grad]
         gradients = iter(torch.autograd.grad(result, leaves, gradient.to(result.dtype)[routing.tokens[rows]]))
         for target, index in targets:
             target[index] = next(gradients)
-        for name in adapted.weights:
-            if name in trained:
-                self._mixture.source.take_gradient(trained[name], next(gradients))
+        for name, part in self._parts[number].items():
+            if name in self._trained:
+                self._source.take_gradient(part, next(gradients))
+
+    def _pass_on_zeros(self, number: int) -> None:
+        """Pass on gradients of a range to which no token has come."""
+        for name, part in self._parts[number].items():
+            if name in self._trained:
+                weights = self._source.fetch((part,), Use.GRADIENT)
+                self._source.take_gradient(part, torch.zeros_like(weights[part]))
 
 
 def _at_its_place(
@@ -240,7 +294,7 @@ class _Grouped(torch.autograd.Function):
     def forward(
         ctx: Any,
         experts: GroupedExperts,
-        factors: Sequence[Factors],
+        factors: Mapping[str, Factors],
         hidden: torch.Tensor,
         index: torch.Tensor,
         weights: torch.Tensor,
@@ -249,8 +303,7 @@ class _Grouped(torch.autograd.Function):
         ctx.experts, ctx.factors = experts, factors  # which are views of what outlives the pass
         ctx.leaves = len(tensors) - len(tensors_of(factors))
         ctx.save_for_backward(hidden, index, weights)
-        skipped = experts.skipped(hidden)
-        return experts.forward(hidden, index, weights, factors) if skipped is None else skipped
+        return torch.zeros_like(hidden) if experts.skips else experts.forward(hidden, index, weights, factors)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]

@@ -1,4 +1,4 @@
-"""Tensors without memory that stand for a block's parameters while it is computed in pieces.
+"""Tensors without memory that represent a block's parameters while it is computed in pieces.
 
 Autograd saves the tensor that it is given, so it saves handles, and they take no memory. Views of handles are handles.
 Any other operator asks the thread's :class:`~fuyou.pieces.run.PieceRun` for the piece and runs on the real parameters,
@@ -7,73 +7,64 @@ there is overwritten.
 """
 
 from collections.abc import Callable, Collection, Sequence
-from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from common.errors import FinetuneError, UserError
-from fuyou.layout.record_parts import PiecePart
-from fuyou.model.recompute.block_trace import makes_views
-from fuyou.pieces.run import Use, Weights
+from fuyou.layout.record_parts import Piece, PiecePart
+from fuyou.model.operators import makes_views, written_arguments
+from fuyou.pieces.run import Use, Weights, current_supply
 
 _aten = torch.ops.aten
 # What autograd does with a gradient before it stores it.
 _PASSED_ON = (_aten.detach.default, _aten.clone.default, _aten.alias.default)
 
 
-class Parts(Protocol):
-    """Where handles get real parameters from, and where gradients go."""
+class PieceSource:
+    """Where handles get real parameters from, and where their gradients go.
+
+    Args:
+        pieces: the parts that each piece of the block holds.
+        on_gradient: called with a part and its gradient, in the dtype of the weights, as soon as autograd has it. It
+            must copy what it wants to keep, and may be called for several micro-batches in turn.
+    """
+
+    def __init__(self, pieces: Sequence[Piece], on_gradient: Callable[[PiecePart, torch.Tensor], None]):
+        self.piece_of = {part: index for index, piece in enumerate(pieces) for part in piece}
+        self.on_gradient = on_gradient
 
     def fetch(self, parts: Collection[PiecePart], use: Use | None = None) -> Weights:
         """Return the parameters of these parts, and wait until they are on the device.
 
         ``use`` is what for; None: operators of the pass that is running.
         """
-        ...
+        if use is None:
+            use = Use.FORWARD if torch._C._current_graph_task_id() == -1 else Use.BACKWARD
+        return current_supply().need(frozenset(self.piece_of[part] for part in parts), use)
 
     def take_gradient(self, part: PiecePart, gradient: torch.Tensor) -> None:
-        """Hand on the gradient of ``part``, once its piece is on the device."""
-        ...
+        """Pass on the gradient of ``part``, once its piece is on the device."""
+        weights = self.fetch((part,), Use.GRADIENT)
+        self.on_gradient(part, gradient.to(weights[part].dtype))
 
 
 @dataclass(frozen=True, eq=False)
 class Origin:
-    """What a handle stands for."""
+    """The parameter that a handle represents."""
 
-    source: Parts
+    source: PieceSource
     name: str  # First name of the parameter
     parts: tuple[PiecePart, ...]  # The parts that hold the parameter; several if it is cut by experts
-    start: int = 0  # Element of the part at which the handle's parameter begins
-    make: Callable[[torch.Tensor], torch.Tensor] | None = None  # Makes the parameter from the part; None: a view
-
-    def real(self, weights: Weights, geometry: torch.Tensor) -> torch.Tensor:
-        """Return the memory that a handle of this ``geometry`` (on the meta device) stands for."""
-        (part,) = self.parts
-        value = weights[part]
-        if value.dtype != geometry.dtype:
-            value = value.to(geometry.dtype)
-        if self.make is not None:
-            return self.make(value).as_strided(geometry.shape, geometry.stride(), geometry.storage_offset())
-        if not value.is_contiguous():  # arbitrary values that take next to no memory
-            fits = sum(geometry.shape) <= value.untyped_storage().nbytes() // value.itemsize
-            return value.as_strided(geometry.shape, [int(fits and stride > 0) for stride in geometry.stride()])
-        first = value.storage_offset() + self.start + geometry.storage_offset()
-        return value.as_strided(geometry.shape, geometry.stride(), first)
-
-
-_Choice = Callable[[str, int], torch.Tensor]
-# Returns the handle of one expert's part of a parameter, by first name and index, while a module of experts runs.
-chosen_expert: ContextVar[_Choice | None] = ContextVar("chosen_expert", default=None)
 
 
 class Handle(torch.Tensor):
-    """A tensor without memory that stands for a parameter, or for a view of it."""
+    """A tensor without memory that represents a parameter, or a view of it."""
 
     geometry: torch.Tensor  # Its shape, strides, offset and dtype, as a view of the whole parameter on the meta device
-    origin: Origin | None  # What it stands for; None: for a gradient that has been handed on
+    origin: Origin | None  # None: it represents a gradient that has been passed on
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -91,20 +82,21 @@ class Handle(torch.Tensor):
         return handle
 
     def in_memory(self, weights: Weights) -> torch.Tensor:
-        """Return the memory that the handle stands for."""
+        """Return the memory that the handle represents."""
         assert self.origin is not None
-        return self.origin.real(weights, self.geometry)
+        (part,), geometry = self.origin.parts, self.geometry
+        value = weights[part]
+        if value.dtype != geometry.dtype:
+            value = value.to(geometry.dtype)
+        if not value.is_contiguous():  # arbitrary values that take next to no memory
+            fits = sum(geometry.shape) <= value.untyped_storage().nbytes() // value.itemsize
+            return value.as_strided(geometry.shape, [int(fits and stride > 0) for stride in geometry.stride()])
+        first = value.storage_offset() + geometry.storage_offset()
+        return value.as_strided(geometry.shape, geometry.stride(), first)
 
     def __repr__(self) -> str:  # type: ignore[override]
         name = "a gradient that has been handed on" if self.origin is None else self.origin.name
         return f"Handle({name}, shape={tuple(self.shape)}, dtype={self.dtype})"
-
-    def __getitem__(self, index: Any) -> Any:
-        if self.origin is not None and self.origin.parts[0].experts is not None:
-            choose = chosen_expert.get()
-            if choose is not None:
-                return choose(self.origin.name, int(index))
-        return super().__getitem__(index)
 
     def data_ptr(self) -> int:
         """Refuse: there is no memory that a kernel could be given."""
@@ -151,19 +143,15 @@ def _pass_on(func: Any, handle: Handle) -> Handle:
     return Handle.make(handle.geometry, None, handle.device)
 
 
-def _is_written(argument: torch._C.Argument) -> bool:
-    return argument.alias_info is not None and argument.alias_info.is_write
-
-
 def _refuse(func: Any, args: Any, origins: Sequence[Origin]) -> None:
     for argument, value in zip(func._schema.arguments, args, strict=False):
-        if isinstance(value, Handle) and _is_written(argument):
+        if isinstance(value, Handle) and argument.name in written_arguments(func):
             raise UserError(f"The block changes its parameter {_name(value)} ({func}): it cannot be cut in pieces.")
     for origin in origins:
         if len(origin.parts) > 1:
             raise UserError(
                 f"The block uses {origin.name} of all experts in one operator ({func}): experts cannot be cut in "
-                "ranges here. Use a transformers implementation of experts (grouped_mm or eager), or a larger device."
+                "ranges here. Use transformers' implementation grouped_mm, or a larger device."
             )
 
 

@@ -2,25 +2,19 @@
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
 
 from common.errors import UserError
 from common.models.structure import parameter_names
 from fuyou.layout.record_parts import Piece, PiecePart
 from fuyou.model.expert_modules import expert_modules
 from fuyou.model.streamed_model import StreamedModel
-from fuyou.pieces.eager_experts import EagerExperts
-from fuyou.pieces.expert_adapters import ExpertAdapters, ExpertParts, adapted_modules, replaced_forward
+from fuyou.pieces.expert_adapters import ExpertAdapters, adapted_modules
 from fuyou.pieces.grouped_experts import GroupedExperts
-from fuyou.pieces.handle import Handle, Origin, Parts, hand_on
+from fuyou.pieces.handle import Handle, Origin, PieceSource, hand_on
 from fuyou.pieces.meta_block import output_is_saved
-from fuyou.pieces.run import Use, Weights, current_supply
-
-Computation = GroupedExperts | EagerExperts
 
 
 def expert_parameters(stack: StreamedModel, layer: int, names: Collection[str]) -> list[tuple[tuple[str, ...], int]]:
@@ -51,20 +45,12 @@ def expert_parameters(stack: StreamedModel, layer: int, names: Collection[str]) 
     return mixtures
 
 
-@contextmanager
-def _in_ranges(module: nn.Module, computation: Computation, adapters: ExpertAdapters) -> Iterator[None]:
-    """Let a module of experts compute range by range while the context is open, and add the adapters around it."""
-    computation.module_forward = module.forward
-
-    def forward(hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
-        return computation(hidden_states, top_k_index, top_k_weights)
-
-    with adapters.bound(), replaced_forward(module, forward):
-        yield
-
-
 def own_computations(
-    stack: StreamedModel, layer: int, source: Parts, parts: Mapping[str, Sequence[PiecePart]], trained: Collection[str]
+    stack: StreamedModel,
+    layer: int,
+    source: PieceSource,
+    parts: Mapping[str, Sequence[PiecePart]],
+    trained: Collection[str],
 ) -> list[Callable[[], AbstractContextManager[None]]]:
     """Return what lets modules of a block compute in another way: experts in ranges, and those with adapters of
     whole parameters.
@@ -86,19 +72,13 @@ def own_computations(
         cut = {name: parts[name] for name in names if name in parts and parts[name][0].experts is not None}
         if not cut:
             continue
-        implementation = _implementation(prefix, module, cut)
-        mixture = ExpertParts(module, source, cut, frozenset(trained) & cut.keys(), adapters[prefix])
-        computation: Any
-        if implementation == "eager":
-            computation = EagerExperts(mixture, stack.device)
-        else:
-            saved = output_is_saved(stack, layer, prefix, [*adapters.values(), *others])
-            computation = GroupedExperts(mixture, skips=not saved)
-        ranges.append(partial(_in_ranges, module, computation, adapters[prefix]))
+        _check_experts(prefix, module, cut)
+        saved = output_is_saved(stack, layer, prefix, [*adapters.values(), *others])
+        ranges.append(GroupedExperts(module, source, cut, trained, adapters[prefix], skips=not saved).bound)
     return [*ranges, *(other.bound for other in others)]
 
 
-def _implementation(prefix: str, module: Any, parts: Mapping[str, Sequence[PiecePart]]) -> str:
+def _check_experts(prefix: str, module: Any, parts: Mapping[str, Sequence[PiecePart]]) -> None:
     if getattr(module, "_is_expert_parallel", False):  # since transformers 5.18, and the norm since 5.20
         raise UserError(
             f"The experts of {prefix} are spread over devices (expert parallelism) and cannot be cut in pieces as well."
@@ -110,14 +90,13 @@ def _implementation(prefix: str, module: Any, parts: Mapping[str, Sequence[Piece
             "be lost: they cannot be cut in pieces."
         )
     chosen = module.config._experts_implementation or "eager"
-    if chosen not in ("eager", "grouped_mm"):
+    if chosen != "grouped_mm":
         raise UserError(
             f"The experts of {prefix} use transformers' implementation {chosen!r}, which cannot be cut in pieces: use "
-            "grouped_mm or eager."
+            "grouped_mm."
         )
     if len({tuple(part.experts for part in ranges) for ranges in parts.values()}) > 1:
         raise UserError(f"The parameters of the experts of {prefix} are not cut at the same experts: {parts}.")
-    return str(chosen)
 
 
 class PieceHandles:
@@ -125,8 +104,7 @@ class PieceHandles:
 
     Args:
         trained: first names of the parameters whose gradients are wanted.
-        on_gradient: called with a part and its gradient, in the dtype of the weights, as soon as autograd has it. It
-            must copy what it wants to keep, and may be called for several micro-batches in turn.
+        on_gradient: called with a part and its gradient, as :class:`PieceSource` calls it.
         device: where handles pretend to be; None: where ``stack`` computes.
 
     Raises:
@@ -145,37 +123,26 @@ class PieceHandles:
         self.parameters: dict[str, torch.Tensor] = {}
         """Handles by all names of the parameters."""
         self._stack, self._device = stack, device or stack.device
-        self._trained, self._on_gradient = frozenset(trained), on_gradient
-        self._piece_of = {part: index for index, piece in enumerate(pieces) for part in piece}
+        self._trained = frozenset(trained)
+        self.source = PieceSource(pieces, on_gradient)
         parts: dict[str, list[PiecePart]] = {}
-        for part in self._piece_of:
+        for part in self.source.piece_of:
             parts.setdefault(part.name, []).append(part)
         aliases = {names[0]: names for names in parameter_names(stack.model)}
         for name, ranges in parts.items():
             ranges.sort(key=lambda part: part.experts or (0, 0))
             self.parameters.update(dict.fromkeys(aliases[name], self._leaf(name, tuple(ranges))))
-        self._computations = own_computations(stack, layer, self, parts, self._trained)
+        self._computations = own_computations(stack, layer, self.source, parts, self._trained)
 
     def _leaf(self, name: str, parts: tuple[PiecePart, ...]) -> Handle:
         meta = self._stack.model.get_parameter(name)
         geometry = torch.empty(meta.shape, dtype=self._stack.dtype_of(name), device="meta")
-        leaf = Handle.make(geometry, Origin(self, name, parts), self._device)
+        leaf = Handle.make(geometry, Origin(self.source, name, parts), self._device)
         if name in self._trained:
             leaf.requires_grad_()
             if parts[0].experts is None:
-                hand_on(leaf, lambda gradient: self.take_gradient(parts[0], gradient))
+                hand_on(leaf, lambda gradient: self.source.take_gradient(parts[0], gradient))
         return leaf
-
-    def fetch(self, parts: Collection[PiecePart], use: Use | None = None) -> Weights:
-        """Return the parameters of these parts: :meth:`fuyou.pieces.handle.Parts.fetch`."""
-        if use is None:
-            use = Use.FORWARD if torch._C._current_graph_task_id() == -1 else Use.BACKWARD
-        return current_supply().need(frozenset(self._piece_of[part] for part in parts), use)
-
-    def take_gradient(self, part: PiecePart, gradient: torch.Tensor) -> None:
-        """Hand on the gradient of ``part``: :meth:`fuyou.pieces.handle.Parts.take_gradient`."""
-        weights = self.fetch((part,), Use.GRADIENT)
-        self._on_gradient(part, gradient.to(weights[part].dtype))
 
     @contextmanager
     def bound(self) -> Iterator[None]:

@@ -7,11 +7,11 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from common.errors import FinetuneError, UserError
 from fuyou.model.blocks.weightless import on_meta
+from fuyou.model.recompute.block_trace import Tracer
 from fuyou.model.streamed_model import StreamedModel
 from fuyou.pieces.expert_adapters import AdaptedModule, ExpertAdapters
 
@@ -19,7 +19,7 @@ T = TypeVar("T")
 Call = tuple[torch.Tensor, tuple[Any, ...], dict[str, Any]]
 
 _LEARNT: WeakKeyDictionary[StreamedModel, dict[Hashable, Any]] = WeakKeyDictionary()
-_STRUCTURES: WeakKeyDictionary[StreamedModel, dict[int, Hashable]] = WeakKeyDictionary()
+_STRUCTURES: WeakKeyDictionary[StreamedModel, dict[int, int]] = WeakKeyDictionary()  # numbers of blocks' structures
 
 
 def meta_call(stack: StreamedModel, layer: int) -> Call:
@@ -62,7 +62,7 @@ def learn(stack: StreamedModel, layer: int, question: Hashable, answer: Callable
     known = _LEARNT.setdefault(stack, {})
     structures = _STRUCTURES.get(stack, {})
     if layer not in structures:
-        structures[layer] = _Structure(_structure(stack, layer))
+        structures[layer] = known.setdefault(_structure(stack, layer), len(known))
     key = (question, structures[layer])
     if key not in known:
         try:
@@ -76,19 +76,6 @@ def learn(stack: StreamedModel, layer: int, question: Hashable, answer: Callable
             ) from error
     answered: T = known[key]
     return answered
-
-
-class _Structure:
-    """What a block is made of: thousands of values, which are hashed once."""
-
-    def __init__(self, described: Hashable):
-        self._described, self._hash = described, hash(described)
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Structure) and (self is other or self._described == other._described)
 
 
 def _structure(stack: StreamedModel, layer: int) -> Hashable:
@@ -131,68 +118,22 @@ def output_is_saved(stack: StreamedModel, layer: int, name: str, adapters: Seque
 
 
 def _saves(stack: StreamedModel, layer: int, module: nn.Module, adapters: Sequence[Adapters]) -> bool:
-    marks = _Marks()
+    calls: list[int] = []  # those that make the module's output
 
     def forward(hidden: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-        result = torch.empty_like(hidden).requires_grad_()
-        marks.mark(result)
-        return result
+        calls.append(len(tracer.operators))
+        return torch.empty_like(hidden).requires_grad_()
 
     block = stack.blocks[layer]
     others = [other for other in block.modules() if other is not module and "_is_expert_parallel" in other.__dict__]
     with on_meta(block), torch.enable_grad(), ExitStack() as opened:
         for each in adapters:
             opened.enter_context(each.bound())
-        for other in others:  # which their own way to compute may not do here
+        for other in others:  # whose implementations may not run here
             other.forward = lambda hidden, *_, **__: hidden * 1.0  # type: ignore[method-assign]
         module.forward = forward  # type: ignore[method-assign]
         hidden, args, kwargs = meta_call(stack, layer)
-        with torch.autograd.graph.saved_tensors_hooks(marks.see, lambda value: value), marks:
+        with Tracer() as tracer:
             result = block(hidden.detach().requires_grad_(), *args, **kwargs)
-    return marks.seen or _has_custom_function(result)
-
-
-class _Marks(TorchDispatchMode):
-    """Marks what is made from marked tensors, and notices when autograd saves a marked one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen = False
-        self._marked: dict[int, torch.UntypedStorage] = {}  # kept, so that no other memory gets a marked one's identity
-
-    def mark(self, value: torch.Tensor) -> None:
-        storage = value.untyped_storage()
-        self._marked[storage._cdata] = storage
-
-    def see(self, value: torch.Tensor) -> torch.Tensor:
-        self.seen |= self._has(value)
-        return value
-
-    def _has(self, value: torch.Tensor) -> bool:
-        return value.untyped_storage()._cdata in self._marked
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        if any(self._has(value) for value in given):
-            for argument, value in zip(func._schema.arguments, args, strict=False):
-                if argument.alias_info is not None and argument.alias_info.is_write and isinstance(value, torch.Tensor):
-                    self.mark(value)
-            for value in tree_leaves(result):
-                if isinstance(value, torch.Tensor):
-                    self.mark(value)
-        return result
-
-
-def _has_custom_function(result: Any) -> bool:
-    """Return whether a custom autograd function is behind a result: it may hold what nobody sees it save."""
-    todo: list[Any] = [leaf.grad_fn for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
-    seen: set[Any] = set()
-    while todo:
-        node = todo.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
-            if isinstance(node, torch.autograd.function.BackwardCFunction):
-                return True
-            todo.extend(earlier for earlier, _ in node.next_functions)
-    return False
+    trace = tracer.finish(*(leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)))
+    return not trace.prunes or not trace.made_from(trace.saved).isdisjoint(calls)

@@ -6,7 +6,7 @@ be computed again, and outputs that the forward pass has saved make more of it u
 """
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from math import prod
@@ -156,14 +156,17 @@ class BlockTrace:
         """Return the calls that a recomputation has to make if it is given the outputs of ``kept``."""
         if not self.prunes:
             return frozenset(range(len(self.operators))) - kept
-        found: set[int] = set()
-        todo = [index for index, one in enumerate(self.operators) if one.always] + list(self.saved)
+        return self.made_from([index for index, call in enumerate(self.operators) if call.always] + [*self.saved], kept)
+
+    def made_from(self, calls: Iterable[int], given: frozenset[int] = frozenset()) -> frozenset[int]:
+        """Return ``calls`` and all calls whose results they are made from, but for those of ``given``."""
+        todo, needed = list(calls), set[int]()
         while todo:
             index = todo.pop()
-            if index not in found and index not in kept:
-                found.add(index)
+            if index not in needed and index not in given:
+                needed.add(index)
                 todo.extend(self.operators[index].reads)
-        return frozenset(found)
+        return frozenset(needed)
 
     def flops(self, calls: frozenset[int] | None = None) -> float:
         """Return the FLOPs of ``calls``, or of the whole forward pass."""
@@ -179,7 +182,8 @@ class Tracer(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._operators: list[Operator] = []
+        self.operators: list[Operator] = []
+        """Those that have run so far."""
         self._calls: Counter[torch._ops.OpOverload] = Counter()
         self._writers: dict[int, set[int]] = {}  # storage -> calls that have written to it since it was made
         self._saved: set[int] = set()
@@ -198,7 +202,7 @@ class Tracer(TorchDispatchMode):
 
     def finish(self, *results: torch.Tensor) -> BlockTrace:
         """Return the trace; ``results`` are the tensors at which the backward pass begins."""
-        return BlockTrace(self._operators, frozenset(self._saved), not _has_custom_function(results))
+        return BlockTrace(self.operators, frozenset(self._saved), not _has_custom_function(results))
 
     def _save(self, value: torch.Tensor) -> torch.Tensor:
         self._saved |= self._writers.get(_storage(value), set())
@@ -215,8 +219,8 @@ class Tracer(TorchDispatchMode):
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
         memory = {_storage(value) for value in inputs if func.overloadpacket not in _SHAPE_ONLY}
-        index = len(self._operators)
-        self._operators.append(
+        index = len(self.operators)
+        self.operators.append(
             Operator(
                 func,
                 self._calls[func],

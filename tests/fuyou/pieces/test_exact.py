@@ -99,17 +99,10 @@ def test_frozen_base_with_adapters(family, dtype):
     assert not any(stage.trains for stage in driver.order.backward)
 
 
-@pytest.mark.parametrize(
-    ("family", "dtype"), [("qwen3_moe", "fp32"), ("deepseek_v3", "bf16"), ("gpt_oss", "fp32"), ("mixtral", "bf16")]
-)
-def test_loops_over_experts(family, dtype):
-    model = PieceModel(family, dtype, experts="eager")
-    compare(model, len(model.stack.blocks) - 1, [2, 1])
-
-
-def test_loop_over_frozen_experts():
-    model = PieceModel("qwen3_moe", "fp32", LoraConfig(r=4, target_modules=["q_proj"]), experts="eager")
-    compare(model, 0, [1, 2])
+def test_loops_over_experts_are_rejected():
+    model = PieceModel("qwen3_moe", experts="eager")
+    with pytest.raises(UserError, match="implementation 'eager', which cannot be cut in pieces: use grouped_mm"):
+        PieceDriver(model.stack, 0, model.base_of_block(0))
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
@@ -156,11 +149,11 @@ def adapted_experts(family: str) -> LoraConfig:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(("experts", "dtype"), [("grouped_mm", "bf16"), ("eager", "fp32")])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "gpt_oss", "mixtral"])
-def test_adapters_of_experts(family, experts, dtype):
+def test_adapters_of_experts(family, dtype):
     """Two micro-batches; in bf16 the factors are fp32, and the range's weights bf16."""
-    model = PieceModel(family, dtype, adapted_experts(family), experts)
+    model = PieceModel(family, dtype, adapted_experts(family))
     layer = len(model.stack.blocks) - 1
     driver = compare(model, layer, [1, 2])
     ranges = {part.experts for piece in driver.pieces for part in piece if part.experts is not None}
@@ -170,15 +163,14 @@ def test_adapters_of_experts(family, experts, dtype):
     assert any(name.endswith((".router", ".gate")) for name in adapted)
 
 
-@pytest.mark.parametrize("experts", ["grouped_mm", "eager"])
-def test_adapters_of_experts_in_one_micro_batch(experts):
+def test_adapters_of_experts_in_one_micro_batch():
     """Few tokens, so that ranges get none and all their factors' gradients are zero."""
-    model = PieceModel("qwen3_moe", "bf16", adapted_experts("qwen3_moe"), experts)
+    model = PieceModel("qwen3_moe", "bf16", adapted_experts("qwen3_moe"))
     compare(model, 0, [1], tokens=2)
 
 
 def test_experts_and_their_adapters_trained_together():
-    model = PieceModel("mixtral", "fp32", adapted_experts("mixtral"), "eager")
+    model = PieceModel("mixtral", "fp32", adapted_experts("mixtral"))
     for name, parameter in model.stack.model.named_parameters():
         parameter.requires_grad_(parameter.requires_grad or name.endswith("down_proj"))
     driver = compare(model, 0, [1, 2])
