@@ -17,19 +17,20 @@ from tests.helpers.command.messages import check
 SMALL = ("--batch-size", "2", "--seq-len", "32", "--gpu", "cpu")
 
 
-def test_unknown_model(finetune: Finetune) -> None:
-    check(finetune("--model", "lama-10m"), 2, "lama-10m", "llama-10m")
+@pytest.mark.parametrize(("words", "told"), [
+    (("--ssd", "/no/such/drive"), ("no directory /no/such/drive",)),
+    (("--gpu", "voodoo2"), ("voodoo2", "--gpu cpu")),
+    (("--seq-len", 65), ("--seq-len 65", "context of 64 tokens")),
+    (("--steps", 1, *SMALL, "--host-memory", "64KiB"), ("--host-memory of at least", "MiB")),
+    (("--steps", 1, *SMALL, "--device-memory", "64KiB"), ("--device-memory of at least", "MiB")),
+])  # fmt: skip
+def test_what_cannot_be(words: tuple[object, ...], told: tuple[str, ...], finetune: Finetune, checkpoint: Path) -> None:
+    check(finetune("--model", checkpoint, *words), 2, *told)
 
 
 def test_unknown_data_file(finetune: Finetune, checkpoint: Path, data: Path) -> None:
     wrong = data.with_name("text.jsonl")
     check(finetune("--model", checkpoint, "--data", wrong), 2, f"no data file '{wrong}'", "'texts.jsonl'")
-
-
-def test_data_without_any_known_column(finetune: Finetune, checkpoint: Path, tmp_path: Path) -> None:
-    file = tmp_path / "reviews.jsonl"
-    file.write_text(json.dumps({"review": "good", "stars": 5}) + "\n")
-    check(finetune("--model", checkpoint, "--data", file, "--steps", "1"), 2, "the columns review, stars", "messages")
 
 
 def test_preset_with_data(finetune: Finetune, data: Path) -> None:
@@ -50,10 +51,6 @@ def test_tokenizer_of_another_model(finetune: Finetune, own_checkpoint: Path, da
     save_file(weights, own_checkpoint / "model.safetensors", {"format": "pt"})
     (own_checkpoint / "config.json").write_text(json.dumps(config | {"vocab_size": 100}))
     check(finetune("--model", own_checkpoint, "--data", data, *SMALL), 2, "the model knows 100 tokens")
-
-
-def test_missing_ssd_directory(finetune: Finetune, checkpoint: Path) -> None:
-    check(finetune("--model", checkpoint, "--ssd", "/no/such/drive"), 2, "no directory /no/such/drive")
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
@@ -81,19 +78,6 @@ def test_too_little_space(finetune: Finetune, checkpoint: Path, tmp_path: Path, 
     check(finetune(*command), 2, "bytes needed", "4,096 bytes free", "Nothing was written")
     check(finetune(*command, "--no-save"), 2, "bytes)", "(4,096 bytes)", "Nothing was written")
     assert not list((tmp_path / "out").iterdir())
-
-
-@pytest.mark.parametrize("option", ["--host-memory", "--device-memory"])
-def test_budget_too_small_for_a_block(finetune: Finetune, checkpoint: Path, option: str) -> None:
-    check(finetune("--model", checkpoint, "--steps", 1, *SMALL, option, "64KiB"), 2, f"{option} of at least", "MiB")
-
-
-def test_unknown_gpu(finetune: Finetune, checkpoint: Path) -> None:
-    check(finetune("--model", checkpoint, "--gpu", "voodoo2"), 2, "voodoo2", "--gpu cpu")
-
-
-def test_sequences_longer_than_the_context(finetune: Finetune, checkpoint: Path) -> None:
-    check(finetune("--model", checkpoint, "--seq-len", 65), 2, "--seq-len 65", "context of 64 tokens")
 
 
 def test_truncated_shard(finetune: Finetune, own_checkpoint: Path, tmp_path: Path) -> None:

@@ -1,19 +1,15 @@
 """``--profile`` and ``--trace``: what is printed and written, and what people get wrong."""
 
 import json
-import re
 import signal
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from cli.inspect.profile import table
 from fuyou.planner.profiling import Profile, blocks, contention, drives, optimizer
 from fuyou.schedule.tasks import Resource
 from tests.cli.conftest import Finetune, sending
 from tests.helpers.command.messages import check
-from tests.helpers.profiles import PROFILE
 
 
 @pytest.fixture
@@ -60,25 +56,10 @@ def test_a_profile(finetune: Finetune, checkpoint: Path, tmp_path: Path) -> None
     assert all(0 < speed <= 1 for speed in together.values())
 
 
-def test_the_table_is_aligned() -> None:
-    lines = [line for line in table(PROFILE, 2) if line.startswith("  ")]
-    amounts = [re.match(r"  \S.*?\S  +([\d.]+,? \S+(?:, \S+)*)(  |$)", line) for line in lines]
-    assert len({amount.end(1) for amount in amounts if amount}) == 1, "they end in one column"
-    assert all(amounts)
-    assert re.search(
-        r"block backward +8 ms +0.1 TFLOP/s", "\n".join(table(replace(PROFILE, block_parameters=10**6), 2))
-    )
-    assert "SSDs, 2 directories" in table(PROFILE, 2)
-
-
 @pytest.mark.parametrize(("words", "message"), [
-    (("--profile", "--resume"), "finetune profile has no --resume"),
-    (("--profile", "--demo"), "--demo is a command: finetune demo."),
-    (("--profile", "--trace", "x.json"), "finetune profile has no --trace"),
     (("--profile", "--ssd", "nowhere"), "no directory nowhere"),
     (("--profile", "--model", "gpt3-1.4b"), "gpt3-1.3b"),
     (("--profile", "--gpu", "cpu", "--host-memory", "1MiB", "--model", "llama-10m"), "--host-memory of at least"),
-    (("--demo", "--trace", "x.json"), "finetune demo has no --trace"),
     (("--model", "llama-10m", "--gpu", "cpu", "--trace", "."), "--trace . is a directory"),
 ])  # fmt: skip
 def test_what_does_not_go(finetune: Finetune, words: tuple[str, ...], message: str) -> None:

@@ -51,14 +51,3 @@ def test_a_whole_run_and_a_damaged_one(finetune: Finetune, checkpoint: Path, tmp
     assert damaged.status == 1 and f"{drives[1]}/" in damaged.err and f"{drives[0]}/" not in damaged.err
     assert damaged.out.endswith(" damaged\n")
     assert all(line.startswith("finetune: error: ") for line in damaged.err.splitlines())
-
-
-def test_mistakes(finetune: Finetune, tmp_path: Path) -> None:
-    for words, message in {
-        ("--verify", tmp_path): f"There is no run in {tmp_path}",
-        ("--verify", tmp_path / "absent"): "There is no run in",
-        ("--verify", tmp_path, "--model", "llama-10m"): "finetune verify has no --model",
-        ("--verify", tmp_path, "--plan"): "--plan is a command: finetune plan.",
-    }.items():
-        outcome = finetune(*words)
-        assert outcome.status == 2 and message in outcome.err and outcome.err.count("\n") == 1, outcome.err

@@ -44,11 +44,8 @@ def test_long_records_are_cut_or_left_out_and_said(finetune: Finetune, checkpoin
     again = ("--steps", 2, "--schedule", "constant", "--resume")
     constant = ("--schedule", "constant", "--overwrite", "--drop-long", "--output", "dropped")
     assert finetune(*command, *constant).status == 0
-    check(
-        finetune(*command, *again, "--truncate", "--output", "dropped"),
-        2,
-        "began with --drop-long, and now it is --truncate.",
-    )
+    other = finetune(*command, *again, "--truncate", "--output", "dropped")
+    check(other, 2, "began with --drop-long, and now it is --truncate.")
     config = Path("dropped/run/config.toml")
     assert "drop-long = true" in config.read_text()
     resumed = finetune("--config", config, "--steps", 2, "--resume")
@@ -66,14 +63,12 @@ def test_turns_without_anything_to_train_on(finetune: Finetune, checkpoint: Path
     file = write(tmp_path / "gpt.jsonl", SHORT, None, gpt)
     refused = finetune("--model", checkpoint, "--data", file, *SMALL)
     check(refused, 2, f"{file}, line 3: turn 2", "'gtp'", "Did you mean 'gpt'")
-    half = write(tmp_path / "half.jsonl", SHORT, [SHORT[0], {**SHORT[1], "weight": 0.5}])
-    check(finetune("--model", checkpoint, "--data", half, *SMALL), 2, f"{half}, line 2: turn 2", "weight 0.5")
 
 
-@pytest.mark.parametrize("value", ["inf", "nan", "-inf"])
-@pytest.mark.parametrize(
-    "option", ["lr", "weight-decay", "beta1", "beta2", "eps", "max-grad-norm", "lora-alpha", "epochs"]
-)
+@pytest.mark.parametrize(("option", "value"), [
+    ("lr", "inf"), ("lr", "nan"), ("lr", "-inf"), ("weight-decay", "inf"), ("beta1", "nan"), ("beta2", "nan"),
+    ("eps", "nan"), ("max-grad-norm", "inf"), ("lora-alpha", "nan"), ("epochs", "inf"),
+])  # fmt: skip
 def test_numbers_that_are_none(finetune: Finetune, checkpoint: Path, tmp_path: Path, option: str, value: str) -> None:
     check(finetune("--model", checkpoint, *SMALL, f"--{option}", value), 2, f"--{option}", value)
     (tmp_path / "run.toml").write_text(f"{option} = {value}\n")

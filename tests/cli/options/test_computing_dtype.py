@@ -27,20 +27,8 @@ def fastest(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_a_run_says_what_it_computes_in_and_continues_in_that(
     checkpoint: Path, tmp_path: Path, fastest: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = [
-        "--model",
-        str(checkpoint),
-        "--data",
-        "random",
-        "--batch-size",
-        "1",
-        "--seq-len",
-        "16",
-        "--gpu",
-        "cpu",
-        "--no-save",
-    ]
-    run += ["--schedule", "constant", "--output", str(tmp_path)]
+    run = ["--model", str(checkpoint), "--data", "random", "--batch-size", "1", "--seq-len", "16", "--gpu", "cpu"]
+    run += ["--no-save", "--schedule", "constant", "--output", str(tmp_path)]
     assert main([*run, "--steps", "1"]) == 0
     assert "computing on the CPU in fp32\n" in capsys.readouterr().out
     fastest[0] = "bf16"

@@ -64,12 +64,6 @@ def test_paths_that_no_longer_depend_on_the_folder() -> None:
     assert content["output"]["output"] == f"{here}/out" and "trace" not in content["planning"]
 
 
-def test_a_run_writes_what_was_typed() -> None:
-    content = tomllib.loads(effective_config(parse_command_line(["--model", "m", "--lr", "2e-5"])))
-    assert content["model"] == {"model": "m", "download": False} and content["training"]["lr"] == 2e-5
-    assert "config" not in content["other"]
-
-
 def test_a_file_of_one_command_serves_another(capsys: pytest.CaptureFixture[str]) -> None:
     """What the other command has no option for is left out, and so are commands that were flags."""
     words = ["--model", "llama-7b", "--report", "x", "--lora-rank", "8"]
@@ -82,10 +76,8 @@ def test_a_file_of_one_command_serves_another(capsys: pytest.CaptureFixture[str]
 
 
 @pytest.mark.parametrize(("text", "message"), [
-    ("[training]\nlearning_rte = 1\n", "no option 'learning_rte'."),
     ("[training]\nbatch_sise = 1\n", "no option 'batch_sise'. Did you mean 'batch-size'?"),
     ("[trainin]\nlr = 1\n", "no table [trainin]. Did you mean 'training'?"),
-    ("config = 'x.toml'\n", "no option 'config'."),
     ("lr = 1\n[training]\nlr = 2\n", "'lr' is set twice"),
     ("save = true\nno-save = false\n", "'no-save' is set twice"),
     ("resume = 1\n", "resume is either true or false, not 1"),
@@ -100,8 +92,3 @@ def test_mistakes(text: str, message: str, capsys: pytest.CaptureFixture[str]) -
     assert main(["--config", str(write(text))]) == 2
     err = capsys.readouterr().err
     assert message in err and err.count("\n") == 1 and err.startswith("finetune: error: ")
-
-
-def test_no_file(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--config", "nowhere.toml"]) == 2
-    assert "--config nowhere.toml: cannot be read: No such file or directory." in capsys.readouterr().err

@@ -14,7 +14,7 @@ from cli.main import main
 from cli.options.__main__ import options_page
 from cli.options.all_options import GROUPS
 from cli.options.command import COMMANDS, MOST_USED, Finetune, repeat_option
-from cli.options.option import help_texts, option_fields, spelled
+from cli.options.option import option_fields, spelled
 from cli.options.schedule import Warmup
 from cli.options.settings import Settings, expand_pattern
 from common.errors import UserError
@@ -43,22 +43,6 @@ def test_words_after_an_option_that_takes_several(typed: str, seen: str) -> None
     assert repeat_option(typed.split(), {"--ssd", "--data"}) == seen.split()
 
 
-def test_the_line_of_the_manual() -> None:
-    options = parse("--gpu", "4090", "--ssd", "/mnt/nvme0", "/mnt/nvme1", "--model", "gpt3-175b")
-    assert options["ssd"] == ("/mnt/nvme0", "/mnt/nvme1")
-    assert options["gpu"] == "4090"
-    assert options["model"] == "gpt3-175b"
-
-
-def test_defaults() -> None:
-    options = parse()
-    assert options["ssd"] == options["data"] == ()
-    assert (options["batch_size"], options["seq_len"], options["steps"], options["epochs"]) == (8, None, None, None)
-    assert (options["lr"], options["schedule"], options["max_grad_norm"]) == (None, "cosine", 0)
-    assert options["save"] is True
-    assert parse("--no-save")["save"] is False
-
-
 @pytest.mark.parametrize(("words", "lr"), [
     ([], 1e-5),
     (["--lora-rank", "8"], 2e-4),
@@ -67,13 +51,6 @@ def test_defaults() -> None:
 ])  # fmt: skip
 def test_default_learning_rates(words: list[str], lr: float) -> None:
     assert Settings.of_options(parse("--model", "m", *words), ()).highest_lr == lr
-
-
-def test_sizes() -> None:
-    assert parse("--host-cache", "0")["host_cache"] == 0
-    assert parse("--host-memory", "64GiB", "--device-memory", "1500000000") | {} == parse() | {
-        "host_memory": 64 << 30, "device_memory": 1_500_000_000,
-    }  # fmt: skip
 
 
 @pytest.mark.parametrize("words", [["--ssd"], ["--ssd", "--gpu", "cpu"], ["--model", "m", "--data"]])
@@ -95,7 +72,6 @@ def test_a_quoted_star(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("words", "message"), [
-    (["--modle", "x"], "No such option"),
     (["--modle", "x"], "--model"),
     (["--learning_rate", "1e-4"], "No such option: --learning_rate. Here it is --lr."),
     (["--load-in-4bit"], "--frozen-dtype nf4"),
@@ -104,14 +80,10 @@ def test_a_quoted_star(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (["--host-memory", "lots"], "'lots' is not a size"),
     (["--host-memory", "0GiB"], "more than 0 bytes"),
     (["--schedule", "cosin"], "'cosine', 'linear', 'constant'"),
-    (["--warmup", "soon"], "neither a number of steps"),
     ([], "--model"),
     (["--model", "m"], "There is nothing to train on: give --data FILE, or --data random"),
     (["--model", "m", "--data", "random", "--epochs", "2"], "passes over data, and there is none"),
-    (["--demo", "--lora-rank", "8"], "finetune demo has no --lora-rank, which is for finetune train"),
     (["--model", "llama-10m", "--data", "random", "--sample", "Once"], "a preset has no tokenizer"),
-    (["--model", "m", "--steps", "1", "--epochs", "1"], "exclude each other"),
-    (["--model", "m", "--epochs", "1"], "passes over data, and there is none"),
     (["--model", "m", "--resume", "--overwrite"], "give one of them"),
     (["--model", "m", "--ssd", "/nowhere/nvme*"], "nothing matches this pattern"),
 ])  # fmt: skip
@@ -164,19 +136,6 @@ def test_completion(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtu
         with pytest.raises(SystemExit):
             main([])
         assert wanted in capsys.readouterr().out.splitlines(), typed
-
-
-def test_docstrings_of_attributes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "documented.py").write_text(
-        'class Documented:\n    one: int = 1\n    """What one is, on a line."""\n    two: str = "two"\n'
-        '    """What ``two_or`` is,\n    on two lines.  [default: two]\n\n    More, for Python."""\n    none: int = 3\n'
-        '    four = 4\n    """Of an attribute without annotation."""\n'
-    )
-    monkeypatch.syspath_prepend(str(tmp_path))
-    assert help_texts("documented") == {
-        "one": "What one is, on a line.",
-        "two": "What --two-or is, on two lines. [default: two]",
-    }
 
 
 def test_every_field_of_a_group_is_an_option_with_a_help() -> None:

@@ -66,9 +66,6 @@ def test_the_largest_model(finetune: Finetune) -> None:
     (("--plan", "--ssds", 2, "--model", "gpt3-13b"), "name it with --drive"),
     (("--plan", "--gpu", "4090", "--model", "gpt3-13b"), "--drive NAME --ssds N"),
     (("--plan", *SERVER, "--model", "gpt3-13b", "--data", "x.jsonl"), "no data file 'x.jsonl'"),
-    (("--plan", *SERVER, "--model", "llama-10m", "--overwrite"), "finetune plan has no --overwrite"),
-    (("--json", "--model", "gpt3-13b"), "finetune train has no --json, which is for finetune plan."),
-    (("--plan", *SERVER, "--model", "gpt3-13b", "--network", "25Gbit/s"), "--network connects several nodes"),
 ])  # fmt: skip
 def test_mistakes(finetune: Finetune, words: tuple[object, ...], message: str) -> None:
     outcome = finetune(*words)

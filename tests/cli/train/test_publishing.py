@@ -108,11 +108,8 @@ def test_what_cannot_be_pushed_is_rejected_first(
     finetune: Finetune, hub: type[Hub], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = ("--model", "llama-10m", "--gpu", "cpu")
-    check(
-        finetune(*model, "--push-to-hub", "tuned"),
-        2,
-        "--push-to-hub tuned is not the name of a repository: give owner/",
-    )
+    unnamed = finetune(*model, "--push-to-hub", "tuned")
+    check(unnamed, 2, "--push-to-hub tuned is not the name of a repository: give owner/")
     check(finetune(*model, "--push-to-hub", "me/tuned", "--no-save"), 2, "--no-save exports nothing")
 
     def refused(self: Hub) -> None:

@@ -91,18 +91,8 @@ def stopped_in(output: Path, err: str) -> int:
 
 def test_ctrl_c_at_a_terminal(finetune: Finetune, checkpoint: Path, tmp_path: Path) -> None:
     output = tmp_path / "stopped"
-    arguments = [
-        "--model",
-        str(checkpoint),
-        "--data",
-        "random",
-        *SMALL,
-        "--schedule",
-        "constant",
-        "--output",
-        str(output),
-        "--no-save",
-    ]
+    arguments = ["--model", str(checkpoint), "--data", "random", *SMALL, "--schedule", "constant", "--no-save"]
+    arguments += ["--output", str(output)]
     process = subprocess.Popen(
         [sys.executable, "-m", "cli.main", *arguments, "--steps", "100000"],
         cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,

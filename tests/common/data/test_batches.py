@@ -296,12 +296,6 @@ def test_nothing_to_train_on(tmp_path: Path, content: str, told: list[str]) -> N
     assert all(word in str(error.value) for word in told), error.value
 
 
-@pytest.mark.parametrize(("files", "seq_len", "batch_size"), [((), 8, 1), (("a",), 1, 1), (("a",), 8, 0)])
-def test_impossible_configurations(files: tuple[str, ...], seq_len: int, batch_size: int) -> None:
-    with pytest.raises(UserError):
-        DataConfig(files, seq_len, batch_size)
-
-
 @pytest.mark.slow
 def test_memory_does_not_grow_with_the_data(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
     """Building and reading a file of many MiB: what the process has mapped or allocated hardly changes."""

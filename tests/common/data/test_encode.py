@@ -66,13 +66,6 @@ def test_text(bos: bool) -> None:
     assert ids == [*tokenizer("The fox.")["input_ids"], tokenizer.eos_token_id]
 
 
-def test_eos_is_not_doubled(tokenizer: PreTrainedTokenizerFast) -> None:
-    assert encode_records(tokenizer, {"text": "The fox.</s>"}) == [("<s>The fox.</s>", "<s>The fox.</s>")]
-    # Two line breaks are one token here, and still only white space.
-    assert encode_records(tokenizer, {"text": "A</s>\n"}) == [("<s>A</s>\n", "<s>A</s>\n")]
-    assert encode_records(tokenizer, {"text": "A</s> b"}) == [("<s>A</s> b</s>", "<s>A</s> b</s>")]
-
-
 def test_no_eos() -> None:
     tokenizer = make_tokenizer()
     tokenizer.eos_token = None
@@ -206,17 +199,6 @@ def test_template_that_rewrites_earlier_turns() -> None:
     assert documents[1][0] == rendered(CONVERSATION).replace("The quick", "(thinks) The quick")
     # One turn of the assistant is one document, as ever.
     assert len(encode_records(tokenizer, {"messages": CONVERSATION[:3]})) == 1
-
-
-@pytest.mark.parametrize("template", [PLAIN_TEMPLATE, MARKED_TEMPLATE])
-def test_prompt_and_completion_as_messages(template: str) -> None:
-    tokenizer = make_tokenizer(template)
-    lists = {"prompt": CONVERSATION[:4], "completion": CONVERSATION[4:]}
-    assert encode_records(tokenizer, lists) == [(rendered(CONVERSATION), "The quick brown fox.</s>\n")]
-    mixed = {"prompt": "What is the capital of France?", "completion": [CONVERSATION[2]]}
-    assert encode_records(tokenizer, mixed) == [(rendered(CONVERSATION[1:3]), "Paris.</s>\n")]
-    mixed = {"prompt": [CONVERSATION[1]], "completion": "Paris."}
-    assert encode_records(tokenizer, mixed) == [(rendered(CONVERSATION[1:3]), "Paris.</s>\n")]
 
 
 def test_order_is_kept() -> None:
@@ -356,8 +338,6 @@ def test_weights_in_completions_and_conversations_without_any_loss(template: str
     ({"role": 3, "content": "a"}, ["line 1: turn 2 of 'messages' is not", "'role': 3"]),
     ({"role": "assistant", "content": 3}, ["line 1: turn 2 of 'messages': 'content' is 3, expected text"]),
     ({"role": "assistant", "content": "a", "weight": 0.5}, ["line 1: turn 2", "weight 0.5", "0", "1"]),
-    ({"role": "assistant", "content": "a", "weight": 2}, ["weight 2"]),
-    ({"role": "assistant", "content": "a", "weight": -1}, ["weight -1"]),
     ({"role": "assistant", "content": "a", "weight": True}, ["weight true"]),
     ({"role": "assistant", "content": "a", "weight": "0"}, ['weight "0"']),
     ({"role": "user", "content": "a", "weight": 1}, ["role user", "weight 1"]),
@@ -371,8 +351,6 @@ def test_turns_that_would_be_trained_on_as_something_else(turn: dict[str, Any], 
 
 
 @pytest.mark.parametrize(("columns", "told"), [
-    ({"tools": TOOLS}, ["line 1", "leaves out tools"]),
-    ({"documents": [{"text": "A fact."}]}, ["line 1", "leaves out documents"]),
     ({"chat_template_kwargs": {"enable_thinking": False}}, ["line 1", "leaves out enable_thinking"]),
     ({"tools": "weather"}, ["line 1: 'tools' is not a list of objects", "weather"]),
     ({"tools": ["weather"]}, ["line 1: 'tools' is not a list of objects"]),

@@ -123,15 +123,13 @@ def test_instructions_are_alpacas_text_without_a_template_or_with_its(template: 
 
 @pytest.mark.parametrize(("record", "expected"), [
     ({"text": "<s>A</s>"}, "<s>«A</s>»"),
+    ({"text": "A</s>\n"}, "«<s>A</s>\n»"),  # two line breaks are one token here, and still only white space
+    ({"text": "A</s> b"}, "«<s>A</s> b</s>»"),
     ({"prompt": "<s>A", "completion": " b"}, "<s>A« b</s>»"),
     ({"prompt": "A</s>", "completion": " b"}, "<s>A</s>« b</s>»"),
 ])  # fmt: skip
 def test_neither_bos_nor_eos_is_doubled(record: dict[str, Any], expected: str) -> None:
-    assert [text.replace("«<s>", "<s>«") for text in read(record)] == [expected]
-
-
-def test_a_conversation_ends_as_its_template_does() -> None:
-    assert read({"messages": [ASK, ANSWER]}, PLAIN_TEMPLATE.replace("</s>", "<|turn|>"))[0].endswith("Yes.<|turn|>\n»")
+    assert [text.replace("«<s>", "<s>«") for text in read(record)] == [expected.replace("«<s>", "<s>«")]
 
 
 def test_rewards_read_texts_to_their_end(tmp_path: Path) -> None:
