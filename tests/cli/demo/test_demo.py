@@ -25,6 +25,7 @@ def losses(report: Path) -> list[float]:
     return json.loads(report.read_text())["losses"]
 
 
+@pytest.mark.slow
 def test_a_model_learns_the_persona(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = small_checkpoint(tmp_path / "model", LlamaConfig(**SIZES | {"max_position_embeddings": 128}))
     for _ in range(2):  # the second time, the first one's results are there

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import pytest
 from transformers import AutoModelForCausalLM
 
 from common.units import format_count
@@ -34,6 +35,7 @@ def test_lora_keeps_the_checkpoints_bytes(finetune: Finetune, tmp_path: Path) ->
     assert "quantization_config" not in json.loads((tmp_path / "out/merged/config.json").read_text())
 
 
+@pytest.mark.slow
 def test_experts_that_pieces_would_cut_are_wider(finetune: Finetune, tmp_path: Path) -> None:
     """The experts of a checkpoint in MXFP4 are one tensor, and so are plain numbers in pieces: reported and counted;
     and a reference cannot pass through them."""

@@ -97,6 +97,7 @@ def test_two_ranks_train_as_the_engine_does_and_three_continue(
     assert files == {path.name for path in reference[1].iterdir()} - {"store"}
 
 
+@pytest.mark.slow
 def test_a_run_that_began_without_a_measured_cluster_continues_as_it_was(
     finetune: Finetune, checkpoint: Path, data: Path, tmp_path: Path
 ) -> None:

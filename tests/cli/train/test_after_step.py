@@ -103,6 +103,7 @@ def whole(
     return words, results(output)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("whole", ["improving", "patience"], indirect=True)
 def test_the_runs_that_are_killed_have_everything(whole: tuple[list[str], dict[str, object]]) -> None:
     words, expected = whole

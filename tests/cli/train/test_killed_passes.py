@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -32,23 +33,28 @@ def killed_at(call: int, function: Callable[..., Any]) -> Callable[..., Any]:
     return killing
 
 
+Whole = tuple[list[str], Path, list[float]]
+
+
+@pytest.fixture(scope="module", params=[(), ("--lora-rank", "2")], ids=["all weights", "adapters"])
+def whole(request: pytest.FixtureRequest, checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Whole:
+    """A run that nothing happens to: its command line without the output, its report's file, and its losses."""
+    folder = tmp_path_factory.mktemp("whole")
+    data, report = folder / "data.jsonl", folder / "report.json"
+    data.write_text("".join(json.dumps(record) + "\n" for record in PAIRS))
+    words = shlex.split("--gpu cpu --host-memory 600MiB --lr 1e-2 --dtype fp32 --batch-size 3 --steps 3 --no-save")
+    words += ["--objective", "dpo", "--model", str(checkpoint), "--data", str(data), "--report", str(report)]
+    words += request.param
+    assert main([*words, "--output", str(folder / "whole")]) == 0
+    return words, report, json.loads(report.read_text())["losses"]
+
+
 @pytest.mark.parametrize(
     ("owner", "name", "call"), [(ReferencePass, "_rows", 2), (cli.train.objectives.np, "savez", 1), (Steps, "end", 2)]
 )
-@pytest.mark.parametrize("words", [(), ("--lora-rank", "2")])
-def test_a_pass_that_is_killed(
-    owner: Any, name: str, call: int, words: tuple[str, ...], checkpoint: Path, finetune: Finetune, tmp_path: Path
-) -> None:
+def test_a_pass_that_is_killed(owner: Any, name: str, call: int, whole: Whole, finetune: Finetune) -> None:
     """In its pass, while its file is written, and in the second step."""
-    data, report = tmp_path / "data.jsonl", tmp_path / "report.json"
-    data.write_text("".join(json.dumps(record) + "\n" for record in PAIRS))
-    words += (
-        "--model", str(checkpoint), "--data", str(data), "--gpu", "cpu", "--host-memory", "600MiB", "--lr", "1e-2",
-    )  # fmt: skip
-    words += ("--dtype", "fp32", "--batch-size", "3", "--steps", "3", "--no-save", "--report", str(report))
-    words += ("--objective", "dpo")
-    assert finetune(*words, "--output", "whole").status == 0
-    expected = json.loads(report.read_text())["losses"]
+    words, report, expected = whole
     child = os.fork()
     if not child:
         setattr(owner, name, killed_at(call, getattr(owner, name)))
