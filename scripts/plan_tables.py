@@ -1,6 +1,6 @@
 """The planned figures in README.md, docs/benchmarks.md and docs/machines.md: ``finetune plan`` for each row.
 
-python scripts/plan_tables.py            prints all tables; takes about three minutes
+python scripts/plan_tables.py            prints all tables; takes about four minutes
 python scripts/plan_tables.py --write    puts the six machines into docs/machines.md instead
 """
 
@@ -93,8 +93,26 @@ def large_model_tables() -> str:
     return "\n".join([
         *(model.readme_row(plan) for model, plan in pairs), "",
         *(model.docs_row(plan) for model, plan in pairs), "",
-        *(f"* {text}" for text in assumptions(plans)),
+        *(f"* {text}" for text in assumptions(plans)), "", server_sentence(planned(SERVER)),
     ])  # fmt: skip
+
+
+# -- the paper's server, in README.md --------------------------------------------------------------------------------
+
+SERVER = "--gpu 4090 --drive intel-p5510-3.84tb --ssds 12 --host-memory 768GiB --model gpt3-175b --batch-size 64"
+
+
+def server_sentence(plan: dict[str, Any]) -> str:
+    """Return the sentence of README.md: the default, and the fastest point of its frontier, which ``any`` takes."""
+    fastest = plan["frontier"][0]
+    faster = plan["step_seconds"] / fastest["step_seconds"]
+    days = plan["drive_life_days"] / faster * plan["ssd_written_bytes_per_step"] / fastest["written_bytes"]
+    flops = plan["flops_per_second"] / 1e12
+    return (
+        f"GPT-3 175B, all weights, on the Fuyou paper's server, planned with `{SERVER}`: {flops:.0f} TFLOP/s and "
+        f"{plan['drive_life_days']:.0f} days of the drives' warranty; {faster * flops:.0f} TFLOP/s and {days:.0f} days "
+        "with `--drive-life any`."
+    )
 
 
 # -- six machines, in docs/machines.md --------------------------------------------------------------------------------

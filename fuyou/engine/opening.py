@@ -3,6 +3,7 @@
 import contextlib
 import os
 import warnings
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -43,7 +44,7 @@ from fuyou.optimizer.nonfinite import NonFinitePolicy
 from fuyou.optimizer.process.client import OptimizerLink
 from fuyou.pieces.division import in_pieces
 from fuyou.planner import ChosenSettings, PlannerContext, choose_settings, choose_settings_on_all_ranks
-from fuyou.planner.profiling import WriteWatch
+from fuyou.planner.profiling import Profile, WriteWatch, save
 from fuyou.planner.training_job import fitting_layout, training_job_of_run
 from fuyou.runtime.devices.determinism import deterministic_algorithms
 from fuyou.runtime.devices.device import open_device
@@ -261,8 +262,26 @@ class OpenRun:
             )
         if choice is not None:
             self.config = choice.complete(config)
-        if choice is not None and self.topology is None and context.profile is not None:
-            self.write_watch = WriteWatch(context.profile, context.workload, self.device)
+            self._watch_writes(context)
+
+    def _watch_writes(self, context: PlannerContext) -> None:
+        """Watch what is written with the profile of the first rank, which has chosen for all. Collective."""
+        profile = context.profile if self.shape.share.rank == 0 else None
+        content = self.agreement.all_gather_object(profile and profile.to_dict())[0]
+        if content is not None:
+            self._planned_as = context
+            self.write_watch = WriteWatch(Profile.from_dict(content), self.shape.share.ranks_per_node)
+
+    def note_slow_writes(self, rates: Sequence[float | None]) -> None:
+        """Warn once if drives have become slow, and let the next plan count on that.
+
+        Args:
+            rates: what every rank's watch has noticed.
+        """
+        if self.write_watch is not None and self.shape.share.rank == 0:
+            corrected = self.write_watch.warn(rates)
+            if corrected is not None:
+                save(corrected, self._planned_as.workload, self.device)
 
     def _open_runtime(self) -> None:
         assert self._link is not None

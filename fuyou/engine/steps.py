@@ -243,6 +243,8 @@ class Steps:
             before, self._moved = self._moved, self._run.runtime.io.training
             moved = (now - earlier for now, earlier in zip(self._moved, before, strict=True))
             self._run.write_watch.step(times.intervals[Resource.SSD.value], *moved)
+            if self._run.agreement.is_alone:  # several ranks tell each other with the next norm
+                self._run.note_slow_writes([self._run.write_watch.slow_rate])
         return StepReport(
             step=step,
             loss=ended.loss,
@@ -294,9 +296,11 @@ class Steps:
         run.device.synchronize()
         self._torn = True  # the squares are taken once
         squares = run.runtime.ranks.take_squares(current.tasks.step)
-        norm = math.sqrt(sum(run.agreement.all_gather_object(float(squares))))
+        slow = None if run.write_watch is None else run.write_watch.slow_rate
+        of_all, slow_rates = zip(*run.agreement.all_gather_object((float(squares), slow)), strict=True)
         self._torn = False
-        return norm
+        run.note_slow_writes(slow_rates)
+        return math.sqrt(sum(of_all))
 
     # -- evaluation -----------------------------------------------------------------------------------------------
 

@@ -1,5 +1,7 @@
 """One of the plans in README and docs is still what ``finetune plan`` prints."""
 
+import pytest
+
 from tests.helpers.doc_blocks import ROOT
 from tests.helpers.scripts import load_script
 
@@ -15,3 +17,12 @@ def test_a_planned_row_is_still_what_is_planned() -> None:
     for text in (readme, docs):
         assert f"finetune plan {script.CARD}" in text
         assert all(row.title in text for row in script.LARGE_MODELS)
+
+
+@pytest.mark.slow
+def test_the_plan_for_the_papers_server_is_still_what_is_planned() -> None:
+    script = load_script("plan_tables")
+    plan = script.planned(script.SERVER)
+    assert script.server_sentence(plan) in " ".join((ROOT / "README.md").read_text().split())
+    fastest = plan["frontier"][0]["step_seconds"]
+    assert plan["flops_per_second"] * plan["step_seconds"] / fastest >= 155e12

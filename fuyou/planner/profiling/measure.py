@@ -181,41 +181,59 @@ def save(profile: Profile, workload: ProfiledWorkload, device: Device) -> Profil
 
 
 class WriteWatch:
-    """Notices a drive that writes slower than its profile says, such as one whose fast cache is full.
+    """Notices drives that write slower than their profile says, such as those whose fast cache is full.
 
     Args:
-        profile: what the run was planned with; corrected in the cache, for the next plan.
+        profile: profile that the run was planned with.
+        ranks_per_node: ranks that share the drives of the profile evenly.
+
+    Attributes:
+        slow_rate: bytes per second that this rank writes, once that has become slow; else None.
     """
 
-    def __init__(self, profile: Profile, workload: ProfiledWorkload, device: Device):
-        self._profile, self._workload, self._device = profile, workload, device
+    def __init__(self, profile: Profile, ranks_per_node: int):
+        self._profile, self._ranks = profile, ranks_per_node
         self._steps: deque[tuple[list[Interval], int, int]] = deque(maxlen=_WATCHED_STEPS)
         self._slow_windows = 0  # In a row; as many as a window has steps, and it holds none of before
-        planned, read = profile.write_bytes_per_second, profile.read_bytes_per_second
-        mixing = profile.mixed_bytes_per_second * (1 / planned + 1 / read) / 2
+        self._warned = False
+        self._planned = profile.write_bytes_per_second / ranks_per_node
+        self._read = profile.read_bytes_per_second / ranks_per_node
+        mixing = profile.mixed_bytes_per_second * (1 / self._planned + 1 / self._read) / (2 * ranks_per_node)
         sharing = [speeds[Resource.SSD] for speeds in profile.contention.speeds.values() if Resource.SSD in speeds]
-        self._slow = SLOWER * planned * min(1.0, mixing) * min([1.0, *sharing])
+        self._slow = SLOWER * self._planned * min(1.0, mixing) * min([1.0, *sharing])
+        self.slow_rate: float | None = None
 
     def step(self, busy: list[Interval], read: int, written: int) -> None:
-        """Take note of when the drives were busy with these bytes; warn if writes have become slow."""
+        """Take note of when this rank's drives were busy with these bytes."""
         self._steps.append((busy, read, written))
-        if self._slow_windows == _WATCHED_STEPS or len(self._steps) < _WATCHED_STEPS:
+        if self.slow_rate is not None or len(self._steps) < _WATCHED_STEPS:
             return
         spans, reads, writes = zip(*self._steps, strict=True)
-        written, planned = sum(writes), self._profile.write_bytes_per_second
+        written = sum(writes)
         # Steps overlap: what is written back in one is reported with the next.
-        writing = total(merge([span for step in spans for span in step]))
-        writing -= sum(reads) / self._profile.read_bytes_per_second
+        writing = total(merge([span for step in spans for span in step])) - sum(reads) / self._read
         self._slow_windows = self._slow_windows + 1 if 0 < written < self._slow * writing else 0
-        if self._slow_windows < _WATCHED_STEPS:
-            return
-        rate = written / writing
+        if self._slow_windows == _WATCHED_STEPS:
+            self.slow_rate = written / writing
+
+    def warn(self, rates: Sequence[float | None]) -> Profile | None:
+        """Warn if some rank's drives have become slow, the first time; return the profile for the next plan then.
+
+        Args:
+            rates: every rank's :attr:`slow_rate`.
+        """
+        slow = [(rate, rank) for rank, rate in enumerate(rates) if rate is not None]
+        if self._warned or not slow:
+            return None
+        self._warned = True
+        rate, rank = min(slow)
+        of = f" of rank {rank}" if len(rates) > 1 else ""
         warnings.warn(
-            f"The drives write {rate / 1e9:.3g} GB/s, and {planned / 1e9:.3g} GB/s were planned: their fast cache is "
-            "full, or they are hot. The next plan counts on the lower rate.",
+            f"The drives{of} write {rate / 1e9:.3g} GB/s, and {self._planned / 1e9:.3g} GB/s were planned: their fast "
+            "cache is full, or they are hot. The next plan counts on the lower rate.",
             stacklevel=2,
         )
-        save(replace(self._profile, write_bytes_per_second=rate), self._workload, self._device)
+        return replace(self._profile, write_bytes_per_second=rate * self._ranks)
 
 
 def profile_path(key: dict[str, Any]) -> Path:
