@@ -88,6 +88,7 @@ def watched(topology: fcdp.Topology, run: Run, cache: Path) -> tuple[list[str], 
     return said, 0.0 if profile is None else profile.write_bytes_per_second
 
 
+@pytest.mark.slow
 def test_every_rank_watches_its_drives_and_the_first_warns_once(model: str, pool: Pool, tmp_path: Path) -> None:
     run = Run(model, tmp_path / "ranks", 9, options={"dtype": "fp32", "automatic": True, "host_cache": 0})
     (said, rate), (other, none) = pool.run((2, 1), watched, run, tmp_path / "cache")
