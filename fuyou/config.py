@@ -2,12 +2,10 @@
 
 import math
 import os
-from collections.abc import Sequence
 from dataclasses import Field, dataclass, field, fields, replace
 from functools import cached_property
-from typing import Any, Required, TypedDict, Unpack
+from typing import Any
 
-import torch
 from peft import PeftConfig
 
 from common.docstrings import attribute_docstrings
@@ -23,69 +21,26 @@ from fuyou.model.recompute.policy import ActivationPolicy
 from fuyou.optimizer.adam import AdamConfig, check_max_grad_norm
 from fuyou.optimizer.clipping import ClipBy, UpdatePolicy, clip_by_named, speculation_obstacle
 from fuyou.optimizer.nonfinite import NonFinitePolicy
-from fuyou.option_groups import MemoryConfig, OptimizerConfig, StoreConfig, WeightsConfig
-from fuyou.runtime.devices.device import Device
-from fuyou.runtime.ranks.collectives import ClusterTopology
+from fuyou.option_groups import (
+    AUTO,
+    GROUPS,
+    OPTION_NAMES,
+    EngineOptions,
+    MemoryConfig,
+    OptimizerConfig,
+    RunConfig,
+    StoreConfig,
+    WeightsConfig,
+    typed_as,
+)
 from fuyou.schedule.batch import LossInputs
 
-AUTO = "auto"
-"""The dtype that asks for a decision by what the device multiplies faster."""
 DEFAULT_DTYPE = "bf16"
 """The dtype that replaces :data:`AUTO` until the decision is made."""
 
 
-class EngineOptions(TypedDict, total=False):
-    """The keywords of :class:`fuyou.Engine`, for type checkers; :class:`EngineConfig` and its groups explain them."""
-
-    ssd: Required[str | os.PathLike[str] | Sequence[str | os.PathLike[str]]]
-    run_name: str
-    resume: bool
-    overwrite: bool
-    leave_ssd: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
-    commit_every: int
-    drive_life: float | None
-    single_slot: bool
-    io: str
-    lr: float
-    optimizer: str
-    betas: tuple[float, float] | None
-    eps: float
-    weight_decay: float
-    optimizer_dtype: str
-    max_grad_norm: float | None
-    clip_by: str
-    deferred_fraction: float
-    on_nonfinite: str
-    host_memory: int | str | None
-    device_memory: int | str | None
-    host_cache: int | str | None
-    kept_activations: ActivationPolicy | int | str | None
-    piece_size: int | str | None
-    micro_batch: int | None
-    chunk: int | None
-    batch_shape: tuple[int, int] | None
-    token_outputs: int
-    reference: bool
-    images: bool
-    padded: bool
-    adapters: PeftConfig | AdapterOptions | str | os.PathLike[str] | None
-    trainable: Sequence[str] | None
-    frozen_dtype: str | None
-    freeze_vision_tower: bool
-    freeze_multi_modal_projector: bool
-    device: str | torch.device | Device
-    dtype: str
-    seed: int
-    deterministic: bool
-    router_loss: str
-    automatic: bool
-    topology: ClusterTopology | None
-    prove: bool
-    packed: bool
-
-
 @dataclass(frozen=True, kw_only=True)
-class EngineConfig:
+class EngineConfig(RunConfig):
     """Everything that can be said about a run of :class:`fuyou.Engine`, validated.
 
     >>> config = EngineConfig(store=StoreConfig(ssd=["/mnt/nvme0"]), optimizer=OptimizerConfig(lr=1e-5))
@@ -103,47 +58,13 @@ class EngineConfig:
     """Memory budgets."""
     weights: WeightsConfig = field(default_factory=WeightsConfig)
     """Which weights are trained."""
-    device: str | torch.device | Device = AUTO
-    """Where blocks compute: ``"auto"``, which is the first GPU, or the CPU where PyTorch can use none; ``"cpu"``; a
-    CUDA device (``"cuda:1"``); or an object that does what :class:`fuyou.runtime.devices.device.Device` says."""
-    dtype: str = AUTO
-    """What blocks compute in; auto: the faster on the device. Master weights are fp32, or 24 bits with adamw8bit.
-
-    A run that is continued computes in what it began with; of several ranks, the first one's device decides."""
-    seed: int = 0
-    """Seed of random weights, dropout and stochastic rounding."""
-    deterministic: bool = False
-    """Use only kernels that give the same numbers each time: slower attention on GPUs. CPUs always do.
-
-    Of this process, while the run is open."""
-    router_loss: str = AUTO
-    """Add a mixture of experts' load-balancing loss, times the model's own coefficient. auto: if its configuration
-    sets output_router_logits.
-
-    It is that of the whole batch of all ranks, however that is split."""
-    automatic: bool = False
-    """Whether the planner chooses ``deferred_fraction``, ``kept_activations`` and ``clip_by`` where they are not given,
-    by simulation of this run on this machine. Needs ``batch_shape`` and a profile of this machine with this model
-    (``finetune profile``); without one nothing is chosen. Costs 0.1 to 3 s at the start, and changes no number. Of
-    several ranks the first one chooses for all, by its own profile and the links between them, which are measured (a
-    second)."""
-    topology: ClusterTopology | None = None
-    """The other ranks, if there are any (an ``fcdp.Topology``). Every rank makes an engine, with its own directories
-    and otherwise alike, gives it its own part of every batch, and calls everything that the others call. Every node
-    keeps one copy of the parameters, of which each of its M ranks stores 1/M; optimizer states are sharded over all W
-    ranks. An error on one rank leaves the others waiting for it: end their processes, as torchrun does."""
-    prove: bool = True
-    """Whether to show first, on a small model of the same family, that training it out of core gives the losses and
-    gradients that it has in memory (:func:`fuyou.prove`: a second or two, once for each family and version). Of several
-    ranks the first one does it for all."""
-    packed: bool = False
-    """Whether rows are going to hold several documents (``position_ids`` start again): ``prove`` then shows it, too."""
     max_clipped_share: float = math.inf
     """Share of the steps up to which speculation pays: while more of them are clipped, all updates are deferred. The
     planner sets it; it is no keyword of the engine."""
 
     @classmethod
-    def of(cls, **options: Unpack[EngineOptions]) -> "EngineConfig":
+    @typed_as(EngineOptions)
+    def of(cls, **options: Any) -> "EngineConfig":
         """Build a configuration from options by their names alone, whichever group they belong to.
 
         Raises:
@@ -156,18 +77,17 @@ class EngineConfig:
             raise TypeError(f"Engine.__init__() got an unexpected keyword argument {unknown!r}.{hint}")
         if "ssd" not in options:
             raise TypeError("Engine.__init__() missing 1 required keyword-only argument: 'ssd'")
-        values: dict[str, Any] = dict(options)
-        groups = {
-            name: group(**{key: values.pop(key) for key in _names(group) if key in values})
-            for name, group in _GROUPS.items()
+        groups: dict[str, Any] = {
+            name: group(**{item.name: options.pop(item.name) for item in fields(group) if item.name in options})
+            for name, group in GROUPS.items()
         }
-        return cls(**groups, **values)
+        return cls(**groups, **options)
 
     def with_options(self, **options: Any) -> "EngineConfig":
         """Return this configuration with other values of some options, by their names alone."""
         groups = {}
-        for name, group in _GROUPS.items():
-            changed = {key: options.pop(key) for key in _names(group) if key in options}
+        for name, group in GROUPS.items():
+            changed = {item.name: options.pop(item.name) for item in fields(group) if item.name in options}
             groups[name] = replace(getattr(self, name), **changed)
         return replace(self, **groups, **options)
 
@@ -312,21 +232,7 @@ class EngineConfig:
         return UpdatePolicy(self.clips_by, self.optimizer.deferred_fraction)
 
 
-def _names(group: type) -> list[str]:
-    return [field.name for field in fields(group)]
-
-
-_GROUPS = {"store": StoreConfig, "optimizer": OptimizerConfig, "memory": MemoryConfig, "weights": WeightsConfig}
-OPTION_NAMES = frozenset(EngineOptions.__annotations__)
-"""Names of all options: what :meth:`EngineConfig.of`, and so the engine, takes as keywords."""
-
-
 def explained_options() -> list[tuple[Field[Any], str]]:
     """Return the field of every option, and what it means."""
-    return [
-        (item, meanings[item.name])
-        for cls in (*_GROUPS.values(), EngineConfig)
-        for meanings in (attribute_docstrings(cls),)
-        for item in fields(cls)
-        if item.name in OPTION_NAMES and not (cls is EngineConfig and item.name in _GROUPS)
-    ]
+    meanings = [(cls, attribute_docstrings(cls)) for cls in (*GROUPS.values(), RunConfig)]
+    return [(item, texts[item.name]) for cls, texts in meanings for item in fields(cls)]

@@ -1,15 +1,28 @@
-"""Groups of an engine's options: what is on the SSDs, the optimizer, memory, and which weights are trained."""
+"""Options of the engine, each declared once; those with ``option()`` are options of ``finetune``, too.
+
+The first paragraph of a docstring is the help of the command. Imports nothing slow, as the command reads this for its
+help: types that take long to import are quoted.
+"""
 
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
-from peft import PeftConfig
+from common.options import ABOVE_ZERO, BUDGET, DAYS, NOT_NEGATIVE, POSITIVE, SIZE, Command, option
 
-from common.models.adapters.options import AdapterOptions
-from fuyou.layout.record_parts import ADAMW
-from fuyou.model.recompute.policy import ActivationPolicy
+if TYPE_CHECKING:
+    import torch
+    from peft import PeftConfig
+
+    from common.models.adapters.options import AdapterOptions
+    from fuyou.model.recompute.policy import ActivationPolicy
+    from fuyou.runtime.devices.device import Device
+    from fuyou.runtime.ranks.collectives import ClusterTopology
+
+AUTO = "auto"
+"""The dtype that asks for a decision by what the device multiplies faster."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,14 +44,14 @@ class StoreConfig:
     moves there first, crash-safely: it is copied, and the copy is read again."""
     commit_every: int = 1
     """Steps between commits: memory is not written in between, and a crash loses up to this many steps."""
-    drive_life: float | None = None
+    drive_life: float | None = option(None, "DAYS|any", DAYS, commands=Command.STEP, may_differ=True, heading="Memory")
     """Days that the drives' warranted writes must last; any: the fastest step. Default: the step that writes least
     within 10% of the fastest.
 
     For the planner (``automatic``); 0 for any."""
     single_slot: bool = False
     """Whether to take half the space and no protection: a crash in the middle of a step loses the run."""
-    io: str = "posix"
+    io: str = option("posix", type=("posix", "kvikio"), heading="Memory")
     """How parameters get from the SSDs to a GPU: through host memory (posix), or directly (kvikio).
 
     Those that are cached in host memory come from there."""
@@ -87,20 +100,22 @@ class OptimizerConfig:
 
     lr: float = 1e-5
     """Learning rate; ``engine.lr`` may be set before each step."""
-    optimizer: str = ADAMW
+    # Names of fuyou.layout.record_parts.OPTIMIZERS, which takes long to import.
+    optimizer: str = option("adamw", type=("adamw", "adamw8bit", "lion"), commands=Command.MODEL, heading="Memory")
     """adamw8bit stores moments in 8 bits and master weights in 24, which more than halves the bytes of a step; lion has
     one moment (a third fewer bytes) and needs a third to a tenth of AdamW's learning rate."""
     betas: tuple[float, float] | None = None
     """Decay of the running mean of gradients and of their squares; None: (0.9, 0.999), of Lion (0.9, 0.99)."""
-    eps: float = 1e-8
+    eps: float = option(1e-8, "X", ABOVE_ZERO, heading="Training")
     """Added to Adam's divisor."""
-    weight_decay: float = 0.01
+    weight_decay: float = option(0.01, "X", NOT_NEGATIVE, heading="Training")
     """Decoupled weight decay; as with transformers' Trainer, biases and norms do not decay."""
-    optimizer_dtype: str = "fp32"
+    optimizer_dtype: str = option("fp32", type=("fp32", "bf16"), commands=Command.MODEL, heading="Memory")
     """Dtype of moments that are not in 8 bits; bf16 is rounded stochastically."""
     max_grad_norm: float | None = None
     """Global norm to which gradients are clipped, exactly; None does not clip."""
-    clip_by: str = "auto"
+    # Names of fuyou.optimizer.clipping.ClipBy, which takes long to import.
+    clip_by: str = option("auto", type=("auto", "deferral", "speculation"), commands=Command.STEP, heading="Training")
     """With ``max_grad_norm``: update in the next step, when the norm is known (deferral), or at once, and again after
     clipped steps (speculation). The numbers are the same.
 
@@ -110,7 +125,7 @@ class OptimizerConfig:
     deferred_fraction: float = 0.0
     """Fraction of the blocks, interleaved over the stack, that are updated during the next forward pass: the same
     numbers, and a shorter step where computing and the SSDs take about as long. Costs host memory for gradients."""
-    on_nonfinite: str = "stop"
+    on_nonfinite: str = option("stop", type=("stop", "skip"), commands=Command.STEP, heading="Training")
     """When the loss or gradient of a step is NaN or infinite: stop, or skip the step (10 in a row at most). With
     states on SSD, skip costs as much as ``max_grad_norm``.
 
@@ -121,31 +136,31 @@ class OptimizerConfig:
 class MemoryConfig:
     """Options of how much memory a run takes, and what for."""
 
-    host_memory: int | str | None = None
+    host_memory: int | str | None = option(None, "SIZE", BUDGET, commands=Command.SHAPE, heading="Memory")
     """Host memory to use: 64GiB. Default: what is free.
 
     In bytes or as text; None takes four fifths of what is available. With several ranks it is that of the node."""
-    device_memory: int | str | None = None
+    device_memory: int | str | None = option(None, "SIZE", BUDGET, commands=Command.SHAPE, heading="Memory")
     """Device memory to use: 24GiB. Default: what is free.
 
     On a CPU the device's memory is a part of the host's."""
-    host_cache: int | str | None = None
+    host_cache: int | str | None = option(None, "SIZE", SIZE, commands=Command.SHAPE, heading="Memory")
     """Host memory (per node) that caches parameters and states between steps; 0: none. Default: the rest.
 
     Parameters first, then optimizer states, too."""
-    kept_activations: ActivationPolicy | int | str | None = None
+    kept_activations: "ActivationPolicy | int | str | None" = None
     """Outputs of operators inside the blocks that are saved for the backward pass instead of computed again, on the
     device, the host or the SSDs, wherever there is room: this many bytes (or ``"64MiB"``) of a block and micro-batch,
     those that save the most computing per byte; or a :class:`fuyou.ActivationPolicy`. The same numbers, and a shorter
     step where computing is the bound."""
-    piece_size: int | str | None = None
+    piece_size: int | str | None = option(None, "SIZE", SIZE, commands=Command.STEP, heading="Memory")
     """Largest part of a block that is on the device at once: 256MiB. Default: whole blocks where they fit.
 
     In bytes of the compute dtype: blocks that are larger are cut, and each piece comes to the device alone. None cuts
     as little as it takes. A run that continues keeps its pieces."""
-    micro_batch: int | None = None
+    micro_batch: int | None = option(None, "N", POSITIVE, commands=Command.SHAPE, heading="Memory")
     """Sequences computed at once. Default: as many as fit."""
-    chunk: int | None = None
+    chunk: int | None = option(None, "N", POSITIVE, commands=Command.STEP, heading="Memory")
     """Tokens of a row computed at once. Default: whole rows where they fit, else as many tokens as fit.
 
     The keys and values of earlier tokens are at hand. Then nothing else is saved (``kept_activations``)."""
@@ -168,7 +183,7 @@ class MemoryConfig:
 class WeightsConfig:
     """Options of which weights are trained, and how the frozen ones are stored."""
 
-    adapters: PeftConfig | AdapterOptions | str | os.PathLike[str] | None = None
+    adapters: "PeftConfig | AdapterOptions | str | os.PathLike[str] | None" = None
     """Adapters that are trained while the weights are frozen: a configuration of ``peft``; the few settings of
     :class:`common.models.adapters.options.AdapterOptions`; or the directory of adapters that ``peft`` or an engine has
     saved, whose configuration is taken and whose values are trained further. Frozen weights take 2 bytes per
@@ -176,7 +191,9 @@ class WeightsConfig:
     committed."""
     trainable: Sequence[str] | None = None
     """Names of the parameters that are trained (``*`` stands for anything); the others are frozen also."""
-    frozen_dtype: str | None = None
+    frozen_dtype: str | None = option(
+        None, type=("checkpoint", "int8", "nf4", "plain"), commands=Command.MODEL, heading="Adapters"
+    )
     """Store the frozen weights in fewer bits: rounded once (int8, nf4), or in the bytes of a compressed checkpoint.
     They compute in ``dtype``. Default: checkpoint if it is compressed, else plain, as ``dtype``.
 
@@ -187,3 +204,69 @@ class WeightsConfig:
     frozen of it stays on the device for the whole run."""
     freeze_multi_modal_projector: bool = True
     """Whether the projector behind that tower is frozen, too."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """Options of where and how a run computes."""
+
+    device: "str | torch.device | Device" = AUTO
+    """Where blocks compute: ``"auto"``, which is the first GPU, or the CPU where PyTorch can use none; ``"cpu"``; a
+    CUDA device (``"cuda:1"``); or an object that does what :class:`fuyou.runtime.devices.device.Device` says."""
+    dtype: str = option(AUTO, type=(AUTO, "bf16", "fp32"), commands=Command.SOURCE, heading="Memory")
+    """What blocks compute in; auto: the faster on the device. Master weights are fp32, or 24 bits with adamw8bit.
+
+    A run that is continued computes in what it began with; of several ranks, the first one's device decides."""
+    seed: int = 0
+    """Seed of random weights, dropout and stochastic rounding."""
+    deterministic: bool = option(False, heading="Training")
+    """Use only kernels that give the same numbers each time: slower attention on GPUs. CPUs always do.
+
+    Of this process, while the run is open."""
+    router_loss: str = option(AUTO, type=(AUTO, "on", "off"), commands=Command.STEP, heading="Training")
+    """Add a mixture of experts' load-balancing loss, times the model's own coefficient. auto: if its configuration
+    sets output_router_logits.
+
+    It is that of the whole batch of all ranks, however that is split."""
+    automatic: bool = False
+    """Whether the planner chooses ``deferred_fraction``, ``kept_activations`` and ``clip_by`` where they are not given,
+    by simulation of this run on this machine. Needs ``batch_shape`` and a profile of this machine with this model
+    (``finetune profile``); without one nothing is chosen. Costs 0.1 to 3 s at the start, and changes no number. Of
+    several ranks the first one chooses for all, by its own profile and the links between them, which are measured (a
+    second)."""
+    topology: "ClusterTopology | None" = None
+    """The other ranks, if there are any (an ``fcdp.Topology``). Every rank makes an engine, with its own directories
+    and otherwise alike, gives it its own part of every batch, and calls everything that the others call. Every node
+    keeps one copy of the parameters, of which each of its M ranks stores 1/M; optimizer states are sharded over all W
+    ranks. An error on one rank leaves the others waiting for it: end their processes, as torchrun does."""
+    prove: bool = True
+    """Whether to show first, on a small model of the same family, that training it out of core gives the losses and
+    gradients that it has in memory (:func:`fuyou.prove`: a second or two, once for each family and version). Of several
+    ranks the first one does it for all."""
+    packed: bool = False
+    """Whether rows are going to hold several documents (``position_ids`` start again): ``prove`` then shows it, too."""
+
+
+GROUPS = {"store": StoreConfig, "optimizer": OptimizerConfig, "memory": MemoryConfig, "weights": WeightsConfig}
+"""Groups by their names in :class:`fuyou.config.EngineConfig`, which has the options of :class:`RunConfig` itself."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions(RunConfig, WeightsConfig, MemoryConfig, OptimizerConfig, StoreConfig):
+    """The keywords of :class:`fuyou.Engine`: the options of all groups, by their names alone."""
+
+
+OPTION_NAMES = frozenset(field.name for field in fields(EngineOptions))
+"""Names of all options: what :meth:`fuyou.config.EngineConfig.of`, and so the engine, takes as keywords."""
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+def typed_as(options: Callable[_P, object]) -> Callable[[Callable[..., _R]], Callable[Concatenate[Any, _P], _R]]:
+    """Let type checkers read the arguments of a method from a dataclass: they see a misspelled option.
+
+    Args:
+        options: the dataclass whose fields are the arguments.
+    """
+    return lambda method: method

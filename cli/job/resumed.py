@@ -13,9 +13,9 @@ from cli.job.job import TEMPLATE_DATE, Job
 from cli.job.machine import adapter_digest, peft_config_of
 from cli.options.command import parse_command_line
 from cli.options.config_file import options_in_files
-from cli.options.option import declaration_of, option_fields, spelled
 from cli.options.settings import COMMITS, CONFIG, RUN, Settings
 from common.errors import FinetuneError, UserError
+from common.options import declaration_of, option_fields, spelled
 from common.store import load_manifest
 from common.units import counted
 from fuyou.checkpoint.run_files import run_places

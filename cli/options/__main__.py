@@ -2,16 +2,18 @@
 
 import click
 
-from cli.options.all_options import GROUPS
+from cli.options.all_options import HEADINGS
 from cli.options.command import COMMANDS, Finetune
-from cli.options.option import Command, GroupedOption
+from cli.options.option import GroupedOption
+from common.options import Command
 
 INTRODUCTION = """# Options
 
 The same as `finetune COMMAND --help`. Without a command, `finetune` trains. In a file for `--config`, write an option
 without its dashes (`batch-size = 4`), in a table named after its group or in none; each run writes such a file,
 `<output>/run/config.toml`. This page is generated: change
-[`cli/options/all_options.py`](../cli/options/all_options.py), then run `python -m cli.options > docs/options.md`.
+[`cli/options/all_options.py`](../cli/options/all_options.py) or
+[`fuyou/option_groups.py`](../fuyou/option_groups.py), then run `python -m cli.options > docs/options.md`.
 """
 
 
@@ -28,7 +30,7 @@ def options_page() -> str:
                 "",
             ]
         )
-        for heading, group in GROUPS.items()
+        for heading, group in HEADINGS.items()
     ]
     return "\n".join([INTRODUCTION, commands, *sections])
 

@@ -1,32 +1,36 @@
-"""Every option of ``finetune``, once: a class for each heading of the help, a field for each option.
+"""Every option of ``finetune``: a class for each heading of the help, and the engine's own groups.
 
-The first paragraph of a field's docstring is its help; a field without one has that of the engine's option of this name
-(:mod:`fuyou.option_groups`). Commands, ``--config`` files, completion, and docs/options.md are generated from these
-classes, and :class:`cli.options.settings.Settings` inherits them all.
+The first paragraph of a field's docstring is its help. Commands, ``--config`` files, completion, and docs/options.md
+are generated from these classes, and :class:`cli.options.settings.Settings` inherits them all.
 """
 
-from dataclasses import dataclass
+import re
+from dataclasses import Field, dataclass
+from functools import cache
+from inspect import get_annotations
 from pathlib import Path
+from typing import Any
 
 from cli.options.objectives import OBJECTIVES
-from cli.options.option import (
+from cli.options.option import Fraction, check_column
+from cli.options.schedule import SCHEDULES, Warmup
+from common.docstrings import attribute_docstrings
+from common.options import (
     ABOVE_ZERO,
     BELOW_ONE,
-    BUDGET,
     COUNT,
     NOT_NEGATIVE,
     POSITIVE,
-    SIZE,
     Command,
     FiniteFloat,
-    Fraction,
     ParsedValue,
     TokenCount,
-    check_column,
+    declaration_of,
     option,
-    parse_days,
+    option_fields,
+    spelled,
 )
-from cli.options.schedule import SCHEDULES, Warmup
+from fuyou.option_groups import EngineOptions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,16 +50,8 @@ class OutputSettings:
     login)."""
     export: bool = option(False, excludes="save", of_call=True, commands=Command.TRAIN, hidden=True)
     """With --resume: take no step, and write the checkpoint of the last committed step, as finetune export does."""
-    resume: bool = option(False, excludes="overwrite", of_call=True, may_differ=True)
-    """Continue from the last committed step. --resume auto starts a run if there is none."""
     resume_auto: bool = option(False, excludes="overwrite", of_call=True, may_differ=True, commands=Command.TRAIN)
     """The same as --resume auto, for a file."""
-    overwrite: bool = option(
-        False, commands=Command.TRAIN | Command.EXPORT | Command.DEMO, excludes="resume", of_call=True, may_differ=True
-    )
-    """Replace the run that is in --output and --ssd."""
-    commit_every: int | None = option(None, "N", POSITIVE, commands=Command.STEP)
-    """Steps between commits: a crash loses at most this many steps. Default: 1; 100 with --nodes in memory."""
     sample: str | None = option(None, "PROMPT", excludes="save")
     """After training, load the saved result and print its answer to this prompt (likeliest tokens). A tokenizer with a
     chat template gets it as a user's message."""
@@ -124,30 +120,10 @@ class DataSettings:
 class MemorySettings:
     """Where parameters and states are stored, and what computes."""
 
-    ssd: tuple[str, ...] = option((), "DIR...", patterns=True, commands=Command.SOURCE)
-    """Directories for parameters and optimizer states, one per drive. Default: inside --output."""
-    drive_life: float | None = option(
-        None, "DAYS|any", ParsedValue("days", parse_days), commands=Command.STEP, may_differ=True
-    )
-    leave_ssd: tuple[str, ...] = option(
-        (), "DIR...", patterns=True, of_call=True, may_differ=True, commands=Command.TRAIN
-    )
-    """With --resume: drives to remove from the run. Its records move to those of --ssd."""
     gpu: str = option("auto", "auto|cpu|NAME|INDEX|FILE", presets="gpus", commands=Command.SHAPE)
     """Device to train on. In plans also a GPU's .toml file, in the form of configs/gpus."""
-    device_memory: int | None = option(None, "SIZE", BUDGET, commands=Command.SHAPE)
-    host_memory: int | None = option(None, "SIZE", BUDGET, commands=Command.SHAPE)
-    host_cache: int | None = option(None, "SIZE", SIZE, commands=Command.SHAPE)
-    piece_size: int | None = option(None, "SIZE", SIZE, commands=Command.STEP)
-    micro_batch: int | None = option(None, "N", POSITIVE, commands=Command.SHAPE)
-    chunk: int | None = option(None, "N", POSITIVE, commands=Command.STEP)
-    dtype: str = option("auto", type=("auto", "bf16", "fp32"), commands=Command.SOURCE)
-    # Names of fuyou.layout.record_parts.OPTIMIZERS, which takes long to import.
-    optimizer: str = option("adamw", type=("adamw", "adamw8bit", "lion"), commands=Command.MODEL)
-    optimizer_dtype: str = option("fp32", type=("fp32", "bf16"), commands=Command.MODEL)
     train_vision: str | None = option(None, type=("projector", "all"), commands=Command.MODEL)
     """Also train the projector of a vision-language model, or all that turns images into tokens. Default: neither."""
-    io: str = option("posix", type=("posix", "kvikio"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,8 +158,6 @@ class TrainingSettings:
     """Steps to train. Default: one epoch with --data, 10 steps without."""
     epochs: float | None = option(None, "N", ABOVE_ZERO, excludes="steps")
     """Passes over the data."""
-    lr: float | None = option(None, "X", NOT_NEGATIVE)
-    """Highest learning rate. Default: 1e-5; 2e-4 for adapters (dpo, kto: 1e-5)."""
     warmup: Warmup = option(Warmup(0), "N|FRACTION", ParsedValue("warmup", Warmup.parse))
     """Steps, or share of all steps (0.03 or 3%), in which the learning rate rises."""
     schedule: str = option("cosine", type=SCHEDULES, fixed=True)
@@ -194,21 +168,10 @@ class TrainingSettings:
     """Stop when N evaluations in a row have found no lower loss."""
     max_hours: float | None = option(None, "X", ABOVE_ZERO, of_call=True)
     """Stop cleanly after this many hours, with exit status 0, for schedulers' time limits. Continue with --resume."""
-    weight_decay: float = option(0.01, "X", NOT_NEGATIVE)
     beta1: float = option(0.9, "X", BELOW_ONE)
     """Decay of the mean of gradients."""
     beta2: float | None = option(None, "X", BELOW_ONE)
     """Decay of the mean of their squares. Default: 0.999; for lion 0.99, of its mean."""
-    eps: float = option(1e-8, "X", ABOVE_ZERO)
-    max_grad_norm: float = option(0.0, "X", NOT_NEGATIVE, commands=Command.STEP)
-    """Scale gradients down to this global norm. 0: never."""
-    on_nonfinite: str = option("stop", type=("stop", "skip"), commands=Command.STEP)
-    router_loss: str = option("auto", type=("auto", "on", "off"), commands=Command.STEP)
-    # Names of fuyou.optimizer.clipping.ClipBy, which takes long to import.
-    clip_by: str = option("auto", type=("auto", "deferral", "speculation"), commands=Command.STEP)
-    seed: int = option(0, "N", COUNT, commands=Command.MODEL, fixed=True)
-    """Seed of the data's order, and of random weights and tokens."""
-    deterministic: bool = option(False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -244,7 +207,6 @@ class AdapterSettings:
     modules_to_save, trainable_token_indices."""
     adapter: Path | None = option(None, "DIR", commands=Command.SOURCE, fixed=True)
     """Directory of saved peft adapters to train further, with their method, rank, alpha, dropout, and targets."""
-    frozen_dtype: str | None = option(None, type=("checkpoint", "int8", "nf4", "plain"), commands=Command.MODEL)
     merge: bool = option(False, commands=Command.RUN | Command.EXPORT)
     """Also write the model with the adapters merged into it."""
 
@@ -284,7 +246,57 @@ class OtherSettings:
     """Show where an error came from."""
 
 
-GROUPS: dict[str, type] = {
+@dataclass(frozen=True, kw_only=True)
+class EngineSettings(EngineOptions):
+    """The options of the engine (:mod:`fuyou.option_groups`). Those below differ from it in default, type, or help."""
+
+    ssd: tuple[str, ...] = option((), "DIR...", patterns=True, commands=Command.SOURCE, heading="Memory")
+    """Directories for parameters and optimizer states, one per drive. Default: inside --output."""
+    leave_ssd: tuple[str, ...] = option(
+        (), "DIR...", patterns=True, of_call=True, may_differ=True, commands=Command.TRAIN, heading="Memory"
+    )
+    """With --resume: drives to remove from the run. Its records move to those of --ssd."""
+    commit_every: int | None = option(  # type: ignore[assignment]
+        None, "N", POSITIVE, commands=Command.STEP, heading="Output"
+    )
+    """Steps between commits: a crash loses at most this many steps. Default: 1; 100 with --nodes in memory."""
+    resume: bool = option(False, excludes="overwrite", of_call=True, may_differ=True, heading="Output")
+    """Continue from the last committed step. --resume auto starts a run if there is none."""
+    overwrite: bool = option(
+        False,
+        commands=Command.TRAIN | Command.EXPORT | Command.DEMO,
+        excludes="resume",
+        of_call=True,
+        may_differ=True,
+        heading="Output",
+    )
+    """Replace the run that is in --output and --ssd."""
+    lr: float | None = option(None, "X", NOT_NEGATIVE, heading="Training")  # type: ignore[assignment]
+    """Highest learning rate. Default: 1e-5; 2e-4 for adapters (dpo, kto: 1e-5)."""
+    max_grad_norm: float = option(0.0, "X", NOT_NEGATIVE, commands=Command.STEP, heading="Training")
+    """Scale gradients down to this global norm. 0: never."""
+    seed: int = option(0, "N", COUNT, commands=Command.MODEL, fixed=True, heading="Training")
+    """Seed of the data's order, and of random weights and tokens."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AllOptions(
+    EngineSettings,
+    OtherSettings,
+    PlanningSettings,
+    OutputSettings,
+    AdapterSettings,
+    ObjectiveSettings,
+    TrainingSettings,
+    ClusterSettings,
+    MemorySettings,
+    DataSettings,
+    ModelSettings,
+):
+    """All options, flat. Dataclasses take the fields of the last base first."""
+
+
+HEADINGS: dict[str, type] = {
     "Model": ModelSettings,
     "Data": DataSettings,
     "Memory": MemorySettings,
@@ -297,3 +309,16 @@ GROUPS: dict[str, type] = {
     "Other": OtherSettings,
 }
 """The classes by their headings, in the order of the help."""
+
+
+@cache
+def declared_options() -> list[tuple[str, Field[Any], str]]:
+    """Return the heading, the field, and the help of every option, heading by heading."""
+    heading_of = {cls: heading for heading, cls in HEADINGS.items()}
+    options = []
+    for item in option_fields(AllOptions):
+        declaring = next(cls for cls in AllOptions.__mro__ if item.name in get_annotations(cls))
+        paragraph = attribute_docstrings(declaring)[item.name].split("\n\n")[0]
+        text = re.sub("``([a-z_]+)``", lambda word: spelled(word[1]), paragraph)
+        options.append((declaration_of(item).heading or heading_of[declaring], item, text))
+    return sorted(options, key=lambda option: list(HEADINGS).index(option[0]))

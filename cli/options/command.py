@@ -12,9 +12,10 @@ import click
 from click.core import ParameterSource
 from click.shell_completion import CompletionItem
 
-from cli.options.all_options import GROUPS
+from cli.options.all_options import AllOptions, declared_options
 from cli.options.config_file import instead_of, load_config_file
-from cli.options.option import WRITTEN, Command, Declaration, GroupedOption, declaration_of, help_texts, option_fields
+from cli.options.option import WRITTEN, GroupedOption
+from common.options import Command, Declaration, declaration_of, option_fields, spelled
 
 COMMANDS = {
     "train": "Train a model, or continue with --resume; without a command, finetune trains.",
@@ -165,15 +166,9 @@ class Finetune(click.Group):
     def get_command(self, ctx: click.Context | None, name: str) -> GroupedCommand:
         """Make a command."""
         member = Command[name.upper()]
-        texts: dict[str, str] = {}
-        for module in ("fuyou.config", "fuyou.option_groups", "cli.options.all_options"):
-            texts |= help_texts(module)
         params: list[click.Parameter] = [
-            GroupedOption.of_field(
-                heading, field, texts[field.name], load_config_file if field.name == "config" else None
-            )
-            for heading, group in GROUPS.items()
-            for field in option_fields(group)
+            GroupedOption.of_field(heading, field, text, load_config_file if field.name == "config" else None)
+            for heading, field, text in declared_options()
             if member in declaration_of(field).commands
         ]
         if member is Command.VERIFY:
@@ -206,13 +201,11 @@ class Finetune(click.Group):
 
 
 def _where_it_is(option: str, command: str) -> str | None:
-    for group in GROUPS.values():
-        for field in option_fields(group):
-            declared = declaration_of(field)
-            name = f"--{field.name.replace('_', '-')}"
-            if option in (declared.flags or f"{name}/--no-{name[2:]}").split("/"):
-                others = [other for other in COMMANDS if Command[other.upper()] in declared.commands]
-                return f"finetune {command} has no {option}, which is for finetune {' and finetune '.join(others)}."
+    for field in option_fields(AllOptions):
+        declared, name = declaration_of(field), spelled(field.name)
+        if option in (declared.flags or f"{name}/--no-{name[2:]}").split("/"):
+            others = [other for other in COMMANDS if Command[other.upper()] in declared.commands]
+            return f"finetune {command} has no {option}, which is for finetune {' and finetune '.join(others)}."
     return None
 
 

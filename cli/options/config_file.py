@@ -15,9 +15,10 @@ from typing import Any
 
 import click
 
-from cli.options.all_options import GROUPS
-from cli.options.option import WRITTEN, GroupedOption, option_fields, split_weight
+from cli.options.all_options import HEADINGS, AllOptions
+from cli.options.option import WRITTEN, GroupedOption, split_weight
 from common.errors import UserError, did_you_mean
+from common.options import option_fields
 
 _WIDTH = 116
 _NUMBER = re.compile(r"(0|[1-9]\d*)(\.\d+)?([eE][-+]?\d+)?")
@@ -84,9 +85,9 @@ def options_in_files(ctx: click.Context) -> list[GroupedOption]:
 
 
 def _read(where: str, content: Mapping[str, Any], options: list[GroupedOption]) -> Iterable[tuple[str, Any]]:
-    of_any = {field.name for group in GROUPS.values() for field in option_fields(group)} - {"config"}
+    of_any = {field.name for field in option_fields(AllOptions)} - {"config"}
     by_key = {name.removeprefix("--"): option for option in options for name in (*option.opts, *option.secondary_opts)}
-    tables = {heading.lower() for heading in GROUPS}
+    tables = {heading.lower() for heading in HEADINGS}
     entries: list[tuple[str, Any]] = []
     for key, value in content.items():
         if not isinstance(value, dict):

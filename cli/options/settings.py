@@ -14,23 +14,13 @@ from typing import Any
 
 import click
 
-from cli.options.all_options import (
-    AdapterSettings,
-    ClusterSettings,
-    DataSettings,
-    MemorySettings,
-    ModelSettings,
-    ObjectiveSettings,
-    OtherSettings,
-    OutputSettings,
-    PlanningSettings,
-    TrainingSettings,
-)
+from cli.options.all_options import AllOptions
 from cli.options.command import parse_command_line, with_resume_auto
 from cli.options.config_file import option_as_toml, options_in_files
 from cli.options.objectives import OBJECTIVES, SPECIFIC, ObjectiveTraits, readers
-from cli.options.option import declaration_of, option_fields, spelled, split_weight
+from cli.options.option import split_weight
 from common.errors import UserError
+from common.options import declaration_of, option_fields, spelled
 
 COMMITS = "commits"
 """Folder inside the output directory where a run of several ranks has its commits."""
@@ -62,19 +52,8 @@ _OF_CLUSTER = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings(
-    OtherSettings,
-    PlanningSettings,
-    OutputSettings,
-    AdapterSettings,
-    ObjectiveSettings,
-    TrainingSettings,
-    ClusterSettings,
-    MemorySettings,
-    DataSettings,
-    ModelSettings,
-):
-    """All options of one call, flat: ``settings.lr``. Dataclasses take the fields of the last base first."""
+class Settings(AllOptions):
+    """All options of one call, flat: ``settings.lr``."""
 
     command: str = "train"
     verify: tuple[str, ...] = ()  # Directories of ``finetune verify``

@@ -127,7 +127,8 @@ def _machine(settings: Settings) -> Machine:
             raise UserError(
                 f"--drive plans for hardware by name: name the GPU as well, --gpu {' | '.join(gpu_names())}."
             )
-        host = settings.host_memory or memory_available_bytes() * 4 // 5
+        host = parse_bytes(settings.host_memory or memory_available_bytes() * 4 // 5)
+        device = None if settings.device_memory is None else parse_bytes(settings.device_memory)
         with naming("--gpu"):
             gpu = gpu_preset(settings.gpu)
         with naming("--drive"):
@@ -137,7 +138,7 @@ def _machine(settings: Settings) -> Machine:
             drive,
             settings.ssds or 1,
             host,
-            device_bytes=settings.device_memory,
+            device_bytes=device,
             state_bytes=precision_of(settings).state_bytes,
         )
     if settings.ssds is not None:

@@ -19,7 +19,7 @@ from typing import Any
 from cli.job.job import Job
 from cli.options.command import parse_command_line
 from cli.options.config_file import effective_config
-from cli.options.option import WRITTEN, option_fields
+from cli.options.option import WRITTEN
 from cli.options.settings import CONFIG, DESCRIPTION, RUN, Settings
 from cli.report.page import RunPage, facts_of
 from cli.report.progress import Progress
@@ -27,6 +27,7 @@ from cli.report.results import EvaluationResult, StepMetrics, StepResult, learne
 from common.errors import UserError, on_one_line
 from common.files import replace_file
 from common.hardware.machine import describe_machine
+from common.options import option_fields
 from common.store.errors import StoreError, described
 
 LIBRARIES = ("torch", "transformers", "peft", "safetensors", "tokenizers", "datasets", "accelerate", "numpy", "kvikio")

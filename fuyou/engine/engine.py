@@ -7,15 +7,15 @@ import threading
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import MISSING
+from dataclasses import MISSING, dataclass, field
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any
 
 import torch
 from transformers import PreTrainedConfig
 
 from common.errors import UserError
-from fuyou.config import EngineConfig, EngineOptions, explained_options
+from fuyou.config import EngineConfig, explained_options
 from fuyou.engine.figures import EngineFigures
 from fuyou.engine.opening import OpenRun
 from fuyou.engine.saving import save
@@ -25,7 +25,16 @@ from fuyou.engine.user_state import checked_user_state
 from fuyou.model.loss.token_head import HeadFunction
 from fuyou.model.open_model import adapters_off, check_reference
 from fuyou.optimizer.adam import check_learning_rate
+from fuyou.option_groups import EngineOptions, typed_as
 from fuyou.runtime.accounting import StepReport
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineArguments(EngineOptions):
+    """The arguments of :class:`Engine`, for type checkers."""
+
+    model: str | os.PathLike[str] | PreTrainedConfig = field(kw_only=False)
+    config: EngineConfig | None = field(default=None, kw_only=False)
 
 
 class Engine(EngineFigures):
@@ -56,11 +65,12 @@ class Engine(EngineFigures):
         FinetuneError: something failed.
     """
 
+    @typed_as(EngineArguments)
     def __init__(
         self,
         model: str | os.PathLike[str] | PreTrainedConfig,
         config: EngineConfig | None = None,
-        **options: Unpack[EngineOptions],
+        **options: Any,
     ):
         if config is not None and options:
             raise TypeError(f"Engine takes a config or options by name, not both: {', '.join(options)}")
@@ -365,12 +375,12 @@ threading._register_atexit(_close_all)  # type: ignore[attr-defined]
 def _explain_options() -> None:
     """Let ``help`` and completion show each option with its type, its default, and what it means."""
     parameters, text = list(inspect.signature(Engine).parameters.values())[:-1], "\n    Options:\n"
-    for field, meaning in explained_options():
-        default = inspect.Parameter.empty if field.default is MISSING else field.default
+    for item, meaning in explained_options():
+        default = inspect.Parameter.empty if item.default is MISSING else item.default
         parameters.append(
-            inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=field.type)
+            inspect.Parameter(item.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=item.type)
         )
-        label = f"        {field.name}: "
+        label = f"        {item.name}: "
         text += textwrap.fill(meaning, 120, initial_indent=label, subsequent_indent=" " * 12) + "\n"
     Engine.__doc__ = f"{Engine.__doc__}{text}"
     Engine.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]

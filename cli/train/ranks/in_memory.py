@@ -20,7 +20,7 @@ from common.data import Batches
 from common.errors import FinetuneError
 from common.models.meta_model import build_meta_model
 from common.models.presets import load_config
-from common.units import format_bytes, format_seconds
+from common.units import format_bytes, format_seconds, parse_bytes
 from fcdp.checkpoint.commits import ShardedCheckpoints
 from fcdp.planner import Workload
 from fcdp.strategy.strategy import AUTO
@@ -97,10 +97,11 @@ def _open_trainer(job: Job, topology: Topology, launches: Collection[str]) -> Tr
     settings = job.settings
     directory = job.output / COMMITS
     names = {field.name for field in dataclasses.fields(TrainerConfig)} - {"strategy"}
+    cache = None if settings.host_cache is None else parse_bytes(settings.host_cache) // topology.ranks_per_node
     config = TrainerConfig(
         **settings.named(names),
         strategy=_strategy(job, topology, launches),
-        host_cache_bytes=None if settings.host_cache is None else settings.host_cache // topology.ranks_per_node,
+        host_cache_bytes=cache,
         towers=towers_of(settings),
     )
     trainer = Trainer(job.checkpoint or settings.model, topology, config, directory, adapters_of(settings))

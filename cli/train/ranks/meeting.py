@@ -18,13 +18,13 @@ import torch.distributed as dist
 
 import common
 from cli.job.machine import adapter_digest
-from cli.options.option import declaration_of, option_fields, spelled
 from cli.options.settings import Settings
 from cli.train.ranks.process import RankProcess
 from common.communication import all_gather_object
 from common.errors import UserError
 from common.hardware.machine import usable_gpus
 from common.models.adapters.options import CONFIG
+from common.options import declaration_of, option_fields, spelled
 from common.units import counted
 from fcdp.planner import load_cluster
 from fcdp.planner.cluster import group_of, groups_across_leaves, node_order, nodes_per_switch

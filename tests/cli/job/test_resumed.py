@@ -10,8 +10,8 @@ import pytest
 
 from cli.options.command import parse_command_line
 from cli.options.config_file import effective_config
-from cli.options.option import Command, declaration_of, option_fields, spelled
 from cli.options.settings import Settings, with_own_options
+from common.options import Command, declaration_of, option_fields, spelled
 from tests.cli.conftest import Finetune
 from tests.helpers.command.histories import history
 from tests.helpers.command.messages import check
