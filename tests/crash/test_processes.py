@@ -4,7 +4,6 @@ import fcntl
 import os
 import signal
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
@@ -78,17 +77,15 @@ def test_where_directories_cannot_be_locked_a_file_is(tmp_path: Path, monkeypatc
 
 
 def test_a_hung_optimizer_process_is_noticed_and_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fuyou.optimizer.process.client, "PATIENCE_BEATS", 1)
     engine = small_engine(tmp_path, lr=1e-3)
     losses = train(engine, 1)
     engine.flush()
     child = engine._run.pids()[1]
     os.kill(child, signal.SIGSTOP)
-    began = time.monotonic()
+    monkeypatch.setattr(fuyou.optimizer.process.client, "PATIENCE_BEATS", 1)  # the usual patience is a minute
     with pytest.raises(FinetuneError, match="has not answered for 2 s and was killed"):
         train(engine, 3)
     engine.close()
-    assert time.monotonic() - began < 50  # the usual patience is a minute
     assert not os.path.exists(f"/proc/{child}")
     with small_engine(tmp_path, lr=1e-3, resume=True) as engine:
         assert engine.step_count == 1

@@ -43,8 +43,7 @@ def test_ranks_skip_a_step_together(model: str, pool: Pool, tmp_path: Path) -> N
     assert ranks[0].losses[::2] == ranks[1].losses[::2] == alone.losses[::2]
 
 
-@pytest.mark.parametrize("layout", [(1, 2), (2, 1)])
-@pytest.mark.parametrize("adapters", [None, AdapterOptions(4, 8.0, 0.0, (ALL_LINEAR,))])
+@pytest.mark.parametrize(("layout", "adapters"), [((1, 2), None), ((2, 1), AdapterOptions(4, 8.0, 0.0, (ALL_LINEAR,)))])
 def test_nonfinite_values_are_exported_by_no_rank(
     layout: tuple[int, int], adapters: AdapterOptions | None, model: str, pool: Pool, tmp_path: Path
 ) -> None:

@@ -2,7 +2,9 @@
 
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
+import emulated.device
 import pytest
 import torch
 from emulated.device import EmulatedDevice, EmulatedEvent, EmulatedSpec, emulated_device
@@ -42,28 +44,31 @@ def test_specifications_that_cannot_be_read(text: str, message: str) -> None:
         EmulatedSpec.parse(text)
 
 
-def test_streams_run_side_by_side_and_wait_for_events() -> None:
+def test_streams_run_side_by_side_and_wait_for_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = SimpleNamespace(now=100.0, monotonic=lambda: clock.now)
+    clock.sleep = lambda seconds: setattr(clock, "now", clock.now + seconds)
+    monkeypatch.setattr(emulated.device, "time", clock)
     device = EmulatedDevice(EmulatedSpec(1e12, 1 << 30, 1e9))
     memory, host = device.allocate(1 << 20), torch.empty(1 << 20, dtype=torch.uint8)
     upload = Task(Op.PARAMETER_UPLOAD, [])
     first, second = Task(Op.COMPUTE, [], flops=100e9), Task(Op.COMPUTE, [], flops=100e9)
-    began = time.monotonic()
+    began = clock.now
     device.copy(upload, memory, host)
     device.begin_compute(first)
     assert upload.event is not None and second.event is None
     device.wait_event(second, EmulatedEvent(began, began + 0.4))
     device.begin_compute(second)
-    assert time.monotonic() - began < 0.3, "launching does not block"
+    assert clock.now == began, "launching does not block"
     assert device.interval(upload)[1] - device.interval(upload)[0] == pytest.approx(0.001049, rel=0.01)
-    assert device.interval(first)[0] - began < 0.3  # next to the copy
+    assert device.interval(first)[0] == began  # next to the copy
     assert device.interval(second) == pytest.approx((began + 0.4, began + 0.5), abs=1e-6)
     assert not device.has_finished(second)
     device.synchronize()
     assert device.has_finished(second)
-    assert began + 0.5 <= time.monotonic()
+    assert clock.now == pytest.approx(began + 0.5)
     reader = Task(Op.PARAMETER_READ, [])
     device.wait_event(reader, EmulatedEvent(began, began + 0.55))  # the SSD writes to host memory: a thread waits
-    assert time.monotonic() >= began + 0.55
+    assert clock.now == pytest.approx(began + 0.55)
 
 
 @pytest.mark.parametrize("deferred", [0.0, 0.5])

@@ -49,7 +49,6 @@ def test_a_profile(finetune: Finetune, checkpoint: Path, tmp_path: Path) -> None
     assert (profile.tokens, profile.measured_tokens, profile.adam_threads) == (64, 64, 1)
     assert any("mm.default" in operator.name for operator in profile.operators) and ".default #0" in outcome.out
     assert all(seconds > 0 for seconds in profile.phase_seconds().values())
-    assert profile.block_backward_seconds > profile.block_forward_seconds
     # The same unit; not closer, because each was measured for a moment only.
     assert 0 < sum(one.seconds for one in profile.operators) < profile.block_backward_seconds * 100
     together = profile.contention.speeds[frozenset({Resource.ADAM, Resource.SSD, Resource.GPU})]

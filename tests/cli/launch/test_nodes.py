@@ -13,7 +13,6 @@ import socket
 import subprocess
 import sys
 import termios
-import time
 from pathlib import Path
 from typing import Any
 
@@ -313,12 +312,10 @@ def test_unequal_ranks_per_node_are_rejected(
 
 def test_a_node_that_never_comes(finetune: Finetune, checkpoint: Path, pair: Pair) -> None:
     command = ("--model", checkpoint, *COMMON, "--nodes", 2, "--rdzv-endpoint", pair.endpoint, "--node-timeout", 1)
-    began = time.monotonic()
     outcome = finetune(*command)
     assert outcome.status == 1
     assert outcome.err.startswith(f"finetune: error: Not all 2 nodes have come to {pair.endpoint} within 1.0 s")
     assert outcome.err.count("\n") == 1 and "To continue" not in outcome.err
-    assert time.monotonic() - began < 120
 
 
 @pytest.mark.slow

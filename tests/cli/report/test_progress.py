@@ -1,7 +1,8 @@
 """The line of a step, lines in a log, and signs of life while something takes long."""
 
 import sys
-import time
+from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 
@@ -61,32 +62,40 @@ def test_activities_are_inside_each_other() -> None:
     assert current_activity() is None
 
 
+@pytest.fixture
+def watch(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], float]:
+    """Has a heartbeat look at activities for some seconds, on a clock that only looks move, and returns the time."""
+    clock = SimpleNamespace(now=1000.0, monotonic=lambda: clock.now)
+    monkeypatch.setattr(cli.report.progress, "time", clock)
+    monkeypatch.setattr(cli.report.progress, "FIRST_AFTER_S", 2.0)
+
+    def watch(seconds: float) -> float:
+        heartbeat, end = Heartbeat(), clock.now + seconds
+
+        def wait(interval: float) -> bool:
+            clock.now += interval
+            return bool(clock.now > end)
+
+        monkeypatch.setattr(heartbeat._over, "wait", wait)
+        heartbeat._run()
+        return clock.now
+
+    return watch
+
+
 def test_what_takes_long_is_reported_and_what_does_not_is_not(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    capsys: pytest.CaptureFixture[str], watch: Callable[[float], float]
 ) -> None:
-    monkeypatch.setattr(cli.report.progress, "FIRST_AFTER_S", 0.4)
-    monkeypatch.setattr(cli.report.progress, "AGAIN_AFTER_S", (0.4,))
-    monkeypatch.setattr(cli.report.progress, "_LOOK_EVERY_S", 0.02)
-    with Heartbeat():
-        with activity("something quick"):
-            time.sleep(0.05)
-        with activity("reading the data"):
-            time.sleep(2)
+    with activity("something quick"):
+        watch(1.9)
+    with activity("reading the data") as doing:
+        doing.since = watch(0)
+        watch(31)
+        doing.since, doing.share = doing.since - 3600, lambda: 0.25
+        watch(3)
     said = capsys.readouterr().err.splitlines()
-    assert len(said) >= 2 and all(line.startswith("reading the data (") for line in said)
-    assert all(line.endswith("s so far)") for line in said)
-
-
-def test_the_part_that_is_done_and_the_time_left_are_reported(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(cli.report.progress, "FIRST_AFTER_S", 0.4)
-    monkeypatch.setattr(cli.report.progress, "_LOOK_EVERY_S", 0.02)
-    with Heartbeat(), activity("taking step 3") as doing:
-        doing.since, doing.share = time.monotonic() - 3600, lambda: 0.25
-        time.sleep(1)
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("taking step 3: 25%, 3 h 00 min left (360") and line.endswith(" s so far)")
+    assert said[:-1] == [f"reading the data ({seconds} s so far)" for seconds in (2, 10, 30)]
+    assert said[-1] == "reading the data: 25%, 3 h 01 min left (3634 s so far)"
 
 
 def test_what_may_hold_the_lock_is_reported_before_it_begins(

@@ -68,7 +68,9 @@ def in_memory(checkpoint: Path, model: Any, file: Path, steps: int) -> tuple[lis
     return losses, accuracy
 
 
-@pytest.mark.parametrize("trains", ["all weights", "new adapters", "trained adapters"])
+@pytest.mark.parametrize(
+    "trains", ["all weights", pytest.param("new adapters", marks=pytest.mark.slow), "trained adapters"]
+)
 @pytest.mark.filterwarnings("ignore")
 def test_a_run_is_what_it_is_in_memory(
     trains: str, checkpoint: Path, data: Path, pairs: Path, finetune: Finetune, tmp_path: Path
@@ -104,7 +106,9 @@ def test_a_run_is_what_it_is_in_memory(
     assert {"rewards/margins", "validation_metrics/rewards/accuracies"} <= {name for line in metrics for name in line}
 
 
-@pytest.mark.parametrize("trains", ["all weights", "new adapters", "trained adapters"])
+@pytest.mark.parametrize(
+    "trains", ["all weights", "new adapters", pytest.param("trained adapters", marks=pytest.mark.slow)]
+)
 def test_a_resumed_run_keeps_its_reference(
     trains: str, checkpoint: Path, data: Path, pairs: Path, finetune: Finetune, tmp_path: Path
 ) -> None:

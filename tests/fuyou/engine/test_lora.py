@@ -39,12 +39,12 @@ def in_memory(model: Path, dtype: str, adapters: PeftConfig, clip: float | None 
     ("llama", "fp32", 2, None, {}),
     ("llama", "bf16", 4, 0.2, {"use_rslora": True}),
     ("gpt2", "fp32", 3, 0.1, {"use_dora": True}),
-    ("gpt2", "bf16", 1, None, {}),
+    pytest.param("gpt2", "bf16", 1, None, {}, marks=pytest.mark.slow),
     ("gemma3", "bf16", 3, None, {"use_dora": True, "target_modules": ["q_proj"], "layers_to_transform": [1]}),
     ("llama-tied", "fp32", 4, None, {"r": 16, "target_modules": ["q_proj", "embed_tokens"]}),
-    ("llama", "bf16", 4, None, {"r": 16, "target_modules": ["v_proj", "lm_head"]}),
+    pytest.param("llama", "bf16", 4, None, {"r": 16, "target_modules": ["v_proj", "lm_head"]}, marks=pytest.mark.slow),
     ("qwen3-moe", "bf16", 2, None, {}),  # experts are adapted too, as parameters
-    ("llama", "fp32", 4, 0.2, {"modules_to_save": ["lm_head"]}),
+    pytest.param("llama", "fp32", 4, 0.2, {"modules_to_save": ["lm_head"]}, marks=pytest.mark.slow),
     ("llama", "fp32", 2, None, {"modules_to_save": ["embed_tokens", "lm_head", "norm"]}),
     ("llama-tied", "fp32", 4, None, {"modules_to_save": ["lm_head"], "target_modules": ["q_proj"]}),
     ("gemma3", "fp32", 4, None, {"trainable_token_indices": [3, 5, 8, 90]}),  # tied

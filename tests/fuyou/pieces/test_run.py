@@ -100,7 +100,7 @@ def test_closing_a_pass_that_computes_waits_for_its_next_piece():
     def work() -> None:
         torch.manual_seed(5)
         begun.set()
-        assert go_on.wait(10)
+        assert go_on.wait(60)
         need(1)
         after.append(1)
 
@@ -109,7 +109,7 @@ def test_closing_a_pass_that_computes_waits_for_its_next_piece():
     take = run._to_caller.acquire
 
     def interrupted() -> bool:
-        assert begun.wait(10)
+        assert begun.wait(60)
         raise KeyboardInterrupt
 
     run._to_caller.acquire = interrupted  # type: ignore[method-assign]

@@ -155,7 +155,7 @@ def test_a_failure_reaches_everyone_who_waits(made: Made, handler: Callable) -> 
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(5)
+        thread.join(60)
         assert not thread.is_alive()
     assert len(errors) == 3 and len(set(map(id, errors))) == 1 and isinstance(errors[0], Broken)
     assert executor.failure is errors[0]
@@ -171,13 +171,13 @@ def test_closing_drops_what_has_not_begun_and_wakes_who_waits(made: Made) -> Non
 
     def handler(task: Task) -> None:
         began.set()
-        release.wait(5)
+        release.wait(60)
         ran.append(task.record)
 
     executor = made({Op.UPDATE: handler})
     tasks = [Task(Op.UPDATE, [], record=number) for number in range(3)]
     executor.submit(tasks)
-    assert began.wait(5)
+    assert began.wait(60)
     errors: list[BaseException] = []
 
     def wait() -> None:
@@ -190,11 +190,11 @@ def test_closing_drops_what_has_not_begun_and_wakes_who_waits(made: Made) -> Non
     waiter.start()
     closer = threading.Thread(target=executor.close)
     closer.start()
-    waiter.join(5)
+    waiter.join(60)
     assert errors and "closed" in str(errors[0])
     assert closer.is_alive()  # what runs is waited for
     release.set()
-    closer.join(5)
+    closer.join(60)
     assert not closer.is_alive() and ran == [0]
     executor.close()
     with pytest.raises(RuntimeError, match="closed"):

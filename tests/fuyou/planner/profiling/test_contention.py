@@ -1,9 +1,5 @@
 """Work is counted while it runs alone and next to other work."""
 
-import threading
-import time
-from collections.abc import Callable
-
 import pytest
 
 from fuyou.planner.profiling import contention
@@ -11,49 +7,64 @@ from fuyou.planner.profiling.contention import RepeatedCall, measure_contention,
 from fuyou.schedule.tasks import Resource
 
 
-@pytest.fixture(autouse=True)
-def _short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(contention, "WINDOW_SECONDS", 0.1)
-    monkeypatch.setattr(contention, "WARM_SECONDS", 0.02)
+class Machine:
+    """A clock that only sleeping moves, and the loads that run meanwhile."""
+
+    def __init__(self) -> None:
+        self.now, self.running = 0.0, list[ScriptedLoad]()
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+        for load in self.running:
+            load.continue_until(self.now)
 
 
-def taking_turns(lock: threading.Lock, seconds: float) -> Callable[[], None]:
-    """Work of this length of which only one piece continues at a time."""
+class ScriptedLoad:
+    """Work in pieces of this length, in seconds; of loads with one ``lock``, only one continues at a time."""
 
-    def work() -> None:
-        with lock:
-            time.sleep(seconds)
-        time.sleep(0)  # or the other one would not get the lock
+    failure = None
 
-    return work
+    def __init__(self, machine: Machine, seconds: float, lock: str = "") -> None:
+        self.ends: list[float] = []
+        self._machine, self._seconds, self._lock = machine, seconds, lock
 
+    def start(self) -> None:
+        self.ends, self._last = [], self._machine.now
+        self._machine.running.append(self)
 
-def test_what_shares_nothing_keeps_its_speed_and_what_takes_turns_loses_half() -> None:
-    apart = {
-        Resource.GPU: RepeatedCall(lambda: time.sleep(0.005)),
-        Resource.ADAM: RepeatedCall(lambda: time.sleep(0.01)),
-        Resource.SSD: RepeatedCall(lambda: time.sleep(0.004)),
-    }
-    alone, contention = measure_contention(apart)
-    assert alone[Resource.GPU] > 1.2 * alone[Resource.ADAM]
-    assert len(contention.speeds) == 4
-    assert all(0.3 < speed <= 1 for speeds in contention.speeds.values() for speed in speeds.values())
-    lock = threading.Lock()
-    shared = {one: RepeatedCall(taking_turns(lock, 0.005)) for one in (Resource.GPU, Resource.ADAM)}
-    _, contention = measure_contention(shared)
-    (speeds,) = contention.speeds.values()
-    assert sum(speeds.values()) < 1.6
+    def stop(self) -> None:
+        self._machine.running.remove(self)
+
+    def continue_until(self, now: float) -> None:
+        sharers = sum(other is self or other._lock == self._lock != "" for other in self._machine.running)
+        while (end := self._last + self._seconds * sharers) <= now:
+            self.ends.append(end)
+            self._last = end
 
 
-def test_work_that_fails_is_reported_at_once_and_the_other_work_ends() -> None:
+def test_what_shares_nothing_keeps_its_speed_and_what_takes_turns_loses_half(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine()
+    monkeypatch.setattr(contention, "time", machine)
+    pieces = {Resource.GPU: 0.005, Resource.ADAM: 0.01, Resource.SSD: 2.0}  # the last is waited for
+    apart = {resource: ScriptedLoad(machine, seconds) for resource, seconds in pieces.items()}
+    alone, found = measure_contention(apart)
+    assert alone == pytest.approx({resource: 1 / seconds for resource, seconds in pieces.items()})
+    assert len(found.speeds) == 4
+    assert all(speed == pytest.approx(1.0) for speeds in found.speeds.values() for speed in speeds.values())
+    shared = {resource: ScriptedLoad(machine, 0.005, "lock") for resource in (Resource.GPU, Resource.ADAM)}
+    (speeds,) = measure_contention(shared)[1].speeds.values()
+    assert speeds == pytest.approx({Resource.GPU: 0.5, Resource.ADAM: 0.5})
+
+
+def test_work_that_fails_is_reported_at_once_and_the_other_work_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail() -> None:
         raise ValueError("no room")
 
-    other = RepeatedCall(lambda: time.sleep(0.005))
-    began = time.monotonic()
+    monkeypatch.setattr(contention, "WINDOW_SECONDS", 0.0)
+    other = RepeatedCall(lambda: None)
     with pytest.raises(ValueError, match="no room"):
         pieces_per_second([other, RepeatedCall(fail)])
-    assert time.monotonic() - began < 60
-    done = len(other.ends)
-    time.sleep(0.05)
-    assert len(other.ends) == done
+    assert other._thread is not None and not other._thread.is_alive()
