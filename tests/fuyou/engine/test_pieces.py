@@ -38,11 +38,11 @@ def pieces(trained: fuyou.Engine) -> int:
 
 @pytest.mark.parametrize(("family", "dtype", "micro", "size"), [
     ("llama", "bf16", 2, "8KiB"),
-    ("gpt2", "bf16", 4, "8KiB"),
+    pytest.param("gpt2", "bf16", 4, "8KiB", marks=pytest.mark.slow),
     ("qwen3-moe", "bf16", 1, "12KiB"),
-    ("mixtral", "fp32", 2, "60KiB"),
+    pytest.param("mixtral", "fp32", 2, "60KiB", marks=pytest.mark.slow),
     ("deepseek-v3", "fp32", 4, "24KiB"),
-    ("gpt-oss", "bf16", 3, "12KiB"),
+    pytest.param("gpt-oss", "bf16", 3, "12KiB", marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_full_fine_tuning(family: str, dtype: str, micro: int, size: str, checkpoints: Path, tmp_path: Path) -> None:
     """Clipped steps of packed rows; what has been evicted from the device is NaN."""
@@ -66,7 +66,7 @@ ATTENTION = ["q_proj", "k_proj", "o_proj"]
 
 @pytest.mark.parametrize(("family", "dtype", "micro", "targets", "whole"), [
     ("qwen3-moe", "fp32", 4, "all-linear", None),  # attention, routers, and experts in ranges
-    ("qwen3-moe", "fp32", 2, "all-linear", ["norm", "lm_head"]),
+    pytest.param("qwen3-moe", "fp32", 2, "all-linear", ["norm", "lm_head"], marks=pytest.mark.slow),
     *(
         pytest.param(*case, None, marks=pytest.mark.slow)
         for case in (

@@ -50,7 +50,12 @@ def check_export(source: Path, directory: Path, untouched: frozenset[str]) -> No
     assert not any(info.values())
 
 
-@pytest.mark.parametrize("family", NAMED)
+def _some(families: tuple[str, ...], *fast: str) -> list[Any]:
+    """The families; the slow tests have those that differ from the ``fast`` ones by numbers alone."""
+    return [pytest.param(name, marks=[] if name in fast else pytest.mark.slow) for name in families]
+
+
+@pytest.mark.parametrize("family", _some(NAMED, "qwen3_vl", "gemma4", "llama4"))
 def test_text_and_images_with_frozen_towers(family: str, tmp_path: Path) -> None:
     source = save_checkpoint(tmp_path / "model", family)
     frozen = frozenset(tower_parameters(AutoModelForImageTextToText.from_pretrained(source)))
@@ -91,7 +96,7 @@ def test_a_projector_alone_is_trained_next_to_the_language_model(tmp_path: Path)
         train(trained, loop, [image_batch("internvl", 2), text_batch(1)])
 
 
-@pytest.mark.parametrize("family", OTHERS)
+@pytest.mark.parametrize("family", _some(OTHERS, "qwen2_vl", "gemma3", "llava", "idefics3"))
 def test_one_step_on_images_is_that_of_memory(family: str, tmp_path: Path) -> None:
     source = save_checkpoint(tmp_path / "model", family)
     frozen = frozenset(tower_parameters(AutoModelForImageTextToText.from_pretrained(source)))

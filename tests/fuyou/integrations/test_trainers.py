@@ -179,7 +179,7 @@ def test_what_a_trainer_cannot_do_is_reported(checkpoints: Path, tmp_path: Path)
             model(input_ids=ids, labels=ids, output_router_logits=True, fused_lm_head=True)
 
 
-@pytest.mark.parametrize(("options", "message"), [
+IGNORED: list[tuple[dict[str, Any], str]] = [
     ({"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps",
       "save_steps": 2}, "load_best_model_at_end: the engine cannot go back"),
     ({"weight_decay": 0.1}, r"differ: weight_decay=0.1 \(0\)"),
@@ -188,18 +188,27 @@ def test_what_a_trainer_cannot_do_is_reported(checkpoints: Path, tmp_path: Path)
     ({"learning_rate": 3e-3}, r"differ: learning_rate=0.003 \(0.001\)"),
     ({"torch_compile": True}, "torch_compile: the engine runs blocks one by one, uncompiled"),
     ({"optim": "adafactor"}, "optim='adafactor': the engine was opened with optimizer='adamw'"),
-])  # fmt: skip
+]  # fmt: skip
+
+
 def test_arguments_that_the_engine_would_ignore_are_rejected_before_the_first_step(
-    options: dict[str, Any], message: str, checkpoints: Path, tmp_path: Path
+    checkpoints: Path, tmp_path: Path
 ) -> None:
     with engine(checkpoints / "lm", tmp_path / "ssd") as trained:
-        model, args = as_model(trained), arguments(TrainingArguments, tmp_path / "out", **options)
-        trainer = Trainer(
-            model, args, train_dataset=Texts(), eval_dataset=Texts(), optimizers=(EngineOptimizer(model), None)
-        )
-        with pytest.raises(UserError, match=message):
-            trainer.train()
-        assert trained.step_count == 0 and not trained.in_step
+        model = as_model(trained)
+        given: Any = {"train_dataset": Texts(), "eval_dataset": Texts(), "optimizers": (EngineOptimizer(model), None)}
+        for options, message in IGNORED:
+            trainer = Trainer(model, arguments(TrainingArguments, tmp_path / "out", **options), **given)
+            with pytest.raises(UserError, match=message):
+                trainer.train()
+            assert trained.step_count == 0 and not trained.in_step
+        trainer = Trainer(model, arguments(TrainingArguments, tmp_path / "out"), **given, compute_metrics=lambda _: {})
+        with pytest.raises(UserError, match="compute_metrics needs the logits"):
+            trainer.evaluate()
+        with pytest.raises(ValueError, match="cycle_momentum"):  # betas are the engine's for the whole run
+            OneCycleLR(given["optimizers"][0], max_lr=LR, total_steps=4)
+        schedule = OneCycleLR(given["optimizers"][0], max_lr=LR, total_steps=4, cycle_momentum=False)
+        assert schedule.get_last_lr() == [pytest.approx(LR / 25)]
 
 
 def test_a_checkpoint_of_weights_alone_that_is_of_another_step(checkpoints: Path, tmp_path: Path) -> None:
@@ -214,14 +223,6 @@ def test_a_checkpoint_of_weights_alone_that_is_of_another_step(checkpoints: Path
         with pytest.raises(UserError, match="is of step 2, and the engine's store is at step 4"):
             trainer().train(resume_from_checkpoint=str(tmp_path / "out/checkpoint-2"))
         assert trained.step_count == STEPS
-
-
-def test_metrics_of_logits_are_rejected_in_a_sentence(checkpoints: Path, tmp_path: Path) -> None:
-    with engine(checkpoints / "lm", tmp_path / "ssd") as trained:
-        model, args = as_model(trained), arguments(TrainingArguments, tmp_path / "out")
-        trainer = Trainer(model, args, eval_dataset=Texts(), compute_metrics=lambda prediction: {})  # type: ignore[arg-type]
-        with pytest.raises(UserError, match="compute_metrics needs the logits"):
-            trainer.evaluate()
 
 
 @pytest.mark.parametrize(("kind", "options", "message"), [
@@ -243,16 +244,6 @@ def test_what_trl_would_load_or_adapt_is_rejected(
                 model, args=args, train_dataset=records(kind.lower()), processing_class=tokenizer,
                 optimizers=(EngineOptimizer(model), None), **options,
             )  # fmt: skip
-
-
-def test_a_schedule_of_momentum_is_rejected(checkpoints: Path, tmp_path: Path) -> None:
-    """Betas are the engine's for the whole run; of learning rates, any schedule is taken."""
-    with engine(checkpoints / "lm", tmp_path / "ssd") as trained:
-        optimizer = EngineOptimizer(as_model(trained))
-        with pytest.raises(ValueError, match="cycle_momentum"):
-            OneCycleLR(optimizer, max_lr=LR, total_steps=4)
-        schedule = OneCycleLR(optimizer, max_lr=LR, total_steps=4, cycle_momentum=False)
-        assert schedule.get_last_lr() == [pytest.approx(LR / 25)]
 
 
 @pytest.mark.parametrize("labels", [1, 3])

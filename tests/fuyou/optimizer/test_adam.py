@@ -71,23 +71,6 @@ def test_fp32_is_updated_in_place(count: int, scale: float) -> None:
     assert [tensor.data_ptr() for tensor in ours] == places
 
 
-def test_close_to_adamw_written_out() -> None:
-    """Algorithm 2 of the paper, in float64."""
-    count = 1280
-    master = randn(count, 4)
-    ours, theta = SplitRange(master), master.double()
-    m = v = torch.zeros(count, dtype=torch.float64)
-    (beta1, beta2), lr = CONFIG.betas, CONFIG.lr
-    for step in range(1, 6):
-        gradient = randn(count, 40 + step)
-        ours.step(gradient, Update(step, CONFIG))
-        g = gradient.double()
-        m, v = beta1 * m + (1 - beta1) * g, beta2 * v + (1 - beta2) * g * g
-        theta = theta * (1 - lr * CONFIG.weight_decay)
-        theta = theta - lr * (m / (1 - beta1**step)) / ((v / (1 - beta2**step)).sqrt() + CONFIG.eps)
-    torch.testing.assert_close(ours.master.double(), theta, rtol=1e-5, atol=1e-6)
-
-
 def test_any_bf16_gradient_at_all() -> None:
     """NaNs of every payload, infinities and what overflows stay what they are in fp32, step after step."""
     gradient = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)

@@ -36,9 +36,3 @@ def test_the_first_engine_takes_the_process_that_was_started_early(tmp_path: Pat
     with started_early():  # an error ends what no engine has taken
         (unused,) = children()
     assert children() == [] and not unused.is_running()
-
-
-def test_starting_early_imports_nothing_slow() -> None:
-    program = "import sys, cli.main; print(*({'torch', 'transformers', 'numpy'} & set(sys.modules)))"
-    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert ran.stdout.split() == []
