@@ -10,6 +10,7 @@ import os
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import click
@@ -17,15 +18,16 @@ from click.core import ParameterSource
 
 from cli.options.command import Finetune, parse_command_line
 from cli.options.option import naming, split_weight
-from cli.options.settings import Settings, settings_of
+from cli.options.settings import Settings, output_directory, settings_of
 from cli.report.progress import Heartbeat
 from cli.train.interrupts import STATUS, Interrupts, Stopped
 from cli.train.ranks.process import AGENT, Outcome, RankProcess, is_lost_contact
 from common.activity import activity
 from common.errors import FinetuneError, UserError, on_one_line
-from common.files import check_data_file
+from common.files import check_data_file, check_path
 from common.hub import stay_offline
 from common.models.names import check_model
+from common.store.directories import usable_directories
 from common.units import counted
 from fuyou.optimizer.process.start import started_early
 
@@ -103,9 +105,12 @@ def _run(interrupts: Interrupts, rank: RankProcess | None, arguments: tuple[str,
     if command == "export" and context.params["adapter"] is None:
         command, arguments = "train", ("train", *arguments[1:], "--resume", "--export")
         context = parse_command_line(arguments)
+        folder = output_directory(context.params["output"], context.params["model"] or "")
+        if not (folder.is_dir() or context.params["ssd"]):
+            raise UserError(f"There is no run in {folder}: name its --output, or give --model and --adapter to merge.")
     settings = settings_of(command, context, arguments)
-    _check_inputs(settings, has_data=bool(context.params.get("data")))
     stay_offline(settings.download, settings.push_to_hub is not None)
+    _check_inputs(settings, has_data=bool(context.params.get("data")))
     if command == "verify":
         with activity("comparing what is on the drives with its checksums", announced=True):
             from cli.inspect.check import run_verify
@@ -212,11 +217,19 @@ def _check_inputs(settings: Settings, has_data: bool) -> None:
         raise UserError(
             "There is nothing to train on: give --data FILE, or --data random to measure throughput on random tokens."
         )
+    if settings.command == "evaluate" and not (settings.model and settings.data):
+        raise UserError("Give the model and the data to evaluate it on: finetune evaluate --model DIR --data FILE.")
     if settings.model:
         with naming("--model"):
             check_model(settings.model)
+    check_path("--adapter", settings.adapter)
+    check_path("--peft-config", settings.peft_config)
+    for folder in settings.verify:
+        check_path("verify", Path(folder))
     for name in (*settings.data, *settings.eval_data):
         check_data_file(split_weight(name)[0])
+    if settings.ssd and settings.command != "check":  # which reports them among other problems
+        usable_directories([Path(word).expanduser() for word in settings.ssd])
 
 
 if __name__ == "__main__":

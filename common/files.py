@@ -108,9 +108,25 @@ def check_data_file(name: str) -> None:
 
 def no_data_file(name: str) -> UserError:
     """Return the error for a data file that does not exist."""
-    path = Path(name).expanduser().absolute()
-    siblings = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
-    return UserError(f"There is no data file {name!r}.{did_you_mean(path.name, siblings)}")
+    return UserError(f"There is no data file {name!r}.{nearest_path(Path(name))}")
+
+
+def check_path(option: str, path: Path | None) -> None:
+    """Reject the path of a file or directory that an option names and that does not exist.
+
+    Raises:
+        UserError: there is no such file or directory.
+    """
+    if path is not None and not path.expanduser().exists():
+        raise UserError(f"{option}: there is no file or directory '{path}'.{nearest_path(path)}")
+
+
+def nearest_path(path: Path) -> str:
+    """Return `` Did you mean 'x'?`` for the most similar name in the directory of ``path``, or an empty string."""
+    path = path.expanduser().absolute()
+    siblings = list(path.parent.iterdir()) if path.parent.is_dir() else []
+    # Names that have only their extension in common are not similar.
+    return did_you_mean(path.name, [each.name for each in siblings if did_you_mean(path.stem, [each.stem])])
 
 
 def preset_files(kind: str, extension: str = ".toml") -> dict[str, Path]:

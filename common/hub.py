@@ -18,6 +18,13 @@ def snapshot_name(directory: Path) -> str | None:
     return f"{match[1]}/{match[2]}" if match else None
 
 
+def is_in_cache(name: str) -> bool:
+    """Return whether the local cache has something of a hub's model."""
+    from huggingface_hub import constants
+
+    return (Path(constants.HF_HUB_CACHE) / f"models--{name.replace('/', '--')}").is_dir()
+
+
 def stay_offline(downloads: bool, pushes: bool) -> None:
     """Keep this process and those that it starts from fetching; call it before huggingface_hub is imported.
 

@@ -30,8 +30,6 @@ from fuyou.model.open_model import OpenModel
 
 def run_evaluate(settings: Settings) -> None:
     """Print the loss of a model, with its ``--adapter``, on all of the data; weights are streamed from the drives."""
-    if not (settings.model and settings.data):
-        raise UserError("Give the model and the data to evaluate it on: finetune evaluate --model DIR --data FILE.")
     quiet_transformers()
     with ExitStack() as stack:
         drives = [stack.enter_context(TemporaryDirectory(prefix="evaluate-", dir=path)) for path in settings.ssd or "."]

@@ -1,5 +1,6 @@
 """Print rows as the model sees them, with trained tokens in color (``--show-data``)."""
 
+import contextlib
 from collections.abc import Iterator
 from itertools import groupby
 
@@ -23,8 +24,15 @@ def show_data(settings: Settings) -> None:
     if not settings.debug:
         quiet_transformers()
     assert settings.show_data is not None
-    with activity("reading the data", announced=True):
-        job = resolve(settings)
+    output = settings.output_directory
+    absent = [path for path in (output, *output.parents) if not path.exists()]
+    try:
+        with activity("reading the data", announced=True):
+            job = resolve(settings)
+    finally:
+        with contextlib.suppress(OSError):  # resolving makes the output directory of a run
+            for path in absent:
+                path.rmdir()
     tokenizer, paint = tokenizer_of(settings, job.checkpoint), Paint()
     print(f"data     {job.batches.description}".replace("\n", "\n         "))
     print(f"         {'green' if paint.on else 'between ' + ' and '.join(MARKS)}: trained on\n")

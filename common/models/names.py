@@ -5,14 +5,14 @@ from pathlib import Path
 
 from common.errors import UserError, did_you_mean
 from common.files import preset_files
-from common.hub import is_hub_name
+from common.hub import is_hub_name, is_in_cache, may_download
 
 
 def check_model(name: str) -> None:
     """Reject a name that is no checkpoint directory, GGUF file, preset, or name of a hub's model (``owner/name``).
 
     Raises:
-        UserError: it is none of them.
+        UserError: it is none of them, or a hub's model that is not in the local cache and may not be downloaded.
     """
     directory = Path(name).expanduser()
     if find_gguf(directory) or (directory / "config.json").is_file():
@@ -24,6 +24,18 @@ def check_model(name: str) -> None:
         raise UserError(_not_a_checkpoint(directory))
     if not is_hub_name(name):
         raise UserError(_not_found(name, directory, list(presets)))
+    if not (may_download() or is_in_cache(name)):
+        raise not_in_cache(name)
+
+
+def not_in_cache(name: str) -> UserError:
+    """Return the error for a hub's model that is not in the local cache, or not all of it."""
+    from huggingface_hub import constants
+
+    return UserError(
+        f"{name!r} is neither a directory nor in the local cache of huggingface_hub ({constants.HF_HUB_CACHE})."
+        f"{_nearest_directory(Path(name))} Fetch it with `hf download {name}`, or add --download."
+    )
 
 
 def find_gguf(path: Path) -> Path | None:
@@ -62,8 +74,13 @@ def _not_found(name: str, directory: Path, presets: list[str]) -> str:
         if not parent.is_dir():
             hints += f" There is no directory {parent} either; nothing is downloaded."
         else:
-            near = did_you_mean(directory.name, (entry.name for entry in parent.iterdir() if entry.is_dir()))
-            hints += f"{near[:-1]} in {parent}?" if near else ""
+            hints += _nearest_directory(directory)
     if not hints:
         hints = f" Presets: {', '.join(sorted(presets))}."
     return f"{name!r} is neither a checkpoint directory nor a preset.{hints}"
+
+
+def _nearest_directory(path: Path) -> str:
+    siblings = [entry.name for entry in path.parent.iterdir() if entry.is_dir()] if path.parent.is_dir() else []
+    near = did_you_mean(path.name, siblings)
+    return f"{near[:-1]} in {path.parent}?" if near else ""

@@ -14,7 +14,7 @@ from common.files import preset_files
 from common.hub import may_download
 from common.models.checkpoint.compressed import accept_config
 from common.models.checkpoint.gguf import dequantized
-from common.models.names import check_model, find_gguf
+from common.models.names import check_model, find_gguf, not_in_cache
 from common.models.task_type import model_class, refusal
 
 # Files of a hub's model that are fetched: weights in other formats are not read.
@@ -70,17 +70,13 @@ def hub_snapshot(name: str) -> Path:
         UserError: it is not there, and cannot be fetched or may not.
     """
     import huggingface_hub
-    from huggingface_hub import constants
 
     try:
         return Path(huggingface_hub.snapshot_download(name, local_files_only=True))
     except (OSError, ValueError):  # not in the cache, or only a part of it
         pass
     if not may_download():
-        raise UserError(
-            f"{name!r} is neither a directory nor in the local cache of huggingface_hub ({constants.HF_HUB_CACHE}). "
-            f"Fetch it with `hf download {name}`, or add --download."
-        )
+        raise not_in_cache(name)
     try:
         return Path(huggingface_hub.snapshot_download(name, allow_patterns=_WANTED_FILES))
     except Exception as error:  # the network's, the hub's and the disk's errors
