@@ -6,6 +6,7 @@ from tests.helpers.doc_blocks import ROOT
 from tests.helpers.scripts import load_script
 
 
+@pytest.mark.slow
 def test_a_planned_row_is_still_what_is_planned() -> None:
     script = load_script("plan_tables")
     model = next(row for row in script.LARGE_MODELS if "qwen3-30b-a3b" in row.options)

@@ -137,7 +137,7 @@ def test_exchanges_are_launched_in_one_order_where_nccl_needs_it(model: str, poo
     assert all(rank.losses == pytest.approx(alone.losses, rel=1e-6) for rank in ranks)
 
 
-@pytest.mark.parametrize(("layout", "dtype"), [((2, 1), "fp32"), ((1, 2), "bf16")])
+@pytest.mark.parametrize(("layout", "dtype"), [((2, 1), "fp32"), pytest.param((1, 2), "bf16", marks=pytest.mark.slow)])
 def test_ranks_share_a_loss_over_log_probabilities(
     layout: tuple[int, int], dtype: str, model: str, pool: Pool, tmp_path: Path
 ) -> None:
@@ -193,7 +193,7 @@ def test_only_what_no_rank_has_a_gradient_for_is_skipped(dtype: str, pool: Pool,
     assert {0, 6} < set(missed.values()) | {0}, "some were left alone in some steps, and some in all of them"
 
 
-@pytest.mark.parametrize("layout", [(2, 1), (1, 2)])
+@pytest.mark.parametrize("layout", [(2, 1), pytest.param((1, 2), marks=pytest.mark.slow)])
 def test_the_router_loss_is_that_of_one_batch_over_all_ranks(
     layout: tuple[int, int], pool: Pool, tmp_path: Path
 ) -> None:

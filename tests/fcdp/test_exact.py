@@ -44,8 +44,8 @@ EVENTS = [
     Case(optimizer="foreach"),
     Case(optimizer="sgd", bf16=True),
 ]
-SLOW_EVENTS = {4, 5, 9, 10, 11, 13}
-"""Another event has the same setting: thawing in bf16, tied weights, adapters of embeddings, an optimizer."""
+SLOW_EVENTS = {2, 4, 5, 9, 10, 11, 13}
+"""Another event has the same setting: loading, thawing in bf16, tied weights, adapters of embeddings, an optimizer."""
 
 
 class Runs:
@@ -90,7 +90,8 @@ def _runs() -> list[Any]:
         for case in CASES:
             settings = case.bf16 + case.lora + (case.micro_batches == 3) + case.checkpointing
             if layout == (2, 2) or settings % 2 == 0:
-                slow = layout != (2, 2) or settings % 2 or (case.lora == case.bf16 and 0 < settings < 4)
+                slow = layout != (2, 2) or settings % 2
+                slow = slow or (settings == 2 and (case.lora == case.bf16 or case.micro_batches == 3))
                 chosen.append(_run(slow, layout, case, PLACEMENTS[(settings + layout[1]) % 3]))
         for index, case in enumerate(EVENTS if layout == (2, 2) else EVENTS[::4]):
             slow = layout != (2, 2) or case.event in ("compile", "load_state_dict") or index in SLOW_EVENTS

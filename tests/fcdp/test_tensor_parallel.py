@@ -44,6 +44,7 @@ def test_tensor_parallel_in_the_node_and_sharded_between_nodes(pool: Pool, run: 
     _check(pool, run, (2, 2), (2, 1))
 
 
+@pytest.mark.slow
 def test_every_micro_batch_is_reduced(pool: Pool) -> None:
     plain, ours = (
         pool.run((2, 2), on_nodes_of, 2, cases.train, TwoDimensions(micro_batches=2), which) for which in (False, True)

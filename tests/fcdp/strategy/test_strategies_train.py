@@ -72,7 +72,7 @@ def check(ranks: list[dict[str, Trained]], layout: tuple[int, ...], strategies: 
             assert sent == pytest.approx(on_node[0].formula, rel=1e-12, abs=padding), name
 
 
-@pytest.mark.parametrize("layout", QUANTISED)
+@pytest.mark.parametrize("layout", [(2, 2), (2, 2, 2), pytest.param((1, 4, 2), marks=pytest.mark.slow)])
 def test_quantised_collectives_are_launched_in_one_order(pool: Pool, layout: tuple[int, ...]) -> None:
     name = QUANTISED[layout]
     check_same_order([rank[name].launches for rank in pool.run(layout, train_all, [name], Run())])
