@@ -33,13 +33,13 @@ from common.units import parse_bytes
 from fuyou import Engine
 from fuyou.planner import (
     Machine,
+    Plan,
     PlannerContext,
-    RunPlan,
     TrainingJob,
     describe_training,
-    plan,
     profile_or_measure,
     profiled_machine,
+    search,
 )
 from fuyou.runtime.devices.device import Device, memory_limits, open_device
 
@@ -157,17 +157,17 @@ def machine_of(one: Configuration, job: TrainingJob, ssd: Sequence[Path]) -> Mac
     return profiled_machine(profile, device.shares_host_memory, limits[1], limits[0], ssd, None)
 
 
-def predict(one: Configuration, ssd: Sequence[Path]) -> RunPlan:
+def predict(one: Configuration, ssd: Sequence[Path]) -> Plan:
     """Profile and plan."""
     job = describe_training(
         one.config, one.batch, one.seq_len, micro_batch=one.micro_batch,
         adapters=None if one.adapters is None else one.adapters.peft_config(),
         piece_bytes=None if one.piece_size is None else parse_bytes(one.piece_size),
     )  # fmt: skip
-    return plan(job, machine_of(one, job, ssd))
+    return search(job, machine_of(one, job, ssd))
 
 
-def run(one: Configuration, ssd: Sequence[Path], chosen: RunPlan, steps: int, **options: Any) -> list[float]:
+def run(one: Configuration, ssd: Sequence[Path], chosen: Plan, steps: int, **options: Any) -> list[float]:
     """Seconds of each step after two that fill the pipeline; ``options``: more of the engine's."""
     assert chosen.memory is not None
     config = one.config
@@ -175,7 +175,7 @@ def run(one: Configuration, ssd: Sequence[Path], chosen: RunPlan, steps: int, **
     with Engine(
         config, ssd=ssd, device=device_of(one), host_memory=one.host_memory, batch_shape=(one.batch, one.seq_len),
         micro_batch=chosen.memory.batch.micro_rows, deferred_fraction=chosen.deferred_fraction,
-        kept_activations=chosen.activation_policy, run_name=NAME, overwrite=True, dtype="bf16",
+        kept_activations=chosen.candidate.activation_policy, run_name=NAME, overwrite=True, dtype="bf16",
         adapters=one.adapters, piece_size=one.piece_size, **options,
     ) as engine:  # fmt: skip
         ends = [time.monotonic()]

@@ -30,10 +30,10 @@ from common.hardware.presets import drive_preset, gpu_preset
 from common.units import format_bytes
 from fuyou.layout.model_layout import BufferCounts, ModelLayout, Phase
 from fuyou.layout.record import Precision
-from fuyou.planner import Machine, RunPlan, TrainingJob, describe_training, preset_machine
+from fuyou.planner import Machine, Plan, TrainingJob, describe_training, preset_machine
 from fuyou.planner.evaluate import Evaluator, busy_seconds
 from fuyou.planner.rates import TaskRates
-from fuyou.planner.run_plan import missing_space
+from fuyou.planner.search import missing_space
 from fuyou.planner.simulated_machine import Simulation
 from fuyou.planner.simulator import Simulator
 from fuyou.schedule.batch import Batch, BatchShape
@@ -328,18 +328,17 @@ class PaperScheme:
         step.tasks = tasks
 
     @cached_property
-    def plan(self) -> RunPlan:
-        """The plan, as :func:`fuyou.planner.plan` returns it for our scheme."""
+    def plan(self) -> Plan:
+        """The plan, as :func:`fuyou.planner.search` returns it for our scheme."""
         if missing := self.missing():
-            return RunPlan(self.job, self.machine, missing)
+            return Plan(self.job, self.machine, missing=missing)
         memory = self.memory()
         simulation, tasks = self.simulate()
-        return RunPlan(
+        return Plan(
             self.job, self.machine, memory=memory, kept_activation_bytes=self.swap.nbytes,
             step_seconds=simulation.step_seconds(), busy=busy_seconds(tasks, self.rates), tasks=tasks,
             simulation=simulation, saved_flops=self.swap.saved_flops,
             ssd_bytes=14 * self.elements + (not self.activations_on_host) * self.activation_bytes * (self.layers + 2),
-            device_peak_bytes=memory.device_bytes, host_peak_bytes=memory.host_bytes,
         )  # fmt: skip
 
     def tflops(self, system: str = "Fuyou") -> float:

@@ -13,8 +13,8 @@ from common.store.errors import described
 from common.units import Interval, format_bytes, format_count, format_seconds
 from fuyou.layout.record import Kind
 from fuyou.optimizer.clipping import ClipBy
-from fuyou.planner import RunPlan, TrainingJob
-from fuyou.planner.run_plan import Point, what_relaxes
+from fuyou.planner import Plan, TrainingJob
+from fuyou.planner.plan import Point, what_relaxes
 from fuyou.schedule.tasks import Resource
 
 WIDTH = 100
@@ -22,7 +22,7 @@ _BAR = 24
 _LABEL = 10
 
 
-def describe(result: RunPlan) -> list[str]:
+def describe(result: Plan) -> list[str]:
     """Return the plan as lines of at most :data:`WIDTH` columns."""
     job, machine, share = result.job, result.machine, result.job.shape.share
     several = f"{machine.drive_count} x " if machine.drive_count > 1 else ""
@@ -43,7 +43,7 @@ def describe(result: RunPlan) -> list[str]:
     return lines
 
 
-def _speed(result: RunPlan) -> list[str]:
+def _speed(result: Plan) -> list[str]:
     rows = []
     if not result.fits:
         rows += row("does not fit", " ".join(result.missing), 14)
@@ -61,7 +61,7 @@ def _speed(result: RunPlan) -> list[str]:
     )
 
 
-def _bars(result: RunPlan) -> list[str]:
+def _bars(result: Plan) -> list[str]:
     rows, label = [], "busy"
     for resource in (resource for resource in Resource if resource in result.busy):
         share = min(1.0, result.busy[resource] / result.step_seconds)
@@ -74,7 +74,7 @@ def _bars(result: RunPlan) -> list[str]:
     return rows
 
 
-def _places(result: RunPlan) -> list[str]:
+def _places(result: Plan) -> list[str]:
     assert result.memory is not None
     counts, job, machine = result.memory.counts, result.job, result.machine
     layers = len(job.shape.blocks)
@@ -125,7 +125,7 @@ def _pieces(job: TrainingJob) -> list[str]:
     return texts
 
 
-def _limits(result: RunPlan) -> list[str]:
+def _limits(result: Plan) -> list[str]:
     assert result.memory is not None
     job, batch = result.job, result.memory.batch
     of = f"{batch.columns:,} tokens of a row" if batch.chunks > 1 else batch.micro_rows
@@ -167,7 +167,7 @@ def _limits(result: RunPlan) -> list[str]:
     return rows
 
 
-def _neighbor(result: RunPlan, point: Point) -> str:
+def _neighbor(result: Plan, point: Point) -> str:
     text = (
         f"{format_seconds(point.step_seconds)} per step, {format_count(result.job.tokens / point.step_seconds)} "
         f"tokens/s, {format_bytes(point.written_bytes)} written"
@@ -178,7 +178,7 @@ def _neighbor(result: RunPlan, point: Point) -> str:
     return f"{text}: --drive-life {days:,.0f}"
 
 
-def _clipping(result: RunPlan) -> str:
+def _clipping(result: Plan) -> str:
     job = result.job
     what = "clipping" if job.clipped_share else "skipping steps that are not finite"
     if result.clip_by is ClipBy.SPECULATION:
@@ -203,13 +203,13 @@ def _many(count: int, what: str, plural: str = "s") -> str:
     return f"{count:,} {what}{plural if count != 1 else ''}"
 
 
-def write_plan_page(result: RunPlan, lines: Sequence[str], path: Path) -> None:
+def write_plan_page(result: Plan, lines: Sequence[str], path: Path) -> None:
     """Write the page of a plan, whose text is ``lines``."""
     with described("writing", path):
         replace_file(path, plan_page(result, lines))
 
 
-def plan_page(result: RunPlan, lines: Sequence[str]) -> str:
+def plan_page(result: Plan, lines: Sequence[str]) -> str:
     """Return the page of a plan; if it does not fit, with what is missing."""
     sections = []
     if result.memory is not None:

@@ -20,17 +20,17 @@ from common.units import counted, format_bytes, format_count, format_seconds, pa
 from fuyou.layout.share import Share
 from fuyou.planner import (
     Machine,
+    Plan,
     PlannerContext,
     RankLinks,
-    RunPlan,
     TrainingJob,
     machine_of_one_rank,
-    plan,
     preset_machine,
     profile_or_measure,
     profiled_machine,
+    search,
 )
-from fuyou.planner.run_plan import fits, forward_seconds, largest_model
+from fuyou.planner.search import fits, forward_seconds, largest_model
 from fuyou.runtime.devices.device import Device, memory_limits
 from fuyou.runtime.trace import write_trace
 
@@ -54,7 +54,7 @@ def planned_steps(settings: Settings, tokens_per_step: int) -> tuple[int, str] |
     return steps, f", estimated: {format_count(tokens)} tokens in {counted(len(files), 'file')} by their size"
 
 
-def run_rows(result: RunPlan, settings: Settings) -> dict[str, str]:
+def run_rows(result: Plan, settings: Settings) -> dict[str, str]:
     """Return lines about the whole run, by their label."""
     rows = {}
     share = result.job.shape.share
@@ -102,7 +102,7 @@ def run_plan(settings: Settings) -> int:
         lacking = f"No preset fits on {machine.device} with {format_bytes(machine.host_bytes)} of host memory."
         print(json.dumps({"model": None, "fits": False, "missing": [lacking]}) if settings.json else lacking)
         return DOES_NOT_FIT
-    result = plan(job, machine)
+    result = search(job, machine)
     if settings.trace is not None:
         _write_trace(result, settings.trace)
     if settings.json:
@@ -185,7 +185,7 @@ def _network(text: str | None, nodes: int) -> float:
     return rate
 
 
-def _write_trace(result: RunPlan, path: Path) -> None:
+def _write_trace(result: Plan, path: Path) -> None:
     if result.tasks is None or result.simulation is None:
         raise UserError("--trace: a run that does not fit has no step to draw.")
     ends = result.simulation.step_ends

@@ -43,7 +43,7 @@ from fuyou.optimizer.clipping import ClipStatistics
 from fuyou.optimizer.nonfinite import NonFinitePolicy
 from fuyou.optimizer.process.client import OptimizerLink
 from fuyou.pieces.division import in_pieces
-from fuyou.planner import ChosenSettings, PlannerContext, choose_settings, choose_settings_on_all_ranks
+from fuyou.planner import PlannerContext, choose_settings, choose_settings_on_all_ranks
 from fuyou.planner.profiling import Profile, WriteWatch, save
 from fuyou.planner.training_job import fitting_layout, training_job_of_run
 from fuyou.runtime.devices.determinism import deterministic_algorithms
@@ -249,7 +249,6 @@ class OpenRun:
         statistics = ClipStatistics.of_run(config.store.folders) if config.store.resume else ClipStatistics()
         training = training_job_of_run(config, self.model, self.shape, config.memory.batch_shape, statistics)
         context = PlannerContext(training, self.device, self.limits, self._ssd)
-        choice: ChosenSettings | None
         if self.topology is None:
             choice = choose_settings(context)
         else:
@@ -261,7 +260,8 @@ class OpenRun:
                 stacklevel=2,
             )
         if choice is not None:
-            self.config = choice.complete(config)
+            choice["kept_activations"] = config.kept_activations or choice["kept_activations"]
+            self.config = config.with_options(**choice)
             self._watch_writes(context)
 
     def _watch_writes(self, context: PlannerContext) -> None:

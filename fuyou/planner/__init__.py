@@ -1,29 +1,28 @@
 """Plans before running: whether a run fits, its speed, and its bound. Needs no weights, GPU, or SSD."""
 
 from fuyou.planner.choose_settings import (
-    ChosenSettings,
     PlannerContext,
     choose_settings,
     choose_settings_on_all_ranks,
     profile_or_measure,
 )
 from fuyou.planner.machine import Machine, RankLinks, machine_of_one_rank, preset_machine, profiled_machine
-from fuyou.planner.run_plan import RunPlan, plan
+from fuyou.planner.plan import Plan
+from fuyou.planner.search import search
 from fuyou.planner.training_job import TrainingJob, describe_training
 
 __all__ = [
-    "ChosenSettings",
     "Machine",
+    "Plan",
     "PlannerContext",
     "RankLinks",
-    "RunPlan",
     "TrainingJob",
     "choose_settings",
     "choose_settings_on_all_ranks",
     "describe_training",
     "machine_of_one_rank",
-    "plan",
     "preset_machine",
     "profile_or_measure",
     "profiled_machine",
+    "search",
 ]

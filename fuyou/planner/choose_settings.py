@@ -13,13 +13,11 @@ import torch.distributed as dist
 
 from common.activity import activity
 from common.errors import UserError
-from fuyou.config import EngineConfig
 from fuyou.model.recompute.policy import ActivationPolicy
-from fuyou.optimizer.clipping import ClipBy
 from fuyou.planner.evaluate import Evaluator
 from fuyou.planner.machine import RankLinks, machine_of_one_rank, profiled_machine
 from fuyou.planner.profiling import Profile, ProfiledWorkload, load, measure, save
-from fuyou.planner.run_plan import max_clipped_share, search
+from fuyou.planner.search import choose, max_clipped_share
 from fuyou.planner.training_job import TrainingJob, fitting_job
 from fuyou.runtime.devices.device import Device
 from fuyou.runtime.ranks.agreement import Agreement
@@ -72,39 +70,8 @@ def profile_or_measure(context: PlannerContext) -> Profile:
         return save(measure(context.workload, context.device), context.workload, context.device)
 
 
-@dataclass(frozen=True)
-class ChosenSettings:
-    """Settings that the planner has chosen for a run."""
-
-    micro_batch: int
-    deferred_fraction: float
-    activation_policy: ActivationPolicy
-    clip_by: ClipBy
-    max_clipped_share: float  # Share of clipped steps up to which speculation beats deferral
-
-    def complete(self, config: EngineConfig) -> EngineConfig:
-        """Return ``config`` with the chosen values for the options that were left open."""
-        return config.with_options(
-            micro_batch=self.micro_batch,
-            deferred_fraction=config.optimizer.deferred_fraction or self.deferred_fraction,
-            kept_activations=config.kept_activations or self.activation_policy,
-            clip_by=self.clip_by.value,
-            max_clipped_share=self.max_clipped_share,
-        )
-
-    def to_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "clip_by": self.clip_by.value}
-
-    @classmethod
-    def from_dict(cls, content: dict[str, Any]) -> "ChosenSettings":
-        policy = content["activation_policy"]
-        operators = tuple((name, ordinal) for name, ordinal in policy["operators"])
-        activation_policy = ActivationPolicy(operators, policy["layers"])
-        return cls(**{**content, "activation_policy": activation_policy, "clip_by": ClipBy(content["clip_by"])})
-
-
-def choose_settings(context: PlannerContext, links: RankLinks | None = None) -> ChosenSettings | None:
-    """Return the fastest settings for a run on this machine, or None without a profile of machine and model.
+def choose_settings(context: PlannerContext, links: RankLinks | None = None) -> dict[str, Any] | None:
+    """Return the engine's options for the fastest run on this machine, or None without a profile of machine and model.
 
     No choice changes a number: the micro-batch is that of the memory plan. Measures nothing; the simulations take 0.1 s
     (a small model) to 3 s (160 layers).
@@ -123,16 +90,22 @@ def choose_settings(context: PlannerContext, links: RankLinks | None = None) -> 
         if links is not None:
             machine = machine_of_one_rank(machine, ranks, links)
         evaluator = Evaluator(replace(job, micro_batch=rows), machine)
-        best = search(evaluator)
-        candidate, max_share = best.candidate, max_clipped_share(evaluator, best)
+        best = choose(evaluator)
+        max_share = max_clipped_share(evaluator, best)
     except UserError:
         return None  # the engine will say what does not fit
-    return ChosenSettings(rows, candidate.deferred_fraction, candidate.activation_policy, candidate.clip_by, max_share)
+    return {
+        "micro_batch": rows,
+        "deferred_fraction": best.candidate.deferred_fraction,
+        "kept_activations": best.candidate.activation_policy,
+        "clip_by": best.candidate.clip_by.value,
+        "max_clipped_share": max_share,
+    }
 
 
 def choose_settings_on_all_ranks(
     context: PlannerContext, topology: ClusterTopology, agreement: Agreement
-) -> ChosenSettings | None:
+) -> dict[str, Any] | None:
     """Return rank 0's :func:`choose_settings` on every rank, since all need the same task list. Collective.
 
     Args:
@@ -143,8 +116,12 @@ def choose_settings_on_all_ranks(
         return None
     links = measure_links(topology, context.device, agreement)
     chosen = choose_settings(context, links) if is_rank0 else None
-    content = agreement.all_gather_object(chosen.to_dict() if chosen is not None else None)[0]
-    return None if content is None else ChosenSettings.from_dict(content)
+    policy = None if chosen is None else asdict(chosen["kept_activations"])
+    chosen, policy = agreement.all_gather_object((chosen and {**chosen, "kept_activations": None}, policy))[0]
+    if chosen is None:
+        return None
+    operators = tuple((name, ordinal) for name, ordinal in policy["operators"])
+    return {**chosen, "kept_activations": ActivationPolicy(operators, policy["layers"])}
 
 
 def _is_profiled(context: PlannerContext) -> bool:

@@ -5,7 +5,7 @@ until few are left: the same bytes and FLOPs in fewer tasks, with buffers of act
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 
 from common.errors import UserError
@@ -21,8 +21,9 @@ from fuyou.model.recompute.policy import (
     saved_outputs,
     trace_block,
 )
-from fuyou.optimizer.clipping import ClipBy, UpdatePolicy
+from fuyou.optimizer.clipping import UpdatePolicy
 from fuyou.planner.machine import Machine
+from fuyou.planner.plan import SAVE_NOTHING, Candidate, Plan
 from fuyou.planner.rates import TaskRates
 from fuyou.planner.simulated_machine import Simulation
 from fuyou.planner.simulator import simulate
@@ -35,47 +36,6 @@ _MAX_TASKS = 640  # Visits times micro-batches in a step that is only simulated 
 # Steps until one is like the next: two, with deferred updates one more, and another one where what is written from host
 # memory, when a step has been committed, is what the step after the next waits for.
 _STEPS, _STEPS_DEFERRING, _STEPS_WRITING_LATE = 2, 3, 4
-SAVE_NOTHING = ActivationPolicy((), 0)
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """One way of running a step."""
-
-    micro_rows: int | None  # Sequences in a micro-batch; None takes what the memory plan prefers
-    deferred_fraction: float
-    activation_policy: ActivationPolicy = SAVE_NOTHING
-    clip_by: ClipBy = ClipBy.DEFERRAL  # Way in which gradients are clipped, if they are
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """Result of simulating a candidate: its buffers, tasks, and step time."""
-
-    candidate: Candidate
-    memory: MemoryPlan
-    step_seconds: float  # Average over steps that are clipped and steps that are not
-    busy: dict[Resource, float]  # Seconds of work in a step that is not clipped (as below)
-    tasks: StepList  # Tasks of a step in the steady state, with the simulator's times
-    simulation: Simulation
-    kept_bytes: int  # Bytes of saved outputs of one layer and micro-batch, as simulated
-    saved_flops: float  # FLOPs that a step leaves out of the recomputation of all blocks' forward passes
-    update_seconds: float  # Seconds of work that the updates take in one step: what deferring some of them could move
-    clipped_seconds: float | None = None  # Seconds of a clipped step, which updates twice
-
-    @property
-    def bound(self) -> Resource:
-        return max(self.busy, key=lambda resource: self.busy[resource])
-
-    @property
-    def written_bytes(self) -> int:
-        """Return the bytes written to SSD per step and rank."""
-        return self.tasks.ssd_written_bytes()
-
-    @property
-    def bound_seconds(self) -> float:
-        """Return the lower bound of the step's seconds under any schedule."""
-        return max(self.busy.values())
 
 
 class Evaluator:
@@ -90,9 +50,9 @@ class Evaluator:
             self._too_small = error  # which every candidate meets
         self.job = job
         self._activation_planners: dict[ActivationPolicy, ActivationPlanner] = {}
-        self._known: dict[tuple[Candidate, bool], Evaluation | UserError] = {}
+        self._known: dict[tuple[Candidate, bool], Plan | UserError] = {}
 
-    def evaluate(self, candidate: Candidate, *, merged: bool = True) -> Evaluation:
+    def evaluate(self, candidate: Candidate, *, merged: bool = True) -> Plan:
         """Simulate ``candidate``, fast and less exact with ``merged`` micro-batches.
 
         Raises:
@@ -112,9 +72,9 @@ class Evaluator:
             raise result
         return result
 
-    def tried(self) -> list[Evaluation]:
+    def tried(self) -> list[Plan]:
         """Return what candidates were evaluated and fit, as simulated to compare."""
-        known = {key: each for key, each in self._known.items() if isinstance(each, Evaluation)}
+        known = {key: each for key, each in self._known.items() if isinstance(each, Plan)}
         return [each for (candidate, merged), each in known.items() if merged or (candidate, True) not in known]
 
     def fits(self, candidate: Candidate) -> bool:
@@ -262,7 +222,7 @@ class Evaluator:
 
     # -- simulation -----------------------------------------------------------------------------------------------
 
-    def _evaluate(self, candidate: Candidate, merged: bool) -> Evaluation:
+    def _evaluate(self, candidate: Candidate, merged: bool) -> Plan:
         job, memory = self.job, self.memory(candidate)
         layers, batch = len(job.shape.blocks), memory.batch
         plan = merge_micro_batches(memory, layers) if merged else memory
@@ -302,20 +262,32 @@ class Evaluator:
         # Writes that wait for a commit pile up for more steps than are simulated where the drives are the bound.
         seconds = max(seconds, *busy.values())
         left_out = 1 - sum(counted.fraction(layer) for layer in range(layers)) / layers
-        job = job.causal() if batch.chunks > 1 else job
+        job = job.causal if batch.chunks > 1 else job
         recomputed = (job.hardware_flops_per_token - job.model_flops_per_token) * job.tokens
-        return Evaluation(
+        return Plan(
+            job,
+            self.machine,
             candidate,
-            memory,
-            seconds,
-            busy,
-            tasks,
-            simulation,
-            plan.kept_bytes,
-            left_out * recomputed,
-            update_seconds(tasks, rates),
-            clipped_seconds,
+            memory=memory,
+            step_seconds=seconds,
+            busy=busy,
+            tasks=tasks,
+            simulation=simulation,
+            clipped_seconds=clipped_seconds,
+            update_seconds=update_seconds(tasks, rates),
+            saved_flops=left_out * recomputed,
+            kept_activation_bytes=tasks.kept_bytes(plan.kept_bytes),
+            ssd_bytes=self._ssd_bytes(memory, updates),
         )
+
+    def _ssd_bytes(self, memory: MemoryPlan, updates: UpdatePolicy) -> int:
+        """Return the bytes of a run on SSD: records in all slots, activations, and gradients that wait there."""
+        shape = self.job.shape
+        total = self.job.record_bytes + memory.counts.ssd_activations * memory.activation_bytes
+        total += memory.counts.ssd_kept * memory.kept_bytes
+        if memory.spills_gradients(shape, updates.held(shape)):
+            total += sum(record.gradient_nbytes for record in shape.records)
+        return total
 
 
 def merge_micro_batches(plan: MemoryPlan, layers: int) -> MemoryPlan:

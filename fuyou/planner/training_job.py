@@ -4,6 +4,7 @@ import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -40,8 +41,6 @@ class TrainingJob:
     shape: ModelLayout
     rows: int  # Sequences per step and rank
     seq_len: int
-    model_flops_per_token: float  # FLOPs without recomputation
-    hardware_flops_per_token: float  # FLOPs with every block's forward pass counted twice
     clips: bool = False  # Whether updates wait for the gradient's norm: to clip, or to skip steps
     single_slot: bool = False
     direct_reads: bool = False  # Whether SSD reads bypass host memory if nothing would be cached there
@@ -57,6 +56,17 @@ class TrainingJob:
     clip_by: ClipBy | None = None  # Way in which gradients are clipped, if they are; None leaves it to the planner
     clipped_share: float = ClipStatistics().share  # Expected share of clipped steps; 0 without clipping
     loss: LossInputs = ENGINE_LOSS  # What the loss is computed from, if the caller computes it
+    attended: int | None = None  # Tokens that each token attends to; None: all of a row
+
+    @cached_property
+    def model_flops_per_token(self) -> float:
+        """Return FLOPs without recomputation."""
+        return model_flops_per_token(self.stack.model, self.attended or self.seq_len)
+
+    @cached_property
+    def hardware_flops_per_token(self) -> float:
+        """Return FLOPs with every block's forward pass counted twice."""
+        return hardware_flops_per_token(self.stack.model, self.attended or self.seq_len)
 
     @property
     def option_without_norm(self) -> str:
@@ -96,14 +106,10 @@ class TrainingJob:
         """Return one rank's part of this job; the batch is divided as evenly as possible."""
         return replace(self, shape=self.shape.shared(share), rows=-(-self.rows // share.world_size))
 
+    @cached_property
     def causal(self) -> "TrainingJob":
         """Return the job with FLOPs of attention to earlier tokens only, as rows in chunks compute it: half as many."""
-        model, length = self.stack.model, self.seq_len // 2
-        return replace(
-            self,
-            model_flops_per_token=model_flops_per_token(model, length),
-            hardware_flops_per_token=hardware_flops_per_token(model, length),
-        )
+        return replace(self, attended=self.seq_len // 2)
 
     def with_batch(self, rows: int) -> "TrainingJob":
         return replace(self, rows=rows)
@@ -131,16 +137,12 @@ def training_job_of_run(
         batch_shape: (sequences, tokens per sequence).
         clip_statistics: how often gradients were clipped so far.
     """
-    module, (rows, seq_len) = model.stack.model, batch_shape
     return TrainingJob(
-        type(module).__name__,
+        type(model.stack.model).__name__,
         model.config,
         model.stack,
         shape,
-        rows,
-        seq_len,
-        model_flops_per_token(module, seq_len),
-        hardware_flops_per_token(module, seq_len),
+        *batch_shape,
         clips=config.max_grad_norm is not None,
         single_slot=config.store.single_slot,
         direct_reads=config.store.direct_reads,
@@ -201,16 +203,13 @@ def describe_training(
         towers=towers,
         draw=False,
     )
-    meta = opened.stack.model
     return TrainingJob(
-        type(meta).__name__ if isinstance(model, PreTrainedConfig) else os.fspath(model),
+        type(opened.stack.model).__name__ if isinstance(model, PreTrainedConfig) else os.fspath(model),
         config,
         opened.stack,
         replace(opened.shape, padded=padded),
         rows,
         seq_len,
-        model_flops_per_token(meta, seq_len),
-        hardware_flops_per_token(meta, seq_len),
         **settings,
     )
 

@@ -70,11 +70,12 @@ def test_the_profile_at_hand_decides(tmp_path: Path, monkeypatch: pytest.MonkeyP
     save(slow, ProfiledWorkload.planned(CONFIG, job.shape.precision, plan, [tmp_path]), device)
     choice = choose_settings(PlannerContext(job, device, LIMITS, [tmp_path]))
     assert choice is not None
-    assert choice.micro_batch == plan.batch.micro_rows
-    assert choice.activation_policy.operators and choice.activation_policy.layers == 8
-    two_layers = replace(job, activation_policy=replace(choice.activation_policy, layers=2))
+    assert choice["micro_batch"] == plan.batch.micro_rows
+    policy = choice["kept_activations"]
+    assert policy.operators and policy.layers == 8
+    two_layers = replace(job, activation_policy=replace(policy, layers=2))
     fixed = choose_settings(PlannerContext(two_layers, device, LIMITS, [tmp_path]))
-    assert fixed is not None and fixed.activation_policy.layers == 2
+    assert fixed is not None and fixed["kept_activations"].layers == 2
 
 
 def test_a_plan_says_that_writes_were_measured_at_first_only() -> None:

@@ -12,10 +12,10 @@ from common.errors import UserError
 from common.hardware.presets import drive_preset, gpu_preset
 from fuyou import Engine
 from fuyou.config import EngineConfig
-from fuyou.planner import Machine, RunPlan, TrainingJob, describe_training, plan, preset_machine
+from fuyou.planner import Machine, Plan, TrainingJob, describe_training, preset_machine, search
 from fuyou.planner.evaluate import Evaluator
 from fuyou.planner.rates import TaskRates
-from fuyou.planner.run_plan import SLOWER, frontier, search
+from fuyou.planner.search import SLOWER, choose, frontier
 
 RATES = TaskRates(1e10, 1e12, 1e12, 2e9, 1e9, 1e12, commit_seconds=0.0)
 ON = Machine("a device", "a drive", RATES, 64 << 20, 140 << 20, endurance_bytes=10**15)
@@ -30,8 +30,8 @@ def job() -> TrainingJob:
     return describe_training(config, 64, 64)
 
 
-def planned(job: TrainingJob, days: float | None) -> RunPlan:
-    return plan(replace(job, drive_life=days), ON)
+def planned(job: TrainingJob, days: float | None) -> Plan:
+    return search(replace(job, drive_life=days), ON)
 
 
 def test_the_default_writes_least_within_a_tenth_of_the_fastest(job: TrainingJob) -> None:
@@ -54,7 +54,7 @@ def test_a_limit_in_days_takes_the_fastest_step_that_reaches_it(job: TrainingJob
 
 def test_the_frontier_has_the_bytes_of_whole_steps(job: TrainingJob) -> None:
     evaluator = Evaluator(replace(job, drive_life=0), ON)
-    search(evaluator)
+    choose(evaluator)
     points = frontier(evaluator, evaluator.job.clip_choices)
     assert len(points) >= 4
     for point in points:
@@ -67,7 +67,7 @@ def test_the_frontier_has_the_bytes_of_whole_steps(job: TrainingJob) -> None:
 def test_runs_write_the_bytes_of_each_point(job: TrainingJob, tmp_path: Path) -> None:
     """As many as a step writes in the steady state; in all, what was scheduled."""
     evaluator = Evaluator(replace(job, drive_life=0), ON)
-    search(evaluator)
+    choose(evaluator)
     points, ids = frontier(evaluator, evaluator.job.clip_choices), torch.zeros(64, 64, dtype=torch.long)
     assert len(points) >= 4
     for point in points:
@@ -88,8 +88,8 @@ def test_runs_write_the_bytes_of_each_point(job: TrainingJob, tmp_path: Path) ->
 
 def test_a_limit_needs_drives_whose_warranty_is_known(job: TrainingJob) -> None:
     with pytest.raises(UserError, match=r"drive.life: the warranted writes of a drive are not known"):
-        search(Evaluator(replace(job, drive_life=50.0), replace(ON, endurance_bytes=None)))
-    search(Evaluator(replace(job, drive_life=0), replace(ON, endurance_bytes=None)))
+        choose(Evaluator(replace(job, drive_life=50.0), replace(ON, endurance_bytes=None)))
+    choose(Evaluator(replace(job, drive_life=0), replace(ON, endurance_bytes=None)))
 
 
 def test_an_engine_without_the_planner_takes_no_limit(tmp_path: Path) -> None:

@@ -10,10 +10,11 @@ from common.models.flops import active_parameters, model_flops_per_token
 from common.models.structure import find_blocks
 from fuyou.layout.model_layout import BufferCounts
 from fuyou.optimizer.clipping import ClipBy
-from fuyou.planner import Machine, TrainingJob, describe_training, plan
-from fuyou.planner.evaluate import SAVE_NOTHING, Candidate, Evaluator
+from fuyou.planner import Machine, TrainingJob, describe_training, search
+from fuyou.planner.evaluate import Evaluator
+from fuyou.planner.plan import SAVE_NOTHING, Candidate
 from fuyou.planner.rates import TaskRates
-from fuyou.planner.run_plan import max_clipped_share, search
+from fuyou.planner.search import choose, max_clipped_share
 from fuyou.schedule.batch import BatchShape
 from fuyou.schedule.scheduler import Scheduler
 from fuyou.schedule.tasks import Resource
@@ -41,7 +42,7 @@ def machine(rates: TaskRates = FAST, host: int = 256 << 20, device: int = 64 << 
 
 
 def seconds(job: TrainingJob, on: Machine) -> float:
-    result = plan(job, on)
+    result = search(job, on)
     assert result.fits, result.missing
     return result.step_seconds
 
@@ -63,14 +64,14 @@ def test_a_mixture_takes_as_long_as_the_experts_that_tokens_visit(family: str) -
     )
     head = model.get_output_embeddings().weight.numel() + config.hidden_size
     assert sum(task.flops for task in steps.tasks) == (8 * job.block_parameters + 6 * head) * job.tokens
-    result = plan(job, machine(replace(FAST, flops_per_second=1e9)))
+    result = search(job, machine(replace(FAST, flops_per_second=1e9)))
     assert result.step_seconds < 8.1e-9 * (job.block_parameters + head) * job.tokens
     rate = model_flops_per_token(model, SEQ_LEN) * job.tokens / result.step_seconds
     assert result.flops_per_second == pytest.approx(rate)
 
 
 def test_json_has_what_programs_ask_for(job: TrainingJob) -> None:
-    content = plan(job, machine()).to_json()
+    content = search(job, machine()).to_json()
     assert content.keys() >= KEYS
     assert content["fits"] is True and content["missing"] == []
     assert content["tokens_per_second"] == pytest.approx(8 * SEQ_LEN / content["step_seconds"])
@@ -80,7 +81,7 @@ def test_json_has_what_programs_ask_for(job: TrainingJob) -> None:
 
 
 def test_bytes_per_step_are_the_schedulers(job: TrainingJob) -> None:
-    result = plan(replace(job, deferred_fraction=0.0, activation_policy=SAVE_NOTHING), machine(host=140 << 20))
+    result = search(replace(job, deferred_fraction=0.0, activation_policy=SAVE_NOTHING), machine(host=140 << 20))
     memory = result.memory
     assert memory is not None
     scheduler = Scheduler(job.shape, memory.counts, resident=memory.resident)
@@ -103,7 +104,7 @@ def test_one_slow_resource_bounds_the_step_and_more_of_it_helps(
     job: TrainingJob, slow: dict[str, float], bound: Resource
 ) -> None:
     on = machine(replace(FAST, **slow))
-    result = plan(job, on)
+    result = search(job, on)
     assert result.bound is bound
     assert result.busy[bound] * 0.999 <= result.step_seconds < 1.1 * result.busy[bound]
     faster = machine(replace(FAST, **{name: 2 * rate for name, rate in slow.items()}))
@@ -111,19 +112,19 @@ def test_one_slow_resource_bounds_the_step_and_more_of_it_helps(
 
 
 def test_what_does_not_fit_says_what_is_missing(job: TrainingJob) -> None:
-    result = plan(job, machine(device=1 << 20))
+    result = search(job, machine(device=1 << 20))
     content = result.to_json()
     assert not result.fits and content["step_seconds"] is None and content["fits"] is False
     assert "device_memory" in result.missing[0]
 
 
 def test_space_on_ssd_is_exact(job: TrainingJob) -> None:
-    needed = plan(job, machine()).ssd_bytes
+    needed = search(job, machine()).ssd_bytes
     elements = sum(record.numel for record in job.shape.records)
     assert needed == 24 * elements
-    assert plan(replace(job, single_slot=True), machine()).ssd_bytes == 12 * elements
-    assert plan(job, machine(store_bytes=needed)).fits
-    lacking = plan(job, machine(store_bytes=needed - 1))
+    assert search(replace(job, single_slot=True), machine()).ssd_bytes == 12 * elements
+    assert search(job, machine(store_bytes=needed)).fits
+    lacking = search(job, machine(store_bytes=needed - 1))
     assert not lacking.fits and "on SSD" in lacking.missing[0]
 
 
@@ -131,9 +132,9 @@ BALANCED = machine(TaskRates(1e11, 1e10, 1e10, 3e8, 3e8, 1e9), host=140 << 20)
 
 
 def test_clipping_by_deferral_defers_everything_and_takes_longer(job: TrainingJob) -> None:
-    free = plan(job, BALANCED)
+    free = search(job, BALANCED)
     for more in ({"clip_by": ClipBy.DEFERRAL}, {"single_slot": True}, {"commit_every": 2}, {"clipped_share": 1.0}):
-        result = plan(replace(job, clips=True, **more), BALANCED)
+        result = search(replace(job, clips=True, **more), BALANCED)
         assert (result.clip_by, result.deferred_fraction) == (ClipBy.DEFERRAL, 1.0)
         assert result.step_seconds > 1.05 * free.step_seconds
     assert free.clip_by is None
@@ -142,19 +143,19 @@ def test_clipping_by_deferral_defers_everything_and_takes_longer(job: TrainingJo
 def test_clipping_by_speculation_costs_by_how_often_it_strikes(job: TrainingJob) -> None:
     """The planner's own choice where that is seldom; the share from which it is not is where both take as long."""
     seldom = replace(job, clips=True, clipped_share=0.01)
-    chosen = plan(seldom, BALANCED)
+    chosen = search(seldom, BALANCED)
     assert chosen.clip_by is ClipBy.SPECULATION and chosen.deferred_fraction < 1
-    deferral = plan(replace(seldom, clip_by=ClipBy.DEFERRAL), BALANCED)
+    deferral = search(replace(seldom, clip_by=ClipBy.DEFERRAL), BALANCED)
     assert chosen.step_seconds < 0.95 * deferral.step_seconds
     content = chosen.to_json()
     assert (content["clip_by"], content["clipped_share"]) == ("speculation", 0.01)
     assert content["clipped_step_seconds"] > content["step_seconds"]
 
     evaluator = Evaluator(seldom, BALANCED)
-    share = max_clipped_share(evaluator, search(evaluator))
+    share = max_clipped_share(evaluator, choose(evaluator))
     assert 0.01 < share < 1
     fixed = replace(seldom, clip_by=ClipBy.SPECULATION, deferred_fraction=chosen.deferred_fraction, clipped_share=share)
-    assert plan(fixed, BALANCED).step_seconds == pytest.approx(deferral.step_seconds, rel=0.01)
+    assert search(fixed, BALANCED).step_seconds == pytest.approx(deferral.step_seconds, rel=0.01)
     assert math.isinf(max_clipped_share(evaluator, evaluator.evaluate(Candidate(None, 1.0))))
 
 
@@ -163,13 +164,13 @@ def test_clipping_by_speculation_costs_by_how_often_it_strikes(job: TrainingJob)
 def test_no_step_is_shorter_than_its_bound(job: TrainingJob, clips: bool, host: int) -> None:
     """Not even where late writes pile up for more steps than are simulated."""
     rates = replace(FAST, flops_per_second=1e12, read_bytes_per_second=5e9, write_bytes_per_second=1e9)
-    result = plan(replace(job, clips=clips), machine(rates, host=host << 20))
+    result = search(replace(job, clips=clips), machine(rates, host=host << 20))
     assert result.step_seconds >= max(result.busy.values())
 
 
 def test_gradients_that_are_kept_are_written_where_they_find_no_room(job: TrainingJob) -> None:
     speculation = replace(job, clips=True, clip_by=ClipBy.SPECULATION, clipped_share=0.0, host_cache=0)
-    written = {host: plan(speculation, machine(host=host << 20)).written_bytes for host in (140, 256)}
+    written = {host: search(speculation, machine(host=host << 20)).written_bytes for host in (140, 256)}
     elements = sum(record.numel for record in job.shape.records)
     assert written[256] == 12 * elements
     assert 12 * elements < written[140] <= 14 * elements

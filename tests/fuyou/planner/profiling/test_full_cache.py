@@ -15,7 +15,7 @@ from emulated.device import emulated_device
 from transformers import LlamaConfig
 
 from fuyou import Engine
-from fuyou.planner import PlannerContext, RunPlan, describe_training, plan, profiled_machine
+from fuyou.planner import Plan, PlannerContext, describe_training, profiled_machine, search
 from fuyou.planner.profiling import drives, measure, save
 from fuyou.runtime.devices.device import memory_limits
 
@@ -37,7 +37,7 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         yield Path(directory)
 
 
-def planned(directory: Path, *, past_cache: bool = False) -> RunPlan:
+def planned(directory: Path, *, past_cache: bool = False) -> Plan:
     device = emulated_device(SPEC)
     job = describe_training(CONFIG, ROWS, SEQ_LEN, host_cache=0, drive_life=0)
     host, memory = memory_limits(device, HOST_MEMORY, None)
@@ -45,7 +45,7 @@ def planned(directory: Path, *, past_cache: bool = False) -> RunPlan:
     profile = context.profile or save(
         measure(context.workload, device, past_cache=past_cache), context.workload, device
     )
-    return plan(job, profiled_machine(profile, False, memory, host, [directory], None))
+    return search(job, profiled_machine(profile, False, memory, host, [directory], None))
 
 
 def run(directory: Path, most: int) -> tuple[float, list[str]]:
