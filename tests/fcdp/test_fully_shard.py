@@ -37,7 +37,9 @@ def _same(pool: Pool, call: Any, *args: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize(
-    "case", [Case(), Case(lora=True), Case(lora=True, bf16=True, checkpointing=True)], ids=["full", "lora", "bf16"]
+    "case",
+    [Case(), pytest.param(Case(lora=True), marks=pytest.mark.slow), Case(lora=True, bf16=True, checkpointing=True)],
+    ids=["full", "lora", "bf16"],
 )
 def test_module_by_module_equals_fsdp2_and_sends_what_the_formula_says(pool: Pool, case: Case) -> None:
     ours = _same(pool, cases.train, case)
@@ -64,7 +66,9 @@ def test_what_is_frozen_before_all_that_is_trained_is_not_gathered_again(pool: P
     assert (counts[0] + counts[1], counts[2] + counts[3]) == formulas[:2]
 
 
-@pytest.mark.parametrize(("kind", "nodes"), [("tp", (2, 1)), ("tp-outside", (1, 2)), ("hsdp", (1, 2))])
+@pytest.mark.parametrize(
+    ("kind", "nodes"), [("tp", (2, 1)), pytest.param("tp-outside", (1, 2), marks=pytest.mark.slow), ("hsdp", (1, 2))]
+)
 def test_meshes_of_two_dimensions(pool: Pool, kind: str, nodes: tuple[int, int]) -> None:
     assert {one[2] for one in _same(pool, cases.train_two_dimensions, kind)} == {nodes}
 

@@ -17,7 +17,7 @@ from tests.helpers.models.small_models import small_config
 SMALL = ("--batch-size", 2, "--seq-len", 96, "--gpu", "cpu", "--lr", "1e-3", "--dtype", "fp32", "--steps", 2)
 
 
-@pytest.fixture(params=["mpt", "bart"])
+@pytest.fixture(params=[pytest.param("mpt", marks=pytest.mark.slow), "bart"])
 def family(request: pytest.FixtureRequest, checkpoint: Path, tmp_path: Path) -> Path:
     """A checkpoint with the tokenizer of the tiny Llama."""
     config = small_config(request.param)

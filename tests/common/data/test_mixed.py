@@ -38,7 +38,7 @@ def test_weights_that_are_none(weights: tuple[float, ...]) -> None:
         counts_of(weights)
 
 
-@pytest.mark.parametrize("batch_size", [7, 40])
+@pytest.mark.parametrize("batch_size", [pytest.param(7, marks=pytest.mark.slow), 40])
 def test_rows_come_by_weight_and_each_data_set_goes_through_its_epochs(
     parts: list[PackedBatches], batch_size: int
 ) -> None:

@@ -69,7 +69,7 @@ def test_kept_outputs_that_arrive_late(checkpoints: Path, tmp_path: Path, monkey
     check(checkpoints / "llama-tied", tmp_path, monkeypatch, counts={**SCARCE, **SCARCE_KEPT}, kept=1 << 20)
 
 
-@pytest.mark.parametrize("room", [0, 1 << 17])
+@pytest.mark.parametrize("room", [pytest.param(0, marks=pytest.mark.slow), 1 << 17])
 def test_host_memory_that_cannot_be_page_locked_is_slower_and_right(
     room: int, checkpoints: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -51,11 +51,13 @@ def test_a_callers_autocast_changes_nothing(checkpoints: Path, tmp_path: Path) -
         compare(trained, twin)
 
 
-# fp32 weights are not split nor rounded: what they add to bf16 does not depend on the family. More of it is below.
-# The two Llamas and GPT-2 are in the tests below.
+# fp32 weights are not split nor rounded: what they add to bf16 does not depend on the family. More of it is below,
+# and so are the two Llamas and GPT-2. The slow ones differ from a Llama in their attention alone.
 @pytest.mark.parametrize(
-    ("family", "dtype"), [*((family, "bf16") for family in list(tiny_configs())[3:]), ("mixtral", "fp32")]
-)
+    ("family", "dtype"),
+    [*((family, "bf16") for family in ("gemma3", "opt", "mixtral", "qwen3-moe")), ("mixtral", "fp32"),
+     *(pytest.param(family, "bf16", marks=pytest.mark.slow) for family in ("qwen3", "neox"))],
+)  # fmt: skip
 def test_families(family: str, dtype: str, checkpoints: Path, tmp_path: Path) -> None:
     check(checkpoints / family, directories(tmp_path, 1), dtype=dtype, micro_batch=1)
 
@@ -105,7 +107,7 @@ def test_two_threads(checkpoints: Path, tmp_path: Path) -> None:
         torch.set_num_threads(1)
 
 
-@pytest.mark.parametrize(("fraction", "commit_every"), [(0.67, 1), (1.0, 2)])
+@pytest.mark.parametrize(("fraction", "commit_every"), [pytest.param(0.67, 1, marks=pytest.mark.slow), (1.0, 2)])
 def test_updates_deferred_into_the_next_forward_pass(
     fraction: float, commit_every: int, checkpoints: Path, tmp_path: Path
 ) -> None:
@@ -116,7 +118,7 @@ def test_updates_deferred_into_the_next_forward_pass(
 
 @pytest.mark.parametrize(("family", "cache", "options"), [
     ("llama", None, {}),
-    ("gpt2", None, {"commit_every": 3, "max_grad_norm": 0.5}),
+    pytest.param("gpt2", None, {"commit_every": 3, "max_grad_norm": 0.5}, marks=pytest.mark.slow),
     ("llama", 250_000, {"commit_every": 2, "deferred_fraction": 0.5}),
 ], ids=["all", "all, clipped, committed seldom", "some, half deferred"])  # fmt: skip
 def test_states_that_live_in_host_memory(
@@ -148,8 +150,8 @@ def test_states_that_live_in_host_memory(
 
 @pytest.mark.parametrize(("counts", "clip"), [
     ({"device_activations": 30, "host_activations": 0}, None),  # all on the device
-    ({"device_activations": 4, "host_activations": 30}, None),  # most on the host
-    ({**SCARCE, **ONE_OF_EACH}, None),  # most on SSD
+    pytest.param({"device_activations": 4, "host_activations": 30}, None, marks=pytest.mark.slow),  # most on the host
+    pytest.param({**SCARCE, **ONE_OF_EACH}, None, marks=pytest.mark.slow),  # most on SSD
     ({**SCARCE, **ONE_OF_EACH}, 0.5),
     ({**SCARCE, "device_blocks": 3, "host_blocks": 2, "host_activations": 5}, 0.5),
 ], ids=["device", "host", "one of each", "one of each, clipped", "deep prefetch, clipped"])  # fmt: skip

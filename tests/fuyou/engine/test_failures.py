@@ -150,7 +150,9 @@ def test_a_user_state_that_would_not_come_back_is_rejected(tmp_path: Path) -> No
         assert engine.step_count == 1
 
 
-@pytest.mark.parametrize("options", [{}, {"deferred_fraction": 1.0}, {"host_cache": 0}])
+@pytest.mark.parametrize(
+    "options", [{}, pytest.param({"deferred_fraction": 1.0}, marks=pytest.mark.slow), {"host_cache": 0}]
+)
 def test_an_abandoned_step_counts_for_nothing(
     tmp_path: Path, options: dict[str, Any], undisturbed: dict[float | None, list[float]]
 ) -> None:

@@ -111,8 +111,8 @@ def test_resume_in_the_middle(
 
 @pytest.mark.parametrize(("family", "dtype", "config"), [
     ("llama", "bf16", {"use_rslora": True}),
-    ("gemma3", "bf16", {"use_dora": True, "target_modules": ["q_proj"]}),
-    ("gpt2", "fp32", {"bias": "all"}),
+    pytest.param("gemma3", "bf16", {"use_dora": True, "target_modules": ["q_proj"]}, marks=pytest.mark.slow),
+    pytest.param("gpt2", "fp32", {"bias": "all"}, marks=pytest.mark.slow),
     ("llama", "fp32", {"modules_to_save": ["lm_head"], "trainable_token_indices": {"embed_tokens": [3, 9]}}),
 ])  # fmt: skip
 def test_continue_an_adapter(family: str, dtype: str, config: dict, checkpoints: Path, tmp_path: Path) -> None:

@@ -104,7 +104,10 @@ def feed(steps: int = STEPS) -> Iterator[dict[str, torch.Tensor]]:
     ("fp32", {"micro_batch": 2}),
     ("bf16", {"micro_batch": 1, "max_grad_norm": 0.1}),
     ("bf16", {"micro_batch": 1, "max_grad_norm": 0.165, "clip_by": "speculation"}),
-    ("bf16", {"micro_batch": 1, "max_grad_norm": 0.165, "clip_by": "speculation", "host_cache": None}),
+    pytest.param(
+        "bf16", {"micro_batch": 1, "max_grad_norm": 0.165, "clip_by": "speculation", "host_cache": None},
+        marks=pytest.mark.slow,
+    ),
     ("fp32", {"micro_batch": 1, "commit_every": 2, "host_cache": None, "deferred_fraction": 0.5}),
     ("bf16", {"micro_batch": 2, "single_slot": True}),
 ], ids=lambda value: ", ".join(map(str, value.values())) if isinstance(value, dict) else value)  # fmt: skip

@@ -52,7 +52,8 @@ def train(engine: fuyou.Engine, numbers: Sequence[int], bad: Sequence[int] = ())
 
 
 @pytest.mark.parametrize("options", [
-    {"max_grad_norm": 0.5, "host_cache": 0}, {"max_grad_norm": 0.5, "clip_by": "speculation"}, {"commit_every": 2},
+    pytest.param({"max_grad_norm": 0.5, "host_cache": 0}, marks=pytest.mark.slow),
+    {"max_grad_norm": 0.5, "clip_by": "speculation"}, {"commit_every": 2},
 ], ids=str)  # fmt: skip
 def test_a_skipped_step_leaves_no_trace(poisoned: Path, tmp_path: Path, options: dict[str, Any]) -> None:
     with engine_of(poisoned, tmp_path / "without", **options) as engine:

@@ -66,8 +66,10 @@ def test_all_trained(family, dtype):
 
 
 @pytest.mark.parametrize(
-    "family", ["qwen3_next", "llama4_text", "longcat_flash", "glm4_moe_lite", "gemma4_text", "mamba"]
-)
+    "family",
+    ["qwen3_next", "llama4_text", "gemma4_text", "mamba",
+     *(pytest.param(name, marks=pytest.mark.slow) for name in ("longcat_flash", "glm4_moe_lite"))],
+)  # fmt: skip
 def test_other_kinds_of_blocks(family):
     """Linear attention, experts outside of transformers' interface, loops that look at values, links between blocks."""
     model = PieceModel(family)

@@ -89,12 +89,12 @@ def replay(model: OpenModel, batch: Batch, columns: int) -> CachingAllocator:
 @pytest.mark.parametrize(("name", "rows", "tokens", "adapters"), [
     ("llama 8B", 4, 1024, False),
     pytest.param("llama 8B", 4, 1024, True, marks=pytest.mark.slow),
-    ("gpt2 1.5B", 4, 1024, False),
+    pytest.param("gpt2 1.5B", 4, 1024, False, marks=pytest.mark.slow),
     pytest.param("gemma3 4B", 8, 1024, False, marks=pytest.mark.slow),
     pytest.param("mixtral 8x7B", 4, 1024, False, marks=pytest.mark.slow),
     pytest.param("qwen3-moe 30B", 16, 512, False, marks=pytest.mark.slow),
     ("qwen3-moe 30B", 1, 1024, True),
-    ("deepseek 16B", 4, 2048, False),
+    pytest.param("deepseek 16B", 4, 2048, False, marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_reserved_memory_is_planned(name: str, rows: int, tokens: int, adapters: bool) -> None:
     lora = LoraConfig(r=16, target_modules="all-linear") if adapters else None

@@ -170,7 +170,7 @@ def test_every_plan_can_be_scheduled(situation: dict, defer: float) -> None:
     Machine(program).run_in_order()
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(situations())
 def test_what_the_error_asks_for_works(situation: dict) -> None:
     """Each option alone if only one is too small, both if both are."""
@@ -184,7 +184,7 @@ def test_what_the_error_asks_for_works(situation: dict) -> None:
         plan_of(situation, **wanted)
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(situations())
 def test_less_than_the_error_asks_for_does_not_work(situation: dict) -> None:
     # A batch that is not split needs no fp32 sums, so the smallest micro-batch is not always what needs least.

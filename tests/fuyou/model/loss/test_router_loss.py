@@ -89,7 +89,7 @@ def test_equals_the_model_in_memory(family: str, micro_batches: int, checkpoints
         assert math.isclose(trained.eval_loss(**batch), expected, rel_tol=1e-6)
 
 
-@pytest.mark.parametrize("family", ["mixtral", "gpt-oss"])
+@pytest.mark.parametrize("family", ["mixtral", pytest.param("gpt-oss", marks=pytest.mark.slow)])
 def test_bf16_and_activations_that_are_kept(family: str, checkpoints: Path, tmp_path: Path) -> None:
     """Recomputation takes its short cuts around what the router loss needs."""
     twin = Twin(str(checkpoints / family), bf16=True, max_grad_norm=None, **OPTIONS)
