@@ -389,7 +389,7 @@ def _model(name: str) -> TrainingJob:
 
 def paper(name: str, batch: int, on: Machine, overlaps: bool = True) -> PaperScheme:
     """Return the paper's run of a model."""
-    return PaperScheme(_model(name).with_batch(batch), on, overlaps)
+    return PaperScheme(replace(_model(name), rows=batch), on, overlaps)
 
 
 def tokens_per_dollar(drives: int) -> float:

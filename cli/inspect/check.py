@@ -339,7 +339,7 @@ def look_at_gpus() -> list[GpuFound]:
 def look_at_drive(directory: Path) -> DriveFound:
     """Return the drive of a directory and its free space, and measure its speed, for half a minute."""
     from fuyou.layout.record import Kind, Precision, Record
-    from fuyou.planner.profiling.drives import open_scratch
+    from fuyou.planner.profiling.measure import open_scratch
 
     usage = shutil.disk_usage(directory)
     record = Record.build(0, "check", Kind.BLOCK, Precision.named("bf16", "fp32"), [(("weight",), (1024,), True)])

@@ -28,8 +28,9 @@ from fcdp.planner.collectives import MeasuredRates
 from fcdp.strategy.mesh import Levels
 from fcdp.strategy.topology import Topology
 from fuyou.planner import PlannerContext
-from fuyou.planner.profiling import Profile, measure, save
-from fuyou.planner.profiling.measure import describe, profile_path
+from fuyou.planner.profiling import Profile, save
+from fuyou.planner.profiling.cache import describe, profile_path
+from fuyou.planner.profiling.measure import measure
 from fuyou.runtime.devices.device import memory_limits
 from fuyou.schedule.tasks import Resource
 
@@ -106,7 +107,7 @@ def table(profile: Profile, drives: int) -> list[str]:
             for item, speed in speeds.items()
         ],
         "longest operators of the block's forward pass": [
-            (f"{item.name.removeprefix('aten.')} #{item.ordinal}", _time(item.seconds), format_bytes(item.output_bytes))
+            (f"{item.name.removeprefix('aten.')} #{item.ordinal}", _time(item.seconds), "")
             for item in sorted(profile.operators, key=lambda item: -item.seconds)[:_OPERATORS]
         ],
     }

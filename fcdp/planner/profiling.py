@@ -32,7 +32,7 @@ from fuyou.model.loss.router_loss import switch_router_logits
 from fuyou.model.model_records import model_records
 from fuyou.model.streamed_model import StreamedModel
 from fuyou.planner.profiling.blocks import BlockBench
-from fuyou.planner.profiling.drives import measure_link
+from fuyou.planner.profiling.measure import measure_link
 from fuyou.runtime.devices.device import open_device
 
 SIZES = (16 << 10, 256 << 10, 4 << 20, 32 << 20)  # bytes; on CUDA also four times the largest
@@ -100,8 +100,9 @@ def measure_computing(
     shape = model_records(stack, Precision.named(dtype, "fp32"))
     dist.barrier()
     parts = BlockBench(stack, shape, device, rows, seq_len, seq_len).measure()
-    blocks = len(shape.blocks) * (parts.block_forward_seconds + parts.block_backward_seconds)
-    seconds = blocks + parts.embed_forward_seconds + parts.embed_backward_seconds + parts.head_seconds
+    blocks = len(shape.blocks) * (parts["block_forward_seconds"] + parts["block_backward_seconds"])
+    others = ("embed_forward_seconds", "embed_backward_seconds", "head_seconds")
+    seconds = blocks + sum(parts[name] for name in others)
     flops = rows * seq_len * hardware_flops_per_token(model, seq_len)
     parameter: Any = torch.nn.Parameter(torch.zeros(_OPTIMIZER_ELEMENTS, device=topology.device))
     parameter.grad = torch.ones_like(parameter)

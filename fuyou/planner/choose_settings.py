@@ -16,7 +16,8 @@ from common.errors import UserError
 from fuyou.model.recompute.policy import ActivationPolicy
 from fuyou.planner.evaluate import Evaluator
 from fuyou.planner.machine import RankLinks, machine_of_one_rank, profiled_machine
-from fuyou.planner.profiling import Profile, ProfiledWorkload, load, measure, save
+from fuyou.planner.profiling import Profile, ProfiledWorkload, load, save
+from fuyou.planner.profiling.measure import measure
 from fuyou.planner.search import choose, max_clipped_share
 from fuyou.planner.training_job import TrainingJob, fitting_job
 from fuyou.runtime.devices.device import Device

@@ -40,7 +40,6 @@ class Machine:
     drive_count: int = 1
     store_bytes: int | None = None  # Bytes that all drives together have room for; None if it is not known
     endurance_bytes: int | None = None  # Warranted writes of all drives together, if known
-    drives_limit: float | None = None  # Maximum bytes per second of all drives together, if any
     cpu: bool = False  # Whether the CPU is the device
     # Whether the device's rate counts all FLOPs, attention's included; else only 2 per parameter and token of the
     # forward pass, as tasks count them.
@@ -57,22 +56,6 @@ class Machine:
         if self.endurance_bytes is None:
             raise UserError(UNKNOWN_ENDURANCE.format(drives=self.drives))
         return self.endurance_bytes * step_seconds / (written_bytes * 86400) if written_bytes else math.inf
-
-    def with_drives(self, count: int) -> "Machine":
-        """Return this machine with ``count`` drives of the same kind."""
-        factor = count / self.drive_count
-        rates = replace(
-            self.rates,
-            read_bytes_per_second=_limited(self.rates.read_bytes_per_second * factor, self.drives_limit),
-            write_bytes_per_second=_limited(self.rates.write_bytes_per_second * factor, self.drives_limit),
-        )
-        return replace(
-            self,
-            rates=rates,
-            drive_count=count,
-            store_bytes=None if self.store_bytes is None else int(self.store_bytes * factor),
-            endurance_bytes=None if self.endurance_bytes is None else int(self.endurance_bytes * factor),
-        )
 
 
 @dataclass(frozen=True)
@@ -121,7 +104,6 @@ def machine_of_one_rank(machine: Machine, ranks_per_node: int, links: RankLinks)
         host_bytes=machine.host_bytes // ranks_per_node,
         store_bytes=None if machine.store_bytes is None else machine.store_bytes // ranks_per_node,
         endurance_bytes=None if machine.endurance_bytes is None else machine.endurance_bytes // ranks_per_node,
-        drives_limit=None if machine.drives_limit is None else machine.drives_limit * share,
         assumptions=(*machine.assumptions, *links.assumptions),
     )
 
@@ -175,7 +157,6 @@ def preset_machine(
         drive_count,
         drive_count * drive.capacity_bytes,
         None if drive.endurance_bytes is None else drive_count * drive.endurance_bytes,
-        drives_limit,
         assumptions=tuple(assumptions),
     )
 

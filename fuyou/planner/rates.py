@@ -4,7 +4,7 @@ import math
 from collections.abc import Collection
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from fuyou.layout.model_layout import Phase
 from fuyou.schedule.tasks import ComputeTask, Resource
@@ -96,23 +96,24 @@ class TaskRates:
         return task.flops / (self.backward_flops_per_second or self.flops_per_second) + finish
 
 
-FORMAT = 5  # Version of the JSON: profiles of another one are not read, but measured again
+FORMAT = 6  # Version of the JSON: profiles of another one are not read, but measured again
 
 
-@dataclass(frozen=True)
-class OperatorTime:
+class OperatorTime(NamedTuple):
     """One call of an operator in a block's forward pass."""
 
     name: str  # Such as `aten.addmm.default`
     ordinal: int  # Number of the call among this operator's calls in the block, from 0
     seconds: float
-    output_bytes: int  # Bytes of its results, without those that are views of older memory
 
 
 @dataclass(frozen=True)
-class PartTimes:
-    """Seconds of one micro-batch, part by part, as in the engine's tasks."""
+class Profile:
+    """Rates and times of one machine with one model and one micro-batch."""
 
+    device: str  # Name of the device that computes
+    tokens: int  # Tokens in a micro-batch
+    # Seconds of one micro-batch, part by part, as in the engine's tasks.
     measured_tokens: int  # Tokens that were run; times are scaled up to a whole micro-batch
     matmul_flops_per_second: float  # FLOPs per second of matrix products with the shapes of the block's parameters
     embed_forward_seconds: float
@@ -126,14 +127,6 @@ class PartTimes:
     head_forward_seconds: float
     embed_backward_seconds: float
     operators: tuple[OperatorTime, ...]  # Operators of the block's forward pass, in order
-
-
-@dataclass(frozen=True)
-class Profile(PartTimes):
-    """Rates and times of one machine with one model and one micro-batch."""
-
-    device: str  # Name of the device that computes
-    tokens: int  # Tokens in a micro-batch
     block_parameters: float  # Parameters of a block that one token uses: of routed experts those that it visits
     upload_bytes_per_second: float  # Bytes per second from host to device, while nothing goes the other way
     download_bytes_per_second: float
@@ -152,7 +145,6 @@ class Profile(PartTimes):
 
     measured_at: float  # Time of the measurement, in seconds since the epoch
     measured_in_seconds: float
-    versions: dict[str, str]  # Versions of PyTorch and transformers
 
     def rates(self, recomputed: float = 1.0) -> TaskRates:
         """Return the rates for the simulator.
@@ -200,7 +192,9 @@ class Profile(PartTimes):
             ValueError: if ``content`` is not a profile.
         """
         try:
-            operators = tuple(OperatorTime(**operator) for operator in content["operators"])
+            operators = tuple(
+                OperatorTime(str(name), int(number), float(seconds)) for name, number, seconds in content["operators"]
+            )
             contention = Contention.from_list(content["contention"])
             profile = Profile(**{**content, "operators": operators, "contention": contention})
         except (TypeError, KeyError, ValueError) as error:

@@ -69,11 +69,6 @@ class TrainingJob:
         return hardware_flops_per_token(self.stack.model, self.attended or self.seq_len)
 
     @property
-    def option_without_norm(self) -> str:
-        """Return the option with which updates would not wait for the norm."""
-        return "--max-grad-norm 0" if self.clipped_share else "--on-nonfinite stop"
-
-    @property
     def speculation_obstacle(self) -> str | None:
         """Return why updates cannot be speculative, or None if they can."""
         share = self.shape.share
@@ -110,9 +105,6 @@ class TrainingJob:
     def causal(self) -> "TrainingJob":
         """Return the job with FLOPs of attention to earlier tokens only, as rows in chunks compute it: half as many."""
         return replace(self, attended=self.seq_len // 2)
-
-    def with_batch(self, rows: int) -> "TrainingJob":
-        return replace(self, rows=rows)
 
     @property
     def record_bytes(self) -> int:

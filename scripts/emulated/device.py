@@ -11,7 +11,6 @@ Give engines ``device=emulated_device("emulated:tflops=165,memory=24GiB,link=25G
 """
 
 import functools
-import importlib
 import math
 import time
 from collections import deque
@@ -31,7 +30,7 @@ from fuyou.engine.steps import Steps
 from fuyou.layout.model_layout import BEFORE_HEAD_PHASES, ModelLayout, Phase
 from fuyou.model.loss.router_loss import RouterPass
 from fuyou.model.training_batch import TrainingBatch
-from fuyou.planner.rates import PartTimes
+from fuyou.planner.profiling import measure
 from fuyou.runtime.compute.step_computation import StepComputation
 from fuyou.runtime.data_plane.buffers import Buffers
 from fuyou.runtime.data_plane.data_plane import DataPlane
@@ -41,7 +40,6 @@ from fuyou.runtime.executor import Executor
 from fuyou.runtime.ranks.collectives import gather
 from fuyou.schedule.tasks import ComputeTask, Op, Resource, StepList, Task
 
-measure = importlib.import_module("fuyou.planner.profiling.measure")  # the package has a function of that name
 PREFIX = "emulated:"
 _USAGE = (
     "Write it as emulated:tflops=165,memory=24GiB,link=25GB/s, and to slow the drives down as well, "
@@ -294,7 +292,7 @@ def install() -> None:
     def timed_norm(steps: Steps, current: Any) -> float:
         return current.gradient_norm() if isinstance(current, TimedComputation) else norm(steps, current)
 
-    def timed_parts(stack: Any, shape: ModelLayout, device: Device, workload: Any) -> tuple[PartTimes, Any]:
+    def timed_parts(stack: Any, shape: ModelLayout, device: Device, workload: Any) -> tuple[dict[str, Any], Any]:
         if isinstance(device, EmulatedDevice):
             return _parts_of(shape, device.spec.flops_per_second, workload.tokens), None
         return parts(stack, shape, device, workload)
@@ -326,13 +324,13 @@ def _zero_gradients(buffers: Buffers) -> None:
         buffers.host.bytes(region.start(0), region.nbytes)[:] = 0
 
 
-def _parts_of(shape: ModelLayout, flops_per_second: float, tokens: int) -> PartTimes:
+def _parts_of(shape: ModelLayout, flops_per_second: float, tokens: int) -> dict[str, Any]:
     """Return the times of a device that computes the FLOPs which tasks count."""
     block = shape.active_parameters(shape.largest_block) * tokens / flops_per_second
     head = shape.records[shape.head].parameter_count * tokens / flops_per_second
-    return PartTimes(
-        measured_tokens=tokens, matmul_flops_per_second=flops_per_second, embed_forward_seconds=0.0,
-        block_forward_seconds=2 * block, block_backward_seconds=6 * block, kept_forward_seconds=0.0,
-        kept_backward_seconds=0.0, kept_bytes=0, block_finish_seconds=0.0, head_seconds=6 * head,
-        head_forward_seconds=2 * head, embed_backward_seconds=0.0, operators=(),
-    )  # fmt: skip
+    return {
+        "measured_tokens": tokens, "matmul_flops_per_second": flops_per_second, "embed_forward_seconds": 0.0,
+        "block_forward_seconds": 2 * block, "block_backward_seconds": 6 * block, "kept_forward_seconds": 0.0,
+        "kept_backward_seconds": 0.0, "kept_bytes": 0, "block_finish_seconds": 0.0, "head_seconds": 6 * head,
+        "head_forward_seconds": 2 * head, "embed_backward_seconds": 0.0, "operators": (),
+    }  # fmt: skip

@@ -24,7 +24,7 @@ def server(rates: TaskRates = RATES, host: int = 768 << 30) -> Machine:
 
 
 def test_thirty_bytes_per_parameter_and_step(model: TrainingJob) -> None:
-    result = PaperScheme(model.with_batch(4), server()).plan
+    result = PaperScheme(replace(model, rows=4), server()).plan
     elements = sum(record.numel for record in model.shape.records)
     assert result.written_bytes == 14 * elements
     assert 16 * elements * 0.9 < result.read_bytes <= 16 * elements  # what is still there at the turn is not read again
@@ -34,7 +34,7 @@ def test_thirty_bytes_per_parameter_and_step(model: TrainingJob) -> None:
 
 @pytest.mark.parametrize("overlaps", [True, False])
 def test_equations_1_to_10_by_hand(model: TrainingJob, overlaps: bool) -> None:
-    scheme = PaperScheme(model.with_batch(32), server(), overlaps)
+    scheme = PaperScheme(replace(model, rows=32), server(), overlaps)
     p = sum(record.numel for record in model.shape.records)
     inputs = 40 * 2 * 32 * 1024 * 5120
     forward = 2 * model.block_parameters * 32 * 1024 / scheme.rates.flops_per_second
@@ -52,10 +52,10 @@ def test_equations_1_to_10_by_hand(model: TrainingJob, overlaps: bool) -> None:
 
 
 def test_equation_11_bounds_what_is_swapped(model: TrainingJob) -> None:
-    scheme = PaperScheme(model.with_batch(64), server())
+    scheme = PaperScheme(replace(model, rows=64), server())
     assert 0 < scheme.swap.nbytes <= scheme.most_swapped - scheme.start_bytes
     # With less computing, D_max falls below D_start, and the least time would still be with more swapped.
-    fast = PaperScheme(model.with_batch(32), server(replace(RATES, flops_per_second=166e12)))
+    fast = PaperScheme(replace(model, rows=32), server(replace(RATES, flops_per_second=166e12)))
     assert 0 < fast.most_swapped < fast.start_bytes
     assert min(fast.swaps(), key=lambda swap: fast.terms(swap).step).nbytes > 0
     assert min(fast.terms(swap).step for swap in fast.swaps()) < fast.terms(Swap()).step
@@ -63,7 +63,7 @@ def test_equation_11_bounds_what_is_swapped(model: TrainingJob) -> None:
 
 
 def test_swapping_everything_leaves_nothing_to_recompute(model: TrainingJob) -> None:
-    scheme = PaperScheme(model.with_batch(64), server(replace(RATES, flops_per_second=1e12)))
+    scheme = PaperScheme(replace(model, rows=64), server(replace(RATES, flops_per_second=1e12)))
     swap = scheme.swap
     assert swap.coefficient == 1.0 and swap.linears == (40, 40, 40, 40)
     assert swap.nbytes == 40 * 9 * 64 * 1024 * 5120 * 2
@@ -75,7 +75,7 @@ def test_swapping_everything_leaves_nothing_to_recompute(model: TrainingJob) -> 
 
 
 def test_overlapping_the_optimizer_helps(model: TrainingJob) -> None:
-    scheme = PaperScheme(model.with_batch(32), server())
+    scheme = PaperScheme(replace(model, rows=32), server())
     together, apart = (
         each.simulate()[0].step_seconds() for each in (scheme, replace(scheme, overlaps=False))
     )  # fmt: skip
@@ -83,7 +83,7 @@ def test_overlapping_the_optimizer_helps(model: TrainingJob) -> None:
 
 
 def test_zero_infinitys_activities_follow_each_other(model: TrainingJob) -> None:
-    scheme = PaperScheme(model.with_batch(32), server())
+    scheme = PaperScheme(replace(model, rows=32), server())
     p = sum(record.numel for record in model.shape.records)
     moved = (4 + 4 + 2 + 4 + 16 + 14) * p / 25e9
     computed = 4 * scheme.terms(Swap()).forward_compute + p / 4e9

@@ -7,13 +7,11 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from fuyou.layout.model_layout import ModelLayout
 from fuyou.layout.record import Record
@@ -24,7 +22,7 @@ from fuyou.model.recompute.policy import operators_worth_saving, saved_outputs, 
 from fuyou.model.recompute.replay import BlockReplay, SavedForward
 from fuyou.model.streamed_model import StreamedModel
 from fuyou.optimizer.gradient_sum import GradientSum, sum_of_squares
-from fuyou.planner.rates import OperatorTime, PartTimes
+from fuyou.planner.rates import OperatorTime
 from fuyou.runtime.devices.device import Device
 
 LONGEST_PASS_SECONDS = 0.4  # If a pass is expected to take longer, fewer tokens are measured
@@ -59,47 +57,47 @@ class BlockBench:
         self._weights = random_values(self._record.numel, self._dtype, device)
         self._gradient = torch.empty_like(self._weights)
 
-    def measure(self) -> PartTimes:
-        """Measure everything, on fewer tokens if a pass takes too long, and then on a quarter of them."""
+    def measure(self) -> dict[str, Any]:
+        """Measure everything, on fewer tokens if a pass takes too long, and then on a quarter of them.
+
+        Returns the fields of a profile that say how long the parts of a micro-batch take.
+        """
         sizes = [self.seq_len] if self._scale == 1 else [self.seq_len, max(1, self.seq_len // 4)]
         samples = [self._sample(seq_len) for seq_len in sizes]
         calls = -(-self._whole[1] // self._head_columns)
-        whole, head = self._whole[0] * self._whole[1], self._head_tokens
         hidden, arguments, _ = self.embedding(self.seq_len)
         kept_forward, kept_backward, kept_bytes = self._kept(arguments, hidden)
-        return PartTimes(
-            measured_tokens=self.rows * self.seq_len,
-            matmul_flops_per_second=self.matmul_flops_per_second,
-            embed_forward_seconds=_extrapolated([(sample.tokens, sample.embed_forward) for sample in samples], whole),
-            block_forward_seconds=_extrapolated([(sample.tokens, sample.block_forward) for sample in samples], whole),
-            block_backward_seconds=_extrapolated([(sample.tokens, sample.block_backward) for sample in samples], whole),
-            kept_forward_seconds=kept_forward * self._scale,
-            kept_backward_seconds=kept_backward * self._scale,
-            kept_bytes=round(kept_bytes * self._scale),
-            block_finish_seconds=self.seconds(lambda: sum_of_squares(self._gradient)),
-            head_seconds=calls * _extrapolated([(sample.head_tokens, sample.head) for sample in samples], head),
-            head_forward_seconds=calls
-            * _extrapolated([(sample.head_tokens, sample.head_forward) for sample in samples], head),
-            embed_backward_seconds=_extrapolated([(sample.tokens, sample.embed_backward) for sample in samples], whole),
-            operators=self._operators(arguments, hidden),
-        )
+        seconds = {}
+        for name in samples[0]:
+            at_once, times = (self._head_tokens, calls) if "head" in name else (self._whole[0] * self._whole[1], 1)
+            seconds[name] = times * _extrapolated([sample[name] for sample in samples], at_once)
+        return {
+            **seconds,
+            "measured_tokens": self.rows * self.seq_len,
+            "matmul_flops_per_second": self.matmul_flops_per_second,
+            "kept_forward_seconds": kept_forward * self._scale,
+            "kept_backward_seconds": kept_backward * self._scale,
+            "kept_bytes": round(kept_bytes * self._scale),
+            "block_finish_seconds": self.seconds(lambda: sum_of_squares(self._gradient)),
+            "operators": self._operators(arguments, hidden),
+        }
 
-    def _sample(self, seq_len: int) -> "_Sample":
+    def _sample(self, seq_len: int) -> dict[str, tuple[int, float]]:
+        """Return the tokens that pass through each part, fewer through the head, and their seconds."""
         hidden, calls, embed = self.embedding(seq_len)
         embed_forward, embed_backward = (self.seconds(work) for work in embed)
         forward, backward = self._both(*self.block(calls, hidden))
         columns = min(seq_len, self._head_tokens // self.rows)
         head, head_forward = self._head(hidden.narrow(self._stack.token_dim, 0, columns).detach())
-        return _Sample(
-            self.rows * seq_len,
-            self.rows * columns,
-            embed_forward,
-            forward,
-            backward,
-            head,
-            head_forward,
-            embed_backward,
-        )
+        tokens, head_tokens = self.rows * seq_len, self.rows * columns
+        return {
+            "embed_forward_seconds": (tokens, embed_forward),
+            "block_forward_seconds": (tokens, forward),
+            "block_backward_seconds": (tokens, backward),
+            "head_seconds": (head_tokens, head),
+            "head_forward_seconds": (head_tokens, head_forward),
+            "embed_backward_seconds": (tokens, embed_backward),
+        }
 
     def _both(self, forward: Callable[[], None], backward: Callable[[], None]) -> tuple[float, float]:
         forward()
@@ -153,12 +151,12 @@ class BlockBench:
 
         return forward, backward
 
-    def work(self) -> Callable[[], None]:
+    def work(self) -> Callable[[int], None]:
         """Return a function that runs the block forward and backward on :attr:`rows` sequences, as a load."""
         hidden, calls, _ = self.embedding(self.seq_len)
         forward, backward = self.block(calls, hidden)
 
-        def both() -> None:
+        def both(_: int) -> None:
             forward()
             backward()
             self._device.synchronize()
@@ -251,7 +249,6 @@ class BlockBench:
                 operator[0].name,
                 operator[0].ordinal,
                 statistics.median(each.seconds for each in operator) * self._scale,
-                round(operator[0].output_bytes * self._scale),
             )
             for operator in zip(*runs[1:], strict=True)  # the first one warms up
         )
@@ -260,20 +257,6 @@ class BlockBench:
         leaves: dict[str, torch.Tensor] = {name: torch.nn.Parameter(view) for name, view in views.items()}
         GradientSum(record, sums).attach(leaves)
         return _named(record, leaves)
-
-
-@dataclass(frozen=True)
-class _Sample:
-    """Seconds of each part on a number of tokens; fewer for the head."""
-
-    tokens: int
-    head_tokens: int
-    embed_forward: float
-    block_forward: float
-    block_backward: float
-    head: float
-    head_forward: float
-    embed_backward: float
 
 
 class OperatorTimer(TorchDispatchMode):
@@ -293,12 +276,7 @@ class OperatorTimer(TorchDispatchMode):
         seconds = time.perf_counter() - start
         if makes_views(func):
             return result
-        older = {_storage(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
-        results = [
-            leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor) and _storage(leaf) not in older
-        ]
-        nbytes = sum(leaf.numel() * leaf.itemsize for leaf in results)
-        self.times.append(OperatorTime(str(func), self._calls[func], seconds, nbytes))
+        self.times.append(OperatorTime(str(func), self._calls[func], seconds))
         self._calls[func] += 1
         return result
 
@@ -335,7 +313,3 @@ def _shortened(rows: int, seq_len: int, tokens: float) -> tuple[int, int]:
 
 def _named(record: Record, values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: values[slot.name] for slot in record.parameters for name in slot.names}
-
-
-def _storage(value: torch.Tensor) -> int:
-    return value.untyped_storage()._cdata

@@ -1,82 +1,61 @@
-"""Measure everything that a prediction of a step needs, and cache the profile.
+"""Measure everything that a prediction of a step needs.
+
+These are the SSDs, through scratch files of a store, the link to the device, the optimizer process, how much work slows
+down next to other work, and the model's parts (:mod:`.blocks`).
 
 This takes 6 to 12 s, three of them to start the optimizer process, and at most 20 s on slow drives or processors. It
 needs about as much memory as the engine for one block or the head, and 24 MiB per drive.
 """
 
 import contextlib
-import hashlib
-import json
+import itertools
 import os
-import platform
+import queue
+import shutil
+import statistics
+import threading
 import time
-import warnings
-from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import cycle, islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import numpy as np
+import psutil
 import torch
-import transformers
-from transformers import PreTrainedConfig
 
-from common.errors import UserError
-from common.files import cached_path, read_cached, write_cached
-from common.hardware.machine import core_count, cpu_count
+from common.errors import FinetuneError, UserError
+from common.memory.buffers import HostBuffer
 from common.models.meta_model import build_meta_model
-from common.units import Interval, merge, total
+from common.store import Extent, Layout, Store, Throttle, commit_manifest
+from common.store.folders import SCRATCH
 from fuyou.layout.model_layout import ModelLayout
-from fuyou.layout.record import Precision
+from fuyou.layout.record import Kind, Precision, Record, allocate_extents
 from fuyou.model.loss.router_loss import switch_router_logits
 from fuyou.model.model_records import model_records
 from fuyou.model.streamed_model import StreamedModel
+from fuyou.optimizer.adam import AdamConfig, Update
 from fuyou.optimizer.process.client import OptimizerLink
+from fuyou.optimizer.process.protocol import (
+    BufferRegion,
+    ReadStates,
+    Setup,
+    SharedRegions,
+    Updated,
+    UpdateRecord,
+    WriteRecord,
+    Written,
+)
 from fuyou.planner.profiling.blocks import BlockBench
-from fuyou.planner.profiling.contention import Load, RepeatedCall, measure_contention
-from fuyou.planner.profiling.drives import SLOWER, measure_link, open_scratch
-from fuyou.planner.profiling.optimizer import OptimizerBench, scratch_records
-from fuyou.planner.rates import FORMAT, PartTimes, Profile
+from fuyou.planner.profiling.cache import SLOWER, ProfiledWorkload
+from fuyou.planner.rates import Contention, Profile
 from fuyou.runtime.devices.device import Device, optimizer_threads
 from fuyou.runtime.devices.out_of_memory import DeviceMemoryError
-from fuyou.schedule.memory_plan import MemoryPlan
-from fuyou.schedule.tasks import Resource
-
-
-@dataclass(frozen=True)
-class ProfiledWorkload:
-    """The work that a profile measures: one micro-batch of a run."""
-
-    config: PreTrainedConfig
-    precision: Precision
-    rows: int  # Sequences in a micro-batch
-    seq_len: int
-    directories: tuple[Path, ...]  # Directories of the run's files, one per drive
-    head_columns: int  # Tokens of each row that go through the head at once
-    chunk_elements: int  # Parameters that the optimizer updates at once
-
-    @staticmethod
-    def planned(
-        config: PreTrainedConfig,
-        precision: Precision,
-        plan: MemoryPlan,
-        directories: Sequence[Path],
-    ) -> "ProfiledWorkload":
-        """Return the workload of a run with this memory plan."""
-        batch = plan.batch
-        return ProfiledWorkload(
-            config,
-            precision,
-            batch.micro_rows,
-            batch.columns,
-            tuple(directories),
-            plan.head_columns,
-            plan.chunk_elements,
-        )
-
-    @property
-    def tokens(self) -> int:
-        return self.rows * self.seq_len
+from fuyou.schedule.tasks import Op, Resource, Task
 
 
 def measure(workload: ProfiledWorkload, device: Device, *, past_cache: bool = False) -> Profile:
@@ -108,9 +87,9 @@ def measure(workload: ProfiledWorkload, device: Device, *, past_cache: bool = Fa
             parts, blocks = _parts(stack, shape, device, workload)
             threads = optimizer_threads(device)
             bench = OptimizerBench(link, scratch, workload.precision, workload.chunk_elements, threads, throttle)
-            loads: dict[Resource, Load] = {Resource.ADAM: bench.updating, Resource.SSD: bench.writing}
+            loads: dict[Resource, RepeatedWork] = {Resource.ADAM: bench.updating, Resource.SSD: bench.writing}
             if blocks is not None and device.shares_host_memory:
-                loads[Resource.GPU] = RepeatedCall(blocks.work())
+                loads[Resource.GPU] = RepeatedWork(blocks.work())
             alone, contention = measure_contention(loads)
     except (torch.OutOfMemoryError, DeviceMemoryError) as error:
         raise UserError(
@@ -125,7 +104,7 @@ def measure(workload: ProfiledWorkload, device: Device, *, past_cache: bool = Fa
     return Profile(
         device=device.name,
         tokens=workload.tokens,
-        **vars(parts),
+        **parts,
         block_parameters=shape.active_parameters(shape.largest_block),
         upload_bytes_per_second=copies.upload,
         download_bytes_per_second=copies.download,
@@ -141,141 +120,445 @@ def measure(workload: ProfiledWorkload, device: Device, *, past_cache: bool = Fa
         contention=contention,
         measured_at=time.time(),
         measured_in_seconds=time.monotonic() - start,
-        versions=versions(),
     )
-
-
-def versions() -> dict[str, str]:
-    """Return the versions of libraries that change what is measured."""
-    return {"torch": torch.__version__, "transformers": transformers.__version__}
 
 
 def _parts(
     stack: StreamedModel, shape: ModelLayout, device: Device, workload: ProfiledWorkload
-) -> tuple[PartTimes, BlockBench | None]:
+) -> tuple[dict[str, Any], BlockBench | None]:
     blocks = BlockBench(stack, shape, device, workload.rows, workload.seq_len, workload.head_columns)
     return blocks.measure(), blocks
 
 
-_KIND = "profiles"
-_WATCHED_STEPS = 3  # Steps over which the rate of writes is averaged
-MAX_AGE_SECONDS = 30 * 86400.0  # Drives fill up and wear, drivers change: older profiles are measured again
+# -- drives -----------------------------------------------------------------------------------------------------------
+
+FOLDER = "fuyou-profile-"  # Beginning of the scratch folder's name; the process id follows
+DIRECTION_SECONDS = 0.5  # Each direction is measured for this long
+_FILL_SECONDS = 1.5  # The files are written once before anything is measured, but for no longer than this
+PAST_CACHE_SECONDS = 30.0  # Longest time that is written to fill the drives' fast caches
+SETTLED_SECONDS = 3.0  # A rate counts once it has lasted this long
+_TRANSFER_BYTES = 4 << 20
+_TRANSFERS = 24
+_IN_FLIGHT = 6
+_FILE = "bandwidth"
 
 
-def load(workload: ProfiledWorkload, device: Device) -> Profile | None:
-    """Return the cached profile; None if there is none, it is too old, or its file is damaged."""
-    content = read_cached(_KIND, describe(workload, device), FORMAT)
-    if content is None:
-        return None
-    try:
-        profile = Profile.from_dict(content["profile"])
-    except (ValueError, KeyError, TypeError):
-        return None
-    return profile if 0 <= time.time() - profile.measured_at < MAX_AGE_SECONDS else None
+@dataclass(frozen=True)
+class DriveRates:
+    """Rates of all drives together."""
+
+    read: float  # Bytes per second, as in the next three
+    write: float  # After ``filled_bytes``: past the fast cache, if these were enough to fill it
+    burst_write: float  # At first
+    filled_bytes: int  # Written to fill the fast caches
+    mixed: float
+    commit_seconds: float
 
 
-def save(profile: Profile, workload: ProfiledWorkload, device: Device) -> Profile:
-    """Cache ``profile`` if possible, and return it."""
-    write_cached(_KIND, describe(workload, device), FORMAT, profile=profile.to_dict())
-    return profile
-
-
-class WriteWatch:
-    """Notices drives that write slower than their profile says, such as those whose fast cache is full.
+class ScratchFiles:
+    """A store for measuring.
 
     Args:
-        profile: profile that the run was planned with.
-        ranks_per_node: ranks that share the drives of the profile evenly.
-
-    Attributes:
-        slow_rate: bytes per second that this rank writes, once that has become slow; else None.
+        records: records for the optimizer process, in two slots.
+        transfers: extents that are moved to measure bandwidth.
+        throttle: slows the drives down.
     """
 
-    def __init__(self, profile: Profile, ranks_per_node: int):
-        self._profile, self._ranks = profile, ranks_per_node
-        self._steps: deque[tuple[list[Interval], int, int]] = deque(maxlen=_WATCHED_STEPS)
-        self._slow_windows = 0  # In a row; as many as a window has steps, and it holds none of before
-        self._warned = False
-        self._planned = profile.write_bytes_per_second / ranks_per_node
-        self._read = profile.read_bytes_per_second / ranks_per_node
-        mixing = profile.mixed_bytes_per_second * (1 / self._planned + 1 / self._read) / (2 * ranks_per_node)
-        sharing = [speeds[Resource.SSD] for speeds in profile.contention.speeds.values() if Resource.SSD in speeds]
-        self._slow = SLOWER * self._planned * min(1.0, mixing) * min([1.0, *sharing])
-        self.slow_rate: float | None = None
+    def __init__(self, store: Store, records: Sequence[Record], transfers: list[Extent], throttle: Throttle | None):
+        self.store, self.records = store, records
+        self._transfers, self._throttle = transfers, throttle
 
-    def step(self, busy: list[Interval], read: int, written: int) -> None:
-        """Take note of when this rank's drives were busy with these bytes."""
-        self._steps.append((busy, read, written))
-        if self.slow_rate is not None or len(self._steps) < _WATCHED_STEPS:
-            return
-        spans, reads, writes = zip(*self._steps, strict=True)
-        written = sum(writes)
-        # Steps overlap: what is written back in one is reported with the next.
-        writing = total(merge([span for step in spans for span in step])) - sum(reads) / self._read
-        self._slow_windows = self._slow_windows + 1 if 0 < written < self._slow * writing else 0
-        if self._slow_windows == _WATCHED_STEPS:
-            self.slow_rate = written / writing
+    def measure(self, *, past_cache: bool) -> DriveRates:
+        """Measure writing (also past the fast cache if ``past_cache``), a commit, reading, and both alternating."""
+        buffers = [HostBuffer(extent.nbytes).touch() for extent in self._transfers[:_IN_FLIGHT]]
+        try:
+            noise = np.random.default_rng(0).integers(0, 256, buffers[0].nbytes, dtype=np.uint8)
+            for buffer in buffers:  # drives may be quick with zeros
+                buffer.array[:] = noise
+            filled, rate = self._move("write", buffers, _FILL_SECONDS, len(self._transfers))
+            written = self._transfers[:filled]  # what was never written is read without looking at the drive
+            burst = rate if filled < len(self._transfers) else self._move("write", buffers)[1]
+            sustained, filled = self._past_cache(buffers, burst) if past_cache else (burst, 0)
+            commit = self._commit()  # after as much has been written as in a step, not after a pause
+            return DriveRates(
+                read=self._move("read", buffers, extents=written)[1],
+                write=sustained,
+                burst_write=burst,
+                filled_bytes=filled,
+                mixed=self._move("mixed", buffers, extents=written)[1],
+                commit_seconds=commit,
+            )
+        finally:
+            for buffer in buffers:
+                buffer.close()
 
-    def warn(self, rates: Sequence[float | None]) -> Profile | None:
-        """Warn if some rank's drives have become slow, the first time; return the profile for the next plan then.
+    def _move(
+        self,
+        direction: Literal["read", "write", "mixed"],
+        buffers: Sequence[HostBuffer],
+        seconds: float = DIRECTION_SECONDS,
+        most: int | None = None,
+        extents: Sequence[Extent] | None = None,
+    ) -> tuple[int, float]:
+        """Move at most ``most`` extents for ``seconds``; return their number and bytes per second."""
+        under_way: deque[Future[None]] = deque()
+        moved = count = 0
+        start = time.perf_counter()
+        for number, extent in enumerate(islice(cycle(extents or self._transfers), most)):
+            if number >= len(buffers):
+                under_way.popleft().result()
+                if time.perf_counter() - start > seconds:
+                    break
+            writes = direction == "write" or (direction == "mixed" and number % 2 == 1)
+            move = self.store.write if writes else self.store.read
+            under_way.append(move(extent, buffers[number % len(buffers)].array))
+            moved, count = moved + extent.nbytes, number + 1
+        for future in under_way:
+            future.result()
+        return count, moved / (time.perf_counter() - start)
 
-        Args:
-            rates: every rank's :attr:`slow_rate`.
-        """
-        slow = [(rate, rank) for rank, rate in enumerate(rates) if rate is not None]
-        if self._warned or not slow:
-            return None
-        self._warned = True
-        rate, rank = min(slow)
-        of = f" of rank {rank}" if len(rates) > 1 else ""
-        warnings.warn(
-            f"The drives{of} write {rate / 1e9:.3g} GB/s, and {self._planned / 1e9:.3g} GB/s were planned: their fast "
-            "cache is full, or they are hot. The next plan counts on the lower rate.",
-            stacklevel=2,
+    def _past_cache(self, buffers: Sequence[HostBuffer], burst: float) -> tuple[float, int]:
+        """Write where nothing was, until the rate has dropped and settled; return the rate at the end, and bytes."""
+        folders = [path / SCRATCH for path in self.store.directories]
+        sharing = Counter(path.stat().st_dev for path in self.store.directories)
+        free = min(shutil.disk_usage(path).free // sharing[path.stat().st_dev] for path in self.store.directories)
+        nbytes = buffers[0].nbytes
+        count = int(min(len(folders) * free / 2, burst * PAST_CACHE_SECONDS)) // nbytes
+        if count <= len(buffers):
+            return burst, 0
+        layout = Layout(len(folders))
+        extent = layout.allocate(_FILE, count * nbytes)
+        for folder in folders:
+            folder.mkdir()
+        store = Store.create(folders, layout, io="posix", throttle=self._throttle)
+        try:
+            under_way: deque[Future[None]] = deque()
+            start, slow_since = time.perf_counter(), 0.0
+            written = deque([(start, 0)])  # Times of the last seconds, and bytes until then
+            for number in range(count + len(buffers)):
+                if number >= len(buffers):
+                    under_way.popleft().result()
+                    now = time.perf_counter()
+                    written.append((now, (number - len(buffers) + 1) * nbytes))
+                    while len(written) > 2 and written[1][0] < now - SETTLED_SECONDS:
+                        written.popleft()
+                    rate = (written[-1][1] - written[0][1]) / (now - written[0][0])
+                    if rate < SLOWER * burst and now - start > SETTLED_SECONDS:
+                        slow_since = slow_since or now
+                    if now - start > PAST_CACHE_SECONDS or (slow_since and now - slow_since > SETTLED_SECONDS):
+                        break
+                if number < count:
+                    buffer = buffers[number % len(buffers)].array
+                    under_way.append(store.write(extent, buffer, number * nbytes, nbytes))
+            for future in under_way:
+                future.result()
+            return rate, written[-1][1]
+        finally:
+            store.close()
+            _remove(folders)
+
+    def _commit(self) -> float:
+        start = time.perf_counter()
+        self.store.sync([_FILE])
+        for path in self.store.directories:
+            commit_manifest(path, {"scratch": True})
+        return time.perf_counter() - start
+
+
+@contextmanager
+def open_scratch(
+    directories: Sequence[Path], records: Sequence[Record], throttle: Throttle | None
+) -> Iterator[ScratchFiles]:
+    """Open a store of scratch files in a new folder in each of ``directories``, removed afterwards.
+
+    Raises:
+        UserError: if there is no space for them.
+    """
+    folders = [path / f"{FOLDER}{os.getpid()}" for path in directories]
+    for folder in (folder for path in directories for folder in path.glob(f"{FOLDER}*")):
+        number = folder.name.removeprefix(FOLDER)
+        if number.isdigit() and not psutil.pid_exists(int(number)):  # its process was killed
+            _remove([folder])
+    layout = Layout(len(directories))
+    allocate_extents(layout, records, slots=2)
+    transfers = [layout.allocate(_FILE, _TRANSFER_BYTES * len(directories)) for _ in range(_TRANSFERS)]
+    store: Store | None = None
+    try:
+        for folder in folders:
+            folder.mkdir()
+        store = Store.create(folders, layout, io="posix", throttle=throttle)
+        yield ScratchFiles(store, records, transfers, throttle)
+    finally:
+        if store is not None:
+            store.close()
+        _remove(folders)
+
+
+def _remove(folders: Sequence[Path]) -> None:
+    for folder in folders:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+# -- the link to the device -------------------------------------------------------------------------------------------
+
+LARGEST_COPY_BYTES = 64 << 20  # Largest copy that is measured: a block's parameters are rarely smaller where it matters
+_COPIES = 5
+
+
+@dataclass(frozen=True)
+class LinkRates:
+    """Bytes per second between host and device."""
+
+    upload: float
+    download: float
+    upload_beside: float  # Bytes per second while the other direction is busy, too
+    download_beside: float
+
+
+def measure_link(device: Device, nbytes: int) -> LinkRates:
+    """Measure copies of ``nbytes`` (at most :data:`LARGEST_COPY_BYTES`), as the engine's lanes make them.
+
+    Takes twice as many bytes in host memory and on the device.
+    """
+    nbytes = min(nbytes, LARGEST_COPY_BYTES)
+    up, down = _Copies(device, Op.PARAMETER_UPLOAD, nbytes), _Copies(device, Op.GRADIENT_DOWNLOAD, nbytes)
+    try:
+        alone = up.rate(), down.rate()
+        with ThreadPoolExecutor(1) as other:
+            beside = other.submit(down.rate)
+            rate = up.rate()
+            return LinkRates(*alone, rate, beside.result())
+    finally:
+        up.close()
+        down.close()
+
+
+class _Copies:
+    """Copies in one direction, with the buffers for them."""
+
+    def __init__(self, device: Device, op: Op, nbytes: int):
+        self._device, self._op, self._nbytes = device, op, nbytes
+        self._buffer = HostBuffer(nbytes).touch()
+        if device.page_locks:
+            self._buffer.page_lock()
+        host = self._buffer.tensor(torch.uint8, 0, nbytes)
+        there = device.allocate(nbytes)
+        self._target, self._source = (there, host) if op is Op.PARAMETER_UPLOAD else (host, there)
+
+    def rate(self) -> float:
+        rates = []
+        for _ in range(_COPIES + 1):
+            task = Task(self._op, [])
+            task.started_at = time.monotonic()
+            self._device.copy(task, self._target, self._source)
+            self._device.synchronize()
+            task.finished_at = time.monotonic()
+            began, ended = self._device.interval(task)
+            rates.append(self._nbytes / max(ended - began, 1e-9))
+        return statistics.median(rates[1:])  # the first one warms up
+
+    def close(self) -> None:
+        del self._target, self._source
+        self._buffer.close()
+
+
+# -- work next to other work ------------------------------------------------------------------------------------------
+
+WINDOW_SECONDS = 0.5  # Each combination is measured for this long, or until each kind of work has been done twice
+WARM_SECONDS = 0.1  # Time for caches and threads to warm up
+_MAX_SECONDS = 60.0
+
+
+class RepeatedWork:
+    """Work that threads repeat until it is stopped.
+
+    Args:
+        work: called with an item; returns when a piece is done.
+        items: items of the threads.
+    """
+
+    def __init__(self, work: Callable[[int], object], items: Sequence[int] = (0,)):
+        self.ends: list[float] = []  # Times at which pieces were done since the start, as time.monotonic() has them
+        self.failure: BaseException | None = None  # Error because of which no more is done; stop() raises it
+        self._work, self._items = work, items
+        self._running = False
+        self._threads: list[threading.Thread] = []
+
+    def start(self) -> None:
+        self.ends, self._running = [], True
+        self._threads = [threading.Thread(target=self._run, args=(item,), daemon=True) for item in self._items]
+        for thread in self._threads:
+            thread.start()
+
+    def stop(self) -> None:
+        self._running = False
+        for thread in self._threads:
+            thread.join()
+        if self.failure is not None:
+            raise self.failure
+
+    def _run(self, item: int) -> None:
+        try:
+            while self._running:
+                self._work(item)
+                self.ends.append(time.monotonic())
+        except BaseException as error:
+            self.failure = error
+
+
+def pieces_per_second(loads: Sequence[RepeatedWork]) -> list[float]:
+    """Return the pieces of work per second of each of ``loads`` while all of them run."""
+    start = time.monotonic() + WARM_SECONDS
+
+    def ends(load: RepeatedWork) -> list[float]:
+        return [end for end in list(load.ends) if end >= start]
+
+    with contextlib.ExitStack() as running:  # all are stopped, even if one of them has failed
+        for load in loads:
+            running.callback(load.stop)
+            load.start()
+        time.sleep(WARM_SECONDS + WINDOW_SECONDS)
+        while any(len(ends(load)) < 2 and load.failure is None for load in loads):
+            if time.monotonic() - start > _MAX_SECONDS:
+                raise FinetuneError(
+                    f"A piece of work that is being measured has taken {_MAX_SECONDS:.0f} s: a drive hangs, or the "
+                    "machine is overloaded."
+                )
+            time.sleep(WARM_SECONDS / 20)
+        counted = [ends(load) for load in loads]
+    return [(len(times) - 1) / max(times[-1] - times[0], 1e-9) for times in counted]
+
+
+def measure_contention(loads: Mapping[Resource, RepeatedWork]) -> tuple[dict[Resource, float], Contention]:
+    """Measure the speed of each load alone, and its remaining fraction in every combination of loads."""
+    alone = {resource: pieces_per_second([load])[0] for resource, load in loads.items()}
+    speeds = {}
+    for size in range(2, len(loads) + 1):
+        for combination in itertools.combinations(loads, size):
+            rates = pieces_per_second([loads[resource] for resource in combination])
+            speeds[frozenset(combination)] = {
+                resource: min(1.0, rate / alone[resource]) for resource, rate in zip(combination, rates, strict=True)
+            }
+    return alone, Contention(speeds)
+
+
+# -- the optimizer process --------------------------------------------------------------------------------------------
+
+UPDATED_ELEMENTS = 4 << 20  # Parameters updated in turn: more than caches hold with their states
+WRITTEN_ELEMENTS = 2 << 20  # Parameters in each record that is written while others are updated
+_WRITTEN_RECORDS = 3
+_ANSWER_SECONDS = 60.0  # Longest time for one piece of work of the optimizer process
+
+
+def scratch_records(chunk_elements: int, precision: Precision) -> list[Record]:
+    """Return records of one chunk each, to be updated, and then those to be written."""
+    updated = max(1, UPDATED_ELEMENTS // chunk_elements)
+    sizes = [chunk_elements] * updated + [WRITTEN_ELEMENTS] * _WRITTEN_RECORDS
+    return [
+        Record.build(index, f"profile {index}", Kind.BLOCK, precision, [(("weight",), (1, size), True)])
+        for index, size in enumerate(sizes)
+    ]
+
+
+class OptimizerBench:
+    """The optimizer process with records in its memory, of which it updates some and writes others.
+
+    Args:
+        link: the process, started but not set up.
+        scratch: the store with the records of :func:`scratch_records`.
+        throttle: slows the drives down.
+
+    Attributes:
+        updating: a load that updates one chunk at a time, and writes nothing.
+        writing: a load that writes :data:`WRITTEN_ELEMENTS` parameters and their states at a time, and computes
+            nothing.
+    """
+
+    def __init__(
+        self,
+        link: OptimizerLink,
+        scratch: ScratchFiles,
+        precision: Precision,
+        chunk_elements: int,
+        threads: int,
+        throttle: Throttle | None,
+    ):
+        self._link, records = link, scratch.records
+        written = [record.index for record in records[-_WRITTEN_RECORDS:]]
+        updated = [record.index for record in records[:-_WRITTEN_RECORDS]]
+        self._step = 0
+        self._there: set[int] = set()  # records whose states are in memory
+        nbytes = max(record.parameter_nbytes for record in records)
+        shared = SharedRegions(
+            2 * nbytes, {Kind.BLOCK: BufferRegion(0, nbytes, 1)}, {Kind.BLOCK: BufferRegion(nbytes, nbytes, 1)}
         )
-        return replace(self._profile, write_bytes_per_second=rate * self._ranks)
+        self._share(shared, precision)
+        self._sending = threading.Lock()
+        self._answers: list[queue.SimpleQueue[BaseException | None]] = [queue.SimpleQueue() for _ in records]
+        self.updating = RepeatedWork(self._update, (updated * 2)[:2])
+        self.writing = RepeatedWork(self._write, written)
+        link.set_up(
+            Setup(
+                directories=[str(path) for path in scratch.store.directories],
+                io="posix",
+                io_threads=4,
+                records=records,
+                slots=2,
+                chunk_elements=chunk_elements,
+                ring_chunks=1,
+                shared=shared,
+                threads=threads,
+                resident=[record.index for record in records],
+                throttle=throttle,
+            ),
+            self._heard,
+            self._failed,
+        )
 
+    def close(self) -> None:
+        self._link.close()
+        self._memory.close()
 
-def profile_path(key: dict[str, Any]) -> Path:
-    """Return the file of the profile with this key of :func:`describe`."""
-    return cached_path(_KIND, key)
+    def _share(self, shared: SharedRegions, precision: Precision) -> None:
+        """Share memory for parameters and gradients, filled with random numbers: other values may slow Adam down."""
+        assert self._link.shared_fd is not None
+        os.ftruncate(self._link.shared_fd, shared.nbytes)
+        self._memory = HostBuffer(shared.nbytes, fd=os.dup(self._link.shared_fd)).touch()
+        values = self._memory.tensor(precision.dtype, 0, shared.nbytes // precision.dtype.itemsize)
+        tile = torch.randn(1 << 16, generator=torch.Generator().manual_seed(0)).to(precision.dtype) * 0.02
+        for start in range(0, values.numel(), tile.numel()):
+            part = values[start : start + tile.numel()]
+            part.copy_(tile[: part.numel()])
 
+    def _update(self, record: int) -> None:
+        with self._sending:  # states are read in the order in which records are updated
+            self._step += 1
+            self._link.send(ReadStates(record, 0, in_memory=record in self._there))
+            self._there.add(record)
+            self._link.send(UpdateRecord(record, 0, 0, None, Update(self._step, AdamConfig())))
+        self._wait(record)
 
-def describe(workload: ProfiledWorkload, device: Device) -> dict[str, Any]:
-    """Return everything that a profile depends on, as JSON: the key of its file."""
-    # The configuration without its depth and its name.
-    config = {
-        name: value
-        for name, value in workload.config.to_dict().items()
-        if name not in ("num_hidden_layers", "n_layer", "_name_or_path", "layer_types", "transformers_version")
-    }
-    shape = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode()).hexdigest()
-    return {
-        "device": device.name,
-        "processor": _processor(),
-        "processors": cpu_count(),
-        "cores": core_count(),
-        "threads": torch.get_num_threads() if device.shares_host_memory else 0,
-        "drives": sorted(_drive(path) for path in workload.directories),
-        "shape": shape,
-        "precision": [*map(str, workload.precision.dtypes), workload.precision.optimizer],
-        "rows": workload.rows,
-        "seq_len": workload.seq_len,
-        "head_columns": workload.head_columns,
-        "chunk_elements": workload.chunk_elements,
-        "versions": versions(),
-    }
+    def _write(self, record: int) -> None:
+        self._link.send(WriteRecord(record, 0, 0))
+        self._wait(record)
 
+    def _wait(self, record: int) -> None:
+        """Return when the process has answered for ``record``, which is either updated or written."""
+        try:
+            failure = self._answers[record].get(timeout=_ANSWER_SECONDS)
+        except queue.Empty:
+            raise FinetuneError(
+                f"The optimizer process has not answered for {_ANSWER_SECONDS:.0f} s while it was being measured: a "
+                "drive hangs, or the machine is overloaded."
+            ) from None
+        if failure is not None:
+            self._answers[record].put(failure)  # for another thread with this record
+            raise failure
 
-def _processor() -> str:
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            name, _, value = line.partition(":")
-            if name.strip() in ("model name", "Hardware", "Model"):
-                return value.strip()
-    return platform.processor() or platform.machine()
+    def _heard(self, message: object) -> None:
+        assert isinstance(message, Updated | Written)
+        self._answers[message.record].put(None)
 
-
-def _drive(directory: Path) -> str:
-    number = directory.stat().st_dev
-    return f"{os.major(number)}:{os.minor(number)}"
+    def _failed(self, error: BaseException) -> None:
+        for answers in self._answers:
+            answers.put(error)

@@ -104,7 +104,7 @@ def test_a_mount_point_in_any_alphabet(tmp_path: Path) -> None:
 
 
 def test_this_machine(finetune: Finetune, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fuyou.planner.profiling.drives.PAST_CACHE_SECONDS", 0.0)
+    monkeypatch.setattr("fuyou.planner.profiling.measure.PAST_CACHE_SECONDS", 0.0)
     drive = tmp_path / "drive"
     drive.mkdir()
     outcome = finetune("--check", "--ssd", drive, "--model", "gpt3-805b")

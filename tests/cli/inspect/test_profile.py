@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from fuyou.planner.profiling import Profile, blocks, contention, drives, optimizer
+from fuyou.planner.profiling import Profile, blocks, measure
 from fuyou.schedule.tasks import Resource
 from tests.cli.conftest import Finetune, sending
 from tests.helpers.command.messages import check
@@ -15,12 +15,12 @@ from tests.helpers.command.messages import check
 @pytest.fixture
 def _quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(blocks, "REPEAT_SECONDS", 0.01)
-    monkeypatch.setattr(drives, "DIRECTION_SECONDS", 0.05)
-    monkeypatch.setattr(drives, "PAST_CACHE_SECONDS", 0.0)
-    monkeypatch.setattr(contention, "WINDOW_SECONDS", 0.02)
-    monkeypatch.setattr(contention, "WARM_SECONDS", 0.01)
-    monkeypatch.setattr(optimizer, "UPDATED_ELEMENTS", 1 << 14)
-    monkeypatch.setattr(optimizer, "WRITTEN_ELEMENTS", 1 << 14)
+    monkeypatch.setattr(measure, "DIRECTION_SECONDS", 0.05)
+    monkeypatch.setattr(measure, "PAST_CACHE_SECONDS", 0.0)
+    monkeypatch.setattr(measure, "WINDOW_SECONDS", 0.02)
+    monkeypatch.setattr(measure, "WARM_SECONDS", 0.01)
+    monkeypatch.setattr(measure, "UPDATED_ELEMENTS", 1 << 14)
+    monkeypatch.setattr(measure, "WRITTEN_ELEMENTS", 1 << 14)
     monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path / "cache"))
 
 

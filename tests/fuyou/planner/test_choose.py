@@ -12,7 +12,14 @@ from emulated.device import emulated_device
 from transformers import LlamaConfig
 
 from common.errors import UserError
-from fuyou.planner import PlannerContext, choose_settings, describe_training, profile_or_measure, profiled_machine
+from fuyou.planner import (
+    PlannerContext,
+    choose_settings,
+    describe_training,
+    profile_or_measure,
+    profiled_machine,
+    profiling,
+)
 from fuyou.planner.profiling import Profile, ProfiledWorkload, save
 from fuyou.runtime.devices.device import CpuDevice
 from fuyou.schedule.memory_planner import MemoryPlanner
@@ -48,10 +55,9 @@ def test_a_block_that_does_not_fit_the_device_is_not_measured(tmp_path: Path, mo
     def build(*_: object, **__: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 21 GiB")
 
-    module = import_module("fuyou.planner.profiling.measure")
     monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(module, "build_meta_model", build)
-    monkeypatch.setattr(module, "OptimizerLink", lambda: SimpleNamespace(close=lambda: None))
+    monkeypatch.setattr(profiling.measure, "build_meta_model", build)
+    monkeypatch.setattr(profiling.measure, "OptimizerLink", lambda: SimpleNamespace(close=lambda: None))
     context = PlannerContext(describe_training(CONFIG, 8, 64), CpuDevice(), LIMITS, [tmp_path])
     with pytest.raises(UserError, match=r"whole block of this model .* do not fit cpu"):
         profile_or_measure(context)

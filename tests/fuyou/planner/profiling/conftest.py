@@ -2,14 +2,14 @@
 
 import pytest
 
-from fuyou.planner.profiling import blocks, contention, drives, optimizer
+from fuyou.planner.profiling import blocks, measure
 
 
 @pytest.fixture
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(blocks, "REPEAT_SECONDS", 0.01)
-    monkeypatch.setattr(drives, "DIRECTION_SECONDS", 0.1)
-    monkeypatch.setattr(contention, "WINDOW_SECONDS", 0.02)
-    monkeypatch.setattr(contention, "WARM_SECONDS", 0.01)
-    monkeypatch.setattr(optimizer, "UPDATED_ELEMENTS", 1 << 14)
-    monkeypatch.setattr(optimizer, "WRITTEN_ELEMENTS", 1 << 14)
+    monkeypatch.setattr(measure, "DIRECTION_SECONDS", 0.1)
+    monkeypatch.setattr(measure, "WINDOW_SECONDS", 0.02)
+    monkeypatch.setattr(measure, "WARM_SECONDS", 0.01)
+    monkeypatch.setattr(measure, "UPDATED_ELEMENTS", 1 << 14)
+    monkeypatch.setattr(measure, "WRITTEN_ELEMENTS", 1 << 14)

@@ -2,8 +2,7 @@
 
 import pytest
 
-from fuyou.planner.profiling import contention
-from fuyou.planner.profiling.contention import RepeatedCall, measure_contention, pieces_per_second
+from fuyou.planner.profiling.measure import RepeatedWork, measure_contention, pieces_per_second
 from fuyou.schedule.tasks import Resource
 
 
@@ -47,7 +46,7 @@ class ScriptedLoad:
 
 def test_what_shares_nothing_keeps_its_speed_and_what_takes_turns_loses_half(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = Machine()
-    monkeypatch.setattr(contention, "time", machine)
+    monkeypatch.setattr("fuyou.planner.profiling.measure.time", machine)
     pieces = {Resource.GPU: 0.005, Resource.ADAM: 0.01, Resource.SSD: 2.0}  # the last is waited for
     apart = {resource: ScriptedLoad(machine, seconds) for resource, seconds in pieces.items()}
     alone, found = measure_contention(apart)
@@ -60,11 +59,11 @@ def test_what_shares_nothing_keeps_its_speed_and_what_takes_turns_loses_half(mon
 
 
 def test_work_that_fails_is_reported_at_once_and_the_other_work_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail() -> None:
+    def fail(_: int) -> None:
         raise ValueError("no room")
 
-    monkeypatch.setattr(contention, "WINDOW_SECONDS", 0.0)
-    other = RepeatedCall(lambda: None)
+    monkeypatch.setattr("fuyou.planner.profiling.measure.WINDOW_SECONDS", 0.0)
+    other = RepeatedWork(lambda _: None)
     with pytest.raises(ValueError, match="no room"):
-        pieces_per_second([other, RepeatedCall(fail)])
-    assert other._thread is not None and not other._thread.is_alive()
+        pieces_per_second([other, RepeatedWork(fail)])
+    assert other._threads and not any(thread.is_alive() for thread in other._threads)

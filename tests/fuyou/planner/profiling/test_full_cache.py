@@ -16,7 +16,8 @@ from transformers import LlamaConfig
 
 from fuyou import Engine
 from fuyou.planner import Plan, PlannerContext, describe_training, profiled_machine, search
-from fuyou.planner.profiling import drives, measure, save
+from fuyou.planner.profiling import save
+from fuyou.planner.profiling.measure import measure
 from fuyou.runtime.devices.device import memory_limits
 
 SPEC = "emulated:tflops=1,memory=1GiB,link=1GB/s,ssd_read=80MB/s,ssd_write=40MB/s,ssd_cache=64MB,ssd_full=10MB/s"
@@ -33,7 +34,7 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     where = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     with tempfile.TemporaryDirectory(dir=where) as directory:
         monkeypatch.setenv("FINETUNE_CACHE", f"{directory}/cache")
-        monkeypatch.setattr(drives, "_TRANSFER_BYTES", 1 << 20)
+        monkeypatch.setattr("fuyou.planner.profiling.measure._TRANSFER_BYTES", 1 << 20)
         yield Path(directory)
 
 
@@ -82,8 +83,8 @@ def test_a_run_notices_a_full_cache_and_the_next_plan_counts_on_it(memory: Path)
 def test_a_profile_past_the_cache_plans_the_step_that_is_measured(
     memory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(drives, "PAST_CACHE_SECONDS", 6.0)
-    monkeypatch.setattr(drives, "SETTLED_SECONDS", 1.0)
+    monkeypatch.setattr("fuyou.planner.profiling.measure.PAST_CACHE_SECONDS", 6.0)
+    monkeypatch.setattr("fuyou.planner.profiling.measure.SETTLED_SECONDS", 1.0)
     before = planned(memory, past_cache=True)
     measured, said = run(memory, 13)
     assert not said

@@ -15,11 +15,15 @@ from fuyou.layout.record import Precision
 from fuyou.model.model_records import model_records
 from fuyou.model.streamed_model import StreamedModel
 from fuyou.optimizer.process.client import OptimizerLink
-from fuyou.planner.profiling import ProfiledWorkload, drives, measure
+from fuyou.planner.profiling import ProfiledWorkload
 from fuyou.planner.profiling.blocks import BlockBench, _extrapolated, _shortened, random_values
-from fuyou.planner.profiling.contention import pieces_per_second
-from fuyou.planner.profiling.drives import open_scratch
-from fuyou.planner.profiling.optimizer import OptimizerBench, scratch_records
+from fuyou.planner.profiling.measure import (
+    OptimizerBench,
+    measure,
+    open_scratch,
+    pieces_per_second,
+    scratch_records,
+)
 from fuyou.runtime.devices.device import CpuDevice
 from tests.helpers.twin import tiny_configs
 
@@ -54,10 +58,10 @@ def test_an_emulated_device_and_paced_drives_keep_their_rates(tmp_path: Path) ->
 
 @pytest.mark.parametrize("cache", [16 << 20, 1 << 40])
 def test_writes_go_past_the_fast_cache(cache: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(drives, "PAST_CACHE_SECONDS", 1.5)
-    monkeypatch.setattr(drives, "SETTLED_SECONDS", 0.4)
-    monkeypatch.setattr(drives, "_FILL_SECONDS", 0.2)
-    monkeypatch.setattr(drives, "_TRANSFER_BYTES", 1 << 20)
+    monkeypatch.setattr("fuyou.planner.profiling.measure.PAST_CACHE_SECONDS", 1.5)
+    monkeypatch.setattr("fuyou.planner.profiling.measure.SETTLED_SECONDS", 0.4)
+    monkeypatch.setattr("fuyou.planner.profiling.measure._FILL_SECONDS", 0.2)
+    monkeypatch.setattr("fuyou.planner.profiling.measure._TRANSFER_BYTES", 1 << 20)
     throttle = IoThrottle(80e6, 40e6, cache, 10e6)
     with open_scratch([tmp_path], scratch_records(4096, BF16), throttle) as scratch:
         rates = scratch.measure(past_cache=True)
@@ -77,14 +81,14 @@ def test_a_block_that_others_hand_values_is_measured_without_them() -> None:
         bench._weights = random_values(bench._record.numel, torch.float32, CpuDevice())
         bench._gradient = torch.empty_like(bench._weights)
         times = bench.measure()
-        assert times.block_backward_seconds > 0 and times.head_seconds > 0
+        assert times["block_backward_seconds"] > 0 and times["head_seconds"] > 0
 
 
 @pytest.mark.usefixtures("_quick")
 def test_adam_is_measured_on_states_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not at the rate at which a drive brings them, once it has."""
-    monkeypatch.setattr("fuyou.planner.profiling.contention.WARM_SECONDS", 0.3)
-    monkeypatch.setattr("fuyou.planner.profiling.contention.WINDOW_SECONDS", 0.2)
+    monkeypatch.setattr("fuyou.planner.profiling.measure.WARM_SECONDS", 0.3)
+    monkeypatch.setattr("fuyou.planner.profiling.measure.WINDOW_SECONDS", 0.2)
     throttle, link = IoThrottle(2e6, 1e9), OptimizerLink()
     link.wait_until_up()
     with open_scratch([tmp_path], scratch_records(4096, BF16), throttle) as scratch:

@@ -30,7 +30,7 @@ def test_rates_for_the_simulator() -> None:
     "spoil",
     [
         {"tokens": "many"}, {"read_bytes_per_second": float("nan")}, {"commit_seconds": -1.0}, {"tokens": 0},
-        {"adam_parameters_per_second": 0.0}, {"adam_parameters_per_second": None}, {"operators": [{"name": "x"}]},
+        {"adam_parameters_per_second": 0.0}, {"adam_parameters_per_second": None}, {"operators": [["x"]]},
         {"operators": 3}, {"surprise": 1}, {"contention": 3}, {"contention": [{"adam": 0.0}]},
         {"contention": [{"cores": 1.0}]},
     ],
