@@ -1,4 +1,5 @@
-"""The foundation of ``fuyou`` and ``fcdp``: memory, storage, hardware, models and data."""
+"""Provide what ``fuyou`` and ``fcdp`` share: memory, storage, hardware, models, and data. Nothing here imports either
+of them."""
 
 import os
 

@@ -94,7 +94,7 @@ def fully_shard(
     routes = _routes(strategy, topology)
     _check_threshold(**cache)
     groups = shard_whole_model(module, topology, routes, **options)
-    _install(module, topology, routes, groups, **cache)
+    Sharding(module, topology, routes, groups, **cache)
     return module
 
 
@@ -156,7 +156,7 @@ def install(
         if routes.keeps_gathered or by_default:
             group.holder.set_reshard_after_forward(False, recurse=False)
             group.kept_after_forward = True
-    return _install(model, topology, routes, groups, device_cache_threshold, host_cache_bytes, device_memory)
+    return Sharding(model, topology, routes, groups, device_cache_threshold, host_cache_bytes, device_memory)
 
 
 def sharding(model: nn.Module) -> Sharding:
@@ -170,21 +170,6 @@ def sharding(model: nn.Module) -> Sharding:
 
 
 _CACHE_OPTIONS = ("device_cache_threshold", "host_cache_bytes", "device_memory")
-
-
-def _install(
-    model: nn.Module,
-    topology: Topology,
-    routes: Routes,
-    groups: list[ParameterGroup],
-    device_cache_threshold: float = 0.9,
-    host_cache_bytes: int | None = None,
-    device_memory: DeviceMemory | None = None,
-) -> Sharding:
-    result = Sharding(model, topology, routes, groups)
-    result.install(device_cache_threshold, host_cache_bytes, device_memory)
-    setattr(model, ATTRIBUTE, result)
-    return result
 
 
 def _shard_module(module: Model, strategy: Strategy | str, options: dict[str, Any]) -> Model:

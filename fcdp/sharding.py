@@ -34,22 +34,64 @@ ATTRIBUTE = "_fcdp_sharding"  # attribute of the model that holds its :class:`Sh
 
 
 class Sharding:
-    """What an FSDP2 model sharded by ``fully_shard`` has beyond FSDP2. Get it with ``fcdp.sharding(model)``."""
+    """What an FSDP2 model sharded by ``fully_shard`` has beyond FSDP2. Get it with ``fcdp.sharding(model)``.
 
-    def __init__(self, model: nn.Module, topology: Topology, routes: Routes, groups: list[ParameterGroup]):
+    Making it installs the collectives of every group on ``model``. Collective; the arguments after ``groups`` are those
+    of ``fully_shard``."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        topology: Topology,
+        routes: Routes,
+        groups: list[ParameterGroup],
+        device_cache_threshold: float = 0.9,
+        host_cache_bytes: int | None = None,
+        device_memory: DeviceMemory | None = None,
+    ):
         self.topology = topology
         self.routes = routes
         self.groups = groups  # parameter groups, in the order in which they were sharded
         self.traffic = Traffic()  # bytes that this rank's gathers and reductions have sent
-        self.host_cache_bytes = 0  # host memory that this rank's cached shards take
         self._micro_batches = MicroBatches()
+        device, ranks = topology.device, topology.mesh.get_group()
+        self._staleness = StalenessCheck(device, ranks)
+        self._streams = CopyStreams.on(device)
+        adaptive = routes.layout.cache == "adaptive"
+        self._placement = AdaptivePlacement(
+            (device_memory or DeviceMemory.of(device)) if adaptive else None, device_cache_threshold
+        )
+        cached, secondary = self._make_cached_shards(host_cache_bytes)
+        precision = self.strategy.precision
+        gathers = GatherLevels(
+            spread=self._levels(routes.spread, "gather")[::-1],
+            gather=self._levels(routes.gather, "gather", precision.gather)[::-1],
+            secondary=self._levels(routes.secondary, "gather")[::-1],  # as it is kept
+        )
+        reductions = ReduceLevels(
+            reduce=self._levels(routes.reduce, "reduce", precision.reduce),
+            finish=self._levels(routes.finish, "reduce"),
+            replicate=self._levels(routes.replicate, "reduce"),
+            gather_back=self._levels(routes.replicate, "gather")[::-1],
+        )
         self._gathers: list[StagedAllGather] = []
         self._reductions: list[StagedReduction] = []
-        self._cache: HostCache | None = None
-        self._placement: AdaptivePlacement | None = None
-        self._staleness: StalenessCheck | None = None
-        self._streams: CopyStreams | None = None
-        self._optimizer_hooks: OptimizerHooks | None = None
+        index = topology.rank % routes.shards, routes.shards
+        for group in groups:
+            reduction = StagedReduction(group, reductions, topology.rank // routes.shards, self._micro_batches)
+            if routes.shards > 1:
+                shards = cached.get(group), secondary.get(group)
+                gather = StagedAllGather(group, index, gathers, *shards, self._streams, self._staleness, self.traffic)
+                self._gathers.append(gather)
+                group.holder.set_custom_all_gather(cast(Any, gather))
+                group.holder.set_custom_reduce_scatter(cast(Any, reduction))
+            elif routes.replicas > 1:
+                group.holder.set_all_reduce_hook(reduction.add_up)
+            self._reductions.append(reduction)
+        self._optimizer_hooks = OptimizerHooks(
+            groups, weakref.WeakMethod(self._before_step), weakref.WeakMethod(self._after_step)
+        )
+        self._set_reshard_after_backward()
         this = weakref.ref(self)
 
         @torch.compiler.disable
@@ -58,6 +100,12 @@ class Sharding:
                 owner.before_forward()
 
         model.register_forward_pre_hook(before_forward, prepend=True)
+        setattr(model, ATTRIBUTE, self)
+
+    @property
+    def host_cache_bytes(self) -> int:
+        """Host memory that this rank's cached shards take, in bytes."""
+        return self._cache.nbytes
 
     @property
     def strategy(self) -> Strategy:
@@ -92,20 +140,18 @@ class Sharding:
         """Remove the optimizer hooks and free host memory: from now on nothing is cached.
 
         Call it on every rank, before ``Topology.close()`` and ``destroy_process_group()``."""
-        if self._optimizer_hooks is not None:
-            self._optimizer_hooks.close()
+        self._optimizer_hooks.close()
         if self.topology.device.type == "cuda":
             torch.cuda.synchronize()
         for gather in self._gathers:
             gather.forget()
-        if self._cache is not None:
-            self._cache.close()
+        self._cache.close()
 
     def inter_node_bytes(self, micro_batches: int, *, first_step: bool = False, router_loss: bool = False) -> float:
         """Return the payload that one node should send to others in a step, by the planner's formulas.
 
-        They assume that all that the strategy caches fits, and that every group is quantised where the strategy
-        quantises. Each micro-batch runs every group forward and backward once, without recomputation. In the first step
+        They assume that all that the strategy caches fits, and that every group is quantized where the strategy
+        quantizes. Each micro-batch runs every group forward and backward once, without recomputation. In the first step
         frozen parameters are not cached yet."""
         # Imported late: the planner reads models, and a library that brings its own needs none of that.
         from fcdp.planner.collectives import Collective, bytes_per_node, step_collectives
@@ -137,73 +183,28 @@ class Sharding:
             collectives.append(Collective("spread P", "all_gather", mesh, frozen, 1, "spread", self.strategy.ring))
         return bytes_per_node(collectives, layout)[0]
 
-    def install(self, threshold: float, host_cache_bytes: int | None, device_memory: DeviceMemory | None) -> None:
-        """Install the collectives of every group. Collective; the arguments are those of ``fully_shard``."""
-        topology, routes = self.topology, self.routes
-        self._staleness = StalenessCheck(topology.device, topology.mesh.get_group())
-        self._streams = streams = CopyStreams.on(topology.device)
-        cached, secondary = self._make_cached_shards(streams, threshold, host_cache_bytes, device_memory)
-        precision = self.strategy.precision
-        gathers = GatherLevels(
-            spread=self._levels(routes.spread, "gather")[::-1],
-            gather=self._levels(routes.gather, "gather", precision.gather)[::-1],
-            secondary=self._levels(routes.secondary, "gather")[::-1],  # as it is kept
-        )
-        reductions = ReduceLevels(
-            reduce=self._levels(routes.reduce, "reduce", precision.reduce),
-            finish=self._levels(routes.finish, "reduce"),
-            replicate=self._levels(routes.replicate, "reduce"),
-            gather_back=self._levels(routes.replicate, "gather")[::-1],
-        )
-        index = topology.rank % routes.shards, routes.shards
-        for group in self.groups:
-            reduction = StagedReduction(group, reductions, topology.rank // routes.shards, self._micro_batches)
-            if routes.shards > 1:
-                shards = cached.get(group), secondary.get(group)
-                gather = StagedAllGather(group, index, gathers, *shards, streams, self._staleness, self.traffic)
-                self._gathers.append(gather)
-                group.holder.set_custom_all_gather(cast(Any, gather))
-                group.holder.set_custom_reduce_scatter(cast(Any, reduction))
-            elif routes.replicas > 1:
-                group.holder.set_all_reduce_hook(reduction.add_up)
-            self._reductions.append(reduction)
-        self._optimizer_hooks = OptimizerHooks(
-            self.groups, weakref.WeakMethod(self._before_step), weakref.WeakMethod(self._after_step)
-        )
-        self._set_reshard_after_backward()
-
     def _levels(self, axes: tuple[Axis, ...], purpose: Purpose, precision: Format = "bf16") -> list[CommLevel]:
         return make_levels(self.topology, axes, purpose, self.traffic, self.strategy.ring, precision)
 
     def _make_cached_shards(
-        self,
-        streams: CopyStreams | None,
-        threshold: float,
-        host_cache_bytes: int | None,
-        device_memory: DeviceMemory | None,
+        self, host_cache_bytes: int | None
     ) -> tuple[dict[ParameterGroup, CachedShard], dict[ParameterGroup, CachedShard]]:
         """Return the cached shards of P and those of the secondary partition, by group, with memory for each."""
-        device = self.topology.device
         ranks = self.topology.mesh.get_group()
         budgets = [nbytes for nbytes in all_gather_object(host_cache_bytes, ranks) if nbytes is not None]
         # Every rank must cache the same groups.
         chosen = fit_into(min(budgets, default=None), all_cached(self.routes, self.groups))
 
         def allocate() -> None:
-            self._cache = HostCache([each.nbytes for each in chosen if each.in_host], device)
+            self._cache = HostCache([each.nbytes for each in chosen if each.in_host], self.topology.device)
 
         run_on_all_ranks(allocate, ranks)  # who finds no memory would leave others waiting
-        cache = self._cache
-        assert cache is not None
-        self.host_cache_bytes = cache.nbytes
-        adaptive = self.routes.layout.cache == "adaptive"
-        self._placement = AdaptivePlacement((device_memory or DeviceMemory.of(device)) if adaptive else None, threshold)
         cached: dict[ParameterGroup, CachedShard] = {}
         secondary: dict[ParameterGroup, CachedShard] = {}
         for each in chosen:
-            host = cache.allocate(each.nbytes) if each.in_host else None
+            host = self._cache.allocate(each.nbytes) if each.in_host else None
             placement = self._placement if each.in_host else AlwaysOnDevice()
-            entry = CacheEntry(each.nbytes, host, streams, placement, self.traffic)
+            entry = CacheEntry(each.nbytes, host, self._streams, placement, self.traffic)
             (secondary if each.is_secondary else cached)[each.group] = CachedShard(each.block, entry, each.bits)
         return cached, secondary
 
@@ -237,8 +238,7 @@ class Sharding:
     def _before_step(self) -> None:
         if self._streams is not None:  # else the output that was cached last would be held until the next gather
             self._streams.release()
-        if self._staleness is not None:
-            self._staleness.raise_if_found()
+        self._staleness.raise_if_found()
         for reduction in self._reductions:
             if reduction.partial is not None:
                 kept = reduction.partial.numel() * reduction.partial.element_size()
@@ -249,5 +249,4 @@ class Sharding:
                 )
 
     def _after_step(self) -> None:
-        if self._placement is not None:
-            self._placement.end_step()
+        self._placement.end_step()

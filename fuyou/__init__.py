@@ -1,4 +1,4 @@
-"""One node: fine-tuning out of core, with its schedule, its optimizer process and its store."""
+"""Fine-tune out of core on one node. A list of tasks moves blocks between SSDs, host, and device while they compute."""
 
 import importlib
 import importlib.metadata

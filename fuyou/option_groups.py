@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
     from common.models.adapters.options import AdapterOptions
     from fuyou.model.recompute.policy import ActivationPolicy
-    from fuyou.runtime.devices.device import Device
-    from fuyou.runtime.ranks.collectives import ClusterTopology
+    from fuyou.runtime.device import Device
+    from fuyou.runtime.ranks import ClusterTopology
 
 AUTO = "auto"
 """The dtype that asks for a decision by what the device multiplies faster."""
@@ -212,7 +212,7 @@ class RunConfig:
 
     device: "str | torch.device | Device" = AUTO
     """Where blocks compute: ``"auto"``, which is the first GPU, or the CPU where PyTorch can use none; ``"cpu"``; a
-    CUDA device (``"cuda:1"``); or an object that does what :class:`fuyou.runtime.devices.device.Device` says."""
+    CUDA device (``"cuda:1"``); or an object that does what :class:`fuyou.runtime.device.Device` says."""
     dtype: str = option(AUTO, type=(AUTO, "bf16", "fp32"), commands=Command.SOURCE, heading="Memory")
     """What blocks compute in; auto: the faster on the device. Master weights are fp32, or 24 bits with adamw8bit.
 

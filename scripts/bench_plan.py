@@ -41,7 +41,7 @@ from fuyou.planner import (
     profiled_machine,
     search,
 )
-from fuyou.runtime.devices.device import Device, memory_limits, open_device
+from fuyou.runtime.device import Device, memory_limits, open_device
 
 NAME = "bench-plan"
 SEQ_LEN = 512

@@ -394,7 +394,7 @@ def topo_volumes() -> str:
 
 * Both tables are headed "bytes", but ZeRO-3's FP16 row has psi, not 2 psi, and INT8's has psi/2: they count in units of
   two bytes (the model's own size, as III-C's "3M"). Theirs is doubled here.
-* ZeRO++, backward: printed as INT8 (psi/2), but table V keeps its second shards in FP16 (2 psi/P), and III-C quantises
+* ZeRO++, backward: printed as INT8 (psi/2), but table V keeps its second shards in FP16 (2 psi/P), and III-C quantizes
   the forward gather only. Ours gathers what is kept: bf16.
 * Scales make ours larger: 4/256 byte per element, 1.6 % of int8 and 3.1 % of int4.
 * Ours reduces level by level, so that the int4 of ZeRO++ crosses nodes once per node and not once per rank; a rank

@@ -31,7 +31,7 @@ from fuyou.planner import PlannerContext
 from fuyou.planner.profiling import Profile, save
 from fuyou.planner.profiling.cache import describe, profile_path
 from fuyou.planner.profiling.measure import measure
-from fuyou.runtime.devices.device import memory_limits
+from fuyou.runtime.device import memory_limits
 from fuyou.schedule.tasks import Resource
 
 _OPERATORS = 8

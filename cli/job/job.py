@@ -19,7 +19,7 @@ TEMPLATE_DATE = "date in chat templates"  # Key in the committed state of the da
 
 
 @dataclass(frozen=True)
-class QuantisedStore:
+class QuantizedStore:
     """A store on one node in which frozen weights are kept in fewer bits."""
 
     nbytes: int
@@ -48,7 +48,7 @@ class Job:
     frozen_parameters: int = 0  # Parameters in vision towers that stay frozen while all other weights are trained
     task_type: TaskType = TaskType.CAUSAL_LM  # Task that the model's head is for
     template_date: date | None = None  # Day that chat templates write; None: there are no data
-    quantised: QuantisedStore | None = None  # The store where frozen weights are kept in fewer bits; None: they are not
+    quantized: QuantizedStore | None = None  # The store where frozen weights are kept in fewer bits; None: they are not
 
     @property
     def device(self) -> str:
@@ -74,8 +74,8 @@ class Job:
         Where several ranks train in memory: bytes of two commits, as the older one goes when the newer is complete.
         """
         settings = self.settings
-        if self.quantised is not None:
-            return self.quantised.nbytes
+        if self.quantized is not None:
+            return self.quantized.nbytes
         width, states = 2 if settings.dtype == "bf16" else 4, (settings.optimizer_dtype, settings.optimizer)
         if settings.nodes is not None and not settings.ssd:
             return 2 * (self.adapter_parameters or self.parameters) * 12
@@ -142,15 +142,15 @@ class Job:
         if method is None:
             return {}
         stored = f"{method.name} in the checkpoint"
-        if self.quantised is not None and self.settings.frozen_dtype in (None, "checkpoint"):
+        if self.quantized is not None and self.settings.frozen_dtype in (None, "checkpoint"):
             exception = ""
-            if self.quantised.widened:
+            if self.quantized.widened:
                 exception = (
-                    f" (but for {format_count(self.quantised.widened)}, whose tensors blocks in pieces would cut)"
+                    f" (but for {format_count(self.quantized.widened)}, whose tensors blocks in pieces would cut)"
                 )
             return {"weights": f"{stored}, frozen in its own bytes{exception}; they compute in {self.settings.dtype}"}
         writes = self.settings.save and (self.settings.merge or not self.settings.trains_adapters)
-        return {"weights": f"{stored}, dequantised{f'; written as {self.settings.dtype}' if writes else ''}"}
+        return {"weights": f"{stored}, dequantized{f'; written as {self.settings.dtype}' if writes else ''}"}
 
     def _adapters(self) -> dict[str, str]:
         settings = self.settings

@@ -23,7 +23,7 @@ from fuyou.layout.frozen_weights import FrozenDtype
 from fuyou.layout.record import Precision
 from fuyou.optimizer.clipping import ClipStatistics, clip_by_named
 from fuyou.planner import TrainingJob, describe_training
-from fuyou.runtime.devices.device import Device, open_device
+from fuyou.runtime.device import Device, open_device
 from fuyou.schedule.batch import LossInputs
 
 REWARD = ("reward",)  # Names of a reward model's classes: a single one, which is a number

@@ -15,7 +15,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
 from cli.job.data import DataSource, chat_template_named, class_names, tokenizer_of, write_chat_template
-from cli.job.job import Job, QuantisedStore
+from cli.job.job import Job, QuantizedStore
 from cli.job.machine import (
     ADAPTER_CONFIG,
     REWARD,
@@ -49,7 +49,7 @@ from fuyou.layout.share import Share
 from fuyou.model.family import family_of
 from fuyou.planner import PlannerContext
 from fuyou.planner.training_job import fitting_job
-from fuyou.runtime.devices.device import memory_limits, open_device
+from fuyou.runtime.device import memory_limits, open_device
 
 FOLDER = "base"  # Folder inside the output directory with the language model as a classifier, before training
 
@@ -231,7 +231,7 @@ def resolve(settings: Settings) -> Job:
         frozen_parameters=frozen_parameters,
         task_type=task_type,
         template_date=None if tokenizer is None else template_date(settings),
-        quantised=_quantised(settings, found) if _keeps_fewer_bits(settings, checkpoint) else None,
+        quantized=_quantized(settings, found) if _keeps_fewer_bits(settings, checkpoint) else None,
     )
     if settings.save:
         _check_space(job)
@@ -260,13 +260,13 @@ def _keeps_fewer_bits(settings: Settings, checkpoint: Path | None) -> bool:
     return settings.frozen_dtype != "plain"
 
 
-def _quantised(settings: Settings, found: CheckedSettings) -> QuantisedStore:
+def _quantized(settings: Settings, found: CheckedSettings) -> QuantizedStore:
     """Return what the store of one node is, with frozen weights in fewer bits; of several ranks, with whole blocks:
     what their devices have in common is known when they have met."""
     share = Share(settings.nodes or 1, settings.gpus_per_node or 1)
     alone = settings.nodes is None
     job = _context(settings, found).job if alone else training_of(settings)
-    return QuantisedStore(job.among(share).record_bytes * share.ranks_per_node, job.shape.widened)
+    return QuantizedStore(job.among(share).record_bytes * share.ranks_per_node, job.shape.widened)
 
 
 def _directories(settings: Settings, checkpoint: Path | None) -> tuple[tuple[Path, ...], Path, str]:

@@ -203,8 +203,8 @@ class AdapterSettings:
     """Modules to adapt: q_proj v_proj; of fused experts gate_up_proj down_proj. Default: every linear layer but the
     head, and experts and routers in families that peft knows."""
     peft_config: Path | None = option(None, "FILE", commands=Command.MODEL, fixed=True)
-    """An adapter_config.json of peft (or its directory): rsLoRA, DoRA, LoHa, LoKr, IA3,
-    modules_to_save, trainable_token_indices."""
+    """An adapter_config.json of peft (or its directory): rsLoRA, DoRA, rank patterns, modules_to_save,
+    trainable_token_indices."""
     adapter: Path | None = option(None, "DIR", commands=Command.SOURCE, fixed=True)
     """Directory of saved peft adapters to train further, with their method, rank, alpha, dropout, and targets."""
     merge: bool = option(False, commands=Command.RUN | Command.EXPORT)

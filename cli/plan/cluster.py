@@ -25,7 +25,7 @@ def plan_cluster(settings: Settings, batch_size: int | None) -> int:
     cluster = cluster_of(settings.cluster, settings.levels, settings.nodes, settings.gpus_per_node)
     workload = _workload(settings, batch_size, cluster)
     chosen = None if settings.strategy in (None, AUTO) else [parse_strategy(settings.strategy)]
-    result = plan(workload, cluster, strategies=chosen, allow_quantised=chosen is not None)
+    result = plan(workload, cluster, strategies=chosen, allow_quantized=chosen is not None)
     if settings.json:
         print(json.dumps({**result.as_dict(), "node_order": _node_order(result, cluster)}, indent=1))
     if result.choice is None:

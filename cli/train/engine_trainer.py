@@ -28,7 +28,7 @@ from fuyou import Engine, NonFiniteLoss, StepReport
 from fuyou.config import OPTION_NAMES
 from fuyou.layout.share import Share
 from fuyou.planner import PlannerContext, profile_or_measure
-from fuyou.runtime.devices.device import memory_limits, open_device
+from fuyou.runtime.device import memory_limits, open_device
 
 _STEP = "step"  # Key in the engine's user state of what it does not report itself
 PROFILED_PARAMETERS, PROFILED_STEPS = 100_000_000, 20  # Size of runs that are worth a measurement of the machine

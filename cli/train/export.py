@@ -21,7 +21,7 @@ from common.data.shapes import PlainText
 from common.errors import FinetuneError, on_one_line
 from common.models.adapters.adapters import MERGED
 from common.randomness import seed_run
-from fuyou.runtime.devices.device import memory_limits, open_device
+from fuyou.runtime.device import memory_limits, open_device
 
 
 class TrainedModel(Protocol):

@@ -1,1 +1,1 @@
-"""Host memory: buffers, limits of control groups, the heap's free memory, and a meter of what a run takes."""
+"""Allocate host memory, and measure and limit it. A buffer is one mapping, on huge pages, on the GPU's NUMA node."""

@@ -1,4 +1,4 @@
-"""A store of records on SSD: striped over a directory per drive, past the page cache, committed by a manifest."""
+"""Store records on SSDs: striped over a directory per drive, past the page cache. A manifest commits them at once."""
 
 from common.store.directories import DirectoryLock, remove
 from common.store.errors import StoreError

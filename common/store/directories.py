@@ -295,8 +295,7 @@ class DirectoryLock:
     """
 
     def __init__(self, directories: Iterable[Path], patience: float = PATIENCE_SECONDS) -> None:
-        self.descriptors: list[int] = []
-        """Descriptors of the locks: a process that gets them is an owner, too."""
+        self.descriptors: list[int] = []  # Descriptors of the locks: a process that gets them is an owner, too
         try:
             self.add(directories, patience)
         except BaseException:

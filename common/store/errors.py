@@ -15,8 +15,7 @@ class StoreError(FinetuneError):
 
     def __init__(self, message: str, error_number: int | None = None) -> None:
         super().__init__(message)
-        self.error_number = error_number
-        """The operating system's errno, if it was the operating system that refused."""
+        self.error_number = error_number  # The operating system's errno, if it was the operating system that refused
 
 
 def describe_os_error(doing: str, path: Path, error: OSError) -> StoreError:

@@ -93,13 +93,10 @@ class Store:
         threads: int,
         throttle: Throttle | None = None,
     ) -> None:
-        self.id = identity.store
-        """Random name of the store: a manifest that names it cannot be taken for another run's."""
-        self.directories = tuple(directories)
-        """The directories, in the order of the stripes."""
+        self.id = identity.store  # Random name of the store: a manifest that names it cannot be taken for another run's
+        self.directories = tuple(directories)  # The directories, in the order of the stripes
         self.layout = identity.layout
-        self.bytes_read = 0
-        """Bytes read from the drives, in whole pages."""
+        self.bytes_read = 0  # Bytes read from the drives, in whole pages
         self.bytes_written = 0
         self._counting = threading.Lock()
         self._closed = False

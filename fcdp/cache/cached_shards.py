@@ -20,7 +20,7 @@ import torch
 
 from common.memory import numa
 from common.memory.buffers import PAGE, HostBuffer, round_up
-from common.quantisation import Bits, quantised_nbytes
+from common.quantization import Bits, quantized_nbytes
 from fcdp.grouping import ParameterGroup
 from fcdp.strategy.strategy import BITS, Routes
 from fcdp.traffic import Traffic
@@ -292,7 +292,7 @@ class CachedGroup:
     block: int  # number of ranks that together hold one copy of the parameters
     nbytes: int
     in_host: bool  # whether it has a place in host memory. It may still be on the device, if the tier is adaptive.
-    bits: Bits | None  # bits per element that it is quantised to; None: it is not
+    bits: Bits | None  # bits per element that it is quantized to; None: it is not
 
 
 def all_cached(routes: Routes, groups: Sequence[ParameterGroup]) -> list[CachedGroup]:
@@ -310,9 +310,9 @@ def all_cached(routes: Routes, groups: Sequence[ParameterGroup]) -> list[CachedG
         for group in groups:
             if group.kept_after_forward:
                 continue  # the backward pass does not gather it
-            # Groups of mixed dtype are gathered as plain bytes, which nobody can quantise.
+            # Groups of mixed dtype are gathered as plain bytes, which nobody can quantize.
             bits = None if group.mixes_dtypes else BITS.get(layout.strategy.precision.secondary)
-            cell = group.cell_bytes if bits is None else quantised_nbytes(group.cell_numel, bits)
+            cell = group.cell_bytes if bits is None else quantized_nbytes(group.cell_numel, bits)
             wanted.append(CachedGroup(group, True, block, routes.shards // block * cell, in_host, bits))
     return wanted
 

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from common.communication import Wait
-from common.quantisation import Bits, dequantise, quantise, quantised_nbytes
+from common.quantization import Bits, dequantize, quantize, quantized_nbytes
 from fcdp import fsdp2
 from fcdp.cache.cached_shards import CacheEntry, CopyStreams
 from fcdp.cache.staleness import StalenessCheck
@@ -51,7 +51,7 @@ class CachedShard:
 
     block: int  # number of ranks that together hold one copy of the parameters
     entry: CacheEntry  # memory for the cells
-    bits: Bits | None = None  # bits per element of a quantised secondary partition
+    bits: Bits | None = None  # bits per element of a quantized secondary partition
     consumed: bool = True  # whether a secondary shard has been used, or is not filled yet
 
     def of(self, cells: torch.Tensor, rank: int) -> torch.Tensor:
@@ -62,7 +62,7 @@ class CachedShard:
         """Return whether the shard has the size that parameters have now: their dtype may change as they are frozen."""
         if self.bits is not None and not cells.is_floating_point():
             return False
-        cell = cells.size(1) * cells.element_size() if self.bits is None else quantised_nbytes(cells.size(1), self.bits)
+        cell = cells.size(1) * cells.element_size() if self.bits is None else quantized_nbytes(cells.size(1), self.bits)
         return self.entry.nbytes * self.block == cells.size(0) * cell
 
     def store(
@@ -71,7 +71,7 @@ class CachedShard:
         """Cache this rank's part of ``cells``, which lie in ``output``."""
         shard = self.of(cells, rank)
         if self.bits is not None:
-            shard = output = quantise(shard, self.bits)
+            shard = output = quantize(shard, self.bits)
             allocated_on = None
         self.entry.store(shard, output, allocated_on)
 
@@ -162,7 +162,7 @@ class StagedAllGather:
                 secondary.store(cells, self._rank, output_tensor, allocated_on)
             elif secondary is not None and secondary.bits is not None:
                 for others in (slice(self._rank), slice(self._rank + 1, None)):
-                    dequantise(travelling[others], cells.size(1), secondary.bits, cells[others])
+                    dequantize(travelling[others], cells.size(1), secondary.bits, cells[others])
 
         if self._streams is None:
             return PendingGather(finish)
@@ -193,11 +193,11 @@ class StagedAllGather:
         return cells, [*self._levels.spread, *self._levels.gather], len(self._levels.spread)
 
     def _load(self, shard: CachedShard, cells: torch.Tensor, cell: torch.Tensor) -> torch.Tensor:
-        """Copy a cached shard to its places in ``cells``; if it is quantised, in new cells of bytes. Return these."""
+        """Copy a cached shard to its places in ``cells``; if it is quantized, in new cells of bytes. Return these."""
         self._traffic.hits += 1
         mine, allocated = cell, self._allocated
         if shard.bits is not None:
-            mine = quantise(cell, shard.bits)
+            mine = quantize(cell, shard.bits)
             cells = mine.new_empty((cells.size(0), mine.numel()))
             cells[self._rank] = mine
             if self._streams is not None:

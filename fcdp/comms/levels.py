@@ -18,7 +18,7 @@ from typing import cast
 import torch
 
 from common.communication import Wait
-from common.quantisation import BLOCK, Bits, dequantise, quantise, quantised_nbytes
+from common.quantization import BLOCK, Bits, dequantize, quantize, quantized_nbytes
 from fcdp.comms.rank_level import CommLevel, FlatRing, RankLevel, SideStream, nothing
 from fcdp.strategy.strategy import BITS, Axis, Format, Ring
 from fcdp.strategy.topology import Purpose, Topology
@@ -99,18 +99,18 @@ class HoRing:
             output.add_(other)
 
 
-# Quantised gathers and reductions (ZeRO++; ZeRO-topo III-C, V) send less, in blocks with a scale each:
-# * Gather (int8): every rank quantises its cells, sends bytes, and dequantises what arrives; its own cells stay exact.
-# * Reduce-scatter (int4): all-to-all in one hop. A ring would quantise at every step, adding an error each time; here
-#   each cell is quantised once and added at its target in fp32, in the order of ranks, the target's own cell exactly.
-# Cells travel in pieces, so that each is quantised or dequantised while others travel. Groups that FSDP2 gathers as
-# plain bytes (mixed dtypes) are not quantised.
+# Quantized gathers and reductions (ZeRO++; ZeRO-topo III-C, V) send less, in blocks with a scale each:
+# * Gather (int8): every rank quantizes its cells, sends bytes, and dequantizes what arrives; its own cells stay exact.
+# * Reduce-scatter (int4): all-to-all in one hop. A ring would quantize at every step, adding an error each time; here
+#   each cell is quantized once and added at its target in fp32, in the order of ranks, the target's own cell exactly.
+# Cells travel in pieces, so that each is quantized or dequantized while others travel. Groups that FSDP2 gathers as
+# plain bytes (mixed dtypes) are not quantized.
 
 PIECES = 4  # most pieces that a cell is cut into: all but one of them overlap, and each costs a message to every peer
 SMALLEST_PIECE = 1 << 14  # fewest elements of a piece, unless the cell is smaller
 
 
-class QuantisedLevel:
+class QuantizedLevel:
     """A :class:`CommLevel` that gathers and reduces along ``level`` and sends ``bits`` per element.
 
     It counts the bytes that travel, scales included. For reductions ``level`` is a :class:`RankLevel`."""
@@ -131,9 +131,9 @@ class QuantisedLevel:
         side = self._side_stream.start(rows)
         in_transit = []
         for start, stop in pieces(rows.size(2)):
-            nbytes = quantised_nbytes(stop - start, bits)
+            nbytes = quantized_nbytes(stop - start, bits)
             payload = torch.empty((*rows.shape[:2], nbytes), dtype=torch.uint8, device=rows.device)
-            quantise(mine[:, start:stop], bits, out=payload[:, self.index])
+            quantize(mine[:, start:stop], bits, out=payload[:, self.index])
             side.follow()
             with side:
                 in_transit.append((start, stop, payload, self._level.gather(payload), side.mark()))
@@ -143,7 +143,7 @@ class QuantisedLevel:
                 arrived()
                 side.join(until=gathered)
                 for others in self._others:
-                    dequantise(payload[:, others], stop - start, bits, rows[:, others, start:stop])
+                    dequantize(payload[:, others], stop - start, bits, rows[:, others, start:stop])
             in_transit.clear()
 
         if not rows.is_cuda:
@@ -158,10 +158,10 @@ class QuantisedLevel:
             return level.reduce_scatter(rows, output)
         in_transit = []
         for start, stop in pieces(rows.size(2)):
-            nbytes = quantised_nbytes(stop - start, self._bits)
+            nbytes = quantized_nbytes(stop - start, self._bits)
             sent = torch.empty((*rows.shape[:2], nbytes), dtype=torch.uint8, device=rows.device)
             for others in self._others:
-                quantise(rows[:, others, start:stop], self._bits, out=sent[:, others])
+                quantize(rows[:, others, start:stop], self._bits, out=sent[:, others])
             received = sent.new_empty((sent.size(0), self.size - 1, sent.size(2)))
             # What is sent has to stay until it is: hence it is kept here, too.
             in_transit.append((start, stop, sent, received, level.all_to_all(sent, received)))
@@ -174,7 +174,7 @@ class QuantisedLevel:
                     total += mine
                 else:
                     cells = places[number - (number > self.index)]
-                    dequantise(cells, stop - start, self._bits, total, add=True)
+                    dequantize(cells, stop - start, self._bits, total, add=True)
             output[:, start:stop] = total
 
 
@@ -195,14 +195,14 @@ def make_levels(
 ) -> list[CommLevel]:
     """Make the levels along ``axes``, fastest first; ``ho`` makes one of all. Collective: process groups are made.
 
-    A reduction below bf16 takes one hop along each axis, as partial sums would be quantised at every step of a ring."""
+    A reduction below bf16 takes one hop along each axis, as partial sums would be quantized at every step of a ring."""
     bits = BITS.get(precision)
     if purpose == "reduce" and bits is not None:
         hops = [RankLevel(topology, axis, purpose, traffic) for axis in axes]
-        return [QuantisedLevel(hop, bits) for hop in hops]
+        return [QuantizedLevel(hop, bits) for hop in hops]
     ranks = topology.ranks_per_node
     levels = [(FlatRing if axis.mixes_levels(ranks) else RankLevel)(topology, axis, purpose, traffic) for axis in axes]
     joined: list[CommLevel] = list(levels)
     if ring == "ho" and levels:
         joined = [functools.reduce(HoRing, levels[1:], cast(CommLevel, levels[0]))]
-    return joined if bits is None else [QuantisedLevel(level, bits) for level in joined]
+    return joined if bits is None else [QuantizedLevel(level, bits) for level in joined]

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from common.errors import UserError
-from common.quantisation import BLOCK, quantised_nbytes
+from common.quantization import BLOCK, quantized_nbytes
 from fcdp.planner.workload import Workload
 from fcdp.strategy.mesh import Mesh
 from fcdp.strategy.strategy import BITS, Format, Ring, StrategyMeshes
@@ -24,8 +24,8 @@ Phase = Literal["forward", "backward", "reduce", "spread", "route"]
 
 
 def element_bytes(format: Format, plain: float) -> float:
-    """Return the bytes of one element in ``format``, scales included; ``plain`` where it is not quantised."""
-    return plain if format == "bf16" else quantised_nbytes(BLOCK, BITS[format]) / BLOCK
+    """Return the bytes of one element in ``format``, scales included; ``plain`` where it is not quantized."""
+    return plain if format == "bf16" else quantized_nbytes(BLOCK, BITS[format]) / BLOCK
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ def step_collectives(layout: StrategyMeshes, workload: Workload, *, select_and_d
         add("reduce G, keep a part", "all_reduce", g.over(p), gradient * trained / p.shards, s - 1, "backward")
         add("reduce G, last", "all_reduce", world.over(p), gradient * trained / p.shards, 1, "reduce")
     else:
-        # What is quantised goes in one hop inside the node, and one beyond it: a ring would quantise it at every step.
+        # What is quantized goes in one hop inside the node, and one beyond it: a ring would quantize it at every step.
         hops: Ring = ring if strategy.precision.reduce == "bf16" else "hierarchical"
         add("reduce G", "reduce_scatter", g, reduce * trained, s, "backward", hops)
         add("reduce G to OS", "reduce_scatter", os.over(g), gradient * trained / g.shards, 1, "reduce")

@@ -121,7 +121,7 @@ def _scratch(stages: Sequence[tuple[tuple[Axis, ...], Format]], layout: Strategy
     """Return the bytes that the largest gather of a block takes next to the block itself.
 
     Cells of ranks that are not next to each other are gathered in separate memory and copied to their places
-    (``RankLevel.gather``), except those that HO-Ring sends one by one. What is quantised arrives in separate bytes."""
+    (``RankLevel.gather``), except those that HO-Ring sends one by one. What is quantized arrives in separate bytes."""
     block = workload.parameters / workload.units
     worst = 0.0
     for axes, form in stages:

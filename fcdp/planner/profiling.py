@@ -33,7 +33,7 @@ from fuyou.model.model_records import model_records
 from fuyou.model.streamed_model import StreamedModel
 from fuyou.planner.profiling.blocks import BlockBench
 from fuyou.planner.profiling.measure import measure_link
-from fuyou.runtime.devices.device import open_device
+from fuyou.runtime.device import open_device
 
 SIZES = (16 << 10, 256 << 10, 4 << 20, 32 << 20)  # bytes; on CUDA also four times the largest
 MOST_SECONDS = 2.0  # larger buffers than one that takes this long have its bandwidth

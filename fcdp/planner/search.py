@@ -88,7 +88,7 @@ def plan(
     *,
     strategies: Sequence[Strategy] | None = None,
     objective: Objective = "step",
-    allow_quantised: bool = False,
+    allow_quantized: bool = False,
     checkpointing: bool | None = None,
     engine: Engine | None = None,
 ) -> StrategyPlan:
@@ -98,7 +98,7 @@ def plan(
         strategies: those to choose from. None: all that are admissible.
         objective: ``step``: the time of a step, and among those within :data:`SAME` of the fastest the least
             communication, then memory. ``communication``: AMSP's equation 1, without overlap, then memory.
-        allow_quantised: whether a strategy that quantises may be chosen. All are listed either way.
+        allow_quantized: whether a strategy that quantizes may be chosen. All are listed either way.
         checkpointing: whether activations are checkpointed; None: only where a strategy does not fit without.
         engine: the engine that trains; None: ours.
     """
@@ -114,7 +114,7 @@ def plan(
         return planned.step_seconds if objective == "step" else planned.communication_seconds
 
     estimates = [cost(each) for each in (admissible(cluster.levels) if strategies is None else strategies)]
-    eligible = [each for each in estimates if each.fits and (allow_quantised or each.layout.strategy.precision.exact)]
+    eligible = [each for each in estimates if each.fits and (allow_quantized or each.layout.strategy.precision.exact)]
     choice = None
     if eligible:
         fastest = min(map(seconds, eligible))

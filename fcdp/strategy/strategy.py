@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, cast, get_args
 
 from common.errors import UserError, did_you_mean
-from common.quantisation import Bits
+from common.quantization import Bits
 from fcdp.strategy.mesh import Levels, Mesh, Scope
 
 # where cached shards of P are; adaptive: on the device if there is room
@@ -28,7 +28,7 @@ BITS: dict[Format, Bits] = {"int8": 8, "int4": 4}
 
 @dataclass(frozen=True)
 class WireFormats:
-    """Formats on the network: bf16, or quantised in blocks with a scale each (``common.quantisation``)."""
+    """Formats on the network: bf16, or quantized in blocks with a scale each (``common.quantization``)."""
 
     gather: Format = "bf16"  # format of P as it is gathered over its scope
     secondary: Format = "bf16"  # format in which the secondary partition of P is kept and gathered
@@ -36,7 +36,7 @@ class WireFormats:
 
     @property
     def exact(self) -> bool:
-        """Whether nothing is quantised."""
+        """Whether nothing is quantized."""
         return self == WireFormats()
 
 
@@ -95,7 +95,7 @@ class Strategy:
             cache = "device"
         return StrategyMeshes(self, levels, p, g, os, secondary, cache)
 
-    def without_quantisation(self) -> "Strategy":
+    def without_quantization(self) -> "Strategy":
         """Return the strategy with everything in bf16."""
         return self if self.precision.exact else replace(self, name=f"{self.name}-exact", precision=WireFormats())
 
@@ -206,7 +206,7 @@ class Routes:
 
         reduce = between(1, g)
         if layout.strategy.precision.reduce != "bf16":
-            # Every hop quantises again: one for all levels inside the node (ZeRO-topo V-D), and one beyond.
+            # Every hop quantizes again: one for all levels inside the node (ZeRO-topo V-D), and one beyond.
             levels = Levels((layout.levels.ranks_per_node, layout.levels.nodes))
             reduce = axes_between(1, g, levels, "hierarchical")
         return cls(
@@ -276,8 +276,8 @@ _PLAIN = (
     _preset("zero-topo", "pair/I/G", secondary=Scope("pair"), **_TOPO),
     _preset("zero-topo-8", "pair/I/G", secondary=Scope("8x1"), **_TOPO),
 )
-# Strategies by name. Those that quantise have a twin that does not, with ``-exact`` appended.
-PRESETS = {each.name: each for each in (*_PLAIN, *(strategy.without_quantisation() for strategy in _PLAIN))}
+# Strategies by name. Those that quantize have a twin that does not, with ``-exact`` appended.
+PRESETS = {each.name: each for each in (*_PLAIN, *(strategy.without_quantization() for strategy in _PLAIN))}
 
 
 def parse_strategy(text: str) -> Strategy:

@@ -1,1 +1,1 @@
-"""The run on its drives: commits, resuming, moving to other drives or ranks, export, verification."""
+"""Commit, resume, move, verify, and export a run on its drives. A step counts once its manifest is replaced."""

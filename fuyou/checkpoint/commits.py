@@ -16,7 +16,7 @@ from fuyou.layout.share import Share
 from fuyou.optimizer.absent_gradients import MissedUpdates
 from fuyou.optimizer.adam import Update
 from fuyou.optimizer.clipping import ClipStatistics
-from fuyou.runtime.ranks.agreement import Agreement, host, rank_name
+from fuyou.runtime.ranks import Agreement, host, rank_name
 from fuyou.schedule.tasks import Op, Task, known
 
 FORMAT = 3  # Version of the files in a store; raised whenever their meaning changes

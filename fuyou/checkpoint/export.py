@@ -14,7 +14,7 @@ from fuyou.layout.record import Record, RecordExtents
 from fuyou.layout.record_parts import ParameterSlot
 from fuyou.model.open_model import OpenModel
 from fuyou.optimizer.moments import join
-from fuyou.runtime.ranks.collectives import ClusterTopology, gather
+from fuyou.runtime.ranks import ClusterTopology, gather
 
 
 class StoreReader:

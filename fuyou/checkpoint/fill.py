@@ -70,8 +70,7 @@ class _SlotReader:
 
     def __init__(self, source: WeightSource):
         self.source = source
-        self._cut: dict[str, torch.Tensor] = {}
-        """Parameters whose later experts are still to come, by first name."""
+        self._cut: dict[str, torch.Tensor] = {}  # Parameters whose later experts are still to come, by first name
 
     def read(self, record: Record, slots: Sequence[ParameterSlot]) -> Iterator[tuple[int, torch.Tensor]]:
         """Yield the values of these ``slots`` of a record, in ranges, each with the element at which it begins."""

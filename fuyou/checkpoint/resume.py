@@ -37,7 +37,7 @@ from fuyou.checkpoint.shards import (
 from fuyou.checkpoint.transfer import RecordTransfer, ShardLayout
 from fuyou.layout.model_layout import ModelLayout
 from fuyou.layout.share import Share
-from fuyou.runtime.ranks.agreement import Agreement, host
+from fuyou.runtime.ranks import Agreement, host
 
 
 def resume_run(

@@ -15,7 +15,7 @@ from common.store.folders import final_folder, lock_folders, remove_leftovers, r
 from common.store.manifest import sync_directory
 from common.store.store import verify
 from fuyou.checkpoint.commits import CLUSTER, TrainingState, sealed_records
-from fuyou.runtime.ranks.agreement import Agreement
+from fuyou.runtime.ranks import Agreement
 
 
 def rank_folder(local_rank: int | str) -> str:

@@ -18,7 +18,7 @@ from common.store.folders import successor_folder
 from fuyou.checkpoint.commits import CLUSTER
 from fuyou.checkpoint.run_files import rank_folder, run_places
 from fuyou.layout.share import Share
-from fuyou.runtime.ranks.agreement import host, rank_name
+from fuyou.runtime.ranks import host, rank_name
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from fuyou.layout.model_layout import ModelLayout
 from fuyou.layout.record import PARTS, Part, Record, allocate_extents, sealed_name
 from fuyou.layout.record_parts import StateComponent
 from fuyou.layout.share import Share
-from fuyou.runtime.ranks.agreement import Agreement
+from fuyou.runtime.ranks import Agreement
 from fuyou.schedule.memory_plan import chunk_elements
 
 PIECE_ELEMENTS = 4 << 20  # Elements of a record that are moved at once; a multiple of a page's, at two bytes each

@@ -1,1 +1,1 @@
-"""The way in: opens a model, a store and a device, and takes steps."""
+"""Open a model, a store, and a device, and take steps. ``Engine`` is what a caller's loop holds."""

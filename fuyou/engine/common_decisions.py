@@ -13,8 +13,8 @@ from common.units import format_bytes
 from fuyou.config import AUTO, EngineConfig
 from fuyou.engine.computing_dtype import dtype_of_all, stored_dtype
 from fuyou.preflight.preflight import prove, prove_divided
-from fuyou.runtime.devices.device import Device, memory_limits
-from fuyou.runtime.ranks.agreement import Agreement
+from fuyou.runtime.device import Device, memory_limits
+from fuyou.runtime.ranks import Agreement
 
 
 def with_common_dtype(config: EngineConfig, device: Device, agreement: Agreement) -> EngineConfig:

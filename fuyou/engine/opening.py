@@ -46,10 +46,8 @@ from fuyou.pieces.division import in_pieces
 from fuyou.planner import PlannerContext, choose_settings, choose_settings_on_all_ranks
 from fuyou.planner.profiling import Profile, WriteWatch, save
 from fuyou.planner.training_job import fitting_layout, training_job_of_run
-from fuyou.runtime.devices.determinism import deterministic_algorithms
-from fuyou.runtime.devices.device import open_device
-from fuyou.runtime.ranks.agreement import Agreement
-from fuyou.runtime.ranks.collectives import connect, share_of
+from fuyou.runtime.device import deterministic_algorithms, open_device
+from fuyou.runtime.ranks import Agreement, connect, share_of
 from fuyou.schedule.memory_plan import MemoryPlan
 from fuyou.schedule.memory_planner import MemoryPlanner
 

@@ -20,9 +20,9 @@ from fuyou.runtime.data_plane.data_plane import DataPlane
 from fuyou.runtime.data_plane.optimizer_handlers import OptimizerHandlers
 from fuyou.runtime.data_plane.rank_handlers import RankHandlers
 from fuyou.runtime.data_plane.stored_records import Scratch, StoredRecords
-from fuyou.runtime.devices.device import Device
+from fuyou.runtime.device import Device
 from fuyou.runtime.executor import Handler
-from fuyou.runtime.ranks.collectives import ClusterTopology
+from fuyou.runtime.ranks import ClusterTopology
 from fuyou.runtime.trace import StepTrace
 from fuyou.schedule.batch import ENGINE_LOSS, Batch, BatchShape, LossInputs
 from fuyou.schedule.memory_plan import MemoryPlan

@@ -238,11 +238,11 @@ class Steps:
         return report
 
     def _report(self, ended: StepComputation, step: int, norm: float, **happened: bool) -> StepReport:
-        seconds, times = time.monotonic() - ended.start_time, self._run.runtime.accounting.take()
+        seconds, busy = time.monotonic() - ended.start_time, self._run.runtime.accounting.take()
         if self._run.write_watch is not None:
             before, self._moved = self._moved, self._run.runtime.io.training
             moved = (now - earlier for now, earlier in zip(self._moved, before, strict=True))
-            self._run.write_watch.step(times.intervals[Resource.SSD.value], *moved)
+            self._run.write_watch.step(busy[Resource.SSD.value], *moved)
             if self._run.agreement.is_alone:  # several ranks tell each other with the next norm
                 self._run.note_slow_writes([self._run.write_watch.slow_rate])
         return StepReport(
@@ -251,15 +251,13 @@ class Steps:
             grad_norm=norm,
             seconds=seconds,
             tokens=ended.tokens,
-            bound_seconds=times.busy,
-            idle_seconds=times.idle,
+            busy_intervals=busy,
             planned_read_bytes=ended.tasks.ssd_read_bytes(),
             planned_written_bytes=ended.tasks.ssd_written_bytes(),
             planned_sent_bytes=ended.tasks.sent_bytes(),
             kept_activation_bytes=ended.tasks.kept_bytes(self._run.runtime.memory_plan.kept_bytes),
             recomputation_saved=ended.recomputation_saved,
             aux_loss=_aux_loss(ended),
-            busy_intervals=times.intervals,
             **happened,
         )
 

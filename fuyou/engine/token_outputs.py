@@ -70,8 +70,7 @@ class TokenRequest:
 
     outputs: Sequence[str]
     head: HeadFunction | None
-    inputs: Mapping[str, torch.Tensor]
-    """The caller's own tensors ``[B, S, ...]``, for ``head``."""
+    inputs: Mapping[str, torch.Tensor]  # The caller's own tensors ``[B, S, ...]``, for ``head``
     reference: bool
 
     def open(self, model: OpenModel, batch: TrainingBatch) -> TokenPass:

@@ -1,1 +1,2 @@
-"""Layout of a model's parameters: records, the order in which a step visits them, and each rank's share."""
+"""Lay a model's parameters out in records. A step visits them in a fixed order, and each rank has its share of every
+one."""

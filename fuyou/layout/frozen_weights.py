@@ -12,7 +12,7 @@ import torch
 
 from common.errors import UserError
 from common.hardware import kernels_of
-from common.quantisation import dequantise, dequantise_nf4, fuses, nf4_nbytes, quantise, quantise_nf4, quantised_nbytes
+from common.quantization import dequantize, dequantize_nf4, fuses, nf4_nbytes, quantize, quantize_nf4, quantized_nbytes
 
 ROW_ELEMENTS = 1 << 20  # Elements of a row. A CPU decodes row by row, to use little memory.
 # Rows that an accelerator decodes at once where PyTorch cannot compile, to launch fewer kernels. Compiled, one kernel
@@ -52,9 +52,9 @@ class FrozenDtype(Enum):
         """Write ``flat`` ``[n]``, which begins with ``matrices`` elements of matrices, to ``uint8`` ``payload``."""
         for part, row in self._rows(flat, matrices, payload):
             if self is FrozenDtype.INT8:
-                quantise(part, 8, row)
+                quantize(part, 8, row)
             elif self is FrozenDtype.NF4:
-                quantise_nf4(part, row)
+                quantize_nf4(part, row)
             else:
                 row.view(flat.dtype).copy_(part)
         self._rest(flat, matrices, payload).copy_(flat[matrices:])
@@ -63,9 +63,9 @@ class FrozenDtype(Enum):
         """Undo :meth:`encode`, up to rounding."""
         for part, row in self._rows(flat, matrices, payload):
             if self is FrozenDtype.INT8:
-                dequantise(row, part.shape[-1], 8, part)
+                dequantize(row, part.shape[-1], 8, part)
             elif self is FrozenDtype.NF4:
-                dequantise_nf4(row, part)
+                dequantize_nf4(row, part)
             else:
                 part.copy_(row.view(flat.dtype))
         flat[matrices:].copy_(self._rest(flat, matrices, payload))
@@ -89,7 +89,7 @@ class FrozenDtype(Enum):
 
     def _row_nbytes(self, elements: int, dtype: torch.dtype) -> int:
         if self is FrozenDtype.INT8:
-            return quantised_nbytes(elements, 8)
+            return quantized_nbytes(elements, 8)
         return nf4_nbytes(elements) if self is FrozenDtype.NF4 else elements * dtype.itemsize
 
 

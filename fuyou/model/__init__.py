@@ -1,1 +1,1 @@
-"""Running any transformers model block by block, with parameters that are there only while they are needed."""
+"""Run any transformers model block by block. Parameters are there only while they are needed."""

@@ -83,8 +83,7 @@ class OpenModel:
         if adapters is not None and trainable is not None:
             raise UserError("adapters freeze all other parameters: give either adapters or trainable.")
         self.config, self._seed, self._checkpoint = config, seed, checkpoint
-        self.task_type = task_type_of(config)
-        """Task that the model's head is for."""
+        self.task_type = task_type_of(config)  # Task that the model's head is for
         self.source: CheckpointSource | None = None
         """Checkpoint that training begins with, once it is opened; None if weights are random."""
         model = self.base = build_meta_model(config, dtype=precision.dtype)

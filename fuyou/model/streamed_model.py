@@ -56,8 +56,7 @@ _SURVEYED = 8  # Tokens of the row that a survey runs
 META_TOKENS = 8  # Tokens of the row that blocks are run on without values
 
 
-HOST_POSITIONS = "position_ids_on_host"
-"""Name in a batch of a copy of ``position_ids`` on the CPU."""
+HOST_POSITIONS = "position_ids_on_host"  # Name in a batch of a copy of ``position_ids`` on the CPU
 
 CHUNK_PLACE = "place_in_row"
 """Name in a batch of the first token of a chunk and the tokens of its row, int64 ``[2]`` on the CPU."""
@@ -91,14 +90,11 @@ class StreamedModel:
                 if parameter is not None:
                     self._owners[f"{prefix}.{name}" if prefix else name] = (module, name, parameter)
         self._carried_bytes: dict[int, int] = {}
-        self.links = BlockLinks()
-        """Links between blocks, next to hidden states."""
+        self.links = BlockLinks()  # Links between blocks, next to hidden states
         self.before: frozenset[nn.Module] = frozenset()
         """Modules that run before the blocks and use parameters; see :meth:`_survey`."""
-        self.hidden_size = 0
-        """Elements of the hidden states, per token."""
-        self.token_dim = 1
-        """Dimension of the hidden states that counts tokens."""
+        self.hidden_size = 0  # Elements of the hidden states, per token
+        self.token_dim = 1  # Dimension of the hidden states that counts tokens
         self._takes_positions, self._configurations = takes_positions(model), configurations(model)
         self.kernels = AttentionKernels(model.config, model.dtype, device)
         """Kernels that attention may take in all passes."""

@@ -16,6 +16,7 @@ from fuyou.model.loss.cross_entropy import IGNORED, targets_of
 from fuyou.model.open_model import OpenModel
 from fuyou.model.streamed_model import CHUNK_PLACE, HOST_POSITIONS
 
+# Arguments of transformers' models that trainers pass, with the values that change nothing here
 _WITHOUT_EFFECT: dict[str, tuple[object, ...]] = {
     "use_cache": (True, False),
     "return_dict": (True, False),
@@ -24,7 +25,6 @@ _WITHOUT_EFFECT: dict[str, tuple[object, ...]] = {
     "output_router_logits": (False,),
     "logits_to_keep": (0,),
 }
-"""Arguments of transformers' models that trainers pass, with the values that change nothing here."""
 
 
 @dataclass(frozen=True)
@@ -36,12 +36,9 @@ class TrainingBatch:
     targets: torch.Tensor
     """What each position is to predict, int64 ``[B, S]``, -100 where no loss is wanted; of a sequence classifier
     ``[B, 1]``."""
-    label_count: int
-    """Number of targets that are not -100."""
-    images: bool
-    """Whether it has values of images."""
-    padded: bool
-    """Whether attention is given a mask of all pairs of tokens."""
+    label_count: int  # Number of targets that are not -100
+    images: bool  # Whether it has values of images
+    padded: bool  # Whether attention is given a mask of all pairs of tokens
 
     @classmethod
     def of(cls, model: OpenModel, given: Mapping[str, Any], *, own_loss: bool = True) -> "TrainingBatch":

@@ -1,1 +1,1 @@
-"""AdamW in a separate process: split master weights, gradient clipping, absent and non-finite gradients."""
+"""Update weights in a separate process while the device computes. Master weights are split, and clipping is exact."""

@@ -80,11 +80,11 @@ class GroupedExperts:
     ):
         self.skips = skips
         self._module, self._source, self._adapters = module, source, adapters
+        # The parts of each range of experts, by name in the module
         self._parts = [
             {name.rpartition(".")[2]: part for name, part in zip(parts, of_range, strict=True)}
             for of_range in zip(*parts.values(), strict=True)
         ]
-        """The parts of each range of experts, by name in the module."""
         self._ranges = [part.experts for part in next(iter(parts.values())) if part.experts is not None]
         self._trained = {name.rpartition(".")[2] for name in parts if name in trained}
 

@@ -120,8 +120,7 @@ class PieceHandles:
         on_gradient: Callable[[PiecePart, torch.Tensor], None],
         device: torch.device | None = None,
     ):
-        self.parameters: dict[str, torch.Tensor] = {}
-        """Handles by all names of the parameters."""
+        self.parameters: dict[str, torch.Tensor] = {}  # Handles by all names of the parameters
         self._stack, self._device = stack, device or stack.device
         self._trained = frozenset(trained)
         self.source = PieceSource(pieces, on_gradient)

@@ -147,10 +147,8 @@ class PieceRun(Generic[T]):
     ):
         self.random_state = random_state
         """States of the generators where the pass is now: the CPU's and, on a GPU, its own."""
-        self.wanted: int | None = None
-        """Piece that the pass waits for; None before it has begun and when it has ended."""
-        self.ended = False
-        """Whether the pass has ended."""
+        self.wanted: int | None = None  # Piece that the pass waits for; None before it has begun and when it has ended
+        self.ended = False  # Whether the pass has ended
         self._work: Callable[[], T] | None = work
         self._device = device
         self._grad, self._context = torch.is_grad_enabled(), contextvars.copy_context()

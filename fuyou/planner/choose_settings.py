@@ -20,9 +20,8 @@ from fuyou.planner.profiling import Profile, ProfiledWorkload, load, save
 from fuyou.planner.profiling.measure import measure
 from fuyou.planner.search import choose, max_clipped_share
 from fuyou.planner.training_job import TrainingJob, fitting_job
-from fuyou.runtime.devices.device import Device
-from fuyou.runtime.ranks.agreement import Agreement
-from fuyou.runtime.ranks.collectives import ClusterTopology, gather
+from fuyou.runtime.device import Device
+from fuyou.runtime.ranks import Agreement, ClusterTopology, gather
 from fuyou.schedule.memory_plan import MemoryPlan
 from fuyou.schedule.memory_planner import MemoryPlanner
 

@@ -1,1 +1,1 @@
-"""What runs the tasks: lanes, buffers, devices, computation, and what was measured meanwhile."""
+"""Run a step's list of tasks, one lane for each kind. Buffers, devices, and the optimizer process do their work."""

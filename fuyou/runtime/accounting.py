@@ -1,4 +1,4 @@
-"""Where a step's time went: busy times of each resource, causes of the device's idle times, and bytes moved."""
+"""Where a step's time went: busy times of each resource, and bytes moved."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from common.units import Interval, merge, total
 from fuyou.runtime.data_plane.data_plane import DataPlane
 from fuyou.runtime.trace import StepTrace
-from fuyou.schedule.tasks import ComputeTask, Op, Resource, StepList, Task
+from fuyou.schedule.tasks import Op, Resource, StepList, Task
 
 
 @dataclass(frozen=True)
@@ -19,8 +19,8 @@ class StepReport:
     grad_norm: float  # Norm of the whole gradient before clipping
     seconds: float  # From the call of the engine to the end of :meth:`Engine.step`; write-back may continue
     tokens: int
-    bound_seconds: dict[str, float] = field(repr=False)  # Time that each resource was busy since the last report
-    idle_seconds: dict[str, float] = field(repr=False)  # Idle time of the device since the last report, by its cause
+    # When each resource was busy since the last report, (begin, end) in seconds on `time.monotonic`'s clock.
+    busy_intervals: dict[str, list[Interval]] = field(repr=False)
     planned_read_bytes: int = field(repr=False)  # Bytes that the schedule had the SSDs read
     planned_written_bytes: int = field(repr=False)
     planned_sent_bytes: int = field(default=0, repr=False)  # Bytes that the schedule had this rank send to other nodes
@@ -30,17 +30,11 @@ class StepReport:
     clipped: bool = False  # Whether the gradient was scaled down
     aux_loss: float | None = None  # The router loss, not multiplied by its coefficient, where it is a part of the loss
     updated_again: bool = False  # Whether updates ran before the norm was known, and run again
-    # When each resource was busy since the last report, (begin, end) in seconds on `time.monotonic`'s clock.
-    busy_intervals: dict[str, list[Interval]] = field(default_factory=dict, repr=False)
 
-
-@dataclass
-class Times:
-    """Times of the tasks that have ended since the last look, in seconds."""
-
-    busy: dict[str, float] = field(default_factory=dict)  # Seconds that each resource was busy, overlaps merged
-    idle: dict[str, float] = field(default_factory=dict)  # Idle seconds of the device, by the task that it waited for
-    intervals: dict[str, list[Interval]] = field(default_factory=dict)  # When each resource was busy
+    @property
+    def bound_seconds(self) -> dict[str, float]:
+        """Seconds that each resource was busy since the last report."""
+        return {name: total(intervals) for name, intervals in self.busy_intervals.items()}
 
 
 class Accounting:
@@ -54,14 +48,13 @@ class Accounting:
     def __init__(self, plane: DataPlane, trace: StepTrace | None = None):
         self._plane, self._trace = plane, trace
         self._watched: list[Task] = []
-        self._computed_until = 0.0
 
     def watch(self, tasks: StepList) -> None:
         """Count these tasks once they are finished."""
         self._watched += tasks.tasks
 
-    def take(self) -> Times:
-        """Return the times of what has finished since the last call."""
+    def take(self) -> dict[str, list[Interval]]:
+        """Return when each resource was busy with what has finished since the last call, in seconds."""
         ended = [task.done and self._plane.buffers.device.has_finished(task) for task in self._watched]
         done = [task for task, over in zip(self._watched, ended, strict=True) if over]
         self._watched = [task for task, over in zip(self._watched, ended, strict=True) if not over]
@@ -76,36 +69,11 @@ class Accounting:
         states, adam = self._plane.optimizer.take_intervals()
         busy[Resource.SSD] += [(task.started_at, task.finished_at) for task in states]
         busy[Resource.ADAM] += [(task.started_at, task.finished_at) for task in adam]
-        idle: dict[str, float] = {}
-        for task in done:
-            if isinstance(task, ComputeTask):
-                if self._computed_until:
-                    self._explain(self._computed_until, task, idle)
-                self._computed_until = max(self._computed_until, task.finished_at)
         if self._trace is not None:
             self._trace.add(done, states, adam)
         for task in done:
             task.after = []  # or every task would keep all of its ancestors alive
-        merged = {resource.value: merge(spans) for resource, spans in busy.items()}
-        return Times({name: total(spans) for name, spans in merged.items()}, idle, merged)
-
-    @staticmethod
-    def _explain(since: float, task: Task, idle: dict[str, float]) -> None:
-        """Say what filled the gap from ``since`` to the begin of ``task``: the last of what it waited for, what that
-        had waited for, and so on."""
-        until = task.started_at
-        while until > since:
-            last = max(
-                (earlier for earlier in task.after if earlier.done), key=lambda one: one.finished_at, default=None
-            )
-            if last is None or last.finished_at <= since:
-                idle["caller"] = idle.get("caller", 0.0) + until - since
-                return
-            label = last.op.label
-            if last.finished_at < until:  # free to go, and not gone: launching, waking up, the caller's own code
-                idle["caller"] = idle.get("caller", 0.0) + until - last.finished_at
-            idle[label] = idle.get(label, 0.0) + min(until, last.finished_at) - max(since, min(until, last.started_at))
-            until, task = max(since, min(until, last.started_at)), last
+        return {resource.value: merge(spans) for resource, spans in busy.items()}
 
 
 Bytes = tuple[int, int]  # Bytes read, bytes written

@@ -21,7 +21,6 @@ from typing import Any
 import torch
 
 from common.errors import UserError
-from common.store import Throttle
 from common.units import parse_bytes
 from emulated.throttle import IoThrottle
 from fuyou.config import EngineConfig
@@ -35,9 +34,9 @@ from fuyou.runtime.compute.step_computation import StepComputation
 from fuyou.runtime.data_plane.buffers import Buffers
 from fuyou.runtime.data_plane.data_plane import DataPlane
 from fuyou.runtime.data_plane.rank_handlers import RankHandlers
-from fuyou.runtime.devices.device import Device
+from fuyou.runtime.device import Device
 from fuyou.runtime.executor import Executor
-from fuyou.runtime.ranks.collectives import gather
+from fuyou.runtime.ranks import gather
 from fuyou.schedule.tasks import ComputeTask, Op, Resource, StepList, Task
 
 PREFIX = "emulated:"
@@ -127,18 +126,15 @@ class EmulatedEvent:
 _STREAMS = (Resource.HOST_TO_DEVICE, Resource.DEVICE_TO_HOST, Resource.INTRA_NODE, Resource.INTER_NODE)
 
 
-class EmulatedDevice:
+class EmulatedDevice(Device):
     """Queues work on streams whose clocks only count; :class:`.device.CudaDevice` is the real thing."""
 
-    torch_device = torch.device("cpu")
     shares_host_memory = False
-    page_locks = False
-    in_one_order: frozenset[Op] = frozenset()
 
     def __init__(self, spec: EmulatedSpec):
         install()
         self.spec = spec
-        self.throttle: Throttle | None = spec.throttle
+        self.throttle = spec.throttle
         self.name = f"emulated accelerator ({spec})"
         self.plane: DataPlane | None = None
         """What moves the bytes of the newest run."""
@@ -168,9 +164,6 @@ class EmulatedDevice:
         """Queue the time that ``task`` would compute for."""
         self._queue(task, task.flops / self.spec.flops_per_second)
 
-    def end_compute(self, task: Task) -> None:
-        pass
-
     def wait_event(self, task: Task, event: object) -> None:
         assert isinstance(event, EmulatedEvent)
         if task.op is Op.COMPUTE or task.op.resource in _STREAMS:
@@ -195,12 +188,6 @@ class EmulatedDevice:
 
     def memory_limit(self) -> int | None:
         return self.spec.memory_bytes
-
-    def cap_memory(self, nbytes: int | None) -> None:
-        pass
-
-    def peak_bytes(self) -> int | None:
-        return None
 
     def _queue(self, task: Task, seconds: float) -> None:
         resource = task.op.resource

@@ -172,7 +172,6 @@ class MeasuredRates:
             name: sum(report.bound_seconds[name] for report in reports) / len(reports)
             for name in reports[0].bound_seconds
         }
-        idle = {name for report in reports for name in report.idle_seconds}
         largest = max(bounds, key=lambda name: bounds[name])
         plan, per_second = engine.memory_plan, rows * seq_len / seconds
         check.add(
@@ -182,7 +181,6 @@ class MeasuredRates:
             model_flops_per_second=engine.model_flops_per_token(seq_len) * per_second,
             hardware_flops_per_second=engine.hardware_flops_per_token(seq_len) * per_second,
             bounds=bounds, largest_bound=largest, overlap_efficiency=bounds[largest] / seconds,
-            idle={name: sum(report.idle_seconds.get(name, 0.0) for report in reports) / len(reports) for name in idle},
             read_bytes=(after[0] - before[0]) / len(reports), written_bytes=(after[1] - before[1]) / len(reports),
             device_peak_bytes=engine.device_peak_bytes, memory=memory_stats(check), device_plan_bytes=plan.device_bytes,
             host_peak_bytes=engine.host_peak_bytes - engine.host_baseline_bytes, host_plan_bytes=plan.host_bytes,

@@ -80,7 +80,7 @@ class Choice:
 
 def choice_of(testbed: Testbed) -> Choice:
     """Return the planner's choices; strategies that quantize only where the winner does."""
-    quantised = not parse_strategy(testbed.winner).precision.exact
+    quantized = not parse_strategy(testbed.winner).precision.exact
     names = dict.fromkeys([testbed.winner, *COMPARED[testbed.paper]])
 
     def chosen(strategies: list[Strategy] | None) -> StrategyPlan:
@@ -88,7 +88,7 @@ def choice_of(testbed: Testbed) -> Choice:
             testbed.workload,
             testbed.cluster,
             strategies=strategies,
-            allow_quantised=quantised,
+            allow_quantized=quantized,
             checkpointing=testbed.checkpointing,
         )
 

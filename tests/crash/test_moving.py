@@ -30,7 +30,7 @@ from fuyou.layout.model_layout import ModelLayout
 from fuyou.layout.record import PARTS, Precision, sealed_name
 from fuyou.layout.share import Share
 from fuyou.model.open_model import OpenModel
-from fuyou.runtime.ranks.agreement import Agreement
+from fuyou.runtime.ranks import Agreement
 from tests.helpers.crash.drives import Fault
 from tests.helpers.crash.points import Move, Reference, crash_move, move_reference
 from tests.helpers.crash.runs import tiny_config

@@ -23,7 +23,7 @@ import torch
 
 import fuyou.engine.opening
 from fuyou.runtime.compute.step_computation import StepComputation
-from fuyou.runtime.devices.device import CpuDevice
+from fuyou.runtime.device import Device
 from fuyou.schedule.tasks import ComputeTask, Op, Task
 from tests.helpers import kvikio
 from tests.helpers.cudart import FakeCuda
@@ -32,7 +32,7 @@ _COPIES = (Op.PARAMETER_UPLOAD, Op.GRADIENT_DOWNLOAD, Op.ACTIVATION_UPLOAD, Op.A
 _NOBODY, _EVERYBODY = 0, 3  # PROT_NONE; PROT_READ | PROT_WRITE
 
 
-class QueuedDevice(CpuDevice):
+class QueuedDevice(Device):
     """Queues copies, and with :meth:`install` computing.
 
     Args:

@@ -100,7 +100,7 @@ def test_a_step_that_runs_out_of_memory_is_left_out(monkeypatch: pytest.MonkeyPa
     from gpu import presets
     from gpu.journal import Check, Settings
 
-    from fuyou.runtime.devices.out_of_memory import explain_out_of_memory
+    from fuyou.runtime.device import explain_out_of_memory
 
     settings = Settings(str(tmp_path), str(tmp_path), "cpu", True, None, "600MiB", ("tiny",), (2, 4), 32).until(1e18)
     train, calls = presets.train_step, []

@@ -20,7 +20,7 @@ from common.store.folders import remove_folder
 from fcdp.strategy.topology import Topology
 from fuyou import Engine
 from fuyou.checkpoint.run_files import rank_folder
-from fuyou.runtime.ranks.collectives import share_of
+from fuyou.runtime.ranks import share_of
 
 
 class RankEngineTrainer(EngineTrainer):

@@ -1,1 +1,2 @@
-"""Adapters of ``peft``: injected, initialised, saved and merged without holding the model."""
+"""Train adapters of ``peft`` without holding the model. They are injected, initialized, saved, and merged module by
+module."""

@@ -46,8 +46,7 @@ from common.models.checkpoint.export import (
 from common.models.checkpoint.sources import WeightSource
 from common.randomness import own_random_numbers
 
-MERGED = "merged"
-"""Name of the folder inside an adapter directory for the model with these adapters merged into it."""
+MERGED = "merged"  # Name of the folder inside an adapter directory for the model with these adapters merged into it
 
 
 class Adapters:
@@ -82,6 +81,7 @@ class Adapters:
         saved: SavedAdapter | None = None,
     ) -> None:
         check_supported(config)
+        assert isinstance(config, LoraConfig)
         self.model, self.config = model, config
         if config.task_type == TaskType.CAUSAL_LM and not hasattr(model, "prepare_inputs_for_generation"):
             config.task_type = None  # of a classifier: peft would look for what a model generates with
@@ -95,8 +95,8 @@ class Adapters:
         buffers = dict(model.named_buffers(remove_duplicate=False))
         with nan_placeholders(model) as originals:
             self._initial = InitialValues(lambda module: isinstance(module, BaseTunerLayer), set(originals))
-            # DoRA and the other methods make some of their values from weights, and do not from parts on meta.
-            on_meta = (not draw or saved is not None) and isinstance(config, LoraConfig) and not config.use_dora
+            # DoRA makes some of its values from weights, and does not from parts on meta.
+            on_meta = (not draw or saved is not None) and not config.use_dora
             self._wrapped = self._inject(seed, on_meta)
             self._initial.empty(model)
             self._aliases: dict[str, dict[str, str]] = {}
@@ -108,15 +108,14 @@ class Adapters:
             for identity, names in now.items():  # modules stay in order, so tied names do
                 self._aliases[names[0]] = dict(zip(names, before[identity], strict=True))
             self.base_names = {name: aliases[name] for name, aliases in self._aliases.items()}
-        if getattr(config, "modules_to_save", None):  # to which peft adds its names of heads each time
-            config.modules_to_save = sorted(set(config.modules_to_save))  # type: ignore[attr-defined]
+        if config.modules_to_save:  # to which peft adds its names of heads each time
+            config.modules_to_save = sorted(set(config.modules_to_save))
         refuse_unknown_targets(modules, self._possible, config)
         buffers_now = {id(buffer): name for name, buffer in model.named_buffers()}
         self.buffer_names = {name: buffers_now[id(buffer)] for name, buffer in buffers.items()}
         ties = {alias: first for first, aliases in self._aliases.items() for alias in aliases if len(aliases) > 1}
         shared = separate_tied_rows(model)
-        self._copied = trained_copies(model)
-        """What a parameter begins as a copy of: a name now, and the rows; None: all of them."""
+        self._copied = trained_copies(model)  # What a parameter begins as a copy of: a name now, and rows; None: all
         # A tied weight that one of its modules adapts: the others use it as it is, or with other adapters.
         self._adapted_ties = {
             layer: first
@@ -136,11 +135,6 @@ class Adapters:
                 "another init_weights in the adapter configuration."
             )
         self._saved, self._saved_names = saved, {} if saved is None else self._names_in(saved)
-
-    @property
-    def kept_nbytes(self) -> int:
-        """Bytes of initial values that stay in memory until they are forgotten: 0, unless drawn in an unusual way."""
-        return self._initial.kept_nbytes()
 
     @property
     def trainable_names(self) -> tuple[str, ...]:

@@ -4,9 +4,8 @@ A parameter is filled with a constant or a draw from the random generator, as a 
 needs the generator's state, which is 5 kB. So while ``peft`` injects adapters, only one module's are in memory.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,62 +15,8 @@ from torch.utils.hooks import RemovableHandle
 
 from common.randomness import own_random_numbers
 
-
-@dataclass(frozen=True)
-class _Constant:
-    """One number everywhere."""
-
-    number: torch.Tensor  # The number, as a scalar
-    shape: torch.Size
-
-    def value(self) -> torch.Tensor:
-        return self.number.expand(self.shape)
-
-
-_FILLED = object()  # Stands for the tensor that is filled, which need not stay in memory
-
-
-@dataclass(frozen=True)
-class _Fill:
-    """A call that fills a tensor at random."""
-
-    function: Callable[..., Any]
-    arguments: Sequence[Any]
-    keywords: Mapping[str, Any]
-
-    def __call__(self, tensor: torch.Tensor) -> None:
-        self.function(
-            *(tensor if value is _FILLED else value for value in self.arguments),
-            **{key: tensor if value is _FILLED else value for key, value in self.keywords.items()},
-        )
-
-
-@dataclass(frozen=True)
-class _Draw:
-    """The result of a function that fills its tensor at random, from a given state of the generator."""
-
-    state: torch.Tensor  # State of PyTorch's CPU generator before the draw
-    fill: _Fill
-    shape: torch.Size
-    drawn_in: torch.dtype
-    kept_in: torch.dtype  # Dtype to which the drawn numbers have been rounded since
-
-    def value(self) -> torch.Tensor:
-        tensor = torch.empty(self.shape, dtype=self.drawn_in)
-        with own_random_numbers():
-            torch.set_rng_state(self.state)
-            self.fill(tensor)
-        return tensor.to(self.kept_in)
-
-
-@dataclass(frozen=True)
-class _Kept:
-    """Any other value, which stays in memory."""
-
-    tensor: torch.Tensor
-
-    def value(self) -> torch.Tensor:
-        return self.tensor
+_FILLED = object()  # The tensor that a call fills, which need not stay in memory
+Fill = Callable[[torch.Tensor], None]
 
 
 class InitialValues(TorchFunctionMode):
@@ -88,10 +33,12 @@ class InitialValues(TorchFunctionMode):
     def __init__(self, is_complete: Callable[[nn.Module], bool], not_these: set[int]) -> None:
         super().__init__()
         self._is_complete, self._not_these = is_complete, not_these
-        self._drawn: dict[int, tuple[torch.Tensor, _Fill, torch.dtype]] = {}
-        """Draws by the address of what they filled."""
-        self._made: dict[tuple[nn.Module, str], _Constant | _Draw | _Kept] = {}
-        """How to make the values of emptied parameters again, by the module that they are in and their name there."""
+        # By the address of what was filled: the generator's state before, how to do it again, and the dtype.
+        self._drawn: dict[int, tuple[torch.Tensor, Fill, torch.dtype]] = {}
+        # How to make the values of emptied parameters again, by the module that they are in and their name there.
+        self._made: dict[tuple[nn.Module, str], Callable[[], torch.Tensor]] = {}
+        self._unknown: set[tuple[nn.Module, str]] = set()  # Emptied parameters in which there was a NaN
+        self.kept_nbytes = 0  # Bytes of values that cannot be drawn again one by one, and stay in memory
         self._handle: RemovableHandle | None = None
 
     def __enter__(self) -> "InitialValues":
@@ -124,7 +71,12 @@ class InitialValues(TorchFunctionMode):
         elif fills and not torch.equal(before, torch.get_rng_state()):
             arguments = [_FILLED if value is tensor else value for value in args]
             keywords = {key: _FILLED if value is tensor else value for key, value in kwargs.items()}
-            self._drawn[tensor.data_ptr()] = before, _Fill(func, arguments, keywords), tensor.dtype
+
+            def fill(target: torch.Tensor) -> None:
+                given = [target if value is _FILLED else value for value in arguments]
+                func(*given, **{key: target if value is _FILLED else value for key, value in keywords.items()})
+
+            self._drawn[tensor.data_ptr()] = before, fill, tensor.dtype
         return result
 
     def empty(self, module: nn.Module) -> None:
@@ -132,7 +84,7 @@ class InitialValues(TorchFunctionMode):
         for part in module.modules():
             for name, parameter in part._parameters.items():
                 if parameter is not None and not parameter.is_meta and id(parameter) not in self._not_these:
-                    self._made[part, name] = self._origin(parameter.detach())
+                    self._made[part, name] = self._again((part, name), parameter.detach())
                     part._parameters[name] = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
         self._drawn.clear()
 
@@ -143,17 +95,12 @@ class InitialValues(TorchFunctionMode):
             KeyError: if the parameter has not been emptied.
         """
         path, _, attribute = name.rpartition(".")
-        return self._made[model.get_submodule(path), attribute].value().to(model.get_parameter(name).dtype)
+        return self._made[model.get_submodule(path), attribute]().to(model.get_parameter(name).dtype)
 
     def is_unknown(self, model: nn.Module, name: str) -> bool:
         """Return whether there was a NaN in an emptied parameter."""
         path, _, attribute = name.rpartition(".")
-        origin = self._made[model.get_submodule(path), attribute]
-        return isinstance(origin, _Constant) and bool(origin.number.isnan())
-
-    def kept_nbytes(self) -> int:
-        """Return the bytes of values that cannot be drawn again one by one, and stay in memory."""
-        return sum(origin.tensor.nbytes for origin in self._made.values() if isinstance(origin, _Kept))
+        return (model.get_submodule(path), attribute) in self._unknown
 
     def forget(self) -> None:
         self._made.clear()
@@ -162,18 +109,27 @@ class InitialValues(TorchFunctionMode):
         if module is not None and self._is_complete(module):
             self.empty(module)
 
-    def _origin(self, value: torch.Tensor) -> _Constant | _Draw | _Kept:
-        first = value.flatten()[0].clone()
+    def _again(self, place: tuple[nn.Module, str], value: torch.Tensor) -> Callable[[], torch.Tensor]:
+        first, shape, dtype = value.flatten()[0].clone(), value.shape, value.dtype
         if _is_placeholder(value) or value.isnan().any():
-            return _Constant(torch.full_like(first, torch.nan), value.shape)
-        if (value == first).all():
-            return _Constant(first, value.shape)
-        drawn = self._drawn.get(value.data_ptr())
-        if drawn is not None:
-            draw = _Draw(drawn[0], drawn[1], value.shape, drawn[2], value.dtype)
-            if torch.equal(draw.value(), value):  # nothing else has changed it since
+            self._unknown.add(place)
+            first.fill_(torch.nan)
+        elif not (value == first).all():
+            state, fill, drawn_in = self._drawn.get(value.data_ptr(), (None, None, None))
+
+            def draw() -> torch.Tensor:
+                assert state is not None and fill is not None
+                drawn = torch.empty(shape, dtype=drawn_in)
+                with own_random_numbers():
+                    torch.set_rng_state(state)
+                    fill(drawn)
+                return drawn.to(dtype)
+
+            if state is not None and torch.equal(draw(), value):  # nothing else has changed it since
                 return draw
-        return _Kept(value)
+            self.kept_nbytes += value.nbytes
+            return lambda: value
+        return lambda: first.expand(shape)
 
 
 @contextmanager

@@ -9,19 +9,18 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
-from peft.tuners.ia3.layer import IA3Layer
 from peft.tuners.lora.layer import LoraLayer, ParamWrapper
 from peft.tuners.trainable_tokens import TrainableTokensLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import ModulesToSaveWrapper
 from torch import nn
 
-# Bytes per token for each element that is kept until the backward pass: a fp32 copy of a layer's input (with IA3 both
-# sides of a product); with dropout also what that makes of it and its mask, and with DoRA the layer's output.
+# Bytes per token for each element that is kept until the backward pass: a fp32 copy of a layer's
+# input; with dropout also what that makes of it and its mask, and with DoRA the layer's output.
 SAVED, SAVED_MORE = 4, 7
 PASSING = 9  # Bytes for each such element in passing, in one layer at a time: products, scaled and added
-# Bytes for each element of a weight where the adapter is made as large as the weight: kept for the backward pass (LoHa,
-# LoKr, parameters of experts), and in passing.
+# Bytes for each element of a weight where the adapter is made as large as the weight (parameters of experts): kept for
+# the backward pass, and in passing.
 SAVED_WEIGHT, PASSING_WEIGHT = 4, 16
 # Bytes for each element of the factors of experts that are computed range by range, for the factors' gradients until
 # they reach the adapters' own. Of the weights of a range, the sums with the product of factors are kept for the
@@ -104,7 +103,7 @@ def _weights(layer: BaseTunerLayer, share: float | None) -> tuple[int, int]:
         return sums + FACTOR_GRADIENTS * _rank(layer) * layer.num_experts * sum(shape[1:]), sums
     if _trains_rows(layer):
         return SAVED_WEIGHT * elements, SAVED_WEIGHT * elements  # the weight with new rows, and its gradient
-    if isinstance(layer, ParamWrapper) or not isinstance(layer, LoraLayer | IA3Layer):
+    if isinstance(layer, ParamWrapper):
         return SAVED_WEIGHT * elements, PASSING_WEIGHT * elements
     if isinstance(layer.get_base_layer(), nn.Embedding):
         return 0, 8 * shape[0] * _rank(layer)  # a factor's transpose, and its gradient

@@ -15,11 +15,7 @@ from safetensors import safe_open
 from common.errors import UserError
 from common.models.checkpoint.shards import StoredTensor, read_header
 
-CONFIG = "adapter_config.json"
-"""Name of the configuration in an adapter directory."""
-
-METHODS = (PeftType.LORA, PeftType.LOHA, PeftType.LOKR, PeftType.IA3)
-"""Methods whose adapters belong to one module each and whose layers can merge themselves."""
+CONFIG = "adapter_config.json"  # Name of the configuration in an adapter directory
 
 ALL_LINEAR = "all-linear"
 
@@ -27,11 +23,10 @@ _HONORED = {
     "task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode",
     "target_modules", "exclude_modules", "target_parameters", "layers_to_transform", "layers_pattern",
     "r", "rank_pattern", "alpha", "lora_alpha", "alpha_pattern", "use_rslora", "lora_dropout", "rank_dropout",
-    "rank_dropout_scale", "bias", "lora_bias", "use_dora", "fan_in_fan_out", "init_lora_weights", "init_weights",
-    "init_ia3_weights", "use_effective_conv2d", "decompose_both", "decompose_factor", "feedforward_modules",
-    "modules_to_save", "trainable_token_indices",
+    "rank_dropout_scale", "bias", "lora_bias", "use_dora", "fan_in_fan_out", "init_lora_weights", "modules_to_save",
+    "trainable_token_indices",
 }  # fmt: skip
-"""Fields of the methods' configurations whose whole effect is in the adapted layers. All others, those that a new
+"""Fields of LoRA's configuration whose whole effect is in the adapted layers. All others, those that a new
 version of ``peft`` brings among them, must have their defaults."""
 
 
@@ -39,19 +34,14 @@ version of ``peft`` brings among them, must have their defaults."""
 class AdapterOptions:
     """The usual options of LoRA; all others of ``peft`` come from a file, see :func:`load_peft_config`."""
 
-    rank: int
-    """Rank of the two factors that each adapted weight gets."""
-    alpha: float | None = None
-    """Scale: the product is multiplied by ``alpha / rank``; None: twice the rank."""
-    dropout: float = 0.0
-    """Probability with which an input element of an adapter is dropped in training."""
+    rank: int  # Rank of the two factors that each adapted weight gets
+    alpha: float | None = None  # Scale: the product is multiplied by ``alpha / rank``; None: twice the rank
+    dropout: float = 0.0  # Probability with which an input element of an adapter is dropped in training
     targets: tuple[str, ...] = (ALL_LINEAR,)
     """Names of the adapted modules (``q_proj``) and fused experts (``gate_up_proj``), or ``all-linear``: every linear
     layer but the head, and in families of mixtures that ``peft`` knows routers and experts."""
-    rslora: bool = False
-    """Whether to multiply by ``alpha / sqrt(rank)`` instead (Kalajdzievski, arXiv:2312.03732)."""
-    dora: bool = False
-    """Whether to train magnitudes apart from directions (Liu et al., arXiv:2402.09353)."""
+    rslora: bool = False  # Whether to multiply by ``alpha / sqrt(rank)`` instead (Kalajdzievski, arXiv:2312.03732)
+    dora: bool = False  # Whether to train magnitudes apart from directions (Liu et al., arXiv:2402.09353)
 
     def __post_init__(self) -> None:
         if self.rank < 1:
@@ -114,12 +104,10 @@ def check_supported(config: PeftConfig) -> None:
     Raises:
         UserError: the method or a field is not supported; the message names it.
     """
-    known = ", ".join(method.value for method in METHODS)
-    if config.peft_type not in METHODS:
+    if config.peft_type != PeftType.LORA:
         name = getattr(config.peft_type, "value", config.peft_type)
         raise UserError(
-            f"peft_type {name} cannot be trained with weights that stream: there are {known} (LoRA with rsLoRA, DoRA, "
-            "rank and alpha patterns)."
+            f"peft_type {name} cannot be trained here: there is LORA, also with rsLoRA, DoRA, rank and alpha patterns."
         )
     defaults = vars(type(config)())
     for field, value in vars(config).items():
@@ -136,10 +124,8 @@ def check_supported(config: PeftConfig) -> None:
         )
 
 
-WEIGHTS = "adapter_model.safetensors"
-"""Name of the file with the adapters' weights in an adapter directory."""
-_PICKLE = "adapter_model.bin"
-"""Name of that file as older versions of ``peft`` have written it."""
+WEIGHTS = "adapter_model.safetensors"  # Name of the file with the adapters' weights in an adapter directory
+_PICKLE = "adapter_model.bin"  # Name of that file as older versions of ``peft`` have written it
 
 
 class SavedAdapter:
@@ -168,8 +154,7 @@ class SavedAdapter:
                 if pickled
                 else f"--adapter {directory} holds no {WEIGHTS}: it is a configuration alone, for --peft-config."
             )
-        self.files: Mapping[str, StoredTensor] = read_header(self._file)
-        """Tensors in the file, by their names there."""
+        self.files: Mapping[str, StoredTensor] = read_header(self._file)  # Tensors in the file, by their names there
 
     def config(self) -> PeftConfig:
         """Return the configuration: a new one each time, since ``peft`` changes what it is given."""

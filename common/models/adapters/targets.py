@@ -19,15 +19,13 @@ def named_targets(config: PeftConfig) -> set[str]:
     return set() if targets is None or isinstance(targets, str) else set(targets)
 
 
-def target_fused_experts(model: nn.Module, config: PeftConfig) -> None:
+def target_fused_experts(model: nn.Module, config: LoraConfig) -> None:
     """Let names in ``target_modules`` stand for parameters of experts, where no module has such a name.
 
     Experts that are fused into one parameter ``[experts, rows, columns]`` are no linear layers, so ``peft`` wants them
     among its ``target_parameters``. (Names that these experts had as layers, ``peft`` translates itself, in families
     that it knows.) The configuration is changed in place.
     """
-    if not isinstance(config, LoraConfig):
-        return
     modules = {name for name, _ in model.named_modules()}
     fused = {name for name, parameter in model.named_parameters() if parameter.ndim == 3}
     meant = {name for name in named_targets(config) if not _ends(modules, name) and _ends(fused, name)}

@@ -1,1 +1,1 @@
-"""Attention: its memory, and documents that share a row without seeing each other."""
+"""Plan attention's memory, and keep documents of a row apart. Rows longer than the device attend in tiles of keys."""

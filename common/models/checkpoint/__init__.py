@@ -1,1 +1,2 @@
-"""Checkpoints on disk: reading, converting, decompressing and writing weights."""
+"""Read and write checkpoints on disk, in the memory of about one parameter. Formats are converted and decompressed on
+the way."""

@@ -180,8 +180,7 @@ class CheckpointWriter:
         self._allows_nonfinite = allow_nonfinite
         self._nonfinite: str | None = None
         self._source = source
-        self._names: dict[str, list[str]] = {}
-        """Names on disk, by the names that ``save_pretrained`` would give."""
+        self._names: dict[str, list[str]] = {}  # Names on disk, by the names that ``save_pretrained`` would give
         if source is not None:
             meta: dict[str, torch.Tensor] = {
                 self._stored_name[name]: parameter for name, parameter in model.named_parameters()
@@ -280,7 +279,7 @@ class CheckpointWriter:
                 if not self._allows_nonfinite and name in weights and first_nonfinite({name: value}) is not None:
                     self.discard()
                     raise NonFiniteWeights(name)
-                # A compressed tensor is written dequantised: the configuration says nothing of compression any more.
+                # A compressed tensor is written dequantized: the configuration says nothing of compression any more.
                 dtype = weights.get(name, self.dtype if name in source.shards.compressed else value.dtype)
                 self._put(name, value.to(dtype))
 

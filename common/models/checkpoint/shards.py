@@ -136,8 +136,7 @@ class Shards:
         names = without_wrappers(tensors)
         self.files = {names[name]: stored for name, stored in tensors.items()}
         """Tensors in the files, by the names without wrappers."""
-        self.tensors = self.files
-        """Tensors that can be read, by name."""
+        self.tensors = self.files  # Tensors that can be read, by name
 
     def read(self, name: str) -> torch.Tensor:
         """Read a tensor in its own dtype, into its own memory.

@@ -112,7 +112,7 @@ class CheckpointSource:
         directory: holds ``model.safetensors``, or shards and ``model.safetensors.index.json``.
         model: from :func:`common.models.meta_model.build_meta_model`.
 
-    Compressed tensors (:mod:`common.models.checkpoint.compressed`) are dequantised.
+    Compressed tensors (:mod:`common.models.checkpoint.compressed`) are dequantized.
 
     Memory: one tensor; for a parameter that is put together from several (fused experts), up to twice that parameter,
     or twice the rows that are read.
@@ -128,8 +128,7 @@ class CheckpointSource:
         self.shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
         self.aliases = {alias: names for names in parameter_names(model) for alias in names}
         conversions, unused = plan_conversions(model, self.shards.tensors)
-        self.unused: list[str] = unused
-        """Names on disk that the model does not use."""
+        self.unused: list[str] = unused  # Names on disk that the model does not use
         self._made_by: dict[str, Conversion] = {}
         self._stored_shape: dict[str, tuple[int, ...]] = {}
         self._row_parts: dict[str, RowParts | None] = {}

@@ -1,1 +1,1 @@
-"""What passes between the blocks of a model, found out by running it without weights."""
+"""Find what passes between the blocks of a model, by running it without weights. Gradients take the same way back."""

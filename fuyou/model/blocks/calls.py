@@ -56,14 +56,10 @@ class BlockCalls:
     ):
         self._links = links or BlockLinks()
         self.documents = documents
-        self.arguments = list(arguments)
-        """Positional and keyword arguments of each block."""
-        self.first_hidden: torch.Tensor | None = None
-        """Input of the first block, until the embedding hands it out."""
-        self.hidden_shape: tuple[int, ...] = ()
-        """Shape of the hidden states."""
-        self.cache: ChunkCache | None = None
-        """Keys and values of earlier chunks of the row, if it passes in chunks."""
+        self.arguments = list(arguments)  # Positional and keyword arguments of each block
+        self.first_hidden: torch.Tensor | None = None  # Input of the first block, until the embedding hands it out
+        self.hidden_shape: tuple[int, ...] = ()  # Shape of the hidden states
+        self.cache: ChunkCache | None = None  # Keys and values of earlier chunks of the row, if it passes in chunks
         self.edits: dict[int, HiddenEdit] = {}
         self._values: dict[Key, torch.Tensor] = {}
         self._gradients: dict[Key, torch.Tensor] = {}

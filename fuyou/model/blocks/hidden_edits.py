@@ -89,8 +89,7 @@ class HiddenEditRecorder(TorchFunctionMode):
         self._name = name
         self.paused = False
         self._steps: list[tuple[Callable[..., Any], Any, Any, Any]] = []
-        self._made: dict[int, torch.Tensor] = {}
-        """Tensors that depend on outputs of blocks, by identity."""
+        self._made: dict[int, torch.Tensor] = {}  # Tensors that depend on outputs of blocks, by identity
         self._outputs: list[int] = []
         """Identities of the scratch memory that stands for the outputs of the blocks so far."""
 

@@ -29,10 +29,8 @@ class BlockProbe:
         self.returns, self._all_blocks = returns, all_blocks
         self.values: dict[Key, torch.Tensor] = {}
         """Tensors that blocks have returned next to hidden states, on the meta device."""
-        self.left: list[torch.Tensor] = []
-        """Tensors that blocks have left in shared dictionaries."""
-        self.dtypes: set[torch.dtype] = set()
-        """Dtypes of the hidden states that blocks have returned."""
+        self.left: list[torch.Tensor] = []  # Tensors that blocks have left in shared dictionaries
+        self.dtypes: set[torch.dtype] = set()  # Dtypes of the hidden states that blocks have returned
 
     def run(self, index: int, block: nn.Module, hidden: torch.Tensor, calls: BlockCalls) -> None:
         """Run ``block`` with what it has just been called with, if there is anything to learn from that."""

@@ -55,8 +55,7 @@ class BlockStandIns:
         self._output: torch.Tensor | None = None
         self._probe: BlockProbe | None = None
         self._returns: dict[type[nn.Module], tuple[TreeSpec, list[Any]]] = {}
-        self.earlier_uses: EarlierValueUses | None = None
-        """Dispatch mode notified of each block call, if any."""
+        self.earlier_uses: EarlierValueUses | None = None  # Dispatch mode notified of each block call, if any
         self.between: list[nn.Module] = []
         """Modules with parameters that have run between two blocks: such a model is refused."""
 

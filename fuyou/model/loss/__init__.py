@@ -1,1 +1,1 @@
-"""Losses: cross entropy in passes, router losses, and the tensor that starts the backward pass."""
+"""Compute losses from logits that never exist all at once. A mixture's router loss is summed over blocks."""

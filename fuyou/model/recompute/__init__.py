@@ -1,1 +1,1 @@
-"""Selective activation checkpointing: what a block saves for its backward pass, and what it computes again."""
+"""Choose what a block saves for its backward pass, and compute the rest again. Both follow a trace of its operators."""

@@ -26,8 +26,7 @@ from fuyou.model import chunks
 from fuyou.model.blocks.probe import is_grouped_product
 from fuyou.model.operators import makes_views
 
-ALIGN_BYTES = 256
-"""Every saved output starts on a multiple of this many bytes, as memory from an allocator does."""
+ALIGN_BYTES = 256  # Every saved output starts on a multiple of this many bytes, as memory from an allocator does
 
 _aten = torch.ops.aten
 _ON_CPU = str(_aten._scaled_dot_product_flash_attention_for_cpu.default)
@@ -36,6 +35,7 @@ _KERNELS = (_ON_CPU, *KERNELS, str(document_attention.OPERATOR))
 with a mask, or on another GPU, it is another one."""
 _HANDED_OVER = frozenset({torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.data_ptr})
 """Methods that read a tensor's memory without an operator. (``item`` and ``bool`` have one.)"""
+# Operators that read the shape of their argument and nothing of its values
 _SHAPE_ONLY = frozenset(
     {
         _aten.empty_like,
@@ -49,7 +49,6 @@ _SHAPE_ONLY = frozenset(
         _aten.new_full,
     }
 )
-"""Operators that read the shape of their argument and nothing of its values."""
 
 
 @dataclass(frozen=True)
@@ -91,20 +90,15 @@ class Operator:
     """One call of an operator in a block's forward pass; calls that only make views do not count."""
 
     function: torch._ops.OpOverload
-    ordinal: int
-    """Number of the call among this operator's calls, from 0."""
-    result: Any
-    """Its result, with a :class:`TensorSpec` for each tensor."""
-    reads: frozenset[int]
-    """Indices of the calls that have made (or changed) what it reads."""
+    ordinal: int  # Number of the call among this operator's calls, from 0
+    result: Any  # Its result, with a :class:`TensorSpec` for each tensor
+    reads: frozenset[int]  # Indices of the calls that have made (or changed) what it reads
     flops: float
-    moved_bytes: int
-    """Bytes of its arguments and results."""
+    moved_bytes: int  # Bytes of its arguments and results
     always: bool
     """Whether it must run even if nothing needs its result: it draws random numbers, changes an argument, or hands a
     value to Python."""
-    aliases: bool
-    """Whether it returns memory that was there before."""
+    aliases: bool  # Whether it returns memory that was there before
 
     @property
     def name(self) -> str:
@@ -182,8 +176,7 @@ class Tracer(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.operators: list[Operator] = []
-        """Those that have run so far."""
+        self.operators: list[Operator] = []  # Those that have run so far
         self._calls: Counter[torch._ops.OpOverload] = Counter()
         self._writers: dict[int, set[int]] = {}  # storage -> calls that have written to it since it was made
         self._saved: set[int] = set()

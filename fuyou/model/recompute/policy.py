@@ -7,8 +7,9 @@ block of any model runs, and from what a recomputation needs anyway: leaving out
 reads costs nothing.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, takewhile
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -34,8 +35,7 @@ which is worth much."""
 
 _TRACES: WeakKeyDictionary[StreamedModel, dict[tuple[int, str, torch.dtype, int], BlockTrace]] = WeakKeyDictionary()
 
-Cost = Callable[[Operator], float]
-"""Returns the cost of running an operator, in any unit."""
+Cost = Callable[[Operator], float]  # Returns the cost of running an operator, in any unit
 
 
 @dataclass(frozen=True)
@@ -45,77 +45,19 @@ class SavableOutput:
     All outputs of a call (attention and its log-sum-exp) are saved, or none.
     """
 
-    operator: str
-    """Name of the operator, such as ``aten.addmm.default``."""
-    ordinal: int
-    """Number of the call among the block's calls of that operator, from 0."""
-    outputs: int
-    """Number of output tensors."""
-    nbytes: int
-    """Bytes of all outputs."""
-    flops: float
-    """FLOPs of the call itself."""
-    saved_flops: float
-    """FLOPs that a recomputation saves if it is saved with everything before it in the list."""
-    saved_cost: float
-    """Cost that a recomputation saves, too, operators without FLOPs included."""
-
-    @property
-    def benefit(self) -> float:
-        """Saved cost per saved byte: the swap benefit factor."""
-        return self.saved_cost / self.nbytes
-
-
-@dataclass(frozen=True)
-class SavableOutputs:
-    """All outputs of one block that are worth saving, for one micro-batch."""
-
-    outputs: tuple[SavableOutput, ...]
-    """Outputs, best first."""
-    forward_flops: float
-    """FLOPs of the block's forward pass, attention included."""
-    unneeded_flops: float
-    """FLOPs of it that no backward pass needs: every recomputation saves them at no byte."""
-
-    def choose(self, nbytes: float) -> "SavedOutputs":
-        """Return the first outputs of the list, as many as fit into ``nbytes``."""
-        chosen: list[SavableOutput] = []
-        room = nbytes
-        for output in self.outputs:
-            room -= output.nbytes
-            if room < 0:
-                break
-            chosen.append(output)
-        return SavedOutputs(
-            tuple((output.operator, output.ordinal) for output in chosen),
-            sum(output.nbytes for output in chosen),
-            self.unneeded_flops + sum(output.saved_flops for output in chosen),
-            self.forward_flops,
-        )
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all outputs that are worth saving."""
-        return sum(output.nbytes for output in self.outputs)
+    operator: str  # Name of the operator, such as ``aten.addmm.default``
+    ordinal: int  # Number of the call among the block's calls of that operator, from 0
+    nbytes: int  # Bytes of all outputs
+    saved_flops: float  # FLOPs that a recomputation saves if it is saved with everything before it in the list
 
 
 @dataclass(frozen=True)
 class SavedOutputs:
     """The operator calls of a block whose outputs are saved, for one micro-batch."""
 
-    operators: tuple[tuple[str, int], ...]
-    """Name and ordinal of each call."""
-    nbytes: int
-    """Bytes of one layer and micro-batch."""
-    saved_flops: float
-    """FLOPs that the recomputation of one layer and micro-batch leaves out."""
-    forward_flops: float
-    """FLOPs of the full recomputation."""
-
-    @property
-    def saved_fraction(self) -> float:
-        """Fraction of the recomputation's FLOPs that is left out."""
-        return self.saved_flops / self.forward_flops if self.forward_flops else 0.0
+    operators: tuple[tuple[str, int], ...]  # Name and ordinal of each call
+    nbytes: int  # Bytes of one layer and micro-batch
+    saved_fraction: float  # Fraction of the recomputation's FLOPs that is left out
 
 
 def roofline(operator: Operator) -> float:
@@ -123,7 +65,7 @@ def roofline(operator: Operator) -> float:
     return max(operator.flops, FLOPS_PER_BYTE * operator.moved_bytes)
 
 
-def savable_outputs(trace: BlockTrace, rows: int = 1, cost: Cost = roofline) -> SavableOutputs:
+def savable_outputs(trace: BlockTrace, rows: int = 1, cost: Cost = roofline) -> list[SavableOutput]:
     """Return the outputs of a block that are worth saving, best first.
 
     Greedy: again and again the call that saves the most per byte, given those before it; of equal ones, the one that
@@ -136,7 +78,6 @@ def savable_outputs(trace: BlockTrace, rows: int = 1, cost: Cost = roofline) -> 
     """
     costs = [cost(one) for one in trace.operators]
     needed = trace.required()
-    unneeded = trace.flops() - trace.flops(needed)
     candidates = {index for index in needed if trace.operators[index].savable and trace.operators[index].nbytes}
     if len(candidates) > MAX_CANDIDATES:
         candidates = set()
@@ -153,26 +94,22 @@ def savable_outputs(trace: BlockTrace, rows: int = 1, cost: Cost = roofline) -> 
                 best, best_rank, best_needed = index, rank, left
         if best < 0:
             break
-        operator = trace.operators[best]
-        saved = needed - best_needed
-        chosen.append(
-            SavableOutput(
-                operator.name,
-                operator.ordinal,
-                len(operator.outputs),
-                rows * operator.nbytes,
-                rows * operator.flops,
-                rows * trace.flops(saved),
-                rows * sum(costs[one] for one in saved),
-            )
-        )
+        operator, saved = trace.operators[best], trace.flops(needed - best_needed)
+        chosen.append(SavableOutput(operator.name, operator.ordinal, rows * operator.nbytes, rows * saved))
         kept, needed = kept | {best}, best_needed
-    return SavableOutputs(tuple(chosen), rows * trace.flops(), rows * unneeded)
+    return chosen
+
+
+def best_fitting(outputs: Sequence[SavableOutput], nbytes: float) -> list[tuple[str, int]]:
+    """Return name and ordinal of the first of ``outputs``, as many as fit into ``nbytes``."""
+    totals = accumulate(output.nbytes for output in outputs)
+    fitting = takewhile(lambda item: item[1] <= nbytes, zip(outputs, totals, strict=True))
+    return [(output.operator, output.ordinal) for output, _ in fitting]
 
 
 def operators_worth_saving(trace: BlockTrace) -> list[tuple[str, int]]:
     """Return name and ordinal of all calls that save FLOPs if their outputs are saved, best first."""
-    return [(one.operator, one.ordinal) for one in savable_outputs(trace).outputs if one.saved_flops > 0]
+    return [(output.operator, output.ordinal) for output in savable_outputs(trace) if output.saved_flops > 0]
 
 
 def trace_block(stack: StreamedModel, seq_len: int, device: str, dtype: torch.dtype, layer: int = -1) -> BlockTrace:
@@ -231,19 +168,17 @@ def saved_outputs(trace: BlockTrace, operators: Collection[tuple[str, int]], row
         if index is None or not trace.operators[index].savable:
             raise UserError(f"A block of this model has no outputs of {name} (call {ordinal}) that could be kept.")
         indices.append(index)
-    saved = trace.flops() - trace.flops(trace.required(frozenset(indices)))
-    nbytes = sum(trace.operators[index].nbytes for index in indices)
-    return SavedOutputs(tuple(operators), rows * nbytes, rows * saved, rows * trace.flops())
+    nbytes, whole = sum(trace.operators[index].nbytes for index in indices), trace.flops()
+    saved = whole - trace.flops(trace.required(frozenset(indices)))
+    return SavedOutputs(tuple(operators), rows * nbytes, saved / whole if whole else 0.0)
 
 
 @dataclass(frozen=True)
 class ActivationPolicy:
     """The activations that a run saves beyond block inputs: outputs of some operators, in some of the blocks."""
 
-    operators: tuple[tuple[str, int], ...]
-    """Name and ordinal of each call, as :class:`SavableOutput` has them."""
-    layers: int
-    """Number of blocks that save them."""
+    operators: tuple[tuple[str, int], ...]  # Name and ordinal of each call, as :class:`SavableOutput` has them
+    layers: int  # Number of blocks that save them
 
 
 class ActivationPlanner:
@@ -274,14 +209,12 @@ class ActivationPlanner:
         Raises:
             UserError: no outputs of this model can be saved.
         """
-        trace = self._trace(seq_len)
+        trace, policy = self._trace(seq_len), self._policy
         if trace is None:
-            return SavedOutputs((), 0, 0.0, 0.0)
-        if not self._policy:
-            return saved_outputs(trace, (), rows)
-        if isinstance(self._policy, ActivationPolicy):
-            return saved_outputs(trace, self._policy.operators, rows)
-        return savable_outputs(trace, rows).choose(self._policy)
+            return SavedOutputs((), 0, 0.0)
+        if isinstance(policy, ActivationPolicy):
+            return saved_outputs(trace, policy.operators, rows)
+        return saved_outputs(trace, best_fitting(savable_outputs(trace, rows), policy) if policy else (), rows)
 
     def recomputation(self, rows: int, seq_len: int) -> Recomputation:
         """Return how much of a block is computed again, as the schedule needs to know it."""

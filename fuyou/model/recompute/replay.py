@@ -40,8 +40,7 @@ class _ReplayPlan:
 
     def __init__(self, trace: BlockTrace, operators: Collection[tuple[str, int]], nbytes: int):
         self.trace = trace
-        self.places: dict[int, int] = {}
-        """Where in the buffer the outputs of each saved call begin."""
+        self.places: dict[int, int] = {}  # Where in the buffer the outputs of each saved call begin
         self._actions: dict[frozenset[int], list[int]] = {}
         start = 0
         for name, ordinal in operators:

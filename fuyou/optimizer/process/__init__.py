@@ -1,1 +1,2 @@
-"""The optimizer process: both ends of its pipe, and the updates of records."""
+"""Run the optimizer's process, and talk to it over a pipe. It reads a record's states, updates them, and writes them
+back."""

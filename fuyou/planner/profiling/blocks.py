@@ -23,7 +23,7 @@ from fuyou.model.recompute.replay import BlockReplay, SavedForward
 from fuyou.model.streamed_model import StreamedModel
 from fuyou.optimizer.gradient_sum import GradientSum, sum_of_squares
 from fuyou.planner.rates import OperatorTime
-from fuyou.runtime.devices.device import Device
+from fuyou.runtime.device import Device
 
 LONGEST_PASS_SECONDS = 0.4  # If a pass is expected to take longer, fewer tokens are measured
 REPEAT_SECONDS = 0.4  # Repetitions of one piece of work end after this many seconds

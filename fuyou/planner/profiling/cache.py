@@ -22,7 +22,7 @@ from common.hardware.machine import core_count, cpu_count
 from common.units import Interval, merge, total
 from fuyou.layout.record import Precision
 from fuyou.planner.rates import FORMAT, Profile
-from fuyou.runtime.devices.device import Device
+from fuyou.runtime.device import Device
 from fuyou.schedule.memory_plan import MemoryPlan
 from fuyou.schedule.tasks import Resource
 

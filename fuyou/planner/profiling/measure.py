@@ -53,8 +53,7 @@ from fuyou.optimizer.process.protocol import (
 from fuyou.planner.profiling.blocks import BlockBench
 from fuyou.planner.profiling.cache import SLOWER, ProfiledWorkload
 from fuyou.planner.rates import Contention, Profile
-from fuyou.runtime.devices.device import Device, optimizer_threads
-from fuyou.runtime.devices.out_of_memory import DeviceMemoryError
+from fuyou.runtime.device import Device, DeviceMemoryError, optimizer_threads
 from fuyou.schedule.tasks import Op, Resource, Task
 
 

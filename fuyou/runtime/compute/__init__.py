@@ -1,1 +1,1 @@
-"""The computation of a step: forward and backward passes, visit by visit."""
+"""Compute a step visit by visit, forward and backward. Blocks in pieces wait between their visits."""

@@ -23,7 +23,7 @@ from fuyou.pieces.run import fresh_random_states, random_states, set_random_stat
 from fuyou.runtime.compute.piece_visits import PieceVisits, RandomReplay
 from fuyou.runtime.compute.task_parameters import TaskParameters, apart
 from fuyou.runtime.data_plane.data_plane import DataPlane
-from fuyou.runtime.devices.out_of_memory import explain_out_of_memory
+from fuyou.runtime.device import explain_out_of_memory
 from fuyou.schedule.tasks import Activation, ComputeTask, StepList, known
 
 

@@ -34,8 +34,7 @@ class TokenPass:
         self.head, self.positions, self._inputs = head, positions, inputs
         self.values = _empty(examples, rows, positions)
         """Numbers of the model by name, ``[rows, positions, ...]``; zeros until the head has run."""
-        self.reference = _empty(examples, rows, positions) if reference else None
-        """The same of the reference."""
+        self.reference = _empty(examples, rows, positions) if reference else None  # The same of the reference
         self.gradients: dict[str, torch.Tensor] = {}
         """Gradients of the loss with respect to :attr:`values`; what is not there has none."""
 

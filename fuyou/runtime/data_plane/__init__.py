@@ -1,1 +1,1 @@
-"""Where the bytes of a run are, and the tasks that move them between drives, host, device and ranks."""
+"""Hold all bytes of a run, in buffers and on drives. One short method moves them for each kind of task."""

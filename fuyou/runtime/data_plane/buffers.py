@@ -11,7 +11,7 @@ from common.memory.shortage import shortage_explained
 from fuyou.layout.model_layout import ModelLayout
 from fuyou.layout.record import Kind, Record
 from fuyou.optimizer.process.protocol import BufferRegion, SharedRegions
-from fuyou.runtime.devices.device import Device
+from fuyou.runtime.device import Device
 from fuyou.schedule.memory_plan import MemoryPlan
 from fuyou.schedule.tasks import Activation, Task
 
@@ -51,12 +51,12 @@ class Buffers:
         }
         self.decoded = DeviceBuffers(device, shape.decoded_nbytes, 1)
         """Where a frozen record in fewer bits becomes what computes."""
+        # fp32 sums of gradients that several micro-batches (or visits) contribute to
         self.wide = {
             kind: DeviceBuffers(device, shape.sizes[kind].trained_elements * 4, 1)
             for kind, wanted in ((Kind.BLOCK, plan.wide_blocks), (Kind.NON_BLOCK, plan.wide_non_block))
             if wanted
         }
-        """fp32 sums of gradients that several micro-batches (or visits) contribute to."""
         # Where there is but one gradient buffer, the sum is rounded in place: the next one waits for its download.
         self.gradients = {
             kind: self.wide[kind]
@@ -72,8 +72,7 @@ class Buffers:
         }
         self.key_gradients = DeviceBuffers(device, plan.key_gradient_bytes, 1)
         """Sums of the gradients of one row's keys and values, if rows pass in chunks."""
-        self.shared = self._regions()
-        """Where host parameters and gradients lie in the shared memory file."""
+        self.shared = self._regions()  # Where host parameters and gradients lie in the shared memory file
         with shortage_explained(self.shared.nbytes):
             os.ftruncate(shared_fd, self.shared.nbytes)
             descriptor = os.dup(shared_fd)

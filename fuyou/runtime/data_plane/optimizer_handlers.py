@@ -17,7 +17,7 @@ from fuyou.optimizer.process.protocol import (
 )
 from fuyou.runtime.data_plane.buffers import Buffers
 from fuyou.runtime.data_plane.stored_records import StoredRecords
-from fuyou.runtime.devices.device import optimizer_threads
+from fuyou.runtime.device import optimizer_threads
 from fuyou.runtime.executor import ELSEWHERE, Executor, Handler
 from fuyou.runtime.trace import RecordInterval
 from fuyou.schedule.tasks import Op, Task, known

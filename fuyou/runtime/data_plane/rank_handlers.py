@@ -9,7 +9,7 @@ import torch.distributed as dist
 from fuyou.optimizer.gradient_sum import sum_of_squares
 from fuyou.runtime.data_plane.buffers import Buffers
 from fuyou.runtime.executor import Handler
-from fuyou.runtime.ranks.collectives import ClusterTopology, gather, reduce_scatter
+from fuyou.runtime.ranks import ClusterTopology, gather, reduce_scatter
 from fuyou.schedule.memory_plan import REDUCTION_BYTES
 from fuyou.schedule.tasks import Op, Task, known
 

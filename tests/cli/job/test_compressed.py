@@ -60,7 +60,7 @@ def test_all_weights_are_written_plain(finetune: Finetune, tmp_path: Path) -> No
     outcome = finetune("--model", directory, "--dtype", "bf16", *BATCH, "--steps", 1, "--output", tmp_path / "out")
     assert outcome.status == 0, outcome.err
     said = " ".join(outcome.out.split() + outcome.err.split())
-    assert "weights compressed-tensors in the checkpoint, dequantised; written as bf16" in said
+    assert "weights compressed-tensors in the checkpoint, dequantized; written as bf16" in said
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").config.architectures == ["LlamaForCausalLM"]
 
 

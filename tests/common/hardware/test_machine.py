@@ -13,7 +13,7 @@ import torch
 from common.errors import UserError
 from common.hardware import machine as hardware
 from common.hardware.machine import Gpu
-from fuyou.runtime.devices.device import check_kernels, open_device
+from fuyou.runtime.device import check_kernels, open_device
 
 GIB = 1 << 30
 

@@ -35,7 +35,7 @@ def test_a_share_has_the_cells_of_all_ranks_with_the_same_place() -> None:
     assert [one.nbytes for one in _kept("fcdp", Levels((1, 4)))] == [800, 2400, 4096], "all of P on nodes of one rank"
 
 
-def test_second_shards_are_of_groups_that_the_backward_gathers_and_may_be_quantised() -> None:
+def test_second_shards_are_of_groups_that_the_backward_gathers_and_may_be_quantized() -> None:
     exact = _kept("zero++", Levels((2, 4)))
     assert [(one.group, one.nbytes, one.is_secondary, one.bits) for one in exact] == [
         (GROUPS[0], 800, True, None), (GROUPS[1], 2400, True, None),

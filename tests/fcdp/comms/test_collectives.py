@@ -1,4 +1,4 @@
-"""HO-Ring and quantised levels, against plain twins, in awkward sizes; and training with quantised strategies."""
+"""HO-Ring and quantized levels, against plain twins, in awkward sizes; and training with quantized strategies."""
 
 import pytest
 import torch
@@ -14,19 +14,19 @@ LAYOUTS = [(2, 2), (4, 1), (1, 4), (3, 1), (2, 2, 2)]
 def test_every_level_on_every_layout(pool: Pool, layout: tuple[int, ...]) -> None:
     pool.run(layout, cases.ho_ring)
     for bits, dtype in ((8, torch.bfloat16), (4, torch.float32), (8, torch.uint8)):
-        pool.run(layout, cases.gather_quantised, bits, dtype)
+        pool.run(layout, cases.gather_quantized, bits, dtype)
     for bits in (8, 4):
-        pool.run(layout, cases.reduce_quantised, bits)
+        pool.run(layout, cases.reduce_quantized, bits)
 
 
 @pytest.mark.slow
-def test_quantised_strategies_train_close_to_exact_ones(pool: Pool) -> None:
+def test_quantized_strategies_train_close_to_exact_ones(pool: Pool) -> None:
     run = Run(micro_batches=(1, 2, 1, 1, 2))
     for layout, name in (((2, 2), "zero++"), ((2, 2, 2), "zero-topo"), ((1, 4, 2), "zero-topo-8")):
         ranks = pool.run(layout, train_all, [name, f"{name}-exact"], run)
         for rank in ranks:
             assert rank[name].losses == pytest.approx(rank[f"{name}-exact"].losses, rel=0.02)
-            assert rank[name].losses != rank[f"{name}-exact"].losses, "it was quantised"
+            assert rank[name].losses != rank[f"{name}-exact"].losses, "it was quantized"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -8,12 +8,12 @@ import torch
 from torch import nn
 
 from common.communication import Wait
-from common.quantisation import quantised_nbytes
+from common.quantization import quantized_nbytes
 from fcdp import fsdp2
 from fcdp.cache.cached_shards import AdaptivePlacement, AlwaysOnDevice, CacheEntry, CopyStreams, HostCache
 from fcdp.cache.staleness import StalenessCheck
 from fcdp.comms.all_gather import CachedShard, GatherLevels, StagedAllGather
-from fcdp.comms.levels import HoRing, QuantisedLevel
+from fcdp.comms.levels import HoRing, QuantizedLevel
 from fcdp.grouping import ParameterGroup
 from fcdp.strategy.strategy import Axis
 from fcdp.traffic import Traffic
@@ -64,7 +64,7 @@ class Ranks:
 
 def _gather(placement: Any, secondary_bits: Any = None, is_secondary: bool = False) -> StagedAllGather:
     group = ParameterGroup("", [nn.Linear(1, 1)], [], 0)
-    cell = CELL * 4 if secondary_bits is None else quantised_nbytes(CELL, secondary_bits)
+    cell = CELL * 4 if secondary_bits is None else quantized_nbytes(CELL, secondary_bits)
     streams: Any = CopyStreams(*(torch.cuda.Stream() for _ in range(3)))
     nbytes = 2 * cell
     host = HostCache([nbytes], torch.device("cpu")).allocate(nbytes)
@@ -119,7 +119,7 @@ CASES: dict[str, Callable[[], StagedAllGather]] = {
     "device": lambda: _gather(AlwaysOnDevice()),
     "moves": lambda: _gather(Wandering()),
     "secondary": lambda: _gather(AlwaysOnDevice(), None, True),
-    "quantised": lambda: _gather(AdaptivePlacement(None, 0.0), 8, True),
+    "quantized": lambda: _gather(AdaptivePlacement(None, 0.0), 8, True),
 }
 
 
@@ -142,7 +142,7 @@ def test_gathers_and_caches_are_ordered(case: str) -> None:
         _train(case)
 
 
-@pytest.mark.parametrize(("case", "deaf"), [("host", 1), ("host", 2), ("moves", 1), ("device", 1), ("quantised", 1)])
+@pytest.mark.parametrize(("case", "deaf"), [("host", 1), ("host", 2), ("moves", 1), ("device", 1), ("quantized", 1)])
 def test_a_deaf_copy_stream_is_noticed(case: str, deaf: int, monkeypatch: pytest.MonkeyPatch) -> None:
     made = Stream.__post_init__
 
@@ -166,8 +166,8 @@ def test_an_asynchronous_gather_orders_the_stream_that_waits_for_it() -> None:
         assert len(streams) == made  # PyTorch caches freed memory by stream
 
 
-@pytest.mark.parametrize("make", [HoRing, lambda intra, inter: QuantisedLevel(HoRing(intra, inter), 8)])
-def test_rings_and_quantised_gathers_are_ordered(make: Any) -> None:
+@pytest.mark.parametrize("make", [HoRing, lambda intra, inter: QuantizedLevel(HoRing(intra, inter), 8)])
+def test_rings_and_quantized_gathers_are_ordered(make: Any) -> None:
     with emulated_streams():
         ring = make(Level(Axis(1, 2)), Level(Axis(2, 3)))
         rows = torch.zeros(1, 6, 40)

@@ -14,9 +14,8 @@ from fuyou.layout.record import Precision
 from fuyou.planner import PlannerContext, describe_training
 from fuyou.planner.choose_settings import measure_links
 from fuyou.planner.profiling import save
-from fuyou.runtime.devices.device import CpuDevice, memory_limits, open_device
-from fuyou.runtime.ranks.agreement import Agreement
-from fuyou.runtime.ranks.collectives import share_of
+from fuyou.runtime.device import Device, memory_limits, open_device
+from fuyou.runtime.ranks import Agreement, share_of
 from tests.helpers.fcdp import engine_cases as cases
 from tests.helpers.fcdp.engine_cases import Run
 from tests.helpers.fcdp.pool import Pool
@@ -80,7 +79,7 @@ def watched(topology: fcdp.Topology, run: Run, cache: Path) -> tuple[list[str], 
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         if topology.rank == 1:
-            patch.setattr(CpuDevice, "throttle", IoThrottle(1e12, WRITES / 10))
+            patch.setattr(Device, "throttle", IoThrottle(1e12, WRITES / 10))
         train_as_chosen(topology, run, cache, write_bytes_per_second=WRITES, mixed_bytes_per_second=2 * WRITES)
         patch.setenv("FINETUNE_CACHE", str(cache / f"rank{topology.rank}"))
         profile = context_of(topology, run).profile

@@ -56,14 +56,14 @@ def test_frozen_parameters_stay_where_the_node_has_them() -> None:
     assert volumes(PRESETS["zero3"], levels, trainable=ratio)[0] == pytest.approx(15 / 16 * (2 + ratio))
 
 
-def test_quantised_collectives_move_half_and_a_quarter_plus_scales() -> None:
+def test_quantized_collectives_move_half_and_a_quarter_plus_scales() -> None:
     levels = Levels((2, 4, 2))
-    exact, quantised = (
+    exact, quantized = (
         step_collectives(PRESETS[name].on(levels), Workload(PSI, PSI, blocks=1))
         for name in ("zero-topo-exact", "zero-topo")
     )
     half, quarter = 0.5 * (1 + 4 / 256), 0.25 * (1 + 8 / 256)
-    ratios = [few.nbytes / many.nbytes for few, many in zip(quantised, exact, strict=True)]
+    ratios = [few.nbytes / many.nbytes for few, many in zip(quantized, exact, strict=True)]
     assert ratios == pytest.approx([half, half, quarter, 1.0, 1.0])
 
 

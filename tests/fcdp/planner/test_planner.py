@@ -69,7 +69,7 @@ def test_fcdp_fits_where_its_paper_runs(model: str, nodes: int) -> None:
     ("zero-topo", (1 + 4 / 256) / 2),  # in int8, next to the whole block
     ("paro-ggg", 0.0),  # HO-Ring
 ])  # fmt: skip
-def test_strided_and_quantised_gathers_take_separate_memory(name: str, scratch: float) -> None:
+def test_strided_and_quantized_gathers_take_separate_memory(name: str, scratch: float) -> None:
     layout = parse_strategy(name).on(Levels((2, 4, 4) if name == "zero-topo" else (8, 4)))
     memory, block = memory_of(layout, WORKLOAD, checkpointing=False), PSI / WORKLOAD.units
     gathered = 2 * 2 * block if layout.p.shards > 1 else 0.0
@@ -173,9 +173,9 @@ def test_the_choice_is_the_fastest_that_fits_and_changes_no_arithmetic() -> None
         assert one.fits == (
             one.memory.device <= cluster.device_memory_bytes and one.memory.host <= cluster.host_memory_bytes
         )
-    quantised = plan(workload, cluster, allow_quantised=True).choice
-    assert quantised is not None
-    assert quantised.step_seconds <= result.choice.step_seconds
+    quantized = plan(workload, cluster, allow_quantized=True).choice
+    assert quantized is not None
+    assert quantized.step_seconds <= result.choice.step_seconds
 
 
 def test_says_by_how_much_nothing_fits() -> None:

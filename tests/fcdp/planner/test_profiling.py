@@ -44,7 +44,7 @@ def test_a_profile_serves_for_every_strategy(
     cluster = load_cluster(str(path))
     assert cluster.levels.sizes == layout[::-1]
     assert min(cluster.flops_per_second, cluster.memory_bytes_per_second, cluster.host_link_bytes_per_second) > 0
-    found = plan(Workload(1e6, 1e6, blocks=2, micro_batches=2), cluster, allow_quantised=True)
+    found = plan(Workload(1e6, 1e6, blocks=2, micro_batches=2), cluster, allow_quantized=True)
     assert len(found.estimates) > 30
     assert all(estimate.communication_seconds > 0 for estimate in found.estimates)
 

@@ -73,7 +73,7 @@ def check(ranks: list[dict[str, Trained]], layout: tuple[int, ...], strategies: 
 
 
 @pytest.mark.parametrize("layout", [(2, 2), (2, 2, 2), pytest.param((1, 4, 2), marks=pytest.mark.slow)])
-def test_quantised_collectives_are_launched_in_one_order(pool: Pool, layout: tuple[int, ...]) -> None:
+def test_quantized_collectives_are_launched_in_one_order(pool: Pool, layout: tuple[int, ...]) -> None:
     name = QUANTISED[layout]
     check_same_order([rank[name].launches for rank in pool.run(layout, train_all, [name], Run())])
 

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from common.errors import FinetuneError
 from common.memory.buffers import HostBuffer
 from fuyou.optimizer.gradient_sum import sum_of_squares
-from fuyou.runtime.devices.device import open_device
+from fuyou.runtime.device import open_device
 from fuyou.schedule.tasks import Op, Task
 from tests.helpers import kvikio
 from tests.helpers.accelerator import QueuedDevice

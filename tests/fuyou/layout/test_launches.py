@@ -10,7 +10,7 @@ import torch
 from torch._inductor import metrics
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from common import quantisation
+from common import quantization
 from common.hardware import force_kernels
 from common.models.checkpoint.compressed import tensors
 from common.models.checkpoint.compressed.parameters import CompressedParameter
@@ -45,15 +45,15 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
     def compiled(function: Any) -> Any:
         return lambda *arguments: mode.names.append(function.__name__)
 
-    monkeypatch.setattr(quantisation, "_compiled", compiled)
-    monkeypatch.setattr(quantisation, "_failures", [])
-    quantisation.fuses.cache_clear()
+    monkeypatch.setattr(quantization, "_compiled", compiled)
+    monkeypatch.setattr(quantization, "_failures", [])
+    quantization.fuses.cache_clear()
     with fake_cuda():
-        quantisation.fuses(CUDA)
+        quantization.fuses(CUDA)
         mode.names.clear()
         with mode:
             yield mode
-    quantisation.fuses.cache_clear()
+    quantization.fuses.cache_clear()
 
 
 @pytest.mark.parametrize(("stored", "most"), [(FrozenDtype.NF4, 6), (FrozenDtype.INT8, 4)])
@@ -106,7 +106,7 @@ def test_what_is_compiled_is_one_kernel_with_the_same_bits(name: str, monkeypatc
     """Compiled by Inductor for the processor instead."""
     monkeypatch.setattr("tests.fuyou.layout.test_launches.HIDDEN", 256)
     monkeypatch.setattr("tests.fuyou.layout.test_launches.INNER", 2048)
-    monkeypatch.setattr(quantisation, "_failures", [])
+    monkeypatch.setattr(quantization, "_failures", [])
     generator = torch.Generator().manual_seed(0)
 
     def decode(flat: torch.Tensor) -> None:
@@ -125,11 +125,11 @@ def test_what_is_compiled_is_one_kernel_with_the_same_bits(name: str, monkeypatc
     expected, decoded = torch.zeros(count, dtype=torch.bfloat16), torch.zeros(count, dtype=torch.bfloat16)
     decode(expected)
     generator.manual_seed(0)
-    quantisation.fuses.cache_clear()
+    quantization.fuses.cache_clear()
     with force_kernels("cuda"):
-        assert quantisation.fuses(decoded.device)
+        assert quantization.fuses(decoded.device)
         metrics.reset()
         decode(decoded)
-    quantisation.fuses.cache_clear()
-    assert not quantisation._failures and torch.equal(decoded, expected) and decoded.any()
+    quantization.fuses.cache_clear()
+    assert not quantization._failures and torch.equal(decoded, expected) and decoded.any()
     assert metrics.generated_kernel_count == 1

@@ -21,7 +21,7 @@ from fuyou.planner import (
     profiling,
 )
 from fuyou.planner.profiling import Profile, ProfiledWorkload, save
-from fuyou.runtime.devices.device import CpuDevice
+from fuyou.runtime.device import Device
 from fuyou.schedule.memory_planner import MemoryPlanner
 from tests.helpers.profiles import PROFILE
 
@@ -58,7 +58,7 @@ def test_a_block_that_does_not_fit_the_device_is_not_measured(tmp_path: Path, mo
     monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(profiling.measure, "build_meta_model", build)
     monkeypatch.setattr(profiling.measure, "OptimizerLink", lambda: SimpleNamespace(close=lambda: None))
-    context = PlannerContext(describe_training(CONFIG, 8, 64), CpuDevice(), LIMITS, [tmp_path])
+    context = PlannerContext(describe_training(CONFIG, 8, 64), Device(), LIMITS, [tmp_path])
     with pytest.raises(UserError, match=r"whole block of this model .* do not fit cpu"):
         profile_or_measure(context)
 

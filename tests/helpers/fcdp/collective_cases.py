@@ -7,8 +7,8 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import fcdp
-from common.quantisation import dequantise, quantise, quantised_nbytes
-from fcdp.comms.levels import HoRing, QuantisedLevel, pieces
+from common.quantization import dequantize, quantize, quantized_nbytes
+from fcdp.comms.levels import HoRing, QuantizedLevel, pieces
 from fcdp.comms.rank_level import RankLevel
 from fcdp.strategy.strategy import Axis
 from fcdp.traffic import Traffic
@@ -47,14 +47,14 @@ def numbers(seed: int, *shape: int) -> torch.Tensor:
 
 
 def through_the_wire(cells: torch.Tensor, bits: Any) -> torch.Tensor:
-    """What the last dimension is worth after quantisation, piece by piece."""
+    """What the last dimension is worth after quantization, piece by piece."""
     parts = [cells[..., start:stop] for start, stop in pieces(cells.size(-1))]
-    return torch.cat([dequantise(quantise(part, bits), part.size(-1), bits) for part in parts], dim=-1)
+    return torch.cat([dequantize(quantize(part, bits), part.size(-1), bits) for part in parts], dim=-1)
 
 
 def wire_bytes(cell: int, bits: Any) -> int:
     """Of one cell, in the pieces in which it travels."""
-    return sum(quantised_nbytes(stop - start, bits) for start, stop in pieces(cell))
+    return sum(quantized_nbytes(stop - start, bits) for start, stop in pieces(cell))
 
 
 def ho_ring(topology: fcdp.Topology) -> None:
@@ -100,13 +100,13 @@ def ho_ring(topology: fcdp.Topology) -> None:
         assert counts[0] == counts[1]
 
 
-def gather_quantised(topology: fcdp.Topology, bits: Any, dtype: torch.dtype) -> None:
-    """Others' cells come out quantised, the own as it was; exact bytes; also through a ring; bytes as they are."""
+def gather_quantized(topology: fcdp.Topology, bits: Any, dtype: torch.dtype) -> None:
+    """Others' cells come out quantized, the own as it was; exact bytes; also through a ring; bytes as they are."""
     for cell in SIZES:
         parts, traffic = levels(topology, "gather")
         for part in [*parts, *([ring(parts)] if len(parts) > 1 else [])]:
             traffic.gather_intra_node = traffic.gather_inter_node = 0
-            level = QuantisedLevel(part, bits)
+            level = QuantizedLevel(part, bits)
             right = (
                 numbers(cell, 2, level.size, cell).mul_(50).to(torch.int64 if dtype == torch.uint8 else dtype).to(dtype)
             )
@@ -120,13 +120,13 @@ def gather_quantised(topology: fcdp.Topology, bits: Any, dtype: torch.dtype) -> 
             assert traffic.gather_inter_node + traffic.gather_intra_node == 2 * (level.size - 1) * nbytes
 
 
-def reduce_quantised(topology: fcdp.Topology, bits: Any) -> None:
-    """One hop: every cell but the own is quantised once; sums in fp32 in the order of ranks; exact bytes."""
+def reduce_quantized(topology: fcdp.Topology, bits: Any) -> None:
+    """One hop: every cell but the own is quantized once; sums in fp32 in the order of ranks; exact bytes."""
     everywhere = Axis(1, topology.world_size)
     for axis in dict.fromkeys([*axes(topology), everywhere]):
         for cell in SIZES:
             traffic = Traffic()
-            level = QuantisedLevel(RankLevel(topology, axis, "reduce", traffic), bits)
+            level = QuantizedLevel(RankLevel(topology, axis, "reduce", traffic), bits)
             senders = numbers(cell, level.size, 3, level.size, cell)
             mine = senders[level.index].clone()
             output = torch.empty(3, cell)

@@ -15,7 +15,7 @@ import fuyou
 from common.errors import FinetuneError
 from common.store import commit_manifest, load_manifest
 from fuyou.runtime.data_plane import rank_handlers as handlers
-from fuyou.runtime.devices.device import CpuDevice, CudaDevice
+from fuyou.runtime.device import CudaDevice, Device
 from tests.helpers.accelerator import QueuedDevice
 from tests.helpers.engines import give_buffers
 from tests.helpers.fcdp.recorder import Launch, recorded
@@ -95,9 +95,9 @@ def train(topology: fcdp.Topology | None, run: Run) -> Outcome:
     ssd = directories(run.folder, rank, run.ssds)
     leave = [path for by, whose in run.leave if by == rank for path in directories(run.folder, whose, run.ssds)]
     options = {**OPTIONS, **run.options}
-    kinds = CudaDevice.in_one_order if run.in_one_order else CpuDevice.in_one_order
+    kinds = CudaDevice.in_one_order if run.in_one_order else Device.in_one_order
     with (
-        mock.patch.object(CpuDevice, "in_one_order", kinds),
+        mock.patch.object(Device, "in_one_order", kinds),
         recorded() as launches,
         fuyou.Engine(run.model, ssd=ssd, leave_ssd=leave, topology=topology, **options) as engine,
     ):

@@ -108,7 +108,7 @@ class CompressedShards(Shards):
             self.tensors[name] = StoredTensor(codes.file, entry.tensor.dtype, entry.tensor.model_shape, codes.name)
 
     def read(self, name: str) -> torch.Tensor:
-        """Read a tensor, as :meth:`Shards.read`; a compressed one is dequantised."""
+        """Read a tensor, as :meth:`Shards.read`; a compressed one is dequantized."""
         entry = self.compressed.get(name)
         return super().read(name) if entry is None else _decoded(entry.tensor, self.components(name))
 

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from common.models.checkpoint.compressed.detection import CompressedShards
 from common.models.checkpoint.compressed.tensors import CompressedTensor
 from common.models.checkpoint.shards import Conversion
-from common.quantisation import fuses
+from common.quantization import fuses
 
 _SIZES = ((2, 3, 5), (3, 4, 7))  # Sizes of the tiny tensors; no two dimensions are alike
 

@@ -20,7 +20,7 @@ import torch
 
 from common.hardware import kernels_of
 from common.models.checkpoint.shards import DTYPES
-from common.quantisation import fuses, run_fused
+from common.quantization import fuses, run_fused
 
 CHUNK_ELEMENTS = 1 << 20
 """Number of elements that a CPU decodes at once: temporary memory is below 20 bytes for each of these."""
@@ -40,6 +40,7 @@ def _float_table(dtype: torch.dtype) -> torch.Tensor:
     return torch.arange(256, dtype=torch.uint8).view(dtype).float().unsqueeze(1)
 
 
+# By the codes' name, the fp32 numbers in a byte, ``[256, numbers]``
 TABLES = {
     "e4m3": _float_table(torch.float8_e4m3fn),
     "e5m2": _float_table(torch.float8_e5m2),
@@ -48,15 +49,13 @@ TABLES = {
     "offset int4": _nibble_table([float(code - 8) for code in range(16)]),
     "e2m1": _nibble_table([*E2M1, *(-number for number in E2M1)]),
 }
-"""By the codes' name, the fp32 numbers in a byte, ``[256, numbers]``."""
 
 
 @dataclass(frozen=True)
 class Component:
     """One of the tensors in a file that together are a compressed tensor."""
 
-    role: str
-    """One of ``codes``, ``scale``, ``zero_point`` and ``global_scale``."""
+    role: str  # One of ``codes``, ``scale``, ``zero_point`` and ``global_scale``
     dtype: torch.dtype
     shape: tuple[int, ...]
 
@@ -69,18 +68,12 @@ class Component:
 class CompressedTensor:
     """The format of a compressed tensor."""
 
-    codes: str
-    """Kind of the codes, a key of :data:`TABLES`."""
-    shape: tuple[int, ...]
-    """Shape of the numbers, ``[..., rows, columns]``; codes of a row lie side by side."""
-    block: tuple[int, int]
-    """Rows and columns that share a scale; blocks at the edges may be smaller."""
-    dtype: torch.dtype
-    """Dtype of the numbers."""
-    components: tuple[Component, ...]
-    """Components in the order of their roles."""
-    transposed: bool = False
-    """Whether the model has the last two dimensions the other way round."""
+    codes: str  # Kind of the codes, a key of :data:`TABLES`
+    shape: tuple[int, ...]  # Shape of the numbers, ``[..., rows, columns]``; codes of a row lie side by side
+    block: tuple[int, int]  # Rows and columns that share a scale; blocks at the edges may be smaller
+    dtype: torch.dtype  # Dtype of the numbers
+    components: tuple[Component, ...]  # Components in the order of their roles
+    transposed: bool = False  # Whether the model has the last two dimensions the other way round
 
     @property
     def numel(self) -> int:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft import IA3Config, LoHaConfig, LoKrConfig, LoraConfig, PeftConfig, PeftModel, get_peft_model
+from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, LlamaConfig
 
@@ -45,9 +45,6 @@ def adapted(
     ("llama-tied", FP32, lambda: LoraConfig(r=4, init_lora_weights="gaussian", **EVERY)),
     ("llama", FP32, lambda: LoraConfig(r=4, target_modules=["q_proj", "lm_head", "embed_tokens"])),
     ("qwen3-moe", BF16, AdapterOptions(4).peft_config),  # experts are parameters, not layers
-    ("llama", BF16, lambda: LoHaConfig(r=4, **EVERY)),
-    ("gemma3", BF16, lambda: LoKrConfig(r=4, **EVERY)),
-    ("llama", FP32, lambda: IA3Config(task_type="CAUSAL_LM")),
 ])  # fmt: skip
 @pytest.mark.filterwarnings("ignore")
 def test_same_as_peft(
@@ -62,7 +59,7 @@ def test_same_as_peft(
     torch.manual_seed(5)
     real = dict(get_peft_model(model(), make()).get_base_model().named_parameters())
     adapters, source = adapted(directory, make(), dtype)
-    assert adapters.kept_nbytes == 0
+    assert adapters._initial.kept_nbytes == 0
     meta = dict(adapters.model.named_parameters())
     given = dict(adapters.source(source).read(list(meta)))
     assert list(meta) == list(real) and meta.keys() == given.keys()
@@ -113,7 +110,7 @@ def test_configuration_files(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("content", "said"), [
     ("{", "not a configuration that peft can read"),
     ("[]", "not a table"),
-    ('{"peft_type": "VERA"}', "peft_type VERA cannot be trained"),
+    ('{"peft_type": "LOHA"}', "peft_type LOHA cannot be trained here: there is LORA"),
     ('{"peft_type": "PREFIX_TUNING", "num_virtual_tokens": 3}', "PREFIX_TUNING"),
     ('{"r": 4, "alora_invocation_tokens": [5]}', "alora_invocation_tokens"),
     ('{"r": 4, "kasa_config": {}}', "kasa_config"),

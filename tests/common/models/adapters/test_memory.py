@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from peft import IA3Config, LoHaConfig, LoKrConfig, LoraConfig, PeftConfig, get_peft_model
+from peft import LoraConfig, PeftConfig, get_peft_model
 from torch import nn
 
 from common.models.adapters.memory import adapter_memory
@@ -32,9 +32,8 @@ def allocated(inputs: int, outputs: int, tokens: int, dtype: torch.dtype, config
 @pytest.mark.parametrize(("inputs", "outputs", "tokens"), [(256, 768, 4), (768, 256, 4), (128, 128, 2048)])
 @pytest.mark.parametrize("make", [
     lambda: LoraConfig(r=8, target_modules=NAMES), lambda: LoraConfig(r=8, target_modules=NAMES, lora_dropout=0.1),
-    lambda: LoraConfig(r=8, target_modules=NAMES, use_dora=True), lambda: LoHaConfig(r=8, target_modules=NAMES),
-    lambda: LoKrConfig(r=8, target_modules=NAMES), lambda: IA3Config(target_modules=NAMES, feedforward_modules=[]),
-], ids=["lora", "dropout", "dora", "loha", "lokr", "ia3"])  # fmt: skip
+    lambda: LoraConfig(r=8, target_modules=NAMES, use_dora=True),
+], ids=["lora", "dropout", "dora"])  # fmt: skip
 def test_enough(make: Callable[[], PeftConfig], inputs: int, outputs: int, tokens: int, dtype: torch.dtype) -> None:
     taken = allocated(inputs, outputs, tokens, dtype, make()) - allocated(inputs, outputs, tokens, dtype, None)
     layers = nn.ModuleDict({name: nn.Linear(inputs, outputs, bias=False, dtype=dtype) for name in NAMES})
@@ -43,7 +42,7 @@ def test_enough(make: Callable[[], PeftConfig], inputs: int, outputs: int, token
     total = planned.fixed + tokens * planned.per_token
     # What is as large as an adapter is in the plan as its gradient.
     assert taken <= total + 2 * 4 * 2 * 8 * (inputs + outputs)
-    if dtype is torch.bfloat16 and not isinstance(make(), IA3Config):  # in fp32 nothing need be copied
+    if dtype is torch.bfloat16:  # in fp32 nothing need be copied
         assert total <= 3 * taken
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from peft import IA3Config, LoHaConfig, LoraConfig, PeftConfig
+from peft import LoraConfig, PeftConfig
 from safetensors import safe_open
 from torch import nn
 
@@ -118,8 +118,6 @@ def test_what_it_reads_is_what_was_trained(family: str, make: Callable[[], PeftC
     (AdapterOptions(4, dora=True).peft_config, "use_dora"),
     (AdapterOptions(32).peft_config, "ranks"),
     (lambda: LoraConfig(r=4, target_modules=["q_proj"], bias="all"), "bias all"),
-    (lambda: LoHaConfig(r=4, target_modules=["q_proj"]), "settings"),
-    (lambda: IA3Config(target_modules=["q_proj"], feedforward_modules=[]), "settings"),
 ])  # fmt: skip
 def test_what_it_rejects(make: Callable[[], PeftConfig], said: str, tmp_path: Path) -> None:
     """As docs/limits.md says; for these there is --merge."""

@@ -18,7 +18,8 @@ from fuyou.model.blocks.calls import BlockCalls
 from fuyou.model.recompute.block_trace import BlockTrace, Tracer
 from fuyou.model.recompute.policy import (
     ActivationPolicy,
-    SavableOutputs,
+    SavableOutput,
+    best_fitting,
     savable_outputs,
     saved_outputs,
     trace_block,
@@ -37,8 +38,8 @@ def flops(operator: Any) -> float:
     return operator.flops
 
 
-def listed(found: SavableOutputs) -> list[tuple[str, int, int, float, float]]:
-    return [(one.operator, one.ordinal, one.nbytes, one.flops, one.saved_flops) for one in found.outputs]
+def listed(found: list[SavableOutput]) -> list[tuple[str, int, int, float]]:
+    return [(one.operator, one.ordinal, one.nbytes, one.saved_flops) for one in found]
 
 
 def traced(run: Callable[[], torch.Tensor]) -> BlockTrace:
@@ -57,17 +58,17 @@ def test_a_network_counted_by_hand() -> None:
     assert trace.flops(trace.required()) == products[0] + products[1]
     # relu saves its result, which the next product saves as well: 64 x 16 and 64 x 128 fp32 values.
     found = savable_outputs(trace, cost=flops)
-    assert found.forward_flops == sum(products) and found.unneeded_flops == products[2]
+    assert saved_outputs(trace, ()).saved_fraction == products[2] / sum(products)
     assert listed(found) == [
-        ("aten.relu.default", 1, 64 * 16 * 4, 0.0, products[1]),
-        ("aten.relu.default", 0, 64 * 128 * 4, 0.0, products[0]),
+        ("aten.relu.default", 1, 64 * 16 * 4, products[1]),
+        ("aten.relu.default", 0, 64 * 128 * 4, products[0]),
     ]
-    one = found.choose(64 * 16 * 4 + 5)
+    one = saved_outputs(trace, best_fitting(found, 64 * 16 * 4 + 5))
     assert one.operators == (("aten.relu.default", 1),) and one.nbytes == 64 * 16 * 4
-    assert one.saved_flops == products[1] + products[2]
-    assert found.choose(0).saved_flops == products[2]
-    assert found.choose(1e9).saved_fraction == 1.0
-    assert [two.nbytes for two in savable_outputs(trace, rows=3, cost=flops).outputs] == [
+    assert one.saved_fraction == (products[1] + products[2]) / sum(products)
+    assert not best_fitting(found, 0)
+    assert saved_outputs(trace, best_fitting(found, 1e9)).saved_fraction == 1.0
+    assert [two.nbytes for two in savable_outputs(trace, rows=3, cost=flops)] == [
         3 * 64 * 16 * 4,
         3 * 64 * 128 * 4,
     ]
@@ -85,11 +86,12 @@ def test_a_block_of_llama_and_one_of_gpt2() -> None:
         ),
         torch.device("cpu"),
     )
-    found = savable_outputs(trace_block(llama, n, "cuda", BF16), 2, cost=flops)
+    trace = trace_block(llama, n, "cuda", BF16)
+    found = savable_outputs(trace, 2, cost=flops)
     product, attention = 2 * 2 * n * h * h, 2 * 4 * n * n * h  # of 2 rows
-    assert found.forward_flops == 4 * product + 9 * product + attention
-    assert found.unneeded_flops == 3 * product  # the down projection
-    saved = {(one.operator, one.ordinal): one for one in found.outputs}
+    assert 2 * trace.flops() == 4 * product + 9 * product + attention
+    assert 2 * (trace.flops() - trace.flops(trace.required())) == 3 * product  # the down projection
+    saved = {(one.operator, one.ordinal): one for one in found}
     # Attention needs q, k, v and gives a result and a float32 per head and token, which is what its backward saves.
     kernel = saved["aten._scaled_dot_product_flash_attention.default", 0]
     assert kernel.saved_flops == attention
@@ -99,8 +101,8 @@ def test_a_block_of_llama_and_one_of_gpt2() -> None:
         assert saved[name].saved_flops == product and saved[name].nbytes == 2 * n * h * 2
     for name in ("aten.mm.default", 4), ("aten.mm.default", 5):
         assert saved[name].saved_flops == 3 * product and saved[name].nbytes == 2 * n * 3 * h * 2
-    assert found.choose(1e12).saved_fraction == 1.0
-    benefits = [one.benefit for one in found.outputs]
+    assert saved_outputs(trace, best_fitting(found, 1e12)).saved_fraction == 1.0
+    benefits = [one.saved_flops / one.nbytes for one in found]
     assert benefits == sorted(benefits, reverse=True)
 
     gpt2 = StreamedModel(
@@ -108,9 +110,11 @@ def test_a_block_of_llama_and_one_of_gpt2() -> None:
         torch.device("cpu"),
     )
     gpt2.model.eval()  # without dropout
-    found = savable_outputs(trace_block(gpt2, n, "cpu", BF16), cost=flops)
-    assert found.forward_flops == n * (24 * h * h + 4 * n * h)
-    assert found.unneeded_flops == n * 8 * h * h  # 4h to h: the paper's table has its swap benefit highest
+    trace = trace_block(gpt2, n, "cpu", BF16)
+    assert trace.flops() == n * (24 * h * h + 4 * n * h)
+    assert (
+        trace.flops() - trace.flops(trace.required()) == n * 8 * h * h
+    )  # 4h to h: the paper's table has its swap benefit highest
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

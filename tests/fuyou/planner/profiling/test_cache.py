@@ -11,14 +11,14 @@ import torch
 from common.files import cache_directory
 from fuyou.layout.record import Precision
 from fuyou.planner.profiling import Profile, ProfiledWorkload, WriteWatch, load, save
-from fuyou.runtime.devices.device import CpuDevice
+from fuyou.runtime.device import Device
 from tests.helpers.profiles import PROFILE
 from tests.helpers.twin import tiny_configs
 
 BF16 = Precision(torch.bfloat16, torch.float32)
 
 
-CPU = CpuDevice()
+CPU = Device()
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from fuyou import Engine
 from fuyou.planner import Plan, PlannerContext, describe_training, profiled_machine, search
 from fuyou.planner.profiling import save
 from fuyou.planner.profiling.measure import measure
-from fuyou.runtime.devices.device import memory_limits
+from fuyou.runtime.device import memory_limits
 
 SPEC = "emulated:tflops=1,memory=1GiB,link=1GB/s,ssd_read=80MB/s,ssd_write=40MB/s,ssd_cache=64MB,ssd_full=10MB/s"
 CONFIG = LlamaConfig(

@@ -24,7 +24,7 @@ from fuyou.planner.profiling.measure import (
     pieces_per_second,
     scratch_records,
 )
-from fuyou.runtime.devices.device import CpuDevice
+from fuyou.runtime.device import Device
 from tests.helpers.twin import tiny_configs
 
 BF16 = Precision(torch.bfloat16, torch.float32)
@@ -76,9 +76,9 @@ def test_a_block_that_others_hand_values_is_measured_without_them() -> None:
     stack = StreamedModel(build_meta_model(miniature(CONFIG_MAPPING["gemma3n_text"]())), torch.device("cpu"))
     shape = model_records(stack, Precision(torch.float32, torch.float32))
     for layer in (0, len(stack.blocks) - 1):
-        bench = BlockBench(stack, shape, CpuDevice(), 2, 16, 8)
+        bench = BlockBench(stack, shape, Device(), 2, 16, 8)
         bench._layer, bench._record = layer, shape.records[shape.blocks[layer][0]]
-        bench._weights = random_values(bench._record.numel, torch.float32, CpuDevice())
+        bench._weights = random_values(bench._record.numel, torch.float32, Device())
         bench._gradient = torch.empty_like(bench._weights)
         times = bench.measure()
         assert times["block_backward_seconds"] > 0 and times["head_seconds"] > 0

@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from common.errors import FinetuneError
-from fuyou.runtime.devices.device import CpuDevice, CudaDevice, memory_limits
-from fuyou.runtime.devices.out_of_memory import explain_out_of_memory
+from fuyou.runtime.device import CudaDevice, Device, explain_out_of_memory, memory_limits
 
 GIB = 1 << 30
 
@@ -41,13 +40,13 @@ def test_the_default_budget_of_a_small_control_group_leaves_room_for_the_process
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for available, budget in ((100 * GIB, 80 * GIB), (GIB, 768 << 20), (300 << 20, 200 << 20)):
-        monkeypatch.setattr("fuyou.runtime.devices.device.memory_available_bytes", lambda now=available: now)
-        assert memory_limits(CpuDevice(), None, None)[0] == budget
+        monkeypatch.setattr("fuyou.runtime.device.memory_available_bytes", lambda now=available: now)
+        assert memory_limits(Device(), None, None)[0] == budget
 
 
 def test_a_processor_has_its_part_of_the_hosts_budget() -> None:
-    assert memory_limits(CpuDevice(), "4MiB", None)[1] == 4 << 20
-    assert memory_limits(CpuDevice(), "4MiB", "1MiB")[1] == 1 << 20
+    assert memory_limits(Device(), "4MiB", None)[1] == 4 << 20
+    assert memory_limits(Device(), "4MiB", "1MiB")[1] == 1 << 20
 
 
 def test_running_out_says_what_to_lower(card: CudaDevice, monkeypatch: pytest.MonkeyPatch) -> None:

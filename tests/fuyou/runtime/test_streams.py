@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from common.store import Layout, Store
-from fuyou.runtime.devices.device import CudaDevice
+from fuyou.runtime.device import CudaDevice
 from fuyou.schedule.tasks import Op
 from tests.helpers import kvikio
 

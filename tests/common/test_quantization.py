@@ -1,13 +1,13 @@
-"""Block quantisation: error bounds, sizes, and the same values as a plain twin."""
+"""Block quantization: error bounds, sizes, and the same values as a plain twin."""
 
 import warnings
 
 import pytest
 import torch
 
-from common import quantisation
+from common import quantization
 from common.hardware import force_kernels
-from common.quantisation import BLOCK, Bits, dequantise, quantise, quantised_nbytes
+from common.quantization import BLOCK, Bits, dequantize, quantize, quantized_nbytes
 
 
 def twin(values: list[float], largest: int) -> list[float]:
@@ -25,10 +25,10 @@ def test_every_element_is_within_half_a_step_of_the_same_block(
     torch.manual_seed(count)
     # Blocks of very different size: each has to have its own scale.
     tensor = (torch.randn(count) * 10.0 ** (torch.arange(count) // BLOCK * 3 - 3)).to(dtype)
-    packed = quantise(tensor, bits)
-    back = dequantise(packed, count, bits)
+    packed = quantize(tensor, bits)
+    back = dequantize(packed, count, bits)
     assert back.shape == (count,)
-    assert packed.dtype == torch.uint8 and packed.shape == (quantised_nbytes(count, bits),)
+    assert packed.dtype == torch.uint8 and packed.shape == (quantized_nbytes(count, bits),)
     for start in range(0, count, BLOCK):
         block, found = tensor[start : start + BLOCK].float(), back[start : start + BLOCK]
         bound = block.abs().max() / largest / 2
@@ -42,7 +42,7 @@ def test_every_element_is_within_half_a_step_of_the_same_block(
 @pytest.mark.parametrize("bits", [8, 4])
 def test_zeros_denormals_and_nonfinite_values(bits: Bits) -> None:
     def there_and_back(tensor: torch.Tensor) -> torch.Tensor:
-        return dequantise(quantise(tensor, bits), tensor.numel(), bits)
+        return dequantize(quantize(tensor, bits), tensor.numel(), bits)
 
     assert not there_and_back(torch.zeros(3)).any()
     assert not there_and_back(torch.full((BLOCK,), 1e-45)).any(), "no infinite steps"
@@ -59,14 +59,14 @@ def test_zeros_denormals_and_nonfinite_values(bits: Bits) -> None:
 def test_strided_places_between_which_nothing_is_touched(bits: Bits) -> None:
     torch.manual_seed(0)
     rows = torch.randn(4, 5, 3 * BLOCK).bfloat16()[:, 1:4, 17:600]
-    nbytes = quantised_nbytes(rows.size(-1), bits)
+    nbytes = quantized_nbytes(rows.size(-1), bits)
     places = torch.full((4, 6, nbytes + 8), 77, dtype=torch.uint8)
-    quantise(rows, bits, places[:, 2:5, 4:-4])
-    assert torch.equal(places[:, 2:5, 4:-4], quantise(rows.contiguous(), bits))
+    quantize(rows, bits, places[:, 2:5, 4:-4])
+    assert torch.equal(places[:, 2:5, 4:-4], quantize(rows.contiguous(), bits))
     assert (places[:, :2] == 77).all() and (places[..., -4:] == 77).all()
     whole = torch.full((4, 5, 3 * BLOCK), 9.0)
-    dequantise(places[:, 2:5, 4:-4], rows.size(-1), bits, whole[:, 1:4, 17:600])
-    assert torch.equal(whole[:, 1:4, 17:600], dequantise(quantise(rows, bits), rows.size(-1), bits))
+    dequantize(places[:, 2:5, 4:-4], rows.size(-1), bits, whole[:, 1:4, 17:600])
+    assert torch.equal(whole[:, 1:4, 17:600], dequantize(quantize(rows, bits), rows.size(-1), bits))
     assert (whole[:, 0] == 9).all() and (whole[..., :17] == 9).all() and (whole[..., 600:] == 9).all()
 
 
@@ -75,31 +75,31 @@ def test_where_compiling_fails_one_warning_names_the_reason(monkeypatch: pytest.
         raise RuntimeError("no Triton here")
 
     monkeypatch.setattr(torch, "compile", compiler)
-    monkeypatch.setattr(quantisation, "_failures", [])
-    quantisation._compiled.cache_clear()
+    monkeypatch.setattr(quantization, "_failures", [])
+    quantization._compiled.cache_clear()
     rows = torch.randn(2, 300)
-    expected = quantise(rows, 8)
+    expected = quantize(rows, 8)
     with force_kernels("cuda"):
         with pytest.warns(UserWarning, match="no Triton here"):
-            assert torch.equal(quantise(rows, 8), expected)
+            assert torch.equal(quantize(rows, 8), expected)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            assert torch.equal(quantise(rows, 8), expected)
-    quantisation._compiled.cache_clear()
+            assert torch.equal(quantize(rows, 8), expected)
+    quantization._compiled.cache_clear()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("bits", [8, 4])
 def test_compiled_for_the_cpu_it_gives_the_same_bits(bits: Bits, monkeypatch: pytest.MonkeyPatch) -> None:
     """What CUDA would run, compiled by Inductor for the processor instead."""
-    monkeypatch.setattr(quantisation, "_failures", [])
+    monkeypatch.setattr(quantization, "_failures", [])
     torch.manual_seed(0)
     for dtype, shape in ((torch.float32, (3, 700)), (torch.bfloat16, (2, 3, 2 * BLOCK))):
         rows = torch.randn(shape).to(dtype)
-        expected = quantise(rows, bits)
+        expected = quantize(rows, bits)
         total = torch.randn(shape)
-        sums = dequantise(expected, shape[-1], bits, total.clone(), add=True)
+        sums = dequantize(expected, shape[-1], bits, total.clone(), add=True)
         with force_kernels("cuda"):
-            assert torch.equal(quantise(rows, bits), expected)
-            assert torch.equal(dequantise(expected, shape[-1], bits, total, add=True), sums)
-    assert not quantisation._failures
+            assert torch.equal(quantize(rows, bits), expected)
+            assert torch.equal(dequantize(expected, shape[-1], bits, total, add=True), sums)
+    assert not quantization._failures

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fuyou.runtime.devices.determinism import deterministic_algorithms
+from fuyou.runtime.device import deterministic_algorithms
 from tests.helpers.engines import batches, directories, engine
 from tests.helpers.twin import tiny_configs
 

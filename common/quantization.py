@@ -1,8 +1,8 @@
-"""Quantisation in blocks: int8 and int4 for what travels, int8 and nf4 for frozen weights.
+"""Quantization in blocks: int8 and int4 for what travels, int8 and nf4 for frozen weights.
 
 Rounding of int8, and of two int4 to a byte, is symmetric and to nearest, with one fp32 scale for every :data:`BLOCK`
 elements: a scale maps the largest magnitude of a block to 127 (int8) or 7 (int4), so the error is at most half a scale:
-|x - dequantised| <= max|block| / 254, or / 14. A scale for each block keeps the damage of an outlier inside its block
+|x - dequantized| <= max|block| / 254, or / 14. A scale for each block keeps the damage of an outlier inside its block
 (Dettmers et al., arXiv:2110.02861, section 2.1; used by ZeRO++ and ZeRO-topo). nf4 has 16 values that are not evenly
 spaced, in blocks of 64.
 
@@ -28,7 +28,7 @@ SMALLEST = 1e-36  # Largest magnitude of a block, up to which it becomes zeros: 
 SCALE_BYTES = 4
 
 
-def quantised_nbytes(count: int, bits: Bits) -> int:
+def quantized_nbytes(count: int, bits: Bits) -> int:
     """Return the bytes that a row of ``count`` elements takes; its last block is padded with zeros."""
     return blocks_of(count) * (SCALE_BYTES + BLOCK * bits // 8)
 
@@ -78,7 +78,7 @@ def _compiled(function: Callable[..., None]) -> Callable[..., None]:
     return torch.compile(function, fullgraph=True, dynamic=True)
 
 
-def quantise_rows(rows: torch.Tensor, bits: Bits, out: torch.Tensor) -> None:
+def quantize_rows(rows: torch.Tensor, bits: Bits, out: torch.Tensor) -> None:
 
     *leading, count = rows.shape
     blocks = blocks_of(count)
@@ -99,7 +99,7 @@ def quantise_rows(rows: torch.Tensor, bits: Bits, out: torch.Tensor) -> None:
         values.view(torch.int8).copy_((low & 0xF) | (high << 4))
 
 
-def dequantise_rows(scales: torch.Tensor, values: torch.Tensor, bits: Bits, out: torch.Tensor, add: bool) -> None:
+def dequantize_rows(scales: torch.Tensor, values: torch.Tensor, bits: Bits, out: torch.Tensor, add: bool) -> None:
     """Write to ``out`` ``[..., c]`` the rows of these scales and values (:func:`parts_of`), or add them."""
     signed = values.view(torch.int8)
     if bits == 4:
@@ -112,26 +112,26 @@ def dequantise_rows(scales: torch.Tensor, values: torch.Tensor, bits: Bits, out:
         out.copy_(elements)
 
 
-def quantise(rows: torch.Tensor, bits: Bits, out: torch.Tensor | None = None) -> torch.Tensor:
-    """Quantise ``rows`` ``[..., c]``, floating point, each in separate blocks.
+def quantize(rows: torch.Tensor, bits: Bits, out: torch.Tensor | None = None) -> torch.Tensor:
+    """Quantize ``rows`` ``[..., c]``, floating point, each in separate blocks.
 
     A block with a NaN or an infinity comes back as NaN throughout: training should see that, not a clipped value.
     A block whose largest magnitude has no reciprocal in fp32 (below 1e-36) comes back as zeros.
 
     Args:
-        out: where the bytes go, ``uint8 [..., quantised_nbytes(c)]`` with contiguous rows; None: a new tensor.
+        out: where the bytes go, ``uint8 [..., quantized_nbytes(c)]`` with contiguous rows; None: a new tensor.
     """
     rows = rows.detach()
     if out is None:
-        out = rows.new_empty((*rows.shape[:-1], quantised_nbytes(rows.size(-1), bits)), dtype=torch.uint8)
-    run_fused(quantise_rows, rows.device, rows, bits, out)
+        out = rows.new_empty((*rows.shape[:-1], quantized_nbytes(rows.size(-1), bits)), dtype=torch.uint8)
+    run_fused(quantize_rows, rows.device, rows, bits, out)
     return out
 
 
-def dequantise(
+def dequantize(
     payload: torch.Tensor, count: int, bits: Bits, out: torch.Tensor | None = None, *, add: bool = False
 ) -> torch.Tensor:
-    """Return the rows ``[..., count]`` of ``payload`` ``uint8 [..., quantised_nbytes(count)]``.
+    """Return the rows ``[..., count]`` of ``payload`` ``uint8 [..., quantized_nbytes(count)]``.
 
     Args:
         out: where they go, floating point; None: a new tensor in fp32.
@@ -140,7 +140,7 @@ def dequantise(
     if out is None:
         out = payload.new_empty((*payload.shape[:-1], count), dtype=torch.float32)
     parts = parts_of(payload, blocks_of(out.size(-1)), BLOCK * bits // 8)
-    run_fused(dequantise_rows, payload.device, *parts, bits, out, add)
+    run_fused(dequantize_rows, payload.device, *parts, bits, out, add)
     return out
 
 
@@ -160,10 +160,10 @@ def nf4_nbytes(count: int) -> int:
     return blocks_of(count, NF4_BLOCK) * (SCALE_BYTES + NF4_BLOCK // 2)
 
 
-def quantise_nf4(rows: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-    """Quantise ``rows`` ``[..., c]`` to nf4: the nearest of 16 values that suit weights, which are about normal.
+def quantize_nf4(rows: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    """Quantize ``rows`` ``[..., c]`` to nf4: the nearest of 16 values that suit weights, which are about normal.
 
-    Compared with :func:`quantise` in 4 bits, blocks are smaller, and most values lie where most weights are. NaN and
+    Compared with :func:`quantize` in 4 bits, blocks are smaller, and most values lie where most weights are. NaN and
     infinities come back as NaN.
 
     Args:
@@ -186,13 +186,13 @@ def quantise_nf4(rows: torch.Tensor, out: torch.Tensor | None = None) -> torch.T
     return out
 
 
-def dequantise_nf4(payload: torch.Tensor, out: torch.Tensor) -> None:
+def dequantize_nf4(payload: torch.Tensor, out: torch.Tensor) -> None:
     """Write to ``out`` ``[..., c]``, floating point, the rows of ``payload`` ``uint8 [..., nf4_nbytes(c)]``."""
     parts = parts_of(payload, blocks_of(out.shape[-1], NF4_BLOCK), NF4_BLOCK // 2)
-    run_fused(_dequantise_nf4, payload.device, *parts, _nf4_levels(payload.device), out)
+    run_fused(_dequantize_nf4, payload.device, *parts, _nf4_levels(payload.device), out)
 
 
-def _dequantise_nf4(scales: torch.Tensor, values: torch.Tensor, levels: torch.Tensor, out: torch.Tensor) -> None:
+def _dequantize_nf4(scales: torch.Tensor, values: torch.Tensor, levels: torch.Tensor, out: torch.Tensor) -> None:
     if torch.compiler.is_compiling():  # where concatenating would take a kernel more
         shifts = torch.arange(0, 8, 4, dtype=torch.uint8, device=values.device).unsqueeze(-1)
         codes = (values.unsqueeze(-2) >> shifts & 0xF).flatten(-2)

@@ -4,14 +4,17 @@ A CPU plays the device as well as a GPU does: it has its own memory budget (a pa
 real copies, made by the lanes' threads. So what runs on a machine without a GPU is the same engine.
 """
 
+import os
 import time
-from collections.abc import Callable
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import torch
+from torch.utils import deterministic
 
-from common.errors import UserError, on_one_line
+from common.errors import FinetuneError, UserError, on_one_line
 from common.hardware.machine import (
     core_count,
     memory_available_bytes,
@@ -23,7 +26,6 @@ from common.hardware.machine import (
 from common.memory.buffers import HostBuffer
 from common.store import Throttle
 from common.units import format_bytes, parse_bytes
-from fuyou.runtime.devices.out_of_memory import explain_out_of_memory
 from fuyou.schedule.tasks import EXCHANGES, Op, Task
 
 _COPIES = (Op.PARAMETER_UPLOAD, Op.GRADIENT_DOWNLOAD, Op.ACTIVATION_UPLOAD, Op.ACTIVATION_DOWNLOAD)
@@ -34,131 +36,102 @@ _PROCESS_BYTES = 256 << 20  # Host memory that the engine's two processes take a
 _ORIGIN_SECONDS = 60.0  # Seconds for which times on the device count from one event
 
 
-class Device(Protocol):
-    """A device where blocks compute, as the engine needs it."""
-
-    name: str
-    torch_device: torch.device
-    shares_host_memory: bool  # Whether its memory is a part of the host's
-    page_locks: bool  # Whether host buffers must be page-locked
-    throttle: Throttle | None  # What slows the drives down, in benchmarks
-    in_one_order: frozenset[Op]  # Kinds of task that all ranks must launch in one order, whichever can begin first
-
-    def allocate(self, nbytes: int) -> torch.Tensor:
-        """Return ``uint8 [nbytes]`` of device memory, allocated once."""
-        ...
-
-    def copy(self, task: Task, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy contiguous bytes (``uint8 [n]`` each) between host and device, in the lane of ``task``."""
-        ...
-
-    def read_buffer(self, task: Task, memory: torch.Tensor) -> Any:
-        """Return the device's ``memory``, ``uint8 [n]``, as stores read into it for ``task``."""
-        ...
-
-    def exchange(self, task: Task, work: Callable[[], None]) -> None:
-        """Move bytes between ranks by calling ``work``, in the lane of ``task``."""
-        ...
-
-    def wait_event(self, task: Task, event: object) -> None:
-        """Make ``task`` (not necessarily this thread) wait for ``event``."""
-        ...
-
-    def begin_compute(self, task: Task) -> None:
-        """Note that a compute task's kernels are about to be launched."""
-        ...
-
-    def end_compute(self, task: Task) -> None:
-        """Note that a compute task's kernels have been launched."""
-        ...
-
-    def has_finished(self, task: Task) -> bool:
-        """Return whether a task that is done (perhaps only queued) has really ended."""
-        ...
-
-    def interval(self, task: Task) -> tuple[float, float]:
-        """Return when an ended task really ran, in seconds on :func:`time.monotonic`'s clock."""
-        ...
-
-    def synchronize(self) -> None: ...
-
-    def release(self) -> None:
-        """Give the memory of all buffers back, which have been dropped."""
-        ...
-
-    def memory_limit(self) -> int | None:
-        """Return the bytes of device memory that may be used, or None where the host's budget says it."""
-        ...
-
-    def cap_memory(self, nbytes: int | None) -> None:
-        """Let an allocation beyond ``nbytes`` in all fail, if the device can; None: beyond what it has."""
-        ...
-
-    def peak_bytes(self) -> int | None:
-        """Return the most device memory in use since the start, or None where the device cannot tell."""
-        ...
+class DeviceMemoryError(FinetuneError):
+    """Raised when the device has no memory left."""
 
 
-class CpuDevice:
-    """The processor as device. Buffers come from one mapping per pool, on huge pages."""
+@contextmanager
+def explain_out_of_memory() -> Iterator[None]:
+    """Raise an error that says what to lower where PyTorch finds no memory on the device. Not run on a GPU yet.
+
+    Raises:
+        DeviceMemoryError: the device has no memory left.
+    """
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        told = str(error).split(". ", 1)[0]
+        raise DeviceMemoryError(
+            f"The device has no memory left, though what was planned fits its budget ({told}). Lower --device-memory "
+            "by a GiB or two, or give a smaller --micro-batch; nvidia-smi shows what else takes memory. The last "
+            "committed step is intact: --resume continues from it."
+        ) from error
+
+
+class Device:
+    """Where blocks compute, as the engine needs it; this one is the processor, and :class:`CudaDevice` a GPU.
+
+    Buffers come from one mapping per pool, on huge pages.
+    """
 
     name = "cpu"
     torch_device = torch.device("cpu")
-    shares_host_memory = True
-    page_locks = False
-    throttle: Throttle | None = None
-    in_one_order: frozenset[Op] = frozenset()
+    shares_host_memory = True  # Whether its memory is a part of the host's
+    page_locks = False  # Whether host buffers must be page-locked
+    throttle: Throttle | None = None  # What slows the drives down, in benchmarks
+    in_one_order: frozenset[Op] = (
+        frozenset()
+    )  # Tasks that all ranks must launch in one order, whichever can begin first
 
     def __init__(self) -> None:
         self._buffers: list[HostBuffer] = []
 
     def allocate(self, nbytes: int) -> torch.Tensor:
+        """Return ``uint8 [nbytes]`` of device memory, allocated once."""
         buffer = HostBuffer(nbytes).touch()
         self._buffers.append(buffer)
         return buffer.tensor(torch.uint8, 0, nbytes)
 
     def copy(self, task: Task, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Copy contiguous bytes (``uint8 [n]`` each) between host and device, in the lane of ``task``."""
         # numpy copies without the interpreter lock and without waking PyTorch's thread pool in this thread
         np.copyto(target.numpy(), source.numpy())
 
     def read_buffer(self, task: Task, memory: torch.Tensor) -> Any:
+        """Return the device's ``memory``, ``uint8 [n]``, as stores read into it for ``task``."""
         return memory.numpy()
 
     def exchange(self, task: Task, work: Callable[[], None]) -> None:
+        """Move bytes between ranks by calling ``work``, in the lane of ``task``."""
         work()
 
     def wait_event(self, task: Task, event: object) -> None:
-        pass
+        """Make ``task`` (not necessarily this thread) wait for ``event``."""
 
     def begin_compute(self, task: Task) -> None:
-        pass
+        """Note that a compute task's kernels are about to be launched."""
 
     def end_compute(self, task: Task) -> None:
-        pass
+        """Note that a compute task's kernels have been launched."""
 
     def has_finished(self, task: Task) -> bool:
+        """Return whether a task that is done (perhaps only queued) has really ended."""
         return True
 
     def interval(self, task: Task) -> tuple[float, float]:
+        """Return when an ended task really ran, in seconds on :func:`time.monotonic`'s clock."""
         return task.started_at, task.finished_at
 
     def synchronize(self) -> None:
-        pass
+        """Wait for all work on the device."""
 
     def release(self) -> None:
+        """Free the memory of all buffers, which have been dropped."""
         self._buffers.clear()
 
     def memory_limit(self) -> int | None:
+        """Return the bytes of device memory that may be used, or None where the host's budget limits it."""
         return None
 
     def cap_memory(self, nbytes: int | None) -> None:
-        pass
+        """Let an allocation beyond ``nbytes`` in all fail, if the device can; None: beyond what it has."""
 
     def peak_bytes(self) -> int | None:
+        """Return the most device memory in use since the start, or None where the device cannot tell."""
         return None
 
 
-class CudaDevice:
+class CudaDevice(Device):
     """A CUDA GPU: one stream per copy lane and one to compute in, tied together by events only.
 
     A thread that computes stays in that stream, in the engine and elsewhere: the default stream waits for all work of
@@ -170,7 +143,6 @@ class CudaDevice:
 
     shares_host_memory = False
     page_locks = True
-    throttle: Throttle | None = None
     in_one_order = frozenset(EXCHANGES)  # NCCL
 
     def __init__(self, index: int):
@@ -332,7 +304,7 @@ def open_device(name: str | torch.device) -> Device:
     except RuntimeError:
         raise UserError(f"{name!r} is not a device. It is auto, cpu or cuda:0.") from None
     if device.type == "cpu":
-        return CpuDevice()
+        return Device()
     why = obstacle() if device.type == "cuda" else "the engine computes on a CPU or an NVIDIA GPU"
     if why is None and (device.index or 0) >= torch.cuda.device_count():
         why = f"PyTorch sees {torch.cuda.device_count()}, from cuda:0 on"
@@ -356,3 +328,24 @@ def check_kernels(device: torch.device) -> None:
             f"{name} runs no kernel of this PyTorch {torch.__version__} ({on_one_line(error)}; built for {built}): "
             "install a build for it, or use device='cpu'."
         ) from error
+
+
+@contextmanager
+def deterministic_algorithms() -> Iterator[None]:
+    """Let PyTorch take deterministic kernels only, and raise an error where there is none.
+
+    Attention's backward pass adds with atomics on CUDA by default; with this it does not. cuBLAS reads
+    its setting when CUDA starts, so this comes before. Not run on a GPU yet.
+    """
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    memory: Any = deterministic
+    filled = memory.fill_uninitialized_memory
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    # It would fill the buffers of each block again; what is uninitialized here is never read.
+    memory.fill_uninitialized_memory = False
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        memory.fill_uninitialized_memory = filled

@@ -1,1 +1,0 @@
-"""Where blocks compute: a GPU or the CPU."""

@@ -1,1 +1,0 @@
-"""Exchanges between the ranks of a cluster, as the engine uses them."""
