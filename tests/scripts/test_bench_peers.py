@@ -14,10 +14,8 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
 
 import bench_max_model  # noqa: E402
-import bench_peers  # noqa: E402
 import peers.runner  # noqa: E402
 from peers.contender import Task  # noqa: E402
-from peers.drive import measure_drive  # noqa: E402
 from peers.runner import Contender, ContenderFailedError, Step  # noqa: E402
 
 from tests.helpers.processes import forked  # noqa: E402
@@ -84,27 +82,6 @@ def test_one_that_hangs_is_ended_with_its_children(tmp_path: Path) -> None:
     with pytest.raises(ContenderFailedError, match="time limit: no ready within 2 s"):
         Contender(Path(sys.executable), "hangs", tiny(tmp_path), {"PYTHONPATH": str(tmp_path)}, timeout_s=2)
     assert not [one for one in psutil.process_iter(["cmdline"]) if "97531" in (one.info["cmdline"] or [])]
-
-
-def test_the_drive_is_measured_and_left_clean(tmp_path: Path) -> None:
-    rates = measure_drive(tmp_path, 256 << 20)
-    assert rates.read > 1e6 and rates.write > 1e6
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_model_too_large_for_memory_is_skipped_or_trained_with_less(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    options = bench_peers.Options(tmp_path, 1, 1, 1, 2, {}, None, None)
-    benchmark = bench_peers.ModelBenchmark("125m", ["in-memory", "fsdp2", "fuyou-cached"], options, None)
-    assert benchmark.parameters == 124_439_808
-    room = int(15 * benchmark.parameters) + bench_peers.INTERPRETER_BYTES + bench_peers.SPARE_BYTES
-    monkeypatch.setattr(bench_peers, "memory_available_bytes", lambda: room)
-    assert benchmark._too_large(benchmark.results["in-memory"]) == ""
-    assert benchmark.results["in-memory"].entry.settings == {"step_in_backward": True}
-    assert benchmark._too_large(benchmark.results["fsdp2"]).startswith("skipped: needs about")
-    with pytest.raises(bench_peers.UserError, match="give host_memory"):
-        benchmark._settings(benchmark.results["fuyou-cached"].entry)
 
 
 @pytest.mark.slow

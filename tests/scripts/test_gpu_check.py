@@ -132,26 +132,6 @@ def test_a_section_that_fails_says_why(check: Callable[..., tuple[int, dict[str,
     assert sections["machine"]["status"] == "done"  # of the earlier call, kept
 
 
-@pytest.mark.parametrize(("room", "larger"), [(200, ["gpt3-13b"]), (100, ["gpt3-6.7b"]), (58, ["gpt3-2.7b"]), (20, [])])
-def test_the_largest_model_that_the_drive_holds(
-    room: int, larger: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.syspath_prepend(SCRIPTS)
-    import gpu_check
-
-    monkeypatch.setattr(gpu_check.shutil, "disk_usage", lambda _: types.SimpleNamespace(free=room * 10**9))
-    assert gpu_check.usual_presets(tmp_path) == ("gpt3-1.3b", *larger)
-
-
-def test_what_there_was_no_time_for_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(SCRIPTS)
-    from gpu.report import render
-
-    case = {"name": "late copies", "dtype": "bfloat16", "verdict": "not run", "why": "out of time"}
-    report = render({"sections": {"ranks": {"status": "done", "data": {"cases": [case]}}}})
-    assert "| late copies | bfloat16 | not run | out of time |" in report
-
-
 def event(category: str, stream: int, begin: float, duration: float, name: str = "kernel") -> dict[str, Any]:
     return {
         "ph": "X", "cat": category, "ts": begin, "dur": duration, "name": name, "args": {"stream": stream}, "pid": 0,

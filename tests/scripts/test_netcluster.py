@@ -5,7 +5,6 @@ import sys
 
 import pytest
 
-from common.errors import UserError
 from tests.helpers.processes.namespaces import needs_namespaces, netcluster
 from tests.helpers.scripts import SCRIPTS
 
@@ -50,19 +49,6 @@ def _up(*options: str, command: list[str], timeout: float = 240) -> subprocess.C
 def _namespaces() -> set[str]:
     listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=False).stdout
     return {line.split()[0] for line in listed.splitlines() if line.strip()}
-
-
-@pytest.mark.parametrize(
-    ("rate", "bits"), [("1gbit", 1e9), ("2.5gbit", 2.5e9), ("100mbit", 1e8), ("8kbit", 8e3), ("unlimited", None)]
-)
-def test_rates(rate: str, bits: float | None) -> None:
-    assert netcluster.rate_bits(rate) == bits
-
-
-@pytest.mark.parametrize("rate", ["", "1", "fast", "1gb", "-1gbit", "0gbit", "1 gbit"])
-def test_not_a_rate(rate: str) -> None:
-    with pytest.raises(UserError, match="is not a rate"):
-        netcluster.rate_bits(rate)
 
 
 @needs_namespaces

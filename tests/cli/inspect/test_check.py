@@ -1,14 +1,12 @@
 """``finetune --check``: what it finds here, and what its rules make of other machines."""
 
 import errno
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from cli.inspect.check import DriveFound, Finding, GpuFound, MachineFound, Paint, find_trouble
-from cli.report.progress import draws_on
+from cli.inspect.check import DriveFound, Finding, GpuFound, MachineFound, find_trouble
 from common.hardware.drives import Drive, drive_of
 from common.hardware.machine import Gpu
 from tests.cli.conftest import Finetune
@@ -125,18 +123,6 @@ def test_a_drive_that_cannot_be_written_is_a_finding(
     monkeypatch.setattr("cli.inspect.check.look_at_drive", refuse)
     outcome = finetune("--check", "--ssd", tmp_path)
     assert outcome.status == 0 and f"! {tmp_path} cannot hold a store: [Errno 30] Read-only" in outcome.out
-
-
-def test_colours(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    assert Paint()("x", 31) == "\x1b[31mx\x1b[0m" and draws_on(sys.stdout)
-    monkeypatch.setenv("TERM", "dumb")
-    assert Paint()("x", 31) == "x" and not draws_on(sys.stdout)
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setenv("NO_COLOR", "1")
-    assert Paint()("x", 31) == "x"
 
 
 @pytest.mark.parametrize("model", [None, "QEMU HARDDISK", "Virtual disk", "PersistentDisk"])

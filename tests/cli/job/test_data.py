@@ -58,13 +58,6 @@ def test_options_about_data_are_for_runs_with_data(finetune: Finetune, checkpoin
     check(finetune("--plan", "--model", checkpoint, "--drop-long"), 2, "--drop-long", "add --data")
 
 
-def test_turns_without_anything_to_train_on(finetune: Finetune, checkpoint: Path, tmp_path: Path) -> None:
-    gpt = [SHORT[0], {"role": "gtp", "content": "Yes"}]
-    file = write(tmp_path / "gpt.jsonl", SHORT, None, gpt)
-    refused = finetune("--model", checkpoint, "--data", file, *SMALL)
-    check(refused, 2, f"{file}, line 3: turn 2", "'gtp'", "Did you mean 'gpt'")
-
-
 @pytest.mark.parametrize(("option", "value"), [
     ("lr", "inf"), ("lr", "nan"), ("lr", "-inf"), ("weight-decay", "inf"), ("beta1", "nan"), ("beta2", "nan"),
     ("eps", "nan"), ("max-grad-norm", "inf"), ("lora-alpha", "nan"), ("epochs", "inf"),

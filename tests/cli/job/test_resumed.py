@@ -19,12 +19,6 @@ from tests.helpers.command.messages import check
 SMALL = ("--batch-size", "2", "--seq-len", "32", "--gpu", "cpu")
 
 
-@pytest.mark.parametrize("words", [["--resume", "auto"], ["--resume=auto"], ["--resume-auto"]])
-def test_resume_auto_is_a_separate_flag(words: list[str]) -> None:
-    options = parse_command_line(["--model", "auto", *words, "--steps", "3"]).params
-    assert (options["resume"], options["resume_auto"], options["steps"]) == (False, True, 3)
-
-
 def test_nothing_to_resume(finetune: Finetune, checkpoint: Path, tmp_path: Path) -> None:
     command = ("--model", checkpoint, "--data", "random", *SMALL, "--steps", 1, "--output", tmp_path / "out")
     check(finetune(*command, "--resume"), 2, "no step was committed", "--resume auto")

@@ -53,24 +53,6 @@ def test_table_names_every_strategy_that_fits_and_the_choice(capsys: pytest.Capt
     assert f"  {gain:.2f} times as fast as zero3, plain FSDP2: gathers " in out
 
 
-def test_amsps_own_workload_is_planned_with_a_warning(capsys: pytest.CaptureFixture[str]) -> None:
-    words = [*A800, "--seq-len", "4096", "--strategy", "amsp-7b"]
-    assert main(words) == 0
-    out, err = capsys.readouterr()
-    assert "--seq-len 4096 is longer than the model's context of 2048" in err
-    flops = 4096 * 3 * (2 * 6.738e9 + 4 * 32 * 4096 * 4096)  # weights; scores and weighted values
-    result = planned(capsys, *words)["choice"]
-    assert result["mfu"] == pytest.approx(flops / 312e12 / result["step_seconds"], rel=0.01)
-    assert f" {result['mfu']:.0%} " in out
-
-
-def test_one_strategy_on_three_levels(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--plan", "--cluster", "frontier", "--levels", "2,4,2", "--model", "gpt-neox-20b"]
-    result = planned(capsys, *words, "--strategy", "zero-topo")
-    assert [strategy["name"] for strategy in result["strategies"]] == ["zero-topo"]
-    assert (result["choice"]["p"], result["choice"]["g"], result["choice"]["os"]) == ([2, 1], [8, 1], [8, 2])
-
-
 def test_order_of_nodes_under_leaf_switches(capsys: pytest.CaptureFixture[str], tmp_path) -> None:
     preset = (
         "name = 'x'\ndevice_memory = '80GB'\nhost_memory = '1TB'\nbf16_tflops = 300\nreached = 0.5\n"

@@ -79,9 +79,3 @@ def test_a_damaged_line_goes_and_the_others_stay(tmp_path: Path) -> None:
     file.write_bytes(good + b'{"step": \xff}\n' + b"[" * 100_000 + b'\n{"step": 9}\n{"st')
     History(file, 3).__exit__(None, None, None)
     assert file.read_bytes() == good
-
-
-def test_a_report_of_no_steps() -> None:
-    report = Measurements(100, 1, 1).report(RunTotals(10, 10))
-    assert (report.steps, report.overlap_efficiency, report.tokens_per_second) == (0, 0, 0)
-    assert report.summary(0) == "nothing to do: all steps are done"

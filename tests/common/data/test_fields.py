@@ -1,14 +1,11 @@
 """Fields of records: text is text, and JSON means what JSON says."""
 
 import datetime
-import json
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from common.data.read import parse_json, require_text, structured
+from common.data.read import require_text, structured
 from common.errors import UserError
 
 
@@ -42,24 +39,3 @@ def test_lists_and_objects_as_text() -> None:
         assert structured({"messages": value}, "messages", "") == expected
     with pytest.raises(UserError, match=r"a.csv, line 2: 'messages' is text that is not JSON \(.*\): \[\{'role'"):
         structured({"messages": "[{'role': 'user'}]"}, "messages", "a.csv, line 2")
-
-
-@pytest.mark.parametrize(("text", "message"), [
-    ('{"a": NaN}', "JSON has no NaN"),
-    ("[-Infinity]", "JSON has no -Infinity"),
-    ("1e999", "1e999 is too large a number"),
-    ('{"a": {"b": 1, "c": 2, "b": 1}}', "the key 'b' occurs twice"),
-    (r'{"a": "x\ud83e"}', r"\\ud83e is half of a surrogate pair"),
-    ('{"a": 1,}', "Expecting"),
-])  # fmt: skip
-def test_what_is_not_json_is_rejected(text: str, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        parse_json(text)
-
-
-scalars = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text()
-
-
-@given(st.recursive(scalars, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner), max_leaves=8))
-def test_any_json_is_read_as_python_reads_it(value: Any) -> None:
-    assert parse_json(json.dumps(value)) == value

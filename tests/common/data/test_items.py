@@ -29,11 +29,6 @@ def test_labelled_answers(record: dict[str, Any], example: Any) -> None:
     assert list(answers_of_records(given(record))) == [Item((example,), 1, "a.jsonl, line 1")]
 
 
-def test_a_pair_is_two_labelled_answers() -> None:
-    items = list(answers_of_records(given({"prompt": "a ", "chosen": "b", "rejected": "c"})))
-    assert [(item.examples[0].completion, item.mark) for item in items] == [("b", 1), ("c", 0)]  # type: ignore[union-attr]
-
-
 def test_classes_are_numbered() -> None:
     records = given({"text": "a", "label": "up"}, {"text": "b", "label": "down"}, {"text": " ", "label": "up"})
     names = labels_of_records(records)

@@ -34,23 +34,6 @@ def test_turns_become_messages(column: str) -> None:
     assert chat.answers == [4]
 
 
-def test_conversations_may_be_messages() -> None:
-    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
-    assert chat_of({"conversations": messages}).messages == messages
-
-
-def test_tools() -> None:
-    call = {"name": "weather", "arguments": {"city": "Rome"}}
-    tools = [{"type": "function", "function": {"name": "weather"}}]
-    turns = [turn("human", "Rome?"), turn("function_call", json.dumps(call)), turn("observation", "warm")]
-    turns.append(turn("gpt", "Warm."))
-    chat = chat_of({"conversations": turns, "tools": json.dumps(tools)})
-    assert chat.options == {"tools": tools}
-    assert chat.messages[1]["tool_calls"] == [{"type": "function", "function": call}]
-    assert [message["role"] for message in chat.messages] == ["user", "assistant", "tool", "assistant"]
-    assert chat.answers == [1, 3]
-
-
 @pytest.mark.parametrize(("turns", "told"), [
     ([turn("human", "a"), turn("gtp", "b")], "data.jsonl, line 1: turn 2 .* the role 'gtp'.*Did you mean 'gpt'"),
     ([turn("human", "a"), {"from": "gpt"}], "line 1: turn 2 .* has no content"),

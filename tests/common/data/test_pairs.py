@@ -13,7 +13,7 @@ from common.data.demo_text import train_demo_tokenizer
 from common.data.items import pairs_of_records
 from common.data.prepare import open_items, pair_kind
 from common.data.read import DataRecord
-from common.data.shapes import Chat, PlainText
+from common.data.shapes import PlainText
 from common.errors import UserError
 
 
@@ -30,16 +30,6 @@ def pairs_of(*records: dict[str, Any]) -> list[tuple[Any, Any]]:
 def test_texts(record: dict[str, Any], prompt: str, answers: tuple[str, str]) -> None:
     expected = tuple(PlainText(prompt, answer, where="a.jsonl, line 1") for answer in answers)
     assert pairs_of(record) == [expected]
-
-
-def test_conversations() -> None:
-    """With separate prompts, or with what both begin with."""
-    asked = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Hello"}]
-    good, bad = ([{"role": "assistant", "content": text}] for text in ("Hi!", "Go away."))
-    apart = pairs_of({"prompt": asked, "chosen": good, "rejected": bad, "tools": None})
-    together = pairs_of({"chosen": asked + good, "rejected": asked + bad})
-    assert apart == together
-    assert apart == [tuple(Chat(asked + answer, 2, "a.jsonl, line 1") for answer in (good, bad))]
 
 
 def test_not_a_pair_is_rejected() -> None:
