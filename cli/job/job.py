@@ -107,12 +107,13 @@ class Job:
     def header(self) -> str:
         settings, rate = self.settings, self.learning_rate
         source = "random weights" if self.checkpoint is None else str(self.checkpoint)
+        source = "" if source == settings.model else f", {source}"
         store = ", ".join(str(path / self.run_name) for path in self.ssd)
         if settings.nodes is not None and not settings.ssd:
             store = f"a commit every {settings.commit_interval:,} steps in {store}"
         warmup = f" after {rate.warmup:,} of warm-up" if rate.warmup else ""
         lines = {
-            "model": f"{settings.model}: {self.architecture}, {format_count(self.parameters)} parameters, {source}",
+            "model": f"{settings.model}: {self.architecture}, {format_count(self.parameters)} parameters{source}",
             **self._adapters(),
             **self._compressed(),
             "machine": f"{describe_machine()}; computing on {self.computing_on} in {settings.dtype}",

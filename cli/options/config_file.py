@@ -39,6 +39,9 @@ OTHER_TOOLS = {
     "lora-target": "--lora-targets", "lora-target-modules": "--lora-targets", "save-steps": "--save-every",
     "eval-steps": "--eval-every", "logging-steps": "--log-every", "report-to": "--log-to", "chat": "--sample PROMPT",
     "resume-from-checkpoint": "--resume", "save-total-limit": "--keep", "template": "--chat-template",
+    "chat-template-path": "--chat-template", "val-size": "--eval-split", "val-set-size": "--eval-split",
+    "quantization-bit": "--frozen-dtype nf4", "stage": "--objective", "rl": "--objective",
+    "adapter-name-or-path": "--adapter", "lora-model-dir": "--adapter",
 }  # fmt: skip
 """Options here by their names in transformers' Trainer, TRL, LLaMA-Factory, unsloth, and axolotl."""
 _COMMANDS = ("plan", "check", "profile", "verify", "demo")

@@ -91,7 +91,7 @@ def read_metrics(file: Path) -> list[dict[str, Any]]:
 
 
 def facts_of(job: Job, plan: Mapping[str, Any], config: str) -> PageFacts:
-    lines = job.header().replace("\n         ", " ").splitlines()
+    lines = job.header().replace("\n         ", "; ").splitlines()
     about = {line[:8].strip(): line[9:].strip() for line in lines}
     return PageFacts(
         title=job.output.name,

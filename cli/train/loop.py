@@ -184,7 +184,7 @@ def _take_steps(
 ) -> None:
     done = trainer.model.step_count
     after.run(done)  # what a run that was killed has left undone, or the evaluation before the first step
-    interval = _Interval(trainer)
+    interval, was_interrupted = _Interval(trainer), True
     for step in range(done + 1, job.steps + 1):
         if after.is_over():
             break
@@ -192,8 +192,8 @@ def _take_steps(
         batch = job.batches.batch(step - 1)
         _check_ids(job, batch)
         lr = job.learning_rate.at(step)
-        # The line of each step says when the next one is due; before the first one nothing does.
-        with activity(f"taking step {step} of {job.steps}") if step == done + 1 else contextlib.nullcontext():
+        # The line of each step says when the next one is due; after an evaluation or a checkpoint it comes later.
+        with activity(f"taking step {step} of {job.steps}") if was_interrupted else contextlib.nullcontext():
             result = trainer.train_step(batch, lr)
         if step == 1 and result.grad_norm == 0:
             raise UserError(
@@ -222,7 +222,8 @@ def _take_steps(
         if trainer.stop_requested() and step < job.steps:
             trainer.commit()
             raise Stopped(f"stopped after step {step}, which is committed. {job.settings.how_to_continue}")
-        if after.run(step):
+        was_interrupted = after.run(step)
+        if was_interrupted:
             interval = _Interval(trainer)
         if after.is_late(step, seconds):
             break

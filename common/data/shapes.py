@@ -92,10 +92,11 @@ def examples_of_records(records: Iterable[DataRecord], file: str) -> Iterator[Ex
         where = f"{file}, {position}"
         layout = layout_of(values)
         if layout is None:
-            raise UserError(
-                f"{where} has the columns {', '.join(values)}; none of the known record shapes: {KNOWN_SHAPES}. "
-                "Give columns of other names with --columns: prompt=question completion=answer."
-            )
+            hint = "Give columns of other names with --columns: prompt=question completion=answer."
+            if {"chosen", "rejected"} <= set(values):
+                hint = "A preferred and a rejected answer are for --objective dpo, kto, or reward."
+            columns = f"has the columns {', '.join(values)}; none of the known record shapes"
+            raise UserError(f"{where} {columns}: {KNOWN_SHAPES}. {hint}")
         example = example_of(values, where, *layout)
         if isinstance(example, PlainText) and not example.prompt:
             yield from _segments([(example.completion, where)])
