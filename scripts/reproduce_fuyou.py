@@ -34,8 +34,7 @@ from fuyou.planner import Machine, Plan, TrainingJob, describe_training, preset_
 from fuyou.planner.evaluate import Evaluator, busy_seconds
 from fuyou.planner.rates import TaskRates
 from fuyou.planner.search import missing_space
-from fuyou.planner.simulated_machine import Simulation
-from fuyou.planner.simulator import Simulator
+from fuyou.planner.simulator import Simulation, Simulator
 from fuyou.schedule.batch import Batch, BatchShape
 from fuyou.schedule.memory_plan import MemoryPlan
 from fuyou.schedule.scheduler import Scheduler

@@ -25,8 +25,7 @@ from fuyou.optimizer.clipping import UpdatePolicy
 from fuyou.planner.machine import Machine
 from fuyou.planner.plan import SAVE_NOTHING, Candidate, Plan
 from fuyou.planner.rates import TaskRates
-from fuyou.planner.simulated_machine import Simulation
-from fuyou.planner.simulator import simulate
+from fuyou.planner.simulator import Simulation, simulate
 from fuyou.planner.training_job import TrainingJob, fitting_job
 from fuyou.schedule.memory_plan import MemoryPlan
 from fuyou.schedule.memory_planner import MemoryPlanner

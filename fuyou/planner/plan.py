@@ -8,7 +8,7 @@ from fuyou.layout.record_parts import ADAMW
 from fuyou.model.recompute.policy import ActivationPolicy
 from fuyou.optimizer.clipping import ClipBy
 from fuyou.planner.machine import Machine
-from fuyou.planner.simulated_machine import Simulation
+from fuyou.planner.simulator import Simulation
 from fuyou.planner.training_job import TrainingJob
 from fuyou.schedule.memory_plan import MemoryPlan
 from fuyou.schedule.tasks import Resource, StepList

@@ -6,20 +6,308 @@ updates chunk by chunk, and writes each back. Durations come from rates; work th
 """
 
 import gc
+import heapq
+import itertools
 from collections import deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
+from common.units import Interval
 from fuyou.layout.model_layout import FULL_RECOMPUTATION, ModelLayout, Recomputation
-from fuyou.layout.record import Record
-from fuyou.planner.rates import TaskRates
-from fuyou.planner.simulated_machine import OptimizerProcess, SimulatedClock, SimulatedLink, Simulation
+from fuyou.layout.record import Precision, Record
+from fuyou.planner.rates import Contention, TaskRates
 from fuyou.schedule.memory_plan import MemoryPlan
 from fuyou.schedule.scheduler import Scheduler
 from fuyou.schedule.tasks import EXCHANGES, SSD_READS, ComputeTask, Op, Resource, StepList, Task, known
 
 _LINKS = (Resource.HOST_TO_DEVICE, Resource.DEVICE_TO_HOST, Resource.INTRA_NODE, Resource.INTER_NODE)
+_PIECE_BYTES = 4 << 20  # I/O moves in pieces of at most this size: the stripe of the store
+# Large records are simulated more coarsely, so that plans of the largest presets take seconds: none is cut into more
+# chunks than this, nor a chunk's states into more than two pieces.
+_MAX_CHUNKS, _CHUNK_PIECES = 8, 2
+Done = Callable[[], None]  # What is called when a piece of work is done
+
+
+@dataclass
+class Simulation:
+    """Times at which everything happened, in seconds since the start."""
+
+    step_ends: list[float] = field(default_factory=list)  # Times at which the caller ended each step
+    busy: dict[Resource, float] = field(default_factory=dict)  # Seconds of work that each resource did in all
+    intervals: dict[Resource, list[Interval]] = field(default_factory=dict)  # Times of work, merged
+
+    def step_seconds(self) -> float:
+        """Return the length of the last step, from the end of the one before: the steady state."""
+        return self.step_ends[-1] - self.step_ends[-2]
+
+    def count(self, resource: Resource, start: float, end: float) -> None:
+        """Record that ``resource`` has worked from ``start`` to ``end``, which is now."""
+        self.busy[resource] = self.busy.get(resource, 0.0) + end - start
+        spans = self.intervals.setdefault(resource, [])
+        if spans and spans[-1][1] >= start:
+            spans[-1] = (spans[-1][0], max(spans[-1][1], end))
+        else:
+            spans.append((start, end))
+
+
+class SimulatedClock:
+    """Simulated time: runs actions in the order of their times.
+
+    Attributes:
+        now: seconds since the start.
+        result: what has worked when.
+    """
+
+    def __init__(self, contention: Contention | None):
+        self.now = 0.0
+        self.result = Simulation()
+        self._events: list[tuple[float, int, Done]] = []
+        self._number = itertools.count()
+        self._cores = _SharedCores(self, contention) if contention is not None else None
+
+    def run(self) -> None:
+        while self._events:
+            self.now, _, action = heapq.heappop(self._events)
+            action()
+
+    def call_later(self, seconds: float, action: Done) -> None:
+        heapq.heappush(self._events, (self.now + seconds, next(self._number), action))
+
+    def work(self, resource: Resource, seconds: float, done: Done) -> None:
+        """Let ``resource`` do work that takes ``seconds`` alone, then call ``done``."""
+        start = self.now
+
+        def end() -> None:
+            self.result.count(resource, start, self.now)
+            done()
+
+        if self._cores is not None and resource is not Resource.NONE:
+            self._cores.start(resource, seconds, end)
+        else:
+            self.call_later(seconds, end)
+
+
+class _SharedCores:
+    """Work on shared cores: at most one piece per resource, each slowed down by the others."""
+
+    def __init__(self, clock: SimulatedClock, contention: Contention):
+        self._clock, self._contention = clock, contention
+        self._left: dict[Resource, float] = {}  # seconds that are left of each piece at full speed
+        self._done: dict[Resource, Done] = {}
+        self._last_change = 0.0
+        self._changes = 0
+
+    def start(self, resource: Resource, seconds: float, done: Done) -> None:
+        """Begin work that would take ``seconds`` alone; call ``done`` at its end."""
+        assert resource not in self._left
+        self._advance()
+        self._left[resource], self._done[resource] = seconds, done
+        self._schedule_next_end()
+
+    def _speed(self, resource: Resource) -> float:
+        return self._contention.speed(resource, self._left.keys())
+
+    def _advance(self) -> None:
+        passed, self._last_change = self._clock.now - self._last_change, self._clock.now
+        if passed:
+            for resource in self._left:
+                self._left[resource] -= passed * self._speed(resource)
+
+    def _schedule_next_end(self) -> None:
+        self._changes += 1
+        if not self._left:
+            return
+        waits = {resource: max(0.0, left) / self._speed(resource) for resource, left in self._left.items()}
+        first = min(waits, key=lambda resource: waits[resource])
+        changes = self._changes
+
+        def end() -> None:
+            if changes != self._changes:
+                return
+            self._advance()
+            del self._left[first]
+            done = self._done.pop(first)
+            self._schedule_next_end()
+            done()
+
+        self._clock.call_later(waits[first], end)
+
+
+class SimulatedServer:
+    """A link, a network, or all SSDs: does one piece of work after the other, alternately for two pools."""
+
+    def __init__(self, clock: SimulatedClock, resource: Resource):
+        self._clock, self._resource = clock, resource
+        self._queues: tuple[deque[tuple[float, Task | None, Done | None]], ...] = (deque(), deque())
+        self._turn = 0
+        self._busy = False
+
+    def submit(self, seconds: float, done: Done, *, task: Task | None = None, pool: int = 0, pieces: int = 1) -> None:
+        """Work for ``seconds``, then call ``done``. ``task`` starts with the first of the pieces."""
+        for number in range(pieces):
+            last = number == pieces - 1
+            self._queues[pool].append((seconds / pieces, task if not number else None, done if last else None))
+        self._serve()
+
+    def _serve(self) -> None:
+        if self._busy:
+            return
+        queue = self._queues[self._turn] or self._queues[1 - self._turn]
+        if not queue:
+            return
+        self._turn = 1 - self._turn if queue is self._queues[self._turn] else self._turn
+        seconds, task, done = queue.popleft()
+        if task is not None:
+            task.started_at = self._clock.now
+        self._busy = True
+
+        def end() -> None:
+            self._busy = False
+            if done is not None:
+                done()
+            self._serve()
+
+        self._clock.work(self._resource, seconds, end)
+
+
+class SimulatedDrives(SimulatedServer):
+    """All SSDs, at which two pools of threads queue."""
+
+    def __init__(self, clock: SimulatedClock, rates: TaskRates, piece_bytes: int):
+        super().__init__(clock, Resource.SSD)
+        self._rates, self._piece_bytes = rates, piece_bytes
+
+    def move(self, pool: int, read: bool, nbytes: int, done: Done) -> None:
+        """Move ``nbytes``, then call ``done``."""
+        rate = self._rates.read_bytes_per_second if read else self._rates.write_bytes_per_second
+        self.submit(nbytes / rate, done, pool=pool, pieces=max(1, -(-nbytes // self._piece_bytes)))
+
+
+@dataclass
+class _Chunk:
+    """Elements of a record that the optimizer updates at once."""
+
+    record: int
+    elements: int
+    precision: Precision
+    first: bool
+    last: bool
+    # Whether its parameters are written with its states; else other nodes have a part in them, and a separate task
+    # writes them.
+    with_parameters: bool
+    resident: bool  # Whether its states are in host memory and need no buffer of the ring
+    ready: bool = False  # Whether its states are there
+
+
+class OptimizerProcess:
+    """The optimizer process: reads announced records' states ahead into a ring of chunk buffers, updates chunk by chunk
+    in the same order, and writes each back.
+
+    Args:
+        ring_chunks, chunk_elements: number and size of the state buffers.
+        finish: called with each task that is done.
+
+    Attributes:
+        drives: the SSDs, shared with other tasks.
+    """
+
+    def __init__(
+        self,
+        clock: SimulatedClock,
+        rates: TaskRates,
+        records: Sequence[Record],
+        ring_chunks: int,
+        chunk_elements: int,
+        finish: Callable[[Task], None],
+    ):
+        scale = max(1, -(-max(record.owned for record in records) // (chunk_elements * _MAX_CHUNKS)))
+        self._chunk_elements = chunk_elements * scale
+        chunk_bytes = max(record.precision.state_nbytes(self._chunk_elements) for record in records)
+        piece_bytes = max(_PIECE_BYTES, chunk_bytes // _CHUNK_PIECES)
+        self.drives = SimulatedDrives(clock, rates, piece_bytes)
+        self._clock, self._rates, self._records, self._finish = clock, rates, records, finish
+        self._free = ring_chunks if scale == 1 else max(2, -(-ring_chunks // scale))
+        self._to_read: deque[_Chunk] = deque()
+        self._to_update: deque[_Chunk] = deque()
+        self._updates: deque[Task] = deque()
+        self._unwritten: dict[int, int] = {}  # record -> number of its chunks that are not yet written
+        self._writes: dict[int, Task] = {}  # record -> the task that ends when all of it is written
+        self._updating = False
+
+    def announce(self, index: int, resident: bool) -> None:
+        record = self._records[index]
+        sizes = [chunk.stop - chunk.start for chunk in record.chunks(self._chunk_elements)]
+        last, with_parameters = len(sizes) - 1, record.share.nodes == 1
+        self._to_read.extend(
+            _Chunk(index, size, record.precision, number == 0, number == last, with_parameters, resident)
+            for number, size in enumerate(sizes)
+        )
+        self._read()
+
+    def update(self, task: Task) -> None:
+        self._updates.append(task)
+        if task.target is not None:
+            record = known(task.record)
+            self._unwritten[record] = len(self._records[record].chunks(self._chunk_elements))
+        self._compute()
+
+    def finish_when_written(self, task: Task) -> None:
+        record = known(task.record)
+        if self._unwritten.get(record):
+            self._writes[record] = task
+        else:
+            self._finish(task)
+
+    def _read(self) -> None:
+        while self._to_read and (self._free or self._to_read[0].resident):
+            chunk = self._to_read.popleft()
+            self._to_update.append(chunk)
+            if chunk.resident:
+                chunk.ready = True
+                self._compute()
+                continue
+            self._free -= 1
+
+            def arrive(chunk: _Chunk = chunk) -> None:
+                chunk.ready = True
+                self._compute()
+
+            self.drives.move(1, True, chunk.precision.state_nbytes(chunk.elements), arrive)
+
+    def _compute(self) -> None:
+        if self._updating or not self._updates or not self._to_update or not self._to_update[0].ready:
+            return
+        chunk, task = self._to_update.popleft(), self._updates[0]
+        if chunk.first:
+            task.started_at = self._clock.now
+        self._updating = True
+
+        def end() -> None:
+            self._updating = False
+            if task.target is not None:
+                precision = chunk.precision
+                nbytes = precision.state_nbytes(chunk.elements)
+                nbytes += chunk.elements * precision.parameter_bytes if chunk.with_parameters else 0
+                self.drives.move(1, False, nbytes, lambda: self._written(chunk))
+            elif not chunk.resident:  # states that stay in host memory and were read the first time: nothing to write
+                self._free += 1
+                self._read()
+            if chunk.last:
+                self._updates.popleft()
+                self._finish(task)
+            self._compute()
+
+        self._clock.work(Resource.ADAM, chunk.elements / self._rates.adam_parameters_per_second, end)
+
+    def _written(self, chunk: _Chunk) -> None:
+        self._free += not chunk.resident
+        self._unwritten[chunk.record] -= 1
+        if not self._unwritten[chunk.record]:
+            task = self._writes.pop(chunk.record, None)
+            if task is not None:
+                self._finish(task)
+        self._read()
 
 
 class Simulator:
@@ -32,7 +320,7 @@ class Simulator:
     def __init__(self, records: Sequence[Record], rates: TaskRates, ring_chunks: int, chunk_elements: int):
         self._rates = rates
         self._clock = SimulatedClock(rates.contention)
-        self._links = {resource: SimulatedLink(self._clock, resource) for resource in _LINKS}
+        self._links = {resource: SimulatedServer(self._clock, resource) for resource in _LINKS}
         self._optimizer = OptimizerProcess(self._clock, rates, records, ring_chunks, chunk_elements, self._finish)
         self._drives = self._optimizer.drives
         self._lanes: dict[Op, deque[Task]] = {op: deque() for op in Op}
@@ -108,14 +396,14 @@ class Simulator:
             case Op.PARAMETER_READ_DEVICE:
                 self._read_to_device(task)
             case Op.RESIDENT_WRITE:
-                self._drives.submit(1, False, task.nbytes, lambda: self._finish(task))
+                self._drives.move(1, False, task.nbytes, lambda: self._finish(task))
             case _:
-                self._drives.submit(0, task.op in SSD_READS, task.nbytes, lambda: self._finish(task))
+                self._drives.move(0, task.op in SSD_READS, task.nbytes, lambda: self._finish(task))
 
     def _copy(self, lane: Op, task: Task, bytes_per_second: float, start_seconds: float = 0.0) -> None:
         self._running.add(lane)
         seconds = task.nbytes / bytes_per_second + start_seconds
-        self._links[task.op.resource].copy(task, seconds, lambda: self._leave(lane, task))
+        self._links[task.op.resource].submit(seconds, lambda: self._leave(lane, task), task=task)
 
     def _read_to_device(self, task: Task) -> None:
         moving = 2
@@ -126,9 +414,9 @@ class Simulator:
             if not moving:
                 self._finish(task)
 
-        self._drives.submit(0, True, task.nbytes, end)
+        self._drives.move(0, True, task.nbytes, end)
         seconds = task.nbytes / self._rates.upload_bytes_per_second
-        self._links[Resource.HOST_TO_DEVICE].copy(task, seconds, end)
+        self._links[Resource.HOST_TO_DEVICE].submit(seconds, end, task=task)
 
     def _occupy(self, lane: Op, task: Task, resource: Resource, seconds: float) -> None:
         self._running.add(lane)

@@ -7,8 +7,7 @@ import torch
 from fuyou.layout.model_layout import BufferCounts, interleaved
 from fuyou.layout.record import Precision
 from fuyou.planner.rates import TaskRates
-from fuyou.planner.simulated_machine import Simulation
-from fuyou.planner.simulator import Simulator
+from fuyou.planner.simulator import Simulation, Simulator
 from fuyou.schedule.batch import BatchShape
 from fuyou.schedule.scheduler import Scheduler
 from fuyou.schedule.tasks import StepList

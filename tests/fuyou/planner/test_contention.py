@@ -3,7 +3,7 @@
 import pytest
 
 from fuyou.planner.rates import Contention
-from fuyou.planner.simulated_machine import SimulatedClock
+from fuyou.planner.simulator import SimulatedClock
 from fuyou.schedule.tasks import Resource
 
 GPU, ADAM, SSD, UP = Resource.GPU, Resource.ADAM, Resource.SSD, Resource.HOST_TO_DEVICE
