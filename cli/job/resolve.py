@@ -37,7 +37,7 @@ from common.data.files import find_files
 from common.errors import UserError, on_one_line
 from common.hardware.machine import Gpu, pick_gpu, torch_name
 from common.hub import is_hub_name
-from common.models.checkpoint.compressed import method_of
+from common.models.checkpoint.compressed.detection import method_of
 from common.models.checkpoint.random_source import classifier_config, write_with_new_head
 from common.models.checkpoint.sources import CheckpointSource
 from common.models.meta_model import build_meta_model

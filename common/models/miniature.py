@@ -296,7 +296,8 @@ class _Shrunk:
             return min(value, self.most_heads)
         size = self._size_of_heads(name)
         width = self.width or 1024
-        if size is not None and (value * size % width == 0 or self._is_a_width(value * size)):  # as Mamba's inner one
+        widths = {other for other in self._fields.values() if type(other) is int}
+        if size is not None and (value * size % width == 0 or value * size in widths):  # as Mamba's inner one
             inner = self._narrow(value * size)
             if inner % self._thin(size) == 0:
                 return inner // self._thin(size)
@@ -304,9 +305,6 @@ class _Shrunk:
             return min(value, self.most_heads)
         few = value * min(self.heads, self.most_heads) / self.heads
         return max(min(value, 2), round(few))
-
-    def _is_a_width(self, value: int) -> bool:
-        return any(type(other) is int and other == value for other in self._fields.values())
 
     def _size_of_heads(self, name: str) -> int | None:
         stem = name.removeprefix("num_").removesuffix("s")

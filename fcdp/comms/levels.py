@@ -121,7 +121,8 @@ class QuantizedLevel:
         self.axis = level.axis
         self.size = level.size
         self.index = level.index
-        self._others = [others for others in (slice(self.index), slice(self.index + 1, self.size)) if _length(others)]
+        before, after = slice(0, self.index), slice(self.index + 1, self.size)
+        self._others = [others for others in (before, after) if others.start < others.stop]
         self._side_stream = SideStream()
 
     def gather(self, rows: torch.Tensor) -> Wait:
@@ -176,10 +177,6 @@ class QuantizedLevel:
                     cells = places[number - (number > self.index)]
                     dequantize(cells, stop - start, self._bits, total, add=True)
             output[:, start:stop] = total
-
-
-def _length(part: slice) -> int:
-    return int(part.stop) - int(part.start or 0)
 
 
 def pieces(count: int) -> Iterator[tuple[int, int]]:

@@ -49,7 +49,10 @@ def load(model: nn.Module, source: WeightSource, adapters: Adapters | None = Non
     assembled = []
     for name, shard in by_source.items():
         if isinstance(source, CheckpointSource) and (stored := source.stored_as(name)) is not None:
-            _read_own_rows(source, stored, shard)
+            start, stop = row_range(shard)
+            if start < stop:
+                with torch.no_grad():
+                    shard.to_local().copy_(source.shards.read_rows(stored, start, stop))
         else:
             assembled.append(name)
     for name, value in source.read(assembled):
@@ -59,13 +62,6 @@ def load(model: nn.Module, source: WeightSource, adapters: Adapters | None = Non
         _keep_rows(shards[name], adapters.initial_value(name, source))
     for name, value in source.read_buffers():
         model.get_buffer(name if adapters is None else adapters.buffer_names[name]).copy_(value)
-
-
-def _read_own_rows(source: CheckpointSource, stored: str, shard: DTensor) -> None:
-    start, stop = row_range(shard)
-    if start < stop:
-        with torch.no_grad():
-            shard.to_local().copy_(source.shards.read_rows(stored, start, stop))
 
 
 def _keep_rows(shard: DTensor, value: torch.Tensor) -> None:

@@ -73,7 +73,7 @@ class _Resumption:
 
     def run(self, io: dict[str, Any]) -> RunFiles:
         with contextlib.ExitStack() as opened:
-            self._all_or_none(lambda: self._lock_folders(opened))
+            self._lock = self._all_or_none(lambda: opened.enter_context(lock_folders(self._locked)))
             chosen = self._settle()
             moves = not chosen.fits(self._share)
             if moves:
@@ -104,9 +104,6 @@ class _Resumption:
         if problems:
             raise (UserError if all(user for _, user in outcomes) else StoreError)(" ".join(problems))
         return result
-
-    def _lock_folders(self, opened: contextlib.ExitStack) -> None:
-        self._lock = opened.enter_context(lock_folders(self._locked))
 
     def _state_after(self, store: Store, step: int | None = None, check: bool = False) -> TrainingState:
         """Return a store's state after ``step``, by default the newest."""

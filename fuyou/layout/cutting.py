@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from common.errors import UserError
-from common.models.checkpoint.compressed import CompressedParameter
+from common.models.checkpoint.compressed.parameters import CompressedParameter
 from fuyou.layout.frozen_weights import FrozenDtype
 from fuyou.layout.model_layout import ModelLayout
 from fuyou.layout.record import Record

@@ -156,11 +156,6 @@ class KeyMemory:
     masks: int = 0  # For each query and key: masks
 
 
-def no_keys() -> KeyMemory:
-    """Return zeros: rows do not pass in chunks."""
-    return KeyMemory()
-
-
 def no_bytes(seq_len: int) -> int:
     """Return 0: most families pass nothing but hidden states between blocks."""
     return 0
@@ -183,7 +178,7 @@ class ModelLayout:
     non_block_adapter_memory: AdapterMemory = NO_ADAPTERS  # By tokens that go through the head at once
     hidden_size: int = 0  # Elements of the hidden states between blocks, per token; 0: as in the configuration
     carried_bytes: Callable[[int], int] = no_bytes  # Device bytes per row passed on besides hidden states
-    key_memory: Callable[[], KeyMemory] = no_keys  # Of the block that needs the most
+    key_memory: Callable[[], KeyMemory] = KeyMemory  # Of the block that needs the most
     image_memory: ImageMemory = NO_IMAGES  # Memory of images, per token, in batches with images
     images: bool = False  # Whether batches come with images
     padded: bool = False  # Whether batches have a mask that hides tokens, so that attention gets a dense mask

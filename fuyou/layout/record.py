@@ -35,7 +35,7 @@ from fuyou.layout.record_parts import (
 from fuyou.layout.share import ALONE, Share
 
 if TYPE_CHECKING:  # transformers is behind it, which the optimizer process can do without
-    from common.models.checkpoint.compressed import CompressedParameter
+    from common.models.checkpoint.compressed.parameters import CompressedParameter
 
 
 PAGE_ELEMENTS = PAGE // 2  # Unit of ranges that are read or written: a page even at two bytes each
@@ -200,12 +200,6 @@ class Record:
         return self.device_nbytes // self.unit_bytes
 
     @property
-    def used_units(self) -> int:
-        if not self.decoded_nbytes:
-            return self.used
-        return self._stored_nbytes(max(0, self.used - self.decayed))
-
-    @property
     def stored(self) -> int:
         """Return the units that this rank stores on SSD and in host memory."""
         return self.share.stored(self.units)
@@ -221,7 +215,8 @@ class Record:
     @property
     def filled_slices(self) -> list[int]:
         """Return, for each rank of a node, the units that it stores without final padding."""
-        return self.share.filled_slices(self.units, self.used_units)
+        used = self._stored_nbytes(max(0, self.used - self.decayed)) if self.decoded_nbytes else self.used
+        return self.share.filled_slices(self.units, used)
 
     @property
     def filled_parts(self) -> list[int]:

@@ -16,7 +16,7 @@ from common.errors import UserError, did_you_mean
 from common.memory.buffers import round_up
 
 if TYPE_CHECKING:  # transformers is behind it, which the optimizer process can do without
-    from common.models.checkpoint.compressed import CompressedParameter
+    from common.models.checkpoint.compressed.parameters import CompressedParameter
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from peft.utils.other import AuxiliaryTrainingWrapper
 from common.errors import UserError
 from common.models.adapters.memory import AdapterMemory, adapter_memory
 from common.models.attention.memory import AttentionMemory
-from common.models.checkpoint.compressed import CompressedParameter
+from common.models.checkpoint.compressed.parameters import CompressedParameter
 from common.models.flops import visited_shares
 from common.models.structure import decayed_parameters, fp32_parameters, parameter_names
 from common.models.vision import image_memory, tower_parameters

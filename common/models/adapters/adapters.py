@@ -128,7 +128,9 @@ class Adapters:
         new = () if on_meta else (name for name in self.names if name not in self._copied)
         self._norms = {name for name in new if self._initial.is_unknown(model, name)}
         """Names of DoRA's magnitudes, which are norms of weights, and made when these are read."""
-        unknown = next((name for name in self.names if name in self._norms and not _is_magnitude(name)), None)
+        unknown = next(
+            (name for name in self.names if name in self._norms and ".lora_magnitude_vector." not in name), None
+        )
         if unknown is not None:
             raise UserError(
                 f"{unknown} would begin with a value made from the base weights, which are only streamed: choose "
@@ -366,10 +368,6 @@ class AdaptedSource:
     def read_compressed(self, name: str, parts: Sequence[int] | None = None) -> Iterator[Mapping[str, torch.Tensor]]:
         """Read components; see :meth:`WeightSource.read_compressed`."""
         return self._weights.read_compressed(self._adapters.base_names[name], parts)
-
-
-def _is_magnitude(name: str) -> bool:
-    return ".lora_magnitude_vector." in name
 
 
 def _set_parameter(model: nn.Module, name: str, value: nn.Parameter) -> None:

@@ -11,8 +11,8 @@ import torch
 from transformers import PreTrainedModel
 
 from common.errors import FinetuneError, UserError
-from common.models.checkpoint.compressed import CompressedParameter, CompressedShards, Placements
-from common.models.checkpoint.compressed.detection import KNOWN
+from common.models.checkpoint.compressed.detection import KNOWN, CompressedShards
+from common.models.checkpoint.compressed.parameters import CompressedParameter, Placements
 from common.models.checkpoint.shards import Conversion, StoredTensor, plan_conversions
 from common.models.meta_model import unset_buffers
 from common.models.structure import parameter_names

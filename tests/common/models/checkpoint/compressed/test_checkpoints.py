@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, FineGrainedFP8Config, Mxfp4Config, PreTrainedModel
 
 from common.errors import UserError
-from common.models.checkpoint.compressed import Placements
+from common.models.checkpoint.compressed.parameters import Placements
 from common.models.checkpoint.export import CheckpointWriter
 from common.models.checkpoint.sources import CheckpointSource
 from common.models.meta_model import build_meta_model
