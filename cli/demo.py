@@ -18,7 +18,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from cli.job.resolve import quiet_transformers
 from cli.options.command import parse_command_line
 from cli.options.settings import Settings
 from cli.plan.out_of_core import run_plan
@@ -197,8 +196,6 @@ class Demo:
         self.folder = (output or Path("finetune-output") / "demo").expanduser().absolute()
         self.folder.mkdir(parents=True, exist_ok=True)
         self._report, self._debug, self._interrupts = report, debug, interrupts
-        if not debug:
-            quiet_transformers()
 
     def run(self) -> None:
         """Show the real model if it can be had, else the small one."""

@@ -122,12 +122,12 @@ def _run(interrupts: Interrupts, rank: RankProcess | None, arguments: tuple[str,
 
             run_check(settings)
     elif command == "demo":
-        with activity("loading PyTorch and transformers", announced=True), _no_collection():
+        with _loading(settings):
             from cli.demo import Demo
 
         Demo(settings.output, settings.report, settings.debug, interrupts).run()
     elif command in ("export", "evaluate"):
-        with activity("loading PyTorch and transformers", announced=True), _no_collection():
+        with _loading(settings):
             from cli.inspect.evaluate import merge_adapter, run_evaluate
 
         merge_adapter(settings) if command == "export" else run_evaluate(settings)
@@ -142,6 +142,7 @@ def _run(interrupts: Interrupts, rank: RankProcess | None, arguments: tuple[str,
         with activity("planning: steps of this run are simulated", announced=True):
             from cli.plan.out_of_core import run_plan
 
+            _quiet(settings)
             return run_plan(settings)
     elif rank is not None and settings.nodes != rank.nodes:
         raise UserError(f"torchrun has started the ranks of {counted(rank.nodes, 'node')}: give --nodes {rank.nodes}.")
@@ -151,6 +152,7 @@ def _run(interrupts: Interrupts, rank: RankProcess | None, arguments: tuple[str,
         with activity("measuring this machine with the model", announced=True):
             from cli.inspect.profile import run_profile
 
+            _quiet(settings)
             run_profile(settings)
     else:
         _train(settings, interrupts)
@@ -168,17 +170,19 @@ def _run_on_nodes(settings: Settings, rank: RankProcess | None, trains: bool) ->
     elif trains:
         from cli.train.ranks.run import train_rank
 
+        _quiet(settings)
         train_rank(settings, rank)
     else:
         from cli.inspect.profile import profile_cluster_of_ranks
 
+        _quiet(settings)
         profile_cluster_of_ranks(settings, rank)
 
 
 def _train(settings: Settings, interrupts: Interrupts) -> None:
     early = contextlib.nullcontext() if settings.show_data is not None else started_early()
     with early:
-        with activity("loading PyTorch and transformers", announced=True), _no_collection():
+        with _loading(settings):
             from cli.job.resumed import decided
             from cli.train.engine_trainer import finetune
 
@@ -191,12 +195,24 @@ def _train(settings: Settings, interrupts: Interrupts) -> None:
             finetune(settings, interrupts)
 
 
+def _quiet(settings: Settings) -> None:
+    """Turn off the hints and progress bars of transformers, which would break the progress line."""
+    if not settings.debug:
+        from transformers.utils import logging
+
+        logging.set_verbosity_error()
+        logging.disable_progress_bar()
+
+
 @contextlib.contextmanager
-def _no_collection() -> Iterator[None]:
+def _loading(settings: Settings) -> Iterator[None]:
+    """Import libraries, without searching their objects for garbage."""
     was_on = gc.isenabled()
     gc.disable()
     try:
-        yield
+        with activity("loading PyTorch and transformers", announced=True):
+            yield
+            _quiet(settings)
         if not gc.get_freeze_count():  # a second freeze would keep what an earlier run in this process has left
             gc.freeze()  # the libraries' objects, through which each collection would search again
     finally:
@@ -229,7 +245,7 @@ def _check_inputs(settings: Settings, has_data: bool) -> None:
     for name in (*settings.data, *settings.eval_data):
         check_data_file(split_weight(name)[0])
     if settings.ssd and settings.command != "check":  # which reports them among other problems
-        usable_directories([Path(word).expanduser() for word in settings.ssd])
+        usable_directories(settings.drives)
 
 
 if __name__ == "__main__":

@@ -62,6 +62,7 @@ class Declaration:
     may_differ: bool = False  # Whether nodes need not agree about it, or others check that with better words
     hidden: bool = False  # Whether the help leaves it out
     heading: str = ""  # Heading in the help, if it is not that of the field's class
+    values: str = ""  # What its values mean: the beginning of its help, where a table has it
 
     def may_be_path(self, text: str) -> bool:
         """Return whether a path may replace a preset's name, and ``text`` looks like one."""

@@ -1,5 +1,6 @@
 """Inspect this machine for a run (``finetune check``) and verify stores (``finetune verify``)."""
 
+import math
 import os
 import platform
 import shutil
@@ -11,8 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
+import torch
 
-from cli.job.machine import directories_at_hand, peft_config_of, precision_of, training_of, with_dtype
+from cli.job.machine import directories_at_hand, training_of, with_dtype
 from cli.options.settings import COMMITS, Settings
 from cli.report.log import versions
 from cli.report.progress import draws_on
@@ -31,24 +33,36 @@ from common.hardware.machine import (
 from common.models.presets import load_config
 from common.units import format_bytes, format_count
 from fuyou.checkpoint.run_files import find_runs, verify_run
+from fuyou.layout.record import Kind, Precision, Record
+from fuyou.planner.profiling.measure import DriveRates, open_scratch
+
+
+def _governor() -> str | None:
+    file = Path("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor")
+    return file.read_text().strip() if file.exists() else None
 
 
 @dataclass(frozen=True)
 class MachineFound:
     """Processors and memory of this machine."""
 
-    processors: int  # Processors that this process may use
-    all_processors: int
-    memory_bytes: int  # Memory of the whole machine
-    limit_bytes: int  # Memory that control groups allow, at most all
-    available_bytes: int
-    huge_pages: bool  # Whether memory gets huge pages on request
-    numa_nodes: int
-    governor: str | None  # Governor of the processors' clock
-    has_p2p_storage: bool  # Whether the kernel module of GPUDirect Storage is loaded
-    torch_cuda: str | None  # CUDA version that PyTorch was built for
-    gpu_obstacle: str | None  # Why PyTorch cannot use a GPU that the system has
-    is_wsl: bool = False  # Whether it runs in Windows (WSL2)
+    processors: int = field(default_factory=cpu_count)  # Processors that this process may use
+    all_processors: int = field(default_factory=lambda: os.cpu_count() or 1)
+    memory_bytes: int = field(default_factory=lambda: psutil.virtual_memory().total)  # Memory of the whole machine
+    limit_bytes: int = field(default_factory=memory_limit_bytes)  # Memory that control groups allow, at most all
+    available_bytes: int = field(default_factory=memory_available_bytes)
+    huge_pages: bool = field(default_factory=huge_pages_enabled)  # Whether memory gets huge pages on request
+    numa_nodes: int = field(
+        default_factory=lambda: max(1, len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))))
+    )
+    governor: str | None = field(default_factory=_governor)  # Governor of the processors' clock
+    # Whether the kernel module of GPUDirect Storage is loaded
+    has_p2p_storage: bool = field(default_factory=Path("/proc/driver/nvidia-fs/version").exists)
+    # CUDA version that PyTorch was built for
+    torch_cuda: str | None = field(default_factory=lambda: torch.version.cuda)
+    # Why PyTorch cannot use a GPU that the system has
+    gpu_obstacle: str | None = field(default_factory=lambda: obstacle() if list_gpus() or system_has_gpu() else None)
+    is_wsl: bool = field(default_factory=lambda: "microsoft" in platform.release().lower())  # Whether it is WSL2
 
 
 @dataclass(frozen=True)
@@ -72,11 +86,7 @@ class DriveFound:
     total_bytes: int
     free_bytes: int
     direct: bool  # Whether direct I/O works
-    read: float  # Bytes read per second
-    write: float  # Bytes written per second after ``filled_bytes``
-    burst_write: float  # Bytes written per second at first
-    filled_bytes: int
-    commit_seconds: float
+    rates: DriveRates
 
 
 @dataclass(frozen=True)
@@ -88,6 +98,9 @@ class Finding:
     severe: bool = False  # Whether a run will fail, or be several times slower
 
 
+Rule = tuple[object, bool, str, str]  # Whether it applies, whether it is severe, what is found, and what to do
+
+
 def find_trouble(
     machine: MachineFound, gpus: list[GpuFound], drives: list[DriveFound], store_bytes: int | None, model: str | None
 ) -> list[Finding]:
@@ -96,147 +109,143 @@ def find_trouble(
     Args:
         store_bytes: bytes that ``model`` takes on all drives together; None if unknown.
     """
-    findings = [*_machine_findings(machine), *_gpu_findings(machine, gpus), *_drive_findings(gpus, drives)]
-    free = _free_bytes(drives) if drives else 0
-    if drives and store_bytes is not None and store_bytes > free:
-        findings.append(
-            Finding(
-                f"{model} takes {format_bytes(store_bytes)} on the drives, and {format_bytes(free)} can be used.",
-                "Name more or larger drives with --ssd.",
-                severe=True,
-            )
-        )
+    rules = [*_machine_rules(machine), *_gpu_rules(machine, gpus)]
+    for measured in drives:
+        rules += [*_drive_rules(measured, gpus), *_preset_rules(measured)]
+    shared = Counter(measured.file_system_id for measured in drives)
+    for number, count in shared.items():
+        same = [str(measured.drive.directory) for measured in drives if measured.file_system_id == number]
+        what = f"{' and '.join(same)} are on one file system: they share its speed and its room."
+        rules.append((count > 1, False, what, "Give one directory per drive with --ssd."))
+    needed = store_bytes or 0
+    free = min((each.free_bytes // shared[each.file_system_id] for each in drives), default=needed) * len(drives)
+    what = f"{model} takes {format_bytes(needed)} on the drives, and {format_bytes(free)} can be used."
+    rules.append((drives and needed > free, True, what, "Name more or larger drives with --ssd."))
+    findings = [Finding(what, remedy, severe) for applies, severe, what, remedy in rules if applies]
     return sorted(findings, key=lambda finding: not finding.severe)
 
 
-def _machine_findings(machine: MachineFound) -> Iterator[Finding]:
-    if not machine.huge_pages:
-        yield Finding(
-            "Huge pages are off: direct I/O then takes two to three times as long.",
-            "echo madvise | sudo tee /sys/kernel/mm/transparent_hugepage/enabled",
-            severe=True,
-        )
-    if machine.limit_bytes < machine.memory_bytes:
-        yield Finding(
-            f"A control group allows {format_bytes(machine.limit_bytes)} of the machine's "
-            f"{format_bytes(machine.memory_bytes)} of memory.",
-            "Budgets follow that limit. To raise it: docker run --memory, sbatch --mem, or systemd's MemoryMax.",
-        )
-    if machine.available_bytes < 4 << 30:
-        yield Finding(
-            f"Only {format_bytes(machine.available_bytes)} of host memory are available.",
-            "End other programs; a budget that is too small is refused with the smallest that works.",
-        )
-    if machine.governor == "powersave":
-        yield Finding(
-            "The processors' clock is governed by powersave, which slows Adam and short kernels' launches.",
-            "sudo cpupower frequency-set --governor performance",
-        )
-    if machine.processors < 4:
-        yield Finding(
-            f"{machine.processors} processors have to move data, run Adam and launch kernels at the same time.",
-            "Allow more: docker run --cpus, sbatch --cpus-per-task.",
-        )
+def _machine_rules(machine: MachineFound) -> Iterator[Rule]:
+    yield (
+        not machine.huge_pages,
+        True,
+        "Huge pages are off: direct I/O then takes two to three times as long.",
+        "echo madvise | sudo tee /sys/kernel/mm/transparent_hugepage/enabled",
+    )
+    yield (
+        machine.limit_bytes < machine.memory_bytes,
+        False,
+        f"A control group allows {format_bytes(machine.limit_bytes)} of the machine's "
+        f"{format_bytes(machine.memory_bytes)} of memory.",
+        "Budgets follow that limit. To raise it: docker run --memory, sbatch --mem, or systemd's MemoryMax.",
+    )
+    yield (
+        machine.available_bytes < 4 << 30,
+        False,
+        f"Only {format_bytes(machine.available_bytes)} of host memory are available.",
+        "End other programs; a budget that is too small is refused with the smallest that works.",
+    )
+    yield (
+        machine.governor == "powersave",
+        False,
+        "The processors' clock is governed by powersave, which slows Adam and short kernels' launches.",
+        "sudo cpupower frequency-set --governor performance",
+    )
+    yield (
+        machine.processors < 4,
+        False,
+        f"{machine.processors} processors have to move data, run Adam and launch kernels at the same time.",
+        "Allow more: docker run --cpus, sbatch --cpus-per-task.",
+    )
 
 
-def _gpu_findings(machine: MachineFound, gpus: list[GpuFound]) -> Iterator[Finding]:
-    if machine.gpu_obstacle is not None:
-        yield Finding(
-            f"The NVIDIA GPU of this machine cannot be used: {machine.gpu_obstacle}.",
-            "Install a driver and a PyTorch that fit together; pytorch.org/get-started says how.",
-            severe=True,
-        )
-    elif not gpus:
-        yield Finding(
-            "No NVIDIA GPU was found: the CPU computes.",
-            "If there is one, nvidia-smi must show it, and CUDA_VISIBLE_DEVICES must not hide it.",
-        )
-    if gpus and machine.is_wsl:
-        yield Finding(
-            "In WSL2, device memory that runs out is taken from the host, which is slow, and CUDA page-locks little.",
-            "Set Windows' NVIDIA Control Panel to 'Prefer No Sysmem Fallback', and give a low --host-memory.",
-        )
+def _gpu_rules(machine: MachineFound, gpus: list[GpuFound]) -> Iterator[Rule]:
+    yield (
+        machine.gpu_obstacle is not None,
+        True,
+        f"The NVIDIA GPU of this machine cannot be used: {machine.gpu_obstacle}.",
+        "Install a driver and a PyTorch that fit together; pytorch.org/get-started says how.",
+    )
+    yield (
+        machine.gpu_obstacle is None and not gpus,
+        False,
+        "No NVIDIA GPU was found: the CPU computes.",
+        "If there is one, nvidia-smi must show it, and CUDA_VISIBLE_DEVICES must not hide it.",
+    )
+    yield (
+        gpus and machine.is_wsl,
+        False,
+        "In WSL2, device memory that runs out is taken from the host, which is slow, and CUDA page-locks little.",
+        "Set Windows' NVIDIA Control Panel to 'Prefer No Sysmem Fallback', and give a low --host-memory.",
+    )
     for measured in gpus:
-        if measured.link_width < measured.full_link_width:
-            yield Finding(
-                f"{measured.gpu.name} uses {measured.link_width} of {measured.full_link_width} PCI Express "
-                "lanes, which slows copies down.",
-                "Put it into a slot with all lanes, or check riser and BIOS settings.",
-            )
-        if measured.used_bytes > measured.gpu.memory_bytes // 10:
-            yield Finding(
-                f"{format_bytes(measured.used_bytes)} of memory on {measured.gpu.name} are in use by others.",
-                "nvidia-smi says by whom. --device-memory gives what is left as the budget.",
-            )
+        yield (
+            measured.link_width < measured.full_link_width,
+            False,
+            f"{measured.gpu.name} uses {measured.link_width} of {measured.full_link_width} PCI Express "
+            "lanes, which slows copies down.",
+            "Put it into a slot with all lanes, or check riser and BIOS settings.",
+        )
+        yield (
+            measured.used_bytes > measured.gpu.memory_bytes // 10,
+            False,
+            f"{format_bytes(measured.used_bytes)} of memory on {measured.gpu.name} are in use by others.",
+            "nvidia-smi says by whom. --device-memory gives what is left as the budget.",
+        )
 
 
-def _drive_findings(gpus: list[GpuFound], drives: list[DriveFound]) -> Iterator[Finding]:
-    shared = Counter(measured.file_system_id for measured in drives)
-    for measured in drives:
-        drive, where = measured.drive, measured.drive.directory
-        if drive.is_in_memory:
-            yield Finding(
-                f"{where} is {drive.file_system}: it takes host memory instead of a drive.",
-                "Give a directory on an NVMe drive with --ssd.",
-                severe=True,
-            )
-        if drive.is_over_a_network:
-            yield Finding(
-                f"{where} is a network file system ({drive.file_system}).",
-                "Give a directory on a local NVMe drive with --ssd; --output may stay.",
-                severe=True,
-            )
-        if drive.is_hard_disk:
-            yield Finding(f"{where} is on a hard disk.", "Give a directory on an NVMe drive with --ssd.", severe=True)
-        if not measured.direct and not drive.is_in_memory:
-            yield Finding(
-                f"{drive.file_system or 'The file system'} of {where} has no direct I/O: the page cache takes memory.",
-                "ext4 and xfs have it.",
-            )
-        if drive.link != drive.full_link:
-            yield Finding(
-                f"{drive.model or drive.device} runs at {drive.link} and could at {drive.full_link}.",
-                "It is in a slower slot: move it, or check the BIOS settings.",
-            )
-        nodes = {drive.numa_node, *(gpu.gpu.numa_node for gpu in gpus)}
-        if len(gpus) == 1 and len(nodes) == 2 and None not in nodes:
-            yield Finding(
-                f"{drive.model or drive.device} is at NUMA node {drive.numa_node} and the GPU at "
-                f"{gpus[0].gpu.numa_node}: what moves between them crosses the processors' link.",
-                "Move one of them to the other processor's slots.",
-            )
-        yield from _preset_findings(measured)
-    for number, count in shared.items():
-        if count > 1:
-            same = [str(measured.drive.directory) for measured in drives if measured.file_system_id == number]
-            yield Finding(
-                f"{' and '.join(same)} are on one file system: they share its speed and its room.",
-                "Give one directory per drive with --ssd.",
-            )
+def _drive_rules(measured: DriveFound, gpus: list[GpuFound]) -> Iterator[Rule]:
+    drive, where, on_nvme = measured.drive, measured.drive.directory, "Give a directory on an NVMe drive with --ssd."
+    yield drive.is_in_memory, True, f"{where} is {drive.file_system}: it takes host memory instead of a drive.", on_nvme
+    yield (
+        drive.is_over_a_network,
+        True,
+        f"{where} is a network file system ({drive.file_system}).",
+        "Give a directory on a local NVMe drive with --ssd; --output may stay.",
+    )
+    yield drive.is_hard_disk, True, f"{where} is on a hard disk.", on_nvme
+    yield (
+        not measured.direct and not drive.is_in_memory,
+        False,
+        f"{drive.file_system or 'The file system'} of {where} has no direct I/O: the page cache takes memory.",
+        "ext4 and xfs have it.",
+    )
+    yield (
+        drive.link != drive.full_link,
+        False,
+        f"{drive.model or drive.device} runs at {drive.link} and could at {drive.full_link}.",
+        "It is in a slower slot: move it, or check the BIOS settings.",
+    )
+    if len(gpus) == 1:
+        node = gpus[0].gpu.numa_node
+        yield (
+            None not in (node, drive.numa_node) and node != drive.numa_node,
+            False,
+            f"{drive.model or drive.device} is at NUMA node {drive.numa_node} and the GPU at "
+            f"{node}: what moves between them crosses the processors' link.",
+            "Move one of them to the other processor's slots.",
+        )
 
 
-def _preset_findings(measured: DriveFound) -> Iterator[Finding]:
+def _preset_rules(measured: DriveFound) -> Iterator[Rule]:
     preset = measured.drive.preset
     if preset is None:
         return
-    slow = preset.sustained_write_bytes_per_second
-    if slow is not None and slow < 0.9 * preset.write_bytes_per_second:
-        after = f" after {format_count(preset.cache_bytes / 1e9)} GB of writes" if preset.cache_bytes else " later"
-        yield Finding(
-            f"{preset.title} slows to {slow / 1e9:.2g} GB/s{after}: a run of more than a few steps meets that.",
-            "Plan with it: --drive knows this drive. More drives, or --commit-every, spread the writes.",
-        )
-    if measured.read < 0.5 * preset.read_bytes_per_second:
-        yield Finding(
-            f"{preset.title} reads {measured.read / 1e9:.3g} GB/s here, and its maker says "
-            f"{preset.read_bytes_per_second / 1e9:.3g}.",
-            "Is it busy, hot, nearly full or encrypted?",
-        )
-
-
-def _free_bytes(drives: list[DriveFound]) -> int:
-    shared = Counter(drive.file_system_id for drive in drives)
-    return min(drive.free_bytes // shared[drive.file_system_id] for drive in drives) * len(drives)
+    slow = preset.sustained_write_bytes_per_second or math.inf
+    after = f" after {format_count(preset.cache_bytes / 1e9)} GB of writes" if preset.cache_bytes else " later"
+    yield (
+        slow < 0.9 * preset.write_bytes_per_second,
+        False,
+        f"{preset.title} slows to {slow / 1e9:.2g} GB/s{after}: a run of more than a few steps meets that.",
+        "Plan with it: --drive knows this drive. More drives, or --commit-every, spread the writes.",
+    )
+    yield (
+        measured.rates.read < 0.5 * preset.read_bytes_per_second,
+        False,
+        f"{preset.title} reads {measured.rates.read / 1e9:.3g} GB/s here, and its maker says "
+        f"{preset.read_bytes_per_second / 1e9:.3g}.",
+        "Is it busy, hot, nearly full or encrypted?",
+    )
 
 
 RED, YELLOW, GREEN, BOLD = 31, 33, 32, 1
@@ -259,7 +268,7 @@ def run_check(settings: Settings) -> None:
     settings = with_dtype(settings)
     store = training_of(settings).record_bytes if settings.model else None
     _section(paint, "versions", list(versions().items()))
-    machine = look_at_machine()
+    machine = MachineFound()
     _section(paint, "machine", list(_machine_rows(machine)))
     gpus = look_at_gpus()
     _section(paint, "GPUs", [row for gpu in gpus for row in _gpu_rows(gpu)] or [("none", "the CPU computes")])
@@ -282,31 +291,9 @@ def _proof(settings: Settings) -> str:
     assert settings.model is not None
     config, _ = load_config(settings.model)
     start_time = time.monotonic()
-    dtype, adapters = precision_of(settings).dtype, peft_config_of(settings)
-    prove(config, adapters=adapters, dtype=dtype)
+    prove(config, adapters=settings.engine.adapters, dtype=settings.engine.precision.dtype)
     seconds = time.monotonic() - start_time
     return f"losses and all gradients of a small {config.model_type}, block by block ({seconds:.1f} s)"
-
-
-def look_at_machine() -> MachineFound:
-    """Return memory, processors, control group limits, and kernel settings."""
-    import torch
-
-    governor = Path("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor")
-    return MachineFound(
-        processors=cpu_count(),
-        all_processors=os.cpu_count() or 1,
-        memory_bytes=psutil.virtual_memory().total,
-        limit_bytes=memory_limit_bytes(),
-        available_bytes=memory_available_bytes(),
-        huge_pages=huge_pages_enabled(),
-        numa_nodes=max(1, len(list(Path("/sys/devices/system/node").glob("node[0-9]*")))),
-        governor=governor.read_text().strip() if governor.exists() else None,
-        has_p2p_storage=Path("/proc/driver/nvidia-fs/version").exists(),
-        torch_cuda=torch.version.cuda,
-        gpu_obstacle=obstacle() if list_gpus() or system_has_gpu() else None,
-        is_wsl="microsoft" in platform.release().lower(),
-    )
 
 
 def look_at_gpus() -> list[GpuFound]:
@@ -338,25 +325,12 @@ def look_at_gpus() -> list[GpuFound]:
 
 def look_at_drive(directory: Path) -> DriveFound:
     """Return the drive of a directory and its free space, and measure its speed, for half a minute."""
-    from fuyou.layout.record import Kind, Precision, Record
-    from fuyou.planner.profiling.measure import open_scratch
-
     usage = shutil.disk_usage(directory)
     record = Record.build(0, "check", Kind.BLOCK, Precision.named("bf16", "fp32"), [(("weight",), (1024,), True)])
     with open_scratch([directory], [record], None) as scratch:
         rates, direct = scratch.measure(past_cache=True), scratch.store.direct
-    return DriveFound(
-        drive=drive_of(directory),
-        file_system_id=directory.stat().st_dev,
-        total_bytes=usage.total,
-        free_bytes=usage.free,
-        direct=direct,
-        read=rates.read,
-        write=rates.write,
-        burst_write=rates.burst_write,
-        filled_bytes=rates.filled_bytes,
-        commit_seconds=rates.commit_seconds,
-    )
+    number = directory.stat().st_dev
+    return DriveFound(drive_of(directory), number, usage.total, usage.free, direct, rates)
 
 
 # -- for people -------------------------------------------------------------------------------------------------------
@@ -393,7 +367,7 @@ def _gpu_rows(measured: GpuFound) -> Iterator[tuple[str, str]]:
 
 
 def _drive_rows(measured: DriveFound) -> Iterator[tuple[str, str]]:
-    drive = measured.drive
+    drive, rates = measured.drive, measured.rates
     node = None if drive.numa_node is None else f"NUMA node {drive.numa_node}"
     parts = [drive.model, drive.device, drive.file_system or "unknown file system", drive.link, node]
     yield "directory", str(drive.directory)
@@ -401,9 +375,9 @@ def _drive_rows(measured: DriveFound) -> Iterator[tuple[str, str]]:
     yield "room", f"{format_bytes(measured.free_bytes)} free of {format_bytes(measured.total_bytes)}"
     yield (
         "measured",
-        f"{measured.read / 1e9:.3g} GB/s read, {measured.burst_write / 1e9:.3g} GB/s written at first, "
-        f"{measured.write / 1e9:.3g} GB/s after {format_bytes(measured.filled_bytes)}, "
-        f"a commit in {measured.commit_seconds * 1e3:.2g} ms; "
+        f"{rates.read / 1e9:.3g} GB/s read, {rates.burst_write / 1e9:.3g} GB/s written at first, "
+        f"{rates.write / 1e9:.3g} GB/s after {format_bytes(rates.filled_bytes)}, "
+        f"a commit in {rates.commit_seconds * 1e3:.2g} ms; "
         + ("direct I/O" if measured.direct else "through the page cache"),
     )
 

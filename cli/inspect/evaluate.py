@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from cli.job.machine import with_dtype
-from cli.job.resolve import quiet_transformers, resolve
+from cli.job.resolve import resolve
 from cli.options.settings import Settings
 from cli.train.engine_trainer import EngineTrainer, engine_options
 from common.activity import activity
@@ -30,7 +30,6 @@ from fuyou.model.open_model import OpenModel
 
 def run_evaluate(settings: Settings) -> None:
     """Print the loss of a model, with its ``--adapter``, on all of the data; weights are streamed from the drives."""
-    quiet_transformers()
     with ExitStack() as stack:
         drives = [stack.enter_context(TemporaryDirectory(prefix="evaluate-", dir=path)) for path in settings.ssd or "."]
         trained: dict[str, Any] = {
@@ -70,7 +69,6 @@ def merge_adapter(settings: Settings) -> None:
     """Write the checkpoint of ``--model`` with ``--adapter`` merged into it to ``--output``, block by block."""
     if not settings.model:
         raise UserError("Give the model that --adapter was made for: finetune export --model DIR --adapter DIR.")
-    quiet_transformers()
     settings, output = with_dtype(settings), settings.output_directory
     config, checkpoint = load_config(settings.model)
     if checkpoint is None or settings.adapter is None:

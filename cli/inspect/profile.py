@@ -15,18 +15,15 @@ from cli.job.machine import (
     with_dtype,
     with_dtype_of_all,
 )
-from cli.job.resolve import quiet_transformers
 from cli.job.strategy import PROFILE, measure_cluster
 from cli.options.settings import Settings
 from cli.report.results import RESOURCES
-from cli.train.ranks.meeting import device_of, meet
+from cli.train.ranks.meeting import meet
 from cli.train.ranks.process import RankProcess
 from common.hardware.machine import describe_machine
 from common.models.presets import load_config
 from common.units import format_bytes, format_count, format_seconds
 from fcdp.planner.collectives import MeasuredRates
-from fcdp.strategy.mesh import Levels
-from fcdp.strategy.topology import Topology
 from fuyou.planner import PlannerContext
 from fuyou.planner.profiling import Profile, save
 from fuyou.planner.profiling.cache import describe, profile_path
@@ -41,8 +38,6 @@ Row = tuple[str, str, str]  # Row of the table: what was measured, how much it w
 
 def run_profile(settings: Settings) -> None:
     """Measure with the micro-batch of a run with these options, save the profile, and print it."""
-    if not settings.debug:
-        quiet_transformers()
     device = device_at_hand(settings.gpu)
     settings = with_dtype(settings)
     directories = directories_at_hand(settings)
@@ -135,14 +130,8 @@ def _time(seconds: float) -> str:
 
 def profile_cluster_of_ranks(settings: Settings, rank: RankProcess) -> None:
     """Measure the cluster; every rank calls this."""
-    if not settings.debug:
-        quiet_transformers()
-    device = device_of(settings, int(os.environ["LOCAL_RANK"]))
-    _, placement = meet(settings, rank, device)
-    settings = with_dtype_of_all(settings, str(device), restarted=False)
-    levels = None if settings.levels is None else Levels.parse(settings.levels)
-    switch = None if placement is None else placement.nodes_per_switch
-    topology = Topology.from_environment(device=device, levels=levels, nodes_per_switch=switch)
+    *_, topology = meet(settings, rank)
+    settings = with_dtype_of_all(settings, str(topology.device), restarted=False)
     config, _ = load_config(settings.model)
     rows = settings.micro_batch or max(1, math.ceil(settings.batch_size / topology.world_size))
     seq_len = sequence_length(settings.seq_len, config)

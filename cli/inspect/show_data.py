@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from cli.inspect.check import Paint
 from cli.job.data import tokenizer_of
-from cli.job.resolve import quiet_transformers, resolve
+from cli.job.resolve import resolve
 from cli.options.settings import Settings
 from common.activity import activity
 from common.data import Batches
@@ -21,8 +21,6 @@ MARKS = ("\N{LEFT-POINTING DOUBLE ANGLE QUOTATION MARK}", "\N{RIGHT-POINTING DOU
 
 def show_data(settings: Settings) -> None:
     """Print the first rows in training order."""
-    if not settings.debug:
-        quiet_transformers()
     assert settings.show_data is not None
     output = settings.output_directory
     absent = [path for path in (output, *output.parents) if not path.exists()]

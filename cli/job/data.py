@@ -8,12 +8,13 @@ import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
+from cli.job.job import Setup
 from cli.job.resumed import template_date
 from cli.options.objectives import Items
-from cli.options.option import data_sets, naming
-from cli.options.settings import Settings, expand_pattern
+from cli.options.option import naming
+from cli.options.settings import Settings
 from common.data import Batches, DataConfig, PackedBatches, RandomBatches, open_data
 from common.data.batches import ItemBatches, MixedBatches
 from common.data.files import find_files
@@ -105,9 +106,9 @@ def token_cache(words: tuple[str, ...], output: Path, shared: bool) -> Path:
 def class_names(settings: Settings, seq_len: int) -> list[str]:
     """Return the names of the classes in ``--data``."""
     with naming("--data"):
-        files = _expanded(tuple(file for files, _ in data_sets(settings.data) for file in files))
-        columns = dict(pair.split("=", 1) for pair in settings.columns)
-        config = DataConfig(files, seq_len, settings.batch_size, selection=RecordSelection(columns))
+        files = tuple(file for files, _ in settings.data_sets for file in files)
+        selection = RecordSelection(settings.column_of)
+        config = DataConfig(files, seq_len, settings.batch_size, selection=selection)
         return labels_of_files(config)
 
 
@@ -115,23 +116,21 @@ def class_names(settings: Settings, seq_len: int) -> list[str]:
 class DataSource:
     """A data source opens the data files that the settings name, packed for one model."""
 
-    settings: Settings
-    checkpoint: Path | None
+    setup: Setup
     tokenizer: PreTrainedTokenizerBase | None
-    seq_len: int
-    output: Path
     task_type: TaskType
     family: Family
-    config: PreTrainedConfig  # Of the model
 
     def batches(self, vocab_size: int) -> tuple[Batches, str]:
         """Return the batches of ``--data`` with their digest; random tokens where there are none."""
-        settings = self.settings
+        settings = self.setup.settings
         if self.tokenizer is None or not settings.data:
             ahead = not self.family.shifts_labels
-            return RandomBatches(vocab_size, self.seq_len, settings.batch_size, settings.seed, ahead), RANDOM_TOKENS
+            return RandomBatches(
+                vocab_size, self.setup.seq_len, settings.batch_size, settings.seed, ahead
+            ), RANDOM_TOKENS
         with naming("--data"):
-            sets = [(_expanded(files), weight) for files, weight in data_sets(settings.data)]
+            sets = settings.data_sets
             parts = [self._open(files) for files, _ in sets]
             if len(parts) == 1:
                 return parts[0], parts[0].digest
@@ -147,7 +146,7 @@ class DataSource:
 
     def held_out(self) -> Batches | None:
         """Return the batches to evaluate with, in the order of their files; None where there are none."""
-        settings = self.settings
+        settings = self.setup.settings
         if self.tokenizer is None:
             return None
         if settings.eval_data:
@@ -156,17 +155,17 @@ class DataSource:
         if settings.eval_split is None:
             return None
         with naming("--eval-split"):
-            sets = [_expanded(files) for files, _ in data_sets(settings.data)]
+            sets = [files for files, _ in settings.data_sets]
             sizes = tuple(len(find_files(files)) for files in sets) if len(sets) > 1 else ()
             return self._open(tuple(file for files in sets for file in files), True, sizes)
 
     def _open(
         self, files: tuple[str, ...], held_out: bool = False, files_of_sets: tuple[int, ...] = ()
     ) -> PackedBatches | ImageBatches | ItemBatches:
-        settings, folder = self.settings, self.output / "data"
+        settings, folder = self.setup.settings, self.setup.output / "data"
         config = DataConfig(
             files,
-            self.seq_len,
+            self.setup.seq_len,
             settings.batch_size,
             settings.seed,
             shuffle=not held_out,
@@ -175,7 +174,7 @@ class DataSource:
             labels_ahead=not self.family.shifts_labels,
             selection=replace(self._selection(held_out), files_of_sets=files_of_sets),
             every_token=settings.objective == "pretrain",
-            vocab_size=self.config.get_text_config().vocab_size,
+            vocab_size=self.setup.config.get_text_config().vocab_size,
             drop_unseen=settings.drop_unseen,
         )
         kind = self._item_kind()
@@ -183,45 +182,40 @@ class DataSource:
             assert self.tokenizer is not None
             return open_items(kind, config, self.tokenizer, folder)
         if any_images(config.files):
-            assert self.checkpoint is not None and self.tokenizer is not None
+            assert self.setup.checkpoint is not None and self.tokenizer is not None
             if config.every_token:
                 raise UserError("--objective pretrain reads text, and the data hold images: leave it out.")
             if self.task_type is not TaskType.IMAGE_TEXT_TO_TEXT:
                 raise UserError(
-                    f"The data hold images, and {self.checkpoint} is {self.task_type.value}: it reads text only."
+                    f"The data hold images, and {self.setup.checkpoint} is {self.task_type.value}: it reads text only."
                 )
-            processor = load_processor(self.checkpoint)
+            processor = load_processor(self.setup.checkpoint)
             if settings.chat_template is not None:
                 processor.chat_template = chat_template_named(settings.chat_template)
             processor.chat_template = dated(processor.chat_template, template_date(settings))
-            return open_image_data(config, processor, self.output / "data")
+            return open_image_data(config, processor, self.setup.output / "data")
         assert self.tokenizer is not None
-        return open_data(config, self.tokenizer, token_cache(files, self.output, settings.nodes is not None))
+        return open_data(config, self.tokenizer, token_cache(files, self.setup.output, settings.nodes is not None))
 
     def _item_kind(self) -> ItemKind | None:
-        traits = self.settings.traits
+        traits = self.setup.settings.traits
         match traits.items:
             case Items.PAIRS if traits.classifies:
-                return pair_kind(classifies=True, pad=self.config.pad_token_id)
+                return pair_kind(classifies=True, pad=self.setup.config.pad_token_id)
             case Items.PAIRS:
                 return pair_kind()
             case Items.ANSWERS:
                 return answer_kind()
             case Items.TEXTS:
                 classes: dict[str, int] = {
-                    str(name): int(number) for name, number in (self.config.label2id or {}).items()
+                    str(name): int(number) for name, number in (self.setup.config.label2id or {}).items()
                 }
-                return class_kind(classes, self.config.pad_token_id)
+                return class_kind(classes, self.setup.config.pad_token_id)
         return None
 
     def _selection(self, held_out: bool) -> RecordSelection:
-        settings = self.settings
-        columns = dict(pair.split("=", 1) for pair in settings.columns)
+        settings = self.setup.settings
         if held_out and settings.eval_split is None:
-            return RecordSelection(columns)
+            return RecordSelection(settings.column_of)
         part = 0.0 if settings.eval_split is None else settings.eval_split.value
-        return RecordSelection(columns, settings.max_records, part, held_out)
-
-
-def _expanded(files: tuple[str, ...]) -> tuple[str, ...]:
-    return tuple(path for file in files for path in expand_pattern("--data", file))
+        return RecordSelection(settings.column_of, settings.max_records, part, held_out)

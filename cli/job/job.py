@@ -1,10 +1,14 @@
 """A run that can begin, with everything that was chosen and opened for it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from datetime import date
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from transformers import PreTrainedConfig
+
+from cli.job.machine import training_of
 from cli.options.schedule import LearningRate
 from cli.options.settings import Settings
 from common.data import Batches
@@ -14,6 +18,9 @@ from common.models.task_type import TaskType
 from common.options import spelled
 from common.units import format_bytes, format_count
 from fuyou.layout.record import Precision
+from fuyou.planner import PlannerContext
+from fuyou.planner.training_job import fitting_job
+from fuyou.runtime.device import memory_limits, open_device
 
 TEMPLATE_DATE = "date in chat templates"  # Key in the committed state of the day that chat templates write
 
@@ -26,20 +33,44 @@ class QuantizedStore:
     widened: int = 0  # See :attr:`fuyou.layout.model_layout.ModelLayout.widened`
 
 
-@dataclass(frozen=True)
-class Job:
-    """A job is a run that can begin: its settings, its model, its data and its places on the drives."""
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """A setup is what a run trains and where, found out without opening anything large."""
 
     settings: Settings
-    architecture: str  # Name of the model's class
-    vocab_size: int
-    parameters: int
+    config: PreTrainedConfig  # Of the model
     checkpoint: Path | None  # Directory of the checkpoint; None for a preset, whose weights are random
     gpu: Gpu | None  # GPU that computes; None: the CPU does
     output: Path  # Output directory, which exists
     ssd: tuple[Path, ...]  # Directories, one per drive, in which the store's own directories are made
     run_name: str  # Name of the store's directory in each of `ssd`
     seq_len: int  # Tokens per sequence
+
+    @property
+    def known(self) -> dict[str, Any]:
+        """All fields by name."""
+        return {item.name: getattr(self, item.name) for item in fields(Setup)}
+
+    @property
+    def device(self) -> str:
+        return torch_name(self.gpu)
+
+    @cached_property
+    def context(self) -> PlannerContext:
+        """The run as a planner sees it, alone on this machine."""
+        device, settings = open_device(self.device), self.settings
+        limits = host_bytes, device_bytes = memory_limits(device, settings.host_memory, settings.device_memory)
+        job = fitting_job(training_of(settings), device_bytes, host_bytes, device.shares_host_memory)
+        return PlannerContext(job, device, limits, self.ssd)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job(Setup):
+    """A job is a run that can begin: its settings, its model, its data and its places on the drives."""
+
+    architecture: str  # Name of the model's class
+    vocab_size: int
+    parameters: int
     batches: Batches
     data_key: str  # Digest that changes with the tokens that are trained on
     learning_rate: LearningRate
@@ -49,10 +80,6 @@ class Job:
     task_type: TaskType = TaskType.CAUSAL_LM  # Task that the model's head is for
     template_date: date | None = None  # Day that chat templates write; None: there are no data
     quantized: QuantizedStore | None = None  # The store where frozen weights are kept in fewer bits; None: they are not
-
-    @property
-    def device(self) -> str:
-        return torch_name(self.gpu)
 
     @property
     def computing_on(self) -> str:

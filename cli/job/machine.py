@@ -1,6 +1,7 @@
 """The machine and the adapters of a run: device, drives, dtype, and the training that a planner simulates."""
 
 import contextlib
+import copy
 import math
 import sys
 from dataclasses import replace
@@ -19,12 +20,9 @@ from common.models.task_type import task_type_of
 from common.store.directories import usable_directories
 from fuyou.config import AUTO
 from fuyou.engine.computing_dtype import dtype_of_all, fastest_dtype, stored_dtype
-from fuyou.layout.frozen_weights import FrozenDtype
-from fuyou.layout.record import Precision
-from fuyou.optimizer.clipping import ClipStatistics, clip_by_named
+from fuyou.optimizer.clipping import ClipStatistics
 from fuyou.planner import TrainingJob, describe_training
 from fuyou.runtime.device import Device, open_device
-from fuyou.schedule.batch import LossInputs
 
 REWARD = ("reward",)  # Names of a reward model's classes: a single one, which is a number
 _CLASSES = 2  # Classes that are assumed where no data say it, for a plan: their number changes next to nothing
@@ -40,7 +38,7 @@ def directories_at_hand(settings: Settings, writable: bool = True) -> list[Path]
     """Return ``writable`` directories on the drives that a run would use; ``--output`` need not be there yet."""
     output = settings.output_directory
     existing = next(path for path in (output, *output.parents) if path.is_dir())
-    return usable_directories([Path(word).expanduser() for word in settings.ssd] or [existing], writable)
+    return usable_directories(settings.drives or [existing], writable)
 
 
 def sequence_length(requested: int | None, config: PreTrainedConfig, *, only_planned: bool = False) -> int:
@@ -65,10 +63,6 @@ def sequence_length(requested: int | None, config: PreTrainedConfig, *, only_pla
     return requested
 
 
-def precision_of(settings: Settings) -> Precision:
-    return Precision.named(settings.dtype, settings.optimizer_dtype, settings.optimizer)
-
-
 def planned_config(settings: Settings, config: PreTrainedConfig) -> PreTrainedConfig:
     """Return the configuration of what is trained, as far as it is known without data."""
     if not settings.traits.classifies or not task_type_of(config).generates:
@@ -81,36 +75,30 @@ def training_of(settings: Settings) -> TrainingJob:
     """Describe a run for the planner, without looking at weights."""
     with naming("--model"):
         config, _ = load_config(settings.model)
-    waits = settings.max_grad_norm > 0 or settings.on_nonfinite == "skip"
+    engine, clips = settings.engine, settings.max_grad_norm > 0
+    share = ClipStatistics.of_run(settings.stores if settings.resume else ()).share if clips else 0.0
     return describe_training(
         planned_config(settings, config) if settings.traits.classifies else settings.model,
         settings.batch_size * settings.traits.rows,
         sequence_length(settings.seq_len, config, only_planned=settings.drive is not None),
-        precision=precision_of(settings),
-        clips=waits,
-        direct_reads=settings.io == "kvikio",
+        precision=engine.precision,
+        clips=engine.max_grad_norm is not None,
+        direct_reads=engine.store.direct_reads,
         micro_batch=settings.micro_batch,
         chunk=settings.chunk,
-        host_cache=settings.host_cache,
-        piece_bytes=settings.piece_size,
-        adapters=peft_config_of(settings),
-        frozen=FrozenDtype.named(settings.frozen_dtype),
-        towers=towers_of(settings),
+        host_cache=engine.host_cache,
+        piece_bytes=engine.piece_bytes,
+        adapters=copy.deepcopy(engine.adapters),  # which a model's own rules change
+        frozen=engine.frozen_dtype,
+        towers=engine.towers,
         router_loss=settings.router_loss,
         commit_every=settings.commit_interval,
         drive_life=settings.drive_life,
-        clip_by=clip_by_named(settings.clip_by),
-        clipped_share=_clip_statistics(settings).share if settings.max_grad_norm > 0 else 0.0,
-        loss=LossInputs(settings.traits.outputs),
+        clip_by=engine.clip_by,
+        clipped_share=share,
+        loss=engine.loss_inputs,
         padded=settings.traits.classifies,
     )
-
-
-def _clip_statistics(settings: Settings) -> ClipStatistics:
-    if not settings.resume:
-        return ClipStatistics()
-    drives = [Path(word).expanduser() for word in settings.ssd] or [settings.output_directory]
-    return ClipStatistics.of_run(drive / settings.store_name for drive in drives)
 
 
 ELSEWHERE = "meta"
@@ -154,8 +142,7 @@ def _stored(settings: Settings) -> str | None:
             saved: Any = None if newest is None else commits.describe(newest).get("--dtype")
             return saved if isinstance(saved, str) else None
         return None
-    drives = [Path(word).expanduser() for word in (*settings.ssd, *settings.leave_ssd)]
-    return stored_dtype(drive / settings.store_name for drive in drives or [settings.output_directory])
+    return stored_dtype(settings.stores)
 
 
 def _device_at_hand(gpu: str) -> str:
@@ -166,64 +153,18 @@ def _device_at_hand(gpu: str) -> str:
 
 
 if TYPE_CHECKING:
-    from peft import PeftConfig
     from transformers import PreTrainedModel
-
-    from common.models.adapters.options import SavedAdapter
-    from common.models.vision import TowerFreezing
 
 ADAPTER_CONFIG = "adapter_config.json"
 """Name of the adapters' file: ``common.models.adapters.adapters`` has it, too, and takes long to import."""
-
-
-def peft_config_of(settings: Settings) -> "PeftConfig | None":
-    """Return the adapters' configuration for ``peft``; None where all weights are trained."""
-    if not settings.trains_adapters:
-        return None
-    if (saved := saved_adapter_of(settings)) is not None:
-        return saved.config()
-    from common.models.adapters.options import ALL_LINEAR, AdapterOptions, load_peft_config
-
-    if settings.peft_config is not None:
-        return load_peft_config(settings.peft_config)
-    assert settings.lora_rank is not None
-    targets = settings.lora_targets or (ALL_LINEAR,)
-    return AdapterOptions(settings.lora_rank, settings.lora_alpha, settings.lora_dropout, targets).peft_config()
-
-
-def saved_adapter_of(settings: Settings) -> "SavedAdapter | None":
-    """Return the adapters to begin with; None: they are new, or there are none."""
-    if settings.adapter is None:
-        return None
-    from common.models.adapters.options import SavedAdapter
-
-    return SavedAdapter(settings.adapter)
-
-
-def adapter_digest(settings: Settings) -> str | None:
-    """Return a hash of the adapters to begin with, wherever they lie; None: see :func:`saved_adapter_of`."""
-    saved = saved_adapter_of(settings)
-    return None if saved is None else saved.digest
-
-
-def adapters_of(settings: Settings) -> "PeftConfig | Path | None":
-    """Return the adapters as the engine and the trainer take them."""
-    return peft_config_of(settings) if settings.adapter is None else settings.adapter.expanduser()
-
-
-def towers_of(settings: Settings) -> "TowerFreezing":
-    """Return which towers of a vision-language model are frozen."""
-    from common.models.vision import TowerFreezing
-
-    return TowerFreezing(settings.train_vision != "all", settings.train_vision is None)
 
 
 def trainable_parameters(settings: Settings, model: "PreTrainedModel") -> int:
     """Count the numbers that are trained once ``model`` has its adapters. It is on the meta device, and is changed."""
     from common.models.adapters.adapters import Adapters
 
-    config = peft_config_of(settings)
+    engine, config = settings.engine, copy.deepcopy(settings.engine.adapters)
     assert config is not None
-    towers_of(settings).without_adapters(config, model)
-    names = Adapters(model, config, settings.seed, draw=False, saved=saved_adapter_of(settings)).trainable_names
+    engine.towers.without_adapters(config, model)
+    names = Adapters(model, config, settings.seed, draw=False, saved=engine.saved_adapter).trainable_names
     return sum(model.get_parameter(name).numel() for name in names)

@@ -6,36 +6,32 @@ import os
 import shlex
 import shutil
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
-from transformers.utils import logging as transformers_logging
 
 from cli.job.data import DataSource, chat_template_named, class_names, tokenizer_of, write_chat_template
-from cli.job.job import Job, QuantizedStore
+from cli.job.job import Job, QuantizedStore, Setup
 from cli.job.machine import (
     ADAPTER_CONFIG,
     REWARD,
-    peft_config_of,
     planned_config,
     sequence_length,
-    towers_of,
     trainable_parameters,
     training_of,
     with_dtype,
 )
 from cli.job.resumed import check_there_is_one, committed, template_date
 from cli.job.strategy import check_strategy
-from cli.options.option import data_sets, naming
+from cli.options.option import naming
 from cli.options.schedule import LearningRate
-from cli.options.settings import Settings, expand_pattern
+from cli.options.settings import Settings
 from common.data import Batches
 from common.data.files import find_files
 from common.errors import UserError, on_one_line
-from common.hardware.machine import Gpu, pick_gpu, torch_name
+from common.hardware.machine import pick_gpu
 from common.hub import is_hub_name
 from common.models.checkpoint.compressed.detection import method_of
 from common.models.checkpoint.random_source import classifier_config, write_with_new_head
@@ -47,9 +43,6 @@ from common.store.directories import DirectoryLock, usable_directories
 from common.units import format_bytes
 from fuyou.layout.share import Share
 from fuyou.model.family import family_of
-from fuyou.planner import PlannerContext
-from fuyou.planner.training_job import fitting_job
-from fuyou.runtime.device import memory_limits, open_device
 
 FOLDER = "base"  # Folder inside the output directory with the language model as a classifier, before training
 
@@ -77,30 +70,19 @@ def check_head(settings: Settings, config: PreTrainedConfig) -> None:
         _ = planned_config(settings, config)
 
 
-def with_head(
-    settings: Settings,
-    config: PreTrainedConfig,
-    checkpoint: Path,
-    tokenizer: PreTrainedTokenizerBase,
-    classes: Callable[[], list[str]],
-    output: Path,
-) -> Path:
-    """Return the checkpoint to train: ``checkpoint`` itself, or one with a new head in the output directory.
-
-    Args:
-        tokenizer: names the token that pads.
-        classes: returns the names of the classes that the data have.
-    """
-    if not settings.traits.classifies or not task_type_of(config).generates:
-        return checkpoint
+def with_head(setup: Setup, tokenizer: PreTrainedTokenizerBase) -> Setup:
+    """Return the setup with the checkpoint to train: its own, or one with a new head in the output directory."""
+    settings, config = setup.settings, setup.config
+    if setup.checkpoint is None or not settings.traits.classifies or not task_type_of(config).generates:
+        return setup
     known = config.pad_token_id, tokenizer.pad_token_id, tokenizer.eos_token_id
     pad = next((int(token) for token in known if token is not None), 0)
-    names = REWARD if settings.objective == "reward" else classes()
+    names = REWARD if settings.objective == "reward" else class_names(settings, setup.seq_len)
     new_config = classifier_config(config, names, pad)
-    with DirectoryLock([output], patience=math.inf):  # of several ranks on a machine, the first one makes it for all
-        base = write_with_new_head(checkpoint, new_config, output / FOLDER, settings.seed)
+    with DirectoryLock([setup.output], patience=math.inf):  # of several ranks on a machine, the first one makes it
+        base = write_with_new_head(setup.checkpoint, new_config, setup.output / FOLDER, settings.seed)
         write_chat_template(settings, base)
-        return base
+    return replace(setup, checkpoint=base, config=load_config(base)[0])
 
 
 def check_push(settings: Settings) -> None:
@@ -128,51 +110,41 @@ def check_push(settings: Settings) -> None:
         ) from error
 
 
-def quiet_transformers() -> None:
-    """Turn off the hints and progress bars of transformers, which would break the progress line."""
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
-
-
 DEFAULT_STEPS = 10  # Steps of a run without data: enough to see a steady rate
 
 
-@dataclass(frozen=True)
-class CheckedSettings:
-    """Settings that were checked, with what was found out about them without opening anything large."""
-
-    config: PreTrainedConfig
-    checkpoint: Path | None  # Directory of the checkpoint; None for a preset
-    gpu: Gpu | None  # GPU that computes; None: the CPU does
-    seq_len: int
-    ssd: tuple[Path, ...]
-    output: Path
-    run_name: str
-
-
-def check(settings: Settings) -> CheckedSettings:
+def check(settings: Settings) -> Setup:
     """Check the settings within a few seconds, and make the output directory."""
     with naming("--model"):
         config, checkpoint = load_config(settings.model)
     check_head(settings, config)
-    peft_config_of(settings)
+    _ = settings.engine.adapters
     if settings.sample is not None:
         tokenizer_of(settings, checkpoint, "--sample")  # rather than when training has ended
     _check_trackers(settings.log_to)
     gpu = pick_gpu(settings.gpu)
     seq_len = sequence_length(settings.seq_len, config)
-    for option, files in (("--data", settings.data), ("--eval-data", settings.eval_data)):
-        for words, _ in data_sets(files) if option == "--data" else [(files, None)] if files else []:
+    for option, sets in (("--data", settings.data_sets), ("--eval-data", [(settings.eval_data, None)])):
+        for files, _ in sets:
             with naming(option):
-                find_files(tuple(path for word in words for path in expand_pattern(option, word)))
+                find_files(files)
     if settings.chat_template is not None:
         chat_template_named(settings.chat_template)
     if settings.steps is not None:
         settings.warmup.steps(settings.steps)
     check_there_is_one(settings)
     check_push(settings)
-    ssd, output, run_name = _directories(settings, checkpoint)
-    return CheckedSettings(config, checkpoint, gpu, seq_len, ssd, output, run_name)
+    ssd, output = _directories(settings, checkpoint)
+    return Setup(
+        settings=settings,
+        config=config,
+        checkpoint=checkpoint,
+        gpu=gpu,
+        output=output,
+        ssd=ssd,
+        run_name=settings.store_name,
+        seq_len=seq_len,
+    )
 
 
 def _check_trackers(names: Sequence[str]) -> None:
@@ -187,42 +159,35 @@ def _check_trackers(names: Sequence[str]) -> None:
 
 def resolve(settings: Settings) -> Job:
     """Check the settings and open what the run needs; data that were not tokenized before are tokenized here."""
-    found = check(settings)
+    setup = check(settings)
     settings = with_dtype(settings)
-    config, checkpoint, seq_len, output = found.config, found.checkpoint, found.seq_len, found.output
-    _check_memory(settings, found)
-    tokenizer = tokenizer_of(settings, checkpoint) if settings.data or settings.eval_data else None
-    if checkpoint is not None and tokenizer is not None:
-        names = partial(class_names, settings, seq_len)
-        checkpoint = with_head(settings, config, checkpoint, tokenizer, names, output)
-        config = config if checkpoint == found.checkpoint else load_config(checkpoint)[0]
-    text = config.get_text_config()
-    model = build_meta_model(config)
-    if checkpoint is not None and not settings.resume:  # whose weights are on the drives
-        CheckpointSource(checkpoint, model).check()
+    setup = replace(setup, settings=settings)
+    if settings.nodes is None and (settings.host_memory is not None or settings.device_memory is not None):
+        _ = setup.context.memory  # budgets that are too small come out before the data are read
+    tokenizer = None
+    if settings.data or settings.eval_data:
+        tokenizer = tokenizer_of(settings, setup.checkpoint)
+        setup = with_head(setup, tokenizer)
+    model = build_meta_model(setup.config)
+    if setup.checkpoint is not None and not settings.resume:  # whose weights are on the drives
+        CheckpointSource(setup.checkpoint, model).check()
     parameters = sum(parameter.numel() for parameter in model.parameters())
     adapter_parameters, frozen_parameters = 0, 0
     if settings.trains_adapters:
         adapter_parameters = trainable_parameters(settings, model)
     else:
-        frozen_parameters = sum(model.get_parameter(name).numel() for name in towers_of(settings).frozen(model))
-    task_type = task_type_of(model.config)
-    data = DataSource(settings, checkpoint, tokenizer, seq_len, output, task_type, family_of(model), config)
-    batches, data_key = data.batches(text.vocab_size)
-    seq_len = getattr(batches, "seq_len", seq_len)
+        frozen_parameters = sum(model.get_parameter(name).numel() for name in settings.engine.towers.frozen(model))
+    task_type, vocab_size = task_type_of(model.config), setup.config.get_text_config().vocab_size
+    data = DataSource(setup, tokenizer, task_type, family_of(model))
+    batches, data_key = data.batches(vocab_size)
+    setup = replace(setup, seq_len=getattr(batches, "seq_len", setup.seq_len))
     total = _total_steps(settings, batches)
     rate = LearningRate(settings.schedule, settings.highest_lr, settings.warmup.steps(total), total, settings.min_lr)
     job = Job(
-        settings=settings,
+        **setup.known,
         architecture=type(model).__name__,
-        vocab_size=text.vocab_size,
+        vocab_size=vocab_size,
         parameters=parameters,
-        checkpoint=checkpoint,
-        gpu=found.gpu,
-        output=output,
-        ssd=found.ssd,
-        run_name=found.run_name,
-        seq_len=seq_len,
         batches=batches,
         data_key=data_key,
         learning_rate=rate,
@@ -231,24 +196,11 @@ def resolve(settings: Settings) -> Job:
         frozen_parameters=frozen_parameters,
         task_type=task_type,
         template_date=None if tokenizer is None else template_date(settings),
-        quantized=_quantized(settings, found) if _keeps_fewer_bits(settings, checkpoint) else None,
+        quantized=_quantized(setup) if _keeps_fewer_bits(settings, setup.checkpoint) else None,
     )
     if settings.save:
         _check_space(job)
     return job
-
-
-def _check_memory(settings: Settings, found: CheckedSettings) -> None:
-    given = settings.host_memory is not None or settings.device_memory is not None
-    if given and settings.nodes is None:
-        _ = _context(settings, found).memory
-
-
-def _context(settings: Settings, found: CheckedSettings) -> PlannerContext:
-    device = open_device(torch_name(found.gpu))
-    limits = host_bytes, device_bytes = memory_limits(device, settings.host_memory, settings.device_memory)
-    job = fitting_job(training_of(settings), device_bytes, host_bytes, device.shares_host_memory)
-    return PlannerContext(job, device, limits, found.ssd)
 
 
 def _keeps_fewer_bits(settings: Settings, checkpoint: Path | None) -> bool:
@@ -260,17 +212,17 @@ def _keeps_fewer_bits(settings: Settings, checkpoint: Path | None) -> bool:
     return settings.frozen_dtype != "plain"
 
 
-def _quantized(settings: Settings, found: CheckedSettings) -> QuantizedStore:
+def _quantized(setup: Setup) -> QuantizedStore:
     """Return what the store of one node is, with frozen weights in fewer bits; of several ranks, with whole blocks:
     what their devices have in common is known when they have met."""
+    settings = setup.settings
     share = Share(settings.nodes or 1, settings.gpus_per_node or 1)
-    alone = settings.nodes is None
-    job = _context(settings, found).job if alone else training_of(settings)
+    job = setup.context.job if settings.nodes is None else training_of(settings)
     return QuantizedStore(job.among(share).record_bytes * share.ranks_per_node, job.shape.widened)
 
 
-def _directories(settings: Settings, checkpoint: Path | None) -> tuple[tuple[Path, ...], Path, str]:
-    ssd = tuple(usable_directories([Path(word).expanduser() for word in settings.ssd])) if settings.ssd else ()
+def _directories(settings: Settings, checkpoint: Path | None) -> tuple[tuple[Path, ...], Path]:
+    ssd = tuple(usable_directories(settings.drives)) if settings.ssd else ()
     output = settings.output_directory
     if checkpoint is not None and checkpoint.resolve() == output.resolve():
         raise UserError(f"--output {output} is the checkpoint that is to be read: give another directory.")
@@ -288,7 +240,7 @@ def _directories(settings: Settings, checkpoint: Path | None) -> tuple[tuple[Pat
             f"{output} holds {what} already: give another --output, or add --overwrite to replace it "
             "(or --resume to continue the run that made it)."
         )
-    return ssd or (output,), output, settings.store_name
+    return ssd or (output,), output
 
 
 def _make_directory(option: str, path: Path) -> None:

@@ -6,25 +6,29 @@ import json
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from datetime import date
-from pathlib import Path
 from typing import Any, Protocol
 
 from cli.job.job import TEMPLATE_DATE, Job
-from cli.job.machine import adapter_digest, peft_config_of
 from cli.options.command import parse_command_line
 from cli.options.config_file import options_in_files
 from cli.options.settings import COMMITS, CONFIG, RUN, Settings
 from common.errors import FinetuneError, UserError
+from common.models.adapters.options import SavedAdapter, load_peft_config
 from common.options import declaration_of, option_fields, spelled
 from common.store import load_manifest
 from common.units import counted
 from fuyou.checkpoint.run_files import run_places
 
 
+def adapter_digest(settings: Settings) -> str | None:
+    """Return a hash of the adapters to begin with, wherever they lie; None: they are new, or there are none."""
+    return None if settings.adapter is None else SavedAdapter(settings.adapter).digest
+
+
 def _peft_digest(settings: Settings) -> str | None:
-    config = None if settings.peft_config is None else peft_config_of(settings)
-    if config is None:
+    if settings.peft_config is None:
         return None
+    config = load_peft_config(settings.peft_config)
     text = json.dumps(config.to_dict(), sort_keys=True, default=lambda value: sorted(map(str, value)))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -62,7 +66,7 @@ def committed(settings: Settings) -> Mapping[str, Any] | None:
             newest = commits.newest()
             return None if newest is None else commits.describe(newest)
         return {}
-    for place in run_places(_folders(settings)):
+    for place in run_places(settings.stores):
         try:
             content = load_manifest(place)
         except (FinetuneError, OSError):  # damaged: the one that opens it reports it
@@ -70,11 +74,6 @@ def committed(settings: Settings) -> Mapping[str, Any] | None:
         if content is not None:
             return content
     return None
-
-
-def _folders(settings: Settings) -> list[Path]:
-    drives = [Path(word).expanduser() for word in (*settings.ssd, *settings.leave_ssd)]
-    return [drive / settings.store_name for drive in drives or [settings.output_directory]]
 
 
 def check_there_is_one(settings: Settings) -> None:
@@ -85,8 +84,8 @@ def check_there_is_one(settings: Settings) -> None:
     if not settings.resume or settings.nodes is not None:  # several nodes say together which one lacks what
         return
     found = committed(settings)
-    if found is None and not any(place.exists() for place in run_places(_folders(settings))):
-        where = ", ".join(str(folder) for folder in _folders(settings))
+    if found is None and not any(place.exists() for place in run_places(settings.stores)):
+        where = ", ".join(str(folder) for folder in settings.stores)
         raise UserError(
             f"--resume: no step was committed in {where}. Leave --resume out to begin, "
             "or use --resume auto, which resumes a run if there is one and starts one otherwise."

@@ -2,8 +2,11 @@
 
 import contextlib
 
+from cli.job.machine import trainable_parameters
+from cli.options.option import naming
 from cli.options.settings import Settings
 from common.errors import UserError
+from common.models.meta_model import build_meta_model
 from common.models.presets import load_config
 from fcdp.planner import Cluster, Estimate, Workload, admissible, cluster_names, load_cluster, plan
 from fcdp.planner.collectives import MeasuredRates
@@ -61,6 +64,32 @@ def check_strategy(settings: Settings, ranks_per_node: int) -> None:
         strategy = parse_strategy(settings.strategy or DEFAULT)
         if "switch" not in (strategy.p.text, strategy.g.text, strategy.os.text):  # known when nodes have met
             strategy.on(levels)
+
+
+def workload_of(settings: Settings, seq_len: int, micro_batch: int, micro_batches: int, dtype_bytes: int) -> Workload:
+    """Return the workload of one rank.
+
+    Args:
+        micro_batches: micro-batches in a step.
+        dtype_bytes: bytes of a number in the compute dtype.
+    """
+    with naming("--model"):
+        config, _ = load_config(settings.model)
+    ratio = 1.0
+    if settings.trains_adapters:
+        model = build_meta_model(config)
+        whole = sum(parameter.numel() for parameter in model.parameters())
+        ratio = min(1.0, trainable_parameters(settings, model) / whole)
+    return Workload.of_model(
+        config,
+        seq_len=seq_len,
+        micro_batch=micro_batch,
+        micro_batches=micro_batches,
+        trainable_ratio=ratio,
+        dtype_bytes=dtype_bytes,
+        cache_threshold=settings.device_cache_threshold,
+        router_loss=settings.router_loss,
+    )
 
 
 def has_profile(settings: Settings, levels: Levels) -> bool:

@@ -11,7 +11,7 @@ from inspect import get_annotations
 from pathlib import Path
 from typing import Any
 
-from cli.options.objectives import OBJECTIVES
+from cli.options.objectives import HELP, OBJECTIVES
 from cli.options.option import Fraction, check_column
 from cli.options.schedule import SCHEDULES, Warmup
 from common.docstrings import attribute_docstrings
@@ -178,11 +178,9 @@ class TrainingSettings:
 class ObjectiveSettings:
     """What is learned from the data."""
 
-    objective: str = option("sft", type=tuple(OBJECTIVES), commands=Command.STEP, fixed=True)
-    """sft: the next token, of answers where there are prompts; pretrain: of prompts as well. dpo: prefer one answer
-    to another (columns prompt, chosen, rejected); kto: the same from single answers (prompt, completion, label true
-    or false); reward: score answers, from pairs; classify: classes of texts (text, label). --batch-size counts
-    pairs, answers, or texts. dpo and kto compare with the model as the run found it, with its --adapter."""
+    objective: str = option("sft", type=tuple(OBJECTIVES), commands=Command.STEP, fixed=True, values=f"{HELP}. ")
+    """--batch-size counts pairs, answers, or texts. dpo and kto compare with the model as the run found it, with its
+    --adapter."""
     beta: float = option(0.1, "X", ABOVE_ZERO, fixed=True)
     """Strength of the preference (dpo, kto)."""
     dropout: bool = option(False, fixed=True)
@@ -319,6 +317,7 @@ def declared_options() -> list[tuple[str, Field[Any], str]]:
     for item in option_fields(AllOptions):
         declaring = next(cls for cls in AllOptions.__mro__ if item.name in get_annotations(cls))
         paragraph = attribute_docstrings(declaring)[item.name].split("\n\n")[0]
-        text = re.sub("``([a-z_]+)``", lambda word: spelled(word[1]), paragraph)
-        options.append((declaration_of(item).heading or heading_of[declaring], item, text))
+        declared = declaration_of(item)
+        text = declared.values + re.sub("``([a-z_]+)``", lambda word: spelled(word[1]), paragraph)
+        options.append((declared.heading or heading_of[declaring], item, text))
     return sorted(options, key=lambda option: list(HEADINGS).index(option[0]))

@@ -23,6 +23,7 @@ class ObjectiveTraits:
 
     learns: str  # What it learns, as the rest of a sentence that begins with its name
     data: str  # Columns that it needs
+    text: str  # The same for the help of ``--objective``
     loss: str | None = None
     """Module and class of the :class:`~fuyou.objectives.losses.Objective`, whose arguments are :attr:`options`.
     None: the engine's own loss."""
@@ -43,10 +44,11 @@ class ObjectiveTraits:
 _PAIRS = "learns from pairs of answers", "prompt, chosen and rejected"
 
 OBJECTIVES = {
-    "sft": ObjectiveTraits("learns the next token", "text"),
-    "pretrain": ObjectiveTraits("learns the next token of all text", "text"),
+    "sft": ObjectiveTraits("learns the next token", "text", "the next token, of answers where there are prompts"),
+    "pretrain": ObjectiveTraits("learns the next token of all text", "text", "of prompts as well"),
     "dpo": ObjectiveTraits(
         *_PAIRS,
+        "prefer one answer to another (columns prompt, chosen, rejected)",
         loss="fuyou.objectives.losses.PairObjective",
         options=("beta",),
         items=Items.PAIRS,
@@ -58,6 +60,7 @@ OBJECTIVES = {
     "kto": ObjectiveTraits(
         "learns from answers that are known to be desirable or not",
         "prompt, completion and label",
+        "the same from single answers (prompt, completion, label true or false)",
         loss="fuyou.objectives.losses.UnpairedObjective",
         options=("beta",),
         items=Items.ANSWERS,
@@ -68,6 +71,7 @@ OBJECTIVES = {
     ),
     "reward": ObjectiveTraits(
         *_PAIRS,
+        "score answers, from pairs",
         loss="fuyou.objectives.losses.RewardObjective",
         items=Items.PAIRS,
         outputs=1,
@@ -78,6 +82,7 @@ OBJECTIVES = {
     "classify": ObjectiveTraits(
         "learns classes of texts",
         "text and label",
+        "classes of texts (text, label)",
         loss="fuyou.objectives.losses.ClassObjective",
         items=Items.TEXTS,
         outputs=2,
@@ -85,6 +90,8 @@ OBJECTIVES = {
     ),
 }
 """Objectives by name."""
+
+HELP = "; ".join(f"{name}: {traits.text}" for name, traits in OBJECTIVES.items())
 
 SPECIFIC = {option for traits in OBJECTIVES.values() for option in traits.options}
 """Options that are for some objectives only."""

@@ -9,8 +9,9 @@ import shlex
 import time
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -18,9 +19,12 @@ from cli.options.all_options import AllOptions
 from cli.options.command import parse_command_line, with_resume_auto
 from cli.options.config_file import option_as_toml, options_in_files
 from cli.options.objectives import OBJECTIVES, SPECIFIC, ObjectiveTraits, readers
-from cli.options.option import split_weight
+from cli.options.option import data_sets, naming, split_weight
 from common.errors import UserError
 from common.options import declaration_of, option_fields, spelled
+
+if TYPE_CHECKING:
+    from fuyou.config import EngineConfig
 
 COMMITS = "commits"
 """Folder inside the output directory where a run of several ranks has its commits."""
@@ -234,6 +238,37 @@ class Settings(AllOptions):
         return {name: value for name, value in values.items() if name in names}
 
     @property
+    def engine_options(self) -> dict[str, Any]:
+        """The engine's options, as far as the settings alone decide them."""
+        from fuyou.option_groups import OPTION_NAMES
+
+        return self.named(OPTION_NAMES - {"ssd", "leave_ssd", "resume", "overwrite"}) | {
+            "adapters": self._adapters(),
+            "freeze_vision_tower": self.train_vision != "all",
+            "freeze_multi_modal_projector": self.train_vision is None,
+            "token_outputs": self.traits.outputs,
+            "automatic": True,
+        }
+
+    @cached_property
+    def engine(self) -> "EngineConfig":
+        """The engine's configuration, which knows what these options come to. Drives are not looked at."""
+        from fuyou.config import EngineConfig
+
+        return EngineConfig.of(**self.engine_options | {"ssd": ".", "drive_life": None})
+
+    def _adapters(self) -> Any:
+        if self.adapter is not None:
+            return self.adapter.expanduser()
+        from common.models.adapters.options import ALL_LINEAR, AdapterOptions, load_peft_config
+
+        if self.peft_config is not None:
+            return load_peft_config(self.peft_config)
+        if self.lora_rank is None:
+            return None
+        return AdapterOptions(self.lora_rank, self.lora_alpha, self.lora_dropout, self.lora_targets or (ALL_LINEAR,))
+
+    @property
     def highest_lr(self) -> float:
         """The highest learning rate: as it is requested, else what usually works."""
         if self.lr is not None:
@@ -263,6 +298,35 @@ class Settings(AllOptions):
     def output_directory(self) -> Path:
         """Absolute path of the output directory."""
         return output_directory(self.output, self.model)
+
+    @property
+    def data_sets(self) -> list[tuple[tuple[str, ...], float | None]]:
+        """Data sets of ``--data``, each with its files and its weight; patterns are expanded."""
+        with naming("--data"):
+            return [
+                (tuple(path for word in words for path in expand_pattern("--data", word)), weight)
+                for words, weight in data_sets(self.data)
+            ]
+
+    @property
+    def column_of(self) -> dict[str, str]:
+        """Columns of the data by the names that are expected."""
+        return dict(pair.split("=", 1) for pair in self.columns)
+
+    @property
+    def drives(self) -> list[Path]:
+        """Directories of ``--ssd``."""
+        return [Path(word).expanduser() for word in self.ssd]
+
+    @property
+    def drives_to_leave(self) -> list[Path]:
+        """Directories of ``--leave-ssd``."""
+        return [Path(word).expanduser() for word in self.leave_ssd]
+
+    @property
+    def stores(self) -> list[Path]:
+        """The run's folder in each directory where it may be."""
+        return [path / self.store_name for path in [*self.drives, *self.drives_to_leave] or [self.output_directory]]
 
     @property
     def store_name(self) -> str:

@@ -2,12 +2,11 @@
 
 import json
 
-from cli.job.machine import sequence_length, trainable_parameters
-from cli.job.strategy import cluster_of
+from cli.job.machine import sequence_length
+from cli.job.strategy import cluster_of, workload_of
 from cli.options.option import naming
 from cli.options.settings import Settings
 from common.errors import UserError
-from common.models.meta_model import build_meta_model
 from common.models.presets import load_config
 from common.units import format_bytes, format_count, format_seconds
 from fcdp.planner import Cluster, Estimate, StrategyPlan, Workload, bytes_per_node, plan
@@ -46,20 +45,8 @@ def _workload(settings: Settings, batch_size: int | None, cluster: Cluster) -> W
             f"--batch-size {batch} is not a multiple of {at_once}: {micro_batch} at once on each of "
             f"{cluster.levels.world_size} ranks. Take {max(1, round(batch / at_once)) * at_once}."
         )
-    seq_len, ratio = sequence_length(settings.seq_len, config, only_planned=True), 1.0
-    if settings.trains_adapters:
-        model = build_meta_model(config)
-        parameters = sum(parameter.numel() for parameter in model.parameters())
-        ratio = trainable_parameters(settings, model) / parameters
-    return Workload.of_model(
-        config,
-        seq_len=seq_len,
-        micro_batch=micro_batch,
-        micro_batches=batch // at_once,
-        trainable_ratio=ratio,
-        cache_threshold=settings.device_cache_threshold,
-        router_loss=settings.router_loss,
-    )
+    seq_len = sequence_length(settings.seq_len, config, only_planned=True)
+    return workload_of(settings, seq_len, micro_batch, batch // at_once, dtype_bytes=2)
 
 
 def _node_order(result: StrategyPlan, cluster: Cluster) -> list[int] | None:

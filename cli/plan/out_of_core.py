@@ -7,10 +7,9 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
-from cli.job.machine import ELSEWHERE, device_at_hand, directories_at_hand, precision_of, training_of, with_dtype
-from cli.job.resolve import quiet_transformers
-from cli.options.option import data_sets, naming
-from cli.options.settings import Settings, expand_pattern
+from cli.job.machine import ELSEWHERE, device_at_hand, directories_at_hand, training_of, with_dtype
+from cli.options.option import naming
+from cli.options.settings import Settings
 from cli.plan.described import describe, row, write_plan_page
 from common.data.files import find_files
 from common.errors import UserError
@@ -47,8 +46,7 @@ def planned_steps(settings: Settings, tokens_per_step: int) -> tuple[int, str] |
         return settings.steps, ""
     if not settings.data:
         return None
-    words = [word for names, _ in data_sets(settings.data) for word in names]
-    files: list[Path] = find_files(tuple(path for word in words for path in expand_pattern("--data", word)))
+    files = find_files(tuple(file for files, _ in settings.data_sets for file in files))
     tokens = sum(file.stat().st_size for file in files) / BYTES_PER_TOKEN
     steps = max(1, math.ceil(tokens * (settings.epochs or 1) / tokens_per_step))
     return steps, f", estimated: {format_count(tokens)} tokens in {counted(len(files), 'file')} by their size"
@@ -83,8 +81,6 @@ def run_plan(settings: Settings) -> int:
     """Plan, print the plan, and return the exit status."""
     share = None if settings.nodes is None else Share(settings.nodes, settings.gpus_per_node or 1)
     settings = replace(settings, nodes=None, gpus_per_node=None)  # a rank is planned as a machine, then shared
-    if not settings.debug:
-        quiet_transformers()
     settings = with_dtype(settings, None if settings.drive is None else ELSEWHERE)
     planned_steps(settings, 1)  # what is mistyped comes out before the simulation
     machine = _machine(settings)
@@ -139,7 +135,7 @@ def _machine(settings: Settings) -> Machine:
             settings.ssds or 1,
             host,
             device_bytes=device,
-            state_bytes=precision_of(settings).state_bytes,
+            state_bytes=settings.engine.precision.state_bytes,
         )
     if settings.ssds is not None:
         raise UserError(f"--ssds counts drives of one kind: name it with --drive {' | '.join(drive_names())}.")

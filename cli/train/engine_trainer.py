@@ -2,15 +2,16 @@
 
 import contextlib
 import math
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from cli.job.job import Job
-from cli.job.machine import adapters_of, towers_of, training_of
-from cli.job.resolve import quiet_transformers, resolve
+from cli.job.machine import training_of
+from cli.job.resolve import resolve
 from cli.job.resumed import check_same_run, forget_earlier_run
 from cli.options.settings import Settings
 from cli.report.results import EvaluationResult, IoCounts, MemoryUse, RunTotals, StepResult
@@ -19,13 +20,14 @@ from cli.train.interrupts import Interrupts, Stopped
 from cli.train.loop import RunResult, Trainer, evaluate, train
 from cli.train.objectives import ObjectiveLoop, Ranks, ReferencePass, objective_of
 from common.activity import activity
+from common.communication import all_gather_object
 from common.data import Batches
 from common.data.images import ImageBatches
 from common.errors import UserError
 from common.store import DirectoryLock
 from common.units import format_bytes
-from fuyou import Engine, NonFiniteLoss, StepReport
-from fuyou.config import OPTION_NAMES
+from fcdp.strategy.topology import Topology
+from fuyou import Engine, NonFiniteLoss
 from fuyou.layout.share import Share
 from fuyou.planner import PlannerContext, profile_or_measure
 from fuyou.runtime.device import memory_limits, open_device
@@ -35,28 +37,39 @@ PROFILED_PARAMETERS, PROFILED_STEPS = 100_000_000, 20  # Size of runs that are w
 PROFILED_HOST_BYTES = 4 << 30  # Host memory from which on the measurement itself is sure to fit
 
 
+def sum_over_ranks(values: Sequence[float]) -> list[float]:
+    """Return the sums of what all ranks give, place by place, added in the order of the ranks."""
+    return [sum(each) for each in zip(*all_gather_object(list(values)), strict=True)]
+
+
 class EngineTrainer(Trainer):
-    """An engine trainer trains on one machine, out of core.
+    """An engine trainer trains out of core: alone, or as a rank that takes its part of every batch.
 
     Args:
         job: the run.
         engine: the engine, open.
-        is_rank0: whether this process writes the trace.
-        ranks: that share batches, of which this is one.
-        writes_files: whether this process writes files that its node needs to continue.
+        topology: the ranks, of which this is one and reports for its node; None: it is alone.
+        stopping: returns whether a signal has come that ends the run after this step.
     """
 
     model: Engine
 
     def __init__(
-        self, job: Job, engine: Engine, is_rank0: bool = True, ranks: Ranks | None = None, writes_files: bool = True
+        self,
+        job: Job,
+        engine: Engine,
+        topology: Topology | None = None,
+        stopping: Callable[[], bool] = lambda: False,
     ) -> None:
         self.model = engine
-        self.is_resumed = job.settings.resume
+        self.is_resumed = engine.step_count > 0 if topology else job.settings.resume
         self.plan = asdict(engine.memory_plan)
-        self.location = ("store", ", ".join(str(path / job.run_name) for path in job.ssd))
-        self._ranks, self._writes_files = ranks or Ranks(), writes_files
-        self._job, self._writes_trace = job, is_rank0 and job.settings.trace is not None
+        everywhere = " on every node" if topology else ""
+        self.location = ("store", ", ".join(str(path / job.run_name) for path in job.ssd) + everywhere)
+        self._topology, self._stopping = topology, stopping
+        self._ranks = Ranks(topology.rank, topology.world_size, sum_over_ranks) if topology else Ranks()
+        self._node_ranks = topology.ranks_per_node if topology else 1
+        self._job, self._writes_trace = job, self._ranks.rank == 0 and job.settings.trace is not None
         objective = objective_of(job.settings)
         self._objective = None if objective is None else ObjectiveLoop(objective, engine, self._ranks)
         if job.settings.traits.compares and not job.settings.dropout:
@@ -72,13 +85,11 @@ class EngineTrainer(Trainer):
     def prepare(self) -> None:
         """Compute what training needs before its first step, if that is not there."""
         if self._job.settings.traits.needs_reference:
-            ReferencePass(self.model, self._ranks, self._writes_files).attach_all(self._job)
+            writes = self._topology is None or self._topology.local_rank == 0
+            ReferencePass(self.model, self._ranks, writes).attach_all(self._job)
 
     def train_step(self, batch: dict[str, torch.Tensor], lr: float) -> StepResult:
         """Take a step; its updates and its commit may continue while the next one runs."""
-        return self._step_result(self._step(batch, lr))
-
-    def _step(self, batch: dict[str, torch.Tensor], lr: float) -> StepReport:
         self.model.lr = lr
         self._watched = {}
         if self._objective is None:
@@ -88,7 +99,19 @@ class EngineTrainer(Trainer):
             self.model.backward(loss)
         watched = {name: value for name, value in self._watched.items() if math.isfinite(value)}
         self.model.user_state[_STEP] = {"lr": lr, "watched": watched}
-        return self.model.step()
+        report = self.model.step()
+        return StepResult(
+            loss=report.loss,
+            watched=self._watched,
+            grad_norm=report.grad_norm,
+            skipped=report.skipped,
+            clipped=report.clipped,
+            updated_again=report.updated_again,
+            aux_loss=report.aux_loss,
+            sent_bytes=report.planned_sent_bytes * self._node_ranks if self._topology else None,
+            busy_seconds=report.bound_seconds,
+            busy_intervals=report.busy_intervals,
+        )
 
     def _loss_of(self, batch: dict[str, torch.Tensor]) -> float:
         return self.model.eval_loss(**self._part(batch), router_loss=False)
@@ -109,19 +132,16 @@ class EngineTrainer(Trainer):
             return None
         return StepResult(**report, watched=noted["watched"]), noted["lr"]
 
-    def _step_result(self, report: StepReport, sent_bytes: float | None = None) -> StepResult:
-        return StepResult(
-            loss=report.loss,
-            watched=self._watched,
-            grad_norm=report.grad_norm,
-            skipped=report.skipped,
-            clipped=report.clipped,
-            updated_again=report.updated_again,
-            aux_loss=report.aux_loss,
-            sent_bytes=sent_bytes,
-            busy_seconds=report.bound_seconds,
-            busy_intervals=report.busy_intervals,
-        )
+    def can_continue_after(self, error: Exception) -> bool:
+        """Return whether to print how to continue."""
+        return not isinstance(error, UserError)
+
+    def stop_requested(self) -> bool:
+        if self._topology is None:
+            return False
+        stopping = torch.tensor([float(self._stopping())])
+        dist.all_reduce(stopping)
+        return bool(stopping > 0)
 
     def wait_for_writes(self) -> None:
         self.model.flush()
@@ -148,24 +168,33 @@ class EngineTrainer(Trainer):
             self.model.write_trace(self._job.settings.trace.expanduser())
 
     def io_counts(self) -> IoCounts:
-        return IoCounts(*self.model.io_bytes(), *self.model.planned_io_bytes())
+        """Return the bytes that this node has moved: its ranks move alike."""
+        moved = (*self.model.io_bytes(), *self.model.planned_io_bytes())
+        return IoCounts(*(nbytes * self._node_ranks for nbytes in moved))
 
     def memory(self) -> MemoryUse:
-        engine = self.model
-        return MemoryUse(engine.device_peak_bytes, engine.host_memory_in_use(), _disk_usage(self._job))
+        """Return the memory in use: the ranks of a node take alike."""
+        engine, on_drives = self.model, 0 if self._topology else _disk_usage(self._job)
+        return MemoryUse(engine.device_peak_bytes, engine.host_memory_in_use() * self._node_ranks, on_drives)
 
     def totals(self) -> RunTotals:
+        """Return what the run took, on the first node if there are several. Collective."""
         engine = self.model
         (read, written), (read_before, written_before) = self._io_end, self._io_start
         planned = (now - before for now, before in zip(engine.planned_io_bytes(), self._planned_start, strict=True))
+        sizes = [read - read_before, written - written_before, *planned, engine.host_peak_bytes]
+        sizes += [engine.host_baseline_bytes, engine.created_bytes]
+        if self._topology:
+            sizes = [sum(each) for each in zip(*all_gather_object(sizes)[: self._node_ranks], strict=True)]
+        *io, host, baseline, created = sizes
         return RunTotals(
             parameters=engine.parameters,
             trainable_parameters=engine.trainable_parameters,
-            memory=MemoryUse(engine.device_peak_bytes, engine.host_peak_bytes),
-            host_baseline_bytes=engine.host_baseline_bytes,
-            io=IoCounts(read - read_before, written - written_before, *planned),
+            memory=MemoryUse(engine.device_peak_bytes, host),
+            host_baseline_bytes=baseline,
+            io=IoCounts(*io),
             evaluation_io=self._evaluation_io,
-            created_bytes=engine.created_bytes,
+            created_bytes=created,
             clip_by=engine.clip_by and engine.clip_by.value,
             way=engine.io,
         )
@@ -173,19 +202,12 @@ class EngineTrainer(Trainer):
 
 def engine_options(job: Job) -> dict[str, Any]:
     """Return the arguments of the engine that are the same whether one rank trains or several."""
-    settings, towers = job.settings, towers_of(job.settings)
     images = isinstance(job.batches, ImageBatches) or isinstance(job.held_out, ImageBatches)
-    names = OPTION_NAMES - {"ssd", "leave_ssd", "resume", "overwrite"}
-    return settings.named(names) | {
-        "model": settings.model if job.checkpoint is None else job.checkpoint,
+    return job.settings.engine_options | {
+        "model": job.settings.model if job.checkpoint is None else job.checkpoint,
         "packed": job.batches.packed,
-        "adapters": adapters_of(settings),
         "images": images,
-        "padded": images or settings.traits.classifies,
-        "freeze_vision_tower": towers.freeze_vision_tower,
-        "freeze_multi_modal_projector": towers.freeze_multi_modal_projector,
-        "token_outputs": settings.traits.outputs,
-        "automatic": True,
+        "padded": images or job.settings.traits.classifies,
     }
 
 
@@ -225,24 +247,8 @@ def _disk_usage(job: Job) -> int:
     return nbytes
 
 
-@dataclass
-class SingleProcess:
-    """A process that trains alone, and that signals interrupt."""
-
-    interrupts: Interrupts
-    is_rank0: bool = True
-    world_size: int = 1
-    restarted: bool = False
-
-    def enter(self, where: str) -> None:
-        """Raise KeyboardInterrupt if a signal came whose exception was lost."""
-        self.interrupts.check()
-
-
 def finetune(settings: Settings, interrupts: Interrupts) -> RunResult:
     """Prepare, train, export and report."""
-    if not settings.debug:
-        quiet_transformers()
     with activity("preparing the run: model, memory, data", announced=True):
         job = resolve(settings)
     print(job.header(), flush=True)
@@ -256,7 +262,7 @@ def finetune(settings: Settings, interrupts: Interrupts) -> RunResult:
             engine = Engine(
                 **engine_options(job),
                 ssd=list(job.ssd),
-                leave_ssd=[Path(word).expanduser() for word in settings.leave_ssd],
+                leave_ssd=settings.drives_to_leave,
                 device=job.device,
                 run_name=job.run_name,
                 resume=settings.resume,
@@ -266,7 +272,7 @@ def finetune(settings: Settings, interrupts: Interrupts) -> RunResult:
         stack.enter_context(engine)
         try:
             check_same_run(job, engine)
-            result = train(job, EngineTrainer(job, engine), SingleProcess(interrupts))
+            result = train(job, EngineTrainer(job, engine), interrupts)
             assert result is not None
             if settings.sample is not None and result.is_saved:
                 engine.close()  # its memory is the sample's now

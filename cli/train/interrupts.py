@@ -33,11 +33,13 @@ class Interrupts:
     """Interrupts is a context in which the first signal that ends a run raises KeyboardInterrupt, and only that one.
 
     So nobody who presses Ctrl-C twice cuts short what puts the run in order. An exception that a signal raises can get
-    lost (in a destructor, in a library's callback); :meth:`check` raises it again.
+    lost (in a destructor, in a library's callback); :meth:`enter` raises it again.
 
     Args:
         ends_process: whether the process ends with the context: then no signal is heard after it.
     """
+
+    is_rank0, world_size, restarted = True, 1, False  # As the loop sees a process that trains alone
 
     def __init__(self, ends_process: bool = False) -> None:
         self._ends_process, self._is_done = ends_process, False
@@ -47,10 +49,14 @@ class Interrupts:
         self._before: dict[signal.Signals, Any] = {}
         self._deadline: threading.Timer | None = None
 
-    def check(self) -> None:
-        """Raise KeyboardInterrupt if a signal came."""
+    def enter(self, where: str) -> None:
+        """Raise KeyboardInterrupt if a signal came; the loop calls this at each stage of a run."""
         if self._received is not None:
             raise KeyboardInterrupt
+
+    def agree(self, wish: bool) -> bool:
+        """Return the wish: no other rank has one."""
+        return wish
 
     def finish(self) -> None:
         """Hear no more signals: all is done, and what is left to do is quick."""

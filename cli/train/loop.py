@@ -93,10 +93,6 @@ class Trainer(Protocol):
         """Return whether any rank wants to stop after this step; the same on all ranks."""
         return False
 
-    def agree(self, wish: bool) -> bool:
-        """Return whether any rank wishes something; collective."""
-        return wish
-
     def finish(self) -> None:
         """Commit the last step of all, and write what is to be seen of it."""
         self.commit()
@@ -111,6 +107,9 @@ class Process(Protocol):
 
     def enter(self, where: str) -> None:
         """Note how far the run has come, for messages; raise KeyboardInterrupt if it was interrupted."""
+
+    def agree(self, wish: bool) -> bool:
+        """Return whether any rank wishes something; collective."""
 
 
 @dataclass(frozen=True)
@@ -298,7 +297,7 @@ class AfterStep:
         if settings.max_hours is None or step == self._job.steps:
             return False
         late = time.time() - settings.started_at + seconds > settings.max_hours * 3600
-        self.time_is_up = self._trainer.agree(late)
+        self.time_is_up = self._process.agree(late)
         if self.time_is_up:
             self.last_words = (
                 f"ended after step {step:,} of {self._job.steps:,}, which is committed: another one would go "
@@ -351,7 +350,7 @@ class AfterStep:
         if lacks:
             with contextlib.suppress(OSError, ValueError):
                 lacks = not is_there()
-        return self._trainer.agree(lacks)
+        return self._process.agree(lacks)
 
     def _write(self, name: str, evaluation: dict[str, float] | None = None) -> None:
         path, partial, is_rank0 = self._folder / name, self._folder / f"{name}.partial", self._process.is_rank0

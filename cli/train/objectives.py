@@ -22,7 +22,7 @@ from common.data.rows import PADDING
 from common.errors import UserError
 from common.files import file_when_complete
 from fuyou import Engine
-from fuyou.objectives.losses import BatchNumbers, Learned, Mean, Objective, SumOverRanks, alone, row_sums
+from fuyou.objectives.losses import BatchNumbers, Mean, Objective, SumOverRanks, alone, row_sums
 
 Batch = dict[str, torch.Tensor]
 
@@ -74,7 +74,8 @@ class ObjectiveLoop:
             batch: of all ranks.
             items: in it.
         """
-        learned, aux = self._learn(self._ranks.part(batch, items)[0])
+        numbers, aux = self._numbers(self._ranks.part(batch, items)[0])
+        learned = self._objective.learn(numbers)
         return learned.loss + aux, _values(self._joined(learned.watched))
 
     @torch.no_grad()
@@ -98,11 +99,6 @@ class ObjectiveLoop:
         (loss,) = self._ranks.sum([float(learned.loss)])
         rate = computed / (time.perf_counter() - start_time)
         return EvaluationResult(loss, targets, rate, _values(self._joined(learned.watched)))
-
-    def _learn(self, batch: Batch) -> tuple[Learned, torch.Tensor]:
-        """Return what a batch of this rank gives, and its share of the router loss."""
-        numbers, aux_loss = self._numbers(batch)
-        return self._objective.learn(numbers), aux_loss
 
     def _numbers(self, batch: Batch) -> tuple[BatchNumbers, torch.Tensor]:
         """Return what the loss of a batch of this rank is made of, and its share of the router loss."""

@@ -7,22 +7,18 @@ from collections.abc import Collection
 import torch
 
 from cli.job.job import Job
-from cli.job.machine import adapters_of, towers_of, trainable_parameters
 from cli.job.resumed import check_same_run
-from cli.job.strategy import DEFAULT, PROFILE, choose_strategy, has_profile, measure_cluster
+from cli.job.strategy import DEFAULT, PROFILE, choose_strategy, has_profile, measure_cluster, workload_of
 from cli.options.settings import COMMITS, Settings
 from cli.report.results import EvaluationResult, MemoryUse, RunTotals, StepResult
 from cli.train import loop
 from cli.train.loop import evaluate
 from cli.train.ranks.process import RankProcess
-from common.communication import all_gather_object, broadcast_from_rank0
+from common.communication import broadcast_from_rank0
 from common.data import Batches
 from common.errors import FinetuneError
-from common.models.meta_model import build_meta_model
-from common.models.presets import load_config
-from common.units import format_bytes, format_seconds, parse_bytes
+from common.units import format_bytes, format_seconds
 from fcdp.checkpoint.commits import ShardedCheckpoints
-from fcdp.planner import Workload
 from fcdp.strategy.strategy import AUTO
 from fcdp.strategy.topology import Topology
 from fcdp.trainer import Trainer, TrainerConfig
@@ -66,9 +62,6 @@ class InMemoryTrainer(loop.Trainer):
     def evaluate(self, batches: Batches) -> EvaluationResult:
         return evaluate(batches, self._job.settings.batch_size, self._trainer.eval_loss)
 
-    def agree(self, wish: bool) -> bool:
-        return any(all_gather_object(wish))
-
     def stop_requested(self) -> bool:
         return self._stop_requested
 
@@ -97,14 +90,15 @@ def _open_trainer(job: Job, topology: Topology, launches: Collection[str]) -> Tr
     settings = job.settings
     directory = job.output / COMMITS
     names = {field.name for field in dataclasses.fields(TrainerConfig)} - {"strategy"}
-    cache = None if settings.host_cache is None else parse_bytes(settings.host_cache) // topology.ranks_per_node
+    cache = settings.engine.host_cache
     config = TrainerConfig(
         **settings.named(names),
         strategy=_strategy(job, topology, launches),
-        host_cache_bytes=cache,
-        towers=towers_of(settings),
+        host_cache_bytes=None if cache is None else cache // topology.ranks_per_node,
+        towers=settings.engine.towers,
     )
-    trainer = Trainer(job.checkpoint or settings.model, topology, config, directory, adapters_of(settings))
+    adapters = settings.engine.adapters if settings.adapter is None else settings.adapter.expanduser()
+    trainer = Trainer(job.checkpoint or settings.model, topology, config, directory, adapters)
     if broadcast_from_rank0(lambda: _is_continued(settings, ShardedCheckpoints(directory), launches)):
         trainer.resume()
     else:
@@ -148,20 +142,7 @@ def _micro_batches(settings: Settings, topology: Topology) -> tuple[int, int]:
 
 def _choose(job: Job, settings: Settings, topology: Topology) -> str:
     micro_batch, micro_batches = _micro_batches(settings, topology)
-    config, _ = load_config(settings.model)
-    model = build_meta_model(config)
-    whole = sum(parameter.numel() for parameter in model.parameters())
-    trained = trainable_parameters(settings, model) if settings.trains_adapters else whole
-    workload = Workload.of_model(
-        config,
-        seq_len=job.seq_len,
-        micro_batch=micro_batch,
-        micro_batches=micro_batches,
-        trainable_ratio=min(1.0, trained / whole),
-        dtype_bytes=DTYPES[settings.dtype].itemsize,
-        cache_threshold=settings.device_cache_threshold,
-        router_loss=settings.router_loss,
-    )
+    workload = workload_of(settings, job.seq_len, micro_batch, micro_batches, DTYPES[settings.dtype].itemsize)
     choice = choose_strategy(settings, workload, topology.levels)
     seconds, sent = format_seconds(choice.step_seconds), format_bytes(choice.inter_node_bytes)
     print(f"strategy {choice.name}; the planner expects {seconds} and {sent} across nodes per step", flush=True)

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 import common
-from cli.job.machine import adapter_digest
+from cli.job.resumed import adapter_digest
 from cli.options.settings import Settings
 from cli.train.ranks.process import RankProcess
 from common.communication import all_gather_object
@@ -30,6 +30,7 @@ from fcdp.planner import load_cluster
 from fcdp.planner.cluster import group_of, groups_across_leaves, node_order, nodes_per_switch
 from fcdp.strategy.mesh import Levels
 from fcdp.strategy.strategy import AUTO, parse_strategy
+from fcdp.strategy.topology import Topology
 
 
 @dataclass(frozen=True)
@@ -214,8 +215,10 @@ def device_of(settings: Settings, local_rank: int) -> torch.device:
     return torch.device("cuda", local_rank)
 
 
-def meet(settings: Settings, rank: RankProcess, device: torch.device) -> tuple[dist.Store, Placement | None]:
-    """Return a store for this start of the run alone, and how nodes are numbered by leaf switches. Collective."""
+def meet(settings: Settings, rank: RankProcess) -> tuple[dist.Store, Placement | None, Topology]:
+    """Return a store for this start of the run alone, how nodes are numbered by leaf switches, and the topology.
+    Collective."""
+    device = device_of(settings, int(os.environ["LOCAL_RANK"]))
     timeout = timedelta(seconds=settings.node_timeout)
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     is_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun's agent has a store for all starts
@@ -241,4 +244,6 @@ def meet(settings: Settings, rank: RankProcess, device: torch.device) -> tuple[d
         world_size=rank.world_size,
         timeout=timeout,
     )
-    return store, placement
+    levels = None if settings.levels is None else Levels.parse(settings.levels)
+    switch = None if placement is None else placement.nodes_per_switch
+    return store, placement, Topology.from_environment(device=device, levels=levels, nodes_per_switch=switch)

@@ -73,6 +73,12 @@ class RankProcess:
         """Note how far the run has come, for messages."""
         self._where = where
 
+    def agree(self, wish: bool) -> bool:
+        """Return whether any rank wishes something; collective."""
+        from common.communication import all_gather_object  # which imports PyTorch
+
+        return any(all_gather_object(wish))
+
     def listen(self, store: Any) -> None:
         """End this process, whose main thread may wait in a collective, when another rank announces an ending."""
         self._store = store

@@ -8,40 +8,32 @@ import torch.distributed as dist
 
 from cli.job.job import Job
 from cli.job.machine import with_dtype_of_all
-from cli.job.resolve import check_start, quiet_transformers, resolve
+from cli.job.resolve import check_start, resolve
 from cli.job.resumed import decided, forget_earlier_run
 from cli.options.settings import Settings
 from cli.train.loop import train
 from cli.train.ranks.in_memory import InMemoryTrainer
-from cli.train.ranks.meeting import check_same_command, check_shared, device_of, meet
-from cli.train.ranks.out_of_core import RankEngineTrainer
+from cli.train.ranks.meeting import check_same_command, check_shared, meet
+from cli.train.ranks.out_of_core import open_trainer
 from cli.train.ranks.process import LAUNCH, RankProcess
 from common.activity import activity
-from fcdp.strategy.mesh import Levels
-from fcdp.strategy.topology import Topology
 
 
 def train_rank(settings: Settings, rank: RankProcess) -> None:
     """Do the whole run, as this rank's part of it."""
-    if not settings.debug:
-        quiet_transformers()
     settings = dataclasses.replace(decided(settings), gpus_per_node=int(os.environ["LOCAL_WORLD_SIZE"]))
     if LAUNCH not in os.environ and not rank.restarted:  # our launcher has checked this
         check_start(settings, int(os.environ["LOCAL_WORLD_SIZE"]))
-    device = device_of(settings, int(os.environ["LOCAL_RANK"]))
-    store, placement = meet(settings, rank, device)
-    levels = None if settings.levels is None else Levels.parse(settings.levels)
-    switch = None if placement is None else placement.nodes_per_switch
-    topology = Topology.from_environment(device=device, levels=levels, nodes_per_switch=switch)
+    store, placement, topology = meet(settings, rank)
     launches = check_same_command(settings, rank)
-    settings = with_dtype_of_all(settings, str(device), rank.restarted)
+    settings = with_dtype_of_all(settings, str(topology.device), rank.restarted)
     job = _prepare(settings, rank, store)
     if placement is not None and rank.is_rank0 and not rank.restarted:
         print(f"nodes    {placement}", flush=True)
     check_shared(job.output)
-    trainer_class = RankEngineTrainer if settings.ssd else InMemoryTrainer
+    open_ = open_trainer if settings.ssd else InMemoryTrainer
     with activity("reading the weights, on every rank", announced=rank.is_rank0):
-        trainer = trainer_class(job, topology, rank, launches)
+        trainer = open_(job, topology, rank, launches)
     try:
         train(job, trainer, rank)
     except Exception as error:  # leaves the trainer open: its threads may wait for ranks that will never answer

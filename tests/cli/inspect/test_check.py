@@ -9,19 +9,25 @@ import pytest
 from cli.inspect.check import DriveFound, Finding, GpuFound, MachineFound, find_trouble
 from common.hardware.drives import Drive, drive_of
 from common.hardware.machine import Gpu
+from fuyou.planner.profiling.measure import DriveRates
 from tests.cli.conftest import Finetune
 
 MACHINE = MachineFound(16, 16, 64 << 30, 64 << 30, 50 << 30, True, 2, "performance", False, "13.0", None)
 GPU = GpuFound(Gpu(0, "GPU-x", "NVIDIA GeForce RTX 4090", 24 << 30, "0000:01:00.0", 0), 1 << 30, 4, 16, 16, (13, 1))
 LINK = "16.0 GT/s PCIe x4"
+RATES = DriveRates(7.1e9, 2e9, 6.5e9, 64 << 30, 3e9, 0.003)
 DRIVE = DriveFound(
     Drive(Path("/mnt/nvme0"), "ext4", "nvme0n1", "Samsung SSD 990 PRO 2TB", False, LINK, LINK, 0),
-    7, 2 * 10**12, 10**12, True, 7.1e9, 2e9, 6.5e9, 64 << 30, 0.003,
+    7, 2 * 10**12, 10**12, True, RATES,
 )  # fmt: skip
 
 
 def on(drive: DriveFound, **changes: object) -> DriveFound:
     return replace(drive, drive=replace(drive.drive, **changes))  # type: ignore[arg-type]
+
+
+def at_rates(**changes: float) -> DriveFound:
+    return replace(DRIVE, rates=replace(RATES, **changes))  # type: ignore[arg-type]
 
 
 def trouble(
@@ -49,7 +55,7 @@ def test_a_good_machine_is_left_alone() -> None:
     (trouble(drives=(replace(DRIVE, direct=False),)), False, "no direct I/O", "xfs"),
     (trouble(drives=(on(DRIVE, link="8.0 GT/s PCIe x4"),)), False, "runs at 8.0 GT/s PCIe x4 and could", "slot"),
     (trouble(drives=(on(DRIVE, numa_node=1),)), False, "at NUMA node 1 and the GPU at 0", "Move"),
-    (trouble(drives=(replace(DRIVE, read=2e9),)), False, "reads 2 GB/s here, and its maker says 7.45", "busy"),
+    (trouble(drives=(at_rates(read=2e9),)), False, "reads 2 GB/s here, and its maker says 7.45", "busy"),
     (trouble(drives=(on(DRIVE, model="Samsung SSD 970 EVO Plus 2TB"),)), False, "slows to 1.", "--drive"),
     (trouble(drives=(DRIVE, on(DRIVE, directory=Path("/mnt/b")))), False, "/mnt/nvme0 and /mnt/b are on one", "per"),
     (trouble(store=2 * 10**12), True, "gpt3-13b takes 1.82 TiB on the drives, and 931 GiB", "more or larger drives"),
@@ -128,5 +134,5 @@ def test_a_drive_that_cannot_be_written_is_a_finding(
 @pytest.mark.parametrize("model", [None, "QEMU HARDDISK", "Virtual disk", "PersistentDisk"])
 def test_a_virtual_drive_is_no_hard_disk_however_fast_it_is_today(model: str | None) -> None:
     for read in (1e8, 5e9):
-        drive = replace(on(DRIVE, is_rotational=True, model=model), read=read)
+        drive = on(at_rates(read=read), is_rotational=True, model=model)
         assert not [problem for problem in trouble(drives=(drive,)) if "hard disk" in problem.what]

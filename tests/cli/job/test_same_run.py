@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from transformers import LlamaConfig
 
 from cli.job.job import Job
 from cli.job.resolve import _check_space
@@ -22,8 +23,9 @@ def job(**changes: Any) -> Job:
     settings = Settings(model="m", batch_size=4, dtype="bf16", **given)
     rate = LearningRate(settings.schedule, 1.0, 2, changes.pop("total", 10))
     made = Job(
-        settings, "LlamaForCausalLM", 100, 10**6, None, None, Path("out"), (Path("ssd"),), "store", 16,
-        RandomBatches(100, 16, 4), "abc", rate,
+        settings=settings, config=LlamaConfig(), architecture="LlamaForCausalLM", vocab_size=100, parameters=10**6,
+        checkpoint=None, gpu=None, output=Path("out"), ssd=(Path("ssd"),), run_name="store", seq_len=16,
+        batches=RandomBatches(100, 16, 4), data_key="abc", learning_rate=rate,
     )  # fmt: skip
     return replace(made, **changes)
 

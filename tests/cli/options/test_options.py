@@ -11,7 +11,6 @@ import click
 import pytest
 
 from cli.main import main
-from cli.options.__main__ import options_page
 from cli.options.all_options import AllOptions
 from cli.options.command import COMMANDS, MOST_USED, Finetune, repeat_option
 from cli.options.schedule import Warmup
@@ -19,6 +18,7 @@ from cli.options.settings import Settings, expand_pattern
 from common.errors import UserError
 from common.options import option_fields, spelled
 from fuyou.config import OPTION_NAMES
+from scripts.options_page import options_page
 
 ROOT = Path(__file__).parents[3]
 
@@ -149,7 +149,7 @@ def test_every_field_of_a_group_is_an_option_with_a_help() -> None:
 
 def test_the_page_of_all_options_is_up_to_date() -> None:
     page = (ROOT / "docs" / "options.md").read_text()
-    assert page == options_page(), "run python -m cli.options > docs/options.md"
+    assert page == options_page(), "run python scripts/options_page.py > docs/options.md"
 
 
 def test_the_settings_of_a_command_line(tmp_path: Path) -> None:

@@ -1,6 +1,11 @@
-"""Print docs/options.md, the page of all options: ``python -m cli.options > docs/options.md``."""
+"""Print docs/options.md, the page of all options: ``python scripts/options_page.py > docs/options.md``."""
+
+import sys
+from pathlib import Path
 
 import click
+
+sys.path.insert(1, str(Path(__file__).resolve().parents[1]))  # not installed: run from a checkout
 
 from cli.options.all_options import HEADINGS
 from cli.options.command import COMMANDS, Finetune
@@ -10,10 +15,10 @@ from common.options import Command
 INTRODUCTION = """# Options
 
 The same as `finetune COMMAND --help`. Without a command, `finetune` trains. In a file for `--config`, write an option
-without its dashes (`batch-size = 4`), in a table named after its group or in none; each run writes such a file,
+without its dashes (`batch-size = 4`), in a table named after its group or in none; each run writes
 `<output>/run/config.toml`. This page is generated: change
 [`cli/options/all_options.py`](../cli/options/all_options.py) or
-[`fuyou/option_groups.py`](../fuyou/option_groups.py), then run `python -m cli.options > docs/options.md`.
+[`fuyou/option_groups.py`](../fuyou/option_groups.py), then run `python scripts/options_page.py > docs/options.md`.
 """
 
 
