@@ -4,16 +4,18 @@ import contextlib
 import copy
 import math
 import sys
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from cli.options.option import naming
 from cli.options.settings import COMMITS, Settings
 from common.errors import FinetuneError, UserError
 from common.hardware.machine import pick_gpu, torch_name
+from common.models.adapters.adapters import Adapters
 from common.models.checkpoint.random_source import classifier_config
 from common.models.presets import load_config
 from common.models.task_type import task_type_of
@@ -133,16 +135,21 @@ def with_dtype_of_all(settings: Settings, device: str, restarted: bool) -> Setti
 
 
 def _stored(settings: Settings) -> str | None:
-    if settings.nodes is not None and not settings.ssd:
-        from fcdp.checkpoint.commits import ShardedCheckpoints
+    if settings.nodes is None or settings.ssd:
+        return stored_dtype(settings.stores)
+    saved = (newest_commit(settings) or {}).get("--dtype")
+    return saved if isinstance(saved, str) else None
 
-        commits = ShardedCheckpoints(settings.output_directory / COMMITS)
-        with contextlib.suppress(FinetuneError, OSError):  # the one that opens it says what is wrong
-            newest = commits.newest()
-            saved: Any = None if newest is None else commits.describe(newest).get("--dtype")
-            return saved if isinstance(saved, str) else None
-        return None
-    return stored_dtype(settings.stores)
+
+def newest_commit(settings: Settings) -> Mapping[str, Any] | None:
+    """Return the newest commit of several ranks in memory; None without any, empty if it is damaged."""
+    from fcdp.checkpoint.commits import ShardedCheckpoints
+
+    commits = ShardedCheckpoints(settings.output_directory / COMMITS)
+    with contextlib.suppress(FinetuneError, OSError):  # the one that opens it says what is wrong
+        newest = commits.newest()
+        return None if newest is None else commits.describe(newest)
+    return {}
 
 
 def _device_at_hand(gpu: str) -> str:
@@ -152,17 +159,8 @@ def _device_at_hand(gpu: str) -> str:
         return ELSEWHERE
 
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-ADAPTER_CONFIG = "adapter_config.json"
-"""Name of the adapters' file: ``common.models.adapters.adapters`` has it, too, and takes long to import."""
-
-
-def trainable_parameters(settings: Settings, model: "PreTrainedModel") -> int:
+def trainable_parameters(settings: Settings, model: PreTrainedModel) -> int:
     """Count the numbers that are trained once ``model`` has its adapters. It is on the meta device, and is changed."""
-    from common.models.adapters.adapters import Adapters
-
     engine, config = settings.engine, copy.deepcopy(settings.engine.adapters)
     assert config is not None
     engine.towers.without_adapters(config, model)

@@ -15,7 +15,6 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from cli.job.data import DataSource, chat_template_named, class_names, tokenizer_of, write_chat_template
 from cli.job.job import Job, QuantizedStore, Setup
 from cli.job.machine import (
-    ADAPTER_CONFIG,
     REWARD,
     planned_config,
     sequence_length,
@@ -33,6 +32,7 @@ from common.data.files import find_files
 from common.errors import UserError, on_one_line
 from common.hardware.machine import pick_gpu
 from common.hub import is_hub_name
+from common.models.adapters.options import CONFIG
 from common.models.checkpoint.compressed.detection import method_of
 from common.models.checkpoint.random_source import classifier_config, write_with_new_head
 from common.models.checkpoint.sources import CheckpointSource
@@ -234,7 +234,7 @@ def _directories(settings: Settings, checkpoint: Path | None) -> tuple[tuple[Pat
             if file.expanduser().is_dir():
                 raise UserError(f"{option} {file} is a directory: give the file to write.")
             _make_directory(option, file.expanduser().absolute().parent)
-    result, what = (ADAPTER_CONFIG, "adapters") if settings.trains_adapters else ("config.json", "a checkpoint")
+    result, what = (CONFIG, "adapters") if settings.trains_adapters else ("config.json", "a checkpoint")
     if settings.save and (output / result).exists() and not (settings.resume or settings.overwrite):
         raise UserError(
             f"{output} holds {what} already: give another --output, or add --overwrite to replace it "

@@ -1,6 +1,5 @@
 """A run that is continued: whether there is one, and whether it is the same run."""
 
-import contextlib
 import hashlib
 import json
 from collections.abc import Callable, Collection, Mapping
@@ -9,9 +8,10 @@ from datetime import date
 from typing import Any, Protocol
 
 from cli.job.job import TEMPLATE_DATE, Job
+from cli.job.machine import newest_commit
 from cli.options.command import parse_command_line
 from cli.options.config_file import options_in_files
-from cli.options.settings import COMMITS, CONFIG, RUN, Settings
+from cli.options.settings import CONFIG, RUN, Settings
 from common.errors import FinetuneError, UserError
 from common.models.adapters.options import SavedAdapter, load_peft_config
 from common.options import declaration_of, option_fields, spelled
@@ -59,13 +59,7 @@ def committed(settings: Settings) -> Mapping[str, Any] | None:
     Of several ranks out of core, that of one of this node's.
     """
     if settings.nodes is not None and not settings.ssd:
-        from fcdp.checkpoint.commits import ShardedCheckpoints
-
-        commits = ShardedCheckpoints(settings.output_directory / COMMITS)
-        with contextlib.suppress(FinetuneError, OSError):  # the one that opens it says what is wrong
-            newest = commits.newest()
-            return None if newest is None else commits.describe(newest)
-        return {}
+        return newest_commit(settings)
     for place in run_places(settings.stores):
         try:
             content = load_manifest(place)

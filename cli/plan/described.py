@@ -10,7 +10,7 @@ from cli.report.drawing import memory_bars, page, section, step_bars, table
 from cli.report.results import RESOURCES
 from common.files import replace_file
 from common.store.errors import described
-from common.units import Interval, format_bytes, format_count, format_seconds
+from common.units import Interval, counted, format_bytes, format_count, format_seconds
 from fuyou.layout.record import Kind
 from fuyou.optimizer.clipping import ClipBy
 from fuyou.planner import Plan, TrainingJob
@@ -80,17 +80,17 @@ def _places(result: Plan) -> list[str]:
     layers = len(job.shape.blocks)
     saved = "sets of kept outputs" if result.memory.batch.chunks == 1 else "rows of keys and values"
     device = [
-        f"{_many(counts.device_blocks, 'block')}, {_many(counts.device_block_gradients, 'gradient')}",
-        _many(counts.device_activations, "block input"),
+        f"{counted(counts.device_blocks, 'block')}, {counted(counts.device_block_gradients, 'gradient')}",
+        counted(counts.device_activations, "block input"),
         counts.device_kept and f"{counts.device_kept:,} {saved}",
         f"{format_bytes(result.memory.workspace_bytes)} to compute in",
     ]
     ring = result.memory.ring_chunks * job.shape.precision.state_nbytes(result.memory.chunk_elements)
     host = [
-        f"{min(counts.host_blocks, layers)} of {layers} blocks, {_many(counts.host_block_gradients, 'gradient')}",
+        f"{min(counts.host_blocks, layers)} of {layers} blocks, {counted(counts.host_block_gradients, 'gradient')}",
         f"{format_bytes(ring)} of optimizer states on their way",
-        result.memory.resident and f"optimizer states of {_many(len(result.memory.resident), 'record')} pinned",
-        counts.host_activations and _many(counts.host_activations, "block input"),
+        result.memory.resident and f"optimizer states of {counted(len(result.memory.resident), 'record')} pinned",
+        counts.host_activations and counted(counts.host_activations, "block input"),
         counts.host_kept and f"{counts.host_kept:,} {saved}",
     ]
     ssd = [
@@ -129,7 +129,7 @@ def _limits(result: Plan) -> list[str]:
     assert result.memory is not None
     job, batch = result.job, result.memory.batch
     of = f"{batch.columns:,} tokens of a row" if batch.chunks > 1 else batch.micro_rows
-    how = [_many(batch.micro_batches, "micro-batch", "es") + f" of {of}"]
+    how = [counted(batch.micro_batches, "micro-batch", "micro-batches") + f" of {of}"]
     how += _pieces(job)
     if job.loss.outputs:
         how.append("the head runs twice, for a loss over log-probabilities")
@@ -197,10 +197,6 @@ def row(label: str, text: str, width: int = _LABEL) -> list[str]:
     return textwrap.wrap(
         text, WIDTH, initial_indent=f"{label:{width}}", subsequent_indent=" " * width, break_on_hyphens=False
     )
-
-
-def _many(count: int, what: str, plural: str = "s") -> str:
-    return f"{count:,} {what}{plural if count != 1 else ''}"
 
 
 def write_plan_page(result: Plan, lines: Sequence[str], path: Path) -> None:

@@ -5,7 +5,6 @@ from pathlib import Path
 from huggingface_hub import ModelCardData
 
 from cli.job.job import Job
-from cli.job.machine import ADAPTER_CONFIG
 from cli.options.option import data_sets
 from cli.options.settings import RUN
 from cli.report.log import METRICS, version_of
@@ -13,6 +12,7 @@ from cli.report.page import read_metrics
 from common.data.files import is_data_set_name
 from common.files import replace_file
 from common.hub import is_hub_name, snapshot_name
+from common.models.adapters.options import CONFIG
 from common.models.task_type import TaskType
 from common.store.errors import described
 from common.units import format_count
@@ -34,7 +34,7 @@ def write_card(job: Job, directory: Path, step: int) -> bool:
     with described("writing", file):
         if file.exists() and _MARK not in file.read_text(errors="replace"):
             return False
-        replace_file(file, model_card(job, (directory / ADAPTER_CONFIG).exists(), step))
+        replace_file(file, model_card(job, (directory / CONFIG).exists(), step))
     return True
 
 
