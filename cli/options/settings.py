@@ -7,7 +7,7 @@ import hashlib
 import json
 import shlex
 import time
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -42,6 +42,11 @@ DEFAULT_PROFILE_MODEL = "gpt3-1.3b"
 RANDOM = "random"
 """What ``--data`` calls random tokens."""
 
+Rule = tuple[bool, str, str]
+"""Whether options may be given, their names, and why not."""
+
+_ALONE = "is for several nodes or ranks: add --nodes N (1 for this machine alone)"
+
 # Options that only some runs have.
 _IN_MEMORY = "strategy device_cache_threshold cluster"
 _OF_NODES = f"{_IN_MEMORY} gpus_per_node rdzv_endpoint node_timeout max_restarts"
@@ -69,111 +74,97 @@ class Settings(AllOptions):
     """When this call began, in seconds since 1970."""
 
     def __post_init__(self) -> None:
-        self._check_data()
-        self._check_saving()
-        self._check_adapters()
+        self._check_pairs()
+        self._apply(self._rules())
         self._check_objective()
         if self.command != "plan":  # which takes any number of devices that are not here
-            self._check_nodes()
+            self._apply(self._rules_of_nodes())
 
-    def _reject(self, names: str, why: str, unless: bool = False) -> None:
-        for field in option_fields(Settings):
-            if not unless and field.name in names.split() and getattr(self, field.name) != field.default:
-                shown = "--drop-long" if field.name == "truncate" else spelled(field.name)
-                raise UserError(f"{shown} {why}.")
+    def check_plan(self) -> None:
+        """Reject options that this kind of plan does not read."""
+        if self.plans_cluster and self.ssd:
+            raise UserError(
+                "--ssd is for a plan of this machine. For several nodes with SSDs, name their hardware: --gpu NAME "
+                "--drive NAME --ssds N --network 25Gbit/s; for training in memory, leave --ssd out."
+            )
+        self._apply(self._rules_of_plans())
 
-    def _check_data(self) -> None:
+    def _apply(self, rules: Iterable[Rule]) -> None:
+        for allowed, names, why in rules:
+            for field in option_fields(Settings):
+                if not allowed and field.name in names.split() and getattr(self, field.name) != field.default:
+                    shown = "--drop-long" if field.name == "truncate" else spelled(field.name)
+                    raise UserError(f"{shown} {why}.")
+
+    def _check_pairs(self) -> None:
         if self.steps is not None and self.epochs is not None:
             raise UserError(f"--steps {self.steps} and --epochs {self.epochs:g} exclude each other: give one of them.")
-        self._reject(
-            "epochs", "counts passes over data, and there is none: give --data, or --steps instead", bool(self.data)
-        )
-        evaluates = bool(self.eval_data) or self.eval_split is not None
-        self._reject(
-            "eval_every patience",
-            "counts evaluations, and there is no data for them: add --eval-data, or --eval-split",
-            evaluates,
-        )
-        self._reject("patience", "counts evaluations: add --eval-every N", self.eval_every is not None)
         if self.eval_split is not None and self.eval_data:
             raise UserError("--eval-split and --eval-data both say what to evaluate with: give one of them.")
-        about = "is about the records of --data: add that"
-        self._reject("eval_split columns max_records show_data", about, bool(self.data))
-        longer = "is about records that are longer than --seq-len: add --data"
-        self._reject("truncate", longer, bool(self.data or self.eval_data))
         if self.min_lr > self.highest_lr:
             raise UserError(f"--min-lr {self.min_lr:g} is more than --lr {self.highest_lr:g}.")
-
-    def _check_saving(self) -> None:
-        self._reject("export", "writes the result of an existing run: add --resume", self.resume)
-        self._reject("sample", "generates with the saved result: leave --no-save out", self.save)
-        self._reject("sample_tokens", "is about a sample: add --sample PROMPT", self.sample is not None)
-        self._reject("keep", "counts checkpoints of --save-every: add that", self.save_every is not None)
         if self.resume and self.overwrite:
             raise UserError("--resume continues the run that is there and --overwrite replaces it: give one of them.")
-        self._reject("leave_ssd", "needs --resume, and --ssd for the drives that stay", self.resume and bool(self.ssd))
-
-    def _check_adapters(self) -> None:
         says = [name for name in ("lora_rank", "peft_config", "adapter") if getattr(self, name) is not None]
         if len(says) > 1:
             both = " and ".join(map(spelled, says[:2]))
             raise UserError(f"{both} both say what the adapters are: give one of them.")
+
+    def _rules(self) -> Iterator[Rule]:
+        data, held_out = bool(self.data), bool(self.eval_data) or self.eval_split is not None
+        yield data, "epochs", "counts passes over data, and there is none: give --data, or --steps instead"
+        none = "counts evaluations, and there is no data for them: add --eval-data, or --eval-split"
+        yield held_out, "eval_every patience", none
+        yield self.eval_every is not None, "patience", "counts evaluations: add --eval-every N"
+        yield data, "eval_split columns max_records show_data", "is about the records of --data: add that"
+        longer = "is about records that are longer than --seq-len: add --data"
+        yield data or bool(self.eval_data), "truncate", longer
+        yield self.resume, "export", "writes the result of an existing run: add --resume"
+        yield self.save, "sample", "generates with the saved result: leave --no-save out"
+        yield self.sample is not None, "sample_tokens", "is about a sample: add --sample PROMPT"
+        yield self.save_every is not None, "keep", "counts checkpoints of --save-every: add that"
+        yield self.resume and bool(self.ssd), "leave_ssd", "needs --resume, and --ssd for the drives that stay"
         lora, add = "lora_alpha lora_dropout lora_targets", "add --lora-rank, --peft-config or --adapter"
-        had = f"is what the adapters of --adapter {self.adapter} have already: leave it out"
-        self._reject(lora, had, self.adapter is None)
+        yield self.adapter is None, lora, f"is what the adapters of --adapter {self.adapter} have already: leave it out"
         how = "is about LoRA adapters: add --lora-rank, or put it into --peft-config's file"
-        self._reject(lora, how, self.lora_rank is not None)
+        yield self.lora_rank is not None, lora, how
         frozen = f"{self.frozen_dtype} is about weights that are frozen: {add}"
-        self._reject("frozen_dtype", frozen, self.trains_adapters)
-        self._reject("merge", f"merges adapters into the weights: {add}", self.trains_adapters)
+        yield self.trains_adapters, "frozen_dtype", frozen
+        yield self.trains_adapters, "merge", f"merges adapters into the weights: {add}"
 
-    def _check_nodes(self) -> None:
+    def _rules_of_nodes(self) -> Iterator[Rule]:
         if self.nodes is None:
-            self._reject(
-                f"{_OF_NODES} levels", "is for several nodes or ranks: add --nodes N (1 for this machine alone)"
-            )
+            yield False, f"{_OF_NODES} levels", _ALONE
             return
-        if self.strategy not in (None, "auto"):
-            self._reject("cluster", "is for choosing a strategy: give --strategy auto, or none")
-        self._reject("sample", "does not go with --nodes yet: leave it out")
-        if self.ssd:
-            self._reject(_IN_MEMORY, "is for training in memory, without --ssd: leave one of them out")
-        else:
-            self._reject(_OUT_OF_CORE, "does not go with --nodes, which trains in memory unless --ssd is given")
-        if self.command == "profile":
-            only = "does not go with finetune profile --nodes, which measures the network: leave it out"
-            self._reject(" ".join(_fields_but(f"{_OF_CLUSTER} {_OF_NODES} output gpu dtype train_vision")), only)
+        choosing = self.strategy in (None, "auto")
+        yield choosing, "cluster", "is for choosing a strategy: give --strategy auto, or none"
+        yield False, "sample", "does not go with --nodes yet: leave it out"
+        yield not self.ssd, _IN_MEMORY, "is for training in memory, without --ssd: leave one of them out"
+        yield bool(self.ssd), _OUT_OF_CORE, "does not go with --nodes, which trains in memory unless --ssd is given"
+        only = "does not go with finetune profile --nodes, which measures the network: leave it out"
+        read = f"{_OF_CLUSTER} {_OF_NODES} output gpu dtype train_vision"
+        yield self.command != "profile", _options_but(read), only
 
-    def check_plan(self) -> None:
-        """Reject options that this kind of plan does not read."""
+    def _rules_of_plans(self) -> Iterator[Rule]:
         if self.plans_cluster:
-            if self.ssd:
-                raise UserError(
-                    "--ssd is for a plan of this machine. For several nodes with SSDs, name their hardware: --gpu NAME "
-                    "--drive NAME --ssds N --network 25Gbit/s; for training in memory, leave --ssd out."
-                )
             nothing = "changes nothing in a plan for a cluster (bf16, with the hardware that --cluster describes): "
-            self._reject(" ".join(_fields_but(f"{_OF_CLUSTER} {_IN_MEMORY}")), f"{nothing}leave it out")
+            yield False, _options_but(f"{_OF_CLUSTER} {_IN_MEMORY}"), f"{nothing}leave it out"
             return
-        self._reject(f"{_IN_MEMORY} levels", "belongs to plans for a cluster: add --cluster")
-        if self.nodes is None:
-            self._reject("network", "connects several nodes: add --nodes N")
-            self._reject("gpus_per_node", "is for several nodes or ranks: add --nodes N (1 for this machine alone)")
-        else:
-            self._reject("max_model", "is for one node: leave --nodes out")
-        if self.drive is not None:
-            self._reject(
-                "ssd output resume", "does not go with --drive, which plans for hardware by name: leave it out"
-            )
+        yield False, f"{_IN_MEMORY} levels", "belongs to plans for a cluster: add --cluster"
+        yield self.nodes is not None, "network", "connects several nodes: add --nodes N"
+        yield self.nodes is not None, "gpus_per_node", _ALONE
+        yield self.nodes is None, "max_model", "is for one node: leave --nodes out"
+        by_name = "does not go with --drive, which plans for hardware by name: leave it out"
+        yield self.drive is None, "ssd output resume", by_name
 
     def _check_objective(self) -> None:
         objective, traits = self.objective, self.traits
         for name in SPECIFIC.difference(traits.options):
             *some, last = readers(name)
             others = f"{', '.join(some)} or {last}" if some else last
-            self._reject(name, f"is not known to --objective {objective}: it is for {others}")
+            self._apply([(False, name, f"is not known to --objective {objective}: it is for {others}")])
         always = f"is for dpo, kto, or reward: --objective {objective} always has it"
-        self._reject("dropout", always, traits.compares)
+        self._apply([(traits.compares, "dropout", always)])
         if not traits.outputs:
             return
         if not (self.command in ("plan", "profile") or self.data):
@@ -401,5 +392,5 @@ def _changes(stored: click.Context, now: click.Context) -> Iterable[str]:
             yield f"{option.typed(after)} instead of {option.typed(before)}"
 
 
-def _fields_but(names: str) -> list[str]:
-    return [field.name for field in option_fields(Settings) if field.name not in names.split()]
+def _options_but(names: str) -> str:
+    return " ".join(field.name for field in option_fields(Settings) if field.name not in names.split())
