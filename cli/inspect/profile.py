@@ -74,16 +74,8 @@ def table(profile: Profile, drives: int) -> list[str]:
             ("embedding backward", _time(profile.embed_backward_seconds), ""),
         ],
         "copies between host and device": [
-            (
-                "to the device",
-                _rate(profile.upload_bytes_per_second),
-                f"{_rate(profile.upload_beside_bytes_per_second)} with both directions busy",
-            ),
-            (
-                "from the device",
-                _rate(profile.download_bytes_per_second),
-                f"{_rate(profile.download_beside_bytes_per_second)} with both directions busy",
-            ),
+            ("to the device", _rate(profile.upload_bytes_per_second), "both directions busy"),
+            ("from the device", _rate(profile.download_bytes_per_second), "both directions busy"),
         ],
         f"SSDs, {drives} director{'y' if drives == 1 else 'ies'}": [
             ("read", _rate(profile.read_bytes_per_second), ""),

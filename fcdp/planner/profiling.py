@@ -16,7 +16,6 @@ from transformers import PreTrainedConfig
 
 from common.hardware.machine import memory_limit_bytes
 from common.models.flops import hardware_flops_per_token
-from common.models.meta_model import build_meta_model
 from fcdp.comms.levels import make_levels
 from fcdp.comms.rank_level import CommLevel
 from fcdp.comms.reduce_scatter import scatter
@@ -28,10 +27,7 @@ from fcdp.strategy.strategy import Ring, axes_between
 from fcdp.strategy.topology import Topology
 from fcdp.traffic import Traffic
 from fuyou.layout.record import Precision
-from fuyou.model.loss.router_loss import switch_router_logits
-from fuyou.model.model_records import model_records
-from fuyou.model.streamed_model import StreamedModel
-from fuyou.planner.profiling.blocks import BlockBench
+from fuyou.planner.profiling.blocks import BlockBench, streamed_shape
 from fuyou.planner.profiling.measure import measure_link
 from fuyou.runtime.device import open_device
 
@@ -94,16 +90,13 @@ def measure_computing(
 ) -> ComputeRates:
     """Measure how fast devices compute, update and copy, all at once; the slowest one counts."""
     device = open_device(topology.device)
-    model = build_meta_model(config, dtype=Precision.named(dtype, "fp32").dtype)
-    switch_router_logits(model, False)  # which the model itself would look for
-    stack = StreamedModel(model, topology.device)
-    shape = model_records(stack, Precision.named(dtype, "fp32"))
+    stack, shape = streamed_shape(config, Precision.named(dtype, "fp32"), topology.device)
     dist.barrier()
     parts = BlockBench(stack, shape, device, rows, seq_len, seq_len).measure()
     blocks = len(shape.blocks) * (parts["block_forward_seconds"] + parts["block_backward_seconds"])
     others = ("embed_forward_seconds", "embed_backward_seconds", "head_seconds")
     seconds = blocks + sum(parts[name] for name in others)
-    flops = rows * seq_len * hardware_flops_per_token(model, seq_len)
+    flops = rows * seq_len * hardware_flops_per_token(stack.model, seq_len)
     parameter: Any = torch.nn.Parameter(torch.zeros(_OPTIMIZER_ELEMENTS, device=topology.device))
     parameter.grad = torch.ones_like(parameter)
     optimizer = torch.optim.AdamW([parameter], fused=True)

@@ -128,10 +128,8 @@ class Profile:
     embed_backward_seconds: float
     operators: tuple[OperatorTime, ...]  # Operators of the block's forward pass, in order
     block_parameters: float  # Parameters of a block that one token uses: of routed experts those that it visits
-    upload_bytes_per_second: float  # Bytes per second from host to device, while nothing goes the other way
+    upload_bytes_per_second: float  # Bytes per second from host to device while both directions are busy
     download_bytes_per_second: float
-    upload_beside_bytes_per_second: float  # Bytes per second from host to device while both directions are busy
-    download_beside_bytes_per_second: float
 
     read_bytes_per_second: float  # Bytes per second from all SSDs together, through the store, reading only
     write_bytes_per_second: float  # Past the drives' fast caches
@@ -156,30 +154,21 @@ class Profile:
         return TaskRates(
             flops_per_second=flops / self.block_forward_seconds,
             backward_flops_per_second=(2 + recomputed) * flops / self.block_backward_seconds,
-            upload_bytes_per_second=self.upload_beside_bytes_per_second,
-            download_bytes_per_second=self.download_beside_bytes_per_second,
+            upload_bytes_per_second=self.upload_bytes_per_second,
+            download_bytes_per_second=self.download_bytes_per_second,
             read_bytes_per_second=self.read_bytes_per_second,
             write_bytes_per_second=self.write_bytes_per_second,
             adam_parameters_per_second=self.adam_parameters_per_second,
             commit_seconds=self.commit_seconds,
-            non_block_seconds=tuple(
-                (phase, self.phase_seconds()[phase] / self.tokens)
-                for phase in (Phase.EMBED_FORWARD, Phase.HEAD, Phase.HEAD_EVAL, Phase.EMBED_BACKWARD)
+            non_block_seconds=(
+                (Phase.EMBED_FORWARD, self.embed_forward_seconds / self.tokens),
+                (Phase.HEAD, self.head_seconds / self.tokens),
+                (Phase.HEAD_EVAL, self.head_forward_seconds / self.tokens),
+                (Phase.EMBED_BACKWARD, self.embed_backward_seconds / self.tokens),
             ),
             finish_seconds=self.block_finish_seconds,
             contention=self.contention,
         )
-
-    def phase_seconds(self) -> dict[Phase, float]:
-        """Return the seconds of one micro-batch's compute task in each phase."""
-        return {
-            Phase.EMBED_FORWARD: self.embed_forward_seconds,
-            Phase.BLOCK_FORWARD: self.block_forward_seconds,
-            Phase.HEAD: self.head_seconds,
-            Phase.HEAD_EVAL: self.head_forward_seconds,
-            Phase.BLOCK_BACKWARD: self.block_backward_seconds,
-            Phase.EMBED_BACKWARD: self.embed_backward_seconds,
-        }
 
     def to_dict(self) -> dict[str, Any]:
         return {**asdict(replace(self, contention=Contention())), "contention": self.contention.to_list()}

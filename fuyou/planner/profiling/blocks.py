@@ -12,11 +12,15 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import PreTrainedConfig
 
+from common.models.meta_model import build_meta_model
 from fuyou.layout.model_layout import ModelLayout
-from fuyou.layout.record import Record
+from fuyou.layout.record import Precision, Record
 from fuyou.model.blocks.calls import BlockCalls
 from fuyou.model.loss.cross_entropy import cross_entropy
+from fuyou.model.loss.router_loss import switch_router_logits
+from fuyou.model.model_records import model_records
 from fuyou.model.operators import makes_views
 from fuyou.model.recompute.policy import operators_worth_saving, saved_outputs, trace_block
 from fuyou.model.recompute.replay import BlockReplay, SavedForward
@@ -29,6 +33,16 @@ LONGEST_PASS_SECONDS = 0.4  # If a pass is expected to take longer, fewer tokens
 REPEAT_SECONDS = 0.4  # Repetitions of one piece of work end after this many seconds
 _MAX_REPETITIONS = 7
 _TILE_ELEMENTS = 1 << 20
+
+
+def streamed_shape(
+    config: PreTrainedConfig, precision: Precision, device: torch.device
+) -> tuple[StreamedModel, ModelLayout]:
+    """Return a model to measure, without weights, and its records."""
+    model = build_meta_model(config, dtype=precision.dtype)
+    switch_router_logits(model, False)  # which the model itself would look for
+    stack = StreamedModel(model, device)
+    return stack, model_records(stack, precision)
 
 
 class BlockBench:

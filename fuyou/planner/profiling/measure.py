@@ -30,13 +30,10 @@ import torch
 
 from common.errors import FinetuneError, UserError
 from common.memory.buffers import HostBuffer
-from common.models.meta_model import build_meta_model
 from common.store import Extent, Layout, Store, Throttle, commit_manifest
 from common.store.folders import SCRATCH
 from fuyou.layout.model_layout import ModelLayout
 from fuyou.layout.record import Kind, Precision, Record, allocate_extents
-from fuyou.model.loss.router_loss import switch_router_logits
-from fuyou.model.model_records import model_records
 from fuyou.model.streamed_model import StreamedModel
 from fuyou.optimizer.adam import AdamConfig, Update
 from fuyou.optimizer.process.client import OptimizerLink
@@ -50,7 +47,7 @@ from fuyou.optimizer.process.protocol import (
     WriteRecord,
     Written,
 )
-from fuyou.planner.profiling.blocks import BlockBench
+from fuyou.planner.profiling.blocks import BlockBench, streamed_shape
 from fuyou.planner.profiling.cache import SLOWER, ProfiledWorkload
 from fuyou.planner.rates import Contention, Profile
 from fuyou.runtime.device import Device, DeviceMemoryError, optimizer_threads
@@ -73,10 +70,7 @@ def measure(workload: ProfiledWorkload, device: Device, *, past_cache: bool = Fa
     link = OptimizerLink()  # imports PyTorch while the model is built
     bench: OptimizerBench | None = None
     try:
-        model = build_meta_model(workload.config, dtype=workload.precision.dtype)
-        switch_router_logits(model, False)  # which the model itself would look for
-        stack = StreamedModel(model, device.torch_device)
-        shape = model_records(stack, workload.precision)
+        stack, shape = streamed_shape(workload.config, workload.precision, device.torch_device)
         block_bytes = shape.block_elements * workload.precision.parameter_bytes
         records = scratch_records(workload.chunk_elements, workload.precision)
         link.wait_until_up()
@@ -105,10 +99,8 @@ def measure(workload: ProfiledWorkload, device: Device, *, past_cache: bool = Fa
         tokens=workload.tokens,
         **parts,
         block_parameters=shape.active_parameters(shape.largest_block),
-        upload_bytes_per_second=copies.upload,
-        download_bytes_per_second=copies.download,
-        upload_beside_bytes_per_second=copies.upload_beside,
-        download_beside_bytes_per_second=copies.download_beside,
+        upload_bytes_per_second=copies.upload_beside,
+        download_bytes_per_second=copies.download_beside,
         read_bytes_per_second=drives.read,
         write_bytes_per_second=drives.write,
         burst_write_bytes_per_second=drives.burst_write,

@@ -56,7 +56,7 @@ def test_a_block_that_does_not_fit_the_device_is_not_measured(tmp_path: Path, mo
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 21 GiB")
 
     monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(profiling.measure, "build_meta_model", build)
+    monkeypatch.setattr(profiling.blocks, "build_meta_model", build)
     monkeypatch.setattr(profiling.measure, "OptimizerLink", lambda: SimpleNamespace(close=lambda: None))
     context = PlannerContext(describe_training(CONFIG, 8, 64), Device(), LIMITS, [tmp_path])
     with pytest.raises(UserError, match=r"whole block of this model .* do not fit cpu"):
