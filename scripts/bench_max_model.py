@@ -26,7 +26,7 @@ import click
 sys.path.insert(0, str(Path(__file__).parent))
 
 from bench_peers import say, told_how_it_ends, versions
-from capped import make_group, remove_group
+from capped import CappedGroup, make_group, remove_group
 from peers.contender import Task
 from peers.contenders import zero_infinity
 from peers.deepspeed_environment import DeepSpeedEnvironment, work_option
@@ -34,7 +34,6 @@ from peers.runner import Contender, ContenderFailedError
 
 from common.errors import UserError
 from common.hardware.machine import cpu_count, describe_machine
-from common.memory.cgroups import ControlGroup
 from common.units import format_bytes, format_count, parse_bytes
 
 SEQ_LEN, STEPS = 128, 3
@@ -103,7 +102,7 @@ class Options:
 
 
 @contextlib.contextmanager
-def memory_group(cap: int) -> Iterator[ControlGroup]:
+def memory_group(cap: int) -> Iterator[CappedGroup]:
     """A control group with ``cap`` bytes of memory and no swap."""
     group = make_group(cap)
     try:

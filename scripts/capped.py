@@ -41,6 +41,24 @@ class CannotCapError(UserError):
     """No memory control group can be made or entered here."""
 
 
+class CappedGroup(ControlGroup):
+    """A group whose use of memory is measured."""
+
+    def memory_peak(self) -> int | None:
+        """Return the most bytes ever charged to this group, page cache included; None where it is not recorded."""
+        return self._number("memory.peak" if self.version == 2 else "memory.max_usage_in_bytes")
+
+    def memory_unreclaimable(self) -> int:
+        """Return the bytes of anonymous and shared memory, which the kernel cannot take back without swap."""
+        stat = self._table("memory.stat")
+        anonymous, shared = ("anon", "shmem") if self.version == 2 else ("total_rss", "total_shmem")
+        return stat.get(anonymous, 0) + stat.get(shared, 0)
+
+    def out_of_memory_kills(self) -> int:
+        """Return how many processes of this group the kernel has killed because the group had reached its limit."""
+        return self._table("memory.events" if self.version == 2 else "memory.oom_control").get("oom_kill", 0)
+
+
 @dataclass
 class Outcome:
     """What became of the command."""
@@ -53,7 +71,7 @@ class Outcome:
     left_behind: int  # Processes still there after the command had ended; ended by us
 
 
-def make_group(limit: int) -> ControlGroup:
+def make_group(limit: int) -> CappedGroup:
     """A new memory control group that allows ``limit`` bytes and no swap.
 
     Version 1: below our own group. Version 2 allows processes at the leaves only, so there it goes below our nearest
@@ -75,7 +93,7 @@ def make_group(limit: int) -> ControlGroup:
                 "Cap from outside instead: `systemd-run --scope -p MemoryMax=4G -p MemorySwapMax=0 COMMAND`, "
                 "or `docker run --memory 4g --memory-swap 4g`."
             )
-    group = ControlGroup(groups[0].path / f"capped-{os.getpid()}", groups[0].version)
+    group = CappedGroup(groups[0].path / f"capped-{os.getpid()}", groups[0].version)
     try:
         group.path.mkdir()
     except OSError as error:
@@ -94,7 +112,7 @@ def make_group(limit: int) -> ControlGroup:
     return group
 
 
-def run_in(group: ControlGroup, command: Sequence[str]) -> Outcome:
+def run_in(group: CappedGroup, command: Sequence[str]) -> Outcome:
     """Run ``command`` in ``group`` to its end, then end what it left behind.
 
     Raises:

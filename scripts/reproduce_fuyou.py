@@ -115,8 +115,10 @@ class PaperScheme:
 
     @property
     def shape(self) -> ModelLayout:
-        precision = self.job.shape.precision
-        return self.job.shape.with_precision(PaperPrecision(precision.dtype, precision.optimizer_dtype))
+        shape = self.job.shape
+        precision = PaperPrecision(shape.precision.dtype, shape.precision.optimizer_dtype)
+        records = tuple(replace(record, precision=precision) for record in shape.records)
+        return replace(shape, records=records, precision=precision)
 
     @property
     def _groups(self) -> int:

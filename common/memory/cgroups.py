@@ -51,20 +51,6 @@ class ControlGroup:
         inactive = self._table("memory.stat").get("inactive_file" if self.version == 2 else "total_inactive_file", 0)
         return max(0, usage - inactive)
 
-    def memory_peak(self) -> int | None:
-        """Return the most bytes ever charged to this group, page cache included; None where it is not recorded."""
-        return self._number("memory.peak" if self.version == 2 else "memory.max_usage_in_bytes")
-
-    def memory_unreclaimable(self) -> int:
-        """Return the bytes of anonymous and shared memory, which the kernel cannot take back without swap."""
-        stat = self._table("memory.stat")
-        anonymous, shared = ("anon", "shmem") if self.version == 2 else ("total_rss", "total_shmem")
-        return stat.get(anonymous, 0) + stat.get(shared, 0)
-
-    def out_of_memory_kills(self) -> int:
-        """Return how many processes of this group the kernel has killed because the group had reached its limit."""
-        return self._table("memory.events" if self.version == 2 else "memory.oom_control").get("oom_kill", 0)
-
     def processors(self) -> float | None:
         """Return how many processors' time this group may use, 1.5 for instance, or None without a limit."""
         if self.version == 2:

@@ -234,14 +234,6 @@ class ModelLayout:
         both = (index for layer, block in enumerate(self.blocks) for index in (*block, self._adapter(layer)))
         return tuple(index for index in both if index in self.trainable)
 
-    def with_precision(self, precision: Precision) -> "ModelLayout":
-        """Return the layout in another precision; adapters stay in fp32, with its moments."""
-        records = tuple(
-            replace(record, precision=precision.in_fp32 if record.kind is Kind.ADAPTER else precision)
-            for record in self.records
-        )
-        return replace(self, records=records, precision=precision)
-
     @property
     def largest_block(self) -> int:
         return max(range(len(self.blocks)), key=self.block_parameters)

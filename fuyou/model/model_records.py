@@ -37,6 +37,9 @@ class _RecordEntries:
     trained: list[Entry] = field(default_factory=list)
     held: frozenset[str] = frozenset()  # First names of the parameters among `trained` that are not trained
 
+    def __bool__(self) -> bool:
+        return bool(self.frozen or self.trained)
+
     def add(self, entry: Entry, trained: bool) -> None:
         (self.trained if trained else self.frozen).append(entry)
 
@@ -196,7 +199,7 @@ def _group_parameters(stack: StreamedModel) -> _Groups:
 def _build_layout(groups: _Groups, records: _Records, precision: Precision) -> ModelLayout:
     blocks, before, after, both, tower = groups.blocks, groups.before, groups.after, groups.both, groups.tower
     first, last = before, after
-    if both.frozen or both.trained or not _any(before) or not _any(after):
+    if both or not before or not after:
         # In the model's order, as far as that goes: what is tied is the embedding, which comes first.
         whole = both.joined(before).joined(after).with_held()
         embedding = head = records.main("outer", Kind.NON_BLOCK, whole)
@@ -227,10 +230,6 @@ def _build_layout(groups: _Groups, records: _Records, precision: Precision) -> M
         head_adapter=head_adapter,
         tower=towers,
     )
-
-
-def _any(group: _RecordEntries) -> bool:
-    return bool(group.frozen or group.trained)
 
 
 def fingerprint(records: Sequence[Record], computation: object = None) -> str:

@@ -7,17 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from capped import CannotCapError, CappedGroup, make_group, remove_group
 
-from common.memory.cgroups import ControlGroup
 from fuyou.optimizer.chunk_update import ChunkOptimizer
-from scripts.capped import CannotCapError, make_group, remove_group
 from tests.helpers.crash.runs import Run, execute
 
 LIMIT = 256 << 20
 
 
 @pytest.fixture
-def group() -> Iterator[ControlGroup]:
+def group() -> Iterator[CappedGroup]:
     """Of ``LIMIT`` bytes; empty."""
     try:
         made = make_group(LIMIT)
@@ -63,7 +62,7 @@ class Starved(Run):
         super().train(say)
 
 
-def test_a_run_in_a_group_takes_what_the_group_has(group: ControlGroup, tmp_path: Path) -> None:
+def test_a_run_in_a_group_takes_what_the_group_has(group: CappedGroup, tmp_path: Path) -> None:
     """Its budget is not given: the machine has hundreds of times as much as the group."""
     free, capped = (
         execute(Run(tmp_path / "free")),
@@ -74,7 +73,7 @@ def test_a_run_in_a_group_takes_what_the_group_has(group: ControlGroup, tmp_path
     assert group.out_of_memory_kills() == 0
 
 
-def test_a_run_that_a_group_has_no_room_for_is_rejected_at_the_start(group: ControlGroup, tmp_path: Path) -> None:
+def test_a_run_that_a_group_has_no_room_for_is_rejected_at_the_start(group: CappedGroup, tmp_path: Path) -> None:
     options = {"host_memory": "4GiB", "batch_shape": (256, 4096), "micro_batch": 256}
     outcome = execute(Capped(tmp_path / "run", options, group=group.path))
     assert outcome.status == 1 and outcome.expected_error, outcome.error
@@ -83,7 +82,7 @@ def test_a_run_that_a_group_has_no_room_for_is_rejected_at_the_start(group: Cont
 
 
 def test_an_optimizer_process_that_the_kernel_kills_for_memory_loses_nothing(
-    group: ControlGroup, tmp_path: Path
+    group: CappedGroup, tmp_path: Path
 ) -> None:
     expected = execute(Run(tmp_path / "whole"))
     starved = execute(Starved(tmp_path / "run", group=group.path))

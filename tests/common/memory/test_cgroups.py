@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from capped import CappedGroup
 
 from common.memory.cgroups import own_groups
 
@@ -55,10 +56,11 @@ def test_version_2_goes_from_the_own_group_to_the_top(machine: Machine) -> None:
     own, slice_, root = own_groups("memory", machine.proc_self)
     assert (own.path, slice_.path, root.path) == (top / "user.slice/job", top / "user.slice", top)
     assert (own.memory_limit(), slice_.memory_limit(), root.memory_limit()) == (None, 3 * GIB, None)
-    assert (own.memory_in_use(), own.memory_peak(), own.memory_unreclaimable()) == (GIB, 3 * GIB, 150)
-    assert (own.out_of_memory_kills(), root.out_of_memory_kills()) == (1, 0)
+    capped, whole = (CappedGroup(group.path, group.version) for group in (own, root))
+    assert (capped.memory_in_use(), capped.memory_peak(), capped.memory_unreclaimable()) == (GIB, 3 * GIB, 150)
+    assert (capped.out_of_memory_kills(), whole.out_of_memory_kills()) == (1, 0)
     assert (own.processors(), slice_.processors(), root.processors()) == (None, 1.5, None)
-    assert root.memory_peak() is None
+    assert whole.memory_peak() is None
 
 
 def test_version_1_next_to_version_2_takes_the_one_that_has_the_controller(machine: Machine) -> None:
@@ -81,8 +83,9 @@ def test_version_1_next_to_version_2_takes_the_one_that_has_the_controller(machi
     assert (own.path, jobs.path, root.path) == (memory / "jobs/a:b", memory / "jobs", memory)
     assert own.memory_limit() == 2 * GIB, "an ancestor's limit shows in the own group's statistics"
     assert root.memory_limit() is None
-    assert (own.memory_in_use(), own.memory_peak(), own.memory_unreclaimable()) == (4000, 7000, 15)
-    assert own.out_of_memory_kills() == 3
+    capped = CappedGroup(own.path, own.version)
+    assert (capped.memory_in_use(), capped.memory_peak(), capped.memory_unreclaimable()) == (4000, 7000, 15)
+    assert capped.out_of_memory_kills() == 3
     assert [group.processors() for group in own_groups("cpu", machine.proc_self)] == [None]
     write(cpu, cpu__cfs_quota_us=250000)
     assert own_groups("cpu", machine.proc_self)[0].processors() == 2.5
