@@ -8,7 +8,6 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from transformers import xLSTMConfig
@@ -65,21 +64,10 @@ def test_a_cell_that_runs_again_closes_what_the_first_one_left(tmp_path: Path) -
 def test_values_typed_by_hand_are_accepted_or_rejected_in_a_sentence(tmp_path: Path) -> None:
     with small_engine(tmp_path, lr=1e-3, prove=False) as engine:
         ids = BATCH["input_ids"]
-        for value in (ids.tolist(), ids.numpy(), ids.float(), 3):
+        for value in (ids.numpy(), ids.float(), 3):
             with pytest.raises(fuyou.UserError, match=r"input_ids.*tensor"):
                 engine(input_ids=value, labels=ids)
-        for state in ([1], "text", None, {1: 2}, {"mask": ids}, {"rate": np.float32(1)}, {"loss": float("nan")}):
-            with pytest.raises(fuyou.UserError, match="user_state"):
-                engine.user_state = state  # type: ignore[assignment]
-        engine.user_state = {"epoch": 1}
-        loss = engine(input_ids=ids.int(), labels=ids.int()).loss
-        loss.backward()
-        with pytest.raises(fuyou.FinetuneError, match=r"backward\(\) was called twice"):
-            loss.backward()
-        engine.user_state["mask"] = ids  # noticed when it is committed, and can be corrected
-        with pytest.raises(fuyou.UserError, match="user_state cannot be committed"):
-            engine.step()
-        engine.user_state = {"epoch": 2}
+        engine(input_ids=ids.int(), labels=ids.int()).loss.backward()
         report = engine.step()
         assert report.step == 1 and len(repr(report)) < 200 and "busy" not in repr(report)
 

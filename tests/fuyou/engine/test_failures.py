@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 import torch
@@ -135,13 +136,14 @@ def test_a_second_backward_pass_is_rejected(tmp_path: Path, undisturbed: dict[fl
 
 def test_a_user_state_that_would_not_come_back_is_rejected(tmp_path: Path) -> None:
     with small_engine(tmp_path) as engine:
-        for state in ({"x": torch.ones(1)}, {"x": math.nan}, {"x": (1, 2)}, {1: "x"}, {"x": {2: 3}}):
+        states = [{"x": value} for value in (torch.ones(1), np.float32(1), math.nan, (1, 2), {2: 3})]
+        for state in ([1], "text", None, {1: "x"}, *states):
             with pytest.raises(UserError, match="user_state"):
                 engine.user_state = state  # type: ignore[assignment]
         out = engine(**BATCH)
         out.loss.backward()
         engine.user_state["deep"] = state  # which no setter sees
-        with pytest.raises(UserError, match="user_state"):
+        with pytest.raises(UserError, match="user_state would come back different"):
             engine.step()
         engine.user_state["deep"] = {"x": [1, 2]}
         engine.step()
