@@ -153,7 +153,8 @@ def page(findings: list[Finding], mode: Mode) -> str:
             lines += _wrapped(", ".join(finding.name for finding in these) + ".")
         else:
             for case in these:
-                lines += _wrapped(f"* **{case.name}**: {' '.join(case.reason.split())}", "  ")
+                sentence = " ".join(case.reason.split()).partition(". ")[0].removesuffix(".")
+                lines += _wrapped(f"* **{case.name}**: {sentence}.", "  ")
     return "\n".join(lines) + "\n"
 
 

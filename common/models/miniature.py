@@ -35,6 +35,7 @@ HEAD_COUNTS = (
     "attention_heads",
 )
 HEAD_COUNT = re.compile(r"(^|_)heads$|_heads_|^n_heads?$|^n_head$|query_groups$")
+INDEX_HEADS = re.compile(r"^index_n_heads$")
 HEAD_DIM_NAME = re.compile(r"head_?dim$|head_size$|^d_head$|^d_kv$|^dim_head$|kv_channels$|d_head$|^rotary_dim$")
 VOCABULARY_SIZE = re.compile(r"vocab_size|^vocab_offset$")
 TOKEN_ID = re.compile(r"_(id|ids|idx|index)$")
@@ -405,6 +406,8 @@ class _Shrunk:
             (re.compile(r"shared_experts$"), at_most(2)),
             (re.compile(r"zero_expert"), at_most(2)),
             (STATE, lambda _, value: min(value, 24 if value > 512 or value <= 24 else 16)),
+            # Of few heads, all scores are often 0 together, and which tokens of a tie are chosen is arbitrary.
+            (INDEX_HEADS, lambda name, value: min(value, 16) if value >= 16 else self._few_heads(name, value)),
             (HEAD_COUNT, self._few_heads),
             (HEAD_DIM_NAME, lambda _, value: self._thin(value)),
             (re.compile(r"num_kv_heads|kv_n_heads"), self._few_heads),

@@ -154,6 +154,8 @@ class KeyMemory:
     arguments: int = 0  # What blocks are called with, next to hidden states
     pairs: int = 0  # For each query and key: what the family's own attention makes of them; 0: tiles are computed
     masks: int = 0  # For each query and key: masks
+    states: int = 0  # For each chunk, not for each token: states that the next one begins with
+    state_gradients: int = 0  # Once: their gradients
 
 
 def no_bytes(seq_len: int) -> int:

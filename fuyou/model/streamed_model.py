@@ -14,6 +14,7 @@ block of each type runs on the meta device (:mod:`fuyou.model.blocks.calls`).
 """
 
 import contextlib
+import inspect
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -95,6 +96,8 @@ class StreamedModel:
         """Modules that run before the blocks and use parameters; see :meth:`_survey`."""
         self.hidden_size = 0  # Elements of the hidden states, per token
         self.token_dim = 1  # Dimension of the hidden states that counts tokens
+        arguments = inspect.signature(model.forward).parameters
+        self._cache_name = "cache_params" if "cache_params" in arguments else "past_key_values"  # as Mamba calls it
         self._takes_positions, self._configurations = takes_positions(model), configurations(model)
         self.kernels = AttentionKernels(model.config, model.dtype, device)
         """Kernels that attention may take in all passes."""
@@ -276,6 +279,8 @@ class StreamedModel:
     @contextmanager
     def _attending(self, documents: Documents | None, cache: ChunkCache | None) -> Iterator[None]:
         whole = cache is None or self._dense
+        if cache is not None:
+            cache.begin()
         by_chunk = contextlib.nullcontext() if whole else attention_by_chunk(configurations(self.model))
         with self.apart(documents), by_chunk:
             yield
@@ -328,14 +333,10 @@ class StreamedModel:
         with self._stand_ins.probing(all_blocks=bool(self.links)) as probe:
             hidden, calls = self.embed_without_weights(ids)
 
-        def to_meta(leaf: Any) -> Any:
-            if not isinstance(leaf, torch.Tensor):
-                return leaf
-            key = calls.key_of(leaf)
-            return probe.values[key] if key in probe.values else leaf.to("meta")
-
         hidden = hidden.to("meta")
-        return [(hidden, *tree_map(to_meta, arguments)) for arguments in calls.arguments]
+        return [
+            (hidden, *tree_map(lambda leaf: _on_meta(leaf, calls, probe), arguments)) for arguments in calls.arguments
+        ]
 
     @cached_property
     def block_keys(self) -> tuple[BlockKeys, ...]:
@@ -349,7 +350,7 @@ class StreamedModel:
 
     @cached_property
     def _surveyed_keys(self) -> tuple[tuple[BlockKeys, ...], KeyMemory]:
-        for dense in (False, True) if not self.links else ():
+        for dense in (False, True) if not (self.links.carried or self.links.shared) else ():
             self._dense = dense
             with contextlib.suppress(Exception):  # of a family's code, which may want another kind of cache, or a mask
                 return self._survey_keys()
@@ -372,10 +373,8 @@ class StreamedModel:
         ]
         for index, kind in enumerate(kinds):
             if kind not in flops:
-                keys = self.block_keys[index]
-                flat = torch.empty(keys.elements * length, dtype=keys.dtype, device="meta")
                 with FlopCounterMode(display=False) as counter:
-                    self._call_on_meta(index, calls, RowKeys(keys.views(flat, length)))
+                    self._call_on_meta(index, calls, _row_on_meta(self.block_keys[index], start, length, tokens))
                 flops[kind] = counter.get_total_flops()
         return sum(flops[kind] for kind in kinds) / len(kinds)
 
@@ -383,15 +382,20 @@ class StreamedModel:
         """Return what blocks are called with for a chunk of a row of ``length`` tokens."""
         ids = torch.zeros(1, tokens, dtype=torch.long, device=self.device)
         batch = {"input_ids": ids, CHUNK_PLACE: torch.tensor([start, length])}
-        with torch.no_grad(), self._skipped(self.before), self._without_outer_weights():
-            return self._embed(batch, self.links)[1]
+        with (
+            torch.no_grad(),
+            self._skipped(self.before),
+            self._without_outer_weights(),
+            self._stand_ins.probing(all_blocks=bool(self.links)) as probe,
+        ):
+            calls = self._embed(batch, self.links)[1]
+        calls.arguments = tree_map(lambda leaf: _on_meta(leaf, calls, probe), calls.arguments)
+        return calls
 
     def _call_on_meta(self, index: int, calls: BlockCalls, row: RowKeys | None) -> None:
         assert calls.cache is not None
         calls.cache.row = row
-        args, kwargs = tree_map(
-            lambda leaf: leaf.to("meta") if isinstance(leaf, torch.Tensor) else leaf, calls.arguments[index]
-        )
+        args, kwargs = calls.arguments[index]
         block, hidden = self.blocks[index], torch.empty(calls.hidden_shape, dtype=self.model.dtype, device="meta")
         with self._attending(None, calls.cache), on_meta(block), torch.no_grad(), GroupedShapes(), NoChoices():
             block(hidden, *args, **kwargs)
@@ -411,15 +415,18 @@ class StreamedModel:
         blocks: list[BlockKeys] = []
         most = 0
         for index in range(len(self.blocks)):
-            first.cache.seen.clear()
             call(index, first, None)
-            keys = BlockKeys.of(first.cache.seen, META_TOKENS)
+            keys = BlockKeys.of(first.cache, META_TOKENS, self.model.dtype)
             if keys is None or first.edits:
                 return (), KeyMemory()
-            flat = torch.empty(keys.elements * length, dtype=keys.dtype, device="meta")
-            few, many = (call(index, calls, RowKeys(keys.views(flat, length))) for calls in later)
+            few, many = (
+                call(index, calls, _row_on_meta(keys, start, length, META_TOKENS))
+                for calls, start in zip(later, (META_TOKENS, 3 * META_TOKENS), strict=True)
+            )
             most = max(most, 2 * (many - few) // (2 * META_TOKENS))
             blocks.append(keys)
+        if not any(block.shapes or block.states for block in blocks):
+            return (), KeyMemory()
         held, *longer = (
             sum({id(leaf): leaf.nbytes for leaf in leaves if isinstance(leaf, torch.Tensor)}.values())
             for leaves in (tree_leaves(calls.arguments) for calls in (first, *later))
@@ -433,6 +440,8 @@ class StreamedModel:
             -(-held // META_TOKENS) - masks * META_TOKENS,
             -(-most // META_TOKENS) if self._dense else 0,
             masks,
+            max(block.state_nbytes for block in blocks),
+            max(block.state_elements for block in blocks) * 4,
         )
 
     def embed_with_zero_links(self, batch: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, BlockCalls]:
@@ -452,7 +461,7 @@ class StreamedModel:
         left_out = {PADDING, HOST_POSITIONS, CHUNK_PLACE} | (set() if self._takes_positions else {"position_ids"})
         known: dict[str, Any] = {name: value for name, value in batch.items() if name not in left_out}
         if cache is not None:
-            known["past_key_values"] = cache
+            known[self._cache_name] = cache
         length = None if cache is None else cache.length
         with (
             padding_known(batch),
@@ -522,3 +531,16 @@ class StreamedModel:
 
         parameters = {(owner, name): value for owner, name, value in self._owners.values()}
         return skipped_modules(modules, parameters, self.device, note)
+
+
+def _on_meta(leaf: Any, calls: BlockCalls, probe: BlockProbe) -> Any:
+    """Return an argument of a block without its values; where a block makes it, what the probe has seen."""
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    key = calls.key_of(leaf)
+    return probe.values[key] if key in probe.values else leaf.to("meta")
+
+
+def _row_on_meta(keys: BlockKeys, start: int, length: int, chunk: int) -> RowKeys:
+    flat = torch.empty(keys.row_nbytes(length, chunk), dtype=torch.uint8, device="meta")
+    return keys.row(flat, None, start, length, chunk)

@@ -135,8 +135,8 @@ class MemoryCounter:
             ring_chunks=max(2, math.ceil(ring_blocks * self._block_chunks)),
             chunk_elements=self._chunk_elements,
             activation_bytes=round_up(batch.micro_tokens * hidden * shape.precision.parameter_bytes, 4096),
-            kept_bytes=round_up(self._keys.keys * batch.seq_len if chunked else self._saved_bytes(batch), 4096),
-            key_gradient_bytes=self._keys.gradients * batch.seq_len if chunked else 0,
+            kept_bytes=round_up(self._row_bytes(batch) if chunked else self._saved_bytes(batch), 4096),
+            key_gradient_bytes=self._keys.gradients * batch.seq_len + self._keys.state_gradients if chunked else 0,
             head_columns=columns,
             wide_blocks=split and several and bool(shape.sizes[Kind.BLOCK].trained_elements),
             # Two contributions (head and tied embedding) need no more: their sum is rounded once either way.
@@ -178,6 +178,9 @@ class MemoryCounter:
             + REDUCTION_BYTES * ((shape.share.ranks_per_node > 1) + (shape.share.nodes > 1))
             + self._squares_bytes()
         )
+
+    def _row_bytes(self, batch: Batch) -> int:
+        return self._keys.keys * batch.seq_len + self._keys.states * batch.chunks
 
     def _passed_bytes(self, batch: Batch) -> int:
         """Return the bytes of what blocks are called with for one row, as far as it is counted."""

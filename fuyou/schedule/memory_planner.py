@@ -91,8 +91,8 @@ class MemoryPlanner:
             "where the loss is made outside of the engine": bool(loss.outputs),
             "with images": shape.images,
             "behind a mask that hides tokens": shape.padded,
-            "through this model, whose blocks do not keep keys and values alone": (
-                not any((shape.orders, loss.outputs)) and not shape.key_memory().keys
+            "through this model, whose blocks do not show what they keep of earlier tokens": (
+                not any((shape.orders, loss.outputs)) and not (shape.key_memory().keys or shape.key_memory().states)
             ),
         }
         return next((words for words, holds in obstacles.items() if holds), None)

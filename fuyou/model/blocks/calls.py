@@ -181,7 +181,8 @@ class BlockCalls:
 
     def roots(self) -> list[torch.Tensor]:
         """Return the values that the latest run of a block has produced next to hidden states."""
-        return list(self._latest_run.produced.values())
+        states = [] if self.cache is None else self.cache.roots()
+        return [*self._latest_run.produced.values(), *(state for state, _ in states)]
 
     def backward(self, result: torch.Tensor, gradient: torch.Tensor, losses: Sequence[torch.Tensor] = ()) -> None:
         """Run the backward pass of the latest run of a block.
@@ -199,7 +200,12 @@ class BlockCalls:
             if upstream is not None and value.requires_grad:
                 roots.append(value)
                 gradients.append(upstream)
+        for state, upstream in () if self.cache is None else self.cache.roots():
+            roots.append(state)
+            gradients.append(upstream)
         torch.autograd.backward(roots, gradients)
+        if self.cache is not None:
+            self.cache.pass_on()
         for key, leaf in run.leaves.items():
             if leaf.grad is not None:
                 self._gradients[key] = self._gradients[key] + leaf.grad if key in self._gradients else leaf.grad

@@ -13,7 +13,6 @@ from common.models.task_type import TaskType
 from fuyou.layout.model_layout import BEFORE_HEAD_PHASES, Phase
 from fuyou.layout.record import Kind
 from fuyou.model.blocks.calls import BlockCalls
-from fuyou.model.chunks import RowKeys
 from fuyou.model.loss.cross_entropy import cross_entropy
 from fuyou.model.loss.router_loss import RouterPass, router_logits
 from fuyou.model.open_model import OpenModel
@@ -386,16 +385,15 @@ class StepComputation:
         if cache is None:
             yield
             return
-        block = self._stack.block_keys[layer]
-        count = block.elements * cache.length
-        flat = self._buffers.activations[Activation.KEPT].values(known(task.kept), count, block.dtype)
-        gradients = None
+        block, chunk, sums = self._stack.block_keys[layer], known(self._plan.batch.chunk), None
+        nbytes = block.row_nbytes(cache.length, chunk)
+        flat = self._buffers.activations[Activation.KEPT].bytes(known(task.kept), nbytes)
         if backward:
-            sums = self._buffers.key_gradients.values(0, count, torch.float32)
+            count = block.elements * cache.length + block.state_elements
+            sums = apart(self._buffers.key_gradients.values(0, count, torch.float32))
             if cache.start + self._micro[task.micro]["input_ids"].shape[1] == cache.length:
                 sums.zero_()
-            gradients = block.views(apart(sums), cache.length)
-        cache.row = RowKeys(block.views(apart(flat), cache.length), gradients)
+        cache.row = block.row(apart(flat), sums, cache.start, cache.length, chunk)
         try:
             yield
         finally:

@@ -11,10 +11,13 @@ from transformers import (
     AutoModelForCausalLM,
     BloomConfig,
     DeepseekV3Config,
+    DeepseekV32Config,
     GptOssConfig,
     Llama4TextConfig,
     LlamaConfig,
+    Mamba2Config,
     MistralConfig,
+    OpenAIGPTConfig,
     Phi3Config,
     PreTrainedConfig,
     Qwen3NextConfig,
@@ -41,8 +44,18 @@ EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 SLIDING = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
 
 
+def hybrid() -> PreTrainedConfig:
+    """Linear attention next to ordinary attention, and experts."""
+    return Qwen3NextConfig(
+        **COMMON, head_dim=16, linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=8,
+        linear_value_head_dim=8, layer_types=["linear_attention", "full_attention", "linear_attention"],
+        num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, shared_expert_intermediate_size=24,
+    )  # fmt: skip
+
+
 def configs() -> dict[str, PreTrainedConfig]:
-    """Families with windows, sinks, latent attention, ranges of attention, and rotations that depend on length."""
+    """Families with windows, sinks, latent attention, ranges of attention, rotations that depend on length, indices of
+    keys, and states of convolutions, linear attention, and Mamba."""
     tiny = tiny_configs()
     few = {name: tiny[name] for name in ("llama", "qwen3", "gemma3", "gpt2", "opt", "neox", "qwen3-moe")}
     latent = {"kv_lora_rank": 16, "q_lora_rank": 24, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 12}
@@ -54,6 +67,15 @@ def configs() -> dict[str, PreTrainedConfig]:
         "gpt-oss": GptOssConfig(**COMMON, **EXPERTS, **SLIDING, head_dim=16),
         "deepseek-v3": DeepseekV3Config(
             **COMMON | {"num_key_value_heads": 4}, **latent, **routed, num_experts_per_tok=2, first_k_dense_replace=1
+        ),
+        "deepseek-v32": DeepseekV32Config(
+            **COMMON | {"num_key_value_heads": 4}, **latent, **routed, num_experts_per_tok=2, first_k_dense_replace=1,
+            index_topk=8, index_n_heads=16, index_head_dim=16,
+        ),
+        "qwen3-next": hybrid(),
+        "mamba2": Mamba2Config(
+            vocab_size=211, hidden_size=48, num_hidden_layers=2, num_heads=8, head_dim=12, state_size=8, n_groups=2,
+            chunk_size=16,
         ),
         "llama4": Llama4TextConfig(
             **COMMON, head_dim=16, intermediate_size_mlp=72, num_local_experts=2, attention_chunk_size=16,
@@ -125,23 +147,25 @@ def engine(path: Path, config: PreTrainedConfig, **options: Any) -> fuyou.Engine
 
 @pytest.mark.parametrize("options", [
     {},
+    {"config": hybrid(), "router_loss": "off"},
     pytest.param({"max_grad_norm": 0.3}, marks=pytest.mark.slow),
     {"adapters": LoraConfig(r=4, lora_alpha=8, target_modules="all-linear")},
     {"adapters": LoraConfig(r=4, target_modules=["q_proj"], layers_to_transform=[1, 2]), "frozen_dtype": "nf4"},
     {"trainable": ["model.layers.2.*"]},
-], ids=["all", "clipped", "lora", "nf4", "part"])  # fmt: skip
+], ids=["all", "hybrid", "clipped", "lora", "nf4", "part"])  # fmt: skip
 def test_steps_and_evaluation_through_all_tiers(
     options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With one row's keys and values on the device, two in host memory, and the others on the drives."""
     feed = batches(3, packed=False)
     options = options | {"eps": 1e-2}  # a small one turns what rounding leaves of a zero gradient into whole updates
+    config = options.pop("config", tiny_configs()["llama"])
     seen = []
     for chunk in (None, 12):
         if chunk:
             scarce = SCARCE | {"ssd_activations": 80, "device_kept": 1, "host_kept": 2, "ssd_kept": 12}
             give_buffers(monkeypatch, scarce)
-        with engine(tmp_path / str(chunk), tiny_configs()["llama"], chunk=chunk, **options) as trained:
+        with engine(tmp_path / str(chunk), config, chunk=chunk, **options) as trained:
             losses = [*train(trained, feed), trained.eval_loss(**feed[0])]
             seen.append((losses, dict(trained.named_parameters())))
             assert trained._run.runtime.memory_plan.batch.chunks == (3 if chunk else 1)
@@ -205,13 +229,9 @@ def test_the_largest_chunk_that_fits_is_taken(tmp_path: Path) -> None:
         engine(tmp_path, LONG, batch_shape=(1, 65536), host_memory="300MiB", chunk=2 * batch.chunk, overwrite=True)
 
 
-def test_models_that_keep_other_state_are_rejected_with_the_row_that_fits(tmp_path: Path) -> None:
-    config = Qwen3NextConfig(
-        **COMMON, head_dim=16, linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=8,
-        linear_value_head_dim=8, layer_types=["linear_attention", "full_attention", "linear_attention"],
-        num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, shared_expert_intermediate_size=24,
-    )  # fmt: skip
-    words = r"in chunks through this model, .* alone: rows of 32 fit whole\. Leave chunk out\."
+def test_models_without_a_cache_are_rejected_with_the_row_that_fits(tmp_path: Path) -> None:
+    config = OpenAIGPTConfig(vocab_size=211, n_positions=128, n_embd=48, n_layer=2, n_head=4)
+    words = r"in chunks through this model, .* of earlier tokens: rows of 32 fit whole\. Leave chunk out\."
     with pytest.raises(UserError, match=words):
         engine(tmp_path, config, chunk=16)
 
@@ -234,6 +254,15 @@ def test_what_does_not_pass_in_chunks_is_rejected(tmp_path: Path) -> None:
         with pytest.raises(UserError, match=r"cannot pass in chunks behind a mask|an attention_mask that hides tokens"):
             trained(input_ids=batch["input_ids"], labels=batch["labels"], attention_mask=hidden)
         train(trained, batches(1, packed=False))
+
+
+def test_a_state_does_not_meet_a_chunk_of_one_token(tmp_path: Path) -> None:
+    (batch,) = batches(1, packed=False)
+    with engine(tmp_path, hybrid(), chunk=31, router_loss="off") as trained:
+        with pytest.raises(UserError, match=r"of 32 tokens in chunks of 31 end with a chunk of one token"):
+            trained(**batch)
+        shorter = {name: value[:, :31] for name, value in batch.items()}
+        assert len(train(trained, [shorter])) == 1
 
 
 def test_a_lost_gradient_of_earlier_keys_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
