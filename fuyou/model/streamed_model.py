@@ -389,7 +389,9 @@ class StreamedModel:
             self._stand_ins.probing(all_blocks=bool(self.links)) as probe,
         ):
             calls = self._embed(batch, self.links)[1]
-        calls.arguments = tree_map(lambda leaf: _on_meta(leaf, calls, probe), calls.arguments)
+        leaves = {id(leaf): leaf for leaf in tree_leaves(calls.arguments)}  # what blocks share remains one tensor
+        moved = {identity: _on_meta(leaf, calls, probe) for identity, leaf in leaves.items()}
+        calls.arguments = tree_map(lambda leaf: moved[id(leaf)], calls.arguments)
         return calls
 
     def _call_on_meta(self, index: int, calls: BlockCalls, row: RowKeys | None) -> None:
