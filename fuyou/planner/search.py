@@ -44,13 +44,25 @@ def search(job: TrainingJob, machine: Machine) -> Plan:
     )
 
 
-def choose(evaluator: Evaluator) -> Plan:
+def choose(evaluator: Evaluator, ways: Sequence[ClipBy] | None = None) -> Plan:
     """Return the candidate that writes least among those of nearly the shortest step, or as ``drive_life`` requires.
+
+    Args:
+        ways: how gradients may be clipped; None: as the job says.
 
     Raises:
         UserError: if no candidate fits; says how much would.
     """
-    return _search_ways(evaluator, evaluator.job.clip_choices)
+    ways = evaluator.job.clip_choices if ways is None else ways
+    for clip_by in ways:
+        _try_candidates(evaluator, clip_by)
+    points, days = frontier(evaluator, ways), evaluator.job.drive_life
+    if days == 0:
+        return points[0]
+    if days is None:
+        return [each for each in points if each.step_seconds <= SLOWER * points[0].step_seconds][-1]
+    life = evaluator.machine.drive_days
+    return next((each for each in points if life(each.written_bytes, each.step_seconds) >= days), points[-1])
 
 
 def max_clipped_share(evaluator: Evaluator, best: Plan) -> float:
@@ -59,7 +71,7 @@ def max_clipped_share(evaluator: Evaluator, best: Plan) -> float:
     never = best.simulation.step_seconds() if best.simulation is not None else 0.0
     if always is None or always <= never or len(evaluator.job.clip_choices) == 1:
         return math.inf
-    return (_search_ways(evaluator, (ClipBy.DEFERRAL,)).step_seconds - never) / (always - never)
+    return (choose(evaluator, (ClipBy.DEFERRAL,)).step_seconds - never) / (always - never)
 
 
 def frontier(evaluator: Evaluator, ways: Sequence[ClipBy]) -> list[Plan]:
@@ -77,20 +89,8 @@ def _undominated(evaluations: Iterable[Plan]) -> list[Plan]:
     return points
 
 
-def _search_ways(evaluator: Evaluator, ways: Sequence[ClipBy]) -> Plan:
-    for clip_by in ways:
-        _search(evaluator, clip_by)
-    points, days = frontier(evaluator, ways), evaluator.job.drive_life
-    if days == 0:
-        return points[0]
-    if days is None:
-        return [each for each in points if each.step_seconds <= SLOWER * points[0].step_seconds][-1]
-    life = evaluator.machine.drive_days
-    return next((each for each in points if life(each.written_bytes, each.step_seconds) >= days), points[-1])
-
-
-def _search(evaluator: Evaluator, clip_by: ClipBy) -> Plan:
-    """Return the candidate with the shortest step that clips in this way.
+def _try_candidates(evaluator: Evaluator, clip_by: ClipBy) -> None:
+    """Evaluate the candidates that clip in this way and may have the shortest step.
 
     Sizes of micro-batches are tried first; then, for similar ones, how much to defer and what to save: smaller
     micro-batches leave memory on the device, so that more can come ahead of its use.
@@ -110,20 +110,12 @@ def _search(evaluator: Evaluator, clip_by: ClipBy) -> Plan:
                 alike.append(evaluator.evaluate(candidate))
         least = min(evaluation.step_seconds for evaluation in alike)
         alike = [evaluation for evaluation in alike if evaluation.step_seconds <= ALIKE * least]
-    evaluations = [_search_rest(evaluator, evaluation) for evaluation in alike]
-    if len(evaluations) == 1:
-        return evaluations[0]
-    # Merged micro-batches of two sizes are not alike: what is right between these is whole steps.
-    return min(evaluations, key=lambda evaluation: evaluator.evaluate(evaluation.candidate, merged=False).step_seconds)
-
-
-def _search_rest(evaluator: Evaluator, best: Plan) -> Plan:
-    best = _search_deferral(evaluator, best)
-    if evaluator.job.activation_policy is None:
-        saving = _search_activation_policy(evaluator, best)
-        if saving is not best:  # the balance between computing and the drives has changed
-            best = _search_deferral(evaluator, saving)
-    return best
+    for each in alike:
+        best = _search_deferral(evaluator, each)
+        if job.activation_policy is None:
+            saving = _search_activation_policy(evaluator, best)
+            if saving is not best:  # the balance between computing and the drives has changed
+                _search_deferral(evaluator, saving)
 
 
 def _search_deferral(evaluator: Evaluator, best: Plan) -> Plan:
