@@ -18,6 +18,7 @@ from common.models.task_type import TaskType
 from common.options import spelled
 from common.units import format_bytes, format_count
 from fuyou.layout.record import Precision
+from fuyou.layout.share import Share
 from fuyou.planner import PlannerContext
 from fuyou.planner.training_job import fitting_job
 from fuyou.runtime.device import memory_limits, open_device
@@ -79,7 +80,22 @@ class Job(Setup):
     frozen_parameters: int = 0  # Parameters in vision towers that stay frozen while all other weights are trained
     task_type: TaskType = TaskType.CAUSAL_LM  # Task that the model's head is for
     template_date: date | None = None  # Day that chat templates write; None: there are no data
-    quantized: QuantizedStore | None = None  # The store where frozen weights are kept in fewer bits; None: they are not
+
+    @cached_property
+    def quantized(self) -> QuantizedStore | None:
+        """The store of one node, if it keeps frozen weights in fewer bits.
+
+        With several ranks, of whole blocks: what their devices have in common is known when they have met.
+        """
+        settings = self.settings
+        if not settings.trains_adapters or (settings.nodes is not None and not settings.ssd):
+            return None
+        compressed = self.checkpoint is not None and method_of(self.checkpoint) is not None
+        if not compressed if settings.frozen_dtype is None else settings.frozen_dtype == "plain":
+            return None
+        share = Share(settings.nodes or 1, settings.gpus_per_node or 1)
+        job = self.context.job if settings.nodes is None else training_of(settings)
+        return QuantizedStore(job.among(share).record_bytes * share.ranks_per_node, job.shape.widened)
 
     @property
     def computing_on(self) -> str:

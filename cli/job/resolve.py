@@ -13,13 +13,12 @@ from pathlib import Path
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from cli.job.data import DataSource, chat_template_named, class_names, tokenizer_of, write_chat_template
-from cli.job.job import Job, QuantizedStore, Setup
+from cli.job.job import Job, Setup
 from cli.job.machine import (
     REWARD,
     planned_config,
     sequence_length,
     trainable_parameters,
-    training_of,
     with_dtype,
 )
 from cli.job.resumed import check_there_is_one, committed, template_date
@@ -33,7 +32,6 @@ from common.errors import UserError, on_one_line
 from common.hardware.machine import pick_gpu
 from common.hub import is_hub_name
 from common.models.adapters.options import CONFIG
-from common.models.checkpoint.compressed.detection import method_of
 from common.models.checkpoint.random_source import classifier_config, write_with_new_head
 from common.models.checkpoint.sources import CheckpointSource
 from common.models.meta_model import build_meta_model
@@ -41,7 +39,6 @@ from common.models.presets import load_config
 from common.models.task_type import TaskType, task_type_of
 from common.store.directories import DirectoryLock, usable_directories
 from common.units import format_bytes
-from fuyou.layout.share import Share
 from fuyou.model.family import family_of
 
 FOLDER = "base"  # Folder inside the output directory with the language model as a classifier, before training
@@ -196,29 +193,10 @@ def resolve(settings: Settings) -> Job:
         frozen_parameters=frozen_parameters,
         task_type=task_type,
         template_date=None if tokenizer is None else template_date(settings),
-        quantized=_quantized(setup) if _keeps_fewer_bits(settings, setup.checkpoint) else None,
     )
     if settings.save:
         _check_space(job)
     return job
-
-
-def _keeps_fewer_bits(settings: Settings, checkpoint: Path | None) -> bool:
-    out_of_core = settings.nodes is None or bool(settings.ssd)
-    if not (settings.trains_adapters and out_of_core):
-        return False
-    if settings.frozen_dtype is None:
-        return checkpoint is not None and method_of(checkpoint) is not None
-    return settings.frozen_dtype != "plain"
-
-
-def _quantized(setup: Setup) -> QuantizedStore:
-    """Return what the store of one node is, with frozen weights in fewer bits; of several ranks, with whole blocks:
-    what their devices have in common is known when they have met."""
-    settings = setup.settings
-    share = Share(settings.nodes or 1, settings.gpus_per_node or 1)
-    job = setup.context.job if settings.nodes is None else training_of(settings)
-    return QuantizedStore(job.among(share).record_bytes * share.ranks_per_node, job.shape.widened)
 
 
 def _directories(settings: Settings, checkpoint: Path | None) -> tuple[tuple[Path, ...], Path]:
