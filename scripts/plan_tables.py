@@ -83,6 +83,11 @@ LARGE_MODELS = (
                "--ssds 4 --host-memory 128GiB --model llama-3-8b --batch-size 1 --seq-len 524288"),
     LargeModel("Llama-3-8B, all weights, one row of 1 M tokens",
                "--ssds 4 --host-memory 128GiB --model llama-3-8b --batch-size 1 --seq-len 1048576"),
+    LargeModel("the same on one H100",
+               "--gpu h100 --ssds 4 --host-memory 128GiB --model llama-3-8b --batch-size 1 --seq-len 1048576"),
+    LargeModel("Qwen3-30B-A3B, LoRA, nf4, one row of 1 M tokens",
+               "--ssds 4 --host-memory 128GiB --model qwen3-30b-a3b --lora-rank 8 --frozen-dtype nf4 --batch-size 1 "
+               "--seq-len 1048576"),
 )  # fmt: skip
 
 

@@ -209,7 +209,7 @@ class TimedComputation:
 
     def __init__(self, device: EmulatedDevice, executor: Executor, tasks: StepList, tokens: int, start_time: float):
         self.tasks, self.tokens, self.start_time = tasks, tokens, start_time
-        self.loss = 0.0
+        self.loss = self.share = 0.0
         self.router: RouterPass | None = None
         self.recomputation_saved = 0.0
         self.complete = False
