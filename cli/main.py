@@ -6,6 +6,7 @@
 
 import contextlib
 import gc
+import io
 import os
 import sys
 import traceback
@@ -42,6 +43,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit status.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
+    if argv is None and isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # names and data may not fit a terminal's encoding
     rank = RankProcess() if argv is None and AGENT in os.environ else None
     named_flags, FinetuneError.names_flags = FinetuneError.names_flags, True
     try:
