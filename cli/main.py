@@ -129,6 +129,11 @@ def _run(interrupts: Interrupts, rank: RankProcess | None, arguments: tuple[str,
             from cli.demo import Demo
 
         Demo(settings.output, settings.report, settings.debug, interrupts).run()
+    elif command == "chat":
+        with _loading(settings):
+            from cli.inspect.chat import run_chat
+
+        run_chat(settings)
     elif command in ("export", "evaluate"):
         with _loading(settings):
             from cli.inspect.evaluate import merge_adapter, run_evaluate
@@ -236,6 +241,8 @@ def _check_inputs(settings: Settings, has_data: bool) -> None:
         raise UserError(
             "There is nothing to train on: give --data FILE, or --data random to measure throughput on random tokens."
         )
+    if settings.command == "chat" and not settings.model:
+        raise UserError("Give what to chat with: finetune chat --model DIR, or --model BASE --adapter DIR.")
     if settings.command == "evaluate" and not (settings.model and settings.data):
         raise UserError("Give the model and the data to evaluate it on: finetune evaluate --model DIR --data FILE.")
     if settings.model:

@@ -31,13 +31,14 @@ class Command(Flag):
     VERIFY = auto()
     EXPORT = auto()
     EVALUATE = auto()
+    CHAT = auto()
     DEMO = auto()
 
     RUN = TRAIN | PLAN
     """A plan takes the options of its run."""
     STEP = RUN | PROFILE
     MODEL = STEP | CHECK
-    ALL = MODEL | VERIFY | EXPORT | EVALUATE | DEMO
+    ALL = MODEL | VERIFY | EXPORT | EVALUATE | CHAT | DEMO
     SOURCE = MODEL | EXPORT | EVALUATE
     """Commands that read a model."""
     SHAPE = STEP | EVALUATE

@@ -49,9 +49,9 @@ def newcomers_environment(folder: Path) -> dict[str, str]:
     command = folder / "finetune"
     command.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m cli.main "$@"\n')
     command.chmod(0o755)
-    own = {"HF_HOME": f"{folder}/hub", "FINETUNE_CACHE": f"{folder}/cache", "PYTHONUNBUFFERED": "1"}
+    caches = {"HF_HOME": f"{folder}/hub", "FINETUNE_CACHE": f"{folder}/cache", "PYTHONUNBUFFERED": "1"}
     paths = {"PYTHONPATH": str(Path(__file__).parents[1]), "PATH": f"{folder}:{os.environ['PATH']}"}
-    return {name: value for name, value in os.environ.items() if name not in ("HF_TOKEN", "NO_COLOR")} | own | paths
+    return {name: value for name, value in os.environ.items() if name not in ("HF_TOKEN", "NO_COLOR")} | caches | paths
 
 
 def run_step(step: Step, directory: Path, output: Path, environment: dict[str, str]) -> Ended:

@@ -18,6 +18,7 @@ from cli.job.machine import directories_at_hand, training_of, with_dtype
 from cli.options.settings import COMMITS, Settings
 from cli.report.log import versions
 from cli.report.progress import draws_on
+from common.activity import activity
 from common.errors import FinetuneError, on_one_line
 from common.hardware.drives import Drive, drive_of
 from common.hardware.machine import (
@@ -275,7 +276,8 @@ def run_check(settings: Settings) -> None:
     drives, unusable = [], []
     for directory in directories:
         try:
-            drives.append(look_at_drive(directory))
+            with activity(f"measuring {directory}"):
+                drives.append(look_at_drive(directory))
         except (FinetuneError, OSError) as error:  # full, read-only
             unusable.append(Finding(f"{directory} cannot hold a store: {on_one_line(error)}", severe=True))
             continue
@@ -291,7 +293,8 @@ def _proof(settings: Settings) -> str:
     assert settings.model is not None
     config, _ = load_config(settings.model)
     start_time = time.monotonic()
-    prove(config, adapters=settings.engine.adapters, dtype=settings.engine.precision.dtype)
+    with activity("proving on a small model that this family trains out of core as in memory"):
+        prove(config, adapters=settings.engine.adapters, dtype=settings.engine.precision.dtype)
     seconds = time.monotonic() - start_time
     return f"losses and all gradients of a small {config.model_type}, block by block ({seconds:.1f} s)"
 

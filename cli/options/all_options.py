@@ -72,9 +72,9 @@ class OutputSettings:
 class ModelSettings:
     """What is trained."""
 
-    model: str = option("", "DIR|PRESET", presets="models", commands=Command.SOURCE)
+    model: str = option("", "DIR|PRESET", presets="models", commands=Command.SOURCE | Command.CHAT)
     """Checkpoint directory, GGUF file, preset (random weights), or hub name (owner/name) in the local cache."""
-    download: bool = option(False, commands=Command.SOURCE)
+    download: bool = option(False, commands=Command.SOURCE | Command.CHAT)
     """Download --model or --data if it is a hub name (owner/name) that is not in the local cache yet."""
 
 
@@ -203,7 +203,7 @@ class AdapterSettings:
     peft_config: Path | None = option(None, "FILE", commands=Command.MODEL, fixed=True)
     """An adapter_config.json of peft (or its directory): rsLoRA, DoRA, rank patterns, modules_to_save,
     trainable_token_indices."""
-    adapter: Path | None = option(None, "DIR", commands=Command.SOURCE, fixed=True)
+    adapter: Path | None = option(None, "DIR", commands=Command.SOURCE | Command.CHAT, fixed=True)
     """Directory of saved peft adapters to train further, with their method, rank, alpha, dropout, and targets."""
     merge: bool = option(False, commands=Command.RUN | Command.EXPORT)
     """Also write the model with the adapters merged into it."""

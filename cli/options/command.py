@@ -25,6 +25,7 @@ COMMANDS = {
     "verify": "Check that what runs have in DIR (as --ssd, or --output) is what was written.",
     "export": "Write the checkpoint of a run's last committed step, or merge --adapter into --model.",
     "evaluate": "Compute the loss of a model, or of --adapter on it, on data.",
+    "chat": "Answer lines that you type with a model in memory, or with --adapter on it.",
     "demo": "Teach a small chat model who it is (downloads 92 MB, once; offline, random weights are trained).",
 }
 """Commands, and what they do."""

@@ -1,12 +1,9 @@
 """What newcomers need: a small checkpoint, and the same few texts in every format, right and wrong."""
 
-import csv
-import gzip
 import json
 from pathlib import Path
 from typing import Any
 
-import datasets
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging
@@ -16,7 +13,6 @@ from common.data.demo_text import train_demo_tokenizer
 
 def make_materials(work: Path) -> None:
     """Make ``models`` and ``data`` in a directory."""
-    datasets.disable_progress_bars()
     logging.disable_progress_bar()
     _make_data(work / "data")
     folder = work / "models" / "small"
@@ -38,20 +34,12 @@ def _make_data(folder: Path) -> None:
     texts = [{"text": f"Document {number} counts to {number * number}. " * 4} for number in range(40)]
     asked = [(f"What is {number} plus {number}?", f"{number + number}.") for number in range(20)]
     (folder / "texts.jsonl").write_text(_lines(texts))
-    (folder / "texts.jsonl.gz").write_bytes(gzip.compress(_lines(texts).encode()))
-    (folder / "book.txt").write_text("\n".join(text["text"] for text in texts))
-    datasets.Dataset.from_list(texts).save_to_disk(folder / "saved")
     (folder / "questions.jsonl").write_text(
         _lines([{"question": question, "answer": answer} for question, answer in asked])
     )
-    with (folder / "alpaca.csv").open("w", newline="") as file:
-        table = csv.writer(file)
-        table.writerow(["instruction", "input", "output"])
-        table.writerows([question, "", answer] for question, answer in asked)
     turns = [{"from": "human", "value": "What is the capital of France?"}, {"from": "gpt", "value": "Paris."}]
     (folder / "sharegpt.jsonl").write_text(_lines([{"conversations": turns, "system": "Be brief."}] * 3))
     (folder / "broken.jsonl").write_text('{"text": "whole"}\n{"text": \n')
     (folder / "empty.jsonl").write_text("")
-    (folder / "roles.jsonl").write_text(_lines([{"messages": [{"role": "robot", "content": "Hello."}]}]))
     pairs = [{"prompt": question, "chosen": answer, "rejected": "I do not know."} for question, answer in asked]
     (folder / "pairs.jsonl").write_text(_lines(pairs))

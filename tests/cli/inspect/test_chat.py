@@ -1,0 +1,58 @@
+"""``finetune chat`` answers with what transformers generates for the whole conversation."""
+
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from cli.inspect import chat
+from tests.cli.conftest import Finetune
+
+LINES = ["Two and two", "And one more"]
+
+
+def expected(model: Any, tokenizer: Any) -> list[str]:
+    messages: list[dict[str, str]] = []
+    for line in LINES:
+        messages.append({"role": "user", "content": line})
+        text: Any = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        ids = tokenizer(text, add_special_tokens=False, return_tensors="pt")["input_ids"]
+        prompt = ids.shape[1]
+        with torch.no_grad():
+            while ids.shape[1] < prompt + 12 and ids[0, -1] != tokenizer.eos_token_id:
+                ids = torch.cat([ids, model(input_ids=ids).logits[:, -1:].argmax(-1)], 1)
+        messages.append({"role": "assistant", "content": tokenizer.decode(ids[0, prompt:], skip_special_tokens=True)})
+    return [message["content"] for message in messages[1::2]]
+
+
+@pytest.mark.parametrize("adapted", [False, True])
+def test_answers(
+    adapted: bool, finetune: Finetune, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(checkpoint), AutoTokenizer.from_pretrained(checkpoint)
+    words: list[Any] = ["chat", "--model", checkpoint]
+    if adapted:
+        torch.manual_seed(0)
+        config = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
+        get_peft_model(model, config).save_pretrained(tmp_path / "adapter")
+        base = AutoModelForCausalLM.from_pretrained(checkpoint)
+        model, words = (
+            PeftModel.from_pretrained(base, tmp_path / "adapter"),
+            [*words, "--adapter", tmp_path / "adapter"],
+        )
+    monkeypatch.setattr(chat, "MOST_TOKENS", 12)
+    monkeypatch.setattr("sys.stdin", io.StringIO("\n\n".join(LINES)))
+    done = finetune(*words)
+    assert done.status == 0, done.err
+    assert done.out == "".join(f"{answer}\n" for answer in expected(model, tokenizer))
+
+
+def test_rejects_what_does_not_fit(finetune: Finetune, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat, "memory_available_bytes", lambda: 1000)
+    done = finetune("chat", "--model", checkpoint)
+    assert done.status == 2 and "1000 B of memory are free: chat needs all of it in memory" in done.err
+    assert "preset" in finetune("chat", "--model", "llama-10m").err
