@@ -38,6 +38,7 @@ os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
 
 BAD = ("wrong", "crash", "hang")
 ORDER = (*BAD, "refused", "untrainable", "exact")
+BY_HAND = "\n## Rows in chunks\n"  # Begins what --write keeps of a page
 
 
 def names_of(names: str | None, part: str | None) -> list[str]:
@@ -126,7 +127,8 @@ def main(
     if json_path is not None:
         json_path.write_text(json.dumps([finding.to_dict() for finding in findings], indent=1), encoding="utf-8")
     if write is not None:
-        write.write_text(page(findings, mode), encoding="utf-8")
+        _, heading, by_hand = write.read_text(encoding="utf-8").partition(BY_HAND) if write.exists() else ("", "", "")
+        write.write_text(page(findings, mode) + heading + by_hand, encoding="utf-8")
     click.echo(f"{len(findings)} families, {mode.name}: {summary(findings)} ({time.monotonic() - began:.0f} s)")
     sys.stdout.flush()
     os._exit(any(finding.verdict in BAD for finding in findings))
