@@ -159,7 +159,8 @@ class Engine(EngineFigures):
 
         Args:
             outputs: ``"log_probs"`` (of each position's label; 0 where there is none), ``"entropy"``,
-                ``"mean_logits"``, ``"is_top1"``; of classifiers, ``"logits"``.
+                ``"mean_logits"``, ``"log_sum_sq_probs"`` (the logarithm of the sum of squared probabilities),
+                ``"is_top1"``; of classifiers, ``"logits"``.
             head: a function of the logits ``[n, V]`` of n tokens, in the compute dtype, and of a dictionary of what
                 there is for each of them (``targets``, ``input_ids``, ``inputs``, ``[n, ...]`` each), which returns
                 more outputs ``[n, ...]`` by name. It is called several times, with few tokens each, and must treat

@@ -41,7 +41,7 @@ def numbers_of(logits: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Te
     taken = log_softmax.gather(-1, targets.clamp(min=0).unsqueeze(-1)).squeeze(-1)
     return {
         "log_probs": taken.masked_fill(targets == -100, 0.0), "entropy": -(log_softmax.exp() * log_softmax).sum(-1),
-        "is_top1": logits.argmax(-1) == targets,
+        "log_sum_sq_probs": logits.float().softmax(-1).square().sum(-1).log(), "is_top1": logits.argmax(-1) == targets,
     }  # fmt: skip
 
 

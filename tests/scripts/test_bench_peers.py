@@ -62,9 +62,9 @@ def test_fsdp2_trains(tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 def test_the_engine_trains(tmp_path: Path, dtype: str) -> None:
     with start("peers.streamed", tiny(tmp_path, dtype, host_memory="streamed")) as contender:
-        taken = [contender.step() for _ in range(2)]
+        taken = [contender.step() for _ in range(3)]
         assert contender.peak_bytes > 100 << 20
-    # Two steps of at least 12 bytes per parameter, less what is still on its way.
+    # Three steps of at least 12 bytes per parameter, less what is still to be written: that of at most two.
     assert sum(step.written_bytes for step in taken) > 12 * 158_336
     assert all(4.3 < step.loss < 4.9 for step in taken)
 

@@ -42,6 +42,9 @@ class _Logits:
     def mean_logits(self) -> torch.Tensor:
         return self.values.mean(-1)
 
+    def log_sum_sq_probs(self) -> torch.Tensor:
+        return (2 * self.log_softmax).logsumexp(-1)
+
     def is_top1(self) -> torch.Tensor:
         return self.values.argmax(-1) == self.targets
 
@@ -50,11 +53,13 @@ class _Logits:
 
 
 # Outputs that have a name: the log-probability of each target (0 where there is none), and for every position the
-# entropy, the mean logit, whether the target has the largest logit, and the logits themselves, for classifiers.
+# entropy, the mean logit, the logarithm of the sum of squared probabilities (for TRL's weighted DPO), whether the
+# target has the largest logit, and the logits themselves, for classifiers.
 OUTPUTS: dict[str, Callable[[_Logits], torch.Tensor]] = {
     "log_probs": _Logits.log_probs,
     "entropy": _Logits.entropy,
     "mean_logits": _Logits.mean_logits,
+    "log_sum_sq_probs": _Logits.log_sum_sq_probs,
     "is_top1": _Logits.is_top1,
     "logits": _Logits.logits,
 }

@@ -155,7 +155,7 @@ def test_reference_is_what_the_model_gives_without_adapters(
             trained.step()
             twin.step(batch, 3)
         expected = twin.reference(batch, 3)
-        outputs = ("log_probs", "entropy", "is_top1")
+        outputs = ("log_probs", "entropy", "log_sum_sq_probs", "is_top1")
         with torch.no_grad():
             both = trained.tokens(**batch, outputs=outputs, reference=True)
             with trained.disable_adapters():

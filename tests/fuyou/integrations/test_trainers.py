@@ -1,5 +1,6 @@
 """Stock trainers on the engine's facade train what they train in memory."""
 
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,8 @@ from trl.trainer.callbacks import SyncRefModelCallback
 import fuyou
 from common.errors import UserError
 from fuyou.integrations import EngineOptimizer, as_model, as_reference
+from fuyou.integrations.model import FusedOutput
+from fuyou.model.loss.token_head import OUTPUTS
 from tests.helpers.models.small_checkpoints import SIZES, small_checkpoint
 
 STEPS, LR = 4, 1e-3
@@ -57,6 +60,11 @@ def arguments(kind: type, folder: Path, **options: Any) -> Any:
         "lr_scheduler_type": "cosine", "seed": 3, "max_grad_norm": 1.0, "disable_tqdm": True, "bf16": False,
     }  # fmt: skip
     return kind(output_dir=str(folder), **{**given, **options})
+
+
+def test_the_engine_has_each_output_that_trl_reads() -> None:
+    """Some are read with options only (weighted DPO), so that a trainer would fail in its first step."""
+    assert {field.name for field in fields(FusedOutput)} - {"loss", "label_mask", "aux_loss"} <= OUTPUTS.keys()
 
 
 def figures(trainer: Trainer) -> list[dict[str, float]]:
