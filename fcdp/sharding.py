@@ -66,7 +66,7 @@ class Sharding:
         gathers = GatherLevels(
             spread=self._levels(routes.spread, "gather")[::-1],
             gather=self._levels(routes.gather, "gather", precision.gather)[::-1],
-            secondary=self._levels(routes.secondary, "gather")[::-1],  # as it is kept
+            secondary=self._levels(routes.secondary, "gather")[::-1],  # in the order in which it is kept
         )
         reductions = ReduceLevels(
             reduce=self._levels(routes.reduce, "reduce", precision.reduce),

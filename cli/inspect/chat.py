@@ -33,10 +33,10 @@ def run_chat(settings: Settings) -> None:
         messages.append({"role": "user", "content": line})
         text: Any = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
         ids = torch.tensor([text["input_ids"]], device=model.device)
-        made = model.generate(
+        tokens = model.generate(
             input_ids=ids, attention_mask=torch.ones_like(ids), streamer=streamer, max_new_tokens=MOST_TOKENS
         )
-        answer = tokenizer.decode(made[0, ids.shape[1] :], skip_special_tokens=True)
+        answer = tokenizer.decode(tokens[0, ids.shape[1] :], skip_special_tokens=True)
         messages.append({"role": "assistant", "content": str(answer)})
 
 

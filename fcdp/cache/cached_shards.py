@@ -310,7 +310,7 @@ def all_cached(routes: Routes, groups: Sequence[ParameterGroup]) -> list[CachedG
         for group in groups:
             if group.kept_after_forward:
                 continue  # the backward pass does not gather it
-            # Groups of mixed dtype are gathered as plain bytes, which nobody can quantize.
+            # Groups of mixed dtype are gathered as plain bytes, which cannot be quantized.
             bits = None if group.mixes_dtypes else BITS.get(layout.strategy.precision.secondary)
             cell = group.cell_bytes if bits is None else quantized_nbytes(group.cell_numel, bits)
             wanted.append(CachedGroup(group, True, block, routes.shards // block * cell, in_host, bits))

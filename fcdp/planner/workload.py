@@ -33,8 +33,8 @@ class Workload:
         0.0  # what the backward pass gathers no second time: head and final norm, with which it begins
     )
     largest_unit: float = 0.0  # parameters of the largest unit; 0: all are alike
-    compute_bytes: float = 2.0  # bytes of one parameter as it is gathered, where that is not quantized
-    gradient_bytes: float = 2.0  # bytes of one gradient as it is reduced, where that is not quantized
+    compute_bytes: float = 2.0  # bytes of one parameter in a gather that is not quantized
+    gradient_bytes: float = 2.0  # bytes of one gradient in a reduction that is not quantized
     micro_batches: int = 1  # number of micro-batches that accumulate before the optimizer steps: s in PaRO, M in AMSP
     router_loss: bool = False  # whether the loss has a router loss, which is known once all of a batch has gone forward
     cache_threshold: float = 0.9  # part of device memory up to which an adaptive cache keeps shards there

@@ -99,8 +99,8 @@ def measure(workload: ProfiledWorkload, device: Device, *, past_cache: bool = Fa
         tokens=workload.tokens,
         **parts,
         block_parameters=shape.active_parameters(shape.largest_block),
-        upload_bytes_per_second=copies.upload_beside,
-        download_bytes_per_second=copies.download_beside,
+        upload_bytes_per_second=copies.upload_both,
+        download_bytes_per_second=copies.download_both,
         read_bytes_per_second=drives.read,
         write_bytes_per_second=drives.write,
         burst_write_bytes_per_second=drives.burst_write,
@@ -302,8 +302,8 @@ class LinkRates:
 
     upload: float
     download: float
-    upload_beside: float  # Bytes per second while the other direction is busy, too
-    download_beside: float
+    upload_both: float  # Bytes per second while the other direction is busy, too
+    download_both: float
 
 
 def measure_link(device: Device, nbytes: int) -> LinkRates:
@@ -316,9 +316,9 @@ def measure_link(device: Device, nbytes: int) -> LinkRates:
     try:
         alone = up.rate(), down.rate()
         with ThreadPoolExecutor(1) as other:
-            beside = other.submit(down.rate)
+            busy_rate = other.submit(down.rate)
             rate = up.rate()
-            return LinkRates(*alone, rate, beside.result())
+            return LinkRates(*alone, rate, busy_rate.result())
     finally:
         up.close()
         down.close()
