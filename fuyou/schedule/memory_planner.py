@@ -86,7 +86,6 @@ class MemoryPlanner:
         """Return why rows cannot pass in chunks; None if they can. Runs the blocks of a new model without values."""
         shape = self.shape
         obstacles = {
-            "on several ranks": shape.share.world_size > 1,
             "through blocks in pieces": bool(shape.orders),
             "where the loss is made outside of the engine": bool(loss.outputs),
             "with images": shape.images,

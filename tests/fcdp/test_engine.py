@@ -107,6 +107,21 @@ def test_two_ranks_equal_one(
         check_bytes(ranks, alone)
 
 
+@pytest.mark.parametrize("layout", [(2, 1), pytest.param((1, 2), marks=pytest.mark.slow)])
+def test_ranks_pass_rows_in_chunks(layout: tuple[int, int], model: str, pool: Pool, tmp_path: Path) -> None:
+    """Each its own rows, as one rank passes them whole."""
+    options = {"dtype": "fp32", "host_cache": 0, "eps": 1e-2}
+    run = Run(model, tmp_path / "alone", packed=False, options=options)
+    alone = cases.train(None, run)
+    ranks = pool.run(layout, cases.train, replace(run, folder=tmp_path / "ranks", options={**options, "chunk": 5}))
+    for rank in ranks:
+        assert rank.losses == pytest.approx(alone.losses, rel=1e-6)
+        assert rank.norms == pytest.approx(alone.norms, rel=1e-5)
+        assert rank.counted == rank.scheduled
+    for name, master in alone.masters.items():
+        torch.testing.assert_close(ranks[0].masters[name], master, rtol=0, atol=1e-6, msg=name)
+
+
 @pytest.mark.parametrize("layout", [(2, 1), (1, 2)])
 @pytest.mark.slow
 def test_parameters_of_ranks_that_pass_host_memory(
