@@ -58,12 +58,8 @@ def run_on_all_ranks(work: Callable[[], Any], group: dist.ProcessGroup | None = 
 
 
 def broadcast_from_rank0(work: Callable[[], Any]) -> Any:
-    """Call ``work`` on rank 0 and broadcast its result: network file systems may look different to other nodes.
-    Collective.
-
-    Raises:
-        UserError, FinetuneError: as :func:`run_on_all_ranks`.
-    """
+    """Call ``work`` on rank 0 and broadcast its result, or its error: network file systems may look different to other
+    nodes."""
     return run_on_all_ranks(lambda: work() if dist.get_rank() == 0 else None)[0]
 
 
@@ -104,10 +100,8 @@ def start_exchange(
 
 
 def turns(rank: int, size: int) -> list[tuple[int, int]]:
-    """Return to whom ``rank`` of ``size`` sends and from whom it receives, step by step.
-
-    Every rank begins with its neighbour, so that not all of them send to rank 0 first.
-    """
+    """Return the (receiver, sender) of each step: every rank begins with its neighbor, so that not all send to rank 0
+    first."""
     return [((rank + step) % size, (rank - step) % size) for step in range(1, size)]
 
 

@@ -92,11 +92,7 @@ def _unescaped(text: str) -> str:
 
 
 def check_data_file(name: str) -> None:
-    """Reject the path of a data file that does not exist; other names of data are left to those who read them.
-
-    Raises:
-        UserError: there is no such file.
-    """
+    """Reject the path of a data file that does not exist; other names of data are left to those who read them."""
     path = Path(name).expanduser()
     is_path = os.sep in name or path.suffix
     is_pattern = any(mark in name for mark in "*?[")
@@ -112,11 +108,7 @@ def no_data_file(name: str) -> UserError:
 
 
 def check_path(option: str, path: Path | None) -> None:
-    """Reject the path of a file or directory that an option names and that does not exist.
-
-    Raises:
-        UserError: there is no such file or directory.
-    """
+    """Reject the path of a file or directory that an option names and that does not exist."""
     if path is not None and not path.expanduser().exists():
         raise UserError(f"{option}: there is no file or directory '{path}'.{nearest_path(path)}")
 

@@ -12,11 +12,7 @@ _FACTORS = {
 
 
 def parse_bytes(text: str | int) -> int:
-    """Return the bytes in ``"24GiB"``, ``"512 MB"``, ``"1.5g"`` or a plain number.
-
-    Raises:
-        UserError: if the text is not a size.
-    """
+    """Return the bytes in ``"24GiB"``, ``"512 MB"``, ``"1.5g"`` or a plain number; any other text is a UserError."""
     if isinstance(text, int):
         return text
     match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([a-zA-Z]*)\s*", text)

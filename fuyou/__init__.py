@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from fuyou.engine.steps import EngineOutput
     from fuyou.model.recompute.policy import ActivationPolicy
     from fuyou.optimizer.nonfinite import NonFiniteLoss
-    from fuyou.preflight.preflight import prove
+    from fuyou.preflight.proof import prove
     from fuyou.runtime.accounting import StepReport
 
 __all__ = [
@@ -50,7 +50,7 @@ _MODULES = {
     "StepReport": "fuyou.runtime.accounting",
     "StoreError": "common.store.errors",
     "UserError": "common.errors",
-    "prove": "fuyou.preflight.preflight",
+    "prove": "fuyou.preflight.proof",
 }
 
 

@@ -10,7 +10,7 @@ from peft import PeftConfig
 
 from common.docstrings import attribute_docstrings
 from common.errors import UserError, did_you_mean
-from common.hardware.drives import UNKNOWN_ENDURANCE, warranted_bytes
+from common.hardware.directory_drive import UNKNOWN_ENDURANCE, warranted_bytes
 from common.models.adapters.options import AdapterOptions, SavedAdapter
 from common.models.vision import TowerFreezing
 from common.units import parse_bytes
@@ -137,7 +137,9 @@ class EngineConfig(RunConfig):
         Raises:
             UserError: they cannot.
         """
-        obstacle = speculation_obstacle(commit_every=self.store.commit_every, ranks=ranks)
+        obstacle = speculation_obstacle(
+            single_slot=self.store.single_slot, commit_every=self.store.commit_every, ranks=ranks
+        )
         if self.update_policy.speculative and obstacle is not None:
             raise UserError(f"--clip-by speculation is not possible: {obstacle}. Leave it out, or change that.")
 

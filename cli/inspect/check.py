@@ -20,7 +20,7 @@ from cli.report.log import versions
 from cli.report.progress import draws_on
 from common.activity import activity
 from common.errors import FinetuneError, on_one_line
-from common.hardware.drives import Drive, drive_of
+from common.hardware.directory_drive import Drive, drive_of
 from common.hardware.machine import (
     Gpu,
     cpu_count,

@@ -15,7 +15,7 @@ from cli.job.job import Job
 from cli.report.drawing import Series, chart, folded, memory_bars, page, section, step_bars, table
 from cli.report.results import RESOURCES
 from common.files import replace_file
-from common.hardware.drives import warranted_bytes
+from common.hardware.directory_drive import warranted_bytes
 from common.store.errors import described
 from common.units import Interval, format_bytes, format_count, format_seconds
 

@@ -142,7 +142,6 @@ class FileBatches(Batches):
         self.labels_ahead = config.labels_ahead
 
     def _drawn(self, draws: range, group_size: int = 1) -> np.ndarray:
-        """Return what is at some places of the endless sequence of epochs, of which neighbors stay together."""
         return draw_rows(draws, self.rows, self._config.seed if self._config.shuffle else None, group_size)
 
     def _draws(self, step: int) -> range:
@@ -211,7 +210,6 @@ def rounded_width(length: int) -> int:
 
 
 def _moved_ahead(labels: np.ndarray) -> np.ndarray:
-    """Give every position the label of the next one, int64 [rows, seq_len]."""
     return np.concatenate([labels[:, 1:], np.full_like(labels[:, :1], IGNORED)], axis=1)
 
 

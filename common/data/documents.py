@@ -21,11 +21,8 @@ class Documents:
 
     @staticmethod
     def of(position_ids: torch.Tensor | None) -> "Documents | None":
-        """Find the documents in int64 ``[B, S]``: one begins wherever positions do not go up by one.
-
-        Returns:
-            None where every row is one document.
-        """
+        """Find the documents in int64 ``[B, S]``: one begins wherever positions do not go up by one. None: each row is
+        one."""
         if position_ids is None or not restarts(position_ids):
             return None
         rows, length = position_ids.shape

@@ -98,11 +98,7 @@ class AnswerFinder:
         self._header: list[int] | None = None
 
     def spans(self, chat: Chat, whole: list[int], turns: list[int]) -> list[tuple[int, int]] | None:
-        """Find where in ``whole`` some turns are, by rendering growing prefixes of the conversation.
-
-        Returns:
-            None if a turn is rendered differently once others follow.
-        """
+        """Find where some turns are in ``whole``; None if a turn is rendered differently once others follow."""
         spans = []
         for turn in turns:
             last = turn + 1 == len(chat.messages)

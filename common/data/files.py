@@ -136,7 +136,6 @@ def _hub_files(name: str) -> list[Path]:
 
 
 def _parsed(name: str) -> tuple[str, str | None, str]:
-    """Return what a name consists of: repository or directory, configuration, and split."""
     repository, *parts = name.split(":")
     return repository, parts[0] if len(parts) > 1 else None, parts[-1] if parts else TRAIN
 

@@ -173,7 +173,6 @@ def open_or_build(
 
 
 def _pack(documents: Iterable[EncodedSegment], header: Header, packer: Packer | Padder, doing: Activity) -> None:
-    """Put documents into rows, several into one if they are packed, and count them."""
 
     def count() -> Iterator[EncodedSegment]:
         for document in documents:

@@ -291,11 +291,7 @@ def _text(value: str | bytes) -> str:
 
 
 def usable_gpus() -> list[Gpu]:
-    """Return the GPUs to compute on; empty only where the system has none, or they are hidden on purpose.
-
-    Raises:
-        UserError: the system has GPUs, and PyTorch cannot use them; the message says why.
-    """
+    """Return the GPUs to compute on: none only where the system has none, or they are hidden on purpose."""
     gpus = list_gpus()
     if not gpus and not system_has_gpu():
         return []
@@ -335,18 +331,13 @@ def pick_gpu(spec: str) -> Gpu | None:
 
 
 def _matches(spec: str, gpu: Gpu) -> bool:
-    """Return whether every part of ``spec`` occurs in the GPU's name, or ``spec`` is its UUID."""
     name = re.sub(r"[^a-z0-9]", "", gpu.name.lower())
     parts = re.findall(r"[a-z0-9]+", spec.lower())
     return gpu.uuid == spec or (bool(parts) and all(part in name for part in parts))
 
 
 def torch_index(gpu: Gpu) -> int:
-    """Return PyTorch's number for ``gpu``, as in ``torch.device("cuda", number)``. Starts CUDA.
-
-    Raises:
-        UserError: if PyTorch does not see that GPU.
-    """
+    """Return PyTorch's number for ``gpu``, as in ``torch.device("cuda", number)``, or refuse. Starts CUDA."""
     import torch
 
     seen = {str(torch.cuda.get_device_properties(i).uuid): i for i in range(torch.cuda.device_count())}
@@ -363,11 +354,7 @@ def torch_index(gpu: Gpu) -> int:
 
 
 def torch_name(gpu: Gpu | None) -> str:
-    """Return the name of PyTorch's device: ``"cuda:1"``, or ``"cpu"`` for None.
-
-    Raises:
-        UserError: if PyTorch does not see that GPU.
-    """
+    """Return the name of PyTorch's device: ``"cuda:1"``, or ``"cpu"`` for None."""
     return "cpu" if gpu is None else f"cuda:{torch_index(gpu)}"
 
 

@@ -7,7 +7,6 @@ a source is left out there and None here. A file of the user's in the same form 
 import math
 import re
 import tomllib
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -39,6 +38,17 @@ class GpuPreset:
     bf16_flops_per_second: float  # Peak of dense bf16 matrix products with fp32 accumulation
     block_flops_per_second: float | None  # Rate that a transformer block reaches, if it has been measured
 
+    @classmethod
+    def of(cls, name: str, fields: dict[str, Any]) -> "GpuPreset":
+        """Return the preset with these fields of a file; a rate in it is in 10^9 bytes or 10^12 operations a second."""
+        link = fields["link_gb_per_s"] * 1e9
+        up, down = (
+            fields[key] * 1e9 if key in fields else link * COPY_FRACTION
+            for key in ("upload_gb_per_s", "download_gb_per_s")
+        )
+        flops, block = fields["bf16_tflops"] * 1e12, _times(1e12, fields.get("block_tflops"))
+        return cls(name, fields["name"], parse_bytes(fields["memory"]), link, up, down, flops, block)
+
 
 @dataclass(frozen=True)
 class DrivePreset:
@@ -53,26 +63,37 @@ class DrivePreset:
     cache_bytes: int | None  # Bytes that an empty drive takes at the fast rate; None if unknown
     endurance_bytes: int | None  # Bytes that its maker warrants may be written
 
+    @classmethod
+    def of(cls, name: str, fields: dict[str, Any]) -> "DrivePreset":
+        """Return the preset with these fields of a file; a rate in it is in 10^9 bytes a second."""
+        endurance = _times(1e12, fields.get("endurance_tb"))
+        return cls(
+            name=name,
+            title=fields["name"],
+            capacity_bytes=parse_bytes(fields["capacity"]),
+            read_bytes_per_second=fields["read_gb_per_s"] * 1e9,
+            write_bytes_per_second=fields["write_gb_per_s"] * 1e9,
+            sustained_write_bytes_per_second=_times(1e9, fields.get("sustained_write_gb_per_s")),
+            cache_bytes=parse_bytes(fields["cache"]) if "cache" in fields else None,
+            endurance_bytes=None if endurance is None else round(endurance),
+        )
+
+
+def _times(factor: float, value: float | None) -> float | None:
+    return None if value is None else value * factor
+
 
 Preset = TypeVar("Preset", GpuPreset, DrivePreset)
 
 
 def gpu_preset(name: str) -> GpuPreset:
-    """Return the GPU called ``name``: ``rtx-4090``, ``4090``, ``A100``, as the driver writes it, or its ``.toml`` file.
-
-    Raises:
-        UserError: if there is no such preset or file, or several match.
-    """
-    return _read_file(name, _read_gpu) if name.endswith(".toml") else _find("GPU", name, _gpus())
+    """Return the GPU called ``name`` (``rtx-4090``, ``4090``, ``A100``, the driver's name), or of a ``.toml`` file."""
+    return _read_file(name, GpuPreset) if name.endswith(".toml") else _find("GPU", name, _gpus())
 
 
 def drive_preset(name: str) -> DrivePreset:
-    """Return the drive called ``name``: ``intel-p5510-3.84tb``, ``p5510``, ``990 Pro 4TB``, or its ``.toml`` file.
-
-    Raises:
-        UserError: if there is no such preset or file, or several match.
-    """
-    return _read_file(name, _read_drive) if name.endswith(".toml") else _find("drive", name, _drives())
+    """Return the drive called ``name`` (``intel-p5510-3.84tb``, ``p5510``, ``990 Pro 4TB``), or of a ``.toml`` file."""
+    return _read_file(name, DrivePreset) if name.endswith(".toml") else _find("drive", name, _drives())
 
 
 def gpu_names() -> list[str]:
@@ -85,24 +106,22 @@ def drive_names() -> list[str]:
 
 @cache
 def _gpus() -> dict[str, GpuPreset]:
-    return _load("gpus", _read_gpu)
+    return {name: _read(name, file, GpuPreset) for name, file in preset_files("gpus").items()}
 
 
 @cache
 def _drives() -> dict[str, DrivePreset]:
-    return _load("drives", _read_drive)
+    return {name: _read(name, file, DrivePreset) for name, file in preset_files("drives").items()}
 
 
-def _load(folder: str, read: Callable[[str, dict[str, Any]], Preset]) -> dict[str, Preset]:
-    return {
-        name: read(name, tomllib.loads(file.read_text(encoding="utf-8"))) for name, file in preset_files(folder).items()
-    }
+def _read(name: str, file: Path, kind: type[Preset]) -> Preset:
+    return kind.of(name, tomllib.loads(file.read_text(encoding="utf-8")))
 
 
-def _read_file(name: str, read: Callable[[str, dict[str, Any]], Preset]) -> Preset:
+def _read_file(name: str, kind: type[Preset]) -> Preset:
     path = Path(name).expanduser()
     try:
-        preset = read(path.stem, tomllib.loads(path.read_text(encoding="utf-8")))
+        preset = _read(path.stem, path, kind)
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from error
     except KeyError as error:
@@ -113,36 +132,6 @@ def _read_file(name: str, read: Callable[[str, dict[str, Any]], Preset]) -> Pres
         if isinstance(value, int | float) and not 0 < value < math.inf:
             raise UserError(f"{path} gives {field} = {value:g}, and it must be above 0.")
     return preset
-
-
-def _read_gpu(name: str, fields: dict[str, Any]) -> GpuPreset:
-    link = fields["link_gb_per_s"] * 1e9
-    copies = link * COPY_FRACTION
-    block = fields.get("block_tflops")
-    return GpuPreset(
-        name=name,
-        title=fields["name"],
-        memory_bytes=parse_bytes(fields["memory"]),
-        link_bytes_per_second=link,
-        upload_bytes_per_second=fields["upload_gb_per_s"] * 1e9 if "upload_gb_per_s" in fields else copies,
-        download_bytes_per_second=fields["download_gb_per_s"] * 1e9 if "download_gb_per_s" in fields else copies,
-        bf16_flops_per_second=fields["bf16_tflops"] * 1e12,
-        block_flops_per_second=None if block is None else block * 1e12,
-    )
-
-
-def _read_drive(name: str, fields: dict[str, Any]) -> DrivePreset:
-    sustained, endurance = fields.get("sustained_write_gb_per_s"), fields.get("endurance_tb")
-    return DrivePreset(
-        name=name,
-        title=fields["name"],
-        capacity_bytes=parse_bytes(fields["capacity"]),
-        read_bytes_per_second=fields["read_gb_per_s"] * 1e9,
-        write_bytes_per_second=fields["write_gb_per_s"] * 1e9,
-        sustained_write_bytes_per_second=None if sustained is None else sustained * 1e9,
-        cache_bytes=parse_bytes(fields["cache"]) if "cache" in fields else None,
-        endurance_bytes=None if endurance is None else round(endurance * 1e12),
-    )
 
 
 def _find(kind: str, name: str, presets: dict[str, Preset]) -> Preset:

@@ -191,11 +191,7 @@ _EXCEPTIONS: dict[str, dict[str, Any]] = {
 
 
 def miniature(config: PreTrainedConfig) -> PreTrainedConfig:
-    """Return a configuration of the same class and structure with some hundred thousand parameters.
-
-    Raises:
-        UserError: if the family's configuration class rejects the small sizes.
-    """
+    """Return a configuration of the same class and structure with some hundred thousand parameters, or refuse."""
     fields = _Shrunk(config.to_dict(), config).result
     if fields.get("qk_head_dim"):  # a sum that some configurations also store
         fields["qk_head_dim"] = fields["qk_nope_head_dim"] + fields["qk_rope_head_dim"]

@@ -9,11 +9,8 @@ from common.hub import is_hub_name, is_in_cache, may_download
 
 
 def check_model(name: str) -> None:
-    """Reject a name that is no checkpoint directory, GGUF file, preset, or name of a hub's model (``owner/name``).
-
-    Raises:
-        UserError: it is none of them, or a hub's model that is not in the local cache and may not be downloaded.
-    """
+    """Reject a name that is no checkpoint directory, GGUF file, preset, or hub's model that is cached or may be
+    downloaded."""
     directory = Path(name).expanduser()
     if find_gguf(directory) or (directory / "config.json").is_file():
         return
@@ -39,11 +36,7 @@ def not_in_cache(name: str) -> UserError:
 
 
 def find_gguf(path: Path) -> Path | None:
-    """Return the GGUF file that a user names: the path itself, or the only one in a directory without a checkpoint.
-
-    Raises:
-        UserError: the directory has several.
-    """
+    """Return the GGUF file that a user names: the path itself, or the only one in a directory without a checkpoint."""
     if path.suffix == ".gguf" and path.is_file():
         return path
     if not path.is_dir() or any(path.glob("*.safetensors")):

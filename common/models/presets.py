@@ -65,9 +65,6 @@ def hub_snapshot(name: str) -> Path:
 
     It is unless ``HF_HUB_OFFLINE`` or :data:`common.hub.NO_DOWNLOAD` is set, as the command does without
     ``--download``.
-
-    Raises:
-        UserError: it is not there, and cannot be fetched or may not.
     """
     import huggingface_hub
 

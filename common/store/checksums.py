@@ -59,11 +59,7 @@ class ExtentChecksums:
         self._lock = threading.Lock()
 
     def add(self, directory: int, offset: int, data: np.ndarray) -> None:
-        """Add bytes of the file in directory number ``directory``, from ``offset`` on.
-
-        Raises:
-            StoreError: if the last bytes were added, and the checksums differ from the expected ones.
-        """
+        """Add bytes of the file in directory number ``directory``, from ``offset`` on; the last ones reveal damage."""
         value = checksum(data, (offset - self._extent.offset) // ALIGNMENT)
         with self._lock:
             self._totals[directory] = (self._totals[directory] + value) % (1 << 64)

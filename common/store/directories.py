@@ -181,11 +181,7 @@ def remove(directories: Iterable[Path]) -> None:
 
 
 def usable_directories(directories: Sequence[Path], writable: bool = True) -> list[Path]:
-    """Return the directories as paths: each exists, is ``writable`` and is given once.
-
-    Raises:
-        UserError: if not.
-    """
+    """Return the directories as paths, or refuse one that does not exist, is not ``writable``, or is given twice."""
     if not directories:
         raise UserError("A store needs at least one directory: give --ssd.")
     seen: dict[tuple[int, int], Path] = {}
@@ -287,12 +283,7 @@ LOCK_FILE = ".lock"  # Name of the file that is locked, and stays, where a direc
 
 class DirectoryLock:
     """A lock on ``directories`` themselves (``flock``: a crash leaves no file), held until it is closed or the last
-    owner ends. The optimizer process, which may outlive a killed engine by one write, is an owner too.
-
-    Raises:
-        UserError: if another run holds one of them.
-        StoreError: if one cannot be opened.
-    """
+    owner ends. The optimizer process, which may outlive a killed engine by one write, is an owner too."""
 
     def __init__(self, directories: Iterable[Path], patience: float = PATIENCE_SECONDS) -> None:
         self.descriptors: list[int] = []  # Descriptors of the locks: a process that gets them is an owner, too

@@ -32,11 +32,7 @@ def describe_os_error(doing: str, path: Path, error: OSError) -> StoreError:
 
 @contextmanager
 def described(doing: str, path: Path) -> Iterator[None]:
-    """Turn an ``OSError`` inside the context into a ``StoreError`` that names ``path``, as those of open files do not.
-
-    Raises:
-        StoreError: see :func:`describe_os_error`.
-    """
+    """Turn an ``OSError`` inside the context into a ``StoreError`` that names ``path``, which it may not do itself."""
     try:
         yield
     except OSError as error:
@@ -53,11 +49,7 @@ def _free_space(directory: Path) -> str:
 
 @contextmanager
 def opened(path: Path, doing: str, flags: int) -> Iterator[int]:
-    """Open ``path`` while the context lasts; ``doing`` says what for.
-
-    Raises:
-        StoreError: if the system refuses something in the context.
-    """
+    """Open ``path`` while the context lasts, within :func:`described`."""
     with described(doing, path):
         descriptor = os.open(path, flags | os.O_CLOEXEC, 0o666)
         try:

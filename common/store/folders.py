@@ -29,12 +29,7 @@ def final_folder(directory: Path) -> Path:
 
 
 def lock_folders(folders: Sequence[Path]) -> DirectoryLock:
-    """Lock ``folders`` and those of their successors, as far as they exist.
-
-    Raises:
-        UserError: if another process holds one of them.
-        StoreError: if one cannot be opened.
-    """
+    """Lock ``folders`` and those of their successors, as far as they exist; see :class:`DirectoryLock`."""
     while True:
         existing = _existing(folders)
         lock = DirectoryLock(existing)
@@ -64,14 +59,7 @@ def remove_folder(folder: Path, shared: bool = False) -> None:
 
 
 def refuse_foreign_files(folder: Path) -> None:
-    """Refuse a folder with files of others: they would be in a successor's way.
-
-    Args:
-        folder: may hold stores, or not exist.
-
-    Raises:
-        UserError: if it holds a file that this program did not create.
-    """
+    """Refuse a folder with files that this program did not create: they would be in a successor's way."""
     if not folder.is_dir():
         return
     identity = Identity.read(folder)
@@ -94,11 +82,7 @@ def remove_leftovers(store: Store) -> None:
 
 
 def remove_successors(folders: Sequence[Path], overwrite: bool) -> None:
-    """Remove successors that a crash has left next to the folders of a new run.
-
-    Raises:
-        UserError: if one is committed, and not to be overwritten.
-    """
+    """Remove successors that a crash has left next to the folders of a new run; refuse committed ones to be kept."""
     for directory in map(successor_folder, folders):
         if not overwrite and load_manifest(directory) is not None:
             raise UserError(

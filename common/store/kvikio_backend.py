@@ -70,11 +70,7 @@ class KvikioFile:
     """
 
     def __init__(self, path: Path, posix: PosixFile) -> None:
-        """Open ``path``; ``posix`` is the same file, for the pages that are not whole.
-
-        Raises:
-            StoreError: if it cannot be opened.
-        """
+        """Open ``path``; ``posix`` is the same file, for the pages that are not whole."""
         import kvikio
 
         self.path = path

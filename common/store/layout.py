@@ -73,11 +73,7 @@ class Layout:
         self._file_bytes: dict[str, int] = {}
 
     def allocate(self, file: str, nbytes: int) -> Extent:
-        """Allocate the next ``nbytes`` bytes of ``file``, as evenly over the directories as whole pages allow.
-
-        Raises:
-            ValueError: if ``nbytes`` is not positive, or ``file`` is not a plain file name.
-        """
+        """Allocate the next ``nbytes`` bytes of ``file``, as evenly over the directories as whole pages allow."""
         if nbytes < 1:
             raise ValueError(f"an extent holds at least one byte, not {nbytes}")
         # As many rows of stripes as the largest unit asks for, all equally long: with units of exactly 4 MiB a record
@@ -110,11 +106,7 @@ class Layout:
 
     @classmethod
     def from_dict(cls, content: dict[str, Any]) -> "Layout":
-        """Return the layout that ``to_dict`` described.
-
-        Raises:
-            ValueError, TypeError, KeyError, AttributeError: if it describes something else.
-        """
+        """Return the layout that ``to_dict`` described; any other content is an error of some kind."""
         layout = cls(content["directories"])
         for name, extents in content["files"].items():
             for offset, nbytes, unit in extents:

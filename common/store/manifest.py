@@ -58,11 +58,7 @@ def read_sealed(path: Path) -> dict[str, Any] | None:
 
 
 def sync_directory(directory: Path) -> None:
-    """Make creations, renames and removals in ``directory`` durable (they are not, by syncing the files alone).
-
-    Raises:
-        StoreError: if the drive refuses.
-    """
+    """Make creations, renames and removals in ``directory`` durable (they are not, by syncing the files alone)."""
     with opened(directory, "syncing", os.O_RDONLY | os.O_DIRECTORY) as descriptor:
         os.fsync(descriptor)
 
@@ -76,20 +72,12 @@ MANIFEST_FILE = "manifest.json"
 
 
 def commit_manifest(directory: Path, content: dict[str, Any]) -> None:
-    """Replace the manifest in ``directory``: written next to the old one, synced, renamed over it, directory synced.
-
-    Raises:
-        StoreError: if the file system refuses; the previous manifest stays valid.
-    """
+    """Replace the manifest in ``directory``; see :func:`write_sealed`."""
     write_sealed(Path(directory) / MANIFEST_FILE, content)
 
 
 def load_manifest(directory: Path) -> dict[str, Any] | None:
-    """Return the last committed content (as JSON has it: tuples are lists); None if nothing was ever committed.
-
-    Raises:
-        StoreError: if the manifest is damaged.
-    """
+    """Return the last committed content (as JSON has it: tuples are lists); None if nothing was ever committed."""
     return read_sealed(Path(directory) / MANIFEST_FILE)
 
 

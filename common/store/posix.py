@@ -165,11 +165,8 @@ class PosixFile:
             done += moved - moved % ALIGNMENT
 
     def sync(self) -> None:
-        """Return when everything written is on the drive (``fdatasync``).
-
-        Raises:
-            StoreError: if the drive refuses; what was written since the last sync may be lost.
-        """
+        """Return when everything written is on the drive. If it refuses, what was written since the last sync may be
+        lost."""
         with described("syncing", self.path):
             os.fdatasync(self._descriptor)
 

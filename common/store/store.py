@@ -331,11 +331,6 @@ class ChecksummedExtent:
 
     @classmethod
     def from_dict(cls, content: dict[str, Any]) -> "ChecksummedExtent":
-        """Return what :meth:`to_dict` described.
-
-        Raises:
-            TypeError, ValueError, KeyError: if it describes something else.
-        """
         file, offset, nbytes, unit = content["extent"]
         sums = tuple(int(text, 16) for text in content["sums"])
         return cls(str(content["what"]), Extent(str(file), int(offset), int(nbytes), int(unit)), sums)
@@ -354,11 +349,7 @@ def verify(store: Store, sealed: Iterable[ChecksummedExtent]) -> tuple[int, list
 
 
 def read_all(store: Store, extent: Extent, sums: ExtentChecksums) -> None:
-    """Read all of ``extent`` and add it to ``sums``.
-
-    Raises:
-        StoreError: if a drive fails, or ``sums`` finds damage.
-    """
+    """Read all of ``extent`` and add it to ``sums``, which finds damage."""
     free = [aligned_bytes(min(PIECE_BYTES, extent.nbytes)) for _ in range(PIECES)]
     under_way: deque[tuple[Future[None], Any]] = deque()
     try:

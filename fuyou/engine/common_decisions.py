@@ -12,7 +12,7 @@ from common.store.store import IO_THREADS
 from common.units import format_bytes
 from fuyou.config import AUTO, EngineConfig
 from fuyou.engine.computing_dtype import dtype_of_all, stored_dtype
-from fuyou.preflight.preflight import prove, prove_divided
+from fuyou.preflight.proof import prove, prove_divided
 from fuyou.runtime.device import Device, memory_limits
 from fuyou.runtime.ranks import Agreement
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from common.errors import UserError
-from common.hardware.drives import UNKNOWN_ENDURANCE, warranted_bytes
+from common.hardware.directory_drive import UNKNOWN_ENDURANCE, warranted_bytes
 from common.hardware.presets import TLC_BYTES_PER_SECOND, DrivePreset, GpuPreset
 from common.units import format_bytes
 from fuyou.planner.profiling import Profile

@@ -297,11 +297,7 @@ class Adapters:
         return state
 
     def _names_in(self, saved: SavedAdapter) -> dict[str, str]:
-        """Return the names that a saved adapter has for parameters of the model, by their names now.
-
-        Raises:
-            UserError: it is none of this model.
-        """
+        """Return the names that a saved adapter has for parameters of the model, by their names now."""
         parameters = dict(self.model.named_parameters(remove_duplicate=False))
         trained = {name: parameters[name] for name in self.trainable_names}
         names = {id(parameter): name for name, parameter in self.model.named_parameters()}

@@ -89,11 +89,7 @@ class InitialValues(TorchFunctionMode):
         self._drawn.clear()
 
     def value(self, model: nn.Module, name: str) -> torch.Tensor:
-        """Return the initial value of a parameter that has been emptied; it must not be changed in place.
-
-        Raises:
-            KeyError: if the parameter has not been emptied.
-        """
+        """Return the initial value of a parameter that has been emptied; it must not be changed in place."""
         path, _, attribute = name.rpartition(".")
         return self._made[model.get_submodule(path), attribute]().to(model.get_parameter(name).dtype)
 

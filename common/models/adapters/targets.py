@@ -48,9 +48,6 @@ def refuse_unknown_targets(modules: Collection[str], possible: Sequence[str], co
         modules: names of the model's modules before adapters were injected.
         possible: from :func:`possible_targets`, also.
         config: after ``peft`` has injected it: what it has translated is no longer among ``target_modules``.
-
-    Raises:
-        UserError: there is such a name.
     """
     unknown = sorted(name for name in named_targets(config) if not _ends(modules, name))
     if unknown:
@@ -71,11 +68,7 @@ def _ends(names: Collection[str], wanted: str) -> bool:
 
 
 def refuse_unknown_copies(modules: Collection[str], config: PeftConfig) -> None:
-    """Refuse ``modules_to_save`` that no module is called, which ``peft`` leaves out.
-
-    Raises:
-        UserError: there is such a name.
-    """
+    """Refuse ``modules_to_save`` that no module is called, which ``peft`` leaves out."""
     names = set(getattr(config, "modules_to_save", None) or ()) - set(SEQ_CLS_HEAD_NAMES)  # peft adds all of these
     for name in sorted(names):
         if not any(module.endswith(name) for module in modules):
@@ -83,11 +76,7 @@ def refuse_unknown_copies(modules: Collection[str], config: PeftConfig) -> None:
 
 
 def trained_copies(model: nn.Module) -> dict[str, tuple[str, list[int] | None]]:
-    """Return what trained parameters begin as copies of: a parameter's name, and its rows; None: all of them.
-
-    Raises:
-        UserError: a module with values that are read but not trained is copied.
-    """
+    """Return what trained parameters begin as copies of: a parameter's name, and its rows; None: all of them."""
     stored = model.state_dict().keys()
     copies: dict[str, tuple[str, list[int] | None]] = {}
     for path, module in model.named_modules():

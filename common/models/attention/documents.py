@@ -240,11 +240,6 @@ def _by_document(
     scaling: float | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attend as transformers asks, ``[B, H, S, D]`` to ``[B, S, H, D]``, within the current documents if there are any.
-
-    Raises:
-        NotImplementedError: the family uses a feature that is not cut at documents here.
-    """
     documents = current_documents()
     if documents is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **options)

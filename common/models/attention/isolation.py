@@ -333,14 +333,7 @@ def _is_hidden(value: Any, shape: tuple[int, ...]) -> bool:
 
 
 def find_isolation(model: PreTrainedModel) -> Isolation | None:
-    """Find the best way to keep documents apart.
-
-    Args:
-        model: a small model of the family, with values (see :mod:`common.models.miniature`).
-
-    Returns:
-        None if no way holds.
-    """
+    """Find the best way to keep documents apart in the family of a small model with values; None if no way holds."""
     interface = any(config._attn_implementation == "sdpa" for config in configurations(model))
     was_training = model.training
     model.eval()

@@ -63,9 +63,6 @@ def save_tensors(file: Path, tensors: Mapping[str, torch.Tensor]) -> None:
 
     ``safetensors`` (0.8) makes files that only their owner may read, by way of a temporary file next to them, which it
     leaves there if it is killed. So use it in the folder of :func:`make_staging_folder`; the user's umask decides.
-
-    Raises:
-        StoreError: the file system refused.
     """
     with described("writing", file):
         file.touch()
@@ -84,9 +81,6 @@ def move_into_place(directory: Path, replaced: Iterable[Path], last: Sequence[st
         directory: the directory that was given to :func:`make_staging_folder`.
         replaced: older files, if they exist; removed before anything is moved.
         last: names of files that are moved after all others, in this order: without them nobody loads the rest.
-
-    Raises:
-        StoreError: the file system refused.
     """
     folder = directory / STAGING_FOLDER
     with described("writing", folder):
@@ -102,7 +96,6 @@ def move_into_place(directory: Path, replaced: Iterable[Path], last: Sequence[st
 
 
 def _os_error(error: SafetensorError) -> Exception:
-    """Return the system's error, which only the text of ``error`` tells; else the error itself."""
     match = re.search(r"\(os error (\d+)\)", str(error))
     return OSError(int(match[1]), os.strerror(int(match[1]))) if match else error
 

@@ -79,11 +79,7 @@ def _write(file: Path, directory: Path) -> None:
 
 
 def _parts(file: Path, model: PreTrainedModel, config: dict[str, Any]) -> Iterator[dict[str, torch.Tensor]]:
-    """Return the parameters that the tensors of ``file`` make, each time as few as belong together.
-
-    Raises:
-        ValueError: they are not those of ``model``.
-    """
+    """Return the parameters that the tensors of ``file`` make, each time as few as belong together."""
     from gguf import GGUFReader, dequantize
     from transformers.modeling_gguf_pytorch_utils import (
         TENSOR_PROCESSORS,

@@ -229,9 +229,6 @@ def classifier_config(config: PreTrainedConfig, classes: Sequence[str], pad_toke
         classes: names of the classes; a single one stands for a reward.
         pad_token_id: token behind the end of texts, whose last token is what the head looks at; None: the one that
             ``config`` names.
-
-    Raises:
-        UserError: if transformers has no such class in this family.
     """
     if type(config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
         raise UserError(
@@ -257,9 +254,6 @@ def write_with_new_head(checkpoint: Path, config: PreTrainedConfig, directory: P
     Args:
         config: from :func:`classifier_config`.
         seed: of the head's values, which are those of the family's own initialisation.
-
-    Returns:
-        ``directory``.
 
     Raises:
         UserError, FinetuneError: if the checkpoint lacks more than the head.

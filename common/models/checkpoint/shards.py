@@ -51,12 +51,9 @@ class Conversion:
 
 
 def plan_conversions(model: PreTrainedModel, stored: Iterable[str]) -> tuple[list[Conversion], list[str]]:
-    """Plan how the tensors on disk become the model's parameters and persistent buffers.
+    """Plan how the tensors on disk become a model's parameters and persistent buffers; also return the unused names.
 
     Names are matched as in ``transformers.core_model_loading.convert_and_load_state_dict_in_model``.
-
-    Returns:
-        The conversions, and the names on disk that the model does not use.
     """
     wanted = model.state_dict()
     rules = get_model_conversion_mapping(model)

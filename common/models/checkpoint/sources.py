@@ -33,14 +33,8 @@ class RowParts:
     def of(
         cls, conversion: Conversion, tensors: Sequence[StoredTensor], placements: Placements, shape: tuple[int, ...]
     ) -> "RowParts | None":
-        """Return the parts of a parameter of this shape.
-
-        Args:
-            placements: the places where the model's conversions put them.
-
-        Returns:
-            None if they are not all alike, not put side by side, or one is in several rows.
-        """
+        """Return the parts of a parameter of this shape; None if they are not all alike, not put side by side, or one
+        is in several rows."""
         kinds = {(stored.shape, stored.dtype) for stored in tensors}
         part_shape, dtype = kinds.pop()
         places = None if kinds else placements.place(conversion, part_shape, shape)
@@ -312,14 +306,7 @@ _ENDINGS = {
 
 
 def refuse_compressed(shards: CompressedShards, unused: list[str]) -> None:
-    """Refuse compressed weights about which config.json says nothing.
-
-    Args:
-        unused: names in the checkpoint that the model does not use.
-
-    Raises:
-        UserError: if there are such weights; names one.
-    """
+    """Refuse compressed weights about which config.json says nothing, among the names that the model does not use."""
     if shards.method is not None:
         return
     for name in unused:

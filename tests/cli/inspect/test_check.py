@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from cli.inspect.check import DriveFound, Finding, GpuFound, MachineFound, find_trouble
-from common.hardware.drives import Drive, drive_of
+from common.hardware.directory_drive import Drive, drive_of
 from common.hardware.machine import Gpu
 from fuyou.planner.profiling.measure import DriveRates
 from tests.cli.conftest import Finetune

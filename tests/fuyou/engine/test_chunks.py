@@ -29,7 +29,7 @@ from common.errors import UserError
 from fuyou.layout.record import Precision
 from fuyou.model import chunks
 from fuyou.model.open_model import OpenModel
-from fuyou.preflight.preflight import prove_divided
+from fuyou.preflight.proof import prove_divided
 from fuyou.preflight.small_step import SmallStep
 from fuyou.runtime.compute.step_computation import StepComputation
 from fuyou.schedule.tasks import ComputeTask

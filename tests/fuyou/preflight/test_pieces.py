@@ -8,7 +8,7 @@ from transformers import AutoConfig
 
 from common.errors import UserError
 from fuyou.optimizer.gradient_sum import GradientSum
-from fuyou.preflight.preflight import prove_divided
+from fuyou.preflight.proof import prove_divided
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe", "gpt_oss"])

@@ -21,11 +21,7 @@ KNOWN = "FP8 (fp8), MXFP4 (mxfp4) and compressed-tensors"
 
 
 def method_of(directory: Path) -> Method | None:
-    """Return how the checkpoint in a directory is compressed, by its config.json; None if it is not.
-
-    Raises:
-        UserError: its method is not supported.
-    """
+    """Return how the checkpoint in a directory is compressed, by its config.json; None if it is not."""
     try:
         content = json.loads((directory / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):

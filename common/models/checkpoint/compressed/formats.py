@@ -39,11 +39,7 @@ class Method(Protocol):
 
 
 def even_blocks(name: str, rows: int, columns: int, grid: tuple[int, ...]) -> tuple[int, int]:
-    """Return rows and columns of a block where all are equally large, from the grid of scales.
-
-    Raises:
-        FinetuneError: they cannot be equally large.
-    """
+    """Return rows and columns of a block from the grid of scales; refuse a grid that makes blocks of several sizes."""
     if not (grid[0] and grid[1]) or rows % grid[0] or columns % grid[1]:
         raise FinetuneError(
             f"{name} of shape {[rows, columns]} has scales of shape {list(grid)}, and the quantization_config in "
@@ -58,11 +54,7 @@ def component(role: str, stored: StoredTensor) -> Component:
 
 
 def checked(entry: FoundTensor, name: str, shards: Shards) -> FoundTensor:
-    """Return ``found``, if its components fit together.
-
-    Raises:
-        FinetuneError: if not.
-    """
+    """Return ``entry``, or raise a FinetuneError if its components do not fit together."""
     problem = entry.tensor.problem()
     if problem is not None:
         file = shards.tensors[entry.names["codes"]].file

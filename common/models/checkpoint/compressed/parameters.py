@@ -41,11 +41,8 @@ class Placements:
     def place(
         self, conversion: Conversion, part: Sequence[int], shape: Sequence[int]
     ) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-        """Return the strides of every part in the flat parameter, and each one's offset.
-
-        Returns:
-            None where a part is not in one piece there, or the parts do not fill the parameter.
-        """
+        """Return the strides of every part in the flat parameter, and each one's offset; None where a part is not in
+        one piece, or the parts do not fill the parameter."""
         if math.prod(part) * len(conversion.parts) != math.prod(shape):
             return None
         if conversion.rule is None:
@@ -133,11 +130,8 @@ class CompressedParameter:
     def of(
         cls, conversion: Conversion, shards: CompressedShards, placements: Placements, shape: tuple[int, ...]
     ) -> "CompressedParameter | None":
-        """Return what a conversion makes of a checkpoint's tensors: a parameter of this shape.
-
-        Returns:
-            None if these are not compressed, not all in one format, or not put together side by side.
-        """
+        """Return the parameter of this shape that a conversion makes; None if its tensors are not compressed, not all
+        in one format, or not put together side by side."""
         entries = [shards.compressed.get(name) for _, name in conversion.parts]
         tensors = {None if entry is None else entry.tensor for entry in entries}
         tensor = tensors.pop()
