@@ -64,7 +64,7 @@ def prove_once(
         try:
             with activity("proving on a small model that this family trains out of core as in memory"):
                 if pieces or chunks:
-                    prove_divided(model, chunks=chunks, **weights)
+                    prove_divided(model, chunks=chunks, packed=chunks and config.packed, **weights)
                 else:
                     prove(model, packed=config.packed, dtype=config.precision.dtype, **weights)
         except UserError as error:

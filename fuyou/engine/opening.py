@@ -298,7 +298,15 @@ class OpenRun:
         Raises:
             UserError: they cannot.
         """
-        if self.runtime.memory_plan.batch.chunks > 1 and self.config.prove:
+        batch = self.runtime.memory_plan.batch
+        if batch.chunks == 1:
+            return
+        if self.config.packed and not self.model.stack.separates_in_chunks:
+            raise UserError(
+                f"Rows of {batch.seq_len:,} tokens pass in chunks of {batch.columns:,}, in which nothing keeps the "
+                "documents of a row apart in this model: give it shorter rows, which fit whole."
+            )
+        if self.config.prove:
             prove_once(self.config, self.model_config, self.agreement, chunks=True)
 
     def _open_store(self) -> None:

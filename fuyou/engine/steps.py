@@ -363,7 +363,8 @@ class Steps:
     def _fit(self, batch: TrainingBatch, loss: LossInputs = ENGINE_LOSS) -> None:
         """See that there are buffers in which the batch has room, on every rank: all or none make theirs again."""
         runtime = self._run.runtime
-        own = (*batch.size, batch.images, batch.padded, loss.outputs, loss.reference)
+        in_chunks = batch.size[1] > (runtime.memory_plan.batch.chunk or batch.size[1])  # attention makes no mask then
+        own = (*batch.size, batch.images, batch.padded and not in_chunks, loss.outputs, loss.reference)
         *size, outputs, reference = map(max, zip(*self._run.agreement.all_gather_object(own), strict=True))
         needed = (*size, LossInputs(outputs, reference))
         if not runtime.fits(*needed):
@@ -387,7 +388,7 @@ class Steps:
                     f"Rows of {batch.size[1]:,} tokens in chunks of {planned.chunk:,} end with a chunk of one token, "
                     "which this model does not take: choose another --chunk."
                 )
-            return batch.chunks(planned.chunk, run.device.torch_device)
+            return batch.chunks(planned.chunk, run.device.torch_device, run.model.stack)
         rows = min(batch.size[0], planned.micro_rows)
         return batch.micro_batches(rows, run.device.torch_device, run.config.precision.dtype)
 

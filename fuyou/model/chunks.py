@@ -132,13 +132,14 @@ class ChunkCache(DynamicCache):
         config: of the model.
         start: first token of the chunk that is computed.
         length: tokens of the whole row.
+        bounds: first tokens of the documents that the chunk touches, and the end of the last; none if the row is one.
     """
 
-    def __init__(self, config: PreTrainedConfig, start: int, length: int):
+    def __init__(self, config: PreTrainedConfig, start: int, length: int, *bounds: int):
         super().__init__(config=config)
         self._windows = [getattr(layer, "sliding_window", None) for layer in self.layers]
         self.layers = _Layers(self.layers)
-        self.start, self.length = start, length
+        self.start, self.length, self.bounds = start, length, bounds or (0, length)
         self.row: RowKeys | None = None
         """Of the block that is running."""
         self.seen: list[torch.Tensor] = []
@@ -153,6 +154,12 @@ class ChunkCache(DynamicCache):
         self._added = 0
         for held in (self.seen, self.left, self._taken):
             held.clear()
+
+    def document_lengths(self, tokens: int) -> torch.Tensor:
+        """Return the length of the document of each of the chunk's ``tokens``, int64 ``[1, tokens]``."""
+        bounds = torch.tensor(self.bounds)
+        documents = torch.bucketize(torch.arange(self.start, self.start + tokens), bounds, right=True) - 1
+        return bounds.diff()[documents][None]
 
     def roots(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Return the states that the latest call has left and that carry gradients, and these gradients."""

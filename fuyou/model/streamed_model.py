@@ -31,7 +31,7 @@ from common.data.documents import Documents
 from common.data.rows import PADDING
 from common.errors import FinetuneError, UserError
 from common.models.attention.chunked import attention_by_chunk
-from common.models.attention.documents import padding_known, rotate_by_document, row_length_known
+from common.models.attention.documents import lengths_known, padding_known, rotate_by_document
 from common.models.attention.isolation import DocumentSeparator, configurations, takes_positions, without_masks
 from common.models.attention.kernels import AttentionKernels
 from common.models.structure import find_blocks
@@ -60,7 +60,8 @@ META_TOKENS = 8  # Tokens of the row that blocks are run on without values
 HOST_POSITIONS = "position_ids_on_host"  # Name in a batch of a copy of ``position_ids`` on the CPU
 
 CHUNK_PLACE = "place_in_row"
-"""Name in a batch of the first token of a chunk and the tokens of its row, int64 ``[2]`` on the CPU."""
+"""Name in a batch of the first token of a chunk, the tokens of its row and, if that holds several documents, the first
+tokens of those that the chunk touches and the end of the last, int64 on the CPU."""
 
 
 class StreamedModel:
@@ -278,10 +279,11 @@ class StreamedModel:
 
     @contextmanager
     def _attending(self, documents: Documents | None, cache: ChunkCache | None) -> Iterator[None]:
-        whole = cache is None or self._dense
         if cache is not None:
             cache.begin()
-        by_chunk = contextlib.nullcontext() if whole else attention_by_chunk(configurations(self.model))
+        by_chunk: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        if cache is not None and not self._dense:
+            by_chunk = attention_by_chunk(configurations(self.model), cache.bounds[:-1])
         with self.apart(documents), by_chunk:
             yield
 
@@ -342,6 +344,12 @@ class StreamedModel:
     def block_keys(self) -> tuple[BlockKeys, ...]:
         """Return what each block keeps of a token for later ones; empty if rows cannot pass through in chunks."""
         return self._surveyed_keys[0]
+
+    @property
+    def separates_in_chunks(self) -> bool:
+        """Whether documents that share a row are kept apart in its chunks: attention in tiles does it, and no state."""
+        keys, memory = self._surveyed_keys
+        return bool(keys) and not (self._dense or memory.states) and self.family.isolation is not None
 
     @cached_property
     def key_memory(self) -> KeyMemory:
@@ -464,10 +472,10 @@ class StreamedModel:
         known: dict[str, Any] = {name: value for name, value in batch.items() if name not in left_out}
         if cache is not None:
             known[self._cache_name] = cache
-        length = None if cache is None else cache.length
+        lengths = None if cache is None else cache.document_lengths(batch["input_ids"].shape[1])
         with (
             padding_known(batch),
-            row_length_known(length),
+            lengths_known(lengths),
             self._attending(documents, cache),
             self._stand_ins.recording(links, documents) as calls,
         ):

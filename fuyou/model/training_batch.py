@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from common.data.documents import restarts
+from common.data.documents import Documents, restarts
 from common.data.rows import BatchValue, holds_images, take_rows
 from common.errors import UserError
 from common.models.task_type import TaskType
 from fuyou.model.loss.cross_entropy import IGNORED, targets_of
 from fuyou.model.open_model import OpenModel
-from fuyou.model.streamed_model import CHUNK_PLACE, HOST_POSITIONS
+from fuyou.model.streamed_model import CHUNK_PLACE, HOST_POSITIONS, StreamedModel
 
 # Arguments of transformers' models that trainers pass, with the values that change nothing here
 _WITHOUT_EFFECT: dict[str, tuple[object, ...]] = {
@@ -89,7 +89,7 @@ class TrainingBatch:
         rows, length = self.ids.shape
         return rows, length
 
-    def chunks(self, chunk: int, device: torch.device) -> list[dict[str, torch.Tensor]]:
+    def chunks(self, chunk: int, device: torch.device, stack: StreamedModel) -> list[dict[str, torch.Tensor]]:
         """Return the batch on ``device``, ``chunk`` tokens of one row at a time, with ``targets``.
 
         Raises:
@@ -100,19 +100,25 @@ class TrainingBatch:
         what = next(iter(sorted(others)), None)
         if isinstance(mask, torch.Tensor) and not (mask.dim() == 2 and bool(mask.all())):
             what = "an attention_mask that hides tokens"
-        if positions is not None and not (
-            isinstance(positions, torch.Tensor) and positions.dim() == 2 and not restarts(positions)
-        ):
+        flat = positions if isinstance(positions, torch.Tensor) and positions.dim() == 2 else None
+        documents = Documents.of(flat)
+        if positions is not flat or not (documents is None or stack.separates_in_chunks):
             what = "position_ids of several documents in a row"
         rows, length = self.size
         if what is not None:
             raise UserError(f"Rows of {length:,} tokens pass in chunks of {chunk:,}, which cannot have {what}.")
         values = {"input_ids": self.ids, "targets": self.targets}
-        if isinstance(positions, torch.Tensor):  # otherwise the family counts them, some of them from another number
-            values["position_ids"] = positions
+        if flat is not None:  # otherwise the family counts them, some of them from another number
+            values["position_ids"] = flat
+        spans = [] if documents is None else list(documents.spans())
+
+        def place(row: int, start: int) -> list[int]:
+            touched = [span[1:] for span in spans if span[0] == row and span[2] > start and span[1] < start + chunk]
+            return [start, length, *(first for first, _ in touched), *(end for _, end in touched[-1:])]
+
         return [
             {name: value[row : row + 1, start : start + chunk].to(device) for name, value in values.items()}
-            | {CHUNK_PLACE: torch.tensor([start, length])}
+            | {CHUNK_PLACE: torch.tensor(place(row, start))}
             for row in range(rows)
             for start in range(0, length, chunk)
         ]

@@ -82,6 +82,7 @@ def prove_divided(
     config: PreTrainedConfig,
     *,
     chunks: bool = False,
+    packed: bool = False,
     adapters: PeftConfig | None = None,
     trainable: Sequence[str] | None = None,
     router_loss: str = "auto",
@@ -91,6 +92,7 @@ def prove_divided(
     Args:
         config: of the model.
         chunks: whether rows pass in chunks of tokens through whole blocks instead.
+        packed: whether these rows hold several documents.
         adapters: what is trained, if the weights are frozen.
         trainable: name patterns of the trained parameters, if not all.
         router_loss: of a mixture of experts, as in :class:`fuyou.Engine`.
@@ -99,7 +101,10 @@ def prove_divided(
         UserError: if it does not, or its blocks cannot be cut.
     """
     names = None if trainable is None else tuple(trainable)
-    _prove(Claim(config, adapters, names, router_loss=router_loss, pieces=not chunks, chunks=chunks))
+    claim = Claim(config, adapters, names, router_loss=router_loss, pieces=not chunks, chunks=chunks)
+    _prove(claim)
+    if packed:
+        _prove(replace(claim, packed=True, router_loss="off"))
 
 
 def _prove(claim: Claim) -> None:

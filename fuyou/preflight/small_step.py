@@ -91,7 +91,7 @@ class SmallStep:
         data_plane = cast(DataPlane, plane)
         cpu = torch.device("cpu")
         if planned.chunks > 1:
-            micro = batch.chunks(planned.columns, cpu)
+            micro = batch.chunks(planned.columns, cpu, self._model.stack)
         else:
             micro = batch.micro_batches(micro_rows, cpu, self._shape.precision.dtype)
         step = StepComputation(

@@ -5,7 +5,7 @@ A chunk has ``q`` queries; keys and values are those of the ``n`` tokens seen so
 token ``n - q + i`` of them. Keys are taken in tiles whose results are joined by the logarithms of their softmax's
 denominators, and the backward pass computes each tile again, so scores of all pairs of tokens never exist. Causal
 attention, sliding windows, chunked attention (Llama 4), sinks (gpt-oss), soft caps (Gemma 2), shared heads, and values
-of another width than keys (DeepSeek) are supported.
+of another width than keys (DeepSeek) are supported, and rows that hold several documents.
 
 To compute with it, give the model a cache whose ``update`` returns the keys and values seen so far, and open::
 
@@ -17,6 +17,9 @@ Blocks that are called alone take, as ``attention_mask``, what the model's mask 
 this chunk alone. What cannot be computed so (a family's own mask, a bias, dropout) raises NotImplementedError.
 """
 
+import itertools
+import sys
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -53,15 +56,27 @@ class ChunkMask:
     chunk: int = 0  # Length of ranges of tokens that see each other alone (Llama 4); 0: all
 
 
+_documents: Sequence[int] = ()  # First tokens of the documents that a chunk touches
+
+
 @contextmanager
-def attention_by_chunk(configs: Sequence[PreTrainedConfig]) -> Iterator[None]:
-    """Let models with these configurations attend by chunk while the context is open."""
+def attention_by_chunk(configs: Sequence[PreTrainedConfig], documents: Sequence[int] = ()) -> Iterator[None]:
+    """Let models with these configurations attend by chunk while the context is open.
+
+    Args:
+        configs: of the models.
+        documents: first tokens of the row's documents, as far as the chunk touches them; tokens of one document do not
+            see those of others.
+    """
+    global _documents
     before = [config._attn_implementation for config in configs]
+    documents_before, _documents = _documents, documents
     try:
         for config in configs:
             config._attn_implementation = BY_CHUNK
         yield
     finally:
+        _documents = documents_before
         for config, implementation in zip(configs, before, strict=True):
             config._attn_implementation = implementation
 
@@ -79,15 +94,27 @@ class _View(NamedTuple):
 
     past: int  # Index of the first query's key
     window: int
-    chunk: int
-    offset: int  # Index of the row's token whose key comes first, modulo ``chunk``
+    starts: tuple[int, ...]  # Indices of keys, ascending: queries from there on see no key before
+
+    @staticmethod
+    def of(queries: int, keys: int, window: int, chunk: int, offset: int, documents: Sequence[int]) -> "_View":
+        past = keys - queries
+        first, starts = offset - past, documents or (0,)  # the first key's token; where documents begin
+        if chunk:
+            ranges = itertools.pairwise((*starts, first + keys))
+            starts = [start for begin, end in ranges for start in range(begin, end, chunk)]
+        inside = (start - first for start in starts)
+        return _View(past, window if window < keys else 0, tuple(start for start in inside if 0 < start < keys))
 
     def first(self, query: int) -> int:
-        if self.window:
-            return max(0, self.past + query - self.window + 1)
-        if self.chunk:
-            return max(0, self.past + query - (self.offset + self.past + query) % self.chunk)
-        return 0
+        index = self.past + query
+        before = bisect_right(self.starts, index)
+        return max(self.starts[before - 1] if before else 0, index - self.window + 1 if self.window else 0)
+
+    def stop(self, query: int) -> int:
+        """Return the first query after ``query`` that sees none of the keys before its own, if there is one."""
+        after = bisect_right(self.starts, self.past + query)
+        return self.starts[after] - self.past if after < len(self.starts) else sys.maxsize
 
     def seen(self, tile: _Tile, device: torch.device) -> torch.Tensor:
         """Return which keys of a tile are seen by each of its queries, bool ``[queries, keys]``."""
@@ -96,8 +123,6 @@ class _View(NamedTuple):
         seen = keys <= last
         if self.window:
             seen &= keys > last - self.window
-        if self.chunk:
-            seen &= (keys + self.offset) // self.chunk == (last + self.offset) // self.chunk
         return seen
 
 
@@ -112,10 +137,7 @@ def _tiles(view: _View, queries: int, way: str) -> Iterator[_Tile]:
         step = _BANDED_QUERIES if way == "cpu" else 4 * _BANDED_QUERIES
     start = 0
     while start < queries:
-        stop = min(start + step, queries)
-        if view.chunk:
-            to_boundary = view.chunk - (view.offset + view.past + start) % view.chunk
-            stop = min(stop, start + to_boundary)
+        stop = min(start + step, queries, view.stop(start))
         piece, first_own, end = slice(start, stop), view.past + start, view.past + stop
         first, shared = view.first(start), view.first(stop - 1)
         if way == "products":
@@ -145,11 +167,19 @@ class _ChunkCall(NamedTuple):
 
     @classmethod
     def of(
-        cls, query: torch.Tensor, key: torch.Tensor, window: int, chunk: int, offset: int, scale: float, cap: float
+        cls,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        window: int,
+        chunk: int,
+        offset: int,
+        documents: Sequence[int],
+        scale: float,
+        cap: float,
     ) -> "_ChunkCall":
-        past, device = key.shape[2] - query.shape[2], kernels_of(query.device)
+        device = kernels_of(query.device)
         kernels = not cap and (device == "cpu" or (device == "cuda" and query.dtype.itemsize <= 4))
-        view = _View(past, window if window < key.shape[2] else 0, chunk, (offset - past) % chunk if chunk else 0)
+        view = _View.of(query.shape[2], key.shape[2], window, chunk, offset, documents)
         return cls(device if kernels else "products", view, scale, cap)
 
     def mask(self, tile: _Tile, like: torch.Tensor) -> torch.Tensor | None:
@@ -255,6 +285,7 @@ def _attention_by_chunk(
     window: int,
     chunk: int,
     offset: int,
+    documents: Sequence[int],
     scale: float,
     cap: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -266,7 +297,7 @@ def _attention_by_chunk(
         value: ``[B, G, n, V]``.
         sinks: ``[H]``: a score of each head that takes tile in the softmax and has no value.
     """
-    call = _ChunkCall.of(query, key, window, chunk, offset, scale, cap)
+    call = _ChunkCall.of(query, key, window, chunk, offset, documents, scale, cap)
     dtype = statistics_dtype(query)
     rows, heads, count, _ = query.shape
     result = query.new_zeros(rows, count, heads, value.shape[-1], dtype=dtype)
@@ -299,10 +330,11 @@ def _attention_by_chunk_backward(
     window: int,
     chunk: int,
     offset: int,
+    documents: Sequence[int],
     scale: float,
     cap: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    call = _ChunkCall.of(query, key, window, chunk, offset, scale, cap)
+    call = _ChunkCall.of(query, key, window, chunk, offset, documents, scale, cap)
     first = call.view.first(0)
     sums = statistics_dtype(query)
     to_query = torch.zeros_like(query, dtype=sums)
@@ -348,34 +380,33 @@ def _backward(ctx: Any, gradient: torch.Tensor, _: Any) -> Any:
     if sinks is not None:
         flow = (gradient * result).sum(-1, dtype=logarithms.dtype)
         to_sinks = -(sinks.to(logarithms.dtype) - logarithms).exp().mul(flow).sum((0, 1)).to(sinks.dtype)
-    return (*gradients, to_sinks, None, None, None, None, None)
+    return (*gradients, to_sinks, *(None for _ in ctx.settings))
 
 
 _attention_by_chunk.register_autograd(_backward, setup_context=_save)
 
 
-def _flops_of_products(query: Any, key: Any, widths: int, window: int, chunk: int, offset: int) -> int:
+def _flops_of_products(query: Any, key: Any, widths: int, *seen: Any) -> int:
     """Return the operations of matrix products, whose widths have this sum, by shapes.
 
     Pairs of tokens that see each other are counted twice, less the diagonal: so all chunks of a row together count as
     the whole row does.
     """
     rows, heads, queries, _ = query
-    past = key[2] - queries
-    view = _View(past, window, chunk, (offset - past) % chunk if chunk else 0)
-    pairs = sum(2 * (past + index - view.first(index)) + 1 for index in range(queries))
+    view = _View.of(queries, key[2], *seen)
+    pairs = sum(2 * (view.past + index - view.first(index)) + 1 for index in range(queries))
     return 2 * rows * heads * widths * pairs
 
 
 @register_flop_formula(torch.ops.fuyou.attention_by_chunk)
 def _flops(query: Any, key: Any, value: Any, sinks: Any, *settings: Any, **_: Any) -> int:
-    return _flops_of_products(query, key, query[3] + value[3], *settings[:3])
+    return _flops_of_products(query, key, query[3] + value[3], *settings[:4])
 
 
 @register_flop_formula(torch.ops.fuyou.attention_by_chunk_backward)
 def _flops_backward(gradient: Any, query: Any, key: Any, value: Any, *others: Any, **_: Any) -> int:
     _, _, *settings = others
-    return _flops_of_products(query, key, 3 * query[3] + 2 * value[3], *settings[:3])
+    return _flops_of_products(query, key, 3 * query[3] + 2 * value[3], *settings[:4])
 
 
 @torch.compiler.disable  # the number of keys differs in every call
@@ -400,7 +431,7 @@ def _by_chunk(
     mask = attention_mask
     sinks = None if s_aux is None else s_aux.flatten()
     result, _ = _attention_by_chunk(
-        query, key, value, sinks, mask.window, mask.chunk, mask.offset, scale, float(softcap or 0)
+        query, key, value, sinks, mask.window, mask.chunk, mask.offset, _documents, scale, float(softcap or 0)
     )
     return result, None
 

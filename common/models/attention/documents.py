@@ -291,7 +291,7 @@ ALL_ATTENTION_FUNCTIONS.register(BY_DOCUMENT, _by_document)
 
 
 _padding: torch.Tensor | None = None  # Of the batch that is being computed, bool `[B, S]`
-_row_length: int | None = None  # Of the row whose chunk is being computed
+_lengths: torch.Tensor | None = None  # Of each token's document, `[B, S]`, where chunks of rows are being computed
 
 
 def rotate_by_document(model: nn.Module) -> None:
@@ -319,14 +319,15 @@ def padding_known(batch: Mapping[str, Any]) -> Iterator[None]:
 
 
 @contextmanager
-def row_length_known(length: int | None) -> Iterator[None]:
-    """Let rotations be those of a row of ``length`` tokens, of which a chunk is computed; None: of what is computed."""
-    global _row_length
-    before, _row_length = _row_length, length
+def lengths_known(lengths: torch.Tensor | None) -> Iterator[None]:
+    """Let rotations be those of documents of these lengths, of which a chunk is computed, int64 ``[B, S]``; None: of
+    what is computed."""
+    global _lengths
+    before, _lengths = _lengths, lengths
     try:
         yield
     finally:
-        _row_length = before
+        _lengths = before
 
 
 def _depends_on_length(module: nn.Module) -> bool:
@@ -339,22 +340,21 @@ def _rotated_by_document(module: Any, forward: Callable[..., Any]) -> Callable[.
     def run(x: torch.Tensor, position_ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if position_ids.is_meta or position_ids.dim() != 2:
             return forward(x, position_ids, *args, **kwargs)
-        if _row_length is not None:
-            _forget_lengths(module)
-            last = position_ids.new_full((position_ids.shape[0], 1), _row_length - 1)
-            values = forward(x, torch.cat([position_ids, last], dim=1), *args, **kwargs)
-            _forget_lengths(module)
-            return tuple(value[:, :-1] for value in values)
-        padding = _padding
+        places, padding = position_ids, _padding
         if padding is None or padding.shape[1] != position_ids.shape[1]:
             padding = torch.zeros_like(position_ids, dtype=torch.bool)
-        places, lengths = _alone(position_ids.expand(padding.shape[0], -1), padding)
+        if _lengths is None:
+            places, lengths = _alone(position_ids.expand(padding.shape[0], -1), padding)
+        else:
+            lengths = _lengths.to(position_ids.device)
         lengths = torch.where(lengths > _shortest_limit(module), lengths, 0)  # up to it, all are alike
         result: tuple[torch.Tensor, ...] = ()
         for length in lengths.unique().tolist():
             _forget_lengths(module)
             inside = lengths == length
-            values = forward(x, torch.where(inside, places, 0), *args, **kwargs)
+            last = places.new_full((places.shape[0], 1), max(length - 1, 0))  # which a chunk need not hold
+            values = forward(x, torch.cat([torch.where(inside, places, 0), last], 1), *args, **kwargs)
+            values = tuple(value[:, :-1] for value in values)
             pairs = zip(values, result or values, strict=True)
             result = tuple(torch.where(inside[..., None], new, old) for new, old in pairs)
         _forget_lengths(module)

@@ -122,6 +122,23 @@ def test_losses_and_gradients_are_those_of_whole_rows(family: str) -> None:
                 torch.testing.assert_close(gradient, there, rtol=0, atol=1e-5 * largest, msg=name)
 
 
+@pytest.mark.parametrize("family", ["gemma3", "gpt-oss", "phi3"])
+def test_documents_that_share_a_row_stay_apart(family: str) -> None:
+    """In windows, with sinks, and with rotations that depend on a document's length."""
+    model, plain = opened(configs()[family])
+    step = SmallStep(model, dict(plain.named_parameters(remove_duplicate=False)))
+    tokens = torch.randint(4, 200, (2, 61), generator=torch.Generator().manual_seed(2))
+    lengths = ((31, 30), (20, 3, 38))
+    positions = torch.stack([torch.cat([torch.arange(length) for length in row]) for row in lengths])
+    batch = {"input_ids": tokens, "labels": tokens.masked_fill(positions == 0, -100), "position_ids": positions}
+    expected, gradients = step.run(batch, 1), dict(step.gradients)
+    largest = max(float(value.abs().max()) for value in gradients.values() if value is not None)
+    for chunk in (9, 27):
+        assert step.run(batch, 1, chunk) == pytest.approx(expected, rel=1e-6)
+        for name, gradient in gradients.items():
+            torch.testing.assert_close(step.gradients[name], gradient, rtol=0, atol=1e-5 * largest, msg=name)
+
+
 def test_chunks_take_no_more_operations_than_a_whole_row() -> None:
     """Keys and values are not computed again, and every pair of tokens is counted once."""
     model, plain = opened(configs()["llama"])
@@ -148,16 +165,18 @@ def engine(path: Path, config: PreTrainedConfig, **options: Any) -> fuyou.Engine
 @pytest.mark.parametrize("options", [
     {},
     {"config": hybrid(), "router_loss": "off"},
+    {"packed": True},
+    pytest.param({"packed": True, "config": configs()["gpt-oss"]}, marks=pytest.mark.slow),
     pytest.param({"max_grad_norm": 0.3}, marks=pytest.mark.slow),
     {"adapters": LoraConfig(r=4, lora_alpha=8, target_modules="all-linear")},
     {"adapters": LoraConfig(r=4, target_modules=["q_proj"], layers_to_transform=[1, 2]), "frozen_dtype": "nf4"},
     {"trainable": ["model.layers.2.*"]},
-], ids=["all", "hybrid", "clipped", "lora", "nf4", "part"])  # fmt: skip
+], ids=["all", "hybrid", "packed", "sinks", "clipped", "lora", "nf4", "part"])  # fmt: skip
 def test_steps_and_evaluation_through_all_tiers(
     options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With one row's keys and values on the device, two in host memory, and the others on the drives."""
-    feed = batches(3, packed=False)
+    feed = batches(3, packed=options.get("packed", False))
     options = options | {"eps": 1e-2}  # a small one turns what rounding leaves of a zero gradient into whole updates
     config = options.pop("config", tiny_configs()["llama"])
     seen = []
@@ -246,9 +265,12 @@ def test_what_does_not_pass_in_chunks_is_rejected(tmp_path: Path) -> None:
         with pytest.raises(UserError, match=f"cannot pass in chunks {words}"):
             engine(tmp_path, llama, chunk=16, **options)
     (batch,) = batches(1, packed=True)
-    with engine(tmp_path, llama, chunk=16) as trained:
-        with pytest.raises(UserError, match=r"in chunks of 16, which cannot have position_ids of several documents"):
-            trained(**batch)
+    with pytest.raises(UserError, match=r"chunks of 16, in which nothing keeps the documents of a row apart"):
+        engine(tmp_path, hybrid(), chunk=16, packed=True, router_loss="off")
+    words = r"in chunks of 16, which cannot have position_ids of several documents"
+    with engine(tmp_path, hybrid(), chunk=16, router_loss="off") as trained, pytest.raises(UserError, match=words):
+        trained(**batch)
+    with engine(tmp_path, llama, chunk=16, overwrite=True) as trained:
         hidden = torch.ones_like(batch["input_ids"])
         hidden[:, -1] = 0
         with pytest.raises(UserError, match=r"cannot pass in chunks behind a mask|an attention_mask that hides tokens"):
@@ -267,7 +289,7 @@ def test_a_state_does_not_meet_a_chunk_of_one_token(tmp_path: Path) -> None:
 
 def test_a_lost_gradient_of_earlier_keys_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    prove_divided(LONG, chunks=True)
+    prove_divided(LONG, chunks=True, packed=True)
 
     def backward(ctx: Any, given: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         _, start, first, end = ctx.places

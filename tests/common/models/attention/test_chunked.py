@@ -17,7 +17,7 @@ from common.models.attention.isolation import configurations
 from tests.helpers.cuda_branch import cuda_branch
 
 
-def _twin(query, key, value, mask, scale, cap, sinks):
+def _twin(query, key, value, mask, scale, cap, sinks, documents):
     """Compute all scores at once."""
     heads, groups = query.shape[1], key.shape[1]
     key, value = (each.repeat_interleave(heads // groups, 1) for each in (key, value))
@@ -30,7 +30,11 @@ def _twin(query, key, value, mask, scale, cap, sinks):
     seen = row <= own
     if mask.window:
         seen &= row > own - mask.window
+    starts = torch.tensor(documents or [0])
+    document, own_document = (torch.bucketize(each, starts, right=True) for each in (row, own))
+    seen &= document == own_document
     if mask.chunk:
+        row, own = row - starts[document - 1], own - starts[own_document - 1]
         seen &= row // mask.chunk == own // mask.chunk
     scores = scores.masked_fill(~seen, float("-inf"))
     if sinks is not None:
@@ -54,6 +58,10 @@ CASES = {
     "narrow values": {"width": 24},
     "wide values": {"width": 40, "window": 24},
     "scale": {"scale": 0.3, "rows": 2},
+    "documents": {"documents": [50, 107, 108, 130]},
+    "documents in windows": {"documents": [90, 120], "window": 24, "sinks": True},
+    "documents in chunks": {"documents": [90, 111], "chunk": 16, "groups": 2},
+    "documents before dropped keys": {"documents": [10, 130], "keys": 61, "offset": 100, "cap": 5.0, "window": 24},
     "all": {"cap": 4.0, "window": 24, "groups": 1, "width": 8, "sinks": True, "rows": 2},
 }
 
@@ -75,10 +83,12 @@ def _compare(dtype, case, device_tolerance):
     mask = ChunkMask(case.get("offset", keys - queries), case.get("window", 0), case.get("chunk", 0))
     module = torch.nn.Module()
     options = {"scaling": case["scale"], "softcap": case.get("cap"), "s_aux": sinks}
-    result, _ = chunked._by_chunk(module, *inputs, mask, **options)
+    documents = case.get("documents", ())
+    with attention_by_chunk([], documents):
+        result, _ = chunked._by_chunk(module, *inputs, mask, **options)
     twins = [each.detach().double().requires_grad_() for each in inputs]
     twin_sinks = None if sinks is None else sinks.detach().double().requires_grad_()
-    expected = _twin(*twins, mask, case["scale"] or 32**-0.5, case.get("cap"), twin_sinks)
+    expected = _twin(*twins, mask, case["scale"] or 32**-0.5, case.get("cap"), twin_sinks, documents)
     flowing = torch.randn_like(expected)
     result.backward(flowing.to(dtype))
     expected.backward(flowing)
