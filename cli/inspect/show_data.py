@@ -31,7 +31,7 @@ def show_data(settings: Settings) -> None:
         with contextlib.suppress(OSError):  # resolving makes the output directory of a run
             for path in absent:
                 path.rmdir()
-    tokenizer, paint = tokenizer_of(settings, job.checkpoint), Paint()
+    tokenizer, paint = tokenizer_of(settings, job.checkpoint, job.template_date), Paint()
     print(f"data     {job.batches.description}".replace("\n", "\n         "))
     print(f"         {'green' if paint.on else 'between ' + ' and '.join(MARKS)}: trained on\n")
     for number, row in enumerate(_rows(job.batches, settings.show_data), 1):

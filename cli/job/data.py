@@ -6,12 +6,12 @@ import os
 import shutil
 import time
 from dataclasses import dataclass, replace
+from datetime import date
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
 from cli.job.job import Setup
-from cli.job.resumed import template_date
 from cli.options.objectives import Items
 from cli.options.option import naming
 from cli.options.settings import Settings
@@ -32,7 +32,9 @@ RANDOM_TOKENS = "random tokens"  # Digest of data that are made up
 _KEPT_S = 30 * 86400  # Seconds after its last use that a data set's tokens stay in the cache
 
 
-def tokenizer_of(settings: Settings, checkpoint: Path | None, option: str = "--data") -> PreTrainedTokenizerBase:
+def tokenizer_of(
+    settings: Settings, checkpoint: Path | None, day: date | None, option: str = "--data"
+) -> PreTrainedTokenizerBase:
     """Load the checkpoint's tokenizer."""
     from transformers import AutoTokenizer
 
@@ -51,7 +53,7 @@ def tokenizer_of(settings: Settings, checkpoint: Path | None, option: str = "--d
         ) from error
     if settings.chat_template is not None:
         tokenizer.chat_template = chat_template_named(settings.chat_template)
-    tokenizer.chat_template = dated(tokenizer.chat_template, template_date(settings))
+    tokenizer.chat_template = dated(tokenizer.chat_template, day or date.today())
     return tokenizer
 
 
@@ -192,7 +194,7 @@ class DataSource:
             processor = load_processor(self.setup.checkpoint)
             if settings.chat_template is not None:
                 processor.chat_template = chat_template_named(settings.chat_template)
-            processor.chat_template = dated(processor.chat_template, template_date(settings))
+            processor.chat_template = dated(processor.chat_template, self.setup.template_date or date.today())
             return open_image_data(config, processor, self.setup.output / "data")
         assert self.tokenizer is not None
         return open_data(config, self.tokenizer, token_cache(files, self.setup.output, settings.nodes is not None))

@@ -46,6 +46,7 @@ class Setup:
     ssd: tuple[Path, ...]  # Directories, one per drive, in which the store's own directories are made
     run_name: str  # Name of the store's directory in each of `ssd`
     seq_len: int  # Tokens per sequence
+    template_date: date | None = None  # Day that chat templates write; None: there are no data
 
     @property
     def known(self) -> dict[str, Any]:
@@ -79,7 +80,6 @@ class Job(Setup):
     held_out: Batches | None = None  # Data to evaluate with, in a fixed order; None: no evaluation
     frozen_parameters: int = 0  # Parameters in vision towers that stay frozen while all other weights are trained
     task_type: TaskType = TaskType.CAUSAL_LM  # Task that the model's head is for
-    template_date: date | None = None  # Day that chat templates write; None: there are no data
 
     @cached_property
     def quantized(self) -> QuantizedStore | None:

@@ -24,6 +24,7 @@ from fuyou.config import AUTO
 from fuyou.engine.computing_dtype import dtype_of_all, fastest_dtype, stored_dtype
 from fuyou.optimizer.clipping import ClipStatistics
 from fuyou.planner import TrainingJob, describe_training
+from fuyou.planner.training_job import planned_options
 from fuyou.runtime.device import Device, open_device
 
 REWARD = ("reward",)  # Names of a reward model's classes: a single one, which is a number
@@ -84,22 +85,13 @@ def training_of(settings: Settings) -> TrainingJob:
         settings.batch_size * settings.traits.rows,
         sequence_length(settings.seq_len, config, only_planned=settings.drive is not None),
         precision=engine.precision,
-        clips=engine.max_grad_norm is not None,
-        direct_reads=engine.store.direct_reads,
-        micro_batch=settings.micro_batch,
-        chunk=settings.chunk,
-        host_cache=engine.host_cache,
-        piece_bytes=engine.piece_bytes,
         adapters=copy.deepcopy(engine.adapters),  # which a model's own rules change
         frozen=engine.frozen_dtype,
         towers=engine.towers,
         router_loss=settings.router_loss,
-        commit_every=settings.commit_interval,
-        drive_life=settings.drive_life,
-        clip_by=engine.clip_by,
-        clipped_share=share,
-        loss=engine.loss_inputs,
         padded=settings.traits.classifies,
+        clipped_share=share,
+        **planned_options(engine) | {"drive_life": settings.drive_life},
     )
 
 

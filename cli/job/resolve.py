@@ -6,8 +6,7 @@ import os
 import shlex
 import shutil
 import sys
-from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
@@ -112,25 +111,32 @@ DEFAULT_STEPS = 10  # Steps of a run without data: enough to see a steady rate
 
 def check(settings: Settings) -> Setup:
     """Check the settings within a few seconds, and make the output directory."""
+    if settings.chat_template is not None:
+        chat_template_named(settings.chat_template)
+    for name in settings.log_to:
+        if name != "jsonl" and importlib.util.find_spec(name) is None:
+            raise UserError(
+                f"--log-to {name}: the package {name} is not installed. Install it with "
+                f"`{shlex.quote(sys.executable)} -m pip install {name}`, or leave {name} out: "
+                "metrics.jsonl is always written."
+            )
+    if settings.steps is not None:
+        settings.warmup.steps(settings.steps)
+    commit = committed(settings) if settings.resume else None
+    day = template_date(commit)
+    check_there_is_one(settings, commit)
     with naming("--model"):
         config, checkpoint = load_config(settings.model)
+    seq_len = sequence_length(settings.seq_len, config)
     check_head(settings, config)
     _ = settings.engine.adapters
     if settings.sample is not None:
-        tokenizer_of(settings, checkpoint, "--sample")  # rather than when training has ended
-    _check_trackers(settings.log_to)
+        tokenizer_of(settings, checkpoint, day, "--sample")  # rather than when training has ended
     gpu = pick_gpu(settings.gpu)
-    seq_len = sequence_length(settings.seq_len, config)
     for option, sets in (("--data", settings.data_sets), ("--eval-data", [(settings.eval_data, None)])):
         for files, _ in sets:
             with naming(option):
                 find_files(files)
-    if settings.chat_template is not None:
-        chat_template_named(settings.chat_template)
-    if settings.steps is not None:
-        settings.warmup.steps(settings.steps)
-    check_there_is_one(settings)
-    check_push(settings)
     ssd, output = _directories(settings, checkpoint)
     return Setup(
         settings=settings,
@@ -141,66 +147,67 @@ def check(settings: Settings) -> Setup:
         ssd=ssd,
         run_name=settings.store_name,
         seq_len=seq_len,
+        template_date=day,
     )
-
-
-def _check_trackers(names: Sequence[str]) -> None:
-    for name in names:
-        if name != "jsonl" and importlib.util.find_spec(name) is None:
-            raise UserError(
-                f"--log-to {name}: the package {name} is not installed. Install it with "
-                f"`{shlex.quote(sys.executable)} -m pip install {name}`, or leave {name} out: "
-                "metrics.jsonl is always written."
-            )
 
 
 def resolve(settings: Settings) -> Job:
     """Check the settings and open what the run needs; data that were not tokenized before are tokenized here."""
-    setup = check(settings)
-    settings = with_dtype(settings)
-    setup = replace(setup, settings=settings)
-    if settings.nodes is None and (settings.host_memory is not None or settings.device_memory is not None):
-        _ = setup.context.memory  # budgets that are too small come out before the data are read
-    tokenizer = None
-    if settings.data or settings.eval_data:
-        tokenizer = tokenizer_of(settings, setup.checkpoint)
-        setup = with_head(setup, tokenizer)
-    model = build_meta_model(setup.config)
-    if setup.checkpoint is not None and not settings.resume:  # whose weights are on the drives
-        CheckpointSource(setup.checkpoint, model).check()
-    parameters = sum(parameter.numel() for parameter in model.parameters())
-    adapter_parameters, frozen_parameters = 0, 0
-    if settings.trains_adapters:
-        adapter_parameters = trainable_parameters(settings, model)
-    else:
-        frozen_parameters = sum(model.get_parameter(name).numel() for name in settings.engine.towers.frozen(model))
-    task_type, vocab_size = task_type_of(model.config), setup.config.get_text_config().vocab_size
-    data = DataSource(setup, tokenizer, task_type, family_of(model))
-    batches, data_key = data.batches(vocab_size)
-    setup = replace(setup, seq_len=getattr(batches, "seq_len", setup.seq_len))
-    total = _total_steps(settings, batches)
-    rate = LearningRate(settings.schedule, settings.highest_lr, settings.warmup.steps(total), total, settings.min_lr)
-    job = Job(
-        **setup.known,
-        architecture=type(model).__name__,
-        vocab_size=vocab_size,
-        parameters=parameters,
-        batches=batches,
-        data_key=data_key,
-        learning_rate=rate,
-        adapter_parameters=adapter_parameters,
-        held_out=data.held_out(),
-        frozen_parameters=frozen_parameters,
-        task_type=task_type,
-        template_date=None if tokenizer is None else template_date(settings),
-    )
-    if settings.save:
-        _check_space(job)
-    return job
+    return Opening(check(settings)).job()
+
+
+@dataclass(frozen=True)
+class Opening:
+    """Opens the model and the data of a run that was checked."""
+
+    setup: Setup
+
+    def job(self) -> Job:
+        """Return the run, ready to begin."""
+        settings = with_dtype(self.setup.settings)
+        setup = replace(self.setup, settings=settings)
+        if settings.nodes is None and (settings.host_memory is not None or settings.device_memory is not None):
+            _ = setup.context.memory  # budgets that are too small come out before the data are read
+        tokenizer = None
+        if settings.data or settings.eval_data:
+            tokenizer = tokenizer_of(settings, setup.checkpoint, setup.template_date)
+            setup = with_head(setup, tokenizer)
+        model = build_meta_model(setup.config)
+        if setup.checkpoint is not None and not settings.resume:  # whose weights are on the drives
+            CheckpointSource(setup.checkpoint, model).check()
+        parameters = sum(parameter.numel() for parameter in model.parameters())
+        adapter_parameters, frozen_parameters = 0, 0
+        if settings.trains_adapters:
+            adapter_parameters = trainable_parameters(settings, model)
+        else:
+            frozen_parameters = sum(model.get_parameter(name).numel() for name in settings.engine.towers.frozen(model))
+        task_type, vocab_size = task_type_of(model.config), setup.config.get_text_config().vocab_size
+        data = DataSource(setup, tokenizer, task_type, family_of(model))
+        batches, data_key = data.batches(vocab_size)
+        setup = replace(setup, seq_len=getattr(batches, "seq_len", setup.seq_len))
+        total = _total_steps(settings, batches)
+        rate = LearningRate(
+            settings.schedule, settings.highest_lr, settings.warmup.steps(total), total, settings.min_lr
+        )
+        job = Job(
+            **(setup.known | ({"template_date": None} if tokenizer is None else {})),
+            architecture=type(model).__name__,
+            vocab_size=vocab_size,
+            parameters=parameters,
+            batches=batches,
+            data_key=data_key,
+            learning_rate=rate,
+            adapter_parameters=adapter_parameters,
+            held_out=data.held_out(),
+            frozen_parameters=frozen_parameters,
+            task_type=task_type,
+        )
+        if settings.save:
+            _check_space(job)
+        return job
 
 
 def _directories(settings: Settings, checkpoint: Path | None) -> tuple[tuple[Path, ...], Path]:
-    ssd = tuple(usable_directories(settings.drives)) if settings.ssd else ()
     output = settings.output_directory
     if checkpoint is not None and checkpoint.resolve() == output.resolve():
         raise UserError(f"--output {output} is the checkpoint that is to be read: give another directory.")
@@ -218,7 +225,7 @@ def _directories(settings: Settings, checkpoint: Path | None) -> tuple[tuple[Pat
             f"{output} holds {what} already: give another --output, or add --overwrite to replace it "
             "(or --resume to continue the run that made it)."
         )
-    return ssd or (output,), output
+    return tuple(usable_directories(settings.drives)) if settings.ssd else (output,), output
 
 
 def _make_directory(option: str, path: Path) -> None:

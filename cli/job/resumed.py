@@ -70,28 +70,27 @@ def committed(settings: Settings) -> Mapping[str, Any] | None:
     return None
 
 
-def check_there_is_one(settings: Settings) -> None:
+def check_there_is_one(settings: Settings, commit: Mapping[str, Any] | None) -> None:
     """Refuse ``--resume`` where nothing was committed, and settings that differ from those of the run that is there.
 
     What depends on the data is compared when they are there (:func:`check_same_run`).
     """
     if not settings.resume or settings.nodes is not None:  # several nodes say together which one lacks what
         return
-    found = committed(settings)
-    if found is None and not any(place.exists() for place in run_places(settings.stores)):
+    before = (commit or {}).get("user", {}).get("run")
+    if isinstance(before, dict):
+        _check_same(before, _fixed_options(settings))
+    if commit is None and not any(place.exists() for place in run_places(settings.stores)):
         where = ", ".join(str(folder) for folder in settings.stores)
         raise UserError(
             f"--resume: no step was committed in {where}. Leave --resume out to begin, "
             "or use --resume auto, which resumes a run if there is one and starts one otherwise."
         )
-    before = (found or {}).get("user", {}).get("run")
-    if isinstance(before, dict):
-        _check_same(before, _fixed_options(settings))
 
 
-def template_date(settings: Settings) -> date:
+def template_date(commit: Mapping[str, Any] | None) -> date:
     """Return the day that chat templates write: the first of the run, so that resumed runs see the same data."""
-    run = ((committed(settings) if settings.resume else None) or {}).get("user", {}).get("run", {})
+    run = (commit or {}).get("user", {}).get("run", {})
     return date.fromisoformat(run[TEMPLATE_DATE]) if TEMPLATE_DATE in run else date.today()
 
 

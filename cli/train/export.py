@@ -90,7 +90,7 @@ def print_sample(job: Job, prompt: str) -> None:
     try:
         with warnings.catch_warnings(action="ignore"), TemporaryDirectory(prefix="sample-", dir=job.output) as offload:
             with activity("loading the saved model for the sample"):
-                tokenizer = tokenizer_of(job.settings, job.checkpoint, "--sample")
+                tokenizer = tokenizer_of(job.settings, job.checkpoint, job.template_date, "--sample")
                 ids = _prompt_ids(tokenizer, prompt).to(job.device)
                 model = _load(job, tokenizer, offload)
             print(f"sample   {prompt}", end="", flush=True)

@@ -135,21 +135,28 @@ def training_job_of_run(
         model.stack,
         shape,
         *batch_shape,
-        clips=config.max_grad_norm is not None,
-        single_slot=config.store.single_slot,
-        direct_reads=config.store.direct_reads,
-        micro_batch=config.memory.micro_batch,
-        chunk=config.memory.chunk,
-        deferred_fraction=config.optimizer.deferred_fraction or None,
-        host_cache=config.host_cache,
-        piece_bytes=shape.piece_bytes,
-        activation_policy=config.kept_activations if isinstance(config.kept_activations, ActivationPolicy) else None,
-        commit_every=config.store.commit_every,
-        drive_life=config.store.drive_life,
-        clip_by=config.clip_by,
+        **planned_options(config) | {"piece_bytes": shape.piece_bytes},
         clipped_share=0.0 if config.max_grad_norm == math.inf else clip_statistics.share,
-        loss=config.loss_inputs,
     )
+
+
+def planned_options(config: EngineConfig) -> dict[str, Any]:
+    """Return the fields of a :class:`TrainingJob` that the engine's options decide, by name."""
+    return {
+        "clips": config.max_grad_norm is not None,
+        "single_slot": config.store.single_slot,
+        "direct_reads": config.store.direct_reads,
+        "micro_batch": config.memory.micro_batch,
+        "chunk": config.memory.chunk,
+        "deferred_fraction": config.optimizer.deferred_fraction or None,
+        "host_cache": config.host_cache,
+        "piece_bytes": config.piece_bytes,
+        "activation_policy": config.kept_activations if isinstance(config.kept_activations, ActivationPolicy) else None,
+        "commit_every": config.store.commit_every,
+        "drive_life": config.store.drive_life,
+        "clip_by": config.clip_by,
+        "loss": config.loss_inputs,
+    }
 
 
 def describe_training(

@@ -42,9 +42,7 @@ def test_rows_are_not_packed_and_losses_are_the_familys_own(
     config = DataConfig((str(data),), 96, 2, packed=False, labels_ahead=family.name == "bart", shuffle=False)
     with torch.no_grad():
         model = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
-        batches = open_data(
-            config, tokenizer_of(SimpleNamespace(chat_template=None, resume=False), family), tmp_path / "again"
-        )  # type: ignore[arg-type]
+        batches = open_data(config, tokenizer_of(SimpleNamespace(chat_template=None), family, None), tmp_path / "again")  # type: ignore[arg-type]
         total, tokens = 0.0, 0
         for step in range(batches.steps_per_epoch):
             batch = batches.batch(step)
