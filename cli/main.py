@@ -112,7 +112,7 @@ def _run(interrupts: Interrupts, rank: RankProcess | None, arguments: tuple[str,
         if not (folder.is_dir() or context.params["ssd"]):
             raise UserError(f"There is no run in {folder}: name its --output, or give --model and --adapter to merge.")
     settings = settings_of(command, context, arguments)
-    stay_offline(settings.download, settings.push_to_hub is not None)
+    stay_offline(settings.download)
     _check_inputs(settings, has_data=bool(context.params.get("data")))
     if command == "verify":
         with activity("comparing what is on the drives with its checksums", announced=True):

@@ -25,15 +25,13 @@ def is_in_cache(name: str) -> bool:
     return (Path(constants.HF_HUB_CACHE) / f"models--{name.replace('/', '--')}").is_dir()
 
 
-def stay_offline(downloads: bool, pushes: bool) -> None:
-    """Keep this process and those that it starts from fetching; call it before huggingface_hub is imported.
+def stay_offline(downloads: bool) -> None:
+    """Keep this process and those that it starts from fetching, unless models and data may be fetched.
 
-    Args:
-        downloads: whether models and data may be fetched.
-        pushes: whether something is to be sent, so that the network is needed.
+    Call it before huggingface_hub is imported.
     """
     if not downloads:
-        os.environ.setdefault(NO_DOWNLOAD if pushes else "HF_HUB_OFFLINE", "1")
+        os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 
 def may_download() -> bool:

@@ -27,9 +27,8 @@ from cli.options.schedule import LearningRate
 from cli.options.settings import Settings
 from common.data import Batches
 from common.data.files import find_files
-from common.errors import UserError, on_one_line
+from common.errors import UserError
 from common.hardware.machine import pick_gpu
-from common.hub import is_hub_name
 from common.models.adapters.options import CONFIG
 from common.models.checkpoint.random_source import classifier_config, write_with_new_head
 from common.models.checkpoint.sources import CheckpointSource
@@ -79,31 +78,6 @@ def with_head(setup: Setup, tokenizer: PreTrainedTokenizerBase) -> Setup:
         base = write_with_new_head(setup.checkpoint, new_config, setup.output / FOLDER, settings.seed)
         write_chat_template(settings, base)
     return replace(setup, checkpoint=base, config=load_config(base)[0])
-
-
-def check_push(settings: Settings) -> None:
-    """See whether ``--push-to-hub`` can be done when training has ended."""
-    name = settings.push_to_hub
-    if name is None:
-        return
-    if not settings.save:
-        raise UserError(f"--push-to-hub {name} pushes what is exported, and --no-save exports nothing: leave one out.")
-    if not is_hub_name(name):
-        raise UserError(f"--push-to-hub {name} is not the name of a repository: give owner/name.")
-    import huggingface_hub
-
-    if huggingface_hub.get_token() is None:
-        raise UserError(
-            f"--push-to-hub {name} needs a token that may write there, and there is none: run `hf auth login`, or set "
-            "HF_TOKEN."
-        )
-    try:
-        huggingface_hub.HfApi().whoami()
-    except Exception as error:  # the hub's, the network's and the library's own errors
-        raise UserError(
-            f"--push-to-hub {name}: the hub does not take the token ({type(error).__name__}: {on_one_line(error)}). "
-            "Run `hf auth login`, or leave it out, and push later."
-        ) from error
 
 
 DEFAULT_STEPS = 10  # Steps of a run without data: enough to see a steady rate

@@ -45,9 +45,6 @@ class OutputSettings:
     """Steps between checkpoints in <output>/checkpoints/step-N; with evaluations, checkpoints/best is the best."""
     keep: int = option(2, "K", POSITIVE)
     """How many checkpoints of --save-every to keep."""
-    push_to_hub: str | None = option(None, "OWNER/NAME", excludes="save", commands=Command.RUN | Command.EXPORT)
-    """Push the result to this repository of the Hugging Face hub; a new one is private. Needs a token (hf auth
-    login)."""
     export: bool = option(False, excludes="save", of_call=True, commands=Command.TRAIN, hidden=True)
     """With --resume: take no step, and write the checkpoint of the last committed step, as finetune export does."""
     resume_auto: bool = option(False, excludes="overwrite", of_call=True, may_differ=True, commands=Command.TRAIN)

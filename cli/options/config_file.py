@@ -41,7 +41,7 @@ OTHER_TOOLS = {
     "resume-from-checkpoint": "--resume", "save-total-limit": "--keep", "template": "--chat-template",
     "chat-template-path": "--chat-template", "val-size": "--eval-split", "val-set-size": "--eval-split",
     "quantization-bit": "--frozen-dtype nf4", "stage": "--objective", "rl": "--objective",
-    "adapter-name-or-path": "--adapter", "lora-model-dir": "--adapter",
+    "adapter-name-or-path": "--adapter", "lora-model-dir": "--adapter", "push-to-hub": "hf upload OWNER/NAME DIR",
 }  # fmt: skip
 """Options here by their names in transformers' Trainer, TRL, LLaMA-Factory, unsloth, and axolotl."""
 _COMMANDS = ("plan", "check", "profile", "verify", "demo")

@@ -1,3 +1,3 @@
-"""What a run shows and leaves: progress, metrics in files and trackers, its page, its summary, and a model card.
+"""What a run shows and leaves: progress, metrics in files and trackers, its page, and its summary.
 
 Nothing here changes a number of the training."""

@@ -1,6 +1,5 @@
-"""Write what was trained for others to load, push it to a hub, and let it answer a prompt."""
+"""Write what was trained for others to load, and let it answer a prompt."""
 
-import shlex
 import time
 import warnings
 from pathlib import Path
@@ -14,11 +13,10 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase, TextStreamer
 
 from cli.job.data import tokenizer_of, write_chat_template
 from cli.job.job import Job
-from cli.report.model_card import write_card
 from common.activity import activity
 from common.data.encode import Encoder
 from common.data.shapes import PlainText
-from common.errors import FinetuneError, on_one_line
+from common.errors import on_one_line
 from common.models.adapters.adapters import MERGED
 from common.randomness import seed_run
 from fuyou.runtime.device import memory_limits, open_device
@@ -48,7 +46,6 @@ def export(job: Job, model: TrainedModel, directory: Path, is_rank0: bool, merge
     if is_rank0:
         for folder in [directory, *([directory / MERGED] if merge else [])]:
             write_chat_template(job.settings, folder)
-            write_card(job, folder, model.step_count)
 
 
 def merged_into(job: Job) -> str:
@@ -56,33 +53,6 @@ def merged_into(job: Job) -> str:
     rounded = job.settings.frozen_dtype
     base = f"the weights that the run rounded to {rounded}" if rounded in ("int8", "nf4") else "the weights"
     return f"adapters merged into {base}, all in {job.settings.dtype}"
-
-
-_PUSHED = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja", "*.model", "*.txt", "*.md"]
-_KEPT = ["*/*"]  # Files of the output directory that are pushed, and those below it, which are the run's, that are not
-
-
-def push(job: Job) -> str:
-    """Push what was exported to the repository of ``--push-to-hub``, and return a line about it for people."""
-    import huggingface_hub
-
-    name = job.settings.push_to_hub
-    assert name is not None
-    api = huggingface_hub.HfApi()
-    try:
-        with activity(f"pushing to {name}", announced=True):
-            api.create_repo(name, private=True, exist_ok=True)
-            done = api.upload_folder(
-                repo_id=name, folder_path=job.output, allow_patterns=_PUSHED, ignore_patterns=_KEPT,
-                commit_message="Fine-tuned with fuyou",
-            )  # fmt: skip
-    except Exception as error:  # the hub's, the network's and the library's own errors
-        raise FinetuneError(
-            f"The model was exported to {job.output}, and not pushed: {type(error).__name__}: "
-            f"{on_one_line(error)} Push it with `hf upload {name} {shlex.quote(str(job.output))} . "
-            "--include '*.safetensors' '*.json' '*.jinja' '*.md' --exclude '*/*'`."
-        ) from error
-    return f"pushed   {getattr(done, 'repo_url', None) or name}"
 
 
 def print_sample(job: Job, prompt: str) -> None:

@@ -28,7 +28,7 @@ from cli.report.results import (
     StepMetrics,
     StepResult,
 )
-from cli.train.export import TrainedModel, export, merged_into, push
+from cli.train.export import TrainedModel, export, merged_into
 from cli.train.interrupts import Stopped
 from common.activity import activity
 from common.data import Batches
@@ -435,10 +435,6 @@ def _export(job: Job, trainer: Trainer, is_rank0: bool) -> None:
         print(f"{what}{done}", flush=True)
     with activity(what):
         export(job, trainer.model, job.output, is_rank0, settings.merge)
-    if not is_rank0:
-        return
-    if settings.push_to_hub is not None:
-        print(push(job), flush=True)
 
 
 def _where(job: Job, location: tuple[str, str], steps: int, is_saved: bool) -> str:
