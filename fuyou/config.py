@@ -137,9 +137,7 @@ class EngineConfig(RunConfig):
         Raises:
             UserError: they cannot.
         """
-        obstacle = speculation_obstacle(
-            single_slot=self.store.single_slot, commit_every=self.store.commit_every, ranks=ranks
-        )
+        obstacle = speculation_obstacle(commit_every=self.store.commit_every, ranks=ranks)
         if self.update_policy.speculative and obstacle is not None:
             raise UserError(f"--clip-by speculation is not possible: {obstacle}. Leave it out, or change that.")
 

@@ -31,7 +31,7 @@ class StoreConfig:
 
     ssd: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
     """Existing directories, one per drive; a single one may stand alone. The store takes 24 bytes per parameter in
-    ``<ssd>/<run_name>`` (12 with ``single_slot``; with other optimizers fewer), striped over them."""
+    ``<ssd>/<run_name>`` (fewer with other optimizers), striped over them."""
     run_name: str = "fuyou-run"
     """Name of the run's folder in each directory of ``ssd``. (Not that of a package: Python would find a folder
     ``fuyou`` in the working directory in its place.)"""
@@ -49,8 +49,6 @@ class StoreConfig:
     within 10% of the fastest.
 
     For the planner (``automatic``); 0 for any."""
-    single_slot: bool = False
-    """Whether to take half the space and no protection: a crash in the middle of a step loses the run."""
     io: str = option("posix", type=("posix", "kvikio"), heading="Memory")
     """How parameters get from the SSDs to a GPU: through host memory (posix), or directly (kvikio).
 
@@ -120,8 +118,8 @@ class OptimizerConfig:
     clipped steps (speculation). The numbers are the same.
 
     Deferral costs 4 more bytes of SSD traffic per parameter where gradients find no room in host memory; speculation
-    costs 2 and needs two slots, ``commit_every=1`` and one rank. ``"auto"`` lets the planner choose (with
-    ``automatic``), or is deferral. See :mod:`fuyou.optimizer.clipping`."""
+    costs 2 and needs ``commit_every=1`` and one rank. ``"auto"`` lets the planner choose (with ``automatic``), or is
+    deferral. See :mod:`fuyou.optimizer.clipping`."""
     deferred_fraction: float = 0.0
     """Fraction of the blocks, interleaved over the stack, that are updated during the next forward pass: the same
     numbers, and a shorter step where computing and the SSDs take about as long. Costs host memory for gradients."""

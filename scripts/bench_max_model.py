@@ -47,7 +47,7 @@ DEPTHS = (24, 48, 96, 160, 256, 384, 512, 768)  # Layers of the ladder at one wi
 SHARES = (0.95, 0.85, 0.7)
 """Parts of the cap beyond its processes' own needs that the engine is given, tried in turn if the kernel kills."""
 PARAMETER_BUFFERS = (12, 8, 6, 4)  # ZeRO-Infinity's, tried in turn if the kernel kills
-TWO_SLOTS, ONE_SLOT, ZERO_INFINITY = 24.2, 12.2, 18.2
+FUYOU, ZERO_INFINITY = 24.2, 18.2
 """Bytes of disk per parameter. ZeRO-Infinity: bf16 and fp32 parameters, two moments, fp32 gradients."""
 
 
@@ -165,9 +165,8 @@ class Fuyou(System):
     _baseline: int | None = None
 
     def attempt(self, rung: Rung, cap: int) -> Try:
-        single = not self._room(TWO_SLOTS, rung)
-        if single and not self._room(ONE_SLOT, rung):
-            return self._no_room(ONE_SLOT, rung)
+        if not self._room(FUYOU, rung):
+            return self._no_room(FUYOU, rung)
         if self._baseline is None:
             self._baseline = self._measure_baseline()
         result = Try(rung, problem=f"the cap is below what two Python processes take, {format_bytes(self._baseline)}")
@@ -175,9 +174,8 @@ class Fuyou(System):
             budget = int((cap - self._baseline) * share)
             if budget <= 0:
                 break
-            settings = {"host_memory": budget, "single_slot": single}
-            result = self._run(rung, cap, Path(sys.executable), "peers.streamed", settings, {})
-            result.note = f"host memory {format_bytes(budget)}{', single slot' if single else ''}"
+            result = self._run(rung, cap, Path(sys.executable), "peers.streamed", {"host_memory": budget}, {})
+            result.note = f"host memory {format_bytes(budget)}"
             if not result.problem.startswith("killed by the cap"):
                 break
         return result

@@ -274,7 +274,7 @@ class PaperScheme:
         """Simulate consecutive steps; return also the tasks of the last one."""
         plan, shape = self.memory(), self.shape
         deferred = () if self.overlaps else [record.index for record in shape.records]
-        scheduler = Scheduler(shape, plan.counts, single_slot=True, deferred=deferred)
+        scheduler = Scheduler(shape, plan.counts, deferred=deferred)
         batch = BatchShape(1, plan.activation_bytes, plan.batch.mean_tokens)
         lists = []
         for number in range(1, steps + 1):

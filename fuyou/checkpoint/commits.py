@@ -10,7 +10,7 @@ import torch
 from common.errors import FinetuneError, UserError
 from common.store import Store, StoreError, commit_manifest
 from common.store.store import ChecksummedExtent, verify
-from fuyou.layout.record import FROZEN_FILE, RecordSums, weights_file
+from fuyou.layout.record import FROZEN_FILE, SLOTS, RecordSums, weights_file
 from fuyou.layout.record_parts import ADAMW
 from fuyou.layout.share import Share
 from fuyou.optimizer.absent_gradients import MissedUpdates
@@ -32,7 +32,6 @@ class TrainingState:
     model: str  # Fingerprint of the records: names, shapes, layout
     dtype: str
     optimizer_dtype: str
-    slots: int
     optimizer: str = ADAMW  # Name of the optimizer
     random: dict[str, str] = field(default_factory=dict)  # States of the random generators, base64, by device
     user: dict[str, Any] = field(default_factory=dict)  # The caller's data
@@ -43,7 +42,6 @@ class TrainingState:
     # Number of steps up to this one in which a parameter (by name) had no gradient; 0 for those not listed. Each of
     # several ranks knows it for the parameters that it updates a part of.
     missed: dict[str, int] = field(default_factory=dict)
-    torn: bool = False  # Whether a later, uncommitted step has begun to overwrite a single slot
     # Checksums of everything in `slot`, as dictionaries of :class:`common.store.store.ChecksummedExtent`.
     checksums: list[dict[str, Any]] = field(default_factory=list)
     piece_bytes: int | None = None  # Most bytes of a piece of a block; None: blocks are whole
@@ -68,23 +66,26 @@ class TrainingState:
                 f"This run was written in format {content.get('format')}; this version reads format {FORMAT}. "
                 "Finish it with the version that began it."
             )
-        # Earlier versions could train selected experts.
+        # Earlier versions could train selected experts, and keep a single slot.
         if content.get("experts") is not None:
             raise UserError(
                 "This run trains selected experts (--train-experts), and this version trains adapters of them instead "
                 "(--lora-rank). Finish it with the version that began it."
             )
-        try:
-            state = TrainingState(
-                **{name: value for name, value in content.items() if name not in ("experts", "emulated")}
+        if content.get("slots", SLOTS) != SLOTS:
+            raise UserError(
+                "This run keeps a single slot, and this version keeps two, so that no crash loses a run. Finish it "
+                "with the version that began it."
             )
-            integers = (state.step, state.slot, state.slots, state.clipped, state.skipped)
+        earlier = ("experts", "emulated", "slots", "torn")
+        try:
+            state = TrainingState(**{name: value for name, value in content.items() if name not in earlier})
+            integers = (state.step, state.slot, state.clipped, state.skipped)
             good = (
                 all(isinstance(value, int) for value in integers)
-                and isinstance(state.torn, bool)
                 and all(isinstance(value, dict) for value in (state.random, state.user, state.report, state.missed))
                 and all(isinstance(value, list) for value in (state.checksums, state.micro_batch))
-                and 0 <= state.slot < state.slots <= 2
+                and 0 <= state.slot < SLOTS
                 and 0 <= state.skipped <= state.step
             )
         except TypeError:
@@ -123,16 +124,14 @@ class Commits:
 
     Args:
         state: what the store holds (or will hold when it is filled).
-        single_slot: whether updates overwrite the only copy.
     """
 
-    def __init__(self, store: Store, state: TrainingState, single_slot: bool, sums: RecordSums, missed: MissedUpdates):
+    def __init__(self, store: Store, state: TrainingState, sums: RecordSums, missed: MissedUpdates):
         self.state = state
         self.sums, self.missed = sums, missed
         self.committed_step = state.step
         self.clipped_steps = state.clipped
         self._store = store
-        self._single_slot = single_slot
         self._updates: dict[int, Update] = {}
         self._states: dict[int, TrainingState] = {}
         self._submitted: list[Task] = []
@@ -179,15 +178,11 @@ class Commits:
             user=dict(user),
             report=report,
             micro_batch=list(micro_batch),
-            torn=False,
         )
         self._updates.pop(step - 2, None)
 
     def update_of(self, step: int) -> Update:
         """Return what ``step`` does to a record. Call it right before that is done, after all earlier commits."""
-        if self._single_slot and not self.state.torn:
-            self.state.torn = True  # from here on the only copy is a mixture, until the step is committed
-            self.write_manifest()
         return self._updates[step]
 
     def commit(self, task: Task) -> None:
@@ -264,7 +259,7 @@ class ClusterCommits(Commits):
                 )
 
     def _content(self) -> dict[str, Any]:
-        previous = self._previous.to_dict() if self._previous is not None and self._previous.slots > 1 else None
+        previous = None if self._previous is None else self._previous.to_dict()
         return {**super()._content(), CLUSTER: cluster_content(self._run, self._agreement.share, previous)}
 
 
@@ -336,11 +331,6 @@ def check_state(store: Store, content: dict[str, Any] | None, expected: Training
     state = TrainingState.from_dict(content)
     if state.store != store.id:
         raise FinetuneError(f"The manifest in {directory} belongs to another store.")
-    if state.torn:
-        raise FinetuneError(
-            f"This run keeps a single slot and was interrupted in the middle of step {state.step + 1}: its state "
-            "is a mixture of two steps. Begin again with --overwrite (and without --single-slot)."
-        )
     if state.optimizer == expected.optimizer == "adamw8bit" and state.optimizer_dtype != expected.optimizer_dtype:
         raise UserError(
             f"The run in {directory} keeps the states of adamw8bit as an earlier version did: finish it with the "
@@ -351,7 +341,6 @@ def check_state(store: Store, content: dict[str, Any] | None, expected: Training
         ("dtype", "--dtype"),
         ("optimizer", "--optimizer"),
         ("optimizer_dtype", "--optimizer-dtype"),
-        ("slots", "--single-slot"),
         ("model", "--model"),
     ):
         if getattr(state, field_name) != getattr(expected, field_name):

@@ -238,7 +238,7 @@ class _Resumption:
             raise
 
     def _layout_of(self, share: Share, directories: int, state: TrainingState) -> ShardLayout:
-        return ShardLayout(self._layout, share, directories, state.slots, state.slot)
+        return ShardLayout(self._layout, share, directories, state.slot)
 
     def _open_source(
         self, shard: LocalShard, step: int, stores: dict[int, Store], stack: contextlib.ExitStack

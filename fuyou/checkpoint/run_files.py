@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from common.errors import FinetuneError, UserError
+from common.errors import UserError
 from common.store import DirectoryLock, Layout, Store, load_manifest
 from common.store.directories import IDENTITY_FILE, Identity
 from common.store.errors import described
@@ -171,11 +171,6 @@ def verify_run(directories: Sequence[Path]) -> VerifiedRun:
             raise UserError(f"The run in {store.directories[0]} ended before its weights were written.")
         content.pop(CLUSTER, None)  # each rank's records are verified alone
         state = TrainingState.from_dict(content)
-        if state.torn:
-            raise FinetuneError(
-                f"The run in {store.directories[0]} keeps a single slot and was interrupted in the middle of step "
-                f"{state.step + 1}: its state is a mixture of two steps."
-            )
         sealed = sealed_records(store, state)
         nbytes, damage = verify(store, sealed)
         return VerifiedRun(store.directories, state.step, len(sealed), nbytes, damage)

@@ -60,11 +60,11 @@ class ShardLayout:
         slot: the one that counts.
     """
 
-    def __init__(self, model: ModelLayout, share: Share, directories: int, slots: int, slot: int):
+    def __init__(self, model: ModelLayout, share: Share, directories: int, slot: int):
         shared = model.shared(share)
         self.share, self.records, self.slot = share, shared.records, slot
         self.layout = Layout(directories)
-        self._extents = allocate_extents(self.layout, self.records, slots)
+        self._extents = allocate_extents(self.layout, self.records)
         self._chunk_elements = chunk_elements(shared)
 
     def stored_range(self, index: int, part: Part) -> tuple[int, int]:

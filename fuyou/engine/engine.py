@@ -230,9 +230,6 @@ class Engine(EngineFigures):
         pass, and wants to leave that batch out. Everything is closed and opened again, as ``resume=True`` does in a new
         process: seconds, and with ``commit_every`` above 1 the steps since the last commit. Collective on several
         ranks.
-
-        Raises:
-            FinetuneError: with ``single_slot``, the step had changed what is on the drives already.
         """
         self.close()
         norm = self._steps.norm_parameter

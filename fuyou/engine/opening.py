@@ -311,9 +311,8 @@ class OpenRun:
 
     def _open_store(self) -> None:
         config, store, runtime = self.config, self.config.store, self.runtime
-        slots = 1 if store.single_slot else 2
         drives, layout = Drives(store.folders, store.folders_to_leave), Layout(len(store.drives))
-        self._extents = allocate_extents(layout, self.shape.records, slots)
+        self._extents = allocate_extents(layout, self.shape.records)
         wanted = TrainingState(
             step=0,
             slot=0,
@@ -322,7 +321,6 @@ class OpenRun:
             dtype=str(config.precision.dtype),
             optimizer_dtype=str(config.precision.moment_dtype),
             optimizer=config.precision.optimizer,
-            slots=slots,
             piece_bytes=self.shape.piece_bytes,
         )
         io: dict[str, Any] = {"io": config.store.io, "throttle": self.device.throttle}
@@ -345,11 +343,10 @@ class OpenRun:
             self.model.adapters.forget_initial_values()
 
     def _make_commits(self, files: RunFiles) -> Commits:
-        store = self.config.store
-        sealed = sealed_records(files.store, files.state) if store.resume else ()
+        sealed = sealed_records(files.store, files.state) if self.config.store.resume else ()
         sums = RecordSums(self.shape.records, self._extents, sealed)
         missed = MissedUpdates(self.shape.records, files.state.missed)
-        arguments = files.store, files.state, store.single_slot, sums, missed
+        arguments = files.store, files.state, sums, missed
         if self.agreement.is_alone:
             return Commits(*arguments)
         return ClusterCommits(

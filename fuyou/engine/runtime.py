@@ -123,7 +123,6 @@ class Runtime:
         self.scheduler = Scheduler(
             self._shape,
             plan.counts,
-            single_slot=options.store.single_slot,
             slot=commits.state.slot,
             deferred=self._deferred,
             hold=options.max_grad_norm is not None,
@@ -137,7 +136,7 @@ class Runtime:
         folders = [folder / SCRATCH for folder in store.directories]
         spills = plan.spills_gradients(self._shape, options.update_policy.held(self._shape))
         scratch = Scratch(buffers, folders, spills)
-        stored = StoredRecords(store, self._extents, commits.state.slots, commits.sums, commits.missed)
+        stored = StoredRecords(store, self._extents, commits.sums, commits.missed)
         locks = self._files.lock.descriptors
         optimizer = OptimizerHandlers(self.link, stored, commits.update_of, plan.resident, locks)
         handlers: dict[Op, Handler] = {Op.COMMIT: commits.commit}

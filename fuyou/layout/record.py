@@ -347,6 +347,7 @@ class RecordExtents:
     states: tuple[Extent, ...]
 
 
+SLOTS = 2  # Slots of each trained record: a step writes the one that the step before has left alone
 FROZEN_FILE = "weights.frozen"  # Name of the file, in every SSD directory, that holds all frozen records
 
 
@@ -355,13 +356,13 @@ def weights_file(slot: int) -> str:
     return f"weights.{slot}"
 
 
-def allocate_extents(layout: Layout, records: Sequence[Record], slots: int) -> list[RecordExtents]:
+def allocate_extents(layout: Layout, records: Sequence[Record]) -> list[RecordExtents]:
     """Return every record's extents in all slots, the same in engine and optimizer process."""
     extents: list[tuple[list[Extent], list[Extent]]] = [([], []) for _ in records]
     for record, (parameters, _) in zip(records, extents, strict=True):
         if not record.trainable:
             parameters.append(layout.allocate(FROZEN_FILE, record.parameter_nbytes))
-    for slot in range(slots):
+    for slot in range(SLOTS):
         for record, (parameters, states) in zip(records, extents, strict=True):
             if record.trainable:
                 parameters.append(layout.allocate(weights_file(slot), record.parameter_nbytes))

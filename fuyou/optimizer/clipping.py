@@ -39,12 +39,10 @@ def clip_by_named(name: str) -> ClipBy | None:
         raise UserError(f"clip_by must be auto, deferral or speculation, not {name!r}.") from None
 
 
-def speculation_obstacle(*, single_slot: bool, commit_every: int, ranks: int) -> str | None:
+def speculation_obstacle(*, commit_every: int, ranks: int) -> str | None:
     """Return why updates cannot be speculative, if so: their input must stay until the norm is known."""
     if ranks > 1:
         return "several ranks have a part in every update"
-    if single_slot:
-        return "with --single-slot an update overwrites what it would be done again from"
     if commit_every > 1:
         return "with --commit-every above 1, steps between two commits overwrite what they would be done again from"
     return None

@@ -18,7 +18,7 @@ from common.models.vision import DEFAULT_FREEZING, TowerFreezing
 from fuyou.config import EngineConfig
 from fuyou.layout.frozen_weights import FrozenDtype
 from fuyou.layout.model_layout import ModelLayout
-from fuyou.layout.record import Kind, Precision
+from fuyou.layout.record import SLOTS, Kind, Precision
 from fuyou.layout.share import Share
 from fuyou.model.open_model import OpenModel, check_whole_blocks
 from fuyou.model.recompute.policy import ActivationPolicy
@@ -42,7 +42,6 @@ class TrainingJob:
     rows: int  # Sequences per step and rank
     seq_len: int
     clips: bool = False  # Whether updates wait for the gradient's norm: to clip, or to skip steps
-    single_slot: bool = False
     direct_reads: bool = False  # Whether SSD reads bypass host memory if nothing would be cached there
     micro_batch: int | None = None  # Sequences that are computed at once; None leaves it to the planner
     chunk: int | None = None  # Tokens of a row that are computed at once; None leaves it to the planner
@@ -71,10 +70,7 @@ class TrainingJob:
     @property
     def speculation_obstacle(self) -> str | None:
         """Return why updates cannot be speculative, or None if they can."""
-        share = self.shape.share
-        return speculation_obstacle(
-            single_slot=self.single_slot, commit_every=self.commit_every, ranks=share.world_size
-        )
+        return speculation_obstacle(commit_every=self.commit_every, ranks=self.shape.share.world_size)
 
     @property
     def clip_choices(self) -> tuple[ClipBy, ...]:
@@ -109,9 +105,8 @@ class TrainingJob:
     @property
     def record_bytes(self) -> int:
         """Return the bytes of parameters and states on SSD, in all slots."""
-        slots = 1 if self.single_slot else 2
         return sum(
-            (record.parameter_nbytes + record.state_nbytes) * (slots if record.trainable else 1)
+            (record.parameter_nbytes + record.state_nbytes) * (SLOTS if record.trainable else 1)
             for record in self.shape.records
         )
 
@@ -144,7 +139,6 @@ def planned_options(config: EngineConfig) -> dict[str, Any]:
     """Return the fields of a :class:`TrainingJob` that the engine's options decide, by name."""
     return {
         "clips": config.max_grad_norm is not None,
-        "single_slot": config.store.single_slot,
         "direct_reads": config.store.direct_reads,
         "micro_batch": config.memory.micro_batch,
         "chunk": config.memory.chunk,

@@ -26,7 +26,6 @@ class RecordSlots:
 
     Args:
         slot: the slot that holds the last committed state. (Frozen records have only the first.)
-        single: whether each record has one slot instead of two.
 
     Attributes:
         newest: by record, the slot of its newest state, perhaps still being written.
@@ -34,16 +33,17 @@ class RecordSlots:
         commit: the newest commit, if there has been one.
     """
 
-    def __init__(self, shape: ModelLayout, slot: int, single: bool, host: Mapping[Kind, Pool], emit: AddTask):
-        self._shape, self._single, self._host, self._emit = shape, single, host, emit
+    def __init__(self, shape: ModelLayout, slot: int, host: Mapping[Kind, Pool], emit: AddTask):
+        self._shape, self._host, self._emit = shape, host, emit
         self._committed = slot
         self._unwritten: dict[int, UpdatedRecord] = {}  # resident records that are newer than on SSD
         self.newest = [slot if record.trainable else 0 for record in shape.records]
         self.writes: list[list[Task]] = [[] for _ in shape.records]
         self.commit: Task | None = None
 
-    def target(self, index: int) -> int:
-        return self.newest[index] if self._single else 1 - self._committed
+    @property
+    def target(self) -> int:
+        return 1 - self._committed
 
     def revert(self, index: int) -> None:
         """Reset the record to the committed slot."""
@@ -70,8 +70,7 @@ class RecordSlots:
 
     def _write(self, op: Op, updated: UpdatedRecord) -> None:
         record, together = self._shape.records[updated.index], updated.ready is updated.update
-        target = self.target(updated.index)
-        fields = {"record": updated.index, "source": updated.host, "target": target}
+        fields = {"record": updated.index, "source": updated.host, "target": self.target}
         nbytes = record.state_nbytes + (record.parameter_nbytes if together else 0)
         writes = [self._emit(op, [updated.update], nbytes=nbytes, **fields)]
         if not together:
@@ -79,7 +78,7 @@ class RecordSlots:
         for write in writes:
             self._host[record.kind].use(updated.host, write)
         self.writes[updated.index] = writes
-        self.newest[updated.index] = target
+        self.newest[updated.index] = self.target
 
 
 class ParameterPools:

@@ -32,14 +32,13 @@ class Scheduler:
     """Builds step after step; each starts from the buffers that the last has left.
 
     Args:
-        single_slot: whether each record has one slot on SSD instead of two.
         slot: the slot that holds the last committed state.
         deferred: indices of the records whose updates run in the next forward pass, just before they are needed,
             when the SSDs would otherwise be idle.
         hold: whether deferred updates wait until the caller has ended the step (and knows the gradient's norm).
         speculate: whether all other updates run as if the norm were known, and their gradients stay until
-            :meth:`resolve_speculation` decides whether they run again. Needs two slots and a commit of every step, so
-            that the committed slot still holds the input of the updates.
+            :meth:`resolve_speculation` decides whether they run again. Needs a commit of every step, so that the
+            committed slot still holds the input of the updates.
         resident: indices of the records that stay in host memory: read once, and written in committed steps. The
             host buffers must hold the parameters of all records of their kind then.
         recomputation: which blocks save more than their input, and what that saves.
@@ -51,7 +50,6 @@ class Scheduler:
         shape: ModelLayout,
         counts: BufferCounts,
         *,
-        single_slot: bool = False,
         slot: int = 0,
         deferred: Collection[int] = (),
         hold: bool = False,
@@ -60,7 +58,6 @@ class Scheduler:
         recomputation: Recomputation = FULL_RECOMPUTATION,
         direct_reads: bool = False,
     ):
-        assert not (speculate and single_slot)
         self.shape = shape
         self.counts = counts
         self._deferred, self._hold, self._speculate = frozenset(deferred), hold, speculate
@@ -76,7 +73,7 @@ class Scheduler:
 
         next_use = self._pass.next_use
         host = {kind: SortedPool(f"host parameters ({kind.value})", counts.host(kind), next_use) for kind in Kind}
-        self._slots = RecordSlots(shape, slot, single_slot, host, self._emit)
+        self._slots = RecordSlots(shape, slot, host, self._emit)
         past_host = self._pass.used_from_host if direct_reads else None
         self._parameters = ParameterPools(counts, host, self._slots, next_use, self._emit, past_host)
         self._device_gradients = {
@@ -330,7 +327,7 @@ class Scheduler:
             self._loaded.add(record.index)
         waits = [ready, loaded, read, *self._parameters.host_users(record, host)]
         waits += [task for task in (self._slots.commit, self._ended if self._hold else None) if task is not None]
-        target = self._slots.target(record.index) if written else None
+        target = self._slots.target if written else None
         update = self._emit(
             Op.UPDATE, waits, record=record.index, source=host, gradient=gradient, nbytes=record.owned, target=target
         )

@@ -33,15 +33,14 @@ def run(check: Check) -> None:
     parameters = sum(p.numel() for p in build_meta_model(config).parameters())
     clear_stores(check.ssd)
     free = shutil.disk_usage(check.ssd).free - (0 if check.settings.quick else RESERVE_BYTES)
-    single = free < 24.1 * parameters
-    if free < 12.1 * parameters:
-        raise Skip(f"{preset} needs {format_bytes(12 * parameters)} on the drive even with a single slot")
+    if free < 24.1 * parameters:
+        raise Skip(f"{preset} needs {format_bytes(24 * parameters)} on the drive")
     check.note(
-        largest_parameters=free / 12.1,
-        preset=preset, parameters=parameters, single_slot=single, seq_len=check.settings.seq_len,
+        largest_parameters=free / 24.1,
+        preset=preset, parameters=parameters, seq_len=check.settings.seq_len,
         device_memory=check.settings.device_memory or "all", host_memory=check.settings.host_memory or "available",
     )  # fmt: skip
-    measured = MeasuredRates(check, config, single)
+    measured = MeasuredRates(check, config)
     try:
         measured.sweep()
     finally:
@@ -113,11 +112,11 @@ def train_step(engine: fuyou.Engine, batch: dict[str, torch.Tensor]) -> fuyou.St
 class MeasuredRates:
     """One preset's engine, and what is measured with it."""
 
-    def __init__(self, check: Check, config: PreTrainedConfig, single: bool):
-        self.check, self.config, self.single = check, config, single
+    def __init__(self, check: Check, config: PreTrainedConfig):
+        self.check, self.config = check, config
         began = time.monotonic()
         self.engine: fuyou.Engine | None = open_engine(
-            check.settings, config, single_slot=single, overwrite=True, micro_batch=None,
+            check.settings, config, overwrite=True, micro_batch=None,
             batch_shape=(check.settings.batches[0], check.settings.seq_len),
         )  # fmt: skip
         seconds = time.monotonic() - began
@@ -189,15 +188,12 @@ class MeasuredRates:
         return seconds
 
     def _reopen(self) -> None:
-        """After running out of device memory: without the allocator's cap, from the last committed step.
-
-        A single slot has no such step to go back to, and is filled again.
-        """
+        """After running out of device memory: without the allocator's cap, from the last committed step."""
         self.close()
         gc.collect()
         torch.cuda.empty_cache()
         self.engine = open_engine(
-            self.check.settings, self.config, single_slot=self.single, resume=not self.single, overwrite=self.single,
+            self.check.settings, self.config, resume=True,
             batch_shape=(self.check.settings.batches[0], self.check.settings.seq_len),
         )  # fmt: skip
         if self.check.cuda:  # the engine has just set it

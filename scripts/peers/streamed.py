@@ -1,7 +1,7 @@
 """Contender: this engine.
 
 Settings: ``host_memory`` in bytes, of which what is left serves as cache, or "streamed" for the least with which
-transfers and computation overlap fully, without any cache; ``single_slot``.
+transfers and computation overlap fully, without any cache.
 """
 
 import bisect
@@ -55,8 +55,7 @@ def main() -> None:
         budget = streaming_budget(task.config(), task.rows, task.seq_len, task.dtype)
     with Engine(
         task.config(), ssd=[task.directory], dtype=task.dtype, lr=task.lr, host_memory=budget,
-        single_slot=task.settings.get("single_slot", False), batch_shape=(task.rows, task.seq_len),
-        host_cache=0 if streamed else None,
+        batch_shape=(task.rows, task.seq_len), host_cache=0 if streamed else None,
     ) as engine:  # fmt: skip
 
         def train_step(tokens: torch.Tensor) -> float:

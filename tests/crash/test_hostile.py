@@ -25,6 +25,7 @@ from common.store.store import ChecksummedExtent
 from fcdp.planner.cluster import load_cluster
 from fuyou.checkpoint.commits import FORMAT as STATE_FORMAT
 from fuyou.checkpoint.commits import TrainingState
+from fuyou.layout.record import SLOTS
 from tests.common.data.conftest import write_records
 
 anything = st.recursive(
@@ -74,17 +75,17 @@ def test_absurd_extents_and_names_are_rejected(place: Path, extent: list, name: 
 @settings(max_examples=100)
 @given(
     changed=st.dictionaries(
-        st.sampled_from(["step", "slot", "slots", "random", "user", "checksums", "torn", "format", "unknown"]),
+        st.sampled_from(["step", "slot", "slots", "random", "user", "checksums", "format", "unknown"]),
         anything, min_size=1, max_size=3,
     )
 )  # fmt: skip
 def test_a_state_of_any_content_is_taken_or_rejected(changed: dict) -> None:
-    good = TrainingState(3, 1, "id", "model", "bf16", "fp32", 2).to_dict()
+    good = TrainingState(3, 1, "id", "model", "bf16", "fp32").to_dict()
     try:
         state = TrainingState.from_dict({**good, **changed})
     except FinetuneError:
         return
-    assert 0 <= state.slot < state.slots <= 2 and isinstance(state.user, dict)
+    assert 0 <= state.slot < SLOTS and isinstance(state.user, dict)
 
 
 @settings(max_examples=100)
@@ -99,15 +100,17 @@ def test_a_checksum_of_any_content_is_taken_or_rejected(field: str, value: objec
 
 
 def test_a_state_of_an_older_version_is_rejected_with_both_numbers() -> None:
-    older = TrainingState(3, 1, "id", "model", "bf16", "fp32", 2).to_dict() | {"format": STATE_FORMAT - 1}
+    older = TrainingState(3, 1, "id", "model", "bf16", "fp32").to_dict() | {"format": STATE_FORMAT - 1}
     with pytest.raises(UserError, match=f"format {STATE_FORMAT - 1}; this version reads format {STATE_FORMAT}"):
         TrainingState.from_dict(older)
 
 
-def test_a_state_of_a_version_that_trained_selected_experts() -> None:
-    """It is read if the run trained everything else it could: then the field was empty."""
-    state = TrainingState(3, 1, "id", "model", "bf16", "fp32", 2)
-    assert TrainingState.from_dict(state.to_dict() | {"experts": None}) == state
+def test_a_state_of_a_version_that_trained_selected_experts_or_kept_a_single_slot() -> None:
+    """It is read if the run did neither: then one field was empty, and the other 2."""
+    state = TrainingState(3, 1, "id", "model", "bf16", "fp32")
+    assert TrainingState.from_dict(state.to_dict() | {"experts": None, "slots": 2, "torn": False}) == state
+    with pytest.raises(UserError, match="keeps a single slot"):
+        TrainingState.from_dict(state.to_dict() | {"slots": 1})
     with pytest.raises(UserError, match="This run trains selected experts"):
         TrainingState.from_dict(state.to_dict() | {"experts": {"model.layers.0.mlp.experts": [1]}})
 

@@ -57,7 +57,7 @@ def test_a_crash_while_records_move_leaves_the_old_places_or_the_new_ones(
         assert all(pool.map(attempt, points))
 
 
-STATE = TrainingState(7, 1, "", "model", "bf16", "fp32", 2, random={"cpu": "abc"}, user={"row": 3})
+STATE = TrainingState(7, 1, "", "model", "bf16", "fp32", random={"cpu": "abc"}, user={"row": 3})
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +82,7 @@ def make_run(ssd: list[Path], layout: ModelLayout) -> dict[str, bytes]:
     """A committed run of random records on ``ssd``. Returns their contents by name."""
     for path in ssd:
         (path / "run").mkdir(parents=True)
-    shard = ShardLayout(layout, Share(), len(ssd), STATE.slots, STATE.slot)
+    shard = ShardLayout(layout, Share(), len(ssd), STATE.slot)
     contents, sealed, draw = {}, [], np.random.default_rng(5)
     with Store.create([path / "run" for path in ssd], shard.layout) as store:
         for record in layout.records:
@@ -203,7 +203,7 @@ def test_too_little_space_is_reported_before_anything_is_done(
 ) -> None:
     """Both copies are there at once, with 1 MiB for the small files of each of three drives."""
     expected = make_run(ssd[:2], layout)
-    needed = sum(ShardLayout(layout, Share(), 3, 2, 1).layout.file_bytes().values()) * 3 + (3 << 20)
+    needed = sum(ShardLayout(layout, Share(), 3, 1).layout.file_bytes().values()) * 3 + (3 << 20)
     usage = namedtuple("usage", "free")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(needed - 1))
     message = f"Too little space to move the run, whose old copy stays .* together: .*{needed:,} bytes.*{needed - 1:,}"

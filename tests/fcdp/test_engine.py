@@ -277,7 +277,7 @@ def test_nodes_that_hold_different_parameters() -> None:
     told = [("a", 5), ("a", 7), ("b", 5), ("b", 8)]
     agreement: Any = SimpleNamespace(share=Share(2, 2), all_gather_at_commit=lambda value: told)
     state: Any = SimpleNamespace(step=3, clipped=0)
-    commits = ClusterCommits(agreement, "abc", lambda step: 5, None, state, False, None, None)
+    commits = ClusterCommits(agreement, "abc", lambda step: 5, None, state, None, None)
     with pytest.raises(FinetuneError, match=r"step 4, node 1 \(b, rank 1 of it\) and node 0 \(a, rank 1 of it\) hold"):
         commits.commit(Task(Op.COMMIT, [], step=4))
     assert commits.committed_step == 3

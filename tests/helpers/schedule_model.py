@@ -30,7 +30,6 @@ class Program:
     """Several steps, as an engine would ask for them."""
 
     shape: ModelLayout
-    single_slot: bool = False
     slot: int = 0
     resident: frozenset[int] = frozenset()
     saving_layers: frozenset[int] = frozenset()
@@ -207,7 +206,7 @@ def check_order(program: Program) -> None:
             writer[place] = index
             if place[0] in ("ssd parameters", "ssd states") and commit is not None:
                 must_follow(commit, place)
-                assert program.single_slot or place[2] != tasks[commit].target, f"{task} overwrites {tasks[commit]}"
+                assert place[2] != tasks[commit].target, f"{task} overwrites {tasks[commit]}"
         if task.op is Op.STEP:
             ends[task.step] = index
         if task.op is Op.COMMIT:  # a step whose gradient is not finite is never ended, and must not be committed
@@ -277,7 +276,7 @@ class Machine:
             others = [who for who in self._held[place] if who != owner]
             assert not others, f"{task} writes to {place} while it is in use"
             self._held[place][owner] = "write"
-            if place[0].startswith("ssd") and len(place) == 3 and not self.program.single_slot:
+            if place[0].startswith("ssd") and len(place) == 3:
                 assert place[2] != self.committed[1], f"{task} writes to the committed slot"
         for place in reads:
             writers = [who for who, how in self._held[place].items() if how == "write" and who != owner]
@@ -447,7 +446,7 @@ class Machine:
 
 def build(
     layers: int, tied: bool, counts: BufferCounts, script: list[tuple[str, int, bool]], *, defer: float = 0.0,
-    hold: bool | None = None, single_slot: bool = False, slot: int = 0, precision: Precision = BF16, resident: int = 0,
+    hold: bool | None = None, slot: int = 0, precision: Precision = BF16, resident: int = 0,
     saving_layers: Collection[int] = (), frozen: bool = False, cuts: Mapping[int, Cut] | None = None,
     share: Share = ALONE, speculate: bool = False, defer_all: Collection[int] = (), own: Collection[int] = (),
     reference: bool = False, together: int | None = None, direct_reads: bool = False,
@@ -475,12 +474,12 @@ def build(
             host_non_block=max(2, counts.host_non_block),
         )
     scheduler = Scheduler(
-        shape, counts, single_slot=single_slot, slot=slot, deferred=interleaved(shape, defer),
+        shape, counts, slot=slot, deferred=interleaved(shape, defer),
         hold=defer >= 1 if hold is None else hold, resident=kept, speculate=speculate,
         recomputation=Recomputation(frozenset(saving_layers), saved=0.5), direct_reads=direct_reads,
     )  # fmt: skip
     visited = {visit.layer for visit in shape.visits(train=True) if visit.phase is Phase.BLOCK_BACKWARD}
-    program = Program(shape, single_slot, slot, kept, visited & frozenset(saving_layers))
+    program = Program(shape, slot, kept, visited & frozenset(saving_layers))
     step = 0
 
     def flush() -> None:

@@ -13,7 +13,6 @@ from typing import Any
 
 from common.errors import FinetuneError
 from common.store import Throttle
-from common.store.store import Io
 from fuyou.layout.record import Kind, Record
 from fuyou.layout.share import ALONE, Share
 from fuyou.optimizer.adam import Update
@@ -55,10 +54,7 @@ class Setup:
     """First message to the optimizer process: its configuration."""
 
     directories: list[str]
-    io: Io
-    io_threads: int
     records: Sequence[Record]  # All records of the model, as this rank shares them
-    slots: int
     chunk_elements: int
     ring_chunks: int  # Number of chunk buffers: one is read into, one updated, one written from
     shared: SharedRegions

@@ -63,11 +63,9 @@ class RecordUpdater:
         self._records = setup.records
         self._shared = HostBuffer(setup.shared.nbytes, fd=shared_fd).touch()
         directories = [Path(path) for path in setup.directories]
-        self._store = Store.open(directories, io=setup.io, threads=setup.io_threads, throttle=setup.throttle)
+        self._store = Store.open(directories, throttle=setup.throttle)
         # The training files' extents follow from the records alone; the store's layout holds just these, in this order.
-        self._extents: list[RecordExtents] = allocate_extents(
-            Layout(len(setup.directories)), self._records, setup.slots
-        )
+        self._extents: list[RecordExtents] = allocate_extents(Layout(len(setup.directories)), self._records)
         precisions = [record.precision for record in self._records if record.trainable]
         self._ring = ChunkRing(
             setup.ring_chunks, max(precision.state_nbytes(setup.chunk_elements) for precision in precisions)

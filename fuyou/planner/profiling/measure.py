@@ -271,7 +271,7 @@ def open_scratch(
         if number.isdigit() and not psutil.pid_exists(int(number)):  # its process was killed
             _remove([folder])
     layout = Layout(len(directories))
-    allocate_extents(layout, records, slots=2)
+    allocate_extents(layout, records)
     transfers = [layout.allocate(_FILE, _TRANSFER_BYTES * len(directories)) for _ in range(_TRANSFERS)]
     store: Store | None = None
     try:
@@ -491,10 +491,7 @@ class OptimizerBench:
         link.set_up(
             Setup(
                 directories=[str(path) for path in scratch.store.directories],
-                io="posix",
-                io_threads=4,
                 records=records,
-                slots=2,
                 chunk_elements=chunk_elements,
                 ring_chunks=1,
                 shared=shared,

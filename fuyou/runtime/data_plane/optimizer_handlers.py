@@ -67,10 +67,7 @@ class OptimizerHandlers:
         shape, plan, device = buffers.shape, buffers.plan, buffers.device
         setup = Setup(
             directories=[str(path) for path in self._stored.store.directories],
-            io="posix",
-            io_threads=4,
             records=shape.records,
-            slots=self._stored.slots,
             chunk_elements=plan.chunk_elements,
             ring_chunks=plan.ring_chunks,
             shared=buffers.shared,

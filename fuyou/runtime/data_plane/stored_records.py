@@ -23,7 +23,6 @@ class StoredRecords:
 
     store: Store  # Store that they are in, open
     extents: Sequence[RecordExtents]  # Place of each record
-    slots: int  # Number of slots of each record that is trained
     sums: RecordSums  # Checksums of everything written
     missed: MissedUpdates  # Counts updates of parameters without a gradient
 

@@ -163,8 +163,8 @@ def test_tiers_and_prefetch_depths(
 
 
 @pytest.mark.parametrize("options", [
-    {"max_grad_norm": 0.5, "commit_every": 2}, {"deferred_fraction": 0.5}, {"single_slot": True},
-], ids=["clipped, commit every 2", "half deferred", "single slot"])  # fmt: skip
+    {"max_grad_norm": 0.5, "commit_every": 2}, {"deferred_fraction": 0.5},
+], ids=["clipped, commit every 2", "half deferred"])  # fmt: skip
 def test_resume_in_the_middle(options: dict, checkpoints: Path, tmp_path: Path) -> None:
     """Three steps, a resume, and two more equal five; the drives may be named in another order."""
     feed = batches(5, packed=True)

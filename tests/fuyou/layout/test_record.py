@@ -71,18 +71,18 @@ def test_chunks_cover_exactly(record: Record, size: int) -> None:
 # -- on SSD -----------------------------------------------------------------------------------------------------------
 
 
-@given(st.lists(records(), min_size=1, max_size=5), st.integers(1, 2), st.integers(1, 4))
-def test_extents(wanted: list[Record], slots: int, directories: int) -> None:
+@given(st.lists(records(), min_size=1, max_size=5), st.integers(1, 4))
+def test_extents(wanted: list[Record], directories: int) -> None:
     layout = Layout(directories)
-    extents = allocate_extents(layout, wanted, slots)
+    extents = allocate_extents(layout, wanted)
     assert len(extents) == len(wanted)
     for record, places in zip(wanted, extents, strict=True):
         if not record.trainable:
             assert len(places.parameters) == 1 and not places.states and places.parameters[0].file == FROZEN_FILE
             assert places.parameters[0].nbytes == record.numel * record.precision.parameter_bytes
             continue
-        assert len(places.parameters) == len(places.states) == slots
-        for slot in range(slots):
+        assert len(places.parameters) == len(places.states) == 2
+        for slot in range(2):
             assert places.parameters[slot].file == places.states[slot].file == weights_file(slot)
             assert places.parameters[slot].nbytes == record.numel * record.precision.parameter_bytes
             assert places.states[slot].nbytes == record.numel * record.precision.state_bytes
@@ -100,7 +100,7 @@ def test_extents(wanted: list[Record], slots: int, directories: int) -> None:
     assert set(layout.file_bytes()) == {extent.file for extent in everything}
     # The optimizer process computes the same places on its own.
     again = pickle.loads(pickle.dumps(wanted))
-    assert allocate_extents(Layout(directories), again, slots) == extents
+    assert allocate_extents(Layout(directories), again) == extents
 
 
 @given(records(), st.sampled_from(PRECISIONS))

@@ -109,7 +109,7 @@ def feed(steps: int = STEPS) -> Iterator[dict[str, torch.Tensor]]:
         marks=pytest.mark.slow,
     ),
     ("fp32", {"micro_batch": 1, "commit_every": 2, "host_cache": None, "deferred_fraction": 0.5}),
-    ("bf16", {"micro_batch": 2, "single_slot": True}),
+    ("bf16", {"micro_batch": 2}),
 ], ids=lambda value: ", ".join(map(str, value.values())) if isinstance(value, dict) else value)  # fmt: skip
 def test_experts_without_tokens(dtype: str, options: dict[str, Any], routed: Path, tmp_path: Path) -> None:
     """With a break in which the run is closed and continued: counts of updates must survive it."""

@@ -107,11 +107,9 @@ def test_nothing_is_kept_on_ssd_or_done_again_where_clipping_never_strikes(
 
 
 def test_what_is_in_the_way() -> None:
-    assert speculation_obstacle(single_slot=False, commit_every=1, ranks=1) is None
-    for options, text in (
-        ({"single_slot": True}, "--single-slot"), ({"commit_every": 2}, "--commit-every"), ({"ranks": 2}, "ranks"),
-    ):  # fmt: skip
-        why = speculation_obstacle(**{"single_slot": False, "commit_every": 1, "ranks": 1, **options})
+    assert speculation_obstacle(commit_every=1, ranks=1) is None
+    for options, text in (({"commit_every": 2}, "--commit-every"), ({"ranks": 2}, "ranks")):
+        why = speculation_obstacle(**{"commit_every": 1, "ranks": 1, **options})
         assert why is not None and text in why
     assert [clip_by_named(name) for name in ("auto", "deferral", "speculation")] == [None, *ClipBy]
     with pytest.raises(UserError, match="not 'guess'"):
@@ -119,10 +117,8 @@ def test_what_is_in_the_way() -> None:
 
 
 def test_an_engine_rejects_what_cannot_be(checkpoints: Path, tmp_path: Path) -> None:
-    for options in ({"single_slot": True}, {"commit_every": 2}):
-        with pytest.raises(UserError, match="not possible"):
-            engine(checkpoints / "llama", directories(tmp_path, 1), max_grad_norm=1.0, **options, **SPECULATION)
-        tmp_path.joinpath("ssd0").rmdir()
+    with pytest.raises(UserError, match="not possible"):
+        engine(checkpoints / "llama", directories(tmp_path, 1), max_grad_norm=1.0, commit_every=2, **SPECULATION)
 
 
 def test_how_often_it_is_expected_to_strike(tmp_path: Path) -> None:

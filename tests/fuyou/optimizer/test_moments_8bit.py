@@ -76,7 +76,7 @@ def test_optimizers_that_there_are_not() -> None:
 
 def test_a_store_of_an_earlier_versions_8_bit_moments_is_rejected_by_name(tmp_path: Path) -> None:
     def state(dtype: str) -> TrainingState:
-        return TrainingState(0, 0, "id", "model", "torch.bfloat16", dtype, 2, optimizer="adamw8bit")
+        return TrainingState(0, 0, "id", "model", "torch.bfloat16", dtype, optimizer="adamw8bit")
 
     store = cast(Store, SimpleNamespace(id="id", directories=[tmp_path]))
     assert check_state(store, state("torch.uint8").to_dict(), state("torch.uint8")) == state("torch.uint8")

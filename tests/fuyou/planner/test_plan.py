@@ -122,7 +122,6 @@ def test_space_on_ssd_is_exact(job: TrainingJob) -> None:
     needed = search(job, machine()).ssd_bytes
     elements = sum(record.numel for record in job.shape.records)
     assert needed == 24 * elements
-    assert search(replace(job, single_slot=True), machine()).ssd_bytes == 12 * elements
     assert search(job, machine(store_bytes=needed)).fits
     lacking = search(job, machine(store_bytes=needed - 1))
     assert not lacking.fits and "on SSD" in lacking.missing[0]
@@ -133,7 +132,7 @@ BALANCED = machine(TaskRates(1e11, 1e10, 1e10, 3e8, 3e8, 1e9), host=140 << 20)
 
 def test_clipping_by_deferral_defers_everything_and_takes_longer(job: TrainingJob) -> None:
     free = search(job, BALANCED)
-    for more in ({"clip_by": ClipBy.DEFERRAL}, {"single_slot": True}, {"commit_every": 2}, {"clipped_share": 1.0}):
+    for more in ({"clip_by": ClipBy.DEFERRAL}, {"commit_every": 2}, {"clipped_share": 1.0}):
         result = search(replace(job, clips=True, **more), BALANCED)
         assert (result.clip_by, result.deferred_fraction) == (ClipBy.DEFERRAL, 1.0)
         assert result.step_seconds > 1.05 * free.step_seconds

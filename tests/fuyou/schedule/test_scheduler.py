@@ -98,7 +98,7 @@ def scenarios(draw: st.DrawFn) -> dict[str, Any]:
     return {
         "layers": layers, "tied": tied, "counts": counts, "script": script,
         "defer": draw(st.sampled_from([0, 0.25, 0.5, 1])), "hold": draw(st.booleans()),
-        "single_slot": not speculate and draw(st.booleans()), "slot": draw(st.integers(0, 1)),
+        "slot": draw(st.integers(0, 1)),
         "saving_layers": saving_layers, "speculate": speculate, "defer_all": draw(st.sets(st.integers(1, 5))),
         "resident": draw(st.sampled_from([0, 0, 1, 3, 8])), "frozen": draw(st.booleans()),
         "cuts": cuts, "share": ALONE if speculate else draw(st.sampled_from(SHARES)),
