@@ -26,6 +26,7 @@ from cli.options.settings import Settings
 from cli.train import interrupts
 from cli.train.interrupts import STATUS, Stopped
 from cli.train.ranks.process import LAUNCH, STOP
+from common.activity import activity
 from common.errors import FinetuneError, UserError
 from common.hardware.machine import cpu_count, usable_gpus
 from common.units import counted, format_seconds
@@ -124,8 +125,9 @@ def launch(settings: Settings, *, trains: bool = True) -> None:
     if not settings.debug:  # PyTorch reads these when it is imported, and ranks inherit them
         for name, value in (("LOGLEVEL", "CRITICAL"), ("TORCH_CPP_LOG_LEVEL", "FATAL"), ("PYTHONWARNINGS", "ignore")):
             os.environ.setdefault(name, value)
-    from cli.job.resolve import check_start
-    from cli.job.resumed import decided
+    with activity("loading PyTorch and transformers", announced=True):
+        from cli.job.resolve import check_start
+        from cli.job.resumed import decided
 
     settings = decided(settings)
     ranks = _ranks_per_node(settings)

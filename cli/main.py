@@ -176,14 +176,14 @@ def _run_on_nodes(settings: Settings, rank: RankProcess | None, trains: bool) ->
 
         launch(settings, trains=trains)
     elif trains:
-        from cli.train.ranks.run import train_rank
+        with _loading(settings):
+            from cli.train.ranks.run import train_rank
 
-        _quiet(settings)
         train_rank(settings, rank)
     else:
-        from cli.inspect.profile import profile_cluster_of_ranks
+        with _loading(settings):
+            from cli.inspect.profile import profile_cluster_of_ranks
 
-        _quiet(settings)
         profile_cluster_of_ranks(settings, rank)
 
 

@@ -26,6 +26,9 @@ def run_chat(settings: Settings) -> None:
     adapter = None if settings.adapter is None else settings.adapter.expanduser()
     with activity(f"loading {settings.model}", announced=True):
         tokenizer, model = _tokenizer(checkpoint, adapter), _model(checkpoint, adapter)
+    context = getattr(model.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
+    end = model.generation_config.eos_token_id
+    ends = end if isinstance(end, list) else [end]
     messages: list[dict[str, str]] = []
     streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
     print("Type a line; end with Ctrl-D.", file=sys.stderr, flush=True)
@@ -33,11 +36,19 @@ def run_chat(settings: Settings) -> None:
         messages.append({"role": "user", "content": line})
         text: Any = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
         ids = torch.tensor([text["input_ids"]], device=model.device)
+        room = context - ids.shape[1]
+        if room < 1:
+            raise UserError(
+                f"The conversation has {ids.shape[1]} tokens, and the model's context {context}: start another."
+            )
+        limit = min(MOST_TOKENS, room)
         tokens = model.generate(
-            input_ids=ids, attention_mask=torch.ones_like(ids), streamer=streamer, max_new_tokens=MOST_TOKENS
-        )
-        answer = tokenizer.decode(tokens[0, ids.shape[1] :], skip_special_tokens=True)
-        messages.append({"role": "assistant", "content": str(answer)})
+            input_ids=ids, attention_mask=torch.ones_like(ids), streamer=streamer, max_new_tokens=limit
+        )[0, ids.shape[1] :]
+        if len(tokens) == limit and int(tokens[-1]) not in ends:
+            why = f"the model's context of {context} tokens is full" if limit == room else f"cut after {limit} tokens"
+            print(f"({why})", file=sys.stderr, flush=True)
+        messages.append({"role": "assistant", "content": str(tokenizer.decode(tokens, skip_special_tokens=True))})
 
 
 def _tokenizer(checkpoint: Path, adapter: Path | None) -> Any:

@@ -29,12 +29,23 @@ def expected(model: Any, tokenizer: Any) -> list[str]:
     return [message["content"] for message in messages[1::2]]
 
 
+def save_with_context(checkpoint: Path, folder: Path, context: int, **generation: Any) -> tuple[Any, Any]:
+    """Save the checkpoint as a model of another context; return model and tokenizer."""
+    model: Any = AutoModelForCausalLM.from_pretrained(checkpoint)
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    model.config.max_position_embeddings = context
+    model.generation_config.update(**generation)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return model, tokenizer
+
+
 @pytest.mark.parametrize("adapted", [False, True])
 def test_answers(
     adapted: bool, finetune: Finetune, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(checkpoint), AutoTokenizer.from_pretrained(checkpoint)
-    words: list[Any] = ["chat", "--model", checkpoint]
+    model, tokenizer = save_with_context(checkpoint, tmp_path / "model", 128)
+    words: list[Any] = ["chat", "--model", tmp_path / "model"]
     if adapted:
         torch.manual_seed(0)
         config = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
@@ -49,6 +60,26 @@ def test_answers(
     done = finetune(*words)
     assert done.status == 0, done.err
     assert done.out == "".join(f"{answer}\n" for answer in expected(model, tokenizer))
+
+
+def test_says_where_an_answer_is_cut(
+    finetune: Finetune, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After the most tokens of an answer, at the end of the context, and where no question fits any more."""
+    turns = [{"role": "user", "content": "Two"}]
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    prompt: Any = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=True)
+    context = len(prompt["input_ids"]) + 9
+    save_with_context(checkpoint, tmp_path, context, eos_token_id=None)
+    for limit, lines, says in (
+        (3, "Two", "(cut after 3 tokens)"),
+        (12, "Two", f"(the model's context of {context} tokens is full)"),
+        (12, "Two\nAnd", f"tokens, and the model's context {context}: start another."),
+    ):
+        monkeypatch.setattr(chat, "MOST_TOKENS", limit)
+        monkeypatch.setattr("sys.stdin", io.StringIO(lines))
+        done = finetune("chat", "--model", tmp_path)
+        assert done.err.splitlines()[-1].endswith(says) and done.status == (2 if "And" in lines else 0)
 
 
 def test_rejects_what_does_not_fit(finetune: Finetune, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
