@@ -10,7 +10,6 @@ import torch
 from emulated.device import EmulatedDevice, EmulatedEvent, EmulatedSpec, emulated_device
 
 from common.errors import UserError
-from common.models.adapters.options import AdapterOptions
 from fuyou import Engine
 from fuyou.layout.record import Kind
 from fuyou.planner.rates import TaskRates
@@ -125,25 +124,3 @@ def test_steps_with_little_host_memory_take_what_the_simulation_says(
         simulation, _ = simulate(run.shape, engine.memory_plan, rates, steps=4)
     seconds = (ended[-1] - ended[0]) / 3
     assert simulation.step_seconds() * 0.8 < seconds < simulation.step_seconds() * 1.6
-
-
-def test_a_loss_of_the_callers_own_takes_its_time(tmp_path: Path) -> None:
-    """The head runs twice and the reference once more; what is read and written stays what was planned."""
-    ids, busy = torch.zeros(2, 32, dtype=torch.int64), {}
-    adapters = AdapterOptions(4, 8.0)
-    with Engine(
-        tiny_configs()["llama"], ssd=[tmp_path], host_memory="600MiB", device=emulated_device(DEVICE), dtype="bf16",
-        adapters=adapters, host_cache=0,
-        batch_shape=(2, 32), micro_batch=1, token_outputs=1, reference=True,
-    ) as engine:  # fmt: skip
-        for name in ("own", "dpo", "own", "dpo"):
-            if name == "own":
-                engine(input_ids=ids, labels=ids).loss.backward()
-            else:
-                out = engine.tokens(input_ids=ids, reference=True)
-                assert out.reference is not None and not out.log_probs.any()
-                engine.backward((out.log_probs - out.reference.log_probs).sum())
-            busy[name] = engine.step().bound_seconds["gpu"]
-        engine.flush()
-        assert engine.io_bytes() == engine.planned_io_bytes()
-    assert busy["dpo"] > 1.2 * busy["own"]

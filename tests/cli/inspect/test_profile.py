@@ -77,16 +77,3 @@ def test_ctrl_c_leaves_nothing(
     assert "Traceback" not in outcome.err
     assert not list(drive.iterdir())
     assert not (tmp_path / "cache").exists()
-
-
-def test_a_trace_of_a_run(finetune: Finetune, checkpoint: Path, tmp_path: Path) -> None:
-    file = tmp_path / "traces" / "step.json"
-    outcome = finetune(
-        "--model", checkpoint, "--gpu", "cpu", "--batch-size", 2, "--micro-batch", 1, "--seq-len", 16, "--steps", 3,
-        "--no-save", "--output", tmp_path / "out", "--trace", file,
-    )  # fmt: skip
-    assert outcome.status == 0, outcome.err
-    assert f"trace    {file} (open it in ui.perfetto.dev)" in outcome.out
-    names = [event["name"] for event in json.loads(file.read_text())["traceEvents"]]
-    assert {"step 3", "block 2 backward, micro-batch 1", "block 0 parameters", "block 1 update"} <= set(names)
-    assert names.count("block 1 forward, micro-batch 0") == 1, "one step, not three"

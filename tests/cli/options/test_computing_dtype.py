@@ -12,7 +12,6 @@ from cli.main import main
 from cli.options.command import parse_command_line
 from cli.options.config_file import effective_config
 from cli.options.settings import Settings
-from common.store import commit_manifest
 
 
 @pytest.fixture
@@ -76,28 +75,6 @@ class Others:
             self._patch.setattr(dist, "get_rank", lambda number=number: number)
             result.append(with_dtype_of_all(*arguments).dtype)
         return result
-
-
-def test_the_first_rank_decides_for_all(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, fastest: list[str]) -> None:
-    fresh = Settings(model="m", nodes=2, ssd=("x",), output=tmp_path)
-    others = Others(monkeypatch)
-    assert others.decide([(fresh, "cpu", False), (fresh, "cuda", False)]) == ["fp32", "fp32"]
-    assert others.decide([(fresh, "cuda", False), (fresh, "cpu", False)]) == ["bf16", "bf16"]
-
-
-@pytest.mark.parametrize("restarted", [False, True])
-def test_ranks_continue_in_what_any_of_them_has_stored(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, fastest: list[str], restarted: bool
-) -> None:
-    drives = [tmp_path / "node0", tmp_path / "node1"]
-    each = [
-        Settings(model="m", nodes=2, ssd=(str(drive),), output=tmp_path / "out", resume=not restarted)
-        for drive in drives
-    ]
-    (drives[1] / each[1].store_name / "rank-0").mkdir(parents=True)
-    commit_manifest(drives[1] / each[1].store_name / "rank-0", {"dtype": "torch.bfloat16"})
-    ranks = [(settings, "cpu", restarted) for settings in each]
-    assert Others(monkeypatch).decide(ranks) == ["bf16", "bf16"]
 
 
 def test_a_run_in_memory_continues_in_what_its_commit_says(

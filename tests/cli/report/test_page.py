@@ -13,9 +13,8 @@ from typing import Any
 
 import pytest
 
-from cli.report.drawing import Series, chart, step_bars, ticks
+from cli.report.drawing import Series, chart
 from cli.report.page import MOST_POINTS, PageFacts, RunPage, read_metrics, run_page
-from cli.report.results import RESOURCES
 from tests.cli.conftest import Finetune
 
 _GIB = 1 << 30
@@ -114,41 +113,6 @@ def test_a_chart_draws_every_finite_value() -> None:
     assert len(points) == 2 and points[0][0] < points[1][0] and points[0][1] > points[1][1]  # up is less
     assert "a 3 (step 4)" in drawn and "b 2 (step 2)" in drawn
     assert chart("x", [Series("a", [], [])]) == "<p>nothing yet</p>"
-
-
-@pytest.mark.parametrize(("low", "high", "round_values"), [
-    (2.087, 8.308, [4, 6, 8]), (0, 1e-5, [0, 2e-6, 4e-6, 6e-6, 8e-6, 1e-5]),
-    (9.9e-10, 1e-5, [2e-6, 4e-6, 6e-6, 8e-6, 1e-5]),
-    (-3, 12_345, [0, 5000, 10_000]), (1, 2, [1, 1.2, 1.4, 1.6, 1.8, 2]), (-0.05, 0.021, [-0.04, -0.02, 0, 0.02]),
-])  # fmt: skip
-def test_ticks_are_round(low: float, high: float, round_values: list[float]) -> None:
-    assert ticks(low, high) == pytest.approx(round_values, abs=1e-12)
-
-
-def test_a_noisy_loss_is_smoothed_and_preferences_have_charts() -> None:
-    lines = [
-        {**step(number), "rewards/accuracies": 0.5, "rewards/margins": 0.1, "rewards/chosen": 0.3}
-        for number in range(1, 101)
-    ]
-    page = run_page(FACTS, lines)
-    losses = [line["loss_metrics/global_avg_loss"] for line in lines[-4:]]
-    assert f"smoothed {sum(losses) / 4:,.4g} (step 100)" in page.replace("6: ", "")
-    for heading in ("preferred answers", "margin of rewards", "rewards"):
-        assert f"<h2>{heading}</h2>" in page
-    assert "<h2>preferred" not in run_page(FACTS, entries(100)) and "held out" not in run_page(FACTS, entries(60))
-
-
-def test_lanes_are_drawn_where_something_was_busy() -> None:
-    """Four seconds; what hardly shows is drawn with its neighbor, so that the file stays small."""
-    many = [(10 + number / 1000, 10 + (number + 0.5) / 1000) for number in range(4000)]
-    busy = {"computing": [(10.0, 11.0), (13.0, 14.0)], "the SSDs": many, "unknown": [(10.0, 14.0)]}
-    drawn = step_bars({"computing": 2.0, "the SSDs": 2.0, "the optimizer": 0.0}, 4.0, busy)
-    computing, ssds, adam = re.findall(r'<path d="([^"]*)"/>', drawn)
-    assert computing == "M0.0 0h75.0v10H0.0zM225.0 0h75.0v10H225.0z" and ssds.count("M") == 1 and adam == ""
-    assert "2.0 s, 50%" in drawn and "unknown" not in drawn
-    assert 'd="M0.0 0h150.0v10H0.0z"' in step_bars({"computing": 2.0}, 4.0)  # without times: its share
-    spread = {name: [(float(at), at + 0.5) for at in range(5000)] for name in RESOURCES}
-    assert len(run_page(FACTS, entries(1000), spread).encode()) < 300_000
 
 
 LOOK = """<script>

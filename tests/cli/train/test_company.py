@@ -6,15 +6,12 @@ The twin computes each document alone with transformers, and adds up.
 import contextlib
 import json
 import math
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch.nn import functional
@@ -170,48 +167,6 @@ def test_every_objective(objective: str, finetune: Finetune, tmp_path: Path) -> 
 FIXED = -30.0  # log-probability of every answer under the reference
 
 
-@pytest.fixture(scope="module")
-def streamed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[fuyou.Engine, Path]]:
-    folder = tmp_path_factory.mktemp("company")
-    checkpoint = small_checkpoint(folder / "model", mixture("longrope"))
-    options = {"host_memory": "600MiB", "dtype": "fp32", "micro_batch": 3, "batch_shape": (6, 96)}
-    with fuyou.Engine(checkpoint, ssd=[folder], token_outputs=1, router_loss="off", **options) as engine:
-        yield engine, checkpoint
-
-
-def numbers_alone(checkpoint: Path, objective: str, records: list[dict[str, Any]]) -> float:
-    """Return the loss of all records, each answer computed alone by transformers."""
-    tokens: Any = AutoTokenizer.from_pretrained(checkpoint)
-    model = AutoModelForCausalLM.from_pretrained(checkpoint)
-
-    def log_probs(prompt: str, answer: str) -> torch.Tensor:
-        ids = torch.tensor([[*tokens(prompt + answer)["input_ids"], tokens.eos_token_id]])
-        with torch.no_grad():
-            logits = model(input_ids=ids).logits[0, :-1]
-        every = -functional.cross_entropy(logits, ids[0, 1:], reduction="none")
-        return every[len(tokens(prompt)["input_ids"]) - 1 :]
-
-    def reward(prompt: str, answer: str) -> torch.Tensor:
-        return log_probs(prompt, answer).sum() - FIXED
-
-    if objective == "sft":
-        return -float(torch.cat([log_probs(record["prompt"], record["completion"]) for record in records]).mean())
-    if objective == "dpo":
-        margins = [
-            reward(record["prompt"], record["chosen"]) - reward(record["prompt"], record["rejected"])
-            for record in records
-        ]
-        return -float(functional.logsigmoid(0.1 * torch.stack(margins)).mean())
-    before = [records[-1], *records[:-1]]
-    pairs = zip(records, before, strict=True)
-    distance = (
-        torch.stack([reward(record["prompt"], other["completion"]) for record, other in pairs]).mean().clamp(min=0)
-    )
-    signs = torch.tensor([1.0 if record["label"] else -1.0 for record in records])
-    rewards = torch.stack([reward(record["prompt"], record["completion"]) for record in records])
-    return float((1 - torch.sigmoid(0.1 * signs * (rewards - distance))).mean())
-
-
 def evaluated(engine: fuyou.Engine, checkpoint: Path, objective: str, file: Path, config: DataConfig) -> float:
     """Return the loss of all records as the command evaluates it."""
     tokenizer, cache = AutoTokenizer.from_pretrained(checkpoint), file.parent / "cache"
@@ -227,32 +182,3 @@ def evaluated(engine: fuyou.Engine, checkpoint: Path, objective: str, file: Path
 
 
 LENGTHS = st.integers(1, 6)
-
-
-@settings(max_examples=3, deadline=None, derandomize=True, phases=[Phase.generate])
-@given(
-    lengths=st.lists(st.tuples(LENGTHS, LENGTHS, LENGTHS), min_size=2, max_size=5),
-    ways=st.lists(st.tuples(st.integers(72, 96), st.integers(2, 3), st.booleans()), min_size=2, max_size=2),
-)
-def test_evaluations_of_any_records(
-    lengths: list[tuple[int, int, int]], ways: list[tuple[int, int, bool]], streamed: tuple[fuyou.Engine, Path]
-) -> None:
-    """They are those of each document alone, for rows of any length, any batch, packed or not."""
-    engine, checkpoint = streamed
-    texts = [[" ".join(WORDS[(7 * i + n) % len(WORDS)] for n in range(size)) for size in sizes]
-             for i, sizes in enumerate(lengths)]  # fmt: skip
-    records = {
-        "sft": [{"prompt": prompt, "completion": f" {answer}"} for prompt, answer, _ in texts],
-        "dpo": [
-            {"prompt": prompt, "chosen": f" {answer}", "rejected": f" {other}."} for prompt, answer, other in texts
-        ],
-        "kto": [{"prompt": text[0], "completion": f" {text[1]}", "label": i % 2 == 0} for i, text in enumerate(texts)],
-    }
-    with tempfile.TemporaryDirectory() as folder:
-        for objective, these in records.items():
-            file = written(Path(folder) / objective, these)
-            expected = numbers_alone(checkpoint, objective, these)
-            for seq_len, size, packed in ways:
-                config = DataConfig((str(file),), seq_len, size, shuffle=False, packed=packed)
-                loss = evaluated(engine, checkpoint, objective, file, config)
-                assert loss == pytest.approx(expected, rel=2e-5), (objective, seq_len, size, packed)

@@ -175,11 +175,6 @@ def test_a_missing_thing_is_rejected(
     assert done.status == 2 and message in done.err
 
 
-def test_data_without_pairs_is_rejected(checkpoint: Path, data: Path, finetune: Finetune) -> None:
-    done = finetune("--model", checkpoint, "--objective", "dpo", "--data", data)
-    assert done.status == 2 and "a pair has chosen and rejected, and a prompt" in done.err
-
-
 @pytest.mark.parametrize("words", [(), ("--lora-rank", "4", "--lora-dropout", "0.5")])
 def test_dropout_is_off_unless_it_is_wanted(
     words: tuple[str, ...], checkpoint: Path, finetune: Finetune, tmp_path: Path

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from common.data import DataConfig, open_data
 from common.data.encode import Encoder
 from common.data.read import DataRecord, read_records
-from common.data.shapes import SEGMENT_CHARACTERS, Chat, Example, PlainText, examples_of_records, examples_of_text_file
+from common.data.shapes import SEGMENT_CHARACTERS, Example, PlainText, examples_of_records, examples_of_text_file
 from common.errors import UserError
 from tests.common.data.conftest import (
     MARKED_TEMPLATE,
@@ -199,15 +199,6 @@ def test_template_that_rewrites_earlier_turns() -> None:
     assert documents[1][0] == rendered(CONVERSATION).replace("The quick", "(thinks) The quick")
     # One turn of the assistant is one document, as ever.
     assert len(encode_records(tokenizer, {"messages": CONVERSATION[:3]})) == 1
-
-
-def test_order_is_kept() -> None:
-    tokenizer = make_tokenizer(PLAIN_TEMPLATE)
-    chat = Chat(CONVERSATION[1:3])
-    texts = [
-        whole for whole, _ in encode(tokenizer, PlainText("", "A"), chat, PlainText("", "B"), PlainText("C", "D"), chat)
-    ]
-    assert texts == ["<s>A</s>", rendered(chat.messages), "<s>B</s>", "<s>CD</s>", rendered(chat.messages)]
 
 
 def test_keys_of_other_records_do_not_reach_the_template(tmp_path: Path) -> None:

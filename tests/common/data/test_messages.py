@@ -22,18 +22,6 @@ def chat_of(record: dict[str, Any]) -> Chat:
     return chat
 
 
-@pytest.mark.parametrize("column", ["conversations", "messages"])
-def test_turns_become_messages(column: str) -> None:
-    turns = [turn("human", "Hi"), turn("gpt", "Hello", weight=0), turn("human", "And?"), turn("GPT", "So.")]
-    chat = chat_of({column: turns, "system": "Be kind."})
-    assert chat.messages == [
-        {"role": "system", "content": "Be kind."}, {"role": "user", "content": "Hi"},
-        {"role": "assistant", "content": "Hello"}, {"role": "user", "content": "And?"},
-        {"role": "assistant", "content": "So."},
-    ]  # fmt: skip
-    assert chat.answers == [4]
-
-
 @pytest.mark.parametrize(("turns", "told"), [
     ([turn("human", "a"), turn("gtp", "b")], "data.jsonl, line 1: turn 2 .* the role 'gtp'.*Did you mean 'gpt'"),
     ([turn("human", "a"), {"from": "gpt"}], "line 1: turn 2 .* has no content"),

@@ -4,11 +4,9 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-import datasets
 import pytest
 import torch
 import trl
-from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.optim.lr_scheduler import OneCycleLR
 from transformers import (
@@ -29,6 +27,7 @@ from fuyou.integrations import EngineOptimizer, as_model, as_reference
 from fuyou.integrations.model import FusedOutput
 from fuyou.model.loss.token_head import OUTPUTS
 from tests.helpers.models.small_checkpoints import SIZES, small_checkpoint
+from tests.helpers.trl_data import adapters, records
 
 STEPS, LR = 4, 1e-3
 
@@ -41,10 +40,6 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("checkpoints")
     small_checkpoint(root / "lm")
     return root
-
-
-def adapters() -> LoraConfig:
-    return LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")
 
 
 def engine(model: Path, ssd: Path, **options: Any) -> fuyou.Engine:
@@ -247,6 +242,11 @@ def test_what_trl_would_load_or_adapt_is_rejected(
     args = arguments(getattr(trl, f"{kind}Config"), tmp_path / "out", **beta)
     with engine(checkpoints / "lm", tmp_path / "ssd", adapters=adapters() if kind == "GRPO" else None) as trained:
         model = as_model(trained)
+        if kind == "GRPO":  # it has a reference
+            reference, ids = as_reference(trained), torch.ones(1, 3, dtype=torch.int64)
+            SyncRefModelCallback._sync_target_model(model, reference, 0.6)  # as with sync_ref_model
+            with torch.no_grad(), pytest.raises(UserError, match="leave sync_ref_model out"):
+                reference(input_ids=ids, labels=ids)
         with pytest.raises(UserError, match=message):
             getattr(trl, f"{kind}Trainer")(
                 model, args=args, train_dataset=records(kind.lower()), processing_class=tokenizer,
@@ -300,66 +300,3 @@ def test_a_plain_loop_with_accelerate(checkpoints: Path, tmp_path: Path) -> None
         if trained is not None:
             trained.close()
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
-
-
-# -- TRL ---------------------------------------------------------------------------------------------------------------
-
-
-def records(kind: str) -> Any:
-    rows = [
-        {"prompt": f"{i} plus {i} is", "chosen": f" surely {2 * i}.", "rejected": f" maybe {i * i + 1}, no."}
-        for i in range(16)
-    ]
-    if kind == "sft":
-        rows = [{"prompt": row["prompt"], "completion": row["chosen"]} for row in rows]
-    return datasets.Dataset.from_list(rows)
-
-
-def test_sft_trainer_of_trl(checkpoints: Path, tmp_path: Path) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(checkpoints / "lm")
-
-    def trainer(model: PreTrainedModel, optimizer: torch.optim.Optimizer, folder: Path) -> Any:
-        # TRL's default: autocast, which the engine passes over, as it computes in its own dtype.
-        args = arguments(trl.SFTConfig, folder, max_length=32, bf16=isinstance(optimizer, EngineOptimizer))
-        return trl.SFTTrainer(
-            model, args, train_dataset=records("sft"), processing_class=tokenizer, optimizers=(optimizer, None)
-        )
-
-    model = AutoModelForCausalLM.from_pretrained(checkpoints / "lm", dtype=torch.float32)
-    memory = trainer(model, adamw(model), tmp_path / "memory")
-    memory.train()
-    with engine(checkpoints / "lm", tmp_path / "ssd", micro_batch=2) as trained:
-        facade = as_model(trained)
-        streamed = trainer(facade, EngineOptimizer(facade), tmp_path / "streamed")
-        streamed.train()
-        same(streamed, memory, trained, model)
-
-
-def test_dpo_trainer_of_trl(checkpoints: Path, tmp_path: Path) -> None:
-    """The reference is the model without its adapters, before training."""
-    tokenizer = AutoTokenizer.from_pretrained(checkpoints / "lm")
-
-    def trainer(model: nn.Module, reference: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> Any:
-        args = arguments(trl.DPOConfig, folder, beta=0.3, max_length=32, precompute_ref_log_probs=True)
-        return trl.DPOTrainer(
-            model, reference, args, train_dataset=records("dpo"), processing_class=tokenizer,
-            optimizers=(optimizer, None),
-        )  # fmt: skip
-
-    base = AutoModelForCausalLM.from_pretrained(checkpoints / "lm", dtype=torch.float32)
-    torch.manual_seed(0)
-    adapted = get_peft_model(base, adapters()).get_base_model()
-    reference = AutoModelForCausalLM.from_pretrained(checkpoints / "lm", dtype=torch.float32)
-    memory = trainer(adapted, reference, adamw(adapted), tmp_path / "memory")
-    memory.train()
-    with engine(checkpoints / "lm", tmp_path / "ssd", adapters=adapters(), micro_batch=3) as trained:
-        facade = as_model(trained)
-        fixed = as_reference(trained)
-        streamed = trainer(facade, fixed, EngineOptimizer(facade), tmp_path / "streamed")
-        streamed.train()
-        same(streamed, memory, trained, adapted)
-        assert any("rewards/margins" in line for line in figures(streamed))
-        SyncRefModelCallback._sync_target_model(facade, fixed, 0.6)  # as with sync_ref_model
-        ids = torch.ones(1, 3, dtype=torch.int64)
-        with torch.no_grad(), pytest.raises(UserError, match="leave sync_ref_model out"):
-            fixed(input_ids=ids, labels=ids)

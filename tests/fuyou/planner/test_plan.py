@@ -158,15 +158,6 @@ def test_clipping_by_speculation_costs_by_how_often_it_strikes(job: TrainingJob)
     assert math.isinf(max_clipped_share(evaluator, evaluator.evaluate(Candidate(None, 1.0))))
 
 
-@pytest.mark.parametrize("host", [140, 180, 256])
-@pytest.mark.parametrize("clips", [False, True])
-def test_no_step_is_shorter_than_its_bound(job: TrainingJob, clips: bool, host: int) -> None:
-    """Not even where late writes pile up for more steps than are simulated."""
-    rates = replace(FAST, flops_per_second=1e12, read_bytes_per_second=5e9, write_bytes_per_second=1e9)
-    result = search(replace(job, clips=clips), machine(rates, host=host << 20))
-    assert result.step_seconds >= max(result.busy.values())
-
-
 def test_gradients_that_are_kept_are_written_where_they_find_no_room(job: TrainingJob) -> None:
     speculation = replace(job, clips=True, clip_by=ClipBy.SPECULATION, clipped_share=0.0, host_cache=0)
     written = {host: search(speculation, machine(host=host << 20)).written_bytes for host in (140, 256)}

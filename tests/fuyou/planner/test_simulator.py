@@ -32,19 +32,6 @@ def work(lists: list[StepList], rates: TaskRates) -> dict[Resource, float]:
     }
 
 
-@pytest.mark.parametrize(("slow", "resource"), [
-    ({"flops_per_second": 1e6}, Resource.GPU),
-    ({"upload_bytes_per_second": 1e6}, Resource.HOST_TO_DEVICE),
-    ({"download_bytes_per_second": 1e6}, Resource.DEVICE_TO_HOST),
-    ({"read_bytes_per_second": 1e6, "write_bytes_per_second": 2e6}, Resource.SSD),
-    ({"adam_parameters_per_second": 1e6}, Resource.ADAM),
-])  # fmt: skip
-def test_one_slow_resource_is_the_step(slow: dict[str, float], resource: Resource) -> None:
-    rates = replace(FAST, **slow)
-    simulation, lists = run(rates)
-    assert simulation.step_seconds() == pytest.approx(work(lists, rates)[resource], rel=0.02)
-
-
 @pytest.mark.parametrize(
     ("slow", "resource"),
     [("read_bytes_per_second", Resource.SSD), ("upload_bytes_per_second", Resource.HOST_TO_DEVICE)],
