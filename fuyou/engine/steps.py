@@ -383,11 +383,6 @@ class Steps:
     def _micro_batches(self, batch: TrainingBatch) -> list[dict[str, torch.Tensor]]:
         run, planned = self._run, self._run.runtime.memory_plan.batch
         if planned.chunk is not None and batch.size[1] > planned.chunk:
-            if batch.size[1] % planned.chunk == 1 and run.model.stack.key_memory.states:
-                raise UserError(  # for one token, families compute another way, which changes states in place
-                    f"Rows of {batch.size[1]:,} tokens in chunks of {planned.chunk:,} end with a chunk of one token, "
-                    "which this model does not take: choose another --chunk."
-                )
             return batch.chunks(planned.chunk, run.device.torch_device, run.model.stack)
         rows = min(batch.size[0], planned.micro_rows)
         return batch.micro_batches(rows, run.device.torch_device, run.config.precision.dtype)

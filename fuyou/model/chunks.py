@@ -70,9 +70,9 @@ class BlockKeys:
         Args:
             flat: bytes of what the block keeps of the row.
             sums: fp32 gradients of its tokens and of one chunk's states, in a backward pass.
-            chunk: tokens of all chunks but the last.
+            chunk: tokens of all chunks but the last, and the one before if the last would have but one.
         """
-        number, last = start // chunk, (length - 1) // chunk
+        number, last = -(-start // chunk), (length - 1) // chunk
         bounds = [self.row_nbytes(length, length) + self.state_nbytes * (number + offset) for offset in (-1, 0)]
         gradients, passed = None, None
         if sums is not None:

@@ -1,5 +1,6 @@
 """A batch that has been checked: what a step reads of it, on the CPU."""
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ import torch
 from torch import nn
 
 from common.data.documents import Documents, restarts
-from common.data.rows import BatchValue, holds_images, take_rows
+from common.data.rows import PADDING, BatchValue, holds_images, take_rows
 from common.errors import UserError
 from common.models.task_type import TaskType
 from fuyou.model.loss.cross_entropy import IGNORED, targets_of
@@ -96,7 +97,7 @@ class TrainingBatch:
             UserError: it has more than rows of tokens, which passes in whole rows only.
         """
         mask, positions = self.inputs.get("attention_mask"), self.inputs.get("position_ids")
-        others = set(self.inputs) - {"input_ids", "attention_mask", "position_ids"}
+        others = set(self.inputs) - {"input_ids", "attention_mask", "position_ids", PADDING}
         what = next(iter(sorted(others)), None)
         if isinstance(mask, torch.Tensor) and not (mask.dim() == 2 and bool(mask.all())):
             what = "an attention_mask that hides tokens"
@@ -104,23 +105,30 @@ class TrainingBatch:
         documents = Documents.of(flat)
         if positions is not flat or not (documents is None or stack.separates_in_chunks):
             what = "position_ids of several documents in a row"
+        if self.targets.shape != self.ids.shape:
+            what = "one label for each"
         rows, length = self.size
         if what is not None:
             raise UserError(f"Rows of {length:,} tokens pass in chunks of {chunk:,}, which cannot have {what}.")
         values = {"input_ids": self.ids, "targets": self.targets}
         if flat is not None:  # otherwise the family counts them, some of them from another number
             values["position_ids"] = flat
+        if isinstance(padding := self.inputs.get(PADDING), torch.Tensor):
+            values[PADDING] = padding
+        starts = [*range(0, length, chunk), length]
+        if length % chunk == 1:  # for one token, families compute another way, which changes states in place
+            starts[-2] -= 1
         spans = [] if documents is None else list(documents.spans())
 
-        def place(row: int, start: int) -> list[int]:
-            touched = [span[1:] for span in spans if span[0] == row and span[2] > start and span[1] < start + chunk]
+        def place(row: int, start: int, stop: int) -> list[int]:
+            touched = [span[1:] for span in spans if span[0] == row and span[2] > start and span[1] < stop]
             return [start, length, *(first for first, _ in touched), *(end for _, end in touched[-1:])]
 
         return [
-            {name: value[row : row + 1, start : start + chunk].to(device) for name, value in values.items()}
-            | {CHUNK_PLACE: torch.tensor(place(row, start))}
+            {name: value[row : row + 1, start:stop].to(device) for name, value in values.items()}
+            | {CHUNK_PLACE: torch.tensor(place(row, start, stop))}
             for row in range(rows)
-            for start in range(0, length, chunk)
+            for start, stop in itertools.pairwise(starts)
         ]
 
     def micro_batches(self, rows: int, device: torch.device, dtype: torch.dtype) -> list[dict[str, torch.Tensor]]:

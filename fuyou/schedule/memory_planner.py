@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from transformers import PreTrainedConfig
 
 from common.errors import UserError
+from common.models.task_type import TaskType, task_type_of
 from common.units import format_bytes
 from fuyou.layout.model_layout import BufferCounts, ModelLayout, resident_records
 from fuyou.layout.record import Kind
@@ -74,26 +75,30 @@ class MemoryPlanner:
                 return self._plan(self._whole_rows(rows, seq_len, micro_rows, loss))
             except UserError:
                 sizes = [size for power in range(10, 40) if (size := 1 << power) < seq_len]
-                if chunk is not None or not sizes or self._chunk_obstacle(loss) is not None:
+                if chunk is not None or not sizes or self._chunk_obstacle() is not None:
                     raise
         else:
             sizes = [chunk]
-            if obstacle := self._chunk_obstacle(loss):
+            if obstacle := self._chunk_obstacle(chunk):
                 raise UserError(f"{self._rejection(obstacle, seq_len, loss)} Leave --chunk out.")
         return self._plan([Batch(rows, seq_len, 1, loss, chunk=size) for size in reversed(sizes)])
 
-    def _chunk_obstacle(self, loss: LossInputs) -> str | None:
+    def _chunk_obstacle(self, chunk: int | None = None) -> str | None:
         """Return why rows cannot pass in chunks; None if they can. Runs the blocks of a new model without values."""
         shape = self.shape
         obstacles = {
             "through blocks in pieces": bool(shape.orders),
-            "where the loss is made outside of the engine": bool(loss.outputs),
+            "with one label for each": task_type_of(self._config) is TaskType.SEQUENCE_CLASSIFICATION,
             "with images": shape.images,
             "behind a mask that hides tokens": shape.padded,
             "through this model, whose blocks do not show what they keep of earlier tokens": (
-                not any((shape.orders, loss.outputs)) and not (shape.key_memory().keys or shape.key_memory().states)
+                not shape.orders and not (shape.key_memory().keys or shape.key_memory().states)
             ),
         }
+        if chunk is not None and chunk < 3 and not any(obstacles.values()) and shape.key_memory().states:
+            return (
+                "of fewer than 3 tokens through this model, which carries states"  # chunks of one change them in place
+            )
         return next((words for words, holds in obstacles.items() if holds), None)
 
     def _rejection(self, obstacle: str, seq_len: int, loss: LossInputs) -> str:
@@ -195,7 +200,7 @@ class MemoryPlanner:
 
     def _saved_buffers(self, batch: Batch) -> int:
         if batch.chunks > 1:  # the keys and values of a row
-            return len(self.shape.blocks) * batch.rows
+            return len(self.shape.blocks) * batch.rows + batch.loss.reference
         return self._saving_layers * batch.micro_batches if self._saved_bytes(batch) else 0
 
     def _too_small(self, counter: MemoryCounter, batches: list[Batch]) -> UserError:

@@ -7,6 +7,7 @@ import torch
 from fuyou.layout.model_layout import Phase
 from fuyou.model.loss.token_head import TokenHead
 from fuyou.model.open_model import adapters_off, evaluating
+from fuyou.model.streamed_model import CHUNK_PLACE
 from fuyou.pieces.run import random_states
 from fuyou.runtime.compute.step_computation import StepComputation, StepInputs
 from fuyou.schedule.tasks import ComputeTask, known
@@ -78,10 +79,13 @@ class TokenComputation(StepComputation):
         self._passing, self._own = passing, len(self._micro)
         if passing.reference is not None:
             self._micro, self._calls = self._micro * 2, self._calls * 2
-        self._rows: list[slice] = []
+        self._places: list[tuple[slice, int]] = []  # Rows of each micro-batch, and the first of their tokens
+        row = 0
         for micro in self._micro[: self._own]:
-            start = self._rows[-1].stop if self._rows else 0
-            self._rows.append(slice(start, start + micro["input_ids"].shape[0]))
+            first, length = micro[CHUNK_PLACE].tolist()[:2] if CHUNK_PLACE in micro else (0, 0)
+            rows, tokens = micro["input_ids"].shape
+            self._places.append((slice(row, row + rows), first))
+            row += rows if first + tokens >= length else 0
 
     def forward(self) -> torch.Tensor:
         """Run everything up to the first run of the head; there is no loss yet."""
@@ -145,12 +149,15 @@ class TokenComputation(StepComputation):
                 todo += [child for child in module.children() if child not in blocks]
 
     def _place(self, micro: int, columns: slice) -> tuple[slice, slice]:
-        return self._rows[micro % self._own], columns if self._passing.positions > 1 else slice(0, 1)
+        rows, first = self._places[micro % self._own]
+        if self._passing.positions == 1:
+            return rows, slice(0, 1)
+        return rows, slice(first + columns.start, first + columns.stop)
 
     def _tokens(self, micro: int, columns: slice) -> dict[str, torch.Tensor]:
         rows, positions = self._place(micro, columns)
-        inputs = self._micro[micro]
-        found = {"targets": inputs["targets"][:, positions].flatten()}
-        if inputs["input_ids"].shape[1] == self._passing.positions:
-            found["input_ids"] = inputs["input_ids"][:, positions].flatten()
+        inputs, columns = self._micro[micro], columns if self._passing.positions > 1 else positions
+        found = {"targets": inputs["targets"][:, columns].flatten()}
+        if inputs["input_ids"].shape == inputs["targets"].shape:
+            found["input_ids"] = inputs["input_ids"][:, columns].flatten()
         return found | self._passing.tokens(rows, positions, self._device)

@@ -34,6 +34,7 @@ from fuyou.preflight.small_step import SmallStep
 from fuyou.runtime.compute.step_computation import StepComputation
 from fuyou.schedule.tasks import ComputeTask
 from tests.helpers.engines import SCARCE, batches, give_buffers, train
+from tests.helpers.own_loss import dpo, pairs
 from tests.helpers.twin import tiny_configs
 
 COMMON: dict[str, Any] = {
@@ -113,7 +114,7 @@ def test_losses_and_gradients_are_those_of_whole_rows(family: str) -> None:
     expected.backward()
     largest = max(float(value.grad.abs().max()) for value in parameters.values() if value.grad is not None)
     step = SmallStep(model, parameters)
-    for chunk in (9, 27, 27):  # the second time, blocks recompute by the trace of the first
+    for chunk in (12, 27, 27):  # of 12: the last two; the second time, blocks recompute by the trace of the first
         assert step.run(batch, 1, chunk) == pytest.approx(float(expected.detach()), rel=1e-6)
         for name, gradient in step.gradients.items():
             there = parameters[name].grad
@@ -194,6 +195,31 @@ def test_steps_and_evaluation_through_all_tiers(
         torch.testing.assert_close(others[name], master, rtol=0, atol=1e-6, msg=name)
 
 
+def test_preferences_and_their_reference_pass_in_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """DPO: the head runs again with gradients, and the reference keeps the keys of one row at a time."""
+    adapters = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear")
+    seen = []
+    for chunk in (None, 12):
+        if chunk:
+            give_buffers(monkeypatch, {"device_kept": 1, "host_kept": 2, "ssd_kept": 13})
+        with engine(
+            tmp_path / str(chunk), tiny_configs()["llama"], chunk=chunk, adapters=adapters, eps=1e-2
+        ) as trained:
+            losses = []
+            for batch in pairs(2):
+                out = trained.tokens(**batch, reference=True)
+                trained.backward(dpo({"log_probs": out.log_probs}, out.reference.log_probs))
+                losses.append(trained.step().loss)
+            with torch.no_grad():
+                losses.append(float(trained.tokens(**batch).log_probs.sum()))
+            seen.append((losses, dict(trained.named_parameters())))
+            assert trained._run.runtime.memory_plan.batch.chunks == (3 if chunk else 1)
+    (whole, masters), (chunked, others) = seen
+    assert chunked == pytest.approx(whole, rel=1e-6) and whole[0] != whole[1]
+    for name, master in masters.items():
+        torch.testing.assert_close(others[name], master, rtol=0, atol=1e-6, msg=name)
+
+
 @pytest.mark.parametrize(("chunk", "shown"), [(12, True), (None, False)])
 def test_a_step_in_chunks_shows_how_far_it_is(chunk: int | None, shown: bool, tmp_path: Path) -> None:
     """When it has ended, nothing is shown."""
@@ -258,12 +284,14 @@ def test_models_without_a_cache_are_rejected_with_the_row_that_fits(tmp_path: Pa
 def test_what_does_not_pass_in_chunks_is_rejected(tmp_path: Path) -> None:
     llama = tiny_configs()["llama"]
     for options, words in (
-        ({"token_outputs": 1}, "where the loss is made outside"),
         ({"padded": True}, "behind a mask that hides tokens"),
         ({"piece_size": "12KiB"}, "through blocks in pieces"),
     ):
         with pytest.raises(UserError, match=f"cannot pass in chunks {words}"):
             engine(tmp_path, llama, chunk=16, **options)
+    classifier = LlamaConfig(**COMMON, architectures=["LlamaForSequenceClassification"], num_labels=3)
+    with pytest.raises(UserError, match="cannot pass in chunks with one label for each"):
+        engine(tmp_path, classifier, chunk=16)
     (batch,) = batches(1, packed=True)
     with pytest.raises(UserError, match=r"chunks of 16, in which nothing keeps the documents of a row apart"):
         engine(tmp_path, hybrid(), chunk=16, packed=True, router_loss="off")
@@ -279,12 +307,8 @@ def test_what_does_not_pass_in_chunks_is_rejected(tmp_path: Path) -> None:
 
 
 def test_a_state_does_not_meet_a_chunk_of_one_token(tmp_path: Path) -> None:
-    (batch,) = batches(1, packed=False)
-    with engine(tmp_path, hybrid(), chunk=31, router_loss="off") as trained:
-        with pytest.raises(UserError, match=r"of 32 tokens in chunks of 31 end with a chunk of one token"):
-            trained(**batch)
-        shorter = {name: value[:, :31] for name, value in batch.items()}
-        assert len(train(trained, [shorter])) == 1
+    with pytest.raises(UserError, match=r"chunks of fewer than 3 tokens through this model, .*: rows of 32 fit whole"):
+        engine(tmp_path, hybrid(), chunk=2, router_loss="off")
 
 
 def test_a_lost_gradient_of_earlier_keys_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
