@@ -34,14 +34,7 @@ from fuyou.optimizer.process.start import started_early
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run ``finetune``.
-
-    Args:
-        argv: the command line; None: the process's own.
-
-    Returns:
-        The exit status.
-    """
+    """Run a command line, the process's own if there is none, and return the exit status."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if argv is None and isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # names and data may not fit a terminal's encoding

@@ -105,11 +105,8 @@ Rule = tuple[object, bool, str, str]  # Whether it applies, whether it is severe
 def find_trouble(
     machine: MachineFound, gpus: list[GpuFound], drives: list[DriveFound], store_bytes: int | None, model: str | None
 ) -> list[Finding]:
-    """Return all findings that apply, severe ones first.
-
-    Args:
-        store_bytes: bytes that ``model`` takes on all drives together; None if unknown.
-    """
+    """Return all findings that apply, severe ones first; ``model`` takes ``store_bytes`` on all drives, if that is
+    known."""
     rules = [*_machine_rules(machine), *_gpu_rules(machine, gpus)]
     for measured in drives:
         rules += [*_drive_rules(measured, gpus), *_preset_rules(measured)]

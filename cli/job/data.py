@@ -79,14 +79,8 @@ def chat_template_named(name: str) -> str:
 
 
 def token_cache(words: tuple[str, ...], output: Path, shared: bool) -> Path:
-    """Return the directory for tokens made of data files: the same for all runs of this user.
-
-    What no run has used for a month is removed from it.
-
-    Args:
-        output: output directory, for where there can be no other.
-        shared: whether several nodes share that directory, so that one prepares the data for all.
-    """
+    """Return the directory for tokens made of data files: the same for all runs of this user, or in ``output`` where
+    there can be none, or where nodes share it (``shared``). What no run has used for a month is removed."""
     root = cache_directory() / "tokens"
     name = hashlib.sha256("\n".join(str(Path(word).expanduser().absolute()) for word in words).encode()).hexdigest()[
         :16

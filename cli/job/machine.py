@@ -47,11 +47,7 @@ def directories_at_hand(settings: Settings, writable: bool = True) -> list[Path]
 def sequence_length(requested: int | None, config: PreTrainedConfig, *, only_planned: bool = False) -> int:
     """Return the tokens per sequence, from ``--seq-len`` or by default.
 
-    Args:
-        only_planned: warn where a run would be rejected.
-
-    Raises:
-        UserError: longer than the model's context.
+    If it is longer than the model's context, raise a UserError, or print a warning where it is ``only_planned``.
     """
     context = getattr(config.get_text_config(), "max_position_embeddings", None) or math.inf
     if requested is None:
@@ -100,11 +96,8 @@ ELSEWHERE = "meta"
 
 
 def with_dtype(settings: Settings, device: str | None = None) -> Settings:
-    """Return ``settings`` with a dtype instead of ``auto``: that of the resumed run, else the device's fastest.
-
-    Args:
-        device: name of the device that will compute; None: what ``--gpu`` names here.
-    """
+    """Return ``settings`` with a dtype instead of ``auto``: that of the resumed run, else the fastest of ``device``, or
+    of what ``--gpu`` names here."""
     if settings.dtype != AUTO:
         return settings
     stored = _stored(settings) if settings.resume else None
@@ -112,12 +105,8 @@ def with_dtype(settings: Settings, device: str | None = None) -> Settings:
 
 
 def with_dtype_of_all(settings: Settings, device: str, restarted: bool) -> Settings:
-    """Return ``settings`` with a dtype instead of ``auto``, the same one on every rank of a run; collective.
-
-    Args:
-        device: name of this rank's device.
-        restarted: whether the ranks have been started again, and resume what they left.
-    """
+    """Return ``settings`` with a dtype instead of ``auto``, the same on every rank; collective. Ranks that were
+    ``restarted`` continue in that of what they left."""
     from common.communication import all_gather_object
 
     if settings.dtype != AUTO:

@@ -108,13 +108,8 @@ class ContinuedRun(Protocol):
 
 
 def check_same_run(job: Job, run: ContinuedRun, launches: Collection[str] = ()) -> None:
-    """Compare the job with what the run began with; a new run remembers it.
-
-    Args:
-        job: what is requested now.
-        run: what is to be trained; its ``user_state`` is committed with every step.
-        launches: ids of the launchers that have started the run's ranks, to be remembered as well.
-    """
+    """Compare the job with what the run began with; a new run remembers it in its ``user_state``, with the ids of the
+    launchers that have started its ranks (``launches``)."""
     if launches:
         run.user_state["launches"] = sorted({*run.user_state.get("launches", ()), *launches})
     now, rate = _fixed_options(job.settings), job.learning_rate

@@ -67,12 +67,7 @@ def check_strategy(settings: Settings, ranks_per_node: int) -> None:
 
 
 def workload_of(settings: Settings, seq_len: int, micro_batch: int, micro_batches: int, dtype_bytes: int) -> Workload:
-    """Return the workload of one rank.
-
-    Args:
-        micro_batches: micro-batches in a step.
-        dtype_bytes: bytes of a number in the compute dtype.
-    """
+    """Return the workload of one rank, whose blocks compute in numbers of ``dtype_bytes``."""
     with naming("--model"):
         config, _ = load_config(settings.model)
     ratio = 1.0
@@ -102,11 +97,7 @@ def has_profile(settings: Settings, levels: Levels) -> bool:
 
 
 def choose_strategy(settings: Settings, workload: Workload, levels: Levels) -> Estimate:
-    """Return the fastest strategy that fits, by the planner, with what it is expected to cost.
-
-    Args:
-        levels: levels of the ranks that are to train; the cluster may be known in more detail.
-    """
+    """Return the fastest strategy that fits ranks of these levels, by the planner, with what it is expected to cost."""
     cluster = cluster_of(settings.cluster, settings.levels, levels.nodes, levels.ranks_per_node)
     possible: list[Strategy] = []
     for strategy in admissible(cluster.levels):

@@ -139,8 +139,7 @@ class GroupedCommand(click.Command):
 class Finetune(click.Group):
     """All commands, of which ``train`` is meant where none is named; each is made when it is used.
 
-    Args:
-        run: called with the command's name and one keyword argument per option.
+    ``run`` is called with the command's name and one keyword argument per option.
     """
 
     def __init__(self, run: Callable[..., int]) -> None:
@@ -259,9 +258,7 @@ def repeat_option(args: Sequence[str], names: set[str]) -> list[str]:
 def parse_command_line(arguments: Iterable[str], defaults: Mapping[str, Any] | None = None) -> click.Context:
     """Return the context of a command line, without running anything.
 
-    Args:
-        arguments: of ``finetune``.
-        defaults: values of options that are neither in ``arguments`` nor in a file that they name, by name.
+    ``defaults`` are values, by name, of options that are neither in ``arguments`` nor in a file that they name.
     """
     group = Finetune(lambda name, **options: 0)
     name, *words = with_command(list(arguments))

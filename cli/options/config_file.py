@@ -48,11 +48,7 @@ _COMMANDS = ("plan", "check", "profile", "verify", "demo")
 
 
 def instead_of(name: str) -> str | None:
-    """Return what to do instead of using an option; None: nothing is known about it.
-
-    Args:
-        name: as typed or as a key in a file, with or without dashes in front.
-    """
+    """Return what to do instead of using an option, named as typed or as a key in a file; None: nothing is known."""
     known = name.lstrip("-").replace("_", "-")
     if known in OTHER_TOOLS:
         return f"No such option: {name}. Here it is {OTHER_TOOLS[known]}."
@@ -134,10 +130,8 @@ def _value(where: str, value: Any, option: GroupedOption, negated: bool) -> Any:
 def effective_config(ctx: click.Context, *, of_run: bool = False) -> str:
     """Return all options of a parsed command line as TOML, grouped; those without a value are commented out.
 
-    Args:
-        ctx: of a command whose options are of :class:`~cli.options.option.GroupedOption`.
-        of_run: whether it is kept with a run: paths are made independent of the working directory, and options that
-            belong to a call are shown without a value.
+    What is kept with a run (``of_run``) has paths that do not depend on the working directory, and options that belong
+    to a call have no value.
     """
     groups: dict[str, list[str]] = {}
     for option in options_in_files(ctx):

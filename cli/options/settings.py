@@ -189,13 +189,7 @@ class Settings(AllOptions):
 
     @classmethod
     def of_options(cls, options: Mapping[str, Any], arguments: tuple[str, ...], **more: Any) -> "Settings":
-        """Return what a parsed command line asks for; patterns are expanded.
-
-        Args:
-            options: values by name.
-            arguments: the command line.
-            more: fields that are no options.
-        """
+        """Return what a parsed command line asks for; patterns are expanded. ``more`` fields are no options."""
         given = dict(options)
         for field in option_fields(cls):
             if declaration_of(field).patterns and field.name in options:
@@ -215,11 +209,8 @@ class Settings(AllOptions):
         return cls(**given, arguments=arguments, **more)
 
     def named(self, names: Collection[str]) -> dict[str, Any]:
-        """Return options by name, as the engine and the trainer take them, in whose words some mean other values.
-
-        Args:
-            names: of what is wanted; those that are no option's are left out.
-        """
+        """Return those of these names that are options, as the engine and the trainer take them, which name some
+        others."""
         values = {field.name: getattr(self, field.name) for field in option_fields(Settings)} | {
             "lr": self.highest_lr,
             "betas": (self.beta1, self.decay_of_squares),

@@ -16,11 +16,7 @@ from fcdp.strategy.strategy import AUTO, parse_strategy
 
 
 def plan_cluster(settings: Settings, batch_size: int | None) -> int:
-    """Print the plan and return the exit status.
-
-    Args:
-        batch_size: sequences per step of all ranks together; None for one micro-batch per rank.
-    """
+    """Print the plan and return the exit status; ``batch_size`` is of all ranks, None for one micro-batch per rank."""
     cluster = cluster_of(settings.cluster, settings.levels, settings.nodes, settings.gpus_per_node)
     workload = _workload(settings, batch_size, cluster)
     chosen = None if settings.strategy in (None, AUTO) else [parse_strategy(settings.strategy)]

@@ -37,11 +37,7 @@ BYTES_PER_TOKEN = 4  # Bytes of a data file that make a token, about: English te
 
 
 def planned_steps(settings: Settings, tokens_per_step: int) -> tuple[int, str] | None:
-    """Return the number of steps and how it was estimated; None if no option tells it.
-
-    Args:
-        tokens_per_step: tokens of all ranks.
-    """
+    """Return the number of steps, each of all ranks' tokens, and how it was estimated; None if no option tells it."""
     if settings.steps is not None:
         return settings.steps, ""
     if not settings.data:

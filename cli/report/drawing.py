@@ -50,11 +50,9 @@ class Series:
 
 
 def page(title: str, heading: str, subtitle: str, sections: Sequence[str], data: str = "", reload_s: int = 0) -> str:
-    """Return a whole page.
+    """Return a whole page, which a browser loads again after ``reload_s`` seconds unless they are 0.
 
-    Args:
-        data: JSON for programs that read the page; without ``</``.
-        reload_s: seconds after which a browser loads the page again; 0: never.
+    ``data`` is JSON, without ``</``, for programs that read the page.
     """
     embedded = f'<script type="application/json" id="data">{data}</script>\n' if data else ""
     reload = f'<meta http-equiv="refresh" content="{reload_s}">\n' if reload_s else ""
@@ -91,8 +89,7 @@ def _bar(name: str, text: str, parts: Iterable[tuple[float, float]]) -> str:
 def step_bars(busy: Mapping[str, float], whole: float, spans: Mapping[str, Sequence[Interval]] | None = None) -> str:
     """Return bars of the seconds that a step of ``whole`` seconds kept each resource busy.
 
-    Args:
-        spans: when it did; a bar is then drawn from the first of all these times to the last.
+    With ``spans``, when it did, a bar is drawn from the first of all these times to the last.
     """
     ends = [end for each in (spans or {}).values() for span in each for end in span]
     bars = []

@@ -73,8 +73,7 @@ METRICS = "metrics.jsonl"
 def open_run_directory(job: Job, done: int, plan: Mapping[str, Any]) -> tuple[Path, str]:
     """Write the run's configuration and description, with its plan; return its directory and its id.
 
-    Args:
-        done: steps that were taken before; with 0, files of an earlier run are replaced.
+    If no steps are ``done``, files of an earlier run are replaced.
     """
     path, before = job.output / RUN, dict[str, Any]()
     path.mkdir(exist_ok=True)
@@ -196,11 +195,7 @@ HISTORY_FILE = "losses.jsonl"  # File in the output directory; the same whenever
 
 
 class History:
-    """Appends JSON lines to a file, after removing those of steps that were lost.
-
-    Args:
-        committed: steps that the run has committed; later lines are removed. 0 begins a new file.
-    """
+    """Appends JSON lines to a file, after removing those of steps after the ``committed`` one; 0 begins a new file."""
 
     def __init__(self, path: Path, committed: int) -> None:
         lines = path.read_text(errors="replace").splitlines() if committed and path.exists() else []
@@ -237,9 +232,7 @@ def _step(line: str) -> float:
 class MetricsLogger:
     """Writes every step to ``losses.jsonl``, ``run/metrics.jsonl``, and trackers, and shows progress. Rank 0 only.
 
-    Args:
-        done: steps that were taken before.
-        last: result and learning rate of the last step, which a killed process may not have logged; None: it has.
+    ``last`` is the result and learning rate of the last step ``done``, which a killed process may not have logged.
     """
 
     def __init__(

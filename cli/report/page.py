@@ -64,11 +64,7 @@ class RunPage:
         self.path = metrics.with_name(PAGE)
 
     def update(self, at_once: bool = False, lanes: Lanes | None = None) -> None:
-        """Write the page if it is time to, or ``at_once``.
-
-        Args:
-            lanes: when the newest step kept each resource busy; None if no step has ended.
-        """
+        """Write the page if it is time to, or ``at_once``; ``lanes`` are the times when the newest step was busy."""
         self._lanes = self._lanes if lanes is None else lanes
         if not at_once and time.monotonic() < self._next_time:
             return
@@ -111,12 +107,7 @@ def facts_of(job: Job, plan: Mapping[str, Any], config: str) -> PageFacts:
 
 
 def run_page(facts: PageFacts, entries: list[dict[str, Any]], busy: Lanes | None = None) -> str:
-    """Return the page.
-
-    Args:
-        entries: lines of the metrics file.
-        busy: when the newest step kept each resource busy, if known.
-    """
+    """Return the page of these lines of the metrics file, with the times when the newest step kept resources busy."""
     # The line of a step whose process was killed before it wrote it has no times.
     steps = [entry for entry in entries if _SECONDS in entry]
     rates = [

@@ -25,12 +25,7 @@ _RECENT = 20  # Steps whose median duration tells the time that is left
 
 
 class Progress:
-    """Shows steps on standard error if that is a terminal, else line by line on standard output.
-
-    Args:
-        done: steps that were taken before.
-        every: steps between lines where there is no terminal; the last step always has a line.
-    """
+    """Shows steps on standard error if that is a terminal, else a line ``every`` N and at the end on standard output."""
 
     def __init__(self, total: int, done: int, every: int = 1) -> None:
         self._total, self._every = total, every

@@ -299,13 +299,7 @@ class Report:
 
 
 class Measurements:
-    """Collects the results of steps.
-
-    Args:
-        tokens_per_step: tokens, including padding.
-        model_flops: FLOPs per token without recomputation.
-        hardware_flops: FLOPs per token with recomputation.
-    """
+    """Collects the results of steps. FLOPs are per token, with recomputation (``hardware_flops``) and without."""
 
     def __init__(self, tokens_per_step: int, model_flops: float, hardware_flops: float) -> None:
         self.tokens_per_step = tokens_per_step

@@ -43,13 +43,10 @@ def sum_over_ranks(values: Sequence[float]) -> list[float]:
 
 
 class EngineTrainer(Trainer):
-    """An engine trainer trains out of core: alone, or as a rank that takes its part of every batch.
+    """Trains out of core: alone, or as a rank of ``topology`` that takes its part of every batch and reports for its
+    node.
 
-    Args:
-        job: the run.
-        engine: the engine, open.
-        topology: the ranks, of which this is one and reports for its node; None: it is alone.
-        stopping: returns whether a signal has come that ends the run after this step.
+    ``stopping`` returns whether a signal has come that ends the run after this step.
     """
 
     model: Engine
@@ -214,11 +211,7 @@ def engine_options(job: Job) -> dict[str, Any]:
 def profile_once(job: Job, ranks: Share | None = None) -> None:
     """Measure this machine with this model, so that the engine can plan, where the run is worth up to a minute.
 
-    The result is kept, so that it takes them once.
-
-    Args:
-        job: the run.
-        ranks: all ranks that will run, of which this is one; None: it is alone.
+    The result is kept, so that it takes them once. ``ranks`` are all that will run, of which this is one.
     """
     settings = job.settings
     if not settings.drive_life and (job.parameters < PROFILED_PARAMETERS or job.steps < PROFILED_STEPS):

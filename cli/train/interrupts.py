@@ -33,10 +33,8 @@ class Interrupts:
     """Interrupts is a context in which the first signal that ends a run raises KeyboardInterrupt, and only that one.
 
     So nobody who presses Ctrl-C twice cuts short what puts the run in order. An exception that a signal raises can get
-    lost (in a destructor, in a library's callback); :meth:`enter` raises it again.
-
-    Args:
-        ends_process: whether the process ends with the context: then no signal is heard after it.
+    lost (in a destructor, in a library's callback); :meth:`enter` raises it again. If the process ends with the context
+    (``ends_process``), no signal is heard after it.
     """
 
     is_rank0, world_size, restarted = True, 1, False  # As the loop sees a process that trains alone

@@ -124,12 +124,7 @@ class RunResult:
 def train(job: Job, trainer: Trainer, process: Process) -> RunResult | None:
     """Take all steps that are left, export the result, write the report, and print how it went.
 
-    Returns:
-        The result, on rank 0.
-
-    Raises:
-        Stopped: the user has stopped a run of several ranks; the message says how to continue.
-        KeyboardInterrupt: the user has stopped a run of one process.
+    Return the result, on rank 0. If the user stops the run, raise KeyboardInterrupt, or with several ranks Stopped.
     """
     settings, model, done = job.settings, trainer.model, trainer.model.step_count
     if process.is_rank0 and trainer.is_resumed:
@@ -408,12 +403,9 @@ def regular_checkpoints(folder: Path, last: int) -> list[Path]:
 def evaluate(
     batches: Batches, batch_size: int, loss_of: Callable[[dict[str, torch.Tensor]], float]
 ) -> EvaluationResult:
-    """Take the loss of every row once.
+    """Return the mean loss of every row, taken once, from ``loss_of`` a batch with at least one label.
 
-    Args:
-        batches: the held-out data, of ``batch_size`` rows, in a fixed order.
-        batch_size: rows of a batch. The last one is completed with rows that were seen; their labels are taken away.
-        loss_of: mean loss over the labels of a batch, which has at least one.
+    The last batch is completed with rows that were seen; their labels are taken away.
     """
     start_time, total, tokens, computed = time.perf_counter(), 0.0, 0, 0
     for number in range(batches.steps_per_epoch):

@@ -56,24 +56,13 @@ class Ranks:
 
 
 class ObjectiveLoop:
-    """Computes an objective's loss with an engine.
-
-    Args:
-        objective: whose loss it is.
-        engine: computes what the loss is made of.
-        ranks: that share each batch.
-    """
+    """Computes an objective's loss with an engine, on the ranks that share each batch."""
 
     def __init__(self, objective: Objective, engine: Engine, ranks: Ranks | None = None) -> None:
         self._objective, self._engine, self._ranks = objective, engine, ranks or Ranks()
 
     def loss(self, batch: Batch, items: int) -> tuple[torch.Tensor, dict[str, float]]:
-        """Return this rank's share of the loss of a batch, and what people watch: means over the items of all ranks.
-
-        Args:
-            batch: of all ranks.
-            items: in it.
-        """
+        """Return this rank's share of the loss of a batch of all ranks, and means over its items to watch."""
         numbers, aux = self._numbers(self._ranks.part(batch, items)[0])
         learned = self._objective.learn(numbers)
         return learned.loss + aux, _values(self._joined(learned.watched))
@@ -82,9 +71,7 @@ class ObjectiveLoop:
     def evaluate(self, batches: Batches, batch_size: int) -> EvaluationResult:
         """Take the loss of all held-out items together, forward only: it does not depend on the size of a batch.
 
-        Args:
-            batches: in a fixed order.
-            batch_size: items of a batch; the last one is completed with items that were seen, which do not count.
+        The last batch is completed with items that were seen, which do not count.
         """
         start_time, computed, targets, found = time.perf_counter(), 0, 0, []
         for number in range(batches.steps_per_epoch):
@@ -165,12 +152,8 @@ def _values(means: Mapping[str, Mean]) -> dict[str, float]:
 class ReferencePass:
     """One forward pass over the data before the first step: a number for each row.
 
-    As ``precompute_ref_log_probs`` of TRL: nothing of the reference is computed, read or kept in training.
-
-    Args:
-        engine: of the run.
-        ranks: that share the work.
-        writes: whether this rank writes the file of its node.
+    As ``precompute_ref_log_probs`` of TRL: nothing of the reference is computed, read or kept in training. One rank of
+    a node ``writes`` its file.
     """
 
     engine: Engine

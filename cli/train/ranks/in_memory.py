@@ -26,14 +26,7 @@ from fuyou.layout.record import DTYPES
 
 
 class InMemoryTrainer(loop.Trainer):
-    """An in-memory trainer trains as one of several ranks, and commits to a directory that all share.
-
-    Args:
-        job: the run.
-        topology: the ranks.
-        rank: this process.
-        launches: ids of the launches of all nodes.
-    """
+    """Trains as one of several ranks, and commits to a directory that all share."""
 
     def __init__(self, job: Job, topology: Topology, rank: RankProcess, launches: Collection[str]) -> None:
         self.model = self._trainer = trainer = _open_trainer(job, topology, launches)

@@ -62,17 +62,11 @@ class Placement:
 
 
 def place(settings: Settings, store: dist.Store, world: Mapping[str, str] = os.environ) -> Placement | None:
-    """Agree with all ranks on the numbers of nodes. Collective.
+    """Agree with all ranks on the numbers of nodes, given the launcher's variables. Collective.
 
-    Args:
-        settings: of the run. Out of core nodes keep their numbers, to which their drives belong: each exchanges with
-            all others directly, so that order would change nothing.
-        store: of this start of the run.
-        world: the variables with which the launcher has numbered this rank and its node.
-
-    Returns:
-        None where switches are not known, or nodes have different numbers of ranks, which is refused once they are
-        connected.
+    Return None where switches are not known, or nodes have different numbers of ranks, which is refused once they are
+    connected. Out of core nodes keep their numbers, to which their drives belong: each exchanges with all others
+    directly, so that order would change nothing.
     """
     node, nodes = int(world["GROUP_RANK"]), int(world["GROUP_WORLD_SIZE"])
     if settings.ssd or nodes == 1:
@@ -131,11 +125,7 @@ def _group(settings: Settings, levels: Levels) -> int:
 
 
 def check_same_command(settings: Settings, rank: RankProcess) -> set[str]:
-    """Refuse nodes that differ in code, libraries or options. Collective.
-
-    Returns:
-        Ids of the launches of all nodes.
-    """
+    """Refuse nodes that differ in code, libraries or options; return the ids of all nodes' launches. Collective."""
     declared = {field.name: declaration_of(field) for field in option_fields(Settings)}
     named = {name: str(getattr(settings, name)) for name, option in declared.items() if not option.may_differ}
     command = (

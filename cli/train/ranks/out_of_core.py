@@ -17,11 +17,7 @@ from fuyou.runtime.ranks import share_of
 
 
 def open_trainer(job: Job, topology: Topology, rank: RankProcess, launches: Collection[str]) -> EngineTrainer:
-    """Open this rank's engine, which takes its part of every batch. Collective.
-
-    Args:
-        launches: ids of the launches of all nodes.
-    """
+    """Open this rank's engine, which takes its part of every batch, given all nodes' launches. Collective."""
     broadcast_from_rank0(lambda: profile_once(job, share_of(topology)))
     engine = _open_engine(job, topology, launches)
     check_same_run(job, engine, launches)
