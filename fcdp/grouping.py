@@ -47,7 +47,6 @@ class ParameterGroup:
                 yield parameter
 
     def owners(self) -> list[nn.Module]:
-        """Return the modules that own parameters of the group."""
         return list({id(owner): owner for owner, _ in self.places}.values())
 
     @property
@@ -57,7 +56,6 @@ class ParameterGroup:
 
     @property
     def trainable(self) -> bool:
-        """Whether any parameter requires a gradient now."""
         return any(parameter.requires_grad for parameter in self.registered())
 
 
@@ -180,7 +178,6 @@ def _trainable_owners(module: nn.Module) -> list[nn.Module]:
 
 
 def _sharing(module: nn.Module, model: nn.Module) -> list[nn.Module]:
-    """Return other modules that own a parameter that ``module`` owns, too."""
     ids = {id(parameter) for parameter in _own(module).values()}
     return [m for m in model.modules() if m is not module and ids & {id(parameter) for parameter in _own(m).values()}]
 

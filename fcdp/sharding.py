@@ -104,12 +104,10 @@ class Sharding:
 
     @property
     def host_cache_bytes(self) -> int:
-        """Host memory that this rank's cached shards take, in bytes."""
         return self._cache.nbytes
 
     @property
     def strategy(self) -> Strategy:
-        """The strategy that the model is sharded by."""
         return self.routes.layout.strategy
 
     def set_is_last_micro_batch(self, is_last: bool) -> None:

@@ -21,10 +21,8 @@ class Traffic:
 
     @property
     def inter_node(self) -> int:
-        """All bytes sent to other nodes."""
         return self.gather_inter_node + self.reduce_inter_node
 
     def sent(self, purpose: Literal["gather", "reduce"], level: Level, nbytes: int) -> None:
-        """Count ``nbytes`` sent by this rank."""
         name = f"{purpose}_{level}"
         setattr(self, name, getattr(self, name) + nbytes)

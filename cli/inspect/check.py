@@ -260,7 +260,6 @@ class Paint:
 
 
 def run_check(settings: Settings) -> None:
-    """Inspect the machine, measure the drives, and print the results."""
     paint = Paint()
     directories = directories_at_hand(settings, writable=False)
     settings = with_dtype(settings)
@@ -297,7 +296,6 @@ def _proof(settings: Settings) -> str:
 
 
 def look_at_gpus() -> list[GpuFound]:
-    """Return all GPUs that this process may use, from the driver's management library."""
     import pynvml
 
     gpus = []
@@ -400,7 +398,6 @@ def _print_findings(paint: Paint, findings: list[Finding]) -> None:
 
 
 def run_verify(folders: Sequence[str]) -> int:
-    """Verify all runs in ``folders`` and print the results; return exit status 1 if anything is damaged."""
     status = 0
     start_time = time.monotonic()
     for where, step, parts, nbytes, damage in _verify([Path(folder).expanduser() for folder in folders]):

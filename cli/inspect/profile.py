@@ -56,7 +56,6 @@ def run_profile(settings: Settings) -> None:
 
 
 def table(profile: Profile, drives: int) -> list[str]:
-    """Return the lines of the table, in sections."""
     per_token = 2.0 * profile.block_parameters * profile.tokens
     reached = [
         f"{factor * per_token / seconds / 1e12:.3g} TFLOP/s"
@@ -142,7 +141,6 @@ def profile_cluster_of_ranks(settings: Settings, rank: RankProcess) -> None:
 
 
 def _cluster_table(measured: MeasuredRates) -> list[str]:
-    """Return a table of seconds per collective and size."""
     sizes = sorted({timing.nbytes for timing in measured.timings})
     rows = [("ranks", "ring", "collective", *(format_bytes(size) for size in sizes))]
     kinds = dict.fromkeys((timing.mesh, timing.ring, timing.operation) for timing in measured.timings)

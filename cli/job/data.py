@@ -35,7 +35,6 @@ _KEPT_S = 30 * 86400  # Seconds after its last use that a data set's tokens stay
 def tokenizer_of(
     settings: Settings, checkpoint: Path | None, day: date | None, option: str = "--data"
 ) -> PreTrainedTokenizerBase:
-    """Load the checkpoint's tokenizer."""
     from transformers import AutoTokenizer
 
     if checkpoint is None:
@@ -100,7 +99,6 @@ def token_cache(words: tuple[str, ...], output: Path, shared: bool) -> Path:
 
 
 def class_names(settings: Settings, seq_len: int) -> list[str]:
-    """Return the names of the classes in ``--data``."""
     with naming("--data"):
         files = tuple(file for files, _ in settings.data_sets for file in files)
         selection = RecordSelection(settings.column_of)

@@ -50,7 +50,6 @@ class Setup:
 
     @property
     def known(self) -> dict[str, Any]:
-        """All fields by name."""
         return {item.name: getattr(self, item.name) for item in fields(Setup)}
 
     @property
@@ -99,7 +98,6 @@ class Job(Setup):
 
     @property
     def computing_on(self) -> str:
-        """Description of what computes, for people."""
         if self.settings.nodes is not None:
             ranks, what = self.settings.gpus_per_node or 1, self.gpu.name if self.gpu else "the CPU"
             ranks_of = f"{ranks} {'ranks' if ranks > 1 else 'rank'} on {what}"

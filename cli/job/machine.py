@@ -33,7 +33,6 @@ DEFAULT_SEQ_LEN = 1024
 
 
 def device_at_hand(gpu: str) -> Device:
-    """Open the device that ``--gpu`` names."""
     return open_device(torch_name(pick_gpu(gpu)))
 
 

@@ -88,7 +88,6 @@ def workload_of(settings: Settings, seq_len: int, micro_batch: int, micro_batche
 
 
 def has_profile(settings: Settings, levels: Levels) -> bool:
-    """Return whether the output directory says how a cluster of these levels was measured."""
     path = settings.output_directory / PROFILE
     try:
         return path.exists() and load_cluster(str(path)).levels == levels

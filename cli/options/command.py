@@ -105,7 +105,6 @@ class GroupedCommand(click.Command):
         return rest
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write every heading with its options and an example or two, after those that most people need."""
         trains, first = self.name == "train", {name: number for number, name in enumerate(MOST_USED)}
         groups: dict[str, list[tuple[str, str]]] = {}
         for option in sorted(
@@ -186,7 +185,6 @@ class Finetune(click.Group):
         return super().parse_args(ctx, args if is_completed else with_command(args))
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the commands, and what to type first."""
         with formatter.section("Commands"):
             formatter.write_dl(list(COMMANDS.items()))
         with formatter.section("Examples"):

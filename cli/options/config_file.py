@@ -78,7 +78,6 @@ def load_config_file(ctx: click.Context, param: click.Parameter, file: Path | No
 
 
 def options_in_files(ctx: click.Context) -> list[GroupedOption]:
-    """Return the options of a command that a file may have: all but ``--config`` itself."""
     options = [option for option in ctx.command.params if isinstance(option, GroupedOption)]
     return [option for option in options if option.name != "config"]
 

@@ -77,7 +77,6 @@ class GroupedOption(click.Option):
         return self.to_info_dict()["default"]
 
     def typed(self, value: Any) -> str:
-        """Return it with a value, as typed."""
         if self.is_flag:
             return (self.opts if value else self.secondary_opts)[0]
         if value in (None, (), []):
@@ -96,7 +95,6 @@ class GroupedOption(click.Option):
         return extra
 
     def process_value(self, ctx: click.Context, value: Any) -> Any:
-        """Convert and check; errors in a file name the file."""
         source = ctx.get_parameter_source(self.name or "")
         if source in (ParameterSource.COMMANDLINE, ParameterSource.DEFAULT_MAP):
             ctx.meta.setdefault(WRITTEN, {})[self.name] = value

@@ -25,7 +25,7 @@ _RECENT = 20  # Steps whose median duration tells the time that is left
 
 
 class Progress:
-    """Shows steps on standard error if that is a terminal, else a line ``every`` N and at the end on standard output."""
+    """Shows steps on standard error if that is a terminal, else ``every`` N and the last on standard output."""
 
     def __init__(self, total: int, done: int, every: int = 1) -> None:
         self._total, self._every = total, every
@@ -46,7 +46,6 @@ class Progress:
             print(line, flush=True)
 
     def say(self, text: str) -> None:
-        """Show text on a separate line."""
         if self._bar is None:
             print(text, flush=True)
         else:
@@ -102,7 +101,6 @@ class Heartbeat:
                 self._show(f"{activity.what} ...")
 
     def ended(self) -> None:
-        """Erase the line on a terminal."""
         with self._lock:
             if self._drawn:
                 self._write("\r\x1b[K")

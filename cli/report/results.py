@@ -171,7 +171,6 @@ class RunTotals:
 
     @property
     def total_written(self) -> int:
-        """Return the bytes written to SSD, including the creation of the store."""
         return self.io.written + self.created_bytes
 
 
@@ -251,7 +250,6 @@ class Report:
     watched: dict[str, list[float]] = field(default_factory=dict)
 
     def write(self, path: Path) -> None:
-        """Write the report as JSON, atomically."""
         from common.store.errors import described  # which imports PyTorch, and a help does not
 
         losses = [loss if math.isfinite(loss) else None for loss in self.losses]

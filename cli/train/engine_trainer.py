@@ -80,7 +80,6 @@ class EngineTrainer(Trainer):
         self._evaluation_io = IoCounts()
 
     def prepare(self) -> None:
-        """Compute what training needs before its first step, if that is not there."""
         if self._job.settings.traits.needs_reference:
             writes = self._topology is None or self._topology.local_rank == 0
             ReferencePass(self.model, self._ranks, writes).attach_all(self._job)
@@ -114,7 +113,6 @@ class EngineTrainer(Trainer):
         return self.model.eval_loss(**self._part(batch), router_loss=False)
 
     def _part(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return this rank's rows."""
         rows, rank, world_size = len(batch["input_ids"]), self._ranks.rank, self._ranks.world_size
         if world_size == 1:
             return batch
@@ -130,7 +128,6 @@ class EngineTrainer(Trainer):
         return StepResult(**report, watched=noted["watched"]), noted["lr"]
 
     def can_continue_after(self, error: Exception) -> bool:
-        """Return whether to print how to continue."""
         return not isinstance(error, UserError)
 
     def stop_requested(self) -> bool:
@@ -144,7 +141,6 @@ class EngineTrainer(Trainer):
         self.model.flush()
 
     def evaluate(self, batches: Batches) -> EvaluationResult:
-        """Return the loss on held-out data; its traffic is not the steps'."""
         before = self.io_counts()
         if self._objective is None:
             result = evaluate(batches, self._job.settings.batch_size, self._loss_of)
@@ -175,7 +171,6 @@ class EngineTrainer(Trainer):
         return MemoryUse(engine.device_peak_bytes, engine.host_memory_in_use() * self._node_ranks, on_drives)
 
     def totals(self) -> RunTotals:
-        """Return what the run took, on the first node if there are several. Collective."""
         engine = self.model
         (read, written), (read_before, written_before) = self._io_end, self._io_start
         planned = (now - before for now, before in zip(engine.planned_io_bytes(), self._planned_start, strict=True))
@@ -241,7 +236,6 @@ def _disk_usage(job: Job) -> int:
 
 
 def finetune(settings: Settings, interrupts: Interrupts) -> RunResult:
-    """Prepare, train, export and report."""
     with activity("preparing the run: model, memory, data", announced=True):
         job = resolve(settings)
     print(job.header(), flush=True)

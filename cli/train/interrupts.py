@@ -61,7 +61,6 @@ class Interrupts:
         self._is_done = True
 
     def status(self, stopped: Stopped | None = None) -> int:
-        """Return the exit status of the command after a signal."""
         number = stopped.number if stopped is not None and stopped.number is not None else self._received
         return STATUS[signal.Signals(number or signal.SIGINT)]
 

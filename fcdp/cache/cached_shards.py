@@ -55,7 +55,6 @@ class AlwaysOnDevice:
         return True
 
     def may_stay(self) -> bool:
-        """Return whether a shard that is on the device may remain."""
         return True
 
     def leave(self, nbytes: int) -> None:

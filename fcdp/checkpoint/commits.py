@@ -50,11 +50,9 @@ class ShardedCheckpoints:
         self._lock: DirectoryLock | None = None
 
     def newest(self) -> int | None:
-        """Return the step of the newest commit; None if there is none."""
         return max(self._steps(), default=None)
 
     def describe(self, step: int) -> dict[str, Any]:
-        """Return the description that the commit of ``step`` was saved with."""
         return Manifest.read(self._folder(step)).description
 
     def lock(self) -> None:
@@ -184,7 +182,6 @@ def _make(directory: Path) -> None:
 
 
 def _empty(folder: Path) -> None:
-    """Remove a folder of files, if it is there."""
     with described("removing", folder), contextlib.suppress(FileNotFoundError):
         for file in list(folder.iterdir()):
             file.unlink()

@@ -71,7 +71,6 @@ class Manifest:
     tensors: dict[str, SavedTensor]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the manifest for JSON."""
         return {
             "format": FORMAT,
             "step": self.step,

@@ -126,7 +126,6 @@ class RankLevel:
         return nothing
 
     def _all_to_all(self, rows: torch.Tensor, received: torch.Tensor) -> Wait:
-        """Do what :meth:`all_to_all` does without counting it."""
         sends = [(to, row[to]) for row in rows for to, _ in self._turns]
         # This rank has no cell in ``received``.
         receives = [(source, row[source - (source > self.index)]) for row in received for _, source in self._turns]

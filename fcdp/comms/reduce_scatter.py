@@ -144,7 +144,6 @@ def scatter(cells: torch.Tensor, levels: Sequence[CommLevel], average: bool) -> 
 
 
 def _is_average(op: Any) -> bool:
-    """Return whether ``op`` divides by the number of ranks; it is a sum otherwise."""
     if op == dist.ReduceOp.AVG:
         return True
     if op in (dist.ReduceOp.SUM, dist.ReduceOp.PREMUL_SUM):

@@ -89,7 +89,6 @@ class Forward:
         return RouterPass(loss, masks)
 
     def combine(self, router: RouterPass) -> None:
-        """Compute the router loss of all ranks together. Collective."""
         sums = torch.tensor(router.local_sums(), dtype=torch.float64, device=self._topology.device)
         dist.all_reduce(sums)
         router.combine([sums.tolist()])

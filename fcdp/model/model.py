@@ -126,16 +126,13 @@ class ClusterModel:
 
     @property
     def stored(self) -> CheckpointSource | None:
-        """The checkpoint that weights are read from; None: they are random."""
         return self.source if isinstance(self.source, CheckpointSource) else None
 
     @property
     def sharding(self) -> Sharding:
-        """What the model has beyond FSDP2."""
         return sharding(self.module)
 
     def load(self) -> None:
-        """Load the weights that training starts from. Collective."""
         load(self.module, self.source, self.adapters)
 
     def trained(self) -> Iterator[tuple[str, nn.Parameter]]:

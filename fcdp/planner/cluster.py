@@ -52,7 +52,6 @@ class Cluster:
 
 
 def cluster_names() -> list[str]:
-    """Return the names of all cluster presets, sorted."""
     return sorted(preset_files("clusters"))
 
 

@@ -57,7 +57,6 @@ class Memory:
 
 
 def memory_of(layout: StrategyMeshes, workload: Workload, *, checkpointing: bool) -> Memory:
-    """Return what ``layout`` takes."""
     psi, nbytes = workload.parameters, workload.compute_bytes
     cached = secondary = 0.0
     if layout.p_in_cache:
@@ -185,7 +184,6 @@ class Estimate:
 
     @property
     def name(self) -> str:
-        """Name of the strategy."""
         return self.layout.strategy.name
 
     @property

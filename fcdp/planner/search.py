@@ -27,7 +27,6 @@ class StrategyPlan:
     choice: Estimate | None  # the best strategy that fits and changes no arithmetic. None: nothing fits.
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the plan for JSON."""
         chosen = None if self.choice is None else self.choice.as_dict()
         return {"choice": chosen, "strategies": [planned.as_dict() for planned in self.estimates]}
 

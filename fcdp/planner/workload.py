@@ -49,7 +49,6 @@ class Workload:
 
     @property
     def tokens(self) -> int:
-        """Tokens of one micro-batch."""
         return self.seq_len * self.micro_batch
 
     @property
@@ -64,7 +63,6 @@ class Workload:
 
     @property
     def forward_flops(self) -> float:
-        """FLOPs of the forward pass of one micro-batch."""
         return self.tokens * self.forward_flops_per_token
 
     def backward_flops(self, checkpointing: bool) -> float:

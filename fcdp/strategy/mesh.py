@@ -54,12 +54,10 @@ class Levels:
 
     @property
     def world_size(self) -> int:
-        """Number of all ranks."""
         return prod(self.sizes)
 
     @property
     def whole(self) -> "Mesh":
-        """All ranks as one mesh."""
         return Mesh(self.sizes)
 
 
@@ -74,7 +72,6 @@ class Mesh:
 
     @property
     def shards(self) -> int:
-        """Number of parts that the tensor is cut into."""
         return prod(self.extents)
 
     @property

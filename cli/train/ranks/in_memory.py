@@ -62,7 +62,6 @@ class InMemoryTrainer(loop.Trainer):
         self._trainer.commit()
 
     def can_continue_after(self, error: Exception) -> bool:
-        """Return whether to print how to continue."""
         return isinstance(error, FinetuneError) and self._trainer.newest_commit() is not None
 
     def memory(self) -> MemoryUse:

@@ -192,7 +192,6 @@ def check_shared(output: Path) -> None:
 
 
 def device_of(settings: Settings, local_rank: int) -> torch.device:
-    """Return the device that this rank computes on, and make a GPU the current device."""
     if settings.gpu == "cpu" or not usable_gpus():
         return torch.device("cpu")
     count = torch.cuda.device_count()

@@ -74,7 +74,6 @@ class RankProcess:
         self._where = where
 
     def agree(self, wish: bool) -> bool:
-        """Return whether any rank wishes something; collective."""
         from common.communication import all_gather_object  # which imports PyTorch
 
         return any(all_gather_object(wish))
