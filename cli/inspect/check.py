@@ -1,5 +1,6 @@
 """Inspect this machine for a run (``finetune check``) and verify stores (``finetune verify``)."""
 
+import contextlib
 import math
 import os
 import platform
@@ -38,25 +39,15 @@ from fuyou.layout.record import Kind, Precision, Record
 from fuyou.planner.profiling.measure import DriveRates, open_scratch
 
 
-def _governor() -> str | None:
-    file = Path("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor")
-    return file.read_text().strip() if file.exists() else None
-
-
 @dataclass(frozen=True)
 class MachineFound:
     """Processors and memory of this machine."""
 
     processors: int = field(default_factory=cpu_count)  # Processors that this process may use
-    all_processors: int = field(default_factory=lambda: os.cpu_count() or 1)
     memory_bytes: int = field(default_factory=lambda: psutil.virtual_memory().total)  # Memory of the whole machine
     limit_bytes: int = field(default_factory=memory_limit_bytes)  # Memory that control groups allow, at most all
     available_bytes: int = field(default_factory=memory_available_bytes)
     huge_pages: bool = field(default_factory=huge_pages_enabled)  # Whether memory gets huge pages on request
-    numa_nodes: int = field(
-        default_factory=lambda: max(1, len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))))
-    )
-    governor: str | None = field(default_factory=_governor)  # Governor of the processors' clock
     # Whether the kernel module of GPUDirect Storage is loaded
     has_p2p_storage: bool = field(default_factory=Path("/proc/driver/nvidia-fs/version").exists)
     # CUDA version that PyTorch was built for
@@ -72,10 +63,8 @@ class GpuFound:
 
     gpu: Gpu
     used_bytes: int  # Bytes of its memory in use by anybody
-    link_generation: int
     link_width: int  # PCI Express lanes in use; 0: unknown
     full_link_width: int  # Lanes that device and slot could have
-    driver_cuda: tuple[int, int] | None  # Newest CUDA version that the driver can serve
 
 
 @dataclass(frozen=True)
@@ -109,7 +98,7 @@ def find_trouble(
     known."""
     rules = [*_machine_rules(machine), *_gpu_rules(machine, gpus)]
     for measured in drives:
-        rules += [*_drive_rules(measured, gpus), *_preset_rules(measured)]
+        rules += [*_drive_rules(measured), *_preset_rules(measured)]
     shared = Counter(measured.file_system_id for measured in drives)
     for number, count in shared.items():
         same = [str(measured.drive.directory) for measured in drives if measured.file_system_id == number]
@@ -136,24 +125,6 @@ def _machine_rules(machine: MachineFound) -> Iterator[Rule]:
         f"A control group allows {format_bytes(machine.limit_bytes)} of the machine's "
         f"{format_bytes(machine.memory_bytes)} of memory.",
         "Budgets follow that limit. To raise it: docker run --memory, sbatch --mem, or systemd's MemoryMax.",
-    )
-    yield (
-        machine.available_bytes < 4 << 30,
-        False,
-        f"Only {format_bytes(machine.available_bytes)} of host memory are available.",
-        "End other programs; a budget that is too small is refused with the smallest that works.",
-    )
-    yield (
-        machine.governor == "powersave",
-        False,
-        "The processors' clock is governed by powersave, which slows Adam and short kernels' launches.",
-        "sudo cpupower frequency-set --governor performance",
-    )
-    yield (
-        machine.processors < 4,
-        False,
-        f"{machine.processors} processors have to move data, run Adam and launch kernels at the same time.",
-        "Allow more: docker run --cpus, sbatch --cpus-per-task.",
     )
 
 
@@ -192,7 +163,7 @@ def _gpu_rules(machine: MachineFound, gpus: list[GpuFound]) -> Iterator[Rule]:
         )
 
 
-def _drive_rules(measured: DriveFound, gpus: list[GpuFound]) -> Iterator[Rule]:
+def _drive_rules(measured: DriveFound) -> Iterator[Rule]:
     drive, where, on_nvme = measured.drive, measured.drive.directory, "Give a directory on an NVMe drive with --ssd."
     yield drive.is_in_memory, True, f"{where} is {drive.file_system}: it takes host memory instead of a drive.", on_nvme
     yield (
@@ -214,15 +185,6 @@ def _drive_rules(measured: DriveFound, gpus: list[GpuFound]) -> Iterator[Rule]:
         f"{drive.model or drive.device} runs at {drive.link} and could at {drive.full_link}.",
         "It is in a slower slot: move it, or check the BIOS settings.",
     )
-    if len(gpus) == 1:
-        node = gpus[0].gpu.numa_node
-        yield (
-            None not in (node, drive.numa_node) and node != drive.numa_node,
-            False,
-            f"{drive.model or drive.device} is at NUMA node {drive.numa_node} and the GPU at "
-            f"{node}: what moves between them crosses the processors' link.",
-            "Move one of them to the other processor's slots.",
-        )
 
 
 def _preset_rules(measured: DriveFound) -> Iterator[Rule]:
@@ -300,24 +262,15 @@ def look_at_gpus() -> list[GpuFound]:
 
     gpus = []
     for gpu in list_gpus():
-        try:
+        used = width = full_width = 0
+        with contextlib.suppress(pynvml.NVMLError):
             pynvml.nvmlInit()
-        except pynvml.NVMLError:
-            gpus.append(GpuFound(gpu, 0, 0, 0, 0, None))
-            continue
-        handle = pynvml.nvmlDeviceGetHandleByUUID(gpu.uuid)
-        version = int(pynvml.nvmlSystemGetCudaDriverVersion())
-        try:
-            width = pynvml.nvmlDeviceGetCurrPcieLinkWidth(handle), pynvml.nvmlDeviceGetMaxPcieLinkWidth(handle)
-            generation = pynvml.nvmlDeviceGetMaxPcieLinkGeneration(handle)
-        except pynvml.NVMLError:
-            width, generation = (0, 0), 0
-        try:
+            handle = pynvml.nvmlDeviceGetHandleByUUID(gpu.uuid)
             used = int(pynvml.nvmlDeviceGetMemoryInfo(handle).used)
-        except pynvml.NVMLError:
-            used = 0
-        pynvml.nvmlShutdown()
-        gpus.append(GpuFound(gpu, used, generation, *width, (version // 1000, version % 1000 // 10)))
+            full_width = pynvml.nvmlDeviceGetMaxPcieLinkWidth(handle)
+            width = pynvml.nvmlDeviceGetCurrPcieLinkWidth(handle)
+            pynvml.nvmlShutdown()
+        gpus.append(GpuFound(gpu, used, width, full_width))
     return gpus
 
 
@@ -335,11 +288,7 @@ def look_at_drive(directory: Path) -> DriveFound:
 
 
 def _machine_rows(machine: MachineFound) -> Iterator[tuple[str, str]]:
-    yield (
-        "processors",
-        f"{machine.processors} of {machine.all_processors}, {platform.machine()}"
-        + (f", governor {machine.governor}" if machine.governor else ""),
-    )
+    yield "processors", f"{machine.processors}, {platform.machine()}"
     group = (
         ""
         if machine.limit_bytes >= machine.memory_bytes
@@ -347,21 +296,18 @@ def _machine_rows(machine: MachineFound) -> Iterator[tuple[str, str]]:
     )
     yield "memory", f"{format_bytes(machine.memory_bytes)}, {format_bytes(machine.available_bytes)} available{group}"
     yield "huge pages", "on" if machine.huge_pages else "off"
-    yield "NUMA nodes", str(machine.numa_nodes)
     yield "GPUDirect", "nvidia-fs is loaded" if machine.has_p2p_storage else "Storage: nvidia-fs is not loaded"
     yield "PyTorch", f"built for CUDA {machine.torch_cuda}" if machine.torch_cuda else "built without CUDA"
 
 
 def _gpu_rows(measured: GpuFound) -> Iterator[tuple[str, str]]:
     gpu = measured.gpu
-    link = f"PCIe {measured.link_generation}.0 x{measured.link_width}" if measured.link_width else "PCIe link unknown"
+    link = f"PCIe x{measured.link_width}" if measured.link_width else "PCIe link unknown"
     node = "" if gpu.numa_node is None else f", NUMA node {gpu.numa_node}"
     yield (
         str(gpu.index),
         f"{gpu.name}, {format_bytes(gpu.memory_bytes)} ({format_bytes(measured.used_bytes)} in use), {link}{node}",
     )
-    driver = None if measured.driver_cuda is None else ".".join(map(str, measured.driver_cuda))
-    yield "", f"the driver is for CUDA {driver}" if driver else "the driver's management library (NVML) is not here"
 
 
 def _drive_rows(measured: DriveFound) -> Iterator[tuple[str, str]]:

@@ -23,7 +23,7 @@ section { min-width: 0; } section.wide { grid-column: 1 / -1; }
 svg { width: 100%; height: auto; display: block; }
 svg text { fill: var(--soft); font: 12px system-ui, sans-serif; }
 svg .grid { stroke: var(--line); } svg .series { fill: none; stroke: var(--bar); stroke-width: 1.6; }
-svg .faint { stroke-opacity: .35; stroke-width: 1; } svg .second { stroke: var(--ink); stroke-dasharray: 5 3; }
+svg .second { stroke: var(--ink); stroke-dasharray: 5 3; }
 svg circle { fill: var(--ink); }
 p svg { display: inline; width: 1.6rem; height: .7rem; } p span { white-space: nowrap; margin-right: 1rem; }
 table { border-collapse: collapse; width: 100%; } td { padding: .15rem .6rem .15rem 0; vertical-align: top; }
@@ -46,7 +46,7 @@ class Series:
     name: str
     steps: Sequence[float]
     values: Sequence[float | None]
-    style: str = ""  # `second`: dashed, with a dot for each value; `faint`
+    style: str = ""  # `second`: dashed, with a dot for each value
 
 
 def page(title: str, heading: str, subtitle: str, sections: Sequence[str], data: str = "", reload_s: int = 0) -> str:

@@ -1,8 +1,6 @@
 """The page of a run, from its metrics file."""
 
-import dataclasses
 import html
-import itertools
 import json
 import math
 import time
@@ -123,8 +121,6 @@ def run_page(facts: PageFacts, entries: list[dict[str, Any]], busy: Lanes | None
         series = [
             Series(line, *curves[metric], "second" if at else "") for at, (line, metric) in enumerate(lines.items())
         ]
-        if name == "loss":
-            series = [*_smoothed(series[0]), *series[1:]]
         if any(item.steps for item in series):
             sections.append(section(name, chart(name, series)))
     newest = steps[-1] if steps else {}
@@ -170,18 +166,6 @@ def _curve(entries: list[dict[str, Any]], metric: str) -> tuple[list[int], list[
     stride = max(1, math.ceil(len(points) / MOST_POINTS))
     thinned = points[::stride] + ([points[-1]] if points and (len(points) - 1) % stride else [])
     return [step for step, _ in thinned], [value for _, value in thinned]
-
-
-def _smoothed(series: Series) -> list[Series]:
-    """Return a noisy line faintly, and its means over a twenty-fifth of its values; one that is short as it is."""
-    points = [(x, y) for x, y in zip(series.steps, series.values, strict=True) if y is not None and math.isfinite(y)]
-    window = len(points) // 25
-    if window < 2:
-        return [series]
-    sums = [0.0, *itertools.accumulate(y for _, y in points)]
-    means = [(sums[end] - sums[end - window]) / window for end in range(window, len(sums))]
-    mean = Series("smoothed", [x for x, _ in points[window - 1 :]], means)
-    return [dataclasses.replace(series, style="faint"), mean]
 
 
 def _now(facts: PageFacts, entries: list[dict[str, Any]], steps: list[dict[str, Any]]) -> dict[str, str]:

@@ -4,7 +4,7 @@ import time
 import warnings
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import peft
 import torch
@@ -21,23 +21,11 @@ from common.models.adapters.adapters import MERGED
 from common.randomness import seed_run
 from fuyou.runtime.device import memory_limits, open_device
 
+if TYPE_CHECKING:  # fcdp takes long to import, and one process does without
+    from fcdp.trainer import Trainer
+    from fuyou import Engine
 
-class TrainedModel(Protocol):
-    """An engine or a trainer of the libraries, as far as all of them are alike."""
-
-    step_count: int
-
-    def model_flops_per_token(self, seq_len: int) -> float:
-        """Return FLOPs per token, recomputation not counted."""
-
-    def hardware_flops_per_token(self, seq_len: int) -> float:
-        """Return FLOPs per token, recomputation counted."""
-
-    def save_pretrained(self, directory: Path, *, merge: bool = False, allow_nonfinite: bool = False) -> None:
-        """Export what was trained."""
-
-    def close(self) -> None:
-        """Give memory and processes back."""
+TrainedModel: TypeAlias = "Engine | Trainer"
 
 
 def export(job: Job, model: TrainedModel, directory: Path, is_rank0: bool, merge: bool = False) -> None:

@@ -12,8 +12,8 @@ from common.hardware.machine import Gpu
 from fuyou.planner.profiling.measure import DriveRates
 from tests.cli.conftest import Finetune
 
-MACHINE = MachineFound(16, 16, 64 << 30, 64 << 30, 50 << 30, True, 2, "performance", False, "13.0", None)
-GPU = GpuFound(Gpu(0, "GPU-x", "NVIDIA GeForce RTX 4090", 24 << 30, "0000:01:00.0", 0), 1 << 30, 4, 16, 16, (13, 1))
+MACHINE = MachineFound(16, 64 << 30, 64 << 30, 50 << 30, True, False, "13.0", None)
+GPU = GpuFound(Gpu(0, "GPU-x", "NVIDIA GeForce RTX 4090", 24 << 30, "0000:01:00.0", 0), 1 << 30, 16, 16)
 LINK = "16.0 GT/s PCIe x4"
 RATES = DriveRates(7.1e9, 2e9, 6.5e9, 64 << 30, 3e9, 0.003)
 DRIVE = DriveFound(
@@ -54,7 +54,6 @@ def test_a_good_machine_is_left_alone() -> None:
     (trouble(drives=(on(DRIVE, is_rotational=True, model="ST4000DM004"),)), True, "hard disk", "--ssd"),
     (trouble(drives=(replace(DRIVE, direct=False),)), False, "no direct I/O", "xfs"),
     (trouble(drives=(on(DRIVE, link="8.0 GT/s PCIe x4"),)), False, "runs at 8.0 GT/s PCIe x4 and could", "slot"),
-    (trouble(drives=(on(DRIVE, numa_node=1),)), False, "at NUMA node 1 and the GPU at 0", "Move"),
     (trouble(drives=(at_rates(read=2e9),)), False, "reads 2 GB/s here, and its maker says 7.45", "busy"),
     (trouble(drives=(on(DRIVE, model="Samsung SSD 970 EVO Plus 2TB"),)), False, "slows to 1.", "--drive"),
     (trouble(drives=(DRIVE, on(DRIVE, directory=Path("/mnt/b")))), False, "/mnt/nvme0 and /mnt/b are on one", "per"),
