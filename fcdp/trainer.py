@@ -23,7 +23,7 @@ from common.memory.meter import PeakMeter
 from common.models.adapters.options import SavedAdapter
 from common.models.structure import decayed_parameters
 from common.randomness import seed_run
-from fcdp.checkpoint.training_state import TrainingCheckpoints, TrainingProgress
+from fcdp.checkpoint.training_state import TrainingCheckpoints
 from fcdp.model.forward import Forward
 from fcdp.model.model import ClusterModel, TrainerConfig
 from fcdp.strategy.topology import Topology
@@ -99,17 +99,16 @@ class Trainer:
 
     def resume(self) -> None:
         """Continue from the newest commit of this model and dtype, made by any number of ranks."""
-        progress = self._checkpoints.resume()
+        commit = self._checkpoints.resume()
         self._sharding.invalidate()
-        self.step_count = self.committed_step = progress.step
+        self.step_count = self.committed_step = commit.step
         self._is_committed = True
-        self.user_state = progress.user_state
-        self._nonfinite.skipped = progress.skipped
+        self.user_state, self._nonfinite.skipped = commit.description["user"], commit.description["skipped"]
 
     def commit(self) -> None:
         """Put the state after the last step on the drives, unless it is there."""
         if self.step_count != self.committed_step or not self._is_committed:
-            self._checkpoints.commit(TrainingProgress(self.step_count, self._nonfinite.skipped, self.user_state))
+            self._checkpoints.commit(self.step_count, self._nonfinite.skipped, self.user_state)
             self.committed_step = self.step_count
             self._is_committed = True
 

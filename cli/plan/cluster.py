@@ -75,11 +75,15 @@ def render(result: StrategyPlan, workload: Workload, cluster: Cluster) -> str:
     widths = [max(len(row[column]) for row in rows) for column in range(len(_HEADINGS))]
     lines += ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     if choice is not None:
-        lines += ["", *_details(choice)]
+        computing = format_seconds(choice.compute_seconds)
+        lines += [
+            "",
+            f"choice: {choice.name}, {format_seconds(choice.step_seconds)} per step ({computing} of computing)",
+        ]
         plain = next((estimate for estimate in fitting if estimate.name == "zero3"), choice)
         if plain is not choice:
             gain = plain.step_seconds / choice.step_seconds
-            lines.append(f"  {gain:.2f} times as fast as zero3, plain FSDP2: {choice.changes_from(plain)}")
+            lines.append(f"  {gain:.2f} times as fast as zero3, plain FSDP2")
     order = _node_order(result, cluster)
     if order is not None and choice is not None and cluster.leaf_of_node is not None:
         group = group_of(choice.layout)
@@ -111,29 +115,3 @@ def _row(estimate: Estimate) -> tuple[str, ...]:
         "-" if estimate.mfu is None else f"{estimate.mfu:.0%}",
         f"{format_seconds(estimate.step_seconds)} {marks}".rstrip(),
     )
-
-
-def _details(choice: Estimate) -> list[str]:
-    memory = choice.memory
-    parts = {
-        "parameters": memory.parameters,
-        "second shards": memory.secondary,
-        "gradients": memory.gradients,
-        "optimizer states": memory.optimizer,
-        "activations": memory.activations,
-        "gathered blocks and runtime": memory.working,
-    }
-    held = ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in parts.items() if nbytes)
-    lines = [
-        f"choice: {choice.name}, {format_seconds(choice.step_seconds)} per step "
-        f"({format_seconds(choice.compute_seconds)} of computing)",
-        f"  device memory: {held}",
-    ]
-    for collective, seconds in zip(choice.collectives, choice.seconds, strict=True):
-        inter, intra = bytes_per_node([collective], choice.layout)
-        lines.append(
-            f"  {collective.purpose}: {collective.operation.replace('_', '-')} over {collective.mesh} ranks, "
-            f"{collective.times} x per step, {format_bytes(inter)} across nodes, {format_bytes(intra)} inside, "
-            f"{format_seconds(seconds)}"
-        )
-    return lines

@@ -1,6 +1,5 @@
 """The state that a training resumes from: trained weights and moments, in commits that say what they belong to."""
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,16 +9,8 @@ from common.communication import broadcast_from_rank0
 from common.errors import UserError
 from common.models.structure import decayed_parameters
 from fcdp.checkpoint.commits import ShardedCheckpoints
+from fcdp.checkpoint.shard_files import Manifest
 from fcdp.model.model import ClusterModel
-
-
-@dataclass(frozen=True)
-class TrainingProgress:
-    """How far a training has come."""
-
-    step: int
-    skipped: int  # steps that changed nothing, because loss or gradient were not finite
-    user_state: dict[str, Any]  # JSON that the caller has committed with the step
 
 
 class TrainingCheckpoints(ShardedCheckpoints):
@@ -38,12 +29,14 @@ class TrainingCheckpoints(ShardedCheckpoints):
         }
         broadcast_from_rank0(self.lock)
 
-    def commit(self, progress: TrainingProgress) -> None:
-        """Commit the state of all ranks. Collective; on return it is on the drives."""
-        description = {**self._identity, "user": progress.user_state, "skipped": progress.skipped}
-        self.save(progress.step, self.state(), description)
+    def commit(self, step: int, skipped: int, user_state: dict[str, Any]) -> None:
+        """Commit the state of all ranks after ``step``, ``skipped`` of which changed nothing, and the caller's JSON.
 
-    def resume(self) -> TrainingProgress:
+        Collective; on return it is on the drives.
+        """
+        self.save(step, self.state(), {**self._identity, "user": user_state, "skipped": skipped})
+
+    def resume(self) -> Manifest:
         """Read the newest commit, made by any number of ranks, into model and optimizer. Collective."""
         manifest = self.read_newest()
         if manifest is None:
@@ -62,7 +55,7 @@ class TrainingCheckpoints(ShardedCheckpoints):
             model.module.get_buffer(name).copy_(value)
         for _, parameter in model.trained():
             self._optimizer.state[parameter]["step"].fill_(manifest.step - saved["skipped"])
-        return TrainingProgress(manifest.step, saved["skipped"], saved["user"])
+        return manifest
 
     def state(self) -> dict[str, torch.Tensor]:
         """Return all that changes: trained parameters and moments. Data and dropout follow from the step's number."""

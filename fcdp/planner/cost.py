@@ -191,21 +191,6 @@ class Estimate:
         """Seconds of all collectives together, hidden or not: what AMSP minimises (V-B, equation 1)."""
         return sum(self.seconds)
 
-    def changes_from(self, other: "Estimate") -> str:
-        """Return which collectives take longer or shorter than those of another strategy, hidden or not."""
-        seconds = {"gather": [0.0, 0.0], "reduce": [0.0, 0.0], "spread": [0.0, 0.0]}
-        for index, planned in enumerate((other, self)):
-            for collective, taken in zip(planned.collectives, planned.seconds, strict=True):
-                seconds[collective.purpose.split()[0]][index] += taken
-        names = {"gather": "gathers", "reduce": "reductions", "spread": "new parameters"}
-        changed = [(after - before, names[key], before, after) for key, (before, after) in seconds.items()]
-        texts = [
-            f"{name} {before:.2f} -> {after:.2f} s"
-            for change, name, before, after in sorted(changed)
-            if abs(change) > 0.005
-        ]
-        return ", ".join(texts)
-
     def as_dict(self) -> dict[str, Any]:
         """Return the estimate for JSON; scopes are pairs, ranks per node and nodes."""
         layout = self.layout

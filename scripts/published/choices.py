@@ -54,6 +54,22 @@ def all_testbeds() -> list[Testbed]:
     ]  # fmt: skip
 
 
+def changes(choice: Estimate, other: Estimate) -> str:
+    """Return which collectives take longer or shorter than those of another strategy, hidden or not."""
+    seconds = {"gather": [0.0, 0.0], "reduce": [0.0, 0.0], "spread": [0.0, 0.0]}
+    for index, planned in enumerate((other, choice)):
+        for collective, taken in zip(planned.collectives, planned.seconds, strict=True):
+            seconds[collective.purpose.split()[0]][index] += taken
+    names = {"gather": "gathers", "reduce": "reductions", "spread": "new parameters"}
+    changed = [(after - before, names[key], before, after) for key, (before, after) in seconds.items()]
+    texts = [
+        f"{name} {before:.2f} -> {after:.2f} s"
+        for change, name, before, after in sorted(changed)
+        if abs(change) > 0.005
+    ]
+    return ", ".join(texts)
+
+
 @dataclass(frozen=True)
 class Choice:
     """What the planner chooses on a testbed."""
@@ -70,7 +86,7 @@ class Choice:
     @property
     def reason(self) -> str:
         """What the choice spends more or less on than the winner."""
-        return "the same" if self.best.name == self.winner.name else self.best.changes_from(self.winner)
+        return "the same" if self.best.name == self.winner.name else changes(self.best, self.winner)
 
     @property
     def verdict(self) -> str:

@@ -50,7 +50,7 @@ def test_table_names_every_strategy_that_fits_and_the_choice(capsys: pytest.Capt
     assert f"choice: {result['choice']['name']}, " in out
     zero3 = next(strategy for strategy in result["strategies"] if strategy["name"] == "zero3")
     gain = zero3["step_seconds"] / result["choice"]["step_seconds"]
-    assert f"  {gain:.2f} times as fast as zero3, plain FSDP2: gathers " in out
+    assert f"  {gain:.2f} times as fast as zero3, plain FSDP2" in out
 
 
 def test_order_of_nodes_under_leaf_switches(capsys: pytest.CaptureFixture[str], tmp_path) -> None:
