@@ -88,7 +88,7 @@ def check(settings: Settings) -> Setup:
     if settings.chat_template is not None:
         chat_template_named(settings.chat_template)
     for name in settings.log_to:
-        if name != "jsonl" and importlib.util.find_spec(name) is None:
+        if importlib.util.find_spec(name) is None:
             raise UserError(
                 f"--log-to {name}: the package {name} is not installed. Install it with "
                 f"`{shlex.quote(sys.executable)} -m pip install {name}`, or leave {name} out: "

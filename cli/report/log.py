@@ -111,23 +111,6 @@ def open_run_directory(job: Job, done: int, plan: Mapping[str, Any]) -> tuple[Pa
     return path, run_id
 
 
-PROJECT = "finetune"  # Project that runs are filed under, unless a tracker's own environment variable names another
-
-
-def _arguments(name: str, run: str, run_id: str, path: Path) -> dict[str, Any]:
-    """Return the arguments of accelerate's class for a tracker."""
-    projects = {each: os.environ.get(f"{each.upper()}_PROJECT", PROJECT) for each in ("wandb", "trackio")}
-    arguments: dict[str, dict[str, Any]] = {
-        "tensorboard": {"run_name": "tensorboard", "logging_dir": path},
-        "wandb": {"run_name": projects["wandb"], "name": run, "id": run_id, "resume": "allow", "dir": str(path)},
-        "trackio": {
-            "run_name": projects["trackio"], "name": f"{run}-{run_id[:6]}", "resume": "allow", "embed": False,
-        },
-        "mlflow": {"experiment_name": PROJECT, "run_name": run},
-    }  # fmt: skip
-    return arguments[name]
-
-
 class Trackers:
     """Sends metrics to the trackers of ``--log-to``; one that fails is dropped, and the run continues."""
 
@@ -138,16 +121,19 @@ class Trackers:
             if value is not None and value != ():
                 text = " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
                 options[field.name] = value if isinstance(value, int | float) else text
-        names = [name for name in dict.fromkeys(job.settings.log_to) if name != "jsonl"]
-        self._open = {name: _begin(name, _arguments(name, job.output.name, run_id, path), options) for name in names}
+        project = os.environ.get("WANDB_PROJECT", "finetune")
+        arguments: dict[str, dict[str, Any]] = {
+            "tensorboard": {"run_name": "tensorboard", "logging_dir": path},
+            "wandb": {
+                "run_name": project, "name": job.output.name, "id": run_id, "resume": "allow", "dir": str(path),
+            },
+        }  # fmt: skip
+        self._open = {name: _begin(name, arguments[name], options) for name in dict.fromkeys(job.settings.log_to)}
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         for name, tracker in list(self._open.items()):
-            named = dict(metrics)
-            if name == "mlflow":  # which takes letters, digits, and _-. :/ in names
-                named = {_one_word(metric): value for metric, value in metrics.items()}
             with self._watching(name):
-                tracker.log(named, step=step)
+                tracker.log(dict(metrics), step=step)
 
     def finish(self) -> None:
         for name, tracker in list(self._open.items()):
@@ -162,10 +148,6 @@ class Trackers:
         except Exception as error:
             del self._open[name]
             print(f"finetune: {name} gets no more metrics: {_one_line(error)}", file=sys.stderr, flush=True)
-
-
-def _one_word(metric: str) -> str:
-    return metric.replace("(", "_").replace(")", "").replace("%", "percent")
 
 
 def _begin(name: str, arguments: Mapping[str, Any], options: Mapping[str, Any]) -> Any:
