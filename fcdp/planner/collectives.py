@@ -65,12 +65,10 @@ def ring_parts(mesh: Mesh, ring: Ring) -> tuple[float, ...]:
     return tuple((extent - 1) / extent / prod(extents[:level]) for level, extent in enumerate(extents))
 
 
-def step_collectives(layout: StrategyMeshes, workload: Workload, *, select_and_drop: bool = False) -> list[Collective]:
+def step_collectives(layout: StrategyMeshes, workload: Workload) -> list[Collective]:
     """Return all collectives of one step that move anything.
 
-    With ``select_and_drop`` as AMSP (IV-C), whose ranks hold whole tensors of optimizer states: all-reduces of G of
-    which each rank keeps its part, and broadcasts of new P. Otherwise G is reduce-scattered over the scope of OS and
-    all-reduced over its replicas, and P gathered."""
+    G is reduce-scattered over the scope of OS and all-reduced over its replicas, and P gathered."""
     strategy, p, g, os = layout.strategy, layout.p, layout.g, layout.os
     world, s = layout.levels.whole, workload.micro_batches
     psi, trained = workload.parameters, workload.trainable
@@ -95,20 +93,12 @@ def step_collectives(layout: StrategyMeshes, workload: Workload, *, select_and_d
         secondary = element_bytes(strategy.precision.secondary, compute)
         add("gather second shards, backward", "all_gather", layout.secondary, secondary * again, s, "backward")
 
-    if select_and_drop:
-        if g not in (p, os) or not g.holds(p):
-            raise UserError(f"{strategy.name}: AMSP has G sharded as P or as OS (IV-C3), not over {g}.")
-        add("reduce G", "reduce_scatter", p, gradient * trained, s, "backward")
-        add("reduce G, keep a part", "all_reduce", g.over(p), gradient * trained / p.shards, s - 1, "backward")
-        add("reduce G, last", "all_reduce", world.over(p), gradient * trained / p.shards, 1, "reduce")
-    else:
-        # What is quantized goes in one hop inside the node, and one beyond it: a ring would quantize it at every step.
-        hops: Ring = ring if strategy.precision.reduce == "bf16" else "hierarchical"
-        add("reduce G", "reduce_scatter", g, reduce * trained, s, "backward", hops)
-        add("reduce G to OS", "reduce_scatter", os.over(g), gradient * trained / g.shards, 1, "reduce")
-        add("reduce G over replicas", "all_reduce", world.over(os), gradient * trained / os.shards, 1, "reduce")
-    spread: Operation = "broadcast" if select_and_drop else "all_gather"
-    add("spread new P", spread, os.over(p), compute * trained / p.shards, 1, "spread")
+    # What is quantized goes in one hop inside the node, and one beyond it: a ring would quantize it at every step.
+    hops: Ring = ring if strategy.precision.reduce == "bf16" else "hierarchical"
+    add("reduce G", "reduce_scatter", g, reduce * trained, s, "backward", hops)
+    add("reduce G to OS", "reduce_scatter", os.over(g), gradient * trained / g.shards, 1, "reduce")
+    add("reduce G over replicas", "all_reduce", world.over(os), gradient * trained / os.shards, 1, "reduce")
+    add("spread new P", "all_gather", os.over(p), compute * trained / p.shards, 1, "spread")
     return collectives
 
 

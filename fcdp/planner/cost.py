@@ -4,10 +4,9 @@ Memory is as FSDP2 holds it: gradients and master weights in fp32, parameters in
 gathered or cached. With one scope for all, that is the 16 bytes of PaRO table 2, AMSP IV-D, ZeRO-topo tables V and VI,
 and FCDP VI-A."""
 
-import math
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from fcdp.planner.cluster import Cluster
@@ -143,27 +142,24 @@ PASSES: tuple[Phase, ...] = ("forward", "backward", "route")  # phases of every 
 OPTIMIZER_BYTES = 28.0  # per trainable parameter: 12 of states and 2 of gradient in, 12 and 2 of P out
 
 
-@dataclass(frozen=True)
 class Engine:
-    """How a training engine communicates. Ours, the default: whole blocks, all of it while something computes."""
+    """How our engine communicates: in whole blocks, all of it while something computes. Others are subclasses."""
 
-    tensors: int = 0  # number of tensors, each gathered and reduced alone where P is sharded; 0: by block
-    bucket_bytes: float = 0.0  # of gradients and of new P where P is not sharded; 0: by block
-    overlaps: frozenset[str] = frozenset({"gather", "scatter", "reduce", "spread"})  # what computing overlaps
-    gathers_again: bool = False  # whether parameters are gathered to compute activations again, too
-    select_and_drop: bool = False  # see :func:`step_collectives`
+    @property
+    def overlaps(self) -> bool:
+        """Whether anything is sent while something computes."""
+        return True
+
+    def collectives(self, layout: StrategyMeshes, workload: Workload, checkpointing: bool) -> list[Collective]:
+        return step_collectives(layout, workload)
 
     def pieces(self, collective: Collective, is_gathered: bool, workload: Workload) -> int:
         """Return the number of messages in which a collective of all units is sent."""
-        if is_gathered and collective.phase in PASSES:
-            return self.tensors or workload.units
-        return math.ceil(collective.nbytes / self.bucket_bytes) if self.bucket_bytes else workload.units
+        return workload.units
 
     def hides(self, collective: Collective) -> bool:
-        """Return whether something computes meanwhile; ``scatter``: a reduction in every micro-batch."""
-        if collective.phase in ("reduce", "spread"):
-            return collective.phase in self.overlaps
-        return ("gather" if collective.operation == "all_gather" else "scatter") in self.overlaps
+        """Return whether something computes meanwhile."""
+        return True
 
 
 @dataclass(frozen=True)
@@ -237,12 +233,7 @@ def estimate(
     """Return what ``layout`` costs, with our engine or another."""
     engine = engine or Engine()
     memory = memory_of(layout, workload, checkpointing=checkpointing)
-    collectives = step_collectives(layout, workload, select_and_drop=engine.select_and_drop)
-    if engine.gathers_again and checkpointing:
-        forward_gathers = [collective for collective in collectives if collective.phase == "forward"]
-        collectives += [
-            replace(collective, purpose="gather P, again", phase="backward") for collective in forward_gathers
-        ]
+    collectives = engine.collectives(layout, workload, checkpointing)
     is_gathered = layout.p.shards > 1 or layout.p_in_cache
     durations = []
     for collective in collectives:
@@ -258,7 +249,7 @@ def estimate(
     forward += 2 * copied / cluster.memory_bytes_per_second
     backward += 2 * copied_back / cluster.memory_bytes_per_second
     update = OPTIMIZER_BYTES * workload.trainable / layout.os.shards / cluster.memory_bytes_per_second
-    overlaps = cluster.overlaps and bool(engine.overlaps)
+    overlaps = cluster.overlaps and engine.overlaps
     hidden: dict[Phase, float] = defaultdict(float)
     exposed: dict[Phase, float] = defaultdict(float)
     for collective, seconds in zip(collectives, durations, strict=True):

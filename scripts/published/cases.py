@@ -16,6 +16,7 @@ from common.models.presets import load_config
 from fcdp.planner import Cluster, Engine, Estimate, Workload, estimate, load_cluster
 from fcdp.strategy.mesh import Levels, Mesh
 from fcdp.strategy.strategy import PRESETS, Strategy, parse_strategy
+from published.engines import OtherEngine
 
 # DeepSpeed keeps smaller tensors whole (stage3_param_persistence_threshold), and sends gradients and new parameters of
 # stages 1 and 2 in buckets of 5e8 numbers (reduce_bucket_size, allgather_bucket_size): its documentation's defaults.
@@ -48,12 +49,12 @@ def tensors(model: str) -> int:
 def deepspeed(model: str) -> Engine:
     """DeepSpeed's stage 3 and what is built on it: gathers are prefetched, reductions wait (AMSP VI-C). A block that is
     computed again is gathered for it, with ZeRO++ from all ranks as in the forward pass (its hook is the forward's)."""
-    return Engine(tensors(model), BUCKET_BYTES, frozenset({"gather"}), gathers_again=True)
+    return OtherEngine(tensors(model), BUCKET_BYTES, frozenset({"gather"}), gathers_again=True)
 
 
 # DeepSpeed's stages 1 and 2 all-reduce buckets. AMSP turned their overlap on (VI-A4); it is off by default.
-STAGE_1 = Engine(0, BUCKET_BYTES, frozenset({"scatter", "reduce"}), select_and_drop=True)
-STAGE_2 = Engine(0, BUCKET_BYTES, frozenset(), select_and_drop=True)
+STAGE_1 = OtherEngine(0, BUCKET_BYTES, frozenset({"scatter", "reduce"}), select_and_drop=True)
+STAGE_2 = OtherEngine(0, BUCKET_BYTES, frozenset(), select_and_drop=True)
 
 
 # AMSP's engine; its comparison with others leaves the broadcast alone (VI-A4).
@@ -67,7 +68,7 @@ AMSP_OVERLAPS = {
 
 def amsp_engine(model: str, overlaps: str = "no broadcast") -> Engine:
     """AMSP's engine: a module at a time (IV-C1)."""
-    return Engine(tensors(model), BUCKET_BYTES, AMSP_OVERLAPS[overlaps], select_and_drop=True)
+    return OtherEngine(tensors(model), BUCKET_BYTES, AMSP_OVERLAPS[overlaps], select_and_drop=True)
 
 
 cluster_of = cache(load_cluster)

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+from published.engines import select_and_drop
 
 from common.errors import UserError
 from fcdp.planner import Workload, bytes_per_node, step_collectives
@@ -72,11 +73,11 @@ def test_amsps_formulas() -> None:
     all-reduces of 2 Phi / 2 over 4, one all-reduce over all 64 that share a shard, broadcasts over 4."""
     strategy = replace(parse_strategy("2x1/8x1/8x1"), ring="flat")
     layout = strategy.on(Levels((8, 16)))
-    found = step_collectives(layout, Workload(PSI, PSI, blocks=1, micro_batches=3), select_and_drop=True)
+    found = select_and_drop(layout, Workload(PSI, PSI, blocks=1, micro_batches=3))
     assert [(one.operation, one.mesh.pair, one.nbytes, one.times) for one in found] == [
         ("all_gather", (2, 1), 2 * PSI, 3), ("all_gather", (2, 1), 2 * PSI, 3), ("reduce_scatter", (2, 1), 2 * PSI, 3),
         ("all_reduce", (4, 1), PSI, 2), ("all_reduce", (4, 16), PSI, 1), ("broadcast", (4, 1), PSI, 1),
     ]  # fmt: skip
     odd = parse_strategy("2x1/4x1/8x1").on(Levels((8, 16)))
     with pytest.raises(UserError, match="IV-C3"):
-        step_collectives(odd, Workload(PSI, PSI, blocks=1), select_and_drop=True)
+        select_and_drop(odd, Workload(PSI, PSI, blocks=1))
