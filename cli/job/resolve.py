@@ -13,13 +13,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from cli.job.data import DataSource, chat_template_named, class_names, tokenizer_of, write_chat_template
 from cli.job.job import Job, Setup
-from cli.job.machine import (
-    REWARD,
-    planned_config,
-    sequence_length,
-    trainable_parameters,
-    with_dtype,
-)
+from cli.job.machine import REWARD, planned_config, sequence_length, trainable_parameters, with_dtype
 from cli.job.resumed import check_there_is_one, committed, template_date
 from cli.job.strategy import check_strategy
 from cli.options.option import naming

@@ -126,12 +126,7 @@ def _machine(settings: Settings) -> Machine:
         with naming("--drive"):
             drive = drive_preset(settings.drive)
         return preset_machine(
-            gpu,
-            drive,
-            settings.ssds or 1,
-            host,
-            device_bytes=device,
-            state_bytes=settings.engine.precision.state_bytes,
+            gpu, drive, settings.ssds or 1, host, device_bytes=device, state_bytes=settings.engine.precision.state_bytes
         )
     if settings.ssds is not None:
         raise UserError(f"--ssds counts drives of one kind: name it with --drive {' | '.join(drive_names())}.")

@@ -172,10 +172,7 @@ def _now(facts: PageFacts, entries: list[dict[str, Any]], steps: list[dict[str, 
     newest, recent = steps[-1], sorted(entry[_SECONDS] for entry in steps[-20:])
     left = (facts.steps - newest["step"]) * recent[len(recent) // 2]
     loss = newest[_LOSS]
-    rows = {
-        "step": f"{newest['step']:,} of {facts.steps:,}",
-        "loss": "not finite" if loss is None else f"{loss:.4f}",
-    }
+    rows = {"step": f"{newest['step']:,} of {facts.steps:,}", "loss": "not finite" if loss is None else f"{loss:.4f}"}
     for entry in (entry for entry in entries if entry.get(_EVALUATION) is not None):
         perplexity = entry.get("validation_metrics/perplexity")
         rows["held out"] = f"{entry[_EVALUATION]:.4f} at step {entry['step']:,}"

@@ -52,11 +52,7 @@ class EngineTrainer(Trainer):
     model: Engine
 
     def __init__(
-        self,
-        job: Job,
-        engine: Engine,
-        topology: Topology | None = None,
-        stopping: Callable[[], bool] = lambda: False,
+        self, job: Job, engine: Engine, topology: Topology | None = None, stopping: Callable[[], bool] = lambda: False
     ) -> None:
         self.model = engine
         self.is_resumed = engine.step_count > 0 if topology else job.settings.resume

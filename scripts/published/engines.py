@@ -50,11 +50,11 @@ def select_and_drop(layout: StrategyMeshes, workload: Workload) -> list[Collecti
         raise UserError(f"{layout.strategy.name}: AMSP has G sharded as P or as OS (IV-C3), not over {g}.")
     world, times = layout.levels.whole, workload.micro_batches
     gradients, new = workload.gradient_bytes * workload.trainable, workload.compute_bytes * workload.trainable
-    kept = [each for each in step_collectives(layout, workload) if each.purpose.startswith("gather")]
-    own = [
+    gathers = [each for each in step_collectives(layout, workload) if each.purpose.startswith("gather")]
+    others = [
         Collective("reduce G", "reduce_scatter", p, gradients, times, "backward", ring),
         Collective("reduce G, keep a part", "all_reduce", g.over(p), gradients / p.shards, times - 1, "backward", ring),
         Collective("reduce G, last", "all_reduce", world.over(p), gradients / p.shards, 1, "reduce", ring),
         Collective("spread new P", "broadcast", os.over(p), new / p.shards, 1, "spread", ring),
     ]
-    return kept + [each for each in own if each.mesh.shards > 1 and each.times]
+    return gathers + [each for each in others if each.mesh.shards > 1 and each.times]
