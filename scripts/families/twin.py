@@ -22,7 +22,7 @@ class Twin:
         self.model, self.masters, self._options = model.train(), masters, options
         self._parameters = {name: parameter for name, parameter in model.named_parameters() if name in masters}
         self._moments = {name: (_padded(master * 0), _padded(master * 0)) for name, master in masters.items()}
-        self._steps = dict.fromkeys(masters, 0)
+        self.steps = dict.fromkeys(masters, 0)  # by parameter, as AdamW counts: those in which it had a gradient
         self._decayed = frozenset(Trainer.get_decay_parameter_names(None, model))  # type: ignore[arg-type]
         self._load()
 
@@ -92,16 +92,20 @@ class Twin:
     def _apply(self, gradients: dict[str, torch.Tensor], scale: float = 1.0) -> None:
         """Take one AdamW step with ``scale`` times these gradients."""
         for name, gradient in gradients.items():
-            self._steps[name] += 1
-            master, (mean, variance) = _padded(self.masters[name]), self._moments[name]
-            decays = name in self._decayed
-            torch._fused_adamw_(
-                [master], [_padded(gradient).mul_(scale)], [mean], [variance], [],
-                [torch.tensor(float(self._steps[name]))], amsgrad=False, lr=self._options["lr"], beta1=0.9, beta2=0.999,
-                eps=self._options["eps"], weight_decay=self._options["weight_decay"] if decays else 0.0, maximize=False,
-            )  # fmt: skip
+            self.steps[name] += 1
+            master = _padded(self.masters[name])
+            decay = self._options["weight_decay"] if name in self._decayed else 0.0
+            self._update_one(name, master, _padded(gradient).mul_(scale), decay)
             self.masters[name] = master[: gradient.numel()].view(gradient.shape).clone()
         self._load()
+
+    def _update_one(self, name: str, master: torch.Tensor, gradient: torch.Tensor, decay: float) -> None:
+        mean, variance = self._moments[name]
+        torch._fused_adamw_(
+            [master], [gradient], [mean], [variance], [], [torch.tensor(float(self.steps[name]))],
+            amsgrad=False, lr=self._options["lr"], beta1=0.9, beta2=0.999, weight_decay=decay, eps=self._options["eps"],
+            maximize=False,
+        )  # fmt: skip
 
     @torch.no_grad()
     def _load(self) -> None:

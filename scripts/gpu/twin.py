@@ -56,7 +56,7 @@ class DeviceTwin(Twin):
         losses, terms, of_head = [], dict[str, list[torch.Tensor]](), list[torch.Tensor]()
         for start in range(0, len(batch["labels"]), micro):
             part = {name: value[start : start + micro].to(self._device) for name, value in batch.items()}
-            with _documents_alone(self.model, part):
+            with documents_alone(self.model, part):
                 loss = self.model(**part, num_items_in_batch=items, use_cache=False).loss
             loss.backward()
             losses.append(loss.detach())
@@ -82,7 +82,7 @@ class DeviceTwin(Twin):
 
 
 @contextmanager
-def _documents_alone(model: nn.Module, batch: dict[str, torch.Tensor]) -> Iterator[None]:
+def documents_alone(model: nn.Module, batch: dict[str, torch.Tensor]) -> Iterator[None]:
     """Let ``model`` attend within the documents of ``batch``, in which positions begin at 0 with each."""
     if "position_ids" not in batch:
         yield
@@ -117,7 +117,7 @@ def _attend(
                 # Flash attention takes neither; with shared heads, only the math kernel would be left.
                 k, v = (each.repeat_interleave(q.shape[1] // k.shape[1], 1) for each in (k, v))
             attended = nn.functional.scaled_dot_product_attention(
-                q, k, v, mask, is_causal=mask is None, scale=options.get("scaling"),
+                q, k, v, mask, options.get("dropout", 0.0), mask is None, scale=options.get("scaling"),
                 enable_gqa=k.shape[1] != q.shape[1],
             )  # fmt: skip
             pieces.append(attended[:, :, : end - start].transpose(1, 2))

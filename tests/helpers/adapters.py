@@ -3,12 +3,12 @@
 import math
 
 import torch
+from gpu.twin import documents_alone
 from torch import nn
 from transformers import Trainer
 
 import fuyou
 from tests.helpers.engines import OPTIONS, ROWS
-from tests.helpers.twin import documents_alone
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 

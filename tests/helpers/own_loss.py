@@ -4,10 +4,10 @@ import contextlib
 from collections.abc import Callable
 
 import torch
+from gpu.twin import documents_alone
 from torch.nn import functional
 
 from tests.helpers.adapters import InMemory
-from tests.helpers.twin import documents_alone
 
 Loss = Callable[[dict[str, torch.Tensor], torch.Tensor | None], torch.Tensor]
 """Makes a loss of numbers for each token by name, and of the reference's log-probabilities."""
