@@ -58,9 +58,6 @@ class EngineConfig(RunConfig):
     """Memory budgets."""
     weights: WeightsConfig = field(default_factory=WeightsConfig)
     """Which weights are trained."""
-    max_clipped_share: float = math.inf
-    """Share of the steps up to which speculation pays: while more of them are clipped, all updates are deferred. The
-    planner sets it; it is no keyword of the engine."""
 
     @classmethod
     @typed_as(EngineOptions)

@@ -15,7 +15,6 @@ from fuyou.layout.record_parts import ADAMW
 from fuyou.layout.share import Share
 from fuyou.optimizer.absent_gradients import MissedUpdates
 from fuyou.optimizer.adam import Update
-from fuyou.optimizer.clipping import ClipStatistics
 from fuyou.runtime.ranks import Agreement, host, rank_name
 from fuyou.schedule.tasks import Op, Task, known
 
@@ -148,10 +147,6 @@ class Commits:
     def skip_step(self, step: int) -> None:
         """Let the updates of ``step``, all of which are still to come, change nothing."""
         self._updates[step] = replace(self._updates[step], skip=True)
-
-    def clip_statistics(self, steps: int) -> ClipStatistics:
-        """Return how many of the run's first ``steps``, all of which have ended, were clipped."""
-        return ClipStatistics(self.clipped_steps, steps)
 
     def end(
         self,

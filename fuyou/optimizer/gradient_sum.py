@@ -4,7 +4,6 @@ A hook adds each parameter's gradient to the flat buffer and frees it, so that n
 """
 
 from collections.abc import Mapping
-from functools import cache
 
 import torch
 
@@ -13,10 +12,6 @@ from fuyou.layout.record import Record
 
 _NORM_ELEMENTS = 1 << 17  # Elements per pass when squares are summed on a CPU: as float64 they stay in the cache
 _CUDA_NORM_ELEMENTS = 1 << 23  # Elements per pass on a GPU, where CUDA makes a float64 copy
-# Compute capabilities of GPUs that do half of their fp32 arithmetic in fp64 (CUDA C++ Programming Guide, Arithmetic
-# Instructions). Others, those for games among them, do a 32nd or 64th.
-_FAST_FP64 = frozenset({(6, 0), (7, 0), (8, 0), (9, 0), (10, 0)})
-_GROUP = 64  # Squares that are added in fp32 where fp64 is slow
 _ROUNDING_ELEMENTS = 1 << 24  # Elements per pass when a sum is rounded in place
 
 
@@ -75,13 +70,8 @@ def squares_bytes(elements: int) -> int:
 
 
 def sum_of_squares(flat: torch.Tensor) -> torch.Tensor:
-    """Return the sum of the squares of a flat gradient, in float64: so exact that the order does not matter.
-
-    On GPUs with slow fp64, unless deterministic algorithms are enabled, only sums of groups are added in fp64.
-    """
+    """Return the sum of the squares of a flat gradient, in float64: so exact that the order does not matter."""
     if flat.is_cuda:
-        if _slow_at_fp64(flat.device) and not torch.are_deterministic_algorithms_enabled():
-            return sum_of_squares_in_groups(flat)
         parts = [torch.linalg.vector_norm(part, dtype=torch.float64) for part in flat.split(_CUDA_NORM_ELEMENTS)]
         return torch.stack(parts).square().sum()  # stays on the device: nothing waits for it here
     total = 0.0
@@ -92,22 +82,3 @@ def sum_of_squares(flat: torch.Tensor) -> torch.Tensor:
         values.copy_(part)
         total += float(torch.dot(values, values))
     return torch.tensor(total, dtype=torch.float64)
-
-
-def sum_of_squares_in_groups(flat: torch.Tensor) -> torch.Tensor:
-    """Return the sum of the squares of a flat gradient, with a 64th of the arithmetic in float64.
-
-    Squares of groups of 64 are added in fp32, these sums in float64. All terms are positive, so that the relative error
-    is at most that of a group: 66 roundings of 2^-24, 4e-6; errors of many groups cancel, measured to 1e-9. Elements
-    below 1e-19 may count as zero, and elements above 1e18 make the sum infinite.
-    """
-    whole = flat.numel() - flat.numel() % _GROUP
-    parts = [part.view(-1, _GROUP) for part in flat[:whole].split(_CUDA_NORM_ELEMENTS)] if whole else []
-    norms = [torch.linalg.vector_norm(part, dim=1, dtype=torch.float32) for part in parts]
-    norms.append(torch.linalg.vector_norm(flat[whole:], dtype=torch.float32).view(1))
-    return torch.stack([norm.double().square().sum() for norm in norms]).sum()
-
-
-@cache
-def _slow_at_fp64(device: torch.device) -> bool:
-    return torch.cuda.get_device_capability(device) not in _FAST_FP64

@@ -18,7 +18,7 @@ from fuyou.planner.evaluate import Evaluator
 from fuyou.planner.machine import RankLinks, machine_of_one_rank, profiled_machine
 from fuyou.planner.profiling import Profile, ProfiledWorkload, load, save
 from fuyou.planner.profiling.measure import measure
-from fuyou.planner.search import choose, max_clipped_share
+from fuyou.planner.search import choose
 from fuyou.planner.training_job import TrainingJob, fitting_job
 from fuyou.runtime.device import Device
 from fuyou.runtime.ranks import Agreement, ClusterTopology, gather
@@ -89,17 +89,14 @@ def choose_settings(context: PlannerContext, links: RankLinks | None = None) -> 
         machine = profiled_machine(profile, shared, device, host * ranks, context.directories, None)
         if links is not None:
             machine = machine_of_one_rank(machine, ranks, links)
-        evaluator = Evaluator(replace(job, micro_batch=rows), machine)
-        best = choose(evaluator)
-        max_share = max_clipped_share(evaluator, best)
+        best = choose(Evaluator(replace(job, micro_batch=rows), machine)).candidate
     except UserError:
         return None  # the engine will say what does not fit
     return {
         "micro_batch": rows,
-        "deferred_fraction": best.candidate.deferred_fraction,
-        "kept_activations": best.candidate.activation_policy,
-        "clip_by": best.candidate.clip_by.value,
-        "max_clipped_share": max_share,
+        "deferred_fraction": best.deferred_fraction,
+        "kept_activations": best.activation_policy,
+        "clip_by": best.clip_by.value,
     }
 
 

@@ -17,31 +17,17 @@ class Contention:
     Adam and I/O always run on the host's cores; on a CPU device, so do computing and copies.
     """
 
-    # Measured speeds, by the two or more resources that work at the same time. A combination that was not measured is
-    # put together from the largest measured part of it, times the speeds in pairs with each of the others; a pair that
-    # was not measured counts as full speed.
+    # Measured speeds, by the two or more resources that work at the same time. Work that was not measured next to other
+    # work (copies) neither slows that down nor is slowed.
     speeds: dict[frozenset[Resource], dict[Resource, float]] = field(default_factory=dict)
 
     def speed(self, resource: Resource, running: Collection[Resource]) -> float:
         """Return the speed of ``resource`` while all of ``running``, including itself, work."""
-        running = frozenset(running)
-        if running not in self._known:
-            self._known[running] = {other: self._speed(other, running) for other in running}
-        return self._known[running][resource]
+        return self.speeds.get(self._measured.intersection(running), {}).get(resource, 1.0)
 
     @cached_property
-    def _known(self) -> dict[frozenset[Resource], dict[Resource, float]]:
-        return {}
-
-    def _speed(self, resource: Resource, running: frozenset[Resource]) -> float:
-        if running in self.speeds:
-            return self.speeds[running][resource]
-        parts = (measured for measured in self.speeds if resource in measured and measured < running)
-        largest: frozenset[Resource] = max(parts, key=len, default=frozenset())
-        speed = self.speeds[largest][resource] if largest else 1.0
-        for other in running - largest - {resource}:
-            speed *= self.speeds.get(frozenset({resource, other}), {}).get(resource, 1.0)
-        return speed
+    def _measured(self) -> frozenset[Resource]:
+        return frozenset().union(*self.speeds)
 
     def to_list(self) -> list[dict[str, float]]:
         """Return the speeds as JSON: one object per combination."""
@@ -96,7 +82,7 @@ class TaskRates:
         return task.flops / (self.backward_flops_per_second or self.flops_per_second) + finish
 
 
-FORMAT = 6  # Version of the JSON: profiles of another one are not read, but measured again
+FORMAT = 7  # Version of the JSON: profiles of another one are not read, but measured again
 
 
 class OperatorTime(NamedTuple):
@@ -134,7 +120,6 @@ class Profile:
     read_bytes_per_second: float  # Bytes per second from all SSDs together, through the store, reading only
     write_bytes_per_second: float  # Past the drives' fast caches
     burst_write_bytes_per_second: float  # At first, while the fast caches have room
-    mixed_bytes_per_second: float  # Bytes per second of reads and writes together, as many of each
     commit_seconds: float  # Seconds for `fdatasync` and manifest
 
     adam_parameters_per_second: float  # Parameters per second that the optimizer process updates alone

@@ -1,7 +1,6 @@
 """Find the fastest way to run a job on a machine, and the largest model that fits."""
 
-import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from common.errors import UserError
@@ -34,7 +33,7 @@ def search(job: TrainingJob, machine: Machine) -> Plan:
         best = choose(evaluator)
     except UserError as error:
         return Plan(evaluator.job, machine, missing=(str(error),), ssd_bytes=evaluator.job.record_bytes)
-    points = frontier(evaluator, job.clip_choices)
+    points = frontier(evaluator)
     return replace(
         best,
         missing=missing_space(best.ssd_bytes, machine),
@@ -44,19 +43,15 @@ def search(job: TrainingJob, machine: Machine) -> Plan:
     )
 
 
-def choose(evaluator: Evaluator, ways: Sequence[ClipBy] | None = None) -> Plan:
+def choose(evaluator: Evaluator) -> Plan:
     """Return the candidate that writes least among those of nearly the shortest step, or as ``drive_life`` requires.
-
-    Args:
-        ways: how gradients may be clipped; None: as the job says.
 
     Raises:
         UserError: if no candidate fits; says how much would.
     """
-    ways = evaluator.job.clip_choices if ways is None else ways
-    for clip_by in ways:
+    for clip_by in evaluator.job.clip_choices:
         _try_candidates(evaluator, clip_by)
-    points, days = frontier(evaluator, ways), evaluator.job.drive_life
+    points, days = frontier(evaluator), evaluator.job.drive_life
     if days == 0:
         return points[0]
     if days is None:
@@ -65,18 +60,9 @@ def choose(evaluator: Evaluator, ways: Sequence[ClipBy] | None = None) -> Plan:
     return next((each for each in points if life(each.written_bytes, each.step_seconds) >= days), points[-1])
 
 
-def max_clipped_share(evaluator: Evaluator, best: Plan) -> float:
-    """Return the share of clipped steps from which deferral is faster than ``best``; infinity without a choice."""
-    always = best.clipped_seconds
-    never = best.simulation.step_seconds() if best.simulation is not None else 0.0
-    if always is None or always <= never or len(evaluator.job.clip_choices) == 1:
-        return math.inf
-    return (choose(evaluator, (ClipBy.DEFERRAL,)).step_seconds - never) / (always - never)
-
-
-def frontier(evaluator: Evaluator, ways: Sequence[ClipBy]) -> list[Plan]:
-    """Return the evaluated candidates that clip in these ways and that none beats in time and bytes, fastest first."""
-    points = _undominated(each for each in evaluator.tried() if each.candidate.clip_by in ways)
+def frontier(evaluator: Evaluator) -> list[Plan]:
+    """Return the evaluated candidates that none beats in time and bytes, fastest first."""
+    points = _undominated(evaluator.tried())
     # Merged micro-batches can be off by some percent, by which whole steps would be out of order.
     return _undominated(evaluator.evaluate(each.candidate, merged=False) for each in points)
 

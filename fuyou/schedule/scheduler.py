@@ -66,7 +66,6 @@ class Scheduler:
         self._ended: Task | None = None  # the STEP task of the newest step
         self._commit_due = False  # whether that step is to be committed, once its deferred updates are done
         self._durable = True  # whether the step being scheduled is to be committed
-        self._defer_all = False  # whether all its updates are deferred
         self._list = StepList(0)
         self._batch = BatchShape(1, 0, 0)
         self._pass = PassPosition(shape.records, self._training_visits())
@@ -99,13 +98,12 @@ class Scheduler:
 
     # -- what the engine asks for ---------------------------------------------------------------------------------
 
-    def training_step(self, step: int, batch: BatchShape, *, commit: bool = True, defer_all: bool = False) -> StepList:
+    def training_step(self, step: int, batch: BatchShape, *, commit: bool = True) -> StepList:
         """Return the tasks of a training step.
 
         Args:
             commit: whether the step is committed at its end; with deferred updates, during the next step; with
                 speculative updates, by :meth:`resolve_speculation`.
-            defer_all: whether all updates of this step are deferred.
         """
         assert commit or not self._speculate
         assert not self._gradients.kept, "resolve the speculation of the step before"
@@ -113,7 +111,7 @@ class Scheduler:
         self._pass.follow(self._training_visits())
         self._activations.begin(self._list, self._pass.visits, batch.micro_batches_of, batch.activation_bytes)
         self._saved.begin(self._list, self._pass.visits, batch.micro_batches_of, batch.kept_bytes)
-        self._durable, self._defer_all = commit, defer_all
+        self._durable = commit
         for visit in self._in_turn():
             if visit.phase in FORWARD_PHASES:
                 for record in visit.records:
@@ -264,17 +262,14 @@ class Scheduler:
     def _finish_gradient(self, record: Record, source: int, compute: Task) -> None:
         """Bring a complete gradient to the host; update at once, or let it wait for the next forward pass."""
         target, left = self._download_gradient(record, source, compute)
-        if self._is_deferred(record.index):
+        if record.index in self._deferred:
             self._gradients.pending[record.index] = self._list.step
         device = self._device_gradients[record.kind]
         device.drop(record.index)
         device.use(source, left)
         self._parameters.drop_from_device(record)  # the update makes the device's copy stale
-        if not self._is_deferred(record.index):
+        if record.index not in self._deferred:
             self._update(record, target, left, self._list.step, self._durable, keep=self._speculate)
-
-    def _is_deferred(self, index: int) -> bool:
-        return self._defer_all or index in self._deferred
 
     def _download_gradient(self, record: Record, source: int, compute: Task) -> tuple[int, Task]:
         """Copy a complete gradient to a host buffer; return that, and the task after which it is there."""

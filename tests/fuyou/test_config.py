@@ -28,12 +28,8 @@ def test_groups_and_names_alone_say_the_same() -> None:
 
 def test_other_values_by_name_leave_the_rest() -> None:
     config = EngineConfig.of(ssd=["a"], clip_by="auto", max_grad_norm=1.0, micro_batch=2)
-    changed = config.with_options(clip_by="speculation", dtype="fp32", max_clipped_share=0.5)
-    assert (
-        changed.update_policy.speculative
-        and changed.max_clipped_share == 0.5
-        and str(changed.precision.dtype) == "torch.float32"
-    )
+    changed = config.with_options(clip_by="speculation", dtype="fp32")
+    assert changed.update_policy.speculative and str(changed.precision.dtype) == "torch.float32"
     assert changed.memory == config.memory and changed.store == config.store
 
 
@@ -47,8 +43,6 @@ def test_unknown_and_missing_options_are_those_of_the_engine() -> None:
         fuyou.Engine("llama-10m", ssd=["a"], learning_rate=1e-4)
     with pytest.raises(TypeError, match=r"Engine.__init__\(\) missing 1 required keyword-only argument: 'ssd'"):
         fuyou.Engine("llama-10m", lr=1e-4)
-    with pytest.raises(TypeError, match="unexpected keyword argument 'max_clipped_share'"):
-        EngineConfig.of(ssd=["a"], max_clipped_share=1.0)
     with pytest.raises(TypeError, match="not both: lr"):
         fuyou.Engine("llama-10m", EngineConfig.of(ssd=["a"]), lr=1e-4)
 

@@ -12,7 +12,7 @@ PROFILE = Profile(
     operators=(OperatorTime("aten.mm.default", 0, 0.001), OperatorTime("aten.mm.default", 1, 0.0005)),
     upload_bytes_per_second=4e9, download_bytes_per_second=3e9, read_bytes_per_second=2e9, write_bytes_per_second=1e9,
     burst_write_bytes_per_second=3e9,
-    mixed_bytes_per_second=1.3e9, commit_seconds=0.004, adam_parameters_per_second=2e8,
+    commit_seconds=0.004, adam_parameters_per_second=2e8,
     adam_threads=1, measured_at=1e9, measured_in_seconds=5.0,
     contention=Contention({frozenset({Resource.ADAM, Resource.SSD}): {Resource.ADAM: 0.75, Resource.SSD: 0.5}}),
 )  # fmt: skip

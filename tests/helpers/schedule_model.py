@@ -448,14 +448,14 @@ def build(
     layers: int, tied: bool, counts: BufferCounts, script: list[tuple[str, int, bool]], *, defer: float = 0.0,
     hold: bool | None = None, slot: int = 0, precision: Precision = BF16, resident: int = 0,
     saving_layers: Collection[int] = (), frozen: bool = False, cuts: Mapping[int, Cut] | None = None,
-    share: Share = ALONE, speculate: bool = False, defer_all: Collection[int] = (), own: Collection[int] = (),
+    share: Share = ALONE, speculate: bool = False, own: Collection[int] = (),
     reference: bool = False, together: int | None = None, direct_reads: bool = False,
 ) -> Program:  # fmt: skip
     """Ask a scheduler for ``script``: (``train`` | ``eval`` | ``flush``, micro-batches, commit), as an engine does.
 
-    With ``speculate`` every step is committed, and those that would not be are clipped instead. Steps in ``defer_all``
-    defer all updates. Entries ``own`` of the script (by index) have a loss of the caller's own; with ``reference`` it
-    needs a reference, too. ``together`` micro-batches go forward through a block in pieces at once.
+    With ``speculate`` every step is committed, and those that would not be are clipped instead. Entries ``own`` of the
+    script (by index) have a loss of the caller's own; with ``reference`` it needs a reference, too. ``together``
+    micro-batches go forward through a block in pieces at once.
 
     ``defer`` is the deferred fraction of the blocks; 1 defers all records, and then (unless said otherwise by ``hold``)
     until the step has ended. ``resident`` is how many records live in host memory, of which ``counts`` then get as many
@@ -492,10 +492,9 @@ def build(
         batch = BatchShape(micro, 4096, 8, 12288, mine, mine and reference, together)
         if kind == "train":
             step += 1
-            options = {"commit": commit or speculate, "defer_all": step in defer_all}
-            program.lists.append((kind, micro, scheduler.training_step(step, batch, **options)))
+            program.lists.append((kind, micro, scheduler.training_step(step, batch, commit=commit or speculate)))
             if speculate:
-                assert scheduler.speculative or step in defer_all or defer >= 1
+                assert scheduler.speculative or defer >= 1
                 program.lists.append(("settle", 0, scheduler.resolve_speculation(step, clipped=not commit)))
                 program.clipped |= set() if commit else {step}
         else:

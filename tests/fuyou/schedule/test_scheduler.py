@@ -99,7 +99,7 @@ def scenarios(draw: st.DrawFn) -> dict[str, Any]:
         "layers": layers, "tied": tied, "counts": counts, "script": script,
         "defer": draw(st.sampled_from([0, 0.25, 0.5, 1])), "hold": draw(st.booleans()),
         "slot": draw(st.integers(0, 1)),
-        "saving_layers": saving_layers, "speculate": speculate, "defer_all": draw(st.sets(st.integers(1, 5))),
+        "saving_layers": saving_layers, "speculate": speculate,
         "resident": draw(st.sampled_from([0, 0, 1, 3, 8])), "frozen": draw(st.booleans()),
         "cuts": cuts, "share": ALONE if speculate else draw(st.sampled_from(SHARES)),
         "own": draw(st.sets(st.integers(0, 4))), "reference": reference and not cuts,
