@@ -16,11 +16,11 @@ from pathlib import Path
 
 import torch
 from generation_server import GenerationServer
+from grpo_loss import GrpoConfig, Rollouts, group_advantages, grpo_loss, rollouts_of
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import fuyou
 from common.models.adapters.options import AdapterOptions
-from fuyou.objectives.grpo import GrpoConfig, Rollouts, group_advantages, grpo_loss, rollouts_of
 
 END, EQUALS, ZERO, VOCABULARY = 1, 2, 3, 16
 """Tokens: the end of a text, what stands before an answer, the digit 0 (the others follow), and how many there are."""

@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from grpo_loss import GrpoConfig, Rollouts, group_advantages, grpo_loss, rollouts_of
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import fuyou
 from common.errors import UserError
 from fuyou.layout.record import Kind
-from fuyou.objectives.grpo import GrpoConfig, Rollouts, group_advantages, grpo_loss, rollouts_of
 from tests.helpers.adapters import compare
 from tests.helpers.engines import directories, engine
 from tests.helpers.own_loss import OwnLossInMemory
