@@ -2,7 +2,6 @@
 
 import math
 import os
-from collections.abc import Iterable
 from pathlib import Path
 
 import torch.distributed as dist
@@ -17,7 +16,6 @@ from cli.job.machine import (
 )
 from cli.job.strategy import PROFILE, measure_cluster
 from cli.options.settings import Settings
-from cli.report.results import RESOURCES
 from cli.train.ranks.meeting import meet
 from cli.train.ranks.process import RankProcess
 from common.hardware.machine import describe_machine
@@ -29,7 +27,6 @@ from fuyou.planner.profiling import Profile, save
 from fuyou.planner.profiling.cache import describe, profile_path
 from fuyou.planner.profiling.measure import measure
 from fuyou.runtime.device import memory_limits
-from fuyou.schedule.tasks import Resource
 
 _OPERATORS = 8
 
@@ -86,11 +83,6 @@ def table(profile: Profile, drives: int) -> list[str]:
             ("commit", _time(profile.commit_seconds), ""),
         ],
         f"optimizer, {threads}": [("Adam", f"{format_count(profile.adam_parameters_per_second)}/s", "parameters")],
-        "on the same cores at the same time": [
-            (f"{RESOURCES[item.value]} next to {_others(item, speeds)}", f"{speed:.2f} x", "its speed alone")
-            for speeds in profile.contention.speeds.values()
-            for item, speed in speeds.items()
-        ],
         "longest operators of the block's forward pass": [
             (f"{item.name.removeprefix('aten.')} #{item.ordinal}", _time(item.seconds), "")
             for item in sorted(profile.operators, key=lambda item: -item.seconds)[:_OPERATORS]
@@ -108,10 +100,6 @@ def table(profile: Profile, drives: int) -> list[str]:
 
 def _rate(bytes_per_second: float) -> str:
     return f"{bytes_per_second / 1e9:.3g} GB/s"
-
-
-def _others(resource: Resource, busy: Iterable[Resource]) -> str:
-    return " and ".join(RESOURCES[other.value] for other in busy if other is not resource)
 
 
 def _time(seconds: float) -> str:

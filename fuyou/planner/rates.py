@@ -1,52 +1,11 @@
 """Rates of a machine: for the simulator, and as measured in a profile."""
 
 import math
-from collections.abc import Collection
-from dataclasses import asdict, dataclass, field, fields, replace
-from functools import cached_property
+from dataclasses import asdict, dataclass, fields
 from typing import Any, NamedTuple
 
 from fuyou.layout.model_layout import Phase
-from fuyou.schedule.tasks import ComputeTask, Resource
-
-
-@dataclass(frozen=True)
-class Contention:
-    """Speeds of work next to other work, as fractions of the speed alone.
-
-    Adam and I/O always run on the host's cores; on a CPU device, so do computing and copies.
-    """
-
-    # Measured speeds, by the two or more resources that work at the same time. Work that was not measured next to other
-    # work (copies) neither slows that down nor is slowed.
-    speeds: dict[frozenset[Resource], dict[Resource, float]] = field(default_factory=dict)
-
-    def speed(self, resource: Resource, running: Collection[Resource]) -> float:
-        """Return the speed of ``resource`` while all of ``running``, including itself, work."""
-        return self.speeds.get(self._measured.intersection(running), {}).get(resource, 1.0)
-
-    @cached_property
-    def _measured(self) -> frozenset[Resource]:
-        return frozenset().union(*self.speeds)
-
-    def to_list(self) -> list[dict[str, float]]:
-        """Return the speeds as JSON: one object per combination."""
-        return [{resource.value: speed for resource, speed in speeds.items()} for speeds in self.speeds.values()]
-
-    @staticmethod
-    def from_list(content: Any) -> "Contention":
-        """Return the speeds of :meth:`to_list`.
-
-        Raises:
-            ValueError: if ``content`` is something else.
-        """
-        try:
-            measured = [{Resource(name): float(speed) for name, speed in entry.items()} for entry in content]
-        except (AttributeError, TypeError) as error:
-            raise ValueError(f"not speeds next to other work: {error}") from error
-        if not all(0 < speed < 100 for entry in measured for speed in entry.values()):
-            raise ValueError(f"not speeds next to other work: {content}")
-        return Contention({frozenset(entry): entry for entry in measured})
+from fuyou.schedule.tasks import ComputeTask
 
 
 @dataclass(frozen=True)
@@ -68,7 +27,6 @@ class TaskRates:
     exchanges_in_one_order: bool = False  # Whether exchanges run one at a time, in order (NCCL)
     saving_seconds_per_token: float = 0.0  # Extra seconds of a block that saves outputs
     backward_flops_per_second: float | None = None  # On blocks; None: as in the forward pass
-    contention: Contention | None = None  # Slowdown of work next to other work, if any
 
     def compute_seconds(self, task: ComputeTask) -> float:
         for phase, seconds in self.non_block_seconds:
@@ -124,7 +82,6 @@ class Profile:
 
     adam_parameters_per_second: float  # Parameters per second that the optimizer process updates alone
     adam_threads: int
-    contention: Contention  # Slowdown of work on the same cores, and of Adam and drives by each other
 
     measured_at: float  # Time of the measurement, in seconds since the epoch
     measured_in_seconds: float
@@ -152,11 +109,10 @@ class Profile:
                 (Phase.EMBED_BACKWARD, self.embed_backward_seconds / self.tokens),
             ),
             finish_seconds=self.block_finish_seconds,
-            contention=self.contention,
         )
 
     def to_dict(self) -> dict[str, Any]:
-        return {**asdict(replace(self, contention=Contention())), "contention": self.contention.to_list()}
+        return asdict(self)
 
     @staticmethod
     def from_dict(content: dict[str, Any]) -> "Profile":
@@ -169,8 +125,7 @@ class Profile:
             operators = tuple(
                 OperatorTime(str(name), int(number), float(seconds)) for name, number, seconds in content["operators"]
             )
-            contention = Contention.from_list(content["contention"])
-            profile = Profile(**{**content, "operators": operators, "contention": contention})
+            profile = Profile(**{**content, "operators": operators})
         except (TypeError, KeyError, ValueError) as error:
             raise ValueError(f"not a profile: {error}") from error
         numbers = {field.name: getattr(profile, field.name) for field in fields(profile) if field.type in (int, float)}

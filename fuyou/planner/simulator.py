@@ -2,7 +2,7 @@
 
 The lists and rules are the engine's: one lane per kind of task, first in, first out, each task when its dependencies
 are done; two pools of I/O threads that share the drives; an optimizer that reads ahead into a ring of chunk buffers,
-updates chunk by chunk, and writes each back. Durations come from rates; work that shares cores slows down.
+updates chunk by chunk, and writes each back. Durations come from rates.
 """
 
 import gc
@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from common.units import Interval
 from fuyou.layout.model_layout import FULL_RECOMPUTATION, ModelLayout, Recomputation
 from fuyou.layout.record import Precision, Record
-from fuyou.planner.rates import Contention, TaskRates
+from fuyou.planner.rates import TaskRates
 from fuyou.schedule.memory_plan import MemoryPlan
 from fuyou.schedule.scheduler import Scheduler
 from fuyou.schedule.tasks import EXCHANGES, SSD_READS, ComputeTask, Op, Resource, StepList, Task, known
@@ -59,12 +59,11 @@ class SimulatedClock:
         result: what has worked when.
     """
 
-    def __init__(self, contention: Contention | None):
+    def __init__(self) -> None:
         self.now = 0.0
         self.result = Simulation()
         self._events: list[tuple[float, int, Done]] = []
         self._number = itertools.count()
-        self._cores = _SharedCores(self, contention) if contention is not None else None
 
     def run(self) -> None:
         while self._events:
@@ -75,63 +74,14 @@ class SimulatedClock:
         heapq.heappush(self._events, (self.now + seconds, next(self._number), action))
 
     def work(self, resource: Resource, seconds: float, done: Done) -> None:
-        """Let ``resource`` do work that takes ``seconds`` alone, then call ``done``."""
+        """Let ``resource`` work for ``seconds``, then call ``done``."""
         start = self.now
 
         def end() -> None:
             self.result.count(resource, start, self.now)
             done()
 
-        if self._cores is not None and resource is not Resource.NONE:
-            self._cores.start(resource, seconds, end)
-        else:
-            self.call_later(seconds, end)
-
-
-class _SharedCores:
-    """Work on shared cores: at most one piece per resource, each slowed down by the others."""
-
-    def __init__(self, clock: SimulatedClock, contention: Contention):
-        self._clock, self._contention = clock, contention
-        self._left: dict[Resource, float] = {}  # seconds that are left of each piece at full speed
-        self._done: dict[Resource, Done] = {}
-        self._last_change = 0.0
-        self._changes = 0
-
-    def start(self, resource: Resource, seconds: float, done: Done) -> None:
-        """Begin work that would take ``seconds`` alone; call ``done`` at its end."""
-        assert resource not in self._left
-        self._advance()
-        self._left[resource], self._done[resource] = seconds, done
-        self._schedule_next_end()
-
-    def _speed(self, resource: Resource) -> float:
-        return self._contention.speed(resource, self._left.keys())
-
-    def _advance(self) -> None:
-        passed, self._last_change = self._clock.now - self._last_change, self._clock.now
-        if passed:
-            for resource in self._left:
-                self._left[resource] -= passed * self._speed(resource)
-
-    def _schedule_next_end(self) -> None:
-        self._changes += 1
-        if not self._left:
-            return
-        waits = {resource: max(0.0, left) / self._speed(resource) for resource, left in self._left.items()}
-        first = min(waits, key=lambda resource: waits[resource])
-        changes = self._changes
-
-        def end() -> None:
-            if changes != self._changes:
-                return
-            self._advance()
-            del self._left[first]
-            done = self._done.pop(first)
-            self._schedule_next_end()
-            done()
-
-        self._clock.call_later(waits[first], end)
+        self.call_later(seconds, end)
 
 
 class SimulatedServer:
@@ -319,7 +269,7 @@ class Simulator:
 
     def __init__(self, records: Sequence[Record], rates: TaskRates, ring_chunks: int, chunk_elements: int):
         self._rates = rates
-        self._clock = SimulatedClock(rates.contention)
+        self._clock = SimulatedClock()
         self._links = {resource: SimulatedServer(self._clock, resource) for resource in _LINKS}
         self._optimizer = OptimizerProcess(self._clock, rates, records, ring_chunks, chunk_elements, self._finish)
         self._drives = self._optimizer.drives

@@ -279,9 +279,9 @@ def install() -> None:
     def timed_norm(steps: Steps, current: Any) -> float:
         return current.gradient_norm() if isinstance(current, TimedComputation) else norm(steps, current)
 
-    def timed_parts(stack: Any, shape: ModelLayout, device: Device, workload: Any) -> tuple[dict[str, Any], Any]:
+    def timed_parts(stack: Any, shape: ModelLayout, device: Device, workload: Any) -> dict[str, Any]:
         if isinstance(device, EmulatedDevice):
-            return _parts_of(shape, device.spec.flops_per_second, workload.tokens), None
+            return _parts_of(shape, device.spec.flops_per_second, workload.tokens)
         return parts(stack, shape, device, workload)
 
     def prove_unless_timed(config: EngineConfig, *arguments: Any, **options: Any) -> None:

@@ -1,8 +1,6 @@
 """A profile of a machine that does not exist."""
 
 from fuyou.planner.profiling import OperatorTime, Profile
-from fuyou.planner.rates import Contention
-from fuyou.schedule.tasks import Resource
 
 PROFILE = Profile(
     device="cpu", tokens=100, measured_tokens=100, block_parameters=1000, matmul_flops_per_second=1e12,
@@ -14,5 +12,4 @@ PROFILE = Profile(
     burst_write_bytes_per_second=3e9,
     commit_seconds=0.004, adam_parameters_per_second=2e8,
     adam_threads=1, measured_at=1e9, measured_in_seconds=5.0,
-    contention=Contention({frozenset({Resource.ADAM, Resource.SSD}): {Resource.ADAM: 0.75, Resource.SSD: 0.5}}),
 )  # fmt: skip

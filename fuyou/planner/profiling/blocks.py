@@ -165,18 +165,6 @@ class BlockBench:
 
         return forward, backward
 
-    def work(self) -> Callable[[int], None]:
-        """Return a function that runs the block forward and backward on :attr:`rows` sequences, as a load."""
-        hidden, calls, _ = self.embedding(self.seq_len)
-        forward, backward = self.block(calls, hidden)
-
-        def both(_: int) -> None:
-            forward()
-            backward()
-            self._device.synchronize()
-
-        return both
-
     def seconds(self, work: Callable[[], object]) -> float:
         """Return the median seconds of a few runs of ``work``, after one warm-up."""
         work()

@@ -1,22 +1,20 @@
 """Measure everything that a prediction of a step needs.
 
-These are the SSDs, through scratch files of a store, the link to the device, the optimizer process, how much work slows
-down next to other work, and the model's parts (:mod:`.blocks`).
+These are the SSDs, through scratch files of a store, the link to the device, the optimizer process, and the model's
+parts (:mod:`.blocks`). Each is measured alone: what shares processors or memory with it slows it down in a run.
 
-This takes 6 to 12 s, three of them to start the optimizer process, and at most 20 s on slow drives or processors. It
+This takes 5 to 10 s, three of them to start the optimizer process, and at most 20 s on slow drives or processors. It
 needs about as much memory as the engine for one block or the head, and 24 MiB per drive.
 """
 
-import contextlib
 import itertools
 import os
 import queue
 import shutil
 import statistics
-import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -42,16 +40,13 @@ from fuyou.optimizer.process.protocol import (
     ReadStates,
     Setup,
     SharedRegions,
-    Updated,
     UpdateRecord,
-    WriteRecord,
-    Written,
 )
 from fuyou.planner.profiling.blocks import BlockBench, streamed_shape
 from fuyou.planner.profiling.cache import ProfiledWorkload
-from fuyou.planner.rates import Contention, Profile
+from fuyou.planner.rates import Profile
 from fuyou.runtime.device import Device, DeviceMemoryError, optimizer_threads
-from fuyou.schedule.tasks import Op, Resource, Task
+from fuyou.schedule.tasks import Op, Task
 
 
 def measure(workload: ProfiledWorkload, device: Device, *, past_cache: bool = False) -> Profile:
@@ -68,7 +63,6 @@ def measure(workload: ProfiledWorkload, device: Device, *, past_cache: bool = Fa
     start = time.monotonic()
     throttle = device.throttle
     link = OptimizerLink()  # imports PyTorch while the model is built
-    bench: OptimizerBench | None = None
     try:
         stack, shape = streamed_shape(workload.config, workload.precision, device.torch_device)
         block_bytes = shape.block_elements * workload.precision.parameter_bytes
@@ -77,23 +71,16 @@ def measure(workload: ProfiledWorkload, device: Device, *, past_cache: bool = Fa
         with open_scratch(workload.directories, records, throttle) as scratch:
             drives = scratch.measure(past_cache=past_cache)
             copies = measure_link(device, block_bytes)
-            parts, blocks = _parts(stack, shape, device, workload)
+            parts = _parts(stack, shape, device, workload)
             threads = optimizer_threads(device)
-            bench = OptimizerBench(link, scratch, workload.precision, workload.chunk_elements, threads, throttle)
-            loads: dict[Resource, RepeatedWork] = {Resource.ADAM: bench.updating, Resource.SSD: bench.writing}
-            if blocks is not None and device.shares_host_memory:
-                loads[Resource.GPU] = RepeatedWork(blocks.work())
-            alone, contention = measure_contention(loads)
+            updates = measure_updates(link, scratch, workload.precision, threads, throttle)
     except (torch.OutOfMemoryError, DeviceMemoryError) as error:
         raise UserError(
             f"A whole block of this model and its gradient, which are to be measured, do not fit {device.name}: plan "
             "with presets (finetune plan --gpu NAME --drive NAME), or train without measuring."
         ) from error
     finally:
-        if bench is not None:
-            bench.close()
-        else:
-            link.close()
+        link.close()
     return Profile(
         device=device.name,
         tokens=workload.tokens,
@@ -105,19 +92,15 @@ def measure(workload: ProfiledWorkload, device: Device, *, past_cache: bool = Fa
         write_bytes_per_second=drives.write,
         burst_write_bytes_per_second=drives.burst_write,
         commit_seconds=drives.commit_seconds,
-        adam_parameters_per_second=alone[Resource.ADAM] * workload.chunk_elements,
+        adam_parameters_per_second=updates * workload.chunk_elements,
         adam_threads=threads,
-        contention=contention,
         measured_at=time.time(),
         measured_in_seconds=time.monotonic() - start,
     )
 
 
-def _parts(
-    stack: StreamedModel, shape: ModelLayout, device: Device, workload: ProfiledWorkload
-) -> tuple[dict[str, Any], BlockBench | None]:
-    blocks = BlockBench(stack, shape, device, workload.rows, workload.seq_len, workload.head_columns)
-    return blocks.measure(), blocks
+def _parts(stack: StreamedModel, shape: ModelLayout, device: Device, workload: ProfiledWorkload) -> dict[str, Any]:
+    return BlockBench(stack, shape, device, workload.rows, workload.seq_len, workload.head_columns).measure()
 
 
 # -- drives -----------------------------------------------------------------------------------------------------------
@@ -350,200 +333,97 @@ class _Copies:
         self._buffer.close()
 
 
-# -- work next to other work ------------------------------------------------------------------------------------------
-
-WINDOW_SECONDS = 0.5  # Each combination is measured for this long, or until each kind of work has been done twice
-WARM_SECONDS = 0.1  # Time for caches and threads to warm up
-_MAX_SECONDS = 60.0
-
-
-class RepeatedWork:
-    """Work that threads repeat until it is stopped.
-
-    Args:
-        work: called with an item; returns when a piece is done.
-        items: items of the threads.
-    """
-
-    def __init__(self, work: Callable[[int], object], items: Sequence[int] = (0,)):
-        self.ends: list[float] = []  # Times at which pieces were done since the start, as time.monotonic() has them
-        self.failure: BaseException | None = None  # Error because of which no more is done; stop() raises it
-        self._work, self._items = work, items
-        self._running = False
-        self._threads: list[threading.Thread] = []
-
-    def start(self) -> None:
-        self.ends, self._running = [], True
-        self._threads = [threading.Thread(target=self._run, args=(item,), daemon=True) for item in self._items]
-        for thread in self._threads:
-            thread.start()
-
-    def stop(self) -> None:
-        self._running = False
-        for thread in self._threads:
-            thread.join()
-        if self.failure is not None:
-            raise self.failure
-
-    def _run(self, item: int) -> None:
-        try:
-            while self._running:
-                self._work(item)
-                self.ends.append(time.monotonic())
-        except BaseException as error:
-            self.failure = error
-
-
-def pieces_per_second(loads: Sequence[RepeatedWork]) -> list[float]:
-    """Return the pieces of work per second of each of ``loads`` while all of them run."""
-    start = time.monotonic() + WARM_SECONDS
-
-    def ends(load: RepeatedWork) -> list[float]:
-        return [end for end in list(load.ends) if end >= start]
-
-    with contextlib.ExitStack() as running:  # all are stopped, even if one of them has failed
-        for load in loads:
-            running.callback(load.stop)
-            load.start()
-        time.sleep(WARM_SECONDS + WINDOW_SECONDS)
-        while any(len(ends(load)) < 2 and load.failure is None for load in loads):
-            if time.monotonic() - start > _MAX_SECONDS:
-                raise FinetuneError(
-                    f"A piece of work that is being measured has taken {_MAX_SECONDS:.0f} s: a drive hangs, or the "
-                    "machine is overloaded."
-                )
-            time.sleep(WARM_SECONDS / 20)
-        counted = [ends(load) for load in loads]
-    return [(len(times) - 1) / max(times[-1] - times[0], 1e-9) for times in counted]
-
-
-def measure_contention(loads: Mapping[Resource, RepeatedWork]) -> tuple[dict[Resource, float], Contention]:
-    """Measure the speed of each load alone, and its remaining fraction in every combination of loads."""
-    alone = {resource: pieces_per_second([load])[0] for resource, load in loads.items()}
-    speeds = {}
-    for size in range(2, len(loads) + 1):
-        for combination in itertools.combinations(loads, size):
-            rates = pieces_per_second([loads[resource] for resource in combination])
-            speeds[frozenset(combination)] = {
-                resource: min(1.0, rate / alone[resource]) for resource, rate in zip(combination, rates, strict=True)
-            }
-    return alone, Contention(speeds)
-
-
 # -- the optimizer process --------------------------------------------------------------------------------------------
 
-UPDATED_ELEMENTS = 4 << 20  # Parameters updated in turn: more than caches hold with their states
-WRITTEN_ELEMENTS = 2 << 20  # Parameters in each record that is written while others are updated
-_WRITTEN_RECORDS = 3
-_ANSWER_SECONDS = 60.0  # Longest time for one piece of work of the optimizer process
+UPDATED_ELEMENTS = 4 << 20  # Parameters in all records to update: more than caches hold with their states
+WINDOW_SECONDS = 0.5  # Updates are counted for this long, or until there have been two
+_ANSWER_SECONDS = 60.0  # Longest time for one update
 
 
 def scratch_records(chunk_elements: int, precision: Precision) -> list[Record]:
-    """Return records of one chunk each, to be updated, and then those to be written."""
-    updated = max(1, UPDATED_ELEMENTS // chunk_elements)
-    sizes = [chunk_elements] * updated + [WRITTEN_ELEMENTS] * _WRITTEN_RECORDS
+    """Return records of one chunk each, to be updated."""
     return [
-        Record.build(index, f"profile {index}", Kind.BLOCK, precision, [(("weight",), (1, size), True)])
-        for index, size in enumerate(sizes)
+        Record.build(index, f"profile {index}", Kind.BLOCK, precision, [(("weight",), (1, chunk_elements), True)])
+        for index in range(max(1, UPDATED_ELEMENTS // chunk_elements))
     ]
 
 
-class OptimizerBench:
-    """The optimizer process with records in its memory, of which it updates some and writes others.
+def measure_updates(
+    link: OptimizerLink, scratch: ScratchFiles, precision: Precision, threads: int, throttle: Throttle | None
+) -> float:
+    """Return the records of :func:`scratch_records` per second that the optimizer process updates, alone, with their
+    states in its memory.
 
     Args:
         link: the process, started but not set up.
-        scratch: the store with the records of :func:`scratch_records`.
+        scratch: the store with the records.
         throttle: slows the drives down.
 
-    Attributes:
-        updating: a load that updates one chunk at a time, and writes nothing.
-        writing: a load that writes :data:`WRITTEN_ELEMENTS` parameters and their states at a time, and computes
-            nothing.
+    Raises:
+        FinetuneError: if the process fails, or does not answer.
     """
+    records = scratch.records
+    nbytes = max(record.parameter_nbytes for record in records)
+    shared = SharedRegions(
+        2 * nbytes, {Kind.BLOCK: BufferRegion(0, nbytes, 1)}, {Kind.BLOCK: BufferRegion(nbytes, nbytes, 1)}
+    )
+    setup = Setup(
+        directories=[str(path) for path in scratch.store.directories],
+        records=records,
+        chunk_elements=records[0].numel,
+        ring_chunks=1,
+        shared=shared,
+        threads=threads,
+        resident=[record.index for record in records],
+        throttle=throttle,
+    )
+    answers: queue.SimpleQueue[object] = queue.SimpleQueue()
+    steps = itertools.count()
 
-    def __init__(
-        self,
-        link: OptimizerLink,
-        scratch: ScratchFiles,
-        precision: Precision,
-        chunk_elements: int,
-        threads: int,
-        throttle: Throttle | None,
-    ):
-        self._link, records = link, scratch.records
-        written = [record.index for record in records[-_WRITTEN_RECORDS:]]
-        updated = [record.index for record in records[:-_WRITTEN_RECORDS]]
-        self._step = 0
-        self._there: set[int] = set()  # records whose states are in memory
-        nbytes = max(record.parameter_nbytes for record in records)
-        shared = SharedRegions(
-            2 * nbytes, {Kind.BLOCK: BufferRegion(0, nbytes, 1)}, {Kind.BLOCK: BufferRegion(nbytes, nbytes, 1)}
-        )
-        self._share(shared, precision)
-        self._sending = threading.Lock()
-        self._answers: list[queue.SimpleQueue[BaseException | None]] = [queue.SimpleQueue() for _ in records]
-        self.updating = RepeatedWork(self._update, (updated * 2)[:2])
-        self.writing = RepeatedWork(self._write, written)
-        link.set_up(
-            Setup(
-                directories=[str(path) for path in scratch.store.directories],
-                records=records,
-                chunk_elements=chunk_elements,
-                ring_chunks=1,
-                shared=shared,
-                threads=threads,
-                resident=[record.index for record in records],
-                throttle=throttle,
-            ),
-            self._heard,
-            self._failed,
-        )
+    def begin_update() -> None:
+        step = next(steps)
+        record = step % len(records)
+        link.send(ReadStates(record, 0, in_memory=step >= len(records)))
+        link.send(UpdateRecord(record, 0, 0, None, Update(step + 1, AdamConfig())))
 
-    def close(self) -> None:
-        self._link.close()
-        self._memory.close()
-
-    def _share(self, shared: SharedRegions, precision: Precision) -> None:
-        """Share memory for parameters and gradients, filled with random numbers: other values may slow Adam down."""
-        assert self._link.shared_fd is not None
-        os.ftruncate(self._link.shared_fd, shared.nbytes)
-        self._memory = HostBuffer(shared.nbytes, fd=os.dup(self._link.shared_fd)).touch()
-        values = self._memory.tensor(precision.dtype, 0, shared.nbytes // precision.dtype.itemsize)
-        tile = torch.randn(1 << 16, generator=torch.Generator().manual_seed(0)).to(precision.dtype) * 0.02
-        for start in range(0, values.numel(), tile.numel()):
-            part = values[start : start + tile.numel()]
-            part.copy_(tile[: part.numel()])
-
-    def _update(self, record: int) -> None:
-        with self._sending:  # states are read in the order in which records are updated
-            self._step += 1
-            self._link.send(ReadStates(record, 0, in_memory=record in self._there))
-            self._there.add(record)
-            self._link.send(UpdateRecord(record, 0, 0, None, Update(self._step, AdamConfig())))
-        self._wait(record)
-
-    def _write(self, record: int) -> None:
-        self._link.send(WriteRecord(record, 0, 0))
-        self._wait(record)
-
-    def _wait(self, record: int) -> None:
-        """Return when the process has answered for ``record``, which is either updated or written."""
+    def wait() -> float:
         try:
-            failure = self._answers[record].get(timeout=_ANSWER_SECONDS)
+            answer = answers.get(timeout=_ANSWER_SECONDS)
         except queue.Empty:
             raise FinetuneError(
                 f"The optimizer process has not answered for {_ANSWER_SECONDS:.0f} s while it was being measured: a "
                 "drive hangs, or the machine is overloaded."
             ) from None
-        if failure is not None:
-            self._answers[record].put(failure)  # for another thread with this record
-            raise failure
+        if isinstance(answer, BaseException):
+            raise answer
+        return time.monotonic()
 
-    def _heard(self, message: object) -> None:
-        assert isinstance(message, Updated | Written)
-        self._answers[message.record].put(None)
+    memory = _shared_values(link, shared.nbytes, precision)
+    try:
+        link.set_up(setup, answers.put, answers.put)
+        for _ in records:  # the first time each reads its states
+            begin_update()
+            wait()
+        begin_update()  # two at a time, so that the process never waits for a message
+        begin_update()
+        ends = [wait()]
+        while len(ends) < 3 or ends[-1] - ends[0] < WINDOW_SECONDS:
+            begin_update()
+            ends.append(wait())
+        return (len(ends) - 1) / (ends[-1] - ends[0])
+    finally:
+        link.close()
+        memory.close()
 
-    def _failed(self, error: BaseException) -> None:
-        for answers in self._answers:
-            answers.put(error)
+
+def _shared_values(link: OptimizerLink, nbytes: int, precision: Precision) -> HostBuffer:
+    """Share memory for parameters and gradients, filled with random numbers: other values may slow Adam down."""
+    assert link.shared_fd is not None
+    os.ftruncate(link.shared_fd, nbytes)
+    memory = HostBuffer(nbytes, fd=os.dup(link.shared_fd)).touch()
+    values = memory.tensor(precision.dtype, 0, nbytes // precision.dtype.itemsize)
+    tile = torch.randn(1 << 16, generator=torch.Generator().manual_seed(0)).to(precision.dtype) * 0.02
+    for start in range(0, values.numel(), tile.numel()):
+        part = values[start : start + tile.numel()]
+        part.copy_(tile[: part.numel()])
+    return memory

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from fuyou.planner.profiling import Profile, blocks, measure
-from fuyou.schedule.tasks import Resource
 from tests.cli.conftest import Finetune, sending
 from tests.helpers.command.messages import check
 
@@ -18,9 +17,7 @@ def _quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(measure, "DIRECTION_SECONDS", 0.05)
     monkeypatch.setattr(measure, "PAST_CACHE_SECONDS", 0.0)
     monkeypatch.setattr(measure, "WINDOW_SECONDS", 0.02)
-    monkeypatch.setattr(measure, "WARM_SECONDS", 0.01)
     monkeypatch.setattr(measure, "UPDATED_ELEMENTS", 1 << 14)
-    monkeypatch.setattr(measure, "WRITTEN_ELEMENTS", 1 << 14)
     monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path / "cache"))
 
 
@@ -39,7 +36,6 @@ def test_a_profile(finetune: Finetune, checkpoint: Path, tmp_path: Path) -> None
         "SSDs, 1 directory",
         "commit",
         "optimizer, 1 thread",
-        "the optimizer next to the SSDs and computing",
     ):
         assert words in outcome.out  # fmt: skip
     (file,) = (tmp_path / "cache" / "profiles").iterdir()
@@ -51,8 +47,6 @@ def test_a_profile(finetune: Finetune, checkpoint: Path, tmp_path: Path) -> None
     assert all(seconds > 0 for _, seconds in profile.rates().non_block_seconds)
     # The same unit; not closer, because each was measured for a moment only.
     assert 0 < sum(one.seconds for one in profile.operators) < profile.block_backward_seconds * 100
-    together = profile.contention.speeds[frozenset({Resource.ADAM, Resource.SSD, Resource.GPU})]
-    assert all(0 < speed <= 1 for speed in together.values())
 
 
 @pytest.mark.parametrize(("words", "message"), [

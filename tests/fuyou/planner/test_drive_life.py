@@ -55,7 +55,7 @@ def test_a_limit_in_days_takes_the_fastest_step_that_reaches_it(job: TrainingJob
 def test_the_frontier_has_the_bytes_of_whole_steps(job: TrainingJob) -> None:
     evaluator = Evaluator(replace(job, drive_life=0), ON)
     choose(evaluator)
-    points = frontier(evaluator, evaluator.job.clip_choices)
+    points = frontier(evaluator)
     assert len(points) >= 4
     for point in points:
         assert point.written_bytes == evaluator.evaluate(point.candidate, merged=False).written_bytes
@@ -68,7 +68,7 @@ def test_runs_write_the_bytes_of_each_point(job: TrainingJob, tmp_path: Path) ->
     """As many as a step writes in the steady state; in all, what was scheduled."""
     evaluator = Evaluator(replace(job, drive_life=0), ON)
     choose(evaluator)
-    points, ids = frontier(evaluator, evaluator.job.clip_choices), torch.zeros(64, 64, dtype=torch.long)
+    points, ids = frontier(evaluator), torch.zeros(64, 64, dtype=torch.long)
     assert len(points) >= 4
     for point in points:
         candidate, device = point.candidate, emulated_device("emulated:tflops=1,memory=1GiB,link=9GB/s")

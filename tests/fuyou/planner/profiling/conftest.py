@@ -10,6 +10,4 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(blocks, "REPEAT_SECONDS", 0.01)
     monkeypatch.setattr(measure, "DIRECTION_SECONDS", 0.1)
     monkeypatch.setattr(measure, "WINDOW_SECONDS", 0.02)
-    monkeypatch.setattr(measure, "WARM_SECONDS", 0.01)
     monkeypatch.setattr(measure, "UPDATED_ELEMENTS", 1 << 14)
-    monkeypatch.setattr(measure, "WRITTEN_ELEMENTS", 1 << 14)

@@ -18,10 +18,9 @@ from fuyou.optimizer.process.client import OptimizerLink
 from fuyou.planner.profiling import ProfiledWorkload
 from fuyou.planner.profiling.blocks import BlockBench, _extrapolated, _shortened, random_values
 from fuyou.planner.profiling.measure import (
-    OptimizerBench,
     measure,
+    measure_updates,
     open_scratch,
-    pieces_per_second,
     scratch_records,
 )
 from fuyou.runtime.device import Device
@@ -86,16 +85,11 @@ def test_a_block_that_others_hand_values_is_measured_without_them() -> None:
 @pytest.mark.usefixtures("_quick")
 def test_adam_is_measured_on_states_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not at the rate at which a drive brings them, once it has."""
-    monkeypatch.setattr("fuyou.planner.profiling.measure.WARM_SECONDS", 0.3)
     monkeypatch.setattr("fuyou.planner.profiling.measure.WINDOW_SECONDS", 0.2)
     throttle, link = IoThrottle(2e6, 1e9), OptimizerLink()
     link.wait_until_up()
     with open_scratch([tmp_path], scratch_records(4096, BF16), throttle) as scratch:
-        bench = OptimizerBench(link, scratch, BF16, 4096, 1, throttle)
-        try:
-            (chunks,) = pieces_per_second([bench.updating])
-        finally:
-            bench.close()
+        chunks = measure_updates(link, scratch, BF16, 1, throttle)
     assert chunks * 4096 * BF16.state_bytes > 4 * throttle.read_bytes_per_second
 
 

@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 
 from fuyou.planner.profiling import Profile
-from fuyou.schedule.tasks import Resource
 from tests.helpers.profiles import PROFILE
 
 
@@ -19,8 +18,6 @@ def test_rates_for_the_simulator() -> None:
     assert rates.flops_per_second == pytest.approx(2 * 1000 * 100 / 0.002)
     assert rates.backward_flops_per_second == pytest.approx(6 * 1000 * 100 / 0.008)
     assert PROFILE.rates(recomputed=0.5).backward_flops_per_second == pytest.approx(5 * 1000 * 100 / 0.008)
-    assert rates.contention is not None
-    assert rates.contention.speed(Resource.ADAM, {Resource.ADAM, Resource.SSD}) == 0.75
     assert (rates.upload_bytes_per_second, rates.download_bytes_per_second) == (4e9, 3e9)
     assert (rates.read_bytes_per_second, rates.write_bytes_per_second) == (2e9, 1e9)
     assert (rates.adam_parameters_per_second, rates.commit_seconds) == (2e8, 0.004)
@@ -31,8 +28,7 @@ def test_rates_for_the_simulator() -> None:
     [
         {"tokens": "many"}, {"read_bytes_per_second": float("nan")}, {"commit_seconds": -1.0}, {"tokens": 0},
         {"adam_parameters_per_second": 0.0}, {"adam_parameters_per_second": None}, {"operators": [["x"]]},
-        {"operators": 3}, {"surprise": 1}, {"contention": 3}, {"contention": [{"adam": 0.0}]},
-        {"contention": [{"cores": 1.0}]},
+        {"operators": 3}, {"surprise": 1},
     ],
 )  # fmt: skip
 def test_not_a_profile(spoil: dict[str, object]) -> None:
