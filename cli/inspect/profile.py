@@ -28,8 +28,6 @@ from fuyou.planner.profiling.cache import describe, profile_path
 from fuyou.planner.profiling.measure import measure
 from fuyou.runtime.device import memory_limits
 
-_OPERATORS = 8
-
 Row = tuple[str, str, str]  # Row of the table: what was measured, how much it was, and a remark
 
 
@@ -83,10 +81,6 @@ def table(profile: Profile, drives: int) -> list[str]:
             ("commit", _time(profile.commit_seconds), ""),
         ],
         f"optimizer, {threads}": [("Adam", f"{format_count(profile.adam_parameters_per_second)}/s", "parameters")],
-        "longest operators of the block's forward pass": [
-            (f"{item.name.removeprefix('aten.')} #{item.ordinal}", _time(item.seconds), "")
-            for item in sorted(profile.operators, key=lambda item: -item.seconds)[:_OPERATORS]
-        ],
     }
     rows = [row for section in sections.values() for row in section]
     wide, wider = max(len(row[0]) for row in rows), max(len(row[1]) for row in rows)

@@ -4,20 +4,15 @@ A list of hundreds of thousands of tasks takes seconds to simulate. To compare c
 until few are left: the same bytes and FLOPs in fewer tasks, with buffers of activations in proportion.
 """
 
-from collections.abc import Iterable
 from dataclasses import replace
 from functools import cached_property
 
 from common.errors import UserError
-from common.models.attention.kernels import KERNELS
-from fuyou.layout.model_layout import Recomputation
-from fuyou.model.recompute.block_trace import BlockTrace, Operator
+from fuyou.model.recompute.block_trace import BlockTrace
 from fuyou.model.recompute.policy import (
     ActivationPlanner,
     ActivationPolicy,
     chunk_attention_flops,
-    operators_worth_saving,
-    roofline,
     saved_outputs,
     trace_block,
 )
@@ -47,7 +42,7 @@ class Evaluator:
             job = fitting_job(job, machine.device_bytes, machine.host_bytes, machine.cpu)
         except UserError as error:
             self._too_small = error  # which every candidate meets
-        self.job = job
+        self.job, self._device = job, "cpu" if machine.cpu else "cuda"
         self._activation_planners: dict[ActivationPolicy, ActivationPlanner] = {}
         self._known: dict[tuple[Candidate, bool], Plan | UserError] = {}
 
@@ -93,7 +88,7 @@ class Evaluator:
         policy = SAVE_NOTHING if shape.orders else candidate.activation_policy
         if policy not in self._activation_planners:
             self._activation_planners[policy] = ActivationPlanner(
-                self.job.stack, self._kernels, shape.precision.dtype, policy
+                self.job.stack, self._device, shape.precision.dtype, policy
             )
         return self._activation_planners[policy]
 
@@ -121,15 +116,6 @@ class Evaluator:
         )
         return planner.plan(job.rows, job.seq_len, candidate.micro_rows, job.loss, job.chunk)
 
-    @property
-    def _kernels(self) -> str:
-        """Return the attention kernel to trace with: that of the profiled device, if known."""
-        profile = self.machine.profile
-        seen = (operator.name for operator in profile.operators) if profile is not None else ()
-        return next((name for name in seen if name in KERNELS), "cpu" if self.machine.cpu else "cuda")
-
-    # -- costs of a block's operators -----------------------------------------------------------------------------
-
     @cached_property
     def _columns(self) -> int:
         """Return the tokens of a row that are computed at once."""
@@ -153,7 +139,7 @@ class Evaluator:
         """Return the operators of a block, or None if the family's code needs values to run."""
         job = self.job
         try:
-            return trace_block(job.stack, self._columns, self._kernels, job.shape.precision.dtype)
+            return trace_block(job.stack, self._columns, self._device, job.shape.precision.dtype)
         except Exception:
             return None
 
@@ -173,52 +159,6 @@ class Evaluator:
         counted = 2 * job.block_parameters / len(job.shape.blocks) * self._columns
         return replace(machine.rates, flops_per_second=machine.rates.flops_per_second * counted / self.trace.flops())
 
-    @cached_property
-    def _operator_seconds(self) -> list[float] | None:
-        profile = self.machine.profile
-        if profile is None or self.trace is None:
-            return None
-        measured = [(item.name, item.ordinal) for item in profile.operators]
-        if measured != [(item.name, item.ordinal) for item in self.trace.operators]:
-            return None
-        seconds = [item.seconds for item in profile.operators]
-        # One at a time they take longer than the whole pass: each is waited for, in Python.
-        return [item * min(1.0, profile.block_forward_seconds / sum(seconds)) for item in seconds]
-
-    def cost(self, operator: Operator) -> float:
-        """Return the cost of computing ``operator`` again: its measured seconds, or by a GPU's roofline."""
-        if self._operator_seconds is None:
-            return roofline(operator)
-        assert self.trace is not None
-        return self._operator_seconds[self.trace.operators.index(operator)]
-
-    def _timed_recomputation(self, candidate: Candidate, counted: Recomputation) -> Recomputation:
-        """Return ``counted`` corrected by measured times, in FLOPs at the backward pass's rate."""
-        if self._operator_seconds is None or not counted.layers:
-            return counted
-        profile = self.machine.profile
-        assert profile is not None and self.trace is not None
-        seconds = self._left_out_seconds(candidate.activation_policy.operators)
-        if profile.kept_bytes:  # leaving operators out one by one saves less than what they take one by one
-            all_left_out = self._left_out_seconds(operators_worth_saving(self.trace))
-            seconds *= max(0.0, profile.block_backward_seconds - profile.kept_backward_seconds) / all_left_out
-        backward = 3 - counted.unneeded  # what was measured, in forward passes' FLOPs
-        return replace(counted, saved=counted.unneeded + backward * seconds / profile.block_backward_seconds)
-
-    def _left_out_seconds(self, operators: Iterable[tuple[str, int]]) -> float:
-        """Return the seconds per micro-batch of the profile that saving the outputs of ``operators`` saves."""
-        assert self._operator_seconds is not None and self.trace is not None
-        saved = [self.trace.find(*call) for call in operators]
-        left_out = self.trace.required() - self.trace.required(frozenset(call for call in saved if call is not None))
-        return sum(self._operator_seconds[index] for index in left_out)
-
-    def _saving_seconds_per_token(self, saved_bytes: int, micro_tokens: int) -> float:
-        profile = self.machine.profile
-        if profile is None or not profile.kept_bytes:
-            return 0.0
-        seconds = max(0.0, profile.kept_forward_seconds - profile.block_forward_seconds)
-        return seconds * saved_bytes / profile.kept_bytes / micro_tokens
-
     # -- simulation -----------------------------------------------------------------------------------------------
 
     def _evaluate(self, candidate: Candidate, merged: bool) -> Plan:
@@ -226,13 +166,9 @@ class Evaluator:
         layers, batch = len(job.shape.blocks), memory.batch
         plan = merge_micro_batches(memory, layers) if merged else memory
         activations, updates = self.activation_planner(candidate), self.update_policy(candidate)
-        counted = activations.recomputation(batch.micro_rows, batch.columns)
+        recomputation = activations.recomputation(batch.micro_rows, batch.columns)
         if batch.chunks > 1:  # nothing but keys and values is saved
-            counted = counted.saving_nothing()
-        recomputation = self._timed_recomputation(candidate, counted)
-        saved_bytes = activations.saved(batch.micro_rows, batch.columns).nbytes if counted.layers else 0
-        saving_seconds = self._saving_seconds_per_token(saved_bytes, batch.micro_tokens)
-        rates = replace(self.rates, saving_seconds_per_token=saving_seconds)
+            recomputation = recomputation.saving_nothing()
         deferred = updates.deferred(job.shape)
         waits = bool(deferred) or job.clips
         writes_late = waits and bool(plan.resident)
@@ -242,7 +178,7 @@ class Evaluator:
             return simulate(
                 job.shape,
                 plan,
-                rates,
+                self.rates,
                 deferred,
                 steps,
                 hold=job.clips,
@@ -257,10 +193,10 @@ class Evaluator:
         if updates.speculative:
             clipped_seconds = run(True)[0].step_seconds()
             seconds += job.clipped_share * (clipped_seconds - seconds)
-        busy = busy_seconds(tasks, rates)
+        busy = busy_seconds(tasks, self.rates)
         # Writes that wait for a commit pile up for more steps than are simulated where the drives are the bound.
         seconds = max(seconds, *busy.values())
-        left_out = 1 - sum(counted.fraction(layer) for layer in range(layers)) / layers
+        left_out = 1 - sum(recomputation.fraction(layer) for layer in range(layers)) / layers
         job = job.causal if batch.chunks > 1 else job
         recomputed = (job.hardware_flops_per_token - job.model_flops_per_token) * job.tokens
         return Plan(
@@ -273,7 +209,7 @@ class Evaluator:
             tasks=tasks,
             simulation=simulation,
             clipped_seconds=clipped_seconds,
-            update_seconds=update_seconds(tasks, rates),
+            update_seconds=update_seconds(tasks, self.rates),
             saved_flops=left_out * recomputed,
             kept_activation_bytes=tasks.kept_bytes(plan.kept_bytes),
             ssd_bytes=self._ssd_bytes(memory, updates),

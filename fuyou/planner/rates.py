@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import asdict, dataclass, fields
-from typing import Any, NamedTuple
+from typing import Any
 
 from fuyou.layout.model_layout import Phase
 from fuyou.schedule.tasks import ComputeTask
@@ -25,7 +25,6 @@ class TaskRates:
     inter_node_bytes_per_second: float = float("inf")  # From one rank to other nodes, while all send
     message_seconds: float = 0.0  # Seconds that every exchange between ranks takes besides its bytes
     exchanges_in_one_order: bool = False  # Whether exchanges run one at a time, in order (NCCL)
-    saving_seconds_per_token: float = 0.0  # Extra seconds of a block that saves outputs
     backward_flops_per_second: float | None = None  # On blocks; None: as in the forward pass
 
     def compute_seconds(self, task: ComputeTask) -> float:
@@ -33,22 +32,13 @@ class TaskRates:
             if phase is task.visit.phase:
                 return seconds * task.tokens
         if task.visit.phase is not Phase.BLOCK_BACKWARD:
-            saving = 0.0 if task.kept is None else self.saving_seconds_per_token * task.tokens
-            return task.flops / self.flops_per_second + saving
+            return task.flops / self.flops_per_second
         finishes = task.last and (task.visit.part is None or (task.gradient is not None and task.visit.completes))
         finish = self.finish_seconds if finishes else 0.0
         return task.flops / (self.backward_flops_per_second or self.flops_per_second) + finish
 
 
 FORMAT = 7  # Version of the JSON: profiles of another one are not read, but measured again
-
-
-class OperatorTime(NamedTuple):
-    """One call of an operator in a block's forward pass."""
-
-    name: str  # Such as `aten.addmm.default`
-    ordinal: int  # Number of the call among this operator's calls in the block, from 0
-    seconds: float
 
 
 @dataclass(frozen=True)
@@ -63,14 +53,10 @@ class Profile:
     embed_forward_seconds: float
     block_forward_seconds: float
     block_backward_seconds: float  # Seconds with the forward pass computed again, as far as it is needed
-    kept_forward_seconds: float  # Seconds of a block that saves all useful outputs; 0 if none
-    kept_backward_seconds: float
-    kept_bytes: int  # Bytes of these outputs
     block_finish_seconds: float  # Seconds for squaring a block's gradient, once per visit
     head_seconds: float  # Seconds of forward and backward pass
     head_forward_seconds: float
     embed_backward_seconds: float
-    operators: tuple[OperatorTime, ...]  # Operators of the block's forward pass, in order
     block_parameters: float  # Parameters of a block that one token uses: of routed experts those that it visits
     upload_bytes_per_second: float  # Bytes per second from host to device while both directions are busy
     download_bytes_per_second: float
@@ -122,11 +108,8 @@ class Profile:
             ValueError: if ``content`` is not a profile.
         """
         try:
-            operators = tuple(
-                OperatorTime(str(name), int(number), float(seconds)) for name, number, seconds in content["operators"]
-            )
-            profile = Profile(**{**content, "operators": operators})
-        except (TypeError, KeyError, ValueError) as error:
+            profile = Profile(**content)
+        except TypeError as error:
             raise ValueError(f"not a profile: {error}") from error
         numbers = {field.name: getattr(profile, field.name) for field in fields(profile) if field.type in (int, float)}
         for name, value in numbers.items():

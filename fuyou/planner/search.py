@@ -127,7 +127,7 @@ def _search_activation_policy(evaluator: Evaluator, best: Plan) -> Plan:
     layers = len(shape.blocks)
     operators: tuple[tuple[str, int], ...] = ()
     choices = []
-    for output in savable_outputs(evaluator.trace, cost=evaluator.cost):
+    for output in savable_outputs(evaluator.trace):
         operators = (*operators, (output.operator, output.ordinal))
         if output.saved_flops > 0:
             choices.append(operators)

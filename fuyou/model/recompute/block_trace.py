@@ -318,7 +318,7 @@ class AttentionOf(TorchFunctionMode):
     """Makes attention on the meta device call the kernel that a real device would, instead of one product at a time.
 
     Args:
-        device: ``"cpu"`` or ``"cuda"``, or the name of the kernel that a GPU was seen to take.
+        device: ``"cpu"`` or ``"cuda"``.
         kernels: that the run may take.
     """
 

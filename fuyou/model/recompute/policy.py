@@ -74,7 +74,7 @@ def savable_outputs(trace: BlockTrace, rows: int = 1, cost: Cost = roofline) -> 
     Args:
         trace: the block's operators on one row.
         rows: rows in a micro-batch; everything is proportional to it.
-        cost: returns the cost of an operator: measured seconds, or :func:`roofline`.
+        cost: returns the cost of an operator.
     """
     costs = [cost(one) for one in trace.operators]
     needed = trace.required()
@@ -107,11 +107,6 @@ def best_fitting(outputs: Sequence[SavableOutput], nbytes: float) -> list[tuple[
     return [(output.operator, output.ordinal) for output, _ in fitting]
 
 
-def operators_worth_saving(trace: BlockTrace) -> list[tuple[str, int]]:
-    """Return name and ordinal of all calls that save FLOPs if their outputs are saved, best first."""
-    return [(output.operator, output.ordinal) for output in savable_outputs(trace) if output.saved_flops > 0]
-
-
 def trace_block(stack: StreamedModel, seq_len: int, device: str, dtype: torch.dtype, layer: int = -1) -> BlockTrace:
     """Trace a block's forward pass of one row on the meta device.
 
@@ -120,7 +115,7 @@ def trace_block(stack: StreamedModel, seq_len: int, device: str, dtype: torch.dt
     Args:
         stack: the model.
         seq_len: tokens in the row.
-        device: ``"cpu"`` or ``"cuda"``, whose attention kernel the trace has; or that kernel's name.
+        device: ``"cpu"`` or ``"cuda"``, whose attention kernel the trace has.
         dtype: type of the hidden states.
         layer: index of the block; the last by default (where families mix kinds, it sees the whole sequence).
     """
@@ -186,7 +181,7 @@ class ActivationPlanner:
 
     Args:
         stack: the model.
-        device: ``"cpu"`` or ``"cuda"``, or a kernel, as :func:`trace_block` has it.
+        device: ``"cpu"`` or ``"cuda"``, as :func:`trace_block` has it.
         dtype: type of the hidden states.
         policy: the operators and the number of layers; or a number of bytes, into which the best outputs of every layer
             and micro-batch must fit.

@@ -1,4 +1,4 @@
-"""Measure the model's parts on the device: matrix products, embedding, block, head, and the block's operators.
+"""Measure the model's parts on the device: matrix products, embedding, block, and head.
 
 One block of the model runs with random weights, as the engine's tasks run it.
 """
@@ -6,12 +6,11 @@ One block of the model runs with random weights, as the engine's tasks run it.
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedConfig
 
 from common.models.meta_model import build_meta_model
@@ -21,12 +20,9 @@ from fuyou.model.blocks.calls import BlockCalls
 from fuyou.model.loss.cross_entropy import cross_entropy
 from fuyou.model.loss.router_loss import switch_router_logits
 from fuyou.model.model_records import model_records
-from fuyou.model.operators import makes_views
-from fuyou.model.recompute.policy import operators_worth_saving, saved_outputs, trace_block
 from fuyou.model.recompute.replay import BlockReplay, SavedForward
 from fuyou.model.streamed_model import StreamedModel
 from fuyou.optimizer.gradient_sum import GradientSum, sum_of_squares
-from fuyou.planner.rates import OperatorTime
 from fuyou.runtime.device import Device
 
 LONGEST_PASS_SECONDS = 0.4  # If a pass is expected to take longer, fewer tokens are measured
@@ -79,8 +75,6 @@ class BlockBench:
         sizes = [self.seq_len] if self._scale == 1 else [self.seq_len, max(1, self.seq_len // 4)]
         samples = [self._sample(seq_len) for seq_len in sizes]
         calls = -(-self._whole[1] // self._head_columns)
-        hidden, arguments, _ = self.embedding(self.seq_len)
-        kept_forward, kept_backward, kept_bytes = self._kept(arguments, hidden)
         seconds = {}
         for name in samples[0]:
             at_once, times = (self._head_tokens, calls) if "head" in name else (self._whole[0] * self._whole[1], 1)
@@ -89,11 +83,7 @@ class BlockBench:
             **seconds,
             "measured_tokens": self.rows * self.seq_len,
             "matmul_flops_per_second": self.matmul_flops_per_second,
-            "kept_forward_seconds": kept_forward * self._scale,
-            "kept_backward_seconds": kept_backward * self._scale,
-            "kept_bytes": round(kept_bytes * self._scale),
             "block_finish_seconds": self.seconds(lambda: sum_of_squares(self._gradient)),
-            "operators": self._operators(arguments, hidden),
         }
 
     def _sample(self, seq_len: int) -> dict[str, tuple[int, float]]:
@@ -119,32 +109,11 @@ class BlockBench:
         seconds = self.seconds(forward)
         return seconds, self.seconds(backward)
 
-    def _kept(self, calls: BlockCalls, hidden: torch.Tensor) -> tuple[float, float, int]:
-        """Return the seconds of both passes with all useful outputs saved, and their bytes; else zeros."""
-        kernels = "cpu" if self._device.torch_device.type == "cpu" else "cuda"
-        try:
-            trace = trace_block(self._stack, self.seq_len, kernels, self._dtype, self._layer)
-        except Exception:  # a family's own code may need values: such a run saves nothing
-            return 0.0, 0.0, 0
-        operators = operators_worth_saving(trace)
-        nbytes = saved_outputs(trace, operators, self.rows).nbytes
-        return *self._both(*self.block(calls, hidden, operators, nbytes)), nbytes
-
-    def block(
-        self, calls: BlockCalls, hidden: torch.Tensor, operators: Collection[tuple[str, int]] = (), kept_bytes: int = 0
-    ) -> tuple[Callable[[], None], Callable[[], None]]:
-        """Return functions that run the block's forward pass, and its backward pass with recomputation.
-
-        Args:
-            calls, hidden: arguments of the block.
-            operators: calls whose outputs are saved.
-            kept_bytes: bytes of these outputs.
-        """
+    def block(self, calls: BlockCalls, hidden: torch.Tensor) -> tuple[Callable[[], None], Callable[[], None]]:
+        """Return functions that run the block's forward pass, and its backward pass with recomputation."""
         views = self._record.views(self._weights)
         output, upstream = torch.empty_like(hidden), torch.full_like(hidden, 1e-3)
-        replay = BlockReplay([self._layer], operators, kept_bytes)
-        saved = SavedForward(None)
-        buffer = torch.empty(kept_bytes, dtype=torch.uint8, device=hidden.device) if kept_bytes else None
+        replay, saved = BlockReplay(), SavedForward(None)
 
         def run(hidden: torch.Tensor) -> torch.Tensor:
             return self._stack.block(self._layer, hidden, calls)
@@ -152,13 +121,13 @@ class BlockBench:
         def forward() -> None:
             nonlocal saved
             with torch.no_grad(), self._stack.bound(_named(self._record, views)):
-                result, saved = replay.forward(self._layer, hidden, calls, lambda: run(hidden), buffer)
+                result, saved = replay.forward(self._layer, hidden, calls, lambda: run(hidden), None)
             output.copy_(result)
 
         def backward() -> None:
             leaf = hidden.detach().requires_grad_()
             with torch.enable_grad(), self._stack.bound(self._leaves(self._record, views, self._gradient)):
-                result, _ = replay.backward(self._layer, leaf, calls, lambda: run(leaf), buffer, saved)
+                result, _ = replay.backward(self._layer, leaf, calls, lambda: run(leaf), None, saved)
                 calls.backward(result, upstream)
             assert leaf.grad is not None
             output.copy_(leaf.grad)
@@ -238,49 +207,10 @@ class BlockBench:
 
         return self.seconds(both), self.seconds(forward)
 
-    def _operators(self, calls: BlockCalls, hidden: torch.Tensor) -> tuple[OperatorTime, ...]:
-        runs: list[list[OperatorTime]] = []
-        leaves = self._leaves(self._record, self._record.views(self._weights), self._gradient)
-        leaf = hidden.detach().requires_grad_()
-        for _ in range(3):
-            with torch.enable_grad(), self._stack.bound(leaves), OperatorTimer(self._device) as timer:
-                self._stack.block(self._layer, leaf, calls)
-            runs.append(timer.times)
-        return tuple(
-            OperatorTime(
-                operator[0].name,
-                operator[0].ordinal,
-                statistics.median(each.seconds for each in operator) * self._scale,
-            )
-            for operator in zip(*runs[1:], strict=True)  # the first one warms up
-        )
-
     def _leaves(self, record: Record, views: dict[str, torch.Tensor], sums: torch.Tensor) -> dict[str, torch.Tensor]:
         leaves: dict[str, torch.Tensor] = {name: torch.nn.Parameter(view) for name, view in views.items()}
         GradientSum(record, sums).attach(leaves)
         return _named(record, leaves)
-
-
-class OperatorTimer(TorchDispatchMode):
-    """Measures the time of every operator inside it, except those that only make views."""
-
-    def __init__(self, device: Device):
-        super().__init__()
-        self.times: list[OperatorTime] = []
-        self._device = device
-        self._calls: Counter[Any] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self._device.synchronize()
-        start = time.perf_counter()
-        result = func(*args, **(kwargs or {}))
-        self._device.synchronize()
-        seconds = time.perf_counter() - start
-        if makes_views(func):
-            return result
-        self.times.append(OperatorTime(str(func), self._calls[func], seconds))
-        self._calls[func] += 1
-        return result
 
 
 def random_values(count: int, dtype: torch.dtype, device: Device) -> torch.Tensor:

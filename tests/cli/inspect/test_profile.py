@@ -43,10 +43,7 @@ def test_a_profile(finetune: Finetune, checkpoint: Path, tmp_path: Path) -> None
     assert not list(drive.iterdir())
     profile = Profile.from_dict(json.loads(file.read_text())["profile"])
     assert (profile.tokens, profile.measured_tokens, profile.adam_threads) == (64, 64, 1)
-    assert any("mm.default" in operator.name for operator in profile.operators) and ".default #0" in outcome.out
     assert all(seconds > 0 for _, seconds in profile.rates().non_block_seconds)
-    # The same unit; not closer, because each was measured for a moment only.
-    assert 0 < sum(one.seconds for one in profile.operators) < profile.block_backward_seconds * 100
 
 
 @pytest.mark.parametrize(("words", "message"), [

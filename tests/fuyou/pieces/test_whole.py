@@ -8,7 +8,7 @@ import torch
 
 from fuyou.model.blocks.calls import BlockCalls
 from fuyou.model.recompute.block_trace import Tracer
-from fuyou.model.recompute.policy import operators_worth_saving, saved_outputs
+from fuyou.model.recompute.policy import savable_outputs, saved_outputs
 from fuyou.model.recompute.replay import BlockReplay, SavedForward
 from fuyou.pieces.run import PieceRun
 from tests.helpers.models.piece_models import PieceModel
@@ -69,7 +69,7 @@ def test_recomputation_with_saved_outputs(family):
     expected = ordinary.backward(*one)
     with model.stack.bound(ordinary.leaves), Tracer() as tracer:
         result = model.stack.block(layer, one[0].detach().requires_grad_(), one[1])
-    operators = operators_worth_saving(tracer.finish(result))[:2]
+    operators = [(each.operator, each.ordinal) for each in savable_outputs(tracer.finish(result))][:2]
     nbytes = saved_outputs(tracer.finish(result), operators).nbytes
     replay = BlockReplay({layer}, operators, nbytes)
     fractions = []

@@ -27,8 +27,7 @@ def test_rates_for_the_simulator() -> None:
     "spoil",
     [
         {"tokens": "many"}, {"read_bytes_per_second": float("nan")}, {"commit_seconds": -1.0}, {"tokens": 0},
-        {"adam_parameters_per_second": 0.0}, {"adam_parameters_per_second": None}, {"operators": [["x"]]},
-        {"operators": 3}, {"surprise": 1},
+        {"adam_parameters_per_second": 0.0}, {"adam_parameters_per_second": None}, {"surprise": 1},
     ],
 )  # fmt: skip
 def test_not_a_profile(spoil: dict[str, object]) -> None:
