@@ -98,7 +98,7 @@ def facts_of(job: Job, plan: Mapping[str, Any], config: str) -> PageFacts:
             "memory/max_active(GiB)": float(plan.get("device_bytes", 0)),
             # Of several ranks, the plan is of one and the metric of all on a node.
             "memory/host(GiB)": 0.0 if job.settings.nodes else float(plan.get("host_bytes", 0)),
-            "memory/ssd(GiB)": float(job.store_bytes),
+            "memory/ssd(GiB)": float(plan.get("ssd_bytes", job.store_bytes)),
         },
         endurance_bytes=warranted_bytes(job.ssd),
     )

@@ -56,7 +56,7 @@ class EngineTrainer(Trainer):
     ) -> None:
         self.model = engine
         self.is_resumed = engine.step_count > 0 if topology else job.settings.resume
-        self.plan = asdict(engine.memory_plan)
+        self.plan = asdict(engine.memory_plan) | {"ssd_bytes": engine.ssd_bytes}
         everywhere = " on every node" if topology else ""
         self.location = ("store", ", ".join(str(path / job.run_name) for path in job.ssd) + everywhere)
         self._topology, self._stopping = topology, stopping
@@ -226,6 +226,8 @@ def _disk_usage(job: Job) -> int:
     nbytes = 0
     for folder in (path / job.run_name for path in job.ssd):
         for file in folder.iterdir():
+            if file.suffix == ".json":  # the manifest's few kilobytes are no part of the plan
+                continue
             with contextlib.suppress(FileNotFoundError):  # a commit renames its manifest meanwhile
                 nbytes += file.stat().st_blocks * 512
     return nbytes

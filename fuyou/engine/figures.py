@@ -51,6 +51,13 @@ class EngineFigures:
         """Return what the schedule says that :meth:`io_bytes` comes to, once everything submitted is done."""
         return self._run.runtime.io.planned
 
+    @property
+    def ssd_bytes(self) -> int:
+        """Bytes of this node's records on all its SSDs: whole pages, in all slots."""
+        assert self._run.files is not None
+        layout = self._run.files.store.layout
+        return sum(layout.file_bytes().values()) * layout.directories
+
     def host_memory_in_use(self) -> int:
         """Return the proportional set size of the engine's processes in the newest sample, in bytes beyond
         :attr:`host_baseline_bytes`."""
