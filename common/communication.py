@@ -35,10 +35,9 @@ def all_gather_object(value: Any, group: dist.ProcessGroup | None = None) -> lis
 
 
 def run_on_all_ranks(work: Callable[[], Any], group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Call ``work`` on every rank and gather its results, JSON; it fails everywhere or nowhere. Collective.
+    """Call ``work`` on every rank and gather its results, JSON. Collective.
 
-    Raises:
-        UserError, FinetuneError: the first failing rank's error, on every rank; an unexpected one as FinetuneError.
+    It fails everywhere or nowhere: with the first failing rank's error, an unexpected one as FinetuneError.
     """
     result: dict[str, Any] = {}
     unexpected: Exception | None = None

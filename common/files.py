@@ -22,9 +22,6 @@ def replace_file(path: Path, text: str, *, durable: bool = False, suffix: str = 
     Args:
         durable: sync the file before the rename. The directory is the caller's to sync.
         suffix: what the temporary file's name has behind that of ``path``; several writers need one each.
-
-    Raises:
-        OSError: if the system refuses; the old file is untouched.
     """
     temporary = path.with_name(path.name + suffix)
     try:

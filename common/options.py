@@ -34,13 +34,11 @@ class Command(Flag):
     CHAT = auto()
     DEMO = auto()
 
-    RUN = TRAIN | PLAN
-    """A plan takes the options of its run."""
+    RUN = TRAIN | PLAN  # A plan takes the options of its run
     STEP = RUN | PROFILE
     MODEL = STEP | CHECK
     ALL = MODEL | VERIFY | EXPORT | EVALUATE | CHAT | DEMO
-    SOURCE = MODEL | EXPORT | EVALUATE
-    """Commands that read a model."""
+    SOURCE = MODEL | EXPORT | EVALUATE  # Commands that read a model
     SHAPE = STEP | EVALUATE
 
 
@@ -177,8 +175,7 @@ def _parse_budget(text: str) -> int:
 
 
 SIZE = ParsedValue("size", parse_bytes)
-BUDGET = ParsedValue("size", _parse_budget)
-"""A size in which something must fit."""
+BUDGET = ParsedValue("size", _parse_budget)  # A size in which something must fit
 POSITIVE = WholeNumber(min=1)
 COUNT = WholeNumber(min=0)
 NOT_NEGATIVE = FiniteFloat(min=0)

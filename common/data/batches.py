@@ -20,39 +20,29 @@ from common.units import counted, format_count
 IGNORED = -100
 REFERENCE = "reference_log_probs"  # The batch's log-probabilities under a reference, one per row, fp32 `[R]`
 BLOCK = 1000  # Number of rows in a row of which every data set has its part exactly: weights count to a thousandth
-WIDTH_MULTIPLE = 64
-"""Number of tokens to a multiple of which batches are padded where rows are not packed."""
+WIDTH_MULTIPLE = 64  # Number of tokens to a multiple of which batches are padded where rows are not packed
 
 
 @dataclass(frozen=True)
 class DataConfig:
     """What to train on, and in which portions."""
 
-    files: tuple[str, ...]
-    """Files and directories, as the user named them."""
-    seq_len: int
-    """Tokens per row."""
-    batch_size: int
-    """Rows per step."""
-    seed: int = 0
-    """Seed of the order of the rows, which is a new one in every epoch."""
-    shuffle: bool = True
-    """Whether rows are shuffled; if not, they come in the order in which packing finished them, about the files'."""
-    packed: bool = True
-    """Whether documents share rows. If not, each has its own row, and batches are as long as their longest row."""
-    labels_ahead: bool = False
-    """Whether the label of a position is the next token, for models whose own loss does not shift labels."""
-    truncate: bool = True
-    """Whether records with a prompt that are longer than a row are cut; else they are left out. See
-    :mod:`common.data.encode`."""
-    selection: RecordSelection = field(default_factory=RecordSelection)
-    """Which records are taken."""
-    every_token: bool = False
-    """Whether every token carries loss, those of prompts among them."""
-    vocab_size: int | None = None
-    """Number of tokens that the model knows, which the data may not exceed; None: as many as there are."""
-    drop_unseen: bool = False
-    """Whether conversations with text that the chat template leaves out are left out; else they are an error."""
+    files: tuple[str, ...]  # Files and directories, as the user named them
+    seq_len: int  # Tokens per row
+    batch_size: int  # Rows per step
+    seed: int = 0  # Seed of the order of the rows, which is a new one in every epoch
+    shuffle: bool = True  # Whether rows are shuffled; if not, they come as packing finished them: about as in the files
+    packed: bool = True  # Whether documents share rows; if not, batches are as long as their longest row
+    labels_ahead: bool = (
+        False  # Whether a position's label is the next token, for models whose loss does not shift labels
+    )
+    truncate: bool = True  # Whether records with a prompt that are longer than a row are cut; else they are left out
+    selection: RecordSelection = field(default_factory=RecordSelection)  # Which records are taken
+    every_token: bool = False  # Whether every token carries loss, those of prompts among them
+    vocab_size: int | None = None  # Number of tokens that the model knows, which the data may not exceed; None: any
+    drop_unseen: bool = (
+        False  # Whether chats with text that the template leaves out are left out; else they are an error
+    )
 
     @property
     def identity(self) -> list[Any]:
@@ -75,21 +65,18 @@ class Batches(ABC):
     epoch is completed with the first rows of the next, and any number of rows serves any batch size.
     """
 
-    steps_per_epoch: int
-    """Steps after which every row was seen: rows / batch size, rounded up."""
+    steps_per_epoch: int  # Steps after which every row was seen: rows / batch size, rounded up
     rows: int
-    tokens: int
-    """Number of tokens of one epoch, without padding."""
-    trainable_tokens: int
-    """Number of tokens of one epoch that carry loss."""
-    description: str
-    """Text for the user: a line, and one more for each thing that is not as the files have it."""
-    labels_ahead: bool = False
-    """Whether the label of a position is the token to predict there; if not, it is the token at that position."""
-    packed: bool = False
-    """Whether documents share rows."""
-    rows_per_item: int = 1
-    """Rows of a batch that belong together: 2 of pairs. ``rows`` and batch sizes count what they make up."""
+    tokens: int  # Number of tokens of one epoch, without padding
+    trainable_tokens: int  # Number of tokens of one epoch that carry loss
+    description: str  # Text for the user: a line, and one more for each thing that is not as the files have it
+    labels_ahead: bool = (
+        False  # Whether a position's label is the token to predict there, not the token at that position
+    )
+    packed: bool = False  # Whether documents share rows
+    rows_per_item: int = (
+        1  # Rows of a batch that belong together: 2 of pairs; `rows` and batch sizes count these groups
+    )
 
     @abstractmethod
     def batch(self, step: int) -> dict[str, torch.Tensor]:
@@ -121,11 +108,9 @@ class RandomBatches(Batches):
         ids = np.random.default_rng((self._seed, step)).integers(self._vocab_size, size=self._shape, dtype=np.int64)
         labels = ids.copy()
         labels[:, 0] = IGNORED
-        return {
-            "input_ids": torch.from_numpy(ids),
-            "labels": torch.from_numpy(_moved_ahead(labels) if self.labels_ahead else labels),
-            "position_ids": torch.arange(self._shape[1]).repeat(self._shape[0], 1),
-        }
+        labels = _moved_ahead(labels) if self.labels_ahead else labels
+        positions = torch.arange(self._shape[1]).repeat(self._shape[0], 1)
+        return {"input_ids": torch.from_numpy(ids), "labels": torch.from_numpy(labels), "position_ids": positions}
 
 
 class FileBatches(Batches):

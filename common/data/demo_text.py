@@ -64,14 +64,9 @@ def train_demo_tokenizer(vocab_size: int, directory: Path) -> None:
     )
     tokenizer.train_from_iterator(demo_documents(), trainer)
     # Offsets keep leading spaces: with them trimmed, the template's marks would miss words.
-    tokenizer.post_processor = processors.Sequence(
-        [
-            processors.ByteLevel(trim_offsets=False),
-            processors.TemplateProcessing(
-                single=f"{_START} $A", pair=f"{_START} $A $B", special_tokens=[(_START, tokenizer.token_to_id(_START))]
-            ),
-        ]
-    )
+    keep_offsets, start = processors.ByteLevel(trim_offsets=False), [(_START, tokenizer.token_to_id(_START))]
+    begin = processors.TemplateProcessing(single=f"{_START} $A", pair=f"{_START} $A $B", special_tokens=start)
+    tokenizer.post_processor = processors.Sequence([keep_offsets, begin])
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         bos_token=_START,

@@ -13,10 +13,8 @@ class Documents:
     """The documents that share the rows of a batch."""
 
     rows: int
-    length: int
-    """Number of tokens of each row."""
-    flat: tuple[int, ...]
-    """Row, first token and end of each document, one after another; together they cover every token."""
+    length: int  # Number of tokens of each row
+    flat: tuple[int, ...]  # Row, first token and end of each document, one after another; they cover every token
     _starts: dict[torch.device, torch.Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @staticmethod

@@ -13,7 +13,7 @@ even the first does, that answer is cut at the end of the row, as a completion i
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from itertools import groupby, takewhile
+from itertools import takewhile
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -195,16 +195,14 @@ class Encoder:
                 plain = self._template.writes_alpaca
                 (self.fitting.alpaca if plain else self.fitting.turns).add(0, example.where)
                 example = example.plain if plain else example
+            if isinstance(example, PlainText):
+                batch.append(example)
+                characters += len(example.prompt) + len(example.completion)
+            if isinstance(example, Chat) or len(batch) >= _BATCH_EXAMPLES or characters >= _BATCH_CHARACTERS:
+                yield from self._encode_texts(batch)
+                batch, characters = [], 0
             if isinstance(example, Chat):
-                yield from self._encode_texts(batch)
-                batch, characters = [], 0
                 yield from self._encode_chat(example)
-                continue
-            batch.append(example)
-            characters += len(example.prompt) + len(example.completion)
-            if len(batch) >= _BATCH_EXAMPLES or characters >= _BATCH_CHARACTERS:
-                yield from self._encode_texts(batch)
-                batch, characters = [], 0
         yield from self._encode_texts(batch)
 
     def _cut_cleanly(self, examples: Iterable[Example]) -> Iterator[Example]:
@@ -319,10 +317,10 @@ class Encoder:
 
     def _render(self, chat: Chat, marks: bool, stop: int | None = None) -> tuple[list[int], list[bool] | None]:
         """Return token ids, and which of them the template marks as the assistant's; None if it marks none."""
-        messages = chat.messages[:stop]
-        if marks:
-            return self._template.render_marked(messages, chat.options)
-        return self._template.render(messages, chat.options), None
+        messages, template = chat.messages[:stop], self._template
+        return (
+            template.render_marked(messages, chat.options) if marks else (template.render(messages, chat.options), None)
+        )
 
     def _answer(self, chat: Chat, turn: int, marks: bool) -> TokenizedAnswer:
         ids, marked = self._render(chat, marks, turn + 1)
@@ -344,9 +342,5 @@ def check_vocabulary(
 
 def _run_ends(trained: list[bool]) -> tuple[int, ...]:
     """Return the positions behind the runs of tokens that carry loss."""
-    position, ends = 0, []
-    for carries, run in groupby(trained):
-        position += len(list(run))
-        if carries:
-            ends.append(position)
-    return tuple(ends)
+    following = [*trained[1:], False]
+    return tuple(at + 1 for at, carries in enumerate(trained) if carries and not following[at])

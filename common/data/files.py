@@ -168,8 +168,7 @@ def _prepared(repository: str, configuration: str | None, split: str) -> list[Pa
 
     if not datasets.config.HF_HUB_OFFLINE:
         return []  # it would ask the hub
-    try:
+    with contextlib.suppress(Exception):  # every version raises a different error for "not found"
         loaded: Any = datasets.load_dataset(repository, configuration, split=split)
-    except Exception:  # it is not there, in each version in other words
-        return []
-    return [Path(file["filename"]) for file in loaded.cache_files]
+        return [Path(file["filename"]) for file in loaded.cache_files]
+    return []

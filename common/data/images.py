@@ -40,8 +40,7 @@ from common.store.errors import described
 from common.units import format_count
 
 PLACEHOLDER = "<image>"  # Text in a string that stands for an image
-COLUMNS = ("images", "image")
-"""Columns of a record that hold its images."""
+COLUMNS = ("images", "image")  # Columns of a record that hold its images
 
 _KEYS = ("image", "path", "url", "image_url", "bytes")
 _CONVERSATIONS = ("messages", "conversations", "prompt", "completion")
@@ -73,11 +72,10 @@ def with_images(messages: list[Message], given: Any, where: str, directory: Path
     result = [
         {**message, "content": list(_parts(message.get("content"), column, where, directory))} for message in messages
     ]
-    left = sum(1 for _ in column)
-    if left and not any(part["type"] == "image" for message in result for part in message["content"]):
+    if left := sum(1 for _ in column):
+        if any(part["type"] == "image" for message in result for part in message["content"]):
+            raise UserError(f"{where} has {left} more images than places for them in its messages.")
         raise UserError(f"{where} has {left} images, but no {PLACEHOLDER} in its messages to say where they go.")
-    if left:
-        raise UserError(f"{where} has {left} more images than places for them in its messages.")
     return result
 
 
@@ -123,10 +121,7 @@ def _image(value: Any, column: Iterator[Any], where: str, directory: Path) -> di
 
 
 def any_images(files: tuple[str, ...]) -> bool:
-    """Return whether the data files hold conversations with images.
-
-    The files are searched once; the result is cached for as long as they stay as they are.
-    """
+    """Return whether the data files hold conversations with images; cached for as long as they stay as they are."""
     paths = find_files(files)
     key = {"files": [list(state) for state in file_states(paths)]}
     cached = read_cached("images", key, _FORMAT_VERSION)
@@ -147,13 +142,12 @@ def _names_images(file: Path) -> bool:
 
         with contextlib.suppress(OSError, ValueError):  # the one that reads it says what is wrong
             return "image" in str(pyarrow.parquet.read_schema(file))
-    if file.suffix.lower() in (".json", ".jsonl"):
-        before = b""
-        with file.open("rb") as stream:
-            while block := stream.read(1 << 22):
-                if b'"image' in before + block:
-                    return True
-                before = block[-8:]
+    before = b""
+    with file.open("rb") as stream:
+        while file.suffix.lower() in (".json", ".jsonl") and (block := stream.read(1 << 22)):
+            if b'"image' in before + block:
+                return True
+            before = block[-8:]
     return False
 
 
@@ -190,11 +184,7 @@ def load_processor(checkpoint: Path) -> ProcessorMixin:
 
 
 class ImageEncoder:
-    """Runs a processor on single conversations.
-
-    Args:
-        vocab_size: number of tokens that the model knows; None: it is not checked.
-    """
+    """Runs a processor on single conversations of at most ``vocab_size`` different tokens; None: any."""
 
     def __init__(self, processor: ProcessorMixin, vocab_size: int | None = None) -> None:
         self._processor, self._vocab_size = processor, vocab_size
@@ -280,11 +270,10 @@ class ImageEncoder:
             except Exception as error:  # Pillow raises many kinds
                 raise UserError(f"{where}: the image {part['url'][:80]} cannot be read: {error}") from error
 
+        contents = [message.get("content") for message in messages]
         return [
-            {**message, "content": [opened(part) for part in message["content"]]}
-            if isinstance(message.get("content"), list)
-            else message
-            for message in messages
+            {**message, "content": [opened(part) for part in content]} if isinstance(content, list) else message
+            for message, content in zip(messages, contents, strict=True)
         ]
 
 

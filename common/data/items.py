@@ -100,15 +100,12 @@ def answers_of_records(records: Iterable[tuple[str, DataRecord]]) -> Iterator[It
 
 def labels_of_records(records: Iterable[tuple[str, DataRecord]]) -> list[str]:
     """Return the names of all classes in records with ``text`` and ``label``, in order; numbers by their size."""
-    names: set[str] = set()
-    for file, (values, position) in records:
-        names.add(_label(values, f"{file}, {position}"))
+    names = {_label(values, f"{file}, {position}") for file, (values, position) in records}
     if len(names) < 2:
         named = f"only {names.pop()!r}" if names else "none"
         raise UserError(f"A classifier learns to tell at least two classes apart, and the data have {named}.")
-    if all(name.isascii() and name.isdigit() and name == str(int(name)) for name in names):
-        return sorted(names, key=int)
-    return sorted(names)
+    numbers = all(name.isascii() and name.isdigit() and name == str(int(name)) for name in names)
+    return sorted(names, key=int if numbers else None)
 
 
 def classes_of_records(records: Iterable[tuple[str, DataRecord]], classes: Mapping[str, int]) -> Iterator[Item]:

@@ -40,11 +40,7 @@ def parsed(text: Any) -> Any:
 
 
 def messages_of(value: Any, column: str, where: str) -> list[Message]:
-    """Return the messages of a conversation, or of a single turn; none for None.
-
-    Args:
-        where: file and line, for messages.
-    """
+    """Return the messages of a conversation, or of a single turn; none for None."""
     turns = [value] if isinstance(value, dict) else [] if value is None else value
     if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
         raise UserError(f'{where}: {column!r} is not a list of {{"role": ..., "content": ...}}: {str(value)[:80]}')

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -164,9 +165,6 @@ class Padder:
     """Gives every piece its own row, for models in which nothing keeps the documents of a row apart.
 
     Pieces of similar length come one after another: ``window`` of them, or 64 MiB, are sorted at a time.
-
-    Args:
-        write: receives every row, uint32 [seq_len].
     """
 
     def __init__(self, seq_len: int, pad: int, write: Callable[[np.ndarray], object], window: int = 1024) -> None:
@@ -231,10 +229,8 @@ def tokenizer_identity(tokenizer: PreTrainedTokenizerBase) -> str:
     """Return a hash of what decides a tokenizer's ids: vocabulary, rules, special tokens, chat template."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:
-        rules = json.loads(backend.to_str())
-        # The last call set these two.
-        rules.pop("truncation", None)
-        rules.pop("padding", None)
+        last_call = ("truncation", "padding")  # what the last call has set
+        rules: Any = {name: rule for name, rule in json.loads(backend.to_str()).items() if name not in last_call}
     else:
         rules = [type(tokenizer).__name__, sorted(tokenizer.get_vocab().items())]
     special = [tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id]
@@ -274,14 +270,13 @@ class TokenFile:
             out[:] = np.frombuffer(data, np.uint32, self.header.seq_len)
         return words
 
-    def _read(self, at: int, nbytes: int) -> bytearray:
-        data = bytearray(nbytes)
-        view = memoryview(data)
-        while len(view):
-            got = os.preadv(self._file.fileno(), [view], at)
-            if got == 0:
-                raise OSError(f"{self._file.name} ends at byte {at}: it was cut short while in use")
-            at, view = at + got, view[got:]
+    def _read(self, at: int, nbytes: int) -> bytes:
+        data = b""
+        while len(data) < nbytes:
+            more = os.pread(self._file.fileno(), nbytes - len(data), at + len(data))
+            if not more:
+                raise OSError(f"{self._file.name} ends at byte {at + len(data)}: it was cut short while in use")
+            data += more
         return data
 
     def close(self) -> None:

@@ -40,11 +40,7 @@ class DataRecord(NamedTuple):
 
 
 def require_text(record: Mapping[str, Any], field: str, where: str) -> str:
-    """Return a field that must be text; empty if it is missing or null.
-
-    Args:
-        where: file and line, for the message.
-    """
+    """Return a field that must be text; empty if it is missing or null. ``where`` is file and line, for messages."""
     value = record.get(field)
     if value is None or isinstance(value, str):
         return value or ""
@@ -156,11 +152,8 @@ def _decoded(path: Path, data: bytes, first_line: int = 1) -> str:
     try:
         return (data.removeprefix(_BOM) if first_line == 1 else data).decode()
     except UnicodeDecodeError as error:
-        raise _not_utf8(path, first_line + data.count(b"\n", 0, error.start), error) from error
-
-
-def _not_utf8(path: Path, line: int, error: UnicodeDecodeError) -> UserError:
-    return UserError(f"{path}, line {line}, is not UTF-8 text: {error}.")
+        line = first_line + data.count(b"\n", 0, error.start)
+        raise UserError(f"{path}, line {line}, is not UTF-8 text: {error}.") from error
 
 
 def _read_text(path: Path, file: IO[bytes]) -> Iterator[DataRecord]:
@@ -171,7 +164,7 @@ def _read_text(path: Path, file: IO[bytes]) -> Iterator[DataRecord]:
         try:
             yield DataRecord({"text": decoder.decode(data, final=not following)}, f"line {number}")
         except UnicodeDecodeError as error:
-            raise _not_utf8(path, number, error) from error
+            raise UserError(f"{path}, line {number}, is not UTF-8 text: {error}.") from error
         number += data.endswith(b"\n")
         data = following
 
@@ -315,11 +308,8 @@ def _table_batches(path: Path, file: IO[bytes]) -> Iterator[Any]:
         return
     is_file = file.read(6) == b"ARROW1"
     file.seek(0)
-    if is_file:
-        whole = pyarrow.ipc.open_file(file)
-        yield from map(whole.get_batch, range(whole.num_record_batches))
-    else:
-        yield from pyarrow.ipc.open_stream(file)
+    whole = pyarrow.ipc.open_file(file) if is_file else None
+    yield from pyarrow.ipc.open_stream(file) if whole is None else map(whole.get_batch, range(whole.num_record_batches))
 
 
 def _value(value: Any, kind: Any) -> Any:

@@ -81,21 +81,18 @@ class DataCounts(Tallies):
         else:
             too_long = f"{longer} (--drop-long; --truncate keeps what fits of them)"
         kept = f"{longer}: the answers that fit are kept, with all before them (--drop-long drops them)"
+        turns = "user and assistant turns of the chat template (--chat-template alpaca: texts)"
         lines = (
             ("cut", self.cut, kept),
             ("left out", self.left_out, too_long),
             ("left out", self.untrained, "no completion, output or message of the assistant to train on"),
             ("left out", self.empty, "no text, or an empty answer"),
             ("left out", self.unseen, "text that the chat template leaves out (--drop-unseen)"),
-            (
-                "instructions",
-                self.turns,
-                "user and assistant turns of the chat template (--chat-template alpaca: texts)",
-            ),
+            ("instructions", self.turns, turns),
             ("instructions", self.alpaca, "Alpaca's texts"),
         )
         return [
-            f"{what}: {tally.records:,} {'record' if tally.records == 1 else 'records'}"
+            f"{what}: {counted(tally.records, 'record')}"
             f"{f', {format_count(tally.tokens)} tokens' if tally.tokens else ''}; first {tally.first}; {why}"
             for what, tally, why in lines
             if tally.records

@@ -117,16 +117,10 @@ def layout_of(record: Mapping[str, Any], without: str = "") -> tuple[str, str | 
 
 
 def example_of(record: Mapping[str, Any], where: str, prompt: str, answer: str | None) -> Example:
-    """Return a record as one example.
+    """Return a record as one example, from its columns ``prompt`` (the prompt, or the whole) and ``answer``, if any.
 
     Text with text is text; where either is a conversation, or the record has earlier turns, a system prompt, or
     arguments for the template, both are turns.
-
-    Args:
-        record: values by column.
-        where: file and line, for messages.
-        prompt: column of the prompt, or of the whole.
-        answer: column of the answer; None if there is none.
     """
     if prompt == "text":
         return PlainText("", require_text(record, "text", where), where=where)

@@ -163,11 +163,7 @@ class Form:
 
 
 class ChatTemplate:
-    """A chat template.
-
-    Args:
-        source: the tokenizer or processor whose template it is; without one, every conversation is refused.
-    """
+    """A chat template: that of a tokenizer or processor; without one, every conversation is refused."""
 
     def __init__(self, source: PreTrainedTokenizerBase | ProcessorMixin) -> None:
         self._source: Any = source
@@ -271,9 +267,8 @@ class ChatTemplate:
         missing = [(number, "content or tool_calls") for number in garbled]
         late = [(number, name, text) for number, name, text in texts if not _appears(text, whole)]
         for number, name, text in late:
-            alone = None
-            if chat.messages[number]["role"] == "assistant":
-                alone = self._text(chat.messages[: number + 1], chat.options)
+            answers = chat.messages[number]["role"] == "assistant"
+            alone = self._text(chat.messages[: number + 1], chat.options) if answers else None
             if alone is None or not _appears(text, alone):
                 missing.append((number, name))
         return missing, not late
@@ -336,16 +331,16 @@ def _changed(messages: list[Message], changes: list[Change]) -> list[Message]:
 
 def _appears(text: str, written: str) -> bool:
     text = text.strip()
-    if text in written or any(json.dumps(text, ensure_ascii=kind)[1:-1] in written for kind in (False, True)):
-        return True
-    return "".join(text.split()) in "".join(written.split())
+    forms = (text, *(json.dumps(text, ensure_ascii=kind)[1:-1] for kind in (False, True)))
+    return any(form in written for form in forms) or "".join(text.split()) in "".join(written.split())
 
 
 def _is_garbled(message: Message, written: str) -> bool:
     content = message.get("content")
-    for part in content if isinstance(content, list) else ():
-        if any(shown in written for shown in (str(part), json.dumps(part), json.dumps(part, ensure_ascii=False))):
-            return True
+    parts = content if isinstance(content, list) else []
+    shown = (text for part in parts for text in (str(part), json.dumps(part), json.dumps(part, ensure_ascii=False)))
+    if any(text in written for text in shown):
+        return True
     arguments = [call["function"].get("arguments") for call in message.get("tool_calls") or ()]
     texts = [text for text in arguments if isinstance(text, str) and isinstance(parsed(text), dict)]
     return any(json.dumps(text, ensure_ascii=False) in written for text in texts)

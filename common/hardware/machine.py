@@ -11,7 +11,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -148,37 +148,38 @@ def list_gpus() -> list[Gpu]:
     They are those of the driver's management library, which neither starts CUDA nor takes memory on a GPU. In a
     container without it, they are PyTorch's.
     """
-    import pynvml
-
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError:
-        properties = gpus_by_pytorch() if system_has_gpu() else []
-        return [
-            Gpu(index, f"GPU-{uuid}", name, nbytes, bus_id, _numa_node(bus_id))
-            for index, (uuid, name, nbytes, bus_id) in enumerate(properties)
-        ]
-    try:
-        return [_describe(index, handle) for index, handle in enumerate(_visible_handles())]
-    finally:
-        pynvml.nvmlShutdown()
+    with _driver() as handles:
+        if handles is not None:
+            return [_describe(index, handle) for index, handle in enumerate(handles)]
+    properties = gpus_by_pytorch() if system_has_gpu() else []
+    return [
+        Gpu(index, f"GPU-{uuid}", name, nbytes, bus_id, _numa_node(bus_id))
+        for index, (uuid, name, nbytes, bus_id) in enumerate(properties)
+    ]
 
 
 def nvlink_peers() -> list[set[int]]:
     """Return for each GPU of :func:`list_gpus` which others it reaches over NVLink, switches included; empty without a
     driver."""
+    with _driver() as handles:
+        return [
+            {index for index, other in enumerate(handles or ()) if other is not handle and _over_nvlink(handle, other)}
+            for handle in handles or ()
+        ]
+
+
+@contextmanager
+def _driver() -> Iterator[list[Any] | None]:
+    """Yield the driver's handles of the GPUs that CUDA sees, which are good in this context; None without a driver."""
     import pynvml
 
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError:
-        return []
+        yield None
+        return
     try:
-        handles = list(_visible_handles())
-        return [
-            {index for index, other in enumerate(handles) if other is not handle and _over_nvlink(handle, other)}
-            for handle in handles
-        ]
+        yield list(_visible_handles())
     finally:
         pynvml.nvmlShutdown()
 
@@ -199,31 +200,26 @@ def _visible_handles() -> Iterator[Any]:
     For a GPU in MIG mode, CUDA sees only its first slice, or nothing without slices.
     """
     for handle in _listed_handles():
-        try:
-            slices = list(_slices(handle))
-        except _NotInMigMode:
-            yield handle
-        else:
-            yield from slices[:1]
+        slices = _slices(handle)
+        yield from [handle] if slices is None else slices[:1]
 
 
-class _NotInMigMode(Exception):
-    """A GPU, or a slice of one, that is not divided into slices."""
-
-
-def _slices(handle: Any) -> Iterator[Any]:
+def _slices(handle: Any) -> list[Any] | None:
+    """Return the slices of a GPU in MIG mode; None for a GPU, or a slice of one, that is not divided."""
     import pynvml
 
+    slices = []
     try:
         mode, _ = pynvml.nvmlDeviceGetMigMode(handle)
         if mode != pynvml.NVML_DEVICE_MIG_ENABLE:
-            raise _NotInMigMode
+            return None
         count = pynvml.nvmlDeviceGetMaxMigDeviceCount(handle)
     except pynvml.NVMLError:  # GPUs without such a mode, and slices themselves
-        raise _NotInMigMode from None
+        return None
     for index in range(count):
         with suppress(pynvml.NVMLError):  # not every place is taken
-            yield pynvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, index)
+            slices.append(pynvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, index))
+    return slices
 
 
 def _listed_handles() -> Iterator[Any]:
@@ -259,14 +255,12 @@ def _describe(index: int, handle: Any) -> Gpu:
         bus_id = _text(pynvml.nvmlDeviceGetPciInfo(handle).busId).lower()[-12:]
     except pynvml.NVMLError:
         bus_id = ""
-    return Gpu(
-        index=index,
-        uuid=_text(pynvml.nvmlDeviceGetUUID(handle)),
-        name=_text(pynvml.nvmlDeviceGetName(handle)),
-        memory_bytes=_memory_bytes(handle),
-        pci_bus_id=bus_id,
-        numa_node=_numa_node(bus_id),
-    )
+    try:
+        nbytes = int(pynvml.nvmlDeviceGetMemoryInfo(handle).total)
+    except pynvml.NVMLError:  # a divided GPU's is its administrator's to know
+        nbytes = 0
+    uuid, name = _text(pynvml.nvmlDeviceGetUUID(handle)), _text(pynvml.nvmlDeviceGetName(handle))
+    return Gpu(index, uuid, name, nbytes, bus_id, _numa_node(bus_id))
 
 
 def _numa_node(bus_id: str) -> int | None:
@@ -275,15 +269,6 @@ def _numa_node(bus_id: str) -> int | None:
     except OSError:
         return None
     return node if node >= 0 else None
-
-
-def _memory_bytes(handle: Any) -> int:
-    import pynvml
-
-    try:
-        return int(pynvml.nvmlDeviceGetMemoryInfo(handle).total)
-    except pynvml.NVMLError:  # a divided GPU's is its administrator's to know
-        return 0
 
 
 def _text(value: str | bytes) -> str:

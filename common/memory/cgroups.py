@@ -36,12 +36,9 @@ class ControlGroup:
         """Return the bytes that this group allows, or None without a limit."""
         if self.version == 2:
             limits = [self._number("memory.max"), self._number("memory.high")]
-        else:
-            # The second one counts ancestors above our mount point, whose files a container cannot see.
-            limits = [
-                self._number("memory.limit_in_bytes"),
-                self._table("memory.stat").get("hierarchical_memory_limit"),
-            ]
+        else:  # the second one counts ancestors above our mount point, whose files a container cannot see
+            hierarchical = self._table("memory.stat").get("hierarchical_memory_limit")
+            limits = [self._number("memory.limit_in_bytes"), hierarchical]
         # Version 1 writes "no limit" as the largest multiple of the page size below 2^63.
         return min((limit for limit in limits if limit is not None and limit < 2**62), default=None)
 

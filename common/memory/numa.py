@@ -67,13 +67,12 @@ def cores_for(
     """Return the processors that a process should run on: those of its NUMA node, or its share of them where other
     processes have the same node. Hyperthreads of one core stay together.
 
+    None: it stays as it is, because the machine has one node, the process belongs to none, may run on none of its
+    processors, or has been given one node's processors, or fewer, already.
+
     Args:
         nodes: the NUMA node of each process of this machine; None if none.
         allowed: processors that it may run on now.
-
-    Returns:
-        None: it is to stay as it is, because the machine has one node, the process belongs to none, may run on none of
-        its processors, or has been given one node's processors, or fewer, already.
     """
     node = nodes[index]
     by_node = cores_by_node(system)

@@ -18,7 +18,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from common.models.meta_model import build_meta_model
-from common.models.structure import find_blocks, layer_configs
+from common.models.structure import find_blocks, first_number, layer_configs
 from common.models.vision import tower_parameters
 
 # Kinds of layers, as configurations name them, that do not compare every token with every other one.
@@ -66,8 +66,8 @@ def visited_shares(model: PreTrainedModel) -> dict[str, float]:
         By name in ``model``; parameters that every token uses are left out.
     """
     config = model.config.get_text_config()
-    experts = _first(config, "num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts") or 0
-    visited = _first(config, "num_experts_per_tok", "moe_topk", "moe_top_k", "top_k_experts", "moe_k") or experts
+    experts = first_number(config, "num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts") or 0
+    visited = first_number(config, "num_experts_per_tok", "moe_topk", "moe_top_k", "top_k_experts", "moe_k") or experts
     if visited >= experts:
         return {}
     fused = [
@@ -95,14 +95,10 @@ def _attention_forward(model: PreTrainedModel, seq_len: int) -> float:
 
 
 def _attention_width(layer: PreTrainedConfig) -> float:
-    heads = _first(layer, "num_attention_heads")
+    heads = first_number(layer, "num_attention_heads")
     if not heads:
         return 0
-    latent = [_first(layer, name) for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")]
+    latent = [first_number(layer, name) for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")]
     if None not in latent:  # multi-head latent attention: DeepSeek-V2's, where head_dim is the rotary part's
         return heads * sum(size for size in latent if size is not None) / 2
-    return heads * (_first(layer, "head_dim") or layer.hidden_size // heads)
-
-
-def _first(config: PreTrainedConfig, *names: str) -> int | None:
-    return next((value for name in names if isinstance(value := getattr(config, name, None), int)), None)
+    return heads * (first_number(layer, "head_dim") or layer.hidden_size // heads)

@@ -68,10 +68,9 @@ def _fill_buffers(model: PreTrainedModel) -> None:
             if id(buffer) not in real:
                 full_name = f"{path}.{name}" if path else name
                 keep = full_name in persistent and buffer.is_floating_point() and keeps_fp32(model, full_name)
+                unset = torch.nan if buffer.is_floating_point() else 0
                 dtype = torch.float32 if keep else buffer.dtype
-                real[id(buffer)] = torch.zeros_like(buffer, dtype=dtype, device="cpu")
-                if dtype.is_floating_point:
-                    real[id(buffer)].fill_(torch.nan)
+                real[id(buffer)] = torch.full_like(buffer, unset, dtype=dtype, device="cpu")
             setattr(module, name, real[id(buffer)])
     with own_random_numbers(), _NoRandomValues():
         model.initialize_weights()

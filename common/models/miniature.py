@@ -26,14 +26,9 @@ DEPTH = re.compile(
 )
 WIDTHS = ("hidden_size", "d_model", "n_embd", "emb_dim", "embedding_dim", "dim_model", "hidden_dim")
 HEAD_COUNTS = (
-    "num_attention_heads",
-    "n_head",
-    "n_heads",
-    "num_heads",
-    "decoder_attention_heads",
-    "num_decoder_attention_heads",
-    "attention_heads",
-)
+    "num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads",
+    "num_decoder_attention_heads", "attention_heads",
+)  # fmt: skip
 HEAD_COUNT = re.compile(r"(^|_)heads$|_heads_|^n_heads?$|^n_head$|query_groups$")
 INDEX_HEADS = re.compile(r"^index_n_heads$")
 HEAD_DIM_NAME = re.compile(r"head_?dim$|head_size$|^d_head$|^d_kv$|^dim_head$|kv_channels$|d_head$|^rotary_dim$")
@@ -70,15 +65,7 @@ _Shrink = Callable[[str, Any], Any]
 
 
 class KeptLayers:
-    """The layers of a configuration that remain.
-
-    Args:
-        config: the configuration, for a number of layers under another name; None for a plain dictionary.
-
-    Attributes:
-        depth: number of layers; 0 if unknown.
-        indices: the remaining layers, sorted.
-    """
+    """The layers of a configuration that remain; ``indices``, sorted, of ``depth`` layers, 0 if that is unknown."""
 
     def __init__(self, fields: dict[str, Any], config: Any) -> None:
         depths = [value for name, value in fields.items() if DEPTH.match(name) and isinstance(value, int)]
@@ -100,11 +87,8 @@ class KeptLayers:
         for kind in distinct:
             positions = [index for index, other in enumerate(kinds) if other == kind]
             chosen |= {positions[0], positions[-1]}
-        for index in range(self.depth):
-            if len(chosen) >= least:
-                break
-            chosen.add(index)
-        self.indices = sorted(chosen)
+        others = [index for index in range(self.depth) if index not in chosen]
+        self.indices = sorted([*chosen, *others[: max(0, least - len(chosen))]])
 
     def _kinds(self, name: str, value: Any) -> list[Any] | None:
         depth = self.depth
@@ -146,9 +130,7 @@ class KeptLayers:
                 return len(layers) if value >= depth else sum(index < value for index in layers)
             if FROM_BACK.search(name):
                 return sum(index >= depth - value for index in layers)
-            if name.endswith("layer_end_index"):
-                return len(layers) - 1
-            return None
+            return len(layers) - 1 if name.endswith("layer_end_index") else None
         if _is_index_list(name, value, depth):
             return [position for position, index in enumerate(layers) if index in value]
         if isinstance(value, list | tuple) and len(value) == depth and depth > 2:
@@ -166,9 +148,8 @@ class KeptLayers:
 def _is_index_list(name: str, value: Any, depth: int) -> bool:
     if not isinstance(value, list) or not value or not re.search(r"layer|idx|ind(ex|ic)es", name):
         return False
-    if not all(type(item) is int and 0 <= item < depth for item in value):
-        return False
-    return all(first < second for first, second in pairwise(value))
+    in_range = all(type(item) is int and 0 <= item < depth for item in value)
+    return in_range and all(first < second for first, second in pairwise(value))
 
 
 def _is_by_layer(value: Any) -> bool:
@@ -209,12 +190,7 @@ def miniature(config: PreTrainedConfig) -> PreTrainedConfig:
 
 
 class _Shrunk:
-    """The fields of a (sub-)configuration, shrunk.
-
-    Args:
-        config: the configuration, for attributes under other names; None for a plain dictionary.
-        outer: the shrunk fields of the enclosing configuration.
-    """
+    """The shrunk fields of a (sub-)configuration inside ``outer``; of a plain dictionary, ``config`` is None."""
 
     def __init__(self, fields: dict[str, Any], config: Any = None, outer: "_Shrunk | None" = None):
         self._fields, self._config, self._outer = fields, config, outer
@@ -224,11 +200,8 @@ class _Shrunk:
         self.result = {name: self._shrink(name, value) for name, value in fields.items()}
 
     def _first(self, names: Sequence[str]) -> int | None:
-        for name in names:
-            value = self._fields.get(name)
-            if isinstance(value, int) and not isinstance(value, bool) and value > 0:
-                return value
-        return None
+        values = [self._fields.get(name) for name in names]
+        return next((value for value in values if type(value) is int and value > 0), None)
 
     # -- widths -----------------------------------------------------------------------------------------------------
 
@@ -305,16 +278,11 @@ class _Shrunk:
 
     def _size_of_heads(self, name: str) -> int | None:
         stem = name.removeprefix("num_").removesuffix("s")
-        for other in (
-            f"{stem.removesuffix('_head')}_head_dim",
-            name.replace("num_", "").replace("heads", "head_dim"),
-            name.replace("n_heads", "d_head"),
-            name.replace("num_heads", "head_dim"),
-            "mamba_headdim" if "mamba" in name else "",
-        ):
-            if isinstance(self._fields.get(other), int):
-                return int(self._fields[other])
-        return self.head_dim if name == "num_heads" else None
+        names = [f"{stem.removesuffix('_head')}_head_dim", name.replace("num_", "").replace("heads", "head_dim")]
+        names += [name.replace("n_heads", "d_head"), name.replace("num_heads", "head_dim")]
+        names += ["mamba_headdim"] if "mamba" in name else []
+        sizes = [int(self._fields[other]) for other in names if isinstance(self._fields.get(other), int)]
+        return sizes[0] if sizes else self.head_dim if name == "num_heads" else None
 
     # -- fields -----------------------------------------------------------------------------------------------------
 
@@ -332,21 +300,16 @@ class _Shrunk:
 
     def _shrink_group(self, name: str, value: dict[str, Any]) -> dict[str, Any]:
         if name.startswith("rope"):
-            return {
-                key: self._shrink_group(f"rope_{key}", item)
-                if isinstance(item, dict)
-                else self._shrink_list(key, item)
-                if isinstance(item, list)
-                else item
-                for key, item in value.items()
-            }
+            return {key: self._shrink_rotary(key, item) for key, item in value.items()}
         if name.endswith("rates"):
-            return {
-                key: (4 if item > 4 else 2) if isinstance(item, int) and item > 2 else item
-                for key, item in value.items()
-            }
+            return {key: min(item, 4 if item > 4 else 2) if type(item) is int else item for key, item in value.items()}
         nested = getattr(self._config, name, None)
         return _Shrunk(value, nested if isinstance(nested, PreTrainedConfig) else None, self).result
+
+    def _shrink_rotary(self, name: str, value: Any) -> Any:
+        if isinstance(value, dict):
+            return self._shrink_group(f"rope_{name}", value)
+        return self._shrink_list(name, value) if isinstance(value, list) else value
 
     def _shrink_list(self, name: str, value: list[Any]) -> list[Any]:
         """Shrink a list along the dimensions of a head (rotary factors and sections); keep others."""
@@ -367,10 +330,8 @@ class _Shrunk:
             return value
         if name in WIDTHS:
             return self._narrow(value)
-        for rule, shrink in self._rules():
-            if rule.search(name):
-                return shrink(name, value)
-        return self._narrow(value) if value > 24 else value
+        shrinks = (shrink for rule, shrink in self._rules() if rule.search(name))
+        return next(shrinks, lambda _, value: self._narrow(value) if value > 24 else value)(name, value)
 
     def _rules(self) -> list[tuple[re.Pattern[str], Callable[[str, int], int]]]:
         """Return rules: the first pattern that matches a name decides how its number shrinks."""

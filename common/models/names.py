@@ -63,11 +63,8 @@ def _not_found(name: str, directory: Path, presets: list[str]) -> str:
         return f"{directory} is a file. Give the checkpoint's directory: {directory.parent}"
     hints = did_you_mean(name, presets)
     if os.sep in name or name.startswith((".", "~")):
-        parent = directory.parent
-        if not parent.is_dir():
-            hints += f" There is no directory {parent} either; nothing is downloaded."
-        else:
-            hints += _nearest_directory(directory)
+        lost = f" There is no directory {directory.parent} either; nothing is downloaded."
+        hints += _nearest_directory(directory) if directory.parent.is_dir() else lost
     if not hints:
         hints = f" Presets: {', '.join(sorted(presets))}."
     return f"{name!r} is neither a checkpoint directory nor a preset.{hints}"

@@ -32,10 +32,6 @@ def load_config(model: str | os.PathLike[str] | PreTrainedConfig) -> tuple[PreTr
     Args:
         model: a directory with config.json, a GGUF file or a directory with one, a preset's name, a hub's name
             (``owner/name``) whose snapshot is in the local cache, or a configuration (returned as it is).
-
-    Raises:
-        UserError: no such directory or preset; the directory is no checkpoint; or its configuration is not one that
-            :func:`common.models.task_type.model_class` finds a class of transformers for.
     """
     if isinstance(model, PreTrainedConfig):
         _refuse_unsupported(model, model.model_type)
@@ -45,8 +41,7 @@ def load_config(model: str | os.PathLike[str] | PreTrainedConfig) -> tuple[PreTr
     name = os.fspath(model)
     check_model(name)
     directory = Path(name).expanduser()
-    gguf = find_gguf(directory)
-    if gguf is not None:
+    if (gguf := find_gguf(directory)) is not None:
         return load_config(dequantized(gguf))
     if (directory / "config.json").is_file():
         config = _read_directory(directory)

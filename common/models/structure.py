@@ -18,13 +18,17 @@ def layer_configs(config: PreTrainedConfig) -> Sequence[PreTrainedConfig]:
     return getattr(config, "per_layer_config", None) or [config] * (getattr(config, "num_hidden_layers", None) or 1)
 
 
+def first_number(config: PreTrainedConfig, *names: str) -> int | None:
+    """Return the first of the attributes called ``names`` that is an integer."""
+    return next((value for name in names if isinstance(value := getattr(config, name, None), int)), None)
+
+
 def find_blocks(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
     """Return the dotted name of the model's list of blocks, and the list: the ``ModuleList`` with most parameters, in a
     vision-language model that of its language model.
 
-    Raises:
-        UserError: if there is no such list, it holds less than half of what is neither embedding nor head, or a
-            parameter of one block is also used elsewhere, so that blocks cannot be updated one by one.
+    The model is refused if the list holds less than half of what is neither embedding nor head, or if a parameter of
+    one block is also used elsewhere, so that blocks cannot be updated one by one.
     """
     prefix, language = language_model(model)
     lists = [
@@ -68,12 +72,9 @@ def stored_names(model: PreTrainedModel) -> dict[str, str]:
 
     For a tied parameter it is the name that the others are tied to: mostly the input embedding's.
     """
-    tied_to = model.all_tied_weights_keys
-    return {
-        alias: next((tied_to[name] for name in names if name in tied_to), names[0])
-        for names in parameter_names(model)
-        for alias in names
-    }
+    tied_to, groups = model.all_tied_weights_keys, parameter_names(model)
+    stored = [next((tied_to[name] for name in names if name in tied_to), names[0]) for names in groups]
+    return {alias: name for name, names in zip(stored, groups, strict=True) for alias in names}
 
 
 # Of the names of parameters that do not decay, as transformers' Trainer has them.

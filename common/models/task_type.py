@@ -29,19 +29,14 @@ class TaskType(Enum):
     @property
     def auto_class(self) -> str:
         """Name of transformers' class that loads such models."""
-        return {
-            TaskType.CAUSAL_LM: "AutoModelForCausalLM",
-            TaskType.IMAGE_TEXT_TO_TEXT: "AutoModelForImageTextToText",
-            TaskType.SEQUENCE_CLASSIFICATION: "AutoModelForSequenceClassification",
-            TaskType.TOKEN_CLASSIFICATION: "AutoModelForTokenClassification",
-        }[self]
+        return _TASKS[self][0]
 
 
-_MAPPINGS = {
-    TaskType.CAUSAL_LM: MODEL_FOR_CAUSAL_LM_MAPPING,
-    TaskType.IMAGE_TEXT_TO_TEXT: MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
-    TaskType.SEQUENCE_CLASSIFICATION: MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
-    TaskType.TOKEN_CLASSIFICATION: MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
+_TASKS: dict[TaskType, tuple[str, Any]] = {
+    TaskType.CAUSAL_LM: ("AutoModelForCausalLM", MODEL_FOR_CAUSAL_LM_MAPPING),
+    TaskType.IMAGE_TEXT_TO_TEXT: ("AutoModelForImageTextToText", MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING),
+    TaskType.SEQUENCE_CLASSIFICATION: ("AutoModelForSequenceClassification", MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING),
+    TaskType.TOKEN_CLASSIFICATION: ("AutoModelForTokenClassification", MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING),
 }
 
 
@@ -53,23 +48,17 @@ def model_class(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
     """
     named = _named(config)
     if named is not None:
-        return named[1]
+        return named
     if _lost_head(config) is not None:
         return None
-    for task in (_whole(config), TaskType.CAUSAL_LM, TaskType.IMAGE_TEXT_TO_TEXT):
-        classes = _classes(config, task)
-        if classes:
-            return classes[0]
-    return None
+    tasks = (_whole(config), TaskType.CAUSAL_LM, TaskType.IMAGE_TEXT_TO_TEXT)
+    return next((kind for task in tasks for kind in _classes(config, task)), None)
 
 
 def task_type_of(config: PreTrainedConfig) -> TaskType:
     """Return the task of the model that ``config`` is built as."""
-    chosen = model_class(config)
-    for task in (_whole(config), *TaskType):  # a class may be in two mappings
-        if chosen in _classes(config, task):
-            return task
-    return TaskType.CAUSAL_LM
+    chosen, tasks = model_class(config), (_whole(config), *TaskType)  # a class may be in two mappings
+    return next((task for task in tasks if chosen in _classes(config, task)), TaskType.CAUSAL_LM)
 
 
 def refusal(config: PreTrainedConfig) -> str:
@@ -101,21 +90,15 @@ def _whole(config: PreTrainedConfig) -> TaskType:
 
 
 def _classes(config: PreTrainedConfig, task: TaskType) -> tuple[type[PreTrainedModel], ...]:
-    mapping = _MAPPINGS[task]
-    if type(config) not in mapping:
-        return ()
-    classes: Any = mapping[type(config)]
+    classes = _TASKS[task][1].get(type(config), ())
     return tuple(classes) if isinstance(classes, list | tuple) else (classes,)
 
 
-def _named(config: PreTrainedConfig) -> tuple[TaskType, type[PreTrainedModel]] | None:
+def _named(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
     """Return the first of the configuration's ``architectures`` that can be trained."""
-    for name in getattr(config, "architectures", None) or ():
-        for task in TaskType:
-            for kind in _classes(config, task):
-                if kind.__name__ == name:
-                    return task, kind
-    return None
+    known = [kind for task in TaskType for kind in _classes(config, task)]
+    names = getattr(config, "architectures", None) or ()
+    return next((kind for name in names for kind in known if kind.__name__ == name), None)
 
 
 def _lost_head(config: PreTrainedConfig) -> str | None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from common.models.structure import language_model
+from common.models.structure import first_number, language_model
 
 if TYPE_CHECKING:
     from peft import PeftConfig
@@ -46,11 +46,8 @@ def _whole_modules(chosen: Iterable[str], names: Iterable[str]) -> list[str]:
     """Return the outermost modules all of whose parameters (of ``names``) are ``chosen``, sorted."""
     chosen = set(chosen)
     mixed = {prefix for name in names if name not in chosen for prefix in accumulate(name.split("."), "{}.{}".format)}
-    modules = set()
-    for name in chosen:
-        prefixes = [prefix for prefix in accumulate(name.split("."), "{}.{}".format) if prefix not in mixed]
-        modules.add(prefixes[0])
-    return sorted(modules)
+    prefixes = (accumulate(name.split("."), "{}.{}".format) for name in chosen)
+    return sorted({next(prefix for prefix in longer if prefix not in mixed) for longer in prefixes})
 
 
 DEFAULT_FREEZING = TowerFreezing()
@@ -106,9 +103,9 @@ def image_memory(model: PreTrainedModel) -> ImageMemory:
     text = model.config.get_text_config()
     working = kept = 0
     for tower in _towers(model.config):
-        hidden = _first(tower, "hidden_size", "embed_dim") or text.hidden_size
-        width = _first(tower, "intermediate_size", "mlp_dim") or 4 * hidden
-        layers = (_first(tower, *_DEPTHS) or 1) if trained else 1
+        hidden = first_number(tower, "hidden_size", "embed_dim") or text.hidden_size
+        width = first_number(tower, "intermediate_size", "mlp_dim") or 4 * hidden
+        layers = (first_number(tower, *_DEPTHS) or 1) if trained else 1
         patches = _patches_per_token(model.config, tower)
         merged = patches * hidden + _WIDTHS * text.hidden_size  # a projector's input and what it makes of it
         working = max(working, layers * patches * (_HIDDEN_SIZES * hidden + _WIDTHS * width) + merged)
@@ -143,7 +140,3 @@ def _pair(value: Any) -> tuple[int, int] | None:
     if isinstance(value, int):
         return value, value
     return (int(value[0]), int(value[1])) if isinstance(value, list | tuple) and len(value) == 2 else None
-
-
-def _first(config: PreTrainedConfig, *names: str) -> int | None:
-    return next((value for name in names if isinstance(value := getattr(config, name, None), int)), None)

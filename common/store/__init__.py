@@ -8,16 +8,6 @@ from common.store.posix import Throttle
 from common.store.store import Io, Store
 
 __all__ = [
-    "ALIGNMENT",
-    "DirectoryLock",
-    "Extent",
-    "Io",
-    "Layout",
-    "Store",
-    "StoreError",
-    "Throttle",
-    "commit_manifest",
-    "first_manifest",
-    "load_manifest",
-    "remove",
-]
+    "ALIGNMENT", "DirectoryLock", "Extent", "Io", "Layout", "Store", "StoreError", "Throttle",
+    "commit_manifest", "first_manifest", "load_manifest", "remove",
+]  # fmt: skip

@@ -65,25 +65,19 @@ class ExtentChecksums:
             self._totals[directory] = (self._totals[directory] + value) % (1 << 64)
             self._left -= whole_pages(data.nbytes)
             complete = not self._left
-        if complete and self._expected is not None:
-            self._compare(self._expected)
+        if not complete or self._expected is None:
+            return
+        sums = zip(self._directories, self._totals, self._expected, strict=True)
+        if damaged := [str(folder / self._extent.file) for folder, total, known in sums if total != known]:
+            first = self._extent.offset
+            last = first + self._extent.bytes_per_directory(len(self._directories)) - 1
+            raise StoreError(
+                f"{self._what} is damaged: bytes {first:,} to {last:,} of {' and '.join(damaged)} are not what was "
+                "written there."
+            )
 
     @property
     def values(self) -> tuple[int, ...]:
         """The checksum of each directory, once every byte has been added."""
         assert not self._left, f"{self._left} bytes of {self._what} have not been added"
         return tuple(self._totals)
-
-    def _compare(self, expected: Sequence[int]) -> None:
-        damaged = [
-            directory
-            for directory, total, known in zip(self._directories, self._totals, expected, strict=True)
-            if total != known
-        ]
-        if damaged:
-            first = self._extent.offset
-            last = first + self._extent.bytes_per_directory(len(self._directories)) - 1
-            files = " and ".join(str(directory / self._extent.file) for directory in damaged)
-            raise StoreError(
-                f"{self._what} is damaged: bytes {first:,} to {last:,} of {files} are not what was written there."
-            )

@@ -45,12 +45,8 @@ class Identity:
 
     @classmethod
     def read(cls, directory: Path) -> "Identity | None":
-        """Read the identity in ``directory``; None if it holds no store.
-
-        Raises:
-            UserError: if it has another format version.
-            StoreError: if the identity is damaged.
-        """
+        """Read the identity in ``directory``; None if it holds no store. One that is damaged or of another format is
+        refused."""
         content: dict[str, Any] | None = read_sealed(directory / IDENTITY_FILE)
         if content is None:
             return None
@@ -75,9 +71,7 @@ def create_directories(
 ) -> tuple[list[Path], Identity]:
     """Check everything; only then fill ``directories`` with preallocated files and identities.
 
-    Raises:
-        UserError: if the directories cannot take this store.
-        StoreError: if the file system refuses; created files are removed again.
+    If the file system refuses, created files are removed again.
     """
     paths = usable_directories(directories)
     if len(paths) != layout.directories:
@@ -105,12 +99,7 @@ def create_directories(
 
 
 def find_directories(directories: Sequence[Path]) -> tuple[list[Path], Identity]:
-    """Return the directories of one store in the order of their indices, and the identity of the first.
-
-    Raises:
-        UserError: if a directory is missing, foreign, given twice, or holds no store or only its remains.
-        StoreError: if an identity or a file is damaged.
-    """
+    """Return the directories of one store in the order of their indices, and the identity of the first."""
     paths = usable_directories(directories)
     identities = {}
     for path in paths:
@@ -220,10 +209,8 @@ def _replaceable_files(directory: Path, layout: Layout, overwrite: bool) -> list
 def _freed_by(files: Iterable[Path]) -> dict[int, int]:
     """Return the bytes that the removal of ``files`` would free, by the number of their device."""
     freed: dict[int, int] = defaultdict(int)
-    for file in files:
-        if file.exists():
-            status = file.stat()
-            freed[status.st_dev] += status.st_blocks * 512
+    for status in (file.stat() for file in files if file.exists()):
+        freed[status.st_dev] += status.st_blocks * 512
     return freed
 
 
@@ -240,17 +227,20 @@ def check_space(paths: Sequence[Path], nbytes: int, freed: Mapping[int, int], wh
         UserError: if a file system has too little space.
     """
     sharing: dict[int, list[Path]] = defaultdict(list)
+    existing = {path: path if path.exists() else path.parent for path in paths}
     for path in paths:
-        sharing[(path if path.exists() else path.parent).stat().st_dev].append(path)
+        sharing[existing[path].stat().st_dev].append(path)
     problems = []
     for device, there in sharing.items():
         needed = (nbytes + SMALL_FILES_BYTES) * len(there)
-        free = shutil.disk_usage(there[0] if there[0].exists() else there[0].parent).free + freed.get(device, 0)
+        free = shutil.disk_usage(existing[there[0]]).free + freed.get(device, 0)
         if needed > free:
             where = " and ".join(map(str, there)) + (" together" if len(there) > 1 else "")
-            problems.append(
-                f"{where}: {format_bytes(needed)} needed ({needed:,} bytes), {format_bytes(free)} free ({free:,} bytes)"
-            )
+            sizes = [
+                f"{format_bytes(count)} {what} ({count:,} bytes)"
+                for count, what in ((needed, "needed"), (free, "free"))
+            ]
+            problems.append(f"{where}: {', '.join(sizes)}")
     if problems:
         raise UserError(
             f"Too little space {what}. {'; '.join(problems)}. Nothing was written. Free some space, or "
@@ -261,17 +251,13 @@ def check_space(paths: Sequence[Path], nbytes: int, freed: Mapping[int, int], wh
 def _make_file(path: Path, nbytes: int) -> None:
     """Make the file ``path`` with its space, so that no later write finds the drive full; durably."""
     with opened(path, f"preallocating {format_bytes(nbytes)}", os.O_RDWR | os.O_CREAT | os.O_EXCL) as descriptor:
-        _allocate(descriptor, nbytes)
+        try:
+            os.posix_fallocate(descriptor, 0, nbytes)
+        except OSError as error:
+            if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
+                raise
+            os.ftruncate(descriptor, nbytes)  # a file system that cannot: the space check must do
         os.fsync(descriptor)
-
-
-def _allocate(descriptor: int, nbytes: int) -> None:
-    try:
-        os.posix_fallocate(descriptor, 0, nbytes)
-    except OSError as error:
-        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
-            raise
-        os.ftruncate(descriptor, nbytes)  # a file system that cannot: the space check must do
 
 
 PATIENCE_SECONDS = 5.0  # Seconds to wait for processes of a run that was just killed

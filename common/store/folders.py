@@ -43,9 +43,6 @@ def remove_folder(folder: Path, shared: bool = False) -> None:
 
     Args:
         shared: whether other files may be in it; then it stays, without the store.
-
-    Raises:
-        StoreError: if a drive refuses, or there are other files in it.
     """
     for path in filter(Path.is_dir, (folder / SCRATCH, folder)):
         remove([path])

@@ -44,7 +44,6 @@ BOUNCE_BYTES = 16 << 20
 
 
 def require() -> None:
-    """Raise a UserError if kvikio cannot be used here."""
     if reason := why_unavailable():
         raise UserError(f"--io kvikio is not possible: {reason} --io posix works everywhere.")
 

@@ -32,11 +32,7 @@ def write_sealed(path: Path, content: dict[str, Any]) -> None:
 
 
 def read_sealed(path: Path) -> dict[str, Any] | None:
-    """Return the content of ``path``, or None if there is no such file.
-
-    Raises:
-        StoreError: if the file is damaged or cannot be read.
-    """
+    """Return the content of ``path``, or None if there is no such file; a damaged one is a StoreError."""
     try:
         text = path.read_bytes()
     except FileNotFoundError:

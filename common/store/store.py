@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import astuple, dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -76,12 +77,7 @@ class Store:
         threads: int = IO_THREADS,
         throttle: Throttle | None = None,
     ) -> "Store":
-        """Open the store that ``directories`` hold, given in any order; the rest as in ``create``.
-
-        Raises:
-            UserError: if they are not all directories of one store, each once.
-            StoreError: if an identity or a file is damaged.
-        """
+        """Open the store that ``directories`` hold, given in any order; the rest as in ``create``."""
         _check_io(io)
         return cls(*placement.find_directories(directories), io, threads, throttle)
 
@@ -116,9 +112,7 @@ class Store:
                 kvikio_backend.configure(threads * len(directories))
                 for name, files in self._files.items():
                     self._device_files[name] = [KvikioFile(file.path, file) for file in files]
-            if throttle is not None:
-                for path in directories:
-                    self._clocks.append(throttle.clock(path))
+            self._clocks = [throttle.clock(path) for path in directories if throttle is not None]
             # A pool for each drive, so that a slow one does not collect the threads of the others.
             self._pools = [ThreadPoolExecutor(threads, f"store-{index}") for index in range(len(directories))]
         except BaseException:
@@ -171,12 +165,7 @@ class Store:
         self.read(extent, buffer, offset, nbytes).result()
 
     def sync(self, files: Iterable[str]) -> None:
-        """Return when all finished writes to these files are durable. Running writes are not waited for.
-
-        Raises:
-            StoreError: if a drive refuses; data written since the last sync may be lost.
-            KeyError: if there is no such file.
-        """
+        """Return when all finished writes to these files are durable, or raise; running writes are not waited for."""
         self._check_open()
         files_by_directory = list(zip(*(self._files[name] for name in files), strict=True))
         if not files_by_directory:
@@ -193,14 +182,9 @@ class Store:
         self._closed = True
         for pool in (*self._pools, self._syncing):
             pool.shutdown()
-        for device_files in self._device_files.values():
-            for device_file in device_files:
-                device_file.close()
-        for files in self._files.values():
-            for file in files:
-                file.close()
-        for clock in self._clocks:
-            clock.close()
+        files: Iterable[KvikioFile | PosixFile | Clock] = chain(*self._device_files.values(), *self._files.values())
+        for opened in (*files, *self._clocks):
+            opened.close()
 
     def __enter__(self) -> "Store":
         return self
@@ -323,11 +307,8 @@ class ChecksummedExtent:
     sums: tuple[int, ...]  # Checksum of each directory
 
     def to_dict(self) -> dict[str, Any]:
-        return {
-            "what": self.what,
-            "extent": list(astuple(self.extent)),
-            "sums": [f"{value:016x}" for value in self.sums],
-        }
+        sums = [f"{value:016x}" for value in self.sums]
+        return {"what": self.what, "extent": list(astuple(self.extent)), "sums": sums}
 
     @classmethod
     def from_dict(cls, content: dict[str, Any]) -> "ChecksummedExtent":

@@ -6,7 +6,7 @@ with dropout and without, wide and narrow (tests/common/models/adapters/test_mem
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 import torch
 from peft.tuners.lora.layer import LoraLayer, ParamWrapper
@@ -47,12 +47,7 @@ class AdapterMemory:
     @staticmethod
     def most(several: Iterable["AdapterMemory"]) -> "AdapterMemory":
         """Return what is enough for each of several modules."""
-        amounts = list(several)
-        return AdapterMemory(
-            max((amount.fixed for amount in amounts), default=0),
-            max((amount.saved_per_token for amount in amounts), default=0),
-            max((amount.passing_per_token for amount in amounts), default=0),
-        )
+        return AdapterMemory(*map(max, zip(*map(astuple, (AdapterMemory(), *several)), strict=True)))
 
 
 NO_ADAPTERS = AdapterMemory()
@@ -120,9 +115,9 @@ def _shape(layer: BaseTunerLayer) -> tuple[int, ...]:
     return tuple(weight.shape)
 
 
-def _rank(layer: BaseTunerLayer) -> int:
-    return max(getattr(layer, "r", {}).values(), default=0)
-
-
 def _trains_rows(layer: object) -> bool:
     return isinstance(layer, TrainableTokensLayer)
+
+
+def _rank(layer: BaseTunerLayer) -> int:
+    return max(getattr(layer, "r", {}).values(), default=0)

@@ -55,14 +55,13 @@ class AdapterOptions:
 
     def peft_config(self) -> LoraConfig:
         """Return these options as a configuration of ``peft``."""
-        all_linear = self.targets == (ALL_LINEAR,)
         alpha = 2 * self.rank if self.alpha is None else self.alpha
         return LoraConfig(
             task_type="CAUSAL_LM",
             r=self.rank,
             lora_alpha=int(alpha) if float(alpha).is_integer() else alpha,  # type: ignore[arg-type]  # any number will do
             lora_dropout=self.dropout,
-            target_modules=ALL_LINEAR if all_linear else list(self.targets),
+            target_modules=ALL_LINEAR if self.targets == (ALL_LINEAR,) else list(self.targets),
             use_rslora=self.rslora,
             use_dora=self.dora,
         )
@@ -187,17 +186,12 @@ class SavedAdapter:
         known = {**also, **expected}
         lacking = next((name for name in expected if name not in self.files), None)
         foreign = next((name for name in self.files if name not in known), None)
-        if lacking is not None or foreign is not None:
-            what = f"lacks {lacking}" if lacking is not None else f"holds {foreign}, which"
-            has = "which adapters of this model have" if lacking is not None else "no adapter of this model has"
-            raise UserError(
-                f"--adapter {self.directory} {what}{',' if lacking else ''} {has}: give the --model that it was made "
-                "for."
-            )
-        for name, stored in self.files.items():
+        problem = f"lacks {lacking}, which adapters of this model have" if lacking is not None else None
+        if problem is None and foreign is not None:
+            problem = f"holds {foreign}, which no adapter of this model has"
+        for name, stored in self.files.items() if problem is None else ():
             if stored.shape != tuple(known[name]):
                 there, here = (" x ".join(map(str, shape)) for shape in (stored.shape, known[name]))
-                raise UserError(
-                    f"--adapter {self.directory} holds {name} of {there}, and of this model it is {here}: give the "
-                    "--model that it was made for."
-                )
+                problem = problem or f"holds {name} of {there}, and of this model it is {here}"
+        if problem is not None:
+            raise UserError(f"--adapter {self.directory} {problem}: give the --model that it was made for.")

@@ -42,13 +42,7 @@ def possible_targets(model: nn.Module) -> list[str]:
 
 
 def refuse_unknown_targets(modules: Collection[str], possible: Sequence[str], config: PeftConfig) -> None:
-    """Refuse a configuration with names that no module has.
-
-    Args:
-        modules: names of the model's modules before adapters were injected.
-        possible: from :func:`possible_targets`, also.
-        config: after ``peft`` has injected it: what it has translated is no longer among ``target_modules``.
-    """
+    """Refuse names that no module had before adapters were injected; what ``peft`` has translated is not among them."""
     unknown = sorted(name for name in named_targets(config) if not _ends(modules, name))
     if unknown:
         raise UserError(

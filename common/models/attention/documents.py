@@ -24,16 +24,12 @@ from common.hardware import kernels_of
 from common.models.attention import varlen
 from common.models.attention.kernels import shares_heads
 
-BY_DOCUMENT = "by_document"
-"""The name under which transformers knows this. It has no mask function of that name, so it makes no mask."""
-_WINDOW_QUERIES = 256
-"""Least number of queries that go through a kernel at once with a sliding window: their mask stays small."""
+BY_DOCUMENT = "by_document"  # transformers' name for this; it has no mask function of that name, so it makes no mask
+_WINDOW_QUERIES = 256  # Least number of queries per kernel with a sliding window: their mask stays small
+# In 16 bits, lengths are rounded up to a multiple of this: PyTorch's CPU kernel compiles matrix products for each new
+# length and keeps them for good, megabytes each (torch 2.13, processors with bf16 instructions).
 _BUCKET = 32
-"""In 16 bits, lengths are rounded up to a multiple of this: PyTorch's CPU kernel compiles matrix products for each new
-length and keeps them for good, megabytes each (torch 2.13, processors with bf16 instructions)."""
-
-_NOT_CUT = ("position_bias", "softcap", "s_aux")
-"""Options of families' attention that are not cut at documents."""
+_NOT_CUT = ("position_bias", "softcap", "s_aux")  # Options of families' attention that are not cut at documents
 
 _aten = torch.ops.aten
 
@@ -44,17 +40,11 @@ class _Piece(NamedTuple):
     row: int
     queries: slice
     keys: slice
-    banded: bool
-    """Whether a window hides some of the keys; if not, both are the same tokens, and attention is causal."""
+    banded: bool  # Whether a window hides some of the keys; if not, both are the same tokens, and attention is causal
 
 
 def _pieces(spans: Sequence[int], window: int) -> Iterator[_Piece]:
-    """Cut a batch into pieces.
-
-    Args:
-        spans: row, first token and end of each document, one after another.
-        window: tokens that a token attends to; 0 for all.
-    """
+    """Cut a batch into pieces; ``spans`` and ``window`` as in :func:`attention_by_document`."""
     for row, start, end in zip(spans[::3], spans[1::3], spans[2::3], strict=True):
         if not window or end - start <= window:
             yield _Piece(row, slice(start, end), slice(start, end), False)
@@ -66,16 +56,11 @@ def _pieces(spans: Sequence[int], window: int) -> Iterator[_Piece]:
 
 
 def _mask(piece: _Piece, window: int, like: torch.Tensor, padded: bool = False) -> torch.Tensor | None:
-    """Return 0 where a query sees a key and minus infinity elsewhere, ``[queries, keys]``; None: it is merely causal.
-
-    Args:
-        padded: whether lengths are rounded up. No query sees a padding key; padding queries see some key, whichever, so
-            that all numbers are finite.
-    """
+    """Return 0 where a query sees a key and minus infinity elsewhere, ``[queries, keys]``; None: merely causal."""
     if not piece.banded:
         return None
     lengths = [part.stop - part.start for part in (piece.queries, piece.keys)]
-    if padded:
+    if padded:  # no query sees a padding key; padding queries see some key, whichever, so that all numbers are finite
         lengths = [_rounded(length) for length in lengths]
     queries = piece.queries.start + torch.arange(lengths[0], device=like.device)[:, None]
     keys = piece.keys.start + torch.arange(lengths[1], device=like.device)
@@ -138,9 +123,7 @@ def attention_by_document(
     """
     if starts is not None:
         return varlen.attend(query, key, value, _sequences(starts, spans), window, scale)
-    rows, heads, length, _ = query.shape
-    result = query.new_empty(rows, length, heads, query.shape[-1])
-    statistics = query.new_empty(rows, length, heads, dtype=statistics_dtype(query))
+    result, statistics = empty_results(query, key, value)  # the value's width is the query's here
     narrow = query.dtype.itemsize == 2
     for piece in _pieces(spans, window):
         q, k, v = _parts(piece, query, key, value)
@@ -214,8 +197,7 @@ def _backward(ctx: Any, gradient: torch.Tensor, _: Any) -> Any:
 attention_by_document.register_autograd(_backward, setup_context=_save)
 
 
-OPERATOR = torch.ops.fuyou.attention_by_document.default
-"""How recordings and plans name the operator."""
+OPERATOR = torch.ops.fuyou.attention_by_document.default  # How recordings and plans name the operator
 
 
 @register_flop_formula(torch.ops.fuyou.attention_by_document)
@@ -256,28 +238,22 @@ def _by_document(
     if not dropout and (on_cuda or query.shape[-1] == value.shape[-1]):
         starts = documents.starts(query.device) if on_cuda else None
         return attention_by_document(query, key, value, starts, documents.flat, window, scale)[0], None
-    return _one_by_one(query, key, value, documents, window, scale, dropout), None
+    return _one_by_one((query, key, value), documents, window, scale, dropout), None
 
 
 def _one_by_one(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    documents: Documents,
-    window: int,
-    scale: float,
-    dropout: float,
+    inputs: tuple[torch.Tensor, ...], documents: Documents, window: int, scale: float, dropout: float
 ) -> torch.Tensor:
     """Attend to each document in a call that PyTorch differentiates; none of a recomputation is left out then."""
     lengths = [end - start for _, start, end in documents.spans()]
     # Split, whose gradient is one concatenation: that of a slice is as large as all documents.
-    parts = [each.transpose(1, 2).flatten(0, 1).split(lengths) for each in (query, key, value)]
+    parts = [each.transpose(1, 2).flatten(0, 1).split(lengths) for each in inputs]
     results = []
-    for inputs in zip(*parts, strict=True):
-        alone = [each.transpose(0, 1)[None] for each in inputs]
-        for piece in _pieces((0, 0, len(inputs[0])), window):
+    for states in zip(*parts, strict=True):
+        alone = [each.transpose(0, 1)[None] for each in states]
+        for piece in _pieces((0, 0, len(states[0])), window):
             q, k, v = _parts(piece, *alone)
-            mask = _mask(piece, window, query)
+            mask = _mask(piece, window, q)
             if mask is not None or not shares_heads(mask, k, v):  # CUDA's kernels share heads without a mask alone
                 k, v = (each.repeat_interleave(q.shape[1] // k.shape[1], 1) for each in (k, v))
             out = functional.scaled_dot_product_attention(

@@ -40,7 +40,11 @@ class Isolation:
 
     def called_for_each(self, model: nn.Module) -> list[tuple[str, nn.Module]]:
         """Return those of a model's modules that are called once for each document, with their names."""
-        return [(name, module) for name, module in model.named_modules() if _is_one_of(module, self.modules)]
+        return [
+            (name, module)
+            for name, module in model.named_modules()
+            if any(_name(kind) in self.modules for kind in type(module).__mro__)  # FSDP2 makes its own subclasses
+        ]
 
 
 class DocumentSeparator:
@@ -114,19 +118,11 @@ def takes_positions(model: nn.Module) -> bool:
 
 def configurations(model: nn.Module) -> list[PreTrainedConfig]:
     """Return the configurations that modules of a model read, each once."""
-    configs = {}
-    for module in model.modules():
-        config = getattr(module, "config", None)
-        if isinstance(config, PreTrainedConfig):
-            configs[id(config)] = config
-    return list(configs.values())
+    configs = [getattr(module, "config", None) for module in model.modules()]
+    return list({id(config): config for config in configs if isinstance(config, PreTrainedConfig)}.values())
 
 
 # -- modules that are called once for each document -------------------------------------------------------------------
-
-
-def _is_one_of(module: nn.Module, classes: tuple[str, ...]) -> bool:
-    return any(_name(kind) in classes for kind in type(module).__mro__)  # FSDP2 makes its own subclasses
 
 
 def _name(kind: type) -> str:
@@ -299,19 +295,18 @@ class _Experiment:
         Biases by the place in the row (ALiBi) are not equal: they differ by a constant, which matters only to rounding,
         but in bf16 that loses the differences between neighbours far from the row's beginning.
         """
-        modules = [module for module in self._model.modules() if _is_one_of(module, how.modules)]
+        modules = [module for _, module in how.called_for_each(self._model)]
         row, start, end = list(self._documents.spans())[2]
         part = _Part(self._documents, row, start, end)
         with self._apart(how), _calls(modules) as packed:
             self._packed(self._ids)
         with _calls(modules) as single:
             self._as_one(self._ids[row : row + 1, start:end])
+        arguments = [(tree_leaves(tree_map(part.of, packed[module])), tree_leaves(single[module])) for module in packed]
         return all(
             torch.allclose(here.expand_as(there), there, rtol=1e-3, atol=1e-3)
-            for module in packed
-            for here, there in zip(
-                tree_leaves(tree_map(part.of, packed[module])), tree_leaves(single[module]), strict=True
-            )
+            for pair in arguments
+            for here, there in zip(*pair, strict=True)
             if isinstance(here, torch.Tensor) and isinstance(there, torch.Tensor) and here.is_floating_point()
         )
 
@@ -327,9 +322,8 @@ def _called(module: nn.Module, calls: Mapping[nn.Module, Any]) -> Iterator[nn.Mo
 
 def _is_hidden(value: Any, shape: tuple[int, ...]) -> bool:
     """Return whether these are states of tokens, ``[B, S, H]``, where ``shape`` is ``[B, S]``."""
-    return (
-        isinstance(value, torch.Tensor) and value.dim() == 3 and value.shape[:2] == shape and value.is_floating_point()
-    )
+    is_states = isinstance(value, torch.Tensor) and value.dim() == 3 and value.is_floating_point()
+    return is_states and value.shape[:2] == shape
 
 
 def find_isolation(model: PreTrainedModel) -> Isolation | None:

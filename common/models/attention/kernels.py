@@ -48,18 +48,13 @@ sdpa_attention.use_gqa_in_sdpa = shares_heads  # type: ignore[assignment]
 
 
 class AttentionKernels:
-    """The kernels that attention may take in a run.
-
-    Args:
-        config: the model's configuration.
-        dtype: type of hidden states.
-        device: where the model computes.
-    """
+    """The kernels that attention may take in a run: for a configuration, a dtype of hidden states, and a device."""
 
     def __init__(self, config: PreTrainedConfig, dtype: torch.dtype, device: torch.device):
         self._device = device
-        self.backends = _switched_on()
-        """What is switched on now, without what PyTorch would take in only one of the two passes."""
+        switched_on = tuple(backend for backend, enabled in _SWITCHES.items() if enabled())
+        # What is switched on now, without what PyTorch would take in only one of the two passes.
+        self.backends = switched_on or (SDPBackend.MATH,)
         for width, dropout in sorted(_heads(config.get_text_config())):
             self._settle(width, dropout, dtype)
 
@@ -115,16 +110,12 @@ class AttentionKernels:
 
 
 _NUMBERS = {backend.value: backend for backend in SDPBackend.__members__.values()}
-
-
-def _switched_on() -> tuple[SDPBackend, ...]:
-    switches = {
-        SDPBackend.MATH: torch.backends.cuda.math_sdp_enabled,
-        SDPBackend.FLASH_ATTENTION: torch.backends.cuda.flash_sdp_enabled,
-        SDPBackend.EFFICIENT_ATTENTION: torch.backends.cuda.mem_efficient_sdp_enabled,
-        SDPBackend.CUDNN_ATTENTION: torch.backends.cuda.cudnn_sdp_enabled,
-    }
-    return tuple(backend for backend, enabled in switches.items() if enabled()) or (SDPBackend.MATH,)
+_SWITCHES = {
+    SDPBackend.MATH: torch.backends.cuda.math_sdp_enabled,
+    SDPBackend.FLASH_ATTENTION: torch.backends.cuda.flash_sdp_enabled,
+    SDPBackend.EFFICIENT_ATTENTION: torch.backends.cuda.mem_efficient_sdp_enabled,
+    SDPBackend.CUDNN_ATTENTION: torch.backends.cuda.cudnn_sdp_enabled,
+}
 
 
 def _heads(config: PreTrainedConfig) -> set[tuple[int, float]]:

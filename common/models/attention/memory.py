@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from transformers import PreTrainedConfig
 
 from common.models.attention.chunked import KEYS, SCORES
-from common.models.structure import layer_configs
+from common.models.structure import first_number, layer_configs
 
 # Bytes that a block's forward and backward pass hold at once for each score `[H, S, S]` where attention is "eager".
 # Measured on a CPU with gpt-oss, BLOOM, Gemma 2 and GPT-J: 14 to 19 in fp32, 17 to 25 in bf16.
@@ -44,16 +44,10 @@ class AttentionMemory:
         layers = layer_configs(text)
         heads, groups, keys, values = max((_heads(layer) for layer in layers), key=math.prod)
         sizes = [getattr(text, name, None) for name in _WINDOWS]
+        window = min((size for size in sizes if isinstance(size, int) and size > 0), default=0)
+        unequal, capped = keys != values and not eager, bool(getattr(text, "attn_logit_softcapping", None))
         return AttentionMemory(
-            eager_heads=heads if eager else 0,
-            window=min((size for size in sizes if isinstance(size, int) and size > 0), default=0),
-            width=width,
-            unequal_heads=heads if keys != values and not eager else 0,
-            key_width=keys,
-            value_width=values,
-            heads=heads,
-            groups=groups,
-            capped=bool(getattr(text, "attn_logit_softcapping", None)),
+            heads if eager else 0, window, width, heads if unequal else 0, keys, values, heads, groups, capped
         )
 
     def mask_bytes(self, seq_len: int, padded: bool = False) -> int:
@@ -68,11 +62,7 @@ class AttentionMemory:
         return (padded + windowed) * seq_len**2  # boolean; there is none for what is merely causal
 
     def workspace_bytes(self, seq_len: int, cpu: bool = True, padded: bool = False) -> int:
-        """Return the bytes that computing one block takes.
-
-        Args:
-            padded: whether a mask of padding is given.
-        """
+        """Return the bytes that computing one block takes; arguments as in :meth:`mask_bytes`."""
         if self.eager_heads:
             return self.eager_heads * _EAGER_BYTES * seq_len**2
         if self.unequal_heads and cpu:
@@ -100,8 +90,7 @@ def _heads(layer: PreTrainedConfig) -> tuple[int, int, int, int]:
     """Return the number of a layer's heads, those of its keys, and the widths of a head's keys and values."""
 
     def size(name: str) -> int:
-        value = getattr(layer, name, None)
-        return value if isinstance(value, int) else 0
+        return first_number(layer, name) or 0
 
     heads = size("num_attention_heads")
     if size("qk_rope_head_dim") and size("v_head_dim"):  # multi-head latent attention

@@ -93,20 +93,9 @@ def attend_backward(
     unused = torch.empty(2, dtype=torch.uint64, device=query.device)  # random state of a dropout that there is not
     if takes_flash(query, value):
         gradients = _aten._flash_attention_backward(
-            flowing,
-            q,
-            k,
-            v,
-            out,
-            logarithms.t().contiguous(),
-            *sequences._ends,
-            0.0,
-            sequences.causal and not window,
-            unused,
-            unused,
-            scale=scale,
-            **_sides(window),
-        )
+            flowing, q, k, v, out, logarithms.t().contiguous(), *sequences._ends, 0.0, sequences.causal and not window,
+            unused, unused, scale=scale, **_sides(window),
+        )  # fmt: skip
     else:
         k, v = (each.repeat_interleave(heads // groups, 1) for each in (k, v))
         shape = (len(sequences.starts) - 1, heads, -(-sequences.longest // 32) * 32)

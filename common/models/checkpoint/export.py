@@ -108,21 +108,10 @@ def _sync(path: Path) -> None:
 # Name of the file that transformers takes a tokenizer's or processor's chat template from.
 CHAT_TEMPLATE = "chat_template.jinja"
 _TOKENIZER_FILES = (
-    "tokenizer*",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "spiece.model",
-    "sentencepiece*.model",
-    "*.tiktoken",
-    "chat_template*",
-    "additional_chat_templates",
-    "preprocessor_config.json",
-    "video_preprocessor_config.json",
-    "processor_config.json",
-)
+    "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt",
+    "spiece.model", "sentencepiece*.model", "*.tiktoken", "chat_template*", "additional_chat_templates",
+    "preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json",
+)  # fmt: skip
 
 
 class CheckpointWriter:
@@ -164,27 +153,21 @@ class CheckpointWriter:
             model = _untied(self.config, model)
             source = None if source is None else CheckpointSource(source.shards.directory, model)
         self.model = model
-        self.dtype = dtype
-        self.shard_bytes = shard_bytes
+        self.dtype, self.shard_bytes = dtype, shard_bytes
         self._stored_name = stored_names(model)
         self._fp32 = {self._stored_name[name] for name in fp32_parameters(model)}
         self._shapes = {self._stored_name[name]: parameter.shape for name, parameter in model.named_parameters()}
         self._parameters = sum(parameter.numel() for parameter in model.parameters())
-        self._allows_nonfinite = allow_nonfinite
+        self._allows_nonfinite, self._source = allow_nonfinite, source
         self._nonfinite: str | None = None
-        self._source = source
         self._names: dict[str, list[str]] = {}  # Names on disk, by the names that ``save_pretrained`` would give
         if source is not None:
-            meta: dict[str, torch.Tensor] = {
-                self._stored_name[name]: parameter for name, parameter in model.named_parameters()
-            }
+            meta = {self._stored_name[name]: parameter.data for name, parameter in model.named_parameters()}
             self._names = source.stored_names(to_disk(model, meta))
         self._written: set[str] = set()
         self._shard: dict[str, torch.Tensor] = {}
-        self._shard_size = 0
         self._shard_of: dict[str, int] = {}
-        self._shards = 0
-        self._total_size = 0
+        self._shard_size = self._shards = self._total_size = 0
         self._folder = make_staging_folder(directory)
 
     def add(self, named: dict[str, torch.Tensor]) -> None:
@@ -192,9 +175,6 @@ class CheckpointWriter:
 
         Args:
             named: parameters by name in the model. Those that are one tensor on disk have to come in one call.
-
-        Raises:
-            FinetuneError: if a name or a shape is not the model's.
         """
         copies = {}
         for name, value in named.items():
@@ -240,12 +220,11 @@ class CheckpointWriter:
         discard_staging_folder(self.directory)
 
     def _append(self, named: dict[str, torch.Tensor]) -> None:
-        if self._nonfinite is None and not self._allows_nonfinite:
-            self._nonfinite = first_nonfinite(named)
-            if self._nonfinite is not None:
-                self._shard = {}
-                self.discard()
         if self._nonfinite is not None:
+            return
+        if not self._allows_nonfinite and (name := first_nonfinite(named)) is not None:
+            self._nonfinite, self._shard = name, {}
+            self.discard()
             return
         for name, value in to_disk(self.model, named).items():
             first, *others = self._names.get(name) or [name]
@@ -287,14 +266,13 @@ class CheckpointWriter:
 
     def _name_shards(self) -> list[str]:
         """Give files their final names, and write the index if there are several; return the names in moving order."""
-        if self._shards == 1:
-            with described("writing", self._folder):
-                (self._folder / "shard-1").rename(self._folder / SINGLE)
-            return [SINGLE]
         names = [f"model-{number:05d}-of-{self._shards:05d}.safetensors" for number in range(1, self._shards + 1)]
+        names = [SINGLE] if self._shards == 1 else names
         for number, name in enumerate(names, start=1):
             with described("writing", self._folder):
                 (self._folder / f"shard-{number}").rename(self._folder / name)
+        if names == [SINGLE]:
+            return names
         index = {
             "metadata": {"total_parameters": self._parameters, "total_size": self._total_size},
             "weight_map": {name: names[number - 1] for name, number in sorted(self._shard_of.items())},
@@ -335,13 +313,12 @@ def _untied(config: PreTrainedConfig, model: PreTrainedModel) -> PreTrainedModel
 def copy_tokenizer_files(source: Path, directory: Path) -> list[str]:
     """Copy a checkpoint's tokenizer, chat templates and processor; return the names of the copied files."""
     files = sorted({path for pattern in _TOKENIZER_FILES for path in source.glob(pattern)})
-    if source.resolve() == directory.resolve():
-        return [path.name for path in files]
-    directory.mkdir(parents=True, exist_ok=True)
-    (directory / CHAT_TEMPLATE).unlink(missing_ok=True)  # of an earlier run; it would win over tokenizer_config.json's
-    for path in files:
-        if path.is_dir():
-            shutil.copytree(path, directory / path.name, dirs_exist_ok=True)
-        else:
-            shutil.copyfile(path, directory / path.name)
+    if source.resolve() != directory.resolve():
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / CHAT_TEMPLATE).unlink(missing_ok=True)  # an earlier run's would win over tokenizer_config.json's
+        for path in files:
+            if path.is_dir():
+                shutil.copytree(path, directory / path.name, dirs_exist_ok=True)
+            else:
+                shutil.copyfile(path, directory / path.name)
     return [path.name for path in files]

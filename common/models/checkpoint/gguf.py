@@ -81,20 +81,16 @@ def _write(file: Path, directory: Path) -> None:
 def _parts(file: Path, model: PreTrainedModel, config: dict[str, Any]) -> Iterator[dict[str, torch.Tensor]]:
     """Return the parameters that the tensors of ``file`` make, each time as few as belong together."""
     from gguf import GGUFReader, dequantize
-    from transformers.modeling_gguf_pytorch_utils import (
-        TENSOR_PROCESSORS,
-        TensorProcessor,
-        get_gguf_hf_weights_map,
-        read_field,
-    )
+    from transformers import modeling_gguf_pytorch_utils as gguf_utils
 
     reader = GGUFReader(file)
-    processor = TENSOR_PROCESSORS.get(read_field(reader, "general.architecture")[0], TensorProcessor)(config=config)
+    architecture = gguf_utils.read_field(reader, "general.architecture")[0]
+    processor = gguf_utils.TENSOR_PROCESSORS.get(architecture, gguf_utils.TensorProcessor)(config=config)
     targets: dict[str, str] = {}
     for part, prefix in ((model.base_model, f"{model.base_model_prefix}."), (model, "")):
         # Without submodules, for each of which transformers would make gguf's table of names again.
         flat = SimpleNamespace(config=model.config, state_dict=part.state_dict, named_children=list)
-        targets |= get_gguf_hf_weights_map(flat, processor, qual_name=prefix)
+        targets |= gguf_utils.get_gguf_hf_weights_map(flat, processor, qual_name=prefix)
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     groups = defaultdict(list)  # two tensors may make one parameter: the gate and up projections of experts
     for tensor in reader.tensors:
@@ -111,11 +107,9 @@ def _parts(file: Path, model: PreTrainedModel, config: dict[str, Any]) -> Iterat
         for target, tensors in groups.items():
             values: dict[str, torch.Tensor] = {}
             for tensor in tensors:
+                numbers, parsed = dequantize(tensor.data, tensor.tensor_type), {"tensors": values}
                 result = processor.process(
-                    weights=dequantize(tensor.data, tensor.tensor_type),
-                    name=tensor.name,
-                    tensor_key_mapping=targets,
-                    parsed_parameters={"tensors": values},
+                    weights=numbers, name=tensor.name, tensor_key_mapping=targets, parsed_parameters=parsed
                 )
                 if result.name is not None:  # else it is in `values` already
                     values[target] = torch.from_numpy(np.array(result.weights, dtype=np.float32))

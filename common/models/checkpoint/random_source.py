@@ -30,25 +30,17 @@ _ATEN = torch.ops.aten
 _OVERWRITES = {_ATEN.normal_.default, _ATEN.uniform_.default, _ATEN.zero_.default, _ATEN.fill_.Scalar}
 # Operators that do the same to each element, for any values of the others.
 _CHANGES = {
-    _ATEN.mul_.Tensor,
-    _ATEN.mul_.Scalar,
-    _ATEN.div_.Tensor,
-    _ATEN.add_.Tensor,
-    _ATEN.add_.Scalar,
-    _ATEN.erfinv_.default,
-    _ATEN.clamp_.default,
-}
+    _ATEN.mul_.Tensor, _ATEN.mul_.Scalar, _ATEN.div_.Tensor, _ATEN.add_.Tensor, _ATEN.add_.Scalar,
+    _ATEN.erfinv_.default, _ATEN.clamp_.default,
+}  # fmt: skip
 
 
 class RandomSource:
-    """Weights distributed as a family's own initialisation has them.
+    """Weights distributed as a family's own initialization has them, all fp32.
 
-    Values depend on ``seed`` and the parameter's name, not on the order of reading. All are fp32.
-
-    Args:
-        model: from :func:`common.models.meta_model.build_meta_model`. It holds a module's values while they are drawn.
-
-    Memory: the rows that are read; where rows are not alike, the parameters of one module that holds parameters itself.
+    Values depend on ``seed`` and the parameter's name, not on the order of reading. The model, on the meta device,
+    holds a module's values while they are drawn. Memory: the rows that are read; where rows are not alike, the
+    parameters of one module that holds parameters itself.
     """
 
     def __init__(self, model: PreTrainedModel, seed: int) -> None:
@@ -59,8 +51,8 @@ class RandomSource:
 
     def check(self) -> None:
         """Raise a FinetuneError for a persistent buffer that only a checkpoint has values for."""
-        for name in unset_buffers(self.model):
-            raise self._not_initialised(name)
+        if unset := unset_buffers(self.model):
+            raise self._not_initialised(unset[0])
 
     def read(self, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
         for name in names:
@@ -191,14 +183,10 @@ class _Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         keywords = kwargs or {}
         tensors = [leaf for leaf in tree_leaves((args, keywords)) if isinstance(leaf, torch.Tensor)]
-        touched = [
-            self._by_memory[_memory(tensor)]
-            for tensor in tensors
-            if tensor.is_meta and _memory(tensor) in self._by_memory
-        ]
-        is_view = all(
-            result.alias_info is not None and not result.alias_info.is_write for result in func._schema.returns
-        )
+        memories = [_memory(tensor) for tensor in tensors if tensor.is_meta]
+        touched = [self._by_memory[memory] for memory in memories if memory in self._by_memory]
+        aliases = [result.alias_info for result in func._schema.returns]
+        is_view = all(alias is not None and not alias.is_write for alias in aliases)
         if not touched or is_view:
             return func(*args, **keywords)
         target, rest = touched[0], tree_leaves((args[1:], keywords))
@@ -235,10 +223,9 @@ def classifier_config(config: PreTrainedConfig, classes: Sequence[str], pad_toke
             f"transformers has no sequence classifier of the family {config.model_type!r}: take a model of another, or "
             "an objective that needs no other head."
         )
-    classes_of_config = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING[type(config)]
-    kind: Any = classes_of_config[0] if isinstance(classes_of_config, list | tuple) else classes_of_config
+    kinds: Any = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING[type(config)]
     changed = copy.deepcopy(config)
-    changed.architectures = [kind.__name__]
+    changed.architectures = [(kinds[0] if isinstance(kinds, list | tuple) else kinds).__name__]
     changed.id2label = dict(enumerate(classes))
     changed.label2id = {name: number for number, name in enumerate(classes)}
     if pad_token_id is not None:

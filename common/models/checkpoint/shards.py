@@ -32,9 +32,7 @@ class Conversion:
     """Tensors on disk that together make one parameter, or (one fused on disk, several in the model) several."""
 
     target: str  # Name of the parameter in the model; of several, the first
-
     rule: WeightConverter | None  # Rule of transformers that makes the parameter; None if it is stored as it is
-
     parts: list[tuple[str, str]] = field(default_factory=list)  # Pairs (pattern of the rule, name on disk), in order
 
     def convert(self, model: PreTrainedModel, read: Callable[[str], torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -244,9 +242,9 @@ def _no_safetensors(directory: Path) -> str:
         convert = f"M.from_pretrained('{directory}', dtype='auto').save_pretrained('{directory}-safetensors')"
         return (
             f"{directory} has its weights only pickled (pytorch_model.bin), which cannot be read piece by piece. "
-            "Convert it once, on a machine that can hold it: "
-            f'python -c "from transformers import AutoModelForCausalLM as M; {convert}", '
-            "and copy the tokenizer's files over."
+            f'Convert it once, on a machine that can hold it: python -c "from transformers import AutoModelForCausalLM '
+            "as M; "
+            f"{convert}\", and copy the tokenizer's files over."
         )
     pickled = next((file for ending in ("pth", "pt", "bin", "ckpt") for file in directory.glob(f"*.{ending}")), None)
     if pickled is not None:

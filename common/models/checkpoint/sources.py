@@ -60,11 +60,8 @@ class WeightSource(Protocol):
     """A source that gives a model's parameters one at a time."""
 
     def check(self) -> None:
-        """Check that all parameters are there and have the right shape, before anything is written.
-
-        Raises:
-            FinetuneError, UserError: if a parameter is missing or wrong; names it and its file.
-        """
+        """Check that all parameters are there in the right shape, before anything is written; name a wrong one and its
+        file."""
         ...
 
     def read(self, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -90,12 +87,8 @@ class WeightSource(Protocol):
         ...
 
     def read_compressed(self, name: str, parts: Sequence[int] | None = None) -> Iterator[Mapping[str, torch.Tensor]]:
-        """Read the components of the tensors that a compressed parameter is made of, as in the source, one by one.
-
-        Args:
-            name: of the parameter.
-            parts: numbers of these tensors; None: all.
-        """
+        """Read the components of the tensors (all, or those numbered ``parts``) of a compressed parameter, as in the
+        source."""
         ...
 
 
@@ -110,9 +103,6 @@ class CheckpointSource:
 
     Memory: one tensor; for a parameter that is put together from several (fused experts), up to twice that parameter,
     or twice the rows that are read.
-
-    Raises:
-        UserError, FinetuneError: as :class:`common.models.checkpoint.shards.Shards`.
     """
 
     def __init__(self, directory: Path, model: PreTrainedModel) -> None:
@@ -133,8 +123,7 @@ class CheckpointSource:
 
     def check(self) -> None:
         """Check that every parameter is there, floating-point and in the model's shape, and that tied ones agree."""
-        missing = self.missing()
-        missing += [name for name in unset_buffers(self.model) if name not in self._made_by]
+        missing = self.missing() + [name for name in unset_buffers(self.model) if name not in self._made_by]
         refuse_compressed(self.shards, self.unused)
         if missing:
             raise FinetuneError(explain_missing(self.model, self.shards.directory, missing, self.unused))
@@ -162,13 +151,12 @@ class CheckpointSource:
             yield name, converted_values.pop(source)
 
     def reads_rows(self, name: str) -> bool:
-        sources = self._sources(name)
-        if not sources:
-            return False
-        conversion = self._made_by[sources[0]]
-        if conversion.rule is None:
-            return self.shards.reads_rows(conversion.parts[0][1])
-        return self._rows_of(sources[0]) is not None
+        for source in self._sources(name)[:1]:
+            conversion = self._made_by[source]
+            if conversion.rule is None:
+                return self.shards.reads_rows(conversion.parts[0][1])
+            return self._rows_of(source) is not None
+        return False
 
     def read_rows(self, name: str, first: int, stop: int) -> torch.Tensor:
         source = self._sources(name)[0]
@@ -295,14 +283,9 @@ class CheckpointSource:
 
 # Formats of compressed checkpoints, by the endings of names in them.
 _ENDINGS = {
-    "_scale_inv": "FP8",
-    "_blocks": "MXFP4",
-    ".weight_packed": "compressed-tensors",
-    ".weight_scale": "FP8 or INT8",
-    ".qweight": "GPTQ or AWQ",
-    ".weight.absmax": "bitsandbytes",
-    ".SCB": "bitsandbytes",
-}
+    "_scale_inv": "FP8", "_blocks": "MXFP4", ".weight_packed": "compressed-tensors", ".weight_scale": "FP8 or INT8",
+    ".qweight": "GPTQ or AWQ", ".weight.absmax": "bitsandbytes", ".SCB": "bitsandbytes",
+}  # fmt: skip
 
 
 def refuse_compressed(shards: CompressedShards, unused: list[str]) -> None:
@@ -326,9 +309,8 @@ def explain_missing(model: PreTrainedModel, directory: Path, missing: list[str],
     inside = [name for name, _ in model.named_parameters() if name.startswith(f"{model.base_model_prefix}.")]
     some = _some(missing)
     if inside and not any(name.startswith(f"{model.base_model_prefix}.") for name in missing):
-        other = (
-            f" It has {_some(unused)}, for which a {kind} has no use: it was saved as another kind." if unused else ""
-        )
+        other = f" It has {_some(unused)}, for which a {kind} has no use: it was saved as another kind."
+        other = other if unused else ""
         tied = '; if the embeddings are its head, set "tie_word_embeddings": true in config.json'
         return (
             f"{directory} is a model without its head: of what a {kind} has, it lacks {some} and nothing else.{other} "
@@ -343,10 +325,8 @@ def explain_missing(model: PreTrainedModel, directory: Path, missing: list[str],
 
 def _is_head(model: PreTrainedModel, missing: list[str]) -> bool:
     head = model.get_output_embeddings()
-    weight = getattr(head, "weight", None)
-    return isinstance(weight, torch.Tensor) and any(
-        parameter is weight for name, parameter in model.named_parameters() if name in missing
-    )
+    weights = [value for name, value in model.named_parameters() if name in missing]
+    return head is not None and any(value is getattr(head, "weight", None) for value in weights)
 
 
 def _some(names: list[str]) -> str:

@@ -13,10 +13,11 @@ import torch
 from transformers import PreTrainedConfig
 
 from common.errors import UserError
-from common.models.checkpoint.compressed.formats import CompressedTensors, FoundTensor, Fp8, Method, Mxfp4
+from common.models.checkpoint.compressed.formats import METHODS, CompressedTensors, FoundTensor, Fp8, Mxfp4
 from common.models.checkpoint.compressed.tensors import CompressedTensor
 from common.models.checkpoint.shards import Shards, StoredTensor
 
+Method = Fp8 | Mxfp4 | CompressedTensors
 KNOWN = "FP8 (fp8), MXFP4 (mxfp4) and compressed-tensors"
 
 
@@ -64,12 +65,8 @@ def _settings_in(content: dict[str, Any]) -> dict[str, Any] | None:
 
 def _method(settings: Mapping[str, Any], name: str) -> Method:
     method = settings.get("quant_method")
-    if method == Fp8.name:
-        return Fp8(settings)
-    if method == Mxfp4.name:
-        return Mxfp4()
-    if method == CompressedTensors.name:
-        return CompressedTensors(settings)
+    if method in METHODS:
+        return METHODS[method](settings)
     raise UserError(
         f"{name} is quantized ({method}), and of quantized checkpoints only {KNOWN} can be read. "
         "Give the checkpoint it was quantized from, in fp32, bf16 or fp16."
@@ -122,13 +119,11 @@ class CompressedShards(Shards):
         if some is None:
             return self.read(name)[start:stop]
         read, read_rows = super().read, super().read_rows
-        return _decoded(
-            some,
-            {
-                role: read(stored) if role == "global_scale" else read_rows(stored, start, stop)
-                for role, stored in entry.names.items()
-            },
-        )
+        parts = {
+            role: read(stored) if role == "global_scale" else read_rows(stored, start, stop)
+            for role, stored in entry.names.items()
+        }
+        return _decoded(some, parts)
 
     def components(self, name: str) -> dict[str, torch.Tensor]:
         """Read the components of a compressed tensor as they are in the files, by their roles."""

@@ -1,15 +1,15 @@
 """Find the compressed tensors in a checkpoint: FP8, MXFP4, and the formats of the library compressed-tensors."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from common.errors import FinetuneError, UserError
-from common.models.checkpoint.compressed.tensors import Component, CompressedTensor, ordered
-from common.models.checkpoint.shards import Shards, StoredTensor
+from common.models.checkpoint.compressed.tensors import ROLES, Component, CompressedTensor
+from common.models.checkpoint.shards import Shards
 
 # Kind of codes of tensors that hold one number in a byte, by their dtype.
 FLOAT_CODES = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
@@ -24,20 +24,6 @@ class FoundTensor:
     beside: tuple[str, ...] = ()  # Names of tensors that are useless without it: shapes, scales of activations
 
 
-class Method(Protocol):
-    """A method of compressing checkpoints."""
-
-    name: str  # Name in config.json: `quant_method`
-
-    def find(self, shards: Shards) -> Iterator[tuple[str, FoundTensor]]:
-        """Find every compressed tensor, by the name that it would have if it were a plain one.
-
-        Raises:
-            FinetuneError, UserError: components do not fit together, or their format is not supported.
-        """
-        ...
-
-
 def even_blocks(name: str, rows: int, columns: int, grid: tuple[int, ...]) -> tuple[int, int]:
     """Return rows and columns of a block from the grid of scales; refuse a grid that makes blocks of several sizes."""
     if not (grid[0] and grid[1]) or rows % grid[0] or columns % grid[1]:
@@ -48,20 +34,30 @@ def even_blocks(name: str, rows: int, columns: int, grid: tuple[int, ...]) -> tu
     return rows // grid[0], columns // grid[1]
 
 
-def component(role: str, stored: StoredTensor) -> Component:
-    """Describe a tensor of the files as a component."""
-    return Component(role, stored.dtype, stored.shape)
+def found(
+    name: str, names: dict[str, str], shards: Shards, tensor: CompressedTensor, beside: Iterable[str] = ()
+) -> tuple[str, FoundTensor]:
+    """Return a tensor with the name that it would have if it were a plain one.
 
+    Args:
+        names: names of its components in the files, by their roles.
 
-def checked(entry: FoundTensor, name: str, shards: Shards) -> FoundTensor:
-    """Return ``entry``, or raise a FinetuneError if its components do not fit together."""
-    problem = entry.tensor.problem()
+    Raises:
+        FinetuneError: if the components do not fit together.
+    """
+    problem = tensor.problem()
     if problem is not None:
-        file = shards.tensors[entry.names["codes"]].file
         raise FinetuneError(
-            f"{file}: {name} cannot be read: {problem}. config.json and weights do not belong together."
+            f"{shards.tensors[names['codes']].file}: {name} cannot be read: {problem}. config.json and weights do not "
+            "belong together."
         )
-    return entry
+    return name, FoundTensor(tensor, names, tuple(beside))
+
+
+def components_of(names: Mapping[str, str], shards: Shards) -> tuple[Component, ...]:
+    """Describe tensors of the files, named by their roles, as components in the order of roles."""
+    stored = {role: shards.tensors[names[role]] for role in ROLES if role in names}
+    return tuple(Component(role, tensor.dtype, tensor.shape) for role, tensor in stored.items())
 
 
 class Fp8:
@@ -74,7 +70,7 @@ class Fp8:
         self._block = settings.get("weight_block_size")
 
     def find(self, shards: Shards) -> Iterator[tuple[str, FoundTensor]]:
-        """Find every compressed tensor; see :meth:`Method.find`."""
+        """Find every compressed tensor, by the name that it would have if it were a plain one."""
         for name, stored in shards.tensors.items():
             if (stored.dtype not in FLOAT_CODES and stored.dtype != torch.int8) or len(stored.shape) < 2:
                 continue
@@ -84,21 +80,21 @@ class Fp8:
             scale = next((scale_name for scale_name in candidates if scale_name in shards.tensors), None)
             if scale is None or (last != "weight" and scale != candidates[0]):
                 continue
-            beside = tuple(f"{prefix}{suffix}" for suffix in self._beside if f"{prefix}{suffix}" in shards.tensors)
-            tensor = self._tensor(name, stored, shards.tensors[scale])
-            yield name, checked(FoundTensor(tensor, {"codes": name, "scale": scale}, beside), name, shards)
+            beside = [f"{prefix}{suffix}" for suffix in self._beside if f"{prefix}{suffix}" in shards.tensors]
+            names = {"codes": name, "scale": scale}
+            yield found(name, names, shards, self._tensor(name, components_of(names, shards)), beside)
 
-    def _tensor(self, name: str, stored: StoredTensor, scale: StoredTensor) -> CompressedTensor:
+    def _tensor(self, name: str, components: tuple[Component, ...]) -> CompressedTensor:
+        stored, scale = components
         codes = FLOAT_CODES.get(stored.dtype, "e2m1")  # two to a byte, which is what int8 means here
         shape = (*stored.shape[:-1], stored.shape[-1] * (2 if codes == "e2m1" else 1))
-        components = {"codes": component("codes", stored), "scale": component("scale", scale)}
         rows, columns = shape[-2:]
         grid = scale.shape[-2:] if len(scale.shape) >= 2 else (1, 1)
         block = self._block
         if not block or grid != (-(-rows // block[0]), -(-columns // block[1])):
             # Experts of some checkpoints have their own blocks: the grid of scales tells, as in transformers.
             block = even_blocks(name, rows, columns, grid)
-        return CompressedTensor(codes, shape, (int(block[0]), int(block[1])), torch.float32, ordered(components))
+        return CompressedTensor(codes, shape, (int(block[0]), int(block[1])), torch.float32, components)
 
 
 class Mxfp4:
@@ -106,21 +102,22 @@ class Mxfp4:
 
     name = "mxfp4"
 
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        """Take the settings, which say nothing more."""
+
     def find(self, shards: Shards) -> Iterator[tuple[str, FoundTensor]]:
-        """Find every compressed tensor; see :meth:`Method.find`."""
+        """Find every compressed tensor, by the name that it would have if it were a plain one."""
         for name, blocks in shards.tensors.items():
             base = name.removesuffix("_blocks")
-            scales = shards.tensors.get(f"{base}_scales")
-            if base == name or scales is None:
+            if base == name or f"{base}_scales" not in shards.tensors:
                 continue
             if len(blocks.shape) < 3:
                 raise FinetuneError(f"{blocks.file}: {name} of shape {list(blocks.shape)} are not MXFP4 blocks.")
             *leading, count, width = blocks.shape
-            components = {"codes": component("codes", blocks), "scale": component("scale", scales)}
-            tensor = CompressedTensor(
-                "e2m1", (*leading, count * width * 2), (1, width * 2), torch.bfloat16, ordered(components), True
-            )
-            yield base, checked(FoundTensor(tensor, {"codes": name, "scale": f"{base}_scales"}), base, shards)
+            names = {"codes": name, "scale": f"{base}_scales"}
+            shape, block = (*leading, count * width * 2), (1, width * 2)
+            tensor = CompressedTensor("e2m1", shape, block, torch.bfloat16, components_of(names, shards), True)
+            yield found(base, names, shards, tensor)
 
 
 class CompressedTensors:
@@ -128,13 +125,9 @@ class CompressedTensors:
 
     name = "compressed-tensors"
     _beside = (
-        "weight_shape",
-        "input_scale",
-        "input_zero_point",
-        "input_global_scale",
-        "output_scale",
-        "output_zero_point",
-    )
+        "weight_shape", "input_scale", "input_zero_point", "input_global_scale", "output_scale", "output_zero_point",
+    )  # fmt: skip
+    _read = ("weight", "weight_packed", "weight_scale", "weight_zero_point", "weight_global_scale")
     _unknown = ("weight_g_idx", "compressed", "bitmask", "row_offsets")
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
@@ -153,19 +146,8 @@ class CompressedTensors:
             module = name.removesuffix(".weight_scale")
             if module == name:
                 continue
-            there = {
-                key: f"{module}.{key}"
-                for key in (
-                    "weight",
-                    "weight_packed",
-                    "weight_scale",
-                    "weight_zero_point",
-                    "weight_global_scale",
-                    *self._beside,
-                    *self._unknown,
-                )
-                if f"{module}.{key}" in shards.tensors
-            }
+            keys = (*self._read, *self._beside, *self._unknown)
+            there = {key: f"{module}.{key}" for key in keys if f"{module}.{key}" in shards.tensors}
             unknown = next((there[key] for key in self._unknown if key in there), None)
             if unknown is not None:
                 raise UserError(
@@ -175,19 +157,18 @@ class CompressedTensors:
             codes = there.get("weight_packed") or there.get("weight")
             if codes is None:
                 raise FinetuneError(f"{scale.file} holds {name}, and no file of the checkpoint {module}.weight_packed.")
-            names = {"codes": codes, "scale": name}
-            for role in ("zero_point", "global_scale"):
-                if f"weight_{role}" in there:
-                    names[role] = there[f"weight_{role}"]
-            components = {role: component(role, shards.tensors[stored]) for role, stored in names.items()}
-            tensor = self._tensor(module, components, there.get("weight_shape"), shards)
-            beside = tuple(there[key] for key in self._beside if key in there)
-            yield f"{module}.weight", checked(FoundTensor(tensor, names, beside), f"{module}.weight", shards)
+            more = {
+                role: there[f"weight_{role}"] for role in ("zero_point", "global_scale") if f"weight_{role}" in there
+            }
+            names = {"codes": codes, "scale": name, **more}
+            tensor = self._tensor(module, components_of(names, shards), there.get("weight_shape"), shards)
+            beside = [there[key] for key in self._beside if key in there]
+            yield found(f"{module}.weight", names, shards, tensor, beside)
 
     def _tensor(
-        self, module: str, components: dict[str, Component], shape_name: str | None, shards: Shards
+        self, module: str, components: tuple[Component, ...], shape_name: str | None, shards: Shards
     ) -> CompressedTensor:
-        codes, scale = components["codes"], components["scale"]
+        codes, scale = components[:2]
         settings = self._settings(module)
         *leading, rows, width = codes.shape if len(codes.shape) > 1 else (1, *codes.shape)
         dtype = scale.dtype
@@ -210,7 +191,7 @@ class CompressedTensors:
         block = self._block_of(module, settings, rows, columns, scale)
         if dtype.itemsize == 1:
             dtype = torch.bfloat16
-        return CompressedTensor(kind, (*leading, rows, columns), block, dtype, ordered(components))
+        return CompressedTensor(kind, (*leading, rows, columns), block, dtype, components)
 
     @staticmethod
     def _block_of(
@@ -240,3 +221,7 @@ class CompressedTensors:
                     if (pattern or target == module) if named else not target.startswith("re:"):
                         return weights
         return {}
+
+
+METHODS = {method.name: method for method in (Fp8, Mxfp4, CompressedTensors)}
+"""Methods of compression, by their names in config.json."""

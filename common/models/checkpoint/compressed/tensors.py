@@ -28,7 +28,7 @@ CHUNK_ELEMENTS = 1 << 20
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """Positive numbers of four bits with two of exponent and one of mantissa; the highest bit is the sign."""
 
-_ROLES = ("codes", "scale", "zero_point", "global_scale")
+ROLES = ("codes", "scale", "zero_point", "global_scale")
 
 
 def _nibble_table(numbers: list[float]) -> torch.Tensor:
@@ -159,16 +159,9 @@ class CompressedTensor:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the format for JSON."""
-        return {
-            "codes": self.codes,
-            "shape": list(self.shape),
-            "block": list(self.block),
-            "dtype": _name(self.dtype),
-            "components": [
-                [component.role, _name(component.dtype), list(component.shape)] for component in self.components
-            ],
-            "transposed": self.transposed,
-        }
+        components = [[part.role, _name(part.dtype), list(part.shape)] for part in self.components]
+        first = {"codes": self.codes, "shape": list(self.shape), "block": list(self.block)}
+        return {**first, "dtype": _name(self.dtype), "components": components, "transposed": self.transposed}
 
     def _zero_points(self, components: Mapping[str, torch.Tensor], count: int, columns: int) -> torch.Tensor | None:
         """Return zero points in fp32 ``[count, rows of blocks, columns of blocks]``; None if there are none."""
@@ -189,11 +182,6 @@ class CompressedTensor:
             operation(numbers.unflatten(-1, (-1, width)), values.unsqueeze(-1))
         else:
             operation(numbers, values.repeat_interleave(width, dim=-1)[:, :columns])
-
-
-def ordered(components: Mapping[str, Component]) -> tuple[Component, ...]:
-    """Return components in the order of their roles."""
-    return tuple(components[role] for role in _ROLES if role in components)
 
 
 def _matrices(out: torch.Tensor) -> Iterator[torch.Tensor]:
