@@ -76,7 +76,7 @@ SAVED = "adapters that peft has saved"
         ((2, 1), "bf16", 3, {"host_cache": 0}),
         ((1, 2), "fp32", 1, {"commit_every": 2, "deferred_fraction": 0.5}),
         ((2, 1), "bf16", 1, {"host_cache": 0, "adapters": ADAPTERS}),
-        ((1, 2), "bf16", 2, {"frozen_dtype": "nf4", "adapters": SAVED}),
+        pytest.param((1, 2), "bf16", 2, {"frozen_dtype": "nf4", "adapters": SAVED}, marks=pytest.mark.slow),
         ((1, 2), "bf16", 1, {"optimizer": "adamw8bit", "deferred_fraction": 0.5}),
     ],
 )

@@ -44,7 +44,7 @@ EVENTS = [
     Case(optimizer="foreach"),
     Case(optimizer="sgd", bf16=True),
 ]
-SLOW_EVENTS = {2, 4, 5, 9, 10, 11, 13}
+SLOW_EVENTS = {0, 2, 4, 5, 9, 10, 11, 13, 14}
 """Another event has the same setting: loading, thawing in bf16, tied weights, adapters of embeddings, an optimizer."""
 
 

@@ -268,7 +268,8 @@ def alone(checkpoint: Path, steps: int, rows: int) -> tuple[list[float], dict[st
     return losses, {name: value.detach() for name, value in model.named_parameters()}
 
 
-@pytest.mark.parametrize("family", ["jamba", pytest.param("gpt_oss", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("family", ["jamba", "gpt_oss"])
+@pytest.mark.slow
 def test_packed_rows_train_as_their_documents_alone(family: str, pool: Pool, tmp_path: Path) -> None:
     config = small_config(family)
     config.vocab_size = VOCABULARY

@@ -5,7 +5,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 
-import memory_meter
 import pytest
 from memory_meter import PeakMeter
 
@@ -22,8 +21,6 @@ for line in sys.stdin:
     verb, number = line.split()
     if verb == "private":
         private = b"x" * int(number)
-    elif verb == "spike":
-        b"x" * int(number)
     elif verb == "shared":
         shared = mmap.mmap(int(number), 0)
         shared[:] = b"y" * len(shared)
@@ -56,13 +53,6 @@ class Child:
 
 
 @pytest.fixture
-def child() -> Iterator[Child]:
-    child = Child()
-    yield child
-    child.end()
-
-
-@pytest.fixture
 def two() -> Iterator[tuple[Child, Child, int]]:
     """Two processes and a shared file of 40 MiB that both can map."""
     fd = os.memfd_create("shared")
@@ -82,12 +72,3 @@ def test_shared_memory_counts_once(two: tuple[Child, Child, int]) -> None:
             assert meter.sample() - meter.baseline_bytes == pytest.approx(40 * MIB, abs=SLACK)
             # What was written into it was private memory for a moment: 40 + 40, never three times 40.
             assert meter.peak_bytes - meter.baseline_bytes == pytest.approx(80 * MIB, abs=SLACK)
-
-
-def test_sees_a_spike_that_no_sample_fell_into(child: Child, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory_meter, "_SHORTEST_PAUSE_S", 3600.0)
-    with PeakMeter(lambda: [child.pid]) as meter:
-        child.tell("spike", 70 * MIB)
-        assert meter.peak_bytes - meter.baseline_bytes < SLACK, "nobody has looked yet"
-        meter.sample()
-        assert meter.peak_bytes - meter.baseline_bytes == pytest.approx(70 * MIB, abs=SLACK)

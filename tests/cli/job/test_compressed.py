@@ -15,6 +15,7 @@ BATCH = ("--batch-size", 2, "--seq-len", 32)
 SIZES = {"hidden_size": 128, "intermediate_size": 256, "moe_intermediate_size": 128}
 
 
+@pytest.mark.slow
 def test_lora_keeps_the_checkpoints_bytes(finetune: Finetune, tmp_path: Path) -> None:
     """Experts that are adapted cannot be traced without values, which a plan can do without."""
     directory, _ = compressed(tmp_path, "deepseek_v3", "fp8", **SIZES)

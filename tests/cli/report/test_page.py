@@ -154,7 +154,7 @@ document.title = JSON.stringify({wrong, dark: back < .5});
 
 
 @pytest.mark.skipif(not any(map(shutil.which, BROWSERS)), reason="needs Chromium")
-@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+@pytest.mark.parametrize("dark", [pytest.param(False, marks=pytest.mark.slow), True], ids=["light", "dark"])
 def test_a_browser_shows_everything(dark: bool, finetune: Finetune, tmp_path: Path) -> None:
     browser = next(path for path in map(shutil.which, BROWSERS) if path)
     run, plan = tmp_path / "run.html", tmp_path / "plan.html"

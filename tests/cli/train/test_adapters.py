@@ -22,6 +22,7 @@ def held_out(output: Path) -> list[float]:
 
 
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.slow
 def test_adapters_are_trained_further(finetune: Finetune, checkpoint: Path, data: Path, tmp_path: Path) -> None:
     """What the first run ended with, the second begins with; it continues with the same adapters only."""
     first, second = tmp_path / "first", tmp_path / "second"

@@ -1,9 +1,7 @@
 """What a run does for itself: checkpoints, the best one, an early end, a time limit."""
 
 import json
-import os
 import shlex
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +17,7 @@ from cli.train.loop import AfterStep, best_of, read_evaluations, regular_checkpo
 from common.store import StoreError
 from tests.cli.conftest import Finetune
 from tests.helpers.command.histories import history
+from tests.helpers.command.kills import KILLED, killed_at
 
 SMALL = ("--batch-size", "4", "--seq-len", "32", "--gpu", "cpu", "--schedule", "constant")
 
@@ -48,26 +47,6 @@ def results(output: Path) -> dict[str, object]:
     found["names"] = sorted(str(path.relative_to(output)) for path in output.rglob("*"))
     return {name: value.replace(output.name.encode(), b"RUN") if isinstance(value, bytes) else value
             for name, value in found.items()}  # fmt: skip
-
-
-KILLED = 137
-
-
-def killed_at(owner: Any, name: str, call: int, words: Sequence[str]) -> int:
-    """Run the command in a process that ends when it is about to call a function for the Nth time."""
-    child = os.fork()
-    if not child:
-        function, left = getattr(owner, name), [call]
-
-        def killing(*args: Any, **named: Any) -> Any:
-            left[0] -= 1
-            if not left[0]:
-                os._exit(KILLED)
-            return function(*args, **named)
-
-        setattr(owner, name, killing)
-        os._exit(main([str(word) for word in words]))
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 PLACES = [

@@ -170,20 +170,6 @@ def test_trackers(finetune: Finetune, monkeypatch: pytest.MonkeyPatch, tmp_path:
     assert told["wandb"][3][1] == {name: value for name, value in metrics[1].items() if name != "step"}
 
 
-def test_tensorboard_itself(finetune: Finetune, tmp_path: Path) -> None:
-    pytest.importorskip("tensorboard", reason="needs the package tensorboard")
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    outcome = finetune("--model", "llama-10m", "--batch-size", 1, "--seq-len", 8, "--gpu", "cpu", "--steps", 2,
-                       "--no-save", "--output", tmp_path / "out", "--log-to", "tensorboard")  # fmt: skip
-    assert outcome.status == 0 and outcome.err == "", outcome.err
-    events = EventAccumulator(str(tmp_path / "out/run/tensorboard"))
-    events.Reload()
-    losses = [(event.step, event.value) for event in events.Scalars("loss_metrics/global_avg_loss")]
-    wanted = [(line["step"], line["loss"]) for line in lines(tmp_path / "out/losses.jsonl")]
-    assert losses == [(step, pytest.approx(loss)) for step, loss in wanted]
-
-
 @pytest.mark.parametrize(("words", "message"), [
     (["--log-to", "wandb"], "-m pip install wandb`, or leave wandb out"),
     (["--log-to", "tensorbord"], "'tensorbord' is not one of 'tensorboard'"),

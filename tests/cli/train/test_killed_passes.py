@@ -1,9 +1,7 @@
 """A run that is killed in its reference's pass over the data, or after: it continues, and is the same."""
 
 import json
-import os
 import shlex
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,29 +12,19 @@ from cli.main import main
 from cli.train.objectives import ReferencePass
 from fuyou.engine.steps import Steps
 from tests.cli.conftest import Finetune
+from tests.helpers.command.kills import KILLED, killed_at
 
 PAIRS = [{"prompt": f"{i} plus {i} is", "chosen": f" surely {2 * i}.", "rejected": f" {i * i + 1}?"} for i in range(6)]
-KILLED = 137
-
-
-def killed_at(call: int, function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, whose call of that number never comes about."""
-    calls = 0
-
-    def killing(*args: Any, **named: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        if calls == call:
-            os._exit(KILLED)
-        return function(*args, **named)
-
-    return killing
 
 
 Whole = tuple[list[str], Path, list[float]]
 
 
-@pytest.fixture(scope="module", params=[(), ("--lora-rank", "2")], ids=["all weights", "adapters"])
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param((), marks=pytest.mark.slow), ("--lora-rank", "2")],
+    ids=["all weights", "adapters"],
+)
 def whole(request: pytest.FixtureRequest, checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Whole:
     """A run that nothing happens to: its command line without the output, its report's file, and its losses."""
     folder = tmp_path_factory.mktemp("whole")
@@ -55,11 +43,7 @@ def whole(request: pytest.FixtureRequest, checkpoint: Path, tmp_path_factory: py
 def test_a_pass_that_is_killed(owner: Any, name: str, call: int, whole: Whole, finetune: Finetune) -> None:
     """In its pass, while its file is written, and in the second step."""
     words, report, expected = whole
-    child = os.fork()
-    if not child:
-        setattr(owner, name, killed_at(call, getattr(owner, name)))
-        os._exit(main([*words, "--output", "killed"]))
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == KILLED
+    assert killed_at(owner, name, call, [*words, "--output", "killed"]) == KILLED
     done = finetune(*words, "--output", "killed", "--resume", "auto")
     assert done.status == 0, done.err
     losses = json.loads(report.read_text())["losses"]

@@ -158,9 +158,8 @@ def test_a_run_is_what_trl_trains_in_memory(
         torch.testing.assert_close(values[name], value.data, rtol=1e-5, atol=1e-6, msg=name)
 
 
-@pytest.mark.parametrize(
-    "objective", ["kto", *(pytest.param(name, marks=pytest.mark.slow) for name in ("reward", "classify"))]
-)
+@pytest.mark.parametrize("objective", ["kto", "reward", "classify"])
+@pytest.mark.slow
 def test_a_run_that_continues_is_the_same_run(
     objective: str, checkpoint: Path, finetune: Finetune, tmp_path: Path
 ) -> None:

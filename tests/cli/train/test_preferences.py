@@ -17,7 +17,7 @@ from tests.cli.conftest import Finetune
 from tests.helpers.command.histories import history
 
 PLACE = ("--gpu", "cpu", "--host-memory", "600MiB", "--dtype", "fp32", "--schedule", "constant", "--lr", "1e-2")
-LORA = ("--lora-rank", "4")
+LORA, SLOW = ("--lora-rank", "4"), pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +69,8 @@ def in_memory(checkpoint: Path, model: Any, file: Path, steps: int) -> tuple[lis
 
 
 @pytest.mark.parametrize(
-    "trains", ["all weights", pytest.param("new adapters", marks=pytest.mark.slow), "trained adapters"]
+    "trains",
+    [*(pytest.param(name, marks=pytest.mark.slow) for name in ("all weights", "new adapters")), "trained adapters"],
 )
 @pytest.mark.filterwarnings("ignore")
 def test_a_run_is_what_it_is_in_memory(
@@ -107,7 +108,8 @@ def test_a_run_is_what_it_is_in_memory(
 
 
 @pytest.mark.parametrize(
-    "trains", ["all weights", "new adapters", pytest.param("trained adapters", marks=pytest.mark.slow)]
+    "trains",
+    ["new adapters", *(pytest.param(name, marks=pytest.mark.slow) for name in ("all weights", "trained adapters"))],
 )
 def test_a_resumed_run_keeps_its_reference(
     trains: str, checkpoint: Path, data: Path, pairs: Path, finetune: Finetune, tmp_path: Path

@@ -89,6 +89,7 @@ def stopped_in(output: Path, err: str) -> int:
     return committed
 
 
+@pytest.mark.slow
 def test_ctrl_c_at_a_terminal(finetune: Finetune, checkpoint: Path, tmp_path: Path) -> None:
     output = tmp_path / "stopped"
     arguments = ["--model", str(checkpoint), "--data", "random", *SMALL, "--schedule", "constant", "--no-save"]

@@ -115,19 +115,6 @@ def test_bytes_lie_where_striping_says_and_tails_are_zero(make_directories, dire
         assert not there[chunk.nbytes : -(-chunk.nbytes // ALIGNMENT) * ALIGNMENT].any()
 
 
-def test_counters_count_whole_pages(make_directories):
-    store, (one, odd, large) = make_store(make_directories(3), [1, 4097, 5 * MIB + 13], ["weights.0"])
-    with store:
-        store.write(one, b"x").result()
-        assert (store.bytes_read, store.bytes_written) == (0, 4096)
-        store.write(odd, noise(4097)).result()
-        assert store.bytes_written == 4096 + 8192
-        store.read_now(large, memory(large.nbytes))
-        assert store.bytes_read == 5 * MIB + 4096
-        store.read_now(large, memory(2), offset=4095, nbytes=2)  # two bytes on two pages
-        assert store.bytes_read == 5 * MIB + 4096 + 8192
-
-
 def test_requests_that_cannot_be_right_are_rejected_at_once(make_directories):
     store, (extent, _) = make_store(make_directories(2), [9000, 9000], ["weights.0"])
     foreign = Layout(2)

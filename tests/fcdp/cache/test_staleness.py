@@ -30,7 +30,7 @@ def _check_as_on_cuda(topology: fcdp.Topology, stale_rank: int) -> list[bool]:
     return stopped
 
 
-@pytest.mark.parametrize("stale_rank", [0, 3, -1])
+@pytest.mark.parametrize("stale_rank", [pytest.param(0, marks=pytest.mark.slow), 3, -1])
 def test_what_one_rank_finds_stops_all_of_them(pool: Pool, stale_rank: int) -> None:
     found = stale_rank >= 0
     assert pool.run((2, 2), _check_as_on_cuda, stale_rank) == [[found, False]] * 4

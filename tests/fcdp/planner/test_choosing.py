@@ -46,7 +46,8 @@ def train_as_chosen(topology: fcdp.Topology, run: Run, cache: Path, **rates: flo
         del os.environ["FINETUNE_CACHE"]
 
 
-@pytest.mark.parametrize("layout", [(2, 1), pytest.param((1, 2), marks=pytest.mark.slow)])
+@pytest.mark.parametrize("layout", [(2, 1), (1, 2)])
+@pytest.mark.slow
 def test_the_first_rank_chooses_for_all(layout: tuple[int, int], model: str, pool: Pool, tmp_path: Path) -> None:
     run = Run(model, tmp_path / "ranks", 3, options={"dtype": "fp32", "automatic": True})
     ranks = pool.run(layout, train_as_chosen, run, tmp_path / "cache")

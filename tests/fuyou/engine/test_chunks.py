@@ -171,7 +171,7 @@ def engine(path: Path, config: PreTrainedConfig, **options: Any) -> fuyou.Engine
     pytest.param({"max_grad_norm": 0.3}, marks=pytest.mark.slow),
     {"adapters": LoraConfig(r=4, lora_alpha=8, target_modules="all-linear")},
     {"adapters": LoraConfig(r=4, target_modules=["q_proj"], layers_to_transform=[1, 2]), "frozen_dtype": "nf4"},
-    {"trainable": ["model.layers.2.*"]},
+    pytest.param({"trainable": ["model.layers.2.*"]}, marks=pytest.mark.slow),
 ], ids=["all", "hybrid", "packed", "sinks", "clipped", "lora", "nf4", "part"])  # fmt: skip
 def test_steps_and_evaluation_through_all_tiers(
     options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -29,7 +29,7 @@ BF16 = Precision(torch.bfloat16, torch.float32)
 @pytest.mark.parametrize(("family", "method", "dtype", "micro", "targets"), [
     ("deepseek_v3", "fp8", "bf16", 2, ["all-linear"]),  # experts as well, as peft has it
     pytest.param("gpt_oss", "mxfp4", "bf16", 4, ["q_proj", "gate_up_proj", "down_proj"], marks=pytest.mark.slow),
-    ("llama", "int4-asymmetric", "fp32", 4, ["all-linear"]),
+    pytest.param("llama", "int4-asymmetric", "fp32", 4, ["all-linear"], marks=pytest.mark.slow),
     pytest.param("qwen3_moe", "nvfp4", "bf16", 3, ["all-linear"], marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_lora_equals_the_plain_twin_in_memory(

@@ -99,7 +99,10 @@ def test_copies_that_cuda_would_not_make_at_once_are_noticed(monkeypatch: pytest
     device.release()
 
 
-@pytest.mark.parametrize("deaf", [Op.COMPUTE, Op.PARAMETER_UPLOAD, Op.GRADIENT_DOWNLOAD])
+@pytest.mark.parametrize(
+    "deaf",
+    [Op.COMPUTE, *(pytest.param(op, marks=pytest.mark.slow) for op in (Op.PARAMETER_UPLOAD, Op.GRADIENT_DOWNLOAD))],
+)
 def test_a_stream_that_does_not_wait_is_noticed(
     deaf: Op, checkpoints: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

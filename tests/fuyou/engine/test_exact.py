@@ -221,22 +221,6 @@ def test_export_and_evaluation(checkpoints: Path, tmp_path: Path) -> None:
         compare(trained, twin)
 
 
-def test_packed_documents_are_kept_apart(checkpoints: Path, tmp_path: Path) -> None:
-    """OPT ignores position ids in its mask."""
-    batch = batches(1, packed=True)[0]
-    batch["labels"][:, 20] = -100  # nothing is predicted across the boundary
-    alone = {name: torch.cat([value[:, :20], torch.full_like(value[:, 20:], -100 if name == "labels" else 0)], 1)
-             for name, value in batch.items()}  # fmt: skip
-    with engine(checkpoints / "opt", directories(tmp_path, 1), "fp32", micro_batch=4) as trained:
-        other = {name: value.clone() for name, value in batch.items()}
-        other["labels"][:, :20] = -100
-        first, second = trained.eval_loss(**alone), trained.eval_loss(**other)
-        changed = {name: value.clone() for name, value in other.items()}
-        changed["input_ids"][:, :20] = 5  # another first document leaves the second one's loss alone
-        assert math.isclose(trained.eval_loss(**changed), second, rel_tol=1e-5)
-        assert not math.isclose(first, second, rel_tol=1e-5)
-
-
 def test_dropout_continues_where_it_stopped(tmp_path: Path) -> None:
     """Four steps with dropout are the same with a resume in the middle."""
     config = tiny_configs()["gpt2"]

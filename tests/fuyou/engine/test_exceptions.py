@@ -122,7 +122,7 @@ def check_calls(
 
 
 @pytest.mark.parametrize(("action", "options", "every"), [
-    (step, "plain", 100),
+    (step, "plain", 150),
     *(
         pytest.param(action, options, 100, marks=pytest.mark.slow)
         for action, options in (

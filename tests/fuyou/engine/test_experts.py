@@ -54,17 +54,3 @@ def test_equals_peft_in_memory(
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "adapter" / "merged", dtype=DTYPES[dtype])
     for name, value in tuned.merge_and_unload().named_parameters():
         assert torch.equal(merged.get_parameter(name), value), name
-
-
-def test_resumed_in_the_middle(checkpoints: Path, tmp_path: Path) -> None:
-    """Everything that peft adapts by default: experts, routers, attention."""
-    model, feed, ssd = checkpoints / "qwen3_moe", batches(4, packed=True), directories(tmp_path, 1)
-    real = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
-    torch.manual_seed(0)
-    twin = InMemory(get_peft_model(real, AdapterOptions(4).peft_config()))
-    for steps, resume in ((feed[:2], False), (feed[2:], True)):
-        with plain_engine(
-            model, ssd, adapters=AdapterOptions(4), micro_batch=2, max_grad_norm=None, resume=resume
-        ) as e:
-            train(e, twin, steps, 2)
-            compare(e, twin.model.get_base_model())

@@ -85,7 +85,7 @@ def test_equals_peft_in_memory(
             assert torch.equal(merged.get_parameter(name), value), name
 
 
-@pytest.mark.parametrize("streamed", [False, True], ids=["resident", "streamed"])
+@pytest.mark.parametrize("streamed", [pytest.param(False, marks=pytest.mark.slow), True], ids=["resident", "streamed"])
 def test_resume_in_the_middle(
     streamed: bool, checkpoints: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,7 +14,7 @@ from common.errors import UserError
 from common.models.checkpoint.compressed.detection import CompressedShards
 from tests.common.models.checkpoint.compressed.writing import GROUP, METHODS, fp8, int4
 
-#: What compressed-tensors 0.20.0 has made; ``make_goldens.py`` next to it made the file.
+#: What compressed-tensors 0.20.0 has made; ``make_goldens.py`` made the file, and is in git's history.
 GOLDENS = Path(__file__).parent / "goldens.safetensors"
 
 
