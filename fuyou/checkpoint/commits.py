@@ -1,6 +1,7 @@
 """Training state and commits: what each step does to the parameters, and what ``--resume`` starts from."""
 
 import base64
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -113,6 +114,28 @@ def restore_random_states(states: dict[str, str], device: torch.device) -> None:
             torch.set_rng_state(state)
         elif device.type == "cuda":
             torch.cuda.set_rng_state(state, device)
+
+
+def checked_user_state(state: dict[str, Any]) -> dict[str, Any]:
+    """Return a copy of ``state`` as a resumed run will find it.
+
+    Raises:
+        UserError: it is no dictionary, or holds what JSON cannot carry.
+    """
+    if not isinstance(state, dict):
+        raise UserError(f"user_state is a dictionary, not a {type(state).__name__}.")
+    try:
+        copied = json.loads(json.dumps(state, allow_nan=False))
+    except (TypeError, ValueError) as error:
+        raise UserError(
+            f"user_state cannot be committed: {error}. Keep strings, finite numbers and lists in it."
+        ) from error
+    if copied != state:
+        different = next((key for key in state if copied.get(key) != state[key]), "a key")
+        raise UserError(
+            f"user_state would come back different ({different!r}): JSON turns tuples into lists and keys into strings."
+        )
+    return copied
 
 
 CLUSTER = "cluster"  # Key in a manifest under which a run of several ranks says which of them the store belongs to

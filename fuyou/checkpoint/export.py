@@ -236,6 +236,5 @@ class StoreExporter:
         adapters.save(directory, values, self._allows_nonfinite, self._checkpoint)
 
     def _values(self, records: Sequence[Record]) -> dict[str, torch.Tensor]:
-        """Return the parameters of records by first name, in the dtypes that the model computes in."""
         stack = self._model.stack
         return {name: value.to(stack.dtype_of(name)) for name, value in self._reader.block_weights(records).items()}

@@ -106,7 +106,6 @@ class _Resumption:
         return result
 
     def _state_after(self, store: Store, step: int | None = None, check: bool = False) -> TrainingState:
-        """Return a store's state after ``step``, by default the newest."""
         content = load_manifest(store.directories[0])
         cluster = content.pop(CLUSTER, None) if content is not None else None
         if content is not None and cluster is not None and step not in (None, content["step"]):

@@ -15,13 +15,13 @@ import torch
 from transformers import PreTrainedConfig
 
 from common.errors import UserError
+from fuyou.checkpoint.commits import checked_user_state
 from fuyou.config import EngineConfig, explained_options
 from fuyou.engine.figures import EngineFigures
 from fuyou.engine.opening import OpenRun
 from fuyou.engine.saving import save
 from fuyou.engine.steps import EngineOutput, Steps
 from fuyou.engine.token_outputs import TokenOutput, TokenRequest
-from fuyou.engine.user_state import checked_user_state
 from fuyou.model.loss.token_head import HeadFunction
 from fuyou.model.open_model import adapters_off, check_reference
 from fuyou.optimizer.adam import check_learning_rate

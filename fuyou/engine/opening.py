@@ -3,7 +3,8 @@
 import contextlib
 import os
 import warnings
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -43,6 +44,7 @@ from fuyou.optimizer.nonfinite import NonFinitePolicy
 from fuyou.optimizer.process.client import OptimizerLink
 from fuyou.pieces.division import in_pieces
 from fuyou.planner import PlannerContext, choose_settings, choose_settings_on_all_ranks
+from fuyou.planner.profiling import Profile, WriteWatch, save
 from fuyou.planner.training_job import fitting_layout, training_job_of_run
 from fuyou.runtime.device import deterministic_algorithms, open_device
 from fuyou.runtime.ranks import Agreement, connect, share_of
@@ -67,6 +69,7 @@ class OpenRun:
         self.closed = False
         self.agreement = Agreement(Share())  # until the other ranks are met
         self.files: RunFiles | None = None
+        self.write_watch: WriteWatch | None = None
         self._link: OptimizerLink | None = None
         self._runtime: Runtime | None = None
         self.meter = PeakMeter(self.pids)
@@ -257,6 +260,27 @@ class OpenRun:
         if choice is not None:
             choice["kept_activations"] = config.kept_activations or choice["kept_activations"]
             self.config = config.with_options(**choice)
+            self._watch_writes(context)
+
+    def _watch_writes(self, context: PlannerContext) -> None:
+        """Watch what is written with the profile of the first rank, which has chosen for all. Collective."""
+        profile = context.profile if self.shape.share.rank == 0 else None
+        content = self.agreement.all_gather_object(profile and asdict(profile))[0]
+        # A CPU that computes takes cores from the threads that write: there a low rate says nothing of the drives.
+        if content is not None and not self.device.shares_host_memory:
+            self._planned_as = context
+            self.write_watch = WriteWatch(Profile(**content), self.shape.share.ranks_per_node)
+
+    def note_slow_writes(self, rates: Sequence[float | None]) -> None:
+        """Warn once if drives have become slow, and let the next plan count on that.
+
+        Args:
+            rates: what every rank's watch has noticed.
+        """
+        if self.write_watch is not None and self.shape.share.rank == 0:
+            corrected = self.write_watch.warn(rates)
+            if corrected is not None:
+                save(corrected, self._planned_as.workload, self.device)
 
     def _open_runtime(self) -> None:
         assert self._link is not None

@@ -11,9 +11,9 @@ import torch
 
 from common.activity import activity
 from common.errors import FinetuneError, UserError
+from fuyou.checkpoint.commits import checked_user_state
 from fuyou.engine.opening import OpenRun
 from fuyou.engine.token_outputs import AUX_LOSS, TokenOutput, TokenRequest, loss_inputs, streamed_values, token_output
-from fuyou.engine.user_state import checked_user_state
 from fuyou.model.loss.cross_entropy import IGNORED
 from fuyou.model.loss.token_head import loss_tensor
 from fuyou.model.training_batch import TrainingBatch
@@ -23,7 +23,7 @@ from fuyou.runtime.accounting import StepReport
 from fuyou.runtime.compute.step_computation import StepComputation, StepInputs
 from fuyou.runtime.compute.token_computation import TokenComputation, TokenPass
 from fuyou.schedule.batch import ENGINE_LOSS, LossInputs
-from fuyou.schedule.tasks import Op, StepList
+from fuyou.schedule.tasks import Op, Resource, StepList
 
 
 @dataclass
@@ -51,6 +51,7 @@ class Steps:
         # Whether what is scheduled and what has run may differ. Set before either changes and cleared when both have,
         # so that an exception in between, from any source, leaves it set.
         self._torn = False
+        self._moved = (0, 0)  # Bytes read and written until the last report
         self._norm: float | None = None  # of the step's gradient, once it is requested
         self.norm_parameter: torch.nn.Parameter | None = None
         """A scalar whose gradient is to be the norm of the whole gradient."""
@@ -147,7 +148,6 @@ class Steps:
             )
 
     def _begin(self, batch: TrainingBatch, labels: int, lr: float, passing: TokenPass | None = None) -> StepComputation:
-        """Begin a step: schedule it, and run its forward pass."""
         run, runtime = self._run, self._run.runtime
         start_time, step = time.monotonic(), run.step_count + 1
         update = Update(step, replace(run.config.adam, lr=lr), 1.0, run.config.seed, skipped=run.nonfinite.skipped)
@@ -173,7 +173,6 @@ class Steps:
             yield
 
     def _token_backward(self, current: StepComputation, passing: TokenPass, gradients: dict[str, torch.Tensor]) -> None:
-        """Run the backward pass of a step with the gradients of the caller's loss."""
         self._check_backward(current)
         aux = gradients.pop(AUX_LOSS, None)
         factor = 0.0 if aux is None else float(aux)
@@ -235,13 +234,20 @@ class Steps:
         return report
 
     def _report(self, ended: StepComputation, step: int, norm: float, **happened: bool) -> StepReport:
+        seconds, busy = time.monotonic() - ended.start_time, self._run.runtime.accounting.take()
+        if self._run.write_watch is not None:
+            before, self._moved = self._moved, self._run.runtime.io.training
+            moved = (now - earlier for now, earlier in zip(self._moved, before, strict=True))
+            self._run.write_watch.step(busy[Resource.SSD.value], *moved)
+            if self._run.agreement.is_alone:  # several ranks tell each other with the next norm
+                self._run.note_slow_writes([self._run.write_watch.slow_rate])
         return StepReport(
             step=step,
             loss=ended.loss,
             grad_norm=norm,
-            seconds=time.monotonic() - ended.start_time,
+            seconds=seconds,
             tokens=ended.tokens,
-            busy_intervals=self._run.runtime.accounting.take(),
+            busy_intervals=busy,
             planned_read_bytes=ended.tasks.ssd_read_bytes(),
             planned_written_bytes=ended.tasks.ssd_written_bytes(),
             planned_sent_bytes=ended.tasks.sent_bytes(),
@@ -284,8 +290,10 @@ class Steps:
         run.device.synchronize()
         self._torn = True  # the squares are taken once
         squares = run.runtime.ranks.take_squares(current.tasks.step)
-        of_all = run.agreement.all_gather_object(float(squares))
+        slow = None if run.write_watch is None else run.write_watch.slow_rate
+        of_all, slow_rates = zip(*run.agreement.all_gather_object((float(squares), slow)), strict=True)
         self._torn = False
+        run.note_slow_writes(slow_rates)
         return math.sqrt(sum(of_all))
 
     # -- evaluation -----------------------------------------------------------------------------------------------
@@ -302,7 +310,6 @@ class Steps:
         return self._whole_loss(computation)
 
     def _evaluate(self, batch: TrainingBatch, labels: int, passing: TokenPass | None = None) -> StepComputation:
-        """Run a forward pass that changes nothing, without dropout."""
         run, runtime = self._run, self._run.runtime
         shape = runtime.batch_shape(*batch.size, ENGINE_LOSS if passing is None else loss_inputs(passing))
         micro, start_time = self._micro_batches(batch), time.monotonic()
@@ -442,5 +449,4 @@ class Steps:
 
 
 def _aux_loss(computation: StepComputation) -> float | None:
-    """Return the router loss of a pass that has one."""
     return None if computation.router is None else computation.router.value

@@ -174,7 +174,6 @@ class _Facade(PreTrainedModel):
     # -- calls ----------------------------------------------------------------------------------------------------
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
-        """Answer a call as the family's own forward does, or as TRL's fused head does."""
         streamed = self._streamed
         streamed.check_trainer()
         bound = inspect.signature(self.forward).bind_partial(*args, **kwargs).arguments

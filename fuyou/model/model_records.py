@@ -59,8 +59,6 @@ class _RecordEntries:
 
 @dataclass
 class _Groups:
-    """All parameters of a model, by where they are used."""
-
     blocks: list[_RecordEntries]
     before: _RecordEntries = field(default_factory=_RecordEntries)  # Outside the blocks, used before them
     after: _RecordEntries = field(default_factory=_RecordEntries)  # Outside the blocks, used after them
@@ -69,8 +67,6 @@ class _Groups:
 
 
 class _Records:
-    """Makes records, and numbers them."""
-
     def __init__(
         self,
         precision: Precision,

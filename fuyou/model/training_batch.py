@@ -166,7 +166,6 @@ def _on_cpu(name: str, value: Any) -> BatchValue:
 
 
 def _described(value: Any) -> str:
-    """Return a few words about an argument."""
     if value is None:
         return "missing"
     if isinstance(value, torch.Tensor):
@@ -192,7 +191,6 @@ def _own_labels(model: OpenModel, inputs: Mapping[str, BatchValue], ids: torch.T
 
 
 def _targets(model: OpenModel, given: BatchValue | None, ids: torch.Tensor) -> torch.Tensor:
-    """Return the targets that labels give, all of which the model can predict."""
     per_row = model.task_type is TaskType.SEQUENCE_CLASSIFICATION
     labels = _integers("labels", given, 1 if per_row else 2)
     if labels.shape != ids.shape[: labels.dim()]:

@@ -77,16 +77,27 @@ def row_sums(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     return values if values.dim() == 1 else (values * mask).sum(1)
 
 
-class PairObjective(Objective):
-    """The DPO loss of P pairs: Rafailov et al. 2023 (arXiv:2305.18290), equation 7, as TRL 1.16 computes it.
-
-    Rows 2 i and 2 i + 1 of a batch are the preferred and the rejected answer of pair i.
+class PreferenceObjective(Objective):
+    """An objective that compares with a reference.
 
     Args:
         beta: strength of the preference against the reference.
 
     Raises:
         UserError: if ``beta`` is not above 0.
+    """
+
+    def __init__(self, beta: float = 0.1):
+        if beta <= 0:
+            raise UserError(f"beta must be above 0, not {beta:g}.")
+        self._beta = beta
+
+
+class PairObjective(PreferenceObjective):
+    """The DPO loss of P pairs: Rafailov et al. 2023 (arXiv:2305.18290), equation 7, as TRL 1.16 computes it.
+
+    Rows 2 i and 2 i + 1 of a batch are the preferred and the rejected answer of pair i. Metrics are means over this
+    rank's pairs; accuracies say how often the preferred answer has the larger reward, or is the likelier.
     """
 
     watches = (
@@ -99,16 +110,8 @@ class PairObjective(Objective):
         "logps/accuracies",
     )
 
-    def __init__(self, beta: float = 0.1):
-        if beta <= 0:
-            raise UserError(f"beta must be above 0, not {beta:g}.")
-        self._beta = beta
-
     def learn(self, batch: BatchNumbers) -> Learned:
-        """Return the mean loss of all pairs, and what is watched, a mean over this rank's pairs each:
-        ``rewards/chosen``, ``rewards/rejected``, ``rewards/margins``, ``rewards/accuracies`` (how often the preferred
-        answer has the larger reward), ``logps/chosen``, ``logps/rejected``, ``logps/accuracies`` (how often it is the
-        likelier)."""
+        """Return the mean loss of all pairs."""
         out = batch.out
         assert batch.reference is not None
         log_probs = row_sums(out["log_probs"], out.mask)
@@ -132,31 +135,20 @@ class PairObjective(Objective):
 DESIRABLE = "desirable"  # Name of a batch's marks: which answers are desirable, bool `[N]`
 
 
-class UnpairedObjective(Objective):
+class UnpairedObjective(PreferenceObjective):
     """The KTO loss of N answers, each known to be desirable or not: Ethayarajh et al. 2024 (arXiv:2402.01306),
     equation 7, in the form that TRL 1.16 gives it.
 
     Rows 2 i and 2 i + 1 of a batch are the prompt of answer i with that answer, and with another prompt's: from the
-    latter the distance to the reference is estimated, which carries no gradient.
-
-    Args:
-        beta: strength of the preference against the reference.
-
-    Raises:
-        UserError: if ``beta`` is not above 0.
+    latter the distance to the reference (``kl``) is estimated, which carries no gradient. Metrics are those of
+    desirable answers ("chosen"), and of the others.
     """
 
     watches = ("rewards/chosen", "rewards/rejected", "logps/chosen", "logps/rejected", "kl")
     extras = (DESIRABLE,)
 
-    def __init__(self, beta: float = 0.1):
-        if beta <= 0:
-            raise UserError(f"beta must be above 0, not {beta:g}.")
-        self._beta = beta
-
     def learn(self, batch: BatchNumbers) -> Learned:
-        """Return the mean loss of all answers, and what is watched: ``rewards/chosen``, ``rewards/rejected``,
-        ``logps/chosen``, ``logps/rejected`` (of desirable answers, and of the others), and ``kl``, the distance."""
+        """Return the mean loss of all answers."""
         out = batch.out
         assert batch.reference is not None
         desirable = batch.extras[DESIRABLE].bool()
@@ -190,7 +182,7 @@ class RewardObjective(Objective):
     extras = (MARGINS,)
 
     def learn(self, batch: BatchNumbers) -> Learned:
-        """Return the mean loss of all pairs, and what is watched: ``accuracy``, ``margin``, ``mean_reward``."""
+        """Return the mean loss of all pairs."""
         rewards = batch.out["logits"].flatten()
         chosen, rejected = rewards[0::2], rewards[1::2]
         differences = chosen - rejected
@@ -213,7 +205,7 @@ class ClassObjective(Objective):
     extras = ("labels",)
 
     def learn(self, batch: BatchNumbers) -> Learned:
-        """Return the mean loss of all rows, and what is watched: ``accuracy``."""
+        """Return the mean loss of all rows."""
         out = batch.out
         rows = len(batch.extras["labels"])
         (total,) = batch.sum_over_ranks([rows])

@@ -261,7 +261,6 @@ class GroupedExperts:
                 self._source.take_gradient(part, next(gradients))
 
     def _pass_on_zeros(self, number: int) -> None:
-        """Pass on gradients of a range to which no token has come."""
         for name, part in self._parts[number].items():
             if name in self._trained:
                 weights = self._source.fetch((part,), Use.GRADIENT)

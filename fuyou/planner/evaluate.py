@@ -118,7 +118,6 @@ class Evaluator:
 
     @cached_property
     def _columns(self) -> int:
-        """Return the tokens of a row that are computed at once."""
         try:
             return self.memory(Candidate(self.job.micro_batch, 0.0)).batch.columns
         except UserError:
@@ -216,7 +215,6 @@ class Evaluator:
         )
 
     def _ssd_bytes(self, memory: MemoryPlan, updates: UpdatePolicy) -> int:
-        """Return the bytes of a run on SSD: records in all slots, activations, and gradients that wait there."""
         shape = self.job.shape
         total = self.job.record_bytes + memory.counts.ssd_activations * memory.activation_bytes
         total += memory.counts.ssd_kept * memory.kept_bytes

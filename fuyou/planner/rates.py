@@ -1,8 +1,6 @@
 """Rates of a machine: for the simulator, and as measured in a profile."""
 
-import math
-from dataclasses import asdict, dataclass, fields
-from typing import Any
+from dataclasses import dataclass
 
 from fuyou.layout.model_layout import Phase
 from fuyou.schedule.tasks import ComputeTask
@@ -64,6 +62,7 @@ class Profile:
     read_bytes_per_second: float  # Bytes per second from all SSDs together, through the store, reading only
     write_bytes_per_second: float  # Past the drives' fast caches
     burst_write_bytes_per_second: float  # At first, while the fast caches have room
+    mixed_bytes_per_second: float  # Bytes per second of reads and writes together, as many of each
     commit_seconds: float  # Seconds for `fdatasync` and manifest
 
     adam_parameters_per_second: float  # Parameters per second that the optimizer process updates alone
@@ -96,26 +95,3 @@ class Profile:
             ),
             finish_seconds=self.block_finish_seconds,
         )
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @staticmethod
-    def from_dict(content: dict[str, Any]) -> "Profile":
-        """Return the profile of :meth:`to_dict`.
-
-        Raises:
-            ValueError: if ``content`` is not a profile.
-        """
-        try:
-            profile = Profile(**content)
-        except TypeError as error:
-            raise ValueError(f"not a profile: {error}") from error
-        numbers = {field.name: getattr(profile, field.name) for field in fields(profile) if field.type in (int, float)}
-        for name, value in numbers.items():
-            if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
-                raise ValueError(f"not a profile: {name} is {value!r}")
-        for name in [name for name in numbers if name.endswith("_per_second")] + ["tokens", "block_parameters"]:
-            if not numbers[name]:
-                raise ValueError(f"not a profile: {name} is 0")
-        return profile

@@ -123,7 +123,6 @@ class MemoryPlanner:
         return self._batches([Batch(rows, seq_len, min(size, rows), loss) for size in sizes])
 
     def _plan(self, batches: list[Batch]) -> MemoryPlan:
-        """Return the best plan for one of ``batches``, the best first."""
         counter = MemoryCounter(self.shape, self._config, self._limits.cpu, self._saved_bytes)
         best: MemoryPlan | None = None
         for batch in batches:
@@ -155,7 +154,6 @@ class MemoryPlanner:
         return sorted(batches, key=lambda size: size.passes_in_pieces(trained))
 
     def _fit(self, counter: MemoryCounter, batch: Batch, device: BufferCounts) -> MemoryPlan | None:
-        """Return the best plan with the device buffers ``device``; None if none fits."""
         saved = self._saved_buffers(batch)
         device = self._needed(_with_saved(device, saved, batch))
         widths = [
@@ -204,7 +202,6 @@ class MemoryPlanner:
         return self._saving_layers * batch.micro_batches if self._saved_bytes(batch) else 0
 
     def _too_small(self, counter: MemoryCounter, batches: list[Batch]) -> UserError:
-        """Return the error that says how much memory the smallest plan for one of ``batches`` needs."""
         counts, ring = list(_host_ladder(list(_device_ladder(False))[-1]))[-1]
         adapters, passing = self._adapter_ladder()[-1]
         counts = replace(

@@ -172,7 +172,6 @@ class ParameterPools:
         return index, read
 
     def _read(self, op: Op, record: Record, target: int, busy: list[Task]) -> Task:
-        """Return the task that reads the record's newest parameters into a buffer, after the buffer's users."""
         return self._emit(
             op,
             [*busy, *self._slots.writes[record.index]],

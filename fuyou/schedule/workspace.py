@@ -124,7 +124,6 @@ def activation_elements_per_token(config: PreTrainedConfig) -> float:
 
 
 def _widest(text: PreTrainedConfig) -> int:
-    """Return the width of hidden states or of all queries, whichever is larger."""
     return max(text.hidden_size, *map(_query_width_in, layer_configs(text)))
 
 

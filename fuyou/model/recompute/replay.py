@@ -239,7 +239,6 @@ class BlockReplay:
 
 
 def _kind(layer: int, hidden: torch.Tensor, calls: BlockCalls) -> Hashable:
-    """Return what must be equal for a block to run the same operators on the same shapes."""
     return layer, tuple(hidden.shape), calls.describe(layer)
 
 

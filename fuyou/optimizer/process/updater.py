@@ -40,8 +40,6 @@ from fuyou.optimizer.process.write_back import (
 
 
 class _ResidentStates:
-    """States of a record that stay in memory, laid out as on SSD."""
-
     def __init__(self, record: Record):
         self.buffer = HostBuffer(record.state_nbytes).touch()
         self.write: WriteBack | None = None  # Latest write-back, which must end before the states change again

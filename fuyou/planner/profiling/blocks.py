@@ -187,7 +187,6 @@ class BlockBench:
         return hidden.clone(), calls, (forward, backward)
 
     def _head(self, hidden: torch.Tensor) -> tuple[float, float]:
-        """Return the seconds of ``hidden`` through the head, forward and backward, and forward alone."""
         record = self._shape.records[self._shape.head]
         weights = random_values(record.numel, self._dtype, self._device)
         gradient, views = torch.empty_like(weights), record.views(weights)

@@ -43,7 +43,7 @@ from fuyou.optimizer.process.protocol import (
     UpdateRecord,
 )
 from fuyou.planner.profiling.blocks import BlockBench, streamed_shape
-from fuyou.planner.profiling.cache import ProfiledWorkload
+from fuyou.planner.profiling.cache import SLOWER, ProfiledWorkload
 from fuyou.planner.rates import Profile
 from fuyou.runtime.device import Device, DeviceMemoryError, optimizer_threads
 from fuyou.schedule.tasks import Op, Task
@@ -91,6 +91,7 @@ def measure(workload: ProfiledWorkload, device: Device, *, past_cache: bool = Fa
         read_bytes_per_second=drives.read,
         write_bytes_per_second=drives.write,
         burst_write_bytes_per_second=drives.burst_write,
+        mixed_bytes_per_second=drives.mixed,
         commit_seconds=drives.commit_seconds,
         adam_parameters_per_second=updates * workload.chunk_elements,
         adam_threads=threads,
@@ -110,7 +111,6 @@ DIRECTION_SECONDS = 0.5  # Each direction is measured for this long
 _FILL_SECONDS = 1.5  # The files are written once before anything is measured, but for no longer than this
 PAST_CACHE_SECONDS = 30.0  # Longest time that is written to fill the drives' fast caches
 SETTLED_SECONDS = 3.0  # A rate counts once it has lasted this long
-SLOWER = 0.7  # A rate below this fraction of the one before is another rate, and no noise
 _TRANSFER_BYTES = 4 << 20
 _TRANSFERS = 24
 _IN_FLIGHT = 6
@@ -121,10 +121,11 @@ _FILE = "bandwidth"
 class DriveRates:
     """Rates of all drives together."""
 
-    read: float  # Bytes per second, as in the next two
+    read: float  # Bytes per second, as in the next three
     write: float  # After ``filled_bytes``: past the fast cache, if these were enough to fill it
     burst_write: float  # At first
     filled_bytes: int  # Written to fill the fast caches
+    mixed: float
     commit_seconds: float
 
 
@@ -142,7 +143,7 @@ class ScratchFiles:
         self._transfers, self._throttle = transfers, throttle
 
     def measure(self, *, past_cache: bool) -> DriveRates:
-        """Measure writing (also past the fast cache if ``past_cache``), a commit, and reading."""
+        """Measure writing (also past the fast cache if ``past_cache``), a commit, reading, and both alternating."""
         buffers = [HostBuffer(extent.nbytes).touch() for extent in self._transfers[:_IN_FLIGHT]]
         try:
             noise = np.random.default_rng(0).integers(0, 256, buffers[0].nbytes, dtype=np.uint8)
@@ -158,6 +159,7 @@ class ScratchFiles:
                 write=sustained,
                 burst_write=burst,
                 filled_bytes=filled,
+                mixed=self._move("mixed", buffers, extents=written)[1],
                 commit_seconds=commit,
             )
         finally:
@@ -166,7 +168,7 @@ class ScratchFiles:
 
     def _move(
         self,
-        direction: Literal["read", "write"],
+        direction: Literal["read", "write", "mixed"],
         buffers: Sequence[HostBuffer],
         seconds: float = DIRECTION_SECONDS,
         most: int | None = None,
@@ -181,7 +183,8 @@ class ScratchFiles:
                 under_way.popleft().result()
                 if time.perf_counter() - start > seconds:
                     break
-            move = self.store.write if direction == "write" else self.store.read
+            writes = direction == "write" or (direction == "mixed" and number % 2 == 1)
+            move = self.store.write if writes else self.store.read
             under_way.append(move(extent, buffers[number % len(buffers)].array))
             moved, count = moved + extent.nbytes, number + 1
         for future in under_way:
@@ -305,8 +308,6 @@ def measure_link(device: Device, nbytes: int) -> LinkRates:
 
 
 class _Copies:
-    """Copies in one direction, with the buffers for them."""
-
     def __init__(self, device: Device, op: Op, nbytes: int):
         self._device, self._op, self._nbytes = device, op, nbytes
         self._buffer = HostBuffer(nbytes).touch()

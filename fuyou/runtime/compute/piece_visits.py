@@ -42,8 +42,6 @@ AddGradient = Callable[[int, str, torch.Tensor], None]  # Takes record index, pa
 
 @dataclass
 class _Pass:
-    """One micro-batch's pass through a block."""
-
     run: PieceRun[Any]
     handles: PieceHandles
     documents: Documents | None

@@ -41,7 +41,7 @@ def test_a_profile(finetune: Finetune, checkpoint: Path, tmp_path: Path) -> None
     (file,) = (tmp_path / "cache" / "profiles").iterdir()
     assert str(file) in outcome.out
     assert not list(drive.iterdir())
-    profile = Profile.from_dict(json.loads(file.read_text())["profile"])
+    profile = Profile(**json.loads(file.read_text())["profile"])
     assert (profile.tokens, profile.measured_tokens, profile.adam_threads) == (64, 64, 1)
     assert all(seconds > 0 for _, seconds in profile.rates().non_block_seconds)
 

@@ -47,6 +47,7 @@ def test_an_emulated_device_and_paced_drives_keep_their_rates(tmp_path: Path) ->
     profile = measure(workload("llama", *directories), device)
     assert is_pace(profile.read_bytes_per_second, 800e6)
     assert is_pace(profile.write_bytes_per_second, 400e6)
+    assert is_pace(profile.mixed_bytes_per_second, 2 / (1 / 800e6 + 1 / 400e6))
     assert profile.upload_bytes_per_second == pytest.approx(3e9) == profile.download_bytes_per_second
     assert profile.rates().flops_per_second == pytest.approx(2e12)
     assert profile.adam_parameters_per_second > 1e6
