@@ -27,7 +27,7 @@ import fuyou
 from common.errors import UserError
 from common.files import CACHE_VARIABLE
 from common.models.adapters.options import AdapterOptions
-from fuyou.preflight import claim, preflight
+from fuyou.preflight import claim, proof
 from fuyou.runtime.compute.task_parameters import TaskParameters
 
 
@@ -149,8 +149,8 @@ def test_every_difference_is_seen(wanted: int, monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_proof_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     ran = []
-    run = preflight._Proof.run
-    monkeypatch.setattr(preflight._Proof, "run", lambda self: (ran.append(1), run(self)))
+    run = proof._Proof.run
+    monkeypatch.setattr(proof._Proof, "run", lambda self: (ran.append(1), run(self)))
     fuyou.prove(LlamaConfig())
     fuyou.prove(LlamaConfig(num_hidden_layers=80, hidden_size=8192, num_attention_heads=64, intermediate_size=22016))
     assert len(ran) == 1  # the same small model
