@@ -2,17 +2,15 @@
 
 FSDP2 gathers and reduces what one ``fully_shard`` call finds unclaimed. One trainable parameter makes its whole group
 dirty after each step, so frozen and trainable ones never share a group unless one module owns both. Adapters are many
-and small: those of a block form one group, or those of the whole model."""
+and small: those of a block form one group."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, cast
+from typing import cast
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-
-AdapterGroups = Literal["block", "model"]  # of a block, gathered while others compute, or of the model: fewest messages
 
 
 @dataclass(eq=False)
@@ -104,18 +102,10 @@ def gathered_again(groups: Sequence[ParameterGroup]) -> list[ParameterGroup]:
     return [group for group in groups if not group.kept_after_forward and group.unit >= begin]
 
 
-def split_units(units: list[Unit], adapters: AdapterGroups) -> list[ParameterGroup]:
+def split_units(units: list[Unit]) -> list[ParameterGroup]:
     """Return the groups in the order in which ``fully_shard`` must take them: inner before outer, adapters first."""
     claimed: set[int] = set()
     groups: list[ParameterGroup] = []
-    in_blocks = units[:-1]
-
-    if adapters == "model":
-        mixed = [unit for unit in in_blocks if len({p.requires_grad for p in unit.module.parameters()}) == 2]
-        owners = [owner for unit in mixed for owner in _trainable_owners(unit.module)]
-        if owners:
-            first = min(units.index(unit) for unit in mixed)
-            groups += _mixed_groups("model", owners, claimed, first, units[-1].module)
     for index, unit in enumerate(units):
         groups += split_modules(unit.name or "root", [unit.module], claimed, index, units[-1].module)
     return groups

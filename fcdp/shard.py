@@ -47,7 +47,7 @@ from torch.utils.hooks import RemovableHandle
 from common.errors import UserError
 from fcdp import fsdp2
 from fcdp.cache.cached_shards import DeviceMemory
-from fcdp.grouping import AdapterGroups, ParameterGroup, find_units, split_modules, split_units, whole_units
+from fcdp.grouping import ParameterGroup, find_units, split_modules, split_units, whole_units
 from fcdp.sharding import ATTRIBUTE, Sharding
 from fcdp.strategy.strategy import AUTO, Routes, Strategy, parse_strategy
 from fcdp.strategy.topology import Topology
@@ -241,7 +241,6 @@ def shard_whole_model(
     *,
     mp_policy: MixedPrecisionPolicy | None = None,
     blocks: list[nn.Module] | None = None,
-    adapter_groups: AdapterGroups = "block",
 ) -> list[ParameterGroup]:
     """Shard ``model`` in place with FSDP2 over OS's ranks, and return its groups in the order they were sharded in.
 
@@ -253,12 +252,11 @@ def shard_whole_model(
         routes: the strategy on that topology.
         mp_policy: FSDP2's policy. Its ``reduce_dtype`` is by default the dtype of the computation.
         blocks: the modules to shard one by one. None: the elements of every outermost ``nn.ModuleList``.
-        adapter_groups: see :data:`fcdp.grouping.AdapterGroups`; without effect where P is sharded as OS is.
     """
     units = find_units(model, blocks)
     # Frozen and trainable parameters are gathered apart where something of them is cached from step to step.
     apart = routes.layout.p.shards < routes.shards
-    groups = split_units(units, adapter_groups) if apart else whole_units(units)
+    groups = split_units(units) if apart else whole_units(units)
     policy = mp_policy or MixedPrecisionPolicy()
     if policy.reduce_dtype is None:
         dtypes = {parameter.dtype for parameter in model.parameters() if parameter.requires_grad}

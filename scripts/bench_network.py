@@ -128,11 +128,10 @@ class Plain:
 class Worker:
     """One rank: trains what the parent asks for, and has it change the rate in between."""
 
-    def __init__(self, cases: list[Case], strategies: list[str], rates: list[str], steps: int, adapters: str):
+    def __init__(self, cases: list[Case], strategies: list[str], rates: list[str], steps: int):
         dist.init_process_group("gloo")
         self.topology = fcdp.Topology.from_environment(device="cpu")
         self.cases, self.strategies, self.rates, self.steps = cases, strategies, rates, steps
-        self.adapters: Any = adapters
 
     def run(self) -> None:
         """All cases with all strategies."""
@@ -149,7 +148,7 @@ class Worker:
         if strategy.startswith("fsdp2"):
             sharding = Plain(model, self.topology, strategy == "fsdp2-hybrid", policy)
         else:
-            fcdp.fully_shard(model, self.topology, strategy, mp_policy=policy, adapter_groups=self.adapters)
+            fcdp.fully_shard(model, self.topology, strategy, mp_policy=policy)
             sharding = fcdp.sharding(model)
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=True)
@@ -243,15 +242,12 @@ def table(results: list[Measured]) -> str:
 @click.option("--strategies", default=",".join(STRATEGIES), show_default=True)
 @click.option("--cases", default=",".join(map(str, range(len(CASES)))), show_default=True, help="By number.")
 @click.option("--steps", default=3, show_default=True, type=int, help="Timed steps at each rate.")
-@click.option("--adapters", default="block", show_default=True, type=click.Choice(["block", "model"]))
 @click.option("--out", default=None, type=click.Path(dir_okay=False), help="Write all figures here, as JSON.")
-def main(
-    nodes: int, ranks: int, rates: str, strategies: str, cases: str, steps: int, adapters: str, out: str | None
-) -> None:
+def main(nodes: int, ranks: int, rates: str, strategies: str, cases: str, steps: int, out: str | None) -> None:
     """The command: the parent, and with RANK in the environment a worker."""
     chosen = [CASES[int(number)] for number in cases.split(",")]
     if "RANK" in os.environ:
-        Worker(chosen, strategies.split(","), rates.split(","), steps, adapters).run()
+        Worker(chosen, strategies.split(","), rates.split(","), steps).run()
         return
     try:
         with Cluster(nodes) as cluster:

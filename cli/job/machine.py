@@ -90,8 +90,7 @@ def training_of(settings: Settings) -> TrainingJob:
     )
 
 
-ELSEWHERE = "meta"
-"""Device of hardware that is not in this machine."""
+ELSEWHERE = "meta"  # Device of hardware that is not in this machine
 
 
 def with_dtype(settings: Settings, device: str | None = None) -> Settings:

@@ -21,8 +21,7 @@ from common.errors import UserError, did_you_mean
 from common.options import option_fields
 
 _WIDTH = 116
-_NUMBER = re.compile(r"(0|[1-9]\d*)(\.\d+)?([eE][-+]?\d+)?")
-"""Numbers that TOML and the command line write alike."""
+_NUMBER = re.compile(r"(0|[1-9]\d*)(\.\d+)?([eE][-+]?\d+)?")  # Numbers that TOML and the command line write alike
 
 
 OTHER_TOOLS = {

@@ -7,14 +7,10 @@ from enum import Enum, auto
 class Items(Enum):
     """What an objective learns from."""
 
-    TOKENS = auto()
-    """Rows of tokens."""
-    PAIRS = auto()
-    """Pairs of answers."""
-    ANSWERS = auto()
-    """Labelled answers."""
-    TEXTS = auto()
-    """Texts with a class."""
+    TOKENS = auto()  # Rows of tokens
+    PAIRS = auto()  # Pairs of answers
+    ANSWERS = auto()  # Labelled answers
+    TEXTS = auto()  # Texts with a class
 
 
 @dataclass(frozen=True)

@@ -26,24 +26,20 @@ from common.options import declaration_of, option_fields, spelled
 if TYPE_CHECKING:
     from fuyou.config import EngineConfig
 
-COMMITS = "commits"
-"""Folder inside the output directory where a run of several ranks has its commits."""
+COMMITS = "commits"  # Folder inside the output directory where a run of several ranks has its commits
 
 RUN, DESCRIPTION, CONFIG = "run", "run.json", "config.toml"
 """Folder inside the output directory that describes the run, and files in it: one names the run's store, one has all
 options."""
 
-STORE_PREFIX = "fuyou-"
-"""Beginning of the names of runs' folders on the SSDs."""
+STORE_PREFIX = "fuyou-"  # Beginning of the names of runs' folders on the SSDs
 
 DEFAULT_PROFILE_MODEL = "gpt3-1.3b"
 """For ``finetune profile`` without --model: a block large enough to show what a device can do, and quick on a CPU."""
 
-RANDOM = "random"
-"""What ``--data`` calls random tokens."""
+RANDOM = "random"  # What ``--data`` calls random tokens
 
-Rule = tuple[bool, str, str]
-"""Whether options may be given, their names, and why not."""
+Rule = tuple[bool, str, str]  # Whether options may be given, their names, and why not
 
 _ALONE = "is for several nodes or ranks: add --nodes N (1 for this machine alone)"
 
@@ -184,7 +180,6 @@ class Settings(AllOptions):
 
     @property
     def traits(self) -> ObjectiveTraits:
-        """What is known about the objective."""
         return OBJECTIVES[self.objective]
 
     @classmethod
@@ -278,7 +273,6 @@ class Settings(AllOptions):
 
     @property
     def output_directory(self) -> Path:
-        """Absolute path of the output directory."""
         return output_directory(self.output, self.model)
 
     @property
@@ -292,17 +286,14 @@ class Settings(AllOptions):
 
     @property
     def column_of(self) -> dict[str, str]:
-        """Columns of the data by the names that are expected."""
         return dict(pair.split("=", 1) for pair in self.columns)
 
     @property
     def drives(self) -> list[Path]:
-        """Directories of ``--ssd``."""
         return [Path(word).expanduser() for word in self.ssd]
 
     @property
     def drives_to_leave(self) -> list[Path]:
-        """Directories of ``--leave-ssd``."""
         return [Path(word).expanduser() for word in self.leave_ssd]
 
     @property
@@ -312,7 +303,6 @@ class Settings(AllOptions):
 
     @property
     def store_name(self) -> str:
-        """Name of the store's directory on each drive."""
         if self.nodes is not None and not self.ssd:
             return COMMITS
         if not self.ssd:

@@ -25,8 +25,7 @@ class Stopped(Exception):
 
     def __init__(self, message: str, number: int | None = None) -> None:
         super().__init__(message)
-        self.number = number
-        """Signal that stopped the run, if it is not the one that :class:`Interrupts` has received."""
+        self.number = number  # Signal that stopped the run, if it is not the one that :class:`Interrupts` has received
 
 
 class Interrupts:
@@ -41,8 +40,7 @@ class Interrupts:
 
     def __init__(self, ends_process: bool = False) -> None:
         self._ends_process, self._is_done = ends_process, False
-        self.how_to_continue = ""
-        """Sentence to print if the deadline passes."""
+        self.how_to_continue = ""  # Sentence to print if the deadline passes
         self._received: int | None = None
         self._before: dict[signal.Signals, Any] = {}
         self._deadline: threading.Timer | None = None

@@ -168,11 +168,7 @@ class HostCache:
 class CacheEntry:
     """Memory for one group's cached shard: written by a gather, read by later ones until the group is dirty.
 
-    Args:
-        host: ``uint8 [nbytes]`` in host memory; None: the shard is always on the device.
-        streams: None on the CPU.
-        placement: decides between host and device at every use.
-    """
+    ``host`` is ``uint8 [nbytes]``, None if the shard is always on the device. On the CPU there are no ``streams``."""
 
     def __init__(
         self,

@@ -88,11 +88,8 @@ class GatherLevels:
 class StagedAllGather:
     """FSDP2's all-gather for one parameter group.
 
-    Args:
-        index: this rank's index in the block of ranks over which FSDP2 shards, and their number.
-        cached: this rank's cached shard of P; None: it has none, or no room for it.
-        secondary: this rank's shard in the secondary partition; None if there is none.
-        streams: copy streams; None on the CPU.
+    ``index`` is this rank's place in the block of ranks over which FSDP2 shards, and their number; ``cached`` its
+    shard of P, and ``secondary`` that of the secondary partition, if it has them. On the CPU there are no ``streams``.
     """
 
     def __init__(

@@ -152,9 +152,7 @@ def test_shares_that_come_and_go_change_nothing(runs: Runs, case: Case) -> None:
 
 
 @pytest.mark.parametrize("case", [Case(micro_batches=2), Case(lora=True, checkpointing=True)], ids=_name)
-@pytest.mark.parametrize(
-    "options", [{"adapter_groups": "model"}, {"host_cache_bytes": 9_000}, {"host_cache_bytes": 0}], ids=str
-)
+@pytest.mark.parametrize("options", [{"host_cache_bytes": 9_000}, {"host_cache_bytes": 0}], ids=str)
 @pytest.mark.slow
 def test_options_change_nothing(runs: Runs, case: Case, options: dict[str, Any]) -> None:
     assert runs.run((2, 2), case, "fcdp", **options) == runs.reference((2, 2), case, "fcdp")

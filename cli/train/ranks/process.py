@@ -24,8 +24,7 @@ AGENT = "TORCHELASTIC_RUN_ID"  # in the environment of ranks, started by torchru
 LAUNCH = "FINETUNE_LAUNCH"  # id of our launcher
 STOP = "FINETUNE_STOP"  # exists once the user has stopped the run, for ranks that start after that
 _ENDING = "ending"
-_GRACE_S = 3.0
-"""Seconds that an announced ending may take to reach all ranks."""
+_GRACE_S = 3.0  # Seconds that an announced ending may take to reach all ranks
 _PR_SET_PDEATHSIG = 1
 
 
