@@ -1,11 +1,8 @@
 """From settings to a job: everything that can be wrong is found before anything slow begins."""
 
-import importlib.util
 import math
 import os
-import shlex
 import shutil
-import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -81,13 +78,6 @@ def check(settings: Settings) -> Setup:
     """Check the settings within a few seconds, and make the output directory."""
     if settings.chat_template is not None:
         chat_template_named(settings.chat_template)
-    for name in settings.log_to:
-        if importlib.util.find_spec(name) is None:
-            raise UserError(
-                f"--log-to {name}: the package {name} is not installed. Install it with "
-                f"`{shlex.quote(sys.executable)} -m pip install {name}`, or leave {name} out: "
-                "metrics.jsonl is always written."
-            )
     if settings.steps is not None:
         settings.warmup.steps(settings.steps)
     commit = committed(settings) if settings.resume else None

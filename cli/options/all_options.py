@@ -58,8 +58,6 @@ class OutputSettings:
     """Write the summary to this file, as JSON."""
     log_every: int = option(1, "N", POSITIVE)
     """Print a line every N steps where the output is not a terminal."""
-    log_to: tuple[str, ...] = option((), "NAME...", ("tensorboard", "wandb"), may_differ=True)
-    """Send every step's figures to tensorboard or wandb; <output>/run/metrics.jsonl always has them."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -45,7 +45,7 @@ EXAMPLES = {
     "Training": "finetune --model ~/Llama-3-8B --data chats.jsonl --lr 2e-5 --warmup 3% --max-grad-norm 1",
     "Objective": "finetune --model ~/Llama-3-8B --data pairs.jsonl --objective dpo --beta 0.1 --lora-rank 16",
     "Adapters": "finetune --model ~/Llama-3-70B --data chats.jsonl --lora-rank 16 --lr 2e-4",
-    "Output": "finetune --model ~/Llama-3-8B --data chats.jsonl --output tuned --log-to tensorboard\n"
+    "Output": "finetune --model ~/Llama-3-8B --data chats.jsonl --output tuned --save-every 500\n"
     "finetune --config tuned/run/config.toml --resume",
     "Planning": "finetune plan --gpu 4090 --drive p5510 --ssds 12 --host-memory 768GiB --model gpt3-13b",
     "Other": "finetune --config run.toml --lr 2e-5              # the command line wins over the file",

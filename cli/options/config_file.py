@@ -36,11 +36,12 @@ OTHER_TOOLS = {
     "lora": "--lora-rank 16", "lora-r": "--lora-rank", "use-peft": "--lora-rank 16", "qlora": "--lora-rank 16 "
     "--frozen-dtype nf4", "load-in-4bit": "--frozen-dtype nf4", "load-in-8bit": "--frozen-dtype int8",
     "lora-target": "--lora-targets", "lora-target-modules": "--lora-targets", "save-steps": "--save-every",
-    "eval-steps": "--eval-every", "logging-steps": "--log-every", "report-to": "--log-to", "chat": "finetune chat",
+    "eval-steps": "--eval-every", "logging-steps": "--log-every", "chat": "finetune chat",
     "resume-from-checkpoint": "--resume", "save-total-limit": "--keep", "template": "--chat-template",
     "chat-template-path": "--chat-template", "val-size": "--eval-split", "val-set-size": "--eval-split",
     "quantization-bit": "--frozen-dtype nf4", "stage": "--objective", "rl": "--objective",
     "adapter-name-or-path": "--adapter", "lora-model-dir": "--adapter", "push-to-hub": "hf upload OWNER/NAME DIR",
+    "report-to": "OUTPUT/run/metrics.jsonl", "log-to": "OUTPUT/run/metrics.jsonl",
 }  # fmt: skip
 """Options here by their names in transformers' Trainer, TRL, LLaMA-Factory, unsloth, and axolotl."""
 _COMMANDS = ("plan", "check", "profile", "verify", "demo")

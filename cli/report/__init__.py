@@ -1,3 +1,3 @@
-"""What a run shows and leaves: progress, metrics in files and trackers, its page, and its summary.
+"""What a run shows and leaves: progress, metrics in files, its page, and its summary.
 
 Nothing here changes a number of the training."""

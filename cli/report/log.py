@@ -1,4 +1,4 @@
-"""The record of a run: what is needed to repeat it, and all steps in files, trackers, and the terminal."""
+"""The record of a run: what is needed to repeat it, and all steps in files and the terminal."""
 
 import contextlib
 import json
@@ -7,10 +7,8 @@ import os
 import platform
 import shlex
 import socket
-import sys
 import uuid
-import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from datetime import datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -20,14 +18,12 @@ from cli.job.job import Job
 from cli.options.command import parse_command_line
 from cli.options.config_file import effective_config
 from cli.options.option import WRITTEN
-from cli.options.settings import CONFIG, DESCRIPTION, RUN, Settings
+from cli.options.settings import CONFIG, DESCRIPTION, RUN
 from cli.report.page import RunPage, facts_of
 from cli.report.progress import Progress
 from cli.report.results import EvaluationResult, StepMetrics, StepResult, learned_metrics, named_metrics
-from common.errors import UserError, on_one_line
 from common.files import replace_file
 from common.hardware.machine import describe_machine
-from common.options import option_fields
 from common.store.errors import StoreError, described
 
 LIBRARIES = ("torch", "transformers", "peft", "safetensors", "tokenizers", "datasets", "accelerate", "numpy", "kvikio")
@@ -70,8 +66,8 @@ def version_of(name: str) -> str:
 METRICS = "metrics.jsonl"
 
 
-def open_run_directory(job: Job, done: int, plan: Mapping[str, Any]) -> tuple[Path, str]:
-    """Write the run's configuration and description, with its plan; return its directory and its id.
+def open_run_directory(job: Job, done: int, plan: Mapping[str, Any]) -> Path:
+    """Write the run's configuration and description, with its plan; return its directory.
 
     If no steps are ``done``, files of an earlier run are replaced.
     """
@@ -108,69 +104,7 @@ def open_run_directory(job: Job, done: int, plan: Mapping[str, Any]) -> tuple[Pa
     ):
         with described("writing", path / name):
             replace_file(path / name, text)
-    return path, run_id
-
-
-class Trackers:
-    """Sends metrics to the trackers of ``--log-to``; one that fails is dropped, and the run continues."""
-
-    def __init__(self, job: Job, path: Path, run_id: str) -> None:
-        options: dict[str, str | int | float | bool] = {}
-        for field in option_fields(Settings):
-            value = getattr(job.settings, field.name)
-            if value is not None and value != ():
-                text = " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
-                options[field.name] = value if isinstance(value, int | float) else text
-        project = os.environ.get("WANDB_PROJECT", "finetune")
-        arguments: dict[str, dict[str, Any]] = {
-            "tensorboard": {"run_name": "tensorboard", "logging_dir": path},
-            "wandb": {
-                "run_name": project, "name": job.output.name, "id": run_id, "resume": "allow", "dir": str(path),
-            },
-        }  # fmt: skip
-        self._open = {name: _begin(name, arguments[name], options) for name in dict.fromkeys(job.settings.log_to)}
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        for name, tracker in list(self._open.items()):
-            with self._watching(name):
-                tracker.log(dict(metrics), step=step)
-
-    def finish(self) -> None:
-        for name, tracker in list(self._open.items()):
-            with self._watching(name):
-                tracker.finish()
-        self._open.clear()
-
-    @contextlib.contextmanager
-    def _watching(self, name: str) -> Iterator[None]:
-        try:
-            yield
-        except Exception as error:
-            del self._open[name]
-            print(f"finetune: {name} gets no more metrics: {_one_line(error)}", file=sys.stderr, flush=True)
-
-
-def _begin(name: str, arguments: Mapping[str, Any], options: Mapping[str, Any]) -> Any:
-    from accelerate import PartialState
-    from accelerate.tracking import LOGGER_TYPE_TO_CLASS
-
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            PartialState(cpu=True)  # accelerate's classes read it, and it would otherwise look for GPUs
-            tracker = LOGGER_TYPE_TO_CLASS[name](**arguments)
-            tracker.start()
-            tracker.store_init_configuration(dict(options))
-    except Exception as error:
-        raise UserError(
-            f"--log-to {name} cannot start: {_one_line(error)}. Fix that, or leave {name} out: metrics.jsonl is always "
-            "written."
-        ) from error
-    return tracker
-
-
-def _one_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {on_one_line(error).removesuffix('.') or 'no message'}"
+    return path
 
 
 HISTORY_FILE = "losses.jsonl"  # File in the output directory; the same whenever the run is repeated
@@ -212,7 +146,7 @@ def _step(line: str) -> float:
 
 
 class MetricsLogger:
-    """Writes every step to ``losses.jsonl``, ``run/metrics.jsonl``, and trackers, and shows progress. Rank 0 only.
+    """Writes every step to ``losses.jsonl`` and ``run/metrics.jsonl``, and shows progress. Rank 0 only.
 
     ``last`` is the result and learning rate of the last step ``done``, which a killed process may not have logged.
     """
@@ -220,8 +154,7 @@ class MetricsLogger:
     def __init__(
         self, job: Job, done: int, plan: Mapping[str, Any], last: tuple[StepResult, float] | None = None
     ) -> None:
-        path, run_id = open_run_directory(job, done, plan)
-        self._trackers = Trackers(job, path, run_id)
+        path = open_run_directory(job, done, plan)
         self._losses = History(job.output / HISTORY_FILE, done)
         self._metrics = History(path / METRICS, done)
         if done and last is not None:
@@ -229,7 +162,7 @@ class MetricsLogger:
             if self._losses.last_step != done:
                 self._losses.append(done, {"loss": result.loss, "grad_norm": result.grad_norm, "lr": lr})
             if self._metrics.last_step != done:
-                self._write(done, learned_metrics(done, result, lr, job.rows * job.seq_len))
+                self._metrics.append(done, learned_metrics(done, result, lr, job.rows * job.seq_len))
         self._page = RunPage(facts_of(job, plan, (path / CONFIG).read_text()), path / METRICS)
         self._page.update(at_once=True)
         self._progress = Progress(job.steps, done, job.settings.log_every)
@@ -237,7 +170,7 @@ class MetricsLogger:
     def step(self, metrics: StepMetrics) -> None:
         result = metrics.result
         self._losses.append(metrics.step, {"loss": result.loss, "grad_norm": result.grad_norm, "lr": metrics.lr})
-        self._write(metrics.step, named_metrics(metrics))
+        self._metrics.append(metrics.step, named_metrics(metrics))
         self._progress.show(metrics)
         self._page.update(at_once=metrics.step == 1, lanes=result.busy_intervals)
 
@@ -249,13 +182,9 @@ class MetricsLogger:
             **{f"validation_metrics/{name}": value for name, value in result.watched.items()},
             "validation_metrics/throughput(tps)": result.tokens_per_second,
         }
-        self._write(step, named)
+        self._metrics.append(step, named)
         self._page.update(at_once=True)
         self._progress.say(f"eval at step {step:,}: {result}")
-
-    def _write(self, step: int, named: Mapping[str, float]) -> None:
-        self._metrics.append(step, named)
-        self._trackers.log(step, named)
 
     def __enter__(self) -> "MetricsLogger":
         return self
@@ -264,6 +193,5 @@ class MetricsLogger:
         self._progress.__exit__(*exception)
         with contextlib.suppress(StoreError) if exception[0] else contextlib.nullcontext():  # a full drive, say
             self._page.update(at_once=True)
-        self._trackers.finish()
         self._metrics.__exit__(*exception)
         self._losses.__exit__(*exception)

@@ -1,6 +1,5 @@
-"""What surrounds the steps: held-out data, trackers, and a directory from which a run can be repeated."""
+"""What surrounds the steps: held-out data, and a directory from which a run can be repeated."""
 
-import importlib.util
 import itertools
 import json
 import math
@@ -10,7 +9,6 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from cli.main import main
@@ -121,63 +119,10 @@ def test_rates_of_several_ranks_are_per_device() -> None:
     }  # fmt: skip
 
 
-class Noting(GeneralTracker):
-    """A tracker as accelerate knows them, that notes its calls; the one for TensorBoard fails at step 2."""
-
-    told: list[tuple[Any, ...]] = []  # noqa: RUF012
-    requires_logging_directory = False
-    main_process_only = True
-
-    def __init__(self, **arguments: Any) -> None:
-        self.name = "tensorboard" if "logging_dir" in arguments else "wandb"
-        self.told.append((self.name, "begin", arguments))
-
-    @property
-    def tracker(self) -> None:
-        return None
-
-    def store_init_configuration(self, values: dict[str, Any]) -> None:
-        self.told.append((self.name, "options", values))
-
-    def log(self, values: dict[str, Any], step: int | None = None, **more: Any) -> None:
-        if self.name == "tensorboard" and step == 2:
-            raise ConnectionError("no route to host.")
-        self.told.append((self.name, step, values))
-
-    def finish(self) -> None:
-        self.told.append((self.name, "finish"))
-
-
-def test_trackers(finetune: Finetune, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """wandb and tensorboard are stand-ins here; what is real is how accelerate's classes are called."""
-    find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name in ("wandb", "tensorboard") or find(name))
-    for name in ("wandb", "tensorboard"):
-        monkeypatch.setitem(LOGGER_TYPE_TO_CLASS, name, Noting)
-    Noting.told.clear()
-    outcome = finetune("--model", "llama-10m", "--batch-size", 1, "--seq-len", 8, "--gpu", "cpu", "--steps", 3,
-                       "--no-save", "--output", tmp_path / "out", "--log-to", "wandb", "tensorboard")  # fmt: skip
-    assert outcome.status == 0, outcome.err
-    assert outcome.err == "finetune: tensorboard gets no more metrics: ConnectionError: no route to host\n"
-    told = {name: [what for who, *what in Noting.told if who == name] for name in ("wandb", "tensorboard")}
-    assert [what[0] for what in told["wandb"]] == ["begin", "options", 1, 2, 3, "finish"]
-    assert [what[0] for what in told["tensorboard"]] == ["begin", "options", 1]
-    arguments = told["wandb"][0][1]
-    run_id = json.loads((tmp_path / "out/run/run.json").read_text())["id"]
-    assert (arguments["run_name"], arguments["name"], arguments["id"]) == ("finetune", "out", run_id)
-    assert told["wandb"][1][1]["batch_size"] == 1 and told["wandb"][1][1]["log_to"] == "wandb tensorboard"
-    metrics = lines(tmp_path / "out/run/metrics.jsonl")
-    assert told["wandb"][3][1] == {name: value for name, value in metrics[1].items() if name != "step"}
-
-
 @pytest.mark.parametrize(("words", "message"), [
-    (["--log-to", "wandb"], "-m pip install wandb`, or leave wandb out"),
-    (["--log-to", "tensorbord"], "'tensorbord' is not one of 'tensorboard'"),
     (["--eval-every", "5"], "there is no data for them: add --eval-data"),
     (["--eval-data", "nothing.jsonl"], "There is no data file 'nothing.jsonl'"),
 ])  # fmt: skip
-def test_mistakes(finetune: Finetune, monkeypatch: pytest.MonkeyPatch, words: list[str], message: str) -> None:
-    find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "wandb" else find(name))
+def test_mistakes(finetune: Finetune, words: list[str], message: str) -> None:
     outcome = finetune("--model", "llama-10m", *words)
     assert outcome.status == 2 and message in outcome.err and outcome.err.count("\n") == 1, outcome.err
