@@ -284,16 +284,10 @@ def look_at_drive(directory: Path) -> DriveFound:
     return DriveFound(drive_of(directory), number, usage.total, usage.free, direct, rates)
 
 
-# -- for people -------------------------------------------------------------------------------------------------------
-
-
 def _machine_rows(machine: MachineFound) -> Iterator[tuple[str, str]]:
     yield "processors", f"{machine.processors}, {platform.machine()}"
-    group = (
-        ""
-        if machine.limit_bytes >= machine.memory_bytes
-        else f"; the control group allows {format_bytes(machine.limit_bytes)}"
-    )
+    is_limited = machine.limit_bytes < machine.memory_bytes
+    group = f"; the control group allows {format_bytes(machine.limit_bytes)}" if is_limited else ""
     yield "memory", f"{format_bytes(machine.memory_bytes)}, {format_bytes(machine.available_bytes)} available{group}"
     yield "huge pages", "on" if machine.huge_pages else "off"
     yield "GPUDirect", "nvidia-fs is loaded" if machine.has_p2p_storage else "Storage: nvidia-fs is not loaded"
@@ -303,17 +297,13 @@ def _machine_rows(machine: MachineFound) -> Iterator[tuple[str, str]]:
 def _gpu_rows(measured: GpuFound) -> Iterator[tuple[str, str]]:
     gpu = measured.gpu
     link = f"PCIe x{measured.link_width}" if measured.link_width else "PCIe link unknown"
-    node = "" if gpu.numa_node is None else f", NUMA node {gpu.numa_node}"
-    yield (
-        str(gpu.index),
-        f"{gpu.name}, {format_bytes(gpu.memory_bytes)} ({format_bytes(measured.used_bytes)} in use), {link}{node}",
-    )
+    memory = f"{format_bytes(gpu.memory_bytes)} ({format_bytes(measured.used_bytes)} in use)"
+    yield str(gpu.index), f"{gpu.name}, {memory}, {link}"
 
 
 def _drive_rows(measured: DriveFound) -> Iterator[tuple[str, str]]:
     drive, rates = measured.drive, measured.rates
-    node = None if drive.numa_node is None else f"NUMA node {drive.numa_node}"
-    parts = [drive.model, drive.device, drive.file_system or "unknown file system", drive.link, node]
+    parts = [drive.model, drive.device, drive.file_system or "unknown file system", drive.link]
     yield "directory", str(drive.directory)
     yield "on", ", ".join(part for part in parts if part)
     yield "room", f"{format_bytes(measured.free_bytes)} free of {format_bytes(measured.total_bytes)}"

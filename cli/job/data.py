@@ -8,6 +8,7 @@ import time
 from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -50,10 +51,14 @@ def tokenizer_of(
         raise UserError(
             f"{checkpoint} has no tokenizer that transformers can load, and {option} needs one: {error}"
         ) from error
-    if settings.chat_template is not None:
-        tokenizer.chat_template = chat_template_named(settings.chat_template)
-    tokenizer.chat_template = dated(tokenizer.chat_template, day or date.today())
+    tokenizer.chat_template = _template_of(tokenizer, settings, day)
     return tokenizer
+
+
+def _template_of(holder: Any, settings: Settings, day: date | None) -> Any:
+    """Return the chat template of a tokenizer or processor, or of ``--chat-template``, which writes this day."""
+    template = holder.chat_template if settings.chat_template is None else chat_template_named(settings.chat_template)
+    return dated(template, day or date.today())
 
 
 def write_chat_template(settings: Settings, directory: Path) -> None:
@@ -81,9 +86,8 @@ def token_cache(words: tuple[str, ...], output: Path, shared: bool) -> Path:
     """Return the directory for tokens made of data files: the same for all runs of this user, or in ``output`` where
     there can be none, or where nodes share it (``shared``). What no run has used for a month is removed."""
     root = cache_directory() / "tokens"
-    name = hashlib.sha256("\n".join(str(Path(word).expanduser().absolute()) for word in words).encode()).hexdigest()[
-        :16
-    ]
+    paths = "\n".join(str(Path(word).expanduser().absolute()) for word in words)
+    name = hashlib.sha256(paths.encode()).hexdigest()[:16]
     try:
         if shared:
             raise OSError("of all nodes")
@@ -119,10 +123,8 @@ class DataSource:
         """Return the batches of ``--data`` with their digest; random tokens where there are none."""
         settings = self.setup.settings
         if self.tokenizer is None or not settings.data:
-            ahead = not self.family.shifts_labels
-            return RandomBatches(
-                vocab_size, self.setup.seq_len, settings.batch_size, settings.seed, ahead
-            ), RANDOM_TOKENS
+            shape, ahead = (self.setup.seq_len, settings.batch_size), not self.family.shifts_labels
+            return RandomBatches(vocab_size, *shape, settings.seed, ahead), RANDOM_TOKENS
         with naming("--data"):
             sets = settings.data_sets
             parts = [self._open(files) for files, _ in sets]
@@ -184,9 +186,7 @@ class DataSource:
                     f"The data hold images, and {self.setup.checkpoint} is {self.task_type.value}: it reads text only."
                 )
             processor = load_processor(self.setup.checkpoint)
-            if settings.chat_template is not None:
-                processor.chat_template = chat_template_named(settings.chat_template)
-            processor.chat_template = dated(processor.chat_template, self.setup.template_date or date.today())
+            processor.chat_template = _template_of(processor, settings, self.setup.template_date)
             return open_image_data(config, processor, self.setup.output / "data")
         assert self.tokenizer is not None
         return open_data(config, self.tokenizer, token_cache(files, self.setup.output, settings.nodes is not None))
@@ -211,5 +211,4 @@ class DataSource:
         settings = self.setup.settings
         if held_out and settings.eval_split is None:
             return RecordSelection(settings.column_of)
-        part = 0.0 if settings.eval_split is None else settings.eval_split.value
-        return RecordSelection(settings.column_of, settings.max_records, part, held_out)
+        return RecordSelection(settings.column_of, settings.max_records, settings.eval_split or 0.0, held_out)

@@ -4,7 +4,7 @@ from dataclasses import dataclass, fields
 from datetime import date
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from transformers import PreTrainedConfig
 
@@ -22,6 +22,12 @@ from fuyou.layout.share import Share
 from fuyou.planner import PlannerContext
 from fuyou.planner.training_job import fitting_job
 from fuyou.runtime.device import memory_limits, open_device
+
+if TYPE_CHECKING:  # fcdp takes long to import, and one process does without
+    from fcdp.trainer import Trainer
+    from fuyou import Engine
+
+TrainedModel: TypeAlias = "Engine | Trainer"
 
 TEMPLATE_DATE = "date in chat templates"  # Key in the committed state of the day that chat templates write
 

@@ -5,9 +5,9 @@ import json
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from datetime import date
-from typing import Any, Protocol
+from typing import Any
 
-from cli.job.job import TEMPLATE_DATE, Job
+from cli.job.job import TEMPLATE_DATE, Job, TrainedModel
 from cli.job.machine import newest_commit
 from cli.options.command import parse_command_line
 from cli.options.config_file import options_in_files
@@ -25,7 +25,7 @@ def adapter_digest(settings: Settings) -> str | None:
     return None if settings.adapter is None else SavedAdapter(settings.adapter).digest
 
 
-def _peft_digest(settings: Settings) -> str | None:
+def peft_digest(settings: Settings) -> str | None:
     if settings.peft_config is None:
         return None
     config = load_peft_config(settings.peft_config)
@@ -34,7 +34,7 @@ def _peft_digest(settings: Settings) -> str | None:
 
 
 # Options that name files: how to digest what is in them, wherever they lie.
-_CONTENT: dict[str, Callable[[Settings], str | None]] = {"adapter": adapter_digest, "peft_config": _peft_digest}
+_CONTENT: dict[str, Callable[[Settings], str | None]] = {"adapter": adapter_digest, "peft_config": peft_digest}
 # What may differ where options are compared by the content of what they name.
 _BY_CONTENT = {
     "--data": "other or changed texts, or another tokenizer",
@@ -100,14 +100,7 @@ def forget_earlier_run(settings: Settings) -> None:
         (settings.output_directory / RUN / CONFIG).unlink(missing_ok=True)
 
 
-class ContinuedRun(Protocol):
-    """An engine or a trainer, as far as it knows what its run has behind it."""
-
-    step_count: int
-    user_state: dict[str, Any]
-
-
-def check_same_run(job: Job, run: ContinuedRun, launches: Collection[str] = ()) -> None:
+def check_same_run(job: Job, run: TrainedModel, launches: Collection[str] = ()) -> None:
     """Compare the job with what the run began with; a new run remembers it in its ``user_state``, with the ids of the
     launchers that have started its ranks (``launches``)."""
     if launches:
@@ -130,7 +123,7 @@ def check_same_run(job: Job, run: ContinuedRun, launches: Collection[str] = ()) 
         run.user_state["run"] = now
 
 
-def _is_extended(job: Job, run: ContinuedRun, before: Mapping[str, Any]) -> bool:
+def _is_extended(job: Job, run: TrainedModel, before: Mapping[str, Any]) -> bool:
     """Return whether a run that has come to its end gets more steps than it had: allowed, and printed.
 
     The learning rate of the steps to come is that of a run of that many steps.

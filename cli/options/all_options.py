@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from cli.options.objectives import HELP, OBJECTIVES
-from cli.options.option import Fraction, check_column
+from cli.options.option import check_column, parse_part
 from cli.options.schedule import SCHEDULES, Warmup
 from common.docstrings import attribute_docstrings
 from common.options import (
@@ -100,9 +100,7 @@ class DataSettings:
     """Count and leave out conversations with text that the chat template leaves out. Default: an error."""
     eval_data: tuple[str, ...] = option((), "FILE...", patterns=True)
     """Held-out data: loss and perplexity before the first and after the last step."""
-    eval_split: Fraction | None = option(
-        None, "FRACTION", ParsedValue("fraction", Fraction.parse), excludes="eval_data"
-    )
+    eval_split: float | None = option(None, "FRACTION", ParsedValue("fraction", parse_part), excludes="eval_data")
     """Hold out this share of the records of each data set instead of --eval-data: 2% or 0.02."""
     eval_every: int | None = option(None, "N", POSITIVE)
     """Steps between further evaluations."""

@@ -4,7 +4,6 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
@@ -106,25 +105,15 @@ class GroupedOption(click.Option):
             raise click.BadParameter(f"{error.message} (It is in {ctx.params['config']}.)", ctx, self) from error
 
 
-@dataclass(frozen=True)
-class Fraction:
-    """A part of a whole, less than all of it."""
-
-    value: float
-
-    @classmethod
-    def parse(cls, text: str) -> "Fraction":
-        """Parse ``"2%"`` or ``"0.02"``."""
-        try:
-            value = float(text[:-1]) / 100 if text.endswith("%") else float(text)
-        except ValueError:
-            value = math.nan
-        if not 0 < value <= 0.5:
-            raise UserError(f"{text!r} is not a part such as 2% or 0.02, up to 50%.")
-        return cls(value)
-
-    def __str__(self) -> str:
-        return f"{self.value:g}"
+def parse_part(text: str) -> float:
+    """Parse ``"2%"`` or ``"0.02"``."""
+    try:
+        value = float(text[:-1]) / 100 if text.endswith("%") else float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value <= 0.5:
+        raise UserError(f"{text!r} is not a part such as 2% or 0.02, up to 50%.")
+    return value
 
 
 def check_column(text: str) -> str:

@@ -110,9 +110,6 @@ def run_plan(settings: Settings) -> int:
     return 0 if result.fits else DOES_NOT_FIT
 
 
-# -- the machine ------------------------------------------------------------------------------------------------------
-
-
 def _machine(settings: Settings) -> Machine:
     if settings.drive is not None:
         if settings.gpu in ("auto", "cpu"):

@@ -257,9 +257,7 @@ class Report:
             replace_file(path, json.dumps({**asdict(self), "losses": losses}, indent=2) + "\n")
 
     def summary(self, total_written: int) -> str:
-        """Return a few lines; ``total_written`` are bytes on SSD, including the creation of the store."""
-        if not self.steps:
-            return "nothing to do: all steps are done"
+        """Return a few lines about steps, one or more; ``total_written`` includes the creation of the store."""
         seconds = sum(self.step_seconds)
         lines = {
             "loss": f"{self.losses[0]:.4f} in the first step, {self.losses[-1]:.4f} in the last of {self.steps:,}"

@@ -4,7 +4,7 @@ import time
 import warnings
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any
 
 import peft
 import torch
@@ -12,7 +12,7 @@ import transformers
 from transformers import GenerationConfig, PreTrainedTokenizerBase, TextStreamer
 
 from cli.job.data import tokenizer_of, write_chat_template
-from cli.job.job import Job
+from cli.job.job import Job, TrainedModel
 from common.activity import activity
 from common.data.encode import Encoder
 from common.data.shapes import PlainText
@@ -21,12 +21,6 @@ from common.models.adapters.adapters import MERGED
 from common.randomness import seed_run
 from fuyou.runtime.device import memory_limits, open_device
 
-if TYPE_CHECKING:  # fcdp takes long to import, and one process does without
-    from fcdp.trainer import Trainer
-    from fuyou import Engine
-
-TrainedModel: TypeAlias = "Engine | Trainer"
-
 
 def export(job: Job, model: TrainedModel, directory: Path, is_rank0: bool, merge: bool = False) -> None:
     """Write what was trained to ``directory``, and with ``merge`` the whole model to ``MERGED`` inside. Collective."""
@@ -34,13 +28,6 @@ def export(job: Job, model: TrainedModel, directory: Path, is_rank0: bool, merge
     if is_rank0:
         for folder in [directory, *([directory / MERGED] if merge else [])]:
             write_chat_template(job.settings, folder)
-
-
-def merged_into(job: Job) -> str:
-    """Return which base weights adapters are merged into, and the dtype of the result."""
-    rounded = job.settings.frozen_dtype
-    base = f"the weights that the run rounded to {rounded}" if rounded in ("int8", "nf4") else "the weights"
-    return f"adapters merged into {base}, all in {job.settings.dtype}"
 
 
 def print_sample(job: Job, prompt: str) -> None:

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from tqdm import tqdm
 
-from cli.job.job import Job
+from cli.job.job import Job, TrainedModel
 from cli.options.settings import RUN
 from cli.report.log import METRICS, MetricsLogger
 from cli.report.results import (
@@ -28,7 +28,7 @@ from cli.report.results import (
     StepMetrics,
     StepResult,
 )
-from cli.train.export import TrainedModel, export, merged_into
+from cli.train.export import export
 from cli.train.interrupts import Stopped
 from common.activity import activity
 from common.data import Batches
@@ -438,7 +438,10 @@ def _where(job: Job, location: tuple[str, str], steps: int, is_saved: bool) -> s
         loads = "PeftModel" if settings.trains_adapters else model
         lines["saved"] = f"{job.output}, for {loads}.from_pretrained"
         if settings.merge:
-            lines["merged"] = f"{job.output / MERGED}, for {model}.from_pretrained: {merged_into(job)}"
+            stored = settings.frozen_dtype
+            rounded = f" that the run rounded to {stored}" if stored in ("int8", "nf4") else ""
+            how = f"adapters merged into the weights{rounded}, all in {settings.dtype}"
+            lines["merged"] = f"{job.output / MERGED}, for {model}.from_pretrained: {how}"
     if settings.report is not None:
         lines["report"] = str(settings.report)
     if settings.trace is not None and steps:

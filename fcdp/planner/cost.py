@@ -42,18 +42,6 @@ class Memory:
         """Everything on a device. An adaptive cache takes more while there is room."""
         return self.states + self.activations + self.working
 
-    @property
-    def on_device(self) -> dict[str, float]:
-        """The parts of :attr:`device`, by name in JSON."""
-        return {
-            "parameters": self.parameters,
-            "second": self.secondary,
-            "gradients": self.gradients,
-            "optimizer": self.optimizer,
-            "activations": self.activations,
-            "working": self.working,
-        }
-
 
 def memory_of(layout: StrategyMeshes, workload: Workload, *, checkpointing: bool) -> Memory:
     psi, nbytes = workload.parameters, workload.compute_bytes
@@ -202,7 +190,14 @@ class Estimate:
             "ring": layout.strategy.ring,
             "checkpointing": self.checkpointing,
             "device_bytes": round(self.memory.device),
-            "device_bytes_of": {part: round(nbytes) for part, nbytes in self.memory.on_device.items()},
+            "device_bytes_of": {
+                "parameters": round(self.memory.parameters),
+                "second": round(self.memory.secondary),
+                "gradients": round(self.memory.gradients),
+                "optimizer": round(self.memory.optimizer),
+                "activations": round(self.memory.activations),
+                "working": round(self.memory.working),
+            },
             "host_bytes": round(self.memory.host),
             "inter_node_bytes_per_step": round(self.inter_node_bytes),
             "intra_node_bytes_per_step": round(self.intra_node_bytes),

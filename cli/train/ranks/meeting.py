@@ -17,13 +17,12 @@ import torch
 import torch.distributed as dist
 
 import common
-from cli.job.resumed import adapter_digest
+from cli.job.resumed import adapter_digest, peft_digest
 from cli.options.settings import Settings
 from cli.train.ranks.process import RankProcess
 from common.communication import all_gather_object
 from common.errors import UserError
 from common.hardware.machine import usable_gpus
-from common.models.adapters.options import CONFIG
 from common.options import declaration_of, option_fields, spelled
 from common.units import counted
 from fcdp.planner import load_cluster
@@ -134,7 +133,7 @@ def check_same_command(settings: Settings, rank: RankProcess) -> set[str]:
             "model": Path(settings.model).name,  # a checkpoint and data may lie elsewhere on each node
             "ssd": "given" if settings.ssd else "left out",
             "data": str([Path(name).name for name in settings.data]),
-            "peft_config": _content(settings.peft_config),
+            "peft_config": peft_digest(settings),
             "adapter": adapter_digest(settings),
             "eval_data": str([Path(name).name for name in settings.eval_data]),
             "Python": ".".join(platform.python_version_tuple()[:2]),
@@ -154,13 +153,6 @@ def check_same_command(settings: Settings, rank: RankProcess) -> set[str]:
                 )
     rank.restarted = any(restarted for _, _, restarted, _ in everyone)
     return {launch for _, launch, _, _ in everyone}
-
-
-def _content(peft_config: Path | None) -> str:
-    if peft_config is None:
-        return "None"
-    file = peft_config.expanduser()
-    return " ".join((file / CONFIG if file.is_dir() else file).read_text().split())
 
 
 def _code() -> str:
