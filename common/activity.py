@@ -35,11 +35,7 @@ _watchers: list[Watcher] = []
 
 @contextmanager
 def activity(what: str, announced: bool = False) -> Iterator[Activity]:
-    """Let :func:`current_activity` return ``what`` while this context is open, unless another begins inside it.
-
-    Yields:
-        The activity, whose text may change meanwhile.
-    """
+    """Let :func:`current_activity` return this activity, whose text may change, while the context is open."""
     mine = Activity(what, announced)
     with _lock:
         _open.append(mine)

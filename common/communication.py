@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -35,10 +36,8 @@ def all_gather_object(value: Any, group: dist.ProcessGroup | None = None) -> lis
 
 
 def run_on_all_ranks(work: Callable[[], Any], group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Call ``work`` on every rank and gather its results, JSON. Collective.
-
-    It fails everywhere or nowhere: with the first failing rank's error, an unexpected one as FinetuneError.
-    """
+    """Call ``work`` on every rank and gather its results, JSON; the first failing rank's error is every rank's.
+    Collective."""
     result: dict[str, Any] = {}
     unexpected: Exception | None = None
     try:
@@ -57,8 +56,7 @@ def run_on_all_ranks(work: Callable[[], Any], group: dist.ProcessGroup | None = 
 
 
 def broadcast_from_rank0(work: Callable[[], Any]) -> Any:
-    """Call ``work`` on rank 0 and broadcast its result, or its error: network file systems may look different to other
-    nodes."""
+    """Call ``work`` on rank 0 and broadcast its result or error: file systems may look different to other nodes."""
     return run_on_all_ranks(lambda: work() if dist.get_rank() == 0 else None)[0]
 
 
@@ -99,15 +97,13 @@ def start_exchange(
 
 
 def turns(rank: int, size: int) -> list[tuple[int, int]]:
-    """Return the (receiver, sender) of each step: every rank begins with its neighbor, so that not all send to rank 0
-    first."""
+    """Return the (receiver, sender) of each step, neighbors first, so that not all ranks send to rank 0 first."""
     return [((rank + step) % size, (rank - step) % size) for step in range(1, size)]
 
 
 def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta | None:
     """Return the timeout of collectives on a device; None if its backend has none."""
-    try:
+    with suppress(RuntimeError, AttributeError):
         timeout: timedelta = group._get_backend(device).options._timeout
-    except (RuntimeError, AttributeError):
-        return None
-    return timeout
+        return timeout
+    return None

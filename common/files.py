@@ -43,10 +43,7 @@ def replace_file(path: Path, text: str, *, durable: bool = False, suffix: str = 
 
 @contextmanager
 def file_when_complete(path: Path) -> Iterator[BinaryIO]:
-    """Open a temporary file next to ``path`` that is synced and renamed to ``path`` when the context ends.
-
-    On any error it is removed. Only one process at a time may write a ``path``.
-    """
+    """Open a temporary file next to ``path`` for one process that is synced and renamed to ``path`` at a clean end."""
     temporary = path.with_name(path.name + TEMPORARY_SUFFIX)
     try:
         with temporary.open("wb") as file:
@@ -129,20 +126,12 @@ CACHE_VARIABLE = "FINETUNE_CACHE"  # Name of the environment variable that gives
 
 def cache_directory() -> Path:
     """Return the cache: ``$FINETUNE_CACHE``, else ``$XDG_CACHE_HOME/finetune``, else ``~/.cache/finetune``."""
-    directory = os.environ.get(CACHE_VARIABLE)
-    if directory:
-        return Path(directory)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "finetune"
+    usual = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "finetune"
+    return Path(os.environ.get(CACHE_VARIABLE) or usual)
 
 
 def read_cached(kind: str, key: dict[str, Any], version: int) -> dict[str, Any] | None:
-    """Return the content that was written under ``key``; None if there is none, it has another version, or it is
-    damaged.
-
-    Args:
-        key: everything that the content depends on, as JSON can carry it.
-        version: version of the content's format.
-    """
+    """Return what was written under ``key``, all that it depends on, in this format version; None: nothing intact."""
     try:
         content = json.loads(cached_path(kind, key).read_text(encoding="utf-8"))
         return dict(content) if content["format"] == version and content["key"] == key else None

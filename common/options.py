@@ -77,13 +77,9 @@ class Declaration:
 def option(
     default: Any, metavar: str | None = None, type: click.ParamType | Sequence[str] | None = None, **more: Any
 ) -> Any:
-    """Declare a field of a dataclass to be an option.
+    """Declare a field with this default to be an option of a click type, or of words to choose from.
 
-    Args:
-        default: of the field.
-        metavar: see :class:`Declaration`, as for all others.
-        type: a type of click's, or all words that can be chosen.
-        more: other attributes of :class:`Declaration`.
+    ``more`` are other attributes of :class:`Declaration`.
     """
     chosen = click.Choice(type) if isinstance(type, Sequence) else type
     return field(default=default, metadata={_KEY: Declaration(metavar, chosen, **more)})
@@ -103,9 +99,6 @@ def declaration_of(item: dataclasses.Field[Any]) -> Declaration:
     """Return what a field says about its option."""
     declaration: Declaration = item.metadata[_KEY]
     return declaration
-
-
-# -- values ----------------------------------------------------------------------------------------------------------
 
 
 class WholeNumber(click.IntRange):

@@ -36,23 +36,12 @@ _CHAT_TEMPLATE = (
 
 @functools.cache
 def demo_documents() -> tuple[str, ...]:
-    """Return the chapters of Python's help system and the longer docstrings of its library: about a megabyte of
-    English.
-
-    They depend only on the version of Python.
-    """
+    """Return the chapters of Python's help system and longer docstrings of its library: a megabyte of English."""
     return (*_help_topics(), *(text for module in _MODULES.split() for text in _docstrings(module)))
 
 
 def train_demo_tokenizer(vocab_size: int, directory: Path) -> None:
-    """Train a byte-level BPE tokenizer on ``demo_documents`` and save it for ``AutoTokenizer``.
-
-    It puts BOS before every text, and has EOS, padding and a chat template that marks the assistant's tokens.
-
-    Args:
-        vocab_size: tokens, special ones included; at least 260 (a few hundred more to be of use).
-        directory: created if missing.
-    """
+    """Train a byte-level BPE tokenizer of ``vocab_size`` tokens, 260 at least, and save it in a directory."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -67,14 +56,8 @@ def train_demo_tokenizer(vocab_size: int, directory: Path) -> None:
     keep_offsets, start = processors.ByteLevel(trim_offsets=False), [(_START, tokenizer.token_to_id(_START))]
     begin = processors.TemplateProcessing(single=f"{_START} $A", pair=f"{_START} $A $B", special_tokens=start)
     tokenizer.post_processor = processors.Sequence([keep_offsets, begin])
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        bos_token=_START,
-        eos_token=_END,
-        pad_token=_PAD,
-        chat_template=_CHAT_TEMPLATE,
-        clean_up_tokenization_spaces=False,
-    )
+    special = {"bos_token": _START, "eos_token": _END, "pad_token": _PAD, "chat_template": _CHAT_TEMPLATE}
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False, **special)
     directory.mkdir(parents=True, exist_ok=True)
     fast.save_pretrained(directory)
 

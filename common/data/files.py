@@ -109,11 +109,7 @@ def _data_below(directory: Path) -> list[Path]:
 
 
 def _hub_files(name: str) -> list[Path]:
-    """Return the files of a hub's data set, from the local caches; it is fetched if that is allowed.
-
-    What was fetched unchanged (``hf download --repo-type dataset``) is read where it lies, by the rules of ``datasets``
-    about which file belongs to which split. What ``datasets`` has prepared itself is taken where that is not there.
-    """
+    """Return the files of a hub's data set: as fetched, else as ``datasets`` has prepared them, else fetched now."""
     import huggingface_hub
 
     repository, configuration, split = _parsed(name)

@@ -286,11 +286,7 @@ class _Header(DataCounts):
 
 
 class ImageBatches(Batches):
-    """Batches of the conversations in an index file. Memory is that of a batch, and 8 bytes per conversation.
-
-    Attributes:
-        seq_len: tokens of every row, padding included.
-    """
+    """Batches of the conversations in an index file, in rows of ``seq_len`` tokens."""
 
     def __init__(self, path: Path, config: DataConfig, processor: ProcessorMixin) -> None:
         self._encoder, self._config, self._path = ImageEncoder(processor), config, path
@@ -356,8 +352,7 @@ class ImageBatches(Batches):
 def open_image_data(config: DataConfig, processor: ProcessorMixin, cache_dir: Path) -> ImageBatches:
     """Return batches of the conversations in ``config.files``, with or without images.
 
-    Each is run through the processor once, to find out how long it is and what of it is trained on; what comes out of
-    that is kept in ``cache_dir`` for as long as data files, processor and ``seq_len`` are the same.
+    Lengths and tokens that carry loss are found by running the processor once, and kept in ``cache_dir``.
     """
     files = find_files(config.files)
     cache_dir.mkdir(parents=True, exist_ok=True)

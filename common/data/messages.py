@@ -80,9 +80,9 @@ def _message(turn: dict[str, Any], which: str) -> Message:
 
 
 def _calls(value: Any, which: str) -> list[dict[str, Any]]:
-    calls = parsed(value) if isinstance(value, str) else value
-    calls = calls if isinstance(calls, list) else [calls]
-    calls = [{"type": "function", "function": call} if _is_function(call) else call for call in calls]
+    given = parsed(value) if isinstance(value, str) else value
+    listed = given if isinstance(given, list) else [given]
+    calls = [{"type": "function", "function": call} if _is_function(call) else call for call in listed]
     if not calls or not all(isinstance(call, dict) and _is_function(call.get("function")) for call in calls):
         raise UserError(f'{which} is a function call that is not {{"name": ..., "arguments": ...}}: {str(value)[:80]}')
     for arguments in (call["function"].get("arguments") for call in calls):
@@ -139,9 +139,7 @@ def has_text(message: Message) -> bool:
     content = message.get("content") or ""
     if isinstance(content, list):
         content = "".join(part.get("text", "image") for part in content)
-    return bool(
-        content.strip() or message.get("tool_calls") or any(message.get(key) for key in (*REASONING, "refusal"))
-    )
+    return bool(content.strip() or any(message.get(key) for key in ("tool_calls", *REASONING, "refusal")))
 
 
 def same_turns(left: list[Message], right: list[Message]) -> bool:

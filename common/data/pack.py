@@ -24,6 +24,7 @@ from common.data.encode import EncodedSegment
 from common.data.selection import DataCounts
 from common.errors import FinetuneError
 from common.files import TEMPORARY_SUFFIX, file_when_complete
+from common.store.checksums import GOLDEN_STEP, mixed_words
 from common.store.errors import described
 from common.units import format_count
 
@@ -87,11 +88,7 @@ def _mix_int(value: int) -> int:
 
 def _mix(value: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     """Apply splitmix64 (Steele, Lea, Flood 2014): a well-mixed 64-bit word for each; uint64 arithmetic wraps."""
-    value = value + np.uint64(0x9E3779B97F4A7C15)
-    value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    mixed: npt.NDArray[np.uint64] = value ^ (value >> np.uint64(31))
-    return mixed
+    return mixed_words(value + GOLDEN_STEP)
 
 
 def cut_documents(documents: Iterable[EncodedSegment], seq_len: int) -> Iterator[np.ndarray]:
@@ -126,9 +123,6 @@ class Packer:
     A piece goes into the open row with the least room that still holds it (of equals, the oldest). If none does, a row
     is opened, and when that makes more than ``window`` of them, the fullest is closed. The result depends only on the
     order of the pieces. Open rows take 64 MiB at most, but at least one is open.
-
-    Args:
-        write: receives every finished row, uint32 [seq_len].
     """
 
     def __init__(self, seq_len: int, pad: int, write: Callable[[np.ndarray], object], window: int = 64) -> None:

@@ -79,10 +79,7 @@ Example = PlainText | Chat
 
 
 def examples_of_text_file(lines: Iterable[DataRecord], file: str = "") -> Iterator[Example]:
-    """Return a text file as one document, blank lines included: paragraphs of a book belong together.
-
-    Unrelated texts go into separate files, or into ``text`` records.
-    """
+    """Return a text file as one document, blank lines included: paragraphs of a book belong together."""
     return _segments((line.values["text"], f"{file}, {line.position}") for line in lines)
 
 

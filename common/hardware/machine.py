@@ -46,8 +46,7 @@ def obstacle() -> str | None:
 
 
 def system_has_gpu(root: Path = Path("/")) -> bool:
-    """Return whether the kernel's NVIDIA driver, or AMD's with a PyTorch for it, has a GPU that CUDA_VISIBLE_DEVICES
-    does not hide from everybody."""
+    """Return whether the kernel has an NVIDIA GPU, or AMD's with a PyTorch for it, that is not hidden from everyone."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None and not visible.strip().startswith(("0", *"123456789", "GPU-", "MIG-")):
         return False
@@ -87,10 +86,7 @@ def memory_limit_bytes(proc_self: Path = PROC_SELF) -> int:
 
 
 def memory_available_bytes(proc_self: Path = PROC_SELF) -> int:
-    """Return the host memory that this process can still take without swapping or being killed.
-
-    Page cache that the kernel can drop counts as available, both for the host and for control groups.
-    """
+    """Return the host memory that this process can still take; page cache that can be dropped counts as available."""
     rooms = [psutil.virtual_memory().available]
     for group in own_groups("memory", proc_self):
         limit = group.memory_limit()
@@ -107,11 +103,7 @@ def cpu_count(proc_self: Path = PROC_SELF) -> int:
 
 
 def core_count(proc_self: Path = PROC_SELF, devices: Path = Path("/sys/devices/system/cpu")) -> int:
-    """Return how many whole cores this process may use: hyperthreads of one core count once.
-
-    Where the kernel does not tell which processors share a core, every processor counts as one. The arguments are for
-    tests.
-    """
+    """Return how many whole cores this process may use: hyperthreads of one core count once, where that is known."""
     usable = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
     try:
         cores = {(devices / f"cpu{number}/topology/thread_siblings_list").read_text() for number in usable}
@@ -159,8 +151,7 @@ def list_gpus() -> list[Gpu]:
 
 
 def nvlink_peers() -> list[set[int]]:
-    """Return for each GPU of :func:`list_gpus` which others it reaches over NVLink, switches included; empty without a
-    driver."""
+    """Return for each GPU of :func:`list_gpus` which others it reaches over NVLink, switches included."""
     with _driver() as handles:
         return [
             {index for index, other in enumerate(handles or ()) if other is not handle and _over_nvlink(handle, other)}
@@ -195,10 +186,7 @@ def _over_nvlink(handle: Any, other: Any) -> bool:
 
 
 def _visible_handles() -> Iterator[Any]:
-    """Yield the management library's handles of what CUDA sees, in its order.
-
-    For a GPU in MIG mode, CUDA sees only its first slice, or nothing without slices.
-    """
+    """Yield the management library's handles of what CUDA sees, in its order: of a GPU in MIG mode one slice."""
     for handle in _listed_handles():
         slices = _slices(handle)
         yield from [handle] if slices is None else slices[:1]

@@ -58,10 +58,8 @@ class ControlGroup:
 
 
 def own_groups(controller: str, proc_self: Path = PROC_SELF) -> list[ControlGroup]:
-    """Return this process's group for ``controller`` ("memory", "cpu"), then its ancestors up to the mount point.
-
-    Empty where there are no control groups. ``proc_self`` is for tests.
-    """
+    """Return this process's group for ``controller`` ("memory", "cpu"), if any, then its ancestors up to the mount
+    point."""
     membership = _membership(controller, proc_self)
     if membership is None:
         return []

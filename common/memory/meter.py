@@ -47,11 +47,7 @@ _SHORTEST_PAUSE_S = 0.1
 
 
 class PeakMeter:
-    """Samples from a daemon thread, 2% of the time at most, so a peak between two samples is not seen.
-
-    Args:
-        pids: returns the processes; called for every sample, so they may come and go.
-    """
+    """Samples from a daemon thread, 2% of the time at most, so a peak between two samples is not seen."""
 
     def __init__(self, pids: Callable[[], list[int]]) -> None:
         self._pids = pids

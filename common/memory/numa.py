@@ -32,8 +32,7 @@ def node_of(device: torch.device) -> int | None:
 
 @contextlib.contextmanager
 def prefer(node: int | None) -> Iterator[None]:
-    """Have pages that this thread first touches come from ``node`` while it has any, then from where they did before
-    (``numactl``). No effect where not allowed."""
+    """Take pages that this thread first touches from ``node`` while it has any (``numactl``), where that is allowed."""
     numbers = _MEMPOLICY.get(platform.machine())
     if node is None or numbers is None:
         yield
@@ -86,8 +85,7 @@ def cores_for(
 
 
 def pin(cores: Sequence[int]) -> None:
-    """Have all threads of this process, and those that they will start, run on ``cores`` only; PyTorch starts no more
-    than there are."""
+    """Have all threads of this process run on ``cores`` only; PyTorch starts no more than there are."""
     for thread in os.listdir("/proc/self/task"):
         with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
             os.sched_setaffinity(int(thread), cores)

@@ -61,9 +61,6 @@ def visited_shares(model: PreTrainedModel) -> dict[str, float]:
     Experts are what lies in a module called ``experts``: a list of modules, or parameters that are fused along their
     first dimension. Fused parameters in modules of other names (GraniteMoE's ``input_linear``) are found by their
     shape, ``[experts, rows, columns]``. Adapters of experts are theirs. Shared experts count whole, as routers do.
-
-    Returns:
-        By name in ``model``; parameters that every token uses are left out.
     """
     config = model.config.get_text_config()
     experts = first_number(config, "num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts") or 0

@@ -31,10 +31,6 @@ def build_meta_model(
         attn_implementation: passed on; None leaves the choice to transformers (``"sdpa"`` where a family has it).
         dtype: the parameters' dtype. Buffers do not depend on it in most families, but some choose their values by it,
             so give the dtype that the model computes in.
-
-    Raises:
-        UserError: transformers refuses the configuration.
-        FinetuneError: the family leaves a non-persistent buffer uninitialised.
     """
     chosen = model_class(config)
     if chosen is None:

@@ -116,12 +116,7 @@ class KeptLayers:
         return 0
 
     def select(self, name: str, value: Any, shrink_number: _Shrink, shrink_field: _Shrink) -> Any:
-        """Return a field's ``value`` for the remaining layers; None if it is not about single layers.
-
-        Args:
-            shrink_number: shrinks a layer's entry in a list, given the field's name and the entry.
-            shrink_field: shrinks a field that differs in a layer, given its name and value.
-        """
+        """Return a field's ``value`` for the remaining layers, shrunk; None if it is not about single layers."""
         depth, layers = self.depth, self.indices
         if not depth or isinstance(value, bool):
             return None
@@ -203,8 +198,6 @@ class _Shrunk:
         values = [self._fields.get(name) for name in names]
         return next((value for value in values if type(value) is int and value > 0), None)
 
-    # -- widths -----------------------------------------------------------------------------------------------------
-
     def _measure(self) -> None:
         outer = self._outer
         self.width, self.heads = self._first(WIDTHS), self._first(HEAD_COUNTS)
@@ -283,8 +276,6 @@ class _Shrunk:
         names += ["mamba_headdim"] if "mamba" in name else []
         sizes = [int(self._fields[other]) for other in names if isinstance(self._fields.get(other), int)]
         return sizes[0] if sizes else self.head_dim if name == "num_heads" else None
-
-    # -- fields -----------------------------------------------------------------------------------------------------
 
     def _shrink(self, name: str, value: Any) -> Any:
         if NOT_SIZES.match(name):

@@ -9,8 +9,7 @@ from common.hub import is_hub_name, is_in_cache, may_download
 
 
 def check_model(name: str) -> None:
-    """Reject a name that is no checkpoint directory, GGUF file, preset, or hub's model that is cached or may be
-    downloaded."""
+    """Reject a name that is no checkpoint directory, GGUF file, preset, or hub's model that can be had."""
     directory = Path(name).expanduser()
     if find_gguf(directory) or (directory / "config.json").is_file():
         return

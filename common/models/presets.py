@@ -56,11 +56,7 @@ def load_config(model: str | os.PathLike[str] | PreTrainedConfig) -> tuple[PreTr
 
 
 def hub_snapshot(name: str) -> Path:
-    """Return the snapshot of a hub's model in the local cache of huggingface_hub, downloaded if that is allowed.
-
-    It is unless ``HF_HUB_OFFLINE`` or :data:`common.hub.NO_DOWNLOAD` is set, as the command does without
-    ``--download``.
-    """
+    """Return the snapshot of a hub's model in the local cache, downloaded if ``may_download`` allows it."""
     import huggingface_hub
 
     try:
@@ -90,10 +86,7 @@ def _read_directory(directory: Path) -> PreTrainedConfig:
 
 
 def _known_kind(fields: dict[str, Any]) -> str | None:
-    """Return the model type whose class a configuration of an unknown type names (Kimi K2: DeepSeek-V3's).
-
-    Such a configuration comes with its own code, which is never run, and is the class's with another name.
-    """
+    """Return the model type whose class a configuration of an unknown type names (Kimi K2: DeepSeek-V3's)."""
     if fields.get("model_type") in CONFIG_MAPPING:
         return None
     named = set(fields.get("architectures") or ())

@@ -10,11 +10,7 @@ from common.errors import UserError
 
 
 def layer_configs(config: PreTrainedConfig) -> Sequence[PreTrainedConfig]:
-    """Return the configuration of each layer, in order.
-
-    In some families layers differ (Gemma 4: the width of heads), and a configuration refuses to say what is not the
-    same in all of them.
-    """
+    """Return the configuration of each layer, in order: in some families layers differ (Gemma 4: heads' widths)."""
     return getattr(config, "per_layer_config", None) or [config] * (getattr(config, "num_hidden_layers", None) or 1)
 
 
@@ -82,18 +78,14 @@ _UNDECAYED = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|
 
 
 def decayed_parameters(model: nn.Module) -> set[str]:
-    """Return all names of the parameters that weight decay applies to, which are those of transformers' Trainer: none
-    of a LayerNorm, and none that is called a norm or a bias."""
+    """Return all names of the parameters that transformers' Trainer decays: no LayerNorm's, no norms, no biases."""
     norms = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, nn.LayerNorm))
     names = (name for name, _ in model.named_parameters(remove_duplicate=False))
     return {name for name in names if not name.startswith(norms) and not _UNDECAYED.search(name.lower())}
 
 
 def fp32_parameters(model: PreTrainedModel) -> list[str]:
-    """Return the names of parameters that their family keeps in fp32 even when the rest of the model is bf16.
-
-    (transformers' ``_keep_in_fp32_modules_strict``: mostly router weights and biases.)
-    """
+    """Return the names of parameters that their family keeps in fp32 in any model: mostly router weights and biases."""
     return [name for name, _ in model.named_parameters() if keeps_fp32(model, name)]
 
 

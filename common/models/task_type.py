@@ -102,8 +102,6 @@ def _named(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
 
 
 def _lost_head(config: PreTrainedConfig) -> str | None:
-    for name in getattr(config, "architectures", None) or ():
-        kind = getattr(transformers, name, None)
-        if isinstance(kind, type) and issubclass(kind, PreTrainedModel) and "For" in name:
-            return name
-    return None
+    names = [name for name in getattr(config, "architectures", None) or () if "For" in name]
+    kinds = ((name, getattr(transformers, name, None)) for name in names)
+    return next((name for name, kind in kinds if isinstance(kind, type) and issubclass(kind, PreTrainedModel)), None)

@@ -93,8 +93,7 @@ _DEPTHS = ("depth", "num_hidden_layers", "num_layers")
 def image_memory(model: PreTrainedModel) -> ImageMemory:
     """Return what images take in a model with towers; nothing in one without.
 
-    A frozen tower computes layer by layer and keeps nothing. Of one that is trained, in part or in whole, every layer's
-    numbers are there at once in the backward pass.
+    A frozen tower keeps nothing; of one that is trained, all layers' numbers are there at once in the backward pass.
     """
     towers = tower_parameters(model)
     if not towers:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 
 from common.store.errors import StoreError
 from common.store.layout import ALIGNMENT, Extent, whole_pages
@@ -18,15 +19,16 @@ from common.store.layout import ALIGNMENT, Extent, whole_pages
 _WORDS = ALIGNMENT // 8
 
 
-def _mix(values: np.ndarray) -> np.ndarray:
-    """Apply SplitMix64's finaliser: every bit of the result depends on every bit of the value."""
+def mixed_words(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """Apply SplitMix64's finalizer: every bit of the result depends on every bit of the value."""
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return values ^ (values >> np.uint64(31))
+    mixed: npt.NDArray[np.uint64] = values ^ (values >> np.uint64(31))
+    return mixed
 
 
-_STEP = np.uint64(0x9E3779B97F4A7C15)
-_FACTORS = _mix((np.arange(_WORDS, dtype=np.uint64) + np.uint64(1)) * _STEP) | np.uint64(1)
+GOLDEN_STEP = np.uint64(0x9E3779B97F4A7C15)  # SplitMix64's distance between states
+_FACTORS = mixed_words((np.arange(_WORDS, dtype=np.uint64) + np.uint64(1)) * GOLDEN_STEP) | np.uint64(1)
 
 
 def checksum(data: np.ndarray, first_page: int) -> int:
@@ -38,16 +40,11 @@ def checksum(data: np.ndarray, first_page: int) -> int:
         data = padded
     hashes = np.einsum("ij,j->i", data.view("<u8").reshape(-1, _WORDS), _FACTORS)
     numbers = np.arange(first_page, first_page + len(hashes), dtype=np.uint64)
-    return int(_mix(hashes + _mix(numbers * _STEP)).sum())
+    return int(mixed_words(hashes + mixed_words(numbers * GOLDEN_STEP)).sum())
 
 
 class ExtentChecksums:
-    """The checksums of one extent, one for each directory, computed and checked while its bytes are read or written.
-
-    Args:
-        extent: the extent; every byte of it is added once, in pieces of whole pages.
-        expected: the checksums that it must have, if they are known.
-    """
+    """The checksums of one extent, one for each directory, computed and checked while its bytes are read or written."""
 
     def __init__(
         self, extent: Extent, directories: Sequence[Path], what: str, expected: Sequence[int] | None = None

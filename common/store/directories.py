@@ -45,8 +45,7 @@ class Identity:
 
     @classmethod
     def read(cls, directory: Path) -> "Identity | None":
-        """Read the identity in ``directory``; None if it holds no store. One that is damaged or of another format is
-        refused."""
+        """Read the identity in ``directory``, which must be intact and of this format; None if it holds no store."""
         content: dict[str, Any] | None = read_sealed(directory / IDENTITY_FILE)
         if content is None:
             return None
@@ -69,10 +68,7 @@ class Identity:
 def create_directories(
     directories: Sequence[Path], layout: Layout, overwrite: bool, replaces: str = ""
 ) -> tuple[list[Path], Identity]:
-    """Check everything; only then fill ``directories`` with preallocated files and identities.
-
-    If the file system refuses, created files are removed again.
-    """
+    """Check everything; only then fill ``directories`` with preallocated files and identities, or with nothing."""
     paths = usable_directories(directories)
     if len(paths) != layout.directories:
         raise ValueError(f"the layout is for {layout.directories} directories, and {len(paths)} were given")
@@ -215,16 +211,9 @@ def _freed_by(files: Iterable[Path]) -> dict[int, int]:
 
 
 def check_space(paths: Sequence[Path], nbytes: int, freed: Mapping[int, int], what: str) -> None:
-    """Compare bytes needed and bytes free on every file system, of which several directories may share one.
+    """Refuse too little space on a file system, of which several directories may share one.
 
-    Args:
-        paths: directories, each of which is to take as much. They exist, or their parents do.
-        nbytes: bytes of the extents in each; small files are added.
-        freed: bytes that will be free as well, by device.
-        what: what the space is for, for messages: ``for the store``.
-
-    Raises:
-        UserError: if a file system has too little space.
+    Each of ``paths``, or its parent, takes ``nbytes`` and small files; ``freed`` has bytes to be free, by device.
     """
     sharing: dict[int, list[Path]] = defaultdict(list)
     existing = {path: path if path.exists() else path.parent for path in paths}
@@ -268,8 +257,8 @@ LOCK_FILE = ".lock"  # Name of the file that is locked, and stays, where a direc
 
 
 class DirectoryLock:
-    """A lock on ``directories`` themselves (``flock``: a crash leaves no file), held until it is closed or the last
-    owner ends. The optimizer process, which may outlive a killed engine by one write, is an owner too."""
+    """A lock on ``directories`` (``flock``: a crash leaves no file) until its last owner, or the optimizer process,
+    ends."""
 
     def __init__(self, directories: Iterable[Path], patience: float = PATIENCE_SECONDS) -> None:
         self.descriptors: list[int] = []  # Descriptors of the locks: a process that gets them is an owner, too
@@ -334,8 +323,5 @@ def _owner(descriptor: int) -> str:
         lines = Path("/proc/locks").read_text().splitlines()
     except OSError:
         return ""
-    for line in lines:
-        words = line.split()
-        if "FLOCK" in words and inode in words:
-            return f" (process {words[words.index(inode) - 1]})"
-    return ""
+    locks = (words for words in map(str.split, lines) if "FLOCK" in words and inode in words)
+    return next((f" (process {words[words.index(inode) - 1]})" for words in locks), "")

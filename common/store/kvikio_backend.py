@@ -96,10 +96,10 @@ class KvikioFile:
         try:
             # kvikio's future keeps neither buffer nor file alive; this frame holds both until get() returns.
             moved = self._file.pread(pages, len(pages), offset).get()
+            why = f"only {moved} bytes were moved" if moved != len(pages) else None
         except RuntimeError as error:
-            moved = error
-        if moved != len(pages):
-            why = moved if isinstance(moved, Exception) else f"only {moved} bytes were moved"
+            why = str(error)
+        if why is not None:
             what = f"reading {format_bytes(len(pages))} at offset {offset} of {self.path.name} in {self.path.parent}"
             raise StoreError(f"{what} with kvikio failed: {why}. Use --io posix, which works without kvikio.")
 

@@ -60,10 +60,7 @@ def pieces(extent: Extent, directories: int, offset: int, nbytes: int) -> Iterat
 
 
 class Layout:
-    """All extents of a store, in the order in which they were allocated.
-
-    Equal calls give equal layouts, and a layout survives ``to_dict`` and ``from_dict`` unchanged.
-    """
+    """All extents of a store, in the order in which they were allocated: equal calls give equal layouts."""
 
     def __init__(self, directories: int) -> None:
         if directories < 1:
@@ -106,7 +103,7 @@ class Layout:
 
     @classmethod
     def from_dict(cls, content: dict[str, Any]) -> "Layout":
-        """Return the layout that ``to_dict`` described; any other content is an error of some kind."""
+        """Return the layout that ``to_dict`` described; any other content is an error."""
         layout = cls(content["directories"])
         for name, extents in content["files"].items():
             for offset, nbytes, unit in extents:

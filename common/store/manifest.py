@@ -17,12 +17,7 @@ from common.store.errors import StoreError, describe_os_error, described, opened
 
 
 def write_sealed(path: Path, content: dict[str, Any]) -> None:
-    """Replace ``path`` by ``content`` and a checksum: after a crash at any instant the old or the new file is there.
-
-    Raises:
-        StoreError: if the file system refuses; the old file is untouched.
-        TypeError: if ``content`` is not JSON.
-    """
+    """Replace ``path`` by ``content`` and a checksum: after a crash at any instant the old or the new file is there."""
     # Through JSON once, so that the checksum covers what a reader will see (keys become strings, tuples lists).
     content = json.loads(json.dumps(content))
     text = json.dumps({"blake2b": _checksum(content), "content": content}, indent=1) + "\n"

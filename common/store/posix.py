@@ -165,8 +165,7 @@ class PosixFile:
             done += moved - moved % ALIGNMENT
 
     def sync(self) -> None:
-        """Return when everything written is on the drive. If it refuses, what was written since the last sync may be
-        lost."""
+        """Return when everything written is on the drive; if it refuses, that may be lost."""
         with described("syncing", self.path):
             os.fdatasync(self._descriptor)
 
@@ -190,11 +189,9 @@ _own = threading.local()
 
 def bounce_buffer() -> Bytes:
     """Return the calling thread's bounce buffer, of ``BOUNCE_BYTES`` bytes."""
-    try:
-        return _own.bounce
-    except AttributeError:
+    if not hasattr(_own, "bounce"):
         _own.bounce = aligned_bytes(BOUNCE_BYTES)
-        return _own.bounce
+    return _own.bounce
 
 
 def _open_direct(path: Path) -> tuple[int, bool]:

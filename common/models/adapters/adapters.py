@@ -99,8 +99,8 @@ class Adapters:
             on_meta = (not draw or saved is not None) and not config.use_dora
             self._wrapped = self._inject(seed, on_meta)
             self._initial.empty(model)
+            # All names of every other parameter before, by its names now, by the first of them.
             self._aliases: dict[str, dict[str, str]] = {}
-            """All names of every other parameter before, by its names now, by the first of them."""
             now: dict[int, list[str]] = {}
             for name, parameter in model.named_parameters(remove_duplicate=False):
                 if id(parameter) in originals:
@@ -126,14 +126,11 @@ class Adapters:
         self.unties = bool(self._adapted_ties)
         self.names = tuple(name for name, _ in model.named_parameters() if name not in self.base_names)
         new = () if on_meta else (name for name in self.names if name not in self._copied)
+        # Names of DoRA's magnitudes, which are norms of weights, and made when these are read.
         self._norms = {name for name in new if self._initial.is_unknown(model, name)}
-        """Names of DoRA's magnitudes, which are norms of weights, and made when these are read."""
-        unknown = next(
-            (name for name in self.names if name in self._norms and ".lora_magnitude_vector." not in name), None
-        )
-        if unknown is not None:
+        if unknown := [name for name in self.names if name in self._norms and ".lora_magnitude_vector." not in name]:
             raise UserError(
-                f"{unknown} would begin with a value made from the base weights, which are only streamed: choose "
+                f"{unknown[0]} would begin with a value made from the base weights, which are only streamed: choose "
                 "another init_weights in the adapter configuration."
             )
         self._saved, self._saved_names = saved, {} if saved is None else self._names_in(saved)

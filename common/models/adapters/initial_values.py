@@ -130,12 +130,7 @@ class InitialValues(TorchFunctionMode):
 
 @contextmanager
 def nan_placeholders(model: nn.Module) -> Iterator[dict[int, nn.Parameter]]:
-    """Replace meta parameters by expanded NaNs on the CPU while the context lasts.
-
-    Yields:
-        The meta parameter of each replacement, by the replacement's identity. Meta parameters get ``requires_grad`` of
-        their replacements.
-    """
+    """Replace meta parameters by expanded NaNs; yield the originals by their replacements' identities."""
     replaced: dict[int, nn.Parameter] = {}
     originals: dict[int, nn.Parameter] = {}
     for module in model.modules():

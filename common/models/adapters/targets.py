@@ -89,10 +89,7 @@ def trained_copies(model: nn.Module) -> dict[str, tuple[str, list[int] | None]]:
 
 
 def separate_tied_rows(model: nn.Module) -> set[str]:
-    """Return the names of modules with a tied weight of which the same rows are trained, as one parameter.
-
-    Each gets its own collection, so that the parameter has a name in every module that uses it.
-    """
+    """Give tied modules whose rows are trained as one parameter a collection each, and return the modules' names."""
     layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, TrainableTokensLayer)}
     tied = {name: layer for name, layer in layers.items() if layer.tied_adapter is not None}
     for layer in tied.values():

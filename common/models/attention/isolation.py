@@ -122,9 +122,6 @@ def configurations(model: nn.Module) -> list[PreTrainedConfig]:
     return list({id(config): config for config in configs if isinstance(config, PreTrainedConfig)}.values())
 
 
-# -- modules that are called once for each document -------------------------------------------------------------------
-
-
 def _name(kind: type) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 
@@ -153,8 +150,8 @@ class _Part:
     end: int
 
     def of(self, value: Any) -> Any:
-        """Return ``value`` for this document, by its shape: rows come first, then tokens; with four dimensions the last
-        two may be tokens."""
+        """Return ``value`` for this document by its shape: rows, then tokens; of four dimensions the last two may be
+        tokens."""
         if not isinstance(value, torch.Tensor) or value.dim() == 0:
             return value
         rows, length, tokens = self.documents.rows, self.documents.length, slice(self.start, self.end)
@@ -204,9 +201,6 @@ def _calls(modules: Iterable[nn.Module]) -> Iterator[dict[nn.Module, tuple[Any, 
             hook.remove()
 
 
-# -- the experiment ----------------------------------------------------------------------------------------------------
-
-
 class _Experiment:
     """Packed rows of random tokens, and what a model makes of them."""
 
@@ -229,8 +223,7 @@ class _Experiment:
         self._changed = torch.where(self._later, self._ids, other)  # differ from them in the first documents only
 
     def mixing(self, by_document: bool) -> tuple[str, ...]:
-        """Return the names of classes of modules that mix documents, outermost inside blocks, with attention that does
-        not if ``by_document``."""
+        """Return the names of the outermost classes inside blocks that mix documents."""
         _, blocks = find_blocks(self._model)
         names: set[str] = set()
         with self._apart(Isolation(by_document)):

@@ -51,11 +51,8 @@ class AttentionMemory:
         )
 
     def mask_bytes(self, seq_len: int, padded: bool = False) -> int:
-        """Return the bytes of the masks that are held from the forward to the backward pass.
-
-        Args:
-            padded: whether a mask of padding is given: kernels are then given one of all pairs of tokens.
-        """
+        """Return the bytes of the masks that are held from the forward to the backward pass; ``padded``: with one of
+        padding."""
         windowed = 0 < self.window < seq_len
         if self.eager_heads:
             return (1 + windowed) * self.width * seq_len**2
@@ -70,11 +67,9 @@ class AttentionMemory:
         return (padded or 0 < self.window < seq_len) * _MASK_BYTES * seq_len**2
 
     def chunk_bytes(self, queries: int, keys: int) -> int:
-        """Return the bytes that attention of a chunk of a row (:mod:`common.models.attention.chunked`) takes in one
-        block, besides the gradients of all keys and values.
+        """Return the bytes that attention of a chunk of a row of ``keys`` tokens takes in one block.
 
-        Args:
-            keys: number of tokens of the row.
+        Gradients of all keys and values come in addition; see :mod:`common.models.attention.chunked`.
         """
         widest = max(self.key_width, self.value_width)
         seen = min(keys, self.window + queries) if self.window else keys

@@ -30,12 +30,7 @@ _SHARD_BYTES = 1 << 30
 
 
 def dequantized(file: Path) -> Path:
-    """Return a checkpoint directory of a GGUF file's content in fp32: the same as long as the file does not change.
-
-    Raises:
-        UserError: the file cannot be read, is of a family that transformers does not read from GGUF, or there is no
-            space for 4 bytes per parameter.
-    """
+    """Return a checkpoint directory of a GGUF file's content in fp32, the same while the file is unchanged."""
     if importlib.util.find_spec("gguf") is None:
         raise UserError(f"{file} is read with the package gguf, which is not installed: pip install gguf")
     stat = file.stat()

@@ -257,10 +257,8 @@ def write_with_new_head(checkpoint: Path, config: PreTrainedConfig, directory: P
     directory.mkdir(parents=True)
     weights: dict[str, str] = {}
     names: dict[Path, str] = {}
-    for name, stored in source.shards.files.items():
-        if name not in source.unused:
-            linked = names.setdefault(stored.file, f"weights-{len(names) + 1}.safetensors")
-            weights[stored.name] = linked
+    for stored in (stored for name, stored in source.shards.files.items() if name not in source.unused):
+        weights[stored.name] = names.setdefault(stored.file, f"weights-{len(names) + 1}.safetensors")
     for file, linked in names.items():
         (directory / linked).symlink_to(file.resolve())
     save_tensors(directory / HEAD, dict(RandomSource(model, seed).read(missing)))

@@ -171,12 +171,7 @@ def without_wrappers(names: Iterable[str]) -> dict[str, str]:
 
 
 def read_header(file: Path) -> dict[str, StoredTensor]:
-    """Return the tensors that a safetensors file says it holds, and does hold.
-
-    Raises:
-        FinetuneError: it is missing, is no safetensors file, or is shorter or longer than its header says.
-        UserError: it holds numbers in a dtype that only quantized checkpoints have.
-    """
+    """Return the tensors that a safetensors file says it holds, and does hold, in dtypes that are read here."""
     try:
         size = file.stat().st_size
         with file.open("rb") as stream:

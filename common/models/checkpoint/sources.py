@@ -1,7 +1,7 @@
 """Sources of weights: a checkpoint or random numbers, in the memory of about one parameter."""
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,8 +33,7 @@ class RowParts:
     def of(
         cls, conversion: Conversion, tensors: Sequence[StoredTensor], placements: Placements, shape: tuple[int, ...]
     ) -> "RowParts | None":
-        """Return the parts of a parameter of this shape; None if they are not all alike, not put side by side, or one
-        is in several rows."""
+        """Return the parts of a parameter; None if they are not alike, not side by side, or one is in several rows."""
         kinds = {(stored.shape, stored.dtype) for stored in tensors}
         part_shape, dtype = kinds.pop()
         places = None if kinds else placements.place(conversion, part_shape, shape)
@@ -60,8 +59,7 @@ class WeightSource(Protocol):
     """A source that gives a model's parameters one at a time."""
 
     def check(self) -> None:
-        """Check that all parameters are there in the right shape, before anything is written; name a wrong one and its
-        file."""
+        """Check that all parameters are there in the right shape, before anything is written; name a wrong one."""
         ...
 
     def read(self, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -87,8 +85,7 @@ class WeightSource(Protocol):
         ...
 
     def read_compressed(self, name: str, parts: Sequence[int] | None = None) -> Iterator[Mapping[str, torch.Tensor]]:
-        """Read the components of the tensors (all, or those numbered ``parts``) of a compressed parameter, as in the
-        source."""
+        """Read the components of the tensors, or those numbered ``parts``, of a compressed parameter as stored."""
         ...
 
 
@@ -181,8 +178,7 @@ class CheckpointSource:
 
     def compressed(self, name: str) -> CompressedParameter | None:
         """Return how the checkpoint has the parameter ``name``, if that is compressed and can be kept as it is."""
-        sources = self._sources(name)
-        return self._compressed(sources[0]) if sources else None
+        return next(map(self._compressed, self._sources(name)), None)
 
     def read_compressed(self, name: str, parts: Sequence[int] | None = None) -> Iterator[Mapping[str, torch.Tensor]]:
         made_from = self._made_by[self._sources(name)[0]].parts
@@ -211,23 +207,21 @@ class CheckpointSource:
         return {source: compressed.assemble(self.read_compressed(source)).view(self._stored_shape[source])}
 
     def made_from(self, name: str) -> list[str]:
-        """Return the names on disk of all tensors that the parameter or buffer ``name`` is made from; for a tied
-        parameter that is stored under several names, those for all of them."""
+        """Return the names on disk of all tensors that a parameter or buffer is made from, under any of its names."""
         aliases = self.aliases.get(name, (name,))
         return [part for alias in aliases if alias in self._made_by for _, part in self._made_by[alias].parts]
 
     def stored_names(self, names: Iterable[str]) -> dict[str, list[str]]:
         """Return the checkpoint's names of tensors by those that ``save_pretrained`` gives: several where it holds a
         tied parameter more than once, none where it has another layout."""
-        names_by_parameter: dict[str, list[str]] = {}
+        names_by_parameter: dict[str, list[str]] = defaultdict(list)
         for conversion in plan_conversions(self.model, names)[0]:
-            written = [name for _, name in conversion.parts]
             for alias in self.aliases.get(conversion.target, (conversion.target,)):
-                parts = [name for _, name in self._made_by[alias].parts] if alias in self._made_by else []
-                if len(parts) == len(written):
-                    for name, part in zip(written, parts, strict=True):
-                        names_by_parameter.setdefault(name, []).append(part)
-        return names_by_parameter
+                parts = self._made_by[alias].parts if alias in self._made_by else []
+                if len(parts) == len(conversion.parts):
+                    for (_, name), (_, part) in zip(conversion.parts, parts, strict=True):
+                        names_by_parameter[name].append(part)
+        return dict(names_by_parameter)
 
     def _sources(self, name: str) -> list[str]:
         """Return those of a parameter's names that the checkpoint has: a tied one may be stored under any of them."""

@@ -32,14 +32,7 @@ def method_of(directory: Path) -> Method | None:
 
 
 def accept_config(config: PreTrainedConfig, name: str, has_weights: bool) -> None:
-    """Remove ``quantization_config`` from a configuration: the model that is trained is a plain one.
-
-    Args:
-        has_weights: whether it belongs to a checkpoint.
-
-    Raises:
-        UserError: its method of compression is not supported, or there are no weights.
-    """
+    """Remove ``quantization_config`` of a known method from a configuration with weights: a plain model is trained."""
     for part in {id(part): part for part in (config, config.get_text_config())}.values():
         settings = getattr(part, "quantization_config", None)
         if not settings:
@@ -82,9 +75,6 @@ class CompressedShards(Shards):
     Attributes:
         method: how it is compressed; None if it is not: then all tensors are as they are in the files.
         compressed: the compressed ones among ``tensors``, which has the shape and dtype of their numbers.
-
-    Raises:
-        UserError, FinetuneError: as :class:`Shards`, or a compressed tensor cannot be read.
     """
 
     def __init__(self, directory: Path) -> None:

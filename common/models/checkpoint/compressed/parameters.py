@@ -41,8 +41,8 @@ class Placements:
     def place(
         self, conversion: Conversion, part: Sequence[int], shape: Sequence[int]
     ) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-        """Return the strides of every part in the flat parameter, and each one's offset; None where a part is not in
-        one piece, or the parts do not fill the parameter."""
+        """Return every part's strides in the flat parameter and their offsets; None if it is cut, or they do not fill
+        it."""
         if math.prod(part) * len(conversion.parts) != math.prod(shape):
             return None
         if conversion.rule is None:
@@ -170,8 +170,7 @@ class CompressedParameter:
                 view.copy_(components[role].reshape(-1).view(torch.uint8))
 
     def decode(self, payload: torch.Tensor, flat: torch.Tensor) -> None:
-        """Write the parameter's numbers to ``flat`` ``[numel]``, on the same device. Memory: see
-        :meth:`CompressedTensor.decode`."""
+        """Write the parameter's numbers to ``flat`` ``[numel]``; see :meth:`CompressedTensor.decode`."""
         if self._together(payload, flat):
             return
         for index, views in enumerate(self._views(payload)):

@@ -84,8 +84,7 @@ class CompressedTensor:
         return (*self.shape[:-2], self.shape[-1], self.shape[-2]) if self.transposed else self.shape
 
     def matrices(self, first: int, stop: int) -> "CompressedTensor | None":
-        """Return the format of the matrices ``[first, stop)`` along the first dimension; None if it is a single matrix,
-        or a component does not have them along its first dimension."""
+        """Return the format of matrices ``[first, stop)``; None if there is one, or a component has them elsewhere."""
         if len(self.shape) < 3:
             return None
         components = []
