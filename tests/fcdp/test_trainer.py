@@ -215,29 +215,6 @@ def test_numbers_that_are_none_are_rejected(wrong: dict[str, Any]) -> None:
         TrainerConfig(**wrong)
 
 
-@pytest.mark.parametrize(("strategy", "micro_batch"), [("fcdp", None), ("zero3", 1), ("zero2", 2)])
-def test_the_router_loss_is_that_of_the_whole_batch(
-    strategy: str, micro_batch: int | None, pool: Pool, tmp_path: Path
-) -> None:
-    """With several micro-batches it takes a forward pass more, whose bytes are in the formula."""
-    torch.manual_seed(0)
-    config = MixtralConfig(**SIZES, num_local_experts=5, output_router_logits=True, router_aux_loss_coef=0.5)
-    MixtralForCausalLM(config).save_pretrained(tmp_path / "model")
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model").train()
-    inputs = batch(1, 5)
-    output = model(**inputs, use_cache=False)
-    loss, plain = output.loss, output.loss - 0.5 * output.aux_loss
-    loss.backward()
-    norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in model.parameters()])
-    options = {"micro_batch": micro_batch, "max_grad_norm": None}
-    run = Run(str(tmp_path / "model"), tmp_path / "commits", strategy, steps=1, options=options)
-    for rank in pool.run((2, 1), train, run):
-        assert rank.sent == rank.planned
-        assert rank.losses[0] == pytest.approx(loss.item(), rel=1e-6)
-        assert rank.norms[0] == pytest.approx(norm.item(), rel=1e-5)
-    assert not torch.isclose(plain, loss)
-
-
 def test_rows_whose_documents_cannot_be_kept_apart_are_rejected(pool: Pool, tmp_path: Path) -> None:
     config = small_config("bart")
     config.vocab_size = VOCABULARY

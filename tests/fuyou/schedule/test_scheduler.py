@@ -230,22 +230,6 @@ def test_bytes_per_parameter_when_everything_streams(tied: bool, micro: int) -> 
         assert steps.ssd_written_bytes() == sum(task.nbytes for task in steps.tasks if task.op in SSD_WRITES)
 
 
-@pytest.mark.parametrize(("host", "device"), [(1, 1), (2, 1), (1, 3), (3, 2), (4, 2)])
-@pytest.mark.parametrize("defer", [0, 0.34, 1])
-def test_bytes_per_parameter_with_any_few_buffers(host: int, device: int, defer: float) -> None:
-    counts = replace(LEAST, host_blocks=host, device_blocks=device)
-    program = build(6, False, counts, [("train", 2, True)] * 4, defer=defer)
-    elements = sum(record.numel for record in program.shape.records)
-    for kind, _, steps in program.lists[1:]:
-        gradients = [task for task in steps.tasks if task.op in (Op.GRADIENT_READ, Op.GRADIENT_WRITE)]
-        spilled = sum(task.nbytes for task in gradients if task.op is Op.GRADIENT_READ)
-        assert defer or not gradients
-        if kind == "train":
-            assert spilled <= 2 * elements
-            assert moved(steps.tasks, SSD_READS) - spilled <= 14 * elements
-            assert moved([task for task in steps.tasks if task not in gradients], SSD_WRITES) == 12 * elements
-
-
 def test_nothing_is_read_twice_where_the_host_holds_everything() -> None:
     counts = replace(USUAL, host_blocks=6, host_non_block=2)
     program = build(6, False, counts, [("train", 2, True)] * 3)
