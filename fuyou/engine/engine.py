@@ -67,10 +67,7 @@ class Engine(EngineFigures):
 
     @typed_as(EngineArguments)
     def __init__(
-        self,
-        model: str | os.PathLike[str] | PreTrainedConfig,
-        config: EngineConfig | None = None,
-        **options: Any,
+        self, model: str | os.PathLike[str] | PreTrainedConfig, config: EngineConfig | None = None, **options: Any
     ):
         if config is not None and options:
             raise TypeError(f"Engine takes a config or options by name, not both: {', '.join(options)}")

@@ -485,12 +485,7 @@ class StreamedModel:
         assert hidden is not None
         return hidden, calls
 
-    def block(
-        self,
-        index: int,
-        hidden: torch.Tensor,
-        calls: BlockCalls,
-    ) -> torch.Tensor:
+    def block(self, index: int, hidden: torch.Tensor, calls: BlockCalls) -> torch.Tensor:
         """Run block ``index`` on the output of the block before it, and return hidden states of the same shape.
 
         With gradients enabled, ``calls.backward`` is to follow.

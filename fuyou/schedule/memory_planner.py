@@ -54,12 +54,7 @@ class MemoryPlanner:
         self._adapters = len(shape.of_kind(Kind.ADAPTER))
 
     def plan(
-        self,
-        rows: int,
-        seq_len: int,
-        micro_rows: int | None,
-        loss: LossInputs = ENGINE_LOSS,
-        chunk: int | None = None,
+        self, rows: int, seq_len: int, micro_rows: int | None, loss: LossInputs = ENGINE_LOSS, chunk: int | None = None
     ) -> MemoryPlan:
         """Return the best plan that fits: micro-batches as large as the device takes (or as given), then buffers.
 

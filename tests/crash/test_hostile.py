@@ -25,7 +25,6 @@ from common.store.store import ChecksummedExtent
 from fcdp.planner.cluster import load_cluster
 from fuyou.checkpoint.commits import FORMAT as STATE_FORMAT
 from fuyou.checkpoint.commits import TrainingState
-from fuyou.layout.record import SLOTS
 from tests.common.data.conftest import write_records
 
 anything = st.recursive(
@@ -70,22 +69,6 @@ def test_absurd_extents_and_names_are_rejected(place: Path, extent: list, name: 
     write_sealed(place / IDENTITY_FILE, content)
     with pytest.raises(StoreError, match="is not a valid store"):
         Identity.read(place)
-
-
-@settings(max_examples=100)
-@given(
-    changed=st.dictionaries(
-        st.sampled_from(["step", "slot", "slots", "random", "user", "checksums", "format", "unknown"]),
-        anything, min_size=1, max_size=3,
-    )
-)  # fmt: skip
-def test_a_state_of_any_content_is_taken_or_rejected(changed: dict) -> None:
-    good = TrainingState(3, 1, "id", "model", "bf16", "fp32").to_dict()
-    try:
-        state = TrainingState.from_dict({**good, **changed})
-    except FinetuneError:
-        return
-    assert 0 <= state.slot < SLOTS and isinstance(state.user, dict)
 
 
 @settings(max_examples=100)

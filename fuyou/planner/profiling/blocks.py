@@ -90,7 +90,10 @@ class BlockBench:
         """Return the tokens that pass through each part, fewer through the head, and their seconds."""
         hidden, calls, embed = self.embedding(seq_len)
         embed_forward, embed_backward = (self.seconds(work) for work in embed)
-        forward, backward = self._both(*self.block(calls, hidden))
+        run_forward, run_backward = self.block(calls, hidden)
+        run_forward()
+        run_backward()  # the first one is traced; from the next pass on it takes short cuts
+        forward, backward = self.seconds(run_forward), self.seconds(run_backward)
         columns = min(seq_len, self._head_tokens // self.rows)
         head, head_forward = self._head(hidden.narrow(self._stack.token_dim, 0, columns).detach())
         tokens, head_tokens = self.rows * seq_len, self.rows * columns
@@ -102,12 +105,6 @@ class BlockBench:
             "head_forward_seconds": (head_tokens, head_forward),
             "embed_backward_seconds": (tokens, embed_backward),
         }
-
-    def _both(self, forward: Callable[[], None], backward: Callable[[], None]) -> tuple[float, float]:
-        forward()
-        backward()  # the first one is traced; from the next pass on it takes short cuts
-        seconds = self.seconds(forward)
-        return seconds, self.seconds(backward)
 
     def block(self, calls: BlockCalls, hidden: torch.Tensor) -> tuple[Callable[[], None], Callable[[], None]]:
         """Return functions that run the block's forward pass, and its backward pass with recomputation."""

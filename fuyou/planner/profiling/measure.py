@@ -35,13 +35,7 @@ from fuyou.layout.record import Kind, Precision, Record, allocate_extents
 from fuyou.model.streamed_model import StreamedModel
 from fuyou.optimizer.adam import AdamConfig, Update
 from fuyou.optimizer.process.client import OptimizerLink
-from fuyou.optimizer.process.protocol import (
-    BufferRegion,
-    ReadStates,
-    Setup,
-    SharedRegions,
-    UpdateRecord,
-)
+from fuyou.optimizer.process.protocol import BufferRegion, ReadStates, Setup, SharedRegions, UpdateRecord
 from fuyou.planner.profiling.blocks import BlockBench, streamed_shape
 from fuyou.planner.profiling.cache import SLOWER, ProfiledWorkload
 from fuyou.planner.rates import Profile

@@ -61,11 +61,7 @@ class PieceVisits:
         self._handles: tuple[tuple[int, Phase], PieceHandles] | None = None  # those that all its micro-batches share
 
     def begin(
-        self,
-        task: ComputeTask,
-        work: Callable[[], Any],
-        documents: Documents | None,
-        states: tuple[torch.Tensor, ...],
+        self, task: ComputeTask, work: Callable[[], Any], documents: Documents | None, states: tuple[torch.Tensor, ...]
     ) -> None:
         """Prepare the pass that begins with ``task``.
 
