@@ -135,7 +135,7 @@ def test_a_drive_that_does_not_wait_for_the_device_is_noticed(
         check(checkpoints / "llama-tied", tmp_path, monkeypatch, counts=counts, io="kvikio")
 
 
-@pytest.mark.parametrize("share", [0.0, pytest.param(0.5, marks=pytest.mark.slow), 0.99])
+@pytest.mark.parametrize("share", [0.0, *(pytest.param(share, marks=pytest.mark.slow) for share in (0.5, 0.99))])
 def test_a_read_of_kvikio_that_fails_costs_no_committed_step(
     share: float, checkpoints: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -32,9 +32,9 @@ def save(family: str, path: Path) -> Path:
 
 # In fp32 CUDA's kernel shares no heads, and the gradients of repeated ones are summed in another order: gpt2 has none.
 # A CPU with AVX-512 also multiplies documents of odd lengths in another order than whole rows.
-@pytest.mark.parametrize(
-    ("family", "dtype"), [("llama", "bf16"), ("gemma3", "bf16"), ("mixtral", "bf16"), ("gpt2", "fp32")]
-)
+@pytest.mark.parametrize(("family", "dtype"), [
+    ("llama", "bf16"), ("gemma3", "bf16"), pytest.param("mixtral", "bf16", marks=pytest.mark.slow), ("gpt2", "fp32"),
+])  # fmt: skip
 def test_training_equals_the_plain_loop(family: str, dtype: str, tmp_path: Path) -> None:
     with cuda_branch():
         model = save(family, tmp_path / "model")

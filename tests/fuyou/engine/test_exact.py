@@ -55,8 +55,9 @@ def test_a_callers_autocast_changes_nothing(checkpoints: Path, tmp_path: Path) -
 # and so are the two Llamas and GPT-2. The slow ones differ from a Llama in their attention alone.
 @pytest.mark.parametrize(
     ("family", "dtype"),
-    [*((family, "bf16") for family in ("gemma3", "opt", "mixtral", "qwen3-moe")), ("mixtral", "fp32"),
-     *(pytest.param(family, "bf16", marks=pytest.mark.slow) for family in ("qwen3", "neox"))],
+    [*((family, "bf16") for family in ("gemma3", "opt", "mixtral", "qwen3-moe")),
+     *(pytest.param(family, "bf16", marks=pytest.mark.slow) for family in ("qwen3", "neox")),
+     pytest.param("mixtral", "fp32", marks=pytest.mark.slow)],
 )  # fmt: skip
 def test_families(family: str, dtype: str, checkpoints: Path, tmp_path: Path) -> None:
     check(checkpoints / family, directories(tmp_path, 1), dtype=dtype, micro_batch=1)

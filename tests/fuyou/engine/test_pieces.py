@@ -41,7 +41,7 @@ def pieces(trained: fuyou.Engine) -> int:
     pytest.param("gpt2", "bf16", 4, "8KiB", marks=pytest.mark.slow),
     ("qwen3-moe", "bf16", 1, "12KiB"),
     pytest.param("mixtral", "fp32", 2, "60KiB", marks=pytest.mark.slow),
-    ("deepseek-v3", "fp32", 4, "24KiB"),
+    pytest.param("deepseek-v3", "fp32", 4, "24KiB", marks=pytest.mark.slow),
     pytest.param("gpt-oss", "bf16", 3, "12KiB", marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_full_fine_tuning(family: str, dtype: str, micro: int, size: str, checkpoints: Path, tmp_path: Path) -> None:
