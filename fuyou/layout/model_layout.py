@@ -156,6 +156,7 @@ class KeyMemory:
     masks: int = 0  # For each query and key: masks
     states: int = 0  # For each chunk, not for each token: states that the next one begins with
     state_gradients: int = 0  # Once: their gradients
+    attends_first: bool = False  # Whether a block makes most of what it makes after its keys and values
 
 
 def no_bytes(seq_len: int) -> int:

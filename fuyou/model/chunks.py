@@ -8,6 +8,7 @@ summed in fp32, until it is the turn of the chunk that has made them; gradients 
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -144,6 +145,8 @@ class ChunkCache(DynamicCache):
         """Of the block that is running."""
         self.seen: list[torch.Tensor] = []
         """Keys and values that the block has added without a row to add them to."""
+        self.on_seen: Callable[[], None] = lambda: None
+        """Called with each of them."""
         self.left: dict[State, torch.Tensor] = {}
         """States that it has left for the next chunk."""
         self._taken: dict[State, torch.Tensor] = {}  # States of the chunk before that it has taken
@@ -245,6 +248,7 @@ class ChunkCache(DynamicCache):
     def _add(self, new: torch.Tensor, first: int) -> torch.Tensor:
         if self.row is None:
             self.seen.append(new)
+            self.on_seen()
             return new.new_zeros(*new.shape[:-2], self.start + new.shape[-2] - first, new.shape[-1])
         part, gradients = self._added, self.row.gradients
         self._added += 1

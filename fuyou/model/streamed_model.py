@@ -423,9 +423,17 @@ class StreamedModel:
         first, *later = (self._chunk_calls(start, length, META_TOKENS) for start in (0, META_TOKENS, 3 * META_TOKENS))
         assert first.cache is not None
         blocks: list[BlockKeys] = []
-        most = 0
+        most, attends_first, before = 0, True, 0
+
+        def note() -> None:
+            nonlocal before
+            before = made.nbytes
+
+        first.cache.on_seen = note
         for index in range(len(self.blocks)):
+            began = before = made.nbytes
             call(index, first, None)
+            attends_first &= before - began < made.nbytes - before
             keys = BlockKeys.of(first.cache, META_TOKENS, self.model.dtype)
             if keys is None or first.edits:
                 return (), KeyMemory()
@@ -452,6 +460,7 @@ class StreamedModel:
             masks,
             max(block.state_nbytes for block in blocks),
             max(block.state_elements for block in blocks) * 4,
+            attends_first,
         )
 
     def embed_with_zero_links(self, batch: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, BlockCalls]:

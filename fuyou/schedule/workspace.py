@@ -33,6 +33,7 @@ class Workspace:
         self._shape, self._text, self._cpu = shape, config.get_text_config(), cpu
         self._width = shape.precision.parameter_bytes
         self._elements = activation_elements_per_token(config)
+        self._feed_forward = 2 * _active_width(self._text)  # What any saves: the gated ones of most families, 4 times
         self._chosen = getattr(self._text, "num_experts_per_tok", None) or 0
 
     def nbytes(self, batch: Batch, columns: int) -> int:
@@ -45,6 +46,9 @@ class Workspace:
         images = shape.image_memory if shape.images else NO_IMAGES
         block, gradients = self._block(batch), self._block_gradients() * width
         past = self._past(batch) if batch.chunks > 1 else 0
+        if past:  # a feed-forward network is not there while a block attends, and in its backward pass has gradients
+            wide = batch.micro_tokens * self._feed_forward * width
+            past = max(past - wide if shape.key_memory().attends_first else past, wide)
         fragments = gradients and self._chosen and not self._cpu
         reserved = int((block + gradients) * RESERVED) + past if fragments else 0
         return max(
@@ -119,8 +123,11 @@ def activation_elements_per_token(config: PreTrainedConfig) -> float:
     """
     text = config.get_text_config()
     hidden = text.hidden_size
-    width = expert_width(text) or _feed_forward_width(text)
-    return 11 * hidden + 9 * _widest(text) + 4 * width
+    return 11 * hidden + 9 * _widest(text) + 4 * _active_width(text)
+
+
+def _active_width(text: PreTrainedConfig) -> int:
+    return expert_width(text) or _feed_forward_width(text)
 
 
 def _widest(text: PreTrainedConfig) -> int:
