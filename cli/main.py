@@ -25,7 +25,7 @@ from cli.train.interrupts import STATUS, Interrupts, Stopped
 from cli.train.ranks.process import AGENT, Outcome, RankProcess, is_lost_contact
 from common.activity import activity
 from common.errors import FinetuneError, UserError, on_one_line
-from common.files import check_data_file, check_path
+from common.files import check_data_file, check_output, check_path
 from common.hub import stay_offline
 from common.models.names import check_model
 from common.store.directories import usable_directories
@@ -243,6 +243,8 @@ def _check_inputs(settings: Settings, has_data: bool) -> None:
             check_model(settings.model)
     check_path("--adapter", settings.adapter)
     check_path("--peft-config", settings.peft_config)
+    if settings.command == "train" and settings.output is not None:
+        check_output("--output", settings.output)
     for folder in settings.verify:
         check_path("verify", Path(folder))
     for name in (*settings.data, *settings.eval_data):

@@ -107,6 +107,19 @@ def check_path(option: str, path: Path | None) -> None:
         raise UserError(f"{option}: there is no file or directory '{path}'.{nearest_path(path)}")
 
 
+def check_output(option: str, path: Path) -> None:
+    """Reject a directory that cannot be made, before anything slow."""
+    path = path.expanduser().absolute()
+    try:
+        parent = next(each for each in (path, *path.parents) if each.exists())
+    except OSError as error:
+        raise UserError(f"{option}: the directory {path} cannot be created: {error.strerror}.") from error
+    if not parent.is_dir():
+        raise UserError(f"{option}: {parent} is not a directory.")
+    if not os.access(parent, os.W_OK):
+        raise UserError(f"{option}: {parent} cannot be written to.")
+
+
 def nearest_path(path: Path) -> str:
     """Return `` Did you mean 'x'?`` for the most similar name in the directory of ``path``, or an empty string."""
     path = path.expanduser().absolute()

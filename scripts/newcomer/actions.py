@@ -91,6 +91,19 @@ ACTIONS = {
         does(f"finetune {SMALL} --data data/texts.jsonl --lora-rank 4 --steps 2 --output first"),
         does(f"finetune {SMALL} --data data/pairs.jsonl --objective dpo --adapter first --steps 2", "0.6931"),
         rejects(f"finetune {SMALL} --data data/pairs.jsonl", "--objective dpo")],
+    "8 a tracker that is not installed": [rejects(f"{RUN} --log-to wandb", "pip install wandb")],
+    "15 fewer steps on resume": [
+        does(f"{RUN} --steps 2"),
+        rejects(f"{RUN} --steps 1 --resume", "--steps 2", "--steps 1")],
+    "17 two data sets with weights, 30 columns of other names": [
+        does(f"finetune {SMALL} --data data/texts.jsonl=0.7 data/sharegpt.jsonl=0.3 --chat-template chatml "
+             "--steps 1 --output mixed", "step 1/1"),
+        does(f"finetune {SMALL} --data data/table.csv --columns prompt=q completion=a --chat-template chatml --steps 1",
+             "step 1/1")],
+    "24 a chat with the result": [
+        does(f"finetune {CHATS} --steps 2 --output out"),
+        does("echo 'Hello' | finetune chat --model out", "Type a line"),
+        Step("printf 'Hello\\n%.0s' $(seq 60) | finetune chat --model out", 2, ("the model's context 512",))],
     "25 no data, 26 only an evaluation": [
         at_once(f"finetune {SMALL}", "nothing to train on", "--data FILE"),
         does("finetune evaluate --model models/small --data data/texts.jsonl --seq-len 64 --gpu cpu", "perplexity"),
@@ -127,11 +140,23 @@ ACTIONS = {
              ".st_size); d = bytearray(p.read_bytes()); d[len(d) // 4] ^= 1; d[len(d) * 3 // 4] ^= 1; p.write_bytes(d)"
              "' && finetune verify out", 1, ("out/store",)),
         at_once("finetune verify nowhere", "no file or directory 'nowhere'")],
+    "76 two jobs in one directory, 77 names that need quotes, 78 long names": [
+        Step(f"{LONG} & sleep 0.1; until grep -q 'step 2/' step-0.log; do sleep 0.2; done; "
+             f"{LONG} --overwrite; status=$?; kill -INT $!; wait; exit $status", 2, ("in use by another run",)),
+        does(f"finetune {TEXTS} --steps 2 --output 'a b/日本 é' && finetune verify 'a b/日本 é'", "all as written"),
+        at_once(f"finetune {TEXTS} --output {'x' * 300}", "File name too long"),
+        at_once(f"finetune {TEXTS} --output data/texts.jsonl/out", "texts.jsonl is not a directory")],
     "79 pipes, dumb terminals, other encodings": [
         does(f"{RUN} --steps 2 | head -3 && echo ended ${{PIPESTATUS[0]}}", "ended"),
         does(f"TERM=dumb finetune {TEXTS} --steps 2 --output dumb", "step 2/2", never=["\x1b["]),
         does(f"PYTHONIOENCODING=ascii finetune {CHATS} --show-data 1", "Paris."),
         does(f"ulimit -n 40; {RUN} --overwrite --steps 2", "step 2/2")],
+    "87 completion, 88 help in a narrow terminal": [
+        does("_FINETUNE_COMPLETE=bash_source finetune", "complete"),
+        does("COLUMNS=50 finetune train --help", "--lora-rank"),
+        does("python -c 'import fuyou; help(fuyou.Engine)'", "lr: Learning rate", "Norm")],
+    "90 two ranks in memory": [
+        does(f"{RUN} --steps 2 --nodes 1 --gpus-per-node 2", "loading PyTorch", "2 ranks on the CPU", "step 2/2")],
     "89 wrong files of options": [
         at_once("finetune --config nowhere.toml", "No such file"),
         at_once("echo 'lora-rnk = 4' >a.toml; finetune --config a.toml", "lora-rank")],

@@ -48,7 +48,7 @@ def test_read_only_ssd_directory(finetune: Finetune, checkpoint: Path, tmp_path:
 
 def test_output_that_cannot_be(finetune: Finetune, checkpoint: Path, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    check(finetune("--model", checkpoint, "--output", tmp_path / "file/out"), 2, "--output", "cannot be created")
+    check(finetune("--model", checkpoint, "--output", tmp_path / "file/out"), 2, "--output", "is not a directory")
     check(finetune("--model", checkpoint, "--output", checkpoint), 2, "the checkpoint that is to be read")
 
 
