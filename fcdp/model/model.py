@@ -8,8 +8,10 @@ from typing import Any
 
 import torch
 from peft import PeftConfig
+from peft.tuners.lora.layer import ParamWrapper
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.torch_version import TorchVersion
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from common.communication import broadcast_from_rank0
@@ -104,6 +106,12 @@ class ClusterModel:
                 )
             options.towers.without_adapters(peft_config, module)
         adapters = None if peft_config is None else Adapters(module, peft_config, options.seed, saved=saved)
+        # peft computes with these without calling them: earlier, FSDP2 took a group's forward pass as unfinished then.
+        if (
+            any(isinstance(each, ParamWrapper) for each in module.modules())
+            and TorchVersion(torch.__version__) < "2.13"
+        ):
+            raise UserError(f"Adapters of experts over several ranks need PyTorch 2.13; this is {torch.__version__}.")
         for name in options.towers.frozen(module) if adapters is None else ():
             module.get_parameter(name).requires_grad_(False)
         switch_router_logits(module, router_loss is not None)

@@ -19,6 +19,7 @@ from common.models.meta_model import build_meta_model
 from common.models.presets import load_config
 from fcdp.checkpoint.shard_files import Manifest
 from fcdp.model.model import TrainerConfig
+from fcdp.strategy.topology import Topology
 from tests.helpers.fcdp.pool import Pool, RankError
 from tests.helpers.fcdp.trainer_cases import VOCABULARY, Run, batch, diverge, export, pinned, rate, train, train_around
 from tests.helpers.models.small_models import small_config
@@ -213,6 +214,23 @@ def test_nonfinite_values_are_exported_by_no_rank(
 def test_numbers_that_are_none_are_rejected(wrong: dict[str, Any]) -> None:
     with pytest.raises(UserError, match=next(iter(wrong))):
         TrainerConfig(**wrong)
+
+
+def train_with_an_earlier_pytorch(topology: Topology, run: Run) -> str:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "__version__", "2.12.1")
+        try:
+            train(topology, run)
+        except UserError as error:
+            return str(error)
+    return "trained"
+
+
+def test_adapters_of_experts_need_a_pytorch_that_runs_parts_of_groups(pool: Pool, tmp_path: Path) -> None:
+    MixtralForCausalLM(MixtralConfig(**SIZES, num_local_experts=5)).save_pretrained(tmp_path)
+    run = Run(str(tmp_path), tmp_path / "commits", adapters=AdapterOptions(2))
+    for answer in pool.run((2, 1), train_with_an_earlier_pytorch, run):
+        assert answer == "Adapters of experts over several ranks need PyTorch 2.13; this is 2.12.1."
 
 
 def test_rows_whose_documents_cannot_be_kept_apart_are_rejected(pool: Pool, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.torch_version import TorchVersion
 from transformers import AutoModelForCausalLM, MixtralConfig, PreTrainedConfig
 
 from common.data.demo_text import train_demo_tokenizer
@@ -92,8 +93,10 @@ RUNS: dict[str, tuple[str, str, tuple[Any, ...]]] = {  # model, objective, optio
     "merged reward": ("llama", "reward", (*ATTENTION, "--merge")),
     "ranks in memory": ("llama", "sft", ()),
     "ranks in memory, merged tied head": ("tied", "sft", (*LORA, "q_proj", "lm_head", "--merge")),
-    "ranks in memory, merged experts": ("mixture", "sft", (*LORA, "all-linear", "--merge")),
+    "ranks in memory, merged experts": ("mixture", "sft", (*LORA, "all-linear", "--merge", "--strategy", "zero1")),
 }
+if TorchVersion(torch.__version__) < "2.13":
+    del RUNS["ranks in memory, merged experts"]  # rejected: tests/fcdp/test_trainer.py
 FIRST = ("full of a bf16 checkpoint", "merged nf4", "merged tied embedding and head", "merged reward")
 
 

@@ -13,7 +13,7 @@ import torch
 from common.errors import UserError
 from common.hardware import machine as hardware
 from common.hardware.machine import Gpu
-from fuyou.runtime.device import check_kernels, open_device
+from fuyou.runtime.device import open_device
 
 GIB = 1 << 30
 
@@ -312,10 +312,12 @@ def test_a_build_without_kernels_for_a_gpu_is_rejected(monkeypatch: pytest.Monke
     monkeypatch.setattr(torch, "ones", fail)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA Tesla P100")
     monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["sm_75", "sm_90"])
+    monkeypatch.setattr("fuyou.runtime.device.obstacle", lambda: None)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(
         UserError, match=r"P100 runs no kernel of this PyTorch .*no kernel image.*built for sm_75 sm_90"
     ):
-        check_kernels(torch.device("cuda:0"))
+        open_device("cuda:0")
 
 
 def test_pytorchs_own_order_is_matched_by_uuid(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:

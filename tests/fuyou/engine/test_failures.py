@@ -186,7 +186,8 @@ def test_death_of_the_engine_ends_the_optimizer_process(tmp_path: Path) -> None:
         print(engine._run.pids()[1], flush=True)
         train(engine, 1000000)
     """)
-    process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, env=environment)
     assert process.stdout is not None
     child = int(process.stdout.readline())
     process.kill()
@@ -233,6 +234,20 @@ def test_weights_that_have_diverged_are_not_exported_unless_requested(tmp_path: 
         with pytest.raises(fuyou.NonFiniteLoss, match="step 2 is committed") as caught:
             train(engine, 1)
         assert "intact" not in str(caught.value)
+
+
+def test_positions_that_a_learned_table_does_not_have_are_rejected(tmp_path: Path) -> None:
+    config = tiny_configs()["gpt2"]
+    with fuyou.Engine(config, ssd=[tmp_path], host_memory="600MiB", batch_shape=(2, 32)) as engine:
+        for first in (config.max_position_embeddings - 31, -1):
+            with pytest.raises(UserError, match=r"position_ids hold .*, and this model's positions are 0 to"):
+                engine(**BATCH, position_ids=torch.arange(first, first + 32).expand(2, -1))
+        assert not engine.in_step
+
+
+def test_tensors_made_on_another_device_by_default_are_rejected(tmp_path: Path) -> None:
+    with torch.device("meta"), pytest.raises(UserError, match="makes all tensors on meta"):
+        small_engine(tmp_path)
 
 
 def test_misuse_is_reported(tmp_path: Path) -> None:
