@@ -112,3 +112,19 @@ def leftovers() -> set[str]:
     processes = {name for name in names if "resource_tracker" not in name}
     shared = os.listdir("/dev/shm") if os.path.isdir("/dev/shm") else []
     return processes | {name for name in shared if name.startswith("fuyou")}
+
+
+def alone_and_on_two_ranks(finetune: Finetune, options: tuple[Any, ...], folder: Path) -> list[Path]:
+    """Run the same training on one machine and on two ranks of it, each with a separate drive ``NAME-ssd``.
+
+    Returns:
+        Their output directories, ``alone`` and ``ranks``; next to each is its report, ``NAME.json``.
+    """
+    outputs = []
+    for name, words in (("alone", ()), ("ranks", ("--nodes", "1", "--gpus-per-node", "2"))):
+        drive, report = folder / f"{name}-ssd", folder / f"{name}.json"
+        drive.mkdir()
+        done = finetune(*options, *words, "--ssd", drive, "--output", folder / name, "--report", report)
+        assert done.status == 0, done.err
+        outputs.append(folder / name)
+    return outputs

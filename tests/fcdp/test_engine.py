@@ -152,6 +152,24 @@ def test_exchanges_are_launched_in_one_order_where_nccl_needs_it(model: str, poo
     assert all(rank.losses == pytest.approx(alone.losses, rel=1e-6) for rank in ranks)
 
 
+@pytest.mark.parametrize(("layout", "dtype"), [((2, 1), "fp32"), pytest.param((1, 2), "bf16", marks=pytest.mark.slow)])
+def test_ranks_share_a_loss_over_log_probabilities(
+    layout: tuple[int, int], dtype: str, model: str, pool: Pool, tmp_path: Path
+) -> None:
+    """DPO, half of the pairs on each rank; the ranks' micro-batches are one pair each."""
+    options = {"dtype": dtype, "micro_batch": 2, "adapters": AdapterOptions(4, 8.0, 0.0, (ALL_LINEAR,))}
+    alone = cases.train_preferences(None, Run(model, tmp_path / "alone", options=options))
+    ranks = pool.run(layout, cases.train_preferences, Run(model, tmp_path / "ranks", options=options))
+    close = 1e-5 if dtype == "fp32" else 2e-2
+    for rank in ranks:
+        assert rank.losses == pytest.approx(alone.losses, rel=close)
+        assert rank.norms == pytest.approx(alone.norms, rel=close)
+        assert rank.counted == rank.scheduled
+    for name, master in alone.masters.items():
+        torch.testing.assert_close(ranks[0].masters[name], master, rtol=close, atol=close / 10)
+        assert torch.equal(ranks[0].masters[name], ranks[1].masters[name])
+
+
 def test_ranks_compute_in_what_the_first_is_fast_in_and_continue_in_that(
     model: str, pool: Pool, tmp_path: Path
 ) -> None:

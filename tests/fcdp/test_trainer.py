@@ -233,6 +233,75 @@ def test_adapters_of_experts_need_a_pytorch_that_runs_parts_of_groups(pool: Pool
         assert answer == "Adapters of experts over several ranks need PyTorch 2.13; this is 2.12.1."
 
 
+@pytest.mark.parametrize(("strategy", "micro_batch"), [("fcdp", None), ("zero3", 1), ("zero2", 2)])
+def test_the_router_loss_is_that_of_the_whole_batch(
+    strategy: str, micro_batch: int | None, pool: Pool, tmp_path: Path
+) -> None:
+    """With several micro-batches it takes a forward pass more, whose bytes are in the formula."""
+    torch.manual_seed(0)
+    config = MixtralConfig(**SIZES, num_local_experts=5, output_router_logits=True, router_aux_loss_coef=0.5)
+    MixtralForCausalLM(config).save_pretrained(tmp_path / "model")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model").train()
+    inputs = batch(1, 5)
+    output = model(**inputs, use_cache=False)
+    loss, plain = output.loss, output.loss - 0.5 * output.aux_loss
+    loss.backward()
+    norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in model.parameters()])
+    options = {"micro_batch": micro_batch, "max_grad_norm": None}
+    run = Run(str(tmp_path / "model"), tmp_path / "commits", strategy, steps=1, options=options)
+    for rank in pool.run((2, 1), train, run):
+        assert rank.sent == rank.planned
+        assert rank.losses[0] == pytest.approx(loss.item(), rel=1e-6)
+        assert rank.norms[0] == pytest.approx(norm.item(), rel=1e-5)
+    assert not torch.isclose(plain, loss)
+
+
+def alone(checkpoint: Path, steps: int, rows: int) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """An ordinary loop over the same documents, one at a time."""
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).train()
+    decays = [value.dim() > 1 for value in model.parameters()]
+    groups = [
+        {"params": [one for one, wide in zip(model.parameters(), decays, strict=True) if wide is which],
+         "weight_decay": 0.01 * which}
+        for which in (True, False)
+    ]  # fmt: skip
+    optimizer, losses = torch.optim.AdamW(groups, eps=1e-3), []
+    for step in range(1, steps + 1):
+        inputs, total = batch(step, rows), 0.0
+        items = int((inputs["labels"][:, 1:] != -100).sum())
+        for row in range(rows):
+            for part in (slice(0, 4), slice(4, 10)):
+                ids, labels = (inputs[name][row : row + 1, part] for name in ("input_ids", "labels"))
+                count = int((labels[:, 1:] != -100).sum())
+                if count:
+                    loss = model(input_ids=ids, labels=labels, use_cache=False).loss * (count / items)
+                    loss.backward()
+                    total += loss.item()
+        losses.append(total)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        for group in optimizer.param_groups:
+            group["lr"] = rate(step)
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, {name: value.detach() for name, value in model.named_parameters()}
+
+
+@pytest.mark.parametrize("family", ["jamba", "gpt_oss"])
+@pytest.mark.slow
+def test_packed_rows_train_as_their_documents_alone(family: str, pool: Pool, tmp_path: Path) -> None:
+    config = small_config(family)
+    config.vocab_size = VOCABULARY
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
+    losses, weights = alone(tmp_path / "model", 2, 4)
+    options = {"micro_batch": 1, "eps": 1e-3}
+    run = Run(str(tmp_path / "model"), tmp_path / "commits", steps=2, rows=4, options=options, save=tmp_path / "tuned")
+    assert pool.run((2, 1), train, run)[0].losses == pytest.approx(losses, rel=1e-5)
+    tuned = dict(AutoModelForCausalLM.from_pretrained(tmp_path / "tuned").named_parameters())
+    for name, value in weights.items():
+        torch.testing.assert_close(tuned[name], value, rtol=1e-3, atol=3e-5)
+
+
 def test_rows_whose_documents_cannot_be_kept_apart_are_rejected(pool: Pool, tmp_path: Path) -> None:
     config = small_config("bart")
     config.vocab_size = VOCABULARY

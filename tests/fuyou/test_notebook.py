@@ -61,6 +61,17 @@ def test_a_cell_that_runs_again_closes_what_the_first_one_left(tmp_path: Path) -
             second(**BATCH)
 
 
+def test_values_typed_by_hand_are_accepted_or_rejected_in_a_sentence(tmp_path: Path) -> None:
+    with small_engine(tmp_path, lr=1e-3, prove=False) as engine:
+        ids = BATCH["input_ids"]
+        for value in (ids.numpy(), ids.float(), 3):
+            with pytest.raises(fuyou.UserError, match=r"input_ids.*tensor"):
+                engine(input_ids=value, labels=ids)
+        engine(input_ids=ids.int(), labels=ids.int()).loss.backward()
+        report = engine.step()
+        assert report.step == 1 and len(repr(report)) < 200 and "busy" not in repr(report)
+
+
 def test_writes_to_what_is_read_of_the_weights_are_rejected(tmp_path: Path) -> None:
     with small_engine(tmp_path, lr=1e-3, prove=False) as engine:
         name, weight = next(iter(engine.named_parameters()))

@@ -9,6 +9,7 @@ import torch
 import trl
 from datasets import Dataset
 from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
@@ -155,6 +156,31 @@ def test_a_run_is_what_trl_trains_in_memory(
     values = dict(tuned.named_parameters())
     for name, value in model.named_parameters():
         torch.testing.assert_close(values[name], value.data, rtol=1e-5, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("objective", ["kto", "reward", "classify"])
+@pytest.mark.slow
+def test_a_run_that_continues_is_the_same_run(
+    objective: str, checkpoint: Path, finetune: Finetune, tmp_path: Path
+) -> None:
+    """In the middle of an epoch, bit for bit."""
+    records = {"kto": ANSWERS, "classify": TEXTS}.get(objective, PAIRS)
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    words = LORA if objective == "kto" else ()
+    file = "adapter_model.safetensors" if objective == "kto" else "model.safetensors"
+    common = ("--model", checkpoint, "--data", tmp_path / "data.jsonl", "--objective", objective, *words, *PLACE)
+    runs = []
+    for name, parts in (("whole", (3,)), ("broken", (1, 3))):
+        for number, steps in enumerate(parts):
+            going_on = ("--resume",) if number else ()
+            given = ("--batch-size", "3", "--steps", steps, "--output", name, "--report", tmp_path / "report.json")
+            done = finetune(*common, *given, *going_on, *(("--no-save",) if steps < 3 else ("--save",)))
+            assert done.status == 0, done.err
+        losses = json.loads((tmp_path / "report.json").read_text())["losses"]
+        runs.append((losses, load_file(f"{name}/{file}")))
+    (losses, weights), (resumed, others) = runs
+    assert resumed == losses[1:]
+    assert all(torch.equal(value, others[name]) for name, value in weights.items())
 
 
 @pytest.mark.parametrize(("records", "objective", "message"), [

@@ -9,7 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch.nn import functional
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 from tests.cli.conftest import Finetune
 from tests.helpers.command.histories import history
@@ -28,6 +30,81 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ]
     file.write_text("".join(json.dumps(record) + "\n" for record in records))
     return file
+
+
+def in_memory(checkpoint: Path, model: Any, file: Path, steps: int) -> tuple[list[float], float]:
+    """Train a model with DPO on all pairs in each step, on whole logits; return the losses and the last accuracy."""
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    model.train()
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    groups = [{"params": [p for p in trained if p.dim() > 1], "weight_decay": 0.01}]
+    groups += [{"params": [p for p in trained if p.dim() == 1], "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW([group for group in groups if group["params"]], lr=1e-2)
+    bos = [tokenizer.bos_token_id] if tokenizer("a")["input_ids"][0] == tokenizer.bos_token_id else []
+    records = [json.loads(line) for line in file.read_text().splitlines()]
+
+    def log_prob(record: dict[str, str], side: str) -> torch.Tensor:
+        prompt = bos + tokenizer(record["prompt"], add_special_tokens=False)["input_ids"]
+        text = record["prompt"] + record[side]
+        ids = bos + tokenizer(text, add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id]
+        scores = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0].log_softmax(-1)
+        return torch.stack([scores[place - 1, ids[place]] for place in range(len(prompt), len(ids))]).sum()
+
+    with torch.no_grad():
+        references = [[log_prob(record, side) for side in ("chosen", "rejected")] for record in records]
+    losses, accuracy = [], math.nan
+    for _ in range(steps):
+        total, right = torch.zeros(()), 0
+        for record, reference in zip(records, references, strict=True):
+            chosen, rejected = (log_prob(record, side) for side in ("chosen", "rejected"))
+            margin = 0.3 * (chosen - reference[0]) - 0.3 * (rejected - reference[1])
+            total = total - functional.logsigmoid(margin)
+            right += bool(margin > 0)
+        (total / len(records)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(total.detach()) / len(records))
+        accuracy = right / len(records)
+    return losses, accuracy
+
+
+@pytest.mark.parametrize(
+    "trains",
+    [*(pytest.param(name, marks=pytest.mark.slow) for name in ("all weights", "new adapters")), "trained adapters"],
+)
+@pytest.mark.filterwarnings("ignore")
+def test_a_run_is_what_it_is_in_memory(
+    trains: str, checkpoint: Path, data: Path, pairs: Path, finetune: Finetune, tmp_path: Path
+) -> None:
+    """The reference is the model as the run found it, so the first loss is ln 2: also of an adapter trained before."""
+    common = ("--model", checkpoint, *PLACE)
+    model: Any = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    words: tuple[Any, ...] = ()
+    if trains == "new adapters":
+        words = LORA
+        torch.manual_seed(0)
+        model = get_peft_model(model, LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM"))
+    elif trains == "trained adapters":
+        words = ("--adapter", tmp_path / "first")
+        first = ("--data", data, *LORA, "--steps", "3", "--batch-size", "4", "--seq-len", "32")
+        assert finetune(*common, *first, "--output", tmp_path / "first").status == 0
+        model = PeftModel.from_pretrained(model, tmp_path / "first", is_trainable=True)
+    common = (*common, "--data", pairs, "--objective", "dpo", *words, "--beta", "0.3", "--batch-size", "12")
+    common = (*common, "--micro-batch", "4", "--steps", "3", "--eval-data", pairs)
+    done = finetune(*common, "--output", tmp_path / "out", "--report", tmp_path / "report.json")
+    assert done.status == 0, done.err
+    report = json.loads((tmp_path / "report.json").read_text())
+    losses, accuracy = in_memory(checkpoint, model, pairs, 3)
+    assert report["losses"][0] == pytest.approx(math.log(2), rel=1e-7)
+    assert report["losses"] == pytest.approx(losses, rel=1e-5)
+    assert report["watched"]["rewards/accuracies"][-1] == accuracy
+    watched = report["watched"]
+    sides = zip(watched["rewards/chosen"], watched["rewards/rejected"], strict=True)
+    assert watched["rewards/margins"] == pytest.approx([better - worse for better, worse in sides], rel=1e-4, abs=1e-9)
+    assert f"accuracy {accuracy:.1%}, margin" in done.out and "eval at step 3: loss" in done.out
+    assert "eval at step 0: loss 0.6931" in done.out and "12 pairs, 24 x 64 tokens" in done.out
+    metrics = [json.loads(line) for line in (tmp_path / "out" / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert {"rewards/margins", "validation_metrics/rewards/accuracies"} <= {name for line in metrics for name in line}
 
 
 @pytest.mark.parametrize(
@@ -50,12 +127,8 @@ def test_a_resumed_run_keeps_its_reference(
         found: list[float] = json.loads((tmp_path / "report.json").read_text())["losses"]
         return found
 
-    evaluated = ("--eval-data", pairs)
-    done = finetune(*common, *evaluated, "--steps", "4", "--output", tmp_path / "whole", "--no-save")
-    assert done.status == 0, done.err
-    assert "eval at step 0: loss 0.6931" in done.out and "12 pairs, 24 x 64 tokens" in done.out
+    assert finetune(*common, "--steps", "4", "--output", tmp_path / "whole", "--no-save").status == 0
     whole = losses()
-    assert whole[0] == pytest.approx(math.log(2), rel=1e-6)  # the reference is the model as the run found it
     broken = (*common, "--output", tmp_path / "broken", "--no-save")
     assert finetune(*broken, "--steps", "2").status == 0
     other = finetune(*broken, "--steps", "4", "--resume", "--beta", "0.2")

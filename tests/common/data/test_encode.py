@@ -66,6 +66,12 @@ def test_text(bos: bool) -> None:
     assert ids == [*tokenizer("The fox.")["input_ids"], tokenizer.eos_token_id]
 
 
+def test_no_eos() -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.eos_token = None
+    assert encode_records(tokenizer, {"text": "A"}) == [("<s>A", "<s>A")]
+
+
 PIECES = ["The", "quick fox", " ", "\n", "  \n", "\t", "é", "字字字", "x" * 40, "12345."]
 
 

@@ -17,6 +17,21 @@ RATES = AlphaBeta((Link(100e9, 1e-6), Link(10e9, 10e-6)), 5e-6)
 MESH = Mesh((4, 2))
 
 
+def test_one_ring_goes_at_the_pace_of_its_slowest_link() -> None:
+    # 8 ranks: 7 steps, in each of which some rank sends beyond its node. The border carries 7/8 of the buffer, a
+    # quarter of that per rank.
+    expected = 5e-6 + 7 * 10e-6 + 7 / 8 / 4 * GB / 10e9
+    assert RATES.seconds("all_gather", MESH, GB, "flat") == pytest.approx(expected)
+
+
+def test_level_by_level_adds_up() -> None:
+    inter_node = 10e-6 + GB / 4 / 2 / 10e9
+    intra_node = 3 * 1e-6 + GB * 3 / 4 / 100e9
+    expected = 2 * 5e-6 + inter_node + intra_node
+    assert RATES.seconds("reduce_scatter", MESH, GB, "hierarchical") == pytest.approx(expected)
+    assert RATES.seconds("all_reduce", MESH, GB, "hierarchical") == pytest.approx(2 * expected)
+
+
 def test_ho_ring_hides_all_but_the_last_block_inside() -> None:
     inter_node, intra_node = GB / 4 / 2 / 10e9, GB * 3 / 4 / 100e9
     latencies = 2 * 5e-6 + 10e-6 + 3 * 1e-6

@@ -36,7 +36,7 @@ def in_memory(model: Path, dtype: str, adapters: PeftConfig, clip: float | None 
 
 
 @pytest.mark.parametrize(("family", "dtype", "micro", "clip", "config"), [
-    pytest.param("llama", "fp32", 2, None, {}, marks=pytest.mark.slow),
+    ("llama", "fp32", 2, None, {}),
     ("llama", "bf16", 4, 0.2, {"use_rslora": True}),
     ("gpt2", "fp32", 3, 0.1, {"use_dora": True}),
     pytest.param("gpt2", "bf16", 1, None, {}, marks=pytest.mark.slow),

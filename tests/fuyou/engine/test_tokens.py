@@ -177,6 +177,32 @@ def test_reference_is_what_the_model_gives_without_adapters(
             trained(**batch)
 
 
+def test_all_outputs_at_once_with_all_weights_trained(checkpoints: Path, tmp_path: Path) -> None:
+    """Clipped policy gradients with a KL penalty to log-probabilities from before, and entropy."""
+    model = checkpoints / "llama"
+    twin = in_memory(model, "fp32", lora=False)
+    generator = torch.Generator().manual_seed(2)
+    advantages, old = torch.randn(4, 1, generator=generator), torch.rand(4, 32, generator=generator) - 6.0
+
+    def loss(numbers: dict[str, torch.Tensor], _: torch.Tensor | None) -> torch.Tensor:
+        ratio = (numbers["log_probs"] - old).exp()
+        policy = -torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages).mean()
+        kl = (old - numbers["log_probs"]).exp() - (old - numbers["log_probs"]) - 1
+        return policy + 0.1 * kl.mean() - 0.2 * numbers["entropy"].mean()
+
+    names = ("log_probs", "entropy")
+    with engine(model, directories(tmp_path, 2), "fp32", micro_batch=3) as trained:
+        for batch in pairs(3):
+            out = trained.tokens(**batch, outputs=names)
+            value = loss({name: out[name] for name in names}, None)
+            value.backward()  # not reported then
+            assert math.isnan(trained.step().loss)
+            assert value.item() == pytest.approx(twin.loss_step(batch, 3, loss), rel=1e-6)
+        expected = dict(twin.model.named_parameters())
+        for name, master in trained.named_parameters():
+            torch.testing.assert_close(master, expected[name], rtol=1e-5, atol=1e-6)
+
+
 def test_head_function_gets_its_inputs_and_counts_in_the_plan(checkpoints: Path, tmp_path: Path) -> None:
     """Distillation from a teacher's eight best tokens (KL of what both give them)."""
     model = checkpoints / "llama-tied"

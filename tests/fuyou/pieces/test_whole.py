@@ -12,7 +12,49 @@ from fuyou.model.recompute.policy import savable_outputs, saved_outputs
 from fuyou.model.recompute.replay import BlockReplay, SavedForward
 from fuyou.pieces.run import PieceRun
 from tests.helpers.models.piece_models import PieceModel
+from tests.helpers.models.small_models import model_of
 from tests.helpers.piece_driver import OrdinaryBlock, PieceDriver
+
+
+@pytest.mark.parametrize("family", ["llama", "deepseek_v3", "gpt_oss"])
+def test_a_whole_model_of_transformers(family):
+    """Its own forward and backward pass give the same hidden states and the same gradients of all blocks."""
+    twin = model_of(family).train()
+    model = PieceModel(twin.config)
+    stack = model.stack
+    weights = {name: value.detach() for name, value in twin.named_parameters()}
+    for name, buffer in twin.named_buffers():
+        stack.model.get_buffer(name).copy_(buffer)
+    ids = torch.randint(0, twin.config.vocab_size, (2, 11), generator=torch.Generator().manual_seed(2))
+    expected = twin(input_ids=ids, use_cache=False).logits
+    gradient = torch.randn(expected.shape, generator=torch.Generator().manual_seed(3))
+    expected.backward(gradient)
+
+    prefix = f"{stack.block_prefix}."
+    outer = {name: value for name, value in weights.items() if not name.startswith(prefix)}
+    drivers = [
+        PieceDriver(
+            stack, layer, {name: value for name, value in weights.items() if name.startswith(f"{prefix}{layer}.")}
+        )
+        for layer in range(len(stack.blocks))
+    ]
+    with torch.no_grad(), stack.bound(outer, before=True):
+        hidden, calls = stack.embed({"input_ids": ids})
+    states = [hidden]
+    for driver in drivers:
+        states.append(driver.forward([states[-1]], [calls])[0])
+    last = states[-1].detach().requires_grad_()
+    with stack.bound(outer, before=False):
+        logits = stack.head({"input_ids": ids}, last)
+    assert torch.equal(logits, expected)
+    logits.backward(gradient)
+    upstream = last.grad
+    for layer in reversed(range(len(drivers))):
+        (upstream,) = drivers[layer].backward([states[layer]], [calls], [upstream])
+        for name, value in drivers[layer].whole_gradients().items():
+            assert torch.equal(value, twin.get_parameter(name).grad), name
+    seen = {name for driver in drivers for name in driver.whole_gradients()}
+    assert seen == {name for name in weights if name.startswith(prefix)}
 
 
 @pytest.mark.parametrize("family", ["llama", "deepseek_v3"])

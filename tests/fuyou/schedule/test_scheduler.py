@@ -7,12 +7,13 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.errors import UserError
 from fuyou.layout.model_layout import BufferCounts, ModelLayout, Phase
-from fuyou.layout.record import Kind
+from fuyou.layout.record import Kind, Precision
 from fuyou.layout.record_parts import PieceOrder, Stage
 from fuyou.layout.share import ALONE, Share
 from fuyou.schedule.batch import Batch, LossInputs
@@ -228,6 +229,43 @@ def test_bytes_per_parameter_when_everything_streams(tied: bool, micro: int) -> 
         assert moved(steps.tasks, SSD_WRITES) == 12 * elements
         assert steps.ssd_read_bytes() == sum(task.nbytes for task in steps.tasks if task.op in SSD_READS)
         assert steps.ssd_written_bytes() == sum(task.nbytes for task in steps.tasks if task.op in SSD_WRITES)
+
+
+@pytest.mark.parametrize(("host", "device"), [(1, 1), (2, 1), (1, 3), (3, 2), (4, 2)])
+@pytest.mark.parametrize("defer", [0, 0.34, 1])
+def test_bytes_per_parameter_with_any_few_buffers(host: int, device: int, defer: float) -> None:
+    counts = replace(LEAST, host_blocks=host, device_blocks=device)
+    program = build(6, False, counts, [("train", 2, True)] * 4, defer=defer)
+    elements = sum(record.numel for record in program.shape.records)
+    for kind, _, steps in program.lists[1:]:
+        gradients = [task for task in steps.tasks if task.op in (Op.GRADIENT_READ, Op.GRADIENT_WRITE)]
+        spilled = sum(task.nbytes for task in gradients if task.op is Op.GRADIENT_READ)
+        assert defer or not gradients
+        if kind == "train":
+            assert spilled <= 2 * elements
+            assert moved(steps.tasks, SSD_READS) - spilled <= 14 * elements
+            assert moved([task for task in steps.tasks if task not in gradients], SSD_WRITES) == 12 * elements
+
+
+@pytest.mark.parametrize(("precision", "states"), [
+    (Precision(torch.bfloat16, torch.float32), 10),
+    (Precision(torch.bfloat16, torch.bfloat16), 6),
+    (Precision(torch.float32, torch.float32), 8),
+    (Precision(torch.float32, torch.bfloat16), 4),
+])  # fmt: skip
+def test_bytes_of_every_precision(precision: Precision, states: int) -> None:
+    program = build(3, False, LEAST, [("train", 1, True)] * 2, precision=precision)
+    width = precision.dtype.itemsize
+    for _, _, steps in program.lists:
+        for task in steps.tasks:
+            if task.record is None:
+                continue
+            numel = program.shape.records[task.record].numel
+            expected = {
+                Op.PARAMETER_READ: width, Op.PARAMETER_UPLOAD: width, Op.GRADIENT_DOWNLOAD: width,
+                Op.STATE_READ: states, Op.STATE_WRITE: width + states, Op.UPDATE: 1, Op.COMPUTE: 0,
+            }  # fmt: skip
+            assert task.nbytes == expected[task.op] * numel
 
 
 def test_nothing_is_read_twice_where_the_host_holds_everything() -> None:

@@ -19,6 +19,8 @@ from fuyou.runtime.device import CudaDevice, Device
 from tests.helpers.accelerator import QueuedDevice
 from tests.helpers.engines import give_buffers
 from tests.helpers.fcdp.recorder import Launch, recorded
+from tests.helpers.own_loss import dpo
+from tests.helpers.own_loss import pairs as preferences
 
 VOCABULARY = 67
 OPTIONS = {"dtype": "bf16", "lr": 1e-3, "weight_decay": 0.1, "host_memory": "4GiB"}
@@ -181,6 +183,30 @@ def set_back(folder: Path, rank: int) -> None:
     assert content is not None
     about = content["cluster"]
     commit_manifest(place, {**about["previous"], "cluster": {**about, "previous": None}})
+
+
+def train_preferences(topology: fcdp.Topology | None, run: Run) -> Outcome:
+    """Train adapters by DPO, each rank on its pairs, of which one has ``run.rows // 2`` in all."""
+    rank, world = (topology.rank, topology.world_size) if topology is not None else (0, 1)
+    ssd = directories(run.folder, rank, run.ssds)
+    options = {**OPTIONS, **run.options}
+    outcome = Outcome(0)
+    with fuyou.Engine(run.model, ssd=ssd, topology=topology, **options) as engine:
+        for whole in preferences(run.steps, run.rows, 12):
+            count = run.rows // 2 // world
+            chosen = torch.arange(rank * count, (rank + 1) * count)
+            mine = torch.cat([chosen, chosen + run.rows // 2])
+            batch = {name: value[mine].clamp(max=VOCABULARY - 1) for name, value in whole.items()}
+            out = engine.tokens(**batch, reference=True)
+            assert out.reference is not None
+            engine.backward(dpo({"log_probs": out.log_probs}, out.reference.log_probs) / world)
+            report = engine.step()
+            outcome.losses.append(report.loss)
+            outcome.norms.append(report.grad_norm)
+        engine.flush()
+        outcome.counted, outcome.scheduled = engine.io_bytes(), engine.planned_io_bytes()
+        outcome.masters = dict(engine.named_parameters())
+    return outcome
 
 
 def train_past_host(topology: fcdp.Topology | None, run: Run, counts: dict[str, int]) -> tuple[Outcome, int]:
