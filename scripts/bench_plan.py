@@ -60,6 +60,7 @@ class Configuration:
     hidden: int = 1024
     seq_len: int = SEQ_LEN
     micro_batch: int | None = None
+    chunk: int | None = None
     experts: int = 0
     """Experts of each block of a DeepSeek-V3, which is trained with adapters; 0: a Llama, all of whose weights are."""
     piece_size: str | None = None  # Largest piece of a block; None: blocks are cut if they do not fit
@@ -80,7 +81,8 @@ class Configuration:
             )  # fmt: skip
         return LlamaConfig(
             hidden_size=self.hidden, intermediate_size=self.hidden * 11 // 4, num_hidden_layers=self.layers,
-            num_attention_heads=16, num_key_value_heads=16, vocab_size=8000, max_position_embeddings=2048,
+            num_attention_heads=16, num_key_value_heads=16, vocab_size=8000,
+            max_position_embeddings=max(2048, self.seq_len),
         )  # fmt: skip
 
 
@@ -100,6 +102,9 @@ CONFIGURATIONS: tuple[Configuration, ...] = (
     Configuration("slow link", "link", 16, emulated(100, link="600MB/s"), "2GiB"),
     Configuration(
         "activations, little memory", "gpu", 64, emulated(4, "2GB/s", memory="400MiB"), "700MiB", micro_batch=4
+    ),
+    Configuration(
+        "one row of 16 K tokens in chunks", "gpu and ssd", 1, emulated(4, "1GB/s"), "900MiB", seq_len=16384, chunk=1024
     ),
     Configuration("CPU, small", "gpu", 2, "cpu", "2GiB", layers=8, hidden=512, seq_len=256),
     Configuration("CPU, larger batch", "gpu", 8, "cpu", "2GiB", layers=8, hidden=512, seq_len=256),
@@ -160,7 +165,7 @@ def machine_of(one: Configuration, job: TrainingJob, ssd: Sequence[Path]) -> Mac
 def predict(one: Configuration, ssd: Sequence[Path]) -> Plan:
     """Profile and plan."""
     job = describe_training(
-        one.config, one.batch, one.seq_len, micro_batch=one.micro_batch,
+        one.config, one.batch, one.seq_len, micro_batch=one.micro_batch, chunk=one.chunk,
         adapters=None if one.adapters is None else one.adapters.peft_config(),
         piece_bytes=None if one.piece_size is None else parse_bytes(one.piece_size),
     )  # fmt: skip
@@ -176,7 +181,7 @@ def run(one: Configuration, ssd: Sequence[Path], chosen: Plan, steps: int, **opt
         config, ssd=ssd, device=device_of(one), host_memory=one.host_memory, batch_shape=(one.batch, one.seq_len),
         micro_batch=chosen.memory.batch.micro_rows, deferred_fraction=chosen.deferred_fraction,
         kept_activations=chosen.candidate.activation_policy, run_name=NAME, overwrite=True, dtype="bf16",
-        adapters=one.adapters, piece_size=one.piece_size, **options,
+        adapters=one.adapters, piece_size=one.piece_size, chunk=one.chunk, **options,
     ) as engine:  # fmt: skip
         ends = [time.monotonic()]
         for _ in range(steps + 2):
