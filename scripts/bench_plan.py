@@ -14,7 +14,7 @@ import shutil
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,7 @@ from fuyou.planner import (
     profiled_machine,
     search,
 )
+from fuyou.planner.evaluate import Evaluator
 from fuyou.runtime.device import Device, memory_limits, open_device
 
 NAME = "bench-plan"
@@ -162,17 +163,25 @@ def machine_of(one: Configuration, job: TrainingJob, ssd: Sequence[Path]) -> Mac
     return profiled_machine(profile, device.shares_host_memory, limits[1], limits[0], ssd, None)
 
 
-def predict(one: Configuration, ssd: Sequence[Path]) -> Plan:
-    """Profile and plan."""
+def predict(one: Configuration, ssd: Sequence[Path]) -> tuple[Plan, tuple[float, ...]]:
+    """Profile and plan; return also the FLOPs in which each chunk attends to those before it."""
     job = describe_training(
         one.config, one.batch, one.seq_len, micro_batch=one.micro_batch, chunk=one.chunk,
         adapters=None if one.adapters is None else one.adapters.peft_config(),
         piece_bytes=None if one.piece_size is None else parse_bytes(one.piece_size),
     )  # fmt: skip
-    return search(job, machine_of(one, job, ssd))
+    machine = machine_of(one, job, ssd)
+    return search(job, machine), Evaluator(job, machine)._chunk_flops
 
 
-def run(one: Configuration, ssd: Sequence[Path], chosen: Plan, steps: int, **options: Any) -> list[float]:
+def run(
+    one: Configuration,
+    ssd: Sequence[Path],
+    chosen: Plan,
+    steps: int,
+    chunk_flops: tuple[float, ...] = (),
+    **options: Any,
+) -> list[float]:
     """Seconds of each step after two that fill the pipeline; ``options``: more of the engine's."""
     assert chosen.memory is not None
     config = one.config
@@ -183,6 +192,9 @@ def run(one: Configuration, ssd: Sequence[Path], chosen: Plan, steps: int, **opt
         kept_activations=chosen.candidate.activation_policy, run_name=NAME, overwrite=True, dtype="bf16",
         adapters=one.adapters, piece_size=one.piece_size, chunk=one.chunk, **options,
     ) as engine:  # fmt: skip
+        runtime = engine._run.runtime
+        shape = runtime.batch_shape  # an engine's tasks count no attention, and the emulated device takes their time
+        runtime.batch_shape = lambda *sizes: replace(shape(*sizes), chunk_flops=chunk_flops)  # type: ignore[method-assign]
         ends = [time.monotonic()]
         for _ in range(steps + 2):
             engine(input_ids=ids, labels=ids).loss.backward()
@@ -194,12 +206,12 @@ def run(one: Configuration, ssd: Sequence[Path], chosen: Plan, steps: int, **opt
 def measure(one: Configuration, ssd: Sequence[Path], steps: int) -> Row:
     """Plan, then run."""
     began = time.monotonic()
-    chosen = predict(one, ssd)
+    chosen, chunk_flops = predict(one, ssd)
     took = time.monotonic() - began
     if not chosen.fits:
         raise click.ClickException(f"{one.name}: {' '.join(chosen.missing)}")
     return Row(
-        one.name, one.regime, chosen.step_seconds, run(one, ssd, chosen, steps), chosen.bound.value,
+        one.name, one.regime, chosen.step_seconds, run(one, ssd, chosen, steps, chunk_flops), chosen.bound.value,
         chosen.deferred_fraction, chosen.kept_activation_bytes, took,
     )  # fmt: skip
 

@@ -91,7 +91,7 @@ ACTIONS = {
         does(f"finetune {SMALL} --data data/texts.jsonl --lora-rank 4 --steps 2 --output first"),
         does(f"finetune {SMALL} --data data/pairs.jsonl --objective dpo --adapter first --steps 2", "0.6931"),
         rejects(f"finetune {SMALL} --data data/pairs.jsonl", "--objective dpo")],
-    "8 a tracker that is not installed": [rejects(f"{RUN} --log-to wandb", "pip install wandb")],
+    "8 a tracker": [rejects(f"{RUN} --report_to wandb", "OUTPUT/run/metrics.jsonl")],
     "15 fewer steps on resume": [
         does(f"{RUN} --steps 2"),
         rejects(f"{RUN} --steps 1 --resume", "--steps 2", "--steps 1")],
