@@ -165,7 +165,8 @@ class HostBuffer:
         """Unregister the mapping and drop it. The pages are freed when the last tensor over them is dropped."""
         self._unlock()
         self._close_file()
-        del self.array, self._tensor, self._map
+        for name in ("array", "_tensor", "_map"):  # gone where an exception ended an earlier call halfway
+            vars(self).pop(name, None)
 
 
 def _forget_error() -> None:

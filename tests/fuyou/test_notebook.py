@@ -1,6 +1,7 @@
 """The Python API as notebooks use it: cells that run again, values typed by hand, scripts that just end."""
 
 import inspect
+import os
 import re
 import subprocess
 import sys
@@ -100,7 +101,8 @@ def test_a_script_that_ends_without_close_loses_no_step(tmp_path: Path) -> None:
         folder = tmp_path / str(status)
         folder.mkdir()
         command = [sys.executable, "-c", textwrap.dedent(script), str(folder), str(commit_every)]
-        ended = subprocess.run(command, cwd=ROOT, text=True, capture_output=True, timeout=300, check=False)
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+        ended = subprocess.run(command, cwd=ROOT, text=True, capture_output=True, timeout=300, env=environment)
         assert ended.returncode == status, ended.stderr
         with small_engine(folder, lr=1e-3, prove=False, resume=True) as engine:
             assert engine.step_count == 3

@@ -129,5 +129,6 @@ class Buffers:
             for buffer in self._host_activations.values():
                 buffer.close()
             self.parameters = self.gradients = self.wide = {}
-            del self.activations, self.decoded, self.key_gradients
+            for name in ("activations", "decoded", "key_gradients"):  # gone where an exception ended an earlier call
+                vars(self).pop(name, None)
             self.device.release()
