@@ -262,14 +262,15 @@ def look_at_gpus() -> list[GpuFound]:
 
     gpus = []
     for gpu in list_gpus():
-        used = width = full_width = 0
-        with contextlib.suppress(pynvml.NVMLError):
+        used, width, full_width = 0, 0, 0
+        with contextlib.suppress(pynvml.NVMLError), contextlib.ExitStack() as stack:
             pynvml.nvmlInit()
+            stack.callback(pynvml.nvmlShutdown)
             handle = pynvml.nvmlDeviceGetHandleByUUID(gpu.uuid)
-            used = int(pynvml.nvmlDeviceGetMemoryInfo(handle).used)
+            with contextlib.suppress(pynvml.NVMLError):  # a divided GPU tells only its administrator
+                used = int(pynvml.nvmlDeviceGetMemoryInfo(handle).used)
             full_width = pynvml.nvmlDeviceGetMaxPcieLinkWidth(handle)
             width = pynvml.nvmlDeviceGetCurrPcieLinkWidth(handle)
-            pynvml.nvmlShutdown()
         gpus.append(GpuFound(gpu, used, width, full_width))
     return gpus
 

@@ -3,7 +3,7 @@
 import math
 import os
 import shutil
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
@@ -111,58 +111,50 @@ def check(settings: Settings) -> Setup:
 
 def resolve(settings: Settings) -> Job:
     """Check the settings and open what the run needs; data that were not tokenized before are tokenized here."""
-    return Opening(check(settings)).job()
+    return _open(check(settings))
 
 
-@dataclass(frozen=True)
-class Opening:
-    """Opens the model and the data of a run that was checked."""
-
-    setup: Setup
-
-    def job(self) -> Job:
-        """Return the run, ready to begin."""
-        settings = with_dtype(self.setup.settings)
-        setup = replace(self.setup, settings=settings)
-        if settings.nodes is None and (settings.host_memory is not None or settings.device_memory is not None):
-            _ = setup.context.memory  # budgets that are too small come out before the data are read
-        tokenizer = None
-        if settings.data or settings.eval_data:
-            tokenizer = tokenizer_of(settings, setup.checkpoint, setup.template_date)
-            setup = with_head(setup, tokenizer)
-        model = build_meta_model(setup.config)
-        if setup.checkpoint is not None and not settings.resume:  # whose weights are on the drives
-            CheckpointSource(setup.checkpoint, model).check()
-        parameters = sum(parameter.numel() for parameter in model.parameters())
-        adapter_parameters, frozen_parameters = 0, 0
-        if settings.trains_adapters:
-            adapter_parameters = trainable_parameters(settings, model)
-        else:
-            frozen_parameters = sum(model.get_parameter(name).numel() for name in settings.engine.towers.frozen(model))
-        task_type, vocab_size = task_type_of(model.config), setup.config.get_text_config().vocab_size
-        data = DataSource(setup, tokenizer, task_type, family_of(model))
-        batches, data_key = data.batches(vocab_size)
-        setup = replace(setup, seq_len=getattr(batches, "seq_len", setup.seq_len))
-        total = _total_steps(settings, batches)
-        rate = LearningRate(
-            settings.schedule, settings.highest_lr, settings.warmup.steps(total), total, settings.min_lr
-        )
-        job = Job(
-            **(setup.known | ({"template_date": None} if tokenizer is None else {})),
-            architecture=type(model).__name__,
-            vocab_size=vocab_size,
-            parameters=parameters,
-            batches=batches,
-            data_key=data_key,
-            learning_rate=rate,
-            adapter_parameters=adapter_parameters,
-            held_out=data.held_out(),
-            frozen_parameters=frozen_parameters,
-            task_type=task_type,
-        )
-        if settings.save:
-            _check_space(job)
-        return job
+def _open(setup: Setup) -> Job:
+    """Open the model and the data of a run that was checked."""
+    settings = with_dtype(setup.settings)
+    setup = replace(setup, settings=settings)
+    if settings.nodes is None and (settings.host_memory is not None or settings.device_memory is not None):
+        _ = setup.context.memory  # budgets that are too small come out before the data are read
+    tokenizer = None
+    if settings.data or settings.eval_data:
+        tokenizer = tokenizer_of(settings, setup.checkpoint, setup.template_date)
+        setup = with_head(setup, tokenizer)
+    model = build_meta_model(setup.config)
+    if setup.checkpoint is not None and not settings.resume:  # whose weights are on the drives
+        CheckpointSource(setup.checkpoint, model).check()
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    adapter_parameters, frozen_parameters = 0, 0
+    if settings.trains_adapters:
+        adapter_parameters = trainable_parameters(settings, model)
+    else:
+        frozen_parameters = sum(model.get_parameter(name).numel() for name in settings.engine.towers.frozen(model))
+    task_type, vocab_size = task_type_of(model.config), setup.config.get_text_config().vocab_size
+    data = DataSource(setup, tokenizer, task_type, family_of(model))
+    batches, data_key = data.batches(vocab_size)
+    setup = replace(setup, seq_len=getattr(batches, "seq_len", setup.seq_len))
+    total = _total_steps(settings, batches)
+    rate = LearningRate(settings.schedule, settings.highest_lr, settings.warmup.steps(total), total, settings.min_lr)
+    job = Job(
+        **(setup.known | ({"template_date": None} if tokenizer is None else {})),
+        architecture=type(model).__name__,
+        vocab_size=vocab_size,
+        parameters=parameters,
+        batches=batches,
+        data_key=data_key,
+        learning_rate=rate,
+        adapter_parameters=adapter_parameters,
+        held_out=data.held_out(),
+        frozen_parameters=frozen_parameters,
+        task_type=task_type,
+    )
+    if settings.save:
+        _check_space(job)
+    return job
 
 
 def _directories(settings: Settings, checkpoint: Path | None) -> tuple[tuple[Path, ...], Path]:

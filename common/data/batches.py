@@ -33,16 +33,14 @@ class DataConfig:
     seed: int = 0  # Seed of the order of the rows, which is a new one in every epoch
     shuffle: bool = True  # Whether rows are shuffled; if not, they come as packing finished them: about as in the files
     packed: bool = True  # Whether documents share rows; if not, batches are as long as their longest row
-    labels_ahead: bool = (
-        False  # Whether a position's label is the next token, for models whose loss does not shift labels
-    )
+    # Whether a position's label is the next token, for models whose loss does not shift labels
+    labels_ahead: bool = False
     truncate: bool = True  # Whether records with a prompt that are longer than a row are cut; else they are left out
     selection: RecordSelection = field(default_factory=RecordSelection)  # Which records are taken
     every_token: bool = False  # Whether every token carries loss, those of prompts among them
     vocab_size: int | None = None  # Number of tokens that the model knows, which the data may not exceed; None: any
-    drop_unseen: bool = (
-        False  # Whether chats with text that the template leaves out are left out; else they are an error
-    )
+    # Whether chats with text that the template leaves out are left out; else they are an error
+    drop_unseen: bool = False
 
     @property
     def identity(self) -> list[Any]:
@@ -70,13 +68,11 @@ class Batches(ABC):
     tokens: int  # Number of tokens of one epoch, without padding
     trainable_tokens: int  # Number of tokens of one epoch that carry loss
     description: str  # Text for the user: a line, and one more for each thing that is not as the files have it
-    labels_ahead: bool = (
-        False  # Whether a position's label is the token to predict there, not the token at that position
-    )
+    # Whether a position's label is the token to predict there, not the token at that position
+    labels_ahead: bool = False
     packed: bool = False  # Whether documents share rows
-    rows_per_item: int = (
-        1  # Rows of a batch that belong together: 2 of pairs; `rows` and batch sizes count these groups
-    )
+    # Rows of a batch that belong together: 2 of pairs; `rows` and batch sizes count these groups
+    rows_per_item: int = 1
 
     @abstractmethod
     def batch(self, step: int) -> dict[str, torch.Tensor]:

@@ -66,7 +66,7 @@ def cores_for(
     """Return the processors that a process should run on: those of its NUMA node, or its share of them where other
     processes have the same node. Hyperthreads of one core stay together.
 
-    None: it stays as it is, because the machine has one node, the process belongs to none, may run on none of its
+    None: nothing is to change, because the machine has one node, the process belongs to none, may run on none of its
     processors, or has been given one node's processors, or fewer, already.
 
     Args:

@@ -107,10 +107,8 @@ class ClusterModel:
             options.towers.without_adapters(peft_config, module)
         adapters = None if peft_config is None else Adapters(module, peft_config, options.seed, saved=saved)
         # peft computes with these without calling them: earlier, FSDP2 took a group's forward pass as unfinished then.
-        if (
-            any(isinstance(each, ParamWrapper) for each in module.modules())
-            and TorchVersion(torch.__version__) < "2.13"
-        ):
+        is_earlier = TorchVersion(torch.__version__) < "2.13"
+        if is_earlier and any(isinstance(each, ParamWrapper) for each in module.modules()):
             raise UserError(f"Adapters of experts over several ranks need PyTorch 2.13; this is {torch.__version__}.")
         for name in options.towers.frozen(module) if adapters is None else ():
             module.get_parameter(name).requires_grad_(False)

@@ -29,9 +29,8 @@ class Workload:
     weight_flops_per_token: float = 0.0  # FLOPs of the gradients of trainable weights per token
     seq_len: int = 1
     micro_batch: int = 1  # sequences that a rank computes at once
-    kept_gathered: float = (
-        0.0  # what the backward pass gathers no second time: head and final norm, with which it begins
-    )
+    # what the backward pass gathers no second time: head and final norm, with which it begins
+    kept_gathered: float = 0.0
     largest_unit: float = 0.0  # parameters of the largest unit; 0: all are alike
     compute_bytes: float = 2.0  # bytes of one parameter in a gather that is not quantized
     gradient_bytes: float = 2.0  # bytes of one gradient in a reduction that is not quantized

@@ -69,9 +69,8 @@ class Device:
     shares_host_memory = True  # Whether its memory is a part of the host's
     page_locks = False  # Whether host buffers must be page-locked
     throttle: Throttle | None = None  # What slows the drives down, in benchmarks
-    in_one_order: frozenset[Op] = (
-        frozenset()
-    )  # Tasks that all ranks must launch in one order, whichever can begin first
+    # Tasks that all ranks must launch in one order, whichever can begin first
+    in_one_order: frozenset[Op] = frozenset()
 
     def __init__(self) -> None:
         self._buffers: list[HostBuffer] = []

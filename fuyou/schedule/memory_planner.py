@@ -225,9 +225,9 @@ class MemoryPlanner:
             smaller, tokens = " A smaller --chunk needs less.", f"{batch.columns} of {batch.seq_len} tokens"
         block, outer = (max(r.numel for r in self.shape.of_kind(kind)) for kind in (Kind.BLOCK, Kind.NON_BLOCK))
         towers = sum(record.numel for record in self.shape.of_kind(Kind.TOWER))
-        beside = f", {towers:,} of them in towers that stay on the device" if towers else ""
+        in_towers = f", {towers:,} of them in towers that stay on the device" if towers else ""
         return UserError(
-            f"One block of this model ({block:,} parameters; {outer + towers:,} outside the blocks{beside}) with a "
+            f"One block of this model ({block:,} parameters; {outer + towers:,} outside the blocks{in_towers}) with a "
             f"micro-batch of {batch.micro_rows} x {tokens} needs {needs}.{smaller}"
         )
 

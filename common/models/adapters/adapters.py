@@ -200,9 +200,9 @@ class Adapters:
         if self._saved is None:
             return
         trained = set(self.own_names)
-        beside = {self.base_names[name]: stored for name, stored in self._saved_names.items() if name not in trained}
-        for before, value in weights.read(list(beside)):
-            stored = beside[before]
+        untrained = {self.base_names[name]: stored for name, stored in self._saved_names.items() if name not in trained}
+        for before, value in weights.read(list(untrained)):
+            stored = untrained[before]
             if not torch.equal(self._saved.read(stored).to(self._dtype), value.to(self._dtype)):
                 raise UserError(
                     f"--adapter {self._saved.directory} holds {stored} with other values than the weights that it is "

@@ -84,7 +84,7 @@ class CompressedShards(Shards):
         if self.method is None:
             return
         self.compressed = dict(self.method.find(self))
-        hidden = {name for entry in self.compressed.values() for name in (*entry.names.values(), *entry.beside)}
+        hidden = {name for entry in self.compressed.values() for name in (*entry.names.values(), *entry.attached)}
         self.tensors = {name: stored for name, stored in self.files.items() if name not in hidden}
         for name, entry in self.compressed.items():
             codes = self.files[entry.names["codes"]]

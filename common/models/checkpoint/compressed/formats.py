@@ -21,7 +21,7 @@ class FoundTensor:
 
     tensor: CompressedTensor
     names: dict[str, str]  # Names of its components in the files, by their roles
-    beside: tuple[str, ...] = ()  # Names of tensors that are useless without it: shapes, scales of activations
+    attached: tuple[str, ...] = ()  # Names of tensors that are useless without it: shapes, scales of activations
 
 
 def even_blocks(name: str, rows: int, columns: int, grid: tuple[int, ...]) -> tuple[int, int]:
@@ -35,7 +35,7 @@ def even_blocks(name: str, rows: int, columns: int, grid: tuple[int, ...]) -> tu
 
 
 def found(
-    name: str, names: dict[str, str], shards: Shards, tensor: CompressedTensor, beside: Iterable[str] = ()
+    name: str, names: dict[str, str], shards: Shards, tensor: CompressedTensor, attached: Iterable[str] = ()
 ) -> tuple[str, FoundTensor]:
     """Return a tensor with the name that it would have if it were a plain one.
 
@@ -51,7 +51,7 @@ def found(
             f"{shards.tensors[names['codes']].file}: {name} cannot be read: {problem}. config.json and weights do not "
             "belong together."
         )
-    return name, FoundTensor(tensor, names, tuple(beside))
+    return name, FoundTensor(tensor, names, tuple(attached))
 
 
 def components_of(names: Mapping[str, str], shards: Shards) -> tuple[Component, ...]:
@@ -64,7 +64,7 @@ class Fp8:
     """FP8 in blocks, as in DeepSeek-V3 (``weight_scale_inv``); one scale for all where there are no blocks."""
 
     name = "fp8"
-    _beside = ("activation_scale", "input_scale", "qscale_act")
+    _attached = ("activation_scale", "input_scale", "qscale_act")
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
         self._block = settings.get("weight_block_size")
@@ -80,9 +80,9 @@ class Fp8:
             scale = next((scale_name for scale_name in candidates if scale_name in shards.tensors), None)
             if scale is None or (last != "weight" and scale != candidates[0]):
                 continue
-            beside = [f"{prefix}{suffix}" for suffix in self._beside if f"{prefix}{suffix}" in shards.tensors]
+            attached = [f"{prefix}{suffix}" for suffix in self._attached if f"{prefix}{suffix}" in shards.tensors]
             names = {"codes": name, "scale": scale}
-            yield found(name, names, shards, self._tensor(name, components_of(names, shards)), beside)
+            yield found(name, names, shards, self._tensor(name, components_of(names, shards)), attached)
 
     def _tensor(self, name: str, components: tuple[Component, ...]) -> CompressedTensor:
         stored, scale = components
@@ -124,7 +124,7 @@ class CompressedTensors:
     """The formats of the library compressed-tensors (llm-compressor) that write each weight as a whole."""
 
     name = "compressed-tensors"
-    _beside = (
+    _attached = (
         "weight_shape", "input_scale", "input_zero_point", "input_global_scale", "output_scale", "output_zero_point",
     )  # fmt: skip
     _read = ("weight", "weight_packed", "weight_scale", "weight_zero_point", "weight_global_scale")
@@ -146,7 +146,7 @@ class CompressedTensors:
             module = name.removesuffix(".weight_scale")
             if module == name:
                 continue
-            keys = (*self._read, *self._beside, *self._unknown)
+            keys = (*self._read, *self._attached, *self._unknown)
             there = {key: f"{module}.{key}" for key in keys if f"{module}.{key}" in shards.tensors}
             unknown = next((there[key] for key in self._unknown if key in there), None)
             if unknown is not None:
@@ -162,8 +162,8 @@ class CompressedTensors:
             }
             names = {"codes": codes, "scale": name, **more}
             tensor = self._tensor(module, components_of(names, shards), there.get("weight_shape"), shards)
-            beside = [there[key] for key in self._beside if key in there]
-            yield found(f"{module}.weight", names, shards, tensor, beside)
+            attached = [there[key] for key in self._attached if key in there]
+            yield found(f"{module}.weight", names, shards, tensor, attached)
 
     def _tensor(
         self, module: str, components: tuple[Component, ...], shape_name: str | None, shards: Shards
