@@ -51,7 +51,6 @@ CASES = {
     "LoRA, nf4": "--model qwen3 --data chats.jsonl --dtype fp32 --lora-rank 4 --frozen-dtype nf4",
     "LoRA, int8": "--model gpt2 --data chats.jsonl --dtype fp32 --lora-rank 4 --frozen-dtype int8 --lora-dropout 0.1",
     "dpo": "--model llama --data pairs.jsonl --dtype fp32 --objective dpo",
-    "kto": "--model llama --data judged.jsonl --dtype fp32 --objective kto",
     "reward": "--model llama --data pairs.jsonl --dtype fp32 --objective reward",
     "classify": "--model llama --data labelled.jsonl --dtype fp32 --objective classify",
     "two ranks in memory": "--model llama --data text.jsonl --dtype fp32 --nodes 1 --gpus-per-node 2 --strategy fcdp",
@@ -97,7 +96,6 @@ def make_materials(folder: Path) -> None:
     files: dict[str, list[dict[str, Any]]] = {
         "text": [{"text": text} for text in texts], "chats": [{"messages": chat} for chat in chats],
         "pairs": [{"prompt": f"{text} So", "chosen": " it is near.", "rejected": " it is far away."} for text in texts],
-        "judged": [{"prompt": t, "completion": " Yes.", "label": i % 2 == 0} for i, t in enumerate(texts)],
         "labelled": [{"text": text, "label": nouns[i % 3]} for i, text in enumerate(texts)],
     }  # fmt: skip
     for name, records in files.items():

@@ -20,7 +20,7 @@ from common.data import Batches, DataConfig, PackedBatches, RandomBatches, open_
 from common.data.batches import ItemBatches, MixedBatches
 from common.data.files import find_files
 from common.data.images import ImageBatches, any_images, load_processor, open_image_data
-from common.data.prepare import ItemKind, answer_kind, class_kind, labels_of_files, open_items, pair_kind
+from common.data.prepare import ItemKind, class_kind, labels_of_files, open_items, pair_kind
 from common.data.selection import RecordSelection
 from common.data.template import dated
 from common.errors import UserError, did_you_mean
@@ -198,8 +198,6 @@ class DataSource:
                 return pair_kind(classifies=True, pad=self.setup.config.pad_token_id)
             case Items.PAIRS:
                 return pair_kind()
-            case Items.ANSWERS:
-                return answer_kind()
             case Items.TEXTS:
                 classes: dict[str, int] = {
                     str(name): int(number) for name, number in (self.setup.config.label2id or {}).items()

@@ -169,12 +169,11 @@ class ObjectiveSettings:
     """What is learned from the data."""
 
     objective: str = option("sft", type=tuple(OBJECTIVES), commands=Command.STEP, fixed=True, values=f"{HELP}. ")
-    """--batch-size counts pairs, answers, or texts. dpo and kto compare with the model as the run found it, with its
-    --adapter."""
+    """--batch-size counts pairs or texts. dpo compares with the model as the run found it, with its --adapter."""
     beta: float = option(0.1, "X", ABOVE_ZERO, fixed=True)
-    """Strength of the preference (dpo, kto)."""
+    """Strength of the preference (dpo)."""
     dropout: bool = option(False, fixed=True)
-    """Keep the dropout of the model and of adapters in dpo, kto, and reward. By default it is off there, as in TRL."""
+    """Keep the dropout of the model and of adapters in dpo and reward. By default it is off there, as in TRL."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -260,7 +259,7 @@ class EngineSettings(EngineOptions):
     )
     """Replace the run that is in --output and --ssd."""
     lr: float | None = option(None, "X", NOT_NEGATIVE, heading="Training")  # type: ignore[assignment]
-    """Highest learning rate. Default: 1e-5; 2e-4 for adapters (dpo, kto: 1e-5)."""
+    """Highest learning rate. Default: 1e-5; 2e-4 for adapters (dpo: 1e-5)."""
     max_grad_norm: float = option(0.0, "X", NOT_NEGATIVE, commands=Command.STEP, heading="Training")
     """Scale gradients down to this global norm. 0: never."""
     seed: int = option(0, "N", COUNT, commands=Command.MODEL, fixed=True, heading="Training")

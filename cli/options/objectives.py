@@ -9,7 +9,6 @@ class Items(Enum):
 
     TOKENS = auto()  # Rows of tokens
     PAIRS = auto()  # Pairs of answers
-    ANSWERS = auto()  # Labelled answers
     TEXTS = auto()  # Texts with a class
 
 
@@ -34,7 +33,7 @@ class ObjectiveTraits:
     @property
     def compares(self) -> bool:
         """Whether its loss compares answers, where dropout is noise and TRL turns it off."""
-        return self.items in (Items.PAIRS, Items.ANSWERS)
+        return self.items is Items.PAIRS
 
 
 _PAIRS = "learns from pairs of answers", "prompt, chosen and rejected"
@@ -51,18 +50,6 @@ OBJECTIVES = {
         outputs=1,
         rows=2,
         counts="pairs",
-        needs_reference=True,
-    ),
-    "kto": ObjectiveTraits(
-        "learns from answers that are known to be desirable or not",
-        "prompt, completion and label",
-        "the same from single answers (prompt, completion, label true or false)",
-        loss="fuyou.objectives.losses.UnpairedObjective",
-        options=("beta",),
-        items=Items.ANSWERS,
-        outputs=1,
-        rows=2,
-        counts="answers",
         needs_reference=True,
     ),
     "reward": ObjectiveTraits(

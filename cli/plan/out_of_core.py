@@ -64,9 +64,10 @@ def run_rows(result: Plan, settings: Settings) -> dict[str, str]:
         )
     if settings.traits.needs_reference:
         seconds = forward_seconds(result)
-        passes = "each step's batch" if settings.objective == "kto" else "each batch of the data"
         whole = "" if planned is None else f", at most {format_seconds(planned[0] * seconds)} in all"
-        rows["reference"] = f"{passes} passes forward once before the first step, {format_seconds(seconds)} each{whole}"
+        rows["reference"] = (
+            f"each batch of the data passes forward once before the first step, {format_seconds(seconds)} each{whole}"
+        )
     return rows
 
 

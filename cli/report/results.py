@@ -144,7 +144,6 @@ _SHOWN = {
     "rewards/margins": ("margin", ".3g"),
     "margin": ("margin", ".3g"),
     "cross_entropy": ("cross entropy", ".4f"),
-    "kl": ("KL", ".3g"),
 }
 
 

@@ -190,8 +190,8 @@ class ReferencePass:
 
     @torch.no_grad()
     def _computed(self, batches: ItemBatches, items: int, steps: int, path: Path) -> np.ndarray:
-        table = np.full(batches.row_count(steps), np.nan, dtype=np.float32)
-        number = batches.steps_of_new_rows(steps)
+        table = np.full(batches.rows * batches.rows_per_item, np.nan, dtype=np.float32)
+        number = min(steps, batches.steps_per_epoch)  # all rows, once
         with activity("computing the reference") as doing:
             for step in range(number):
                 doing.what = f"computing the reference: batch {step + 1:,} of {number:,}"
@@ -221,7 +221,7 @@ class ReferencePass:
                 values, digest = content["values"], str(content["digest"])
         except (OSError, ValueError, KeyError, zipfile.BadZipFile):
             return None
-        if digest != batches.digest or len(values) < batches.row_count(steps):
+        if digest != batches.digest or len(values) < batches.rows * batches.rows_per_item:
             return None
-        needed = [values[batches.row_numbers(step)] for step in range(batches.steps_of_new_rows(steps))]
+        needed = [values[batches.row_numbers(step)] for step in range(min(steps, batches.steps_per_epoch))]
         return None if any(np.isnan(row).any() for row in needed) else values

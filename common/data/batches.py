@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from common.data.items import margin_of
-from common.data.pack import STARTS, TRAINED, TokenFile, draw_rows, first_lengths, padding_of, shuffled, unpack
+from common.data.pack import TokenFile, draw_rows, first_lengths, padding_of, shuffled, unpack
 from common.data.rows import PADDING
 from common.data.selection import RecordSelection
 from common.errors import UserError
@@ -112,12 +112,10 @@ class RandomBatches(Batches):
 class FileBatches(Batches):
     """Batches of a token file. They take the memory of one batch, for data of any size."""
 
-    rows_in_file = 1  # Rows of the file that are drawn together
-
     def __init__(self, file: TokenFile, config: DataConfig) -> None:
         header = file.header
         self._file, self._config = file, config
-        self.rows = header.rows // self.rows_in_file
+        self.rows = header.rows // self.rows_per_item
         self.tokens, self.trainable_tokens, self.digest = header.tokens, header.trainable_tokens, header.digest
         self.steps_per_epoch = -(-self.rows // config.batch_size)
         self.labels_ahead = config.labels_ahead
@@ -307,41 +305,20 @@ class ItemBatches(FileBatches):
 
     def batch(self, step: int) -> dict[str, torch.Tensor]:
         """Return the batch of a step; see :func:`batch_of_words` and the class."""
-        words = self._file.read(self._rows_of(self.drawn(step)))
-        batch = self._batch(step, words[:, :-1], words[:: self.rows_in_file, -1].copy())
+        words = self._file.read(self.row_numbers(step))
+        batch = self._batch(words[:, :-1], words[:: self.rows_per_item, -1].copy())
         if self.reference is not None:
             batch[REFERENCE] = torch.from_numpy(self.reference[self.row_numbers(step)])
         return batch
 
     @abstractmethod
-    def _batch(self, step: int, rows: np.ndarray, marks: np.ndarray) -> dict[str, torch.Tensor]:
+    def _batch(self, rows: np.ndarray, marks: np.ndarray) -> dict[str, torch.Tensor]:
         """Return the batch of rows, uint32 ``[R, seq_len]``, whose items have marks, uint32 ``[batch_size]``."""
 
     def row_numbers(self, step: int) -> np.ndarray:
-        """Return numbers of a step's rows, int64 ``[R]``: rows of equal numbers are equal."""
-        size = self.rows_per_item * self._config.batch_size
-        return np.arange(step * size, (step + 1) * size) if self._all_new else self._rows_of(self.drawn(step))
-
-    def row_count(self, steps: int) -> int:
-        """Return a number above all those of :meth:`row_numbers` in ``steps`` steps."""
-        size = self.rows_per_item * self._config.batch_size
-        return steps * size if self._all_new else self.rows * self.rows_in_file
-
-    def steps_of_new_rows(self, steps: int) -> int:
-        """Return how many of the first ``steps`` steps have rows that none before them has: those of an epoch."""
-        return steps if self._all_new else min(steps, self.steps_per_epoch)
-
-    @property
-    def _all_new(self) -> bool:
-        """Whether each step makes new rows, as answers meet other prompts."""
-        return self.rows_per_item > self.rows_in_file
-
-    def drawn(self, step: int) -> np.ndarray:
-        """Return the items of a step, int64 ``[batch_size]``."""
-        return self._drawn(self._draws(step))
-
-    def _rows_of(self, items: np.ndarray) -> np.ndarray:
-        return (self.rows_in_file * items[:, None] + np.arange(self.rows_in_file)).reshape(-1)
+        """Return the numbers of a step's rows in the file, int64 ``[R]``."""
+        items = self._drawn(self._draws(step))
+        return (self.rows_per_item * items[:, None] + np.arange(self.rows_per_item)).reshape(-1)
 
     def _tensors(self, rows: np.ndarray) -> dict[str, torch.Tensor]:
         return batch_of_words(rows, False, self.labels_ahead, self._classifies)
@@ -353,49 +330,12 @@ class PairBatches(ItemBatches):
     For a classifier, there are ``margins``, fp32 ``[P]``, too.
     """
 
-    rows_per_item = rows_in_file = 2
+    rows_per_item = 2
     what = "pairs"
 
-    def _batch(self, step: int, rows: np.ndarray, marks: np.ndarray) -> dict[str, torch.Tensor]:
+    def _batch(self, rows: np.ndarray, marks: np.ndarray) -> dict[str, torch.Tensor]:
         margins = {"margins": torch.from_numpy(margin_of(marks))} if self._classifies else {}
         return self._tensors(rows) | margins
-
-
-class AnswerBatches(ItemBatches):
-    """Batches of N labelled answers: row 2 i of a batch is a prompt with its answer, and row 2 i + 1 the same prompt
-    with the answer of the item before (of the first, with the last one's), from which KTO estimates a distance. That
-    is the one before in the batch where batches are shuffled, and in the data where they are not.
-
-    ``desirable``, bool ``[N]``, says which answers are.
-    """
-
-    rows_per_item = 2
-    what = "answers"
-
-    def __init__(self, file: TokenFile, config: DataConfig, classifies: bool = False) -> None:
-        super().__init__(file, config, classifies)
-        if min(config.batch_size, self.rows) < 2:
-            raise UserError(
-                f"kto compares each answer with another one of its batch, and a batch has {config.batch_size} of "
-                f"{self.rows:,} answers: it takes at least 2 of both (--batch-size 2)."
-            )
-
-    def _batch(self, step: int, rows: np.ndarray, marks: np.ndarray) -> dict[str, torch.Tensor]:
-        items = self.drawn(step)
-        others = (items - 1) % self.rows  # of held-out data
-        if self._config.shuffle:
-            # Where an epoch ends within the batch, the neighbor may be the same answer again.
-            before = [[items[number - back] for back in range(1, len(items))] for number in range(len(items))]
-            pairs = zip(items, before, strict=True)
-            others = np.array([next((other for other in ahead if other != item), ahead[0]) for item, ahead in pairs])
-        other_rows = self._file.read(others)[:, :-1]
-        both = np.repeat(rows, 2, axis=0)
-        for row, begin, other, other_begin, stop in zip(
-            both[1::2], _answers_begin(rows), other_rows, _answers_begin(other_rows), first_lengths(other_rows),
-            strict=True,
-        ):  # fmt: skip
-            paste_answer(row, int(begin), other[other_begin:stop], self._config.seq_len)
-        return self._tensors(both) | {"desirable": torch.from_numpy(marks.astype(bool))}
 
 
 class ClassBatches(ItemBatches):
@@ -403,19 +343,5 @@ class ClassBatches(ItemBatches):
 
     what = "texts"
 
-    def _batch(self, step: int, rows: np.ndarray, marks: np.ndarray) -> dict[str, torch.Tensor]:
+    def _batch(self, rows: np.ndarray, marks: np.ndarray) -> dict[str, torch.Tensor]:
         return self._tensors(rows) | {"labels": torch.from_numpy(marks.astype(np.int64))}
-
-
-def _answers_begin(rows: np.ndarray) -> np.ndarray:
-    return ((rows & TRAINED) != 0).argmax(1)
-
-
-def paste_answer(row: np.ndarray, begin: int, answer: np.ndarray, room: int) -> None:
-    """Put another answer into a row of words, in place, from ``begin`` on; what does not fit is cut."""
-    pad = row[-1] & ~(STARTS | TRAINED)
-    stop = min(begin + len(answer), room)
-    row[begin:stop] = answer[: stop - begin]
-    if stop < room:
-        row[stop:] = pad
-        row[stop] |= STARTS

@@ -9,7 +9,7 @@ import numpy as np
 
 from common.data.messages import messages_of
 from common.data.read import DataRecord, require_text
-from common.data.shapes import Chat, Example, PlainText, example_of, layout_of
+from common.data.shapes import Chat, Example, PlainText, example_of
 from common.errors import UserError, did_you_mean
 
 KNOWN_PAIRS = (
@@ -20,9 +20,7 @@ KNOWN_PAIRS = (
 _PROMPTS = ("prompt", "messages", "conversations", "instruction")
 # Columns that hold the prompt of pairs in other layouts, which would be trained on without it.
 _QUESTIONS = ("question", "query", "input", "context", "problem")
-_MARKS = ("label", "kto_tag")  # Columns that say whether an answer is desirable: TRL's, and LLaMA-Factory's
 _LARGEST = float(np.finfo(np.float32).max)
-_WORDS = {"true": True, "false": False, "1": True, "0": False, "1.0": True, "0.0": False}
 
 
 @dataclass(frozen=True)
@@ -55,47 +53,6 @@ def pairs_of_records(records: Iterable[tuple[str, DataRecord]]) -> Iterator[Item
             )
         mark = int(np.float32(_number(values, "margin", where)).view(np.uint32))
         yield Item(_pair(values, where), mark, where)
-
-
-def answers_of_records(records: Iterable[tuple[str, DataRecord]]) -> Iterator[Item]:
-    """Return single answers, each with its prompt, and marked 1 if they are desirable, else 0.
-
-    A record is of any layout that has a prompt and an answer, and says in ``label`` (or ``kto_tag``) whether the answer
-    is desirable; of a conversation, the last message is the answer. A pair is two records: its preferred answer is
-    desirable, and the rejected one is not.
-    """
-    for file, (values, position) in records:
-        where, values = f"{file}, {position}", _from_openai(values)
-        marks = [name for name in _MARKS if values.get(name) is not None]
-        if len({_WORDS.get(str(values[name]).strip().lower()) for name in marks}) > 1:
-            raise UserError(f"{where}: 'label' is {values['label']!r}, and 'kto_tag' is {values['kto_tag']!r}.")
-        mark = marks[0] if marks else None
-        if mark is None and {"chosen", "rejected"} <= set(values):
-            pair = _pair(values, where)
-            items = [Item((answer,), int(not rank), where) for rank, answer in enumerate(pair)]
-            yield from items or [Item((), 0, where)]
-            continue
-        layout = layout_of(values, without="text")
-        if mark is None or layout is None:
-            raise UserError(
-                f"{where} has the columns {', '.join(values)}; a labelled answer has a prompt, a completion, and a "
-                "label that is true or false: prompt, completion, label | instruction, output, kto_tag (and optionally "
-                "input) | messages, label."
-            )
-        desirable = _WORDS.get(str(values[mark]).strip().lower())
-        if desirable is None:
-            raise UserError(f"{where}: {mark!r} must be true or false, not {values[mark]!r}.")
-        example = example_of(values, where, *layout)
-        if isinstance(example, Chat) and example.messages:
-            if (last := example.messages[-1]["role"]) != "assistant":
-                raise UserError(
-                    f"{where}: the last turn is the answer that the label is about, and it is the {last}'s."
-                )
-            if example.prompt_messages is None:
-                example = replace(example, prompt_messages=len(example.messages) - 1)
-        # That the model must not stop at once is something to learn: an undesirable answer may be empty.
-        missing = values.get(layout[1] or layout[0]) in (None, [])
-        yield Item(() if missing or (desirable and example.is_empty) else (example,), int(desirable), where)
 
 
 def labels_of_records(records: Iterable[tuple[str, DataRecord]]) -> list[str]:

@@ -17,7 +17,6 @@ from transformers import PreTrainedTokenizerBase
 
 from common.activity import Activity, activity
 from common.data.batches import (
-    AnswerBatches,
     Batches,
     ClassBatches,
     DataConfig,
@@ -27,7 +26,7 @@ from common.data.batches import (
 )
 from common.data.encode import EncodedSegment, Encoder, RowFitter
 from common.data.files import file_states, find_files
-from common.data.items import Item, answers_of_records, classes_of_records, labels_of_records, pairs_of_records
+from common.data.items import Item, classes_of_records, labels_of_records, pairs_of_records
 from common.data.pack import (
     FORMAT_VERSION,
     TRAINED,
@@ -67,11 +66,6 @@ class ItemKind:
 def pair_kind(classifies: bool = False, pad: int | None = None) -> ItemKind:
     """Return the kind of items that are pairs of answers."""
     return ItemKind("pairs", PairBatches, pairs_of_records, classifies, pad)
-
-
-def answer_kind() -> ItemKind:
-    """Return the kind of items that are labelled answers."""
-    return ItemKind("answers", AnswerBatches, answers_of_records)
 
 
 def class_kind(classes: dict[str, int], pad: int | None = None) -> ItemKind:

@@ -91,7 +91,7 @@ def examples_of_records(records: Iterable[DataRecord], file: str) -> Iterator[Ex
         if layout is None:
             hint = "Give columns of other names with --columns: prompt=question completion=answer."
             if {"chosen", "rejected"} <= set(values):
-                hint = "A preferred and a rejected answer are for --objective dpo, kto, or reward."
+                hint = "A preferred and a rejected answer are for --objective dpo or reward."
             columns = f"has the columns {', '.join(values)}; none of the known record shapes"
             raise UserError(f"{where} {columns}: {KNOWN_SHAPES}. {hint}")
         example = example_of(values, where, *layout)
@@ -101,9 +101,9 @@ def examples_of_records(records: Iterable[DataRecord], file: str) -> Iterator[Ex
             yield example
 
 
-def layout_of(record: Mapping[str, Any], without: str = "") -> tuple[str, str | None] | None:
+def layout_of(record: Mapping[str, Any]) -> tuple[str, str | None] | None:
     """Return the first layout whose columns have values, else the first whose columns are there; None: none is."""
-    columns = [(layout, {name for name in layout if name}) for layout in LAYOUTS if without not in layout]
+    columns = [(layout, {name for name in layout if name}) for layout in LAYOUTS]
     there = [layout for layout, names in columns if names <= set(record)]
     given = (
         layout

@@ -1,4 +1,4 @@
-"""Losses of preferences (DPO, KTO), rewards, and classes, and what a training loop asks of each."""
+"""Losses of preferences (DPO), rewards, and classes, and what a training loop asks of each."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -77,27 +77,17 @@ def row_sums(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     return values if values.dim() == 1 else (values * mask).sum(1)
 
 
-class PreferenceObjective(Objective):
-    """An objective that compares with a reference.
+class PairObjective(Objective):
+    """The DPO loss of P pairs: Rafailov et al. 2023 (arXiv:2305.18290), equation 7, as TRL 1.16 computes it.
+
+    Rows 2 i and 2 i + 1 of a batch are the preferred and the rejected answer of pair i. Metrics are means over this
+    rank's pairs; accuracies say how often the preferred answer has the larger reward, or is the likelier.
 
     Args:
         beta: strength of the preference against the reference.
 
     Raises:
         UserError: if ``beta`` is not above 0.
-    """
-
-    def __init__(self, beta: float = 0.1):
-        if beta <= 0:
-            raise UserError(f"beta must be above 0, not {beta:g}.")
-        self._beta = beta
-
-
-class PairObjective(PreferenceObjective):
-    """The DPO loss of P pairs: Rafailov et al. 2023 (arXiv:2305.18290), equation 7, as TRL 1.16 computes it.
-
-    Rows 2 i and 2 i + 1 of a batch are the preferred and the rejected answer of pair i. Metrics are means over this
-    rank's pairs; accuracies say how often the preferred answer has the larger reward, or is the likelier.
     """
 
     watches = (
@@ -109,6 +99,11 @@ class PairObjective(PreferenceObjective):
         "logps/rejected",
         "logps/accuracies",
     )
+
+    def __init__(self, beta: float = 0.1):
+        if beta <= 0:
+            raise UserError(f"beta must be above 0, not {beta:g}.")
+        self._beta = beta
 
     def learn(self, batch: BatchNumbers) -> Learned:
         """Return the mean loss of all pairs."""
@@ -130,41 +125,6 @@ class PairObjective(PreferenceObjective):
             "logps/accuracies": (log_probs_chosen > log_probs_rejected).float(),
         }
         return Learned(loss, len(chosen), {name: Mean.of(value) for name, value in watched.items()})
-
-
-DESIRABLE = "desirable"  # Name of a batch's marks: which answers are desirable, bool `[N]`
-
-
-class UnpairedObjective(PreferenceObjective):
-    """The KTO loss of N answers, each known to be desirable or not: Ethayarajh et al. 2024 (arXiv:2402.01306),
-    equation 7, in the form that TRL 1.16 gives it.
-
-    Rows 2 i and 2 i + 1 of a batch are the prompt of answer i with that answer, and with another prompt's: from the
-    latter the distance to the reference (``kl``) is estimated, which carries no gradient. Metrics are those of
-    desirable answers ("chosen"), and of the others.
-    """
-
-    watches = ("rewards/chosen", "rewards/rejected", "logps/chosen", "logps/rejected", "kl")
-    extras = (DESIRABLE,)
-
-    def learn(self, batch: BatchNumbers) -> Learned:
-        """Return the mean loss of all answers."""
-        out = batch.out
-        assert batch.reference is not None
-        desirable = batch.extras[DESIRABLE].bool()
-        log_probs = row_sums(out["log_probs"], out.mask)
-        ratios = log_probs - row_sums(batch.reference, out.mask)
-        matched, others = ratios[0::2], ratios[1::2].detach()
-        distance, answers = batch.sum_over_ranks([float(others.sum()), len(others)])
-        distance = max(0.0, distance / answers)
-        sign = torch.where(desirable, 1.0, -1.0)
-        losses = 1 - torch.sigmoid(self._beta * sign * (matched - distance))
-        watched = {"kl": Mean(distance * len(others), len(others))}
-        for name, some in (("chosen", desirable), ("rejected", ~desirable)):
-            if some.any():
-                watched[f"rewards/{name}"] = Mean.of(self._beta * matched[some])
-                watched[f"logps/{name}"] = Mean.of(log_probs[0::2][some])
-        return Learned(losses.sum() / answers, len(others), watched)
 
 
 MARGINS = "margins"  # Name of a batch's margins: by how much the preferred answer is better, fp32 `[P]`

@@ -22,8 +22,8 @@ import fuyou
 from cli.train.loop import evaluate
 from cli.train.objectives import ObjectiveLoop
 from common.data import DataConfig, open_data
-from common.data.prepare import answer_kind, open_items, pair_kind
-from fuyou.objectives.losses import PairObjective, UnpairedObjective
+from common.data.prepare import open_items, pair_kind
+from fuyou.objectives.losses import PairObjective
 from tests.cli.conftest import Finetune
 from tests.helpers.command.histories import history
 from tests.helpers.models.small_checkpoints import SIZES, small_checkpoint
@@ -136,15 +136,12 @@ def test_a_mixture_with_a_router_loss(rope: str, finetune: Finetune, tmp_path: P
 
 OBJECTIVES: dict[str, list[Any]] = {
     "dpo": PAIRS,
-    "kto": [{"prompt": p["prompt"], "completion": p["chosen"], "label": i % 2 == 0} for i, p in enumerate(PAIRS)],
     "reward": PAIRS,
     "classify": [{"text": text, "label": ("odd", "even")[i % 2]} for i, text in enumerate(TEXTS)],
 }
 
 
-@pytest.mark.parametrize(
-    "objective", ["kto", *(pytest.param(name, marks=SLOW) for name in OBJECTIVES if name != "kto")]
-)
+@pytest.mark.parametrize("objective", ["dpo", *(pytest.param(name, marks=SLOW) for name in ("reward", "classify"))])
 def test_every_objective(objective: str, finetune: Finetune, tmp_path: Path) -> None:
     config = mixture("longrope")
     if objective in ("reward", "classify"):
@@ -154,8 +151,7 @@ def test_every_objective(objective: str, finetune: Finetune, tmp_path: Path) -> 
     case = Case(finetune, checkpoint, tmp_path, "--data", file, "--eval-data", file, "--objective", objective)
     whole = case.run(*ALONE, "--seq-len", 64, "--batch-size", 6)
     assert_same(case.run(*ALONE, "--seq-len", 128, "--batch-size", 6, "--micro-batch", 2), whole)
-    if objective != "kto":
-        assert_same(case.run(*RANKS, "--ssd", tmp_path / "ssd", "--seq-len", 64, "--batch-size", 6), whole)
+    assert_same(case.run(*RANKS, "--ssd", tmp_path / "ssd", "--seq-len", 64, "--batch-size", 6), whole)
     smaller = case.run(*ALONE, "--seq-len", 64, "--batch-size", 4)
     assert smaller[2][0] == pytest.approx(whole[2][0], rel=2e-5)
     if objective == "dpo":
@@ -174,11 +170,10 @@ def evaluated(engine: fuyou.Engine, checkpoint: Path, objective: str, file: Path
         with contextlib.closing(open_data(config, tokenizer, cache)) as data:
             assert "cut" not in data.description
             return evaluate(data, config.batch_size, lambda batch: engine.eval_loss(**batch)).loss
-    kind, loss = (pair_kind(), PairObjective()) if objective == "dpo" else (answer_kind(), UnpairedObjective())
-    with contextlib.closing(open_items(kind, config, tokenizer, cache)) as items:
+    with contextlib.closing(open_items(pair_kind(), config, tokenizer, cache)) as items:
         assert "cut" not in items.description
-        items.reference = np.full(items.row_count(items.steps_per_epoch), FIXED, dtype=np.float32)
-        return ObjectiveLoop(loss, engine).evaluate(items, config.batch_size).loss
+        items.reference = np.full(2 * items.rows, FIXED, dtype=np.float32)
+        return ObjectiveLoop(PairObjective(), engine).evaluate(items, config.batch_size).loss
 
 
 LENGTHS = st.integers(1, 6)

@@ -36,9 +36,6 @@ PAIRS = [
     {"prompt": f"{i} plus {i} is", "chosen": f" surely {2 * i}.", "rejected": f" maybe {i * i + 1}, who knows."}
     for i in range(ITEMS)
 ]
-ANSWERS = [
-    {"prompt": f"{i} plus {i} is", "completion": f" surely {2 * i + i % 3}.", "label": i % 3 == 0} for i in range(ITEMS)
-]
 TEXTS = [{"text": f"{i} and {i * i} are numbers", "label": ("odd", "even", "odder")[i % 3]} for i in range(ITEMS)]
 MARGINS = [{**pair, "margin": 0.25 * (i % 3)} for i, pair in enumerate(PAIRS)]
 
@@ -81,13 +78,8 @@ def with_trl(
     """Train in memory; the model is changed."""
     data, optimizers = in_our_order(records), (adamw(model), None)
     given: dict[str, Any] = {"train_dataset": data, "processing_class": tokenizer, "optimizers": optimizers}
-    reference = None
-    if objective in ("dpo", "kto"):
+    if objective == "dpo":
         reference = AutoModelForCausalLM.from_pretrained(reference_path, dtype=torch.float32)
-    if objective == "kto":
-        args = settings(trl.KTOConfig, folder, beta=0.3, max_length=64)
-        trainer = trl.KTOTrainer(model, reference, args, **given)
-    elif objective == "dpo":
         args = settings(trl.DPOConfig, folder, beta=0.3, max_length=64)
         trainer = trl.DPOTrainer(model, reference, args, **given)
     elif objective == "reward":
@@ -106,10 +98,8 @@ def with_trl(
 
 
 LORA, PREFERRED = ("--lora-rank", "4"), ("rewards/accuracies", "rewards/chosen", "rewards/margins", "logps/rejected")
-KTO = "--beta", "0.3"
 CASES = {
     "dpo in pieces": (PAIRS, ("--beta", "0.3", "--piece-size", "16KiB", *LORA), PREFERRED),
-    "kto with adapters": (ANSWERS, (*KTO, *LORA), ("rewards/chosen", "rewards/margins", "kl")),
     "reward": (MARGINS, (), ("accuracy", "margin", "mean_reward")),
     "reward with adapters": (MARGINS, LORA, ("accuracy", "margin", "mean_reward")),
     "classify": (TEXTS, (), ("accuracy",)),
@@ -117,7 +107,7 @@ CASES = {
 
 
 @pytest.mark.parametrize(("objective", "micro"), [
-    ("dpo in pieces", "4"), ("kto with adapters", "16"), ("reward", "4"), ("reward with adapters", "16"),
+    ("dpo in pieces", "4"), ("reward", "4"), ("reward with adapters", "16"),
     ("classify", "2"),
 ])  # fmt: skip
 @pytest.mark.slow
@@ -158,16 +148,16 @@ def test_a_run_is_what_trl_trains_in_memory(
         torch.testing.assert_close(values[name], value.data, rtol=1e-5, atol=1e-6, msg=name)
 
 
-@pytest.mark.parametrize("objective", ["kto", "reward", "classify"])
+@pytest.mark.parametrize("objective", ["dpo", "reward", "classify"])
 @pytest.mark.slow
 def test_a_run_that_continues_is_the_same_run(
     objective: str, checkpoint: Path, finetune: Finetune, tmp_path: Path
 ) -> None:
     """In the middle of an epoch, bit for bit."""
-    records = {"kto": ANSWERS, "classify": TEXTS}.get(objective, PAIRS)
+    records = TEXTS if objective == "classify" else PAIRS
     (tmp_path / "data.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    words = LORA if objective == "kto" else ()
-    file = "adapter_model.safetensors" if objective == "kto" else "model.safetensors"
+    words = LORA if objective == "dpo" else ()
+    file = "adapter_model.safetensors" if objective == "dpo" else "model.safetensors"
     common = ("--model", checkpoint, "--data", tmp_path / "data.jsonl", "--objective", objective, *words, *PLACE)
     runs = []
     for name, parts in (("whole", (3,)), ("broken", (1, 3))):
@@ -185,17 +175,12 @@ def test_a_run_that_continues_is_the_same_run(
 
 @pytest.mark.parametrize(("records", "objective", "message"), [
     (TEXTS[:1], "classify", "learns to tell at least two classes apart"),
-    (PAIRS, "kto", None),
-    (ANSWERS, "reward", "a pair has chosen and rejected"),
+    (TEXTS, "reward", "a pair has chosen and rejected"),
 ])  # fmt: skip
 def test_data_of_another_kind(
-    records: list[dict[str, Any]], objective: str, message: str | None, checkpoint: Path, finetune: Finetune,
-    tmp_path: Path,
-) -> None:  # fmt: skip
+    records: list[dict[str, Any]], objective: str, message: str, checkpoint: Path, finetune: Finetune, tmp_path: Path
+) -> None:
     (tmp_path / "data.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     words = ("--model", checkpoint, "--data", tmp_path / "data.jsonl", "--objective", objective, "--show-data", "4")
     done = finetune(*words, "--output", tmp_path / "out")
-    if message is not None:
-        assert done.status == 2 and message in done.err
-    else:
-        assert done.status == 0 and "16 answers from 1 file" in done.out and " plus " in done.out
+    assert done.status == 2 and message in done.err

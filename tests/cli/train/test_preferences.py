@@ -165,10 +165,10 @@ def test_a_plan_counts_the_reference(finetune: Finetune) -> None:
 
 @pytest.mark.parametrize(("words", "message"), [
     (("--objective", "dpo"), "give --data with prompt, chosen and rejected"),
-    (("--beta", "0.2"), "--beta is not known to --objective sft: it is for dpo or kto"),
+    (("--beta", "0.2"), "--beta is not known to --objective sft: it is for dpo"),
     (("--beta", "0", "--objective", "dpo"), "it must be more than 0, not 0"),
     (("--objective", "dpo", *LORA, "--nodes", "1", "--data", "."), "does not go with --nodes in memory"),
-    (("--objective", "ipo"), "'ipo' is not one of 'sft', 'pretrain', 'dpo', 'kto', 'reward', 'classify'"),
+    (("--objective", "ipo"), "'ipo' is not one of 'sft', 'pretrain', 'dpo', 'reward', 'classify'"),
 ])  # fmt: skip
 def test_a_missing_thing_is_rejected(
     words: tuple[str, ...], message: str, checkpoint: Path, finetune: Finetune
@@ -201,4 +201,4 @@ def test_dropout_is_off_unless_it_is_wanted(
     assert losses["--no-dropout"] == pytest.approx(math.log(2), abs=1e-5)
     assert abs(losses["--dropout"] - math.log(2)) > 1e-5
     refused = finetune("--model", model, "--data", data, "--dropout")
-    assert refused.status == 2 and "--dropout is for dpo, kto, or reward" in refused.err
+    assert refused.status == 2 and "--dropout is for dpo or reward" in refused.err

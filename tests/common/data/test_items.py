@@ -1,4 +1,4 @@
-"""Records of labelled answers and of classes: the shapes that they have, and what is refused."""
+"""Records of pairs and of classes: the shapes that they have, and what is refused."""
 
 import datetime
 import math
@@ -6,27 +6,13 @@ from typing import Any
 
 import pytest
 
-from common.data.items import Item, answers_of_records, classes_of_records, labels_of_records, pairs_of_records
+from common.data.items import classes_of_records, labels_of_records, pairs_of_records
 from common.data.read import DataRecord
-from common.data.shapes import Chat, PlainText
 from common.errors import UserError
 
 
 def given(*records: dict[str, Any]) -> list[tuple[str, DataRecord]]:
     return [("a.jsonl", DataRecord(record, f"line {i + 1}")) for i, record in enumerate(records)]
-
-
-TURNS = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
-
-
-@pytest.mark.parametrize(("record", "example"), [
-    ({"prompt": "2+2 ", "completion": "4", "label": True}, PlainText("2+2 ", "4", where="a.jsonl, line 1")),
-    ({"prompt": TURNS[:1], "completion": TURNS[1:], "label": 1}, Chat(TURNS, 1, "a.jsonl, line 1")),
-    ({"messages": TURNS, "kto_tag": "true"}, Chat(TURNS, 1, "a.jsonl, line 1")),
-])  # fmt: skip
-def test_labelled_answers(record: dict[str, Any], example: Any) -> None:
-    """As TRL and LLaMA-Factory have them."""
-    assert list(answers_of_records(given(record))) == [Item((example,), 1, "a.jsonl, line 1")]
 
 
 def test_classes_are_numbered() -> None:
@@ -41,9 +27,6 @@ def test_classes_are_numbered() -> None:
 
 
 @pytest.mark.parametrize(("make", "record", "message"), [
-    (answers_of_records, {"prompt": "a", "completion": "b"}, "a label that is true or false"),
-    (answers_of_records, {"prompt": "a", "completion": "b", "label": "maybe"}, "must be true or false"),
-    (answers_of_records, {"prompt": "a", "completion": "b", "label": 1, "kto_tag": 0}, "'label' is 1, and 'kto_tag'"),
     (labels_of_records, {"text": "a"}, "has text and label"),
     *(
         (

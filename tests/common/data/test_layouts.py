@@ -9,8 +9,8 @@ from transformers import PreTrainedTokenizerFast
 
 from common.data import DataConfig, open_data
 from common.data.encode import Encoder
-from common.data.items import answers_of_records, pairs_of_records
-from common.data.prepare import ItemKind, answer_kind, class_kind, open_items, pair_kind
+from common.data.items import pairs_of_records
+from common.data.prepare import ItemKind, class_kind, open_items, pair_kind
 from common.data.read import DataRecord
 from common.data.shapes import examples_of_records
 from common.errors import UserError
@@ -96,10 +96,6 @@ PAIR = [TALK, TALK.replace("Yes", "No")]
 ])  # fmt: skip
 def test_pairs(record: dict[str, Any]) -> None:
     assert pairs(record) == PAIR
-    tokenizer = make_tokenizer(PLAIN_TEMPLATE)
-    items = list(answers_of_records([("data.jsonl", DataRecord(record, "line 1"))]))
-    assert [item.mark for item in items] == [1, 0]
-    assert shown(tokenizer, Encoder(tokenizer).encode([item.examples[0] for item in items])) == PAIR
 
 
 def test_of_conversations_one_of_which_continues_the_other_the_last_turn_is_the_answer() -> None:
@@ -191,7 +187,6 @@ CLASSES = class_kind({"LABEL_0": 0, "LABEL_1": 1})
     (None, {"text": "a fox"}, [{"text": " "}, {"prompt": "a", "completion": ""}, {"messages": []}]),
     (None, {"text": "a fox"}, [{"instruction": "a", "output": ""}, {"messages": [ASK, {**ANSWER, "content": ""}]}]),
     (pair_kind(), {"prompt": "a", "chosen": " b", "rejected": ""}, [{"chosen": "", "rejected": "b", "prompt": "a"}]),
-    (answer_kind(), {"prompt": "a", "completion": " b", "label": 1}, [{"prompt": "", "completion": "", "label": 1}]),
     (CLASSES, {"text": "a fox", "label": 1}, [{"text": " ", "label": 0}]),
 ])  # fmt: skip
 def test_records_without_an_answer_are_counted(
@@ -213,20 +208,6 @@ def test_long_texts_with_a_class_are_counted(tmp_path: Path) -> None:
     wrong = write_records(tmp_path / "b.jsonl", [{"text": "a", "label": 2}])
     with pytest.raises(UserError, match="line 1 has the label '2'"):
         open_items(CLASSES, DataConfig((wrong,), 32, 1), make_tokenizer(), tmp_path / "cache")
-
-
-def test_an_answer_is_compared_with_another_one(tmp_path: Path) -> None:
-    records = [{"prompt": f"{number} is", "completion": " odd" * (number + 1), "label": True} for number in range(3)]
-    file, tokenizer = write_records(tmp_path / "a.jsonl", records), make_tokenizer()
-    with pytest.raises(UserError, match="at least 2 of both"):
-        open_items(answer_kind(), DataConfig((file,), 32, 1), tokenizer, tmp_path)
-    batches = open_items(answer_kind(), DataConfig((file,), 32, 2), tokenizer, tmp_path)
-    for step in range(9):  # also where an epoch ends within the batch
-        rows = batches.batch(step)["input_ids"].tolist()
-        same = len({tuple(row) for row in rows[::2]}) == 1
-        assert all((first != other) or same for first, other in zip(rows[::2], rows[1::2], strict=True))
-    with pytest.raises(UserError, match=r"line 1: the last turn is the answer .* the user's"):
-        list(answers_of_records([("f", DataRecord({"messages": [ASK, ANSWER, ASK], "label": True}, "line 1"))]))
 
 
 def test_tokens_that_the_model_does_not_know(tmp_path: Path) -> None:

@@ -17,11 +17,6 @@ PAIRS = [
 TEXTS = [{"text": f"{i} and {i * i} are numbers", "label": ("odd", "even", "odder")[i % 3]} for i in range(9)]
 
 
-ANSWERS = [
-    {"prompt": f"{i} plus {i} is", "completion": f" surely {2 * i + i % 3}.", "label": i % 3 == 0} for i in range(9)
-]
-
-
 def held_out(output: Path) -> list[dict[str, float]]:
     lines = map(json.loads, (output / "run" / "metrics.jsonl").read_text().splitlines())
     seen = [{name: line[name] for name in line if name.startswith("validation_metrics/")} for line in lines]
@@ -32,14 +27,14 @@ def held_out(output: Path) -> list[dict[str, float]]:
 
 @pytest.mark.parametrize(
     ("objective", "records", "options"),
-    [("kto", ANSWERS, ()), ("dpo", PAIRS, ("--lora-rank", "2")), ("reward", PAIRS, ()), ("classify", TEXTS, ())],
+    [("dpo", PAIRS, ("--lora-rank", "2")), ("reward", PAIRS, ()), ("classify", TEXTS, ())],
 )
 @pytest.mark.slow
 def test_losses_of_all_ranks_are_one_loss(
     objective: str, records: list[dict[str, str]], options: tuple[str, ...], checkpoint: Path, finetune: Finetune,
     tmp_path: Path,
 ) -> None:  # fmt: skip
-    """KTO's distance is that of all ranks' answers. With an ``eps`` next to which rounding is no step of Adam's."""
+    """With an ``eps`` next to which rounding is no step of Adam's."""
     file = tmp_path / "data.jsonl"
     file.write_text("".join(json.dumps(one) + "\n" for one in records))
     common = ("--model", checkpoint, "--data", file, "--eval-data", file, "--objective", objective, *options, *PLACE)
