@@ -67,7 +67,7 @@ def _model(checkpoint: Path, adapter: Path | None) -> Any:
     if not on_gpu and need > memory_available_bytes():
         raise UserError(
             f"{checkpoint} takes {format_bytes(need)}, and {format_bytes(memory_available_bytes())} of memory are "
-            "free: chat needs all of it in memory (--sample of a run does not)."
+            "free: chat needs all of it in memory."
         )
     device = "cuda" if on_gpu else "cpu"
     model: Any = AutoModelForCausalLM.from_pretrained(checkpoint, dtype="auto", local_files_only=True)

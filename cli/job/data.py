@@ -33,15 +33,13 @@ RANDOM_TOKENS = "random tokens"  # Digest of data that are made up
 _KEPT_S = 30 * 86400  # Seconds after its last use that a data set's tokens stay in the cache
 
 
-def tokenizer_of(
-    settings: Settings, checkpoint: Path | None, day: date | None, option: str = "--data"
-) -> PreTrainedTokenizerBase:
+def tokenizer_of(settings: Settings, checkpoint: Path | None, day: date | None) -> PreTrainedTokenizerBase:
     from transformers import AutoTokenizer
 
     if checkpoint is None:
         raise UserError(
             f"{settings.model} is a preset, and a preset has no tokenizer: give a checkpoint directory, or --data "
-            "random, without --eval-data and --sample, to measure throughput."
+            "random without --eval-data, to measure throughput."
         )
     try:
         if not any(any(checkpoint.glob(name)) for name in ("tokenizer*", "vocab.*", "*.model", "*.tiktoken")):
@@ -49,7 +47,7 @@ def tokenizer_of(
         tokenizer = AutoTokenizer.from_pretrained(checkpoint, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # each tokenizer class fails in its own way
         raise UserError(
-            f"{checkpoint} has no tokenizer that transformers can load, and {option} needs one: {error}"
+            f"{checkpoint} has no tokenizer that transformers can load, and --data needs one: {error}"
         ) from error
     tokenizer.chat_template = _template_of(tokenizer, settings, day)
     return tokenizer

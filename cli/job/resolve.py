@@ -88,8 +88,6 @@ def check(settings: Settings) -> Setup:
     seq_len = sequence_length(settings.seq_len, config)
     check_head(settings, config)
     _ = settings.engine.adapters
-    if settings.sample is not None:
-        tokenizer_of(settings, checkpoint, day, "--sample")  # rather than when training has ended
     gpu = pick_gpu(settings.gpu)
     for option, sets in (("--data", settings.data_sets), ("--eval-data", [(settings.eval_data, None)])):
         for files, _ in sets:

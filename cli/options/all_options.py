@@ -49,11 +49,6 @@ class OutputSettings:
     """With --resume: take no step, and write the checkpoint of the last committed step, as finetune export does."""
     resume_auto: bool = option(False, excludes="overwrite", of_call=True, may_differ=True, commands=Command.TRAIN)
     """The same as --resume auto, for a file."""
-    sample: str | None = option(None, "PROMPT", excludes="save")
-    """After training, load the saved result and print its answer to this prompt (likeliest tokens). A tokenizer with a
-    chat template gets it as a user's message."""
-    sample_tokens: int = option(32, "N", POSITIVE)
-    """Most tokens to generate."""
     report: Path | None = option(None, "FILE", commands=Command.TRAIN | Command.DEMO, of_call=True, may_differ=True)
     """Write the summary to this file, as JSON."""
     log_every: int = option(1, "N", POSITIVE)

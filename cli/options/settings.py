@@ -116,8 +116,6 @@ class Settings(AllOptions):
         longer = "is about records that are longer than --seq-len: add --data"
         yield data or bool(self.eval_data), "truncate", longer
         yield self.resume, "export", "writes the result of an existing run: add --resume"
-        yield self.save, "sample", "generates with the saved result: leave --no-save out"
-        yield self.sample is not None, "sample_tokens", "is about a sample: add --sample PROMPT"
         yield self.save_every is not None, "keep", "counts checkpoints of --save-every: add that"
         yield self.resume and bool(self.ssd), "leave_ssd", "needs --resume, and --ssd for the drives that stay"
         lora, add = "lora_alpha lora_dropout lora_targets", "add --lora-rank, --peft-config or --adapter"
@@ -134,7 +132,6 @@ class Settings(AllOptions):
             return
         choosing = self.strategy in (None, "auto")
         yield choosing, "cluster", "is for choosing a strategy: give --strategy auto, or none"
-        yield False, "sample", "does not go with --nodes yet: leave it out"
         yield not self.ssd, _IN_MEMORY, "is for training in memory, without --ssd: leave one of them out"
         yield bool(self.ssd), _OUT_OF_CORE, "does not go with --nodes, which trains in memory unless --ssd is given"
         only = "does not go with finetune profile --nodes, which measures the network: leave it out"
@@ -165,8 +162,6 @@ class Settings(AllOptions):
             return
         if not (self.command in ("plan", "profile") or self.data):
             raise UserError(f"--objective {objective} {traits.learns}: give --data with {traits.data}.")
-        if traits.classifies and self.sample is not None:
-            raise UserError(f"--sample generates text, which a model of --objective {objective} cannot: leave it out.")
         if self.nodes is not None and not self.ssd and self.command != "plan":
             raise UserError(
                 f"--objective {objective} does not go with --nodes in memory: give each node drives, --ssd, or write "

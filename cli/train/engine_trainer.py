@@ -15,7 +15,6 @@ from cli.job.resolve import resolve
 from cli.job.resumed import check_same_run, forget_earlier_run
 from cli.options.settings import Settings
 from cli.report.results import EvaluationResult, IoCounts, MemoryUse, RunTotals, StepResult
-from cli.train.export import print_sample
 from cli.train.interrupts import Interrupts, Stopped
 from cli.train.loop import RunResult, Trainer, evaluate, train
 from cli.train.objectives import ObjectiveLoop, Ranks, ReferencePass, objective_of
@@ -259,9 +258,6 @@ def finetune(settings: Settings, interrupts: Interrupts) -> RunResult:
             check_same_run(job, engine)
             result = train(job, EngineTrainer(job, engine), interrupts)
             assert result is not None
-            if settings.sample is not None and result.is_saved:
-                engine.close()  # its memory is the sample's now
-                print_sample(job, settings.sample)
             interrupts.finish()
         except KeyboardInterrupt:
             step = engine.step_count + 1

@@ -65,8 +65,8 @@ ACTIONS = {
         at_once(f"finetune {SMALL} --data data/texs.jsonl", "Did you mean 'texts.jsonl'?"),
         Step(f"finetune {SMALL} --data data/quux.jsonl", 2, ("data/quux.jsonl",), ("Did you mean",), within=1.0)],
     "9 full fine-tuning with everything, and transformers loads it": [
-        does(f"{RUN} --eval-split 10% --eval-every 2 --warmup 2 --save-every 3 --steps 6 --sample Document",
-             "held out 4 documents", "eval at step 6", "sample", leaves=["out/checkpoints/best", "out/run/index.html"]),
+        does(f"{RUN} --eval-split 10% --eval-every 2 --warmup 2 --save-every 3 --steps 6",
+             "held out 4 documents", "eval at step 6", leaves=["out/checkpoints/best", "out/run/index.html"]),
         does(LOADS, "generated_text")],
     "11 kill -9, the same line again, and --config with --resume": [
         Step(LONG, -9, send=(signal.SIGKILL, "step 3/")),

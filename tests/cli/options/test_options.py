@@ -83,7 +83,6 @@ def test_a_quoted_star(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ([], "--model"),
     (["--model", "m"], "There is nothing to train on: give --data FILE, or --data random"),
     (["--model", "m", "--data", "random", "--epochs", "2"], "passes over data, and there is none"),
-    (["--model", "llama-10m", "--data", "random", "--sample", "Once"], "a preset has no tokenizer"),
     (["--model", "m", "--resume", "--overwrite"], "give one of them"),
     (["--model", "m", "--ssd", "/nowhere/nvme*"], "nothing matches this pattern"),
 ])  # fmt: skip

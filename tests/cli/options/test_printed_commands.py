@@ -83,7 +83,7 @@ def test_examples_of_the_help_parse(line: str) -> None:
 
 @pytest.mark.parametrize("given", [
     "", "--resume", "--resume auto", "--resume=auto", "--resume-auto", "--overwrite", "--no-resume --overwrite",
-    "--resume auto --data a auto b --sample 'say --resume'", "--ssd=a --ssd b c --resume",
+    "--resume auto --data a auto b --chat-template 'say --resume'", "--ssd=a --ssd b c --resume",
 ])  # fmt: skip
 def test_the_command_that_continues_a_run_parses(given: str) -> None:
     words = ("--model", "my model", *shlex.split(given), "--steps", "3")

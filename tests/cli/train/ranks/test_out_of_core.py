@@ -39,7 +39,6 @@ def test_a_killed_rank_and_an_exported_model(pair: Pair, checkpoint: Path, data:
 
 @pytest.mark.parametrize(("words", "message"), [
     (["--strategy", "zero3"], "--strategy is for training in memory, without --ssd"),
-    (["--sample", "Once"], "--sample does not go with --nodes yet"),
     (["--gpu", "4090"], "every rank has its own GPU"),
 ])  # fmt: skip
 def test_options_that_do_not_go_together(
