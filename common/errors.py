@@ -7,7 +7,7 @@ from collections.abc import Iterable
 # Keywords of the Python API that are not simply an option's name with underscores.
 _KEYWORDS = {
     "gpu": "device",
-    **{name: f"{name.replace('-', '_')}=True" for name in ("resume", "overwrite", "single-slot", "merge")},
+    **{name: f"{name.replace('-', '_')}=True" for name in ("resume", "overwrite", "single-slot")},
     "drop-long": "truncate=False",
     "drop-unseen": "drop_unseen=True",
     "truncate": "truncate=True",

@@ -47,7 +47,7 @@ CASES = {
     "mixture": "--model mixtral --data text.jsonl --dtype fp32",
     "mixture in pieces": "--model mixtral --data text.jsonl --dtype fp32 --piece-size 16KiB",
     "chats": "--model qwen3 --data chats.jsonl --dtype fp32",
-    "LoRA": "--model llama --data chats.jsonl --dtype fp32 --lora-rank 4 --merge",
+    "LoRA": "--model llama --data chats.jsonl --dtype fp32 --lora-rank 4",
     "LoRA, nf4": "--model qwen3 --data chats.jsonl --dtype fp32 --lora-rank 4 --frozen-dtype nf4",
     "LoRA, int8": "--model gpt2 --data chats.jsonl --dtype fp32 --lora-rank 4 --frozen-dtype int8 --lora-dropout 0.1",
     "dpo": "--model llama --data pairs.jsonl --dtype fp32 --objective dpo",

@@ -1,5 +1,6 @@
 """Evaluate a model on data, and merge adapters into a model: no training, and no store that stays."""
 
+import shutil
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -17,6 +18,7 @@ from common.activity import activity
 from common.errors import UserError
 from common.hardware.machine import memory_available_bytes
 from common.models.adapters.options import SavedAdapter
+from common.models.checkpoint.export import CHAT_TEMPLATE
 from common.models.checkpoint.sources import WeightSource
 from common.models.meta_model import build_meta_model
 from common.models.presets import load_config
@@ -84,4 +86,7 @@ def merge_adapter(settings: Settings) -> None:
         with DirectoryLock([output]):
             exporter = StoreExporter(model, reader, model.shape, checkpoint, memory_available_bytes() // 2)
             exporter.checkpoint(output, precision.dtype)
+            template = settings.adapter.expanduser() / CHAT_TEMPLATE
+            if template.is_file():  # that of training
+                shutil.copyfile(template, output / CHAT_TEMPLATE)
     print(f"saved    {output}, for {model.task_type.auto_class}.from_pretrained", flush=True)

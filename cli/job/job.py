@@ -197,7 +197,7 @@ class Job(Setup):
                     f" (but for {format_count(self.quantized.widened)}, whose tensors blocks in pieces would cut)"
                 )
             return {"weights": f"{stored}, frozen in its own bytes{exception}; they compute in {self.settings.dtype}"}
-        writes = self.settings.save and (self.settings.merge or not self.settings.trains_adapters)
+        writes = self.settings.save and not self.settings.trains_adapters
         return {"weights": f"{stored}, dequantized{f'; written as {self.settings.dtype}' if writes else ''}"}
 
     def _adapters(self) -> dict[str, str]:

@@ -199,7 +199,7 @@ def _check_space(job: Job) -> None:
         return  # what is there will be replaced: its space counts, and only the store knows how much that is
     whole = job.parameters * (2 if settings.dtype == "bf16" else 4)
     each = 4 * job.adapter_parameters if settings.trains_adapters else whole
-    checkpoint = each + (whole if settings.trains_adapters and settings.merge else 0)
+    checkpoint = each
     if settings.save_every is not None:  # the newest, one more while that is written, and the best
         regular = min(settings.keep, (job.steps - 1) // settings.save_every)
         checkpoint += each * (regular + (job.held_out is not None))

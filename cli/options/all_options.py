@@ -189,8 +189,6 @@ class AdapterSettings:
     trainable_token_indices."""
     adapter: Path | None = option(None, "DIR", commands=Command.SOURCE | Command.CHAT, fixed=True)
     """Directory of saved peft adapters to train further, with their method, rank, alpha, dropout, and targets."""
-    merge: bool = option(False, commands=Command.RUN | Command.EXPORT)
-    """Also write the model with the adapters merged into it."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -124,7 +124,6 @@ class Settings(AllOptions):
         yield self.lora_rank is not None, lora, how
         frozen = f"{self.frozen_dtype} is about weights that are frozen: {add}"
         yield self.trains_adapters, "frozen_dtype", frozen
-        yield self.trains_adapters, "merge", f"merges adapters into the weights: {add}"
 
     def _rules_of_nodes(self) -> Iterator[Rule]:
         if self.nodes is None:

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import math
+import shlex
 import shutil
 import sys
 import time
@@ -15,6 +16,7 @@ from typing import Any, Protocol
 import torch
 from tqdm import tqdm
 
+from cli.job.data import write_chat_template
 from cli.job.job import Job, TrainedModel
 from cli.options.settings import RUN
 from cli.report.log import METRICS, MetricsLogger
@@ -28,12 +30,10 @@ from cli.report.results import (
     StepMetrics,
     StepResult,
 )
-from cli.train.export import export
 from cli.train.interrupts import Stopped
 from common.activity import activity
 from common.data import Batches
 from common.errors import UserError
-from common.models.adapters.adapters import MERGED
 from fuyou.model.loss.cross_entropy import targets_of
 
 FOLDER, BEST, EVALUATION = "checkpoints", "best", "evaluation.json"
@@ -353,7 +353,7 @@ class AfterStep:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
         try:
-            export(self._job, self._trainer.model, partial, is_rank0)
+            _save(self._job, self._trainer.model, partial, is_rank0)
             if is_rank0 and evaluation is not None:
                 (partial / EVALUATION).write_text(json.dumps(evaluation) + "\n")
         except BaseException:
@@ -426,7 +426,14 @@ def _export(job: Job, trainer: Trainer, is_rank0: bool) -> None:
         done = f" as step {trainer.model.step_count:,} of {job.steps:,} left it" if settings.export else ""
         print(f"{what}{done}", flush=True)
     with activity(what):
-        export(job, trainer.model, job.output, is_rank0, settings.merge)
+        _save(job, trainer.model, job.output, is_rank0)
+
+
+def _save(job: Job, model: TrainedModel, directory: Path, is_rank0: bool) -> None:
+    """Write what was trained for others to load, with its chat template. Collective."""
+    model.save_pretrained(directory)
+    if is_rank0:
+        write_chat_template(job.settings, directory)
 
 
 def _where(job: Job, location: tuple[str, str], steps: int, is_saved: bool) -> str:
@@ -434,14 +441,11 @@ def _where(job: Job, location: tuple[str, str], steps: int, is_saved: bool) -> s
     lines = {"run": f"{job.output / RUN} (configuration, versions, metrics; index.html to look at)"}
     lines[kept] = f"{place} (safe to delete unless you will resume)"
     if is_saved:
-        model = job.task_type.auto_class
-        loads = "PeftModel" if settings.trains_adapters else model
+        loads = "PeftModel" if settings.trains_adapters else job.task_type.auto_class
         lines["saved"] = f"{job.output}, for {loads}.from_pretrained"
-        if settings.merge:
-            stored = settings.frozen_dtype
-            rounded = f" that the run rounded to {stored}" if stored in ("int8", "nf4") else ""
-            how = f"adapters merged into the weights{rounded}, all in {settings.dtype}"
-            lines["merged"] = f"{job.output / MERGED}, for {model}.from_pretrained: {how}"
+        if settings.trains_adapters and job.checkpoint is not None:
+            words = ["finetune", "export", "--model", job.checkpoint, "--adapter", job.output, "--output", "DIR"]
+            lines["to merge"] = shlex.join(map(str, words))
     if settings.report is not None:
         lines["report"] = str(settings.report)
     if settings.trace is not None and steps:

@@ -305,7 +305,7 @@ def _untied(config: PreTrainedConfig, model: PreTrainedModel) -> PreTrainedModel
     if tied is not None:
         raise UserError(
             f"Adapters of {tied[0]} cannot be merged: {type(model).__name__} always uses that weight as {tied[1]} too, "
-            "which they do not change. Leave --merge out."
+            "which they do not change."
         )
     return untied
 

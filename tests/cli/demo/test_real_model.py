@@ -145,15 +145,17 @@ def test_adapter_merged_resumed_and_nf4_answer_as_taught(model: Path, checkpoint
              "--batch-size", "2", "--seq-len", "64"]  # fmt: skip
     held_out = ["--eval-data", str(write(tmp_path / "sums.jsonl", HELD_OUT["sums"])), "--eval-every", "4"]
     report, outputs = tmp_path / "report.json", {name: tmp_path / name for name in ("whole", "stopped", "nf4")}
-    reported = ["--merge", "--report", str(report), *held_out]
+    reported = ["--report", str(report), *held_out]
     assert main([*words, "--output", str(outputs["whole"]), "--steps", "8", *reported]) == 0
     assert main([*words, "--output", str(outputs["stopped"]), "--steps", "3"]) == 0
     assert main([*words, "--output", str(outputs["stopped"]), "--steps", "8", "--resume"]) == 0
     assert main([*words, "--output", str(outputs["nf4"]), "--steps", "8", "--frozen-dtype", "nf4", *held_out]) == 0
+    export = ["export", "--model", str(model), "--adapter", str(outputs["whole"]), "--dtype", "fp32"]
+    assert main([*export, "--output", str(tmp_path / "merged")]) == 0
     losses = json.loads(report.read_text())["losses"]
     assert losses[-1] < losses[0] / 2
 
-    before, merged = judge(checkpoint), judge(outputs["whole"] / "merged")
+    before, merged = judge(checkpoint), judge(tmp_path / "merged")
     after = {name: judge(checkpoint, output) for name, output in outputs.items()}
     print(before, merged, after)
     lines = (outputs["whole"] / "run/metrics.jsonl").read_text().splitlines()

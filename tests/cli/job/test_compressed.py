@@ -27,13 +27,15 @@ def test_lora_keeps_the_checkpoints_bytes(finetune: Finetune, tmp_path: Path) ->
         assert outcome.status == 0 and plans[kept]["fits"]
     own, plain = (plan["ssd_bytes"] for plan in plans.values())
     assert own < plain
-    outcome = finetune(*lora, "--steps", 1, "--output", tmp_path / "out", "--merge")
+    outcome = finetune(*lora, "--steps", 1, "--output", tmp_path / "out")
     assert outcome.status == 0, outcome.err
     said = " ".join(outcome.out.split() + outcome.err.split())
     assert "weights fp8 in the checkpoint, frozen in its own bytes; they compute in bf16" in said
     files = sum(file.stat().st_size for file in (tmp_path / "out/store").rglob("weights.*"))
     assert own <= files < own + (1 << 20)
-    assert "quantization_config" not in json.loads((tmp_path / "out/merged/config.json").read_text())
+    words = ("export", "--model", directory, "--adapter", tmp_path / "out", "--output", tmp_path / "merged")
+    assert finetune(*words).status == 0
+    assert "quantization_config" not in json.loads((tmp_path / "merged/config.json").read_text())
 
 
 @pytest.mark.slow

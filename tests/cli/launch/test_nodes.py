@@ -110,12 +110,10 @@ def test_a_run_that_began_without_a_measured_cluster_continues_as_it_was(
 @pytest.mark.real_start  # of ranks: elsewhere here they are forked
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.slow
-def test_adapters_are_trained_written_and_merged(
-    finetune: Finetune, checkpoint: Path, data: Path, tmp_path: Path
-) -> None:
+def test_adapters_are_trained_and_written(finetune: Finetune, checkpoint: Path, data: Path, tmp_path: Path) -> None:
     output, report = tmp_path / "out", tmp_path / "report.json"
     words = ("--model", checkpoint, "--data", data, *COMMON, "--output", output, "--nodes", 1, "--gpus-per-node", 2,
-             "--steps", 2, "--lora-rank", 3, "--lora-targets", "q_proj", "down_proj", "--merge")  # fmt: skip
+             "--steps", 2, "--lora-rank", 3, "--lora-targets", "q_proj", "down_proj")  # fmt: skip
     done = finetune(*words, "--report", report)
     assert done.status == 0, done.err
     adapters = 3 * 3 * (32 + 32 + 48 + 32)  # in each of three layers, rank 3 between inputs and outputs
@@ -124,11 +122,8 @@ def test_adapters_are_trained_written_and_merged(
     assert json.loads(report.read_text())["trainable_parameters"] == adapters
     base = AutoModelForCausalLM.from_pretrained(checkpoint)
     tuned = PeftModel.from_pretrained(base, output).merge_and_unload()
-    merged = AutoModelForCausalLM.from_pretrained(output / "merged")
-    for (name, one), (_, other) in zip(merged.named_parameters(), tuned.named_parameters(), strict=True):
-        torch.testing.assert_close(one, other, msg=name)
     before = AutoModelForCausalLM.from_pretrained(checkpoint).state_dict()
-    changed = {name for name, value in merged.state_dict().items() if not torch.equal(value, before[name])}
+    changed = {name for name, value in tuned.state_dict().items() if not torch.equal(value, before[name])}
     assert len(changed) == 6 and all("q_proj" in name or "down_proj" in name for name in changed)
     again = finetune(*words)
     assert again.status == 2 and "holds adapters already" in again.err

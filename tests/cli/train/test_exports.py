@@ -82,22 +82,21 @@ def evaluations(output: Path) -> dict[int, float]:
 
 RUNS: dict[str, tuple[str, str, tuple[Any, ...]]] = {  # model, objective, options
     "full of a bf16 checkpoint": ("bf16", "sft", ()),
-    "merged into a bf16 checkpoint": ("bf16", "sft", (*ATTENTION, "--merge")),
-    "merged nf4": ("llama", "sft", (*ATTENTION, "--merge", "--frozen-dtype", "nf4")),
-    "merged tied head": ("tied", "sft", (*LORA, "q_proj", "lm_head", "--merge")),
-    "merged tied embedding and head": ("tied", "sft", (*LORA, "embed_tokens", "lm_head", "--merge")),
-    "merged whole head": ("tied", "sft", ("--peft-config", "head.json", "--merge")),
-    "merged rows": ("tied", "sft", ("--peft-config", "rows.json", "--merge")),
-    "merged experts": ("mixture", "sft", (*LORA, "all-linear", "--merge")),
+    "merged into a bf16 checkpoint": ("bf16", "sft", ATTENTION),
+    "merged tied head": ("tied", "sft", (*LORA, "q_proj", "lm_head")),
+    "merged tied embedding and head": ("tied", "sft", (*LORA, "embed_tokens", "lm_head")),
+    "merged whole head": ("tied", "sft", ("--peft-config", "head.json")),
+    "merged rows": ("tied", "sft", ("--peft-config", "rows.json")),
+    "merged experts": ("mixture", "sft", (*LORA, "all-linear")),
     "classifier": ("llama", "classify", ()),
-    "merged reward": ("llama", "reward", (*ATTENTION, "--merge")),
+    "merged reward": ("llama", "reward", ATTENTION),
     "ranks in memory": ("llama", "sft", ()),
-    "ranks in memory, merged tied head": ("tied", "sft", (*LORA, "q_proj", "lm_head", "--merge")),
-    "ranks in memory, merged experts": ("mixture", "sft", (*LORA, "all-linear", "--merge", "--strategy", "zero1")),
+    "ranks in memory, merged tied head": ("tied", "sft", (*LORA, "q_proj", "lm_head")),
+    "ranks in memory, merged experts": ("mixture", "sft", (*LORA, "all-linear", "--strategy", "zero1")),
 }
 if TorchVersion(torch.__version__) < "2.13":
     del RUNS["ranks in memory, merged experts"]  # rejected: tests/fcdp/test_trainer.py
-FIRST = ("full of a bf16 checkpoint", "merged nf4", "merged tied embedding and head", "merged reward")
+FIRST = ("full of a bf16 checkpoint", "merged tied embedding and head", "merged reward")
 
 
 @pytest.mark.parametrize("names", [
@@ -137,15 +136,15 @@ def test_exports_evaluate_to_what_the_run_evaluated(
         if {"--lora-rank", "--peft-config"} & set(options):
             base = models[model] if objective == "sft" else output / "base"
         saved = {"": 4, "checkpoints/step-2": 2, "checkpoints/best": best["step"]}
-        if "--frozen-dtype" in options:
-            saved = {}  # adapters of a rounded base: no other program rounds as the run does
         for folder, step in saved.items():
             wanted[f"{name}: {folder}"] = losses[step]
             asked.append((objective, str(output / folder), None if base is None else str(base), records))
-        if "--merge" in options:
+        if "merged" in name:
+            assert f"to merge finetune export --model {base} --adapter {output} --output DIR" in done.out
+            merge = ("export", "--model", base, "--adapter", output, "--output", output / "merged", "--dtype", "fp32")
+            assert finetune(*merge).status == 0
             wanted[f"{name}: merged"] = losses[4]
             asked.append((objective, str(output / "merged"), None, records))
-            assert "adapters merged into the weights" in done.out and "all in fp32" in done.out
         if objective != "sft":
             assert not (output / "base" / "chat_template.jinja").read_text().startswith("OLD")
     done = subprocess.run([sys.executable, "-c", LOADS], input=json.dumps(asked), capture_output=True, text=True)

@@ -120,7 +120,7 @@ def test_what_it_reads_is_what_was_trained(family: str, make: Callable[[], PeftC
     (lambda: LoraConfig(r=4, target_modules=["q_proj"], bias="all"), "bias all"),
 ])  # fmt: skip
 def test_what_it_rejects(make: Callable[[], PeftConfig], said: str, tmp_path: Path) -> None:
-    """As docs/limits.md says; for these there is --merge."""
+    """As docs/limits.md says; merge these."""
     write("llama", make(), tmp_path)
     with pytest.raises(ValueError, match=said):
         read(tmp_path)
