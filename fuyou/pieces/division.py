@@ -10,7 +10,7 @@ from fuyou.layout.model_layout import ModelLayout
 from fuyou.layout.record_parts import Piece, PieceOrder, PiecePart, Stage
 from fuyou.model.streamed_model import StreamedModel
 from fuyou.pieces.handles import expert_parameters
-from fuyou.pieces.meta_block import cut_off_layer, learn, unchanged
+from fuyou.pieces.meta_block import cut_off_layer, learn
 from fuyou.pieces.recording import only_piece, record
 from fuyou.pieces.run import Use
 
@@ -183,13 +183,12 @@ def in_pieces(stack: StreamedModel, shape: ModelLayout, piece_bytes: int) -> Mod
         UserError: if this family's blocks cannot be cut.
     """
     pieces, orders = [], []
-    with unchanged(stack):
-        for layer, (index,) in enumerate(shape.blocks):
-            record = shape.records[index]
-            sizes = {slot.name: slot.numel * record.precision.parameter_bytes for slot in record.parameters}
-            cut = divide(stack, layer, piece_bytes, sizes, sizes.__getitem__)
-            pieces.append(cut)
-            orders.append(find_order(stack, layer, cut))
+    for layer, (index,) in enumerate(shape.blocks):
+        record = shape.records[index]
+        sizes = {slot.name: slot.numel * record.precision.parameter_bytes for slot in record.parameters}
+        cut = divide(stack, layer, piece_bytes, sizes, sizes.__getitem__)
+        pieces.append(cut)
+        orders.append(find_order(stack, layer, cut))
     adapters = (adapter_memory(block, largest_share(cut)) for block, cut in zip(stack.blocks, pieces, strict=True))
     return replace(cut_blocks(shape, pieces, orders, piece_bytes), block_adapter_memory=AdapterMemory.most(adapters))
 

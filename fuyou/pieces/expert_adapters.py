@@ -131,41 +131,34 @@ def _factors(wrapper: Any) -> Factors:
     return Factors(left, right, wrapper.scaling[adapter])
 
 
-class AdaptedModule:
-    """A module whose parameters have adapters.
+@contextmanager
+def adapted_forward(wrapper: ParamWrapper) -> Iterator[None]:
+    """Let a module with adapters of whole parameters compute with them while the context is open.
 
     Args:
         wrapper: the outermost of peft's modules around it.
     """
+    module, wrappers = wrapper.get_base_layer(), []
+    inner: nn.Module = wrapper
+    while isinstance(inner, ParamWrapper):
+        wrappers.append(inner)
+        inner = inner.base_layer
 
-    def __init__(self, wrapper: ParamWrapper):
-        self._outermost = wrapper
-        self._module: nn.Module = wrapper.get_base_layer()
-        self._wrappers = []
-        inner: Any = wrapper
-        while isinstance(inner, ParamWrapper):
-            self._wrappers.append(inner)
-            inner = inner.base_layer
-
-    @contextmanager
-    def bound(self) -> Iterator[None]:
-        """Let the module compute with its adapters while the context is open."""
-        with replaced_forward(self._outermost, self._forward):
-            yield
-
-    def _forward(self, *args: Any, **kwargs: Any) -> Any:
-        adapted: Any = copy.copy(self._module)
-        parameters = dict(self._module._parameters)
-        for wrapper in reversed(self._wrappers):
-            name = wrapper.parameter_name
-            delta = wrapper.get_delta_weight(only_adapter(wrapper))
-            parameters[name] = _LoraParameterProxy(delta)(parameters[name])
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        adapted = copy.copy(module)
+        parameters = dict(module._parameters)
+        for each in reversed(wrappers):
+            delta = each.get_delta_weight(only_adapter(each))
+            parameters[each.parameter_name] = _LoraParameterProxy(delta)(parameters[each.parameter_name])
         adapted.__dict__["_parameters"] = parameters
         return adapted(*args, **kwargs)
 
+    with replaced_forward(wrapper, forward):
+        yield
 
-def adapted_modules(block: nn.Module, others: Collection[ParamWrapper]) -> list[AdaptedModule]:
-    """Return the modules of a block that have adapters of whole parameters.
+
+def adapted_modules(block: nn.Module, others: Collection[ParamWrapper]) -> list[ParamWrapper]:
+    """Return the outermost wrappers of a block's modules that have adapters of whole parameters.
 
     Args:
         others: wrappers that are seen to elsewhere.
@@ -173,17 +166,17 @@ def adapted_modules(block: nn.Module, others: Collection[ParamWrapper]) -> list[
     Raises:
         UserError: if they adapt experts of a module that cannot compute them in ranges.
     """
-    wrappers = {
-        path: wrapper
+    found = [
+        (path, wrapper)
         for path, wrapper in block.named_modules()
         if isinstance(wrapper, ParamWrapper) and wrapper not in others
-    }
-    for path, wrapper in wrappers.items():
+    ]
+    for path, wrapper in found:
         if wrapper.num_experts > 1:
             raise UserError(
                 f"{path} has an adapter of {wrapper.parameter_name}, the weights of all experts, which this model does "
                 "not compute through transformers' interface for experts: it cannot be added in pieces. Adapt other "
                 "modules (--lora-targets), or give the device more memory."
             )
-    inner = {id(wrapper.base_layer) for wrapper in wrappers.values()}
-    return [AdaptedModule(wrapper) for wrapper in wrappers.values() if id(wrapper) not in inner]
+    inner = {wrapper.base_layer for _, wrapper in found}
+    return [wrapper for _, wrapper in found if wrapper not in inner]

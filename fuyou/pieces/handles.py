@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from common.models.structure import parameter_names
 from fuyou.layout.record_parts import Piece, PiecePart
 from fuyou.model.expert_modules import expert_modules
 from fuyou.model.streamed_model import StreamedModel
-from fuyou.pieces.expert_adapters import ExpertAdapters, adapted_modules
+from fuyou.pieces.expert_adapters import ExpertAdapters, adapted_forward, adapted_modules
 from fuyou.pieces.grouped_experts import GroupedExperts
 from fuyou.pieces.handle import Handle, Origin, PieceSource, hand_on
 from fuyou.pieces.meta_block import output_is_saved
@@ -45,44 +46,31 @@ def expert_parameters(stack: StreamedModel, layer: int, names: Collection[str]) 
     return mixtures
 
 
-def own_computations(
+def _computations(
     stack: StreamedModel,
     layer: int,
     source: PieceSource,
     parts: Mapping[str, Sequence[PiecePart]],
     trained: Collection[str],
 ) -> list[Callable[[], AbstractContextManager[None]]]:
-    """Return what lets modules of a block compute in another way: experts in ranges, and those with adapters of
-    whole parameters.
-
-    Args:
-        parts: for the first name of each parameter in pieces, its parts in order.
-        trained: first names of those that are trained.
-
-    Raises:
-        UserError: if they cannot be computed range by range.
-    """
+    """Return what lets modules of a block compute otherwise: experts in ranges, and adapters of whole parameters."""
     adapters = {prefix: ExpertAdapters.around(stack.model, prefix) for prefix, _ in expert_modules(stack, layer)}
     others = adapted_modules(
         stack.blocks[layer], {wrapper for around in adapters.values() for wrapper in around.wrappers.values()}
     )
-    ranges: list[Callable[[], AbstractContextManager[None]]] = []
+    computations: list[Callable[[], AbstractContextManager[None]]] = [partial(adapted_forward, each) for each in others]
     for prefix, module in expert_modules(stack, layer):
         names = [f"{prefix}.{name}" for name in module._parameters]
         cut = {name: parts[name] for name in names if name in parts and parts[name][0].experts is not None}
         if not cut:
             continue
-        _check_experts(prefix, module, cut)
-        saved = output_is_saved(stack, layer, prefix, [*adapters.values(), *others])
-        ranges.append(GroupedExperts(module, source, cut, trained, adapters[prefix], skips=not saved).bound)
-    return [*ranges, *(other.bound for other in others)]
+        _check_experts(prefix, module)
+        saved = output_is_saved(stack, layer, prefix)
+        computations.append(GroupedExperts(module, source, cut, trained, adapters[prefix], skips=not saved).bound)
+    return computations
 
 
-def _check_experts(prefix: str, module: Any, parts: Mapping[str, Sequence[PiecePart]]) -> None:
-    if getattr(module, "_is_expert_parallel", False):  # since transformers 5.18, and the norm since 5.20
-        raise UserError(
-            f"The experts of {prefix} are spread over devices (expert parallelism) and cannot be cut in pieces as well."
-        )
+def _check_experts(prefix: str, module: Any) -> None:
     norm = getattr(module, "post_expert_norm", None)
     if getattr(module, "has_post_expert_norm", False) and (norm is None or any(True for _ in norm.parameters())):
         raise UserError(
@@ -95,8 +83,6 @@ def _check_experts(prefix: str, module: Any, parts: Mapping[str, Sequence[PieceP
             f"The experts of {prefix} use transformers' implementation {chosen!r}, which cannot be cut in pieces: use "
             "grouped_mm."
         )
-    if len({tuple(part.experts for part in ranges) for ranges in parts.values()}) > 1:
-        raise UserError(f"The parameters of the experts of {prefix} are not cut at the same experts: {parts}.")
 
 
 class PieceHandles:
@@ -131,7 +117,7 @@ class PieceHandles:
         for name, ranges in parts.items():
             ranges.sort(key=lambda part: part.experts or (0, 0))
             self.parameters.update(dict.fromkeys(aliases[name], self._leaf(name, tuple(ranges))))
-        self._computations = own_computations(stack, layer, self.source, parts, self._trained)
+        self._computations = _computations(stack, layer, self.source, parts, self._trained)
 
     def _leaf(self, name: str, parts: tuple[PiecePart, ...]) -> Handle:
         meta = self._stack.model.get_parameter(name)

@@ -1,7 +1,6 @@
 """Blocks on the meta device: their calls, what makes two of them equal but for their weights, and what they save."""
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Hashable
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -11,15 +10,15 @@ from torch.utils._pytree import tree_leaves
 
 from common.errors import FinetuneError, UserError
 from fuyou.model.blocks.weightless import on_meta
+from fuyou.model.expert_modules import expert_modules
 from fuyou.model.recompute.block_trace import Tracer
 from fuyou.model.streamed_model import StreamedModel
-from fuyou.pieces.expert_adapters import AdaptedModule, ExpertAdapters
 
 T = TypeVar("T")
 Call = tuple[torch.Tensor, tuple[Any, ...], dict[str, Any]]
 
+# For each model: answers by question and block, and for each block and each structure the first block that has it
 _LEARNT: WeakKeyDictionary[StreamedModel, dict[Hashable, Any]] = WeakKeyDictionary()
-_STRUCTURES: WeakKeyDictionary[StreamedModel, dict[int, int]] = WeakKeyDictionary()  # numbers of blocks' structures
 
 
 def meta_call(stack: StreamedModel, layer: int) -> Call:
@@ -40,19 +39,6 @@ def cut_off_layer(stack: StreamedModel, layer: int, name: str) -> str:
     return name.removeprefix(f"{stack.block_prefix}.{layer}.")
 
 
-@contextmanager
-def unchanged(stack: StreamedModel) -> Iterator[None]:
-    """Inspect each block of ``stack`` only once: nothing changes it in this context."""
-    if stack in _STRUCTURES:
-        yield
-        return
-    _STRUCTURES[stack] = {}
-    try:
-        yield
-    finally:
-        del _STRUCTURES[stack]
-
-
 def learn(stack: StreamedModel, layer: int, question: Hashable, answer: Callable[[], T]) -> T:
     """Return what ``answer`` returns; blocks of one structure share the answer to a ``question``.
 
@@ -60,10 +46,9 @@ def learn(stack: StreamedModel, layer: int, question: Hashable, answer: Callable
         UserError: if the block does not run on the meta device.
     """
     known = _LEARNT.setdefault(stack, {})
-    structures = _STRUCTURES.get(stack, {})
-    if layer not in structures:
-        structures[layer] = known.setdefault(_structure(stack, layer), len(known))
-    key = (question, structures[layer])
+    if layer not in known:
+        known[layer] = known.setdefault(_structure(stack, layer), layer)
+    key = (question, known[layer])
     if key not in known:
         try:
             known[key] = answer()
@@ -104,20 +89,17 @@ def _structure(stack: StreamedModel, layer: int) -> Hashable:
     return tuple(described)
 
 
-Adapters = ExpertAdapters | AdaptedModule
-
-
-def output_is_saved(stack: StreamedModel, layer: int, name: str, adapters: Sequence[Adapters] = ()) -> bool:
+def output_is_saved(stack: StreamedModel, layer: int, name: str) -> bool:
     """Return whether anything that depends on the output of the module ``name`` is saved for the backward pass.
 
     Raises:
         UserError: if the block does not run on the meta device.
     """
     question = ("saves", cut_off_layer(stack, layer, name))
-    return learn(stack, layer, question, lambda: _saves(stack, layer, stack.model.get_submodule(name), adapters))
+    return learn(stack, layer, question, lambda: _saves(stack, layer, stack.model.get_submodule(name)))
 
 
-def _saves(stack: StreamedModel, layer: int, module: nn.Module, adapters: Sequence[Adapters]) -> bool:
+def _saves(stack: StreamedModel, layer: int, module: nn.Module) -> bool:
     calls: list[int] = []  # those that make the module's output
 
     def forward(hidden: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
@@ -125,11 +107,8 @@ def _saves(stack: StreamedModel, layer: int, module: nn.Module, adapters: Sequen
         return torch.empty_like(hidden).requires_grad_()
 
     block = stack.blocks[layer]
-    others = [other for other in block.modules() if other is not module and "_is_expert_parallel" in other.__dict__]
-    with on_meta(block), torch.enable_grad(), ExitStack() as opened:
-        for each in adapters:
-            opened.enter_context(each.bound())
-        for other in others:  # whose implementations may not run here
+    with on_meta(block), torch.enable_grad():
+        for _, other in expert_modules(stack, layer):  # whose implementations may not run here
             other.forward = lambda hidden, *_, **__: hidden * 1.0  # type: ignore[method-assign]
         module.forward = forward  # type: ignore[method-assign]
         hidden, args, kwargs = meta_call(stack, layer)

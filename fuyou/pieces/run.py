@@ -6,13 +6,11 @@ and fro between that thread and the caller: they never compute at once. What bel
 """
 
 import contextvars
-import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from enum import Enum
-from queue import SimpleQueue
-from typing import Any, ClassVar, Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
@@ -99,36 +97,6 @@ class _Abandoned(BaseException):
     """Ends a thread whose run has been closed."""
 
 
-class _Worker:
-    """A thread that computes one pass after another.
-
-    A new thread for each pass would cost a tenth of a small block's time: its memory is new to it, page by page.
-    """
-
-    idle: ClassVar[list["_Worker"]] = []
-
-    def __init__(self) -> None:
-        self._todo: SimpleQueue[Callable[[], None]] = SimpleQueue()
-        threading.Thread(target=self._main, name="pass in pieces", daemon=True).start()
-
-    @classmethod
-    def take(cls) -> "_Worker":
-        try:
-            return cls.idle.pop()
-        except IndexError:
-            return cls()
-
-    def do(self, work: Callable[[], None]) -> None:
-        self._todo.put(work)
-
-    def _main(self) -> None:
-        while True:
-            self._todo.get()()
-
-
-os.register_at_fork(after_in_child=_Worker.idle.clear)  # a process that is forked off has no threads
-
-
 class PieceRun(Generic[T]):
     """One micro-batch's pass through one block, which waits for the pieces that it needs.
 
@@ -136,8 +104,8 @@ class PieceRun(Generic[T]):
         work: the pass. It runs in a separate thread, with the caller's context variables and grad mode. Modes and
             hooks that are to hold in it (saved tensors, dispatch) must be entered in ``work`` itself.
         device: where it computes, with the caller's current stream.
-        random_state: states of the generators, as :attr:`random_state` has them; None: the caller's own when the pass
-            begins. The caller's are as they were whenever it has the baton.
+        random_state: states of the generators, as :attr:`random_state` has them; None: the caller's own now.
+            The caller's are as they were whenever it has the baton.
     """
 
     computes = True
@@ -145,7 +113,7 @@ class PieceRun(Generic[T]):
     def __init__(
         self, work: Callable[[], T], device: torch.device = _CPU, random_state: tuple[torch.Tensor, ...] | None = None
     ):
-        self.random_state = random_state
+        self.random_state = random_states(device) if random_state is None else random_state
         """States of the generators where the pass is now: the CPU's and, on a GPU, its own."""
         self.wanted: int | None = None  # Piece that the pass waits for; None before it has begun and when it has ended
         self.ended = False  # Whether the pass has ended
@@ -153,15 +121,13 @@ class PieceRun(Generic[T]):
         self._device = device
         self._grad, self._context = torch.is_grad_enabled(), contextvars.copy_context()
         self._documents = current_documents()
-        self._outside: _ProcessState | None = None  # the caller's, while the pass has the baton
         self._piece: int | None = None
         self._weights: Weights | None = None
         self._value: T | None = None
         self._error: BaseException | None = None
         self._closed = False
         self._to_run, self._to_caller = threading.Semaphore(0), threading.Semaphore(0)
-        self._done = threading.Event()
-        self._worker: _Worker | None = None
+        self._thread: threading.Thread | None = None
         self._stream: Any = None
 
     # -- the caller's side ----------------------------------------------------------------------------------------
@@ -183,13 +149,18 @@ class PieceRun(Generic[T]):
         """
         if self._closed:
             raise FinetuneError("A pass through a block in pieces was continued after it was closed.")
-        if self.ended or (self._worker is not None and self.wanted != piece):
+        if self.ended or (self._thread is not None and self.wanted != piece):
             return self.ended
-        if self._worker is None:
-            self._worker = _Worker.take()
-            self._worker.do(self._main)
         self._piece, self._weights, self.wanted = piece, weights, None
-        self._pass_baton()
+        if self._device.type == "cuda":
+            self._stream = torch.cuda.current_stream(self._device)
+        with self._own_state():
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._main, name="pass in pieces", daemon=True)
+                self._thread.start()
+            else:
+                self._to_run.release()
+            self._to_caller.acquire()
         error, self._error = self._error, None
         if error is not None:
             raise error
@@ -208,42 +179,24 @@ class PieceRun(Generic[T]):
     def close(self) -> None:
         """Abandon the pass, wherever it is; a pass that computes (after Ctrl-C here) stops at the next piece."""
         self._closed = True
-        if self._worker is None or self.ended:
-            return
-        outside = self._outside  # there is one if the caller was interrupted while the pass had the baton
-        if outside is None:
-            outside = _ProcessState.now(self._device)
-            assert self.random_state is not None
-            _ProcessState(self.random_state, self._documents).install(self._device)  # for what it undoes at its end
-        self._to_run.release()
-        self._done.wait()
-        self._outside = self._error = None
-        outside.install(self._device)
+        if self._thread is not None and not self.ended:
+            with self._own_state():  # for what the pass undoes at its end
+                self._to_run.release()
+                self._thread.join()
+            self._error = None
 
-    def __enter__(self) -> "PieceRun[T]":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def _pass_baton(self) -> None:
-        outside = _ProcessState.now(self._device)
-        inside = outside if self.random_state is None else _ProcessState(self.random_state, self._documents)
-        if self._device.type == "cuda":
-            self._stream = torch.cuda.current_stream(self._device)
-        self._outside = outside
-        if self.random_state is not None:
-            inside.install(self._device)
-        self._to_run.release()
-        self._take_baton()
-
-    def _take_baton(self) -> None:
-        self._to_caller.acquire()
-        inside = _ProcessState.now(self._device)
-        self.random_state, self._documents = inside.random_state, inside.documents
-        outside, self._outside = self._outside, None
-        assert outside is not None
-        outside.install(self._device)
+    @contextmanager
+    def _own_state(self) -> Iterator[None]:
+        """Let the process have the pass's generators and documents while the context is open."""
+        outer = random_states(self._device), current_documents()
+        set_random_states(self.random_state, self._device)
+        replace_documents(self._documents)
+        try:
+            yield
+        finally:
+            self.random_state, self._documents = random_states(self._device), current_documents()
+            set_random_states(outer[0], self._device)
+            replace_documents(outer[1])
 
     # -- the pass's side ------------------------------------------------------------------------------------------
 
@@ -265,10 +218,8 @@ class PieceRun(Generic[T]):
         return self._weights
 
     def _main(self) -> None:
-        self._to_run.acquire()
         try:
-            if not self._closed:
-                self._context.run(self._compute)
+            self._context.run(self._compute)
         except _Abandoned:
             pass
         except BaseException as error:
@@ -276,9 +227,6 @@ class PieceRun(Generic[T]):
         finally:
             self._work = self._piece = self._weights = self.wanted = None
             self.ended = True
-            assert self._worker is not None
-            _Worker.idle.append(self._worker)
-            self._done.set()
             self._to_caller.release()
 
     def _compute(self) -> None:
@@ -292,18 +240,3 @@ class PieceRun(Generic[T]):
         if self._stream is not None:
             torch.cuda.set_device(self._device)
             torch.cuda.set_stream(self._stream)
-
-
-class _ProcessState:
-    """What computations that take turns in one process must exchange."""
-
-    def __init__(self, random_state: tuple[torch.Tensor, ...], documents: Any):
-        self.random_state, self.documents = random_state, documents
-
-    @staticmethod
-    def now(device: torch.device) -> "_ProcessState":
-        return _ProcessState(random_states(device), current_documents())
-
-    def install(self, device: torch.device) -> None:
-        set_random_states(self.random_state, device)
-        replace_documents(self.documents)

@@ -25,7 +25,6 @@ from fuyou.model.recompute.policy import ActivationPolicy
 from fuyou.model.streamed_model import StreamedModel
 from fuyou.optimizer.clipping import ClipBy, ClipStatistics, speculation_obstacle
 from fuyou.pieces.division import in_pieces
-from fuyou.pieces.meta_block import unchanged
 from fuyou.schedule.batch import ENGINE_LOSS, LossInputs
 from fuyou.schedule.memory_plan import MemoryPlan
 from fuyou.schedule.memory_planner import MemoryPlanner
@@ -237,23 +236,22 @@ def fitting_layout(
     largest = shape.block_elements * shape.precision.parameter_bytes
     layouts: list[tuple[tuple[int, ...], ModelLayout]] = []
     divided: ModelLayout | None = None
-    with unchanged(stack):
-        for parts in PARTS:
-            try:
-                before, divided = divided, in_pieces(stack, shape, largest // parts)
-            except UserError as error:
-                raise UserError(f"{too_small} And they cannot be in pieces: {error}") from error
-            if before is not None and len(before.records) == len(divided.records):
-                continue  # nothing of it can be cut further
-            try:
-                fitting = plan(divided)
-            except UserError as error:
-                too_small = error
-                continue
-            batch, buffers = fitting.batch, fitting.counts.device_blocks
-            on_device = buffers * divided.sizes[Kind.BLOCK].device_nbytes
-            passes = batch.passes_in_pieces(bool(shape.sizes[Kind.BLOCK].trained_elements))
-            layouts.append(((-passes, min(buffers, BUFFERS), on_device, batch.micro_rows), divided))
+    for parts in PARTS:
+        try:
+            before, divided = divided, in_pieces(stack, shape, largest // parts)
+        except UserError as error:
+            raise UserError(f"{too_small} And they cannot be in pieces: {error}") from error
+        if before is not None and len(before.records) == len(divided.records):
+            continue  # nothing of it can be cut further
+        try:
+            fitting = plan(divided)
+        except UserError as error:
+            too_small = error
+            continue
+        batch, buffers = fitting.batch, fitting.counts.device_blocks
+        on_device = buffers * divided.sizes[Kind.BLOCK].device_nbytes
+        passes = batch.passes_in_pieces(bool(shape.sizes[Kind.BLOCK].trained_elements))
+        layouts.append(((-passes, min(buffers, BUFFERS), on_device, batch.micro_rows), divided))
     if not layouts:
         raise too_small
     most = max(rank for rank, _ in layouts)

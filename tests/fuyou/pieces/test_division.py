@@ -150,8 +150,7 @@ def test_takes_experts_of_the_oldest_transformers():
 
 
 @pytest.mark.parametrize(("attribute", "message"), [
-    (None, "'batched_mm', which cannot be cut"), ("_is_expert_parallel", "expert parallelism"),
-    ("has_post_expert_norm", "norm with parameters"),
+    (None, "'batched_mm', which cannot be cut"), ("has_post_expert_norm", "norm with parameters"),
 ])  # fmt: skip
 def test_rejects_experts_that_compute_otherwise(attribute, message):
     model = PieceModel("mixtral", experts=None if attribute else "batched_mm")
