@@ -1,16 +1,15 @@
 """Describe a plan as text and as a page: what is trained where, how fast, and what bounds it."""
 
-import json
 import re
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
-from cli.report.drawing import memory_bars, page, section, step_bars, table
+from cli.report.drawing import busy_bars, memory_bars, page, section, table
 from cli.report.results import RESOURCES
 from common.files import replace_file
 from common.store.errors import described
-from common.units import Interval, counted, format_bytes, format_count, format_seconds
+from common.units import counted, format_bytes, format_count, format_seconds
 from fuyou.layout.record import Kind
 from fuyou.optimizer.clipping import ClipBy
 from fuyou.planner import Plan, TrainingJob
@@ -210,20 +209,10 @@ def plan_page(result: Plan, lines: Sequence[str]) -> str:
     sections = []
     if result.memory is not None:
         busy = {RESOURCES[resource.value]: seconds for resource, seconds in result.busy.items()}
-        spans: dict[str, list[Interval]] = {}
-        if result.simulation is not None:
-            begin, end = result.simulation.step_ends[-2:]
-            spans = {
-                RESOURCES[resource.value]: [
-                    (max(first, begin), min(last, end)) for first, last in each if last > begin and first < end
-                ]
-                for resource, each in result.simulation.intervals.items()
-                if resource.value in RESOURCES
-            }
         step = f"a step: {format_seconds(result.step_seconds)}"
-        sections.append(section(step, step_bars(busy, result.step_seconds, spans)))
+        sections.append(section(step, busy_bars(busy, result.step_seconds)))
         machine = result.machine
-        tiers: list[tuple[str, float, float | None]] = [
+        tiers = [
             ("device", result.device_peak_bytes, machine.device_bytes),
             ("host", result.host_peak_bytes, machine.host_bytes),
             ("SSD", result.ssd_bytes, machine.store_bytes),
@@ -231,13 +220,8 @@ def plan_page(result: Plan, lines: Sequence[str]) -> str:
         sections.append(section("memory", memory_bars(tiers)))
     sections.append(section("the plan", table(_labelled(lines)), wide=True))
     head = lines[: lines.index("")]
-    return page(
-        f"plan: {result.job.name}",
-        f"plan: {result.job.name}",
-        "; ".join([" ".join(head[:-1]), head[-1]]),
-        sections,
-        json.dumps(result.to_json()).replace("</", "<\\/"),
-    )
+    title = f"plan: {result.job.name}"
+    return page(title, title, "; ".join([" ".join(head[:-1]), head[-1]]), sections)
 
 
 def _labelled(lines: Sequence[str]) -> list[tuple[str, str]]:

@@ -172,7 +172,7 @@ class MetricsLogger:
         self._losses.append(metrics.step, {"loss": result.loss, "grad_norm": result.grad_norm, "lr": metrics.lr})
         self._metrics.append(metrics.step, named_metrics(metrics))
         self._progress.show(metrics)
-        self._page.update(at_once=metrics.step == 1, lanes=result.busy_intervals)
+        self._page.update(at_once=metrics.step == 1)
 
     def evaluation(self, step: int, result: EvaluationResult) -> None:
         tokens = {} if result.watched else {"validation_metrics/perplexity": result.perplexity}

@@ -2,12 +2,12 @@
 
 import json
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, astuple, dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import asdict, astuple, dataclass, field
 from pathlib import Path
 
 from common.files import replace_file
-from common.units import Interval, format_bytes, format_count, format_seconds
+from common.units import format_bytes, format_count, format_seconds
 
 # What bounds a step, for reports.
 RESOURCES = {
@@ -68,8 +68,6 @@ class StepResult:
     aux_loss: float | None = None  # Router loss before its coefficient, where it is a part of the loss
     sent_bytes: float | None = None  # Bytes that a node sent to others; None: this process trains alone
     busy_seconds: Mapping[str, float] = field(default_factory=dict)  # Time for which the step kept each resource busy
-    # When the step kept each resource busy, (begin, end) in seconds of one clock.
-    busy_intervals: Mapping[str, Sequence[Interval]] = field(default_factory=dict)
     # Other metrics, by TRL's names: `rewards/accuracies`, ...
     watched: Mapping[str, float] = field(default_factory=dict)
 
@@ -303,7 +301,7 @@ class Measurements:
         self._steps: list[tuple[float, StepResult]] = []
 
     def add(self, seconds: float, result: StepResult) -> None:
-        self._steps.append((seconds, replace(result, busy_intervals={})))
+        self._steps.append((seconds, result))
 
     def report(self, totals: RunTotals) -> Report:
         results, io = [result for _, result in self._steps], totals.io - totals.evaluation_io

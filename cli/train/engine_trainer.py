@@ -101,7 +101,6 @@ class EngineTrainer(Trainer):
             aux_loss=report.aux_loss,
             sent_bytes=report.planned_sent_bytes * self._node_ranks if self._topology else None,
             busy_seconds=report.bound_seconds,
-            busy_intervals=report.busy_intervals,
         )
 
     def _loss_of(self, batch: dict[str, torch.Tensor]) -> float:
