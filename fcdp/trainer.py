@@ -23,7 +23,7 @@ from common.memory.meter import PeakMeter
 from common.models.adapters.options import SavedAdapter
 from common.models.structure import decayed_parameters
 from common.randomness import seed_run
-from fcdp.checkpoint.training_state import TrainingCheckpoints
+from fcdp.checkpoint import ShardedCheckpoints
 from fcdp.model.forward import Forward
 from fcdp.model.model import ClusterModel, TrainerConfig
 from fcdp.strategy.topology import Topology
@@ -83,7 +83,16 @@ class Trainer:
         self._sharding = self._model.sharding
         self._forward = Forward(self._model, topology, config.micro_batch)
         self._optimizer = _make_optimizer(self._model, config)
-        self._checkpoints = TrainingCheckpoints(commits, self._model, self._optimizer, config.dtype)
+        self._checkpoints = ShardedCheckpoints(commits)
+        broadcast_from_rank0(self._checkpoints.lock)
+        adapters_described = None if self._model.adapters is None else self._model.adapters.described
+        self._identity = {  # what must be equal in a run and in the one that resumes it, by name in messages
+            "model type": self._model.config.model_type,
+            "parameters": sum(parameter.numel() for parameter in self._model.meta.parameters()),
+            "--dtype": config.dtype,
+            "adapters": adapters_described,
+            "parameters with weight decay": len(decayed_parameters(self._model.module)),
+        }
         self.parameters = sum(parameter.numel() for parameter in self._model.module.parameters())
         self.trainable_parameters = sum(parameter.numel() for _, parameter in self._model.trained())
         self.step_count = 0
@@ -99,18 +108,45 @@ class Trainer:
 
     def resume(self) -> None:
         """Continue from the newest commit of this model and dtype, made by any number of ranks."""
-        commit = self._checkpoints.resume()
+        commit = self._checkpoints.read_newest()
+        if commit is None:
+            raise UserError(f"Nothing to resume: there is no commit in {self._checkpoints.directory}.")
+        saved = commit.description
+        for name, now in self._identity.items():
+            if saved.get(name, now) != now:
+                raise UserError(
+                    f"The run in {self._checkpoints.directory} has {name} {saved.get(name)}, and this one {now}. Give "
+                    "what it began with, or begin a new run in another directory."
+                )
+        if self._model.adapters is not None:  # frozen weights are no part of a commit
+            self._model.load()
+        self._checkpoints.load(commit, self.state())
+        for name, value in self._model.source.read_buffers():
+            self._model.module.get_buffer(name).copy_(value)
+        for _, parameter in self._model.trained():
+            self._optimizer.state[parameter]["step"].fill_(commit.step - saved["skipped"])
         self._sharding.invalidate()
         self.step_count = self.committed_step = commit.step
         self._is_committed = True
-        self.user_state, self._nonfinite.skipped = commit.description["user"], commit.description["skipped"]
+        self.user_state, self._nonfinite.skipped = saved["user"], saved["skipped"]
 
     def commit(self) -> None:
         """Put the state after the last step on the drives, unless it is there."""
         if self.step_count != self.committed_step or not self._is_committed:
-            self._checkpoints.commit(self.step_count, self._nonfinite.skipped, self.user_state)
+            description = {**self._identity, "user": self.user_state, "skipped": self._nonfinite.skipped}
+            self._checkpoints.save(self.step_count, self.state(), description)
             self.committed_step = self.step_count
             self._is_committed = True
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """Return all that changes: trained parameters and moments. Data and dropout follow from the step's number."""
+        state = {}
+        for name, parameter in self._model.trained():
+            moments = self._optimizer.state[parameter]
+            state[f"master.{name}"] = parameter.detach()
+            state[f"mean.{name}"] = moments["exp_avg"]
+            state[f"variance.{name}"] = moments["exp_avg_sq"]
+        return state
 
     def newest_commit(self) -> int | None:
         """Return the step that :meth:`resume` would continue from."""

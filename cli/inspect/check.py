@@ -351,7 +351,7 @@ def run_verify(folders: Sequence[str]) -> int:
 
 
 def _verify(folders: Sequence[Path]) -> Iterator[tuple[str, int, str, int, list[str]]]:
-    from fcdp.checkpoint.commits import ShardedCheckpoints
+    from fcdp.checkpoint import ShardedCheckpoints
 
     commits = {
         folder: [each for each in (folder, folder / COMMITS) if ShardedCheckpoints(each).newest() is not None]

@@ -122,7 +122,7 @@ def _stored(settings: Settings) -> str | None:
 
 def newest_commit(settings: Settings) -> Mapping[str, Any] | None:
     """Return the newest commit of several ranks in memory; None without any, empty if it is damaged."""
-    from fcdp.checkpoint.commits import ShardedCheckpoints
+    from fcdp.checkpoint import ShardedCheckpoints
 
     commits = ShardedCheckpoints(settings.output_directory / COMMITS)
     with contextlib.suppress(FinetuneError, OSError):  # the one that opens it says what is wrong

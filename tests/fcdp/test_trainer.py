@@ -17,7 +17,7 @@ from common.models.adapters.options import AdapterOptions
 from common.models.checkpoint.random_source import RandomSource
 from common.models.meta_model import build_meta_model
 from common.models.presets import load_config
-from fcdp.checkpoint.shard_files import Manifest
+from fcdp.checkpoint import Commit
 from fcdp.model.model import TrainerConfig
 from fcdp.strategy.topology import Topology
 from tests.helpers.fcdp.pool import Pool, RankError
@@ -129,7 +129,7 @@ def test_adapters_train_as_with_peft_in_one_process(
     options = {"micro_batch": 1, "seed": 7}
     run = Run(str(checkpoint), tmp_path / "commits", options=options, adapters=adapters)
     first = pool.run((2, 2), train, run)
-    committed = Manifest.read(tmp_path / "commits" / "step-3").tensors
+    committed = Commit.read(tmp_path / "commits" / "step-3")["tensors"]
     trained = {name.removeprefix("base_model.model.") for name, p in plain.named_parameters() if p.requires_grad}
     assert committed.keys() == {f"{kind}.{name}" for kind in ("master", "mean", "variance") for name in trained}
     run = Run(

@@ -18,7 +18,7 @@ from common.communication import broadcast_from_rank0
 from common.data import Batches
 from common.errors import FinetuneError
 from common.units import format_bytes, format_seconds
-from fcdp.checkpoint.commits import ShardedCheckpoints
+from fcdp.checkpoint import ShardedCheckpoints
 from fcdp.strategy.strategy import AUTO
 from fcdp.strategy.topology import Topology
 from fcdp.trainer import Trainer, TrainerConfig

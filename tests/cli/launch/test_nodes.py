@@ -27,7 +27,7 @@ from cli.launch import find_rendezvous, first_host
 from cli.main import main
 from cli.options.settings import Settings
 from common.errors import UserError
-from fcdp.checkpoint.commits import ShardedCheckpoints
+from fcdp.checkpoint import ShardedCheckpoints
 from tests.cli.conftest import Finetune
 from tests.helpers.command.histories import history
 from tests.helpers.processes import forked

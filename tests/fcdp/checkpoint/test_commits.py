@@ -10,11 +10,10 @@ from safetensors import safe_open
 from torch.distributed.tensor import DTensor, Shard
 
 import fcdp
-import fcdp.checkpoint.shard_files
+import fcdp.checkpoint
 from common.errors import FinetuneError, UserError
 from common.store.manifest import read_sealed, write_sealed
-from fcdp.checkpoint.commits import ShardedCheckpoints, VerifiedCheckpoint
-from fcdp.checkpoint.shard_files import MANIFEST, Manifest
+from fcdp.checkpoint import MANIFEST, Commit, ShardedCheckpoints, VerifiedCheckpoint
 from tests.helpers.fcdp.pool import Pool, RankError
 
 SHAPES = {"wide": (7, 300), "flat": (5,), "long": (1100, 3), "less than ranks": (2, 2)}
@@ -40,14 +39,14 @@ def shards(topology: fcdp.Topology, replicas: int = 1) -> dict[str, torch.Tensor
 
 
 def save(topology: fcdp.Topology, directory: Path, replicas: int = 1) -> None:
-    fcdp.checkpoint.shard_files.PIECE_BYTES = 2000  # rows of "wide" are 1,200 bytes
+    fcdp.checkpoint.PIECE_BYTES = 2000  # rows of "wide" are 1,200 bytes
     commits = ShardedCheckpoints(directory)
     for step in (3, 4):
         commits.save(step, shards(topology, replicas), {"user": step})
 
 
 def load(topology: fcdp.Topology, directory: Path, replicas: int = 1) -> dict[str, Any]:
-    fcdp.checkpoint.shard_files.PIECE_BYTES = 2000
+    fcdp.checkpoint.PIECE_BYTES = 2000
     commits, state, wanted = ShardedCheckpoints(directory), shards(topology, replicas), shards(topology, replicas)
     for value in state.values():
         value.to_local().zero_()  # type: ignore[attr-defined]
@@ -78,7 +77,7 @@ def lock_twice(topology: fcdp.Topology, directory: Path) -> str:
 
 @pytest.fixture(autouse=True)
 def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fcdp.checkpoint.shard_files, "PIECE_BYTES", 2000)
+    monkeypatch.setattr(fcdp.checkpoint, "PIECE_BYTES", 2000)
 
 
 @pytest.fixture(scope="module")
@@ -101,8 +100,8 @@ def test_other_numbers_of_ranks_read_it_and_copies_are_written_once(pool: Pool, 
             for name in sorted(opened.keys()):
                 held[name] = held.get(name, 0) + opened.get_tensor(name).shape[0]
     assert held == {name: shape[0] for name, shape in SHAPES.items()}
-    pieces = Manifest.read(committed / "step-4").tensors["long"].pieces
-    assert len(pieces) > 5 and all((piece.stop - piece.start) * 12 <= 2000 for piece in pieces)
+    pieces = Commit.read(committed / "step-4")["tensors"]["long"]["pieces"]
+    assert len(pieces) > 5 and all((stop - start) * 12 <= 2000 for _, _, start, stop, _ in pieces)
 
 
 def test_any_flipped_bit_is_found_and_named(pool: Pool, committed: Path) -> None:

@@ -21,7 +21,7 @@ from transformers.utils import logging as transformers_logging
 
 from common.data import RandomBatches
 from common.errors import FinetuneError
-from fcdp.checkpoint.commits import ShardedCheckpoints
+from fcdp.checkpoint import ShardedCheckpoints
 from fcdp.model.model import TrainerConfig
 from fcdp.strategy.topology import Topology
 from fcdp.trainer import Trainer
@@ -79,7 +79,7 @@ def _train(run: ClusterRun, rank: int, say: Callable[..., None]) -> None:
         trainer.commit()
         digest = hashlib.sha256(batch["input_ids"].numpy().tobytes()).hexdigest()[:12]
         say(step=done.step, took=f"{done.loss.hex()} {done.grad_norm.hex()} {digest}", committed=done.step)
-    say(final={name: _digest(value) for name, value in trainer._checkpoints.state().items()})
+    say(final={name: _digest(value) for name, value in trainer.state().items()})
     trainer.close()
     topology.close()
     dist.destroy_process_group()

@@ -106,7 +106,7 @@ def train_around(topology: fcdp.Topology, run: Run, numbers: tuple[int, ...], ba
             assert done.skipped == (number in bad) and done.step == trainer.step_count
             losses += [] if done.skipped else [done.loss]
         trainer.commit()
-        state = {name: value.to_local().clone() for name, value in trainer._checkpoints.state().items()}  # type: ignore[attr-defined]
+        state = {name: value.to_local().clone() for name, value in trainer.state().items()}  # type: ignore[attr-defined]
         trainer.close()
     return losses, state
 
