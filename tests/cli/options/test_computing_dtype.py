@@ -81,8 +81,6 @@ def test_a_run_in_memory_continues_in_what_its_commit_says(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, fastest: list[str]
 ) -> None:
     monkeypatch.setattr("fcdp.checkpoint.ShardedCheckpoints.newest", lambda commits: 3)
-    monkeypatch.setattr(
-        "fcdp.checkpoint.ShardedCheckpoints.describe", lambda commits, step: {"--dtype": "bf16"}
-    )
+    monkeypatch.setattr("fcdp.checkpoint.ShardedCheckpoints.describe", lambda commits, step: {"--dtype": "bf16"})
     settings = Settings(model="m", nodes=1, output=tmp_path, resume=True)
     assert Others(monkeypatch).decide([(settings, "cpu", False)]) == ["bf16"]

@@ -30,7 +30,7 @@ from fuyou.layout.record import Precision
 from fuyou.model import chunks
 from fuyou.model.open_model import OpenModel
 from fuyou.preflight.proof import prove_divided
-from fuyou.preflight.small_step import SmallStep
+from fuyou.preflight.twins import SmallStep
 from fuyou.runtime.compute.step_computation import StepComputation
 from fuyou.schedule.tasks import ComputeTask
 from tests.helpers.engines import SCARCE, batches, give_buffers, train

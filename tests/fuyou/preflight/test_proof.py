@@ -27,7 +27,7 @@ import fuyou
 from common.errors import UserError
 from common.files import CACHE_VARIABLE
 from common.models.adapters.options import AdapterOptions
-from fuyou.preflight import claim, proof
+from fuyou.preflight import proof
 from fuyou.runtime.compute.task_parameters import TaskParameters
 
 
@@ -156,7 +156,7 @@ def test_a_proof_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(ran) == 1  # the same small model
     fuyou.prove(LlamaConfig(num_key_value_heads=8))
     assert len(ran) == 2
-    monkeypatch.setattr(claim, "own_code", lambda: "changed")
+    monkeypatch.setattr(proof, "own_code", lambda: "changed")
     fuyou.prove(LlamaConfig())
     assert len(ran) == 3
 
