@@ -35,7 +35,6 @@ from common.hardware.machine import (
 from common.models.presets import load_config
 from common.units import format_bytes, format_count
 from fuyou.checkpoint.run_files import find_runs, verify_run
-from fuyou.layout.record import Kind, Precision, Record
 from fuyou.planner.profiling.measure import DriveRates, open_scratch
 
 
@@ -278,8 +277,7 @@ def look_at_gpus() -> list[GpuFound]:
 def look_at_drive(directory: Path) -> DriveFound:
     """Return the drive of a directory and its free space, and measure its speed, for half a minute."""
     usage = shutil.disk_usage(directory)
-    record = Record.build(0, "check", Kind.BLOCK, Precision.named("bf16", "fp32"), [(("weight",), (1024,), True)])
-    with open_scratch([directory], [record], None) as scratch:
+    with open_scratch([directory], None) as scratch:
         rates, direct = scratch.measure(past_cache=True), scratch.store.direct
     number = directory.stat().st_dev
     return DriveFound(drive_of(directory), number, usage.total, usage.free, direct, rates)

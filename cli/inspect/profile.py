@@ -78,7 +78,6 @@ def table(profile: Profile, drives: int) -> list[str]:
                 _rate(profile.write_bytes_per_second),
                 f"after up to 30 s; {_rate(profile.burst_write_bytes_per_second)} at first",
             ),
-            ("both alternating", _rate(profile.mixed_bytes_per_second), ""),
             ("commit", _time(profile.commit_seconds), ""),
         ],
         f"optimizer, {threads}": [("Adam", f"{format_count(profile.adam_parameters_per_second)}/s", "parameters")],

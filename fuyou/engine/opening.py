@@ -3,8 +3,7 @@
 import contextlib
 import os
 import warnings
-from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -43,8 +42,7 @@ from fuyou.optimizer.clipping import ClipStatistics
 from fuyou.optimizer.nonfinite import NonFinitePolicy
 from fuyou.optimizer.process.client import OptimizerLink
 from fuyou.pieces.division import in_pieces
-from fuyou.planner import PlannerContext, choose_settings, choose_settings_on_all_ranks
-from fuyou.planner.profiling import Profile, WriteWatch, save
+from fuyou.planner import PlannerContext, choose_settings
 from fuyou.planner.training_job import fitting_layout, training_job_of_run
 from fuyou.runtime.device import deterministic_algorithms, open_device
 from fuyou.runtime.ranks import Agreement, connect, share_of
@@ -69,7 +67,6 @@ class OpenRun:
         self.closed = False
         self.agreement = Agreement(Share())  # until the other ranks are met
         self.files: RunFiles | None = None
-        self.write_watch: WriteWatch | None = None
         self._link: OptimizerLink | None = None
         self._runtime: Runtime | None = None
         self.meter = PeakMeter(self.pids)
@@ -247,10 +244,7 @@ class OpenRun:
         statistics = ClipStatistics.of_run(config.store.folders) if config.store.resume else ClipStatistics()
         training = training_job_of_run(config, self.model, self.shape, config.memory.batch_shape, statistics)
         context = PlannerContext(training, self.device, self.limits, self._ssd)
-        if self.topology is None:
-            choice = choose_settings(context)
-        else:
-            choice = choose_settings_on_all_ranks(context, self.topology, self.agreement)
+        choice = choose_settings(context, self.agreement, self.topology)
         if choice is None and config.store.drive_life:
             warnings.warn(
                 "drive_life is not applied: nothing was measured with this model, precision, and batch on these "
@@ -260,27 +254,6 @@ class OpenRun:
         if choice is not None:
             choice["kept_activations"] = config.kept_activations or choice["kept_activations"]
             self.config = config.with_options(**choice)
-            self._watch_writes(context)
-
-    def _watch_writes(self, context: PlannerContext) -> None:
-        """Watch what is written with the profile of the first rank, which has chosen for all. Collective."""
-        profile = context.profile if self.shape.share.rank == 0 else None
-        content = self.agreement.all_gather_object(profile and asdict(profile))[0]
-        # A CPU that computes takes cores from the threads that write: there a low rate says nothing of the drives.
-        if content is not None and not self.device.shares_host_memory:
-            self._planned_as = context
-            self.write_watch = WriteWatch(Profile(**content), self.shape.share.ranks_per_node)
-
-    def note_slow_writes(self, rates: Sequence[float | None]) -> None:
-        """Warn once if drives have become slow, and let the next plan count on that.
-
-        Args:
-            rates: what every rank's watch has noticed.
-        """
-        if self.write_watch is not None and self.shape.share.rank == 0:
-            corrected = self.write_watch.warn(rates)
-            if corrected is not None:
-                save(corrected, self._planned_as.workload, self.device)
 
     def _open_runtime(self) -> None:
         assert self._link is not None

@@ -23,7 +23,7 @@ from fuyou.runtime.accounting import StepReport
 from fuyou.runtime.compute.step_computation import StepComputation, StepInputs
 from fuyou.runtime.compute.token_computation import TokenComputation, TokenPass
 from fuyou.schedule.batch import ENGINE_LOSS, LossInputs
-from fuyou.schedule.tasks import Op, Resource, StepList
+from fuyou.schedule.tasks import Op, StepList
 
 
 @dataclass
@@ -51,7 +51,6 @@ class Steps:
         # Whether what is scheduled and what has run may differ. Set before either changes and cleared when both have,
         # so that an exception in between, from any source, leaves it set.
         self._torn = False
-        self._moved = (0, 0)  # Bytes read and written until the last report
         self._norm: float | None = None  # of the step's gradient, once it is requested
         self.norm_parameter: torch.nn.Parameter | None = None
         """A scalar whose gradient is to be the norm of the whole gradient."""
@@ -235,12 +234,6 @@ class Steps:
 
     def _report(self, ended: StepComputation, step: int, norm: float, **happened: bool) -> StepReport:
         seconds, busy = time.monotonic() - ended.start_time, self._run.runtime.accounting.take()
-        if self._run.write_watch is not None:
-            before, self._moved = self._moved, self._run.runtime.io.training
-            moved = (now - earlier for now, earlier in zip(self._moved, before, strict=True))
-            self._run.write_watch.step(busy[Resource.SSD.value], *moved)
-            if self._run.agreement.is_alone:  # several ranks tell each other with the next norm
-                self._run.note_slow_writes([self._run.write_watch.slow_rate])
         return StepReport(
             step=step,
             loss=ended.loss,
@@ -290,10 +283,8 @@ class Steps:
         run.device.synchronize()
         self._torn = True  # the squares are taken once
         squares = run.runtime.ranks.take_squares(current.tasks.step)
-        slow = None if run.write_watch is None else run.write_watch.slow_rate
-        of_all, slow_rates = zip(*run.agreement.all_gather_object((float(squares), slow)), strict=True)
+        of_all = run.agreement.all_gather_object(float(squares))
         self._torn = False
-        run.note_slow_writes(slow_rates)
         return math.sqrt(sum(of_all))
 
     # -- evaluation -----------------------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 from fuyou.planner.choose_settings import (
     PlannerContext,
     choose_settings,
-    choose_settings_on_all_ranks,
     profile_or_measure,
 )
 from fuyou.planner.machine import Machine, RankLinks, machine_of_one_rank, preset_machine, profiled_machine
@@ -18,7 +17,6 @@ __all__ = [
     "RankLinks",
     "TrainingJob",
     "choose_settings",
-    "choose_settings_on_all_ranks",
     "describe_training",
     "machine_of_one_rank",
     "preset_machine",

@@ -3,7 +3,7 @@
 import contextlib
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -54,8 +54,16 @@ class PlannerContext:
     @cached_property
     def workload(self) -> ProfiledWorkload:
         """Return what a profile for this run measures: its micro-batch."""
-        job = self.job
-        return ProfiledWorkload.planned(job.config, job.shape.precision, self.memory, self.directories)
+        job, memory = self.job, self.memory
+        return ProfiledWorkload(
+            job.config,
+            job.shape.precision,
+            memory.batch.micro_rows,
+            memory.batch.columns,
+            tuple(self.directories),
+            memory.head_columns,
+            memory.chunk_elements,
+        )
 
     @cached_property
     def profile(self) -> Profile | None:
@@ -70,61 +78,51 @@ def profile_or_measure(context: PlannerContext) -> Profile:
         return save(measure(context.workload, context.device), context.workload, context.device)
 
 
-def choose_settings(context: PlannerContext, links: RankLinks | None = None) -> dict[str, Any] | None:
+def choose_settings(
+    context: PlannerContext, agreement: Agreement, topology: ClusterTopology | None = None
+) -> dict[str, Any] | None:
     """Return the engine's options for the fastest run on this machine, or None without a profile of machine and model.
 
-    No choice changes a number: the micro-batch is that of the memory plan. Measures nothing; the simulations take 0.1 s
-    (a small model) to 3 s (160 layers).
+    Rank 0 chooses for all ranks, which need the same task list. Collective. No choice changes a number: the micro-batch
+    is that of the memory plan. The simulations take 0.1 s (a small model) to 3 s (160 layers).
 
     Args:
-        links: links to the other ranks; None if there are no other ranks.
+        context: this rank's part of the run, with its drives and the limits that all ranks have.
+        topology: links to the other ranks, which are measured; None if there are no other ranks.
     """
+    is_rank0, is_profiled = context.job.shape.share.rank == 0, False
+    with contextlib.suppress(UserError):  # the engine will say what does not fit
+        is_profiled = is_rank0 and context.profile is not None
+    if not agreement.all_gather_object(is_profiled)[0]:
+        return None
+    links = None if topology is None else measure_links(topology, context.device, agreement)
+    chosen = agreement.all_gather_object(_best_settings(context, links) if is_rank0 else None)[0]
+    if chosen is None:
+        return None
+    operators, layers = chosen["kept_activations"]
+    policy = ActivationPolicy(tuple((name, ordinal) for name, ordinal in operators), layers)
+    return {**chosen, "kept_activations": policy}
+
+
+def _best_settings(context: PlannerContext, links: RankLinks | None) -> dict[str, Any] | None:
+    """Return the options as JSON, from a profile that there is; None if nothing fits."""
     job, (host, device) = context.job, context.limits
+    assert context.profile is not None
+    rows, ranks = context.memory.batch.micro_rows, job.shape.share.ranks_per_node
+    shared = context.device.shares_host_memory
+    machine = profiled_machine(context.profile, shared, device, host * ranks, context.directories, None)
+    if links is not None:
+        machine = machine_of_one_rank(machine, ranks, links)
     try:
-        profile = context.profile
-        if profile is None:
-            return None
-        rows, ranks = context.memory.batch.micro_rows, job.shape.share.ranks_per_node
-        shared = context.device.shares_host_memory
-        machine = profiled_machine(profile, shared, device, host * ranks, context.directories, None)
-        if links is not None:
-            machine = machine_of_one_rank(machine, ranks, links)
         best = choose(Evaluator(replace(job, micro_batch=rows), machine)).candidate
     except UserError:
         return None  # the engine will say what does not fit
     return {
         "micro_batch": rows,
         "deferred_fraction": best.deferred_fraction,
-        "kept_activations": best.activation_policy,
+        "kept_activations": [best.activation_policy.operators, best.activation_policy.layers],
         "clip_by": best.clip_by.value,
     }
-
-
-def choose_settings_on_all_ranks(
-    context: PlannerContext, topology: ClusterTopology, agreement: Agreement
-) -> dict[str, Any] | None:
-    """Return rank 0's :func:`choose_settings` on every rank, since all need the same task list. Collective.
-
-    Args:
-        context: this rank's part of the run, with its drives and the limits that all ranks have.
-    """
-    is_rank0 = context.job.shape.share.rank == 0
-    if not agreement.all_gather_object(is_rank0 and _is_profiled(context))[0]:
-        return None
-    links = measure_links(topology, context.device, agreement)
-    chosen = choose_settings(context, links) if is_rank0 else None
-    policy = None if chosen is None else asdict(chosen["kept_activations"])
-    chosen, policy = agreement.all_gather_object((chosen and {**chosen, "kept_activations": None}, policy))[0]
-    if chosen is None:
-        return None
-    operators = tuple((name, ordinal) for name, ordinal in policy["operators"])
-    return {**chosen, "kept_activations": ActivationPolicy(operators, policy["layers"])}
-
-
-def _is_profiled(context: PlannerContext) -> bool:
-    with contextlib.suppress(UserError):  # the engine will say what does not fit
-        return context.profile is not None
-    return False
 
 
 def measure_links(topology: ClusterTopology, device: Device, agreement: Agreement) -> RankLinks:

@@ -36,7 +36,7 @@ class TaskRates:
         return task.flops / (self.backward_flops_per_second or self.flops_per_second) + finish
 
 
-FORMAT = 7  # Version of the JSON: profiles of another one are not read, but measured again
+FORMAT = 8  # Version of the JSON: profiles of another one are not read, but measured again
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,6 @@ class Profile:
     read_bytes_per_second: float  # Bytes per second from all SSDs together, through the store, reading only
     write_bytes_per_second: float  # Past the drives' fast caches
     burst_write_bytes_per_second: float  # At first, while the fast caches have room
-    mixed_bytes_per_second: float  # Bytes per second of reads and writes together, as many of each
     commit_seconds: float  # Seconds for `fdatasync` and manifest
 
     adam_parameters_per_second: float  # Parameters per second that the optimizer process updates alone

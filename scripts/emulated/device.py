@@ -281,7 +281,7 @@ def install() -> None:
 
     def timed_parts(stack: Any, shape: ModelLayout, device: Device, workload: Any) -> dict[str, Any]:
         if isinstance(device, EmulatedDevice):
-            return _parts_of(shape, device.spec.flops_per_second, workload.tokens)
+            return _parts_of(shape, device.spec.flops_per_second, workload.rows * workload.seq_len)
         return parts(stack, shape, device, workload)
 
     def prove_unless_timed(config: EngineConfig, *arguments: Any, **options: Any) -> None:

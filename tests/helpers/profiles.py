@@ -8,6 +8,6 @@ PROFILE = Profile(
     head_seconds=0.01, head_forward_seconds=0.003, embed_backward_seconds=0.002,
     upload_bytes_per_second=4e9, download_bytes_per_second=3e9, read_bytes_per_second=2e9, write_bytes_per_second=1e9,
     burst_write_bytes_per_second=3e9,
-    mixed_bytes_per_second=1.3e9, commit_seconds=0.004, adam_parameters_per_second=2e8,
+    commit_seconds=0.004, adam_parameters_per_second=2e8,
     adam_threads=1, measured_at=1e9, measured_in_seconds=5.0,
 )  # fmt: skip

@@ -1,6 +1,6 @@
 """Profiles: rates of this machine with a model, in seconds (Fuyou, section 4.2), cached for later runs."""
 
-from fuyou.planner.profiling.cache import ProfiledWorkload, WriteWatch, load, save
+from fuyou.planner.profiling.cache import ProfiledWorkload, load, save
 from fuyou.planner.rates import Profile
 
-__all__ = ["Profile", "ProfiledWorkload", "WriteWatch", "load", "save"]
+__all__ = ["Profile", "ProfiledWorkload", "load", "save"]

@@ -64,7 +64,7 @@ class BlockBench:
         expected = 8.0 * self._record.active_count / self.matmul_flops_per_second
         self.rows, self.seq_len = _shortened(rows, seq_len, LONGEST_PASS_SECONDS / expected)
         self._scale = rows * seq_len / (self.rows * self.seq_len)
-        self._weights = random_values(self._record.numel, self._dtype, device)
+        self._weights = random_values(self._record.numel, self._dtype, device.torch_device)
         self._gradient = torch.empty_like(self._weights)
 
     def measure(self) -> dict[str, Any]:
@@ -151,8 +151,8 @@ class BlockBench:
         for (outputs, inputs), times in Counter(
             tuple(slot.shape[-2:]) for slot in self._record.parameters if len(slot.shape) > 1
         ).items():
-            source = random_values(rows * inputs, self._dtype, self._device).view(rows, inputs)
-            weight = random_values(outputs * inputs, self._dtype, self._device).view(outputs, inputs)
+            source = random_values(rows * inputs, self._dtype, self._device.torch_device).view(rows, inputs)
+            weight = random_values(outputs * inputs, self._dtype, self._device.torch_device).view(outputs, inputs)
             seconds = self.seconds(partial(torch.nn.functional.linear, source, weight))
             flops += times * 2.0 * rows * outputs * inputs
             total += times * seconds
@@ -166,7 +166,7 @@ class BlockBench:
     def embedding(self, seq_len: int) -> tuple[torch.Tensor, BlockCalls, tuple[Callable[[], object], ...]]:
         """Return the blocks' input, their other arguments, and functions for the embedding's passes."""
         record = self._shape.records[self._shape.embedding]
-        weights = random_values(record.numel, self._dtype, self._device)
+        weights = random_values(record.numel, self._dtype, self._device.torch_device)
         gradient, views, inputs = torch.empty_like(weights), record.views(weights), self._inputs(seq_len)
 
         @torch.no_grad()
@@ -185,7 +185,7 @@ class BlockBench:
 
     def _head(self, hidden: torch.Tensor) -> tuple[float, float]:
         record = self._shape.records[self._shape.head]
-        weights = random_values(record.numel, self._dtype, self._device)
+        weights = random_values(record.numel, self._dtype, self._device.torch_device)
         gradient, views = torch.empty_like(weights), record.views(weights)
         inputs = self._inputs(hidden.shape[self._stack.token_dim])
         targets = inputs["input_ids"]
@@ -209,11 +209,11 @@ class BlockBench:
         return _named(record, leaves)
 
 
-def random_values(count: int, dtype: torch.dtype, device: Device) -> torch.Tensor:
+def random_values(count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Return small random numbers ``[count]``: one tile repeated, because drawing a billion takes too long."""
     tile = torch.randn(min(count, _TILE_ELEMENTS), generator=torch.Generator().manual_seed(0)) * 0.02
-    tile = tile.to(dtype).to(device.torch_device)
-    values = torch.empty(count, dtype=dtype, device=device.torch_device)
+    tile = tile.to(dtype).to(device)
+    values = torch.empty(count, dtype=dtype, device=device)
     for start in range(0, count, _TILE_ELEMENTS):
         part = values[start : start + _TILE_ELEMENTS]
         part.copy_(tile[: part.numel()])

@@ -15,7 +15,7 @@ from tests.cli.conftest import Finetune
 MACHINE = MachineFound(16, 64 << 30, 64 << 30, 50 << 30, True, False, "13.0", None)
 GPU = GpuFound(Gpu(0, "GPU-x", "NVIDIA GeForce RTX 4090", 24 << 30, "0000:01:00.0", 0), 1 << 30, 16, 16)
 LINK = "16.0 GT/s PCIe x4"
-RATES = DriveRates(7.1e9, 2e9, 6.5e9, 64 << 30, 3e9, 0.003)
+RATES = DriveRates(7.1e9, 2e9, 6.5e9, 64 << 30, 0.003)
 DRIVE = DriveFound(
     Drive(Path("/mnt/nvme0"), "ext4", "nvme0n1", "Samsung SSD 990 PRO 2TB", False, LINK, LINK, 0),
     7, 2 * 10**12, 10**12, True, RATES,

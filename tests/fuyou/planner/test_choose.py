@@ -4,7 +4,6 @@ import time
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +11,7 @@ from emulated.device import emulated_device
 from transformers import LlamaConfig
 
 from common.errors import UserError
+from fuyou.layout.share import ALONE
 from fuyou.planner import (
     PlannerContext,
     choose_settings,
@@ -22,7 +22,7 @@ from fuyou.planner import (
 )
 from fuyou.planner.profiling import Profile, ProfiledWorkload, save
 from fuyou.runtime.device import Device
-from fuyou.schedule.memory_planner import MemoryPlanner
+from fuyou.runtime.ranks import Agreement
 from tests.helpers.profiles import PROFILE
 
 CONFIG = LlamaConfig(
@@ -57,7 +57,6 @@ def test_a_block_that_does_not_fit_the_device_is_not_measured(tmp_path: Path, mo
 
     monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(profiling.blocks, "build_meta_model", build)
-    monkeypatch.setattr(profiling.measure, "OptimizerLink", lambda: SimpleNamespace(close=lambda: None))
     context = PlannerContext(describe_training(CONFIG, 8, 64), Device(), LIMITS, [tmp_path])
     with pytest.raises(UserError, match=r"whole block of this model .* do not fit cpu"):
         profile_or_measure(context)
@@ -67,20 +66,21 @@ def test_the_profile_at_hand_decides(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path / "cache"))
     device = emulated_device("emulated:tflops=0.01,memory=256MiB,link=1GB/s")
     job = describe_training(CONFIG, 8, 64)
-    assert choose_settings(PlannerContext(job, device, LIMITS, [tmp_path])) is None
-    plan = MemoryPlanner(job.shape, CONFIG, LIMITS[1], LIMITS[0], False).plan(8, 64, None)
+    agreement = Agreement(ALONE)
+    context = PlannerContext(job, device, LIMITS, [tmp_path])
+    assert choose_settings(context, agreement) is None
     slow = replace(  # of computing, so that outputs are worth keeping
         PROFILE, tokens=512, block_parameters=job.block_parameters // 8, block_forward_seconds=0.1,
         block_backward_seconds=0.3, measured_at=time.time(),
     )  # fmt: skip
-    save(slow, ProfiledWorkload.planned(CONFIG, job.shape.precision, plan, [tmp_path]), device)
-    choice = choose_settings(PlannerContext(job, device, LIMITS, [tmp_path]))
+    save(slow, context.workload, device)
+    choice = choose_settings(PlannerContext(job, device, LIMITS, [tmp_path]), agreement)
     assert choice is not None
-    assert choice["micro_batch"] == plan.batch.micro_rows
+    assert choice["micro_batch"] == context.memory.batch.micro_rows
     policy = choice["kept_activations"]
     assert policy.operators and policy.layers == 8
     two_layers = replace(job, activation_policy=replace(policy, layers=2))
-    fixed = choose_settings(PlannerContext(two_layers, device, LIMITS, [tmp_path]))
+    fixed = choose_settings(PlannerContext(two_layers, device, LIMITS, [tmp_path]), agreement)
     assert fixed is not None and fixed["kept_activations"].layers == 2
 
 

@@ -10,7 +10,7 @@ import torch
 
 from common.files import cache_directory
 from fuyou.layout.record import Precision
-from fuyou.planner.profiling import Profile, ProfiledWorkload, WriteWatch, load, save
+from fuyou.planner.profiling import Profile, ProfiledWorkload, load, save
 from fuyou.runtime.device import Device
 from tests.helpers.profiles import PROFILE
 from tests.helpers.twin import tiny_configs
@@ -67,18 +67,3 @@ def test_a_damaged_file_is_replaced(workload: ProfiledWorkload, content: str) ->
     assert load(workload, CPU) is None
     save(profile(), workload, CPU)
     assert load(workload, CPU) is not None
-
-
-def test_slow_writes_are_noticed_once_with_the_share_of_the_drives_that_a_rank_has() -> None:
-    """A rank of two has half of 1 GB/s, and then a quarter of that."""
-    watch, second, written = WriteWatch(PROFILE, 2), 0.0, 10**9
-    for rate in [0.5e9] * 4 + [0.125e9] * 2:
-        watch.step([(second, second + written / rate)], 0, written)
-        second += written / rate
-        assert watch.warn([None, watch.slow_rate]) is None
-    watch.step([(second, second + 8.0)], 0, written)
-    assert watch.slow_rate == pytest.approx(0.125e9)
-    with pytest.warns(UserWarning, match=r"drives of rank 1 write 0\.125 GB/s, and 0\.5 GB/s were planned"):
-        corrected = watch.warn([None, watch.slow_rate])
-    assert corrected is not None and corrected.write_bytes_per_second == pytest.approx(0.25e9)
-    assert watch.warn([0.1e9, watch.slow_rate]) is None
