@@ -167,8 +167,6 @@ class ObjectiveSettings:
     """--batch-size counts pairs or texts. dpo compares with the model as the run found it, with its --adapter."""
     beta: float = option(0.1, "X", ABOVE_ZERO, fixed=True)
     """Strength of the preference (dpo)."""
-    dropout: bool = option(False, fixed=True)
-    """Keep the dropout of the model and of adapters in dpo and reward. By default it is off there, as in TRL."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -155,8 +155,6 @@ class Settings(AllOptions):
             *some, last = readers(name)
             others = f"{', '.join(some)} or {last}" if some else last
             self._apply([(False, name, f"is not known to --objective {objective}: it is for {others}")])
-        always = f"is for dpo or reward: --objective {objective} always has it"
-        self._apply([(traits.compares, "dropout", always)])
         if not traits.outputs:
             return
         if not (self.command in ("plan", "profile") or self.data):

@@ -64,7 +64,7 @@ class EngineTrainer(Trainer):
         self._job, self._writes_trace = job, self._ranks.rank == 0 and job.settings.trace is not None
         objective = objective_of(job.settings)
         self._objective = None if objective is None else ObjectiveLoop(objective, engine, self._ranks)
-        if job.settings.traits.compares and not job.settings.dropout:
+        if job.settings.traits.compares:
             engine.disable_dropout()
         self._watched: dict[str, float] = {}
         if job.settings.trace is not None:
