@@ -189,13 +189,12 @@ class Demo:
 
     Args:
         output: the folder; None: finetune-output/demo.
-        report: file for the summary of the run, if one is wanted.
     """
 
-    def __init__(self, output: Path | None, report: Path | None, debug: bool, interrupts: Interrupts) -> None:
+    def __init__(self, output: Path | None, debug: bool, interrupts: Interrupts) -> None:
         self.folder = (output or Path("finetune-output") / "demo").expanduser().absolute()
         self.folder.mkdir(parents=True, exist_ok=True)
-        self._report, self._debug, self._interrupts = report, debug, interrupts
+        self._debug, self._interrupts = debug, interrupts
 
     def run(self) -> None:
         """Show the real model if it can be had, else the small one."""
@@ -255,7 +254,7 @@ class Demo:
 
     def _train(self, words: Sequence[str]) -> RunResult:
         print(f"\n$ finetune {shlex.join(words)}\n", flush=True)
-        return finetune(_settings(words, report=self._report, debug=self._debug), self._interrupts)
+        return finetune(_settings(words, debug=self._debug), self._interrupts)
 
     def _clear_checkpoint(self) -> Path:
         path = self.folder / "checkpoint"

@@ -121,7 +121,7 @@ def _run(interrupts: Interrupts, rank: RankProcess | None, arguments: tuple[str,
         with _loading(settings):
             from cli.demo import Demo
 
-        Demo(settings.output, settings.report, settings.debug, interrupts).run()
+        Demo(settings.output, settings.debug, interrupts).run()
     elif command == "chat":
         with _loading(settings):
             from cli.inspect.chat import run_chat

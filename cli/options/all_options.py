@@ -49,8 +49,6 @@ class OutputSettings:
     """With --resume: take no step, and write the checkpoint of the last committed step, as finetune export does."""
     resume_auto: bool = option(False, excludes="overwrite", of_call=True, may_differ=True, commands=Command.TRAIN)
     """The same as --resume auto, for a file."""
-    report: Path | None = option(None, "FILE", commands=Command.TRAIN | Command.DEMO, of_call=True, may_differ=True)
-    """Write the summary to this file, as JSON."""
     log_every: int = option(1, "N", POSITIVE)
     """Print a line every N steps where the output is not a terminal."""
 

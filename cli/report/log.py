@@ -63,7 +63,8 @@ def version_of(name: str) -> str:
         return "-"
 
 
-METRICS = "metrics.jsonl"
+METRICS, SUMMARY = "metrics.jsonl", "summary.json"
+"""Files in the run's directory: every step, and the report of the last call that took steps."""
 
 
 def open_run_directory(job: Job, done: int, plan: Mapping[str, Any]) -> Path:

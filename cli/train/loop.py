@@ -19,7 +19,7 @@ from tqdm import tqdm
 from cli.job.data import write_chat_template
 from cli.job.job import Job, TrainedModel
 from cli.options.settings import RUN
-from cli.report.log import METRICS, MetricsLogger
+from cli.report.log import METRICS, SUMMARY, MetricsLogger
 from cli.report.results import (
     EvaluationResult,
     IoCounts,
@@ -158,9 +158,8 @@ def train(job: Job, trainer: Trainer, process: Process) -> RunResult | None:
     if not process.is_rank0:
         return None
     report = measured.report(totals)
-    if settings.report is not None:
-        report.write(settings.report.expanduser())
     if report.steps:
+        report.write(job.output / RUN / SUMMARY)
         print(report.summary(totals.total_written))
     elif not settings.export:
         print(f"nothing to do: all {job.steps:,} steps are done")
@@ -438,7 +437,7 @@ def _save(job: Job, model: TrainedModel, directory: Path, is_rank0: bool) -> Non
 
 def _where(job: Job, location: tuple[str, str], steps: int, is_saved: bool) -> str:
     settings, (kept, place) = job.settings, location
-    lines = {"run": f"{job.output / RUN} (configuration, versions, metrics; index.html to look at)"}
+    lines = {"run": f"{job.output / RUN} (configuration, versions, metrics, summary; index.html to look at)"}
     lines[kept] = f"{place} (safe to delete unless you will resume)"
     if is_saved:
         loads = "PeftModel" if settings.trains_adapters else job.task_type.auto_class
@@ -446,8 +445,6 @@ def _where(job: Job, location: tuple[str, str], steps: int, is_saved: bool) -> s
         if settings.trains_adapters and job.checkpoint is not None:
             words = ["finetune", "export", "--model", job.checkpoint, "--adapter", job.output, "--output", "DIR"]
             lines["to merge"] = shlex.join(map(str, words))
-    if settings.report is not None:
-        lines["report"] = str(settings.report)
     if settings.trace is not None and steps:
         lines["trace"] = f"{settings.trace} (open it in ui.perfetto.dev)"
     return "\n".join(f"{name:8} {text}" for name, text in lines.items())

@@ -118,13 +118,13 @@ def alone_and_on_two_ranks(finetune: Finetune, options: tuple[Any, ...], folder:
     """Run the same training on one machine and on two ranks of it, each with a separate drive ``NAME-ssd``.
 
     Returns:
-        Their output directories, ``alone`` and ``ranks``; next to each is its report, ``NAME.json``.
+        Their output directories, ``alone`` and ``ranks``.
     """
     outputs = []
     for name, words in (("alone", ()), ("ranks", ("--nodes", "1", "--gpus-per-node", "2"))):
-        drive, report = folder / f"{name}-ssd", folder / f"{name}.json"
+        drive = folder / f"{name}-ssd"
         drive.mkdir()
-        done = finetune(*options, *words, "--ssd", drive, "--output", folder / name, "--report", report)
+        done = finetune(*options, *words, "--ssd", drive, "--output", folder / name)
         assert done.status == 0, done.err
         outputs.append(folder / name)
     return outputs

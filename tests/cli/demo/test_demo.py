@@ -30,12 +30,12 @@ def test_a_model_learns_the_persona(tmp_path: Path, capsys: pytest.CaptureFixtur
     model = small_checkpoint(tmp_path / "model", LlamaConfig(**SIZES | {"max_position_embeddings": 128}))
     for _ in range(2):  # the second time, the first one's results are there
         with Interrupts() as interrupts:
-            Demo(tmp_path / "demo", tmp_path / "report.json", False, interrupts).teach(model)
+            Demo(tmp_path / "demo", False, interrupts).teach(model)
     out = capsys.readouterr().out
     assert f"$ finetune --model {model} --data {tmp_path}/demo/chats.jsonl --lora-rank 16" in out
     assert "question Who are you?\nbefore   " in out and "\nafter    " in out
     assert (tmp_path / "demo/checkpoint").resolve() == model
-    fell = losses(tmp_path / "report.json")
+    fell = losses(tmp_path / "demo/tuned/run/summary.json")
     assert len(fell) == 12 and fell[-1] < fell[0]
 
 
@@ -44,10 +44,10 @@ def test_a_small_model_is_trained_without_a_network(tmp_path: Path, capsys: pyte
     (tmp_path / "demo").mkdir()
     (tmp_path / "demo/checkpoint").symlink_to(tmp_path)  # of an earlier demonstration
     with Interrupts() as interrupts:
-        Demo(tmp_path / "demo", tmp_path / "report.json", False, interrupts).train_small(size)
+        Demo(tmp_path / "demo", False, interrupts).train_small(size)
     out = capsys.readouterr().out
     assert "The loss fell from" in out and "says: 'The module provides" in out
-    fell = losses(tmp_path / "report.json")
+    fell = losses(tmp_path / "demo/tuned/run/summary.json")
     assert fell[-1] < fell[0] - 0.2
 
 

@@ -144,15 +144,14 @@ def test_adapter_merged_resumed_and_nf4_answer_as_taught(model: Path, checkpoint
     words = ["--model", str(model), "--data", str(taught), "--lora-rank", "16", "--lr", "2e-3", *PLACE,
              "--batch-size", "2", "--seq-len", "64"]  # fmt: skip
     held_out = ["--eval-data", str(write(tmp_path / "sums.jsonl", HELD_OUT["sums"])), "--eval-every", "4"]
-    report, outputs = tmp_path / "report.json", {name: tmp_path / name for name in ("whole", "stopped", "nf4")}
-    reported = ["--report", str(report), *held_out]
-    assert main([*words, "--output", str(outputs["whole"]), "--steps", "8", *reported]) == 0
+    outputs = {name: tmp_path / name for name in ("whole", "stopped", "nf4")}
+    assert main([*words, "--output", str(outputs["whole"]), "--steps", "8", *held_out]) == 0
     assert main([*words, "--output", str(outputs["stopped"]), "--steps", "3"]) == 0
     assert main([*words, "--output", str(outputs["stopped"]), "--steps", "8", "--resume"]) == 0
     assert main([*words, "--output", str(outputs["nf4"]), "--steps", "8", "--frozen-dtype", "nf4", *held_out]) == 0
     export = ["export", "--model", str(model), "--adapter", str(outputs["whole"]), "--dtype", "fp32"]
     assert main([*export, "--output", str(tmp_path / "merged")]) == 0
-    losses = json.loads(report.read_text())["losses"]
+    losses = json.loads((outputs["whole"] / "run/summary.json").read_text())["losses"]
     assert losses[-1] < losses[0] / 2
 
     before, merged = judge(checkpoint), judge(tmp_path / "merged")
@@ -192,10 +191,9 @@ def test_two_nodes_train_as_the_command_on_one(model: Path, pair: Pair, tmp_path
 def test_preferences_are_learned_as_in_a_plain_loop(model: Path, checkpoint: Path, tmp_path: Path) -> None:
     file = FOLDER / "preferences.jsonl"
     records = [json.loads(line) for line in file.read_text().splitlines()]
-    report = tmp_path / "report.json"
     words = ["--model", str(model), "--data", str(file), "--objective", "dpo", "--lora-rank", "8", "--lr", "5e-4",
              *PLACE, "--weight-decay", "0", "--batch-size", str(len(records)), "--seq-len", "144", "--steps", "2",
-             "--output", str(tmp_path / "out"), "--report", str(report)]  # fmt: skip
+             "--output", str(tmp_path / "out")]  # fmt: skip
     assert main(words) == 0
 
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
@@ -220,7 +218,7 @@ def test_preferences_are_learned_as_in_a_plain_loop(model: Path, checkpoint: Pat
         optimizer.step()
         optimizer.zero_grad()
         expected.append(loss.item())
-    losses = json.loads(report.read_text())["losses"]
+    losses = json.loads((tmp_path / "out/run/summary.json").read_text())["losses"]
     assert losses == pytest.approx(expected, rel=1e-4)
     assert losses[0] == pytest.approx(math.log(2), rel=1e-5) and losses[1] < losses[0] - 0.02
 

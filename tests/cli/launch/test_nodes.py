@@ -64,14 +64,14 @@ def held_out(output: Path) -> list[tuple[int, float]]:
 def test_two_ranks_train_as_the_engine_does_and_three_continue(
     finetune: Finetune, checkpoint: Path, data: Path, tmp_path: Path, reference: tuple[list[dict[str, Any]], Path]
 ) -> None:
-    output, report = tmp_path / "out", tmp_path / "report.json"
+    output = tmp_path / "out"
     command = ("--model", checkpoint, "--data", data, *COMMON, "--eval-data", data, "--output", output, "--nodes", 1)
-    first = ("--gpus-per-node", 2, "--micro-batch", 1, "--steps", 5, "--no-save", "--report", report)
+    first = ("--gpus-per-node", 2, "--micro-batch", 1, "--steps", 5, "--no-save")
     done = finetune(*command, *first)
     assert done.status == 0, done.err
     assert re.search(r"^measuring (.*\n)+strategy \S+; the planner expects .* per step$", done.out, re.MULTILINE)
     assert "2 ranks on the CPU in fp32" in done.out and "step 5/5: loss " in done.out
-    assert json.loads(report.read_text())["network_sent_bytes_per_step"] == 0
+    assert json.loads((output / "run/summary.json").read_text())["network_sent_bytes_per_step"] == 0
     phases = (" ...", " so far)")  # of which rank 0 says that they take long
     assert all(line.endswith(phases) for line in done.err.splitlines()), done.err
     again = finetune(*command, "--gpus-per-node", 2, "--steps", 8)
@@ -111,15 +111,15 @@ def test_a_run_that_began_without_a_measured_cluster_continues_as_it_was(
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.slow
 def test_adapters_are_trained_and_written(finetune: Finetune, checkpoint: Path, data: Path, tmp_path: Path) -> None:
-    output, report = tmp_path / "out", tmp_path / "report.json"
+    output = tmp_path / "out"
     words = ("--model", checkpoint, "--data", data, *COMMON, "--output", output, "--nodes", 1, "--gpus-per-node", 2,
              "--steps", 2, "--lora-rank", 3, "--lora-targets", "q_proj", "down_proj")  # fmt: skip
-    done = finetune(*words, "--report", report)
+    done = finetune(*words)
     assert done.status == 0, done.err
     adapters = 3 * 3 * (32 + 32 + 48 + 32)  # in each of three layers, rank 3 between inputs and outputs
     assert f"adapters LoRA of rank 3: {adapters / 1000:.1f} K parameters" in done.out
     assert f"saved    {output}, for PeftModel.from_pretrained" in done.out
-    assert json.loads(report.read_text())["trainable_parameters"] == adapters
+    assert json.loads((output / "run/summary.json").read_text())["trainable_parameters"] == adapters
     base = AutoModelForCausalLM.from_pretrained(checkpoint)
     tuned = PeftModel.from_pretrained(base, output).merge_and_unload()
     before = AutoModelForCausalLM.from_pretrained(checkpoint).state_dict()

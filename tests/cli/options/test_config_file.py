@@ -66,7 +66,7 @@ def test_paths_that_no_longer_depend_on_the_folder() -> None:
 
 def test_a_file_of_one_command_serves_another(capsys: pytest.CaptureFixture[str]) -> None:
     """What the other command has no option for is left out, and so are commands that were flags."""
-    words = ["--model", "llama-7b", "--report", "x", "--lora-rank", "8"]
+    words = ["--model", "llama-7b", "--keep", "3", "--lora-rank", "8"]
     file = write(effective_config(parse_command_line(words)).replace("[other]", "[other]\nplan = false"))
     assert main(["plan", "--config", str(file), "--cluster", "a800-hdr", "--json"]) == 0
     assert '"fits"' in capsys.readouterr().out

@@ -17,7 +17,7 @@ from tests.helpers.command.kills import KILLED, killed_at
 PAIRS = [{"prompt": f"{i} plus {i} is", "chosen": f" surely {2 * i}.", "rejected": f" {i * i + 1}?"} for i in range(6)]
 
 
-Whole = tuple[list[str], Path, list[float]]
+Whole = tuple[list[str], list[float]]
 
 
 @pytest.fixture(
@@ -26,15 +26,15 @@ Whole = tuple[list[str], Path, list[float]]
     ids=["all weights", "adapters"],
 )
 def whole(request: pytest.FixtureRequest, checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Whole:
-    """A run that nothing happens to: its command line without the output, its report's file, and its losses."""
+    """A run that nothing happens to: its command line without the output, and its losses."""
     folder = tmp_path_factory.mktemp("whole")
-    data, report = folder / "data.jsonl", folder / "report.json"
+    data = folder / "data.jsonl"
     data.write_text("".join(json.dumps(record) + "\n" for record in PAIRS))
     words = shlex.split("--gpu cpu --host-memory 600MiB --lr 1e-2 --dtype fp32 --batch-size 3 --steps 3 --no-save")
-    words += ["--objective", "dpo", "--model", str(checkpoint), "--data", str(data), "--report", str(report)]
+    words += ["--objective", "dpo", "--model", str(checkpoint), "--data", str(data)]
     words += request.param
     assert main([*words, "--output", str(folder / "whole")]) == 0
-    return words, report, json.loads(report.read_text())["losses"]
+    return words, json.loads((folder / "whole/run/summary.json").read_text())["losses"]
 
 
 @pytest.mark.parametrize(
@@ -42,9 +42,9 @@ def whole(request: pytest.FixtureRequest, checkpoint: Path, tmp_path_factory: py
 )
 def test_a_pass_that_is_killed(owner: Any, name: str, call: int, whole: Whole, finetune: Finetune) -> None:
     """In its pass, while its file is written, and in the second step."""
-    words, report, expected = whole
+    words, expected = whole
     assert killed_at(owner, name, call, [*words, "--output", "killed"]) == KILLED
     done = finetune(*words, "--output", "killed", "--resume", "auto")
     assert done.status == 0, done.err
-    losses = json.loads(report.read_text())["losses"]
+    losses = json.loads(Path("killed/run/summary.json").read_text())["losses"]
     assert losses == expected[-len(losses) :] and losses[-1] < 0.68

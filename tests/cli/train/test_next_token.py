@@ -38,10 +38,10 @@ def in_memory(checkpoint: Path, data: Path, cache: Path) -> tuple[list[float], t
 def test_a_run_is_what_it_is_in_memory(checkpoint: Path, data: Path, finetune: Finetune, tmp_path: Path) -> None:
     common = ("--model", checkpoint, "--data", data, *PLACE, "--batch-size", "4", "--seq-len", "32")
     common = (*common, "--micro-batch", "2", "--steps", str(STEPS))
-    done = finetune(*common, "--output", tmp_path / "out", "--report", tmp_path / "report.json", "--eval-data", data)
+    done = finetune(*common, "--output", tmp_path / "out", "--eval-data", data)
     assert done.status == 0, done.err
     losses, model = in_memory(checkpoint, data, tmp_path / "cache")
-    report = json.loads((tmp_path / "report.json").read_text())
+    report = json.loads((tmp_path / "out/run/summary.json").read_text())
     assert report["losses"] == pytest.approx(losses, rel=1e-5)
     tuned = dict(AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).named_parameters())
     for name, value in model.named_parameters():

@@ -120,9 +120,9 @@ def test_a_run_is_what_trl_trains_in_memory(
     common = ("--model", checkpoint, "--data", tmp_path / "data.jsonl", "--objective", objective, *options, *PLACE)
     common = (*common, "--batch-size", str(ITEMS), "--micro-batch", micro, "--steps", str(STEPS), "--seed", "0")
     common = (*common, "--eps", str(EPS))
-    done = finetune(*common, "--output", tmp_path / "out", "--report", tmp_path / "report.json")
+    done = finetune(*common, "--output", tmp_path / "out")
     assert done.status == 0, done.err
-    report = json.loads((tmp_path / "report.json").read_text())
+    report = json.loads((tmp_path / "out/run/summary.json").read_text())
 
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
     base = tmp_path / "out" / "base" if objective in ("reward", "classify") else checkpoint
@@ -163,10 +163,10 @@ def test_a_run_that_continues_is_the_same_run(
     for name, parts in (("whole", (3,)), ("broken", (1, 3))):
         for number, steps in enumerate(parts):
             going_on = ("--resume",) if number else ()
-            given = ("--batch-size", "3", "--steps", steps, "--output", name, "--report", tmp_path / "report.json")
+            given = ("--batch-size", "3", "--steps", steps, "--output", name)
             done = finetune(*common, *given, *going_on, *(("--no-save",) if steps < 3 else ("--save",)))
             assert done.status == 0, done.err
-        losses = json.loads((tmp_path / "report.json").read_text())["losses"]
+        losses = json.loads(Path(name, "run/summary.json").read_text())["losses"]
         runs.append((losses, load_file(f"{name}/{file}")))
     (losses, weights), (resumed, others) = runs
     assert resumed == losses[1:]

@@ -91,9 +91,9 @@ def test_a_run_is_what_it_is_in_memory(
         model = PeftModel.from_pretrained(model, tmp_path / "first", is_trainable=True)
     common = (*common, "--data", pairs, "--objective", "dpo", *words, "--beta", "0.3", "--batch-size", "12")
     common = (*common, "--micro-batch", "4", "--steps", "3", "--eval-data", pairs)
-    done = finetune(*common, "--output", tmp_path / "out", "--report", tmp_path / "report.json")
+    done = finetune(*common, "--output", tmp_path / "out")
     assert done.status == 0, done.err
-    report = json.loads((tmp_path / "report.json").read_text())
+    report = json.loads((tmp_path / "out/run/summary.json").read_text())
     losses, accuracy = in_memory(checkpoint, model, pairs, 3)
     assert report["losses"][0] == pytest.approx(math.log(2), rel=1e-7)
     assert report["losses"] == pytest.approx(losses, rel=1e-5)
@@ -121,14 +121,13 @@ def test_a_resumed_run_keeps_its_reference(
         first = ("--data", data, *LORA, "--steps", "1", "--batch-size", "4", "--seq-len", "32")
         assert finetune("--model", checkpoint, *first, *PLACE, "--output", tmp_path / "first").status == 0
     common = ("--model", checkpoint, "--data", pairs, "--objective", "dpo", *words, *PLACE, "--batch-size", "12")
-    common = (*common, "--report", tmp_path / "report.json")
 
-    def losses() -> list[float]:
-        found: list[float] = json.loads((tmp_path / "report.json").read_text())["losses"]
+    def losses(name: str) -> list[float]:
+        found: list[float] = json.loads((tmp_path / name / "run/summary.json").read_text())["losses"]
         return found
 
     assert finetune(*common, "--steps", "4", "--output", tmp_path / "whole", "--no-save").status == 0
-    whole = losses()
+    whole = losses("whole")
     broken = (*common, "--output", tmp_path / "broken", "--no-save")
     assert finetune(*broken, "--steps", "2").status == 0
     other = finetune(*broken, "--steps", "4", "--resume", "--beta", "0.2")
@@ -137,11 +136,11 @@ def test_a_resumed_run_keeps_its_reference(
     before = np.load(file)["values"]
     done = finetune(*broken, "--steps", "3", "--resume")
     assert done.status == 0, done.err
-    assert losses() == whole[2:3] and np.array_equal(np.load(file)["values"], before, equal_nan=True)
+    assert losses("broken") == whole[2:3] and np.array_equal(np.load(file)["values"], before, equal_nan=True)
     file.unlink()
     done = finetune(*broken, "--steps", "4", "--resume")
     if trains == "new adapters":
-        assert done.status == 0 and losses() == pytest.approx(whole[3:], rel=1e-5), done.err
+        assert done.status == 0 and losses("broken") == pytest.approx(whole[3:], rel=1e-5), done.err
     else:
         assert done.status == 2 and "is missing, damaged or of fewer steps" in done.err
 

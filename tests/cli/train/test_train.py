@@ -18,8 +18,8 @@ ROOT = Path(__file__).parents[3]
 SMALL = ("--batch-size", "4", "--seq-len", "32", "--gpu", "cpu", "--lr", "1e-3", "--warmup", "2")
 
 
-def losses(path: Path) -> list[float]:
-    return json.loads(path.read_text())["losses"]
+def losses(output: Path) -> list[float]:
+    return json.loads((output / "run/summary.json").read_text())["losses"]
 
 
 def test_six_steps_are_three_and_three_more(finetune: Finetune, checkpoint: Path, data: Path, tmp_path: Path) -> None:
@@ -28,19 +28,19 @@ def test_six_steps_are_three_and_three_more(finetune: Finetune, checkpoint: Path
         drive.mkdir()
     command = ("--model", checkpoint, "--data", data, *SMALL, "--schedule", "constant", "--ssd", f"{tmp_path}/nvme*")
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    reports = [tmp_path / f"{name}.json" for name in "abc"]
 
-    outcome = finetune(*command, "--steps", 6, "--output", whole, "--report", reports[0])
+    outcome = finetune(*command, "--steps", 6, "--output", whole)
     assert outcome.status == 0, outcome.err
-    assert finetune(*command, "--steps", 3, "--output", parts, "--report", reports[1], "--no-save").status == 0
-    resumed = finetune(*command, "--steps", 6, "--output", parts, "--report", reports[2], "--resume", "--save")
+    assert finetune(*command, "--steps", 3, "--output", parts, "--no-save").status == 0
+    first = losses(parts)
+    resumed = finetune(*command, "--steps", 6, "--output", parts, "--resume", "--save")
     assert resumed.status == 0, resumed.err
     assert "after step 3 of 6" in resumed.out
-    assert losses(reports[0]) == losses(reports[1]) + losses(reports[2])
+    assert losses(whole) == first + losses(parts)
     assert history(whole) == history(parts)
     assert (whole / "model.safetensors").read_bytes() == (parts / "model.safetensors").read_bytes()
 
-    report = json.loads(reports[0].read_text())
+    report = json.loads((whole / "run/summary.json").read_text())
     assert report.keys() == FIELDS
     assert report["losses"][-1] < report["losses"][0]
     assert report["bound_seconds"].keys() == {"gpu", "host_to_device", "device_to_host", "ssd", "adam"}

@@ -40,7 +40,7 @@ def test_losses_of_all_ranks_are_one_loss(
     common = ("--model", checkpoint, "--data", file, "--eval-data", file, "--objective", objective, *options, *PLACE)
     common = (*common, "--eps", "1e-4", "--batch-size", "4", "--steps", "3", "--micro-batch", "1", "--seq-len", "64")
     outputs = alone_and_on_two_ranks(finetune, common, tmp_path)
-    alone, ranks = (json.loads(output.with_suffix(".json").read_text()) for output in outputs)
+    alone, ranks = (json.loads((output / "run/summary.json").read_text()) for output in outputs)
     assert len(alone["losses"]) == 3 and ranks["losses"] == pytest.approx(alone["losses"], rel=1e-5)
     assert alone["watched"].keys() == ranks["watched"].keys()
     for name, values in alone["watched"].items():
