@@ -51,6 +51,7 @@ class Declaration:
     """Type of the value, or of each of several words; None: as the field's annotation says."""
     commands: Command = Command.RUN  # Commands that have it
     flags: str | None = None  # Both forms of a flag, where they are not ``--name/--no-name``
+    alone: bool = False  # Whether it may be given without its value, which then is True
     presets: str | None = None  # Kind of presets that can be named (:func:`common.files.preset_files`)
     patterns: bool = False  # Whether words may be quoted patterns of file names
     excludes: str | None = None

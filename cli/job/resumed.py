@@ -44,13 +44,13 @@ _BY_CONTENT = {
 
 def decided(settings: Settings) -> Settings:
     """Return settings in which ``--resume auto`` has become ``--resume``, or nothing where there is no run."""
-    if not settings.resume_auto:
+    if settings.resume != "auto":
         return settings
-    resumed = replace(settings, resume_auto=False, resume=True)
+    resumed = replace(settings, resume=True)
     if committed(resumed) is not None:
         return resumed
     context = parse_command_line(settings.arguments)  # without the options of a run that is gone
-    return Settings.of_options({**context.params, "resume_auto": False}, settings.arguments, context=context)
+    return Settings.of_options({**context.params, "resume": False}, settings.arguments, context=context)
 
 
 def committed(settings: Settings) -> Mapping[str, Any] | None:

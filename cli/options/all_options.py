@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from cli.options.objectives import HELP, OBJECTIVES
-from cli.options.option import check_column, parse_part
+from cli.options.option import check_column, parse_part, parse_resume
 from cli.options.schedule import SCHEDULES, Warmup
 from common.docstrings import attribute_docstrings
 from common.options import (
@@ -47,8 +47,6 @@ class OutputSettings:
     """How many checkpoints of --save-every to keep."""
     export: bool = option(False, excludes="save", of_call=True, commands=Command.TRAIN, hidden=True)
     """With --resume: take no step, and write the checkpoint of the last committed step, as finetune export does."""
-    resume_auto: bool = option(False, excludes="overwrite", of_call=True, may_differ=True, commands=Command.TRAIN)
-    """The same as --resume auto, for a file."""
     log_every: int = option(1, "N", POSITIVE)
     """Print a line every N steps where the output is not a terminal."""
 
@@ -236,7 +234,16 @@ class EngineSettings(EngineOptions):
         None, "N", POSITIVE, commands=Command.STEP, heading="Output"
     )
     """Steps between commits: a crash loses at most this many steps. Default: 1; 100 with --nodes in memory."""
-    resume: bool = option(False, excludes="overwrite", of_call=True, may_differ=True, heading="Output")
+    resume: Any = option(  # a bool, or "auto" until it is decided
+        False,
+        "[auto|no]",
+        ParsedValue("resume", parse_resume),
+        alone=True,
+        excludes="overwrite",
+        of_call=True,
+        may_differ=True,
+        heading="Output",
+    )
     """Continue from the last committed step. --resume auto starts a run if there is none."""
     overwrite: bool = option(
         False,

@@ -88,7 +88,7 @@ class GroupedCommand(click.Command):
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         names = {name for option in self.options if option.words for name in option.opts}
         try:
-            rest = super().parse_args(ctx, repeat_option(with_resume_auto(args), names))
+            rest = super().parse_args(ctx, repeat_option(args, names))
         except click.NoSuchOption as error:
             instead = instead_of(error.option_name) or _where_it_is(error.option_name, self.name or "")
             if instead is None:
@@ -217,17 +217,6 @@ def with_command(words: Sequence[str]) -> list[str]:
         if flag in words:
             return [name, *(word for word in words if word != flag)]
     return ["train", *words]
-
-
-def with_resume_auto(args: Sequence[str]) -> list[str]:
-    """Turn ``--resume auto`` into the flag that means it: click's flags take no word."""
-    result: list[str] = []
-    for word in args:
-        if word == "--resume=auto" or (word == "auto" and result[-1:] == ["--resume"]):
-            result[-1:] = ["--resume-auto"] if word == "auto" else [*result[-1:], "--resume-auto"]
-        else:
-            result.append(word)
-    return result
 
 
 def repeat_option(args: Sequence[str], names: set[str]) -> list[str]:

@@ -111,6 +111,8 @@ def _read(where: str, content: Mapping[str, Any], options: list[GroupedOption]) 
 
 
 def _value(where: str, value: Any, option: GroupedOption, negated: bool) -> Any:
+    if option.declaration.alone and isinstance(value, bool):
+        return value
     if option.is_flag:
         if not isinstance(value, bool):
             raise UserError(f"{where} is either true or false, not {value!r}.")
@@ -148,6 +150,7 @@ def option_as_toml(ctx: click.Context, option: GroupedOption, *, of_run: bool) -
     key = option.shown.removeprefix("--")
     if option.is_flag:
         value = bool(value) != (option.shown in option.secondary_opts)
+    if isinstance(value, bool):
         return f"{key} = {'true' if value else 'false'}"
     if value is None or value == ():
         return f"# {key} = {option.metavar or '...'}"

@@ -62,7 +62,9 @@ class GroupedOption(click.Option):
             kwargs |= {"is_eager": True, "callback": callback}
         words = get_origin(item.type) is tuple
         if not words and item.default not in (None, ""):
-            kwargs |= {"default": item.default, "show_default": item.type is not bool}
+            kwargs |= {"default": item.default, "show_default": not isinstance(item.default, bool)}
+        if declared.alone:
+            kwargs |= {"is_flag": False, "flag_value": True}
         return cls([name], group, declared, words, **kwargs)
 
     @property
@@ -103,6 +105,14 @@ class GroupedOption(click.Option):
             if source is not ParameterSource.DEFAULT_MAP:
                 raise
             raise click.BadParameter(f"{error.message} (It is in {ctx.params['config']}.)", ctx, self) from error
+
+
+def parse_resume(text: str) -> bool | str:
+    """Parse the value of ``--resume``, which may have none."""
+    values: dict[str, bool | str] = {"True": True, "auto": "auto", "no": False}
+    if text not in values:
+        raise UserError(f"--resume takes auto, no, or nothing, not {text!r}.")
+    return values[text]
 
 
 def parse_part(text: str) -> float:

@@ -10,13 +10,14 @@ import time
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from cli.options.all_options import AllOptions
-from cli.options.command import parse_command_line, with_resume_auto
+from cli.options.command import parse_command_line
 from cli.options.config_file import option_as_toml, options_in_files
 from cli.options.objectives import OBJECTIVES, SPECIFIC, ObjectiveTraits, readers
 from cli.options.option import data_sets, naming, split_weight
@@ -311,8 +312,13 @@ class Settings(AllOptions):
     @property
     def how_to_continue(self) -> str:
         """The command that continues this run, as a sentence."""
-        undone = {"--resume", "--no-resume", "--resume-auto", "--no-resume-auto", "--overwrite", "--no-overwrite"}
-        words = [word for word in with_resume_auto(self.arguments) if word not in undone]
+        words = [
+            word
+            for before, word in pairwise(("", *self.arguments))
+            if word not in ("--overwrite", "--no-overwrite")
+            and not word.startswith("--resume")
+            and (before, word) not in (("--resume", "auto"), ("--resume", "no"))
+        ]
         return f"To continue: {shlex.join(['finetune', *words, '--resume'])}"
 
 
@@ -337,7 +343,7 @@ def expand_pattern(option: str, name: str) -> list[str]:
 def settings_of(command: str, context: click.Context, arguments: tuple[str, ...]) -> Settings:
     """Return what a command line asks for; of a continued run, with the run's own options where they are left out."""
     changes: tuple[str, ...] = ()
-    if command == "train" and (context.params["resume"] or context.params["resume_auto"]):
+    if command == "train" and (context.params["resume"]):
         context, changes = with_own_options(context, arguments)
     settings = Settings.of_options(context.params, arguments, command=command, context=context, changes=changes)
     if command == "plan":

@@ -27,10 +27,12 @@ def write(text: str) -> Path:
 def test_a_file_says_what_a_command_line_says() -> None:
     file = write(
         'model = "m"\n[data]\ndata = ["a b.jsonl", "c.txt"]\nbatch_size = 4\n[memory]\nssd = "/mnt/nvme0"\ngpu = "0"\n'
-        'host-memory = "1.5GiB"\ndeterministic = true\n[training]\nlr = 2e-5\nwarmup = 0.03\n[output]\nno-save = true\n'
+        'host-memory = "1.5GiB"\ndeterministic = true\n[training]\nlr = 2e-5\nwarmup = 0.03\n[output]\n'
+        'resume = "auto"\nno-save = true\n'
     )
     typed = ("--model", "m", "--data", "a b.jsonl", "c.txt", "--batch-size", 4, "--ssd", "/mnt/nvme0", "--gpu", 0,
-             "--host-memory", "1.5GiB", "--deterministic", "--lr", "2e-5", "--warmup", "0.03", "--no-save")  # fmt: skip
+             "--host-memory", "1.5GiB", "--deterministic", "--lr", "2e-5", "--warmup", "0.03", "--resume",
+             "auto", "--no-save")  # fmt: skip
     assert parse("--config", file) == parse(*typed)
     assert parse("--config", file, "--save") == parse(*typed[:-1])
 
@@ -66,7 +68,7 @@ def test_paths_that_no_longer_depend_on_the_folder() -> None:
 
 def test_a_file_of_one_command_serves_another(capsys: pytest.CaptureFixture[str]) -> None:
     """What the other command has no option for is left out, and so are commands that were flags."""
-    words = ["--model", "llama-7b", "--keep", "3", "--lora-rank", "8"]
+    words = ["--model", "llama-7b", "--show-data", "3", "--lora-rank", "8"]
     file = write(effective_config(parse_command_line(words)).replace("[other]", "[other]\nplan = false"))
     assert main(["plan", "--config", str(file), "--cluster", "a800-hdr", "--json"]) == 0
     assert '"fits"' in capsys.readouterr().out
@@ -80,7 +82,7 @@ def test_a_file_of_one_command_serves_another(capsys: pytest.CaptureFixture[str]
     ("[trainin]\nlr = 1\n", "no table [trainin]. Did you mean 'training'?"),
     ("lr = 1\n[training]\nlr = 2\n", "'lr' is set twice"),
     ("save = true\nno-save = false\n", "'no-save' is set twice"),
-    ("resume = 1\n", "resume is either true or false, not 1"),
+    ("deterministic = 1\n", "deterministic is either true or false, not 1"),
     ("steps = true\n", "steps = true is not a value for --steps"),
     ("steps = [1, 2]\n", "steps takes one value, not a list"),
     ("steps = 0\n", "'--steps': it must be at least 1, not 0. (It is in run.toml.)"),

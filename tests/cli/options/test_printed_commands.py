@@ -82,7 +82,7 @@ def test_examples_of_the_help_parse(line: str) -> None:
 
 
 @pytest.mark.parametrize("given", [
-    "", "--resume", "--resume auto", "--resume=auto", "--resume-auto", "--overwrite", "--no-resume --overwrite",
+    "", "--resume", "--resume auto", "--resume=auto", "--resume no", "--overwrite", "--resume no --overwrite",
     "--resume auto --data a auto b --chat-template 'say --resume'", "--ssd=a --ssd b c --resume",
 ])  # fmt: skip
 def test_the_command_that_continues_a_run_parses(given: str) -> None:
@@ -91,6 +91,6 @@ def test_the_command_that_continues_a_run_parses(given: str) -> None:
     _, _, command = settings.how_to_continue.partition("To continue: ")
     program, *continued = shlex.split(command)
     options, before = parse_command_line(continued).params, parse_command_line(words).params
-    assert program == "finetune" and (options["resume"], options["resume_auto"]) == (True, False)
+    assert program == "finetune" and options["resume"] is True
     changed = {name for name, value in options.items() if value != before[name]}
-    assert changed <= {"resume", "resume_auto", "overwrite"} and not options["overwrite"]
+    assert changed <= {"resume", "overwrite"} and not options["overwrite"]
