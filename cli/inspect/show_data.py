@@ -7,16 +7,14 @@ from itertools import groupby
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from cli.inspect.check import Paint
 from cli.job.data import tokenizer_of
 from cli.job.resolve import resolve
 from cli.options.settings import Settings
+from cli.report.progress import BOLD, FAINT, GREEN, has_colors, painted
 from common.activity import activity
 from common.data import Batches
 
-GREEN, FAINT, BOLD = 32, 2, 1
-# What stands around trained text where there are no colours.
-MARKS = ("\N{LEFT-POINTING DOUBLE ANGLE QUOTATION MARK}", "\N{RIGHT-POINTING DOUBLE ANGLE QUOTATION MARK}")
+MARKS = "«»"  # Around trained text where there are no colors
 
 
 def show_data(settings: Settings) -> None:
@@ -31,13 +29,13 @@ def show_data(settings: Settings) -> None:
         with contextlib.suppress(OSError):  # resolving makes the output directory of a run
             for path in absent:
                 path.rmdir()
-    tokenizer, paint = tokenizer_of(settings, job.checkpoint, job.template_date), Paint()
+    tokenizer = tokenizer_of(settings, job.checkpoint, job.template_date)
     print(f"data     {job.batches.description}".replace("\n", "\n         "))
-    print(f"         {'green' if paint.on else 'between ' + ' and '.join(MARKS)}: trained on\n")
+    print(f"         {'green' if has_colors() else 'between ' + ' and '.join(MARKS)}: trained on\n")
     for number, row in enumerate(_rows(job.batches, settings.show_data), 1):
-        print(paint(f"row {number}", BOLD))
+        print(painted(f"row {number}", BOLD))
         for document in row:
-            print(_painted(document, tokenizer, paint))
+            print(_text(document, tokenizer))
         print(flush=True)
     job.close()
 
@@ -70,11 +68,11 @@ def _rows(batches: Batches, count: int) -> Iterator[list[list[tuple[int, bool]]]
         step += 1
 
 
-def _painted(document: list[tuple[int, bool]], tokenizer: PreTrainedTokenizerBase, paint: Paint) -> str:
+def _text(document: list[tuple[int, bool]], tokenizer: PreTrainedTokenizerBase) -> str:
     parts = []
     for is_trained, tokens in groupby(document, lambda pair: pair[1]):
         text = str(tokenizer.decode([token for token, _ in tokens]))
-        if is_trained and not paint.on:
+        if is_trained and not has_colors():
             text = text.join(MARKS)
-        parts.append(paint(text, GREEN if is_trained else FAINT))
+        parts.append(painted(text, GREEN if is_trained else FAINT))
     return "".join(parts)

@@ -21,6 +21,19 @@ def draws_on(stream: TextIO) -> bool:
     return stream.isatty() and os.environ.get("TERM") != "dumb"
 
 
+BOLD, FAINT, RED, GREEN = 1, 2, 31, 32
+
+
+def has_colors() -> bool:
+    """Return whether standard output is a terminal, and ``NO_COLOR`` is not set (no-color.org)."""
+    return draws_on(sys.stdout) and not os.environ.get("NO_COLOR")
+
+
+def painted(text: str, code: int) -> str:
+    """Return a text in a color, where there are any."""
+    return f"\x1b[{code}m{text}\x1b[0m" if has_colors() else text
+
+
 _RECENT = 20  # Steps whose median duration tells the time that is left
 
 

@@ -28,8 +28,6 @@ class Drive:
     device: str | None  # Name of the whole drive: `nvme0n1`. None where there is none, or several behind one.
     model: str | None  # Model, as the drive reports it
     is_rotational: bool
-    link: str | None  # PCI Express link in use: `16.0 GT/s PCIe x4`
-    full_link: str | None  # Link that the drive supports: its slot is slower if this is more
     numa_node: int | None
 
     @property
@@ -57,12 +55,11 @@ def drive_of(directory: Path, sys: Path = Path("/sys"), listed: Path = Path("/pr
     mount = _mount_of(directory.resolve(), listed)
     device = _whole_drive(sys, mount.device, mount.source)
     if device is None:
-        return Drive(directory, mount.file_system, None, None, False, None, None, None)
-    link, full_link = _links(device)
+        return Drive(directory, mount.file_system, None, None, False, None)
     node = _text(device / "device/numa_node") or _text(device / "device/device/numa_node")
     model, is_rotational = _text(device / "device/model") or None, _text(device / "queue/rotational") == "1"
     numa_node = int(node) if node and int(node) >= 0 else None
-    return Drive(directory, mount.file_system, device.name, model, is_rotational, link, full_link, numa_node)
+    return Drive(directory, mount.file_system, device.name, model, is_rotational, numa_node)
 
 
 def warranted_bytes(directories: Sequence[Path]) -> int | None:
@@ -95,17 +92,6 @@ def _whole_drive(sys: Path, number: str, source: str) -> Path | None:
     if below:
         return _whole_drive(sys, _text(below[0].resolve() / "dev"), "") if len(below) == 1 else None
     return device
-
-
-def _links(device: Path) -> tuple[str | None, str | None]:
-    for folder in device.resolve().parents:
-        if (folder / "current_link_speed").exists():
-            links = [
-                f"{_text(folder / f'{kind}_link_speed')} x{_text(folder / f'{kind}_link_width')}"
-                for kind in ("current", "max")
-            ]
-            return links[0], links[1]
-    return None, None
 
 
 def _text(file: Path) -> str:
