@@ -1,8 +1,7 @@
 """Measure this machine with a model, or a cluster with all its ranks, and print a table (``finetune profile``)."""
 
 import math
-import os
-from pathlib import Path
+from collections.abc import Iterator
 
 import torch.distributed as dist
 
@@ -20,15 +19,13 @@ from cli.train.ranks.meeting import meet
 from cli.train.ranks.process import RankProcess
 from common.hardware.machine import describe_machine
 from common.models.presets import load_config
-from common.units import format_bytes, format_count, format_seconds
+from common.units import counted, format_bytes, format_count, format_seconds
 from fcdp.planner.collectives import MeasuredRates
 from fuyou.planner import PlannerContext
 from fuyou.planner.profiling import Profile, save
 from fuyou.planner.profiling.cache import describe, profile_path
 from fuyou.planner.profiling.measure import measure
 from fuyou.runtime.device import memory_limits
-
-Row = tuple[str, str, str]  # Row of the table: what was measured, how much it was, and a remark
 
 
 def run_profile(settings: Settings) -> None:
@@ -46,58 +43,42 @@ def run_profile(settings: Settings) -> None:
         flush=True,
     )
     profile = save(measure(workload, device, past_cache=True), workload, device)
-    print("\n".join(table(profile, len(directories))))
+    print("\n".join(_table(profile, len(directories))))
     print(f"Measured in {profile.measured_in_seconds:.1f} s; kept in {profile_path(describe(workload, device))}")
 
 
-def table(profile: Profile, drives: int) -> list[str]:
-    per_token = 2.0 * profile.block_parameters * profile.tokens
-    reached = [
-        f"{factor * per_token / seconds / 1e12:.3g} TFLOP/s"
-        for factor, seconds in ((1, profile.block_forward_seconds), (4, profile.block_backward_seconds))
-    ]
+def _table(profile: Profile, drives: int) -> Iterator[str]:
+    """Yield the lines of a profile: what was measured, how much it was, and a remark."""
+
+    def row(what: str, amount: str, remark: str = "") -> str:
+        return f"  {what:22}  {amount:>13}  {remark}".rstrip()
+
+    def rate(what: str, bytes_per_second: float, remark: str = "") -> str:
+        return row(what, f"{bytes_per_second / 1e9:.3g} GB/s", remark)
+
+    def time(what: str, seconds: float, factor: int = 0, remark: str = "") -> str:
+        flops = 2.0 * factor * profile.block_parameters * profile.tokens
+        reached = f"{flops / seconds / 1e12:.3g} TFLOP/s{remark}" if factor else ""
+        return row(what, f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s", reached)
+
     shortened = f"; measured on {profile.measured_tokens:,} tokens" if profile.measured_tokens < profile.tokens else ""
-    threads = f"{profile.adam_threads} thread{'s' if profile.adam_threads > 1 else ''}"
-    sections: dict[str, list[Row]] = {
-        f"computing, per micro-batch of {profile.tokens:,} tokens{shortened}": [
-            ("matrix products", f"{profile.matmul_flops_per_second / 1e12:.3g} TFLOP/s", "shapes of the block"),
-            ("embedding forward", _time(profile.embed_forward_seconds), ""),
-            ("block forward", _time(profile.block_forward_seconds), reached[0]),
-            ("block backward", _time(profile.block_backward_seconds), f"{reached[1]}, recomputation counted"),
-            ("head forward, backward", _time(profile.head_seconds), ""),
-            ("embedding backward", _time(profile.embed_backward_seconds), ""),
-        ],
-        "copies between host and device": [
-            ("to the device", _rate(profile.upload_bytes_per_second), "both directions busy"),
-            ("from the device", _rate(profile.download_bytes_per_second), "both directions busy"),
-        ],
-        f"SSDs, {drives} director{'y' if drives == 1 else 'ies'}": [
-            ("read", _rate(profile.read_bytes_per_second), ""),
-            (
-                "write",
-                _rate(profile.write_bytes_per_second),
-                f"after up to 30 s; {_rate(profile.burst_write_bytes_per_second)} at first",
-            ),
-            ("commit", _time(profile.commit_seconds), ""),
-        ],
-        f"optimizer, {threads}": [("Adam", f"{format_count(profile.adam_parameters_per_second)}/s", "parameters")],
-    }
-    rows = [row for section in sections.values() for row in section]
-    wide, wider = max(len(row[0]) for row in rows), max(len(row[1]) for row in rows)
-    lines = []
-    for heading, section in sections.items():
-        if section:
-            lines += ["", heading]
-            lines += [f"  {what:{wide}}  {amount:>{wider}}  {remark}".rstrip() for what, amount, remark in section]
-    return [*lines, ""]
-
-
-def _rate(bytes_per_second: float) -> str:
-    return f"{bytes_per_second / 1e9:.3g} GB/s"
-
-
-def _time(seconds: float) -> str:
-    return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
+    yield f"\ncomputing, per micro-batch of {profile.tokens:,} tokens{shortened}"
+    yield row("matrix products", f"{profile.matmul_flops_per_second / 1e12:.3g} TFLOP/s", "shapes of the block")
+    yield time("embedding forward", profile.embed_forward_seconds)
+    yield time("block forward", profile.block_forward_seconds, 1)
+    yield time("block backward", profile.block_backward_seconds, 4, ", recomputation counted")
+    yield time("head forward, backward", profile.head_seconds)
+    yield time("embedding backward", profile.embed_backward_seconds)
+    yield "\ncopies between host and device, in both directions at once"
+    yield rate("to the device", profile.upload_bytes_per_second)
+    yield rate("from the device", profile.download_bytes_per_second)
+    yield f"\nSSDs, {counted(drives, 'directory', 'directories')}"
+    yield rate("read", profile.read_bytes_per_second)
+    burst = f"after up to 30 s; {profile.burst_write_bytes_per_second / 1e9:.3g} GB/s at first"
+    yield rate("write", profile.write_bytes_per_second, burst)
+    yield time("commit", profile.commit_seconds)
+    yield f"\noptimizer, {counted(profile.adam_threads, 'thread')}"
+    yield row("Adam", f"{format_count(profile.adam_parameters_per_second)}/s", "parameters") + "\n"
 
 
 def profile_cluster_of_ranks(settings: Settings, rank: RankProcess) -> None:
@@ -115,7 +96,7 @@ def profile_cluster_of_ranks(settings: Settings, rank: RankProcess) -> None:
     measured = measure_cluster(settings, topology, rows, seq_len)
     if rank.is_rank0:
         print("\n".join(_cluster_table(measured)))
-        print(f"Kept in {path}. To plan with it: finetune plan --cluster {_shortest(path)} --model {settings.model}")
+        print(f"Kept in {path}. To plan with it: finetune plan --cluster {path} --model {settings.model}")
     dist.barrier()
     topology.close()
     dist.destroy_process_group()
@@ -135,7 +116,3 @@ def _cluster_table(measured: MeasuredRates) -> list[str]:
         rows.append(("x".join(map(str, mesh)), ring, operation.replace("_", "-"), *times))
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-
-
-def _shortest(path: Path) -> str:
-    return os.path.relpath(path) if path.is_relative_to(Path.cwd()) else str(path)
