@@ -16,7 +16,6 @@ from common.models.vision import TowerFreezing
 from common.units import parse_bytes
 from fuyou.layout.frozen_weights import FrozenDtype
 from fuyou.layout.record import Precision
-from fuyou.layout.record_parts import OPTIMIZERS
 from fuyou.model.recompute.policy import ActivationPolicy
 from fuyou.optimizer.adam import AdamConfig, check_max_grad_norm
 from fuyou.optimizer.clipping import ClipBy, UpdatePolicy, clip_by_named, speculation_obstacle
@@ -150,8 +149,7 @@ class EngineConfig(RunConfig):
     def adam(self) -> AdamConfig:
         """Hyper-parameters of the optimizer."""
         options = self.optimizer
-        betas = options.betas or OPTIMIZERS[options.optimizer].betas
-        return AdamConfig(options.lr, betas, options.eps, options.weight_decay)
+        return AdamConfig(options.lr, options.betas, options.eps, options.weight_decay)
 
     @property
     def max_grad_norm(self) -> float | None:

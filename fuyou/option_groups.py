@@ -99,11 +99,11 @@ class OptimizerConfig:
     lr: float = 1e-5
     """Learning rate; ``engine.lr`` may be set before each step."""
     # Names of fuyou.layout.record_parts.OPTIMIZERS, which takes long to import.
-    optimizer: str = option("adamw", type=("adamw", "adamw8bit", "lion"), commands=Command.MODEL, heading="Memory")
-    """adamw8bit stores moments in 8 bits and master weights in 24, which more than halves the bytes of a step; lion has
-    one moment (a third fewer bytes) and needs a third to a tenth of AdamW's learning rate."""
-    betas: tuple[float, float] | None = None
-    """Decay of the running mean of gradients and of their squares; None: (0.9, 0.999), of Lion (0.9, 0.99)."""
+    optimizer: str = option("adamw", type=("adamw", "adamw8bit"), commands=Command.MODEL, heading="Memory")
+    """adamw8bit stores moments in 8 bits and master weights in 24, which more than halves the bytes of a
+    step."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """Decay of the running mean of gradients and of their squares."""
     eps: float = option(1e-8, "X", ABOVE_ZERO, heading="Training")
     """Added to Adam's divisor."""
     weight_decay: float = option(0.01, "X", NOT_NEGATIVE, heading="Training")

@@ -43,7 +43,6 @@ CASES = {
     "speculation": "--model qwen3 --data text.jsonl --dtype fp32 --max-grad-norm 3 --clip-by speculation",
     "bf16 moments": "--model llama --data text.jsonl --dtype fp32 --optimizer-dtype bf16",
     "8-bit moments": "--model llama --data text.jsonl --dtype fp32 --optimizer adamw8bit",
-    "lion": "--model llama --data text.jsonl --dtype fp32 --optimizer lion",
     "mixture": "--model mixtral --data text.jsonl --dtype fp32",
     "mixture in pieces": "--model mixtral --data text.jsonl --dtype fp32 --piece-size 16KiB",
     "chats": "--model qwen3 --data chats.jsonl --dtype fp32",

@@ -151,8 +151,8 @@ class TrainingSettings:
     """Stop cleanly after this many hours, with exit status 0, for schedulers' time limits. Continue with --resume."""
     beta1: float = option(0.9, "X", BELOW_ONE)
     """Decay of the mean of gradients."""
-    beta2: float | None = option(None, "X", BELOW_ONE)
-    """Decay of the mean of their squares. Default: 0.999; for lion 0.99, of its mean."""
+    beta2: float = option(0.999, "X", BELOW_ONE)
+    """Decay of the mean of their squares."""
 
 
 @dataclass(frozen=True, kw_only=True)

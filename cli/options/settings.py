@@ -201,7 +201,7 @@ class Settings(AllOptions):
         others."""
         values = {field.name: getattr(self, field.name) for field in option_fields(Settings)} | {
             "lr": self.highest_lr,
-            "betas": (self.beta1, self.decay_of_squares),
+            "betas": (self.beta1, self.beta2),
             "commit_every": self.commit_interval,
             "max_grad_norm": self.max_grad_norm or None,
         }
@@ -244,15 +244,6 @@ class Settings(AllOptions):
         if self.lr is not None:
             return self.lr
         return 2e-4 if self.trains_adapters and not self.traits.needs_reference else 1e-5
-
-    @property
-    def decay_of_squares(self) -> float:
-        """The second beta: as it is requested, else as the optimizer's authors have it."""
-        if self.beta2 is not None:
-            return self.beta2
-        from fuyou.layout.record_parts import OPTIMIZERS
-
-        return OPTIMIZERS[self.optimizer].betas[1]
 
     @property
     def trains_adapters(self) -> bool:

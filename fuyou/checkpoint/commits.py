@@ -12,7 +12,7 @@ from common.errors import FinetuneError, UserError
 from common.store import Store, StoreError, commit_manifest
 from common.store.store import ChecksummedExtent, verify
 from fuyou.layout.record import FROZEN_FILE, SLOTS, RecordSums, weights_file
-from fuyou.layout.record_parts import ADAMW
+from fuyou.layout.record_parts import ADAMW, OPTIMIZERS
 from fuyou.layout.share import Share
 from fuyou.optimizer.absent_gradients import MissedUpdates
 from fuyou.optimizer.adam import Update
@@ -333,10 +333,13 @@ def check_state(store: Store, content: dict[str, Any] | None, expected: Training
     state = TrainingState.from_dict(content)
     if state.store != store.id:
         raise FinetuneError(f"The manifest in {directory} belongs to another store.")
-    if state.optimizer == expected.optimizer == "adamw8bit" and state.optimizer_dtype != expected.optimizer_dtype:
+    old_format = (
+        state.optimizer == expected.optimizer == "adamw8bit" and state.optimizer_dtype != expected.optimizer_dtype
+    )
+    if old_format or state.optimizer not in OPTIMIZERS:
         raise UserError(
-            f"The run in {directory} keeps the states of adamw8bit as an earlier version did: finish it with the "
-            "version that began it, or --overwrite it."
+            f"The run in {directory} keeps the states of {state.optimizer} as an earlier version did: finish it with "
+            "the version that began it, or --overwrite it."
         )
     for field_name, option in (
         # The model's fingerprint comes last: dtypes are a part of it.

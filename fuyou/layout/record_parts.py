@@ -139,13 +139,14 @@ class StateComponent:
         return -(-elements // self.per) * self.dtype.itemsize
 
 
+MOMENTS = ("mean", "variance")  # Names of the components with AdamW's running means
+
+
 @dataclass(frozen=True)
 class OptimizerFormat:
-    """State format of an optimizer, and its default betas."""
+    """State format of an optimizer."""
 
-    moments: tuple[str, ...]  # Names of its running means
-    blockwise: bool = False  # Whether they have 8 bits, and master weights 24 (:mod:`fuyou.optimizer.moments`)
-    betas: tuple[float, float] = (0.9, 0.999)  # Decay of its running means, as its authors have it
+    blockwise: bool  # Whether moments have 8 bits, and master weights 24 (:mod:`fuyou.optimizer.moments`)
 
     def components(self, split: bool, moment_dtype: torch.dtype) -> tuple[StateComponent, ...]:
         """Return the components in order.
@@ -156,9 +157,9 @@ class OptimizerFormat:
         """
         low = (StateComponent(LOW, torch.int8 if self.blockwise else torch.int16),) if split else ()
         if not self.blockwise:
-            return (*low, *(StateComponent(name, moment_dtype) for name in self.moments))
-        scales = (StateComponent(scale_of(name), torch.float32, BLOCK_ELEMENTS) for name in self.moments)
-        return (*low, *(StateComponent(name, torch.uint8) for name in self.moments), *scales)
+            return (*low, *(StateComponent(name, moment_dtype) for name in MOMENTS))
+        scales = (StateComponent(scale_of(name), torch.float32, BLOCK_ELEMENTS) for name in MOMENTS)
+        return (*low, *(StateComponent(name, torch.uint8) for name in MOMENTS), *scales)
 
 
 def scale_of(moment: str) -> str:
@@ -168,11 +169,7 @@ def scale_of(moment: str) -> str:
 
 ADAMW = "adamw"
 # All optimizers, by the names that options give them.
-OPTIMIZERS = {
-    ADAMW: OptimizerFormat(("mean", "variance")),
-    "adamw8bit": OptimizerFormat(("mean", "variance"), blockwise=True),
-    "lion": OptimizerFormat(("mean",), betas=(0.9, 0.99)),
-}
+OPTIMIZERS = {ADAMW: OptimizerFormat(blockwise=False), "adamw8bit": OptimizerFormat(blockwise=True)}
 
 
 def check_optimizer(name: str, optimizer_dtype: str) -> None:

@@ -1,7 +1,7 @@
-"""Hyperparameters and arithmetic of the optimizers."""
+"""AdamW: its hyperparameters and its arithmetic."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +11,7 @@ from common.errors import UserError
 
 @dataclass(frozen=True)
 class AdamConfig:
-    """Hyperparameters of AdamW (Loshchilov and Hutter, 2019) and, as far as they apply, of other optimizers."""
+    """Hyperparameters of AdamW (Loshchilov and Hutter, 2019)."""
 
     lr: float = 1e-5  # Learning rate; a schedule may change it every step
     betas: tuple[float, float] = (0.9, 0.999)  # Decay of the running mean of gradients and of their squares
@@ -79,12 +79,8 @@ class StepScalars:
     weight_decay: float  # 0 where there is none
 
 
-# Changes master weights and moments, given a gradient: fp32 `[n]` each.
-Rule = Callable[[torch.Tensor, torch.Tensor, Sequence[torch.Tensor], StepScalars], None]
-
-
 def adamw(master: torch.Tensor, gradient: torch.Tensor, moments: Sequence[torch.Tensor], scalars: StepScalars) -> None:
-    """Update with AdamW (Loshchilov and Hutter, 2019), by PyTorch's kernel."""
+    """Update master weights and moments, fp32 ``[n]`` each, by PyTorch's kernel."""
     torch._fused_adamw_(
         [master],
         [gradient],
@@ -100,17 +96,3 @@ def adamw(master: torch.Tensor, gradient: torch.Tensor, moments: Sequence[torch.
         eps=scalars.eps,
         maximize=False,
     )
-
-
-def lion(master: torch.Tensor, gradient: torch.Tensor, moments: Sequence[torch.Tensor], scalars: StepScalars) -> None:
-    """Update with Lion (Chen et al., arXiv 2302.06675, algorithm 2): every weight moves by the learning rate."""
-    (mean,), (beta1, beta2) = moments, scalars.betas
-    direction = (mean * beta1).add_(gradient, alpha=1 - beta1).sign_()
-    if scalars.weight_decay:
-        master.mul_(1 - scalars.lr * scalars.weight_decay)
-    master.add_(direction, alpha=-scalars.lr)
-    mean.mul_(beta2).add_(gradient, alpha=1 - beta2)
-
-
-# Arithmetic by the optimizer's name in :data:`fuyou.layout.record_parts.OPTIMIZERS`.
-RULES: dict[str, Rule] = {"adamw": adamw, "adamw8bit": adamw, "lion": lion}

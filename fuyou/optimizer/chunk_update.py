@@ -12,7 +12,7 @@ import torch
 
 from common.memory.buffers import HostBuffer
 from fuyou.layout.record_parts import ADAMW, BLOCK_ELEMENTS, OPTIMIZERS
-from fuyou.optimizer.adam import RULES, AdamConfig, StepScalars, Update, UpdateRange
+from fuyou.optimizer.adam import AdamConfig, StepScalars, Update, UpdateRange, adamw
 from fuyou.optimizer.kernels import Kernels, optimizer_library
 from fuyou.optimizer.moments import Moments, OptimizerStates, join, split, split_in_place
 
@@ -31,7 +31,7 @@ class ChunkOptimizer:
     """
 
     def __init__(self, optimizer: str = ADAMW, kernels: Kernels | None = None):
-        self._name, self._rule, self._kernels = optimizer, RULES[optimizer], kernels
+        self._name, self._kernels = optimizer, kernels
         self._elements = PASS_ELEMENTS * torch.get_num_threads()
         self._memory = HostBuffer(8 * self._elements).touch()
         self._master = self._memory.tensor(torch.float32, 0, self._elements)
@@ -90,7 +90,7 @@ class ChunkOptimizer:
         if not self._moments and states.moments[0].dtype != torch.float32:
             self._moments = [torch.empty(self._elements) for _ in states.moments]
         widened = moments.widened(states, self._moments)
-        self._rule(master, gradient, widened, scalars)
+        adamw(master, gradient, widened, scalars)
         moments.keep(widened, states, scratch)
         if states.low is not None:
             split_in_place(master, states.parameter, states.low)

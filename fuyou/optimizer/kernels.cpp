@@ -21,7 +21,7 @@ struct Job {
     void *mean, *variance;  // fp32, or codes
     float *mean_scale, *variance_scale;
     const float *values[2];  // of the codes of mean and variance
-    float gradient_scale, decay, lerp, beta1, beta2, rest1, rest2, root, eps, step;
+    float gradient_scale, decay, lerp, beta2, rest2, root, eps, step;
 };
 
 float as_float(uint32_t bits) {
@@ -140,26 +140,9 @@ void adamw_blockwise(const Job &job) {
     }
 }
 
-template <typename Low>
-void lion_plain(const Job &job) {
-    float weights[BLOCK], gradient[BLOCK];
-    for (int64_t at = 0; at < job.count; at += BLOCK) {
-        float *mean = static_cast<float *>(job.mean) + at;
-        load<Low>(job, at, weights, gradient);
-        for (int64_t i = 0; i < BLOCK; i++) {
-            float direction = std::fma(gradient[i], job.rest1, mean[i] * job.beta1);
-            float sign = float(direction > 0) - float(direction < 0);
-            weights[i] = std::fma(sign, job.step, weights[i] * job.decay);
-            mean[i] = std::fma(gradient[i], job.rest2, mean[i] * job.beta2);
-        }
-        store<Low>(job, at, weights);
-    }
-}
-
 }  // namespace
 
 extern "C" {
 void update_adamw(const Job *job) { job->low ? adamw_plain<int16_t>(*job) : adamw_plain<void>(*job); }
 void update_adamw8bit(const Job *job) { job->low ? adamw_blockwise<int8_t>(*job) : adamw_blockwise<void>(*job); }
-void update_lion(const Job *job) { job->low ? lion_plain<int16_t>(*job) : lion_plain<void>(*job); }
 }

@@ -70,7 +70,7 @@ class _Job(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("parameter", "low", "gradient", "mean", "variance")),
         *((name, ctypes.c_void_p) for name in ("mean_scale", "variance_scale")),
         ("values", ctypes.c_void_p * 2),
-        *((name, ctypes.c_float) for name in ("gradient_scale", "decay", "lerp", "beta1", "beta2", "rest1", "rest2")),
+        *((name, ctypes.c_float) for name in ("gradient_scale", "decay", "lerp", "beta2", "rest2")),
         *((name, ctypes.c_float) for name in ("root", "eps", "step")),
     )
 
@@ -107,7 +107,7 @@ class Kernels:
         count, function = states.parameter.numel(), self._functions[optimizer]
         share = max(_SMALLEST_SHARE, -(-count // (self._threads * BLOCK_ELEMENTS)) * BLOCK_ELEMENTS)
         parts = [slice(start, min(start + share, count)) for start in range(0, count, share)]
-        jobs = [_job(optimizer, states.part(part), gradient[part], scalars, scale) for part in parts]
+        jobs = [_job(states.part(part), gradient[part], scalars, scale) for part in parts]
         if self._pool is None or len(jobs) == 1:
             for job in jobs:
                 function(ctypes.byref(job))
@@ -115,30 +115,28 @@ class Kernels:
             list(self._pool.map(lambda job: function(ctypes.byref(job)), jobs))
 
 
-def _job(optimizer: str, states: OptimizerStates, gradient: torch.Tensor, scalars: StepScalars, scale: float) -> _Job:
+def _job(states: OptimizerStates, gradient: torch.Tensor, scalars: StepScalars, scale: float) -> _Job:
     """Return a kernel's arguments; numbers are computed in double precision, as PyTorch does."""
     lr, (beta1, beta2) = scalars.lr, scalars.betas
-    pointers = [moment.data_ptr() for moment in states.moments] + [None]
+    mean, variance = (moment.data_ptr() for moment in states.moments)
     scales: Sequence[int | None] = [scale.data_ptr() for scale in states.scales] or [None, None]
     job = _Job(
         count=states.parameter.numel(),
         parameter=states.parameter.data_ptr(),
         low=None if states.low is None else states.low.data_ptr(),
         gradient=gradient.data_ptr(),
-        mean=pointers[0],
-        variance=pointers[1],
+        mean=mean,
+        variance=variance,
         mean_scale=scales[0],
         variance_scale=scales[1],
         gradient_scale=scale,
         decay=1 - lr * scalars.weight_decay,
         lerp=1 - beta1,
-        beta1=beta1,
         beta2=beta2,
-        rest1=1 - beta1,
         rest2=1 - beta2,
         root=math.sqrt(1 - beta2**scalars.count),
         eps=scalars.eps,
-        step=-lr if optimizer == "lion" else -(lr / (1 - beta1**scalars.count)),
+        step=-(lr / (1 - beta1**scalars.count)),
     )
     for number, code in enumerate(MOMENT_CODES):
         job.values[number] = code.values.ctypes.data

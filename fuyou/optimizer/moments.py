@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from fuyou.layout.record_parts import ADAMW, BLOCK_ELEMENTS, OPTIMIZERS
+from fuyou.layout.record_parts import ADAMW, BLOCK_ELEMENTS, MOMENTS, OPTIMIZERS
 from fuyou.optimizer.adam import Update
 
 
@@ -118,10 +118,10 @@ class OptimizerStates(NamedTuple):
         cls, parameter: torch.Tensor, low: torch.Tensor | None, optimizer: str = ADAMW
     ) -> "OptimizerStates":
         """Return the states before the first step: moments of zero, in fp32 or in 8 bits."""
-        kind, count = OPTIMIZERS[optimizer], parameter.numel()
-        dtype = torch.uint8 if kind.blockwise else torch.float32
-        scales = tuple(torch.zeros(count // BLOCK_ELEMENTS) for _ in kind.moments if kind.blockwise)
-        return cls(parameter, low, tuple(torch.zeros(count, dtype=dtype) for _ in kind.moments), scales)
+        blockwise, count = OPTIMIZERS[optimizer].blockwise, parameter.numel()
+        dtype = torch.uint8 if blockwise else torch.float32
+        scales = tuple(torch.zeros(count // BLOCK_ELEMENTS) for _ in MOMENTS if blockwise)
+        return cls(parameter, low, tuple(torch.zeros(count, dtype=dtype) for _ in MOMENTS), scales)
 
     def part(self, part: slice) -> "OptimizerStates":
         low = None if self.low is None else self.low[part]

@@ -39,12 +39,6 @@ class Twin(DeviceTwin):
 
     def _update_one(self, name: str, master: torch.Tensor, gradient: torch.Tensor, decay: float) -> None:
         mean, variance = self._moments[name]
-        if self._optimizer == "lion":  # algorithm 2 of the paper
-            lr = self._options["lr"]
-            sign = torch.add(mean * 0.9, gradient, alpha=1 - 0.9).sign()
-            master.mul_(1 - lr * decay).sub_(sign, alpha=lr)
-            mean.copy_(torch.add(mean * 0.99, gradient, alpha=1 - 0.99))
-            return
         super()._update_one(name, master, gradient, decay)
         if self._optimizer == "adamw8bit":
             for moment, signed in ((mean, True), (variance, False)):

@@ -165,7 +165,7 @@ class RecordUpdater:
             chunk, views = memory.chunk, state_views(memory, record.precision)
             part = slice(chunk.start, chunk.stop)
             self._optimizer.update(
-                optimizer_states(values[part], views, record.precision.optimizer),
+                optimizer_states(values[part], views),
                 gradients[part],
                 message.update,
                 decay=chunk.decay,

@@ -15,7 +15,7 @@ from common.store import Store
 from common.store.checksums import ExtentChecksums
 from common.units import merge
 from fuyou.layout.record import Precision, Record, RecordExtents, sealed_name
-from fuyou.layout.record_parts import LOW, OPTIMIZERS, Chunk, scale_of
+from fuyou.layout.record_parts import LOW, MOMENTS, Chunk, scale_of
 from fuyou.optimizer.moments import OptimizerStates
 from fuyou.optimizer.process.protocol import Written
 
@@ -43,11 +43,10 @@ def state_views(memory: ChunkMemory, precision: Precision) -> dict[str, torch.Te
     return views
 
 
-def optimizer_states(parameter: torch.Tensor, views: dict[str, torch.Tensor], optimizer: str) -> OptimizerStates:
+def optimizer_states(parameter: torch.Tensor, views: dict[str, torch.Tensor]) -> OptimizerStates:
     """Return the states of one chunk from its parameters and :func:`state_views`."""
-    names = OPTIMIZERS[optimizer].moments
-    scales = tuple(views[scale_of(name)] for name in names if scale_of(name) in views)
-    return OptimizerStates(parameter, views.get(LOW), tuple(views[name] for name in names), scales)
+    scales = tuple(views[scale_of(name)] for name in MOMENTS if scale_of(name) in views)
+    return OptimizerStates(parameter, views.get(LOW), tuple(views[name] for name in MOMENTS), scales)
 
 
 class ChunkRing:

@@ -67,30 +67,31 @@ def test_master_weights_of_24_bits() -> None:
 
 
 def test_optimizers_that_there_are_not() -> None:
-    with pytest.raises(UserError, match=r"optimizer is adamw or adamw8bit or lion, not 'lyon'. Did you mean 'lion'"):
-        Precision.named("bf16", "fp32", "lyon")
+    with pytest.raises(UserError, match=r"optimizer is adamw or adamw8bit, not 'adam'. Did you mean 'adamw'"):
+        Precision.named("bf16", "fp32", "adam")
     with pytest.raises(UserError, match="keeps its moments in 8 bits: leave optimizer_dtype bf16 out"):
         Precision.named("bf16", "bf16", "adamw8bit")
-    assert Precision.named("bf16", "bf16", "lion").state_bytes == 4
 
 
-def test_a_store_of_an_earlier_versions_8_bit_moments_is_rejected_by_name(tmp_path: Path) -> None:
-    def state(dtype: str) -> TrainingState:
-        return TrainingState(0, 0, "id", "model", "torch.bfloat16", dtype, optimizer="adamw8bit")
+def test_a_store_of_an_earlier_versions_moments_is_rejected_by_name(tmp_path: Path) -> None:
+    def state(dtype: str, optimizer: str = "adamw8bit") -> TrainingState:
+        return TrainingState(0, 0, "id", "model", "torch.bfloat16", dtype, optimizer=optimizer)
 
     store = cast(Store, SimpleNamespace(id="id", directories=[tmp_path]))
     assert check_state(store, state("torch.uint8").to_dict(), state("torch.uint8")) == state("torch.uint8")
     with pytest.raises(UserError, match="keeps the states of adamw8bit as an earlier version did"):
         check_state(store, state("torch.float32").to_dict(), state("torch.uint8"))
+    with pytest.raises(UserError, match="keeps the states of lion as an earlier version did"):
+        check_state(store, state("torch.float32", "lion").to_dict(), state("torch.float32", "adamw"))
 
 
 def states_of(optimizer: str, dtype: torch.dtype) -> OptimizerStates:
-    kind, low = OPTIMIZERS[optimizer], None
+    blockwise, low = OPTIMIZERS[optimizer].blockwise, None
     if dtype == torch.bfloat16:
         low = torch.randint(-(1 << 15), 1 << 15, (COUNT,), generator=torch.Generator().manual_seed(3))
-        low = low.to(torch.int8 if kind.blockwise else torch.int16)
-    moments = tuple(torch.zeros(COUNT, dtype=torch.uint8 if kind.blockwise else torch.float32) for _ in kind.moments)
-    scales = tuple(torch.zeros(COUNT // BLOCK_ELEMENTS) for _ in kind.moments if kind.blockwise)
+        low = low.to(torch.int8 if blockwise else torch.int16)
+    moments = tuple(torch.zeros(COUNT, dtype=torch.uint8 if blockwise else torch.float32) for _ in range(2))
+    scales = tuple(torch.zeros(COUNT // BLOCK_ELEMENTS) for _ in range(2 * blockwise))
     return OptimizerStates(randn(COUNT, 4).to(dtype), low, moments, scales)
 
 
