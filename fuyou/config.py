@@ -141,9 +141,8 @@ class EngineConfig(RunConfig):
 
     @cached_property
     def precision(self) -> Precision:
-        """Dtypes of computing and of the moments."""
-        options, dtype = self.optimizer, DEFAULT_DTYPE if self.dtype == AUTO else self.dtype
-        return Precision.named(dtype, options.optimizer_dtype, options.optimizer)
+        """Dtype of computing, and the optimizer."""
+        return Precision.named(DEFAULT_DTYPE if self.dtype == AUTO else self.dtype, self.optimizer.optimizer)
 
     @cached_property
     def adam(self) -> AdamConfig:

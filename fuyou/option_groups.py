@@ -98,7 +98,7 @@ class OptimizerConfig:
 
     lr: float = 1e-5
     """Learning rate; ``engine.lr`` may be set before each step."""
-    # Names of fuyou.layout.record_parts.OPTIMIZERS, which takes long to import.
+    # As in fuyou.layout.record_parts, which takes long to import.
     optimizer: str = option("adamw", type=("adamw", "adamw8bit"), commands=Command.MODEL, heading="Memory")
     """adamw8bit stores moments in 8 bits and master weights in 24, which more than halves the bytes of a
     step."""
@@ -108,8 +108,6 @@ class OptimizerConfig:
     """Added to Adam's divisor."""
     weight_decay: float = option(0.01, "X", NOT_NEGATIVE, heading="Training")
     """Decoupled weight decay; as with transformers' Trainer, biases and norms do not decay."""
-    optimizer_dtype: str = option("fp32", type=("fp32", "bf16"), commands=Command.MODEL, heading="Memory")
-    """Dtype of moments that are not in 8 bits; bf16 is rounded stochastically."""
     max_grad_norm: float | None = None
     """Global norm to which gradients are clipped, exactly; None does not clip."""
     # Names of fuyou.optimizer.clipping.ClipBy, which takes long to import.
@@ -216,7 +214,7 @@ class RunConfig:
 
     A run that is continued computes in what it began with; of several ranks, the first one's device decides."""
     seed: int = 0
-    """Seed of random weights, dropout and stochastic rounding."""
+    """Seed of random weights and dropout."""
     deterministic: bool = option(False, heading="Training")
     """Use only kernels that give the same numbers each time: slower attention on GPUs. CPUs always do.
 

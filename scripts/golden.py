@@ -41,7 +41,6 @@ CASES = {
     "full, all on SSD": "--model gpt2 --data text.jsonl --dtype fp32 --host-cache 0 --micro-batch 1",
     "bf16": "--model gemma3_text --data text.jsonl --dtype bf16 --micro-batch 2",
     "speculation": "--model qwen3 --data text.jsonl --dtype fp32 --max-grad-norm 3 --clip-by speculation",
-    "bf16 moments": "--model llama --data text.jsonl --dtype fp32 --optimizer-dtype bf16",
     "8-bit moments": "--model llama --data text.jsonl --dtype fp32 --optimizer adamw8bit",
     "mixture": "--model mixtral --data text.jsonl --dtype fp32",
     "mixture in pieces": "--model mixtral --data text.jsonl --dtype fp32 --piece-size 16KiB",

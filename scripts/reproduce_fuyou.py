@@ -116,7 +116,7 @@ class PaperScheme:
     @property
     def shape(self) -> ModelLayout:
         shape = self.job.shape
-        precision = PaperPrecision(shape.precision.dtype, shape.precision.optimizer_dtype)
+        precision = PaperPrecision(shape.precision.dtype)
         records = tuple(replace(record, precision=precision) for record in shape.records)
         return replace(shape, records=records, precision=precision)
 

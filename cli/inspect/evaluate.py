@@ -77,7 +77,7 @@ def merge_adapter(settings: Settings) -> None:
         raise UserError(f"{settings.model} is a preset of random weights: give the model that --adapter was made for.")
     if (output / "config.json").exists() and not settings.overwrite:
         raise UserError(f"{output} holds a checkpoint already: give another --output, or add --overwrite.")
-    saved, precision = SavedAdapter(settings.adapter), Precision.named(settings.dtype, "fp32")
+    saved, precision = SavedAdapter(settings.adapter), Precision.named(settings.dtype)
     with activity(f"writing the checkpoint to {output}", announced=True):
         device, plain = torch.device("cpu"), FrozenDtype.PLAIN
         model = OpenModel(config, precision, device, saved.config(), frozen=plain, checkpoint=checkpoint, saved=saved)

@@ -123,15 +123,15 @@ class Job(Setup):
         settings = self.settings
         if self.quantized is not None:
             return self.quantized.nbytes
-        width, states = 2 if settings.dtype == "bf16" else 4, (settings.optimizer_dtype, settings.optimizer)
+        width, optimizer = 2 if settings.dtype == "bf16" else 4, settings.optimizer
         if settings.nodes is not None and not settings.ssd:
             return 2 * (self.adapter_parameters or self.parameters) * 12
         slots, nodes = 2, settings.nodes or 1
         if settings.trains_adapters:  # every node has all parameters, and a part of the states
-            in_fp32 = 4 + Precision.named("fp32", *states).state_bytes / nodes
+            in_fp32 = 4 + Precision.named("fp32", optimizer).state_bytes / nodes
             return self.parameters * width + int(self.adapter_parameters * in_fp32) * slots
         trained = self.parameters - self.frozen_parameters
-        share = width + Precision.named("bf16" if width == 2 else "fp32", *states).state_bytes / nodes
+        share = width + Precision.named(settings.dtype, optimizer).state_bytes / nodes
         return self.frozen_parameters * width + int(trained * slots * share)
 
     @property

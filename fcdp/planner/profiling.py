@@ -90,7 +90,7 @@ def measure_computing(
 ) -> ComputeRates:
     """Measure how fast devices compute, update and copy, all at once; the slowest one counts."""
     device = open_device(topology.device)
-    stack, shape = streamed_shape(config, Precision.named(dtype, "fp32"), topology.device)
+    stack, shape = streamed_shape(config, Precision.named(dtype), topology.device)
     dist.barrier()
     parts = BlockBench(stack, shape, device, rows, seq_len, seq_len).measure()
     blocks = len(shape.blocks) * (parts["block_forward_seconds"] + parts["block_backward_seconds"])

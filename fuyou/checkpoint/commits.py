@@ -11,8 +11,8 @@ import torch
 from common.errors import FinetuneError, UserError
 from common.store import Store, StoreError, commit_manifest
 from common.store.store import ChecksummedExtent, verify
-from fuyou.layout.record import FROZEN_FILE, SLOTS, RecordSums, weights_file
-from fuyou.layout.record_parts import ADAMW, OPTIMIZERS
+from fuyou.layout.record import FROZEN_FILE, SLOTS, Precision, RecordSums, weights_file
+from fuyou.layout.record_parts import ADAMW, ADAMW_8BIT
 from fuyou.layout.share import Share
 from fuyou.optimizer.absent_gradients import MissedUpdates
 from fuyou.optimizer.adam import Update
@@ -31,7 +31,7 @@ class TrainingState:
     store: str  # Identity of the store that this state belongs to
     model: str  # Fingerprint of the records: names, shapes, layout
     dtype: str
-    optimizer_dtype: str
+    optimizer_dtype: str  # Dtype of moments
     optimizer: str = ADAMW  # Name of the optimizer
     random: dict[str, str] = field(default_factory=dict)  # States of the random generators, base64, by device
     user: dict[str, Any] = field(default_factory=dict)  # The caller's data
@@ -333,19 +333,16 @@ def check_state(store: Store, content: dict[str, Any] | None, expected: Training
     state = TrainingState.from_dict(content)
     if state.store != store.id:
         raise FinetuneError(f"The manifest in {directory} belongs to another store.")
-    old_format = (
-        state.optimizer == expected.optimizer == "adamw8bit" and state.optimizer_dtype != expected.optimizer_dtype
-    )
-    if old_format or state.optimizer not in OPTIMIZERS:
+    moment_dtypes = {name: str(Precision(torch.float32, name).moment_dtype) for name in (ADAMW, ADAMW_8BIT)}
+    if moment_dtypes.get(state.optimizer) != state.optimizer_dtype:
         raise UserError(
-            f"The run in {directory} keeps the states of {state.optimizer} as an earlier version did: finish it with "
-            "the version that began it, or --overwrite it."
+            f"The run in {directory} keeps moments of {state.optimizer} in {state.optimizer_dtype}, as an earlier "
+            "version did: finish it with the version that began it, or --overwrite it."
         )
     for field_name, option in (
         # The model's fingerprint comes last: dtypes are a part of it.
         ("dtype", "--dtype"),
         ("optimizer", "--optimizer"),
-        ("optimizer_dtype", "--optimizer-dtype"),
         ("model", "--model"),
     ):
         if getattr(state, field_name) != getattr(expected, field_name):

@@ -149,7 +149,7 @@ class Steps:
     def _begin(self, batch: TrainingBatch, labels: int, lr: float, passing: TokenPass | None = None) -> StepComputation:
         run, runtime = self._run, self._run.runtime
         start_time, step = time.monotonic(), run.step_count + 1
-        update = Update(step, replace(run.config.adam, lr=lr), 1.0, run.config.seed, skipped=run.nonfinite.skipped)
+        update = Update(step, replace(run.config.adam, lr=lr), 1.0, skipped=run.nonfinite.skipped)
         shape = runtime.batch_shape(*batch.size, ENGINE_LOSS if passing is None else loss_inputs(passing))
         micro = self._micro_batches(batch)
         self._torn = self._in_flight = True

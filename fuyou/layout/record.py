@@ -18,19 +18,19 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 
-from common.errors import UserError
+from common.errors import UserError, did_you_mean
 from common.memory.buffers import PAGE, round_up
 from common.store import Extent, Layout
 from common.store.store import ChecksummedExtent
 from fuyou.layout.frozen_weights import FrozenDtype
 from fuyou.layout.record_parts import (
     ADAMW,
+    ADAMW_8BIT,
     ALIGN_ELEMENTS,
-    OPTIMIZERS,
     Chunk,
     ParameterSlot,
     StateComponent,
-    check_optimizer,
+    state_components,
 )
 from fuyou.layout.share import ALONE, Share
 
@@ -48,25 +48,21 @@ class Precision:
     """Dtypes of parameters, gradients, and optimizer states."""
 
     dtype: torch.dtype  # Dtype of forward and backward pass: bfloat16 (with split fp32 master weights) or float32
-    optimizer_dtype: torch.dtype  # Dtype of moments that are not in 8 bits
     optimizer: str = ADAMW  # Name of the optimizer, which decides what is kept of each parameter
 
     @classmethod
-    def named(cls, dtype: str, optimizer_dtype: str, optimizer: str = ADAMW) -> "Precision":
-        """Return the precision with these dtypes, each ``"bf16"`` or ``"fp32"``.
+    def named(cls, dtype: str, optimizer: str = ADAMW) -> "Precision":
+        """Return the precision with a dtype, ``"bf16"`` or ``"fp32"``, and an optimizer.
 
         Raises:
             UserError: if a name or the optimizer is unknown.
         """
-        check_optimizer(optimizer, optimizer_dtype)
-        for option, value in (("dtype", dtype), ("optimizer_dtype", optimizer_dtype)):
-            if value not in DTYPES:
-                raise UserError(f"{option} must be {' or '.join(DTYPES)}, not {value!r}.")
-        return cls(DTYPES[dtype], DTYPES[optimizer_dtype], optimizer)
-
-    @property
-    def dtypes(self) -> tuple[torch.dtype, torch.dtype]:
-        return self.dtype, self.optimizer_dtype
+        for option, value, choices in (("dtype", dtype, DTYPES), ("optimizer", optimizer, (ADAMW, ADAMW_8BIT))):
+            if value not in choices:
+                raise UserError(
+                    f"{option} must be {' or '.join(choices)}, not {value!r}.{did_you_mean(value, choices)}"
+                )
+        return cls(DTYPES[dtype], optimizer)
 
     @property
     def split(self) -> bool:
@@ -88,7 +84,7 @@ class Precision:
     @cached_property
     def components(self) -> tuple[StateComponent, ...]:
         """Return the components of the optimizer states: low bits (if split), then moments."""
-        return OPTIMIZERS[self.optimizer].components(self.split, self.optimizer_dtype)
+        return state_components(self.optimizer, self.split)
 
     @property
     def low_dtype(self) -> torch.dtype:
@@ -328,7 +324,7 @@ class Record:
         return {
             "name": self.name,
             "kind": self.kind.value,
-            "dtypes": [str(dtype).removeprefix("torch.") for dtype in self.precision.dtypes],
+            "dtypes": [str(self.precision.dtype).removeprefix("torch."), "float32"],  # the second: of moments, once
             **({"optimizer": self.precision.optimizer} if self.precision.optimizer != ADAMW else {}),
             "trainable": self.trainable,
             "frozen": self.frozen.value,

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from common.errors import UserError, did_you_mean
 from common.memory.buffers import round_up
 
 if TYPE_CHECKING:  # transformers is behind it, which the optimizer process can do without
@@ -142,45 +141,20 @@ class StateComponent:
 MOMENTS = ("mean", "variance")  # Names of the components with AdamW's running means
 
 
-@dataclass(frozen=True)
-class OptimizerFormat:
-    """State format of an optimizer."""
+ADAMW = "adamw"
+ADAMW_8BIT = "adamw8bit"  # Moments have 8 bits, and split master weights 24 (:mod:`fuyou.optimizer.moments`)
 
-    blockwise: bool  # Whether moments have 8 bits, and master weights 24 (:mod:`fuyou.optimizer.moments`)
 
-    def components(self, split: bool, moment_dtype: torch.dtype) -> tuple[StateComponent, ...]:
-        """Return the components in order.
-
-        Args:
-            split: whether master weights are split, so that their low bits are among the states.
-            moment_dtype: dtype of moments that are not in 8 bits.
-        """
-        low = (StateComponent(LOW, torch.int8 if self.blockwise else torch.int16),) if split else ()
-        if not self.blockwise:
-            return (*low, *(StateComponent(name, moment_dtype) for name in MOMENTS))
-        scales = (StateComponent(scale_of(name), torch.float32, BLOCK_ELEMENTS) for name in MOMENTS)
-        return (*low, *(StateComponent(name, torch.uint8) for name in MOMENTS), *scales)
+def state_components(optimizer: str, split: bool) -> tuple[StateComponent, ...]:
+    """Return the components of an optimizer's states in order: low bits of split master weights, then moments."""
+    if optimizer == ADAMW:
+        low, moments = torch.int16, [StateComponent(name, torch.float32) for name in MOMENTS]
+    else:
+        low, moments = torch.int8, [StateComponent(name, torch.uint8) for name in MOMENTS]
+        moments += [StateComponent(scale_of(name), torch.float32, BLOCK_ELEMENTS) for name in MOMENTS]
+    return (*((StateComponent(LOW, low),) if split else ()), *moments)
 
 
 def scale_of(moment: str) -> str:
     """Return the name of the component with the scales of an 8-bit moment."""
     return f"{moment} scale"
-
-
-ADAMW = "adamw"
-# All optimizers, by the names that options give them.
-OPTIMIZERS = {ADAMW: OptimizerFormat(blockwise=False), "adamw8bit": OptimizerFormat(blockwise=True)}
-
-
-def check_optimizer(name: str, optimizer_dtype: str) -> None:
-    """Check that the optimizer exists and supports this moment dtype.
-
-    Raises:
-        UserError: if not.
-    """
-    if name not in OPTIMIZERS:
-        raise UserError(f"optimizer is {' or '.join(OPTIMIZERS)}, not {name!r}.{did_you_mean(name, OPTIMIZERS)}")
-    if OPTIMIZERS[name].blockwise and optimizer_dtype != "fp32":
-        raise UserError(
-            f"--optimizer {name} keeps its moments in 8 bits: leave --optimizer-dtype {optimizer_dtype} out."
-        )

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 import torch
 
 from common.memory.buffers import HostBuffer
-from fuyou.layout.record_parts import ADAMW, BLOCK_ELEMENTS, OPTIMIZERS
+from fuyou.layout.record_parts import ADAMW, BLOCK_ELEMENTS
 from fuyou.optimizer.adam import AdamConfig, StepScalars, Update, UpdateRange, adamw
 from fuyou.optimizer.kernels import Kernels, optimizer_library
-from fuyou.optimizer.moments import Moments, OptimizerStates, join, split, split_in_place
+from fuyou.optimizer.moments import MOMENT_CODES, OptimizerStates, join, split, split_in_place
 
 # Elements per pass and thread. Master and gradient in fp32 take 512 KiB, and what a pass reads and writes about 1 MiB:
 # together they stay in the second-level cache of a core (1 to 2 MiB).
@@ -36,7 +36,7 @@ class ChunkOptimizer:
         self._memory = HostBuffer(8 * self._elements).touch()
         self._master = self._memory.tensor(torch.float32, 0, self._elements)
         self._scratch = self._memory.tensor(torch.int32, 4 * self._elements, self._elements)  # reused for each purpose
-        self._moments: list[torch.Tensor] = []
+        self._moments = [torch.empty(self._elements if optimizer != ADAMW else 0) for _ in MOMENT_CODES]
 
     @torch.inference_mode()  # saves the bookkeeping of views and versions: 3% of the time
     def update(
@@ -46,7 +46,6 @@ class ChunkOptimizer:
         update: Update,
         *,
         decay: bool,
-        stream: int = 0,
         runs: Sequence[UpdateRange] | None = None,
     ) -> None:
         """Take one step over ``n`` parameters.
@@ -54,12 +53,11 @@ class ChunkOptimizer:
         Args:
             states: parameters and moments, updated in place.
             gradient: bf16 or fp32, flat ``[n]``.
-            stream: number of this range within the step, so that stochastic rounding differs between ranges.
             runs: the parts to update, each a multiple of 128 elements; None for all.
         """
         if update.skip:
             return
-        adam, moments = update.adam, Moments(states, update, stream)
+        adam = update.adam
         compiled = self._kernels is not None and self._kernels.can_update(self._name, states, gradient)
         for run in (UpdateRange(0, states.parameter.numel(), 0),) if runs is None else runs:
             count = update.step - update.skipped - run.missed
@@ -70,11 +68,9 @@ class ChunkOptimizer:
                 continue
             for start in range(run.start, run.stop, self._elements):
                 part = slice(start, min(start + self._elements, run.stop))
-                self._pass(states.part(part), gradient[part], scalars, update.gradient_scale, moments)
+                self._pass(states.part(part), gradient[part], scalars, update.gradient_scale)
 
-    def _pass(
-        self, states: OptimizerStates, gradient: torch.Tensor, scalars: StepScalars, scale: float, moments: Moments
-    ) -> None:
+    def _pass(self, states: OptimizerStates, gradient: torch.Tensor, scalars: StepScalars, scale: float) -> None:
         count = states.parameter.numel()
         scratch = self._scratch[:count]
         master = states.parameter
@@ -87,11 +83,15 @@ class ChunkOptimizer:
             if scale != 1.0:
                 wide.mul_(scale)
             gradient = wide
-        if not self._moments and states.moments[0].dtype != torch.float32:
-            self._moments = [torch.empty(self._elements) for _ in states.moments]
-        widened = moments.widened(states, self._moments)
-        adamw(master, gradient, widened, scalars)
-        moments.keep(widened, states, scratch)
+        moments = states.moments
+        if states.scales:
+            moments = tuple(memory[:count] for memory in self._moments)
+            for number, code in enumerate(MOMENT_CODES):
+                code.decode(states.moments[number], states.scales[number], moments[number])
+        adamw(master, gradient, moments, scalars)
+        if states.scales:
+            for number, code in enumerate(MOMENT_CODES):
+                code.encode(moments[number], states.moments[number], states.scales[number])
         if states.low is not None:
             split_in_place(master, states.parameter, states.low)
 
@@ -130,8 +130,7 @@ def _same_bits(optimizer: str, kernels: Kernels, split_weights: bool) -> bool:
 def _states(optimizer: str, split_weights: bool) -> OptimizerStates:
     parameter, low = torch.randn(_ELEMENTS, generator=torch.Generator().manual_seed(0)) * 0.02, None
     if split_weights:
-        kind = torch.int8 if OPTIMIZERS[optimizer].blockwise else torch.int16
-        master, low = parameter, torch.empty(_ELEMENTS, dtype=kind)
+        master, low = parameter, torch.empty(_ELEMENTS, dtype=torch.int16 if optimizer == ADAMW else torch.int8)
         parameter = torch.empty(_ELEMENTS, dtype=torch.bfloat16)
         split(master, parameter, low)
     return OptimizerStates.before_training(parameter, low, optimizer)

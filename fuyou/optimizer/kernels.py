@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 
 from common.files import cache_directory
-from fuyou.layout.record_parts import ADAMW, BLOCK_ELEMENTS, OPTIMIZERS
+from fuyou.layout.record_parts import ADAMW, ADAMW_8BIT, BLOCK_ELEMENTS
 from fuyou.optimizer.adam import StepScalars
 from fuyou.optimizer.moments import MOMENT_CODES, OptimizerStates
 
@@ -79,20 +79,15 @@ class Kernels:
     """Compiled updates, on as many threads as PyTorch has at creation."""
 
     def __init__(self, library: ctypes.CDLL):
-        self._functions = {name: getattr(library, f"update_{name}") for name in OPTIMIZERS}
+        self._functions = {name: getattr(library, f"update_{name}") for name in (ADAMW, ADAMW_8BIT)}
         self._threads = torch.get_num_threads()
         self._pool = ThreadPoolExecutor(self._threads, "adam") if self._threads > 1 else None
 
     def can_update(self, optimizer: str, states: OptimizerStates, gradient: torch.Tensor) -> bool:
         """Return whether there is a compiled update for states and gradient of these dtypes."""
-        blockwise = OPTIMIZERS[optimizer].blockwise
-        split = states.low is not None  # else PyTorch makes one pass of AdamW itself
-        wide = gradient.dtype == (torch.bfloat16 if split else torch.float32)
-        return (
-            (split or optimizer != ADAMW)
-            and wide
-            and states.moments[0].dtype == (torch.uint8 if blockwise else torch.float32)
-        )
+        split = states.low is not None
+        # PyTorch makes one pass itself over master weights and moments in fp32.
+        return (split or optimizer != ADAMW) and gradient.dtype == (torch.bfloat16 if split else torch.float32)
 
     def update(
         self, optimizer: str, states: OptimizerStates, gradient: torch.Tensor, scalars: StepScalars, scale: float

@@ -1,8 +1,5 @@
 """Storage of master weights and moments between steps.
 
-bf16 moments are rounded stochastically: a mean that decays by less than half a step of bf16 would otherwise never
-change.
-
 fp32 master weights are split into a bf16 part, ``high``, that the model computes with, and 16 more bits, ``low``.
 ``high`` is the master weight rounded to bf16, half away from zero: ``(bits + 0x8000) >> 16``. Nearest-even could not be
 undone with 16 bits (an even ``high`` would have 65,537 preimages). ``low`` is the signed difference ``bits - (high <<
@@ -17,8 +14,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from fuyou.layout.record_parts import ADAMW, BLOCK_ELEMENTS, MOMENTS, OPTIMIZERS
-from fuyou.optimizer.adam import Update
+from fuyou.layout.record_parts import ADAMW, BLOCK_ELEMENTS, MOMENTS
 
 
 def split(master: torch.Tensor, high: torch.Tensor, low: torch.Tensor) -> None:
@@ -110,7 +106,7 @@ class OptimizerStates(NamedTuple):
 
     parameter: torch.Tensor  # bf16 part of the split master weights, or the fp32 master weights if `low` is None
     low: torch.Tensor | None  # Low bits of the master weights, int16 or int8
-    moments: tuple[torch.Tensor, ...]  # Running means, in the order of their names: fp32, bf16, or codes, uint8
+    moments: tuple[torch.Tensor, ...]  # Running means, in the order of their names: fp32, or codes, uint8
     scales: tuple[torch.Tensor, ...] = ()  # Scales of codes, fp32 `[n / 128]` for each moment
 
     @classmethod
@@ -118,7 +114,7 @@ class OptimizerStates(NamedTuple):
         cls, parameter: torch.Tensor, low: torch.Tensor | None, optimizer: str = ADAMW
     ) -> "OptimizerStates":
         """Return the states before the first step: moments of zero, in fp32 or in 8 bits."""
-        blockwise, count = OPTIMIZERS[optimizer].blockwise, parameter.numel()
+        blockwise, count = optimizer != ADAMW, parameter.numel()
         dtype = torch.uint8 if blockwise else torch.float32
         scales = tuple(torch.zeros(count // BLOCK_ELEMENTS) for _ in MOMENTS if blockwise)
         return cls(parameter, low, tuple(torch.zeros(count, dtype=dtype) for _ in MOMENTS), scales)
@@ -128,58 +124,3 @@ class OptimizerStates(NamedTuple):
         blocks = slice(part.start // BLOCK_ELEMENTS, part.stop // BLOCK_ELEMENTS)
         moments = tuple(moment[part] for moment in self.moments)
         return OptimizerStates(self.parameter[part], low, moments, tuple(scale[blocks] for scale in self.scales))
-
-
-class Moments:
-    """Moments of one range in one step: fp32 copies for the arithmetic, and the way back.
-
-    Args:
-        stream: number of the range within the step, so that stochastic rounding differs between ranges.
-    """
-
-    def __init__(self, states: OptimizerStates, update: Update, stream: int):
-        self._plain = states.moments[0].dtype == torch.float32
-        self._random: list[np.random.SFC64] = []
-        if states.moments[0].dtype == torch.bfloat16:
-            # A separate source for each moment: with a shared source, numbers would depend on where a pass ends.
-            self._random = [_random_bits(update, stream, number) for number in range(len(states.moments))]
-
-    def widened(self, states: OptimizerStates, room: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the moments in fp32, without a copy or in ``room``, one tensor ``[>= n]`` each."""
-        if self._plain:
-            return list(states.moments)
-        wide = [memory[: states.parameter.numel()] for memory in room]
-        for number, moment in enumerate(states.moments):
-            if self._random:
-                wide[number].copy_(moment)
-            else:
-                MOMENT_CODES[number].decode(moment, states.scales[number], wide[number])
-        return wide
-
-    def keep(self, wide: list[torch.Tensor], states: OptimizerStates, scratch: torch.Tensor) -> None:
-        """Round moments ``wide``, from :meth:`widened`, back to the states; ``scratch`` is int32 ``[n]``."""
-        for number, moment in enumerate(() if self._plain else states.moments):
-            if self._random:
-                stochastic_round(wide[number], moment, scratch, self._random[number])
-            else:
-                MOMENT_CODES[number].encode(wide[number], moment, states.scales[number])
-
-
-def _random_bits(update: Update, stream: int, moment: int) -> np.random.SFC64:
-    """Return the random numbers that round one moment of a range; a repeated step draws the same.
-
-    They are NumPy's, whose streams are equal in all its versions, at a sixth of the cost of PyTorch's.
-    """
-    return np.random.SFC64(hash((update.seed, update.step, stream, moment)) & (2**63 - 1))
-
-
-def stochastic_round(wide: torch.Tensor, narrow: torch.Tensor, scratch: torch.Tensor, source: np.random.SFC64) -> None:
-    """Round fp32 ``wide`` to bf16 ``narrow``, up or down with the probability that makes the mean exact.
-
-    Adds 16 random bits below the bf16 mantissa, and truncates. ``wide`` must be finite; ``scratch`` is int32 ``[n]``.
-    """
-    count = wide.numel()
-    bits = source.random_raw(-(-count // 4)).view(np.int16)[:count]  # four times 16 bits from each number
-    scratch.copy_(torch.from_numpy(bits))  # widened with its sign: from -0x8000 on
-    scratch.add_(0x8000).add_(wide.view(torch.int32)).bitwise_right_shift_(16)
-    narrow.view(torch.int16).copy_(scratch)

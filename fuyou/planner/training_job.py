@@ -172,7 +172,7 @@ def describe_training(
     Args:
         model: checkpoint directory, preset name, or transformers configuration.
         rows, seq_len: shape of a batch.
-        precision: None computes in bf16 with fp32 moments.
+        precision: None computes in bf16.
         adapters: adapters to train while the weights are frozen.
         frozen: storage of frozen matrices; None for the checkpoint's bytes if compressed, else the compute dtype.
         router_loss: see :mod:`fuyou.model.loss.router_loss`.
@@ -182,7 +182,7 @@ def describe_training(
     Raises:
         UserError: if there is no such model, or it cannot be streamed.
     """
-    precision = precision or Precision(torch.bfloat16, torch.float32)
+    precision = precision or Precision(torch.bfloat16)
     config, checkpoint = load_config(model)
     opened = OpenModel(
         config,

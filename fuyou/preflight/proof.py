@@ -205,9 +205,7 @@ class _Proof:
             twin = MemoryTwin(self._small, claim.dtype, claim.adapters, claim.trainable, claim.packed)
         except UserError as error:
             raise self._unprovable(error) from error
-        opened = OpenModel(
-            self._small, Precision(claim.dtype, torch.float32), torch.device("cpu"), twin.adapters, twin.trainable
-        )
+        opened = OpenModel(self._small, Precision(claim.dtype), torch.device("cpu"), twin.adapters, twin.trainable)
         if claim.pieces:
             opened.shape = in_pieces(opened.stack, opened.shape, 1)
         try:

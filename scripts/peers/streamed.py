@@ -24,7 +24,7 @@ GRAIN = 16 << 20  # Budgets are looked for in steps of this many bytes
 
 def streaming_budget(config: PreTrainedConfig, rows: int, seq_len: int, dtype: str = "bf16") -> int:
     """The least host memory in bytes with which the engine overlaps as much as with any amount."""
-    precision = Precision.named(dtype, "fp32")
+    precision = Precision.named(dtype)
     stack = StreamedModel(build_meta_model(config, dtype=precision.dtype), torch.device("cpu"))
     shape = model_records(stack, precision)
 

@@ -62,7 +62,7 @@ STATE = TrainingState(7, 1, "", "model", "bf16", "fp32", random={"cpu": "abc"}, 
 
 @pytest.fixture(scope="module")
 def layout() -> ModelLayout:
-    return OpenModel(tiny_config(), Precision.named("bf16", "fp32"), torch.device("cpu")).shape
+    return OpenModel(tiny_config(), Precision.named("bf16"), torch.device("cpu")).shape
 
 
 @pytest.fixture(autouse=True)

@@ -16,11 +16,11 @@ def randn(count: int, seed: int, scale: float = 1.0) -> torch.Tensor:
 class SplitRange:
     """A range of split master weights with their moments, as the optimizer process has it."""
 
-    def __init__(self, master: torch.Tensor, moments: torch.dtype = torch.float32):
+    def __init__(self, master: torch.Tensor):
         count = master.numel()
         self.high, self.low = torch.empty(count, dtype=torch.bfloat16), torch.empty(count, dtype=torch.int16)
         split(master.clone(), self.high, self.low)
-        self.mean, self.variance = torch.zeros(count, dtype=moments), torch.zeros(count, dtype=moments)
+        self.mean, self.variance = torch.zeros(count), torch.zeros(count)
 
     @property
     def master(self) -> torch.Tensor:
@@ -32,5 +32,5 @@ class SplitRange:
     def states(self) -> OptimizerStates:
         return OptimizerStates(self.high, self.low, (self.mean, self.variance))
 
-    def step(self, gradient: torch.Tensor, update: Update, decay: bool = True, stream: int = 0) -> None:
-        ChunkOptimizer().update(self.states, gradient, update, decay=decay, stream=stream)
+    def step(self, gradient: torch.Tensor, update: Update, decay: bool = True) -> None:
+        ChunkOptimizer().update(self.states, gradient, update, decay=decay)

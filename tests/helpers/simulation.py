@@ -13,7 +13,7 @@ from fuyou.schedule.scheduler import Scheduler
 from fuyou.schedule.tasks import StepList
 from tests.helpers.step_shapes import step_shape
 
-BF16 = Precision(torch.bfloat16, torch.float32)
+BF16 = Precision(torch.bfloat16)
 LAYERS, CHUNK = 16, 4096
 FAST = TaskRates(1e18, 1e18, 1e18, 1e18, 1e18, 1e18, commit_seconds=0.0)
 COUNTS = BufferCounts(device_activations=40, host_blocks=3)

@@ -10,7 +10,7 @@ from fuyou.layout.model_layout import ModelLayout, Phase
 from fuyou.layout.record import Kind, Precision, Record
 from fuyou.layout.record_parts import Piece, PieceOrder, PiecePart, Stage
 
-BF16 = Precision(torch.bfloat16, torch.float32)
+BF16 = Precision(torch.bfloat16)
 WHOLE = PieceOrder((0,), (Stage(0, True, True, True),))
 """The order of a block in one piece, which nobody asks for."""
 
@@ -64,7 +64,7 @@ def step_shape(
         size = 30 + len(records)
         records.append(
             Record.build(
-                len(records), f"{name} adapters", Kind.ADAPTER, Precision(torch.float32, torch.float32),
+                len(records), f"{name} adapters", Kind.ADAPTER, Precision(torch.float32),
                 [((f"{name}.a",), (size, 40), True)],
             )
         )  # fmt: skip

@@ -15,7 +15,7 @@ import torch
 from common.memory.buffers import HostBuffer
 from common.store import Layout, Store
 from common.store.checksums import ExtentChecksums
-from fuyou.layout.record import PAGE_ELEMENTS, Record, RecordExtents, allocate_extents, sealed_name
+from fuyou.layout.record import Record, RecordExtents, allocate_extents, sealed_name
 from fuyou.layout.record_parts import LOW, Chunk
 from fuyou.optimizer.absent_gradients import OwnedParameters
 from fuyou.optimizer.chunk_update import ChunkOptimizer, tried_kernels
@@ -149,13 +149,11 @@ class RecordUpdater:
         gradients = self._shared.tensor(record.precision.dtype, start, record.owned)
         values = torch.from_numpy(parameters).view(record.precision.dtype)
         write = self._begin_write(message.record, message.target)
-        # For stochastic rounding: no two ranks draw the same numbers, since no rank has more chunks than pages.
-        stream = record.share.owned_start(record.numel) // PAGE_ELEMENTS
         owned = self._owned(message.record)
         absent = () if message.update.skip else owned.absent(gradients)
         uneven = bool(absent or message.missed)
         start_time, computing = 0.0, []
-        for number in range(write.pending):
+        for _ in range(write.pending):
             memory = self._read.get()
             if memory.reading is not None:
                 memory.reading.result()
@@ -169,7 +167,6 @@ class RecordUpdater:
                 gradients[part],
                 message.update,
                 decay=chunk.decay,
-                stream=message.record << 32 | stream + number,
                 runs=owned.runs(chunk, absent, message.missed) if uneven else None,
             )
             computing.append((chunk_start_time, time.monotonic()))

@@ -77,7 +77,7 @@ def describe(workload: ProfiledWorkload, device: Device) -> dict[str, Any]:
         "threads": torch.get_num_threads() if device.shares_host_memory else 0,
         "drives": sorted(_drive(path) for path in workload.directories),
         "shape": shape,
-        "precision": [*map(str, workload.precision.dtypes), workload.precision.optimizer],
+        "precision": [str(workload.precision.dtype), "torch.float32", workload.precision.optimizer],
         "rows": workload.rows,
         "seq_len": workload.seq_len,
         "head_columns": workload.head_columns,

@@ -27,8 +27,8 @@ def write(text: str) -> Path:
 def test_a_file_says_what_a_command_line_says() -> None:
     file = write(
         'model = "m"\n[data]\ndata = ["a b.jsonl", "c.txt"]\nbatch_size = 4\n[memory]\nssd = "/mnt/nvme0"\ngpu = "0"\n'
-        'host-memory = "1.5GiB"\ndeterministic = true\n[training]\nlr = 2e-5\nwarmup = 0.03\n[output]\n'
-        'resume = "auto"\nno-save = true\n'
+        'host-memory = "1.5GiB"\ndeterministic = true\n[training]\nlr = 2e-5\nwarmup = 0.03\n'
+        'optimizer-dtype = "fp32"\n[output]\nresume = "auto"\nno-save = true\n'
     )
     typed = ("--model", "m", "--data", "a b.jsonl", "c.txt", "--batch-size", 4, "--ssd", "/mnt/nvme0", "--gpu", 0,
              "--host-memory", "1.5GiB", "--deterministic", "--lr", "2e-5", "--warmup", "0.03", "--resume",
@@ -88,6 +88,8 @@ def test_a_file_of_one_command_serves_another(capsys: pytest.CaptureFixture[str]
     ("steps = 0\n", "'--steps': it must be at least 1, not 0. (It is in run.toml.)"),
     ("host-memory = 'lots'\n", "'lots' is not a size"),
     ("steps = \n", "run.toml: this is not TOML: Invalid value (at line 1, column 9)"),
+    ("optimizer-dtype = 'bf16'\n", "optimizer-dtype was removed; every run has fp32 now"),
+    ("optimizer = 'lion'\n", "'lion' is not one of 'adamw', 'adamw8bit'. (It is in run.toml.)"),
     ("steps = 1\nepochs = 1\nmodel = 'm'\n", "--steps 1 and --epochs 1 exclude each other"),
 ])  # fmt: skip
 def test_mistakes(text: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -24,7 +24,7 @@ SEQ_LEN = 12
 
 def context_of(topology: fcdp.Topology, run: Run) -> PlannerContext:
     device, share = open_device("cpu"), share_of(topology)
-    job = describe_training(run.model, run.rows, SEQ_LEN, precision=Precision.named("fp32", "fp32")).among(share)
+    job = describe_training(run.model, run.rows, SEQ_LEN, precision=Precision.named("fp32")).among(share)
     limits = memory_limits(device, cases.OPTIONS["host_memory"], None, share.ranks_per_node)
     return PlannerContext(job, device, limits, cases.directories(run.folder, topology.rank, run.ssds))
 

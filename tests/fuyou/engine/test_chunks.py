@@ -95,7 +95,7 @@ OTHERS_STAND_FOR = ("gpt2", "llama4", "mistral", "neox", "opt", "qwen3", "qwen3-
 
 def opened(config: PreTrainedConfig, adapters: LoraConfig | None = None) -> tuple[OpenModel, torch.nn.Module]:
     """Return a model for the engine, and the same in memory, trained as transformers trains it."""
-    model = OpenModel(config, Precision(torch.float32, torch.float32), torch.device("cpu"), adapters)
+    model = OpenModel(config, Precision(torch.float32), torch.device("cpu"), adapters)
     implementation = model.stack.model.config._attn_implementation
     torch.manual_seed(1)
     plain = AutoModelForCausalLM.from_config(model.config, attn_implementation=implementation).train()

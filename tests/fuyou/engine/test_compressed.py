@@ -23,7 +23,7 @@ from tests.helpers.engines import batches, check, directories
 from tests.helpers.engines import engine as plain_engine
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-BF16 = Precision(torch.bfloat16, torch.float32)
+BF16 = Precision(torch.bfloat16)
 
 
 @pytest.mark.parametrize(("family", "method", "dtype", "micro", "targets"), [

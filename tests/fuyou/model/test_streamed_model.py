@@ -132,7 +132,7 @@ def weights_of(stack: StreamedModel) -> list[tuple[str, torch.Tensor]]:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_records_hold_every_parameter_once(family: str, tied: bool) -> None:
     stack = streamed(family, torch.bfloat16, tie_word_embeddings=tied)
-    shape = model_records(stack, Precision(torch.bfloat16, torch.float32))
+    shape = model_records(stack, Precision(torch.bfloat16))
     held = [slot.names for record in shape.records for slot in record.parameters]
     assert sorted(held) == sorted(parameter_names(stack.model))
     decayed = Trainer.get_decay_parameter_names(None, stack.model)
@@ -155,7 +155,7 @@ def test_records_hold_every_parameter_once(family: str, tied: bool) -> None:
 
 
 def test_fingerprints_tell_layouts_apart() -> None:
-    precision = Precision(torch.float32, torch.float32)
+    precision = Precision(torch.float32)
     prints = [
         fingerprint(model_records(streamed("llama", torch.float32, **changes), precision).records)
         for changes in ({}, {}, {"tie_word_embeddings": True}, {"num_hidden_layers": 2}, {"intermediate_size": 56})

@@ -1,15 +1,14 @@
-"""AdamW over flat ranges equals AdamW over tensors; bf16 moments are right on average."""
+"""AdamW over flat ranges equals AdamW over tensors."""
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 
 from fuyou.optimizer import chunk_update
 from fuyou.optimizer.adam import Update
 from fuyou.optimizer.chunk_update import ChunkOptimizer
-from fuyou.optimizer.moments import OptimizerStates, stochastic_round
+from fuyou.optimizer.moments import OptimizerStates
 from tests.helpers.adam import CONFIG, SplitRange, randn
 
 #: Multiples of 128 elements, as in records: around the size of a pass, which is made small here.
@@ -85,65 +84,18 @@ def test_any_bf16_gradient_at_all() -> None:
         torch.testing.assert_close(ours.variance, variance, rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("moments", [torch.float32, torch.bfloat16])
-def test_results_do_not_depend_on_threads_or_pass_size(moments: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_results_do_not_depend_on_threads_or_pass_size(monkeypatch: pytest.MonkeyPatch) -> None:
     threads, results = torch.get_num_threads(), []
     count = 50_048
     try:
         for elements, number in ((128, 1), (1024, 3), (1 << 15, 1), (1 << 16, 2)):
             torch.set_num_threads(number)
             monkeypatch.setattr(chunk_update, "PASS_ELEMENTS", elements)
-            ours = SplitRange(randn(count, 9), moments)
+            ours = SplitRange(randn(count, 9))
             for step in (1, 2):
-                ours.step(randn(count, 90 + step).bfloat16(), Update(step, CONFIG, gradient_scale=0.7), stream=3)
+                ours.step(randn(count, 90 + step).bfloat16(), Update(step, CONFIG, gradient_scale=0.7))
             results.append((ours.high, ours.low, ours.mean, ours.variance))
     finally:
         torch.set_num_threads(threads)
     for other in results[1:]:
         assert all(torch.equal(mine, theirs) for mine, theirs in zip(results[0], other, strict=True))
-
-
-# -- moments in bf16 --------------------------------------------------------------------------------------------------
-
-
-def rounded(wide: torch.Tensor, seed: int) -> torch.Tensor:
-    narrow = torch.empty(wide.numel(), dtype=torch.bfloat16)
-    scratch = torch.empty(wide.numel(), dtype=torch.int32)
-    stochastic_round(wide, narrow, scratch, np.random.SFC64(seed))
-    return narrow
-
-
-def test_stochastic_rounding_has_the_right_probabilities() -> None:
-    fractions = torch.arange(0, 1 << 16, 4096, dtype=torch.int32)
-    wide = ((0x3F80 << 16) + fractions).repeat_interleave(20_000).view(torch.float32)
-    up = (rounded(wide, 3).view(torch.int16) == 0x3F81).view(len(fractions), -1).double().mean(1)
-    assert float((up - fractions / 65536).abs().max()) < 5 * 0.5 / 20_000**0.5
-    assert float(up[0]) == 0
-
-
-def test_steps_draw_different_numbers() -> None:
-    """Rounding errors of one parameter must not repeat from step to step, nor from pass to pass."""
-    wide = torch.full((2048,), 1.0 + 2**-8)
-    ups = []
-    for step in (1, 2, 3):
-        ours = SplitRange(torch.zeros(2048), torch.bfloat16)
-        # With a first beta of 0 the new mean is the gradient, here halfway between two bf16 numbers.
-        ours.step(wide, Update(step, replace(CONFIG, betas=(0.0, 0.999)), seed=1), stream=4)
-        ups.append(ours.mean.float() > 1.0)
-    for one, other in ((0, 1), (1, 2), (0, 2)):
-        assert 0.4 < float((ups[one] == ups[other]).double().mean()) < 0.6
-    assert 0.4 < float((ups[0][:1024] == ups[0][1024:]).double().mean()) < 0.6
-
-
-def test_bf16_mean_and_variance_follow_fp32_ones_on_average() -> None:
-    """Small steps that nearest rounding would lose: a mean that decays by less than half a bf16 step each time."""
-    count = 8192
-    config = replace(CONFIG, betas=(0.999, 0.9999), lr=0.0)
-    narrow = SplitRange(torch.zeros(count), torch.bfloat16)
-    narrow.mean.fill_(1.0)
-    narrow.variance.fill_(1.0)
-    gradient = torch.zeros(count)
-    for step in range(1, 101):
-        narrow.step(gradient, Update(step, config), stream=2)
-    assert float(narrow.mean.double().mean()) == pytest.approx(0.999**100, rel=1e-3)
-    assert float(narrow.variance.double().mean()) == pytest.approx(0.9999**100, rel=1e-3)

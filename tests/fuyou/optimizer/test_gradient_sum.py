@@ -6,7 +6,7 @@ import torch
 from fuyou.layout.record import Kind, Precision, Record
 from fuyou.optimizer.gradient_sum import GradientSum
 
-BF16 = Precision(torch.bfloat16, torch.float32)
+BF16 = Precision(torch.bfloat16)
 SHAPES = {"up": (7, 5), "norm": (5,), "down": (5, 7), "scale": (1,)}
 
 

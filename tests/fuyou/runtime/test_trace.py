@@ -22,7 +22,7 @@ from fuyou.schedule.tasks import Resource
 from tests.helpers.step_shapes import step_shape
 from tests.helpers.twin import tiny_configs
 
-BF16 = Precision(torch.bfloat16, torch.float32)
+BF16 = Precision(torch.bfloat16)
 RATES = TaskRates(1e8, 2e6, 1e6, 1e6, 2e6, 1e6, commit_seconds=0.003)
 LAYERS, MICRO = 5, 3
 

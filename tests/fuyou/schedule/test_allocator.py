@@ -98,7 +98,7 @@ def replay(model: OpenModel, batch: Batch, columns: int) -> CachingAllocator:
 ])  # fmt: skip
 def test_reserved_memory_is_planned(name: str, rows: int, tokens: int, adapters: bool) -> None:
     lora = LoraConfig(r=16, target_modules="all-linear") if adapters else None
-    model = OpenModel(CONFIGS[name], Precision(torch.bfloat16, torch.float32), torch.device("cpu"), lora)
+    model = OpenModel(CONFIGS[name], Precision(torch.bfloat16), torch.device("cpu"), lora)
     batch = Batch(2 * rows, tokens, rows)
     for columns in (tokens, 64):
         planned = Workspace(model.shape, model.config, cpu=False).nbytes(batch, columns)

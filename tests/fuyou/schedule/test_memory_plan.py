@@ -22,7 +22,7 @@ from tests.helpers.schedule_model import Machine, build, check_order
 from tests.helpers.step_shapes import BF16, step_shape
 
 MEBIBYTE = 1 << 20
-FP32 = Precision(torch.float32, torch.float32)
+FP32 = Precision(torch.float32)
 
 
 def config(hidden: int = 48, vocabulary: int = 211) -> PreTrainedConfig:

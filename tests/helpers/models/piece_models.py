@@ -40,7 +40,7 @@ class PieceModel:
         experts: str | None = None,
     ):  # fmt: skip
         config = small_config(config) if isinstance(config, str) else config
-        precision = Precision(DTYPES[dtype], DTYPES[dtype])
+        precision = Precision(DTYPES[dtype])
         self.opened = OpenModel(config, precision, torch.device("cpu"), adapters=adapters)
         self.stack: StreamedModel = self.opened.stack
         if experts is not None:

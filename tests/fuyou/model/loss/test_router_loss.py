@@ -124,7 +124,7 @@ def test_adapters_below_a_frozen_router(checkpoints: Path, tmp_path: Path) -> No
 
 
 def open_model(config: PreTrainedConfig, router_loss: str = "auto") -> OpenModel:
-    return OpenModel(config, Precision.named("fp32", "fp32"), torch.device("cpu"), router_loss=router_loss)
+    return OpenModel(config, Precision.named("fp32"), torch.device("cpu"), router_loss=router_loss)
 
 
 def test_what_is_requested() -> None:

@@ -15,7 +15,7 @@ from fuyou.runtime.device import Device
 from tests.helpers.profiles import PROFILE
 from tests.helpers.twin import tiny_configs
 
-BF16 = Precision(torch.bfloat16, torch.float32)
+BF16 = Precision(torch.bfloat16)
 
 
 CPU = Device()
@@ -50,7 +50,7 @@ def test_the_second_time_it_is_read(workload: ProfiledWorkload) -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        {"rows": 3}, {"seq_len": 8}, {"precision": Precision(torch.float32, torch.float32)}, {"chunk_elements": 8192},
+        {"rows": 3}, {"seq_len": 8}, {"precision": Precision(torch.float32)}, {"chunk_elements": 8192},
         {"config": tiny_configs()["gpt2"]}, {"directories": (Path("/proc"),)},
     ],
 )  # fmt: skip

@@ -20,7 +20,7 @@ from fuyou.planner.profiling.measure import measure, open_scratch
 from fuyou.runtime.device import Device
 from tests.helpers.twin import tiny_configs
 
-BF16 = Precision(torch.bfloat16, torch.float32)
+BF16 = Precision(torch.bfloat16)
 
 
 def is_pace(measured: float, pace: float) -> bool:
@@ -65,7 +65,7 @@ def test_writes_go_past_the_fast_cache(cache: int, tmp_path: Path, monkeypatch: 
 def test_a_block_that_others_hand_values_is_measured_without_them() -> None:
     """Gemma 3n: several streams, inputs of each layer, shared keys and values."""
     stack = StreamedModel(build_meta_model(miniature(CONFIG_MAPPING["gemma3n_text"]())), torch.device("cpu"))
-    shape = model_records(stack, Precision(torch.float32, torch.float32))
+    shape = model_records(stack, Precision(torch.float32))
     for layer in (0, len(stack.blocks) - 1):
         bench = BlockBench(stack, shape, Device(), 2, 16, 8)
         bench._layer, bench._record = layer, shape.records[shape.blocks[layer][0]]
