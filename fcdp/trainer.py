@@ -32,7 +32,7 @@ from fuyou.model.loss.router_loss import RouterPass
 from fuyou.optimizer.adam import check_learning_rate
 from fuyou.optimizer.clipping import clip_coefficient
 from fuyou.optimizer.gradient_sum import sum_of_squares
-from fuyou.optimizer.nonfinite import NonFinitePolicy
+from fuyou.optimizer.nonfinite import check_finite
 from fuyou.pieces.run import random_states, set_random_states
 
 
@@ -46,7 +46,6 @@ class ClusterStep:
     stop: bool  # whether any rank requested to stop after this step
     seconds: float
     sent_bytes: int  # bytes that a node sent to others, on average over nodes
-    skipped: bool = False  # whether loss or gradient were not finite, and nothing was changed
     aux_loss: float | None = None  # the router loss, not multiplied by its coefficient, where it is a part of the loss
 
 
@@ -70,7 +69,6 @@ class Trainer:
         adapters: PeftConfig | str | os.PathLike[str] | None = None,
     ):
         self._topology, self._options = topology, config
-        self._nonfinite = NonFinitePolicy(config.on_nonfinite)
         self._device = topology.device
         self.cores = _pin_threads(topology)  # processors that this process was pinned to; None: it was not
         pids = [pid for node, pid in all_gather_object((topology.node, os.getpid())) if node == topology.node]
@@ -118,23 +116,27 @@ class Trainer:
                     f"The run in {self._checkpoints.directory} has {name} {saved.get(name)}, and this one {now}. Give "
                     "what it began with, or begin a new run in another directory."
                 )
+        if saved.get("skipped"):  # by an earlier version
+            raise UserError(
+                f"The run in {self._checkpoints.directory} skipped steps that were not finite, which this version does "
+                "not do. Finish it with the version that began it."
+            )
         if self._model.adapters is not None:  # frozen weights are no part of a commit
             self._model.load()
         self._checkpoints.load(commit, self.state())
         for name, value in self._model.source.read_buffers():
             self._model.module.get_buffer(name).copy_(value)
         for _, parameter in self._model.trained():
-            self._optimizer.state[parameter]["step"].fill_(commit.step - saved["skipped"])
+            self._optimizer.state[parameter]["step"].fill_(commit.step)
         self._sharding.invalidate()
         self.step_count = self.committed_step = commit.step
         self._is_committed = True
-        self.user_state, self._nonfinite.skipped = saved["user"], saved["skipped"]
+        self.user_state = saved["user"]
 
     def commit(self) -> None:
         """Put the state after the last step on the drives, unless it is there."""
         if self.step_count != self.committed_step or not self._is_committed:
-            description = {**self._identity, "user": self.user_state, "skipped": self._nonfinite.skipped}
-            self._checkpoints.save(self.step_count, self.state(), description)
+            self._checkpoints.save(self.step_count, self.state(), {**self._identity, "user": self.user_state})
             self.committed_step = self.step_count
             self._is_committed = True
 
@@ -161,7 +163,7 @@ class Trainer:
             stop: this rank wishes to stop after this step: all ranks will know.
 
         Raises:
-            NonFiniteLoss: loss or gradient is not finite, and is not to be skipped; nothing was updated.
+            NonFiniteLoss: loss or gradient is not finite; nothing was updated.
         """
         check_learning_rate(lr)
         start_time, sent = time.monotonic(), self._sharding.traffic.inter_node
@@ -173,19 +175,18 @@ class Trainer:
         total, aux = self._forward_and_backward(parts, items)
         loss, norm, stopping, all_sent = self._all_reduce(total, stop, self._sharding.traffic.inter_node - sent)
         try:
-            skipped = self._nonfinite.should_skip_step(step, loss, norm, self.committed_step)
-            if not skipped:
-                coefficient = clip_coefficient(norm, self._options.max_grad_norm or math.inf)
-                if coefficient is not None:
-                    torch._foreach_mul_(self._gradients(), coefficient)
-                for group in self._optimizer.param_groups:
-                    group["lr"] = lr
-                self._optimizer.step()
+            check_finite(step, loss, norm, self.committed_step)
+            coefficient = clip_coefficient(norm, self._options.max_grad_norm or math.inf)
+            if coefficient is not None:
+                torch._foreach_mul_(self._gradients(), coefficient)
+            for group in self._optimizer.param_groups:
+                group["lr"] = lr
+            self._optimizer.step()
         finally:
             self._optimizer.zero_grad()  # or the next step would add to it
         self.step_count = step
         seconds, node_sent = time.monotonic() - start_time, int(all_sent / self._topology.nodes)
-        return ClusterStep(step, loss, norm, stopping, seconds, node_sent, skipped, aux)
+        return ClusterStep(step, loss, norm, stopping, seconds, node_sent, aux)
 
     def _forward_and_backward(
         self, parts: Sequence[dict[str, torch.Tensor]], items: int

@@ -1,6 +1,5 @@
 """Every option of a run, validated, and what the options come to."""
 
-import math
 import os
 from dataclasses import Field, dataclass, field, fields, replace
 from functools import cached_property
@@ -19,7 +18,6 @@ from fuyou.layout.record import Precision
 from fuyou.model.recompute.policy import ActivationPolicy
 from fuyou.optimizer.adam import AdamConfig, check_max_grad_norm
 from fuyou.optimizer.clipping import ClipBy, UpdatePolicy, clip_by_named, speculation_obstacle
-from fuyou.optimizer.nonfinite import NonFinitePolicy
 from fuyou.option_groups import (
     AUTO,
     GROUPS,
@@ -89,7 +87,6 @@ class EngineConfig(RunConfig):
 
     def __post_init__(self) -> None:
         self._check_types()
-        NonFinitePolicy(self.optimizer.on_nonfinite)
         check_max_grad_norm(self.optimizer.max_grad_norm)
         # Everything that has to be parsed is parsed here, so that mistakes come out before anything is opened.
         _ = self.precision, self.adam, self.clip_by, self.host_cache, self.piece_bytes, self.adapters, self.frozen_dtype
@@ -150,13 +147,6 @@ class EngineConfig(RunConfig):
         options = self.optimizer
         return AdamConfig(options.lr, options.betas, options.eps, options.weight_decay)
 
-    @property
-    def max_grad_norm(self) -> float | None:
-        """Norm beyond which a gradient is clipped. Infinite if it is never reached, but must be known before any update
-        counts, for a step that is not finite to be skipped."""
-        skips = self.optimizer.on_nonfinite == "skip"
-        return self.optimizer.max_grad_norm or (math.inf if skips else None)
-
     @cached_property
     def clip_by(self) -> ClipBy | None:
         """Way to clip that the caller chose; None leaves it to the planner, and without one it is deferral."""
@@ -216,7 +206,7 @@ class EngineConfig(RunConfig):
     @property
     def clips_by(self) -> ClipBy | None:
         """How gradients are clipped, if they are."""
-        return None if self.max_grad_norm is None else self.clip_by or ClipBy.DEFERRAL
+        return None if self.optimizer.max_grad_norm is None else self.clip_by or ClipBy.DEFERRAL
 
     @property
     def update_policy(self) -> UpdatePolicy:

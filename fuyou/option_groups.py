@@ -121,11 +121,6 @@ class OptimizerConfig:
     deferred_fraction: float = 0.0
     """Fraction of the blocks, interleaved over the stack, that are updated during the next forward pass: the same
     numbers, and a shorter step where computing and the SSDs take about as long. Costs host memory for gradients."""
-    on_nonfinite: str = option("stop", type=("stop", "skip"), commands=Command.STEP, heading="Training")
-    """When the loss or gradient of a step is NaN or infinite: stop, or skip the step (10 in a row at most). With
-    states on SSD, skip costs as much as ``max_grad_norm``.
-
-    ``"stop"`` raises NonFiniteLoss; ``"skip"`` leaves weights and moments exactly as they are."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -44,7 +44,7 @@ OTHER_TOOLS = {
     "report-to": "OUTPUT/run/metrics.jsonl", "log-to": "OUTPUT/run/metrics.jsonl",
 }  # fmt: skip
 """Options here by their names in transformers' Trainer, TRL, LLaMA-Factory, unsloth, and axolotl."""
-_REMOVED = {"optimizer-dtype": "fp32"}
+_REMOVED = {"optimizer-dtype": "fp32", "on-nonfinite": "stop"}
 """Options that files of earlier versions set, and the value that is the only one now."""
 _COMMANDS = ("plan", "check", "profile", "verify", "demo")
 
@@ -106,7 +106,7 @@ def _read(where: str, content: Mapping[str, Any], options: list[GroupedOption]) 
             if key in _REMOVED:
                 if value == _REMOVED[key]:
                     continue
-                raise UserError(f"{where}: {key} was removed; every run has {_REMOVED[key]} now.")
+                raise UserError(f"{where}: {key} was removed; {_REMOVED[key]} is the only choice now.")
             hint = instead or f"there is no option {key!r}.{did_you_mean(key.replace('_', '-'), by_key)}"
             raise UserError(f"{where}: {hint}")
         if option.name in seen:

@@ -179,13 +179,13 @@ def _neighbor(result: Plan, point: Point) -> str:
 
 def _clipping(result: Plan) -> str:
     job = result.job
-    what = "clipping" if job.clipped_share else "skipping steps that are not finite"
     if result.clip_by is ClipBy.SPECULATION:
-        text = f"{what} by speculation: updates run before the gradient's norm is known, and again if it is too large"
-        if job.clipped_share:
-            text += f" (expected in {job.clipped_share:.0%} of the steps)"
+        text = (
+            "clipping by speculation: updates run before the gradient's norm is known, and again if it is too large "
+            f"(expected in {job.clipped_share:.0%} of the steps)"
+        )
     else:
-        text = f"{what} by deferral: all updates run in the next forward pass, when the gradient's norm is known"
+        text = "clipping by deferral: all updates run in the next forward pass, when the gradient's norm is known"
         if job.speculation_obstacle is not None:
             text += f" (speculation: {job.speculation_obstacle})"
     return text

@@ -62,7 +62,6 @@ class StepResult:
 
     loss: float
     grad_norm: float  # Norm of the whole gradient before clipping
-    skipped: bool = False  # Whether loss or gradient were not finite, and nothing was changed
     clipped: bool = False  # Whether the gradient was scaled down
     updated_again: bool = False  # Whether updates ran before the norm was known, and ran again
     aux_loss: float | None = None  # Router loss before its coefficient, where it is a part of the loss
@@ -100,7 +99,7 @@ class StepMetrics:
         result = self.result
         router = "" if result.aux_loss is None else f" (router {result.aux_loss:.4f})"
         learned = f"loss {result.loss:.4f}{router}{_preferred(result.watched)}, norm {result.grad_norm:.3g}"
-        parts = [f"{'skipped: ' if result.skipped else ''}{learned}", f"lr {self.lr:.3g}"]
+        parts = [learned, f"lr {self.lr:.3g}"]
         if self.epoch is not None:
             parts.append(f"epoch {self.epoch:.2f}")
         parts.append(f"{format_count(self.tokens_per_second)} tokens/s")
@@ -208,7 +207,6 @@ def learned_metrics(step: int, result: StepResult, lr: float, tokens: int) -> di
         **result.watched,
         "grad_norm": result.grad_norm,
         "lr": lr,
-        "skipped": float(result.skipped),
         "n_tokens_seen": step * tokens,
     }
 
@@ -238,7 +236,6 @@ class Report:
     # The first step of a run fills caches.
     network_sent_bytes_per_step: float = 0.0
     planned_network_sent_bytes_per_step: float = 0.0  # Bytes sent by the formula, in a step that is not the first
-    skipped_steps: int = 0  # Steps whose loss or gradient were not finite, so that nothing was changed
     clip_by: str | None = None  # `deferral` or `speculation`; None if not clipped, or in memory
     way: str | None = None  # Route of parameters to the device: `posix` or `kvikio`; None in memory
     clipped_steps: int = 0  # Steps whose gradients were scaled down
@@ -257,8 +254,7 @@ class Report:
         """Return a few lines about steps, one or more; ``total_written`` includes the creation of the store."""
         seconds = sum(self.step_seconds)
         lines = {
-            "loss": f"{self.losses[0]:.4f} in the first step, {self.losses[-1]:.4f} in the last of {self.steps:,}"
-            + (f"; {self.skipped_steps:,} skipped, not finite" if self.skipped_steps else ""),
+            "loss": f"{self.losses[0]:.4f} in the first step, {self.losses[-1]:.4f} in the last of {self.steps:,}",
             "time": f"{format_seconds(seconds)}, {format_seconds(seconds / self.steps)} per step{self._bound()}",
             "rate": f"{format_count(self.tokens_per_second)} tokens/s, {self.flops_per_second / 1e12:.3g} TFLOP/s "
             f"({self.hardware_flops_per_second / 1e12:.3g} with recomputation)",
@@ -337,7 +333,6 @@ class Measurements:
             overlap_efficiency=max(bounds.values(), default=0.0) / (seconds * per_step) if seconds else 0.0,
             network_sent_bytes_per_step=sent,
             planned_network_sent_bytes_per_step=sent if planned_sent is None else planned_sent,
-            skipped_steps=sum(result.skipped for result in results),
             clip_by=totals.clip_by,
             way=totals.way,
             clipped_steps=sum(result.clipped for result in results),

@@ -95,7 +95,6 @@ class EngineTrainer(Trainer):
             loss=report.loss,
             watched=self._watched,
             grad_norm=report.grad_norm,
-            skipped=report.skipped,
             clipped=report.clipped,
             updated_again=report.updated_again,
             aux_loss=report.aux_loss,
@@ -119,7 +118,8 @@ class EngineTrainer(Trainer):
         report, noted = self.model.committed_report, self.model.user_state.get(_STEP)
         if not (report and noted):
             return None
-        return StepResult(**report, watched=noted["watched"]), noted["lr"]
+        result = StepResult(report["loss"], report["grad_norm"], aux_loss=report["aux_loss"], watched=noted["watched"])
+        return result, noted["lr"]
 
     def can_continue_after(self, error: Exception) -> bool:
         return not isinstance(error, UserError)

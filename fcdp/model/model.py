@@ -54,7 +54,6 @@ class TrainerConfig:
     seed: int = 0  # seed of random weights and dropout
     host_cache_bytes: int | None = None  # host memory per rank for cached shards; see :func:`fcdp.fully_shard`
     device_cache_threshold: float = 0.9  # part of device memory for cached shards; see :func:`fcdp.fully_shard`
-    on_nonfinite: str = "stop"  # ``stop`` or ``skip`` a step whose loss is not finite
     towers: TowerFreezing = DEFAULT_FREEZING  # parts of a vision-language model that are not trained
     # ``auto`` (as the configuration has it), ``on``, or ``off``: the loss of a mixture of experts' router
     router_loss: str = "auto"

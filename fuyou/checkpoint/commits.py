@@ -38,7 +38,6 @@ class TrainingState:
     # Loss, gradient norm, and the like of the last step, for a loop that was killed before it noted them.
     report: dict[str, Any] = field(default_factory=dict)
     clipped: int = 0  # Steps up to this one whose gradients were clipped
-    skipped: int = 0  # Steps up to this one that were skipped, because their gradients were not finite
     # Number of steps up to this one in which a parameter (by name) had no gradient; 0 for those not listed. Each of
     # several ranks knows it for the parameters that it updates a part of.
     missed: dict[str, int] = field(default_factory=dict)
@@ -65,7 +64,7 @@ class TrainingState:
                 f"This run was written in format {content.get('format')}; this version reads format {FORMAT}. "
                 "Finish it with the version that began it."
             )
-        # Earlier versions could train selected experts, and keep a single slot.
+        # Earlier versions could train selected experts, keep a single slot, and skip steps.
         if content.get("experts") is not None:
             raise UserError(
                 "This run trains selected experts (--train-experts), and this version trains adapters of them instead "
@@ -75,6 +74,11 @@ class TrainingState:
             raise UserError(
                 "This run keeps a single slot, and this version keeps two, so that no crash loses a run. Finish it "
                 "with the version that began it."
+            )
+        if content.get("skipped"):
+            raise UserError(
+                f"This run skipped steps that were not finite ({content['skipped']}), which this version does not do. "
+                "Finish it with the version that began it."
             )
         # Earlier versions wrote more fields. The rest is as it was written: the manifest has a checksum.
         return TrainingState(
@@ -151,14 +155,9 @@ class Commits:
         self.clipped_steps += 1
         self._updates[step] = replace(self._updates[step], gradient_scale=factor)
 
-    def skip_step(self, step: int) -> None:
-        """Let the updates of ``step``, all of which are still to come, change nothing."""
-        self._updates[step] = replace(self._updates[step], skip=True)
-
     def end(
         self,
         step: int,
-        skipped: int,
         device: torch.device,
         user: dict[str, Any],
         report: dict[str, Any],
@@ -167,7 +166,6 @@ class Commits:
         """Note, when the caller ends ``step``, the state that its commit will write.
 
         Args:
-            skipped: steps up to this one that were skipped.
             device: where the model computes, whose random state is kept.
             report: :attr:`TrainingState.report`.
         """
@@ -175,7 +173,6 @@ class Commits:
             self.state,
             step=step,
             clipped=self.clipped_steps,
-            skipped=skipped,
             random=random_states(device),
             user=dict(user),
             report=report,

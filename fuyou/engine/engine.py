@@ -255,7 +255,7 @@ class Engine(EngineFigures):
 
     @property
     def committed_report(self) -> dict[str, Any]:
-        """Loss, grad_norm, aux_loss, and skipped of the committed step; empty before the first."""
+        """Loss, grad_norm, and aux_loss of the committed step; empty before the first."""
         return self._run.commits.state.report
 
     @property

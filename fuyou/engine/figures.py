@@ -1,6 +1,5 @@
 """What an engine reports about its run: memory, bytes, FLOPs, gradients, and a trace of the newest step."""
 
-import math
 import os
 from pathlib import Path
 
@@ -91,8 +90,7 @@ class EngineFigures:
     @property
     def clip_by(self) -> ClipBy | None:
         """How gradients are clipped, if they are."""
-        config = self._run.config
-        return None if config.max_grad_norm == math.inf else config.clips_by
+        return self._run.config.clips_by
 
     @property
     def io(self) -> str:

@@ -39,7 +39,6 @@ from fuyou.layout.share import Share
 from fuyou.model.open_model import OpenModel, check_reference
 from fuyou.optimizer.absent_gradients import MissedUpdates
 from fuyou.optimizer.clipping import ClipStatistics
-from fuyou.optimizer.nonfinite import NonFinitePolicy
 from fuyou.optimizer.process.client import OptimizerLink
 from fuyou.pieces.division import in_pieces
 from fuyou.planner import PlannerContext, choose_settings
@@ -63,7 +62,6 @@ class OpenRun:
     """
 
     def __init__(self, model: str | os.PathLike[str] | PreTrainedConfig, config: EngineConfig):
-        self.nonfinite = NonFinitePolicy(config.optimizer.on_nonfinite)
         self.closed = False
         self.agreement = Agreement(Share())  # until the other ranks are met
         self.files: RunFiles | None = None
@@ -305,7 +303,7 @@ class OpenRun:
             self.files = create_run(drives.folders, layout, wanted, self.agreement, store.overwrite, **io)
         state = self.files.state
         self.commits = self._make_commits(self.files)
-        self.step_count, self.nonfinite.skipped = state.step, state.skipped
+        self.step_count = state.step
         self.user_state: dict[str, Any] = dict(state.user)
         runtime.attach(self.files, self._extents)
         runtime.open(self.commits)

@@ -19,6 +19,7 @@ from fuyou.model.loss.token_head import loss_tensor
 from fuyou.model.training_batch import TrainingBatch
 from fuyou.optimizer.adam import Update
 from fuyou.optimizer.clipping import clip_coefficient
+from fuyou.optimizer.nonfinite import check_finite
 from fuyou.runtime.accounting import StepReport
 from fuyou.runtime.compute.step_computation import StepComputation, StepInputs
 from fuyou.runtime.compute.token_computation import TokenComputation, TokenPass
@@ -54,7 +55,6 @@ class Steps:
         self._norm: float | None = None  # of the step's gradient, once it is requested
         self.norm_parameter: torch.nn.Parameter | None = None
         """A scalar whose gradient is to be the norm of the whole gradient."""
-        self._known_loss: float | None = None  # of the step; None: the caller has computed it and not said it
 
     # -- training -------------------------------------------------------------------------------------------------
 
@@ -69,9 +69,8 @@ class Steps:
         batch, labels = self._checked(given)
         self._fit(batch)
         current = self._begin(batch, labels, lr)
-        loss = self._known_loss = current.loss = self._whole_loss(current)
-        if not self._run.nonfinite.skips:
-            self._should_skip(self._run.step_count + 1, loss, 0.0)
+        loss = current.loss = self._whole_loss(current)
+        self._check_finite(loss, 0.0)
         output = EngineOutput(loss_tensor(loss, lambda: self._backward(current)), _aux_loss(current))
         self._torn = False
         return output
@@ -102,7 +101,7 @@ class Steps:
         if current.router is not None:
             values[AUX_LOSS] = torch.tensor(current.router.value)
         if train:
-            self._known_loss, current.loss = None, math.nan
+            current.loss = math.nan  # until the caller notes it
             norm = None if self.norm_parameter is None else (self.norm_parameter, self.gradient_norm)
             values = streamed_values(values, lambda grads: self._token_backward(current, passing, grads), norm)
         result = token_output(passing, batch.targets != IGNORED, values)
@@ -118,9 +117,8 @@ class Steps:
         if current is None:
             raise FinetuneError("engine.backward() comes after engine.tokens(), once in each step.")
         total = sum(self._run.agreement.all_gather_object(loss))
-        self._known_loss = current.loss = total
-        if not self._run.nonfinite.skips:
-            self._should_skip(self._run.step_count + 1, total, 0.0)
+        current.loss = total
+        self._check_finite(total, 0.0)
 
     def check_whole(self) -> None:
         """See that the run is open, and that nothing has failed halfway.
@@ -149,7 +147,10 @@ class Steps:
     def _begin(self, batch: TrainingBatch, labels: int, lr: float, passing: TokenPass | None = None) -> StepComputation:
         run, runtime = self._run, self._run.runtime
         start_time, step = time.monotonic(), run.step_count + 1
-        update = Update(step, replace(run.config.adam, lr=lr), 1.0, skipped=run.nonfinite.skipped)
+        update = Update(
+            step,
+            replace(run.config.adam, lr=lr),
+        )
         shape = runtime.batch_shape(*batch.size, ENGINE_LOSS if passing is None else loss_inputs(passing))
         micro = self._micro_batches(batch)
         self._torn = self._in_flight = True
@@ -178,8 +179,8 @@ class Steps:
         finite = math.isfinite(factor) and all(bool(one.isfinite().all()) for one in gradients.values())
         factors, all_finite = zip(*self._run.agreement.all_gather_object((factor, finite)), strict=True)
         factor, finite = sum(factors), all(all_finite)
-        if not finite and not self._run.nonfinite.skips:
-            self._should_skip(self._run.step_count + 1, math.nan, 0.0)
+        if not finite:
+            self._check_finite(math.nan, 0.0)
         if current.router is not None:
             current.router.weigh(factor)
         passing.gradients = gradients
@@ -210,24 +211,22 @@ class Steps:
         assert current.tasks.end is not None
         norm = self.gradient_norm()
         self._torn = True
-        skipped = self._should_skip(step, 0.0 if self._known_loss is None else self._known_loss, norm)
-        coefficient = clip_coefficient(norm, run.config.max_grad_norm or math.inf)
-        clipped = not skipped and coefficient is not None
-        if skipped:
-            run.commits.skip_step(step)
-        elif coefficient is not None:
+        self._check_finite(0.0, norm)
+        coefficient = clip_coefficient(norm, run.config.optimizer.max_grad_norm or math.inf)
+        clipped = coefficient is not None
+        if coefficient is not None:
             run.commits.scale_gradients(step, coefficient)
         run.step_count = step
         planned = runtime.memory_plan.batch
         micro_batch = planned.rows, planned.seq_len, planned.micro_rows, planned.chunk or 0
-        last = {"loss": current.loss, "grad_norm": norm, "aux_loss": _aux_loss(current), "skipped": skipped}
-        run.commits.end(step, run.nonfinite.skipped, run.device.torch_device, user, last, micro_batch)
+        last = {"loss": current.loss, "grad_norm": norm, "aux_loss": _aux_loss(current)}
+        run.commits.end(step, run.device.torch_device, user, last, micro_batch)
         runtime.plane.executor.finish(current.tasks.end)
         again = False
         if run.config.update_policy.speculative:
-            again = (clipped or skipped) and runtime.scheduler.speculative
-            runtime.submit(runtime.scheduler.resolve_speculation(step, clipped or skipped))
-        report = self._report(current, step, norm, skipped=skipped, clipped=clipped, updated_again=again)
+            again = clipped and runtime.scheduler.speculative
+            runtime.submit(runtime.scheduler.resolve_speculation(step, clipped))
+        report = self._report(current, step, norm, clipped=clipped, updated_again=again)
         self._current = self._norm = None
         self._in_flight = self._torn = False
         return report
@@ -250,15 +249,11 @@ class Steps:
             **happened,
         )
 
-    def _should_skip(self, step: int, loss: float, norm: float) -> bool:
-        """Return whether ``step`` is to change nothing.
-
-        Raises:
-            NonFiniteLoss: it is not finite, and training stops.
-        """
+    def _check_finite(self, loss: float, norm: float) -> None:
+        step = self._run.step_count + 1
         if not (math.isfinite(loss) and math.isfinite(norm)):
             self._finish_earlier_commit(step)
-        return self._run.nonfinite.should_skip_step(step, loss, norm, self._run.commits.committed_step)
+        check_finite(step, loss, norm, self._run.commits.committed_step)
 
     @property
     def in_step(self) -> bool:

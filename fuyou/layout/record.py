@@ -60,7 +60,7 @@ class Precision:
         for option, value, choices in (("dtype", dtype, DTYPES), ("optimizer", optimizer, (ADAMW, ADAMW_8BIT))):
             if value not in choices:
                 raise UserError(
-                    f"{option} must be {' or '.join(choices)}, not {value!r}.{did_you_mean(value, choices)}"
+                    f"{option} must be {' or '.join(choices)}, not {value!r}.{did_you_mean(str(value), choices)}"
                 )
         return cls(DTYPES[dtype], optimizer)
 

@@ -54,8 +54,6 @@ class Update:
     step: int  # Number of this step, from 1: bias correction depends on it
     adam: AdamConfig  # Hyper-parameters of this step
     gradient_scale: float = 1.0  # Clipping coefficient, by which every gradient is multiplied
-    skipped: int = 0  # Number of earlier steps that were skipped: bias correction does not count them
-    skip: bool = False  # Whether the step changes nothing, because its gradient is not finite
 
 
 @dataclass(frozen=True)

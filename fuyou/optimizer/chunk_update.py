@@ -55,12 +55,10 @@ class ChunkOptimizer:
             gradient: bf16 or fp32, flat ``[n]``.
             runs: the parts to update, each a multiple of 128 elements; None for all.
         """
-        if update.skip:
-            return
         adam = update.adam
         compiled = self._kernels is not None and self._kernels.can_update(self._name, states, gradient)
         for run in (UpdateRange(0, states.parameter.numel(), 0),) if runs is None else runs:
-            count = update.step - update.skipped - run.missed
+            count = update.step - run.missed
             scalars = StepScalars(count, adam.lr, adam.betas, adam.eps, adam.weight_decay if decay else 0.0)
             if compiled and self._kernels is not None:
                 part = slice(run.start, run.stop)

@@ -1,12 +1,8 @@
-"""Steps whose loss or gradient is NaN or infinite: stop training, or skip them."""
+"""A step whose loss or gradient is NaN or infinite stops training."""
 
 import math
 
-from common.errors import FinetuneError, UserError, did_you_mean
-
-POLICIES = ("stop", "skip")
-
-MOST_IN_A_ROW = 10  # Stop after this many skipped steps in a row: the weights have diverged, or all data are broken
+from common.errors import FinetuneError
 
 
 class NonFiniteLoss(FinetuneError):
@@ -26,46 +22,16 @@ class NonFiniteLoss(FinetuneError):
         self.step, self.committed = step, committed
 
 
-class NonFinitePolicy:
-    """Decides for every step whether it is skipped, and counts skipped steps.
-
-    A skipped step leaves weights and moments unchanged and is not counted by Adam's bias correction; its number, batch,
-    and learning rate are used up.
+def check_finite(step: int, loss: float, norm: float, committed: int) -> None:
+    """Check the loss and the gradient norm of a step's whole batch.
 
     Args:
-        name: ``stop`` or ``skip``.
-        skipped: steps that the run has skipped before.
+        committed: the step that ``resume`` continues from.
 
     Raises:
-        UserError: if the name is unknown.
+        NonFiniteLoss: if they are not finite.
     """
-
-    def __init__(self, name: str, skipped: int = 0):
-        if name not in POLICIES:
-            raise UserError(f"on_nonfinite is stop or skip, not {name!r}.{did_you_mean(name, POLICIES)}")
-        self.skips = name == "skip"
-        self.skipped = skipped  # Skipped steps of the whole run
-        self._in_a_row = 0
-
-    def should_skip_step(self, step: int, loss: float, norm: float, committed: int) -> bool:
-        """Return whether ``step``, with the loss and gradient norm of its whole batch, changes nothing.
-
-        Args:
-            committed: the step that ``resume`` continues from.
-
-        Raises:
-            NonFiniteLoss: if they are not finite and such steps are not skipped, or there are too many.
-        """
-        if math.isfinite(loss) and math.isfinite(norm):
-            self._in_a_row = 0
-            return False
-        what = (
-            f"loss of step {step} is {loss}" if not math.isfinite(loss) else f"gradient norm of step {step} is {norm}"
-        )
-        if not self.skips:
-            raise NonFiniteLoss(f"The {what}.", step, committed)
-        if self._in_a_row == MOST_IN_A_ROW:
-            raise NonFiniteLoss(f"The {what}, after {MOST_IN_A_ROW} steps in a row that were skipped.", step, committed)
-        self._in_a_row += 1
-        self.skipped += 1
-        return True
+    if not math.isfinite(loss):
+        raise NonFiniteLoss(f"The loss of step {step} is {loss}.", step, committed)
+    if not math.isfinite(norm):
+        raise NonFiniteLoss(f"The gradient norm of step {step} is {norm}.", step, committed)

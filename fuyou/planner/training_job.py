@@ -1,6 +1,5 @@
 """The job that a plan is made for: a model, a batch, and settings, without weights; and pieces for its blocks."""
 
-import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -130,14 +129,14 @@ def training_job_of_run(
         shape,
         *batch_shape,
         **planned_options(config) | {"piece_bytes": shape.piece_bytes},
-        clipped_share=0.0 if config.max_grad_norm == math.inf else clip_statistics.share,
+        clipped_share=clip_statistics.share,
     )
 
 
 def planned_options(config: EngineConfig) -> dict[str, Any]:
     """Return the fields of a :class:`TrainingJob` that the engine's options decide, by name."""
     return {
-        "clips": config.max_grad_norm is not None,
+        "clips": config.optimizer.max_grad_norm is not None,
         "direct_reads": config.store.direct_reads,
         "micro_batch": config.memory.micro_batch,
         "chunk": config.memory.chunk,

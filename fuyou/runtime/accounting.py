@@ -26,7 +26,6 @@ class StepReport:
     planned_sent_bytes: int = field(default=0, repr=False)  # Bytes that the schedule had this rank send to other nodes
     kept_activation_bytes: int = field(default=0, repr=False)  # Of saved operator outputs, in any tier
     recomputation_saved: float = field(default=0.0, repr=False)  # Fraction of the recomputation that was left out
-    skipped: bool = False  # Whether loss or gradient were not finite, and nothing was changed
     clipped: bool = False  # Whether the gradient was scaled down
     aux_loss: float | None = None  # The router loss, not multiplied by its coefficient, where it is a part of the loss
     updated_again: bool = False  # Whether updates ran before the norm was known, and run again

@@ -28,21 +28,6 @@ from tests.helpers.models.routers import config_of
 from tests.helpers.twin import Twin
 
 
-def test_ranks_skip_a_step_together(model: str, pool: Pool, tmp_path: Path) -> None:
-    """Only one of them has the token whose embedding is infinite."""
-    poisoned = AutoModelForCausalLM.from_pretrained(model)
-    with torch.no_grad():
-        poisoned.model.embed_tokens.weight[0] = torch.inf
-    poisoned.save_pretrained(tmp_path / "model")
-    options = {"dtype": "fp32", "micro_batch": 2, "on_nonfinite": "skip"}
-    run = Run(str(tmp_path / "model"), tmp_path / "ranks", 3, options=options, bad=(2,))
-    ranks = pool.run((2, 1), cases.train, run)
-    alone = cases.train(None, replace(run, folder=tmp_path / "alone"))
-    for name, master in alone.masters.items():
-        assert torch.equal(ranks[0].masters[name], master), name
-    assert ranks[0].losses[::2] == ranks[1].losses[::2] == alone.losses[::2]
-
-
 @pytest.mark.parametrize(("layout", "adapters"), [((1, 2), None), ((2, 1), AdapterOptions(4, 8.0, 0.0, (ALL_LINEAR,)))])
 def test_nonfinite_values_are_exported_by_no_rank(
     layout: tuple[int, int], adapters: AdapterOptions | None, model: str, pool: Pool, tmp_path: Path

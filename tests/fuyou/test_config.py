@@ -53,7 +53,6 @@ def test_unknown_and_missing_options_are_those_of_the_engine() -> None:
     ({"deferred_fraction": 1.5}, "deferred_fraction must be positive, not 1.5."),
     ({"lr": -1.0}, "lr must be a finite number"),
     ({"clip_by": "luck"}, "clip_by must be auto, deferral or speculation"),
-    ({"on_nonfinite": "hope"}, "on_nonfinite is stop or skip"),
     ({"dtype": torch.float32}, "dtype must be bf16 or fp32, not torch.float32"),
     ({"adapters": {"r": 8}}, "adapters takes a peft configuration or a directory, not a dict"),
     ({"trainable": "model.*"}, r"trainable takes a list of names: trainable=\['model"),

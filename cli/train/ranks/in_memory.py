@@ -43,7 +43,6 @@ class InMemoryTrainer(loop.Trainer):
         return StepResult(
             loss=done.loss,
             grad_norm=done.grad_norm,
-            skipped=done.skipped,
             aux_loss=done.aux_loss,
             sent_bytes=done.sent_bytes,
         )

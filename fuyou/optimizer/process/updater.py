@@ -150,7 +150,7 @@ class RecordUpdater:
         values = torch.from_numpy(parameters).view(record.precision.dtype)
         write = self._begin_write(message.record, message.target)
         owned = self._owned(message.record)
-        absent = () if message.update.skip else owned.absent(gradients)
+        absent = owned.absent(gradients)
         uneven = bool(absent or message.missed)
         start_time, computing = 0.0, []
         for _ in range(write.pending):

@@ -58,15 +58,14 @@ def test_lines_are_on_the_drive_before_the_next_step(tmp_path: Path, monkeypatch
             assert durable[-1] == file.stat().st_size == step * len('{"step": 1, "loss": 0.5}\n')
 
 
-def test_skipped_steps_are_counted_and_have_no_number(tmp_path: Path) -> None:
+def test_what_is_not_finite_has_no_number(tmp_path: Path) -> None:
     measured = Measurements(100, 1, 1)
-    for loss, skipped in ((2.5, False), (float("nan"), True), (2.0, False)):
-        measured.add(1.0, StepResult(loss, 1.0, skipped=skipped))
+    for loss in (2.5, float("nan"), 2.0):
+        measured.add(1.0, StepResult(loss, 1.0))
     report = measured.report(RunTotals(10, 10))
-    assert "2.5000 in the first step, 2.0000 in the last of 3; 1 skipped, not finite" in report.summary(0)
+    assert "2.5000 in the first step, 2.0000 in the last of 3" in report.summary(0)
     report.write(tmp_path / "report.json")
-    got = json.loads((tmp_path / "report.json").read_text(), parse_constant=pytest.fail)
-    assert (got["losses"], got["skipped_steps"]) == ([2.5, None, 2.0], 1)
+    assert json.loads((tmp_path / "report.json").read_text(), parse_constant=pytest.fail)["losses"] == [2.5, None, 2.0]
     with History(tmp_path / "losses.jsonl", 0) as history:
         history.append(2, {"loss": float("nan"), "grad_norm": float("inf"), "lr": 1e-3})
     line = json.loads((tmp_path / "losses.jsonl").read_text(), parse_constant=pytest.fail)

@@ -1,4 +1,4 @@
-"""Steps whose loss or gradient is not finite: skipped, the run is the one that never saw their batches."""
+"""A step whose loss or gradient is not finite stops training, and leaves no trace."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,8 +9,7 @@ import torch
 from transformers import LlamaForCausalLM
 
 import fuyou
-from common.errors import UserError
-from fuyou.optimizer.nonfinite import MOST_IN_A_ROW, NonFiniteLoss, NonFinitePolicy
+from fuyou.optimizer.nonfinite import NonFiniteLoss, check_finite
 from tests.helpers.crash.runs import SEQ_LEN, VOCABULARY, digests, tiny_config
 
 POISON = 7
@@ -41,51 +40,41 @@ def engine_of(model: Path, ssd: Path, **options: Any) -> fuyou.Engine:
     )
 
 
-def train(engine: fuyou.Engine, numbers: Sequence[int], bad: Sequence[int] = ()) -> list[fuyou.StepReport]:
+def train(engine: fuyou.Engine, numbers: Sequence[int], bad: Sequence[int] = ()) -> list[float]:
     """Batch and learning rate of each step are those of its number."""
-    reports = []
+    losses = []
     for number in numbers:
         engine.lr = 1e-2 / number
         engine(**batch(number, number in bad)).loss.backward()
-        reports.append(engine.step())
-    return reports
+        losses.append(engine.step().loss)
+    return losses
 
 
 @pytest.mark.parametrize("options", [
+    {}, {"max_grad_norm": 0.5, "clip_by": "speculation"}, {"commit_every": 2},
     pytest.param({"max_grad_norm": 0.5, "host_cache": 0}, marks=pytest.mark.slow),
-    {"max_grad_norm": 0.5, "clip_by": "speculation"}, {"commit_every": 2},
 ], ids=str)  # fmt: skip
-def test_a_skipped_step_leaves_no_trace(poisoned: Path, tmp_path: Path, options: dict[str, Any]) -> None:
+def test_a_step_that_is_not_finite_leaves_no_trace(poisoned: Path, tmp_path: Path, options: dict[str, Any]) -> None:
     with engine_of(poisoned, tmp_path / "without", **options) as engine:
-        expected = [report.loss for report in train(engine, (1, 4, 6))]
+        losses = train(engine, (1, 2, 3, 4))
         engine.flush()
-        wanted = digests(engine)
+        expected = digests(engine)
+    with engine_of(poisoned, tmp_path / "with", **options) as engine:
+        assert train(engine, (1, 2, 3)) == losses[:3]
+        engine.flush()
         with pytest.raises(NonFiniteLoss, match=r"The loss of step 4 is nan\. Training stops; step 3 is committed"):
-            train(engine, (7,), bad=(7,))
-    with engine_of(poisoned, tmp_path / "with", on_nonfinite="skip", **options) as engine:
-        reports = train(engine, (1, 2, 3), bad=(2, 3))
-        assert [report.skipped for report in reports] == [False, True, True]
-        assert not any(report.loss < 100 for report in reports[1:])
-        engine.flush()
-    with engine_of(poisoned, tmp_path / "with", on_nonfinite="skip", resume=True, **options) as engine:
+            train(engine, (4,), bad=(4,))
+    with engine_of(poisoned, tmp_path / "with", resume=True, **options) as engine:
         assert engine.step_count == 3
-        reports += train(engine, (4, 5, 6), bad=(5,))
+        assert train(engine, (4,)) == losses[3:]
         engine.flush()
-        assert engine.step_count == engine.committed_step == 6
-        assert digests(engine) == wanted
-    assert [report.loss for report in reports if not report.skipped] == expected
+        assert digests(engine) == expected
 
 
-def test_policy() -> None:
-    with pytest.raises(UserError, match="Did you mean 'skip'"):
-        NonFinitePolicy("skipp")
-    policy = NonFinitePolicy("skip", skipped=3)
-    inf, nan = float("inf"), float("nan")
-    assert not policy.should_skip_step(1, 2.0, 1.0, 0)
-    for step in range(MOST_IN_A_ROW):
-        assert policy.should_skip_step(step, *((nan, 1.0), (1.0, inf), (-inf, nan))[step % 3], 0)
-    assert policy.skipped == 3 + MOST_IN_A_ROW
-    with pytest.raises(NonFiniteLoss, match="The gradient norm of step 12 is inf, after 10 steps in a row that were"):
-        policy.should_skip_step(12, 1.0, inf, 11)
-    assert not policy.should_skip_step(12, 1.0, 1.0, 11), "a finite one begins a new row"
-    assert policy.should_skip_step(13, nan, 1.0, 12)
+def test_what_is_not_finite() -> None:
+    check_finite(1, 2.0, 1.0, 0)
+    with pytest.raises(NonFiniteLoss, match="The gradient norm of step 12 is inf") as caught:
+        check_finite(12, 1.0, float("inf"), 11)
+    assert (caught.value.step, caught.value.committed) == (12, 11)
+    with pytest.raises(NonFiniteLoss, match="The loss of step 1 is -inf"):
+        check_finite(1, float("-inf"), float("nan"), 0)

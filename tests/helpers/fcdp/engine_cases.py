@@ -40,7 +40,6 @@ class Run:
     """Whether rows hold two documents."""
     ssds: int = 1
     save: Path | None = None
-    bad: tuple[int, ...] = ()
     """Steps in whose last sequence token 0 is, which no other one has."""
     leave: tuple[tuple[int, int], ...] = ()
     """Directories of other ranks, before: which rank has to look at which rank's."""
@@ -108,13 +107,11 @@ def train(topology: fcdp.Topology | None, run: Run) -> Outcome:
             whole = batch(step, run.rows)
             if not run.packed:
                 del whole["position_ids"]
-            whole["input_ids"][-1, 2] *= step not in run.bad
             loss = engine(**{name: value[mine] for name, value in whole.items()}).loss
             loss.backward()
             report = engine.step()
             outcome.losses.append(loss.item())
             outcome.norms.append(report.grad_norm)
-            assert report.skipped == (step in run.bad)
             outcome.planned = (report.planned_read_bytes, report.planned_written_bytes, report.planned_sent_bytes)
         engine.flush()
         outcome.counted, outcome.scheduled = engine.io_bytes(), engine.planned_io_bytes()

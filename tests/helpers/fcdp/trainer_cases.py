@@ -90,27 +90,6 @@ def train(topology: fcdp.Topology, run: Run) -> Outcome:
     return Outcome(losses, norms, sent, planned, held, kinds)
 
 
-def train_around(topology: fcdp.Topology, run: Run, numbers: tuple[int, ...], bad: tuple[int, ...]) -> Any:
-    """Batch and learning rate of each step are those of its number; ``bad`` batches hold token 0, whose embedding is
-    infinite. Committed and continued after each third of the steps. Returns losses that are finite, and the state."""
-    losses: list[float] = []
-    config = TrainerConfig(run.strategy, "fp32", max_grad_norm=0.5, on_nonfinite="skip", **run.options)
-    for start in range(0, len(numbers), 3):
-        trainer = Trainer(run.model, topology, config, run.folder)
-        trainer.resume() if start else trainer.begin()
-        for number in numbers[start : start + 3]:
-            inputs = batch(number, run.rows)
-            inputs["input_ids"].clamp_(min=1)
-            inputs["input_ids"][-1, 2] = 0 if number in bad else 1
-            done = trainer.train_step(inputs, rate(number))
-            assert done.skipped == (number in bad) and done.step == trainer.step_count
-            losses += [] if done.skipped else [done.loss]
-        trainer.commit()
-        state = {name: value.to_local().clone() for name, value in trainer.state().items()}  # type: ignore[attr-defined]
-        trainer.close()
-    return losses, state
-
-
 def export(topology: fcdp.Topology, run: Run) -> str:
     """As :func:`tests.helpers.fcdp.engine_cases.export`."""
     adapters = run.adapters.peft_config() if isinstance(run.adapters, AdapterOptions) else run.adapters
