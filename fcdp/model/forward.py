@@ -82,7 +82,7 @@ class Forward:
             return None
         masks = []
         for part in parts:
-            mask = part.get("attention_mask") if loss.masked else None
+            mask = part.get("attention_mask")
             masks.append(
                 (part["counts"] if mask is None or mask.dim() != 2 else part["counts"] * mask).flatten().float()
             )

@@ -33,7 +33,7 @@ from fcdp.strategy.strategy import Strategy
 from fcdp.strategy.topology import Topology
 from fuyou.layout.record import DTYPES
 from fuyou.model.family import Family
-from fuyou.model.loss.router_loss import RouterLoss, find_router_loss, switch_router_logits, wants_router_loss
+from fuyou.model.loss.router_loss import RouterLoss, find_router_loss, switch_router_logits
 from fuyou.model.streamed_model import StreamedModel
 from fuyou.optimizer.adam import AdamConfig, check_max_grad_norm
 
@@ -91,9 +91,8 @@ class ClusterModel:
         dtype = DTYPES[options.dtype]
         config, checkpoint = load_config(model)
         meta = build_meta_model(config, dtype=dtype)
-        wanted = wants_router_loss(meta, options.router_loss)
+        router_loss = find_router_loss(meta, options.router_loss)
         stack = StreamedModel(meta, torch.device("cpu"))
-        router_loss = find_router_loss(stack, options.router_loss) if wanted else None
         source = CheckpointSource(checkpoint, meta) if checkpoint else RandomSource(meta, options.seed)
         source.check()
         module: Any = build_meta_model(config, dtype=dtype)

@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 
-import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
@@ -11,8 +10,7 @@ from common.models.flops import active_parameters, model_flops_per_token
 from common.models.meta_model import build_meta_model
 from common.models.structure import find_blocks
 from fcdp.grouping import find_units, whole_units
-from fuyou.model.loss.router_loss import find_router_loss, wants_router_loss
-from fuyou.model.streamed_model import StreamedModel
+from fuyou.model.loss.router_loss import find_router_loss
 
 
 @dataclass(frozen=True)
@@ -116,15 +114,9 @@ class Workload:
             compute_bytes=float(dtype_bytes),
             gradient_bytes=float(dtype_bytes),
             micro_batches=micro_batches,
-            router_loss=wants_router_loss(model, router_loss) and _has_router_loss(config, router_loss),
+            router_loss=find_router_loss(model, router_loss) is not None,
             cache_threshold=cache_threshold,
         )
-
-
-def _has_router_loss(config: PreTrainedConfig, choice: str) -> bool:
-    model = build_meta_model(config)  # splitting it at its blocks changes it
-    wants_router_loss(model, choice)
-    return find_router_loss(StreamedModel(model, torch.device("cpu")), choice) is not None
 
 
 def _kept_and_largest(model: nn.Module) -> tuple[float, float]:

@@ -14,6 +14,7 @@ from common.models.attention.isolation import Isolation, find_isolation
 from common.models.miniature import miniature
 from common.models.task_type import TaskType, task_type_of
 from common.randomness import own_random_numbers
+from fuyou.model.loss.cross_entropy import IGNORED, targets_of
 
 _known: dict[tuple[type, str], "Family"] = {}
 
@@ -110,7 +111,6 @@ def small_model(kind: type[PreTrainedModel], config: PreTrainedConfig) -> PreTra
     return model
 
 
-_IGNORED = -100
 _ROUNDING = 1e-4  # Part of a loss up to which another counts as equal
 
 
@@ -132,7 +132,7 @@ def shifts_labels(model: PreTrainedModel) -> bool:
     device = next(model.parameters()).device
     ids = torch.randint(min(5, vocabulary // 2), vocabulary, (2, 13), generator=generator).to(device)
     labels = ids.clone()
-    labels[0, :4] = labels[1, 5:7] = _IGNORED
+    labels[0, :4] = labels[1, 5:7] = IGNORED
     was_training = model.training
     model.eval()
     try:
@@ -146,8 +146,11 @@ def shifts_labels(model: PreTrainedModel) -> bool:
     if output.loss is None:
         return True
     own = float(output.loss)
-    next_label = functional.pad(labels, (0, 1), value=_IGNORED)[:, 1:]
-    found = {shifted: _mean(output.logits, next_label if shifted else labels) for shifted in (True, False)}
+    rows = output.logits.float().flatten(0, -2)
+    found = {
+        shifted: float(functional.cross_entropy(rows, targets_of(labels, shifted).flatten(), ignore_index=IGNORED))
+        for shifted in (True, False)
+    }
     for shifted, value in found.items():
         if abs(own - value) <= _ROUNDING * abs(own):
             return shifted
@@ -157,8 +160,3 @@ def shifts_labels(model: PreTrainedModel) -> bool:
         f"of the next position) or {found[False]:.6g} (of the same). Training computes nothing else, so this model "
         "cannot be trained here."
     )
-
-
-def _mean(logits: torch.Tensor, targets: torch.Tensor) -> float:
-    rows = logits.float().reshape(-1, logits.shape[-1])
-    return float(functional.cross_entropy(rows, targets.reshape(-1), ignore_index=_IGNORED))

@@ -27,7 +27,7 @@ from common.models.vision import DEFAULT_FREEZING, TowerFreezing
 from fuyou.layout.frozen_weights import FrozenDtype
 from fuyou.layout.model_layout import ModelLayout
 from fuyou.layout.record import Precision
-from fuyou.model.loss.router_loss import find_router_loss, wants_router_loss
+from fuyou.model.loss.router_loss import find_router_loss
 from fuyou.model.model_records import fingerprint, model_records
 from fuyou.model.streamed_model import StreamedModel
 
@@ -98,9 +98,8 @@ class OpenModel:
         else:
             for name in towers.frozen(model):
                 model.get_parameter(name).requires_grad_(False)
-        wanted = wants_router_loss(model, router_loss)
+        self.router_loss = find_router_loss(model, router_loss)
         self.stack = StreamedModel(model, device)
-        self.router_loss = find_router_loss(self.stack, router_loss) if wanted else None
         experts = 0 if self.router_loss is None else self.router_loss.experts
         compressed = self._compressed(frozen)
         if frozen is None:
@@ -216,10 +215,10 @@ def evaluating(modules: Iterable[nn.Module]) -> Iterator[None]:
 
 
 def check_whole_blocks(shape: ModelLayout) -> None:
-    """See whether a reference can pass through the blocks, whichever it is.
+    """Check that blocks are not in pieces, through which no reference can pass.
 
     Raises:
-        UserError: they are in pieces.
+        UserError: if they are in pieces.
     """
     if shape.orders:
         raise UserError(
@@ -229,23 +228,19 @@ def check_whole_blocks(shape: ModelLayout) -> None:
 
 
 def check_reference(model: OpenModel) -> None:
-    """See whether the model without its adapters is the one that training began with, and can be computed.
+    """Check that the model without its adapters is the one that training began with, and can be computed.
 
     Raises:
         UserError: it is not, or cannot.
     """
-    _check_frozen(model)
+    why: str | None = "this run trains the weights themselves"
+    if model.adapters is not None:
+        names = model.adapters.base_names
+        trained = [names[name] for name in model.adapters.trainable_names if name in names]
+        why = f"next to adapters, {trained[0]} is trained itself" if trained else None
+    if why is not None:
+        raise UserError(
+            f"The reference is the model without its adapters, and {why}, so its original weights are gone: train "
+            "adapters alone, or compute the reference's log-probabilities before training and give them to the loss."
+        )
     check_whole_blocks(model.shape)
-
-
-def _check_frozen(model: OpenModel) -> None:
-    adapters, why = model.adapters, "this run trains the weights themselves"
-    if adapters is not None:
-        trained = next((name for name in adapters.trainable_names if name in adapters.base_names), None)
-        if trained is None:
-            return
-        why = f"next to adapters, {adapters.base_names[trained]} is trained itself"
-    raise UserError(
-        f"The reference is the model without its adapters, and {why}, so its original weights are gone: train "
-        "adapters alone, or compute the reference's log-probabilities before training and give them to the loss."
-    )

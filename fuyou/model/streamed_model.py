@@ -39,7 +39,7 @@ from common.models.vision import tower_parameters
 from fuyou.layout.model_layout import KeyMemory
 from fuyou.model.blocks.calls import BlockCalls
 from fuyou.model.blocks.hidden_edits import BlockLinks, argument_paths
-from fuyou.model.blocks.probe import BlockProbe, EarlierValueUses, GroupedShapes, UsedTensors
+from fuyou.model.blocks.probe import BlockProbe, GroupedShapes, UsedTensors
 from fuyou.model.blocks.stand_ins import BlockStandIns
 from fuyou.model.blocks.weightless import (
     empty_parameters,
@@ -122,7 +122,6 @@ class StreamedModel:
 
         hooks = [module.register_forward_pre_hook(note) for module in outside]
         ids = torch.zeros(1, _SURVEYED, dtype=torch.long, device=self.device)
-        structure = [(module, list(module._modules.values())) for module in self.model.modules()]
         try:
             with (
                 restored(self.model),
@@ -138,12 +137,7 @@ class StreamedModel:
                 self._read_before = {direct[identity] for identity in used.found}
                 self._find_links(calls, probe)
                 self._measure_hidden(hidden, probe.dtypes)
-                self._check_head(hidden)
-                if any(list(module._modules.values()) != children for module, children in structure):
-                    raise UserError(
-                        f"{self._name} replaces its own modules in a forward pass: its blocks are not what they "
-                        "were when the run was planned, and cannot be streamed."
-                    )
+                self._try_head(hidden)
         except FinetuneError:
             raise
         except Exception as error:
@@ -191,24 +185,16 @@ class StreamedModel:
             )
         self.token_dim, self.hidden_size = changed[0], hidden.numel() // _SURVEYED
 
-    def _check_head(self, hidden: torch.Tensor) -> None:
-        ids = torch.zeros(1, _SURVEYED, dtype=torch.long, device=self.device)
-        with EarlierValueUses() as uses, self._stand_ins.handing_out(torch.zeros_like(hidden)):
-            self._stand_ins.earlier_uses = uses
-            try:
-                self.model(input_ids=ids, use_cache=False)
-            finally:
-                self._stand_ins.earlier_uses = None
-        if uses.found:
-            raise UserError(
-                f"{self._name} cannot be split at its blocks: after the last one it uses again what was "
-                "computed before."
-            )
-        try:
+    def _try_head(self, hidden: torch.Tensor) -> None:
+        def run() -> None:
             with self._stand_ins.handing_out(torch.zeros_like(hidden)), without_masks(self._configurations):
-                self.model(input_ids=ids, use_cache=False)
+                self.model(input_ids=torch.zeros(1, _SURVEYED, dtype=torch.long, device=self.device), use_cache=False)
+
+        try:
+            run()
         except Exception:  # of families that do something with a mask before any block is given it (MPT)
             self._configurations = []
+            run()
 
     def carried_bytes(self, seq_len: int) -> int:
         """Return the bytes on the device of the values that link blocks (:attr:`links`), gradients included.
@@ -517,34 +503,14 @@ class StreamedModel:
         ):
             return self.model(**batch, use_cache=False).logits
 
-    @torch.no_grad()
-    def dry_run(self, batch: Mapping[str, torch.Tensor]) -> Any:
-        """Return what the model returns for ``batch``, without running its blocks and without weights.
-
-        Its own code runs as ever; the values mean nothing.
-        """
-        hidden, _ = self.embed_without_weights(batch["input_ids"])
-        outside = set(self._runners.values())
-        with (
-            self._skipped(outside),
-            self._without_outer_weights(),
-            self._stand_ins.handing_out(torch.zeros_like(hidden)),
-        ):
-            return self.model(**batch, use_cache=False)
-
     def _without_outer_weights(self) -> contextlib.AbstractContextManager[None]:
         places = ((owner, name) for owner in self._outer_owners for name in owner._parameters)
         return replaced_parameters(empty_parameters(places, self.device))
 
     def _skipped(self, modules: Iterable[nn.Module]) -> contextlib.AbstractContextManager[None]:
         """Let ``modules`` run on the meta device, with their meta parameters, and return zeros."""
-
-        def note(made: Any) -> None:
-            if self._stand_ins.earlier_uses is not None:
-                self._stand_ins.earlier_uses.add(made)
-
         parameters = {(owner, name): value for owner, name, value in self._owners.values()}
-        return skipped_modules(modules, parameters, self.device, note)
+        return skipped_modules(modules, parameters, self.device)
 
 
 def _on_meta(leaf: Any, calls: BlockCalls, probe: BlockProbe) -> Any:

@@ -63,7 +63,6 @@ def test_a_step_of_a_dense_model_waits_for_nothing(family: str, monkeypatch: pyt
                 hidden = stack.block(index, hidden, calls)
         with stack.bound(outer, before=False):
             logits = stack.head({"input_ids": ids}, hidden)
-            stack.dry_run({"input_ids": ids})
         loss, _ = cross_entropy(logits, ids, on_cuda(torch.ones(())), False)
     assert calls.documents is documents is not None
     assert {hidden.device, logits.device, loss.device} == {CUDA}

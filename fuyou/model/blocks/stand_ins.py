@@ -13,7 +13,7 @@ from common.data.documents import Documents
 from common.errors import UserError
 from fuyou.model.blocks.calls import BlockCalls
 from fuyou.model.blocks.hidden_edits import BlockLinks, HiddenEditRecorder
-from fuyou.model.blocks.probe import TENSOR, BlockProbe, EarlierValueUses
+from fuyou.model.blocks.probe import TENSOR, BlockProbe
 
 
 class _AllBlocksCalled(Exception):
@@ -55,7 +55,6 @@ class BlockStandIns:
         self._output: torch.Tensor | None = None
         self._probe: BlockProbe | None = None
         self._returns: dict[type[nn.Module], tuple[TreeSpec, list[Any]]] = {}
-        self.earlier_uses: EarlierValueUses | None = None  # Dispatch mode notified of each block call, if any
         self.between: list[nn.Module] = []
         """Modules with parameters that have run between two blocks: such a model is refused."""
 
@@ -117,8 +116,6 @@ class BlockStandIns:
         last = index == len(self.blocks) - 1
         calls, recorder = self._calls, self._recorder
         if calls is None:
-            if self.earlier_uses is not None:
-                hidden = self.earlier_uses.call_block(hidden, last)
             return self._result(index, self._output if last else hidden)
         if index != len(calls.arguments):
             raise UserError(

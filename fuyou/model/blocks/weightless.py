@@ -39,10 +39,7 @@ def replaced_parameters(parameters: Mapping[ParameterPlace, nn.Parameter]) -> It
 
 @contextmanager
 def skipped_modules(
-    modules: Iterable[nn.Module],
-    parameters: Mapping[ParameterPlace, nn.Parameter],
-    device: torch.device,
-    on_result: Callable[[Any], None],
+    modules: Iterable[nn.Module], parameters: Mapping[ParameterPlace, nn.Parameter], device: torch.device
 ) -> Iterator[None]:
     """Let modules run on the meta device and return zeros while the context is open.
 
@@ -52,11 +49,10 @@ def skipped_modules(
         modules: those that are skipped.
         parameters: all meta parameters of the model.
         device: where the zeros are.
-        on_result: called with what a module returns.
     """
     skipped = list(modules)
     for module in skipped:
-        module.forward = _skipping_forward(module, parameters, device, on_result)  # type: ignore[method-assign]
+        module.forward = _skipping_forward(module, parameters, device)  # type: ignore[method-assign]
     try:
         yield
     finally:
@@ -65,10 +61,7 @@ def skipped_modules(
 
 
 def _skipping_forward(
-    module: nn.Module,
-    parameters: Mapping[ParameterPlace, nn.Parameter],
-    device: torch.device,
-    on_result: Callable[[Any], None],
+    module: nn.Module, parameters: Mapping[ParameterPlace, nn.Parameter], device: torch.device
 ) -> Callable[..., Any]:
     forward = module.forward
     inner = set(module.modules())
@@ -86,9 +79,7 @@ def _skipping_forward(
             result = forward(*tree_map(_to_meta, args), **tree_map(_to_meta, kwargs))
         given = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
         carries = torch.is_grad_enabled() and (trained or any(leaf.requires_grad for leaf in given))
-        made = tree_map(lambda value: to_device(value, carries), result)
-        on_result(made)
-        return made
+        return tree_map(lambda value: to_device(value, carries), result)
 
     return run
 

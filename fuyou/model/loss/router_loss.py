@@ -7,8 +7,7 @@ gradient with respect to the sums of probabilities is then one number for each e
 which computes the block once more, gives it on to that block's router. Several ranks add their sums: the loss is that
 of one batch over all ranks.
 
-What a family does is found by experiment, not by its name: its own forward pass is run without blocks and weights, with
-its loss functions replaced by ones that record their arguments.
+Every family has its own copy of that function, which is tried out on random logits.
 """
 
 import contextlib
@@ -23,7 +22,6 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import output_capturing
 
 from common.errors import FinetuneError, UserError, did_you_mean
-from fuyou.model.streamed_model import StreamedModel
 
 CHOICES = ("auto", "on", "off")  # `auto`: as `output_router_logits` in the model's configuration says
 _FUNCTION = "load_balancing_loss_func"  # Name that the function has in every family
@@ -36,7 +34,6 @@ class RouterLoss:
     coefficient: float  # Factor of the loss
     experts: int
     top_k: int  # Number of experts that are chosen for each token
-    masked: bool  # Whether tokens that the attention mask hides are left out
 
     def sums(self, logits: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         """Return what the loss depends on of one router: for each expert, choices and probabilities, fp32 ``[2, E]``.
@@ -159,46 +156,33 @@ def router_logits() -> Iterator[list[torch.Tensor]]:
 # -- what a family does ----------------------------------------------------------------------------------------------
 
 
-def wants_router_loss(model: PreTrainedModel, choice: str) -> bool:
-    """Return whether the loss is to have a router loss, and keep the model itself from collecting router logits.
+def find_router_loss(model: PreTrainedModel, choice: str) -> RouterLoss | None:
+    """Return the router loss that is a part of the loss, if any, and keep the model from adding it itself.
 
     Args:
         model: not yet split at its blocks; its configuration is changed.
         choice: one of :data:`CHOICES`.
 
     Raises:
-        UserError: ``choice`` is none of these.
+        UserError: ``choice`` is none of these, the model has no router loss to switch on, or it is another one than
+            Mixtral's.
     """
     if choice not in CHOICES:
         raise UserError(f"router_loss is auto, on or off, not {choice!r}.{did_you_mean(choice, CHOICES)}")
     configured = any(config.output_router_logits for config in _configs(model))
     switch_router_logits(model, False)
-    return choice == "on" or (choice == "auto" and configured)
-
-
-def find_router_loss(stack: StreamedModel, choice: str) -> RouterLoss | None:
-    """Find the router loss that the model adds where its configuration has ``output_router_logits`` on; None if it has
-    none.
-
-    Args:
-        stack: a model for which :func:`wants_router_loss` has returned True.
-        choice: the choice that it was called with.
-
-    Raises:
-        UserError: it adds something else than a load-balancing loss of sums over tokens, or was set to add what it
-            does not have.
-    """
-    switch_router_logits(stack.model, True)
-    try:
-        found = _probe(stack)
-    finally:
-        switch_router_logits(stack.model, False)
-    if found is None and choice == "on":
+    if choice == "off" or (choice == "auto" and not configured):
+        return None
+    function = inspect.unwrap(type(model).forward).__globals__.get(_FUNCTION)
+    if function is not None:
+        output_capturing.maybe_install_capturing_hooks(model)
+        return _checked(model, function)
+    if choice == "on":
         raise UserError(
-            f"{type(stack.model).__name__} has no router loss: output_router_logits does not change what it returns as "
-            "its loss. Leave --router-loss out."
+            f"{type(model).__name__} has no router loss: output_router_logits does not change what it returns as its "
+            "loss. Leave --router-loss out."
         )
-    return found
+    return None
 
 
 def switch_router_logits(model: PreTrainedModel, on: bool) -> None:
@@ -215,74 +199,28 @@ def _configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
     return [config for config in (*configs, model.config.get_text_config()) if hasattr(config, "output_router_logits")]
 
 
-def _probe(stack: StreamedModel) -> RouterLoss | None:
-    model = stack.model
-    namespace = inspect.unwrap(type(model).forward).__globals__
-    function = namespace.get(_FUNCTION)
-    tokens = torch.zeros(2, 4, dtype=torch.int64, device=stack.device)
-    mask = torch.ones_like(tokens)
-    asked: list[dict[str, Any]] = []
+def _checked(model: PreTrainedModel, function: Callable[..., torch.Tensor]) -> RouterLoss:
+    """Return the loss that ``function`` computes for a model, once both agree on random logits."""
 
-    def note(*args: Any, **kwargs: Any) -> torch.Tensor:
-        bound = inspect.signature(function).bind(*args, **kwargs)
-        bound.apply_defaults()
-        asked.append(bound.arguments)
-        return torch.ones((), dtype=torch.float64, device=stack.device)
+    def setting(*names: str) -> Any:
+        owners = (model, model.config.get_text_config())
+        return next(getattr(owner, name) for owner in owners for name in names if hasattr(owner, name))
 
-    with _replaced(model, namespace, note if function is not None else None, stack.device):
-        try:
-            loss = stack.dry_run({"input_ids": tokens, "attention_mask": mask, "labels": tokens}).loss
-            coefficient = float(loss)  # cross entropy was 0, and the router loss 1
-        except Exception as error:  # a family's code may fail in any way without values
-            raise _not_ours(model, f"running it without its blocks failed ({type(error).__name__}: {error})") from error
-    if coefficient == 0.0:
-        return None
-    if len(asked) != 1:
-        raise _not_ours(model, f"its loss comes from {len(asked)} calls of {_FUNCTION}")
-    return _checked(model, function, asked[0], coefficient)
-
-
-@contextlib.contextmanager
-def _replaced(
-    model: PreTrainedModel, namespace: dict[str, Any], note: Callable[..., torch.Tensor] | None, device: torch.device
-) -> Iterator[None]:
-    """Let the cross entropy be 0, and ``note`` take the place of the family's router loss, if it has one."""
-    own, function = model.__dict__.get("_loss_function"), namespace.get(_FUNCTION)
-    model.loss_function = lambda *args, **kwargs: torch.zeros((), dtype=torch.float64, device=device)
-    if note is not None:
-        namespace[_FUNCTION] = note
     try:
-        yield
-    finally:
-        del model._loss_function
-        if own is not None:
-            model.loss_function = own
-        if note is not None:
-            namespace[_FUNCTION] = function
-
-
-def _checked(
-    model: PreTrainedModel, function: Callable[..., torch.Tensor], asked: dict[str, Any], coefficient: float
-) -> RouterLoss:
-    """Return the loss that a call of ``function`` computes, once both agree on random logits."""
-    logits, masks = next(iter(asked)), torch.tensor([1.0, 1.0, 0.0, 1.0, 1.0, 0.0])
-    try:
-        masked = asked["attention_mask"] is not None
-        loss = RouterLoss(coefficient, int(asked["num_experts"]), int(asked["top_k"]), masked)
-        generator = torch.Generator().manual_seed(0)
-        layers = [torch.randn(6, loss.experts, generator=generator) for _ in range(3)]
-        for mask in (None, masks) if masked else (None,):
-            theirs = function(**{**asked, logits: tuple(layers), "attention_mask": mask})
-            weights = torch.ones(6) if mask is None else mask
-            sums = torch.stack([loss.sums(one, weights) for one in layers]).sum(0)
-            torch.testing.assert_close(loss.value(sums[0], sums[1], len(layers) * weights.sum()), theirs)
+        loss = RouterLoss(
+            float(setting("router_aux_loss_coef", "aux_loss_coef")),
+            int(setting("num_experts")),
+            int(setting("num_experts_per_tok")),
+        )
+        layers = torch.randn(3, 6, loss.experts, generator=torch.Generator().manual_seed(0))
+        mask = torch.tensor([1.0, 1.0, 0.0, 1.0, 1.0, 0.0])
+        theirs = function(tuple(layers), loss.experts, top_k=loss.top_k, attention_mask=mask[None])
+        counts, probabilities = torch.stack([loss.sums(each, mask) for each in layers]).sum(0)
+        torch.testing.assert_close(loss.value(counts, probabilities, len(layers) * mask.sum()), theirs)
     except Exception as error:  # another signature, other shapes, other numbers
-        raise _not_ours(model, f"its {_FUNCTION} is not that of Mixtral ({type(error).__name__})") from error
+        raise UserError(
+            f"The configuration of this {model.config.model_type!r} model has output_router_logits on, and its router "
+            f"loss cannot be streamed: its {_FUNCTION} is not that of Mixtral ({type(error).__name__}). Train without "
+            "that loss: --router-loss off."
+        ) from error
     return loss
-
-
-def _not_ours(model: PreTrainedModel, why: str) -> UserError:
-    return UserError(
-        f"The configuration of this {model.config.model_type!r} model has output_router_logits on, and its router loss "
-        f"cannot be streamed: {why}. Train without that loss: --router-loss off."
-    )

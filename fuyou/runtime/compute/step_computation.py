@@ -62,7 +62,7 @@ class StepComputation:
         self._labels = count.to(self._device, non_blocking=True)
         self.tokens = inputs.batch.ids.numel()
         self._micro = inputs.micro_batches
-        self.router = None if router_loss is None else RouterPass(router_loss, self._router_masks(router_loss.masked))
+        self.router = None if router_loss is None else RouterPass(router_loss, self._router_masks())
         """To be settled between forward and backward pass, if the loss has a router loss."""
         self._calls: list[BlockCalls | None] = [None] * len(self._micro)
         self._random: dict[tuple[int | None, int], tuple[torch.Tensor, ...]] = {}
@@ -79,12 +79,12 @@ class StepComputation:
         self._next: ComputeTask | None = next(self._todo, None)
         self.loss = float("nan")
 
-    def _router_masks(self, masked: bool) -> list[torch.Tensor]:
+    def _router_masks(self) -> list[torch.Tensor]:
         """Return, per micro-batch, 1 for tokens that count for routers and 0 for padding, and for those that a mask
         ``[B, S]`` hides."""
         result = []
         for micro in self._micro:
-            mask = micro.get("attention_mask") if masked else None
+            mask = micro.get("attention_mask")
             counts = torch.ones_like(micro["input_ids"]) if mask is None or mask.dim() != 2 else mask
             if PADDING in micro:
                 counts = counts.masked_fill(micro[PADDING], 0)

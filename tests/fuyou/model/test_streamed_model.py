@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoModelForCausalLM, BigBirdConfig, PreTrainedConfig, PreTrainedModel, Trainer
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, Trainer
 from transformers.modeling_outputs import CausalLMOutput
 
 from common.errors import FinetuneError, UserError
@@ -228,13 +228,3 @@ def test_a_model_that_skips_a_block_is_rejected() -> None:
 def test_a_model_that_cannot_run_without_its_weights_is_rejected() -> None:
     with pytest.raises(UserError, match=r"cannot be split at its blocks.*RuntimeError: no such kernel"):
         tuple_stack(broken=True)
-
-
-def test_a_model_that_replaces_its_modules_is_rejected() -> None:
-    """As BigBird does, whose short rows have another attention."""
-    config = BigBirdConfig(
-        vocab_size=64, hidden_size=32, num_hidden_layers=6, num_attention_heads=4, intermediate_size=96,
-        max_position_embeddings=64, is_decoder=True,
-    )  # fmt: skip
-    with pytest.raises(UserError, match="replaces its own modules in a forward pass"):
-        StreamedModel(build_meta_model(config), torch.device("cpu"))

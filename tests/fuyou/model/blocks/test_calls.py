@@ -117,8 +117,6 @@ class LinkedModel(PreTrainedModel):
                     hidden = hidden * 2 if hidden.sum() > 0 else hidden
                 case _:
                     hidden = layer(hidden)
-        if link == "looks back":
-            hidden = hidden + first
         return CausalLMOutput(logits=self.head(self.norm(hidden)))
 
 
@@ -246,7 +244,6 @@ def test_links_are_found_and_counted() -> None:
     ("earlier block", "gives block 2 another input than the output of the block before it"),
     ("argument of a block", "computes an argument of block 1 from the outputs of blocks before it"),
     ("decision", "decides by values that its blocks compute"),
-    ("looks back", "after the last one it uses again what was computed before"),
 ])  # fmt: skip
 def test_what_cannot_be_split_is_rejected(link: str, message: str) -> None:
     with pytest.raises(UserError, match=message):

@@ -129,7 +129,7 @@ def open_model(config: PreTrainedConfig, router_loss: str = "auto") -> OpenModel
 
 def test_what_is_requested() -> None:
     on, off = config_of("mixtral"), config_of("mixtral", output_router_logits=False)
-    expected = RouterLoss(0.5, 4, 2, masked=True)
+    expected = RouterLoss(0.5, 4, 2)
     for config, choice in ((on, "auto"), (on, "on"), (off, "on")):
         opened = open_model(config, choice)
         assert opened.router_loss == expected
