@@ -311,8 +311,6 @@ class OpenRun:
         if store.resume and not self.agreement.is_alone:
             self.commits.write_manifest()  # a step that this rank alone had committed does not count
         self.agreement.all_gather_object(None)
-        if self.model.adapters is not None:
-            self.model.adapters.forget_initial_values()
 
     def _make_commits(self, files: RunFiles) -> Commits:
         sealed = sealed_records(files.store, files.state) if self.config.store.resume else ()

@@ -1,21 +1,22 @@
 """PEFT adapters on a model whose weights are not in memory.
 
-``peft`` itself injects them, decides their names and draws their initial values; here it does so on a model whose own
-weights are one NaN each, expanded to the right shape. So nothing large is made, the random numbers are those of
-``peft.get_peft_model`` on the real model, and initial values that depend on the weights are found by their NaNs.
-Initial values are drawn again when they are needed (:mod:`common.models.adapters.initial_values`).
+``peft`` itself injects them, decides their names, and draws their initial values; here it does so on the meta device,
+to which it moves what it has drawn, layer by layer. So nothing large is made, and the random numbers are those of
+``peft.get_peft_model`` on the real model. A layer's are drawn again when they are needed.
 """
 
+import copy
 import json
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 from peft import LoraConfig, PeftConfig, PeftModel, TaskType, get_peft_model, get_peft_model_state_dict
-from peft.tuners.lora.layer import ParamWrapper
+from peft.tuners.lora.layer import LoraLayer, ParamWrapper
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import ModulesToSaveWrapper
 from torch import nn
@@ -23,7 +24,6 @@ from transformers import PreTrainedModel
 
 from common.errors import UserError
 from common.hub import snapshot_name
-from common.models.adapters.initial_values import InitialValues, nan_placeholders
 from common.models.adapters.options import CONFIG, WEIGHTS, SavedAdapter, check_supported
 from common.models.adapters.targets import (
     named_targets,
@@ -93,21 +93,18 @@ class Adapters:
         refuse_unknown_copies(modules, config)
         target_fused_experts(model, config)
         buffers = dict(model.named_buffers(remove_duplicate=False))
-        with nan_placeholders(model) as originals:
-            self._initial = InitialValues(lambda module: isinstance(module, BaseTunerLayer), set(originals))
-            # DoRA makes some of its values from weights, and does not from parts on meta.
-            on_meta = (not draw or saved is not None) and not config.use_dora
-            self._wrapped = self._inject(seed, on_meta)
-            self._initial.empty(model)
-            # All names of every other parameter before, by its names now, by the first of them.
-            self._aliases: dict[str, dict[str, str]] = {}
-            now: dict[int, list[str]] = {}
-            for name, parameter in model.named_parameters(remove_duplicate=False):
-                if id(parameter) in originals:
-                    now.setdefault(id(originals[id(parameter)]), []).append(name)
-            for identity, names in now.items():  # modules stay in order, so tied names do
-                self._aliases[names[0]] = dict(zip(names, before[identity], strict=True))
-            self.base_names = {name: aliases[name] for name, aliases in self._aliases.items()}
+        self._states: dict[nn.Module, torch.Tensor] = {}
+        with _generator_states(self._states):
+            self._wrapped = self._inject(seed, on_meta=not draw or saved is not None)
+        # All names of every other parameter before, by its names now, by the first of them.
+        self._aliases: dict[str, dict[str, str]] = {}
+        now: dict[int, list[str]] = {}
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            if id(parameter) in before:
+                now.setdefault(id(parameter), []).append(name)
+        for identity, names in now.items():  # modules stay in order, so tied names do
+            self._aliases[names[0]] = dict(zip(names, before[identity], strict=True))
+        self.base_names = {name: aliases[name] for name, aliases in self._aliases.items()}
         if config.modules_to_save:  # to which peft adds its names of heads each time
             config.modules_to_save = sorted(set(config.modules_to_save))
         refuse_unknown_targets(modules, self._possible, config)
@@ -125,14 +122,6 @@ class Adapters:
         }
         self.unties = bool(self._adapted_ties)
         self.names = tuple(name for name, _ in model.named_parameters() if name not in self.base_names)
-        new = () if on_meta else (name for name in self.names if name not in self._copied)
-        # Names of DoRA's magnitudes, which are norms of weights, and made when these are read.
-        self._norms = {name for name in new if self._initial.is_unknown(model, name)}
-        if unknown := [name for name in self.names if name in self._norms and ".lora_magnitude_vector." not in name]:
-            raise UserError(
-                f"{unknown[0]} would begin with a value made from the base weights, which are only streamed: choose "
-                "another init_weights in the adapter configuration."
-            )
         self._saved, self._saved_names = saved, {} if saved is None else self._names_in(saved)
 
     @property
@@ -174,20 +163,52 @@ class Adapters:
             first = next(name for name, aliases in self._aliases.items() if original in aliases)
             ((_, weight),) = weights.read([self.base_names[first]])
             return weight if rows is None else weight[rows]
-        if name not in self._norms:
-            return self._initial.value(self.model, name)
-        path, _, adapter = name.removesuffix(".weight").rpartition(".lora_magnitude_vector.")
+        path = name.rpartition(".lora_")[0]
+        factors = self._draw(path)
+        if name in factors:
+            return factors[name]
+        # DoRA's magnitude is a norm of the adapted weight, and is made when that is read.
         layer: Any = self.model.get_submodule(path)
+        (adapter,) = layer.lora_magnitude_vector
         ((_, weight),) = weights.read([self.base_names[f"{path}.base_layer.weight"]])
         lora_a, lora_b = (
-            self._initial.value(self.model, f"{path}.{factor}.{adapter}.weight").to(self._dtype)
-            for factor in ("lora_A", "lora_B")
+            factors[f"{path}.{factor}.{adapter}.weight"].to(self._dtype) for factor in ("lora_A", "lora_B")
         )
         # As peft.tuners.lora.dora.DoraLinearLayer.update_layer, in the model's dtype.
         norm = layer.lora_magnitude_vector[adapter].get_weight_norm(
             weight.to(self._dtype), lora_b @ lora_a, layer.scaling[adapter]
         )
         return norm.to(layer.lora_magnitude_vector[adapter].weight.dtype)
+
+    def _draw(self, path: str) -> dict[str, torch.Tensor]:
+        """Draw the factors of the layer ``path`` again, in the order of ``LoraLayer.update_layer``, by their names."""
+        layer: Any = self.model.get_submodule(path)
+        base = layer.get_param() if isinstance(layer, ParamWrapper) else layer.get_base_layer().weight
+        (adapter,), initialization = layer.r, self.config.init_lora_weights
+        kinds = (layer.lora_A, layer.lora_B, layer.lora_embedding_A, layer.lora_embedding_B)
+        on_meta = [(kind, kind[adapter]) for kind in kinds if adapter in kind]
+        try:
+            with own_random_numbers(), torch.no_grad():
+                torch.set_rng_state(self._states[layer])
+                for kind, factor in on_meta:
+                    if isinstance(factor, nn.Module):
+                        kind[adapter] = copy.deepcopy(factor).to_empty(device="cpu")
+                        kind[adapter].reset_parameters()
+                    else:
+                        kind[adapter] = nn.Parameter(torch.randn(factor.shape))
+                if initialization == "orthogonal":
+                    layer.orthogonal_init(adapter)
+                elif initialization:
+                    layer.reset_lora_parameters(adapter, initialization)
+            # peft rounds to the base weight's dtype, before it widens adapters to fp32.
+            return {
+                f"{path}.{name}": value.detach().to(base.dtype).to(self.model.get_parameter(f"{path}.{name}").dtype)
+                for name, value in layer.named_parameters()
+                if not value.is_meta
+            }
+        finally:
+            for kind, factor in on_meta:
+                kind[adapter] = factor
 
     def check_saved(self, weights: WeightSource) -> None:
         """See whether weights that a saved adapter holds in addition are those of the model that it is given to.
@@ -208,10 +229,6 @@ class Adapters:
                     f"--adapter {self._saved.directory} holds {stored} with other values than the weights that it is "
                     "to adapt: give the --model that it was made for."
                 )
-
-    def forget_initial_values(self) -> None:
-        """Free the memory of initial values, once they are elsewhere."""
-        self._initial.forget()
 
     def save(
         self,
@@ -307,8 +324,7 @@ class Adapters:
         try:
             with own_random_numbers(seed), warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # that fan_in_fan_out is set where a family needs it
-                with self._initial:
-                    return get_peft_model(self.model, self.config, low_cpu_mem_usage=on_meta)
+                return get_peft_model(self.model, self.config, low_cpu_mem_usage=on_meta)
         except (ValueError, LookupError, TypeError, RuntimeError, NotImplementedError) as error:
             raise UserError(
                 f"peft cannot adapt this {type(self.model).__name__}: {error}{self._near(error)}"
@@ -361,6 +377,21 @@ class AdaptedSource:
     def read_compressed(self, name: str, parts: Sequence[int] | None = None) -> Iterator[Mapping[str, torch.Tensor]]:
         """Read components; see :meth:`WeightSource.read_compressed`."""
         return self._weights.read_compressed(self._adapters.base_names[name], parts)
+
+
+@contextmanager
+def _generator_states(states: dict[nn.Module, torch.Tensor]) -> Iterator[None]:
+    """Collect the state of PyTorch's generator (5 kB) from which each layer of adapters draws its factors."""
+
+    def add(parent: nn.Module, name: str, _: nn.Module | None) -> None:
+        if isinstance(parent, LoraLayer) and name == "lora_A":  # registered before anything is drawn
+            states[parent] = torch.get_rng_state()
+
+    handle = nn.modules.module.register_module_module_registration_hook(add)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def _set_parameter(model: nn.Module, name: str, value: nn.Parameter) -> None:
