@@ -150,9 +150,9 @@ class Adapters:
         result: dict[str, Any] = json.loads(json.dumps(changed, default=sorted, sort_keys=True))
         return result
 
-    def source(self, weights: WeightSource) -> "AdaptedSource":
+    def source(self, weights: WeightSource) -> WeightSource:
         """Return a source of ``weights`` (of the model before) and the adapters' initial values, by their names now."""
-        return AdaptedSource(self, weights)
+        return _AdaptedSource(self, weights)
 
     def initial_value(self, name: str, weights: WeightSource) -> torch.Tensor:
         """Return the initial value of a parameter in :attr:`own_names`, in its dtype."""
@@ -341,19 +341,20 @@ class Adapters:
         return f" {near_targets(unknown[0], self._possible)}" if unknown else ""
 
 
-class AdaptedSource:
-    """A :class:`WeightSource` of an adapted model."""
+class _AdaptedSource(WeightSource):
+    """A source of an adapted model. Buffers are read before adapters change the modules' names."""
 
     def __init__(self, adapters: Adapters, weights: WeightSource) -> None:
         self._adapters, self._weights = adapters, weights
         self._own = frozenset(adapters.own_names)
 
     def check(self) -> None:
-        """Check the weights; see :meth:`WeightSource.check`."""
         self._weights.check()
 
+    def read_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return self._weights.read_buffers()
+
     def read(self, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Read parameters; see :meth:`WeightSource.read`."""
         base, extra = self._adapters.base_names, self._own
         now = {base[name]: name for name in names if name not in extra}
         for before, value in self._weights.read(list(now)):
@@ -363,19 +364,12 @@ class AdaptedSource:
                 yield name, self._adapters.initial_value(name, self._weights)
 
     def reads_rows(self, name: str) -> bool:
-        """Return whether rows can be read alone; see :meth:`WeightSource.reads_rows`. Not those of adapters."""
         return name not in self._own and self._weights.reads_rows(self._adapters.base_names[name])
 
     def read_rows(self, name: str, first: int, stop: int) -> torch.Tensor:
-        """Read rows; see :meth:`WeightSource.read_rows`."""
         return self._weights.read_rows(self._adapters.base_names[name], first, stop)
 
-    def read_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Read buffers; see :meth:`WeightSource.read_buffers`. Do so before adapters change the modules' names."""
-        return self._weights.read_buffers()
-
     def read_compressed(self, name: str, parts: Sequence[int] | None = None) -> Iterator[Mapping[str, torch.Tensor]]:
-        """Read components; see :meth:`WeightSource.read_compressed`."""
         return self._weights.read_compressed(self._adapters.base_names[name], parts)
 
 

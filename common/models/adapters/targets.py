@@ -3,6 +3,7 @@ copies of weights that are trained next to adapters: ``modules_to_save``, and ro
 
 from collections.abc import Collection, Sequence
 
+import torch
 from peft import LoraConfig, PeftConfig
 from peft.tuners.trainable_tokens import TrainableTokensLayer
 from peft.utils.constants import SEQ_CLS_HEAD_NAMES
@@ -86,6 +87,9 @@ def trained_copies(model: nn.Module) -> dict[str, tuple[str, list[int] | None]]:
             for adapter, rows in module.token_indices.items():
                 if beyond := [row for row in rows if not 0 <= row < module.get_base_layer().weight.shape[0]]:
                     raise UserError(f"trainable_token_indices: the model has no token {beyond[0]}.")
+                # To restore the rows, which is not done here; a buffer has to have values.
+                original = module.trainable_tokens_original
+                original[adapter] = torch.full_like(original[adapter], torch.nan, device="cpu")
                 copies[f"{path}.trainable_tokens_delta.{adapter}"] = f"{path}.base_layer.weight", rows
     return copies
 

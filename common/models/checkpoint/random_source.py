@@ -3,142 +3,95 @@
 import copy
 import hashlib
 import json
+import math
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, PreTrainedConfig, PreTrainedModel
 
 from common.errors import FinetuneError, UserError
 from common.models.checkpoint.export import copy_tokenizer_files, save_tensors
 from common.models.checkpoint.shards import INDEX
-from common.models.checkpoint.sources import CheckpointSource, explain_missing
+from common.models.checkpoint.sources import CheckpointSource, WeightSource, explain_missing
 from common.models.meta_model import build_meta_model, unset_buffers
 from common.models.structure import stored_names
+from common.models.vision import tower_parameters
 from common.randomness import own_random_numbers
 
 GROUP_ELEMENTS = 1 << 20  # Elements that are drawn together (or a row), so that any rows can be drawn alone
 
-_ATEN = torch.ops.aten
-_OVERWRITES = {_ATEN.normal_.default, _ATEN.uniform_.default, _ATEN.zero_.default, _ATEN.fill_.Scalar}
-# Operators that do the same to each element, for any values of the others.
-_CHANGES = {
-    _ATEN.mul_.Tensor, _ATEN.mul_.Scalar, _ATEN.div_.Tensor, _ATEN.add_.Tensor, _ATEN.add_.Scalar,
-    _ATEN.erfinv_.default, _ATEN.clamp_.default,
-}  # fmt: skip
 
-
-class RandomSource:
+class RandomSource(WeightSource):
     """Weights distributed as a family's own initialization has them, all fp32.
 
     Values depend on ``seed`` and the parameter's name, not on the order of reading. The model, on the meta device,
-    holds a module's values while they are drawn. Memory: the rows that are read; where rows are not alike, the
-    parameters of one module that holds parameters itself.
+    holds a parameter's values while they are drawn. Memory: one parameter, or the rows that are read.
     """
 
     def __init__(self, model: PreTrainedModel, seed: int) -> None:
         self.model = model
         self.seed = seed
         self._stored_name = stored_names(model)
-        self._recorded: dict[str, dict[str, _Initialisation]] = {}
+        self._towers = frozenset(tower_parameters(model))
 
     def check(self) -> None:
         """Raise a FinetuneError for a persistent buffer that only a checkpoint has values for."""
         if unset := unset_buffers(self.model):
-            raise self._not_initialised(unset[0])
+            raise self._not_initialized(unset[0])
 
     def read(self, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
         for name in names:
-            stored = self._stored_name[name]
-            initialisation = self._initialisation(stored)
-            if initialisation.alike and initialisation.shape:
-                yield name, self.read_rows(name, 0, initialisation.shape[0])
+            shape = self.model.get_parameter(name).shape
+            if self.reads_rows(name):
+                yield name, self.read_rows(name, 0, shape[0])
             else:
-                yield name, self._read_whole(stored)
+                yield name, self._draw(self._stored_name[name], 0, shape)
 
     def reads_rows(self, name: str) -> bool:
-        initialisation = self._initialisation(self._stored_name[name])
-        return initialisation.alike and len(initialisation.shape) > 0
+        """Return whether :meth:`read_rows` can read a parameter: a matrix, or experts, of the part that reads text.
+
+        Families draw all elements of these alike, but a padding token's, and but for matrices of towers, which some
+        draw by the shape of the whole (SigLIP: Xavier).
+        """
+        module = self.model.get_submodule(self._stored_name[name].rpartition(".")[0])
+        if name in self._towers or getattr(module, "padding_idx", None) is not None:
+            return False
+        return self.model.get_parameter(name).dim() > 1 and not isinstance(module, nn.Conv1d)
 
     def read_rows(self, name: str, first: int, stop: int) -> torch.Tensor:
-        stored = self._stored_name[name]
-        initialisation = self._initialisation(stored)
-        if not initialisation.steps:
-            raise self._not_initialised(stored)
-        rows, width = initialisation.shape[0], initialisation.shape[1:].numel()
-        group = max(1, GROUP_ELEMENTS // max(1, width))
-        values = torch.empty(stop - first, *initialisation.shape[1:])
-        with own_random_numbers(), torch.no_grad():
-            for start in range(first // group * group, stop, group):
-                end = min(start + group, rows)
-                torch.default_generator.manual_seed(self._seed_of(f"{stored}/{start // group}"))
-                if first <= start and end <= stop:
-                    initialisation.apply(values[start - first : end - first])
-                else:
-                    drawn = initialisation.apply(torch.empty(end - start, *initialisation.shape[1:]))
-                    begin, end = max(first, start), min(stop, end)
-                    values[begin - first : end - first] = drawn[begin - start : end - start]
+        rows, *others = self.model.get_parameter(name).shape
+        group = max(1, GROUP_ELEMENTS // max(1, math.prod(others)))
+        values = torch.empty(stop - first, *others)
+        for start in range(first // group * group, stop, group):
+            drawn = self._draw(self._stored_name[name], start // group, (min(group, rows - start), *others))
+            begin, end = max(first, start), min(stop, start + len(drawn))
+            values[begin - first : end - first] = drawn[begin - start : end - start]
         return values
 
-    def read_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Read nothing: the model has all its buffers."""
-        return iter(())
-
-    def read_compressed(self, name: str, parts: Sequence[int] | None = None) -> Iterator[Mapping[str, torch.Tensor]]:
-        """Read nothing: random numbers are not compressed."""
-        return iter(())
-
-    def _read_whole(self, stored: str) -> torch.Tensor:
+    def _draw(self, stored: str, group: int, shape: Sequence[int]) -> torch.Tensor:
+        """Draw a parameter, or a group of its rows. All others are on the meta device, where this costs little."""
         path, _, attribute = stored.rpartition(".")
-        # NaN, so that a parameter that is not initialised is found.
-        values = {
-            name: nn.Parameter(torch.full(parameter.shape, torch.nan, dtype=torch.float32), requires_grad=False)
-            for name, parameter in self._parameters(path).items()
-        }
-        with own_random_numbers(self._seed_of(path)):
-            self._initialise(path, values)
-        value = values[attribute].detach()
-        if value.flatten()[:: max(1, value.numel() // 4096)].isnan().any():
-            raise self._not_initialised(stored)
-        return value
-
-    def _initialisation(self, stored: str) -> "_Initialisation":
-        path, _, attribute = stored.rpartition(".")
-        if path not in self._recorded:
-            fake = {
-                name: nn.Parameter(torch.empty(parameter.shape, device="meta"), requires_grad=False)
-                for name, parameter in self._parameters(path).items()
-            }
-            recorder = _Recorder(fake)
-            self._initialise(path, fake, recorder)
-            self._recorded[path] = recorder.recorded
-        return self._recorded[path][attribute]
-
-    def _parameters(self, path: str) -> dict[str, nn.Parameter]:
-        return dict(self.model.get_submodule(path).named_parameters(recurse=False))
-
-    def _initialise(self, path: str, values: Mapping[str, nn.Parameter], recorder: "_Recorder | None" = None) -> None:
-        module, on_meta = self.model.get_submodule(path), self._parameters(path)
+        module = self.model.get_submodule(path)
+        on_meta = getattr(module, attribute)
+        # NaN, so that a parameter that is not initialized is found.
+        drawn = nn.Parameter(torch.full(tuple(shape), torch.nan, dtype=torch.float32), requires_grad=False)
         try:
-            for name, parameter in values.items():
-                setattr(module, name, parameter)
-            with torch.no_grad(), recorder or nullcontext():
-                for owner, ancestor in self._initialisers(path):
+            setattr(module, attribute, drawn)
+            with own_random_numbers(self._seed_of(f"{stored}/{group}")), torch.no_grad():
+                for owner, ancestor in self._initializers(path):
                     # From the leaf upwards, as transformers does: a block may scale its projections once more (GPT-2).
-                    # All other parameters are on the meta device, where this costs nothing.
                     owner._init_weights(ancestor)
         finally:
-            for name, parameter in on_meta.items():
-                setattr(module, name, parameter)
+            setattr(module, attribute, on_meta)
+        if drawn.flatten()[:: max(1, drawn.numel() // 4096)].isnan().any():
+            raise self._not_initialized(stored)
+        return drawn.detach()
 
-    def _not_initialised(self, name: str) -> FinetuneError:
+    def _not_initialized(self, name: str) -> FinetuneError:
         return FinetuneError(
             f"transformers does not initialize {name} of {type(self.model).__name__}: start from a checkpoint."
         )
@@ -147,64 +100,14 @@ class RandomSource:
         digest = hashlib.blake2b(f"{self.seed}/{name}".encode(), digest_size=8).digest()
         return int.from_bytes(digest, "little") >> 1
 
-    def _initialisers(self, path: str) -> list[tuple[PreTrainedModel, nn.Module]]:
-        """Return a module and all around it, innermost first, each with the (sub-)model that initialises it."""
+    def _initializers(self, path: str) -> list[tuple[PreTrainedModel, nn.Module]]:
+        """Return a module and all around it, innermost first, each with the (sub-)model that initializes it."""
         chain: list[tuple[PreTrainedModel, nn.Module]] = [(self.model, self.model)]
         module: nn.Module = self.model
         for part in path.split(".") if path else ():
             module = module.get_submodule(part)
             chain.append((module if isinstance(module, PreTrainedModel) else chain[-1][0], module))
         return chain[::-1]
-
-
-@dataclass
-class _Initialisation:
-    """What a family does to a parameter."""
-
-    shape: torch.Size
-    alike: bool = True  # Whether all elements get the same, so that any rows can be drawn alone
-    # In-place operators on all elements, with their other arguments; none if nothing sets the parameter.
-    steps: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = field(default_factory=list)
-
-    def apply(self, values: torch.Tensor) -> torch.Tensor:
-        for function, arguments, keywords in self.steps:
-            function(values, *arguments, **keywords)
-        return values
-
-
-class _Recorder(TorchDispatchMode):
-    """Records, while active, what is done to parameters on the meta device."""
-
-    def __init__(self, parameters: Mapping[str, torch.Tensor]) -> None:
-        super().__init__()
-        self.recorded = {name: _Initialisation(value.shape) for name, value in parameters.items()}
-        self._by_memory = {_memory(value): self.recorded[name] for name, value in parameters.items()}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        keywords = kwargs or {}
-        tensors = [leaf for leaf in tree_leaves((args, keywords)) if isinstance(leaf, torch.Tensor)]
-        memories = [_memory(tensor) for tensor in tensors if tensor.is_meta]
-        touched = [self._by_memory[memory] for memory in memories if memory in self._by_memory]
-        aliases = [result.alias_info for result in func._schema.returns]
-        is_view = all(alias is not None and not alias.is_write for alias in aliases)
-        if not touched or is_view:
-            return func(*args, **keywords)
-        target, rest = touched[0], tree_leaves((args[1:], keywords))
-        whole = tensors[0] is args[0] and args[0].shape == target.shape and args[0].is_contiguous()
-        others = any(isinstance(argument, torch.Tensor | torch.Generator) for argument in rest)
-        if not whole or others or func not in _OVERWRITES | _CHANGES:
-            for initialisation in touched:
-                initialisation.alike = False
-            return func(*args, **keywords)
-        if func in _OVERWRITES:
-            target.steps.clear()
-        if func in _OVERWRITES or target.steps:
-            target.steps.append((func, tuple(args[1:]), keywords))
-        return args[0]
-
-
-def _memory(value: torch.Tensor) -> int:
-    return value.untyped_storage()._cdata
 
 
 HEAD = "head.safetensors"

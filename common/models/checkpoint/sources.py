@@ -5,7 +5,6 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from transformers import PreTrainedModel
@@ -55,12 +54,12 @@ class RowParts:
         return flat.view(stop - first, *self.shape[1:])
 
 
-class WeightSource(Protocol):
+class WeightSource:
     """A source that gives a model's parameters one at a time."""
 
     def check(self) -> None:
         """Check that all parameters are there in the right shape, before anything is written; name a wrong one."""
-        ...
+        raise NotImplementedError
 
     def read(self, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
         """Read parameters in the order of ``names``, each when it is needed.
@@ -68,28 +67,28 @@ class WeightSource(Protocol):
         Yields:
             Name and CPU tensor, in the source's own dtype or fp32. The tensor is the caller's.
         """
-        ...
+        raise NotImplementedError
 
     def reads_rows(self, name: str) -> bool:
         """Return whether :meth:`read_rows` can read a parameter."""
-        ...
+        return False
 
     def read_rows(self, name: str, first: int, stop: int) -> torch.Tensor:
         """Read rows ``[first, stop)`` of a parameter along its first dimension (experts, words), in the memory of about
         twice these rows. They are those of :meth:`read`, bit for bit.
         """
-        ...
+        raise NotImplementedError
 
     def read_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Read the persistent buffers that the source has values for."""
-        ...
+        return iter(())
 
     def read_compressed(self, name: str, parts: Sequence[int] | None = None) -> Iterator[Mapping[str, torch.Tensor]]:
         """Read the components of the tensors, or those numbered ``parts``, of a compressed parameter as stored."""
-        ...
+        raise NotImplementedError
 
 
-class CheckpointSource:
+class CheckpointSource(WeightSource):
     """Weights from a checkpoint directory of safetensors files.
 
     Args:
