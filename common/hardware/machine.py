@@ -3,31 +3,19 @@
 AMD's GPUs are CUDA's to PyTorch's ROCm build.
 """
 
-import functools
-import json
 import math
 import os
 import re
-import subprocess
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from itertools import permutations
 from pathlib import Path
-from typing import Any
 
 import psutil
 
 from common.errors import UserError, on_one_line
 from common.memory.cgroups import PROC_SELF, own_groups
 from common.units import format_bytes
-
-_DESCRIBE = (
-    "import json, torch; print(json.dumps([[str(gpu.uuid), gpu.name, gpu.total_memory, "
-    "'%04x:%02x:%02x.0' % (gpu.pci_domain_id, gpu.pci_bus_id, gpu.pci_device_id)] "
-    "for gpu in map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))]))"
-)
-_PATIENCE_SECONDS = 120
 
 
 def obstacle() -> str | None:
@@ -52,31 +40,9 @@ def system_has_gpu(root: Path = Path("/")) -> bool:
         return False
     if any(list(root.glob(pattern)) for pattern in ("proc/driver/nvidia/gpus/*", "dev/nvidia[0-9]*")):
         return True
-    return (root / "dev/kfd").exists() and _is_for_rocm()  # not run on AMD
-
-
-def _is_for_rocm() -> bool:
     import torch
 
-    return torch.version.hip is not None
-
-
-def gpus_by_pytorch() -> list[tuple[str, str, int, str]]:
-    """Return UUID, name, bytes of memory and PCI address of the GPUs that PyTorch sees, in its order.
-
-    For containers without the driver's management library. A separate process looks, as PyTorch starts CUDA for it.
-    """
-    return _gpus_by_pytorch(os.environ.get("CUDA_VISIBLE_DEVICES"))
-
-
-@functools.cache
-def _gpus_by_pytorch(_: str | None) -> list[tuple[str, str, int, str]]:
-    try:
-        command = [sys.executable, "-c", _DESCRIBE]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_PATIENCE_SECONDS, check=True)
-        return [tuple(gpu) for gpu in json.loads(done.stdout)]
-    except (OSError, subprocess.SubprocessError, ValueError):
-        return []
+    return (root / "dev/kfd").exists() and torch.version.hip is not None  # not run on AMD
 
 
 def memory_limit_bytes(proc_self: Path = PROC_SELF) -> int:
@@ -122,158 +88,50 @@ def huge_pages_enabled(switch: Path = Path("/sys/kernel/mm/transparent_hugepage/
 
 @dataclass(frozen=True)
 class Gpu:
-    """An NVIDIA GPU that CUDA programs started from here would see."""
+    """A GPU that PyTorch sees: of one that is divided (MIG), a slice."""
 
-    # Place among the visible GPUs: in CUDA_VISIBLE_DEVICES' order, else in that of the PCI bus, as in nvidia-smi.
-    # PyTorch may count differently ("fastest first"): see :func:`torch_index`.
-    index: int
-    uuid: str  # Identifier: `GPU-` and a UUID, or `MIG-` and a UUID for a slice of one
+    index: int  # PyTorch's number for it, as in ``torch.device("cuda", index)``
+    uuid: str  # Identifier: `GPU-` and a UUID
     name: str  # Name, as the driver reports it: `NVIDIA GeForce RTX 4090`
-    memory_bytes: int  # Bytes of all its memory, used or not; 0 where the driver does not tell this user
-    pci_bus_id: str  # Address in /sys/bus/pci/devices: `0000:65:00.0`. Empty where the driver does not tell.
-    numa_node: int | None  # Host memory node that it is attached to; None where the kernel does not tell
+    memory_bytes: int  # Bytes of all its memory, used or not
 
 
 def list_gpus() -> list[Gpu]:
-    """Return the NVIDIA GPUs that CUDA_VISIBLE_DEVICES does not hide; empty without a driver.
+    """Return the GPUs that PyTorch can compute on. Starts CUDA if there is one, but takes no memory there."""
+    import torch
 
-    They are those of the driver's management library, which neither starts CUDA nor takes memory on a GPU. In a
-    container without it, they are PyTorch's.
-    """
-    with _driver() as handles:
-        if handles is not None:
-            return [_describe(index, handle) for index, handle in enumerate(handles)]
-    properties = gpus_by_pytorch() if system_has_gpu() else []
-    return [
-        Gpu(index, f"GPU-{uuid}", name, nbytes, bus_id, _numa_node(bus_id))
-        for index, (uuid, name, nbytes, bus_id) in enumerate(properties)
-    ]
+    if not torch.cuda.is_available():
+        return []
+    properties = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+    return [Gpu(index, f"GPU-{gpu.uuid}", gpu.name, gpu.total_memory) for index, gpu in enumerate(properties)]
 
 
 def nvlink_peers() -> list[set[int]]:
     """Return for each GPU of :func:`list_gpus` which others it reaches over NVLink, switches included."""
-    with _driver() as handles:
-        return [
-            {index for index, other in enumerate(handles or ()) if other is not handle and _over_nvlink(handle, other)}
-            for handle in handles or ()
-        ]
-
-
-@contextmanager
-def _driver() -> Iterator[list[Any] | None]:
-    """Yield the driver's handles of the GPUs that CUDA sees, which are good in this context; None without a driver."""
     import pynvml
 
-    try:
+    gpus = list_gpus()
+    peers: list[set[int]] = [set() for _ in gpus]
+    # Without the management library, with an older driver, or of slices of GPUs: none.
+    with suppress(pynvml.NVMLError), ExitStack() as stack:
         pynvml.nvmlInit()
-    except pynvml.NVMLError:
-        yield None
-        return
-    try:
-        yield list(_visible_handles())
-    finally:
-        pynvml.nvmlShutdown()
-
-
-def _over_nvlink(handle: Any, other: Any) -> bool:
-    import pynvml
-
-    try:
-        status = pynvml.nvmlDeviceGetP2PStatus(handle, other, pynvml.NVML_P2P_CAPS_INDEX_NVLINK)
-    except pynvml.NVMLError:  # older drivers, slices of a GPU
-        return False
-    return bool(status == pynvml.NVML_P2P_STATUS_OK)
-
-
-def _visible_handles() -> Iterator[Any]:
-    """Yield the management library's handles of what CUDA sees, in its order: of a GPU in MIG mode one slice."""
-    for handle in _listed_handles():
-        slices = _slices(handle)
-        yield from [handle] if slices is None else slices[:1]
-
-
-def _slices(handle: Any) -> list[Any] | None:
-    """Return the slices of a GPU in MIG mode; None for a GPU, or a slice of one, that is not divided."""
-    import pynvml
-
-    slices = []
-    try:
-        mode, _ = pynvml.nvmlDeviceGetMigMode(handle)
-        if mode != pynvml.NVML_DEVICE_MIG_ENABLE:
-            return None
-        count = pynvml.nvmlDeviceGetMaxMigDeviceCount(handle)
-    except pynvml.NVMLError:  # GPUs without such a mode, and slices themselves
-        return None
-    for index in range(count):
-        with suppress(pynvml.NVMLError):  # not every place is taken
-            slices.append(pynvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, index))
-    return slices
-
-
-def _listed_handles() -> Iterator[Any]:
-    """Yield the management library's handles, in CUDA_VISIBLE_DEVICES' order, up to the first bad entry, like CUDA."""
-    import pynvml
-
-    handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is None:
-        yield from handles
-        return
-    for entry in (entry.strip() for entry in visible.split(",")):
-        if entry.isdigit() and int(entry) < len(handles):
-            yield handles[int(entry)]
-            continue
-        try:
-            if entry.startswith("MIG-"):
-                yield pynvml.nvmlDeviceGetHandleByUUID(entry)
-                continue
-        except pynvml.NVMLError:
-            return
-        named = [handle for handle in handles if entry and _text(pynvml.nvmlDeviceGetUUID(handle)).startswith(entry)]
-        if len(named) != 1:
-            return
-        yield named[0]
-
-
-def _describe(index: int, handle: Any) -> Gpu:
-    import pynvml
-
-    try:
-        # The library writes the PCI domain with eight digits, the kernel with four.
-        bus_id = _text(pynvml.nvmlDeviceGetPciInfo(handle).busId).lower()[-12:]
-    except pynvml.NVMLError:
-        bus_id = ""
-    try:
-        nbytes = int(pynvml.nvmlDeviceGetMemoryInfo(handle).total)
-    except pynvml.NVMLError:  # a divided GPU's is its administrator's to know
-        nbytes = 0
-    uuid, name = _text(pynvml.nvmlDeviceGetUUID(handle)), _text(pynvml.nvmlDeviceGetName(handle))
-    return Gpu(index, uuid, name, nbytes, bus_id, _numa_node(bus_id))
-
-
-def _numa_node(bus_id: str) -> int | None:
-    try:
-        node = int(Path(f"/sys/bus/pci/devices/{bus_id}/numa_node").read_text())
-    except OSError:
-        return None
-    return node if node >= 0 else None
-
-
-def _text(value: str | bytes) -> str:
-    return value.decode() if isinstance(value, bytes) else value
+        stack.callback(pynvml.nvmlShutdown)
+        handles = [pynvml.nvmlDeviceGetHandleByUUID(gpu.uuid) for gpu in gpus]
+        for (index, handle), (other, its_handle) in permutations(enumerate(handles), 2):
+            status = pynvml.nvmlDeviceGetP2PStatus(handle, its_handle, pynvml.NVML_P2P_CAPS_INDEX_NVLINK)
+            if status == pynvml.NVML_P2P_STATUS_OK:
+                peers[index].add(other)
+    return peers
 
 
 def usable_gpus() -> list[Gpu]:
     """Return the GPUs to compute on: none only where the system has none, or they are hidden on purpose."""
     gpus = list_gpus()
-    if not gpus and not system_has_gpu():
-        return []
-    why = obstacle()
-    if why is None and gpus:
+    if gpus or not system_has_gpu():
         return gpus
     raise UserError(
-        f"This machine has {gpus[0].name if gpus else 'an NVIDIA GPU'}, and {why or 'CUDA does not list it'}. To "
-        "compute on the CPU all the same, use --gpu cpu."
+        f"This machine has a GPU, and {obstacle() or 'CUDA does not list it'}. To compute on the CPU all the same, use "
+        "--gpu cpu."
     )
 
 
@@ -309,26 +167,9 @@ def _matches(spec: str, gpu: Gpu) -> bool:
     return gpu.uuid == spec or (bool(parts) and all(part in name for part in parts))
 
 
-def torch_index(gpu: Gpu) -> int:
-    """Return PyTorch's number for ``gpu``, as in ``torch.device("cuda", number)``, or refuse. Starts CUDA."""
-    import torch
-
-    seen = {str(torch.cuda.get_device_properties(i).uuid): i for i in range(torch.cuda.device_count())}
-    number = seen.get(gpu.uuid.partition("-")[2])
-    if number is None and gpu.uuid.startswith("MIG-") and len(seen) == 1:
-        return 0  # a process sees one slice, which some versions of CUDA call by the whole GPU's UUID
-    if number is None:
-        raise UserError(
-            f"PyTorch does not see {gpu.name} ({gpu.uuid}), it sees {len(seen)} other GPUs. If CUDA_VISIBLE_DEVICES "
-            "is set, name the GPU there by its UUID, or set CUDA_DEVICE_ORDER=PCI_BUS_ID so that CUDA counts as "
-            "nvidia-smi does."
-        )
-    return number
-
-
 def torch_name(gpu: Gpu | None) -> str:
     """Return the name of PyTorch's device: ``"cuda:1"``, or ``"cpu"`` for None."""
-    return "cpu" if gpu is None else f"cuda:{torch_index(gpu)}"
+    return "cpu" if gpu is None else f"cuda:{gpu.index}"
 
 
 def describe_machine() -> str:

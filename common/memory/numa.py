@@ -1,19 +1,13 @@
 """Host memory and threads on the same NUMA node as the GPU that they serve: another node is behind a slower link."""
 
 import contextlib
-import ctypes
 import os
-import platform
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-# System calls that set and get a thread's policy, for which the C library has no functions.
-_MEMPOLICY = {"x86_64": (238, 239), "aarch64": (237, 236)}
-_PREFERRED = 1
-_MOST_NODES = 1024
 _SYSTEM = Path("/sys/devices/system")
 
 
@@ -31,24 +25,14 @@ def node_of(device: torch.device) -> int | None:
 
 
 @contextlib.contextmanager
-def prefer(node: int | None) -> Iterator[None]:
-    """Take pages that this thread first touches from ``node`` while it has any (``numactl``), where that is allowed."""
-    numbers = _MEMPOLICY.get(platform.machine())
-    if node is None or numbers is None:
-        yield
-        return
-    system_call, (change, look) = ctypes.CDLL(None, use_errno=True).syscall, numbers
-    policy, most = ctypes.c_int(), ctypes.c_ulong(_MOST_NODES)
-    before, mask = (ctypes.c_ulong * (_MOST_NODES // 64))(), (ctypes.c_ulong * (_MOST_NODES // 64))()
-    mask[node // 64] = 1 << node % 64
-    known = not system_call(look, ctypes.byref(policy), before, most, None, ctypes.c_ulong(0))
-    if known:
-        system_call(change, _PREFERRED, mask, most)
+def prefer(node: int | None, system: Path = _SYSTEM) -> Iterator[None]:
+    """Run this thread on processors of ``node``, if it may: pages come from where they are first touched."""
+    before = os.sched_getaffinity(0)
     try:
+        os.sched_setaffinity(0, cores_by_node(system).get(-1 if node is None else node, set()) & before or before)
         yield
     finally:
-        if known:
-            system_call(change, policy, before, most)
+        os.sched_setaffinity(0, before)
 
 
 def cores_by_node(system: Path = _SYSTEM) -> dict[int, set[int]]:

@@ -1,5 +1,6 @@
 """Which processors a process is pinned to, on machines of which only /sys is there; and pinning itself."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -48,3 +49,13 @@ def test_machines_where_nothing_is_pinned(tmp_path: Path) -> None:
     assert numa.cores_for([None, 1], 0, set(range(16)), two) is None, "computes on the CPU"
     assert numa.cores_for([2], 0, set(range(16)), two) is None, "a node of memory alone"
     assert numa.cores_for([0], 0, set(range(16)), tmp_path / "none") is None, "not Linux, or hidden"
+
+
+def test_pages_are_touched_on_the_gpus_node(tmp_path: Path) -> None:
+    before = os.sched_getaffinity(0)
+    core = max(before)
+    system = machine(tmp_path, "1000", str(core))
+    for node, inside in ((1, {core}), (0, before), (None, before)):
+        with numa.prefer(node, system):
+            assert os.sched_getaffinity(0) == inside
+        assert os.sched_getaffinity(0) == before
