@@ -85,7 +85,8 @@ def trained_copies(model: nn.Module) -> dict[str, tuple[str, list[int] | None]]:
                     copies[f"{path}.modules_to_save.{adapter}.{name}"] = f"{path}.original_module.{name}", None
         elif isinstance(module, TrainableTokensLayer):
             for adapter, rows in module.token_indices.items():
-                if beyond := [row for row in rows if not 0 <= row < module.get_base_layer().weight.shape[0]]:
+                words = module.get_base_layer().get_parameter("weight").shape[0]
+                if beyond := [row for row in rows if not 0 <= row < words]:
                     raise UserError(f"trainable_token_indices: the model has no token {beyond[0]}.")
                 # To restore the rows, which is not done here; a buffer has to have values.
                 original = module.trainable_tokens_original
