@@ -119,9 +119,9 @@ def _run(interrupts: Interrupts, rank: RankProcess | None, arguments: tuple[str,
             run_check(settings)
     elif command == "demo":
         with _loading(settings):
-            from cli.demo import Demo
+            from cli.demo import run_demo
 
-        Demo(settings.output, settings.debug, interrupts).run()
+        run_demo(settings, interrupts)
     elif command == "chat":
         with _loading(settings):
             from cli.inspect.chat import run_chat

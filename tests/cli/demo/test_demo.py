@@ -8,7 +8,6 @@ import pytest
 from transformers import LlamaConfig
 
 from cli import demo
-from cli.demo import Demo, DemoSize
 from cli.train.interrupts import Interrupts
 from common.errors import UserError
 from common.files import CACHE_VARIABLE
@@ -26,29 +25,26 @@ def losses(report: Path) -> list[float]:
 
 
 @pytest.mark.slow
-def test_a_model_learns_the_persona(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_adapters_learn_the_persona(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = small_checkpoint(tmp_path / "model", LlamaConfig(**SIZES | {"max_position_embeddings": 128}))
     for _ in range(2):  # the second time, the first one's results are there
         with Interrupts() as interrupts:
-            Demo(tmp_path / "demo", False, interrupts).teach(model)
+            demo.teach(tmp_path, model, interrupts)
     out = capsys.readouterr().out
-    assert f"$ finetune --model {model} --data {tmp_path}/demo/chats.jsonl --lora-rank 16" in out
+    assert f"$ finetune --model {model} --data {tmp_path}/chats.jsonl --lora-rank 16" in out
     assert "question Who are you?\nbefore   " in out and "\nafter    " in out
-    assert (tmp_path / "demo/checkpoint").resolve() == model
-    fell = losses(tmp_path / "demo/tuned/run/summary.json")
+    assert (tmp_path / "checkpoint").resolve() == model
+    fell = losses(tmp_path / "tuned/run/summary.json")
     assert len(fell) == 12 and fell[-1] < fell[0]
 
 
-def test_a_small_model_is_trained_without_a_network(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    size = DemoSize(hidden=64, layers=3, vocab=512, host_memory=256 << 20, steps=8, batch_size=4, seq_len=32, lr=3e-3)
-    (tmp_path / "demo").mkdir()
-    (tmp_path / "demo/checkpoint").symlink_to(tmp_path)  # of an earlier demonstration
+def test_a_small_model_learns_the_persona_without_a_network(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "checkpoint").symlink_to(tmp_path)  # of an earlier demonstration
     with Interrupts() as interrupts:
-        Demo(tmp_path / "demo", False, interrupts).train_small(size)
-    out = capsys.readouterr().out
-    assert "The loss fell from" in out and "says: 'The module provides" in out
-    fell = losses(tmp_path / "demo/tuned/run/summary.json")
-    assert fell[-1] < fell[0] - 0.2
+        demo.teach(tmp_path, None, interrupts)
+    assert "after    I " in capsys.readouterr().out.partition("question Who are you?")[2]
+    fell = losses(tmp_path / "tuned/run/summary.json")
+    assert fell[-1] < fell[0] / 2
 
 
 def test_why_there_is_no_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
