@@ -144,18 +144,18 @@ class PackedBatches(FileBatches):
             f"in {counted(header.rows, 'row')} of {header.seq_len:,} ({fill:.1%} full)"
         )
         apart = "one document in each row: nothing keeps those that share a row apart in this model"
-        changes = header.changes(header.seq_len, config.truncate)
+        changes = header.changes()
         self.description = "\n".join([counts, *changes, *([] if self.packed else [apart])])
 
     def batch(self, step: int) -> dict[str, torch.Tensor]:
         """Read the rows of a step; see :meth:`Batches.batch`."""
         # Rows that are not packed stay with their like: neighbors, which are about as long.
         rows = self._drawn(self._draws(step), group_size=1 if self.packed else self._config.batch_size)
-        return batch_of_words(self._file.read(rows), self.packed, self.labels_ahead)
+        return batch_of_words(self._file.read(rows)[0], self.packed, self.labels_ahead)
 
     def words(self, draws: range) -> np.ndarray:
         """Read the rows at some places of the endless sequence of epochs, uint32 [len(draws), seq_len]."""
-        return self._file.read(self._drawn(draws))
+        return self._file.read(self._drawn(draws))[0]
 
 
 def batch_of_words(
@@ -281,10 +281,10 @@ def counts_of(weights: Sequence[float]) -> np.ndarray:
 class ItemBatches(FileBatches):
     """Batches of items, each of which is one or more neighboring rows of a token file.
 
-    The last word of each row of the file is its item's mark. Rows of a batch are as long as its longest, rounded up.
+    Rows of a batch are as long as its longest, rounded up.
 
     Args:
-        file: rows of ``config.seq_len`` words, and one more.
+        file: rows, each with its item's mark.
         config: of the data; its batch size counts items.
         classifies: whether batches are for a sequence classifier.
     """
@@ -301,12 +301,12 @@ class ItemBatches(FileBatches):
             f"{self.rows:,} {self.what} from {counted(header.files, 'file')}: {format_count(header.tokens)} tokens, "
             f"{format_count(header.trainable_tokens)} of them in answers"
         )
-        self.description = "\n".join([counts, *header.changes(config.seq_len, config.truncate)])
+        self.description = "\n".join([counts, *header.changes()])
 
     def batch(self, step: int) -> dict[str, torch.Tensor]:
         """Return the batch of a step; see :func:`batch_of_words` and the class."""
-        words = self._file.read(self.row_numbers(step))
-        batch = self._batch(words[:, :-1], words[:: self.rows_per_item, -1].copy())
+        rows, marks = self._file.read(self.row_numbers(step))
+        batch = self._batch(rows, marks[:: self.rows_per_item])
         if self.reference is not None:
             batch[REFERENCE] = torch.from_numpy(self.reference[self.row_numbers(step)])
         return batch

@@ -11,21 +11,23 @@ even the first does, that answer is cut at the end of the row, as a completion i
 """
 
 import contextlib
+import re
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
-from itertools import takewhile
+from dataclasses import replace
+from itertools import chain, takewhile
 from typing import Any, NamedTuple
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from common.data.selection import Tallies
+from common.data.selection import Counts
 from common.data.shapes import Chat, Example, PlainText
 from common.data.template import ChatTemplate, varied
 from common.errors import UserError
 
 _BATCH_EXAMPLES = 256
 _BATCH_CHARACTERS = 1 << 20  # an encoding takes some hundred bytes per token
+SEGMENT_CHARACTERS = 1 << 17  # Characters of the segments in which longer texts are tokenized
 _CONTEXT_CHARACTERS = 256
 
 # Token ids of messages, given these, the template's options and, as `ask`, whether to prompt for an answer.
@@ -58,15 +60,11 @@ class TokenizedAnswer(NamedTuple):
         return any(self.trained[1:])
 
 
-@dataclass
-class RowFitter(Tallies):
+class RowFitter(Counts):
     """Makes records fit into rows, and counts those that do not: cut if ``truncate``, else left out."""
 
-    seq_len: int | None = None
-    truncate: bool = True
-
     def is_long(self, tokens: int) -> bool:
-        return self.seq_len is not None and tokens > self.seq_len
+        return tokens > self.seq_len
 
     def fit(self, parts: list[TokenizedAnswer], where: str) -> list[TokenizedAnswer]:
         """Return what goes into rows of a record, or of its parts, one for each of its answers."""
@@ -86,7 +84,7 @@ class RowFitter(Tallies):
             return whole
         first = next(part for part in parts if part.teaches)
         shorter = [first.before(end) for end in first.ends if not self.is_long(end)]
-        shorter = [part for part in shorter if part.teaches] or [first.before(self.seq_len or 0)]
+        shorter = [part for part in shorter if part.teaches] or [first.before(self.seq_len)]
         return shorter[-1:] if shorter[-1].teaches else []
 
 
@@ -181,13 +179,12 @@ class Encoder:
         self._prefix = full[: starts[0]] if starts else []
         self._template = ChatTemplate(tokenizer)
         self._finder = AnswerFinder(self._template.render)
-        self._context = ""
 
     def encode(self, examples: Iterable[Example]) -> Iterator[EncodedSegment]:
         """Encode documents in the order of ``examples``; texts are tokenized in batches of bounded size."""
         batch: list[PlainText] = []
         characters = 0
-        for example in self._cut_cleanly(examples):
+        for example in chain.from_iterable(map(self._segments, examples)):
             if example.is_empty and not self._is_alone:  # of items, what may be empty depends on their kind
                 self.fitting.empty.add(0, example.where)
                 continue
@@ -205,46 +202,35 @@ class Encoder:
                 yield from self._encode_chat(example)
         yield from self._encode_texts(batch)
 
-    def _cut_cleanly(self, examples: Iterable[Example]) -> Iterator[Example]:
-        """Join segments of a text again where a token of the whole text crosses the cut between them."""
-        held: PlainText | None = None
-        for example in examples:
-            if held is not None and isinstance(example, PlainText):
-                end = held.completion[-_CONTEXT_CHARACTERS:]
-                before, both = self._tokenize([end, end + example.completion[:_CONTEXT_CHARACTERS]])
-                if both[: len(before)] == before:
-                    yield held
-                else:
-                    joined = held.completion + example.completion
-                    example = replace(example, completion=joined, begins=held.begins, where=held.where)
-            held = example if isinstance(example, PlainText) and not example.ends else None
-            if held is None:
-                yield example
-        if held is not None:  # a prompt, which nothing follows
-            yield held
+    def _segments(self, example: Example) -> Iterator[Example]:
+        """Cut a long text where no token of the whole crosses the cut."""
+        if isinstance(example, Chat) or example.prompt or self._is_alone:
+            yield example
+            return
+        text, start, stop = example.completion, 0, 0
+        while len(text) - stop > SEGMENT_CHARACTERS:
+            stop = _cut_before(text, stop, stop + SEGMENT_CHARACTERS)
+            end = text[max(start, stop - _CONTEXT_CHARACTERS) : stop]
+            before, both = self._tokenize([end, end + text[stop : stop + _CONTEXT_CHARACTERS]])
+            if both[: len(before)] == before:
+                yield replace(example, completion=text[start:stop], before=_context(text, start), ends=False)
+                start = stop
+        yield replace(example, completion=text[start:], before=_context(text, start))
 
     def _tokenize(self, texts: list[str]) -> list[list[int]]:
         # Not verbose: documents longer than the model's context are cut later, which is no news.
         return list(self.tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]) if texts else []
 
-    def _tokenize_segments(self, batch: list[PlainText]) -> list[list[int]]:
-        """Tokenize whole texts; one that continues another is read behind the end of that one, as in the whole."""
-        contexts = []
-        for example in batch:
-            contexts.append("" if example.begins else self._context)
-            self._context = example.completion[-_CONTEXT_CHARACTERS:]
-        texts = [example.prompt + example.completion for example in batch]
-        whole = self._tokenize([context + text for context, text in zip(contexts, texts, strict=True)])
-        known = self._tokenize(contexts) if any(contexts) else [[]] * len(batch)
-        return [ids[common_prefix(before, ids) :] for ids, before in zip(whole, known, strict=True)]
-
     def _encode_texts(self, batch: list[PlainText]) -> Iterator[EncodedSegment]:
-        whole = self._tokenize_segments(batch)
-        prompts = iter(self._tokenize([example.prompt for example in batch if example.prompt]))
-        for example, ids in zip(batch, whole, strict=True):
-            untrained = common_prefix(next(prompts), ids) if example.prompt else 0
+        whole = self._tokenize([example.before + example.prompt + example.completion for example in batch])
+        leads = [example.before or example.prompt for example in batch]
+        known = iter(self._tokenize([*filter(None, leads)]))
+        for example, lead, ids in zip(batch, leads, whole, strict=True):
+            untrained = common_prefix(next(known), ids) if lead else 0
+            if example.before:
+                ids, untrained = ids[untrained:], 0
             trained = [False] * untrained + [True] * (len(ids) - untrained)
-            prefix = self._prefix if example.begins and ids[: len(self._prefix)] != self._prefix else []
+            prefix = [] if example.before or ids[: len(self._prefix)] == self._prefix else self._prefix
             ids, trained = prefix + ids, [not example.prompt] * len(prefix) + trained
             if example.ends and not self._is_closed(ids, untrained + len(prefix)):
                 ids, trained = [*ids, self.eos], [*trained, True]  # type: ignore[list-item]
@@ -326,6 +312,19 @@ class Encoder:
         ids, marked = self._render(chat, marks, turn + 1)
         start = self._finder.start(chat, turn, ids)
         return TokenizedAnswer(ids, [at >= start and (marked is None or marked[at]) for at in range(len(ids))])
+
+
+def _context(text: str, start: int) -> str:
+    return text[max(0, start - _CONTEXT_CHARACTERS) : start]
+
+
+def _cut_before(text: str, start: int, limit: int) -> int:
+    """Return where to cut a text: behind a line break, else before a space, as tokenizers do; else at the limit."""
+    first = max(start + 1, limit - 4096)
+    for pattern in (r"\n(?=\S)", r"(?<=\S)(?= \S)"):  # tokens may hold several white spaces
+        if cuts := [match.end() for match in re.finditer(pattern, text[first : limit + 1])]:
+            return first + cuts[-1]
+    return limit
 
 
 def check_vocabulary(

@@ -34,21 +34,20 @@ def find_files(names: tuple[str, ...]) -> list[Path]:
     files: list[Path] = []
     for name in names:
         path = Path(name).expanduser().absolute()
-        start, *split = name.split(":")
+        start, _, split = name.partition(":")
         directory = Path(start).expanduser().absolute()
-        if path.is_dir() or (not path.exists() and directory.is_dir()):
-            files += _files_in(path) if path.is_dir() else _files_in(directory, *split)
+        if path.is_dir():
+            files += _files_in(path, "")
+        elif not path.exists() and directory.is_dir():
+            files += _files_in(directory, split)
         elif not path.parent.is_dir() and extension_of(path) not in READERS and is_data_set_name(name):
             files += _hub_files(name)
         elif not path.exists():
             raise no_data_file(name)
         else:
             files.append(path)
-        if unknown := [file for file in files if extension_of(file) not in READERS]:
-            raise UserError(
-                f"{str(unknown[0])!r} is not a kind of data file that can be read: known extensions are "
-                f"{KNOWN_EXTENSIONS}."
-            )
+    if unknown := [file for file in files if extension_of(file) not in READERS]:
+        raise UserError(f"{str(unknown[0])!r} cannot be read as data: known extensions are {KNOWN_EXTENSIONS}.")
     return files
 
 
@@ -63,21 +62,21 @@ def is_data_set_name(name: str) -> bool:
     return is_hub_name(repository) and len(parts) <= 2 and all(parts)
 
 
-def _files_in(directory: Path, *split: str) -> list[Path]:
-    about, readme = directory / "dataset_dict.json", directory / "README.md"
+def _files_in(directory: Path, split: str) -> list[Path]:
+    readme = directory / "README.md"
     if readme.is_file() and re.match(r"---\n.*?^configs:", readme.read_text(errors="replace"), re.S | re.M):
-        return _files_of_split(":".join((str(directory), *split)), str(directory))
+        return _files_of_split(f"{directory}:{split}" if split else str(directory), str(directory))
     splits: dict[str, list[Path]] = {}
-    if about.is_file():
-        splits = {str(name): _data_below(directory / name) for name in json.loads(about.read_text())["splits"]}
-    else:
-        for path in _data_below(directory):
-            word = _SPLIT.search(str(path.relative_to(directory)))
-            name = "" if word is None else (TRAIN, "validation", "test")[(word.lastindex or 0) - 1]
-            splits.setdefault(name, []).append(path)
+    for path in _data_below(directory):
+        inner = path.relative_to(directory)
+        word = _SPLIT.search(str(inner))
+        name = "" if word is None else (TRAIN, "validation", "test")[(word.lastindex or 0) - 1]
+        if (directory / "dataset_dict.json").is_file():  # `datasets` has saved it, a directory for each split
+            name = inner.parts[0]
+        splits.setdefault(name, []).append(path)
     if len(splits) == 1 and not split:
         return next(iter(splits.values()))
-    chosen = split[0] if split else TRAIN
+    chosen = split or TRAIN
     if chosen not in splits or ("" in splits and not split):
         rest = f", and files of no split, such as {splits.pop('')[0]}" if "" in splits else ""
         raise UserError(
@@ -96,9 +95,8 @@ def _data_below(directory: Path) -> list[Path]:
     ]
     data = [path for path in entries if extension_of(path) in READERS and path.name not in _ABOUT_DATA]
     for state in [path for path in data if path.name == "state.json" and path.with_name("dataset_info.json").is_file()]:
-        files = json.loads(state.read_text()).get("_data_files", [])
-        named = [state.with_name(str(file["filename"])) for file in files]
-        data = [path for path in data if path.parent != state.parent or path in named]
+        names = {str(file["filename"]) for file in json.loads(state.read_text()).get("_data_files", [])}
+        data = [path for path in data if path.parent != state.parent or path.name in names]
     if not data:
         seen = sorted({path.suffix or path.name for path in entries})
         raise UserError(
@@ -110,15 +108,18 @@ def _data_below(directory: Path) -> list[Path]:
 
 def _hub_files(name: str) -> list[Path]:
     """Return the files of a hub's data set: as fetched, else as ``datasets`` has prepared them, else fetched now."""
+    import datasets
     import huggingface_hub
 
-    repository, configuration, split = _parsed(name)
+    repository, *parts = name.split(":")
     with contextlib.suppress(OSError, ValueError):  # not in the cache, or only a part of it
         return _files_of_split(
             name, huggingface_hub.snapshot_download(repository, repo_type="dataset", local_files_only=True)
         )
-    if prepared := _prepared(repository, configuration, split):
-        return prepared
+    if datasets.config.HF_HUB_OFFLINE:  # otherwise it would ask the hub
+        with contextlib.suppress(Exception):  # every version raises a different error for "not found"
+            loaded: Any = datasets.load_dataset(repository, *parts[:-1], split=parts[-1] if parts else TRAIN)
+            return [Path(file["filename"]) for file in loaded.cache_files]
     if not may_download():
         raise UserError(
             f"There is no data file {name!r}, nor a data set of a hub in the local caches. Fetch it with "
@@ -131,40 +132,23 @@ def _hub_files(name: str) -> list[Path]:
     return _files_of_split(name, snapshot)
 
 
-def _parsed(name: str) -> tuple[str, str | None, str]:
-    repository, *parts = name.split(":")
-    return repository, parts[0] if len(parts) > 1 else None, parts[-1] if parts else TRAIN
-
-
 def _files_of_split(name: str, directory: str) -> list[Path]:
     """Return the files of the configuration and split in ``name`` of a data set, by the rules of ``datasets``."""
     import datasets
 
-    _, configuration, split = _parsed(name)
+    repository, *parts = name.split(":")
+    split = parts[-1] if parts else TRAIN
     try:
-        builder: Any = datasets.load_dataset_builder(directory, configuration)
+        builder: Any = datasets.load_dataset_builder(directory, *parts[:-1])
     except Exception as error:  # among them: there are several configurations, which its message names
-        first = str(error).splitlines()[:2]
+        first = " ".join(str(error).splitlines()[:2])
         raise UserError(
-            f"The data set {name!r} in {directory} cannot be read: {' '.join(first)} (NAME:CONFIGURATION:SPLIT chooses "
-            "one.)"
+            f"The data set {name!r} in {directory} cannot be read: {first} (NAME:CONFIGURATION:SPLIT chooses one.)"
         ) from error
     splits: dict[str, Sequence[str]] = {str(key): files for key, files in (builder.config.data_files or {}).items()}
     if split not in splits:
         raise UserError(
             f"The data set {name!r} has no split {split!r}, but {', '.join(splits) or 'none'}: give "
-            f"{name.split(':')[0]}:SPLIT.{did_you_mean(split, splits)}"
+            f"{repository}:SPLIT.{did_you_mean(split, splits)}"
         )
     return [Path(file) for file in splits[split]]
-
-
-def _prepared(repository: str, configuration: str | None, split: str) -> list[Path]:
-    """Return the files that ``datasets`` has made of a data set when it was loaded; none: it has not."""
-    import datasets
-
-    if not datasets.config.HF_HUB_OFFLINE:
-        return []  # it would ask the hub
-    with contextlib.suppress(Exception):  # every version raises a different error for "not found"
-        loaded: Any = datasets.load_dataset(repository, configuration, split=split)
-        return [Path(file["filename"]) for file in loaded.cache_files]
-    return []

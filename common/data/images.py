@@ -5,22 +5,19 @@ or ``image``, or OpenAI's ``{"type": "image_url", "image_url": {"url": ...}}``; 
 ``<image>`` in a string, which stands for the next one of the record's ``images``. Images are local files, ``data:``
 URLs or, in Parquet files, bytes.
 
-An index file on disk has a JSON line for each conversation, with a CRC-32 before it: which of its tokens carry loss,
-and the names of its images, which stay where they are.
+An index file on disk has a JSON line for each conversation: which of its tokens carry loss, and the names of its
+images, which stay where they are. Its last line has a hash of the file, and counts.
 """
 
 import base64
-import contextlib
 import hashlib
 import json
-import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlparse
 
-import numpy as np
 import torch
 from transformers import ProcessorMixin
 
@@ -28,10 +25,10 @@ from common.data.batches import IGNORED, Batches, DataConfig, rounded_width
 from common.data.encode import AnswerFinder, check_vocabulary
 from common.data.files import file_states, find_files
 from common.data.messages import Message
-from common.data.pack import draw_rows, tokenizer_identity
+from common.data.pack import FORMAT_VERSION, draw_rows, tokenizer_identity
 from common.data.prepare import open_or_build, padding_id
-from common.data.read import DataRecord, extension_of, read_records
-from common.data.selection import DataCounts, Tally, nothing_to_train
+from common.data.read import DataRecord, read_records
+from common.data.selection import Counts, Tally
 from common.data.shapes import Chat, examples_of_records
 from common.data.template import ChatTemplate
 from common.errors import FinetuneError, UserError
@@ -44,8 +41,6 @@ COLUMNS = ("images", "image")  # Columns of a record that hold its images
 
 _KEYS = ("image", "path", "url", "image_url", "bytes")
 _CONVERSATIONS = ("messages", "conversations", "prompt", "completion")
-_FORMAT_VERSION = 4
-_SUM = 9  # bytes of a line's checksum and the space behind it
 
 
 def has_images(record: dict[str, Any]) -> bool:
@@ -73,9 +68,9 @@ def with_images(messages: list[Message], given: Any, where: str, directory: Path
         {**message, "content": list(_parts(message.get("content"), column, where, directory))} for message in messages
     ]
     if left := sum(1 for _ in column):
-        if any(part["type"] == "image" for message in result for part in message["content"]):
-            raise UserError(f"{where} has {left} more images than places for them in its messages.")
-        raise UserError(f"{where} has {left} images, but no {PLACEHOLDER} in its messages to say where they go.")
+        raise UserError(
+            f"{where} has {left} more images than places for them in its messages ({PLACEHOLDER} in a text is one)."
+        )
     return result
 
 
@@ -124,31 +119,12 @@ def any_images(files: tuple[str, ...]) -> bool:
     """Return whether the data files hold conversations with images; cached for as long as they stay as they are."""
     paths = find_files(files)
     key = {"files": [list(state) for state in file_states(paths)]}
-    cached = read_cached("images", key, _FORMAT_VERSION)
+    cached = read_cached("images", key, FORMAT_VERSION)
     if cached is not None:
         return bool(cached["present"])
-    suspects = [file for file in paths if _names_images(file)]
-    present = any(has_images(record.values) for file in suspects for record in read_records(file))
-    write_cached("images", key, _FORMAT_VERSION, present=present)
+    present = any(has_images(record.values) for file in paths for record in read_records(file))
+    write_cached("images", key, FORMAT_VERSION, present=present)
     return present
-
-
-def _names_images(file: Path) -> bool:
-    """Return whether a file may hold images, so that it is worth looking at record by record."""
-    if extension_of(file) != file.suffix.lower() or file.suffix.lower() == ".arrow":
-        return True
-    if file.suffix.lower() == ".parquet":
-        import pyarrow.parquet
-
-        with contextlib.suppress(OSError, ValueError):  # the one that reads it says what is wrong
-            return "image" in str(pyarrow.parquet.read_schema(file))
-    before = b""
-    with file.open("rb") as stream:
-        while file.suffix.lower() in (".json", ".jsonl") and (block := stream.read(1 << 22)):
-            if b'"image' in before + block:
-                return True
-            before = block[-8:]
-    return False
 
 
 @dataclass(frozen=True)
@@ -277,41 +253,32 @@ class ImageEncoder:
         ]
 
 
-@dataclass(kw_only=True)
-class _Header(DataCounts):
-    """The last line of an index file."""
-
-    images: int = 0
-    longest: int = 0  # Number of tokens of the longest row
-
-
 class ImageBatches(Batches):
     """Batches of the conversations in an index file, in rows of ``seq_len`` tokens."""
 
     def __init__(self, path: Path, config: DataConfig, processor: ProcessorMixin) -> None:
-        self._encoder, self._config, self._path = ImageEncoder(processor), config, path
+        self._encoder, self._config = ImageEncoder(processor), config
         self._pad = padding_id(processor.tokenizer, config.vocab_size)
-        self._file, lengths, line = path.open("rb"), [0], b""
-        try:
-            for line in self._file:
-                lengths.append(len(line))
-            header = _Header.parse(_checked(line))
-            self._starts = np.cumsum(lengths[:-1])
-            if header.rows != len(lengths) - 2:
-                raise ValueError(f"{path} is not complete")
-        except BaseException:
-            self._file.close()
-            raise
+        self._starts, digest, line = [0], hashlib.blake2b(digest_size=8), b""
+        with path.open("rb") as lines:
+            for following in lines:
+                digest.update(line)
+                line = following
+                self._starts.append(self._starts[-1] + len(line))
+        written, _, text = line.partition(b" ")
+        digest.update(text)
+        if written != digest.hexdigest().encode():
+            raise ValueError(f"{path} is not what was written")
+        self._file, self.digest, header = path.open("rb"), digest.hexdigest(), Counts.parse(text)
         self.rows, self.tokens, self.trainable_tokens = header.rows, header.tokens, header.trainable_tokens
         self.steps_per_epoch = -(-header.rows // config.batch_size)
         self.seq_len = min(config.seq_len, rounded_width(header.longest))
-        self.digest = header.digest
         counts = (
             f"{header.rows:,} conversations with {header.images:,} images: {format_count(header.tokens)} tokens, "
             f"{format_count(header.trainable_tokens)} of them trained on, each in a row of {self.seq_len:,} "
             f"({header.tokens / (header.rows * self.seq_len):.1%} full)"
         )
-        self.description = "\n".join([counts, *header.changes(config.seq_len, config.truncate)])
+        self.description = "\n".join([counts, *header.changes()])
 
     def batch(self, step: int) -> dict[str, Any]:
         """Return ``input_ids``, ``labels`` and ``attention_mask`` of step ``step`` (from 0), ``[batch_size, seq_len]``
@@ -335,14 +302,8 @@ class ImageBatches(Batches):
         return batch
 
     def _read(self, row: int) -> ImageRow:
-        self._file.seek(int(self._starts[row]))
-        try:
-            return ImageRow(**json.loads(_checked(self._file.readline())))
-        except ValueError as error:
-            raise FinetuneError(
-                f"The prepared data are damaged: line {row + 1} of {self._path} is not what was written there. Delete "
-                "the file: --resume makes it again from the data, and continues."
-            ) from error
+        self._file.seek(self._starts[row])
+        return ImageRow(**json.loads(self._file.readline()))
 
     def close(self) -> None:
         """Close the index file."""
@@ -358,73 +319,62 @@ def open_image_data(config: DataConfig, processor: ProcessorMixin, cache_dir: Pa
     cache_dir.mkdir(parents=True, exist_ok=True)
     rules = [type(processor).__name__, processor.to_json_string(), processor.chat_template]
     identity = [tokenizer_identity(processor.tokenizer), json.dumps(rules, default=str)]
-    key = [_FORMAT_VERSION, config.seq_len, config.truncate, file_states(files), identity, *config.identity]
+    key = [FORMAT_VERSION, config.seq_len, config.truncate, file_states(files), identity, *config.identity]
     path = cache_dir / f"images-{hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]}.jsonl"
 
     def build(_: object) -> None:
-        header, digest = _Header(), hashlib.blake2b(digest_size=8)
+        counts, digest = Counts(config.seq_len, config.truncate), hashlib.blake2b(digest_size=8)
         encoder = ImageEncoder(processor, config.vocab_size)
         with described("writing", path), file_when_complete(path) as out:
-            for row in _rows(config.selection.read(files), encoder, config, header):
-                if _counts(row, header, config.seq_len):
-                    line = _line(asdict(row))
-                    digest.update(line)
-                    out.write(line)
-            if not header.rows:
-                raise UserError(nothing_to_train(files, header, header.changes(config.seq_len, config.truncate)))
-            header.digest = digest.hexdigest()
-            out.write(_line(asdict(header)))
+            for record in config.selection.read(files):
+                for row in _rows(record, encoder, config, counts):
+                    if _is_kept(row, counts):
+                        line = json.dumps(asdict(row)).encode() + b"\n"
+                        digest.update(line)
+                        out.write(line)
+            counts.check_any_rows(files)
+            text = json.dumps(asdict(counts)).encode()
+            digest.update(text)
+            out.write(digest.hexdigest().encode() + b" " + text)
 
     return open_or_build(lambda: ImageBatches(path, config, processor), build, files, cache_dir)
 
 
-def _counts(row: ImageRow, header: _Header, seq_len: int) -> bool:
+def _is_kept(row: ImageRow, counts: Counts) -> bool:
     """Count a row, and return whether it can be trained on."""
-    if row.tokens > seq_len:
-        header.left_out.add(row.tokens, row.where)
+    if row.tokens > counts.seq_len:
+        counts.left_out.add(row.tokens, row.where)
         return False
     if not any(stop > max(start, 1) for start, stop in row.trained):
-        header.untrained.add(row.tokens, row.where)
+        counts.untrained.add(row.tokens, row.where)
         return False
     if row.cut:
-        header.cut.add(row.cut, row.where)
-    header.rows += 1
-    header.tokens += row.tokens
-    header.trainable_tokens += sum(stop - start for start, stop in row.trained)
-    header.longest = max(header.longest, row.tokens)
-    contents = [message.get("content") for message in row.messages]
-    parts = [part for content in contents if isinstance(content, list) for part in content]
-    header.images += sum(part["type"] == "image" for part in parts)
+        counts.cut.add(row.cut, row.where)
+    counts.rows += 1
+    counts.tokens += row.tokens
+    counts.trainable_tokens += sum(stop - start for start, stop in row.trained)
+    counts.longest = max(counts.longest, row.tokens)
+    counts.images += sum(part["type"] == "image" for message in row.messages for part in _parts_of(message))
     return True
 
 
-def _rows(
-    records: Iterator[tuple[str, DataRecord]], encoder: ImageEncoder, config: DataConfig, header: _Header
-) -> Iterator[ImageRow]:
-    limit = config.seq_len if config.truncate else None
-    for file, (values, position) in records:
-        where = f"{file}, {position}"
-        given, *others = [values[column] for column in COLUMNS if values.get(column)] or [None]
-        if others:
-            raise UserError(f"{where} has images in {' and '.join(map(repr, COLUMNS))}: leave one out.")
-        record = DataRecord({name: value for name, value in values.items() if name not in COLUMNS}, position)
-        for example in examples_of_records([record], file):
-            if example.is_empty:
-                header.empty.add(0, where)
-                continue
-            if not isinstance(example, Chat):
-                raise UserError(f"{where} is not a conversation: records with images must be conversations.")
-            example = replace(example, messages=with_images(example.messages, given, where, Path(file).parent))
-            yield from encoder.rows(example, limit, header.unseen if config.drop_unseen else None)
+def _rows(record: DataRecord, encoder: ImageEncoder, config: DataConfig, counts: Counts) -> Iterator[ImageRow]:
+    where = record.where
+    given, *others = [record.values[column] for column in COLUMNS if record.values.get(column)] or [None]
+    if others:
+        raise UserError(f"{where} has images in {' and '.join(map(repr, COLUMNS))}: leave one out.")
+    rest = {name: value for name, value in record.values.items() if name not in COLUMNS}
+    for example in examples_of_records([record._replace(values=rest)]):
+        if example.is_empty:
+            counts.empty.add(0, where)
+        elif not isinstance(example, Chat):
+            raise UserError(f"{where} is not a conversation: records with images must be conversations.")
+        else:
+            chat = replace(example, messages=with_images(example.messages, given, where, record.file.parent))
+            limit = config.seq_len if config.truncate else None
+            yield from encoder.rows(chat, limit, counts.unseen if config.drop_unseen else None)
 
 
-def _line(content: dict[str, Any]) -> bytes:
-    text = json.dumps(content).encode()
-    return b"%08x " % zlib.crc32(text) + text + b"\n"
-
-
-def _checked(line: bytes) -> bytes:
-    text = line[_SUM:].rstrip(b"\n")
-    if not line.endswith(b"\n") or line[:_SUM] != b"%08x " % zlib.crc32(text):
-        raise ValueError("a line is damaged")
-    return text
+def _parts_of(message: Mapping[str, Any]) -> list[Any]:
+    content = message.get("content")
+    return content if isinstance(content, list) else []

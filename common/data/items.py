@@ -37,15 +37,15 @@ def margin_of(mark: np.ndarray) -> np.ndarray:
     return mark.astype(np.uint32).view(np.float32)
 
 
-def pairs_of_records(records: Iterable[tuple[str, DataRecord]]) -> Iterator[Item]:
+def pairs_of_records(records: Iterable[DataRecord]) -> Iterator[Item]:
     """Return the preferred and the rejected answer of each record, each with its prompt.
 
     Both are what ``prompt`` and ``completion`` would be: texts, or conversations. Without a prompt, ``chosen`` and
     ``rejected`` are whole conversations (or texts), and what both begin with is the prompt. A ``margin`` says by how
     much the preferred answer is better. A rejected answer may be empty.
     """
-    for file, (values, position) in records:
-        where, values = f"{file}, {position}", _from_openai(values)
+    for record in records:
+        values, where = _from_openai(record.values), record.where
         if not {"chosen", "rejected"} <= set(values):
             raise UserError(
                 f"{where} has the columns {', '.join(values)}; a pair has chosen and rejected, and a prompt: "
@@ -55,9 +55,9 @@ def pairs_of_records(records: Iterable[tuple[str, DataRecord]]) -> Iterator[Item
         yield Item(_pair(values, where), mark, where)
 
 
-def labels_of_records(records: Iterable[tuple[str, DataRecord]]) -> list[str]:
+def labels_of_records(records: Iterable[DataRecord]) -> list[str]:
     """Return the names of all classes in records with ``text`` and ``label``, in order; numbers by their size."""
-    names = {_label(values, f"{file}, {position}") for file, (values, position) in records}
+    names = {_label(record.values, record.where) for record in records}
     if len(names) < 2:
         named = f"only {names.pop()!r}" if names else "none"
         raise UserError(f"A classifier learns to tell at least two classes apart, and the data have {named}.")
@@ -65,10 +65,10 @@ def labels_of_records(records: Iterable[tuple[str, DataRecord]]) -> list[str]:
     return sorted(names, key=int if numbers else None)
 
 
-def classes_of_records(records: Iterable[tuple[str, DataRecord]], classes: Mapping[str, int]) -> Iterator[Item]:
+def classes_of_records(records: Iterable[DataRecord], classes: Mapping[str, int]) -> Iterator[Item]:
     """Return texts, each with the number of its class, given these by name."""
-    for file, (values, position) in records:
-        where = f"{file}, {position}"
+    for record in records:
+        values, where = record.values, record.where
         label, text = _label(values, where), require_text(values, "text", where)
         # A configuration without its own names calls its classes LABEL_0, LABEL_1, ...
         number = classes.get(label, classes.get(f"LABEL_{label}"))

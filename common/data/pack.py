@@ -1,8 +1,8 @@
 """Pack documents into rows of ``seq_len`` tokens in one pass and bounded memory, keep them in a file, and draw them.
 
-A token is one 32-bit word: the id, and two bits from which labels and positions follow. The file is a header and rows
-of words, written once, read with ``pread``; each with a CRC-32 behind it. It is not mapped into memory: touched pages
-of a mapping would count as memory of the process, and that is bounded.
+A token is one 32-bit word: the id, and two bits from which labels and positions follow. The file is a header and rows:
+words, a number that goes with them (a class, or a pair's margin), and a CRC-32. It is written once, and not mapped into
+memory: touched pages of a mapping would count as memory of the process, and that is bounded.
 """
 
 import hashlib
@@ -12,7 +12,7 @@ import zlib
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -21,23 +21,21 @@ import numpy.typing as npt
 from transformers import PreTrainedTokenizerBase
 
 from common.data.encode import EncodedSegment
-from common.data.selection import DataCounts
+from common.data.selection import Counts
 from common.errors import FinetuneError
-from common.files import TEMPORARY_SUFFIX, file_when_complete
+from common.files import file_when_complete
 from common.store.checksums import GOLDEN_STEP, mixed_words
 from common.store.errors import described
-from common.units import format_count
 
-FORMAT_VERSION = 8  # Counts changes to anything that decides what is in the file: shapes, templates, packing, layout
+FORMAT_VERSION = 9  # Counts changes to anything that decides what is in the file: shapes, templates, packing, layout
 
 ID_MASK = np.uint32((1 << 30) - 1)
 TRAINED = np.uint32(1 << 30)  # Bit of a token that carries loss
 STARTS = np.uint32(1 << 31)  # Bit of the first token of a document, of a later piece of a document, or of the padding
 
 _HELD_WORDS = 1 << 24  # Number of words of open rows that are held in memory, 64 MiB
-_HEADER_BYTES = 4096
+_HEADER_BYTES = 1 << 16  # Room for all counts, with the longest names that files have
 _SUM_BYTES = 4
-_LONGEST_PLACE = 100  # Characters of at most four bytes, so that the header has room for all tallies
 
 _MASK = (1 << 64) - 1
 
@@ -109,7 +107,7 @@ def cut_documents(documents: Iterable[EncodedSegment], seq_len: int) -> Iterator
 
 
 def padded_row(piece: np.ndarray, seq_len: int, pad: int) -> np.ndarray:
-    """Return a piece as a row, uint32 [seq_len], whose padding is a document of itself."""
+    """Return a piece as a row, uint32 [seq_len], whose padding is a separate document."""
     row = np.full(seq_len, pad, dtype=np.uint32)
     row[: len(piece)] = piece
     if len(piece) < seq_len:
@@ -205,20 +203,6 @@ def unpack(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return ids, labels, positions - starts
 
 
-@dataclass(kw_only=True)
-class Header(DataCounts):
-    """What is in a token file."""
-
-    seq_len: int
-    files: int = 0
-    documents: int = 0
-    skipped_tokens: int = 0  # Number of tokens in pieces without any trained one, which are left out
-
-    def changes(self, seq_len: int, truncate: bool) -> list[str]:
-        skipped = [f"left out: {format_count(self.skipped_tokens)} tokens of texts of one token"]
-        return super().changes(seq_len, truncate) + (skipped if self.skipped_tokens else [])
-
-
 def tokenizer_identity(tokenizer: PreTrainedTokenizerBase) -> str:
     """Return a hash of what decides a tokenizer's ids: vocabulary, rules, special tokens, chat template."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
@@ -232,83 +216,71 @@ def tokenizer_identity(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 class TokenFile:
-    """A packed token file that is read; ``header`` says what is in it."""
+    """A file of rows that is read; ``header`` says what is in it."""
 
     def __init__(self, path: Path) -> None:
         """Open the file and check its header and size."""
         self._file = path.open("rb", buffering=0)
         try:
-            block = os.pread(self._file.fileno(), _HEADER_BYTES, 0)
-            if block[-_SUM_BYTES:] != _sum(block[:-_SUM_BYTES]):
-                raise ValueError(f"{path} is damaged, or not a token file")
-            self.header = Header.parse(block[:-_SUM_BYTES])
-            self._row_bytes = self.header.seq_len * 4
-            expected = _HEADER_BYTES + self.header.rows * (self._row_bytes + _SUM_BYTES)
-            if os.fstat(self._file.fileno()).st_size != expected:
-                raise ValueError(f"{path} has the wrong size, expected {expected} bytes")
+            self.header = Counts.parse(_checked(self._file.read(_HEADER_BYTES)).rstrip())
+            self._seq_len = self.header.seq_len
+            self._row_bytes = 4 * (self._seq_len + 1) + _SUM_BYTES
+            if os.fstat(self._file.fileno()).st_size != _HEADER_BYTES + self.header.rows * self._row_bytes:
+                raise ValueError(f"{path} has the wrong size")
         except BaseException:
             self._file.close()
             raise
 
-    def read(self, rows: np.ndarray) -> np.ndarray:
-        """Read the words of the given rows, uint32 [len(rows), seq_len]."""
-        words = np.empty((len(rows), self.header.seq_len), dtype=np.uint32)
+    def read(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Read the words of the given rows, uint32 [len(rows), seq_len], and their labels, uint32 [len(rows)]."""
+        words = np.empty((len(rows), self._seq_len + 1), dtype=np.uint32)
         for out, row in zip(words, rows.tolist(), strict=True):
-            at = _HEADER_BYTES + row * (self._row_bytes + _SUM_BYTES)
-            data = self._read(at, self._row_bytes + _SUM_BYTES)
-            if data[self._row_bytes :] != _sum(data[: self._row_bytes]):
+            at = _HEADER_BYTES + row * self._row_bytes
+            try:
+                out[:] = np.frombuffer(_checked(os.pread(self._file.fileno(), self._row_bytes, at)), np.uint32)
+            except ValueError as error:
                 raise FinetuneError(
-                    f"The packed data are damaged: bytes {at:,} to {at + len(data) - 1:,} of {self._file.name} are not "
-                    "what was written there. Delete the file: --resume makes it again from the data, and continues."
-                )
-            out[:] = np.frombuffer(data, np.uint32, self.header.seq_len)
-        return words
-
-    def _read(self, at: int, nbytes: int) -> bytes:
-        data = b""
-        while len(data) < nbytes:
-            more = os.pread(self._file.fileno(), nbytes - len(data), at + len(data))
-            if not more:
-                raise OSError(f"{self._file.name} ends at byte {at + len(data)}: it was cut short while in use")
-            data += more
-        return data
+                    f"The packed data are damaged: bytes {at:,} to {at + self._row_bytes - 1:,} of {self._file.name} "
+                    "are not what was written there. Delete the file: --resume makes it again from the data, and "
+                    "continues."
+                ) from error
+        return words[:, :-1], words[:, -1].copy()
 
     def close(self) -> None:
         self._file.close()
 
 
 @contextmanager
-def write_token_file(path: Path, header: Header) -> Iterator[Callable[[np.ndarray], None]]:
-    """Write a file that takes its name ``path`` only when complete: what this yields appends a row of words.
+def write_token_file(path: Path, counts: Counts) -> Iterator[Callable[..., None]]:
+    """Write a file that takes its name ``path`` only when complete: what this yields appends a row of words, and the
+    number that goes with it, if any.
 
-    ``header`` is written last, so the caller fills it in on the way, its rows apart. On any error nothing is left
+    ``counts`` is written last, so the caller fills it in on the way, its rows apart. On any error nothing is left
     behind. Only one process at a time may do this in a directory.
     """
     digest = hashlib.blake2b(digest_size=8)
     with described("writing", path), file_when_complete(path) as file:
 
-        def add(row: np.ndarray) -> None:
-            header.rows += 1
-            for data in (row.data, _sum(row.data)):
-                file.write(data)
-            digest.update(row.data)
+        def add(row: np.ndarray, label: int = 0) -> None:
+            counts.rows += 1
+            data = row.tobytes() + np.uint32(label).tobytes()
+            file.write(data + _sum(data))
+            digest.update(data)
 
         file.seek(_HEADER_BYTES)
         yield add
-        header.digest = digest.hexdigest()
-        for tally in header.tallies().values():
-            if len(tally.first) > _LONGEST_PLACE:
-                tally.first = "..." + tally.first[-_LONGEST_PLACE:]
-        block = json.dumps(asdict(header), ensure_ascii=False).encode().ljust(_HEADER_BYTES - _SUM_BYTES)
+        counts.digest = digest.hexdigest()
+        block = json.dumps(asdict(counts), ensure_ascii=False).encode().ljust(_HEADER_BYTES - _SUM_BYTES)
         file.seek(0)
         file.write(block + _sum(block))
 
 
-def remove_unfinished(directory: Path) -> None:
-    """Remove token files that a killed process was writing. Nobody may be writing one there."""
-    for unfinished in directory.glob(f"*{TEMPORARY_SUFFIX}"):
-        unfinished.unlink(missing_ok=True)
-
-
-def _sum(data: bytes | bytearray | memoryview) -> bytes:
+def _sum(data: bytes) -> bytes:
     return zlib.crc32(data).to_bytes(_SUM_BYTES, "little")
+
+
+def _checked(data: bytes) -> bytes:
+    content = data[:-_SUM_BYTES]
+    if _sum(content) != data[-_SUM_BYTES:]:
+        raise ValueError("not what was written")
+    return content

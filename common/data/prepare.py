@@ -8,7 +8,6 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from itertools import groupby
 from pathlib import Path
 from typing import TypeVar
 
@@ -30,20 +29,19 @@ from common.data.items import Item, classes_of_records, labels_of_records, pairs
 from common.data.pack import (
     FORMAT_VERSION,
     TRAINED,
-    Header,
     Packer,
     Padder,
     TokenFile,
     cut_documents,
     padded_row,
-    remove_unfinished,
     tokenizer_identity,
     write_token_file,
 )
-from common.data.read import DataRecord, is_text_file
-from common.data.selection import RecordSelection, nothing_to_train
-from common.data.shapes import PlainText, examples_of_records, examples_of_text_file
+from common.data.read import DataRecord
+from common.data.selection import Counts, Tally
+from common.data.shapes import PlainText, examples_of_records
 from common.errors import UserError
+from common.files import TEMPORARY_SUFFIX
 from common.memory.meter import return_free_memory
 from common.store.directories import DirectoryLock
 from common.units import format_bytes, format_count
@@ -57,7 +55,7 @@ class ItemKind:
 
     name: str
     batches: type[ItemBatches]
-    items: Callable[[Iterable[tuple[str, DataRecord]]], Iterator[Item]]
+    items: Callable[[Iterable[DataRecord]], Iterator[Item]]
     classifies: bool = False  # Whether batches are for a sequence classifier
     pad: int | None = None  # Token to pad with; None: the tokenizer's
     identity: tuple[object, ...] = ()  # What else the rows depend on, as JSON
@@ -118,26 +116,25 @@ def _open(
     path = cache_dir / f"{'data' if kind is None else kind.name}-{key}.tokens"
 
     def build(doing: Activity) -> None:
+        counts = RowFitter(config.seq_len, config.truncate, len(files))
         encoder = Encoder(
             tokenizer,
-            RowFitter(config.seq_len, config.truncate),
+            counts,
             vocab_size=config.vocab_size,
             every_token=config.every_token,
             is_alone=is_alone,
             drop_unseen=config.drop_unseen,
         )
-        header = Header(seq_len=config.seq_len + is_alone, files=len(files), **encoder.fitting.tallies())
-        with write_token_file(path, header) as add:
+        records = config.selection.read(files)
+        with write_token_file(path, counts) as add:
             if kind is None:
                 packer = (Packer if config.packed else Padder)(config.seq_len, pad, add)
-                _pack(_encode_files(files, encoder, config.selection), header, packer, doing)
+                _pack(encoder.encode(examples_of_records(records)), counts, packer, doing)
             else:
-                for item in kind.items(config.selection.read(files)):
-                    for row in _rows_of_item(item, kind, encoder, header):
-                        words = padded_row(next(cut_documents([row], config.seq_len)), config.seq_len, pad)
-                        add(np.append(words, np.uint32(item.mark)))
-            if not header.rows:
-                raise UserError(nothing_to_train(files, header, header.changes(config.seq_len, config.truncate)))
+                for item in kind.items(records):
+                    for row in _rows_of_item(item, kind, encoder):
+                        add(padded_row(next(cut_documents([row], config.seq_len)), config.seq_len, pad), item.mark)
+            counts.check_any_rows(files)
 
     return open_or_build(lambda: batches(TokenFile(path)), build, files, cache_dir)
 
@@ -155,7 +152,8 @@ def open_or_build(
     ):
         with unusable:
             return open_file()
-        remove_unfinished(cache_dir)
+        for unfinished in cache_dir.glob(f"*{TEMPORARY_SUFFIX}"):  # of a process that was killed
+            unfinished.unlink(missing_ok=True)
         size = format_bytes(sum(file.stat().st_size for file in files))
         doing.what = f"reading {files[0].name if len(files) == 1 else f'{len(files):,} data files'} ({size})"
         build(doing)
@@ -166,34 +164,35 @@ def open_or_build(
     return open_file()
 
 
-def _pack(documents: Iterable[EncodedSegment], header: Header, packer: Packer | Padder, doing: Activity) -> None:
+def _pack(documents: Iterable[EncodedSegment], counts: Counts, packer: Packer | Padder, doing: Activity) -> None:
 
     def count() -> Iterator[EncodedSegment]:
         for document in documents:
-            header.documents += document.ends
+            counts.documents += document.ends
             yield document
 
     what = doing.what
-    for piece in cut_documents(count(), header.seq_len):
-        doing.what = f"{what}: {format_count(header.tokens)} tokens so far"
+    for piece in cut_documents(count(), counts.seq_len):
+        doing.what = f"{what}: {format_count(counts.tokens)} tokens so far"
         trained = int(np.count_nonzero(piece & TRAINED))
         if not trained:
-            header.skipped_tokens += len(piece)
+            counts.skipped_tokens += len(piece)
             continue
-        header.tokens += len(piece)
-        header.trainable_tokens += trained
+        counts.tokens += len(piece)
+        counts.trainable_tokens += trained
         packer.add(piece)
     packer.finish()
 
 
-def _rows_of_item(item: Item, kind: ItemKind, encoder: Encoder, header: Header) -> list[EncodedSegment]:
+def _rows_of_item(item: Item, kind: ItemKind, encoder: Encoder) -> list[EncodedSegment]:
     """Return the rows of an item if all of them fit and teach something, and count them."""
+    counts, rows = encoder.fitting, list[EncodedSegment]()
     if not item.examples:
-        header.empty.add(0, item.where)
+        counts.empty.add(0, item.where)
         return []
-    header.documents += 1
-    before = {name: tally.records for name, tally in encoder.fitting.tallies().items()}
-    rows: list[EncodedSegment] = []
+    counts.documents += 1
+    tallies = [value for value in vars(counts).values() if isinstance(value, Tally)]
+    before = [tally.records for tally in tallies]
     for example in item.examples:
         if kind.batches is ClassBatches and isinstance(example, PlainText):
             segments = list(encoder.encode_classified(example))
@@ -205,23 +204,13 @@ def _rows_of_item(item: Item, kind: ItemKind, encoder: Encoder, header: Header) 
                 "the answers of this record do not fit into one row: make it one record for each answer."
             )
         rows += segments
-    for name, tally in encoder.fitting.tallies().items():  # both answers of a pair are one record
-        tally.records = min(tally.records, before[name] + 1)
+    for tally, records in zip(tallies, before, strict=True):  # both answers of a pair are one record
+        tally.records = min(tally.records, records + 1)
     if len(rows) < len(item.examples):
         return []
-    header.tokens += sum(len(row.ids) for row in rows)
-    header.trainable_tokens += sum(int(row.trained.sum()) for row in rows)
+    counts.tokens += sum(len(row.ids) for row in rows)
+    counts.trainable_tokens += sum(int(row.trained.sum()) for row in rows)
     return rows
-
-
-def _encode_files(files: list[Path], encoder: Encoder, selection: RecordSelection) -> Iterator[EncodedSegment]:
-    """Encode the files in their order: each text file is one document, all others have records."""
-    if any(map(is_text_file, files)):
-        selection.check_whole_files()
-    for name, group in groupby(selection.read(files), lambda pair: pair[0]):
-        records = (record for _, record in group)
-        is_text = is_text_file(Path(name))
-        yield from encoder.encode((examples_of_text_file if is_text else examples_of_records)(records, name))
 
 
 def padding_id(tokenizer: PreTrainedTokenizerBase, vocab_size: int | None) -> int:

@@ -4,13 +4,14 @@ import hashlib
 import itertools
 import json
 import math
+import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
 from typing import Any, Self
 
-from common.data.read import DataRecord, read_records
+from common.data.read import DataRecord, extension_of, read_records
 from common.errors import UserError, did_you_mean
 from common.units import counted, format_count
 
@@ -39,10 +40,21 @@ class Tally:
         self.tokens += tokens
 
 
-@dataclass(kw_only=True)
-class Tallies:
-    """Counts of records that are not trained on as they were written, and of how instructions were rendered."""
+@dataclass
+class Counts:
+    """What a file of prepared data holds, and which records are not in it as they were written."""
 
+    seq_len: int = sys.maxsize  # Tokens of a row
+    truncate: bool = True  # Whether records that are longer are cut; else they are left out
+    files: int = 0
+    documents: int = 0
+    images: int = 0
+    rows: int = 0
+    longest: int = 0  # Number of tokens of the longest row of a conversation with images
+    tokens: int = 0  # Number of tokens, without padding
+    trainable_tokens: int = 0
+    skipped_tokens: int = 0  # Number of tokens in pieces without any trained one, which are left out
+    digest: str = ""  # Hash of all rows in order: equal data have equal hashes, wherever they lie
     cut: Tally = field(default_factory=Tally)
     left_out: Tally = field(default_factory=Tally)  # Records that are too long, or without an answer in the row
     untrained: Tally = field(default_factory=Tally)  # Records without any answer to train on, however long the row
@@ -51,32 +63,17 @@ class Tallies:
     turns: Tally = field(default_factory=Tally)  # Instructions that became turns of the chat template
     alpaca: Tally = field(default_factory=Tally)  # Instructions that became Alpaca's text
 
-    def tallies(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if isinstance(value, Tally)}
-
-
-@dataclass(kw_only=True)
-class DataCounts(Tallies):
-    """The header of a file of prepared data."""
-
-    rows: int = 0
-    tokens: int = 0  # Number of tokens, without padding
-    trainable_tokens: int = 0
-    digest: str = ""  # Hash of all rows in order: equal data have equal hashes, wherever they lie
-
     @classmethod
     def parse(cls, text: bytes) -> Self:
         """Read what was written as JSON."""
         values = json.loads(text)
-        if not isinstance(values, dict) or set(values) != {field.name for field in fields(cls)}:
-            raise ValueError("not the header of prepared data")
         tallies = {name: Tally(**value) for name, value in values.items() if isinstance(value, dict)}
         return cls(**(values | tallies))
 
-    def changes(self, seq_len: int, truncate: bool) -> list[str]:
+    def changes(self) -> list[str]:
         """Describe what is cut and what is left out, each with the place of the first such record."""
-        longer = f"longer than a row of {seq_len:,} tokens"
-        if truncate:
+        longer = f"longer than a row of {self.seq_len:,} tokens"
+        if self.truncate:
             too_long = f"{longer}, with no room for an answer (a larger --seq-len has it)"
         else:
             too_long = f"{longer} (--drop-long; --truncate keeps what fits of them)"
@@ -91,21 +88,23 @@ class DataCounts(Tallies):
             ("instructions", self.turns, turns),
             ("instructions", self.alpaca, "Alpaca's texts"),
         )
+        skipped = [f"left out: {format_count(self.skipped_tokens)} tokens of texts of one token"]
         return [
             f"{what}: {counted(tally.records, 'record')}"
             f"{f', {format_count(tally.tokens)} tokens' if tally.tokens else ''}; first {tally.first}; {why}"
             for what, tally, why in lines
             if tally.records
-        ]
+        ] + (skipped if self.skipped_tokens else [])
 
-
-def nothing_to_train(files: list[Path], counts: DataCounts, changes: list[str]) -> str:
-    """Explain that no token of ``files`` is trained on."""
-    named = ", ".join(str(file) for file in files[:3]) + (", ..." if len(files) > 3 else "")
-    if not (counts.left_out.records or counts.untrained.records or counts.unseen.records):
-        first = f" (the first is {counts.empty.first})" if counts.empty.records else ""
-        return f"The data is empty: no record with any text to learn in {named}{first}."
-    return f"There is no token to train on in {named}: {'; '.join(changes)}."
+    def check_any_rows(self, files: Sequence[Path]) -> None:
+        """Reject ``files`` of which no token is trained on."""
+        if self.rows:
+            return
+        named = ", ".join(str(file) for file in files[:3]) + (", ..." if len(files) > 3 else "")
+        if not (self.left_out.records or self.untrained.records or self.unseen.records):
+            first = f" (the first is {self.empty.first})" if self.empty.records else ""
+            raise UserError(f"The data is empty: no record with any text to learn in {named}{first}.")
+        raise UserError(f"There is no token to train on in {named}: {'; '.join(self.changes())}.")
 
 
 @dataclass(frozen=True)
@@ -130,24 +129,21 @@ class RecordSelection:
             return []
         return [sorted(self.columns.items()), self.limit, self.held_out, self.takes_held_out, self.files_of_sets]
 
-    def check_whole_files(self) -> None:
-        """Refuse to take a part of a text file, which is one document."""
-        if self.held_out or self.limit is not None or self.columns:
+    def read(self, files: Sequence[Path]) -> Iterator[DataRecord]:
+        """Read what is taken of the records of ``files``."""
+        if any(extension_of(file) == ".txt" for file in files) and (self.held_out or self.limit or self.columns):
             raise UserError(
                 "A .txt file is one text without records: --eval-split, --max-records and --columns are for the other "
                 'formats. Give --eval-data for evaluation, or write the text as records, {"text": ...}.'
             )
-
-    def read(self, files: Sequence[Path]) -> Iterator[tuple[str, DataRecord]]:
-        """Read what is taken of the records of ``files``, each with the name of its file."""
         rest, records, taken = list(files), 0, 0
         for size in self.files_of_sets or (len(rest),):
-            numbered = enumerate((str(file), record) for file in rest[:size] for record in read_records(file))
-            for number, (file, record) in itertools.islice(numbered, self.limit):
+            numbered = enumerate(record for file in rest[:size] for record in read_records(file))
+            for number, record in itertools.islice(numbered, self.limit):
                 records += 1
                 if not self.held_out or self._is_held_out(number) is self.takes_held_out:
                     taken += 1
-                    yield file, self._renamed(file, record) if self.columns else record
+                    yield self._renamed(record) if self.columns else record
             rest = rest[size:]
         if records and not taken:
             raise UserError(
@@ -162,12 +158,12 @@ class RecordSelection:
         drawn = int.from_bytes(hashlib.blake2b(str(window).encode(), digest_size=8).digest(), "big") % (end - first)
         return number == first + drawn
 
-    def _renamed(self, file: str, record: DataRecord) -> DataRecord:
-        values = dict(record.values)
+    def _renamed(self, record: DataRecord) -> DataRecord:
+        values = record.values
         for column in self.columns.values():
             if column not in values:
                 raise UserError(
-                    f"{file}, {record.position} has no column {column!r} (--columns); its columns are "
+                    f"{record.where} has no column {column!r} (--columns); its columns are "
                     f"{', '.join(values)}.{did_you_mean(column, values)}"
                 )
         taken = {name: values[column] for name, column in self.columns.items()}
@@ -175,4 +171,4 @@ class RecordSelection:
         layouts = [set(layout) for layout in LAYOUTS if not self.columns.keys().isdisjoint(layout)]
         others = {name for layout in LAYOUTS for name in layout} - set().union(*layouts) if layouts else set()
         rest = {name: value for name, value in values.items() if name not in others | set(self.columns.values())}
-        return DataRecord({**rest, **taken}, record.position)
+        return record._replace(values={**rest, **taken})

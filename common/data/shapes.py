@@ -4,7 +4,6 @@ A layout is a column with the prompt or the whole, and one with the answer. Wher
 values, the more structured one wins: public data sets often carry a flattened ``text`` next to the real thing.
 """
 
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,8 +12,6 @@ from common.data.messages import Message, has_text, messages_of, same_turns
 from common.data.read import DataRecord, require_text, structured
 from common.data.selection import LAYOUTS
 from common.errors import UserError
-
-SEGMENT_CHARACTERS = 1 << 17  # Characters of the segments in which longer texts are tokenized
 
 ALPACA_PROMPT = (
     "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
@@ -33,18 +30,22 @@ KNOWN_SHAPES = "text | messages or conversations | prompt, completion | instruct
 
 @dataclass(frozen=True)
 class PlainText:
-    """A document, or a segment of one, as text. Only ``completion`` carries loss."""
+    """A document, or a segment of one, as text. Only ``completion`` carries loss.
+
+    It gets the tokenizer's prefix (BOS, if it has one) if nothing comes ``before``, and an EOS if it ``ends``.
+    """
 
     prompt: str
     completion: str
-    begins: bool = True  # Whether the document starts here: then it gets the tokenizer's prefix (BOS, if it has one)
-    ends: bool = True  # Whether the document ends here: then it gets an EOS
+    before: str = ""  # Of a segment, the end of the one before
+    ends: bool = True  # Whether the document ends here
     where: str = ""  # File and line, for messages about it
 
     @property
     def is_empty(self) -> bool:
         """Whether there is nothing to learn from."""
-        return self.begins and self.ends and not (self.completion if self.prompt else self.completion.strip())
+        whole = self.ends and not self.before
+        return whole and not (self.completion if self.prompt else self.completion.strip())
 
 
 @dataclass(frozen=True)
@@ -78,15 +79,10 @@ class Chat:
 Example = PlainText | Chat
 
 
-def examples_of_text_file(lines: Iterable[DataRecord], file: str = "") -> Iterator[Example]:
-    """Return a text file as one document, blank lines included: paragraphs of a book belong together."""
-    return _segments((line.values["text"], f"{file}, {line.position}") for line in lines)
-
-
-def examples_of_records(records: Iterable[DataRecord], file: str) -> Iterator[Example]:
-    """Return the examples of a file of records."""
-    for values, position in records:
-        where = f"{file}, {position}"
+def examples_of_records(records: Iterable[DataRecord]) -> Iterator[Example]:
+    """Return records as examples; a text file is one document: paragraphs of a book belong together."""
+    for record in records:
+        values, where = record.values, record.where
         layout = layout_of(values)
         if layout is None:
             hint = "Give columns of other names with --columns: prompt=question completion=answer."
@@ -94,11 +90,7 @@ def examples_of_records(records: Iterable[DataRecord], file: str) -> Iterator[Ex
                 hint = "A preferred and a rejected answer are for --objective dpo or reward."
             columns = f"has the columns {', '.join(values)}; none of the known record shapes"
             raise UserError(f"{where} {columns}: {KNOWN_SHAPES}. {hint}")
-        example = example_of(values, where, *layout)
-        if isinstance(example, PlainText) and not example.prompt:
-            yield from _segments([(example.completion, where)])
-        else:
-            yield example
+        yield example_of(values, where, *layout)
 
 
 def layout_of(record: Mapping[str, Any]) -> tuple[str, str | None] | None:
@@ -211,30 +203,6 @@ def _with_system(system: str, turns: list[Message], where: str) -> list[Message]
             return turns
         raise UserError(f"{where} has a 'system' column, and a conversation with another system prompt: leave one out.")
     return [first, *turns]
-
-
-def _segments(parts: Iterable[tuple[str, str]]) -> Iterator[PlainText]:
-    """Cut a text, given in parts with file and line of each; only a part and a segment are held at once."""
-    held, begins, where = "", True, ""
-    for text, position in parts:
-        held += text
-        where, start = where or position, 0
-        while len(held) - start > SEGMENT_CHARACTERS:
-            stop = _cut_before(held, start, start + SEGMENT_CHARACTERS)
-            yield PlainText("", held[start:stop], begins, ends=False, where=where)
-            start, begins, where = stop, False, position
-        if start:
-            held = held[start:]
-    yield PlainText("", held, begins, where=where)
-
-
-def _cut_before(text: str, start: int, limit: int) -> int:
-    """Return where to cut a text: behind a line break, else before a space, as tokenizers do; else at the limit."""
-    first = max(start + 1, limit - 4096)
-    for pattern in (r"\n(?=\S)", r"(?<=\S)(?= \S)"):  # tokens may hold several white spaces
-        if cuts := [match.end() for match in re.finditer(pattern, text[first : limit + 1])]:
-            return first + cuts[-1]
-    return limit
 
 
 def _template_options(record: Mapping[str, Any], where: str) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 import itertools
 import json
 import re
+from pathlib import Path
 from typing import Any
 
 from hypothesis import given, settings
@@ -93,9 +94,9 @@ def _plain(turns: list[Turn]) -> list[dict[str, str]]:
 @given(records())
 def test_every_text_of_a_record_is_there_once_and_only_answers_carry_loss(drawn: Any) -> None:
     record, everything, answers = drawn
-    read = [("data.jsonl", DataRecord(record, "line 1"))]
+    read = [DataRecord(record, Path("data.jsonl"), "line 1")]
     if "chosen" not in record:
-        [(shown, trained)] = texts_of(examples_of_records([read[0][1]], "data.jsonl"))
+        [(shown, trained)] = texts_of(examples_of_records(read))
         assert (sorted(shown), sorted(trained)) == (sorted(everything), sorted(answers))
         return
     [item] = pairs_of_records(read)
@@ -113,10 +114,10 @@ def test_what_a_row_does_not_take_is_cut_at_its_end_or_left_out_and_counted(
     record, *_ = drawn
     if "chosen" in record:
         return
-    examples = [DataRecord(record, "line 1")]
-    [whole] = Encoder(TOKENIZER).encode(examples_of_records(examples, "data.jsonl"))
+    examples = [DataRecord(record, Path("data.jsonl"), "line 1")]
+    [whole] = Encoder(TOKENIZER).encode(examples_of_records(examples))
     encoder = Encoder(TOKENIZER, RowFitter(seq_len, truncate))
-    parts, counts = list(encoder.encode(examples_of_records(examples, "data.jsonl"))), encoder.fitting
+    parts, counts = list(encoder.encode(examples_of_records(examples))), encoder.fitting
     length = sum(len(part.ids) for part in parts)
     assert length <= seq_len
     for part in parts:
@@ -152,7 +153,7 @@ def test_texts_of_any_content_are_rendered_as_they_are_written(system: str, aske
     ):
         line = json.loads(json.dumps({**record, "system": system, "n": 1}))
         encoder = Encoder(TOKENIZER)
-        documents = list(encoder.encode(examples_of_records([DataRecord(line, "line 1")], "data.jsonl")))
+        documents = list(encoder.encode(examples_of_records([DataRecord(line, Path("data.jsonl"), "line 1")])))
         if not answer.strip():
             assert (documents, encoder.fitting.empty.records) == ([], 1)
             continue
@@ -188,9 +189,9 @@ VALUES = JUNK | st.lists(TURN, max_size=3) | TURN | st.lists(CALL, max_size=2)
 @settings(max_examples=300, deadline=None, derandomize=True)
 @given(st.dictionaries(COLUMNS, VALUES, min_size=1, max_size=5))
 def test_a_record_of_any_content_is_taken_or_its_line_is_rejected(record: dict[str, Any]) -> None:
-    encoder, read = Encoder(TOKENIZER, is_alone=True), [("data.jsonl", DataRecord(record, "line 1"))]
+    encoder, read = Encoder(TOKENIZER, is_alone=True), [DataRecord(record, Path("data.jsonl"), "line 1")]
     kinds = (
-        lambda: list(encoder.encode(examples_of_records([read[0][1]], "data.jsonl"))),
+        lambda: list(encoder.encode(examples_of_records(read))),
         lambda: [list(encoder.encode(item.examples)) for item in pairs_of_records(read)],
         lambda: list(classes_of_records(read, {"1": 0})),
         lambda: labels_of_records(read * 2),

@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerFast
 
 import common.data.prepare
 from common.data import Batches, DataConfig, RandomBatches, open_data
-from common.data.pack import Header
+from common.data.selection import Counts
 from common.errors import FinetuneError, UserError
 from tests.common.data.conftest import MARKED_TEMPLATE, make_tokenizer, write_records
 
@@ -241,12 +241,12 @@ def test_a_flipped_bit_is_never_trained_on(corpus: str, tokenizer: PreTrainedTok
     config = DataConfig((corpus,), 64, 1, shuffle=False)
     batches = open_data(config, tokenizer, tmp_path)
     (file,) = tmp_path.glob("*.tokens")
-    second = 4096 + 64 * 4 + 4
-    for at in (second, second + 17, second + 64 * 4 + 3):  # a row is followed by its checksum
+    second = (1 << 16) + 64 * 4 + 8
+    for at in (second, second + 17, second + 64 * 4 + 7):  # a row is followed by its label and checksum
         flip(file, at)
         assert batches.batch(0) and batches.batch(2)
         with pytest.raises(
-            FinetuneError, match=rf"damaged: bytes {second:,} to 4,615 of {re.escape(str(file))} are not"
+            FinetuneError, match=rf"damaged: bytes {second:,} to 66,063 of {re.escape(str(file))} are not"
         ):
             batches.batch(1)
         flip(file, at)
@@ -262,7 +262,7 @@ def test_what_a_killed_process_left_is_removed_and_two_take_turns(
     built: list[Path] = []
     real = common.data.prepare.write_token_file
 
-    def write(path: Path, header: Header) -> AbstractContextManager[Callable[[np.ndarray], None]]:
+    def write(path: Path, header: Counts) -> AbstractContextManager[Callable[..., None]]:
         built.append(path)
         time.sleep(0.3)  # the other one looks for the file meanwhile
         return real(path, header)

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from common.data import DataConfig, open_data
 from common.data.encode import Encoder
 from common.data.read import DataRecord, read_records
-from common.data.shapes import SEGMENT_CHARACTERS, Example, PlainText, examples_of_records, examples_of_text_file
+from common.data.shapes import Example, PlainText, examples_of_records
 from common.errors import UserError
 from tests.common.data.conftest import (
     MARKED_TEMPLATE,
@@ -48,12 +48,12 @@ def encode(tokenizer: PreTrainedTokenizerFast, *examples: Example) -> list[tuple
 
 
 def encode_records(tokenizer: PreTrainedTokenizerFast, *records: dict[str, Any]) -> list[tuple[str, str]]:
-    return encode(tokenizer, *examples_of_records(numbered(records), "data.jsonl"))
+    return encode(tokenizer, *examples_of_records(numbered(records)))
 
 
 def numbered(records: Iterable[dict[str, Any]]) -> Iterator[DataRecord]:
     for number, record in enumerate(records, 1):
-        yield DataRecord(record, f"line {number}")
+        yield DataRecord(record, Path("data.jsonl"), f"line {number}")
 
 
 @pytest.mark.parametrize("bos", [True, False])
@@ -84,12 +84,10 @@ def test_a_text_in_segments_has_the_tokens_of_the_whole(normalizer: Any, words: 
     text = "".join(words) + "."
     whole = [1, *tokenizer(text, add_special_tokens=False)["input_ids"], 2]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("common.data.shapes.SEGMENT_CHARACTERS", 32)
-        lines = numbered({"text": text[at : at + 7]} for at in range(0, len(text), 7))
-        for examples in (examples_of_records(numbered([{"text": text}]), "f"), examples_of_text_file(lines)):
-            parts = list(Encoder(tokenizer).encode(examples))
-            assert [part.ends for part in parts] == [False] * (len(parts) - 1) + [True]
-            assert [token for part in parts for token in part.ids.tolist()] == whole
+        patch.setattr("common.data.encode.SEGMENT_CHARACTERS", 32)
+        parts = list(Encoder(tokenizer).encode(examples_of_records(numbered([{"text": text}]))))
+        assert [part.ends for part in parts] == [False] * (len(parts) - 1) + [True]
+        assert [token for part in parts for token in part.ids.tolist()] == whole
 
 
 def test_a_text_without_a_clean_cut_is_tokenized_whole(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,10 +96,9 @@ def test_a_text_without_a_clean_cut_is_tokenized_whole(monkeypatch: pytest.Monke
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     trainer = trainers.BpeTrainer(vocab_size=600, special_tokens=["<pad>", "<s>", "</s>"], show_progress=False)
     tokenizer.backend_tokenizer.train_from_iterator(["a b " * 50] * 9, trainer)
-    monkeypatch.setattr("common.data.shapes.SEGMENT_CHARACTERS", 64)
+    monkeypatch.setattr("common.data.encode.SEGMENT_CHARACTERS", 64)
     text = "a b " * 50
-    assert len(list(examples_of_records(numbered([{"text": text}]), "f"))) > 3
-    [part] = Encoder(tokenizer).encode(examples_of_records(numbered([{"text": text}]), "f"))
+    [part] = Encoder(tokenizer).encode(examples_of_records(numbered([{"text": text}])))
     assert part.ids.tolist() == [1, *tokenizer(text, add_special_tokens=False)["input_ids"], 2]
 
 
@@ -109,9 +106,8 @@ def test_a_row_of_65536_tokens_comes_from_pieces_of_one_line(tmp_path: Path) -> 
     tokenizer, file = make_tokenizer(), tmp_path / "a.txt"
     text = "The quick brown fox jumps over the lazy dog. " * 10_000
     file.write_text(text)
-    lines, segments = read_records(file), list(examples_of_text_file(read_records(file)))
-    assert max(len(line.values["text"]) for line in lines) <= 1 << 16
-    assert max(len(part.completion) for part in segments if isinstance(part, PlainText)) <= SEGMENT_CHARACTERS
+    parts = list(Encoder(tokenizer).encode(examples_of_records(read_records(file))))
+    assert [part.ends for part in parts] == [False] * 3 + [True]
     batches = open_data(DataConfig((str(file),), 65_536, 1, shuffle=False), tokenizer, tmp_path / "cache")
     assert (
         batches.batch(0)["input_ids"][0].tolist()
@@ -214,7 +210,7 @@ def test_keys_of_other_records_do_not_reach_the_template(tmp_path: Path) -> None
         ("a.parquet", "{'x': 1}"),
     ]:
         path = Path(write_records(tmp_path / name, [{"messages": [message]}, {"messages": [other]}]))
-        [(first, _), (second, _)] = encode(tokenizer, *examples_of_records(read_records(path), name))
+        [(first, _), (second, _)] = encode(tokenizer, *examples_of_records(read_records(path)))
         call_written = "{'function': {'name': 'f', 'arguments': " + arguments + "}}"
         assert sorted(first.split(";")) == [
             "", "content=A", "role=assistant", f"tool_calls=[{call_written}]",
@@ -254,7 +250,7 @@ def test_tools_and_calls_reach_the_template(arguments: Any, tools: Any) -> None:
     )
     answers = 'weather({"city": "Paris", "day": null})!</s>\nIt is sunny.!</s>\n'
     assert encode_records(tokenizer, record) == [(expected, answers)]
-    [example] = Encoder(tokenizer).encode(examples_of_records(numbered([record]), "f"))
+    [example] = Encoder(tokenizer).encode(examples_of_records(numbered([record])))
     assert example.ids.tolist() == tokenizer(expected, add_special_tokens=False)["input_ids"]
     split = {**record, "messages": None, "prompt": record["messages"][:3], "completion": record["messages"][3:]}
     assert encode_records(tokenizer, split) == [(expected, "It is sunny.!</s>\n")]

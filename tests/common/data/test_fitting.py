@@ -10,8 +10,9 @@ from transformers import PreTrainedTokenizerFast
 
 from common.data import DataConfig, PackedBatches, open_data
 from common.data.encode import Encoder, RowFitter
-from common.data.pack import Header, TokenFile, write_token_file
+from common.data.pack import TokenFile, write_token_file
 from common.data.read import DataRecord
+from common.data.selection import Counts
 from common.data.shapes import examples_of_records
 from common.errors import UserError
 from tests.common.data.conftest import (
@@ -33,7 +34,7 @@ Document = tuple[list[int], list[bool]]
 
 
 def fit(tokenizer: PreTrainedTokenizerFast, record: dict[str, Any], fitting: RowFitter) -> list[Document]:
-    examples = examples_of_records([DataRecord(record, "line 1")], "chats.jsonl")
+    examples = examples_of_records([DataRecord(record, Path("chats.jsonl"), "line 1")])
     return [(part.ids.tolist(), part.trained.tolist()) for part in Encoder(tokenizer, fitting).encode(examples)]
 
 
@@ -206,16 +207,16 @@ def test_nothing_fits(tmp_path: Path) -> None:
 
 
 def test_long_names_of_files_fit_into_the_header(tmp_path: Path) -> None:
-    header = Header(
+    header = Counts(
         seq_len=8, files=10**9, documents=10**15, tokens=10**15, trainable_tokens=10**15, skipped_tokens=10**15
     )
     for tally in (header.cut, header.left_out, header.untrained):
         tally.add(10**15, "/" + "\U0001f43a" * 1000 + "/chats.jsonl, line 1000000000")
     with write_token_file(tmp_path / "a.tokens", header) as add:
-        add(np.arange(8, dtype=np.uint32))
+        add(np.arange(8, dtype=np.uint32), 7)
     read = TokenFile(tmp_path / "a.tokens")
     assert read.header == header and read.header.cut.first.endswith("chats.jsonl, line 1000000000")
-    assert read.read(np.array([0])).tolist() == [list(range(8))]
+    assert [part.tolist() for part in read.read(np.array([0]))] == [[list(range(8))], [7]]
     read.close()
 
 

@@ -16,7 +16,7 @@ pytest.importorskip("PIL", reason="pip install 'fuyou[images]'")
 from common.data import DataConfig
 from common.data.images import ImageBatches, any_images, has_images, load_processor, open_image_data, with_images
 from common.data.messages import messages_of
-from common.errors import FinetuneError, UserError
+from common.errors import UserError
 from tests.common.data.processors import REWRITING_TEMPLATE, TEMPLATE, chat, draw, make_processor, write
 
 ASK = {"type": "text", "text": "What is the capital of France?"}
@@ -64,7 +64,7 @@ def test_all_ways_of_putting_an_image_give_the_same_conversation(tmp_path: Path)
     (chat([{"type": "image", "path": "gone.png"}], "x"), "here: there is no image .*gone.png"),
     (chat([{"type": "image", "url": "https://a/b.png"}], "x"), "nothing is downloaded: give a local file"),
     (chat([{"type": "image"}], "x"), "more places for images in its messages than images"),
-    ({**chat("hello", "x"), "images": ["a", "b"]}, "has 2 images, but no <image> in its messages"),
+    ({**chat("hello", "x"), "images": ["a", "b"]}, "has 2 more images than places for them in its messages"),
     (chat([{"type": "video", "path": "a.mp4"}], "x"), "a part of type 'video' cannot be trained on"),
     (chat([{"type": "image", "image": 3}], "x"), "an image is given as int"),
 ])  # fmt: skip
@@ -172,11 +172,14 @@ def test_prepared_data_are_used_again_and_checked(tmp_path: Path) -> None:
     picture.write_bytes(b"no picture")
     with pytest.raises(UserError, match=r"line 1: the image .*0.png cannot be read"):
         again.batch(0)
-    content = bytearray(index.read_bytes())
-    content[20] ^= 1
-    index.write_bytes(content)
-    with pytest.raises(FinetuneError, match="prepared data are damaged: line 1"):
-        opened([data], tmp_path).batch(0)
+    draw(picture, 0)
+    for at in (20, -20):  # a row, and the counts behind all rows
+        content = bytearray(index.read_bytes())
+        content[at] ^= 1
+        index.write_bytes(content)
+        assert opened([data], tmp_path).digest == digest and index.read_bytes() != content, (
+            "damaged, and not made again"
+        )
 
 
 def test_files_with_images_are_distinguished_from_others(tmp_path: Path) -> None:

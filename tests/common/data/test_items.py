@@ -2,6 +2,7 @@
 
 import datetime
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,8 +12,8 @@ from common.data.read import DataRecord
 from common.errors import UserError
 
 
-def given(*records: dict[str, Any]) -> list[tuple[str, DataRecord]]:
-    return [("a.jsonl", DataRecord(record, f"line {i + 1}")) for i, record in enumerate(records)]
+def given(*records: dict[str, Any]) -> list[DataRecord]:
+    return [DataRecord(record, Path("a.jsonl"), f"line {i + 1}") for i, record in enumerate(records)]
 
 
 def test_classes_are_numbered() -> None:

@@ -39,13 +39,13 @@ def shown(tokenizer: PreTrainedTokenizerFast, documents: Any) -> list[str]:
 
 def read(record: dict[str, Any], template: str | None = PLAIN_TEMPLATE, **options: Any) -> list[str]:
     tokenizer = make_tokenizer(template)
-    examples = examples_of_records([DataRecord(record, "line 1")], "data.jsonl")
+    examples = examples_of_records([DataRecord(record, Path("data.jsonl"), "line 1")])
     return shown(tokenizer, Encoder(tokenizer, **options).encode(examples))
 
 
 def pairs(record: dict[str, Any], template: str | None = PLAIN_TEMPLATE) -> list[str]:
     tokenizer = make_tokenizer(template)
-    [item] = pairs_of_records([("data.jsonl", DataRecord(record, "line 1"))])
+    [item] = pairs_of_records([DataRecord(record, Path("data.jsonl"), "line 1")])
     return shown(tokenizer, Encoder(tokenizer, is_alone=True).encode(item.examples))
 
 

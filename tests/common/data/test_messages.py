@@ -2,6 +2,7 @@
 
 import datetime
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ def turn(name: str, value: Any, **more: Any) -> dict[str, Any]:
 
 
 def chat_of(record: dict[str, Any]) -> Chat:
-    (chat,) = examples_of_records([DataRecord(record, "line 1")], "data.jsonl")
+    (chat,) = examples_of_records([DataRecord(record, Path("data.jsonl"), "line 1")])
     assert isinstance(chat, Chat)
     return chat
 

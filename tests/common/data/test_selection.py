@@ -31,7 +31,7 @@ def files(tmp_path: Path) -> Callable[..., list[Path]]:
 
 
 def taken(selection: RecordSelection, files: list[Path]) -> list[int]:
-    return [record.values["n"] for _, record in selection.read(files)]
+    return [record.values["n"] for record in selection.read(files)]
 
 
 def both(files: list[Path], part: float, **options: Any) -> tuple[list[int], list[int]]:
@@ -108,7 +108,7 @@ def test_columns_by_other_names(tmp_path: Path) -> None:
     file = tmp_path / "f.jsonl"
     file.write_text('{"question": "a", "answer": "b", "prompt": "no", "id": 3}\n{"questions": 1}\n')
     records = selection.read([file])
-    assert next(records)[1].values == {"prompt": "a", "completion": "b", "id": 3}
+    assert next(records).values == {"prompt": "a", "completion": "b", "id": 3}
     with pytest.raises(UserError, match=r"f.jsonl, line 2 has no column 'question' .*Did you mean 'questions'"):
         next(records)
 
@@ -125,7 +125,7 @@ def test_named_columns_decide_the_layout(tmp_path: Path) -> None:
         ({"text": "q"}, {"text", "a", "input", "chosen"}),
         ({"rejected": "q"}, {"rejected", "a", "messages", "text", "instruction", "input", "chosen"}),
     ):
-        [(_, record)] = RecordSelection(columns).read([file])
+        [record] = RecordSelection(columns).read([file])
         assert set(record.values) == taken
 
 

@@ -50,7 +50,7 @@ def encoder(name: str) -> Encoder:
 
 
 def encode(name: str, record: dict[str, Any]) -> list[EncodedSegment]:
-    return list(encoder(name).encode(examples_of_records([DataRecord(record, "line 1")], "data.jsonl")))
+    return list(encoder(name).encode(examples_of_records([DataRecord(record, Path("data.jsonl"), "line 1")])))
 
 
 def encoded_or_refused(name: str, record: dict[str, Any]) -> tuple[list[EncodedSegment], str]:
@@ -165,7 +165,7 @@ def test_prompts_and_pairs_are_tokenized_as_by_trl(name: str) -> None:
         [document] = encode(name, {"prompt": prompt, "completion": completion})
         assert (document.ids.tolist(), document.trained.tolist()) == expected
         record = {"prompt": prompt, "chosen": completion, "rejected": completion}
-        [item] = pairs_of_records([("data.jsonl", DataRecord(record, "line 1"))])
+        [item] = pairs_of_records([DataRecord(record, Path("data.jsonl"), "line 1")])
         for [document] in (encode_with.encode([example]) for example in item.examples):
             assert (document.ids.tolist(), document.trained.tolist()) == expected
 
