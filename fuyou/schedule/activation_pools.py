@@ -3,7 +3,7 @@
 from collections.abc import Callable, Hashable, Sequence
 
 from fuyou.layout.model_layout import Phase, Visit
-from fuyou.schedule.buffer_pool import NEVER, SortedPool
+from fuyou.schedule.buffer_pool import NEVER, Pool
 from fuyou.schedule.tasks import Activation, Op, StepList, Task
 
 #: ("x", i, m): input of block i (output of block i - 1, or of the embedding if i is 0) for micro-batch m;
@@ -51,8 +51,10 @@ class ActivationPools:
         self, activation: Activation, device: int, host: int, ssd: int, arguments: Callable[[Visit, int], Arguments]
     ):
         self._activation, self._arguments = activation, arguments
-        self._device = SortedPool(f"device activations ({activation.value})", device, self._next_use, spared=1)
-        self._host = SortedPool(f"host activations ({activation.value})", host, self._next_use, spared=1)
+        self._device, self._host = (
+            Pool(f"{tier} activations ({activation.value})", count, self._next_use, spared=1, announced=True)
+            for tier, count in (("device", device), ("host", host))
+        )
         self._ssd_free = list(range(ssd))
         self._ssd: dict[Hashable, tuple[int, Task]] = {}
         self._uses: dict[ActivationKey, list[int]] = {}

@@ -44,16 +44,28 @@ class Pool:
         spared: number of newest computations (see :meth:`end_computation`) whose buffers are given away last, that
             of the newest object last of all, because a taker waits for the computation to end and its results to leave.
             0 if only the next use counts.
+        announced: whether :meth:`update_next_use` and :meth:`sort_again` follow each change of a next use, so that
+            large pools need no search. Otherwise all objects are sorted for each taker.
     """
 
-    def __init__(self, name: str, count: int, next_use: Callable[[Hashable], float], spared: int = 0):
+    def __init__(
+        self,
+        name: str,
+        count: int,
+        next_use: Callable[[Hashable], float],
+        spared: int = 0,
+        announced: bool = False,
+    ):
         self.name = name
         self._newest = -1
         # The clock when each of the computations ended that are spared, and the one before: buffers are busy that were
         # used since.
         self._ends = deque([0], maxlen=spared + 1)
         self.slots = [Slot() for _ in range(count)]
-        self._next_use = next_use
+        self._next_use, self._announced = next_use, announced
+        # A heap: next use (negative), when last touched, index. Entries that do not hold any more are passed over.
+        # None: made when it is needed, which it never is in a pool that holds everything.
+        self._sorted: list[tuple[float, int, int]] | None = None
         self._where: dict[Hashable, int] = {}
         self._empty = [(0, index) for index in range(count)]  # a heap: when last touched, index
         self._clock = 0
@@ -100,16 +112,49 @@ class Pool:
         Ties go to the buffer idle the longest. Objects in ``pinned`` are excluded; spared busy buffers come last, or
         with ``idle`` not at all.
         """
-        best, best_rank = -1, (0, -1.0, 0.0)
-        for index, slot in enumerate(self.slots):
-            if slot.key is None or slot.key in pinned:
+        if self._sorted is None or not self._announced:
+            self._sorted = [self._entry(index) for index, slot in enumerate(self.slots) if slot.key is not None]
+            heapq.heapify(self._sorted)
+        best: tuple[int, float] | None = None
+        spared: dict[int, tuple[int, float]] = {}
+        stay = []
+        while self._sorted and best is None:
+            entry = heapq.heappop(self._sorted)
+            use, index = -entry[0], entry[2]
+            key = self.slots[index].key
+            if key is None or entry != self._entry(index):
                 continue
-            use = self._next_use(slot.key)
             sparing = self._sparing(index, use)
-            rank = (-sparing, use, -float(slot.last_use))
-            if not (idle and sparing) and (best < 0 or rank > best_rank):
-                best, best_rank = index, rank
-        return (best, best_rank[1]) if best >= 0 else None
+            if key not in pinned and not sparing:
+                best = index, use
+                continue
+            stay.append(entry)
+            if key not in pinned:
+                spared.setdefault(sparing, (index, use))
+        for entry in stay:
+            heapq.heappush(self._sorted, entry)
+        return best if best or idle else spared.get(1) or spared.get(2)
+
+    def _entry(self, index: int) -> tuple[float, int, int]:
+        slot = self.slots[index]
+        return -self._next_use(slot.key), slot.last_use, index
+
+    def update_next_use(self, key: Hashable) -> None:
+        """Note that the next use of ``key``, if it is here, has changed."""
+        index = self._where.get(key)
+        if index is not None:
+            self._sort(index)
+
+    def sort_again(self) -> None:
+        """Note that the next uses of many objects have changed."""
+        self._sorted = None
+
+    def _sort(self, index: int) -> None:
+        if not self._announced or self._sorted is None or self.slots[index].key is None:
+            return
+        heapq.heappush(self._sorted, self._entry(index))
+        if len(self._sorted) > 8 * len(self.slots) + 64:
+            self._sorted = None
 
     def _sparing(self, index: int, use: float = 0.0) -> int:
         """Return how much a buffer with next use ``use`` is spared: 0 not, 1 as busy, 2 as newest."""
@@ -157,66 +202,4 @@ class Pool:
     def touch(self, index: int) -> None:
         self._clock += 1
         self.slots[index].last_use = self._clock
-
-
-class SortedPool(Pool):
-    """A pool of many buffers that finds the object needed latest without a search.
-
-    :meth:`update_next_use` must be called when an object's next use has changed, :meth:`sort_anew` when many have.
-    """
-
-    def __init__(self, name: str, count: int, next_use: Callable[[Hashable], float], spared: int = 0):
-        super().__init__(name, count, next_use, spared)
-        # A heap: next use (negative), when last touched, index. Entries that do not hold any more are passed over.
-        # None: made when it is needed, which it never is in a pool that holds everything.
-        self._sorted: list[tuple[float, int, int]] | None = None
-
-    def update_next_use(self, key: Hashable) -> None:
-        """Note that the next use of ``key``, if it is here, has changed."""
-        index = self._where.get(key)
-        if index is not None:
-            self._sort(index)
-
-    def sort_anew(self) -> None:
-        """Sort again after the next uses of many objects have changed."""
-        self._sorted = None
-
-    def touch(self, index: int) -> None:
-        super().touch(index)
         self._sort(index)
-
-    def _sort(self, index: int) -> None:
-        if self._sorted is None or self.slots[index].key is None:
-            return
-        heapq.heappush(self._sorted, self._entry(index))
-        if len(self._sorted) > 8 * len(self.slots) + 64:
-            self._sorted = None
-
-    def _entry(self, index: int) -> tuple[float, int, int]:
-        slot = self.slots[index]
-        return -self._next_use(slot.key), slot.last_use, index
-
-    def _needed_latest(self, pinned: Collection[Hashable], idle: bool = False) -> tuple[int, float] | None:
-        if self._sorted is None:
-            self._sorted = [self._entry(index) for index, slot in enumerate(self.slots) if slot.key is not None]
-            heapq.heapify(self._sorted)
-        best: tuple[int, float] | None = None
-        spared: dict[int, tuple[int, float]] = {}
-        stay = []
-        while self._sorted and best is None:
-            entry = heapq.heappop(self._sorted)
-            use, index = -entry[0], entry[2]
-            key = self.slots[index].key
-            if key is None or entry != self._entry(index):
-                continue
-            sparing = self._sparing(index, use)
-            if key in pinned:
-                stay.append(entry)
-            elif sparing:
-                stay.append(entry)
-                spared.setdefault(sparing, (index, use))
-            else:
-                best = index, use
-        for entry in stay:
-            heapq.heappush(self._sorted, entry)
-        return best if best or idle else spared.get(1) or spared.get(2)

@@ -75,7 +75,7 @@ class MemoryPlanner:
         else:
             sizes = [chunk]
             if obstacle := self._chunk_obstacle(chunk):
-                raise UserError(f"{self._rejection(obstacle, seq_len, loss)} Leave --chunk out.")
+                raise UserError(f"Rows cannot pass in chunks {obstacle}. Leave --chunk out.")
         return self._plan([Batch(rows, seq_len, 1, loss, chunk=size) for size in reversed(sizes)])
 
     def _chunk_obstacle(self, chunk: int | None = None) -> str | None:
@@ -95,20 +95,6 @@ class MemoryPlanner:
                 "of fewer than 3 tokens through this model, which carries states"  # chunks of one change them in place
             )
         return next((words for words, holds in obstacles.items() if holds), None)
-
-    def _rejection(self, obstacle: str, seq_len: int, loss: LossInputs) -> str:
-        """Return a sentence on the most tokens, up to ``seq_len``, of a row that fits whole."""
-        fitting, too_long = 0, seq_len + 1
-        while too_long - fitting > 1:
-            middle = (fitting + too_long) // 2
-            try:
-                self._plan(self._whole_rows(1, middle, 1, loss))
-                fitting = middle
-            except UserError:
-                too_long = middle
-        longest = f"the longest row that fits whole has {fitting:,}"
-        fits = f"rows of {seq_len:,} fit whole" if fitting == seq_len else longest
-        return f"Rows cannot pass in chunks {obstacle}: {fits}."
 
     def _whole_rows(self, rows: int, seq_len: int, micro_rows: int | None, loss: LossInputs) -> list[Batch]:
         # In 1, 2, 3, 4, 6, 8, 12, ... equal parts, down to single sequences.

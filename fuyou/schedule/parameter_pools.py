@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from fuyou.layout.model_layout import BufferCounts, ModelLayout
 from fuyou.layout.record import Kind, Record
-from fuyou.schedule.buffer_pool import Pool, SortedPool
+from fuyou.schedule.buffer_pool import Pool
 from fuyou.schedule.gradient_pools import AddTask
 from fuyou.schedule.tasks import Op, Task
 
@@ -92,7 +92,7 @@ class ParameterPools:
     def __init__(
         self,
         counts: BufferCounts,
-        host: dict[Kind, SortedPool],
+        host: dict[Kind, Pool],
         slots: RecordSlots,
         next_use: Callable[[Hashable], float],
         emit: AddTask,
@@ -107,7 +107,7 @@ class ParameterPools:
     def begin_pass(self) -> None:
         """Start positions again, which changes all next uses."""
         for pool in self._host.values():
-            pool.sort_anew()
+            pool.sort_again()
 
     def begin_visit(self, records: Collection[Record]) -> None:
         """Note that ``records`` are used at this position, which changes their next use."""

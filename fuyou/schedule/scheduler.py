@@ -21,7 +21,7 @@ from fuyou.layout.model_layout import (
 from fuyou.layout.record import Kind, Record
 from fuyou.schedule.activation_pools import ActivationPools, Arguments, hidden_arguments
 from fuyou.schedule.batch import BatchShape
-from fuyou.schedule.buffer_pool import NEVER, Pool, SortedPool
+from fuyou.schedule.buffer_pool import NEVER, Pool
 from fuyou.schedule.gradient_pools import GradientPools
 from fuyou.schedule.parameter_pools import ParameterPools, RecordSlots, UpdatedRecord
 from fuyou.schedule.pass_position import PassPosition
@@ -71,7 +71,9 @@ class Scheduler:
         self._pass = PassPosition(shape.records, self._training_visits())
 
         next_use = self._pass.next_use
-        host = {kind: SortedPool(f"host parameters ({kind.value})", counts.host(kind), next_use) for kind in Kind}
+        host = {
+            kind: Pool(f"host parameters ({kind.value})", counts.host(kind), next_use, announced=True) for kind in Kind
+        }
         self._slots = RecordSlots(shape, slot, host, self._emit)
         past_host = self._pass.used_from_host if direct_reads else None
         self._parameters = ParameterPools(counts, host, self._slots, next_use, self._emit, past_host)

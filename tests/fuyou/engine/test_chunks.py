@@ -274,9 +274,9 @@ def test_the_largest_chunk_that_fits_is_taken(tmp_path: Path) -> None:
         engine(tmp_path, LONG, batch_shape=(1, 65536), host_memory="300MiB", chunk=2 * batch.chunk, overwrite=True)
 
 
-def test_models_without_a_cache_are_rejected_with_the_row_that_fits(tmp_path: Path) -> None:
+def test_models_without_a_cache_are_rejected(tmp_path: Path) -> None:
     config = OpenAIGPTConfig(vocab_size=211, n_positions=128, n_embd=48, n_layer=2, n_head=4)
-    words = r"in chunks through this model, .* of earlier tokens: rows of 32 fit whole\. Leave chunk out\."
+    words = r"in chunks through this model, .* of earlier tokens\. Leave chunk out\."
     with pytest.raises(UserError, match=words):
         engine(tmp_path, config, chunk=16)
 
@@ -307,7 +307,7 @@ def test_what_does_not_pass_in_chunks_is_rejected(tmp_path: Path) -> None:
 
 
 def test_a_state_does_not_meet_a_chunk_of_one_token(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"chunks of fewer than 3 tokens through this model, .*: rows of 32 fit whole"):
+    with pytest.raises(UserError, match="chunks of fewer than 3 tokens through this model, "):
         engine(tmp_path, hybrid(), chunk=2, router_loss="off")
 
 

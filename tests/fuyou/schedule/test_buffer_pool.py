@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.errors import FinetuneError
-from fuyou.schedule.buffer_pool import NEVER, Pool, SortedPool
+from fuyou.schedule.buffer_pool import NEVER, Pool
 from fuyou.schedule.tasks import Op, Task
 
 
@@ -105,9 +105,11 @@ def test_what_comes_round_after_round_waits_for_the_last_computation_if_none_is_
 class Uses:
     """Objects with the uses that are left of them, and a pool that holds some."""
 
-    def __init__(self, kind: type[Pool], left: list[list[int]], count: int):
+    def __init__(self, announced: bool, left: list[list[int]], count: int):
         self.left = [sorted(uses, reverse=True) for uses in left]
-        self.pool = kind("test", count, lambda key: self.left[key][-1] if self.left[key] else NEVER, spared=1)
+        self.pool = Pool(
+            "test", count, lambda key: self.left[key][-1] if self.left[key] else NEVER, spared=1, announced=announced
+        )
 
     def act(self, action: str, key: int, pinned: int) -> object:
         """What the schedule does with an object; returns whom it drove out."""
@@ -122,8 +124,7 @@ class Uses:
             pool.end_computation()
         if action == "use" and self.left[key]:
             self.left[key].pop()
-            if isinstance(pool, SortedPool):
-                pool.update_next_use(key)
+            pool.update_next_use(key)
         return index, left
 
 
@@ -133,9 +134,9 @@ class Uses:
     st.lists(st.tuples(st.sampled_from(["use", "use", "touch", "drop"]), st.integers(0, 5), st.integers(0, 5))),
     st.integers(2, 5),
 )
-def test_the_sorted_pool_gives_up_what_the_plain_one_does(
+def test_a_pool_that_is_told_of_changes_gives_up_what_one_that_sorts_does(
     left: list[list[int]], actions: list[tuple[str, int, int]], count: int
 ) -> None:
-    plain, fast = Uses(Pool, left, count), Uses(SortedPool, left, count)
+    plain, fast = Uses(False, left, count), Uses(True, left, count)
     for action in actions * 3:  # long enough for its heap to be made again
         assert fast.act(*action) == plain.act(*action)
