@@ -66,8 +66,8 @@ class Accounting:
             if task.op.resource is not Resource.NONE and task.op not in (Op.STATE_READ, Op.UPDATE, Op.STATE_WRITE):
                 busy[task.op.resource].append((task.started_at, task.finished_at))
         states, adam = self._plane.optimizer.take_intervals()
-        busy[Resource.SSD] += [(task.started_at, task.finished_at) for task in states]
-        busy[Resource.ADAM] += [(task.started_at, task.finished_at) for task in adam]
+        busy[Resource.SSD] += [(begin, end) for _, begin, end in states]
+        busy[Resource.ADAM] += [(begin, end) for _, begin, end in adam]
         if self._trace is not None:
             self._trace.add(done, states, adam)
         for task in done:

@@ -1,15 +1,14 @@
 """A step as a Chrome trace, for ui.perfetto.dev: one group of lanes per resource, one lane per kind of task.
 
 A real step and a simulated one are the same list of tasks and give the same lanes. Tasks of one kind run first in,
-first out: where several run at once (reads that queue at a drive), each is drawn from the end of the one
-before, and how long it has waited is among its arguments. So no two overlap in a lane.
+first out: where several run at once (reads that queue at a drive), each is drawn from the end of the one before, so
+that no two overlap in a lane.
 
 The format is checked by a test, event by event; Perfetto itself, which is a web site, has not been tried.
 """
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,13 +17,15 @@ from common.files import replace_file
 from common.units import Interval
 from fuyou.layout.model_layout import Phase
 from fuyou.layout.record import Record
-from fuyou.schedule.tasks import Activation, Op, Resource, StepList, Task
+from fuyou.schedule.tasks import Op, Resource, StepList, Task
 
 # Groups of lanes from top to bottom, and what they are called.
 GROUPS = {
     Resource.GPU: "computing",
     Resource.HOST_TO_DEVICE: "host to device",
     Resource.DEVICE_TO_HOST: "device to host",
+    Resource.INTRA_NODE: "between ranks of the node",
+    Resource.INTER_NODE: "between nodes",
     Resource.SSD: "SSDs",
     Resource.ADAM: "optimizer",
     Resource.NONE: "steps",
@@ -32,19 +33,11 @@ GROUPS = {
 # Lanes that are not kinds of task.
 STATE_LANE, ADAM_LANE, DRIVE_LANE, STEP_LANE = "states read and written", "Adam computing", "all traffic", "step"
 _NOT_DRAWN = (Op.STATE_READ, Op.STEP)  # A state read takes no time; the process's reads have a lane
-_ORDER = [STEP_LANE, *(op.label for op in Op), STATE_LANE, DRIVE_LANE, ADAM_LANE]
+
+RecordInterval = tuple[int, float, float]  # Record, and from when to when the optimizer process worked on it
 
 
-class RecordInterval(NamedTuple):
-    """Time in which the optimizer process worked on a record, in seconds on :func:`time.monotonic`'s clock."""
-
-    record: int
-    started_at: float
-    finished_at: float
-
-
-@dataclass(frozen=True)
-class Span:
+class Span(NamedTuple):
     """A span of time that something took, in seconds on any one clock."""
 
     resource: Resource
@@ -52,49 +45,29 @@ class Span:
     name: str
     started_at: float
     finished_at: float
-    step: int | None = None
-    nbytes: int = 0
-    flops: float = 0.0
+    arguments: Mapping[str, float] = {}
 
 
-def task_name(task: Task, records: Sequence[Record]) -> str:
-    """Return a name like ``block 3 backward, micro-batch 2`` or ``block 3 parameters``; numbers begin with 0."""
+def _name(task: Task, records: Sequence[Record]) -> str:
+    """Return a name like ``block 3 backward, micro-batch 2``; numbers begin with 0."""
     micro = "" if task.micro is None else f", micro-batch {task.micro}"
     if task.visit is not None:
         whose = f"block {task.visit.layer} " if task.visit.phase in (Phase.BLOCK_FORWARD, Phase.BLOCK_BACKWARD) else ""
         return f"{whose}{task.visit.phase.value}{micro}"
-    if task.record is None:
-        what = "block input or its gradient" if task.activation is Activation.HIDDEN else "kept outputs"
-        return (f"step {task.step}" if task.op is Op.COMMIT else what) + micro
-    moved = {
-        Op.PARAMETER_READ: "parameters",
-        Op.PARAMETER_READ_DEVICE: "parameters",
-        Op.PARAMETER_UPLOAD: "parameters",
-        Op.GRADIENT_DOWNLOAD: "gradient",
-        Op.GRADIENT_WRITE: "gradient",
-        Op.GRADIENT_READ: "gradient",
-        Op.UPDATE: "update",
-        Op.STATE_WRITE: "parameters and states",
-    }.get(task.op, task.op.label)
-    return f"{records[task.record].name} {moved}"
+    if task.record is not None:
+        return records[task.record].name
+    return f"step {task.step}" if task.op is Op.COMMIT else f"{task.activation.value}{micro}"
 
 
-def task_spans(tasks: Iterable[Task], records: Sequence[Record]) -> list[Span]:
-    """Return finished tasks as they are drawn."""
-    return [
-        Span(
-            task.op.resource,
-            task.op.label,
-            task_name(task, records),
-            task.started_at,
-            task.finished_at,
-            task.step,
-            0 if task.op is Op.UPDATE else task.nbytes,
-            task.flops,
-        )
-        for task in tasks
-        if task.op not in _NOT_DRAWN
-    ]
+def _task_spans(tasks: Iterable[Task], records: Sequence[Record]) -> list[Span]:
+    spans = []
+    for task in tasks:
+        if task.op not in _NOT_DRAWN:
+            moved = {} if task.op is Op.UPDATE or not task.nbytes else {"bytes": task.nbytes}
+            arguments = {"step": task.step, **moved, **({"flops": task.flops} if task.flops else {})}
+            lane = task.op.resource, task.op.label
+            spans.append(Span(*lane, _name(task, records), task.started_at, task.finished_at, arguments))
+    return spans
 
 
 class StepTrace:
@@ -109,11 +82,11 @@ class StepTrace:
         """Take in finished tasks, and when the optimizer process read or wrote and computed; forget older steps."""
         self._ends += [(task.step, task.finished_at) for task in tasks if task.op is Op.STEP]
         self._ends = sorted(self._ends)[-2:]
-        self._spans += task_spans(tasks, self._records)
+        self._spans += _task_spans(tasks, self._records)
         for resource, lane, intervals in ((Resource.SSD, STATE_LANE, states), (Resource.ADAM, ADAM_LANE, adam)):
-            for span in intervals:
-                name = self._records[span.record].name
-                self._spans.append(Span(resource, lane, name, span.started_at, span.finished_at))
+            self._spans += [
+                Span(resource, lane, self._records[index].name, begin, end) for index, begin, end in intervals
+            ]
         since = self._ends[0][1] if len(self._ends) > 1 else float("-inf")
         self._spans = [span for span in self._spans if span.finished_at > since]
 
@@ -127,8 +100,7 @@ class StepTrace:
             raise UserError(f"No step was taken, so there is nothing to write to {path}.")
         step, end = self._ends[-1]
         begin = self._ends[0][1] if len(self._ends) > 1 else min((span.started_at for span in self._spans), default=end)
-        whole = Span(Resource.NONE, STEP_LANE, f"step {step}", begin, end, step)
-        write_spans(path, [whole, *self._spans], begin)
+        _write(path, step, (begin, end), self._spans)
 
 
 def write_trace(
@@ -136,7 +108,7 @@ def write_trace(
     lists: Sequence[StepList],
     records: Sequence[Record],
     window: Interval,
-    busy: Mapping[Resource, Sequence[Interval]] | None = None,
+    busy: Mapping[Resource, Sequence[Interval]],
 ) -> None:
     """Write a simulated step.
 
@@ -148,72 +120,51 @@ def write_trace(
     Raises:
         UserError: if ``path`` cannot be written.
     """
-    begin, end = window
-    spans = [Span(Resource.NONE, STEP_LANE, f"step {lists[-1].step}", begin, end, lists[-1].step)]
-    for tasks in lists:
-        spans += task_spans(tasks.tasks, records)
+    spans = [span for tasks in lists for span in _task_spans(tasks.tasks, records)]
     for resource, lane in ((Resource.SSD, DRIVE_LANE), (Resource.ADAM, ADAM_LANE)):
-        for began, ended in (busy or {}).get(resource, ()):
-            if began < end:
-                spans.append(Span(resource, lane, lane, began, min(ended, end)))
-    write_spans(path, spans, begin)
+        times = [(began, min(ended, window[1])) for began, ended in busy.get(resource, ()) if began < window[1]]
+        spans += [Span(resource, lane, lane, *interval) for interval in times]
+    _write(path, lists[-1].step, window, spans)
 
 
-def write_spans(path: Path, spans: Iterable[Span], begin: float) -> None:
-    """Write ``spans`` as Chrome trace JSON, with times counted from ``begin``; earlier ones are cut or left out."""
+def _write(path: Path, step: int, window: Interval, spans: Sequence[Span]) -> None:
+    """Write Chrome trace JSON with times counted from the window's begin; earlier spans are cut or left out."""
+    whole = Span(Resource.NONE, STEP_LANE, f"step {step}", *window, {"step": step})
     lanes: dict[tuple[Resource, str], list[Span]] = {}
-    for span in spans:
-        if span.finished_at > begin:
+    for span in (whole, *spans):
+        if span.finished_at > window[0]:
             lanes.setdefault((span.resource, span.lane), []).append(span)
-    order = sorted(lanes, key=lambda lane: (list(GROUPS).index(lane[0]), _ORDER.index(lane[1])))
     events: list[dict[str, Any]] = []
-    for number, resource in enumerate(GROUPS):
-        if any(lane[0] is resource for lane in order):
-            events += _metadata("process", number, 0, GROUPS[resource])
-    for thread, (resource, label) in enumerate(order, start=1):
-        group = list(GROUPS).index(resource)
-        events += _metadata("thread", group, thread, label)
-        events += _lane_events(lanes[resource, label], begin, group, thread)
-    content = {"traceEvents": events, "displayTimeUnit": "ms"}
+    thread = 0
+    for group, resource in enumerate(GROUPS):
+        inside = {lane: drawn for (where, lane), drawn in lanes.items() if where is resource}
+        if inside:
+            events += _metadata("process", GROUPS[resource], group, 0, group)
+        for lane, drawn in inside.items():
+            thread += 1
+            events += _metadata("thread", lane, group, thread, thread)
+            events += _lane_events(drawn, window[0], group, thread)
     try:
-        replace_file(path, json.dumps(content))
+        replace_file(path, json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
     except OSError as error:
         raise UserError(f"The trace cannot be written to {path}: {error.strerror}.") from error
 
 
-def _metadata(kind: str, group: int, thread: int, label: str) -> list[dict[str, Any]]:
+def _metadata(kind: str, name: str, group: int, thread: int, order: int) -> list[dict[str, Any]]:
     where = {"ph": "M", "pid": group, "tid": thread}
     return [
-        {**where, "name": f"{kind}_name", "args": {"name": label}},
-        {**where, "name": f"{kind}_sort_index", "args": {"sort_index": thread or group}},
+        {**where, "name": f"{kind}_name", "args": {"name": name}},
+        {**where, "name": f"{kind}_sort_index", "args": {"sort_index": order}},
     ]
 
 
 def _lane_events(spans: list[Span], begin: float, group: int, thread: int) -> list[dict[str, Any]]:
-    events = []
-    free = begin
+    events, where, free = [], {"ph": "X", "pid": group, "tid": thread}, begin
     for span in sorted(spans, key=lambda span: (span.finished_at, span.started_at)):
-        start = max(span.started_at, free)
-        arguments: dict[str, Any] = {} if span.step is None else {"step": span.step}
-        if span.nbytes:
-            arguments["bytes"] = span.nbytes
-        if span.flops:
-            arguments["flops"] = span.flops
-        if start > span.started_at:
-            arguments["waited_ms"] = round((start - span.started_at) * 1e3, 3)
-        # Both ends are rounded, not the length: rounding must not make neighbours overlap.
-        at, until = round((start - begin) * 1e6), round((max(start, span.finished_at) - begin) * 1e6)
+        start, free = max(span.started_at, free), max(span.started_at, free, span.finished_at)
+        # Both ends are rounded, not the length: rounding must not make neighbors overlap.
+        at, until = round((start - begin) * 1e6), round((free - begin) * 1e6)
         events.append(
-            {
-                "name": span.name,
-                "cat": span.lane,
-                "ph": "X",
-                "pid": group,
-                "tid": thread,
-                "ts": at,
-                "dur": until - at,
-                "args": arguments,
-            }
+            {**where, "name": span.name, "cat": span.lane, "ts": at, "dur": until - at, "args": dict(span.arguments)}
         )
-        free = max(start, span.finished_at)
     return events

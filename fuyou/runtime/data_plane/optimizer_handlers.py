@@ -136,9 +136,7 @@ class OptimizerHandlers:
             self._stored.missed.updated(message.record, message.absent)
             with self._lock:
                 task = self._updating.pop(message.record)
-                self._adam_intervals += [
-                    RecordInterval(message.record, *interval) for interval in message.adam_intervals
-                ]
+                self._adam_intervals += [(message.record, *interval) for interval in message.adam_intervals]
             self._running.finish(task, message.start_time)
         elif isinstance(message, Written):
             self._stored.sums.written(message.record, message.slot, message.parameters, message.states)
@@ -150,7 +148,7 @@ class OptimizerHandlers:
                 created.set()
                 return
             with self._lock:
-                self._ssd_intervals += [RecordInterval(message.record, *interval) for interval in message.ssd_intervals]
+                self._ssd_intervals += [(message.record, *interval) for interval in message.ssd_intervals]
                 write = self._writing.pop(message.record, None)
                 if write is None:
                     self._early.add(message.record)

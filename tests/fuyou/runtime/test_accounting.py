@@ -9,7 +9,6 @@ from fuyou.layout.model_layout import Phase, Visit
 from fuyou.layout.share import Share
 from fuyou.runtime.accounting import Accounting
 from fuyou.runtime.device import Device
-from fuyou.runtime.trace import RecordInterval
 from fuyou.schedule.tasks import ComputeTask, Op, StepList, Task
 
 
@@ -31,9 +30,7 @@ def test_busy_times_and_ancestors() -> None:
     late.done = False
     plane = SimpleNamespace(
         buffers=SimpleNamespace(device=Device(), shape=SimpleNamespace(share=Share())),
-        optimizer=SimpleNamespace(
-            take_intervals=lambda: ([RecordInterval(0, 10.5, 11.25)], [RecordInterval(0, 1.0, 3.0)])
-        ),
+        optimizer=SimpleNamespace(take_intervals=lambda: ([(0, 10.5, 11.25)], [(0, 1.0, 3.0)])),
     )
     accounting = Accounting(plane)  # type: ignore[arg-type]
     accounting.watch(StepList(1, [first, read, upload, early, second, late]))
