@@ -131,7 +131,6 @@ class Runtime:
             recomputation=recomputation,
             direct_reads=options.store.direct_reads,
         )
-        assert self.link.shared_fd is not None
         buffers = Buffers(self._shape, plan, self._device, self.link.shared_fd)
         folders = [folder / SCRATCH for folder in store.directories]
         spills = plan.spills_gradients(self._shape, options.update_policy.held(self._shape))

@@ -13,7 +13,7 @@ import torch
 from common.memory.buffers import HostBuffer
 from fuyou.layout.record_parts import ADAMW, BLOCK_ELEMENTS
 from fuyou.optimizer.adam import AdamConfig, StepScalars, Update, UpdateRange, adamw
-from fuyou.optimizer.kernels import Kernels, optimizer_library
+from fuyou.optimizer.kernels import Kernels, compiled_library
 from fuyou.optimizer.moments import MOMENT_CODES, OptimizerStates, join, split, split_in_place
 
 # Elements per pass and thread. Master and gradient in fp32 take 512 KiB, and what a pass reads and writes about 1 MiB:
@@ -105,7 +105,7 @@ _STEPS = (
 @functools.cache
 def tried_kernels(optimizer: str = ADAMW) -> Kernels | None:
     """Return the compiled kernels if they compute the same bits as PyTorch here; else None."""
-    library = optimizer_library()
+    library = compiled_library()
     if library is None:
         return None
     kernels = Kernels(library)

@@ -114,13 +114,12 @@ void adamw(const Job &job, float *__restrict weights, const float *__restrict gr
     }
 }
 
-template <typename Low>
-void adamw_plain(const Job &job) {
+void adamw_split(const Job &job) {
     float weights[BLOCK], gradient[BLOCK];
     for (int64_t at = 0; at < job.count; at += BLOCK) {
-        load<Low>(job, at, weights, gradient);
+        load<int16_t>(job, at, weights, gradient);
         adamw(job, weights, gradient, static_cast<float *>(job.mean) + at, static_cast<float *>(job.variance) + at);
-        store<Low>(job, at, weights);
+        store<int16_t>(job, at, weights);
     }
 }
 
@@ -143,6 +142,6 @@ void adamw_blockwise(const Job &job) {
 }  // namespace
 
 extern "C" {
-void update_adamw(const Job *job) { job->low ? adamw_plain<int16_t>(*job) : adamw_plain<void>(*job); }
+void update_adamw(const Job *job) { adamw_split(*job); }
 void update_adamw8bit(const Job *job) { job->low ? adamw_blockwise<int8_t>(*job) : adamw_blockwise<void>(*job); }
 }

@@ -31,12 +31,16 @@ _COMPILE_SECONDS = 120.0
 
 
 @functools.cache
-def compiled_library(source: Path) -> ctypes.CDLL | None:
-    """Return ``source``, a C++ file, as a compiled library; None without a compiler or on a compile error."""
+def compiled_library() -> ctypes.CDLL | None:
+    """Return the compiled ``kernels.cpp``; None without a compiler or on a compile error."""
+    source = Path(__file__).with_name("kernels.cpp")
     compiler = next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
     if compiler is None:
         return None
-    key = "\n".join([source.read_text(), compiler, *_FLAGS, platform.machine(), _processor_features()])
+    # The processor's features, too: machines that differ in them may share a cache.
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    features = next((line for line in lines if line.startswith(("flags", "Features"))), "")
+    key = "\n".join([source.read_text(), compiler, *_FLAGS, platform.machine(), features])
     path = cache_directory() / "kernels" / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.so"
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         if not path.exists():
@@ -50,15 +54,6 @@ def compiled_library(source: Path) -> ctypes.CDLL | None:
     return None
 
 
-def _processor_features() -> str:
-    """Return the processor's features: machines that differ in them may share a cache."""
-    with contextlib.suppress(OSError):
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next((line for line in lines if line.startswith(("flags", "Features"))), "")
-    return platform.processor()
-
-
-_SOURCE = Path(__file__).with_name("kernels.cpp")
 _SMALLEST_SHARE = 1 << 14  # Elements below which another thread costs more than it saves
 
 
@@ -136,7 +131,3 @@ def _job(states: OptimizerStates, gradient: torch.Tensor, scalars: StepScalars, 
     for number, code in enumerate(MOMENT_CODES):
         job.values[number] = code.values.ctypes.data
     return job
-
-
-def optimizer_library() -> ctypes.CDLL | None:
-    return compiled_library(_SOURCE)
