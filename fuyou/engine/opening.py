@@ -32,6 +32,7 @@ from fuyou.config import EngineConfig
 from fuyou.engine.common_decisions import check_io, check_memory, common_limits, prove_once, with_common_dtype
 from fuyou.engine.computing_dtype import stored_manifest
 from fuyou.engine.runtime import Runtime
+from fuyou.engine.write_watch import WriteWatch
 from fuyou.layout.cutting import whole_elements
 from fuyou.layout.model_layout import ModelLayout
 from fuyou.layout.record import RecordSums, allocate_extents
@@ -65,6 +66,7 @@ class OpenRun:
         self.closed = False
         self.agreement = Agreement(Share())  # until the other ranks are met
         self.files: RunFiles | None = None
+        self.write_watch: WriteWatch | None = None
         self._link: OptimizerLink | None = None
         self._runtime: Runtime | None = None
         self.meter = PeakMeter(self.pids)
@@ -252,6 +254,7 @@ class OpenRun:
         if choice is not None:
             choice["kept_activations"] = config.kept_activations or choice["kept_activations"]
             self.config = config.with_options(**choice)
+            self.write_watch = WriteWatch.of_run(context, self.agreement)
 
     def _open_runtime(self) -> None:
         assert self._link is not None

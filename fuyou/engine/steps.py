@@ -24,7 +24,7 @@ from fuyou.runtime.accounting import StepReport
 from fuyou.runtime.compute.step_computation import StepComputation, StepInputs
 from fuyou.runtime.compute.token_computation import TokenComputation, TokenPass
 from fuyou.schedule.batch import ENGINE_LOSS, LossInputs
-from fuyou.schedule.tasks import Op, StepList
+from fuyou.schedule.tasks import Op, Resource, StepList
 
 
 @dataclass
@@ -233,6 +233,11 @@ class Steps:
 
     def _report(self, ended: StepComputation, step: int, norm: float, **happened: bool) -> StepReport:
         seconds, busy = time.monotonic() - ended.start_time, self._run.runtime.accounting.take()
+        watch = self._run.write_watch
+        if watch is not None:
+            watch.step(busy[Resource.SSD.value], self._run.runtime.io.training)
+            if self._run.agreement.is_alone:  # several ranks tell each other with the next norm
+                watch.note([watch.slow_rate])
         return StepReport(
             step=step,
             loss=ended.loss,
@@ -278,8 +283,12 @@ class Steps:
         run.device.synchronize()
         self._torn = True  # the squares are taken once
         squares = run.runtime.ranks.take_squares(current.tasks.step)
-        of_all = run.agreement.all_gather_object(float(squares))
+        watch = run.write_watch
+        slow = None if watch is None else watch.slow_rate
+        of_all, slow_rates = zip(*run.agreement.all_gather_object((float(squares), slow)), strict=True)
         self._torn = False
+        if watch is not None:
+            watch.note(slow_rates)
         return math.sqrt(sum(of_all))
 
     # -- evaluation -----------------------------------------------------------------------------------------------

@@ -69,6 +69,17 @@ def run(directory: Path, most: int) -> tuple[float, list[str]]:
 
 
 @pytest.mark.slow
+def test_a_run_notices_a_full_cache_and_the_next_plan_counts_on_it(memory: Path) -> None:
+    burst = planned(memory)
+    measured, said = run(memory, 17)
+    assert burst.step_seconds < 0.5 * measured
+    assert len(said) == 1 and "GB/s were planned: their fast cache is full" in said[0], said
+    written, expected = (float(said[0].split(word)[1].split(" GB/s")[0]) for word in ("write ", ", and "))
+    assert (written, expected) == (pytest.approx(0.01, rel=0.2), pytest.approx(0.04, rel=0.2))
+    assert planned(memory).step_seconds == pytest.approx(measured, rel=0.2)  # 0.1 on an idle machine
+
+
+@pytest.mark.slow
 def test_a_profile_past_the_cache_plans_the_step_that_is_measured(
     memory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
