@@ -5,17 +5,18 @@ are done; two pools of I/O threads that share the drives; an optimizer that read
 updates chunk by chunk, and writes each back. Durations come from rates.
 """
 
+import functools
 import gc
 import heapq
 import itertools
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from common.units import Interval
 from fuyou.layout.model_layout import FULL_RECOMPUTATION, ModelLayout, Recomputation
-from fuyou.layout.record import Precision, Record
+from fuyou.layout.record import Record
 from fuyou.planner.rates import TaskRates
 from fuyou.schedule.memory_plan import MemoryPlan
 from fuyou.schedule.scheduler import Scheduler
@@ -29,41 +30,25 @@ _MAX_CHUNKS, _CHUNK_PIECES = 8, 2
 Done = Callable[[], None]  # What is called when a piece of work is done
 
 
-@dataclass
 class Simulation:
-    """Times at which everything happened, in seconds since the start."""
-
-    step_ends: list[float] = field(default_factory=list)  # Times at which the caller ended each step
-    busy: dict[Resource, float] = field(default_factory=dict)  # Seconds of work that each resource did in all
-    intervals: dict[Resource, list[Interval]] = field(default_factory=dict)  # Times of work, merged
-
-    def step_seconds(self) -> float:
-        """Return the length of the last step, from the end of the one before: the steady state."""
-        return self.step_ends[-1] - self.step_ends[-2]
-
-    def count(self, resource: Resource, start: float, end: float) -> None:
-        """Record that ``resource`` has worked from ``start`` to ``end``, which is now."""
-        self.busy[resource] = self.busy.get(resource, 0.0) + end - start
-        spans = self.intervals.setdefault(resource, [])
-        if spans and spans[-1][1] >= start:
-            spans[-1] = (spans[-1][0], max(spans[-1][1], end))
-        else:
-            spans.append((start, end))
-
-
-class SimulatedClock:
-    """Simulated time: runs actions in the order of their times.
+    """Simulated time: runs actions in the order of their times, and notes when each resource has worked.
 
     Attributes:
         now: seconds since the start.
-        result: what has worked when.
+        step_ends: times at which the caller ended each step.
+        intervals: times of work of each resource, merged.
     """
 
     def __init__(self) -> None:
         self.now = 0.0
-        self.result = Simulation()
+        self.step_ends: list[float] = []
+        self.intervals: dict[Resource, list[Interval]] = {}
         self._events: list[tuple[float, int, Done]] = []
         self._number = itertools.count()
+
+    def step_seconds(self) -> float:
+        """Return the length of the last step, from the end of the one before: the steady state."""
+        return self.step_ends[-1] - self.step_ends[-2]
 
     def run(self) -> None:
         while self._events:
@@ -78,7 +63,11 @@ class SimulatedClock:
         start = self.now
 
         def end() -> None:
-            self.result.count(resource, start, self.now)
+            spans = self.intervals.setdefault(resource, [])
+            if spans and spans[-1][1] >= start:
+                spans[-1] = (spans[-1][0], max(spans[-1][1], self.now))
+            else:
+                spans.append((start, self.now))
             done()
 
         self.call_later(seconds, end)
@@ -87,7 +76,7 @@ class SimulatedClock:
 class SimulatedServer:
     """A link, a network, or all SSDs: does one piece of work after the other, alternately for two pools."""
 
-    def __init__(self, clock: SimulatedClock, resource: Resource):
+    def __init__(self, clock: Simulation, resource: Resource):
         self._clock, self._resource = clock, resource
         self._queues: tuple[deque[tuple[float, Task | None, Done | None]], ...] = (deque(), deque())
         self._turn = 0
@@ -124,7 +113,7 @@ class SimulatedServer:
 class SimulatedDrives(SimulatedServer):
     """All SSDs, at which two pools of threads queue."""
 
-    def __init__(self, clock: SimulatedClock, rates: TaskRates, piece_bytes: int):
+    def __init__(self, clock: Simulation, rates: TaskRates, piece_bytes: int):
         super().__init__(clock, Resource.SSD)
         self._rates, self._piece_bytes = rates, piece_bytes
 
@@ -140,13 +129,9 @@ class _Chunk:
 
     record: int
     elements: int
-    precision: Precision
-    first: bool
-    last: bool
-    # Whether its parameters are written with its states; else other nodes have a part in them, and a separate task
-    # writes them.
-    with_parameters: bool
-    resident: bool  # Whether its states are in host memory and need no buffer of the ring
+    last: bool  # Whether it ends the record
+    read_bytes: int  # States from the drives; 0 if they stay in host memory, and need no buffer of the ring
+    write_bytes: int  # States and, unless other nodes have a part in them, parameters
     ready: bool = False  # Whether its states are there
 
 
@@ -164,7 +149,7 @@ class OptimizerProcess:
 
     def __init__(
         self,
-        clock: SimulatedClock,
+        clock: Simulation,
         rates: TaskRates,
         records: Sequence[Record],
         ring_chunks: int,
@@ -183,16 +168,16 @@ class OptimizerProcess:
         self._updates: deque[Task] = deque()
         self._unwritten: dict[int, int] = {}  # record -> number of its chunks that are not yet written
         self._writes: dict[int, Task] = {}  # record -> the task that ends when all of it is written
-        self._updating = False
+        self._updating, self._begins = False, True  # Whether the next chunk is its record's first
 
     def announce(self, index: int, resident: bool) -> None:
         record = self._records[index]
         sizes = [chunk.stop - chunk.start for chunk in record.chunks(self._chunk_elements)]
-        last, with_parameters = len(sizes) - 1, record.share.nodes == 1
-        self._to_read.extend(
-            _Chunk(index, size, record.precision, number == 0, number == last, with_parameters, resident)
-            for number, size in enumerate(sizes)
-        )
+        width = record.precision.parameter_bytes if record.share.nodes == 1 else 0
+        for number, size in enumerate(sizes, 1):
+            states = record.precision.state_nbytes(size)
+            read_bytes = 0 if resident else states
+            self._to_read.append(_Chunk(index, size, number == len(sizes), read_bytes, states + size * width))
         self._read()
 
     def update(self, task: Task) -> None:
@@ -210,37 +195,32 @@ class OptimizerProcess:
             self._finish(task)
 
     def _read(self) -> None:
-        while self._to_read and (self._free or self._to_read[0].resident):
+        while self._to_read and (self._free or not self._to_read[0].read_bytes):
             chunk = self._to_read.popleft()
             self._to_update.append(chunk)
-            if chunk.resident:
-                chunk.ready = True
-                self._compute()
-                continue
-            self._free -= 1
+            if chunk.read_bytes:
+                self._free -= 1
+                self.drives.move(1, True, chunk.read_bytes, functools.partial(self._arrive, chunk))
+            else:
+                self._arrive(chunk)
 
-            def arrive(chunk: _Chunk = chunk) -> None:
-                chunk.ready = True
-                self._compute()
-
-            self.drives.move(1, True, chunk.precision.state_nbytes(chunk.elements), arrive)
+    def _arrive(self, chunk: _Chunk) -> None:
+        chunk.ready = True
+        self._compute()
 
     def _compute(self) -> None:
         if self._updating or not self._updates or not self._to_update or not self._to_update[0].ready:
             return
         chunk, task = self._to_update.popleft(), self._updates[0]
-        if chunk.first:
+        if self._begins:
             task.started_at = self._clock.now
-        self._updating = True
+        self._updating, self._begins = True, chunk.last
 
         def end() -> None:
             self._updating = False
             if task.target is not None:
-                precision = chunk.precision
-                nbytes = precision.state_nbytes(chunk.elements)
-                nbytes += chunk.elements * precision.parameter_bytes if chunk.with_parameters else 0
-                self.drives.move(1, False, nbytes, lambda: self._written(chunk))
-            elif not chunk.resident:  # states that stay in host memory and were read the first time: nothing to write
+                self.drives.move(1, False, chunk.write_bytes, lambda: self._written(chunk))
+            elif chunk.read_bytes:  # other states stay in host memory and were read the first time: nothing to write
                 self._free += 1
                 self._read()
             if chunk.last:
@@ -251,7 +231,7 @@ class OptimizerProcess:
         self._clock.work(Resource.ADAM, chunk.elements / self._rates.adam_parameters_per_second, end)
 
     def _written(self, chunk: _Chunk) -> None:
-        self._free += not chunk.resident
+        self._free += bool(chunk.read_bytes)
         self._unwritten[chunk.record] -= 1
         if not self._unwritten[chunk.record]:
             task = self._writes.pop(chunk.record, None)
@@ -269,7 +249,7 @@ class Simulator:
 
     def __init__(self, records: Sequence[Record], rates: TaskRates, ring_chunks: int, chunk_elements: int):
         self._rates = rates
-        self._clock = SimulatedClock()
+        self._clock = Simulation()
         self._links = {resource: SimulatedServer(self._clock, resource) for resource in _LINKS}
         self._optimizer = OptimizerProcess(self._clock, rates, records, ring_chunks, chunk_elements, self._finish)
         self._drives = self._optimizer.drives
@@ -288,7 +268,7 @@ class Simulator:
         self._hand_over()
         self._clock.run()
         assert not self._steps and not self._remaining, "some task waits for one that never comes"
-        return self._clock.result
+        return self._clock
 
     def _hand_over(self) -> None:
         if not self._steps:
@@ -356,12 +336,11 @@ class Simulator:
         self._links[task.op.resource].submit(seconds, lambda: self._leave(lane, task), task=task)
 
     def _read_to_device(self, task: Task) -> None:
-        moving = 2
+        ended: list[None] = []
 
         def end() -> None:
-            nonlocal moving
-            moving -= 1
-            if not moving:
+            ended.append(None)
+            if len(ended) == 2:
                 self._finish(task)
 
         self._drives.move(0, True, task.nbytes, end)
@@ -386,7 +365,7 @@ class Simulator:
             if not remaining[later]:
                 self._advance(later.op)
         if task.op is Op.STEP:
-            self._clock.result.step_ends.append(self._clock.now)
+            self._clock.step_ends.append(self._clock.now)
             self._hand_over()
 
 

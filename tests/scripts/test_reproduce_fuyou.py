@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 from click.testing import CliRunner
 
+from common.units import total
 from fuyou.planner import Machine, TrainingJob, describe_training
 from fuyou.planner.rates import TaskRates
 from fuyou.schedule.tasks import Resource
@@ -69,7 +70,7 @@ def test_swapping_everything_leaves_nothing_to_recompute(model: TrainingJob) -> 
     assert swap.nbytes == 40 * 9 * 64 * 1024 * 5120 * 2
     assert scheme.terms(swap).step == pytest.approx(3 * scheme.terms(swap).forward_compute, rel=0.001)
     none, everything = (
-        replace(scheme, fixed_swap=each).simulate()[0].busy[Resource.GPU] for each in (Swap(), swap)
+        total(replace(scheme, fixed_swap=each).simulate()[0].intervals[Resource.GPU]) for each in (Swap(), swap)
     )  # fmt: skip
     assert everything / none == pytest.approx(6 / 8, rel=0.02)
 
