@@ -64,22 +64,15 @@ class TrainingState:
                 f"This run was written in format {content.get('format')}; this version reads format {FORMAT}. "
                 "Finish it with the version that began it."
             )
-        # Earlier versions could train selected experts, keep a single slot, and skip steps.
-        if content.get("experts") is not None:
-            raise UserError(
-                "This run trains selected experts (--train-experts), and this version trains adapters of them instead "
-                "(--lora-rank). Finish it with the version that began it."
-            )
-        if content.get("slots", SLOTS) != SLOTS:
-            raise UserError(
-                "This run keeps a single slot, and this version keeps two, so that no crash loses a run. Finish it "
-                "with the version that began it."
-            )
-        if content.get("skipped"):
-            raise UserError(
-                f"This run skipped steps that were not finite ({content['skipped']}), which this version does not do. "
-                "Finish it with the version that began it."
-            )
+        for name, usual, what in (
+            ("experts", None, "trains selected experts"),
+            ("slots", SLOTS, "keeps a single slot"),
+            ("skipped", 0, "skipped steps that were not finite"),
+        ):
+            if content.get(name, usual) != usual:
+                raise UserError(
+                    f"This run {what}, as earlier versions could. Finish it with the version that began it."
+                )
         # Earlier versions wrote more fields. The rest is as it was written: the manifest has a checksum.
         return TrainingState(
             **{item.name: content[item.name] for item in fields(TrainingState) if item.name in content}
@@ -132,16 +125,33 @@ CLUSTER = "cluster"  # Key in a manifest under which a run of several ranks says
 class Commits:
     """The committed state of a store, and the steps on their way to it.
 
+    Among several ranks, a step counts once the manifest of every rank lists it. Writes of step t + 1 overwrite step
+    t - 1 and wait until *all* ranks have committed t. So the newest step of any two ranks differ by one commit at most,
+    and ranks that are ahead still have the previous one, whole, in the other slot; its manifest describes both. On
+    resume all ranks take the newest step that all of them have.
+
     Args:
         state: what the store holds (or will hold when it is filled).
+        run: random name of the run, equal on every rank.
+        checksum: returns a checksum of the parameters that this rank stores, as they are after a step.
     """
 
-    def __init__(self, store: Store, state: TrainingState, sums: RecordSums, missed: MissedUpdates):
+    def __init__(
+        self,
+        store: Store,
+        state: TrainingState,
+        sums: RecordSums,
+        missed: MissedUpdates,
+        agreement: Agreement,
+        run: str,
+        checksum: Callable[[int], int],
+    ):
         self.state = state
         self.sums, self.missed = sums, missed
         self.committed_step = state.step
         self.clipped_steps = state.clipped
-        self._store = store
+        self._store, self._agreement, self._run, self._checksum = store, agreement, run, checksum
+        self._previous: TrainingState | None = None  # Committed before by several ranks
         self._updates: dict[int, Update] = {}
         self._states: dict[int, TrainingState] = {}
         self._submitted: list[Task] = []
@@ -186,17 +196,19 @@ class Commits:
 
     def commit(self, task: Task) -> None:
         """Make a step durable that is written completely, then make it count."""
-        self._make_durable(task)
-        self.committed_step = task.step
-        for old in [step for step in list(self._states) if step <= task.step]:  # the caller adds to it meanwhile
-            del self._states[old]
-
-    def _make_durable(self, task: Task) -> None:
-        slot = known(task.target)
+        alone, slot = self._agreement.is_alone, known(task.target)
+        if not alone:
+            self._compare(task.step)
+            self._previous = self.state
         self._store.sync([weights_file(slot)])
         # Updates of later steps wait for this commit: none of them is counted yet.
         self.state = replace(self._states[task.step], slot=slot, missed=self.missed.counts())
         self.seal()
+        if not alone:
+            self._agreement.all_gather_at_commit(task.step)
+        self.committed_step = task.step
+        for old in [step for step in list(self._states) if step <= task.step]:  # the caller adds to it meanwhile
+            del self._states[old]
 
     def seal(self) -> None:
         """Commit the state together with the checksums of its slot."""
@@ -205,10 +217,11 @@ class Commits:
 
     def write_manifest(self) -> None:
         """Write the state to the manifest, durably and atomically."""
-        commit_manifest(self._store.directories[0], self._content())
-
-    def _content(self) -> dict[str, Any]:
-        return self.state.to_dict()
+        content = self.state.to_dict()
+        if not self._agreement.is_alone:
+            previous = None if self._previous is None else self._previous.to_dict()
+            content[CLUSTER] = cluster_content(self._run, self._agreement.share, previous)
+        commit_manifest(self._store.directories[0], content)
 
     def submitted(self, tasks: Sequence[Task]) -> None:
         """Note the commits among ``tasks``, which the executor has been given."""
@@ -218,30 +231,6 @@ class Commits:
     def under_way(self, before: int) -> list[Task]:
         """Return the unfinished commits of steps before ``before`` that the executor has been given."""
         return [task for task in self._submitted if task.step < before and not task.done]
-
-
-class ClusterCommits(Commits):
-    """Commits of one rank among several: a step counts once the manifest of every rank lists it.
-
-    Writes of step t + 1 overwrite step t - 1 and wait until *all* ranks have committed t. So the newest step of any two
-    ranks differ by one commit at most, and ranks that are ahead still have the previous one, whole, in the other slot;
-    its manifest describes both. On resume all ranks take the newest step that all of them have.
-
-    Args:
-        run: random name of the run, equal on every rank.
-        checksum: returns a checksum of the parameters that this rank stores, as they are after a step.
-    """
-
-    def __init__(self, agreement: Agreement, run: str, checksum: Callable[[int], int], *arguments: Any):
-        super().__init__(*arguments)
-        self._agreement, self._run, self._checksum = agreement, run, checksum
-        self._previous: TrainingState | None = None
-
-    def _make_durable(self, task: Task) -> None:
-        self._compare(task.step)
-        self._previous = self.state
-        super()._make_durable(task)
-        self._agreement.all_gather_at_commit(task.step)
 
     def _compare(self, step: int) -> None:
         """Check that all nodes, which hold copies of the same parameters, hold the same after ``step``."""
@@ -256,10 +245,6 @@ class ClusterCommits(Commits):
                     "differ): memory or network of one of them has failed. "
                     f"The step is not committed; step {self.committed_step} is, on all nodes."
                 )
-
-    def _content(self) -> dict[str, Any]:
-        previous = None if self._previous is None else self._previous.to_dict()
-        return {**super()._content(), CLUSTER: cluster_content(self._run, self._agreement.share, previous)}
 
 
 def cluster_content(run: str, share: Share, previous: dict[str, Any] | None) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from common.errors import UserError
 from common.models.checkpoint.export import CheckpointWriter
@@ -20,123 +21,81 @@ from fuyou.runtime.ranks import ClusterTopology, gather
 class StoreReader:
     """Reads parameters from a store that nobody writes to, in the state of one slot.
 
+    Several ranks all read the same at once: each its part, the rest from the others.
+
     Args:
         slot: slot that holds the newest state of what is trained.
+        topology: links to the other ranks, if there are any.
     """
 
     def __init__(
-        self, store: Store, shape: ModelLayout, extents: Sequence[RecordExtents], chunk_elements: int, slot: int
+        self,
+        store: Store,
+        shape: ModelLayout,
+        extents: Sequence[RecordExtents],
+        chunk_elements: int,
+        slot: int,
+        topology: ClusterTopology | None,
     ):
         self._store, self._shape, self._extents = store, shape, extents
         self._chunk_elements, self._newest = chunk_elements, slot
-
-    def compute_weights(self, record: Record) -> dict[str, torch.Tensor]:
-        """Return a record's parameters by name, in the record's dtype, as views of one buffer."""
-        return record.views(self._parameters(record))
+        self._intra_node = None if topology is None else topology.gather_groups.intra_node
+        self._inter_node = None if topology is None else topology.gather_groups.inter_node
 
     def block_weights(self, records: Iterable[Record]) -> dict[str, torch.Tensor]:
-        """Return the parameters of records that are used together by first name: those that are in pieces, joined."""
-        slots = (zip(record.parameters, self.compute_weights(record).values(), strict=True) for record in records)
+        """Return the parameters of records that are used together, by first name, in the records' dtypes.
+
+        Those that are in pieces are joined; others are views of one buffer per record.
+        """
+        values = (record.views(self._parameters(record)).values() for record in records)
+        slots = (zip(record.parameters, each, strict=True) for record, each in zip(records, values, strict=True))
         return dict(_joined(itertools.chain.from_iterable(slots)))
 
     def masters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield every parameter's name and fp32 master weight (if frozen, its value as it is stored), one at a time."""
-        yield from _joined(self._slot_masters())
+        """Yield every parameter's name and fp32 master weight (if frozen, its value as it is stored).
 
-    def _slot_masters(self) -> Iterator[tuple[ParameterSlot, torch.Tensor]]:
-        for record in self._shape.records:
-            if record.decoded_nbytes:
-                yield from zip(record.parameters, self.compute_weights(record).values(), strict=True)
-                continue
-            for slot in record.parameters:
-                yield slot, self._master(record, slot)
+        Takes memory for the master weights of one record. Collective: every rank must ask for all of them.
+        """
+        records = self._shape.records
+        slots = (zip(each.parameters, each.views(self._masters(each)).values(), strict=True) for each in records)
+        yield from _joined(itertools.chain.from_iterable(slots))
 
     def _parameters(self, record: Record) -> torch.Tensor:
-        stored = self._stored_bytes(record)
+        stored = torch.empty(record.device_nbytes, dtype=torch.uint8)
+        part = stored[record.first_byte : record.first_byte + record.parameter_nbytes]
+        self._store.read_now(self._extents[record.index].parameters[self._slot(record)], part.numpy())
+        _gather(stored, self._intra_node)  # the ranks of a node have all of it together
         if not record.decoded_nbytes:
             return stored.view(record.precision.dtype)
         values = torch.empty(record.numel, dtype=record.precision.dtype)
         record.decode(stored, values)
         return values
 
-    def _stored_bytes(self, record: Record) -> torch.Tensor:
-        stored = torch.empty(record.device_nbytes, dtype=torch.uint8)
-        part = stored[record.first_byte : record.first_byte + record.parameter_nbytes]
-        self._store.read_now(self._extents[record.index].parameters[self._slot(record)], part.numpy())
-        return stored
-
-    def _slot(self, record: Record) -> int:
-        return self._newest if record.trainable else 0
-
-    def _master(self, record: Record, slot: ParameterSlot) -> torch.Tensor:
-        extents = self._extents[record.index]
-        file = self._slot(record)
-        width = record.precision.parameter_bytes
-        values = torch.empty(slot.numel, dtype=record.precision.dtype)
-        raw = values.view(torch.uint8).numpy()
-        self._store.read_now(extents.parameters[file], raw, slot.offset * width, raw.nbytes)
-        if not record.trainable or not record.precision.split:
-            return values.view(slot.shape)
-        low = torch.empty(slot.numel, dtype=record.precision.low_dtype)
-        stop = slot.offset + slot.numel
-        for chunk in record.chunks(self._chunk_elements):
-            first, last = max(chunk.start, slot.offset), min(chunk.stop, stop)
-            if first < last:  # low comes first in its chunk
-                part = low[first - slot.offset : last - slot.offset].view(torch.uint8).numpy()
-                at = record.precision.state_nbytes(chunk.start) + low.itemsize * (first - chunk.start)
-                self._store.read_now(extents.states[file], part, at, part.nbytes)
-        master = torch.empty(slot.numel, dtype=torch.float32)
-        join(values, low, master)
-        return master.view(slot.shape)
-
-
-class ClusterReader(StoreReader):
-    """A :class:`StoreReader` for several ranks, which all read the same at once: each its part, the rest from others.
-
-    Memory: one record; its masters as well, where requested.
-    """
-
-    def __init__(self, topology: ClusterTopology, *arguments: object):
-        super().__init__(*arguments)  # type: ignore[arg-type]
-        self._topology = topology
-
-    def _slot_masters(self) -> Iterator[tuple[ParameterSlot, torch.Tensor]]:
-        """Yield every parameter's master weight. Collective: every rank must ask for all of them."""
-        for record in self._shape.records:
-            yield from zip(record.parameters, record.views(self._record_masters(record)).values(), strict=True)
-
-    def _stored_bytes(self, record: Record) -> torch.Tensor:
-        stored = super()._stored_bytes(record)  # the ranks of a node have all of it together
-        self._gather_within_node(stored)
-        return stored
-
-    def _record_masters(self, record: Record) -> torch.Tensor:
+    def _masters(self, record: Record) -> torch.Tensor:
         """Return a record's master weights, fp32 ``[numel]``; if it is frozen, its values as they are."""
-        share = record.share
-        values = self._parameters(record)
+        share, values = record.share, self._parameters(record)
         if not record.trainable or not record.precision.split:
             return values
         low = torch.empty(record.numel, dtype=record.precision.low_dtype)
         extent = self._extents[record.index].states[self._slot(record)]
-        first = share.owned_start(record.numel)
+        first, stored = share.owned_start(record.numel), share.stored_start(record.numel)
         for chunk in record.chunks(self._chunk_elements):  # low comes first in its chunk
             part = low[first + chunk.start : first + chunk.stop].view(torch.uint8).numpy()
             self._store.read_now(extent, part, record.precision.state_nbytes(chunk.start), part.nbytes)
-        stored = share.stored_start(record.numel)
-        inter_node = self._topology.gather_groups.inter_node
-        if inter_node is not None:
-            cells = low[stored : stored + record.stored].view(torch.uint8)
-            gather(cells.view(inter_node.size(), -1), inter_node)
-        self._gather_within_node(low.view(torch.uint8))
+        _gather(low[stored : stored + record.stored].view(torch.uint8), self._inter_node)
+        _gather(low.view(torch.uint8), self._intra_node)
         master = torch.empty(record.numel, dtype=torch.float32)
         join(values, low, master)
         return master
 
-    def _gather_within_node(self, data: torch.Tensor) -> None:
-        """Fill in the parts of ``data``, ``uint8 [n]``, that the other ranks of this node have."""
-        intra_node = self._topology.gather_groups.intra_node
-        if intra_node is not None:
-            gather(data.view(intra_node.size(), -1), intra_node)
+    def _slot(self, record: Record) -> int:
+        return self._newest if record.trainable else 0
+
+
+def _gather(data: torch.Tensor, group: dist.ProcessGroup | None) -> None:
+    """Fill in the parts of ``data``, ``uint8 [n]``, that the other ranks of the group have."""
+    if group is not None:
+        gather(data.view(group.size(), -1), group)
 
 
 def _joined(parts: Iterable[tuple[ParameterSlot, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:

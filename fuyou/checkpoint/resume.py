@@ -7,7 +7,10 @@ old set, a crash after it the new one; the next start detects which, and removes
 """
 
 import contextlib
+import functools
+import operator
 import uuid
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -274,7 +277,8 @@ class _Resumption:
             checksums=[entry.to_dict() for entry in sealed],
             # Ranks that there were not before begin as they would have begun the run.
             random=states[self._rank].random if self._rank in states else {},
-            missed=_merge_counts(state.missed for state in states.values()),
+            # Each rank counts for its own parameters, and may list old counts of others: the largest is right.
+            missed=dict(functools.reduce(operator.or_, (Counter(state.missed) for state in states.values()))),
         )
         content = state.to_dict()
         if not self._agreement.is_alone:
@@ -284,16 +288,6 @@ class _Resumption:
 
 def _needed(target: ShardLayout) -> int:
     return sum(target.layout.file_bytes().values()) * target.layout.directories
-
-
-def _merge_counts(counts: Iterable[dict[str, int]]) -> dict[str, int]:
-    """Return the largest count of each name: each rank counts for its own parameters, and may list old counts of
-    others."""
-    merged: dict[str, int] = {}
-    for known in counts:
-        for name, count in known.items():
-            merged[name] = max(count, merged.get(name, 0))
-    return merged
 
 
 def _refuse_others(folder: Path, replaced: Collection[str]) -> None:

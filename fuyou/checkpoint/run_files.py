@@ -156,15 +156,6 @@ def verify_run(directories: Sequence[Path]) -> VerifiedRun:
         UserError: if it is in use, a directory is missing, or nothing was ever committed.
         FinetuneError: if the store's identity is damaged.
     """
-    identities = [Identity.read(directory) for directory in directories]
-    there = {identity.index for identity in identities if identity is not None}
-    count = max((identity.count for identity in identities if identity is not None), default=0)
-    if missing := ", ".join(str(index + 1) for index in sorted(set(range(count)) - there)):
-        raise UserError(
-            f"The run in {', '.join(map(str, directories))} is striped over {count} drives, and only {len(there)} of "
-            f"them {'are' if len(there) > 1 else 'is'} given: number {missing} is "
-            "missing. Name the directories on all of them after --verify."
-        )
     with DirectoryLock(directories), Store.open(directories, io="posix") as store:
         content = load_manifest(store.directories[0])
         if content is None:

@@ -15,6 +15,7 @@ from common.errors import FinetuneError, UserError
 from common.store import load_manifest
 from common.store.directories import Identity
 from common.store.folders import successor_folder
+from common.units import counted
 from fuyou.checkpoint.commits import CLUSTER
 from fuyou.checkpoint.run_files import rank_folder, run_places
 from fuyou.layout.share import Share
@@ -122,21 +123,14 @@ class ShardSet:
     def replaced(self) -> set[str]:
         return {store for shard in self.members.values() for store in shard.replaces}
 
-    def is_related(self, other: "ShardSet") -> bool:
-        """Return whether one of the two replaces the other."""
-        return bool(self.replaced & other.stores or other.replaced & self.stores)
-
-    def fits(self, share: Share) -> bool:
-        """Return whether it is of as many ranks on as many nodes as ``share`` counts, and a shard is in each's place.
-
-        That shard may belong to another rank.
-        """
-        readers = {shard.reader for shard in self.members.values() if shard.location == IN_PLACE}
-        return self.made_by(share) and readers == set(range(self.share.world_size))
-
     def made_by(self, share: Share) -> bool:
         """Return whether the set was made by as many ranks on as many nodes as ``share`` counts."""
         return (self.share.nodes, self.share.ranks_per_node) == (share.nodes, share.ranks_per_node)
+
+    def fits(self, share: Share) -> bool:
+        """Return whether it was made by as many ranks, each of which has a shard where its store is to be."""
+        readers = {shard.reader for shard in self.members.values() if shard.location == IN_PLACE}
+        return self.made_by(share) and readers == set(range(self.share.world_size))
 
     def common_step(self, hosts: Sequence[str]) -> int:
         """Return the newest step that all shards have, if none is missing.
@@ -147,19 +141,16 @@ class ShardSet:
         Raises:
             UserError: if there is none.
         """
-        held = [
-            (rank_name(self.share, rank, hosts[shard.reader]), shard.steps)
-            for rank, shard in sorted(self.members.items())
-        ]
-        step = self.newest
-        lacking = [f"{name} has {' and '.join(map(str, steps))}" for name, steps in held if step not in steps]
-        if lacking:
-            holders = ", ".join(name for name, steps in held if steps[0] == step)
-            raise UserError(
-                f"No step is on all nodes: {holders} has only steps up to {step}, and {'; '.join(lacking)}. One of "
-                "them has come back with older drives, or with a copy of them: give it its newest ones."
+        if any(self.newest not in shard.steps for shard in self.members.values()):
+            held = "; ".join(
+                f"{rank_name(self.share, rank, hosts[shard.reader])} has {' and '.join(map(str, shard.steps))}"
+                for rank, shard in sorted(self.members.items())
             )
-        return step
+            raise UserError(
+                f"No step is on all nodes: {held}. One of them has come back with older drives, or with a copy of "
+                "them: give it its newest ones."
+            )
+        return self.newest
 
 
 def find_shard_sets(scans: Sequence[DriveScan]) -> list[ShardSet]:
@@ -194,7 +185,11 @@ def choose_shard_set(sets: Sequence[ShardSet], share: Share, scans: Sequence[Dri
     complete = [each for each in sets if not each.missing]
     if complete:
         likely = max(complete, key=lambda each: (each.fits(share), each.newest, each.made_by(share)))
-        versions = [each for each in complete if each is likely or each.is_related(likely)]
+        versions = [
+            each
+            for each in complete
+            if each is likely or each.replaced & likely.stores or likely.replaced & each.stores
+        ]
         for other in complete:
             shard = max(other.members.values(), key=lambda shard: shard.location)
             if other not in versions and shard.location >= IN_FOLDERS:
@@ -238,24 +233,18 @@ def describe_conflict(share: Share, scans: Sequence[DriveScan], problems: Sequen
             + " ".join(lacking)
         )
     shards = [max(scan.shards, key=lambda shard: shard.location) for scan in scans]
-    runs: dict[str, list[str]] = {}
-    for name, shard in zip(names, shards, strict=True):
-        runs.setdefault(shard.run, []).append(name)
-    if len(runs) > 1:
-        described = "; ".join(f"run {run[:8]} on {', '.join(where)}" for run, where in runs.items())
-        return f"The nodes hold parts of different runs: {described}. Give --ssd the directories of one run."
-    name, shard, rank = next(
-        (name, shard, rank) for rank, (name, shard) in enumerate(zip(names, shards, strict=True)) if shard.rank != rank
+    holdings = "; ".join(
+        f"{name} holds the part of rank {shard.rank} of run {shard.run[:8]}"
+        for name, shard in zip(names, shards, strict=True)
     )
     return (
-        f"{name} holds what rank {shard.rank} of this run has made, and is rank {rank} now. Start the nodes in the "
-        "order in which they began (--ssd must name this node's own directories)."
+        f"The nodes do not hold their parts of one run: {holdings}. Start them in the order in which they began, with "
+        "--ssd naming each node's own directories of one run."
     )
 
 
 def _describe_ranks(share: Share) -> str:
-    nodes = f"{share.nodes} node{'s' if share.nodes > 1 else ''}"
-    return f"{nodes} with {share.ranks_per_node} rank{'s' if share.ranks_per_node > 1 else ''} each"
+    return f"{counted(share.nodes, 'node')} with {counted(share.ranks_per_node, 'rank')} each"
 
 
 def _base(folder: Path) -> Path:

@@ -6,8 +6,7 @@ moment), in pieces of :data:`PIECE_ELEMENTS` elements: each reader of a part of 
 All ranks make the same list of such transfers.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Future
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -31,24 +30,17 @@ class ValueKind:
     """One kind of value that is stored of a record: its parameters, or one component of the optimizer states."""
 
     part: Part
-    width: int  # Bytes of one value
-    per: int = 1  # Elements that share one value
+    component: StateComponent
     before: tuple[StateComponent, ...] = ()  # Components that precede it in each chunk of states
-
-    def nbytes(self, elements: int) -> int:
-        """Return the bytes of the values of this many elements, a multiple of :attr:`per`."""
-        return elements // self.per * self.width
 
 
 def value_kinds(record: Record) -> list[ValueKind]:
     """Return every kind of value that is stored of a record."""
-    kinds = [ValueKind("parameters", record.unit_bytes)]
+    unit = torch.uint8 if record.decoded_nbytes else record.precision.dtype
+    kinds = [ValueKind("parameters", StateComponent("parameters", unit))]
     if record.trainable:
         parts = record.precision.components
-        kinds += [
-            ValueKind("states", component.dtype.itemsize, component.per, parts[:at])
-            for at, component in enumerate(parts)
-        ]
+        kinds += [ValueKind("states", component, parts[:at]) for at, component in enumerate(parts)]
     return kinds
 
 
@@ -89,18 +81,18 @@ class ShardLayout:
             and its length in bytes.
         """
         first, _ = self.stored_range(index, kind.part)
+        record, nbytes = self.records[index], kind.component.nbytes
         if kind.part == "parameters":
             if start < stop:
-                yield (start - first) * kind.width, 0, (stop - start) * kind.width
+                yield nbytes(start - first), 0, nbytes(stop - start)
             return
-        record = self.records[index]
         for chunk in record.chunks(self._chunk_elements):
             begin, end = max(start, first + chunk.start), min(stop, first + chunk.stop)
             if begin < end:
                 at = record.precision.state_nbytes(chunk.start)
                 at += sum(component.nbytes(chunk.stop - chunk.start) for component in kind.before)
-                at += kind.nbytes(begin - first - chunk.start)
-                yield at, kind.nbytes(begin - start), kind.nbytes(end - begin)
+                at += nbytes(begin - first - chunk.start)
+                yield at, nbytes(begin - start), nbytes(end - begin)
 
 
 class RecordTransfer:
@@ -137,18 +129,16 @@ class RecordTransfer:
                 for part, extent in extents.items()
             }
             longest = max(each.records[record.index].units for each in self._targets)
-            writing: list[Future[None]] = []
             for kind in value_kinds(record):
+                extent, of_part = extents[kind.part], sums[kind.part]
                 for start in range(0, longest, PIECE_ELEMENTS):
                     begin, end, data = self._gather(record.index, kind, start, min(start + PIECE_ELEMENTS, longest))
-                    _wait(writing)  # one piece is written while the next one is read
                     writing = [
-                        store.write(
-                            extents[kind.part], data[first : first + nbytes].numpy(), at, nbytes, sums[kind.part]
-                        )
+                        store.write(extent, data[first : first + nbytes].numpy(), at, nbytes, of_part)
                         for at, first, nbytes in target.byte_runs(record.index, kind, begin, end)
                     ]
-            _wait(writing)
+                    for future in writing:
+                        future.result()
             sealed += [
                 ChecksummedExtent(sealed_name(record, part), extent, sums[part].values)
                 for part, extent in extents.items()
@@ -159,13 +149,14 @@ class RecordTransfer:
         """Return what this rank is to store of a piece, ``uint8``, from wherever it is, with its first element and its
         end."""
         begin, end = _overlap(self._targets[self._rank].stored_range(index, kind.part), start, stop)
-        mine = torch.from_numpy(aligned_bytes(kind.nbytes(end - begin))) if begin < end else torch.empty(0)
+        size = kind.component.nbytes
+        mine = torch.from_numpy(aligned_bytes(size(end - begin))) if begin < end else torch.empty(0)
         sends: list[tuple[int, torch.Tensor]] = []
         receives: list[tuple[int, torch.Tensor]] = []
         for source, target, first, last in self._plan(index, kind.part, start, stop):
-            received = mine[kind.nbytes(first - begin) : kind.nbytes(last - begin)] if target == self._rank else None
+            received = mine[size(first - begin) : size(last - begin)] if target == self._rank else None
             if self._readers[source] == self._rank:
-                data = torch.empty(kind.nbytes(last - first), dtype=torch.uint8) if received is None else received
+                data = torch.empty(size(last - first), dtype=torch.uint8) if received is None else received
                 extent = self._sources[source].extent(index, kind.part)
                 for at, offset, nbytes in self._sources[source].byte_runs(index, kind, first, last):
                     self._stores[source].read_now(extent, data[offset : offset + nbytes].numpy(), at, nbytes)
@@ -193,11 +184,6 @@ class RecordTransfer:
                 until = min(end, ranges[chosen][1])
                 yield chosen, rank, begin, until
                 begin = until
-
-
-def _wait(writing: Iterable[Future[None]]) -> None:
-    for future in writing:
-        future.result()
 
 
 def _overlap(stored: tuple[int, int], start: int, stop: int) -> tuple[int, int]:

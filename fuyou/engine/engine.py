@@ -288,7 +288,7 @@ class Engine(EngineFigures):
     # -- reading --------------------------------------------------------------------------------------------------
 
     def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield every parameter's name and fp32 master weight (or frozen value), read from the store one at a time.
+        """Yield every parameter's name and fp32 master weight (or frozen value), read record by record.
 
         They are copies, and PyTorch rejects changing them in place: ``clone()`` one to compute with it.
         """

@@ -16,14 +16,13 @@ from common.randomness import seed_run
 from common.store import Layout
 from common.store.directories import usable_directories
 from fuyou.checkpoint.commits import (
-    ClusterCommits,
     Commits,
     TrainingState,
     random_states,
     restore_random_states,
     sealed_records,
 )
-from fuyou.checkpoint.export import ClusterReader, StoreReader
+from fuyou.checkpoint.export import StoreReader
 from fuyou.checkpoint.fill import fill_store
 from fuyou.checkpoint.resume import resume_run
 from fuyou.checkpoint.run_files import RunFiles, create_run
@@ -106,9 +105,8 @@ class OpenRun:
     def reader(self) -> StoreReader:
         """Return what reads the newest committed state."""
         assert self.files is not None
-        slot = self.commits.state.slot
-        places = (self.files.store, self.shape, self._extents, self.runtime.memory_plan.chunk_elements, slot)
-        return StoreReader(*places) if self.topology is None else ClusterReader(self.topology, *places)
+        chunk_elements, slot = self.runtime.memory_plan.chunk_elements, self.commits.state.slot
+        return StoreReader(self.files.store, self.shape, self._extents, chunk_elements, slot, self.topology)
 
     def close(self) -> None:
         """Close everything that is open, the last one first; a failure of one does not keep the others."""
@@ -319,11 +317,14 @@ class OpenRun:
         sealed = sealed_records(files.store, files.state) if self.config.store.resume else ()
         sums = RecordSums(self.shape.records, self._extents, sealed)
         missed = MissedUpdates(self.shape.records, files.state.missed)
-        arguments = files.store, files.state, sums, missed
-        if self.agreement.is_alone:
-            return Commits(*arguments)
-        return ClusterCommits(
-            self.agreement, files.run, lambda step: self.runtime.ranks.take_checksum(step), *arguments
+        return Commits(
+            files.store,
+            files.state,
+            sums,
+            missed,
+            self.agreement,
+            files.run,
+            lambda step: self.runtime.ranks.take_checksum(step),
         )
 
     def _fill(self, files: RunFiles) -> int:

@@ -57,7 +57,7 @@ def test_a_crash_while_records_move_leaves_the_old_places_or_the_new_ones(
         assert all(pool.map(attempt, points))
 
 
-STATE = TrainingState(7, 1, "", "model", "bf16", "fp32", random={"cpu": "abc"}, user={"row": 3})
+STATE = TrainingState(7, 1, "", "model", "bf16", "torch.float32", random={"cpu": "abc"}, user={"row": 3})
 
 
 @pytest.fixture(scope="module")

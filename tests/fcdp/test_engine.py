@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from common.errors import FinetuneError
 from common.models.adapters.options import ALL_LINEAR, AdapterOptions
 from common.store import load_manifest
-from fuyou.checkpoint.commits import ClusterCommits
+from fuyou.checkpoint.commits import Commits
 from fuyou.layout.record import PAGE_ELEMENTS
 from fuyou.layout.record_parts import ALIGN_ELEMENTS
 from fuyou.layout.share import Share
@@ -260,9 +260,9 @@ def test_a_bit_that_flips_on_its_way_to_a_node(model: str, pool: Pool, tmp_path:
 def test_nodes_that_hold_different_parameters() -> None:
     """The second node's checksum differs: all ranks stop before anything is committed."""
     told = [("a", 5), ("a", 7), ("b", 5), ("b", 8)]
-    agreement: Any = SimpleNamespace(share=Share(2, 2), all_gather_at_commit=lambda value: told)
+    agreement: Any = SimpleNamespace(share=Share(2, 2), is_alone=False, all_gather_at_commit=lambda value: told)
     state: Any = SimpleNamespace(step=3, clipped=0)
-    commits = ClusterCommits(agreement, "abc", lambda step: 5, None, state, None, None)
+    commits = Commits(None, state, None, None, agreement, "abc", lambda step: 5)
     with pytest.raises(FinetuneError, match=r"step 4, node 1 \(b, rank 1 of it\) and node 0 \(a, rank 1 of it\) hold"):
-        commits.commit(Task(Op.COMMIT, [], step=4))
+        commits.commit(Task(Op.COMMIT, [], step=4, target=0))
     assert commits.committed_step == 3

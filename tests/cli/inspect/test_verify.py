@@ -22,10 +22,7 @@ def test_a_whole_run_and_a_damaged_one(finetune: Finetune, checkpoint: Path, tmp
     assert whole.out.count("verify   ") == 1, "one run on two drives"
 
     for place, message in {
-        drives[
-            1
-        ]: f"The run in {drives[1]}/fuyou-.* is striped over 2 drives, and only 1 of them is given: number 1 is "
-        "missing. Name .* after --verify",
+        drives[1]: f"The run in {drives[1]}/fuyou-.* is striped over 2 directories, and number 1 is not among those",
         tmp_path: f"There is no run in {tmp_path}. .* There are runs in {drives[0]}, {drives[1]}: give these",
     }.items():
         wrong = finetune("--verify", place)

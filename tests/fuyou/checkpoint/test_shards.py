@@ -54,9 +54,13 @@ def test_ranks_continue_from_the_newest_step_that_all_have(
     [
         ((shard(0, 7, 6), None), ("", "/ssd holds no run."), r"Not all nodes .* node 1 \(host1\): /ssd holds no run"),
         ((None, None), ("/ssd holds no run.", "no."), "nothing to continue. node 0"),
-        ((shard(0, 7), shard(1, 7, run="xyz")), ("", ""), "different runs: run abc on node 0 .*; run xyz on node 1"),
-        ((shard(1, 7), shard(0, 7)), ("", ""), r"node 0 \(host0\) holds what rank 1"),
-        ((shard(0, 7), shard(0, 7)), ("", ""), r"node 1 \(host1\) holds what rank 0"),
+        (
+            (shard(0, 7), shard(1, 7, run="xyz")),
+            ("", ""),
+            "one run: node 0 .* of run abc; node 1 .* of run xyz",
+        ),
+        ((shard(1, 7), shard(0, 7)), ("", ""), r"node 0 \(host0\) holds the part of rank 1"),
+        ((shard(0, 7), shard(0, 7)), ("", ""), r"node 1 \(host1\) holds the part of rank 0"),
     ],
 )
 def test_stores_that_do_not_make_up_a_run(
