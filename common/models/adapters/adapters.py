@@ -10,6 +10,7 @@ import json
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -93,9 +94,10 @@ class Adapters:
         refuse_unknown_copies(modules, config)
         target_fused_experts(model, config)
         buffers = dict(model.named_buffers(remove_duplicate=False))
-        self._states: dict[nn.Module, torch.Tensor] = {}
-        with _generator_states(self._states):
+        with _generator_states() as states:
             self._wrapped = self._inject(seed, on_meta=not draw or saved is not None)
+        layers = ((path, layer) for path, layer in model.named_modules() if layer in states)
+        self._first_draws = {path: _FirstDraw.of(layer, states[layer]) for path, layer in layers}
         # All names of every other parameter before, by its names now, by the first of them.
         self._aliases: dict[str, dict[str, str]] = {}
         now: dict[int, list[str]] = {}
@@ -163,52 +165,20 @@ class Adapters:
             first = next(name for name, aliases in self._aliases.items() if original in aliases)
             ((_, weight),) = weights.read([self.base_names[first]])
             return weight if rows is None else weight[rows]
-        path = name.rpartition(".lora_")[0]
-        factors = self._draw(path)
-        if name in factors:
-            return factors[name]
-        # DoRA's magnitude is a norm of the adapted weight, and is made when that is read.
+        path, prefix, factor = name.rpartition(".lora_")
         layer: Any = self.model.get_submodule(path)
+        factors = self._first_draws[path].repeat(layer, self.config.init_lora_weights)
+        if (value := factors.get(f"{prefix[1:]}{factor}")) is not None:
+            return value
+        # DoRA's magnitude is a norm of the adapted weight, and is made when that is read.
         (adapter,) = layer.lora_magnitude_vector
         ((_, weight),) = weights.read([self.base_names[f"{path}.base_layer.weight"]])
-        lora_a, lora_b = (
-            factors[f"{path}.{factor}.{adapter}.weight"].to(self._dtype) for factor in ("lora_A", "lora_B")
-        )
+        lora_a, lora_b = (factors[f"{kind}.{adapter}.weight"].to(self._dtype) for kind in ("lora_A", "lora_B"))
         # As peft.tuners.lora.dora.DoraLinearLayer.update_layer, in the model's dtype.
         norm = layer.lora_magnitude_vector[adapter].get_weight_norm(
             weight.to(self._dtype), lora_b @ lora_a, layer.scaling[adapter]
         )
         return norm.to(layer.lora_magnitude_vector[adapter].weight.dtype)
-
-    def _draw(self, path: str) -> dict[str, torch.Tensor]:
-        """Draw the factors of the layer ``path`` again, in the order of ``LoraLayer.update_layer``, by their names."""
-        layer: Any = self.model.get_submodule(path)
-        base = layer.get_param() if isinstance(layer, ParamWrapper) else layer.get_base_layer().weight
-        (adapter,), initialization = layer.r, self.config.init_lora_weights
-        kinds = (layer.lora_A, layer.lora_B, layer.lora_embedding_A, layer.lora_embedding_B)
-        on_meta = [(kind, kind[adapter]) for kind in kinds if adapter in kind]
-        try:
-            with own_random_numbers(), torch.no_grad():
-                torch.set_rng_state(self._states[layer])
-                for kind, factor in on_meta:
-                    if isinstance(factor, nn.Module):
-                        kind[adapter] = copy.deepcopy(factor).to_empty(device="cpu")
-                        kind[adapter].reset_parameters()
-                    else:
-                        kind[adapter] = nn.Parameter(torch.randn(factor.shape))
-                if initialization == "orthogonal":
-                    layer.orthogonal_init(adapter)
-                elif initialization:
-                    layer.reset_lora_parameters(adapter, initialization)
-            # peft rounds to the base weight's dtype, before it widens adapters to fp32.
-            return {
-                f"{path}.{name}": value.detach().to(base.dtype).to(self.model.get_parameter(f"{path}.{name}").dtype)
-                for name, value in layer.named_parameters()
-                if not value.is_meta
-            }
-        finally:
-            for kind, factor in on_meta:
-                kind[adapter] = factor
 
     def check_saved(self, weights: WeightSource) -> None:
         """See whether weights that a saved adapter holds in addition are those of the model that it is given to.
@@ -374,8 +344,9 @@ class _AdaptedSource(WeightSource):
 
 
 @contextmanager
-def _generator_states(states: dict[nn.Module, torch.Tensor]) -> Iterator[None]:
+def _generator_states() -> Iterator[dict[nn.Module, torch.Tensor]]:
     """Collect the state of PyTorch's generator (5 kB) from which each layer of adapters draws its factors."""
+    states: dict[nn.Module, torch.Tensor] = {}
 
     def add(parent: nn.Module, name: str, _: nn.Module | None) -> None:
         if isinstance(parent, LoraLayer) and name == "lora_A":  # registered before anything is drawn
@@ -383,9 +354,55 @@ def _generator_states(states: dict[nn.Module, torch.Tensor]) -> Iterator[None]:
 
     handle = nn.modules.module.register_module_module_registration_hook(add)
     try:
-        yield
+        yield states
     finally:
         handle.remove()
+
+
+@dataclass(frozen=True)
+class _FirstDraw:
+    """What is needed to draw a layer's factors again, also when these are sharded or elsewhere."""
+
+    state: torch.Tensor  # State of PyTorch's generator
+    base_dtype: torch.dtype  # Dtype of the adapted weight
+    factors: dict[str, nn.Module | nn.Parameter]  # The factors on the meta device, by the layer's attribute
+
+    @classmethod
+    def of(cls, layer: Any, state: torch.Tensor) -> "_FirstDraw":
+        base = layer.get_param() if isinstance(layer, ParamWrapper) else layer.get_base_layer().weight
+        (adapter,) = layer.r
+        kinds = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B")
+        factors = {kind: getattr(layer, kind)[adapter] for kind in kinds if adapter in getattr(layer, kind)}
+        return cls(state, base.dtype, copy.deepcopy(factors))
+
+    def repeat(self, layer: Any, initialization: bool | str) -> dict[str, torch.Tensor]:
+        """Return the factors' values by their names in the layer, drawn in the order of ``LoraLayer.update_layer``."""
+        (adapter,) = layer.r
+        now = {kind: getattr(layer, kind)[adapter] for kind in self.factors}
+        drawn: dict[str, torch.Tensor] = {}
+        try:
+            with own_random_numbers(), torch.no_grad():
+                torch.set_rng_state(self.state)
+                for kind, factor in self.factors.items():
+                    if isinstance(factor, nn.Module):
+                        first: Any = copy.deepcopy(factor).to_empty(device="cpu")
+                        first.reset_parameters()
+                    else:
+                        first = nn.Parameter(torch.randn(factor.shape))
+                    getattr(layer, kind)[adapter] = first
+                if initialization == "orthogonal":
+                    layer.orthogonal_init(adapter)
+                elif initialization:
+                    layer.reset_lora_parameters(adapter, initialization)
+            for kind in self.factors:
+                first = getattr(layer, kind)[adapter]
+                parameters = first.named_parameters() if isinstance(first, nn.Module) else [("", first)]
+                drawn |= {f"{kind}.{adapter}.{name}".rstrip("."): value for name, value in parameters}
+        finally:
+            for kind, factor in now.items():
+                getattr(layer, kind)[adapter] = factor
+        # peft rounds to the base weight's dtype, before it widens adapters to fp32.
+        return {name: value.detach().to(self.base_dtype).float() for name, value in drawn.items()}
 
 
 def _set_parameter(model: nn.Module, name: str, value: nn.Parameter) -> None:
