@@ -13,7 +13,7 @@ from cli.options.schedule import LearningRate
 from cli.options.settings import Settings
 from common.data import Batches
 from common.hardware.machine import Gpu, describe_machine, torch_name
-from common.models.checkpoint.compressed.detection import method_of
+from common.models.checkpoint.compressed.formats import method_of
 from common.models.task_type import TaskType
 from common.options import spelled
 from common.units import format_bytes, format_count

@@ -12,7 +12,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from common.errors import UserError
 from common.files import preset_files
 from common.hub import may_download
-from common.models.checkpoint.compressed.detection import accept_config
+from common.models.checkpoint.compressed.formats import accept_config
 from common.models.checkpoint.gguf import dequantized
 from common.models.names import check_model, find_gguf, not_in_cache
 from common.models.task_type import model_class, refusal

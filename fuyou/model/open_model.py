@@ -17,7 +17,7 @@ from transformers import PreTrainedConfig
 from common.errors import UserError, did_you_mean
 from common.models.adapters.adapters import Adapters
 from common.models.adapters.options import SavedAdapter
-from common.models.checkpoint.compressed.detection import method_of
+from common.models.checkpoint.compressed.formats import method_of
 from common.models.checkpoint.compressed.parameters import CompressedParameter
 from common.models.checkpoint.random_source import RandomSource
 from common.models.checkpoint.sources import CheckpointSource, WeightSource

@@ -237,17 +237,10 @@ def _no_safetensors(directory: Path) -> str:
         convert = f"M.from_pretrained('{directory}', dtype='auto').save_pretrained('{directory}-safetensors')"
         return (
             f"{directory} has its weights only pickled (pytorch_model.bin), which cannot be read piece by piece. "
-            f'Convert it once, on a machine that can hold it: python -c "from transformers import AutoModelForCausalLM '
-            "as M; "
-            f"{convert}\", and copy the tokenizer's files over."
+            'Convert it once, on a machine that can hold it: python -c "from transformers import AutoModelForCausalLM '
+            f"as M; {convert}\", and copy the tokenizer's files over."
         )
     pickled = next((file for ending in ("pth", "pt", "bin", "ckpt") for file in directory.glob(f"*.{ending}")), None)
     if pickled is not None:
-        load = f"torch.load('{pickled}', map_location='cpu', weights_only=True)"
-        return (
-            f"{directory} has its weights only pickled ({pickled.name}). If its tensors have the names that "
-            "transformers gives them, convert it once: "
-            f"python -c \"import torch, safetensors.torch as s; s.save_file({load}, '{directory / SINGLE}')\"; else "
-            "take the model's checkpoint for transformers."
-        )
+        return f"{directory} has its weights only pickled ({pickled.name}): take the checkpoint for transformers."
     return f"{directory} has no weights: neither {SINGLE} nor {INDEX} is in it."

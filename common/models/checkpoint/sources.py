@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from common.errors import FinetuneError, UserError
-from common.models.checkpoint.compressed.detection import KNOWN, CompressedShards
+from common.models.checkpoint.compressed.formats import CompressedShards
 from common.models.checkpoint.compressed.parameters import CompressedParameter, Placements
 from common.models.checkpoint.shards import Conversion, StoredTensor, plan_conversions
 from common.models.meta_model import unset_buffers
@@ -120,7 +120,6 @@ class CheckpointSource(WeightSource):
     def check(self) -> None:
         """Check that every parameter is there, floating-point and in the model's shape, and that tied ones agree."""
         missing = self.missing() + [name for name in unset_buffers(self.model) if name not in self._made_by]
-        refuse_compressed(self.shards, self.unused)
         if missing:
             raise FinetuneError(explain_missing(self.model, self.shards.directory, missing, self.unused))
         for name, shape in self.shapes.items():
@@ -200,10 +199,10 @@ class CheckpointSource(WeightSource):
 
     def _convert(self, source: str) -> dict[str, torch.Tensor]:
         """Return the result of the conversion that makes ``source``, made piece by piece where that is possible."""
-        compressed = self._compressed(source)
-        if compressed is None:
+        parts = self._rows_of(source) if self.shards.compressed and self._made_by[source].rule is not None else None
+        if parts is None:
             return self._made_by[source].convert(self.model, self.shards.read)
-        return {source: compressed.assemble(self.read_compressed(source)).view(self._stored_shape[source])}
+        return {source: parts.read(0, parts.shape[0], self.shards.read)}
 
     def made_from(self, name: str) -> list[str]:
         """Return the names on disk of all tensors that a parameter or buffer is made from, under any of its names."""
@@ -274,27 +273,6 @@ class CheckpointSource(WeightSource):
         return {name: tuple(value.shape) for name, value in values.items()}
 
 
-# Formats of compressed checkpoints, by the endings of names in them.
-_ENDINGS = {
-    "_scale_inv": "FP8", "_blocks": "MXFP4", ".weight_packed": "compressed-tensors", ".weight_scale": "FP8 or INT8",
-    ".qweight": "GPTQ or AWQ", ".weight.absmax": "bitsandbytes", ".SCB": "bitsandbytes",
-}  # fmt: skip
-
-
-def refuse_compressed(shards: CompressedShards, unused: list[str]) -> None:
-    """Refuse compressed weights about which config.json says nothing, among the names that the model does not use."""
-    if shards.method is not None:
-        return
-    for name in unused:
-        ending = next((ending for ending in _ENDINGS if name.endswith(ending)), None)
-        if ending is not None:
-            raise UserError(
-                f"{shards.directory} is quantized ({name} in {shards.tensors[name].file.name} looks like "
-                f"{_ENDINGS[ending]}), but its config.json has no quantization_config, which says how. "
-                f"Take the config.json that came with these weights: of quantized checkpoints {KNOWN} can be read."
-            )
-
-
 def explain_missing(model: PreTrainedModel, directory: Path, missing: list[str], unused: list[str]) -> str:
     """Return which parameters the checkpoint in ``directory`` lacks, and why that may be."""
     total = sum(1 for _ in model.named_parameters())
@@ -302,24 +280,19 @@ def explain_missing(model: PreTrainedModel, directory: Path, missing: list[str],
     inside = [name for name, _ in model.named_parameters() if name.startswith(f"{model.base_model_prefix}.")]
     some = _some(missing)
     if inside and not any(name.startswith(f"{model.base_model_prefix}.") for name in missing):
-        other = f" It has {_some(unused)}, for which a {kind} has no use: it was saved as another kind."
-        other = other if unused else ""
-        tied = '; if the embeddings are its head, set "tie_word_embeddings": true in config.json'
-        return (
-            f"{directory} is a model without its head: of what a {kind} has, it lacks {some} and nothing else.{other} "
-            f"Save it with its head ({kind}){tied if _is_head(model, missing) and not unused else ''}."
+        hint = (
+            f" It has {_some(unused)}, for which a {kind} has no use: it was saved as another kind. Save it with its "
+            f"head ({kind})."
+            if unused
+            else f' Save it with its head ({kind}); if the embeddings are its head, set "tie_word_embeddings": true in '
+            "config.json."
         )
+        return f"{directory} is a model without its head: of what a {kind} has, it lacks {some} and nothing else.{hint}"
     theirs = f" It has {_some(unused)} instead." if unused else ""
     return (
         f"{directory} lacks {len(missing)} of the model's {total} parameters: {some}.{theirs} "
         f"Is config.json, which makes it a {kind}, the one that belongs to these weights?"
     )
-
-
-def _is_head(model: PreTrainedModel, missing: list[str]) -> bool:
-    head = model.get_output_embeddings()
-    weights = [value for name, value in model.named_parameters() if name in missing]
-    return head is not None and any(value is getattr(head, "weight", None) for value in weights)
 
 
 def _some(names: list[str]) -> str:

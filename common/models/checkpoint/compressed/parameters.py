@@ -6,6 +6,7 @@ where whole tensors go, if it is alike for two different sizes.
 """
 
 import math
+import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from common.models.checkpoint.compressed.detection import CompressedShards
+from common.models.checkpoint.compressed.formats import CompressedShards
 from common.models.checkpoint.compressed.tensors import CompressedTensor
 from common.models.checkpoint.shards import Conversion
 from common.quantization import fuses
@@ -22,20 +23,12 @@ from common.quantization import fuses
 _SIZES = ((2, 3, 5), (3, 4, 7))  # Sizes of the tiny tensors; no two dimensions are alike
 
 
-@dataclass(frozen=True)
-class _Spot:
-    """The place of a part in the result of a conversion."""
-
-    axes: tuple[int, ...]  # Dimension of the result along which each of the part's dimensions lies
-    origin: tuple[int, ...]  # Index of its first element, along `axes` in units of the part's size
-
-
 class Placements:
     """The places to which a model's conversions put their parts."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
-        self._known: dict[tuple[object, ...], list[_Spot] | None] = {}
+        self._known: dict[tuple[object, ...], _Spots | None] = {}
         self._known_rules: list[object] = []  # kept alive, so that no other rule gets the identity of one
 
     def place(
@@ -50,26 +43,27 @@ class Placements:
         spots = self._spots(conversion, len(part))
         if spots is None:
             return None
-        whole, axes = _strides(shape), spots[0].axes
-        units = [part[axes.index(axis)] if axis in axes else 1 for axis in range(len(shape))]
-        offsets = tuple(
-            sum(index * unit * stride for index, unit, stride in zip(spot.origin, units, whole, strict=True))
-            for spot in spots
-        )
+        whole, (axes, origins) = _strides(shape), spots
+        units = [part[axes.index(axis)] * stride if axis in axes else stride for axis, stride in enumerate(whole)]
+        offsets = tuple(sum(map(operator.mul, origin, units)) for origin in origins)
         return tuple(whole[axis] for axis in axes), offsets
 
-    def _spots(self, conversion: Conversion, dims: int) -> list[_Spot] | None:
-        """Return the places of all parts, if they have equal axes; found once for conversions that layers share."""
+    def _spots(self, conversion: Conversion, dims: int) -> "_Spots | None":
+        """Return the places of all parts; found once for conversions that layers share."""
         key = (id(conversion.rule), tuple(pattern for pattern, _ in conversion.parts), dims)
         if key not in self._known:
             spots, again = (_tiny_spots(self._model, conversion, size[:dims]) for size in _SIZES)
-            alike = spots is not None and spots == again and len({spot.axes for spot in spots}) == 1
-            self._known[key] = spots if alike else None
+            self._known[key] = spots if spots == again else None
             self._known_rules.append(conversion.rule)
         return self._known[key]
 
 
-def _tiny_spots(model: PreTrainedModel, conversion: Conversion, size: Sequence[int]) -> list[_Spot] | None:
+# The dimension of the result along which each of a part's dimensions lies; and for each part the index of its first
+# element in the result, in units of the part's size where it lies along a dimension.
+_Spots = tuple[tuple[int, ...], list[list[int]]]
+
+
+def _tiny_spots(model: PreTrainedModel, conversion: Conversion, size: Sequence[int]) -> _Spots | None:
     count, numel = len(conversion.parts), math.prod(size)
     numbers = torch.arange(count * numel, dtype=torch.float64).view(count, *size)
     tiny = {name: numbers[index] for index, (_, name) in enumerate(conversion.parts)}
@@ -80,33 +74,19 @@ def _tiny_spots(model: PreTrainedModel, conversion: Conversion, size: Sequence[i
     if len(converted) != 1:
         return None
     (result,) = converted.values()
-    flat = result.flatten().long()
-    if result.numel() != numbers.numel() or not torch.equal(flat.sort().values, numbers.flatten().long()):
+    order = result.flatten().argsort()
+    if not torch.equal(result.flatten()[order], numbers.flatten()):
         return None
-    where = torch.empty_like(flat)
-    where[flat] = torch.arange(flat.numel())
-    places = torch.stack(torch.unravel_index(where, result.shape), dim=-1).view(count, *size, result.dim())
-    spots = [_spot(places[index], size) for index in range(count)]
-    return None if None in spots else [spot for spot in spots if spot is not None]
-
-
-def _spot(places: torch.Tensor, size: Sequence[int]) -> _Spot | None:
-    """Find the place of a part from the index of each of its elements in the result, ``[*size, dimensions]``."""
-    corner = places[(0,) * len(size)]
-    expected, axes = corner.clone().expand(*size, -1).clone(), []
-    for dim, length in enumerate(size):
-        step = places[tuple(int(dim == other) for other in range(len(size)))] - corner
-        axes.append(int(step.argmax()))
-        along = torch.arange(length).view([-1 if dim == other else 1 for other in range(len(size))] + [1])
-        expected += along * torch.nn.functional.one_hot(torch.tensor(axes[-1]), places.shape[-1])
-    if not torch.equal(expected, places) or len(set(axes)) != len(axes):
+    places, whole = order.view(count, *size), _strides(result.shape)  # where each number is in the flat result
+    corners = order[::numel]
+    steps = [int(order[stride] - order[0]) for stride in _strides(size)]
+    inside = torch.stack(torch.meshgrid(*map(torch.arange, size), indexing="ij"), dim=-1) @ torch.tensor(steps)
+    if not torch.equal(places, corners.view(-1, *[1] * len(size)) + inside) or not set(steps) <= set(whole):
         return None
-    origin = corner.tolist()
-    for axis, length in zip(axes, size, strict=True):
-        if origin[axis] % length:
-            return None
-        origin[axis] //= length
-    return _Spot(tuple(axes), tuple(origin))
+    axes = tuple(map(whole.index, steps))
+    units = torch.tensor([size[axes.index(axis)] if axis in axes else 1 for axis in range(result.dim())])
+    origins = torch.stack(torch.unravel_index(corners, result.shape), dim=-1)
+    return None if (origins % units).any() else (axes, (origins // units).tolist())
 
 
 def _strides(shape: Sequence[int]) -> tuple[int, ...]:
@@ -196,13 +176,6 @@ class CompressedParameter:
         view = flat.as_strided(shape, strides, flat.storage_offset() + self.offsets[0])
         replace(self.tensor, shape=shape).decode(components, view)
         return True
-
-    def assemble(self, parts: Iterable[Mapping[str, torch.Tensor]]) -> torch.Tensor:
-        """Return the numbers ``[numel]``, given the components of all parts, which are read one after the other."""
-        flat = torch.empty(self.numel, dtype=self.tensor.dtype)
-        for index, components in enumerate(parts):
-            self.tensor.decode(components, self._place(flat, index))
-        return flat
 
     def to_dict(self) -> dict[str, Any]:
         parts = {} if self.parts is None else {"parts": list(self.parts)}

@@ -11,7 +11,7 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from common.errors import UserError
-from common.models.checkpoint.compressed.detection import CompressedShards
+from common.models.checkpoint.compressed.formats import CompressedShards
 from tests.common.models.checkpoint.compressed.writing import GROUP, METHODS, fp8, int4
 
 #: What compressed-tensors 0.20.0 has made; ``make_goldens.py`` made the file, and is in git's history.
