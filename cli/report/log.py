@@ -21,7 +21,7 @@ from cli.options.option import WRITTEN
 from cli.options.settings import CONFIG, DESCRIPTION, RUN
 from cli.report.page import RunPage, facts_of
 from cli.report.progress import Progress
-from cli.report.results import EvaluationResult, StepMetrics, StepResult, learned_metrics, named_metrics
+from cli.report.results import EvaluationResult, StepResult
 from common.files import replace_file
 from common.hardware.machine import describe_machine
 from common.store.errors import StoreError, described
@@ -31,40 +31,34 @@ LIBRARIES = ("torch", "transformers", "peft", "safetensors", "tokenizers", "data
 
 def versions() -> dict[str, str]:
     """Return library versions by name, ``-`` if not installed, without importing any library."""
-    kvikio = next((name for name in ("kvikio-cu13", "kvikio-cu12") if version_of(name) != "-"), "kvikio")
+    kvikio = next((name for name in ("kvikio-cu13", "kvikio-cu12") if _version(name) != "-"), "kvikio")
     return {
-        "fuyou": version_of("fuyou"),
+        "fuyou": _version("fuyou"),
         "Python": platform.python_version(),
-        **{name: version_of(kvikio if name == "kvikio" else name) for name in LIBRARIES},
+        **{name: _version(kvikio if name == "kvikio" else name) for name in LIBRARIES},
         "system": platform.platform(),
-        "NVIDIA driver": nvidia_driver() or "-",
+        "NVIDIA driver": _nvidia_driver(),
     }
 
 
-def nvidia_driver() -> str | None:
-    """Return the version of the NVIDIA driver, if there is one."""
+def _nvidia_driver() -> str:
     import pynvml
 
-    try:
+    with contextlib.suppress(pynvml.NVMLError), contextlib.ExitStack() as stack:
         pynvml.nvmlInit()
-    except pynvml.NVMLError:
-        return None
-    try:
+        stack.callback(pynvml.nvmlShutdown)
         return str(pynvml.nvmlSystemGetDriverVersion())
-    finally:
-        pynvml.nvmlShutdown()
+    return "-"
 
 
-def version_of(name: str) -> str:
-    """Return a library's version, ``-`` if it is not installed."""
+def _version(name: str) -> str:
     try:
         return version(name)
     except PackageNotFoundError:
         return "-"
 
 
-METRICS, SUMMARY = "metrics.jsonl", "summary.json"
-"""Files in the run's directory: every step, and the report of the last call that took steps."""
+METRICS = "metrics.jsonl"  # File in the run's directory with every step
 
 
 def open_run_directory(job: Job, done: int, plan: Mapping[str, Any]) -> Path:
@@ -131,10 +125,8 @@ class History:
             self._file.flush()
             os.fsync(self._file.fileno())
 
-    def __enter__(self) -> "History":
-        return self
-
-    def __exit__(self, *exception: object) -> None:
+    def close(self) -> None:
+        """Close the file."""
         with described("writing", self._path):
             self._file.close()
 
@@ -158,41 +150,40 @@ class MetricsLogger:
         path = open_run_directory(job, done, plan)
         self._losses = History(job.output / HISTORY_FILE, done)
         self._metrics = History(path / METRICS, done)
+        self._tokens = job.rows * job.seq_len
         if done and last is not None:
-            result, lr = last
-            if self._losses.last_step != done:
-                self._losses.append(done, {"loss": result.loss, "grad_norm": result.grad_norm, "lr": lr})
-            if self._metrics.last_step != done:
-                self._metrics.append(done, learned_metrics(done, result, lr, job.rows * job.seq_len))
+            self._log(done, *last, {})
         self._page = RunPage(facts_of(job, plan, (path / CONFIG).read_text()), path / METRICS)
         self._page.update(at_once=True)
-        self._progress = Progress(job.steps, done, job.settings.log_every)
+        self._progress = Progress(job.steps, job.settings.log_every)
+        self.say = self._progress.say
 
-    def step(self, metrics: StepMetrics) -> None:
-        result = metrics.result
-        self._losses.append(metrics.step, {"loss": result.loss, "grad_norm": result.grad_norm, "lr": metrics.lr})
-        self._metrics.append(metrics.step, named_metrics(metrics))
-        self._progress.show(metrics)
-        self._page.update(at_once=metrics.step == 1)
+    def step(self, step: int, result: StepResult, lr: float, took: Mapping[str, float], text: str) -> None:
+        """Log a step with the metrics of what it took, and show it with ``text``."""
+        self._log(step, result, lr, took)
+        self._progress.show(step, took["time_metrics/end_to_end(s)"], text)
+        self._page.update(at_once=step == 1)
+
+    def _log(self, step: int, result: StepResult, lr: float, took: Mapping[str, float]) -> None:
+        if self._losses.last_step < step:
+            self._losses.append(step, {"loss": result.loss, "grad_norm": result.grad_norm, "lr": lr})
+        if self._metrics.last_step < step:
+            self._metrics.append(step, {**result.learned(step, lr, self._tokens), **took})
 
     def evaluation(self, step: int, result: EvaluationResult) -> None:
-        tokens = {} if result.watched else {"validation_metrics/perplexity": result.perplexity}
-        named = {
-            "validation_metrics/loss": result.loss,
-            **tokens,
-            **{f"validation_metrics/{name}": value for name, value in result.watched.items()},
-            "validation_metrics/throughput(tps)": result.tokens_per_second,
-        }
-        self._metrics.append(step, named)
+        """Log and show an evaluation."""
+        watched = result.watched or {"perplexity": result.perplexity}
+        named = {"loss": result.loss, **watched, "throughput(tps)": result.tokens_per_second}
+        self._metrics.append(step, {f"validation_metrics/{name}": value for name, value in named.items()})
         self._page.update(at_once=True)
-        self._progress.say(f"eval at step {step:,}: {result}")
+        self.say(f"eval at step {step:,}: {result}")
 
     def __enter__(self) -> "MetricsLogger":
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._progress.__exit__(*exception)
+        self._progress.close()
         with contextlib.suppress(StoreError) if exception[0] else contextlib.nullcontext():  # a full drive, say
             self._page.update(at_once=True)
-        self._metrics.__exit__(*exception)
-        self._losses.__exit__(*exception)
+        self._metrics.close()
+        self._losses.close()

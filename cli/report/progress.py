@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import shutil
 import sys
 import threading
 import time
@@ -9,9 +10,6 @@ from collections import deque
 from statistics import median
 from typing import TextIO
 
-from tqdm import tqdm
-
-from cli.report.results import StepMetrics
 from common.activity import Activity, current_activity, watched_by
 from common.units import format_seconds
 
@@ -40,36 +38,43 @@ _RECENT = 20  # Steps whose median duration tells the time that is left
 class Progress:
     """Shows steps on standard error if that is a terminal, else ``every`` N and the last on standard output."""
 
-    def __init__(self, total: int, done: int, every: int = 1) -> None:
+    def __init__(self, total: int, every: int = 1) -> None:
         self._total, self._every = total, every
         self._recent: deque[float] = deque(maxlen=_RECENT)
-        self._bar = None
-        if draws_on(sys.stderr):
-            self._bar = tqdm(total=total, initial=done, dynamic_ncols=True, bar_format="{desc}{postfix}")
+        self._redraws = draws_on(sys.stderr)
 
-    def show(self, metrics: StepMetrics) -> None:
-        self._recent.append(metrics.seconds)
-        left = (self._total - metrics.step) * median(self._recent)  # evaluations and checkpoints delay a few steps
-        wait = f", {format_seconds(left)} left" if metrics.step < self._total else ""  # first: lines may be cut
-        line = f"step {metrics.step}/{self._total}{wait}: {metrics}"
-        if self._bar is not None:
-            self._bar.set_description_str(line, refresh=False)
-            self._bar.update()
-        elif metrics.step % self._every == 0 or metrics.step == self._total:
+    def show(self, step: int, seconds: float, text: str) -> None:
+        """Show a step, which took ``seconds``, and what there is to say about it."""
+        self._recent.append(seconds)
+        left = (self._total - step) * median(self._recent)  # evaluations and checkpoints delay a few steps
+        wait = f", {format_seconds(left)} left" if step < self._total else ""  # first: lines may be cut
+        line = f"step {step}/{self._total}{wait}: {text}"
+        if self._redraws:
+            _draw(line[: shutil.get_terminal_size().columns - 1])
+        elif step % self._every == 0 or step == self._total:
             print(line, flush=True)
 
     def say(self, text: str) -> None:
-        if self._bar is None:
-            print(text, flush=True)
+        """Print a line that stays."""
+        if self._redraws:
+            _draw(f"{text}\n")
         else:
-            self._bar.write(text, file=sys.stderr)
+            print(text, flush=True)
 
-    def __enter__(self) -> "Progress":
-        return self
+    def close(self) -> None:
+        """Leave the line of the last step."""
+        if self._redraws and self._recent:
+            _write("\n")
 
-    def __exit__(self, *exception: object) -> None:
-        if self._bar is not None:
-            self._bar.close()
+
+def _draw(text: str) -> None:
+    _write(f"\r\x1b[K{text}")
+
+
+def _write(text: str) -> None:
+    with contextlib.suppress(OSError, ValueError):  # the terminal may be gone
+        sys.stderr.write(text)
+        sys.stderr.flush()
 
 
 def _described(doing: Activity, now: float) -> str:
@@ -116,7 +121,7 @@ class Heartbeat:
     def ended(self) -> None:
         with self._lock:
             if self._drawn:
-                self._write("\r\x1b[K")
+                _draw("")
                 self._drawn = False
 
     def _run(self) -> None:
@@ -134,10 +139,5 @@ class Heartbeat:
         self.ended()
 
     def _show(self, text: str) -> None:
-        self._write(f"\r\x1b[K{text}" if self._is_terminal else f"{text}\n")
+        _draw(text) if self._is_terminal else _write(f"{text}\n")
         self._drawn = self._is_terminal
-
-    def _write(self, text: str) -> None:
-        with contextlib.suppress(OSError, ValueError):  # the terminal may be gone
-            sys.stderr.write(text)
-            sys.stderr.flush()

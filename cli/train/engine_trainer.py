@@ -14,9 +14,9 @@ from cli.job.machine import training_of
 from cli.job.resolve import resolve
 from cli.job.resumed import check_same_run, forget_earlier_run
 from cli.options.settings import Settings
-from cli.report.results import EvaluationResult, IoCounts, MemoryUse, RunTotals, StepResult
+from cli.report.results import EvaluationResult, StepResult, Usage
 from cli.train.interrupts import Interrupts, Stopped
-from cli.train.loop import RunResult, Trainer, evaluate, train
+from cli.train.loop import Trainer, evaluate, train
 from cli.train.objectives import ObjectiveLoop, Ranks, ReferencePass, objective_of
 from common.activity import activity
 from common.communication import all_gather_object
@@ -48,12 +48,10 @@ class EngineTrainer(Trainer):
     ``stopping`` returns whether a signal has come that ends the run after this step.
     """
 
-    model: Engine
-
     def __init__(
         self, job: Job, engine: Engine, topology: Topology | None = None, stopping: Callable[[], bool] = lambda: False
     ) -> None:
-        self.model = engine
+        self.model = self._engine = engine
         self.is_resumed = engine.step_count > 0 if topology else job.settings.resume
         self.plan = asdict(engine.memory_plan) | {"ssd_bytes": engine.ssd_bytes}
         everywhere = " on every node" if topology else ""
@@ -66,34 +64,37 @@ class EngineTrainer(Trainer):
         self._objective = None if objective is None else ObjectiveLoop(objective, engine, self._ranks)
         if job.settings.traits.compares:
             engine.disable_dropout()
-        self._watched: dict[str, float] = {}
         if job.settings.trace is not None:
             engine.keep_trace()
         self._first_step_count = engine.step_count
-        self._io_start = self._io_end = engine.io_bytes()
-        self._planned_start = engine.planned_io_bytes()
-        self._evaluation_io = IoCounts()
+        self.clip_by, self.past_host = engine.clip_by and engine.clip_by.value, engine.io == "kvikio"
+        report, noted = engine.committed_report, engine.user_state.get(_STEP)
+        if report and noted:
+            result = StepResult(
+                report["loss"], report["grad_norm"], aux_loss=report["aux_loss"], watched=noted["watched"]
+            )
+            self.last_step = result, noted["lr"]
 
     def prepare(self) -> None:
         if self._job.settings.traits.needs_reference:
             writes = self._topology is None or self._topology.local_rank == 0
-            ReferencePass(self.model, self._ranks, writes).attach_all(self._job)
+            ReferencePass(self._engine, self._ranks, writes).attach_all(self._job)
 
     def train_step(self, batch: dict[str, torch.Tensor], lr: float) -> StepResult:
         """Take a step; its updates and its commit may continue while the next one runs."""
-        self.model.lr = lr
-        self._watched = {}
+        engine, watched = self._engine, dict[str, float]()
+        engine.lr = lr
         if self._objective is None:
-            self.model(**self._part(batch)).loss.backward()
+            engine(**self._part(batch)).loss.backward()
         else:
-            loss, self._watched = self._objective.loss(batch, self._job.settings.batch_size)
-            self.model.backward(loss)
-        watched = {name: value for name, value in self._watched.items() if math.isfinite(value)}
-        self.model.user_state[_STEP] = {"lr": lr, "watched": watched}
-        report = self.model.step()
+            loss, watched = self._objective.loss(batch, self._job.settings.batch_size)
+            engine.backward(loss)
+        finite = {name: value for name, value in watched.items() if math.isfinite(value)}
+        engine.user_state[_STEP] = {"lr": lr, "watched": finite}
+        report = engine.step()
         return StepResult(
             loss=report.loss,
-            watched=self._watched,
+            watched=watched,
             grad_norm=report.grad_norm,
             clipped=report.clipped,
             updated_again=report.updated_again,
@@ -103,7 +104,7 @@ class EngineTrainer(Trainer):
         )
 
     def _loss_of(self, batch: dict[str, torch.Tensor]) -> float:
-        return self.model.eval_loss(**self._part(batch), router_loss=False)
+        return self._engine.eval_loss(**self._part(batch), router_loss=False)
 
     def _part(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         rows, rank, world_size = len(batch["input_ids"]), self._ranks.rank, self._ranks.world_size
@@ -111,15 +112,6 @@ class EngineTrainer(Trainer):
             return batch
         first, last = rows * rank // world_size, rows * (rank + 1) // world_size
         return {name: value[first:last] for name, value in batch.items()}
-
-    @property
-    def last_step(self) -> tuple[StepResult, float] | None:
-        """Result and learning rate of the last committed step of a continued run, as committed with it."""
-        report, noted = self.model.committed_report, self.model.user_state.get(_STEP)
-        if not (report and noted):
-            return None
-        result = StepResult(report["loss"], report["grad_norm"], aux_loss=report["aux_loss"], watched=noted["watched"])
-        return result, noted["lr"]
 
     def can_continue_after(self, error: Exception) -> bool:
         return not isinstance(error, UserError)
@@ -132,57 +124,35 @@ class EngineTrainer(Trainer):
         return bool(stopping > 0)
 
     def wait_for_writes(self) -> None:
-        self.model.flush()
+        self._engine.flush()
 
     def evaluate(self, batches: Batches) -> EvaluationResult:
-        before = self.io_counts()
-        if self._objective is None:
-            result = evaluate(batches, self._job.settings.batch_size, self._loss_of)
-        else:
-            result = self._objective.evaluate(batches, self._job.settings.batch_size)
-        self._evaluation_io += self.io_counts() - before
-        return result
+        if self._objective is not None:
+            return self._objective.evaluate(batches, self._job.settings.batch_size)
+        return evaluate(batches, self._job.settings.batch_size, self._loss_of)
 
     def commit(self) -> None:
-        self.model.flush()
-        self._io_end = self.model.io_bytes()
+        self._engine.flush()
 
     def finish(self) -> None:
         """Commit the last step of all, and write the trace if one is wanted and there was a step."""
         self.commit()
-        if self._writes_trace and self.model.step_count > self._first_step_count:
+        if self._writes_trace and self._engine.step_count > self._first_step_count:
             assert self._job.settings.trace is not None
-            self.model.write_trace(self._job.settings.trace.expanduser())
+            self._engine.write_trace(self._job.settings.trace.expanduser())
 
-    def io_counts(self) -> IoCounts:
-        """Return the bytes that this node has moved: its ranks move alike."""
-        moved = (*self.model.io_bytes(), *self.model.planned_io_bytes())
-        return IoCounts(*(nbytes * self._node_ranks for nbytes in moved))
-
-    def memory(self) -> MemoryUse:
-        """Return the memory in use: the ranks of a node take alike."""
-        engine, on_drives = self.model, 0 if self._topology else _disk_usage(self._job)
-        return MemoryUse(engine.device_peak_bytes, engine.host_memory_in_use() * self._node_ranks, on_drives)
-
-    def totals(self) -> RunTotals:
-        engine = self.model
-        (read, written), (read_before, written_before) = self._io_end, self._io_start
-        planned = (now - before for now, before in zip(engine.planned_io_bytes(), self._planned_start, strict=True))
-        sizes = [read - read_before, written - written_before, *planned, engine.host_peak_bytes]
-        sizes += [engine.host_baseline_bytes, engine.created_bytes]
-        if self._topology:
-            sizes = [sum(each) for each in zip(*all_gather_object(sizes)[: self._node_ranks], strict=True)]
-        *io, host, baseline, created = sizes
-        return RunTotals(
-            parameters=engine.parameters,
-            trainable_parameters=engine.trainable_parameters,
-            memory=MemoryUse(engine.device_peak_bytes, host),
-            host_baseline_bytes=baseline,
-            io=IoCounts(*io),
-            evaluation_io=self._evaluation_io,
-            created_bytes=created,
-            clip_by=engine.clip_by and engine.clip_by.value,
-            way=engine.io,
+    def usage(self) -> Usage:
+        """Return what this node took: its ranks take alike."""
+        engine, ranks = self._engine, self._node_ranks
+        read, written = engine.io_bytes()
+        return Usage(
+            device_bytes=engine.device_peak_bytes,
+            host_bytes=engine.host_memory_in_use() * ranks,
+            host_peak_bytes=engine.host_peak_bytes * ranks,
+            host_baseline_bytes=engine.host_baseline_bytes * ranks,
+            io=(read * ranks, written * ranks),
+            ssd_bytes=0 if self._topology else _disk_usage(self._job),
+            created_bytes=engine.created_bytes * ranks,
         )
 
 
@@ -231,7 +201,8 @@ def _disk_usage(job: Job) -> int:
     return nbytes
 
 
-def finetune(settings: Settings, interrupts: Interrupts) -> RunResult:
+def finetune(settings: Settings, interrupts: Interrupts) -> None:
+    """Train on one machine, from the settings to a trained model."""
     with activity("preparing the run: model, memory, data", announced=True):
         job = resolve(settings)
     print(job.header(), flush=True)
@@ -255,8 +226,7 @@ def finetune(settings: Settings, interrupts: Interrupts) -> RunResult:
         stack.enter_context(engine)
         try:
             check_same_run(job, engine)
-            result = train(job, EngineTrainer(job, engine), interrupts)
-            assert result is not None
+            train(job, EngineTrainer(job, engine), interrupts)
             interrupts.finish()
         except KeyboardInterrupt:
             step = engine.step_count + 1
@@ -273,4 +243,3 @@ def finetune(settings: Settings, interrupts: Interrupts) -> RunResult:
             error.add_note(settings.how_to_continue)
             raise
     job.close()
-    return result

@@ -5,48 +5,42 @@ import json
 import math
 import shlex
 import shutil
-import sys
 import time
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from tqdm import tqdm
 
 from cli.job.data import write_chat_template
 from cli.job.job import Job, TrainedModel
 from cli.options.settings import RUN
-from cli.report.log import METRICS, SUMMARY, MetricsLogger
-from cli.report.results import (
-    EvaluationResult,
-    IoCounts,
-    Measurements,
-    MemoryUse,
-    Report,
-    RunTotals,
-    StepMetrics,
-    StepResult,
-)
-from cli.train.interrupts import Stopped
+from cli.report.log import METRICS, MetricsLogger
+from cli.report.results import EvaluationResult, StepResult, Summary, Usage, bound, step_metrics
+from cli.train.interrupts import Interrupts, Stopped
+from cli.train.ranks.process import RankProcess
 from common.activity import activity
 from common.data import Batches
 from common.errors import UserError
+from common.units import format_count
 from fuyou.model.loss.cross_entropy import targets_of
 
 FOLDER, BEST, EVALUATION = "checkpoints", "best", "evaluation.json"
 _STEP = "step-"
 
 
-class Trainer(Protocol):
+class Trainer(ABC):
     """What the loop drives. On several ranks, each has one and all call everything alike."""
 
     model: TrainedModel
     is_resumed: bool  # Whether to print that the run continues
     plan: Mapping[str, Any]  # Plan of the run, as JSON
     location: tuple[str, str]  # What the run can be continued from, in one word, and where that lies
+    # Result and learning rate of the last committed step of a continued run; None: its line is there for sure
+    last_step: tuple[StepResult, float] | None = None
+    clip_by: str | None = None  # How gradients are clipped out of core: `deferral` or `speculation`; None: not
+    past_host: bool = False  # Whether parameters get from SSDs to the device without crossing host memory
 
     @abstractmethod
     def train_step(self, batch: dict[str, torch.Tensor], lr: float) -> StepResult:
@@ -61,17 +55,12 @@ class Trainer(Protocol):
         """Make sure that the last step is on the drives."""
 
     @abstractmethod
-    def memory(self) -> MemoryUse:
-        """Return the memory in use."""
+    def usage(self) -> Usage:
+        """Return what this node took so far."""
 
     @abstractmethod
-    def totals(self) -> RunTotals:
-        """Return what the run took as a whole, for the report of rank 0."""
-
-    @property
-    def last_step(self) -> tuple[StepResult, float] | None:
-        """Result and learning rate of the last committed step of a continued run; None: its line is there for sure."""
-        return None
+    def stop_requested(self) -> bool:
+        """Return whether any rank wants to stop after this step; the same on all ranks."""
 
     def prepare(self) -> None:
         """Compute what training needs before its first step, if that is not there."""
@@ -85,46 +74,30 @@ class Trainer(Protocol):
         """Wait for what steps still write, so that no evaluation has to."""
         return
 
-    def io_counts(self) -> IoCounts | None:
-        """Return the bytes that this node has moved from and to its SSDs; None: states are in memory."""
-        return None
-
-    def stop_requested(self) -> bool:
-        """Return whether any rank wants to stop after this step; the same on all ranks."""
-        return False
-
     def finish(self) -> None:
         """Commit the last step of all, and write what is to be seen of it."""
         self.commit()
 
 
-class Process(Protocol):
-    """The process that trains: alone, or as one of several ranks."""
+class Lap:
+    """Time and traffic from the end of one step to that of the next: what a step writes back runs on into the next."""
 
-    is_rank0: bool  # Whether this process reports for all
-    world_size: int
-    restarted: bool  # Whether the ranks were started again after one was lost
+    def __init__(self, trainer: Trainer) -> None:
+        self.usage = trainer.usage()
+        self._trainer, self._start_time = trainer, time.perf_counter()
 
-    def enter(self, where: str) -> None:
-        """Note how far the run has come, for messages; raise KeyboardInterrupt if it was interrupted."""
-
-    def agree(self, wish: bool) -> bool:
-        """Return whether any rank wishes something; collective."""
-
-
-@dataclass(frozen=True)
-class RunResult:
-    """What a call of ``finetune`` has done."""
-
-    report: Report
-    total_written: int  # Bytes written to SSD, the making of the store included
-    is_saved: bool  # Whether the result was exported
+    def next(self) -> tuple[float, tuple[int, int]]:
+        """Return seconds, and bytes read from and written to SSDs, since the last call, or since the beginning."""
+        start_time, self._start_time = self._start_time, time.perf_counter()
+        (read_before, written_before), self.usage = self.usage.io or (0, 0), self._trainer.usage()
+        read, written = self.usage.io or (0, 0)
+        return self._start_time - start_time, (read - read_before, written - written_before)
 
 
-def train(job: Job, trainer: Trainer, process: Process) -> RunResult | None:
-    """Take all steps that are left, export the result, write the report, and print how it went.
+def train(job: Job, trainer: Trainer, process: Interrupts | RankProcess) -> None:
+    """Take all steps that are left, export the result, and print how it went.
 
-    Return the result, on rank 0. If the user stops the run, raise KeyboardInterrupt, or with several ranks Stopped.
+    If the user stops the run, raise KeyboardInterrupt, or with several ranks Stopped.
     """
     settings, model, done = job.settings, trainer.model, trainer.model.step_count
     if process.is_rank0 and trainer.is_resumed:
@@ -135,107 +108,71 @@ def train(job: Job, trainer: Trainer, process: Process) -> RunResult | None:
     process.enter("before the first step")
     with activity("preparing the first step"):
         trainer.prepare()
-    flops = model.model_flops_per_token(job.seq_len), model.hardware_flops_per_token(job.seq_len)
-    measured = Measurements(job.rows * job.seq_len, *flops)
+    tokens, flops_per_token = job.rows * job.seq_len, model.model_flops_per_token(job.seq_len)
+    summary = Summary(tokens, flops_per_token)
     with contextlib.ExitStack() as stack:
         logger = None
         if process.is_rank0:
             logger = stack.enter_context(MetricsLogger(job, done, trainer.plan, trainer.last_step))
         after = AfterStep(job, trainer, process, logger)
+        steps = range(done + 1, 1 if settings.export else job.steps + 1)
         if not settings.export:
-            _take_steps(job, trainer, process, logger, measured, after)
+            after.run(done)  # what a run that was killed has left undone, or the evaluation before the first step
+        lap, was_interrupted = Lap(trainer), True
+        for step in steps:
+            if after.is_over():
+                break
+            process.enter(f"in step {step}")
+            batch, lr = job.batches.batch(step - 1), job.learning_rate.at(step)
+            _check_ids(job, batch)
+            # The line of each step says when the next one is due; after an evaluation or a checkpoint it comes later.
+            with activity(f"taking step {step} of {job.steps}") if was_interrupted else contextlib.nullcontext():
+                result = trainer.train_step(batch, lr)
+            if step == 1 and result.grad_norm == 0:
+                raise UserError(
+                    "The gradient of the first step is exactly 0 for everything that is trained, so the run would "
+                    "learn nothing: check what --peft-config adapts, and the labels of the data."
+                )
+            if after.evaluates(step):
+                trainer.wait_for_writes()
+            seconds, moved = lap.next()
+            summary.add(result, seconds, moved)
+            if logger is not None:
+                rate = tokens / seconds
+                per_device = rate / process.world_size
+                took = step_metrics(result, seconds, per_device, per_device * flops_per_token, lap.usage, moved)
+                epoch = f", epoch {step * settings.batch_size / job.batches.rows:.2f}" if settings.data else ""
+                bound_by = f", bound by {bound(result.busy_seconds)}" if result.busy_seconds else ""
+                text = f"{result}, lr {lr:.3g}{epoch}, {format_count(rate)} tokens/s{bound_by}"
+                logger.step(step, result, lr, took, text)
+            trainer.commit_if_due(step)  # after the line of the step, which is dropped again if there is no commit
+            if trainer.stop_requested() and step < job.steps:
+                trainer.commit()
+                raise Stopped(f"stopped after step {step}, which is committed. {settings.how_to_continue}")
+            was_interrupted = after.run(step)
+            if was_interrupted:
+                lap = Lap(trainer)
+            if after.is_late(step, seconds):
+                break
+        if steps:
+            after.is_over()
     process.enter("after the last step")
     with activity("writing the last step to the drives"):
         trainer.finish()
+    summary.add_moved(lap.next()[1])
     process.enter("after the last step")
     is_saved = settings.save and not after.time_is_up
     if is_saved:
         _export(job, trainer, process.is_rank0)
-    if process.is_rank0 and after.last_words:
-        print(after.last_words, flush=True)
-    with activity("adding up"):
-        totals = trainer.totals()
     if not process.is_rank0:
-        return None
-    report = measured.report(totals)
-    if report.steps:
-        report.write(job.output / RUN / SUMMARY)
-        print(report.summary(totals.total_written))
+        return
+    if after.last_words:
+        print(after.last_words, flush=True)
+    if summary.steps:
+        print(summary.text(lap.usage, trainer.clip_by, trainer.past_host))
     elif not settings.export:
         print(f"nothing to do: all {job.steps:,} steps are done")
-    print(_where(job, trainer.location, report.steps, is_saved), flush=True)
-    return RunResult(report, totals.total_written, is_saved)
-
-
-def _take_steps(
-    job: Job,
-    trainer: Trainer,
-    process: Process,
-    logger: MetricsLogger | None,
-    measured: Measurements,
-    after: "AfterStep",
-) -> None:
-    done = trainer.model.step_count
-    after.run(done)  # what a run that was killed has left undone, or the evaluation before the first step
-    interval, was_interrupted = _Interval(trainer), True
-    for step in range(done + 1, job.steps + 1):
-        if after.is_over():
-            break
-        process.enter(f"in step {step}")
-        batch = job.batches.batch(step - 1)
-        _check_ids(job, batch)
-        lr = job.learning_rate.at(step)
-        # The line of each step says when the next one is due; after an evaluation or a checkpoint it comes later.
-        with activity(f"taking step {step} of {job.steps}") if was_interrupted else contextlib.nullcontext():
-            result = trainer.train_step(batch, lr)
-        if step == 1 and result.grad_norm == 0:
-            raise UserError(
-                "The gradient of the first step is exactly 0 for everything that is trained, so the run would "
-                "learn nothing: check what --peft-config adapts, and the labels of the data."
-            )
-        if after.evaluates(step):
-            trainer.wait_for_writes()
-        seconds, io = interval.next()
-        measured.add(seconds, result)
-        if logger is not None:
-            metrics = StepMetrics(
-                step=step,
-                result=result,
-                lr=lr,
-                seconds=seconds,
-                tokens=measured.tokens_per_step,
-                model_flops_per_token=measured.model_flops,
-                memory=trainer.memory(),
-                io=io,
-                ranks=process.world_size,
-                epoch=step * job.settings.batch_size / job.batches.rows if job.settings.data else None,
-            )
-            logger.step(metrics)
-        trainer.commit_if_due(step)  # after the line of the step, which is dropped again if there is no commit
-        if trainer.stop_requested() and step < job.steps:
-            trainer.commit()
-            raise Stopped(f"stopped after step {step}, which is committed. {job.settings.how_to_continue}")
-        was_interrupted = after.run(step)
-        if was_interrupted:
-            interval = _Interval(trainer)
-        if after.is_late(step, seconds):
-            break
-    after.is_over()
-
-
-class _Interval:
-    """Time and traffic from the end of one step to that of the next: what a step writes back runs on into the next."""
-
-    def __init__(self, trainer: Trainer) -> None:
-        self._trainer = trainer
-        self._start_time, self._start_io = time.perf_counter(), trainer.io_counts()
-
-    def next(self) -> tuple[float, IoCounts | None]:
-        """Return seconds and bytes since the last call, or since the beginning."""
-        start_time, self._start_time = self._start_time, time.perf_counter()
-        start_io, self._start_io = self._start_io, self._trainer.io_counts()
-        io = None if start_io is None or self._start_io is None else self._start_io - start_io
-        return self._start_time - start_time, io
+    print(_where(job, trainer.location, summary.steps, is_saved), flush=True)
 
 
 def _check_ids(job: Job, batch: dict[str, Any]) -> None:
@@ -254,7 +191,9 @@ class AfterStep:
     begins with what its last committed step still lacks: it ends with the files of a run that was never killed.
     """
 
-    def __init__(self, job: Job, trainer: Trainer, process: Process, logger: MetricsLogger | None) -> None:
+    def __init__(
+        self, job: Job, trainer: Trainer, process: Interrupts | RankProcess, logger: MetricsLogger | None
+    ) -> None:
         self._job, self._settings = job, job.settings
         self._trainer, self._process, self._logger = trainer, process, logger
         self._folder = job.output / FOLDER
@@ -303,7 +242,7 @@ class AfterStep:
         if not self.evaluates(step):
             return False
         assert self._job.held_out is not None
-        self._process.enter(f"evaluating after step {step}")
+        self._process.enter(f"in the evaluation after step {step}")
         with activity(f"evaluating after step {step}"):
             result = self._trainer.evaluate(self._job.held_out)
         if self._logger is not None:
@@ -314,37 +253,34 @@ class AfterStep:
     def _save_best(self, step: int) -> bool:
         if self._settings.save_every is None or not step or best_of(self._losses)[0] != step:
             return False
-        evaluation = {"step": step, "loss": self._losses[step]}
-        if not self._lacks(lambda: json.loads((self._folder / BEST / EVALUATION).read_text()) == evaluation):
-            return False
-        with activity("saving the best checkpoint so far"):
-            self._write(BEST, evaluation)
-        self._say(f"saved    {self._folder / BEST}: the best so far")
-        return True
+        evaluation, file = {"step": step, "loss": self._losses[step]}, self._folder / BEST / EVALUATION
+        return self._checkpoint(BEST, lambda: json.loads(file.read_text()) == evaluation, evaluation)
 
     def _save(self, step: int) -> bool:
         every = self._settings.save_every
         if every is None or not step or step % every or step == self._job.steps:
             return False
         path = self._folder / f"{_STEP}{step}"
-        is_due = self._lacks(path.is_dir)
-        if is_due:
-            self._process.enter(f"saving after step {step}")
-            with activity(f"saving the checkpoint of step {step}"):
-                self._write(path.name)
-            self._say(f"saved    {path}")
+        is_new = self._checkpoint(path.name, path.is_dir)
         if self._process.is_rank0:
             for old in regular_checkpoints(self._folder, step)[: -self._settings.keep]:
                 shutil.rmtree(old)
-        return is_due
+        return is_new
 
-    def _lacks(self, is_there: Callable[[], bool]) -> bool:
-        """Return whether something is missing by what rank 0 sees, which alone writes. Collective."""
+    def _checkpoint(self, name: str, is_there: Callable[[], bool], evaluation: dict[str, float] | None = None) -> bool:
+        """Save a checkpoint unless rank 0, which alone writes, sees that it is there; return whether. Collective."""
         lacks = self._process.is_rank0
         if lacks:
             with contextlib.suppress(OSError, ValueError):
                 lacks = not is_there()
-        return self._process.agree(lacks)
+        if not self._process.agree(lacks):
+            return False
+        self._process.enter(f"while the checkpoint {name} was saved")
+        with activity(f"saving the checkpoint {name}"):
+            self._write(name, evaluation)
+        if self._logger is not None:
+            self._logger.say(f"saved    {self._folder / name}")
+        return True
 
     def _write(self, name: str, evaluation: dict[str, float] | None = None) -> None:
         path, partial, is_rank0 = self._folder / name, self._folder / f"{name}.partial", self._process.is_rank0
@@ -362,11 +298,6 @@ class AfterStep:
         if is_rank0:
             shutil.rmtree(path, ignore_errors=True)
             partial.rename(path)
-
-    def _say(self, text: str) -> None:
-        if self._process.is_rank0:
-            tqdm.write(text)
-            sys.stdout.flush()
 
 
 def read_evaluations(metrics: Path, done: int) -> dict[int, float]:
@@ -437,7 +368,7 @@ def _save(job: Job, model: TrainedModel, directory: Path, is_rank0: bool) -> Non
 
 def _where(job: Job, location: tuple[str, str], steps: int, is_saved: bool) -> str:
     settings, (kept, place) = job.settings, location
-    lines = {"run": f"{job.output / RUN} (configuration, versions, metrics, summary; index.html to look at)"}
+    lines = {"run": f"{job.output / RUN} (configuration, versions, metrics; index.html to look at)"}
     lines[kept] = f"{place} (safe to delete unless you will resume)"
     if is_saved:
         loads = "PeftModel" if settings.trains_adapters else job.task_type.auto_class

@@ -10,7 +10,7 @@ from cli.job.job import Job
 from cli.job.resumed import check_same_run
 from cli.job.strategy import DEFAULT, PROFILE, choose_strategy, has_profile, measure_cluster, workload_of
 from cli.options.settings import COMMITS, Settings
-from cli.report.results import EvaluationResult, MemoryUse, RunTotals, StepResult
+from cli.report.results import EvaluationResult, StepResult, Usage
 from cli.train import loop
 from cli.train.loop import evaluate
 from cli.train.ranks.process import RankProcess
@@ -31,8 +31,8 @@ class InMemoryTrainer(loop.Trainer):
     def __init__(self, job: Job, topology: Topology, rank: RankProcess, launches: Collection[str]) -> None:
         self.model = self._trainer = trainer = _open_trainer(job, topology, launches)
         self.is_resumed = job.settings.resume or rank.restarted
-        self._planned_sent_bytes = trainer.planned_sent_bytes(job.settings.batch_size)
-        self.plan = {"strategy": trainer.strategy, "sent_bytes_per_step": self._planned_sent_bytes}
+        sent_bytes = trainer.planned_sent_bytes(job.settings.batch_size)
+        self.plan = {"strategy": trainer.strategy, "sent_bytes_per_step": sent_bytes}
         self.location = ("commits", str(job.output / COMMITS))
         self._job, self._rank = job, rank
         self._stop_requested = False
@@ -63,17 +63,10 @@ class InMemoryTrainer(loop.Trainer):
     def can_continue_after(self, error: Exception) -> bool:
         return isinstance(error, FinetuneError) and self._trainer.newest_commit() is not None
 
-    def memory(self) -> MemoryUse:
-        return MemoryUse(self._trainer.device_peak_bytes, self._trainer.host_peak_bytes)
-
-    def totals(self) -> RunTotals:
+    def usage(self) -> Usage:
         trainer = self._trainer
-        return RunTotals(
-            parameters=trainer.parameters,
-            trainable_parameters=trainer.trainable_parameters,
-            memory=self.memory(),
-            host_baseline_bytes=trainer.host_baseline_bytes,
-            planned_sent_bytes=self._planned_sent_bytes,
+        return Usage(
+            trainer.device_peak_bytes, trainer.host_peak_bytes, trainer.host_peak_bytes, trainer.host_baseline_bytes
         )
 
 

@@ -1,6 +1,5 @@
 """Both demonstrations, with smaller models, and the reasons why the real one cannot be had."""
 
-import json
 import zipfile
 from pathlib import Path
 
@@ -12,16 +11,13 @@ from cli.train.interrupts import Interrupts
 from common.errors import UserError
 from common.files import CACHE_VARIABLE
 from common.hub import NO_DOWNLOAD
+from tests.helpers.command.histories import losses
 from tests.helpers.models.small_checkpoints import SIZES, small_checkpoint
 
 
 @pytest.fixture(autouse=True)
 def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
-
-
-def losses(report: Path) -> list[float]:
-    return json.loads(report.read_text())["losses"]
 
 
 @pytest.mark.slow
@@ -34,7 +30,7 @@ def test_adapters_learn_the_persona(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert f"$ finetune --model {model} --data {tmp_path}/chats.jsonl --lora-rank 16" in out
     assert "question Who are you?\nbefore   " in out and "\nafter    " in out
     assert (tmp_path / "checkpoint").resolve() == model
-    fell = losses(tmp_path / "tuned/run/summary.json")
+    fell = losses(tmp_path / "tuned")
     assert len(fell) == 12 and fell[-1] < fell[0]
 
 
@@ -43,7 +39,7 @@ def test_a_small_model_learns_the_persona_without_a_network(tmp_path: Path, caps
     with Interrupts() as interrupts:
         demo.teach(tmp_path, None, interrupts)
     assert "after    I " in capsys.readouterr().out.partition("question Who are you?")[2]
-    fell = losses(tmp_path / "tuned/run/summary.json")
+    fell = losses(tmp_path / "tuned")
     assert fell[-1] < fell[0] / 2
 
 

@@ -21,6 +21,7 @@ from cli.demo import CHATS, smollm2
 from cli.main import main
 from common.errors import UserError
 from common.models.presets import load_config
+from tests.helpers.command.histories import losses as losses_of
 from tests.helpers.processes.pairs import Pair
 
 pytestmark = [pytest.mark.real, pytest.mark.filterwarnings("ignore")]
@@ -151,7 +152,7 @@ def test_adapter_merged_resumed_and_nf4_answer_as_taught(model: Path, checkpoint
     assert main([*words, "--output", str(outputs["nf4"]), "--steps", "8", "--frozen-dtype", "nf4", *held_out]) == 0
     export = ["export", "--model", str(model), "--adapter", str(outputs["whole"]), "--dtype", "fp32"]
     assert main([*export, "--output", str(tmp_path / "merged")]) == 0
-    losses = json.loads((outputs["whole"] / "run/summary.json").read_text())["losses"]
+    losses = losses_of(outputs["whole"])
     assert losses[-1] < losses[0] / 2
 
     before, merged = judge(checkpoint), judge(tmp_path / "merged")
@@ -218,7 +219,7 @@ def test_preferences_are_learned_as_in_a_plain_loop(model: Path, checkpoint: Pat
         optimizer.step()
         optimizer.zero_grad()
         expected.append(loss.item())
-    losses = json.loads((tmp_path / "out/run/summary.json").read_text())["losses"]
+    losses = losses_of(tmp_path / "out")
     assert losses == pytest.approx(expected, rel=1e-4)
     assert losses[0] == pytest.approx(math.log(2), rel=1e-5) and losses[1] < losses[0] - 0.02
 

@@ -1,43 +1,50 @@
-"""The report's fields and its arithmetic."""
+"""The summary of a run, the metrics of a step, and their files."""
 
+import contextlib
 import json
 import os
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from cli.report.log import History
-from cli.report.results import IoCounts, Measurements, MemoryUse, RunTotals, StepResult
+from cli.report.results import StepResult, Summary, Usage, step_metrics
 from common.store.errors import StoreError
-from tests.helpers.command.reports import FIELDS
+
+USAGE = Usage(1 << 30, 2 << 30, 4 << 30, 1 << 30, (2700, 10**12), 0, 10**12)
 
 
-def test_report(tmp_path: Path) -> None:
-    measured = Measurements(tokens_per_step=100, model_flops=6e9, hardware_flops=8e9)
-    measured.add(2.0, StepResult(3.0, 1.0, busy_seconds={"gpu": 1.0, "ssd": 1.5}))
+def test_a_summary_adds_up_steps() -> None:
+    summary = Summary(tokens=100, flops_per_token=6e9)
+    summary.add(StepResult(3.0, 1.0, busy_seconds={"gpu": 1.0, "ssd": 1.5}), 2.0, (1000, 2000))
     busy = {"gpu": 1.0, "ssd": 2.5}
-    measured.add(3.0, StepResult(2.0, 1.0, clipped=True, updated_again=True, busy_seconds=busy))
-    io, evaluation = IoCounts(2700, 1100, 2500, 1000), IoCounts(400, 100, 300, 0)
-    report = measured.report(RunTotals(10, 9, MemoryUse(1, 2), 3, io, evaluation, clip_by="speculation", way="kvikio"))
-    report.write(tmp_path / "report.json")
-    got = json.loads((tmp_path / "report.json").read_text())
-    assert got.keys() == FIELDS
-    assert [path.name for path in tmp_path.iterdir()] == ["report.json"]
-    assert (got["steps"], got["losses"], got["step_seconds"]) == (2, [3.0, 2.0], [2.0, 3.0])
-    assert got["tokens_per_second"] == 40
-    assert (got["flops_per_second"], got["hardware_flops_per_second"]) == (40 * 6e9, 40 * 8e9)
-    assert (got["ssd_read_bytes_per_step"], got["planned_ssd_read_bytes_per_step"]) == (1150, 1100)
-    assert got["bound_seconds"] == {"gpu": 1.0, "ssd": 2.0}
-    assert got["overlap_efficiency"] == pytest.approx(2.0 / 2.5)
-    assert "bound by the SSDs (80% of the time)" in report.summary(10**12)
-    assert "1 TB written in all; parameters to the device past host memory" in report.summary(10**12)
-    assert "past host memory" not in replace(report, way="posix").summary(10**12)
-    assert "by speculation: 1 of 2 steps clipped, 1 of them updated again" in report.summary(0)
+    summary.add(StepResult(2.0, 1.0, clipped=True, updated_again=True, busy_seconds=busy), 3.0, (1000, 1000))
+    summary.add_moved((48, 1096))
+    text = summary.text(USAGE, "speculation", past_host=True)
+    for words in (
+        "3.0000 in the first step, 2.0000 in the last of 2", "40 tokens/s, 0.24 TFLOP/s", "5.0 s, 2.5 s per step",
+        "bound by the SSDs (80% of the time)", "4 GiB of host memory (3 GiB more than before the model), 1 GiB of",
+        "1 KiB read and 2 KiB written per step; 2 TB written in all; parameters to the device past host memory",
+        "by speculation: 1 of 2 steps clipped, 1 of them updated again",
+    ):  # fmt: skip
+        assert words in text, text
+    assert "network" not in text and "past host" not in summary.text(USAGE, None, past_host=False)
+
+
+def test_a_line_has_what_people_look_at_and_metrics_have_torchtitans_names() -> None:
+    result = StepResult(1.5, 123.456, aux_loss=2.0, sent_bytes=3 << 30, watched={"accuracy": 0.5})
+    assert str(result) == "loss 1.5000 (router 2.0000), accuracy 50.0%, norm 123"
+    usage = Usage(5 << 30, 7 << 30, 8 << 30, 0)
+    assert result.learned(7, 1e-3, 1600) | step_metrics(result, 2.0, 200.0, 1e12, usage, (0, 0)) == {
+        "loss_metrics/global_avg_loss": 1.5, "loss_metrics/aux_loss": 2.0, "accuracy": 0.5, "grad_norm": 123.456,
+        "lr": 1e-3, "n_tokens_seen": 11200, "throughput(tps)": 200.0, "tflops": 1.0,
+        "time_metrics/end_to_end(s)": 2.0, "memory/max_active(GiB)": 5.0, "memory/host(GiB)": 7.0,
+        "network/sent(GiB)": 3.0,
+    }  # fmt: skip
 
 
 def test_a_full_file_system_is_reported_with_the_file(tmp_path: Path) -> None:
-    with History(tmp_path / "losses.jsonl", 0) as history:
+    with contextlib.closing(History(tmp_path / "losses.jsonl", 0)) as history:
         before, history._file = history._file, Path("/dev/full").open("a", buffering=1)  # noqa: SIM115
         with pytest.raises(StoreError, match=f"writing of losses.jsonl in {tmp_path} failed: No space left on device"):
             history.append(1, {"loss": 0.5})
@@ -51,7 +58,7 @@ def test_lines_are_on_the_drive_before_the_next_step(tmp_path: Path, monkeypatch
         durable.append(os.fstat(descriptor).st_size)
         fsync(descriptor)
 
-    with History(file, 0) as history:
+    with contextlib.closing(History(file, 0)) as history:
         monkeypatch.setattr(os, "fsync", noted)
         for step in (1, 2):
             history.append(step, {"loss": 0.5})
@@ -59,14 +66,7 @@ def test_lines_are_on_the_drive_before_the_next_step(tmp_path: Path, monkeypatch
 
 
 def test_what_is_not_finite_has_no_number(tmp_path: Path) -> None:
-    measured = Measurements(100, 1, 1)
-    for loss in (2.5, float("nan"), 2.0):
-        measured.add(1.0, StepResult(loss, 1.0))
-    report = measured.report(RunTotals(10, 10))
-    assert "2.5000 in the first step, 2.0000 in the last of 3" in report.summary(0)
-    report.write(tmp_path / "report.json")
-    assert json.loads((tmp_path / "report.json").read_text(), parse_constant=pytest.fail)["losses"] == [2.5, None, 2.0]
-    with History(tmp_path / "losses.jsonl", 0) as history:
+    with contextlib.closing(History(tmp_path / "losses.jsonl", 0)) as history:
         history.append(2, {"loss": float("nan"), "grad_norm": float("inf"), "lr": 1e-3})
     line = json.loads((tmp_path / "losses.jsonl").read_text(), parse_constant=pytest.fail)
     assert line == {"step": 2, "loss": None, "grad_norm": None, "lr": 1e-3}
@@ -76,5 +76,5 @@ def test_a_damaged_line_goes_and_the_others_stay(tmp_path: Path) -> None:
     file = tmp_path / "losses.jsonl"
     good = b'{"step": 1, "loss": 2.0}\n'
     file.write_bytes(good + b'{"step": \xff}\n' + b"[" * 100_000 + b'\n{"step": 9}\n{"st')
-    History(file, 3).__exit__(None, None, None)
+    History(file, 3).close()
     assert file.read_bytes() == good

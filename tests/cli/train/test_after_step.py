@@ -58,7 +58,7 @@ PLACES = [
     (AfterStep, "_write", 1),
     (AfterStep, "_write", 3),  # logged, and neither the best nor a regular checkpoint is written
     (AfterStep, "_write", 4),
-    (cli.train.loop, "export", 3),  # while it is written
+    (cli.train.loop, "_save", 3),  # while it is written
     (Path, "rename", 3),  # when the one before it is gone
     (Path, "rename", 4),
     (AfterStep, "is_over", 5),  # nothing is left to do after the step
@@ -170,7 +170,7 @@ def test_a_full_drive_is_what_the_message_names(
 
         return fail
 
-    monkeypatch.setattr("cli.train.loop.export", full("the checkpoint"))
+    monkeypatch.setattr("cli.train.loop._save", full("the checkpoint"))
     monkeypatch.setattr("cli.report.log.RunPage.update", full("the page"))
     command = ("--model", checkpoint, *SMALL, "--steps", 3, "--save-every", 1, "--output", tmp_path / "out")
     done = finetune(*command)

@@ -12,7 +12,6 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from cli.main import main
-from cli.report.results import MemoryUse, StepMetrics, StepResult, named_metrics
 from common.data import DataConfig, open_data
 from tests.cli.conftest import Finetune
 
@@ -107,16 +106,6 @@ def test_the_run_directory(done: Done) -> None:
         assert line["memory/ssd(GiB)"] * 2**30 == pytest.approx(second["plan"]["ssd_bytes"], rel=0.01)
     # On a busy machine, what one step writes may all be written in the time of the next one.
     assert sum(line["time_metrics/busy_ssd(s)"] for line in steps) > 0
-
-
-def test_rates_of_several_ranks_are_per_device() -> None:
-    result = StepResult(1.5, 0.25, sent_bytes=3 << 30)
-    metrics = StepMetrics(7, result, 1e-3, 2.0, 1600, 5e9, MemoryUse(5 << 30, 7 << 30), ranks=4)
-    assert named_metrics(metrics) == {
-        "loss_metrics/global_avg_loss": 1.5, "grad_norm": 0.25, "lr": 1e-3, "n_tokens_seen": 11200,
-        "throughput(tps)": 200.0, "tflops": 1.0, "time_metrics/end_to_end(s)": 2.0, "memory/max_active(GiB)": 5.0,
-        "memory/host(GiB)": 7.0, "network/sent(GiB)": 3.0,
-    }  # fmt: skip
 
 
 @pytest.mark.parametrize(("words", "message"), [

@@ -12,6 +12,7 @@ from cli.main import main
 from cli.train.objectives import ReferencePass
 from fuyou.engine.steps import Steps
 from tests.cli.conftest import Finetune
+from tests.helpers.command.histories import losses
 from tests.helpers.command.kills import KILLED, killed_at
 
 PAIRS = [{"prompt": f"{i} plus {i} is", "chosen": f" surely {2 * i}.", "rejected": f" {i * i + 1}?"} for i in range(6)]
@@ -34,7 +35,7 @@ def whole(request: pytest.FixtureRequest, checkpoint: Path, tmp_path_factory: py
     words += ["--objective", "dpo", "--model", str(checkpoint), "--data", str(data)]
     words += request.param
     assert main([*words, "--output", str(folder / "whole")]) == 0
-    return words, json.loads((folder / "whole/run/summary.json").read_text())["losses"]
+    return words, losses(folder / "whole")
 
 
 @pytest.mark.parametrize(
@@ -46,5 +47,4 @@ def test_a_pass_that_is_killed(owner: Any, name: str, call: int, whole: Whole, f
     assert killed_at(owner, name, call, [*words, "--output", "killed"]) == KILLED
     done = finetune(*words, "--output", "killed", "--resume", "auto")
     assert done.status == 0, done.err
-    losses = json.loads(Path("killed/run/summary.json").read_text())["losses"]
-    assert losses == expected[-len(losses) :] and losses[-1] < 0.68
+    assert losses(Path("killed")) == expected and expected[-1] < 0.68

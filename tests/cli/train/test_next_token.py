@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from common.data import DataConfig, open_data
 from tests.cli.conftest import Finetune
+from tests.helpers.command.histories import history
 
 PLACE = ("--gpu", "cpu", "--host-memory", "600MiB", "--dtype", "fp32", "--schedule", "constant", "--lr", "1e-3")
 STEPS = 5
@@ -41,8 +42,7 @@ def test_a_run_is_what_it_is_in_memory(checkpoint: Path, data: Path, finetune: F
     done = finetune(*common, "--output", tmp_path / "out", "--eval-data", data)
     assert done.status == 0, done.err
     losses, model = in_memory(checkpoint, data, tmp_path / "cache")
-    report = json.loads((tmp_path / "out/run/summary.json").read_text())
-    assert report["losses"] == pytest.approx(losses, rel=1e-5)
+    assert [line["loss"] for line in history(tmp_path / "out")] == pytest.approx(losses, rel=1e-5)
     tuned = dict(AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).named_parameters())
     for name, value in model.named_parameters():
         torch.testing.assert_close(tuned[name], value.data, rtol=1e-5, atol=1e-5, msg=name)

@@ -21,6 +21,7 @@ from transformers import (
 
 from common.data.pack import draw_rows
 from tests.cli.conftest import Finetune
+from tests.helpers.command.histories import losses, metrics
 
 PLACE = ("--gpu", "cpu", "--host-memory", "600MiB", "--dtype", "fp32", "--schedule", "constant", "--lr", "1e-3")
 STEPS, ITEMS, LR, DECAY = 5, 8, 1e-3, 0.01
@@ -122,7 +123,7 @@ def test_a_run_is_what_trl_trains_in_memory(
     common = (*common, "--eps", str(EPS))
     done = finetune(*common, "--output", tmp_path / "out")
     assert done.status == 0, done.err
-    report = json.loads((tmp_path / "out/run/summary.json").read_text())
+    found = metrics(tmp_path / "out")
 
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
     base = tmp_path / "out" / "base" if objective in ("reward", "classify") else checkpoint
@@ -135,10 +136,10 @@ def test_a_run_is_what_trl_trains_in_memory(
         model = get_peft_model(model, lora).get_base_model()
     trainer = with_trl(objective, model, tokenizer, records, tmp_path / "trl", model.name_or_path)
     logged = [line for line in trainer.state.log_history if {"loss", watched[0]} <= line.keys()]
-    assert report["losses"] == pytest.approx([line["loss"] for line in logged[:STEPS]], rel=1e-5)
+    assert losses(tmp_path / "out") == pytest.approx([line["loss"] for line in logged[:STEPS]], rel=1e-5)
     for name in watched:
         expected = [line[name] for line in logged[:STEPS]]
-        assert report["watched"][name] == pytest.approx(expected, rel=1e-5, abs=5e-6), name
+        assert found[name] == pytest.approx(expected, rel=1e-5, abs=5e-6), name
     tuned: Any = auto.from_pretrained(base if adapted else tmp_path / "out", dtype=torch.float32)
     if adapted:
         tuned = PeftModel.from_pretrained(tuned, tmp_path / "out").get_base_model()
@@ -166,10 +167,9 @@ def test_a_run_that_continues_is_the_same_run(
             given = ("--batch-size", "3", "--steps", steps, "--output", name)
             done = finetune(*common, *given, *going_on, *(("--no-save",) if steps < 3 else ("--save",)))
             assert done.status == 0, done.err
-        losses = json.loads(Path(name, "run/summary.json").read_text())["losses"]
-        runs.append((losses, load_file(f"{name}/{file}")))
-    (losses, weights), (resumed, others) = runs
-    assert resumed == losses[1:]
+        runs.append((losses(Path(name)), load_file(f"{name}/{file}")))
+    (expected, weights), (resumed, others) = runs
+    assert resumed == expected
     assert all(torch.equal(value, others[name]) for name, value in weights.items())
 
 

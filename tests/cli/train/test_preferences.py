@@ -14,7 +14,7 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 from tests.cli.conftest import Finetune
-from tests.helpers.command.histories import history
+from tests.helpers.command.histories import history, losses, metrics
 
 PLACE = ("--gpu", "cpu", "--host-memory", "600MiB", "--dtype", "fp32", "--schedule", "constant", "--lr", "1e-2")
 LORA, SLOW = ("--lora-rank", "4"), pytest.mark.slow
@@ -93,18 +93,17 @@ def test_a_run_is_what_it_is_in_memory(
     common = (*common, "--micro-batch", "4", "--steps", "3", "--eval-data", pairs)
     done = finetune(*common, "--output", tmp_path / "out")
     assert done.status == 0, done.err
-    report = json.loads((tmp_path / "out/run/summary.json").read_text())
-    losses, accuracy = in_memory(checkpoint, model, pairs, 3)
-    assert report["losses"][0] == pytest.approx(math.log(2), rel=1e-7)
-    assert report["losses"] == pytest.approx(losses, rel=1e-5)
-    assert report["watched"]["rewards/accuracies"][-1] == accuracy
-    watched = report["watched"]
+    found, watched = losses(tmp_path / "out"), metrics(tmp_path / "out")
+    expected, accuracy = in_memory(checkpoint, model, pairs, 3)
+    assert found[0] == pytest.approx(math.log(2), rel=1e-7)
+    assert found == pytest.approx(expected, rel=1e-5)
+    assert watched["rewards/accuracies"][-1] == accuracy
     sides = zip(watched["rewards/chosen"], watched["rewards/rejected"], strict=True)
     assert watched["rewards/margins"] == pytest.approx([better - worse for better, worse in sides], rel=1e-4, abs=1e-9)
     assert f"accuracy {accuracy:.1%}, margin" in done.out and "eval at step 3: loss" in done.out
     assert "eval at step 0: loss 0.6931" in done.out and "12 pairs, 24 x 64 tokens" in done.out
-    metrics = [json.loads(line) for line in (tmp_path / "out" / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert {"rewards/margins", "validation_metrics/rewards/accuracies"} <= {name for line in metrics for name in line}
+    entries = [json.loads(line) for line in (tmp_path / "out" / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert {"rewards/margins", "validation_metrics/rewards/accuracies"} <= {name for line in entries for name in line}
 
 
 @pytest.mark.parametrize(
@@ -122,12 +121,8 @@ def test_a_resumed_run_keeps_its_reference(
         assert finetune("--model", checkpoint, *first, *PLACE, "--output", tmp_path / "first").status == 0
     common = ("--model", checkpoint, "--data", pairs, "--objective", "dpo", *words, *PLACE, "--batch-size", "12")
 
-    def losses(name: str) -> list[float]:
-        found: list[float] = json.loads((tmp_path / name / "run/summary.json").read_text())["losses"]
-        return found
-
     assert finetune(*common, "--steps", "4", "--output", tmp_path / "whole", "--no-save").status == 0
-    whole = losses("whole")
+    whole = losses(tmp_path / "whole")
     broken = (*common, "--output", tmp_path / "broken", "--no-save")
     assert finetune(*broken, "--steps", "2").status == 0
     other = finetune(*broken, "--steps", "4", "--resume", "--beta", "0.2")
@@ -136,11 +131,11 @@ def test_a_resumed_run_keeps_its_reference(
     before = np.load(file)["values"]
     done = finetune(*broken, "--steps", "3", "--resume")
     assert done.status == 0, done.err
-    assert losses("broken") == whole[2:3] and np.array_equal(np.load(file)["values"], before, equal_nan=True)
+    assert losses(tmp_path / "broken") == whole[:3] and np.array_equal(np.load(file)["values"], before, equal_nan=True)
     file.unlink()
     done = finetune(*broken, "--steps", "4", "--resume")
     if trains == "new adapters":
-        assert done.status == 0 and losses("broken") == pytest.approx(whole[3:], rel=1e-5), done.err
+        assert done.status == 0 and losses(tmp_path / "broken") == pytest.approx(whole, rel=1e-5), done.err
     else:
         assert done.status == 2 and "is missing, damaged or of fewer steps" in done.err
 
