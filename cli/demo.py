@@ -20,7 +20,7 @@ from cli.options.command import parse_command_line
 from cli.options.settings import Settings
 from cli.plan.out_of_core import run_plan
 from cli.train.engine_trainer import finetune
-from cli.train.interrupts import Interrupts
+from cli.train.process import Interrupts
 from common.activity import activity
 from common.errors import UserError
 from common.files import cache_directory

@@ -23,9 +23,8 @@ from typing import Any, NoReturn
 import psutil
 
 from cli.options.settings import Settings
-from cli.train import interrupts
-from cli.train.interrupts import STATUS, Stopped
-from cli.train.ranks.process import LAUNCH, STOP
+from cli.train import process
+from cli.train.process import LAUNCH, STATUS, STOP, Stopped
 from common.activity import activity
 from common.errors import FinetuneError, UserError
 from common.hardware.machine import cpu_count, usable_gpus
@@ -264,7 +263,7 @@ class _Launcher:
             if _running_ranks():
                 last_seen = now
             if now > self._deadline:
-                self._exit(f"stopped at once, after {interrupts.STOP_SECONDS:.0f} s.")
+                self._exit(f"stopped at once, after {process.STOP_SECONDS:.0f} s.")
             if self._signal is not None and now - last_seen > _STOP_WAIT_S:  # the agent waits for nodes that are lost
                 self._exit("stopped at once.")
             if now - last_seen > 2 * self._settings.node_timeout + 60:  # PyTorch's store may wait for 15 minutes
@@ -285,7 +284,7 @@ class _Launcher:
             self._exit("stopped at once.")
         os.environ[STOP] = "1"
         if number != signal.SIGINT:  # nobody may be there to send a second signal
-            self._deadline = time.monotonic() + interrupts.STOP_SECONDS
+            self._deadline = time.monotonic() + process.STOP_SECONDS
         with suppress(OSError):  # the terminal may be gone
             print("\nstopping after this step (once more: at once)", file=sys.stderr, flush=True)
         for rank in ranks:

@@ -21,8 +21,7 @@ from cli.options.command import Finetune, parse_command_line
 from cli.options.option import naming, split_weight
 from cli.options.settings import Settings, output_directory, settings_of
 from cli.report.progress import Heartbeat
-from cli.train.interrupts import STATUS, Interrupts, Stopped
-from cli.train.ranks.process import AGENT, Outcome, RankProcess, is_lost_contact
+from cli.train.process import AGENT, STATUS, Interrupts, Outcome, RankProcess, Stopped, is_lost_contact
 from common.activity import activity
 from common.errors import FinetuneError, UserError, on_one_line
 from common.files import check_data_file, check_output, check_path
@@ -169,7 +168,7 @@ def _run_on_nodes(settings: Settings, rank: RankProcess | None, trains: bool) ->
         launch(settings, trains=trains)
     elif trains:
         with _loading(settings):
-            from cli.train.ranks.run import train_rank
+            from cli.train.ranks import train_rank
 
         train_rank(settings, rank)
     else:

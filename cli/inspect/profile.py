@@ -15,8 +15,8 @@ from cli.job.machine import (
 )
 from cli.job.strategy import PROFILE, measure_cluster
 from cli.options.settings import Settings
-from cli.train.ranks.meeting import meet
-from cli.train.ranks.process import RankProcess
+from cli.train.meeting import meet
+from cli.train.process import RankProcess
 from common.hardware.machine import describe_machine
 from common.models.presets import load_config
 from common.units import counted, format_bytes, format_count, format_seconds

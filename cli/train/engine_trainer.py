@@ -15,9 +15,9 @@ from cli.job.resolve import resolve
 from cli.job.resumed import check_same_run, forget_earlier_run
 from cli.options.settings import Settings
 from cli.report.results import EvaluationResult, StepResult, Usage
-from cli.train.interrupts import Interrupts, Stopped
 from cli.train.loop import Trainer, evaluate, train
 from cli.train.objectives import ObjectiveLoop, Ranks, ReferencePass, objective_of
+from cli.train.process import Interrupts, Stopped
 from common.activity import activity
 from common.communication import all_gather_object
 from common.data import Batches

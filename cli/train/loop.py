@@ -18,8 +18,7 @@ from cli.job.job import Job, TrainedModel
 from cli.options.settings import RUN
 from cli.report.log import METRICS, MetricsLogger
 from cli.report.results import EvaluationResult, StepResult, Summary, Usage, bound, step_metrics
-from cli.train.interrupts import Interrupts, Stopped
-from cli.train.ranks.process import RankProcess
+from cli.train.process import Interrupts, RankProcess, Stopped
 from common.activity import activity
 from common.data import Batches
 from common.errors import UserError

@@ -7,7 +7,7 @@ import pytest
 from transformers import LlamaConfig
 
 from cli import demo
-from cli.train.interrupts import Interrupts
+from cli.train.process import Interrupts
 from common.errors import UserError
 from common.files import CACHE_VARIABLE
 from common.hub import NO_DOWNLOAD

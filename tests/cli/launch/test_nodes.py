@@ -34,7 +34,7 @@ from tests.helpers.processes import forked
 from tests.helpers.processes.pairs import COMMON, ROOT, UNMEASURED, Node, Pair, same, with_data
 
 _ENDS_WITHIN = (
-    "import sys, cli.train.interrupts as one; one.STOP_SECONDS = {}; from cli.main import main; sys.exit(main())"
+    "import sys, cli.train.process as one; one.STOP_SECONDS = {}; from cli.main import main; sys.exit(main())"
 )
 PATIENT = ("-c", _ENDS_WITHIN.format(200))
 """The command, which gives a step that is in progress time to end on the slowest machine."""

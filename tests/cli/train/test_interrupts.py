@@ -9,9 +9,9 @@ import pytest
 
 PROGRAM = """
 import os, signal, sys, time
-import cli.train.interrupts
-from cli.train.interrupts import Interrupts
-cli.train.interrupts.STOP_SECONDS = 0.3
+import cli.train.process
+from cli.train.process import Interrupts
+cli.train.process.STOP_SECONDS = 0.3
 number, hangs = int(sys.argv[1]), sys.argv[2] == "hangs"
 signal.signal(number, signal.SIG_IGN if sys.argv[2] == "nohup" else signal.SIG_DFL)  # not what we inherited
 with Interrupts() as interrupts:
@@ -47,7 +47,7 @@ def test_a_signal_ends_a_run_in_order_or_in_time(number: signal.Signals, how: st
 
 AFTERWARDS = """
 import os, signal, sys
-from cli.train.interrupts import Interrupts
+from cli.train.process import Interrupts
 number, ends_process = int(sys.argv[1]), sys.argv[2] == "ends"
 signal.signal(number, signal.SIG_DFL)
 with Interrupts(ends_process) as interrupts:

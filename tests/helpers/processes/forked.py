@@ -39,7 +39,7 @@ ALWAYS = ("torch", "fuyou.optimizer.process.main")
 FOR_COMMANDS = (
     "transformers.models.gpt2.modeling_gpt2", "transformers.models.llama.modeling_llama", "datasets", "peft",
     "accelerate", "torch.distributed.launcher.api", "torch.distributed.fsdp", "fuyou.engine.engine", "fcdp.trainer",
-    "cli.train.engine_trainer", "cli.train.ranks.run", "cli.launch",
+    "cli.train.engine_trainer", "cli.train.ranks", "cli.launch",
 )  # fmt: skip
 """What is imported as soon as a command is to be run that is not the optimizer process."""
 _SERVER = "FUYOU_TESTS_SERVER"

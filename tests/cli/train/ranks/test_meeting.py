@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from cli.options.settings import Settings
-from cli.train.ranks import meeting
+from cli.train import meeting
 from common.errors import UserError
 
 

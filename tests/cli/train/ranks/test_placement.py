@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from cli.options.settings import Settings
-from cli.train.ranks.meeting import Placement, leaf_by_slurm, place
+from cli.train.meeting import Placement, leaf_by_slurm, place
 from common.files import preset_files
 
 LEAVES = ("red", "blue", "red", "blue")

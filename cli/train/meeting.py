@@ -19,7 +19,7 @@ import torch.distributed as dist
 import common
 from cli.job.resumed import adapter_digest, peft_digest
 from cli.options.settings import Settings
-from cli.train.ranks.process import RankProcess
+from cli.train.process import RankProcess
 from common.communication import all_gather_object
 from common.errors import UserError
 from common.hardware.machine import usable_gpus
