@@ -3,7 +3,8 @@
 import importlib
 import time
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +23,7 @@ from common.data.rows import PADDING
 from common.errors import UserError
 from common.files import file_when_complete
 from fuyou import Engine
-from fuyou.objectives.losses import BatchNumbers, Mean, Objective, SumOverRanks, alone, row_sums
+from fuyou.objectives.losses import BatchNumbers, Learned, Objective, SumOverRanks, alone
 
 Batch = dict[str, torch.Tensor]
 
@@ -46,13 +47,12 @@ class Ranks:
     world_size: int = 1
     sum: SumOverRanks = alone  # Adds up numbers of all ranks
 
-    def part(self, batch: Batch, items: int) -> tuple[Batch, int]:
-        """Return this rank's items of a batch, and how many ranks have the same ones: all, where there are fewer items
-        than ranks."""
+    def part(self, batch: Batch, items: int) -> Batch:
+        """Return this rank's items of a batch; every rank has all of them where there are fewer items than ranks."""
         if items < self.world_size:
-            return batch, self.world_size
+            return batch
         first, last = items * self.rank // self.world_size, items * (self.rank + 1) // self.world_size
-        return _cut(batch, first, last, items), 1
+        return _cut(batch, first, last, items)
 
 
 class ObjectiveLoop:
@@ -63,89 +63,49 @@ class ObjectiveLoop:
 
     def loss(self, batch: Batch, items: int) -> tuple[torch.Tensor, dict[str, float]]:
         """Return this rank's share of the loss of a batch of all ranks, and means over its items to watch."""
-        numbers, aux = self._numbers(self._ranks.part(batch, items)[0])
-        learned = self._objective.learn(numbers)
-        return learned.loss + aux, _values(self._joined(learned.watched))
+        learned, aux = self._learn(batch, items)
+        return learned.loss + aux, self._means(learned.watched)
 
     @torch.no_grad()
     def evaluate(self, batches: Batches, batch_size: int) -> EvaluationResult:
-        """Take the loss of all held-out items together, forward only: it does not depend on the size of a batch.
+        """Return the mean loss of all held-out items, forward only.
 
         The last batch is completed with items that were seen, which do not count.
         """
-        start_time, computed, targets, found = time.perf_counter(), 0, 0, []
+        start_time, computed, targets, totals = time.perf_counter(), 0, 0, Counter[str]()
         for number in range(batches.steps_per_epoch):
             items = min(batch_size, batches.rows - number * batch_size)
             batch = _cut(batches.batch(number), 0, items, batch_size)
-            part, copies = self._ranks.part(batch, items)
-            numbers, _ = self._numbers(part)
-            found.append(_of_rows(numbers, counted=copies == 1 or self._ranks.rank == 0))
+            learned, _ = self._learn(batch, items)
+            (loss,) = self._ranks.sum([float(learned.loss)])
+            means = {"loss": loss, **self._means(learned.watched)}
+            totals.update({name: value * items for name, value in means.items()})
             computed += batch["input_ids"].numel()
             targets += int((batch["labels"] != -100).sum()) if "labels" in batch else len(batch["input_ids"])
-        learned = self._objective.learn(_joined(found, self._ranks.sum))
-        (loss,) = self._ranks.sum([float(learned.loss)])
+        means = {name: total / batches.rows for name, total in totals.items()}
         rate = computed / (time.perf_counter() - start_time)
-        return EvaluationResult(loss, targets, rate, _values(self._joined(learned.watched)))
+        return EvaluationResult(means.pop("loss"), targets, rate, means)
 
-    def _numbers(self, batch: Batch) -> tuple[BatchNumbers, torch.Tensor]:
-        """Return what the loss of a batch of this rank is made of, and its share of the router loss."""
-        objective = self._objective
-        extras = {name: batch[name] for name in objective.extras if name in batch}
+    def _learn(self, batch: Batch, items: int) -> tuple[Learned, torch.Tensor]:
+        """Return what is learned from this rank's part of a batch, and its share of the router loss."""
+        objective, part = self._objective, self._ranks.part(batch, items)
+        extras = {name: part[name] for name in objective.extras if name in part}
         apart = (extras.keys() - {"labels"}) | {REFERENCE}
-        named: dict[str, Any] = {name: value for name, value in batch.items() if name not in apart}
+        named: dict[str, Any] = {name: value for name, value in part.items() if name not in apart}
         out = self._engine.tokens(**named, outputs=objective.outputs)
-        numbers = BatchNumbers(out, batch.get(REFERENCE), extras, self._ranks.sum)
+        learned = objective.learn(BatchNumbers(out, part.get(REFERENCE), extras, self._ranks.sum))
         if out.aux_loss is None:
-            return numbers, torch.zeros(())
-        return numbers, out.aux_coefficient / self._ranks.world_size * out.aux_loss
+            return learned, torch.zeros(())
+        return learned, out.aux_coefficient / self._ranks.world_size * out.aux_loss
 
-    def _joined(self, watched: Mapping[str, Mean]) -> dict[str, Mean]:
-        names = self._objective.watches
-        sums = self._ranks.sum([number for name in names for number in watched.get(name, Mean(0.0, 0.0))])
-        joined = {name: Mean(*sums[2 * place : 2 * place + 2]) for place, name in enumerate(names)}
-        return {name: mean for name, mean in joined.items() if mean.number}
-
-
-class _RowNumbers(dict[str, torch.Tensor]):
-    """Numbers of rows by name: those of its tokens added up."""
-
-    def __init__(self, values: Mapping[str, torch.Tensor], mask: torch.Tensor) -> None:
-        super().__init__(values)
-        self.mask = mask
-
-
-def _of_rows(numbers: BatchNumbers, counted: bool) -> BatchNumbers:
-    mask = numbers.out.mask
-    stop = len(mask) if counted else 0
-    values = {}
-    for name in numbers.out.keys():  # noqa: SIM118 - outputs are no mapping
-        value = numbers.out[name]
-        values[name] = (row_sums(value, mask) if value.shape == mask.shape else value)[:stop]
-    reference = None if numbers.reference is None else row_sums(numbers.reference, mask)[:stop]
-    extras = {name: value if counted else value[:0] for name, value in numbers.extras.items()}
-    return BatchNumbers(_RowNumbers(values, mask.any(-1)[:stop]), reference, extras)
-
-
-def _joined(parts: Sequence[BatchNumbers], sum_over_ranks: SumOverRanks) -> BatchNumbers:
-    first = parts[0]
-    values = {name: torch.cat([part.out[name] for part in parts]) for name in first.out.keys()}  # noqa: SIM118
-    mask = torch.cat([part.out.mask for part in parts])
-    references = [part.reference for part in parts if part.reference is not None]
-    extras = {name: torch.cat([part.extras[name] for part in parts]) for name in first.extras}
-    return BatchNumbers(
-        _RowNumbers(values, mask), torch.cat(references) if references else None, extras, sum_over_ranks
-    )
+    def _means(self, watched: Mapping[str, torch.Tensor]) -> dict[str, float]:
+        numbers = [number for value in watched.values() for number in (float(value.detach().sum()), value.numel())]
+        sums = self._ranks.sum(numbers)
+        return {name: total / count for name, total, count in zip(watched, sums[0::2], sums[1::2], strict=True)}
 
 
 def _cut(batch: Batch, first: int, last: int, items: int) -> Batch:
     return {name: value[first * len(value) // items : last * len(value) // items] for name, value in batch.items()}
-
-
-def _values(means: Mapping[str, Mean]) -> dict[str, float]:
-    values = {name: total / count for name, (total, count) in means.items()}
-    if {"rewards/chosen", "rewards/rejected"} <= values.keys():
-        values.setdefault("rewards/margins", values["rewards/chosen"] - values["rewards/rejected"])
-    return values
 
 
 @dataclass(frozen=True)
@@ -207,7 +167,7 @@ class ReferencePass:
         rows, ranks = len(batch["input_ids"]), self.ranks
         places = {"places": torch.arange(rows)}
         named = {name: batch[name] for name in ("input_ids", "labels", "position_ids", PADDING)}
-        part, _ = ranks.part(named | places, items)
+        part = ranks.part(named | places, items)
         own = part.pop("places")
         numbers: dict[str, Any] = dict(part)
         out = self.engine.tokens(**numbers)
