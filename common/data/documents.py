@@ -3,7 +3,7 @@
 import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
@@ -15,7 +15,6 @@ class Documents:
     rows: int
     length: int  # Number of tokens of each row
     flat: tuple[int, ...]  # Row, first token and end of each document, one after another; they cover every token
-    _starts: dict[torch.device, torch.Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @staticmethod
     def of(position_ids: torch.Tensor | None) -> "Documents | None":
@@ -34,17 +33,6 @@ class Documents:
     def spans(self) -> Iterator[tuple[int, int, int]]:
         """Yield row, first token and end of each document."""
         yield from zip(self.flat[::3], self.flat[1::3], self.flat[2::3], strict=True)
-
-    def starts(self, device: torch.device) -> torch.Tensor:
-        """Return the first token of each document among all rows' tokens, then the number of tokens: int32.
-
-        It is copied to ``device`` once for all layers, from pinned memory: the host does not wait for the device.
-        """
-        if device not in self._starts:
-            starts = [row * self.length + start for row, start, _ in self.spans()] + [self.rows * self.length]
-            on_host = torch.tensor(starts, dtype=torch.int32, pin_memory=device.type == "cuda")
-            self._starts[device] = on_host.to(device, non_blocking=True)
-        return self._starts[device]
 
 
 def restarts(position_ids: torch.Tensor | None) -> bool:

@@ -358,7 +358,6 @@ class _Shrunk:
             (INDEX_HEADS, lambda name, value: min(value, 16) if value >= 16 else self._few_heads(name, value)),
             (HEAD_COUNT, self._few_heads),
             (HEAD_DIM_NAME, lambda _, value: self._thin(value)),
-            (re.compile(r"num_kv_heads|kv_n_heads"), self._few_heads),
             (re.compile(rf"^(?!.*({NOT_A_COUNT.pattern})).*expert"), at_most(experts)),
             (PIXELS, keep),
         ]

@@ -228,8 +228,16 @@ class _Proof:
                     expected = twin.run(batch, shifts_labels)
             except Exception as error:
                 raise self._unprovable(error) from error
-            with seeded(number):
-                loss = self._streamed(step, batch, micro_rows, chunk)
+            try:
+                with seeded(number):
+                    loss = step.run(batch, micro_rows, chunk)
+            except FinetuneError:
+                raise
+            except Exception as error:
+                raise UserError(
+                    f"{self._name} cannot be trained out of core: a small model of this family runs in memory, and "
+                    f"fails block by block ({type(error).__name__}: {on_one_line(error)})."
+                ) from error
             self._compare((expected, twin.gradients), (loss, step.gradients))
 
         if claim.packed or claim.chunks:  # documents alone and chunks draw other numbers
@@ -247,19 +255,6 @@ class _Proof:
         _switch_off_dropout(*models)
         if twin.repeats(twin.batch(2)):  # several micro-batches draw their random numbers in another order
             compare(2, 1)
-
-    def _streamed(
-        self, step: SmallStep, batch: Mapping[str, torch.Tensor], micro_rows: int, chunk: int | None
-    ) -> float:
-        try:
-            return step.run(batch, micro_rows, chunk)
-        except FinetuneError:
-            raise
-        except Exception as error:
-            raise UserError(
-                f"{self._name} cannot be trained out of core: a small model of this family runs in memory, and fails "
-                f"block by block ({type(error).__name__}: {on_one_line(error)})."
-            ) from error
 
     def _compare(self, expected: "_Result", actual: "_Result") -> None:
         """Refuse the family at the first difference between losses and gradients beyond what rounding may cause."""

@@ -243,20 +243,9 @@ class SmallStep:
         room = 4 * planned.micro_batches * (len(self._shape.blocks) + 2)
         enough = {field.name: max(room, len(self._shape.records)) for field in fields(BufferCounts)}
         counts = BufferCounts(**enough)
-        plan = MemoryPlan(
-            counts,
-            planned,
-            ring_chunks=2,
-            chunk_elements=1,
-            activation_bytes=0,
-            kept_bytes=0,
-            head_columns=length,
-            wide_blocks=False,
-            wide_non_block=False,
-            workspace_bytes=0,
-            device_bytes=0,
-            host_bytes=0,
-        )
+        given_sizes = {"ring_chunks": 2, "chunk_elements": 1, "head_columns": length, "resident": ()}
+        sizes: dict[str, Any] = {field.name: 0 for field in fields(MemoryPlan)} | given_sizes
+        plan = MemoryPlan(**{**sizes, "counts": counts, "batch": planned})
         shape = BatchShape(planned.micro_batches, 0, rows * length, chunks=planned.chunks)
         tasks = Scheduler(self._shape, counts).training_step(1, shape)
         # By first name and first expert: parameters of experts may be in pieces.

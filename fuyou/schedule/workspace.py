@@ -87,7 +87,7 @@ class Workspace:
         """Return the bytes that a chunk takes for the tokens before it, none of which the head meets."""
         keys, length = self._shape.key_memory(), batch.seq_len
         dense = keys.pairs * batch.columns * length
-        return length * keys.computing + (dense or self._shape.attention.chunk_bytes(batch.columns, length))
+        return length * keys.computing + (dense or self._shape.attention.chunk_bytes(batch.columns, length, self._cpu))
 
     def _passes(self, batch: Batch, per_token: float, fixed: int) -> int:
         """Return the bytes of the running passes through a block in pieces.

@@ -25,12 +25,7 @@ _aten = torch.ops.aten
 def cuda_branch() -> Iterator[None]:
     """Let a CPU compute in the branches for CUDA while the context is open."""
     library = torch.library.Library("aten", "IMPL")
-    for function in (
-        _flash_attention_forward,
-        _flash_attention_backward,
-        _efficient_attention_forward,
-        _efficient_attention_backward,
-    ):
+    for function in (_flash_attention_forward, _flash_attention_backward):
         library.impl(function.__name__, function, "CPU")
     try:
         with force_kernels("cuda"), autograd_thread():
@@ -184,38 +179,3 @@ def _flash_attention_backward(
     window = 0 if window_size_left is None else window_size_left + 1
     ends, causal = (cum_seq_q, cum_seq_k), is_causal or window > 0
     return tuple(_backward(grad_out, query, key, value, out, logsumexp.t(), *ends, causal, window, scale))
-
-
-def _efficient_attention_forward(
-    query, key, value, bias, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, custom_mask_type,
-    compute_log_sumexp=False, *, scale=None, seqlen_k=None, window_size=None,
-):  # fmt: skip
-    query, key, value = (each.squeeze(0) for each in (query, key, value))
-    ends, causal = (cu_seqlens_q, cu_seqlens_k), custom_mask_type > 0
-    _check(query, key, value, *ends, max_seqlen_q, max_seqlen_k, dropout_p, 4)
-    assert query.shape[1] == key.shape[1] == value.shape[1] and compute_log_sumexp
-    assert custom_mask_type in ((0, 1) if max_seqlen_q == max_seqlen_k else (0, 2))
-    result, logarithms = _forward(query, key, value, *ends, causal, window_size or 0, scale)
-    by_document = torch.full((len(cu_seqlens_q) - 1, query.shape[1], -(-max_seqlen_q // 32) * 32), float("inf"))
-    for number, (start, end) in enumerate(pairwise(cu_seqlens_q.tolist())):
-        by_document[number, :, : end - start] = logarithms[start:end].t()
-    seed = torch.zeros((), dtype=torch.long)
-    return result[None], by_document, seed, seed.clone(), max_seqlen_q, max_seqlen_k
-
-
-def _efficient_attention_backward(
-    grad_out_, query, key, value, bias, out, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, logsumexp,
-    dropout_p, philox_seed, philox_offset, custom_mask_type, bias_requires_grad, *, scale=None, num_splits_key=None,
-    window_size=None, shared_storage_dqdkdv=False,
-):  # fmt: skip
-    grad_out, query, key, value, out = (each.squeeze(0) for each in (grad_out_, query, key, value, out))
-    _check(query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, 4)
-    assert query.shape[1] == key.shape[1] and out.is_contiguous()
-    ends = list(pairwise(cu_seqlens_q.tolist()))
-    assert logsumexp.shape == (len(ends), query.shape[1], -(-max_seqlen_q // 32) * 32)
-    for number, (start, end) in enumerate(ends):
-        assert logsumexp[number, :, end - start :].isinf().all()
-    logarithms = torch.cat([logsumexp[number, :, : end - start].t() for number, (start, end) in enumerate(ends)])
-    settings = cu_seqlens_q, cu_seqlens_k, custom_mask_type > 0, window_size or 0, scale
-    gradients = _backward(grad_out, query, key, value, out, logarithms, *settings)
-    return *(each[None] for each in gradients), query.new_empty(0)

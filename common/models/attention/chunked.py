@@ -17,9 +17,6 @@ Blocks that are called alone take, as ``attention_mask``, what the model's mask 
 this chunk alone. What cannot be computed so (a family's own mask, a bias, dropout) raises NotImplementedError.
 """
 
-import itertools
-import sys
-from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -34,15 +31,13 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from common.hardware import kernels_of
 from common.models.attention import varlen
-from common.models.attention.documents import empty_results, statistics_dtype
+from common.models.attention.tiles import Tile, View, covered_once, cut_into_tiles
 
 BY_CHUNK = "by_chunk"
 """The name under which transformers knows this."""
-KEYS = 4096
-"""Keys of a tile, where a kernel computes it."""
-SCORES = 2**20
-"""Scores of a tile and head, where products compute it."""
-_BANDED_QUERIES = 256  # Queries that share a mask on a CPU, where a window hides some of their keys
+# In 16 bits, lengths are rounded up to a multiple of this: PyTorch's CPU kernel compiles matrix products for each new
+# length and keeps them for good, megabytes each (torch 2.13, processors with bf16 instructions).
+_BUCKET = 32
 
 _aten = torch.ops.aten
 
@@ -81,87 +76,11 @@ def attention_by_chunk(configs: Sequence[PreTrainedConfig], documents: Sequence[
             config._attn_implementation = implementation
 
 
-class _Tile(NamedTuple):
-    """Queries, and some of the keys that they see."""
-
-    queries: slice
-    keys: slice
-    kind: str  # "full": all see all; "causal": both are the same tokens; "banded": what they see differs
-
-
-class _View(NamedTuple):
-    """Which keys are seen by each query."""
-
-    past: int  # Index of the first query's key
-    window: int
-    starts: tuple[int, ...]  # Indices of keys, ascending: queries from there on see no key before
-
-    @staticmethod
-    def of(queries: int, keys: int, window: int, chunk: int, offset: int, documents: Sequence[int]) -> "_View":
-        past = keys - queries
-        first, starts = offset - past, documents or (0,)  # the first key's token; where documents begin
-        if chunk:
-            ranges = itertools.pairwise((*starts, first + keys))
-            starts = [start for begin, end in ranges for start in range(begin, end, chunk)]
-        inside = (start - first for start in starts)
-        return _View(past, window if window < keys else 0, tuple(start for start in inside if 0 < start < keys))
-
-    def first(self, query: int) -> int:
-        index = self.past + query
-        before = bisect_right(self.starts, index)
-        return max(self.starts[before - 1] if before else 0, index - self.window + 1 if self.window else 0)
-
-    def stop(self, query: int) -> int:
-        """Return the first query after ``query`` that sees none of the keys before its own, if there is one."""
-        after = bisect_right(self.starts, self.past + query)
-        return self.starts[after] - self.past if after < len(self.starts) else sys.maxsize
-
-    def seen(self, tile: _Tile, device: torch.device) -> torch.Tensor:
-        """Return which keys of a tile are seen by each of its queries, bool ``[queries, keys]``."""
-        last = self.past + torch.arange(tile.queries.start, tile.queries.stop, device=device)[:, None]
-        keys = torch.arange(tile.keys.start, tile.keys.stop, device=device)
-        seen = keys <= last
-        if self.window:
-            seen &= keys > last - self.window
-        return seen
-
-
-def _tiles(view: _View, queries: int, way: str) -> Iterator[_Tile]:
-    """Cut attention into tiles that one call of a kernel computes; windows are sliced, and a query sees a key once.
-
-    Args:
-        way: ``"cpu"`` or ``"cuda"``: with that device's kernels; ``"products"``: one matrix product at a time.
-    """
-    step = queries
-    if view.window and view.window < view.past + queries and way != "cuda":
-        step = _BANDED_QUERIES if way == "cpu" else 4 * _BANDED_QUERIES
-    start = 0
-    while start < queries:
-        stop = min(start + step, queries, view.stop(start))
-        piece, first_own, end = slice(start, stop), view.past + start, view.past + stop
-        first, shared = view.first(start), view.first(stop - 1)
-        if way == "products":
-            tile = max(1, SCORES // (stop - start))
-            for key in range(first, end, tile):
-                keys = slice(key, min(key + tile, end))
-                yield _Tile(piece, keys, "full" if key >= shared and keys.stop <= first_own + 1 else "banded")
-        elif first < shared and (way == "cuda" or shared >= first_own):
-            yield _Tile(piece, slice(first, end), "banded")
-        else:
-            if first < shared:  # with a key that all see: no query sees none
-                yield _Tile(piece, slice(first, shared + 1), "banded")
-                shared += 1
-            for key in range(shared, first_own, KEYS):
-                yield _Tile(piece, slice(key, min(key + KEYS, first_own)), "full")
-            yield _Tile(piece, slice(first_own, end), "causal")
-        start = stop
-
-
 class _ChunkCall(NamedTuple):
     """How tiles of a call of attention are computed."""
 
     way: str
-    view: _View
+    view: View
     scale: float
     cap: float  # Scores are squeezed into (-cap, cap); 0: they are not
 
@@ -170,6 +89,7 @@ class _ChunkCall(NamedTuple):
         cls,
         query: torch.Tensor,
         key: torch.Tensor,
+        value: torch.Tensor,
         window: int,
         chunk: int,
         offset: int,
@@ -178,28 +98,46 @@ class _ChunkCall(NamedTuple):
         cap: float,
     ) -> "_ChunkCall":
         device = kernels_of(query.device)
-        kernels = not cap and (device == "cpu" or (device == "cuda" and query.dtype.itemsize <= 4))
-        view = _View.of(query.shape[2], key.shape[2], window, chunk, offset, documents)
+        kernels = not cap and (device == "cpu" or (device == "cuda" and varlen.takes_flash(query, value)))
+        view = View.of(query.shape[2], key.shape[2], window, chunk, offset, documents)
         return cls(device if kernels else "products", view, scale, cap)
 
-    def mask(self, tile: _Tile, like: torch.Tensor) -> torch.Tensor | None:
+    def mask(self, tile: Tile, like: torch.Tensor) -> torch.Tensor | None:
         """Return 0 where a query sees a key and minus infinity elsewhere; None: the tile's kind says it."""
         if tile.kind == "full" or (tile.kind == "causal" and self.way != "products"):
             return None
         seen = self.view.seen(tile, like.device)
         return torch.zeros(seen.shape, dtype=like.dtype, device=like.device).masked_fill_(~seen, float("-inf"))
 
-    def forward(self, tile: _Tile, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def _on_cpu(
+        self, tile: Tile, queries: Sequence[torch.Tensor], keys: Sequence[torch.Tensor]
+    ) -> tuple[list[torch.Tensor], torch.Tensor | None]:
+        """Return what the CPU's kernel takes: parts of one width, in 16 bits of rounded lengths, and a mask."""
+        mask, width = self.mask(tile, queries[0]), max(part.shape[-1] for part in (*queries, *keys))
+        bucket = _BUCKET if queries[0].dtype.itemsize == 2 else 1
+        more, more_keys = (-parts[0].shape[2] % bucket for parts in (queries, keys))
+        if (more or more_keys) and tile.kind != "causal":  # causal attention does not see what is appended
+            if mask is None:
+                mask = queries[0].new_zeros(queries[0].shape[2], keys[0].shape[2])
+            mask = functional.pad(functional.pad(mask, (0, more_keys), value=float("-inf")), (0, 0, 0, more))
+
+        def padded(part: torch.Tensor, count: int) -> torch.Tensor:
+            size = (0, width - part.shape[-1], 0, count)
+            return functional.pad(part, size) if any(size) else part
+
+        return [*(padded(each, more) for each in queries), *(padded(each, more_keys) for each in keys)], mask
+
+    def forward(self, tile: Tile, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return a tile's result ``[B, H, queries, V]``, and the logarithms of its denominators ``[B, H, queries]``."""
         if self.way == "cuda":
-            sequences = varlen.Sequences.of_rows(q, k, tile.kind != "full")
-            results = varlen.attend(q, k, v, sequences, self._window(tile), self.scale)
+            results = varlen.attend(q, k, v, self._sequences(tile, q, k), self._window(tile), self.scale)
             return tuple(each.transpose(1, 2) for each in results)
         if self.way == "cpu":
+            parts, mask = self._on_cpu(tile, [q], [k, v])
             out, logarithms = _aten._scaled_dot_product_flash_attention_for_cpu(
-                *_widened(q, k, v), 0.0, tile.kind == "causal", attn_mask=self.mask(tile, q), scale=self.scale
+                *parts, 0.0, tile.kind == "causal", attn_mask=mask, scale=self.scale
             )
-            return out[..., : v.shape[-1]], logarithms
+            return out[:, :, : q.shape[2], : v.shape[-1]], logarithms[..., : q.shape[2]]
         scores, _ = self._scores(tile, q, k)
         most = scores.amax(-1, keepdim=True).clamp_(min=torch.finfo(scores.dtype).min)
         scores = scores.sub_(most).exp_()
@@ -209,7 +147,7 @@ class _ChunkCall(NamedTuple):
 
     def backward(
         self,
-        tile: _Tile,
+        tile: Tile,
         flowing: torch.Tensor,
         q: torch.Tensor,
         k: torch.Tensor,
@@ -220,19 +158,18 @@ class _ChunkCall(NamedTuple):
         """Return what a tile adds to the gradients of queries, keys, and values; ``out`` and ``logarithms`` are those
         of all tiles together."""
         if self.way == "cuda":
-            sequences = varlen.Sequences.of_rows(q, k, tile.kind != "full")
+            sequences = self._sequences(tile, q, k)
             flowing, out, logarithms = (each.transpose(1, 2) for each in (flowing, out, logarithms))
             return varlen.attend_backward(flowing, q, k, v, out, logarithms, sequences, self._window(tile), self.scale)
         if self.way == "cpu":
+            (flowing, q_, out, k_, v_), mask = self._on_cpu(tile, [flowing, q, out], [k, v])
+            logarithms = functional.pad(logarithms, (0, q_.shape[2] - q.shape[2]))
             gradients = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                *_widened(flowing, q, k, v, out),
-                logarithms,
-                0.0,
-                tile.kind == "causal",
-                attn_mask=self.mask(tile, q),
-                scale=self.scale,
+                flowing, q_, k_, v_, out, logarithms, 0.0, tile.kind == "causal", attn_mask=mask, scale=self.scale
             )
-            return [each[..., : like.shape[-1]] for each, like in zip(gradients, (q, k, v), strict=True)]
+            return [
+                each[:, :, : like.shape[2], : like.shape[-1]] for each, like in zip(gradients, (q, k, v), strict=True)
+            ]
         scores, slopes = self._scores(tile, q, k)
         flowing, out, logarithms = (_grouped(each, k) for each in (flowing, out, logarithms[..., None]))
         weights = scores.sub_(logarithms).exp_()
@@ -244,10 +181,15 @@ class _ChunkCall(NamedTuple):
         change = change.to(q.dtype)
         return _ungrouped(change @ k, q), change.mT @ _grouped(q, k), to_value
 
-    def _window(self, tile: _Tile) -> int:
-        return self.view.window if tile.kind == "banded" else 0
+    def _window(self, tile: Tile) -> int:
+        return self.view.window if tile.kind in ("banded", "documents") else 0
 
-    def _scores(self, tile: _Tile, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _sequences(self, tile: Tile, q: torch.Tensor, k: torch.Tensor) -> varlen.Sequences:
+        if tile.kind == "documents":
+            return varlen.Sequences.of_documents((0, *self.view.starts, q.shape[2]), q.shape[0], q.device)
+        return varlen.Sequences.of_rows(q, k, tile.kind != "full")
+
+    def _scores(self, tile: Tile, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the scores of a tile, ``[B, G, H / G * queries, keys]``, and their cap's derivatives."""
         scores = (_grouped(q, k) @ k.mT).to(statistics_dtype(q)).mul_(self.scale)
         slopes = None
@@ -270,14 +212,13 @@ def _ungrouped(each: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
     return each.unflatten(2, (-1, query.shape[2])).flatten(1, 2)
 
 
-def _widened(*parts: torch.Tensor) -> list[torch.Tensor]:
-    """Append zeros until all have the width of the widest: the CPU's kernel takes nothing else."""
-    width = max(part.shape[-1] for part in parts)
-    return [functional.pad(part, (0, width - part.shape[-1])) if part.shape[-1] < width else part for part in parts]
+def statistics_dtype(query: torch.Tensor) -> torch.dtype:
+    """Return the dtype of the logarithms of softmax denominators."""
+    return torch.float64 if query.dtype == torch.float64 else torch.float32
 
 
 @torch.library.custom_op("fuyou::attention_by_chunk", mutates_args=())
-def _attention_by_chunk(
+def attend(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -295,28 +236,45 @@ def _attention_by_chunk(
         query: ``[B, H, q, D]``.
         key: ``[B, G, n, D]``; each of its heads is shared by ``H / G`` of the query's.
         value: ``[B, G, n, V]``.
-        sinks: ``[H]``: a score of each head that takes tile in the softmax and has no value.
+        sinks: ``[H]``: a score of each head that takes part in the softmax and has no value.
+        window, chunk, offset: as in :class:`ChunkMask`.
+        documents: as in :func:`attention_by_chunk`.
+        scale: what scores are multiplied by.
+        cap: what scores are squeezed to; 0: they are not.
     """
-    call = _ChunkCall.of(query, key, window, chunk, offset, documents, scale, cap)
+    call = _ChunkCall.of(query, key, value, window, chunk, offset, documents, scale, cap)
     dtype = statistics_dtype(query)
     rows, heads, count, _ = query.shape
-    result = query.new_zeros(rows, count, heads, value.shape[-1], dtype=dtype)
+    tiles = list(cut_into_tiles(call.view, count, call.way))
+    joins = sinks is not None or not covered_once(tiles, count)
+    result = query.new_zeros(rows, count, heads, value.shape[-1], dtype=dtype if joins else query.dtype)
     logarithms = query.new_full((rows, count, heads), float("-inf"), dtype=dtype)
     if sinks is not None:
         logarithms.copy_(sinks)
-    for tile in _tiles(call.view, count, call.way):
+    for tile in tiles:
         out, added = call.forward(tile, query[:, :, tile.queries], key[:, :, tile.keys], value[:, :, tile.keys])
-        before, added = logarithms[:, tile.queries], added.transpose(1, 2)
-        joined = torch.logaddexp(before, added)
-        finite = joined.clamp(min=torch.finfo(dtype).min)
-        total = result[:, tile.queries].mul_((before - finite).exp_()[..., None])
-        total.addcmul_(out.transpose(1, 2), (added - finite).exp_()[..., None])
-        before.copy_(joined)
+        before, total, added = logarithms[:, tile.queries], result[:, tile.queries], added.transpose(1, 2)
+        if joins:
+            joined = torch.logaddexp(before, added)
+            finite = joined.clamp(min=torch.finfo(dtype).min)
+            total.mul_((before - finite).exp_()[..., None])
+            total.addcmul_(out.transpose(1, 2), (added - finite).exp_()[..., None])
+            before.copy_(joined)
+        else:
+            total.copy_(out.transpose(1, 2))
+            before.copy_(added)
         del out  # before the next
     return result.to(query.dtype), logarithms
 
 
-_attention_by_chunk.register_fake(empty_results)
+OPERATOR = torch.ops.fuyou.attention_by_chunk.default  # How recordings and plans name the operator
+
+
+@attend.register_fake
+def _(query: torch.Tensor, key: Any, value: torch.Tensor, *others: Any) -> tuple[torch.Tensor, ...]:
+    rows, heads, length, _ = query.shape
+    statistics = query.new_empty(rows, length, heads, dtype=statistics_dtype(query))
+    return query.new_empty(rows, length, heads, value.shape[-1]), statistics
 
 
 @torch.library.custom_op("fuyou::attention_by_chunk_backward", mutates_args=())
@@ -334,15 +292,16 @@ def _attention_by_chunk_backward(
     scale: float,
     cap: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    call = _ChunkCall.of(query, key, window, chunk, offset, documents, scale, cap)
+    call = _ChunkCall.of(query, key, value, window, chunk, offset, documents, scale, cap)
     first = call.view.first(0)
     sums = statistics_dtype(query)
-    to_query = torch.zeros_like(query, dtype=sums)
+    tiles = list(cut_into_tiles(call.view, query.shape[2], call.way))
+    to_query = torch.zeros_like(query, dtype=query.dtype if covered_once(tiles, query.shape[2]) else sums)
     # Without a window, a key is in one tile: its gradient is no sum.
-    dtype = sums if call.view.window else key.dtype
+    dtype = sums if call.view.window and len(tiles) > 1 else key.dtype
     to_key, to_value = (torch.zeros_like(each[:, :, first:], dtype=dtype) for each in (key, value))
     flowing, result, logarithms = (each.transpose(1, 2) for each in (gradient, result, logarithms))
-    for tile in _tiles(call.view, query.shape[2], call.way):
+    for tile in tiles:
         queries, keys = tile.queries, slice(tile.keys.start - first, tile.keys.stop - first)
         added = call.backward(
             tile,
@@ -383,7 +342,7 @@ def _backward(ctx: Any, gradient: torch.Tensor, _: Any) -> Any:
     return (*gradients, to_sinks, *(None for _ in ctx.settings))
 
 
-_attention_by_chunk.register_autograd(_backward, setup_context=_save)
+attend.register_autograd(_backward, setup_context=_save)
 
 
 def _flops_of_products(query: Any, key: Any, widths: int, *seen: Any) -> int:
@@ -393,7 +352,7 @@ def _flops_of_products(query: Any, key: Any, widths: int, *seen: Any) -> int:
     the whole row does.
     """
     rows, heads, queries, _ = query
-    view = _View.of(queries, key[2], *seen)
+    view = View.of(queries, key[2], *seen)
     pairs = sum(2 * (view.past + index - view.first(index)) + 1 for index in range(queries))
     return 2 * rows * heads * widths * pairs
 
@@ -430,7 +389,7 @@ def _by_chunk(
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     mask = attention_mask
     sinks = None if s_aux is None else s_aux.flatten()
-    result, _ = _attention_by_chunk(
+    result, _ = attend(
         query, key, value, sinks, mask.window, mask.chunk, mask.offset, _documents, scale, float(softcap or 0)
     )
     return result, None

@@ -1,214 +1,28 @@
 """Attention within each document of packed rows, without a mask: an attention implementation for transformers.
 
-A row is cut where its documents begin, and every piece goes through the kernel that the document alone would go
-through. So no mask of ``[S, S]`` exists, and the work is that of the documents: the sum of their squared lengths
-instead of the square of the row's. One operator does all documents of a call, and its results have the same shapes
-wherever the cuts are: a recording of a block's operators holds for every batch. On a CPU it computes each piece in
-turn; on CUDA one kernel does (:mod:`common.models.attention.varlen`, not run on a GPU yet).
+Rows are laid end to end: to the operator of :mod:`common.models.attention.chunked` they are one row, which it cuts
+where documents begin. So no mask of ``[S, S]`` exists, and the work is that of the documents: the sum of their squared
+lengths instead of the square of the row's. The operator's results have the same shapes wherever the cuts are: a
+recording of a block's operators holds for every batch.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional
-from torch.utils.flop_counter import register_flop_formula
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from common.data.documents import Documents, current_documents
 from common.data.rows import PADDING
-from common.hardware import kernels_of
-from common.models.attention import varlen
+from common.models.attention.chunked import attend
 from common.models.attention.kernels import shares_heads
 
 BY_DOCUMENT = "by_document"  # transformers' name for this; it has no mask function of that name, so it makes no mask
-_WINDOW_QUERIES = 256  # Least number of queries per kernel with a sliding window: their mask stays small
-# In 16 bits, lengths are rounded up to a multiple of this: PyTorch's CPU kernel compiles matrix products for each new
-# length and keeps them for good, megabytes each (torch 2.13, processors with bf16 instructions).
-_BUCKET = 32
 _NOT_CUT = ("position_bias", "softcap", "s_aux")  # Options of families' attention that are not cut at documents
-
-_aten = torch.ops.aten
-
-
-class _Piece(NamedTuple):
-    """Queries of one document, and the keys that they may attend to."""
-
-    row: int
-    queries: slice
-    keys: slice
-    banded: bool  # Whether a window hides some of the keys; if not, both are the same tokens, and attention is causal
-
-
-def _pieces(spans: Sequence[int], window: int) -> Iterator[_Piece]:
-    """Cut a batch into pieces; ``spans`` and ``window`` as in :func:`attention_by_document`."""
-    for row, start, end in zip(spans[::3], spans[1::3], spans[2::3], strict=True):
-        if not window or end - start <= window:
-            yield _Piece(row, slice(start, end), slice(start, end), False)
-            continue
-        width = max(window, _WINDOW_QUERIES)
-        for first in range(start, end, width):
-            last = min(first + width, end)
-            yield _Piece(row, slice(first, last), slice(max(start, first - window + 1), last), True)
-
-
-def _mask(piece: _Piece, window: int, like: torch.Tensor, padded: bool = False) -> torch.Tensor | None:
-    """Return 0 where a query sees a key and minus infinity elsewhere, ``[queries, keys]``; None: merely causal."""
-    if not piece.banded:
-        return None
-    lengths = [part.stop - part.start for part in (piece.queries, piece.keys)]
-    if padded:  # no query sees a padding key; padding queries see some key, whichever, so that all numbers are finite
-        lengths = [_rounded(length) for length in lengths]
-    queries = piece.queries.start + torch.arange(lengths[0], device=like.device)[:, None]
-    keys = piece.keys.start + torch.arange(lengths[1], device=like.device)
-    seen = (keys <= queries) & (keys > queries - window) & (keys < piece.keys.stop)
-    seen |= (queries >= piece.queries.stop) & (keys == piece.keys.start)
-    return torch.zeros(seen.shape, dtype=like.dtype, device=like.device).masked_fill_(~seen, float("-inf"))
-
-
-def _parts(piece: _Piece, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return the piece's tokens of each ``[B, H, S, D]``: ``[1, H, tokens, D]``."""
-    row = slice(piece.row, piece.row + 1)
-    return query[row, :, piece.queries], key[row, :, piece.keys], value[row, :, piece.keys]
-
-
-def _rounded(length: int) -> int:
-    return -(-length // _BUCKET) * _BUCKET
-
-
-def _pad(*parts: torch.Tensor) -> list[torch.Tensor]:
-    """Append zeros to each ``[.., tokens, D]``, to a rounded number of tokens. Causal attention does not see them."""
-    return [functional.pad(part, (0, 0, 0, _rounded(part.shape[-2]) - part.shape[-2])) for part in parts]
-
-
-def statistics_dtype(query: torch.Tensor) -> torch.dtype:
-    """Return the dtype of the logarithms of softmax denominators."""
-    return torch.float64 if query.dtype == torch.float64 else torch.float32
-
-
-def empty_results(query: torch.Tensor, key: Any, value: torch.Tensor, *others: Any) -> tuple[torch.Tensor, ...]:
-    """Return tensors of the shapes and dtypes of attention's result and of those logarithms."""
-    rows, heads, length, _ = query.shape
-    statistics = query.new_empty(rows, length, heads, dtype=statistics_dtype(query))
-    return query.new_empty(rows, length, heads, value.shape[-1]), statistics
-
-
-@torch.library.custom_op("fuyou::attention_by_document", mutates_args=())
-def attention_by_document(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    starts: torch.Tensor | None,
-    spans: Sequence[int],
-    window: int,
-    scale: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attend causally within each document.
-
-    Args:
-        query: ``[B, H, S, D]``.
-        key: ``[B, G, S, D]``; each of its heads is shared by ``H / G`` of the query's.
-        value: ``[B, G, S, V]``; on a CPU, ``V`` is ``D``.
-        starts: for CUDA, as :meth:`common.data.documents.Documents.starts` returns.
-        spans: row, first token and end of each document, one after another; together they cover every token.
-        window: how many tokens a token sees, itself included; 0 for all.
-        scale: what scores are multiplied by.
-
-    Returns:
-        The result ``[B, S, H, V]``, and for the backward pass the logarithm of each softmax's denominator ``[B, S,
-        H]``.
-    """
-    if starts is not None:
-        return varlen.attend(query, key, value, _sequences(starts, spans), window, scale)
-    result, statistics = empty_results(query, key, value)  # the value's width is the query's here
-    narrow = query.dtype.itemsize == 2
-    for piece in _pieces(spans, window):
-        q, k, v = _parts(piece, query, key, value)
-        length = q.shape[-2]
-        if narrow:
-            q, k, v = _pad(q, k, v)
-        mask = _mask(piece, window, query, narrow)
-        out, logarithms = _aten._scaled_dot_product_flash_attention_for_cpu(
-            q, k, v, 0.0, mask is None, attn_mask=mask, scale=scale
-        )
-        result[piece.row, piece.queries] = out[0, :, :length].transpose(0, 1)
-        statistics[piece.row, piece.queries] = logarithms[0, :, :length].transpose(0, 1)
-    return result, statistics
-
-
-attention_by_document.register_fake(empty_results)
-
-
-@torch.library.custom_op("fuyou::attention_by_document_backward", mutates_args=())
-def attention_by_document_backward(
-    gradient: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    starts: torch.Tensor | None,
-    result: torch.Tensor,
-    statistics: torch.Tensor,
-    spans: Sequence[int],
-    window: int,
-    scale: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the gradients of query, key and value, given that of the result and what the forward pass had."""
-    if starts is not None:
-        return varlen.attend_backward(
-            gradient, query, key, value, result, statistics, _sequences(starts, spans), window, scale
-        )
-    gradients = torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
-    narrow = query.dtype.itemsize == 2
-    for piece in _pieces(spans, window):
-        q, k, v = _parts(piece, query, key, value)
-        mask = _mask(piece, window, query, narrow)
-        flowing, out, logarithms = (
-            each[piece.row, piece.queries].transpose(0, 1)[None] for each in (gradient, result, statistics)
-        )
-        if narrow:  # what flows back into the tokens behind is zero
-            q, k, v, flowing, out = _pad(q, k, v, flowing, out)
-            logarithms = functional.pad(logarithms, (0, q.shape[-2] - logarithms.shape[-1]))
-        parts = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            flowing, q, k, v, out, logarithms, 0.0, mask is None, attn_mask=mask, scale=scale
-        )
-        for whole, part in zip(_parts(piece, *gradients), parts, strict=True):
-            whole.add_(part[..., : whole.shape[-2], :])  # with a window, several pieces see a key
-    return gradients
-
-
-@attention_by_document_backward.register_fake
-def _(gradient: Any, query: Any, key: Any, value: Any, *others: Any) -> Any:
-    return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    query, key, value, starts, *ctx.settings = inputs
-    ctx.save_for_backward(query, key, value, starts, *output)
-
-
-def _backward(ctx: Any, gradient: torch.Tensor, _: Any) -> Any:
-    gradients = attention_by_document_backward(gradient, *ctx.saved_tensors, *ctx.settings)
-    return (*gradients, None, None, None, None)
-
-
-attention_by_document.register_autograd(_backward, setup_context=_save)
-
-
-OPERATOR = torch.ops.fuyou.attention_by_document.default  # How recordings and plans name the operator
-
-
-@register_flop_formula(torch.ops.fuyou.attention_by_document)
-def _flops(query: Any, key: Any, value: Any, starts: Any, spans: Sequence[int], *_: Any, **__: Any) -> int:
-    squares = sum((end - start) ** 2 for start, end in zip(spans[1::3], spans[2::3], strict=True))
-    return 2 * query[1] * (query[3] + value[3]) * squares
-
-
-def _sequences(starts: torch.Tensor, spans: Sequence[int]) -> varlen.Sequences:
-    longest = max(end - start for start, end in zip(spans[1::3], spans[2::3], strict=True))
-    return varlen.Sequences(starts, starts, longest, longest)
 
 
 @torch.compiler.disable  # documents are cut elsewhere in every batch: each would be compiled again
@@ -234,33 +48,35 @@ def _by_document(
         raise NotImplementedError("Attention with a mask, a bias, a soft cap or sinks.")
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     window = options.get("sliding_window") or 0
-    on_cuda = kernels_of(query.device) == "cuda" and query.dtype.itemsize <= 4
-    if not dropout and (on_cuda or query.shape[-1] == value.shape[-1]):
-        starts = documents.starts(query.device) if on_cuda else None
-        return attention_by_document(query, key, value, starts, documents.flat, window, scale)[0], None
-    return _one_by_one((query, key, value), documents, window, scale, dropout), None
+    states = [each.transpose(1, 2).flatten(0, 1) for each in (query, key, value)]  # [tokens of all rows, heads, width]
+    if dropout:
+        result = _one_by_one(states, documents, window, scale, dropout)
+    else:
+        starts = [row * documents.length + start for row, start, _ in documents.spans()]
+        rows = [each.transpose(0, 1)[None] for each in states]
+        result = attend(*rows, None, window, 0, 0, starts, scale, 0.0)[0][0]
+    return result.unflatten(0, wanted), None
 
 
 def _one_by_one(
-    inputs: tuple[torch.Tensor, ...], documents: Documents, window: int, scale: float, dropout: float
+    states: list[torch.Tensor], documents: Documents, window: int, scale: float, dropout: float
 ) -> torch.Tensor:
     """Attend to each document in a call that PyTorch differentiates; none of a recomputation is left out then."""
     lengths = [end - start for _, start, end in documents.spans()]
-    # Split, whose gradient is one concatenation: that of a slice is as large as all documents.
-    parts = [each.transpose(1, 2).flatten(0, 1).split(lengths) for each in inputs]
     results = []
-    for states in zip(*parts, strict=True):
-        alone = [each.transpose(0, 1)[None] for each in states]
-        for piece in _pieces((0, 0, len(states[0])), window):
-            q, k, v = _parts(piece, *alone)
-            mask = _mask(piece, window, q)
-            if mask is not None or not shares_heads(mask, k, v):  # CUDA's kernels share heads without a mask alone
-                k, v = (each.repeat_interleave(q.shape[1] // k.shape[1], 1) for each in (k, v))
-            out = functional.scaled_dot_product_attention(
-                q, k, v, mask, dropout, mask is None, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
-            )
-            results.append(out[0].transpose(0, 1))
-    return torch.cat(results).unflatten(0, (documents.rows, documents.length))
+    # Split, whose gradient is one concatenation: that of a slice is as large as all documents.
+    for length, *parts in zip(lengths, *(each.split(lengths) for each in states), strict=True):
+        q, k, v = (each.transpose(0, 1)[None] for each in parts)
+        mask = None
+        if window and length > window:
+            mask = torch.ones(length, length, dtype=torch.bool, device=q.device).tril().triu(1 - window)
+        if mask is not None or not shares_heads(mask, k, v):  # CUDA's kernels share heads without a mask alone
+            k, v = (each.repeat_interleave(q.shape[1] // k.shape[1], 1) for each in (k, v))
+        out = functional.scaled_dot_product_attention(
+            q, k, v, mask, dropout, mask is None, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+        )
+        results.append(out[0].transpose(0, 1))
+    return torch.cat(results)
 
 
 ALL_ATTENTION_FUNCTIONS.register(BY_DOCUMENT, _by_document)

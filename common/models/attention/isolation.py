@@ -9,6 +9,7 @@ Which of them a family needs is tried out on a small model: each document must g
 other tokens in one document must not change the logits of the others. A family for which no way holds is not packed.
 """
 
+import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -132,43 +133,34 @@ def _once_for_each(forward: Callable[..., Any]) -> Callable[..., Any]:
         if documents is None:
             return forward(*args, **kwargs)
         results = []
-        for row, start, end in documents.spans():
-            part = _Part(documents, row, start, end)
-            results.append(forward(*tree_map(part.of, args), **tree_map(part.of, kwargs)))
+        for span in documents.spans():
+            part = functools.partial(_part, documents, span)
+            results.append(forward(*tree_map(part, args), **tree_map(part, kwargs)))
         return _joined(documents, results)
 
     return run
 
 
-@dataclass(frozen=True)
-class _Part:
-    """The part of a module's arguments that belongs to one document."""
-
-    documents: Documents
-    row: int
-    start: int
-    end: int
-
-    def of(self, value: Any) -> Any:
-        """Return ``value`` for this document by its shape: rows, then tokens; of four dimensions the last two may be
-        tokens."""
-        if not isinstance(value, torch.Tensor) or value.dim() == 0:
-            return value
-        rows, length, tokens = self.documents.rows, self.documents.length, slice(self.start, self.end)
-        first = value.shape[0]
-        if first == length and value.dim() < 3:
-            return value[tokens]
-        if first != 1:
-            each, rest = divmod(first, rows)  # one of each row, or one of each of its heads
-            if rest:
-                raise NotImplementedError(f"An argument of shape {list(value.shape)}, in which no rows are.")
-            value = value[self.row * each : (self.row + 1) * each]
-        if value.dim() >= 4 and value.shape[-1] == value.shape[-2] == length:
-            return value[..., tokens, tokens]
-        for axis in range(1, value.dim()):
-            if value.shape[axis] == length:
-                return value[(slice(None),) * axis + (tokens,)]
+def _part(documents: Documents, span: tuple[int, int, int], value: Any) -> Any:
+    """Return a module's argument for the document of this row, first token, and end, by its shape: rows, then tokens;
+    of four dimensions the last two may be tokens."""
+    if not isinstance(value, torch.Tensor) or value.dim() == 0:
         return value
+    (row, *tokens), length, first = span, documents.length, value.shape[0]
+    inside = slice(*tokens)
+    if first == length and value.dim() < 3:
+        return value[inside]
+    if first != 1:
+        each, rest = divmod(first, documents.rows)  # one of each row, or one of each of its heads
+        if rest:
+            raise NotImplementedError(f"An argument of shape {list(value.shape)}, in which no rows are.")
+        value = value[row * each : (row + 1) * each]
+    if value.dim() >= 4 and value.shape[-1] == value.shape[-2] == length:
+        return value[..., inside, inside]
+    for axis in range(1, value.dim()):
+        if value.shape[axis] == length:
+            return value[(slice(None),) * axis + (inside,)]
+    return value
 
 
 def _joined(documents: Documents, results: list[Any]) -> Any:
@@ -216,10 +208,8 @@ class _Experiment:
         # Whether a token is behind the first document of its row, bool `[B, S]`.
         self._later = (torch.arange(documents.length) >= torch.tensor([[row[0]] for row in _LENGTHS])).to(device)
         vocabulary, generator = model.config.get_text_config().vocab_size, torch.Generator().manual_seed(7)
-        self._ids, other = (
-            torch.randint(min(5, vocabulary // 2), vocabulary, positions.shape, generator=generator).to(device)
-            for _ in range(2)
-        )
+        tokens = min(5, vocabulary // 2), vocabulary, positions.shape
+        self._ids, other = (torch.randint(*tokens, generator=generator).to(device) for _ in range(2))
         self._changed = torch.where(self._later, self._ids, other)  # differ from them in the first documents only
 
     def mixing(self, by_document: bool) -> tuple[str, ...]:
@@ -289,13 +279,13 @@ class _Experiment:
         but in bf16 that loses the differences between neighbours far from the row's beginning.
         """
         modules = [module for _, module in how.called_for_each(self._model)]
-        row, start, end = list(self._documents.spans())[2]
-        part = _Part(self._documents, row, start, end)
+        row, start, end = span = list(self._documents.spans())[2]
+        part = functools.partial(_part, self._documents, span)
         with self._apart(how), _calls(modules) as packed:
             self._packed(self._ids)
         with _calls(modules) as single:
             self._as_one(self._ids[row : row + 1, start:end])
-        arguments = [(tree_leaves(tree_map(part.of, packed[module])), tree_leaves(single[module])) for module in packed]
+        arguments = [(tree_leaves(tree_map(part, packed[module])), tree_leaves(single[module])) for module in packed]
         return all(
             torch.allclose(here.expand_as(there), there, rtol=1e-3, atol=1e-3)
             for pair in arguments

@@ -40,8 +40,9 @@ _shares_heads = sdpa_attention.use_gqa_in_sdpa
 def shares_heads(mask: torch.Tensor | None, key: torch.Tensor, *value: torch.Tensor) -> bool:
     """Return whether attention is to be given keys of fewer heads than queries; replaces transformers' function:
     without flash attention only CUDA's math kernel takes them, whose scores of all pairs of tokens are in no plan."""
-    expands = kernels_of(key.device) == "cuda" and not takes_flash(key, *value or (key,))
-    return not expands and _shares_heads(mask, key, *value)
+    width = key.shape[-1]
+    has_flash = takes_flash(key, key) and not 192 < width <= 224 and all(each.shape[-1] == width for each in value)
+    return (has_flash or kernels_of(key.device) != "cuda") and _shares_heads(mask, key, *value)
 
 
 sdpa_attention.use_gqa_in_sdpa = shares_heads  # type: ignore[assignment]

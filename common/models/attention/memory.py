@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedConfig
 
-from common.models.attention.chunked import KEYS, SCORES
+from common.models.attention.tiles import KEYS, SCORES
 from common.models.structure import first_number, layer_configs
 
 # Bytes that a block's forward and backward pass hold at once for each score `[H, S, S]` where attention is "eager".
@@ -64,9 +64,10 @@ class AttentionMemory:
             return self.eager_heads * _EAGER_BYTES * seq_len**2
         if self.unequal_heads and cpu:
             return self.unequal_heads * seq_len * (_UNEQUAL_BYTES * seq_len + _UNEQUAL_COPIES * self.key_width)
-        return (padded or 0 < self.window < seq_len) * _MASK_BYTES * seq_len**2
+        masks = (padded or 0 < self.window < seq_len) * _MASK_BYTES * seq_len**2
+        return masks if cpu else max(masks, self._tile_scores(seq_len, seq_len, cpu))  # of packed documents
 
-    def chunk_bytes(self, queries: int, keys: int) -> int:
+    def chunk_bytes(self, queries: int, keys: int, cpu: bool = True) -> int:
         """Return the bytes that attention of a chunk of a row of ``keys`` tokens takes in one block.
 
         Gradients of all keys and values come in addition; see :mod:`common.models.attention.chunked`.
@@ -77,8 +78,12 @@ class AttentionMemory:
         if self.window and self.width == 2:
             results += seen * self.groups * (self.key_width + self.value_width) * 4  # sums of gradients
         tile = _CHUNK_KEYS * (seen if self.window else min(KEYS, keys)) * self.heads * 2 * widest * self.width
-        scores = _CHUNK_SCORES * min(max(SCORES, queries), queries * keys) * self.heads * 4 if self.capped else 0
-        return results + max(tile, scores)
+        return results + max(tile, self._tile_scores(queries, keys, cpu))
+
+    def _tile_scores(self, queries: int, keys: int, cpu: bool) -> int:
+        """Return the bytes of scores where products compute them: with a soft cap, and in fp32 on CUDA."""
+        products = self.capped or (self.width > 2 and not cpu)
+        return products * _CHUNK_SCORES * min(max(SCORES, queries), queries * keys) * self.heads * 4
 
 
 def _heads(layer: PreTrainedConfig) -> tuple[int, int, int, int]:

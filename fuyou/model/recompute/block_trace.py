@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry
 
-from common.models.attention import documents as document_attention
+from common.models.attention import chunked
 from common.models.attention.kernels import KERNELS, AttentionKernels
 from fuyou.model import chunks
 from fuyou.model.blocks.probe import is_grouped_product
@@ -30,7 +30,7 @@ ALIGN_BYTES = 256  # Every saved output starts on a multiple of this many bytes,
 
 _aten = torch.ops.aten
 _ON_CPU = str(_aten._scaled_dot_product_flash_attention_for_cpu.default)
-_KERNELS = (_ON_CPU, *KERNELS, str(document_attention.OPERATOR))
+_KERNELS = (_ON_CPU, *KERNELS, str(chunked.OPERATOR))
 """Operators that do a whole call of attention. Plans are made for rows of one document; where documents share a row,
 with a mask, or on another GPU, it is another one."""
 _HANDED_OVER = frozenset({torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.data_ptr})

@@ -75,7 +75,7 @@ class Written(TorchDispatchMode):
 
 def attend(documents: int, dropout: float = 0.0, device: str = "cpu") -> torch.Tensor:
     sizes = ((8, 64), (2, 64), (2, 64))
-    inputs = [torch.randn(1, heads, 512, width, device=device, requires_grad=True) for heads, width in sizes]
+    inputs = [torch.randn(1, h, 512, w, dtype=torch.bfloat16, device=device, requires_grad=True) for h, w in sizes]
     positions = torch.arange(512 // documents).repeat(documents)[None]
     with separate_documents(Documents.of(positions)):
         return _by_document(nn.Identity(), *inputs, None, dropout)[0]

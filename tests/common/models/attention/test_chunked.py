@@ -11,7 +11,7 @@ from transformers.masking_utils import (
 )
 from transformers.models.auto.configuration_auto import AutoConfig
 
-from common.models.attention import chunked
+from common.models.attention import chunked, tiles
 from common.models.attention.chunked import ChunkMask, attention_by_chunk
 from common.models.attention.isolation import configurations
 from tests.helpers.cuda_branch import cuda_branch
@@ -68,9 +68,9 @@ CASES = {
 
 @pytest.fixture(autouse=True)
 def _small_tiles(monkeypatch):
-    monkeypatch.setattr(chunked, "KEYS", 32)
-    monkeypatch.setattr(chunked, "_BANDED_QUERIES", 32)
-    monkeypatch.setattr(chunked, "SCORES", 700)
+    monkeypatch.setattr(tiles, "KEYS", 32)
+    monkeypatch.setattr(tiles, "_BANDED_QUERIES", 32)
+    monkeypatch.setattr(tiles, "SCORES", 700)
 
 
 def _compare(dtype, case, device_tolerance):
