@@ -27,7 +27,7 @@ from common.store import DirectoryLock
 from common.store.checksums import checksum
 from common.store.errors import StoreError, described, opened
 from common.store.manifest import read_sealed, sync_directory, write_sealed
-from fcdp.model.weights import row_range
+from fcdp.fsdp2 import row_range
 
 MANIFEST = "commit.json"
 FORMAT = 2

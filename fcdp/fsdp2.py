@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from fcdp.grouping import ParameterGroup
 
@@ -106,3 +107,12 @@ def versions(group: ParameterGroup) -> list[tuple[int, int]]:
     """Return where the rank's part of each parameter lies, and how often autograd has seen it written to."""
     parts = [each._sharded_param_data for each in param_groups(group.modules[0])[0].fsdp_params]
     return [(part.data_ptr(), -1 if part.is_inference() else part._version) for part in parts]
+
+
+def row_range(parameter: DTensor) -> tuple[int, int]:
+    """Return the rows that this rank holds of a sharded parameter, along the last dimension of its mesh."""
+    mesh = parameter.device_mesh
+    rows = parameter.shape[0]
+    part = -(-rows // mesh.size(mesh.ndim - 1))
+    start = min(rows, part * mesh.get_local_rank(mesh.ndim - 1))
+    return start, min(rows, start + part)

@@ -6,7 +6,7 @@ and small: those of a block form one group."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import nn
@@ -57,8 +57,7 @@ class ParameterGroup:
         return any(parameter.requires_grad for parameter in self.registered())
 
 
-@dataclass
-class Unit:
+class Unit(NamedTuple):
     """A part of the model whose parameters are gathered while it computes: an embedding, a block, a head, the rest."""
 
     name: str
@@ -76,7 +75,7 @@ def find_units(model: nn.Module, blocks: list[nn.Module] | None = None) -> list[
     blocks = [block for block in blocks if any(True for _ in block.parameters())]
     units = [Unit(names[id(block)], block) for block in blocks]
     in_blocks = {id(parameter) for block in blocks for parameter in block.parameters()}
-    embedding, head = _embedding_and_head(model)
+    embedding, head = _module_of(model, "get_input_embeddings"), _module_of(model, "get_output_embeddings")
     outer = [module for module in (embedding, head) if module is not None]
     owned = [{id(parameter) for parameter in module.parameters()} for module in outer]
     shared = set.intersection(*owned) if len(owned) == 2 else set()
@@ -102,12 +101,18 @@ def gathered_again(groups: Sequence[ParameterGroup]) -> list[ParameterGroup]:
     return [group for group in groups if not group.kept_after_forward and group.unit >= begin]
 
 
-def split_units(units: list[Unit]) -> list[ParameterGroup]:
-    """Return the groups in the order in which ``fully_shard`` must take them: inner before outer, adapters first."""
+def split_units(units: list[Unit], apart: bool = True) -> list[ParameterGroup]:
+    """Return the groups in the order in which ``fully_shard`` must take them: inner before outer, adapters first.
+
+    ``apart``: frozen parameters apart from trainable ones; else one group per unit, as plain FSDP2 has them."""
     claimed: set[int] = set()
     groups: list[ParameterGroup] = []
     for index, unit in enumerate(units):
-        groups += split_modules(unit.name or "root", [unit.module], claimed, index, units[-1].module)
+        name, modules = unit.name or "root", [unit.module]
+        if apart:
+            groups += split_modules(name, modules, claimed, index, units[-1].module)
+        else:
+            groups += _claim(name, modules, modules, claimed, index)
     return groups
 
 
@@ -127,15 +132,6 @@ def split_modules(
     if owners and any(not parameter.requires_grad for parameter in left):
         groups += _mixed_groups(name, owners, claimed, unit, model)
     return groups + _claim(name, modules, modules, claimed, unit)
-
-
-def whole_units(units: list[Unit]) -> list[ParameterGroup]:
-    """Return one group per unit, frozen and trainable parameters together, as plain FSDP2 has them."""
-    claimed: set[int] = set()
-    groups = []
-    for index, unit in enumerate(units):
-        groups += _claim(unit.name or "root", [unit.module], [unit.module], claimed, index)
-    return groups
 
 
 def _mixed_groups(
@@ -216,13 +212,10 @@ def _outermost_list_elements(module: nn.Module) -> Iterator[nn.Module]:
             yield from _outermost_list_elements(child)
 
 
-def _embedding_and_head(model: nn.Module) -> tuple[nn.Module | None, nn.Module | None]:
-    """Return embedding and head of a Hugging Face model; None where it has none, or for another model."""
-    pair: list[nn.Module | None] = []
-    for method in ("get_input_embeddings", "get_output_embeddings"):
-        try:
-            module = getattr(model, method)()
-        except (AttributeError, NotImplementedError):
-            module = None
-        pair.append(module if isinstance(module, nn.Module) else None)
-    return pair[0], pair[1]
+def _module_of(model: nn.Module, getter: str) -> nn.Module | None:
+    """Return what a Hugging Face model's ``getter`` does; None where it has none, or for another model."""
+    try:
+        module = getattr(model, getter)()
+    except (AttributeError, NotImplementedError):
+        return None
+    return module if isinstance(module, nn.Module) else None

@@ -33,9 +33,8 @@ import dataclasses
 import functools
 import importlib
 import sys
-from dataclasses import dataclass
 from types import ModuleType
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import nn
@@ -47,7 +46,7 @@ from torch.utils.hooks import RemovableHandle
 from common.errors import UserError
 from fcdp import fsdp2
 from fcdp.cache.cached_shards import DeviceMemory
-from fcdp.grouping import ParameterGroup, find_units, split_modules, split_units, whole_units
+from fcdp.grouping import ParameterGroup, find_units, split_modules, split_units
 from fcdp.sharding import ATTRIBUTE, Sharding
 from fcdp.strategy.strategy import AUTO, Routes, Strategy, parse_strategy
 from fcdp.strategy.topology import Topology
@@ -56,10 +55,7 @@ Model = TypeVar("Model", bound="nn.Module | list[nn.Module]")
 _PENDING = "_fcdp_pending"  # attribute of a sharded module that has not run yet
 
 
-@dataclass(frozen=True)
-class _Pending:
-    """What a module that has not run yet is waiting for."""
-
+class _Pending(NamedTuple):
     hook: RemovableHandle  # the hook that installs
     strategy: Strategy | str  # what it installs, should the module be the root
 
@@ -90,9 +86,9 @@ def fully_shard(
         return _shard_module(module, strategy, options)
     if not isinstance(module, nn.Module):
         raise UserError("With a topology fully_shard takes one whole model; a list of modules goes with mesh=.")
-    cache = {name: options.pop(name) for name in _CACHE_OPTIONS if name in options}
-    routes = _routes(strategy, topology)
-    _check_threshold(**cache)
+    names = ("device_cache_threshold", "host_cache_bytes", "device_memory")
+    cache = {name: options.pop(name) for name in names if name in options}
+    routes = _routes(strategy, topology, cache.get("device_cache_threshold", 0))
     groups = shard_whole_model(module, topology, routes, **options)
     Sharding(module, topology, routes, groups, **cache)
     return module
@@ -130,7 +126,6 @@ def install(
         UserError: the model is not FSDP2's, has been installed on before, or has no group on these ranks; or the
             strategy shards optimizer states over fewer of them.
     """
-    _check_threshold(device_cache_threshold)
     if not isinstance(model, FSDPModule):
         raise UserError(f"This {type(model).__name__} is not sharded: call fully_shard on it, its inner modules first.")
     if hasattr(model, ATTRIBUTE):
@@ -143,7 +138,7 @@ def install(
     groups = [group for group in sharded if fsdp2.shard_ranks(group) == topology.ranks]
     if not groups:
         raise UserError(f"No parameter of this {type(model).__name__} is sharded over the ranks {topology.ranks}.")
-    routes = _routes(strategy, topology)
+    routes = _routes(strategy, topology, device_cache_threshold)
     if routes.shards != topology.world_size:
         raise UserError(
             f"{routes.layout.strategy.name} shards optimizer states over {routes.shards} of the {topology.world_size} "
@@ -167,9 +162,6 @@ def sharding(model: nn.Module) -> Sharding:
     if not isinstance(state, Sharding):
         raise UserError(f"This {type(model).__name__} was not sharded with fcdp.fully_shard.")
     return state
-
-
-_CACHE_OPTIONS = ("device_cache_threshold", "host_cache_bytes", "device_memory")
 
 
 def _shard_module(module: Model, strategy: Strategy | str, options: dict[str, Any]) -> Model:
@@ -225,13 +217,10 @@ def check_strategy(strategy: Strategy | str) -> Strategy:
     return strategy
 
 
-def _routes(strategy: Strategy | str, topology: Topology) -> Routes:
-    return Routes.of(check_strategy(strategy).on(topology.levels))
-
-
-def _check_threshold(device_cache_threshold: float = 0.9, **_: Any) -> None:
+def _routes(strategy: Strategy | str, topology: Topology, device_cache_threshold: float) -> Routes:
     if not 0 <= device_cache_threshold <= 1:
         raise UserError(f"device_cache_threshold is a part of device memory, 0 to 1, not {device_cache_threshold}.")
+    return Routes.of(check_strategy(strategy).on(topology.levels))
 
 
 def shard_whole_model(
@@ -256,7 +245,7 @@ def shard_whole_model(
     units = find_units(model, blocks)
     # Frozen and trainable parameters are gathered apart where something of them is cached from step to step.
     apart = routes.layout.p.shards < routes.shards
-    groups = split_units(units) if apart else whole_units(units)
+    groups = split_units(units, apart)
     policy = mp_policy or MixedPrecisionPolicy()
     if policy.reduce_dtype is None:
         dtypes = {parameter.dtype for parameter in model.parameters() if parameter.requires_grad}
@@ -283,15 +272,13 @@ def shard_whole_model(
     return groups
 
 
-# Others import ``fully_shard`` from these. The rest of PyTorch keeps its function.
-_WAYS_IN = ("torch.distributed.fsdp", "torch.distributed._composable.fsdp")
-
-
 class Replacement:
     """What :func:`replace_fsdp2` has replaced, until :meth:`undo` or the end of a ``with`` block."""
 
     def __init__(self, ours: Any):
-        modules: list[Any] = [importlib.import_module(name) for name in _WAYS_IN]
+        # Others import ``fully_shard`` from these. The rest of PyTorch keeps its function.
+        names = ("torch.distributed.fsdp", "torch.distributed._composable.fsdp")
+        modules: list[Any] = [importlib.import_module(name) for name in names]
         modules += [
             module
             for name, module in sorted(sys.modules.items())

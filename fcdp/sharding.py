@@ -57,10 +57,8 @@ class Sharding:
         device, ranks = topology.device, topology.mesh.get_group()
         self._staleness = StalenessCheck(device, ranks)
         self._streams = CopyStreams.on(device)
-        adaptive = routes.layout.cache == "adaptive"
-        self._placement = AdaptivePlacement(
-            (device_memory or DeviceMemory.of(device)) if adaptive else None, device_cache_threshold
-        )
+        memory = (device_memory or DeviceMemory.of(device)) if routes.layout.cache == "adaptive" else None
+        self._placement = AdaptivePlacement(memory, device_cache_threshold)
         cached, secondary = self._make_cached_shards(host_cache_bytes)
         precision = self.strategy.precision
         gathers = GatherLevels(
@@ -88,9 +86,8 @@ class Sharding:
             elif routes.replicas > 1:
                 group.holder.set_all_reduce_hook(reduction.add_up)
             self._reductions.append(reduction)
-        self._optimizer_hooks = OptimizerHooks(
-            groups, weakref.WeakMethod(self._before_step), weakref.WeakMethod(self._after_step)
-        )
+        after_step = weakref.WeakMethod(self._placement.end_step)
+        self._optimizer_hooks = OptimizerHooks(groups, weakref.WeakMethod(self._before_step), after_step)
         self._set_reshard_after_backward()
         this = weakref.ref(self)
 
@@ -152,8 +149,7 @@ class Sharding:
         quantizes. Each micro-batch runs every group forward and backward once, without recomputation. In the first step
         frozen parameters are not cached yet."""
         # Imported late: the planner reads models, and a library that brings its own needs none of that.
-        from fcdp.planner.collectives import Collective, bytes_per_node, step_collectives
-        from fcdp.planner.workload import Workload
+        from fcdp.planner.workload import Collective, Workload, bytes_per_node, step_collectives
 
         layout, shards = self.routes.layout, self.routes.shards
         trainable = [group for group in self.groups if group.trainable]
@@ -245,6 +241,3 @@ class Sharding:
                     "summed over all ranks. Call fcdp.sharding(model).set_is_last_micro_batch(True) before the last "
                     "backward of the step, or discard_gradients() if the step was given up."
                 )
-
-    def _after_step(self) -> None:
-        self._placement.end_step()

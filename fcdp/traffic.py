@@ -1,9 +1,7 @@
-"""Bytes that ranks send, counted where they are sent. ``planner/collectives.py`` says what they should be."""
+"""Bytes that ranks send, counted where they are sent. ``planner/workload.py`` says what they should be."""
 
 from dataclasses import dataclass
 from typing import Literal
-
-Level = Literal["intra_node", "inter_node"]
 
 
 @dataclass
@@ -23,6 +21,6 @@ class Traffic:
     def inter_node(self) -> int:
         return self.gather_inter_node + self.reduce_inter_node
 
-    def sent(self, purpose: Literal["gather", "reduce"], level: Level, nbytes: int) -> None:
-        name = f"{purpose}_{level}"
+    def sent(self, purpose: Literal["gather", "reduce"], crosses_nodes: bool, nbytes: int) -> None:
+        name = f"{purpose}_{'inter' if crosses_nodes else 'intra'}_node"
         setattr(self, name, getattr(self, name) + nbytes)

@@ -6,7 +6,7 @@ all labels of the batch, so they do not depend on the number of ranks, except fo
 import math
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -15,17 +15,22 @@ import torch
 import torch.distributed as dist
 from peft import PeftConfig
 from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
 
 from common.communication import all_gather_object, broadcast_from_rank0
 from common.errors import UserError
 from common.memory import numa
 from common.memory.meter import PeakMeter
+from common.models.adapters.adapters import MERGED
 from common.models.adapters.options import SavedAdapter
+from common.models.checkpoint.export import CheckpointWriter
+from common.models.checkpoint.sources import CheckpointSource
+from common.models.flops import active_parameters, hardware_flops_per_token, model_flops_per_token
 from common.models.structure import decayed_parameters
 from common.randomness import seed_run
 from fcdp.checkpoint import ShardedCheckpoints
-from fcdp.model.forward import Forward
-from fcdp.model.model import ClusterModel, TrainerConfig
+from fcdp.model import ClusterModel, Forward, TrainerConfig, gather_blocks, load, whole
+from fcdp.shard import sharding
 from fcdp.strategy.topology import Topology
 from fuyou.model.loss.cross_entropy import cross_entropy
 from fuyou.model.loss.router_loss import RouterPass
@@ -34,6 +39,8 @@ from fuyou.optimizer.clipping import clip_coefficient
 from fuyou.optimizer.gradient_sum import sum_of_squares
 from fuyou.optimizer.nonfinite import check_finite
 from fuyou.pieces.run import random_states, set_random_states
+
+_SHARD_BYTES = 2_000_000_000  # largest shard of an exported checkpoint. Rank 0 holds one.
 
 
 @dataclass(frozen=True)
@@ -72,17 +79,17 @@ class Trainer:
         self._device = topology.device
         self.cores = _pin_threads(topology)  # processors that this process was pinned to; None: it was not
         pids = [pid for node, pid in all_gather_object((topology.node, os.getpid())) if node == topology.node]
-        self._meter = PeakMeter(lambda: pids)  # of this node's ranks
+        self.meter = PeakMeter(lambda: pids)  # memory that this node's ranks hold together, for the first of them
         if topology.local_rank == 0:
-            self._meter.start()
+            self.meter.start()
         saved = SavedAdapter(adapters) if isinstance(adapters, str | os.PathLike) else None
         peft_config = adapters if isinstance(adapters, PeftConfig) else saved.config() if saved else None
         self._model = ClusterModel.open(model, topology, config, peft_config, saved)
-        self._sharding = self._model.sharding
+        self.sharding = sharding(self._model.module)
         self._forward = Forward(self._model, topology, config.micro_batch)
         self._optimizer = _make_optimizer(self._model, config)
-        self._checkpoints = ShardedCheckpoints(commits)
-        broadcast_from_rank0(self._checkpoints.lock)
+        self.checkpoints = ShardedCheckpoints(commits)
+        broadcast_from_rank0(self.checkpoints.lock)
         adapters_described = None if self._model.adapters is None else self._model.adapters.described
         self._identity = {  # what must be equal in a run and in the one that resumes it, by name in messages
             "model type": self._model.config.model_type,
@@ -100,35 +107,35 @@ class Trainer:
 
     def begin(self) -> None:
         """Load the weights that training starts from. Commits of an earlier run are removed."""
-        broadcast_from_rank0(self._checkpoints.discard)
-        self._model.load()
-        self._sharding.invalidate()
+        broadcast_from_rank0(self.checkpoints.discard)
+        load(self._model.module, self._model.source, self._model.adapters)
+        self.sharding.invalidate()
 
     def resume(self) -> None:
         """Continue from the newest commit of this model and dtype, made by any number of ranks."""
-        commit = self._checkpoints.read_newest()
+        commit = self.checkpoints.read_newest()
         if commit is None:
-            raise UserError(f"Nothing to resume: there is no commit in {self._checkpoints.directory}.")
+            raise UserError(f"Nothing to resume: there is no commit in {self.checkpoints.directory}.")
         saved = commit.description
         for name, now in self._identity.items():
             if saved.get(name, now) != now:
                 raise UserError(
-                    f"The run in {self._checkpoints.directory} has {name} {saved.get(name)}, and this one {now}. Give "
+                    f"The run in {self.checkpoints.directory} has {name} {saved.get(name)}, and this one {now}. Give "
                     "what it began with, or begin a new run in another directory."
                 )
         if saved.get("skipped"):  # by an earlier version
             raise UserError(
-                f"The run in {self._checkpoints.directory} skipped steps that were not finite, which this version does "
+                f"The run in {self.checkpoints.directory} skipped steps that were not finite, which this version does "
                 "not do. Finish it with the version that began it."
             )
         if self._model.adapters is not None:  # frozen weights are no part of a commit
-            self._model.load()
-        self._checkpoints.load(commit, self.state())
+            load(self._model.module, self._model.source, self._model.adapters)
+        self.checkpoints.load(commit, self.state())
         for name, value in self._model.source.read_buffers():
             self._model.module.get_buffer(name).copy_(value)
         for _, parameter in self._model.trained():
             self._optimizer.state[parameter]["step"].fill_(commit.step)
-        self._sharding.invalidate()
+        self.sharding.invalidate()
         self.step_count = self.committed_step = commit.step
         self._is_committed = True
         self.user_state = saved["user"]
@@ -136,7 +143,7 @@ class Trainer:
     def commit(self) -> None:
         """Put the state after the last step on the drives, unless it is there."""
         if self.step_count != self.committed_step or not self._is_committed:
-            self._checkpoints.save(self.step_count, self.state(), {**self._identity, "user": self.user_state})
+            self.checkpoints.save(self.step_count, self.state(), {**self._identity, "user": self.user_state})
             self.committed_step = self.step_count
             self._is_committed = True
 
@@ -150,10 +157,6 @@ class Trainer:
             state[f"variance.{name}"] = moments["exp_avg_sq"]
         return state
 
-    def newest_commit(self) -> int | None:
-        """Return the step that :meth:`resume` would continue from."""
-        return self._checkpoints.newest()
-
     def train_step(self, batch: Mapping[str, torch.Tensor], lr: float, stop: bool = False) -> ClusterStep:
         """Run forward, backward and update.
 
@@ -166,14 +169,14 @@ class Trainer:
             NonFiniteLoss: loss or gradient is not finite; nothing was updated.
         """
         check_learning_rate(lr)
-        start_time, sent = time.monotonic(), self._sharding.traffic.inter_node
+        start_time, sent = time.monotonic(), self.sharding.traffic.inter_node
         step = self.step_count + 1
         seed_run(((self._options.seed << 20) + step) * 65_537 % (1 << 62) + self._topology.rank)
         parts, items = self._forward.split(batch)
         if items == 0:
             raise UserError("No token of this batch has a label (all are -100): there is nothing to learn from it.")
         total, aux = self._forward_and_backward(parts, items)
-        loss, norm, stopping, all_sent = self._all_reduce(total, stop, self._sharding.traffic.inter_node - sent)
+        loss, norm, stopping, all_sent = self._all_reduce(total, stop, self.sharding.traffic.inter_node - sent)
         try:
             check_finite(step, loss, norm, self.committed_step)
             coefficient = clip_coefficient(norm, self._options.max_grad_norm or math.inf)
@@ -199,7 +202,7 @@ class Trainer:
         if router is not None and len(parts) > 1:  # it is known when all of the batch has gone forward
             self._route(parts, router)
         for index, part in enumerate(parts):
-            self._sharding.set_is_last_micro_batch(index == len(parts) - 1)
+            self.sharding.set_is_last_micro_batch(index == len(parts) - 1)
             with self._forward.separate_documents(part):  # in the backward pass, too: blocks are computed again there
                 output = self._forward.run(part)
                 loss, gradient = cross_entropy(output.logits, part["targets"], share, gradient=True)
@@ -229,7 +232,7 @@ class Trainer:
 
     def _all_reduce(self, loss: torch.Tensor, stop: bool, sent: int) -> tuple[float, float, bool, float]:
         """Return loss and gradient norm of the batch, whether a rank wants to stop, and bytes sent, in one message."""
-        copies = self._sharding.routes.replicas
+        copies = self.sharding.routes.replicas
         squares = sum((sum_of_squares(value.flatten()) for value in self._gradients()), loss.new_zeros(()))
         sums = torch.stack([loss, squares / copies, loss.new_tensor(float(stop)), loss.new_tensor(float(sent))])
         dist.all_reduce(sums)
@@ -253,7 +256,7 @@ class Trainer:
                 output = self._forward.run(part)
             total += cross_entropy(output.logits, part["targets"], items, gradient=False)[0]
         self._model.module.train()
-        self._sharding.reshard()  # some stay whole after a forward pass, expecting a backward pass
+        self.sharding.reshard()  # some stay whole after a forward pass, expecting a backward pass
         dist.all_reduce(total)
         return float(total)
 
@@ -267,35 +270,52 @@ class Trainer:
             merge: also write the model with the adapters merged into it, in a folder inside.
             allow_nonfinite: also export tensors that hold a NaN or an infinity.
         """
-        self._model.export(directory, merge, allow_nonfinite, self._topology.rank == 0)
+        model, is_rank0 = self._model, self._topology.rank == 0
+        stored = model.source if isinstance(model.source, CheckpointSource) else None
 
-    @property
-    def strategy(self) -> str:
-        """Name of the strategy by which the model is sharded."""
-        return self._sharding.strategy.name
+        def write(folder: Path, blocks: Iterator[dict[str, torch.Tensor]], unties: bool = False) -> None:
+            writer = None
+            if is_rank0:
+                writer = CheckpointWriter(
+                    folder, model.meta, model.config, model.dtype, _SHARD_BYTES, allow_nonfinite, stored, unties
+                )
+            for named in blocks:
+                if writer is not None:
+                    writer.add(named)
+            broadcast_from_rank0(lambda: None if writer is None else writer.finish())
+
+        self.sharding.reshard()
+        adapters = model.adapters
+        if adapters is None:
+            write(directory, gather_blocks(model.module, model.block_prefix, model.dtype))
+            return
+        if merge:  # first: if it is refused, the adapters of before stay, too
+            blocks = gather_blocks(model.module, model.block_prefix, None, adapters.merge_group)
+            on_cpu = ({name: value.cpu() for name, value in named.items()} for named in blocks)
+            write(directory / MERGED, (adapters.merge(named) if is_rank0 else {} for named in on_cpu), adapters.unties)
+        values = {name: whole(parameter).cpu() for name, parameter in model.trained()}
+        broadcast_from_rank0(lambda: adapters.save(directory, values, allow_nonfinite, model.checkpoint))
 
     def planned_sent_bytes(self, rows: int) -> float:
         """Return the bytes that a node sends in a step of ``rows`` sequences by the formulas, after the first."""
         routed = self._model.router_loss is not None
-        return self._sharding.inter_node_bytes(self._forward.micro_batches(rows), router_loss=routed)
+        return self.sharding.inter_node_bytes(self._forward.micro_batches(rows), router_loss=routed)
 
     def model_flops_per_token(self, seq_len: int) -> float:
         """Return 6 FLOPs per parameter and token, 4 per frozen one, plus attention's; recomputation is not counted."""
-        return self._model.model_flops_per_token(seq_len)
+        return self._flops(model_flops_per_token, seq_len)
 
     def hardware_flops_per_token(self, seq_len: int) -> float:
         """Return the FLOPs per token with the recomputed forward pass, where there is one."""
-        return self._model.hardware_flops_per_token(seq_len)
+        recomputed = self._model.module.supports_gradient_checkpointing
+        return self._flops(hardware_flops_per_token if recomputed else model_flops_per_token, seq_len)
 
-    @property
-    def host_peak_bytes(self) -> int:
-        """Most memory that the ranks of this node held together; for the first rank of a node."""
-        return self._meter.peak_bytes
-
-    @property
-    def host_baseline_bytes(self) -> int:
-        """Memory that the ranks of this node held together before the model was touched."""
-        return self._meter.baseline_bytes
+    def _flops(self, count: Callable[[PreTrainedModel, int], float], seq_len: int) -> float:
+        meta = self._model.meta
+        flops = count(meta, seq_len)
+        if self._model.adapters is not None:  # their own, less the gradients of frozen weights
+            flops += 6.0 * self.trainable_parameters - 2.0 * active_parameters(meta, meta)
+        return flops
 
     @property
     def device_peak_bytes(self) -> int:
@@ -304,9 +324,9 @@ class Trainer:
 
     def close(self) -> None:
         """Let go of host memory and of the commits. On every rank, before ``Topology.close()``."""
-        self._checkpoints.close()
-        self._sharding.close()
-        self._meter.stop()
+        self.checkpoints.close()
+        self.sharding.close()
+        self.meter.stop()
 
 
 def _make_optimizer(model: ClusterModel, config: TrainerConfig) -> torch.optim.AdamW:

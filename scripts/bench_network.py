@@ -29,7 +29,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 import fcdp
 from common.errors import FinetuneError
-from fcdp.grouping import find_units, whole_units
+from fcdp.grouping import find_units, split_units
 
 VOCABULARY = 2048
 STRATEGIES = ("fsdp2", "fsdp2-hybrid", "fcdp", "fcdp-iig")
@@ -98,7 +98,7 @@ class Plain:
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=("nodes", "ranks")[-len(shape) :])
         units = find_units(model)
         self._gathered = self._reduced = 0
-        for group in whole_units(units):
+        for group in split_units(units, apart=False):
             keep = units[group.unit].keep_after_forward
             sizes = [(p.requires_grad, self._padded(p) * 2) for p in group.registered()]
             self._gathered += sum(size for _, size in sizes) * (1 if keep else 2)

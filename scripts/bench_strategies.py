@@ -31,7 +31,7 @@ import fcdp
 from common.errors import FinetuneError
 from fcdp.planner import Cluster as PlannedCluster
 from fcdp.planner import StrategyPlan, Workload, plan
-from fcdp.planner.collectives import MeasuredRates
+from fcdp.planner.cluster import MeasuredRates
 from fcdp.planner.profiling import measure_collectives, measure_computing
 from fcdp.strategy.mesh import Levels
 from fcdp.strategy.strategy import PARO, parse_strategy
@@ -116,12 +116,12 @@ class Worker:
     def _plan(self, case: Case, rates: MeasuredRates) -> StrategyPlan:
         config, topology = case.config(), self.topology
         workload = Workload.of_model(config, seq_len=case.tokens, micro_batches=case.micro_batches)
-        computing = measure_computing(topology, config, 1, case.tokens, "bf16")
+        computing: dict[str, Any] = measure_computing(topology, config, 1, case.tokens, "bf16")
         flops = workload.forward_flops + workload.backward_flops(checkpointing=False)
-        computing = dataclasses.replace(computing, flops_per_second=flops / self._compute_seconds(case))
+        computing["flops_per_second"] = flops / self._compute_seconds(case)
         cluster = PlannedCluster(
             name="emulated", title="", levels=topology.levels, device_memory_bytes=1 << 40, host_memory_bytes=1 << 40,
-            rates=rates, overlaps=False, **vars(computing),
+            rates=rates, overlaps=False, **computing,
         )  # fmt: skip
         strategies = [parse_strategy(name) for name in self.strategies]
         return plan(workload, cluster, strategies=strategies, checkpointing=False)

@@ -20,7 +20,7 @@ from cli.train.process import RankProcess
 from common.hardware.machine import describe_machine
 from common.models.presets import load_config
 from common.units import counted, format_bytes, format_count, format_seconds
-from fcdp.planner.collectives import MeasuredRates
+from fcdp.planner.cluster import MeasuredRates
 from fuyou.planner import PlannerContext
 from fuyou.planner.profiling import Profile, save
 from fuyou.planner.profiling.cache import describe, profile_path

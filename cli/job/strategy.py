@@ -9,7 +9,7 @@ from common.errors import UserError
 from common.models.meta_model import build_meta_model
 from common.models.presets import load_config
 from fcdp.planner import Cluster, Estimate, Workload, admissible, cluster_names, load_cluster, plan
-from fcdp.planner.collectives import MeasuredRates
+from fcdp.planner.cluster import MeasuredRates
 from fcdp.planner.profiling import profile_cluster
 from fcdp.planner.search import refusal
 from fcdp.strategy.mesh import Levels

@@ -140,7 +140,7 @@ class InMemoryTrainer(Trainer):
         self.model = self._trainer = trainer = _open_commits(job, topology, launches)
         self.is_resumed = job.settings.resume or rank.restarted
         sent_bytes = trainer.planned_sent_bytes(job.settings.batch_size)
-        self.plan = {"strategy": trainer.strategy, "sent_bytes_per_step": sent_bytes}
+        self.plan = {"strategy": trainer.sharding.strategy.name, "sent_bytes_per_step": sent_bytes}
         self.location = ("commits", str(job.output / COMMITS))
         self._job, self._rank = job, rank
         self._stop_requested = False
@@ -169,12 +169,12 @@ class InMemoryTrainer(Trainer):
         self._trainer.commit()
 
     def can_continue_after(self, error: Exception) -> bool:
-        return isinstance(error, FinetuneError) and self._trainer.newest_commit() is not None
+        return isinstance(error, FinetuneError) and self._trainer.checkpoints.newest() is not None
 
     def usage(self) -> Usage:
         trainer = self._trainer
         return Usage(
-            trainer.device_peak_bytes, trainer.host_peak_bytes, trainer.host_peak_bytes, trainer.host_baseline_bytes
+            trainer.device_peak_bytes, trainer.meter.peak_bytes, trainer.meter.peak_bytes, trainer.meter.baseline_bytes
         )
 
 

@@ -89,9 +89,7 @@ class AdaptivePlacement(AlwaysOnDevice):
     def end_step(self) -> None:
         """Note that the optimizer has stepped: what was seen since the last time was a whole step."""
         if self._memory and self._limit:
-            others = (
-                self._memory.others()
-            )  # NCCL makes its buffers in the first step, when a communicator is first used
+            others = self._memory.others()  # NCCL makes its buffers when a communicator is first used
             self._last_peak, self._peak = self._peak + max(0, others - self._others), 0
             self._others = others
 
@@ -104,15 +102,6 @@ class AdaptivePlacement(AlwaysOnDevice):
         return max(in_use, 1)
 
 
-@dataclass(frozen=True)
-class PendingRead:
-    """A copy outward, or to another place on the device, that may not have ended."""
-
-    output: torch.Tensor  # what it reads from
-    allocated_on: torch.cuda.Stream  # stream that gets the memory back when nobody refers to it
-    done: torch.cuda.Event  # when the copy has ended
-
-
 @dataclass
 class CopyStreams:
     """The streams of a device next to FSDP2's, and the gather outputs that copies outward still read."""
@@ -120,7 +109,8 @@ class CopyStreams:
     inward: torch.cuda.Stream
     outward: torch.cuda.Stream
     unshard: torch.cuda.Stream  # for ``unshard(async_op=True)``; one, as PyTorch caches freed memory by stream
-    pending: list[PendingRead] = field(default_factory=list)
+    # Copies that may not have ended: what each reads from, the stream that gets that memory back, and the copy's end
+    pending: list[tuple[torch.Tensor, torch.cuda.Stream, torch.cuda.Event]] = field(default_factory=list)
 
     @classmethod
     def on(cls, device: torch.device) -> "CopyStreams | None":
@@ -132,8 +122,8 @@ class CopyStreams:
 
     def release(self) -> None:
         """Order streams after all pending reads of what was allocated on them, and drop the references to that."""
-        for read in self.pending:
-            read.allocated_on.wait_event(read.done)
+        for _, allocated_on, done in self.pending:
+            allocated_on.wait_event(done)
         self.pending.clear()
 
 
@@ -188,52 +178,39 @@ class CacheEntry:
         self._filled: torch.cuda.Event | None = None
         self._loaded: torch.cuda.Event | None = None
 
-    @property
-    def on_device(self) -> bool:
-        """Whether the newest copy is on the device."""
-        return self._device is not None
-
     def store(self, shard: torch.Tensor, output: torch.Tensor, allocated_on: torch.cuda.Stream | None = None) -> None:
         """Copy ``shard`` ``[n, c]``, a strided part of ``output``, which the current stream has filled."""
         if self._device is not None and not self._placement.may_stay():
             self._drop_device()
         keep = self._device is not None or self._placement.admit(self.nbytes)
         self._on_host = not keep
-
-        def copy() -> None:
-            if keep:
-                self._device = _copy_cells(shard, self._device)
-            else:
-                _copy_cells(shard, self._host_view(shard))
-
-        if self._streams is None:
-            copy()
-        else:
+        stream: torch.cuda.Stream | None = None
+        if self._streams is not None:
             stream = self._streams.inward if keep else self._streams.outward
             stream.wait_stream(torch.cuda.current_stream())
             if self._loaded is not None:
                 stream.wait_event(self._loaded)
-            with torch.cuda.stream(stream):
-                copy()
-                self._filled = stream.record_event()
-            owner = torch.cuda.current_stream() if allocated_on is None else allocated_on
-            self._streams.pending.append(PendingRead(output, owner, self._filled))
-        if not keep:
-            self._traffic.device_to_host += self.nbytes
+        with torch.cuda.stream(stream):  # nothing without a stream
+            if keep:
+                self._device = _copy_cells(shard, self._device)
+            else:
+                _copy_cells(shard, self._host_view(shard))
+                self._traffic.device_to_host += self.nbytes
+        if self._streams is not None and stream is not None:
+            self._filled = stream.record_event()
+            self._streams.pending.append((output, allocated_on or torch.cuda.current_stream(), self._filled))
 
     def load(self, shard: torch.Tensor, mine: int, allocated: torch.cuda.Event | None) -> None:
         """Fill ``shard`` ``[n, c]`` except cell ``mine``. The current stream is ordered after the copies."""
-        if self._streams is None:
-            _copy_cells(self._newest(shard), shard, skip=mine)
-            return
-        inward = self._streams.inward
+        inward = None if self._streams is None else self._streams.inward
         for event in (allocated, self._filled):
-            if event is not None:
+            if inward is not None and event is not None:
                 inward.wait_event(event)
         with torch.cuda.stream(inward):
             _copy_cells(self._newest(shard), shard, skip=mine)
+        if inward is not None:
             self._loaded = inward.record_event()
-        torch.cuda.current_stream().wait_event(self._loaded)
+            torch.cuda.current_stream().wait_event(self._loaded)
 
     def cell(self, shard: torch.Tensor, index: int) -> torch.Tensor:
         """Return cell ``index`` ``[c]`` of a shard like ``shard`` where it lies now. For the CPU."""
@@ -296,10 +273,8 @@ def all_cached(routes: Routes, groups: Sequence[ParameterGroup]) -> list[CachedG
     wanted = []
     if routes.caches_shards:
         block = layout.p.shards
-        for group in groups:
-            wanted.append(
-                CachedGroup(group, False, block, routes.shards // block * group.cell_bytes, layout.p_in_cache, None)
-            )
+        cells = routes.shards // block
+        wanted = [CachedGroup(each, False, block, cells * each.cell_bytes, layout.p_in_cache, None) for each in groups]
     if layout.secondary is not None:
         block, in_host = layout.secondary.shards, layout.cache != "device"
         for group in groups:

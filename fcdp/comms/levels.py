@@ -51,7 +51,7 @@ class HoRing:
 
         side = self._side_stream.start(rows)
         arriving = hand_on(node)
-        with side:
+        with side.current():
             filled = [self._intra_node.gather(blocks[:, node])]
 
         def rest() -> None:
@@ -62,9 +62,9 @@ class HoRing:
                     wait()
                 side.follow()
                 arriving = hand_on(block) if step < nodes - 1 else []
-                with side:
+                with side.current():
                     filled.append(self._intra_node.gather(blocks[:, block]))
-            with side:
+            with side.current():
                 for wait in filled:
                     wait()
             side.join()
@@ -86,7 +86,7 @@ class HoRing:
         arrived: Wait = nothing
         for step in range(1, nodes + 1):
             block, source = (node + step) % nodes, (node - step) % nodes
-            with side:
+            with side.current():
                 self._intra_node.reduce_scatter(blocks[:, block], mine[block])
             arrived()  # before the next one is sent: two nodes that send to one get in each other's way
             if block != node:
@@ -136,7 +136,7 @@ class QuantizedLevel:
             payload = torch.empty((*rows.shape[:2], nbytes), dtype=torch.uint8, device=rows.device)
             quantize(mine[:, start:stop], bits, out=payload[:, self.index])
             side.follow()
-            with side:
+            with side.current():
                 in_transit.append((start, stop, payload, self._level.gather(payload), side.mark()))
 
         def wait() -> None:
@@ -195,8 +195,7 @@ def make_levels(
     A reduction below bf16 takes one hop along each axis, as partial sums would be quantized at every step of a ring."""
     bits = BITS.get(precision)
     if purpose == "reduce" and bits is not None:
-        hops = [RankLevel(topology, axis, purpose, traffic) for axis in axes]
-        return [QuantizedLevel(hop, bits) for hop in hops]
+        return [QuantizedLevel(RankLevel(topology, axis, purpose, traffic), bits) for axis in axes]
     ranks = topology.ranks_per_node
     levels = [(FlatRing if axis.mixes_levels(ranks) else RankLevel)(topology, axis, purpose, traffic) for axis in axes]
     joined: list[CommLevel] = list(levels)

@@ -15,7 +15,6 @@ import torch.distributed as dist
 from common.communication import Wait, start_exchange, turns
 from fcdp.strategy.strategy import Axis
 from fcdp.strategy.topology import Purpose, Topology
-from fcdp.traffic import Level as LevelName
 from fcdp.traffic import Traffic
 
 
@@ -48,6 +47,7 @@ class RankLevel:
         self._topology = topology
         self._purpose: Purpose = purpose
         self._traffic = traffic
+        self._crosses_nodes = axis.crosses_nodes(topology.ranks_per_node)
         topology.group(axis, purpose)  # made here, where all ranks are
 
     @property
@@ -104,15 +104,14 @@ class RankLevel:
         nbytes = rows.numel() // self.size * rows.element_size()
         for to, _ in self._turns:
             rank = self._topology.rank + (to - self.index) * self.axis.stride
-            leaves = rank // self._topology.ranks_per_node != self._topology.node
-            self._traffic.sent(self._purpose, "inter_node" if leaves else "intra_node", nbytes)
+            self._traffic.sent(self._purpose, rank // self._topology.ranks_per_node != self._topology.node, nbytes)
         return self._all_to_all(rows, received)
 
     def shift(self, cell: torch.Tensor, to: int, target: torch.Tensor, source: int) -> Wait:
         """Make one step of a ring: send ``cell`` to rank ``to`` while rank ``source`` fills ``target``.
 
         Until the returned function is called ``cell`` must stay. On NCCL it orders the stream current then."""
-        self._traffic.sent(self._purpose, self._name, cell.numel() * cell.element_size())
+        self._traffic.sent(self._purpose, self._crosses_nodes, cell.numel() * cell.element_size())
         return self._exchange([(to, cell)], [(source, target)])
 
     def _exchange(self, sends: list[tuple[int, torch.Tensor]], receives: list[tuple[int, torch.Tensor]]) -> Wait:
@@ -133,11 +132,7 @@ class RankLevel:
 
     def _count(self, rows: torch.Tensor) -> None:
         nbytes = rows.numel() // self.size * (self.size - 1) * rows.element_size()
-        self._traffic.sent(self._purpose, self._name, nbytes)
-
-    @property
-    def _name(self) -> LevelName:
-        return "inter_node" if self.axis.crosses_nodes(self._topology.ranks_per_node) else "intra_node"
+        self._traffic.sent(self._purpose, self._crosses_nodes, nbytes)
 
 
 class FlatRing(RankLevel):
@@ -152,11 +147,7 @@ class FlatRing(RankLevel):
             return super().gather(rows)
         self._count(rows)
         if rows.size(0) == 1 and rows.is_contiguous():
-            work = all_gather(rows.view(-1), rows[0, self.index], self._group, async_op=True)
-
-            def wait() -> None:
-                work.wait()
-
+            wait: Wait = all_gather(rows.view(-1), rows[0, self.index], self._group, async_op=True).wait
             return wait
 
         def pass_on() -> None:  # in every step, the cell that has arrived last
@@ -191,9 +182,8 @@ class FlatRing(RankLevel):
         """Count what this rank sends, all of which goes to its neighbour."""
         rank, ranks_per_node = self._topology.rank, self._topology.ranks_per_node
         step = self.axis.stride if self.index < self.size - 1 else self.axis.stride * (1 - self.size)
-        inter_node = (rank + step) // ranks_per_node != rank // ranks_per_node
         nbytes = rows.numel() // self.size * (self.size - 1) * rows.element_size()
-        self._traffic.sent(self._purpose, "inter_node" if inter_node else "intra_node", nbytes)
+        self._traffic.sent(self._purpose, (rank + step) // ranks_per_node != rank // ranks_per_node, nbytes)
 
 
 def uses_gloo(group: dist.ProcessGroup, device: torch.device) -> bool:
@@ -219,11 +209,11 @@ def _reduce_scatter(output: torch.Tensor, data: torch.Tensor, group: dist.Proces
 
 
 class SideStream:
-    """A CUDA stream for work that overlaps with the current stream's: what is enqueued inside ``with side:``."""
+    """A CUDA stream for work that overlaps with the current stream's: what is enqueued inside ``with side.current():``.
+    On the CPU there is none."""
 
     def __init__(self) -> None:
         self._stream: torch.cuda.Stream | None = None
-        self._entered: list[torch.cuda.StreamContext] = []
 
     def start(self, data: torch.Tensor) -> "SideStream":
         """Begin on the device of ``data``, after all that the current stream has been given."""
@@ -232,14 +222,8 @@ class SideStream:
             self.follow()
         return self
 
-    def __enter__(self) -> None:
-        if self._stream is not None:
-            self._entered.append(torch.cuda.stream(self._stream))
-            self._entered[-1].__enter__()
-
-    def __exit__(self, *exception: object) -> None:
-        if self._entered:
-            self._entered.pop().__exit__(None, None, None)
+    def current(self) -> torch.cuda.StreamContext:
+        return torch.cuda.stream(self._stream)
 
     def follow(self) -> None:
         """Order what is enqueued here from now on after what the current stream has been given so far."""

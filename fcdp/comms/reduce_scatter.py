@@ -69,9 +69,11 @@ class StagedReduction:
         async_op: bool = False,
     ) -> None:
         """Reduce ``input_tensor`` ``[ranks * c]`` to this rank's ``output_tensor`` ``[c]``, in current-stream order."""
-        average, factor = _is_average(op), _multiplies_by(op)
-        if factor is not None:
-            input_tensor.mul_(factor)
+        average = op == dist.ReduceOp.AVG
+        if not average and op not in (dist.ReduceOp.SUM, dist.ReduceOp.PREMUL_SUM):
+            raise FinetuneError(f"Gradients are reduced with {op}, but what is installed here sums and averages only.")
+        if op == dist.ReduceOp.PREMUL_SUM:  # NCCL's, by ``set_gradient_divide_factor``; only pickling shows its factor
+            input_tensor.mul_(float(op.__getstate__()[1]))
         cells = input_tensor.view(-1, output_tensor.numel())
         total = self._accumulate(scatter(cells, self._levels.reduce, average))
         if total is None:
@@ -141,16 +143,3 @@ def scatter(cells: torch.Tensor, levels: Sequence[CommLevel], average: bool) -> 
         if average:
             cells.div_(level.size)
     return cells
-
-
-def _is_average(op: Any) -> bool:
-    if op == dist.ReduceOp.AVG:
-        return True
-    if op in (dist.ReduceOp.SUM, dist.ReduceOp.PREMUL_SUM):
-        return False
-    raise FinetuneError(f"Gradients are reduced with {op}, but what is installed here sums and averages only.")
-
-
-def _multiplies_by(op: Any) -> float | None:
-    """Return the factor of NCCL's PREMUL_SUM, which only pickling reveals (``set_gradient_divide_factor``)."""
-    return float(op.__getstate__()[1]) if op == dist.ReduceOp.PREMUL_SUM else None

@@ -2,10 +2,9 @@
 The same formulas are compared with what a run sends and with what the papers measured."""
 
 from fcdp.planner.cluster import Cluster, cluster_names, load_cluster
-from fcdp.planner.collectives import Collective, bytes_per_node, step_collectives
 from fcdp.planner.cost import Engine, Estimate, estimate
 from fcdp.planner.search import StrategyPlan, admissible, plan
-from fcdp.planner.workload import Workload
+from fcdp.planner.workload import Collective, Workload, bytes_per_node, step_collectives
 
 __all__ = [
     "Cluster",

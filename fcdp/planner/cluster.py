@@ -1,19 +1,146 @@
-"""The cluster that a plan is for: a preset with its sources (``configs/clusters``), or a profile that was measured."""
+"""The cluster that a plan is for: a preset with its sources (``configs/clusters``), or a profile that was measured; and
+how long collectives take on it."""
 
+import bisect
 import itertools
 import json
+import math
 import tomllib
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from common.errors import UserError, did_you_mean
 from common.files import preset_files
 from common.units import parse_bytes
-from fcdp.planner.collectives import AlphaBeta, Link, MeasuredRates
-from fcdp.strategy.mesh import Levels
-from fcdp.strategy.strategy import StrategyMeshes
+from fcdp.planner.workload import Operation, ring_parts
+from fcdp.strategy.mesh import Levels, Mesh
+from fcdp.strategy.strategy import Ring, StrategyMeshes
+
+
+@dataclass(frozen=True)
+class Link:
+    """A link between the groups of a level."""
+
+    bytes_per_second: float  # of one rank, one way, while all ranks send: a node's network cards divided by its ranks
+    latency_seconds: float  # latency of one step of a ring
+
+
+# A ring's bandwidth falls with its ranks beyond 16, with which the presets' rates were measured, as the power -0.2 of
+# their number. FCDP, figure 2: ZeRO-3 on 32 GPUs has 0.82, 0.89 and 0.96 of the rate per GPU that 16 have, by network.
+RING_DECAY = 0.2
+RING_MEASURED = 16
+
+
+@dataclass(frozen=True)
+class AlphaBeta:
+    """Times alpha + beta n, level by level (AMSP IV-A; latencies of NCCL's tuning.cc)."""
+
+    links: tuple[Link, ...]  # links by level, fastest first
+    start_seconds: float = 0.0  # time of launching a collective on one level
+
+    def seconds(self, operation: Operation, mesh: Mesh, nbytes: float, ring: Ring) -> float:
+        """Return the seconds of a collective over ``mesh`` of ``nbytes`` in all, while all groups do the same.
+
+        All-reduce: reduce-scatter and all-gather, or a tree if faster."""
+        if mesh.shards == 1:
+            return 0.0
+        if operation == "broadcast":
+            # Unlike in a gather, nobody sends while a part that it has itself goes round: all of the buffer, in turn.
+            nbytes *= mesh.shards / (mesh.shards - 1)
+        moving = [
+            part * nbytes / link.bytes_per_second for part, link in zip(ring_parts(mesh, ring), self.links, strict=True)
+        ]
+        tree = self._tree(mesh, moving)
+        moving[-1] *= max(1.0, (mesh.shards if ring == "flat" else mesh.nodes) / RING_MEASURED) ** RING_DECAY
+        used = [(extent, link) for extent, link in zip(mesh.extents, self.links, strict=True) if extent > 1]
+        if ring == "flat":  # each step takes as long as its slowest link
+            slowest = max(link.latency_seconds for _, link in used)
+            once = self.start_seconds + (mesh.shards - 1) * slowest + max(moving)
+        else:
+            latencies = sum(self.start_seconds + (extent - 1) * link.latency_seconds for extent, link in used)
+            blocks, intra_node, inter_node = mesh.nodes, sum(moving[:-1]), moving[-1]
+            # HO-Ring (PaRO 3.4): only the last block goes round inside with no other beyond.
+            overlapped = max(inter_node, intra_node * (blocks - 1) / blocks) + intra_node / blocks
+            once = (overlapped if ring == "ho" else sum(moving)) + latencies
+        if operation != "all_reduce":
+            return once
+        one_level = mesh.shards in mesh.extents  # where every ring is NCCL's
+        return min(2 * once, tree) if ring == "flat" or one_level else 2 * once
+
+    def _tree(self, mesh: Mesh, moving: list[float]) -> float:
+        """Return the time of double binary trees: few steps, at 0.9 of a ring's bandwidth (NCCL's tuning.cc)."""
+        *intra_node, inter_node = zip(mesh.extents, self.links, strict=True)
+        steps = sum((extent - 1) * link.latency_seconds for extent, link in intra_node)
+        steps += math.ceil(math.log2(inter_node[0])) * inter_node[1].latency_seconds
+        return self.start_seconds + 2 * (steps + max(moving) / 0.9)
+
+
+@dataclass(frozen=True)
+class CollectiveTiming:
+    """One measured collective."""
+
+    operation: Operation
+    ring: Ring
+    mesh: tuple[int, ...]  # extents of the mesh by level
+    nbytes: int  # bytes of the whole buffer
+    seconds: float  # median of the seconds taken, while all groups of the cluster did the same
+
+
+class MeasuredRates:
+    """Times of collectives by interpolation between measurements (AMSP IV-A).
+
+    The effective bandwidth is interpolated over the logarithm of the size; a smaller buffer takes as long as the
+    smallest measured one, a larger one has the bandwidth of the largest."""
+
+    def __init__(self, timings: Iterable[CollectiveTiming]):
+        self.timings = list(timings)
+        self._by_kind: dict[tuple[str, str, tuple[int, ...]], list[tuple[float, float]]] = {}
+        for timing in self.timings:
+            if timing.nbytes <= 0 or timing.seconds <= 0:
+                raise UserError(f"A measurement of {timing.nbytes} bytes in {timing.seconds} s cannot be one.")
+            kind = (timing.operation, timing.ring, timing.mesh)
+            self._by_kind.setdefault(kind, []).append((timing.nbytes, timing.seconds))
+        for points in self._by_kind.values():
+            points.sort()
+        if not self._by_kind:
+            raise UserError("A cluster's profile has no measurements of collectives in it.")
+
+    def seconds(self, operation: Operation, mesh: Mesh, nbytes: float, ring: Ring) -> float:
+        """See :meth:`AlphaBeta.seconds`."""
+        if mesh.shards == 1 or not nbytes:
+            return 0.0
+        points = self._by_kind.get((operation, ring, mesh.extents))
+        if points is None:
+            raise UserError(
+                f"The cluster's profile has no {ring} {operation} over {'x'.join(map(str, mesh.extents))} ranks. "
+                "Measure it, or plan with a preset."
+            )
+        index = bisect.bisect_left(points, (nbytes, 0.0))
+        if index == 0:
+            return points[0][1]
+        if index == len(points):
+            return nbytes * points[-1][1] / points[-1][0]
+        (low, low_seconds), (high, high_seconds) = points[index - 1], points[index]
+        weight = math.log(nbytes / low) / math.log(high / low)
+        return nbytes / ((1 - weight) * low / low_seconds + weight * high / high_seconds)
+
+    def save(self, path: Path, **facts: Any) -> None:
+        """Write the measurements as JSON, with ``facts`` of the cluster."""
+        body = {**facts, "collectives": [asdict(timing) for timing in self.timings]}
+        path.write_text(json.dumps(body, indent=1), encoding="utf-8")
+
+    @classmethod
+    def from_facts(cls, facts: dict[str, Any]) -> "MeasuredRates":
+        """Read back what :meth:`save` wrote."""
+        timings = []
+        for entry in facts.get("collectives", []):
+            timing = CollectiveTiming(**{**entry, "mesh": tuple(entry["mesh"])})
+            if timing.operation not in get_args(Operation) or timing.ring not in get_args(Ring):
+                raise UserError(f"A cluster's profile has a {timing.ring} {timing.operation}, which is unknown here.")
+            timings.append(timing)
+        return cls(timings)
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fcdp.planner.cluster import Cluster
-from fcdp.planner.collectives import Collective, Phase, bytes_per_node, element_bytes, step_collectives
-from fcdp.planner.workload import Workload
+from fcdp.planner.workload import Collective, Phase, Workload, bytes_per_node, element_bytes, step_collectives
 from fcdp.strategy.strategy import Axis, Format, Routes, StrategyMeshes
 
 P_BYTES, G_BYTES, OS_BYTES = 2.0, 4.0, 12.0  # per parameter: P in bf16; G; OS with fp32 master weights
@@ -191,12 +190,9 @@ class Estimate:
             "checkpointing": self.checkpointing,
             "device_bytes": round(self.memory.device),
             "device_bytes_of": {
-                "parameters": round(self.memory.parameters),
-                "second": round(self.memory.secondary),
-                "gradients": round(self.memory.gradients),
-                "optimizer": round(self.memory.optimizer),
-                "activations": round(self.memory.activations),
-                "working": round(self.memory.working),
+                "second" if name == "secondary" else name: round(nbytes)
+                for name, nbytes in vars(self.memory).items()
+                if name not in ("host", "cached")
             },
             "host_bytes": round(self.memory.host),
             "inter_node_bytes_per_step": round(self.inter_node_bytes),

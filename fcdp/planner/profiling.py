@@ -6,7 +6,6 @@ rings and buffers, in bf16."""
 import itertools
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from common.models.flops import hardware_flops_per_token
 from fcdp.comms.levels import make_levels
 from fcdp.comms.rank_level import CommLevel
 from fcdp.comms.reduce_scatter import scatter
-from fcdp.planner.collectives import CollectiveTiming, MeasuredRates
+from fcdp.planner.cluster import CollectiveTiming, MeasuredRates
 from fcdp.planner.cost import OPTIMIZER_BYTES
 from fcdp.planner.search import scopes_of
 from fcdp.strategy.mesh import Mesh
@@ -39,15 +38,6 @@ RINGS: tuple[Ring, ...] = ("flat", "hierarchical", "ho")
 
 _OPTIMIZER_ELEMENTS = 4 << 20
 _COPIED_BYTES = 64 << 20
-
-
-@dataclass(frozen=True)
-class ComputeRates:
-    """Rates of one device while all devices of its node do the same."""
-
-    flops_per_second: float  # forward and backward with recomputation, head and embedding included
-    memory_bytes_per_second: float  # bytes per second of AdamW, by the bytes that the planner counts for it
-    host_link_bytes_per_second: float  # bytes per second between device and host, in the slower direction
 
 
 def profile_cluster(
@@ -79,7 +69,7 @@ def profile_cluster(
             device_memory_bytes=on_device,
             host_memory_bytes=host,
             overlaps=device.type == "cuda",
-            **vars(computing),
+            **computing,
         )
     dist.barrier()
     return measured
@@ -87,8 +77,10 @@ def profile_cluster(
 
 def measure_computing(
     topology: Topology, config: PreTrainedConfig, rows: int, seq_len: int, dtype: str
-) -> ComputeRates:
-    """Measure how fast devices compute, update and copy, all at once; the slowest one counts."""
+) -> dict[str, float]:
+    """Measure how fast devices compute, update and copy, all at once; the slowest one counts.
+
+    Return fields of :class:`fcdp.planner.cluster.Cluster`; AdamW's bytes are those that the planner counts for it."""
     device = open_device(topology.device)
     stack, shape = streamed_shape(config, Precision.named(dtype), topology.device)
     dist.barrier()
@@ -108,7 +100,11 @@ def measure_computing(
     )
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
     per_flop, update, per_byte = slowest.tolist()
-    return ComputeRates(1 / per_flop, OPTIMIZER_BYTES * _OPTIMIZER_ELEMENTS / update, 1 / per_byte)
+    return {
+        "flops_per_second": 1 / per_flop,  # forward and backward with recomputation, head and embedding included
+        "memory_bytes_per_second": OPTIMIZER_BYTES * _OPTIMIZER_ELEMENTS / update,
+        "host_link_bytes_per_second": 1 / per_byte,  # in the slower direction
+    }
 
 
 def measure_collectives(

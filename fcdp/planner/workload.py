@@ -1,15 +1,22 @@
-"""A model and a batch to train, as far as memory, communication and computing depend on them."""
+"""A model and a batch to train, and the collectives of a step: each with its ranks and bytes, and how many of these
+cross which level.
+
+Notation of PaRO: Psi parameters, Psi' trainable, s micro-batches. All bytes are those of a whole model."""
 
 from dataclasses import dataclass
+from math import prod
+from typing import Literal
 
-from torch import nn
 from transformers import PreTrainedConfig
 
 from common.errors import UserError
 from common.models.flops import active_parameters, model_flops_per_token
 from common.models.meta_model import build_meta_model
 from common.models.structure import find_blocks
-from fcdp.grouping import find_units, whole_units
+from common.quantization import BLOCK, quantized_nbytes
+from fcdp.grouping import find_units, split_units
+from fcdp.strategy.mesh import Mesh
+from fcdp.strategy.strategy import BITS, Format, Ring, StrategyMeshes
 from fuyou.model.loss.router_loss import find_router_loss
 
 
@@ -93,7 +100,11 @@ class Workload:
         _, blocks = find_blocks(model)
         parameters = float(sum(parameter.numel() for parameter in model.parameters()))
         active = active_parameters(model, model)
-        kept, largest = _kept_and_largest(model)
+        units = find_units(model)
+        sizes = [
+            (units[group.unit].keep_after_forward, float(sum(parameter.numel() for parameter in group.registered())))
+            for group in split_units(units, apart=False)
+        ]
         attention = (model_flops_per_token(model, seq_len) - 6.0 * active) / 3
         text = config.get_text_config()
         is_gated = any(name.endswith(("gate_proj", "gate_up_proj")) for name, _ in model.named_modules())
@@ -109,25 +120,14 @@ class Workload:
             weight_flops_per_token=2.0 * active * trainable_ratio + attention,
             seq_len=seq_len,
             micro_batch=micro_batch,
-            kept_gathered=kept,
-            largest_unit=largest,
+            kept_gathered=sum(size for is_kept, size in sizes if is_kept),
+            largest_unit=max(size for _, size in sizes),
             compute_bytes=float(dtype_bytes),
             gradient_bytes=float(dtype_bytes),
             micro_batches=micro_batches,
             router_loss=find_router_loss(model, router_loss) is not None,
             cache_threshold=cache_threshold,
         )
-
-
-def _kept_and_largest(model: nn.Module) -> tuple[float, float]:
-    """Return the parameters of units that :func:`fcdp.fully_shard` does not reshard after the forward pass, and those
-    of the largest unit."""
-    units = find_units(model, None)
-    sizes = [
-        (units[group.unit].keep_after_forward, float(sum(parameter.numel() for parameter in group.registered())))
-        for group in whole_units(units)
-    ]
-    return sum(size for is_kept, size in sizes if is_kept), max(size for _, size in sizes)
 
 
 def _block_activation_bytes(config: PreTrainedConfig, gated: bool) -> float:
@@ -140,3 +140,95 @@ def _block_activation_bytes(config: PreTrainedConfig, gated: bool) -> float:
     norms, mlp = 2 * hidden, hidden + (4 if gated else 2) * inner
     attention = hidden + heads * head + 2 * keys + heads * head
     return 2.0 * (norms + attention + mlp)
+
+
+# A broadcast: every rank in turn sends its part to all, with an all-gather's result.
+Operation = Literal["all_gather", "reduce_scatter", "all_reduce", "broadcast"]
+# In every forward, in every backward, after the last backward, before the next forward, or in a forward for the router.
+Phase = Literal["forward", "backward", "reduce", "spread", "route"]
+
+
+def element_bytes(format: Format, plain: float) -> float:
+    """Return the bytes of one element in ``format``, scales included; ``plain`` where it is not quantized."""
+    return plain if format == "bf16" else quantized_nbytes(BLOCK, BITS[format]) / BLOCK
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One kind of collective of a step. Every rank of the cluster is in one group of it."""
+
+    purpose: str  # description for people: ``gather P, forward``
+    operation: Operation
+    mesh: Mesh  # ranks of the group by level
+    nbytes: float  # of the whole buffer, of all units together: the result of a gather, the input of a reduction
+    times: int  # number of runs per step
+    phase: Phase
+    ring: Ring
+
+    def sent_by_rank(self) -> tuple[float, ...]:
+        """Return the bytes that a rank sends per step, on average over ranks, by level of the link."""
+        passes = 2 if self.operation == "all_reduce" else 1
+        return tuple(self.times * passes * part * self.nbytes for part in ring_parts(self.mesh, self.ring))
+
+
+def ring_parts(mesh: Mesh, ring: Ring) -> tuple[float, ...]:
+    """Return the part of the buffer that a rank sends over links of each level in an all-gather or a reduce-scatter.
+
+    Level after level (``hierarchical``, ``ho``), each of e ranks sends (e-1)/e of 1/(product of the faster levels). In
+    a flat ring of E ranks each sends (E-1)/E to the next one, which for one in each group is beyond that level."""
+    extents = mesh.extents
+    if ring == "flat":
+        shards = mesh.shards
+        outermost = max((level for level, extent in enumerate(extents) if extent > 1), default=0)
+        parts = []
+        for level, extent in enumerate(extents):
+            # The ring closes over the outermost level: all of its links are used, of faster levels all but the last.
+            crossing = 1.0 if level == outermost else (extent - 1) / extent
+            reached = crossing / prod(extents[:level]) if level <= outermost else 0.0
+            parts.append(reached * (shards - 1) / shards)
+        return tuple(parts)
+    return tuple((extent - 1) / extent / prod(extents[:level]) for level, extent in enumerate(extents))
+
+
+def step_collectives(layout: StrategyMeshes, workload: Workload) -> list[Collective]:
+    """Return all collectives of one step that move anything.
+
+    G is reduce-scattered over the scope of OS and all-reduced over its replicas, and P gathered."""
+    strategy, p, g, os = layout.strategy, layout.p, layout.g, layout.os
+    world, s = layout.levels.whole, workload.micro_batches
+    psi, trained = workload.parameters, workload.trainable
+    compute, gradient = workload.compute_bytes, workload.gradient_bytes
+    gather = element_bytes(strategy.precision.gather, compute)
+    reduce = element_bytes(strategy.precision.reduce, gradient)
+    again = psi - workload.kept_gathered  # what is gathered in the backward pass, too
+    ring = strategy.ring
+    collectives: list[Collective] = []
+
+    def add(
+        purpose: str, operation: Operation, mesh: Mesh, nbytes: float, times: int, phase: Phase, ring: Ring = ring
+    ) -> None:
+        if mesh.shards > 1 and times:
+            collectives.append(Collective(purpose, operation, mesh, nbytes, times, phase, ring))
+
+    add("gather P, forward", "all_gather", p, gather * psi, s, "forward")
+    add("gather P, router loss", "all_gather", p, gather * again, workload.router_passes, "route")
+    if layout.secondary is None:
+        add("gather P, backward", "all_gather", p, gather * again, s, "backward")
+    else:
+        secondary = element_bytes(strategy.precision.secondary, compute)
+        add("gather second shards, backward", "all_gather", layout.secondary, secondary * again, s, "backward")
+
+    # What is quantized goes in one hop inside the node, and one beyond it: a ring would quantize it at every step.
+    hops: Ring = ring if strategy.precision.reduce == "bf16" else "hierarchical"
+    add("reduce G", "reduce_scatter", g, reduce * trained, s, "backward", hops)
+    add("reduce G to OS", "reduce_scatter", os.over(g), gradient * trained / g.shards, 1, "reduce")
+    add("reduce G over replicas", "all_reduce", world.over(os), gradient * trained / os.shards, 1, "reduce")
+    add("spread new P", "all_gather", os.over(p), compute * trained / p.shards, 1, "spread")
+    return collectives
+
+
+def bytes_per_node(collectives: list[Collective], layout: StrategyMeshes) -> tuple[float, float]:
+    """Return the bytes that one node's ranks send per step: to other nodes, and to each other."""
+    sent = [collective.sent_by_rank() for collective in collectives]
+    ranks = layout.levels.ranks_per_node
+    return ranks * sum(parts[-1] for parts in sent), ranks * sum(sum(parts[:-1]) for parts in sent)

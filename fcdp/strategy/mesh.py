@@ -11,7 +11,6 @@ from common.errors import UserError, did_you_mean
 
 # PaRO's letters (3.1.1) and groups across switches (3.4), ZeRO-topo's names (V).
 _SYMBOLS = {"n": "N", "none": "N", "i": "I", "node": "I", "g": "G", "cluster": "G", "pair": "pair", "switch": "switch"}
-_ORDER = {"N": 0, "pair": 1, "I": 2, "switch": 3, "G": 4}
 
 
 @dataclass(frozen=True)
@@ -121,25 +120,6 @@ class Scope:
             "switch (all nodes under one), G (over all ranks), or ranks per node x nodes, such as 4x1 or 8x2."
         )
 
-    @property
-    def numbers(self) -> tuple[int, int] | None:
-        """Ranks per node and nodes, if the scope is written so."""
-        if self.text in _ORDER:
-            return None
-        ranks, _, nodes = self.text.partition("x")
-        return int(ranks), int(nodes)
-
-    def coarser_than(self, other: "Scope") -> bool | None:
-        """Return whether it has fewer shards in any direction; None where only a cluster can tell."""
-        mine, theirs = self.numbers, other.numbers
-        if "N" in (self.text, other.text) or "G" in (self.text, other.text):
-            return self != other and (self.text == "N" or other.text == "G")
-        if mine is None and theirs is None:
-            return _ORDER[self.text] < _ORDER[other.text]
-        if mine is None or theirs is None:
-            return None
-        return mine[0] < theirs[0] or mine[1] < theirs[1]
-
     def on(self, levels: Levels) -> Mesh:
         """Return the mesh that the scope is on a cluster."""
         ones = (1,) * len(levels.sizes)
@@ -163,8 +143,8 @@ class Scope:
                     f"scope as ranks x nodes, such as {levels.ranks_per_node}x{min(2, levels.nodes)}."
                 )
             return Mesh((*levels.sizes[:-1], levels.nodes_per_switch))
-        assert self.numbers is not None
-        return _fill(*self.numbers, levels)
+        ranks, _, nodes = self.text.partition("x")
+        return _fill(int(ranks), int(nodes), levels)
 
 
 def _fill(ranks: int, nodes: int, levels: Levels) -> Mesh:

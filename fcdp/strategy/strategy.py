@@ -10,7 +10,7 @@ import itertools
 import operator
 import re
 from dataclasses import dataclass, replace
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, cast
 
 from common.errors import UserError, did_you_mean
 from common.quantization import Bits
@@ -18,6 +18,7 @@ from fcdp.strategy.mesh import Levels, Mesh, Scope
 
 # where cached shards of P are; adaptive: on the device if there is room
 Tier = Literal["none", "device", "host", "adaptive"]
+_TIERS = ("device", "host", "adaptive")
 
 # Across levels: one ring through all ranks, level after level, or all levels at once (PaRO 3.4).
 Ring = Literal["flat", "hierarchical", "ho"]
@@ -42,37 +43,16 @@ class WireFormats:
 
 @dataclass(frozen=True)
 class Strategy:
-    """A way to shard. Construction checks what can be checked without a cluster, :meth:`on` the rest."""
+    """A way to shard; :meth:`on` checks it on a cluster."""
 
     name: str
     p: Scope  # scope of parameters in compute precision
     g: Scope  # scope of gradients while micro-batches accumulate
     os: Scope  # scope of optimizer states and fp32 master weights
     secondary: Scope | None = None  # of a secondary partition of P, from forward to backward pass
-    cache: Tier | None = None  # of the secondary partition or of P's shards; None: device if there are any
+    cache: Tier = "none"  # of the secondary partition or of P's shards; none: device if there are any
     precision: WireFormats = WireFormats()  # formats in which tensors are sent
     ring: Ring = "flat"
-
-    def __post_init__(self) -> None:
-        _check_order(self, self.os.coarser_than(self.p), self.os.coarser_than(self.g), self.g.coarser_than(self.p))
-        if self.secondary is not None:
-            if self.p.text == "N":
-                raise UserError(f"{self.name}: P is not sharded, so a second set of shards saves nothing (FCDP VI-A).")
-            if self.secondary.text in ("N", "switch", "G") or (self.secondary.numbers or (0, 1))[1] > 1:
-                raise UserError(
-                    f"{self.name}: a second set of shards is there to stay inside a node (ZeRO-topo III-C), "
-                    f"but its scope is {self.secondary}."
-                )
-        elif self.precision.secondary != "bf16":
-            raise UserError(f"{self.name}: a precision is given for second shards, but there are none.")
-        if self.cache not in (None, "none") and self.secondary is None and (self.p.text == "N" or self.p == self.os):
-            why = "not sharded" if self.p.text == "N" else f"sharded over {self.p} as OS is"
-            raise UserError(
-                f"{self.name}: P is {why}, so there is no cache to put in {self.cache} memory. A cache holds a node's "
-                "shards of P while OS is sharded more widely, or a second set of shards (FCDP IV-C, VI-A)."
-            )
-        if self.cache == "none" and self.secondary is not None:
-            raise UserError(f"{self.name}: a second set of shards needs a tier: device, host or adaptive.")
 
     @property
     def scopes(self) -> str:
@@ -81,19 +61,52 @@ class Strategy:
         return "".join(parts) if all(len(part) == 1 for part in parts) else "/".join(parts)
 
     def on(self, levels: Levels) -> "StrategyMeshes":
-        """Return the strategy's meshes on a cluster."""
+        """Return the strategy's meshes on a cluster.
+
+        Raises:
+            UserError: it breaks a rule of the papers, which the error names."""
         p, g, os = self.p.on(levels), self.g.on(levels), self.os.on(levels)
-        _check_order(self, not os.holds(p), not os.holds(g), not g.holds(p))
         secondary = None if self.secondary is None else self.secondary.on(levels)
+        self._check(p, g, os, secondary)
         if p == secondary and self.precision.secondary == "bf16":
             secondary = None  # on one node they are the same shards
         # A node of one rank has all of P in that rank's share: on the device nothing is gained by it.
         keeps_shards = p.shards < os.shards and (p.shards > 1 or self.cache in ("host", "adaptive"))
-        cached = secondary is not None or keeps_shards
-        cache: Tier = (self.cache or "device") if cached else "none"
-        if cached and cache == "none":
-            cache = "device"
+        cache: Tier = "none"
+        if secondary is not None or keeps_shards:
+            cache = "device" if self.cache == "none" else self.cache
         return StrategyMeshes(self, levels, p, g, os, secondary, cache)
+
+    def _check(self, p: Mesh, g: Mesh, os: Mesh, secondary: Mesh | None) -> None:
+        """Reject what the papers' rules forbid.
+
+        On G against P they differ: AMSP (IV-B) and ZeRO-topo (V) want G as fine as P; PaRO has INI and others (table
+        1)."""
+        for mesh, other, scope in ((p, "P", self.p), (g, "G", self.g)):
+            if not os.holds(mesh):
+                raise UserError(
+                    f"{self.name}: OS ({self.os}) is sharded less finely than {other} ({scope}). That costs memory and "
+                    "saves no communication (PaRO 3.1.3, principle 1; AMSP IV-B, equations 3 and 4)."
+                )
+        if not g.holds(p) and not all(scope.text in ("N", "I", "G") for scope in (self.p, self.g, self.os)):
+            raise UserError(
+                f"{self.name}: G ({self.g}) is sharded less finely than P ({self.p}): ranks would hold gradients of "
+                "parameters that are not theirs (AMSP IV-B, equations 3 and 4; ZeRO-topo V). PaRO's INI, ING, GNG and "
+                "GIG are the exceptions, and are written in letters."
+            )
+        if secondary is not None and self.p.text == "N":
+            raise UserError(f"{self.name}: P is not sharded, so a second set of shards saves nothing (FCDP VI-A).")
+        if secondary is not None and (secondary.nodes > 1 or str(self.secondary) == "N"):
+            raise UserError(
+                f"{self.name}: a second set of shards is there to stay inside a node (ZeRO-topo III-C), but its scope "
+                f"is {self.secondary}."
+            )
+        if self.cache != "none" and secondary is None and (self.p.text == "N" or self.p == self.os):
+            why = "not sharded" if self.p.text == "N" else f"sharded over {self.p} as OS is"
+            raise UserError(
+                f"{self.name}: P is {why}, so there is no cache to put in {self.cache} memory. A cache holds a node's "
+                "shards of P while OS is sharded more widely, or a second set of shards (FCDP IV-C, VI-A)."
+            )
 
     def without_quantization(self) -> "Strategy":
         """Return the strategy with everything in bf16."""
@@ -116,25 +129,6 @@ class StrategyMeshes:
     def p_in_cache(self) -> bool:
         """Whether P's own shards are the cache, so that a device holds no more of P than OS's ranks do."""
         return self.secondary is None and self.cache in ("host", "adaptive")
-
-
-def _check_order(strategy: Strategy, os_under_p: bool | None, os_under_g: bool | None, g_under_p: bool | None) -> None:
-    """Reject what the papers' dependency rules forbid; None: only a cluster can decide.
-
-    On G against P they differ: AMSP (IV-B) and ZeRO-topo (V) want G as fine as P; PaRO has INI and others (table 1)."""
-    for under, other, scope in ((os_under_p, "P", strategy.p), (os_under_g, "G", strategy.g)):
-        if under:
-            raise UserError(
-                f"{strategy.name}: OS ({strategy.os}) is sharded less finely than {other} ({scope}). That costs memory "
-                "and saves no communication (PaRO 3.1.3, principle 1; AMSP IV-B, equations 3 and 4)."
-            )
-    letters = all(scope.text in ("N", "I", "G") for scope in (strategy.p, strategy.g, strategy.os))
-    if g_under_p and not letters:
-        raise UserError(
-            f"{strategy.name}: G ({strategy.g}) is sharded less finely than P ({strategy.p}): ranks would hold "
-            "gradients of parameters that are not theirs (AMSP IV-B, equations 3 and 4; ZeRO-topo V). PaRO's INI, ING, "
-            "GNG and GIG are the exceptions, and are written in letters."
-        )
 
 
 # Routes. Ranks are numbered level by level, fastest first, and a scope crosses a level only when it has filled the
@@ -299,15 +293,16 @@ def parse_strategy(text: str) -> Strategy:
     if len(parts) != 3:
         raise UserError(_unknown(text))
     p, g, os = (Scope.parse(part) for part in parts)
-    secondary, cache = None, None
+    secondary: Scope | None = None
+    cache: Tier = "none"
     for extra in extras:
         word, _, degree = extra.partition("=")
         if word == "second":
             secondary = Scope.parse(f"{degree}x1" if degree.isdigit() else degree or "node")
-        elif extra in get_args(Tier):
+        elif extra in _TIERS:
             cache = cast(Tier, extra)
         else:
-            known = (*get_args(Tier), "second")
+            known = (*_TIERS, "second")
             raise UserError(f"{text!r}: {extra!r} is not a cache tier.{did_you_mean(extra, known)}")
     written = "+".join(["/".join(map(str, (p, g, os))), *extras])
     return Strategy(written, p, g, os, secondary=secondary, cache=cache, ring="hierarchical")

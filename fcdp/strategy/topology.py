@@ -9,8 +9,8 @@ import os
 import socket
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import replace
+from typing import Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -25,8 +25,7 @@ from fcdp.strategy.strategy import Axis
 Purpose = Literal["gather", "reduce"]
 
 
-@dataclass(frozen=True)
-class LevelGroups:
+class LevelGroups(NamedTuple):
     """One process group for each level. A level of one rank has none: nothing is ever sent there."""
 
     intra_node: dist.ProcessGroup | None  # the ranks of this node
@@ -79,6 +78,7 @@ class Topology:
         # The ranks that take part, in one dimension: what FSDP2 shards over.
         self.mesh: DeviceMesh = mesh or init_device_mesh(self.device.type, (world,), mesh_dim_names=("world",))
         self.ranks: list[int] = dist.get_process_group_ranks(group)  # global ranks, by place
+        self._axes = Axis(1, ranks_per_node), Axis(ranks_per_node, nodes)
         self._groups: dict[tuple[Axis, Purpose], dist.ProcessGroup] | None = {}
         self._meshes: dict[int, DeviceMesh] = {world: self.mesh}
         _open.add(self)
@@ -169,16 +169,12 @@ class Topology:
     @property
     def gather_groups(self) -> LevelGroups:
         """Process groups for gathering parameters, by level. Collective at the first use."""
-        return self._level_groups("gather")
+        return LevelGroups(*(self.group(axis, "gather") if axis.size > 1 else None for axis in self._axes))
 
     @property
     def reduce_groups(self) -> LevelGroups:
         """Process groups for reducing gradients, by level. Collective at the first use."""
-        return self._level_groups("reduce")
-
-    def _level_groups(self, purpose: Purpose) -> LevelGroups:
-        intra_node, inter_node = Axis(1, self.ranks_per_node), Axis(self.ranks_per_node, self.nodes)
-        return LevelGroups(*(self.group(axis, purpose) if axis.size > 1 else None for axis in (intra_node, inter_node)))
+        return LevelGroups(*(self.group(axis, "reduce") if axis.size > 1 else None for axis in self._axes))
 
     def shard_mesh(self, shards: int) -> DeviceMesh:
         """Return the block of ``shards`` consecutive ranks that this one is in, which FSDP2 shards over. Collective."""

@@ -18,7 +18,7 @@ from common.models.checkpoint.random_source import RandomSource
 from common.models.meta_model import build_meta_model
 from common.models.presets import load_config
 from fcdp.checkpoint import Commit
-from fcdp.model.model import TrainerConfig
+from fcdp.model import TrainerConfig
 from fcdp.strategy.topology import Topology
 from tests.helpers.fcdp.pool import Pool, RankError
 from tests.helpers.fcdp.trainer_cases import VOCABULARY, Run, batch, diverge, export, pinned, rate, train

@@ -73,19 +73,19 @@ def test_a_share_comes_back_from_either_tier_and_through_moves(cell: int, dtype:
         return same and torch.equal(output, expected)
 
     share.store(written[:, 0], written)
-    assert not share.on_device and comes_back()
+    assert share._device is None and comes_back()
     assert (traffic.device_to_host, traffic.host_to_device) == (size, size // nodes * (nodes - 1))
     device.placement.end_step()
-    assert comes_back() and share.on_device
+    assert comes_back() and share._device is not None
     device.others = 5 * size
-    assert comes_back() and not share.on_device
+    assert comes_back() and share._device is None
     assert traffic.device_to_host == size, "the host still had the newest copy"
     device.others = 0
     device.placement.end_step()
     device.placement.end_step()
     written = torch.randint(0, 99, (nodes, 2, cell)).to(dtype)
     share.store(written[:, 0], written)
-    assert share.on_device and comes_back()
+    assert share._device is not None and comes_back()
     device.others = 5 * size
-    assert comes_back() and not share.on_device
+    assert comes_back() and share._device is None
     assert traffic.device_to_host == 2 * size

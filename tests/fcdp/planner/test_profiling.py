@@ -10,7 +10,7 @@ import transformers
 
 import fcdp
 from fcdp.planner import Workload, load_cluster, plan, profiling
-from fcdp.planner.collectives import MeasuredRates
+from fcdp.planner.cluster import MeasuredRates
 from fcdp.planner.profiling import measure_collectives, profile_cluster
 from tests.helpers.fcdp.pool import Pool
 

@@ -8,7 +8,7 @@ import pytest
 
 from common.errors import UserError
 from fcdp.planner import load_cluster
-from fcdp.planner.collectives import RING_DECAY, AlphaBeta, CollectiveTiming, Link, MeasuredRates
+from fcdp.planner.cluster import RING_DECAY, AlphaBeta, CollectiveTiming, Link, MeasuredRates
 from fcdp.strategy.mesh import Levels, Mesh
 
 GB = 10**9

@@ -79,7 +79,7 @@ def test_paros_fourteen_are_those_of_its_table() -> None:
     assert len(left_out) == 13
     for scopes in left_out:
         with pytest.raises(UserError, match=r"PaRO 3\.1\.3, principle 1"):
-            parse_strategy(scopes)
+            parse_strategy(scopes).on(DGX)
 
 
 @pytest.mark.parametrize(("text", "message"), [
@@ -101,7 +101,7 @@ def test_paros_fourteen_are_those_of_its_table() -> None:
 ])  # fmt: skip
 def test_rejections_cite_their_rule(text: str, message: str) -> None:
     with pytest.raises(UserError) as refused:
-        parse_strategy(text)
+        parse_strategy(text).on(FRONTIER)
     assert message in str(refused.value)
 
 

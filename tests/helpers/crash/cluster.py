@@ -22,7 +22,7 @@ from transformers.utils import logging as transformers_logging
 from common.data import RandomBatches
 from common.errors import FinetuneError
 from fcdp.checkpoint import ShardedCheckpoints
-from fcdp.model.model import TrainerConfig
+from fcdp.model import TrainerConfig
 from fcdp.strategy.topology import Topology
 from fcdp.trainer import Trainer
 from tests.helpers.crash.points import Reference, carry_on, check, clean, files_in, interrupt

@@ -14,7 +14,7 @@ import fcdp
 from common.errors import FinetuneError
 from common.memory import numa
 from common.models.adapters.options import AdapterOptions
-from fcdp.model.model import TrainerConfig
+from fcdp.model import TrainerConfig
 from fcdp.trainer import Trainer, _pin_threads
 from fuyou import NonFiniteLoss
 

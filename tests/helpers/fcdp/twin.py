@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import fcdp
-from fcdp.grouping import find_units, whole_units
+from fcdp.grouping import find_units, split_units
 
 
 class Plain:
@@ -29,7 +29,7 @@ class Plain:
         units = find_units(model)
         self.is_hybrid = name == "fsdp2-hybrid"
         self.model: Any = model
-        self.groups = whole_units(units)
+        self.groups = split_units(units, apart=False)
         for group in self.groups:
             keep = units[group.unit].keep_after_forward
             fully_shard(group.modules[0], mesh=mesh, mp_policy=policy, reshard_after_forward=not keep)
