@@ -240,7 +240,7 @@ def attend(
         window, chunk, offset: as in :class:`ChunkMask`.
         documents: as in :func:`attention_by_chunk`.
         scale: what scores are multiplied by.
-        cap: what scores are squeezed to; 0: they are not.
+        cap: soft cap of the scores; 0 for none.
     """
     call = _ChunkCall.of(query, key, value, window, chunk, offset, documents, scale, cap)
     dtype = statistics_dtype(query)
