@@ -108,12 +108,12 @@ def _address_towards(family: int, target: Any) -> str:
 
 
 def _parse_endpoint(text: str) -> tuple[str, int]:
-    host, colon, port = text.strip().rpartition(":")
-    if not colon or port.endswith("]"):  # an IPv6 address is written in brackets
-        host, port = text.strip(), str(DEFAULT_PORT)
-    if not host or not port.isdigit() or not 0 < int(port) < 65_536 or "/" in host:
-        raise UserError(f"--rdzv-endpoint {text!r} is not HOST:PORT, as in node0:{DEFAULT_PORT}.")
-    return host.strip("[]"), int(port)
+    from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
+
+    try:
+        return parse_rendezvous_endpoint(text, DEFAULT_PORT)
+    except ValueError as error:
+        raise UserError(f"--rdzv-endpoint {text!r} is not HOST:PORT, as in node0:{DEFAULT_PORT}.") from error
 
 
 _STOP_WAIT_S = 30.0

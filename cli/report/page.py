@@ -23,7 +23,7 @@ RELOAD_S = 30  # Seconds after which a browser loads the page of an unfinished r
 BETWEEN_S = 10.0  # Seconds from one writing of the page to the next, unless there is something to see at once
 _GIB = 1 << 30
 _LOSS, _EVALUATION, _SECONDS = "loss_metrics/global_avg_loss", "validation_metrics/loss", "time_metrics/end_to_end(s)"
-_TIERS = {"device": "memory/max_active(GiB)", "host": "memory/host(GiB)", "SSD": "memory/ssd(GiB)"}
+_TIERS = {"device": "memory/max_active(GiB)", "host": "memory/host(GiB)"}
 _CHARTS: dict[str, dict[str, str]] = {
     "loss": {"loss": _LOSS, "held out": _EVALUATION},
     "router loss": {"router loss": "loss_metrics/aux_loss"},
@@ -72,7 +72,6 @@ def facts_of(job: Job, plan: Mapping[str, Any], config: str) -> PageFacts:
             "device": plan.get("device_bytes", 0),
             # Of several ranks, the plan is of one and the metric of all on a node.
             "host": 0 if job.settings.nodes else plan.get("host_bytes", 0),
-            "SSD": plan.get("ssd_bytes", job.store_bytes),
         },
         endurance_bytes=warranted_bytes(job.ssd),
     )

@@ -96,7 +96,6 @@ class Usage:
     host_peak_bytes: int
     host_baseline_bytes: int  # Host memory just before the model was touched
     io: tuple[int, int] | None = None  # Bytes read from SSDs and written to them; None: states are in memory
-    ssd_bytes: int = 0  # Bytes of the store on all drives; 0: not looked at
     created_bytes: int = 0  # Bytes written when the store was made
 
 
@@ -125,7 +124,6 @@ def step_metrics(
     if result.sent_bytes is not None:
         metrics["network/sent(GiB)"] = result.sent_bytes / _GIB
     if usage.io is not None:
-        metrics["memory/ssd(GiB)"] = usage.ssd_bytes / _GIB
         metrics["ssd/read(GiB)"], metrics["ssd/written(GiB)"] = moved[0] / _GIB, moved[1] / _GIB
     return metrics
 

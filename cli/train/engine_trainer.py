@@ -151,7 +151,6 @@ class EngineTrainer(Trainer):
             host_peak_bytes=engine.host_peak_bytes * ranks,
             host_baseline_bytes=engine.host_baseline_bytes * ranks,
             io=(read * ranks, written * ranks),
-            ssd_bytes=0 if self._topology else _disk_usage(self._job),
             created_bytes=engine.created_bytes * ranks,
         )
 
@@ -188,17 +187,6 @@ def profile_once(job: Job, ranks: Share | None = None) -> None:
         if settings.drive_life:  # else what does not fit, the engine says with more to go by
             print(f"profile  --drive-life is not applied: {error}", flush=True)
     device.release()
-
-
-def _disk_usage(job: Job) -> int:
-    nbytes = 0
-    for folder in (path / job.run_name for path in job.ssd):
-        for file in folder.iterdir():
-            if file.suffix == ".json":  # the manifest's few kilobytes are no part of the plan
-                continue
-            with contextlib.suppress(FileNotFoundError):  # a commit renames its manifest meanwhile
-                nbytes += file.stat().st_blocks * 512
-    return nbytes
 
 
 def finetune(settings: Settings, interrupts: Interrupts) -> None:

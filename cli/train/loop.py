@@ -17,6 +17,7 @@ from cli.job.data import write_chat_template
 from cli.job.job import Job, TrainedModel
 from cli.options.settings import RUN
 from cli.report.log import METRICS, MetricsLogger
+from cli.report.page import read_metrics
 from cli.report.results import EvaluationResult, StepResult, Summary, Usage, bound, step_metrics
 from cli.train.process import Interrupts, RankProcess, Stopped
 from common.activity import activity
@@ -301,14 +302,9 @@ class AfterStep:
 
 def read_evaluations(metrics: Path, done: int) -> dict[int, float]:
     """Return the loss of each evaluation up to step ``done`` by its step, from the run's own file."""
-    losses: dict[int, float] = {}
-    for line in metrics.read_text(errors="replace").splitlines() if done and metrics.exists() else ():
-        with contextlib.suppress(ValueError, KeyError, TypeError):  # cut off by a crash
-            entry = json.loads(line)
-            step, loss = int(entry["step"]), entry.get("validation_metrics/loss", "none")
-            if loss != "none" and step <= done:
-                losses[step] = math.nan if loss is None else float(loss)
-    return losses
+    name, entries = "validation_metrics/loss", read_metrics(metrics) if done else []
+    losses = {entry["step"]: entry[name] for entry in entries if name in entry and entry["step"] <= done}
+    return {step: math.nan if loss is None else loss for step, loss in losses.items()}
 
 
 def best_of(losses: dict[int, float]) -> tuple[int, int]:

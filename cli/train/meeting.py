@@ -8,10 +8,10 @@ import platform
 import socket
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from datetime import timedelta
 from importlib.metadata import version
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -26,38 +26,22 @@ from common.hardware.machine import usable_gpus
 from common.options import declaration_of, option_fields, spelled
 from common.units import counted
 from fcdp.planner import load_cluster
-from fcdp.planner.cluster import group_of, groups_across_leaves, node_order, nodes_per_switch
+from fcdp.planner.cluster import group_of, node_order, nodes_per_switch
 from fcdp.strategy.mesh import Levels
 from fcdp.strategy.strategy import AUTO, parse_strategy
 from fcdp.strategy.topology import Topology
 
 
-@dataclass(frozen=True)
-class Placement:
+class Placement(NamedTuple):
     """How nodes are numbered, where their leaf switches are known."""
 
     order: tuple[int, ...]  # The launchers' numbers of the nodes, by the number that each has now
     leaves: tuple[str, ...]  # Leaf switch of each node, by the number that it has now
     hosts: tuple[str, ...]  # Name of each node, by the number that it has now
-    group: int  # Nodes in a group of the strategy's that crosses nodes; 1: not known yet, or there is none
-
-    @property
-    def nodes_per_switch(self) -> int | None:
-        """Nodes under each leaf switch, for the scope ``switch``; None where that is not one number."""
-        return nodes_per_switch(self.leaves)
 
     def __str__(self) -> str:
         switches = counted(len(set(self.leaves)), "leaf switch", "leaf switches")
-        moved = self.order != tuple(range(len(self.order)))
-        done = f"numbered {' '.join(self.hosts)}" if moved else "in the order that they had"
-        if self.group == 1:
-            return f"{len(self.hosts)} nodes under {switches}, {done}"
-        groups = len(self.hosts) // self.group
-        crossing = groups_across_leaves(range(len(self.leaves)), self.leaves, self.group)
-        return (
-            f"{len(self.hosts)} nodes under {switches}, {done}: {groups - crossing} of {groups} groups of "
-            f"{self.group} nodes stay under one"
-        )
+        return f"{len(self.hosts)} nodes under {switches}, numbered {' '.join(self.hosts)}"
 
 
 def place(settings: Settings, store: dist.Store, world: Mapping[str, str] = os.environ) -> Placement | None:
@@ -77,10 +61,7 @@ def place(settings: Settings, store: dist.Store, world: Mapping[str, str] = os.e
         there = [json.loads(store.get(f"leaf{each}")) for each in range(nodes)]
         store.set("placement", json.dumps(_decide(settings, there)))
     decided = json.loads(store.get("placement"))
-    if decided is None:
-        return None
-    order, leaves, hosts, group = decided
-    return Placement(tuple(order), tuple(leaves), tuple(hosts), group)
+    return None if decided is None else Placement(*map(tuple, decided))
 
 
 def leaf_by_slurm(environment: Mapping[str, str] = os.environ) -> str | None:
@@ -95,32 +76,22 @@ def leaf_by_slurm(environment: Mapping[str, str] = os.environ) -> str | None:
     return names[len(kinds) - 2]  # a node's own name may have dots
 
 
-def _decide(settings: Settings, there: list[tuple[str, str, int]]) -> list[object] | None:
+def _decide(settings: Settings, there: list[tuple[str, str, int]]) -> Placement | None:
     leaves, hosts, ranks_per_node = map(list, zip(*there, strict=True))
     if len(set(ranks_per_node)) > 1:
         return None
-    if not all(leaves):
-        leaves = _leaves_of_cluster(settings, len(there))
-    if not leaves:
-        return None
-    switches = nodes_per_switch([leaves[node] for node in node_order(leaves, 1)])
-    group = _group(settings, Levels((ranks_per_node[0], len(there)), nodes_per_switch=switches))
-    order = node_order(leaves, group)
-    return [order, [leaves[node] for node in order], [hosts[node] for node in order], group]
-
-
-def _leaves_of_cluster(settings: Settings, nodes: int) -> list[str]:
-    if settings.cluster in (None, AUTO):
-        return []
-    leaves = load_cluster(settings.cluster).leaf_of_node or ()
-    return [str(leaf) for leaf in leaves] if len(leaves) == nodes else []
-
-
-def _group(settings: Settings, levels: Levels) -> int:
+    if not all(leaves):  # of Slurm; a description of the cluster may have them
+        described = None if settings.cluster in (None, AUTO) else load_cluster(settings.cluster).leaf_of_node
+        if described is None or len(described) != len(there):
+            return None
+        leaves = [str(leaf) for leaf in described]
+    group, switches = 1, nodes_per_switch([leaves[node] for node in node_order(leaves, 1)])
     if settings.strategy not in (None, AUTO):
+        levels = Levels((ranks_per_node[0], len(there)), nodes_per_switch=switches)
         with contextlib.suppress(UserError):  # it is refused later, on all ranks
-            return group_of(parse_strategy(settings.strategy).on(levels))
-    return 1
+            group = group_of(parse_strategy(settings.strategy).on(levels))
+    order = node_order(leaves, group)
+    return Placement(tuple(order), tuple(leaves[node] for node in order), tuple(hosts[node] for node in order))
 
 
 def check_same_command(settings: Settings, rank: RankProcess) -> set[str]:
@@ -226,5 +197,5 @@ def meet(settings: Settings, rank: RankProcess) -> tuple[dist.Store, Placement |
         timeout=timeout,
     )
     levels = None if settings.levels is None else Levels.parse(settings.levels)
-    switch = None if placement is None else placement.nodes_per_switch
+    switch = None if placement is None else nodes_per_switch(placement.leaves)
     return store, placement, Topology.from_environment(device=device, levels=levels, nodes_per_switch=switch)

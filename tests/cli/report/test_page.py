@@ -31,7 +31,7 @@ def step(number: int) -> dict[str, Any]:
         "step": number, "loss_metrics/global_avg_loss": None if number == 7 else 2 + 1 / number,
         "grad_norm": 1.5 / number, "lr": 1e-5 * number, "n_tokens_seen": 1024 * number,
         "throughput(tps)": 256.0, "tflops": 0.5, "time_metrics/end_to_end(s)": 2.0,
-        "memory/max_active(GiB)": 0.5, "memory/host(GiB)": 1.0, "memory/ssd(GiB)": 3.0,
+        "memory/max_active(GiB)": 0.5, "memory/host(GiB)": 1.0,
         "time_metrics/busy_gpu(s)": 1.5, "time_metrics/busy_ssd(s)": 0.5,
         "ssd/read(GiB)": 0.25, "ssd/written(GiB)": 0.5,
     }  # fmt: skip

@@ -11,7 +11,7 @@ from cli.report.log import History
 from cli.report.results import StepResult, Summary, Usage, step_metrics
 from common.store.errors import StoreError
 
-USAGE = Usage(1 << 30, 2 << 30, 4 << 30, 1 << 30, (2700, 10**12), 0, 10**12)
+USAGE = Usage(1 << 30, 2 << 30, 4 << 30, 1 << 30, (2700, 10**12), 10**12)
 
 
 def test_a_summary_adds_up_steps() -> None:

@@ -101,9 +101,8 @@ def test_the_run_directory(done: Done) -> None:
         assert line["n_tokens_seen"] == line["step"] * 4 * 32
         assert line["throughput(tps)"] == pytest.approx(128 / line["time_metrics/end_to_end(s)"])
         assert line["memory/host(GiB)"] >= 0  # beyond what this process had before
-        for name in ("tflops", "memory/ssd(GiB)", "ssd/written(GiB)"):
+        for name in ("tflops", "ssd/written(GiB)"):
             assert line[name] > 0, name
-        assert line["memory/ssd(GiB)"] * 2**30 == pytest.approx(second["plan"]["ssd_bytes"], rel=0.01)
     # On a busy machine, what one step writes may all be written in the time of the next one.
     assert sum(line["time_metrics/busy_ssd(s)"] for line in steps) > 0
 

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from cli.options.settings import Settings
 from cli.train.meeting import Placement, leaf_by_slurm, place
 from common.files import preset_files
+from fcdp.planner.cluster import nodes_per_switch
 
 LEAVES = ("red", "blue", "red", "blue")
 
@@ -41,24 +42,20 @@ def test_all_ranks_agree_on_an_order_by_switches() -> None:
     placement = found[0]
     assert placement is not None
     assert placement.order == (0, 2, 1, 3) and placement.leaves == ("red", "red", "blue", "blue")
-    assert placement.group == placement.nodes_per_switch == 2
-    assert str(placement).endswith("2 of 2 groups of 2 nodes stay under one")
+    assert nodes_per_switch(placement.leaves) == 2
     assert str(placement).startswith("4 nodes under 2 leaf switches, numbered ")
 
 
-@pytest.mark.parametrize(("strategy", "group"), [
-    ("switch/switch/G", 2), ("fcdp", 4), ("III", 1), ("auto", 1), (None, 1), ("no such", 1)
-])  # fmt: skip
-def test_groups_are_those_of_the_strategy_that_is_named(strategy: str | None, group: int) -> None:
+@pytest.mark.parametrize("strategy", ["switch/switch/G", "fcdp", "III", "auto", None, "no such"])
+def test_any_strategy_has_nodes_switch_by_switch(strategy: str | None) -> None:
     placement = placed(LEAVES, strategy=strategy)[0]
-    assert placement is not None and placement.group == group
-    assert placement.order == (0, 2, 1, 3)
+    assert placement is not None and placement.order == (0, 2, 1, 3)
 
 
 def test_nodes_that_are_in_order_stay_as_they_are() -> None:
     placement = placed(("a", "a", "b"))[0]
-    assert placement is not None and placement.nodes_per_switch is None
-    assert str(placement).startswith("3 nodes under 2 leaf switches, in the order that they had")
+    assert placement is not None and nodes_per_switch(placement.leaves) is None
+    assert str(placement).startswith("3 nodes under 2 leaf switches, numbered ")
 
 
 def test_without_all_switches_the_cluster_file_counts_and_else_nothing(tmp_path: Path) -> None:
