@@ -19,7 +19,7 @@ from cli.options.command import parse_command_line
 from cli.options.config_file import effective_config
 from cli.options.option import WRITTEN
 from cli.options.settings import CONFIG, DESCRIPTION, RUN
-from cli.report.page import RunPage, facts_of
+from cli.report.page import RunPage
 from cli.report.progress import Progress
 from cli.report.results import EvaluationResult, StepResult
 from common.files import replace_file
@@ -153,7 +153,7 @@ class MetricsLogger:
         self._tokens = job.rows * job.seq_len
         if done and last is not None:
             self._log(done, *last, {})
-        self._page = RunPage(facts_of(job, plan, (path / CONFIG).read_text()), path / METRICS)
+        self._page = RunPage(job, plan, (path / CONFIG).read_text(), path / METRICS)
         self._page.update(at_once=True)
         self._progress = Progress(job.steps, job.settings.log_every)
         self.say = self._progress.say

@@ -5,7 +5,6 @@ import json
 import math
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,6 @@ RELOAD_S = 30  # Seconds after which a browser loads the page of an unfinished r
 BETWEEN_S = 10.0  # Seconds from one writing of the page to the next, unless there is something to see at once
 _GIB = 1 << 30
 _LOSS, _EVALUATION, _SECONDS = "loss_metrics/global_avg_loss", "validation_metrics/loss", "time_metrics/end_to_end(s)"
-_TIERS = {"device": "memory/max_active(GiB)", "host": "memory/host(GiB)"}
 _CHARTS: dict[str, dict[str, str]] = {
     "loss": {"loss": _LOSS, "held out": _EVALUATION},
     "router loss": {"router loss": "loss_metrics/aux_loss"},
@@ -45,44 +43,12 @@ _CHARTS: dict[str, dict[str, str]] = {
 """Metrics of each chart, by the names of their lines. Charts without values are left out."""
 
 
-@dataclass(frozen=True)
-class PageFacts:
-    """Facts on the page that do not change."""
-
-    title: str
-    subtitle: str
-    about: Mapping[str, str]  # Model, machine, data and so on, in words
-    steps: int
-    how_to_continue: str  # The command
-    config: str  # The run's configuration file
-    budgets: Mapping[str, float]  # Bytes that the plan gives each tier, by its name
-    endurance_bytes: float | None = None  # Bytes that the drives are warranted for; None: unknown
-
-
-def facts_of(job: Job, plan: Mapping[str, Any], config: str) -> PageFacts:
-    """Return the facts of a run, given its plan and its configuration file."""
-    return PageFacts(
-        title=job.output.name,
-        subtitle=f"{job.architecture}, {format_count(job.parameters)} parameters",
-        about={line[:8].strip(): line[9:].strip() for line in job.header().replace("\n         ", "; ").splitlines()},
-        steps=job.steps,
-        how_to_continue=job.settings.how_to_continue.removeprefix("To continue: "),
-        config=config,
-        budgets={
-            "device": plan.get("device_bytes", 0),
-            # Of several ranks, the plan is of one and the metric of all on a node.
-            "host": 0 if job.settings.nodes else plan.get("host_bytes", 0),
-        },
-        endurance_bytes=warranted_bytes(job.ssd),
-    )
-
-
 class RunPage:
     """Rewrites a run's page from its metrics file."""
 
-    def __init__(self, facts: PageFacts, metrics: Path) -> None:
-        self._facts, self._metrics, self._next_time = facts, metrics, 0.0
-        self._path = metrics.with_name(PAGE)
+    def __init__(self, job: Job, plan: Mapping[str, Any], config: str, metrics: Path) -> None:
+        self._job, self._plan, self._config = job, plan, config
+        self._metrics, self._path, self._next_time = metrics, metrics.with_name(PAGE), 0.0
 
     def update(self, at_once: bool = False) -> None:
         """Write the page if it is time to, or ``at_once``."""
@@ -90,7 +56,7 @@ class RunPage:
             return
         entries = read_metrics(self._metrics)
         with described("writing", self._path):
-            replace_file(self._path, run_page(self._facts, entries))
+            replace_file(self._path, run_page(self._job, self._plan, self._config, entries))
         # A long run's file takes longer to read: never more than a small part of the time goes there.
         self._next_time = time.monotonic() + max(BETWEEN_S, len(entries) / 500)
 
@@ -106,11 +72,11 @@ def read_metrics(file: Path) -> list[dict[str, Any]]:
     return entries
 
 
-def run_page(facts: PageFacts, entries: list[dict[str, Any]]) -> str:
-    """Return the page of these lines of the metrics file."""
+def run_page(job: Job, plan: Mapping[str, Any], config: str, entries: list[dict[str, Any]]) -> str:
+    """Return the page of a run with its plan, its configuration file, and these lines of its metrics file."""
     # The line of a step whose process was killed before it wrote it has no times.
     steps = [entry for entry in entries if _SECONDS in entry]
-    done, title = 0, f"step 0 of {facts.steps:,}"
+    done, state = 0, f"step 0 of {job.steps:,}"
     charts = {
         name: chart(name, {line: _points(entries, metric) for line, metric in lines.items()})
         for name, lines in _CHARTS.items()
@@ -119,19 +85,26 @@ def run_page(facts: PageFacts, entries: list[dict[str, Any]]) -> str:
     if steps:
         newest, done = steps[-1], steps[-1]["step"]
         loss = "not finite" if newest[_LOSS] is None else f"{newest[_LOSS]:.4g}"
-        title = f"step {done:,} of {facts.steps:,}, loss {loss}"
-        sections.append(section("now", table(_now(facts, entries, steps))))
+        state = f"step {done:,} of {job.steps:,}, loss {loss}"
+        sections.append(section("now", table(_now(job, entries, steps))))
         metrics, whole = {f"time_metrics/busy_{name}(s)": what for name, what in RESOURCES.items()}, newest[_SECONDS]
         busy = {what: newest[metric] for metric, what in metrics.items() if metric in newest}
         sections.append(section(f"newest step: {format_seconds(whole)}", busy_bars(busy, whole)))
-        tiers = [(tier, newest.get(metric, 0.0) * _GIB, facts.budgets.get(tier)) for tier, metric in _TIERS.items()]
-        sections.append(section("memory, of what is planned", memory_bars(tier for tier in tiers if tier[1])))
-    sections.append(section("the run", table(facts.about.items()), wide=True))
-    sections.append(section("to continue", f"<pre>{html.escape(facts.how_to_continue)}</pre>", wide=True))
-    config = f"<details><summary>config.toml</summary><pre>{html.escape(facts.config)}</pre></details>"
-    sections.append(section("configuration", config, wide=True))
-    subtitle = f"{title}; {facts.subtitle}; written {time.strftime('%Y-%m-%d %H:%M:%S')}"
-    return page(f"{title}: {facts.title}", facts.title, subtitle, sections, RELOAD_S if done < facts.steps else 0)
+        host = 0 if job.settings.nodes else plan.get("host_bytes", 0)  # of ranks: the plan's is one's, the metric all's
+        tiers = (
+            ("device", newest["memory/max_active(GiB)"] * _GIB, plan.get("device_bytes", 0)),
+            ("host", newest["memory/host(GiB)"] * _GIB, host),
+        )
+        sections.append(section("memory, of what is planned", memory_bars(tiers)))
+    lines = job.header().replace("\n         ", "; ").splitlines()
+    sections.append(section("the run", table((line[:8].strip(), line[9:].strip()) for line in lines), wide=True))
+    command = html.escape(job.settings.how_to_continue.removeprefix("To continue: "))
+    sections.append(section("to continue", f"<pre>{command}</pre>", wide=True))
+    folded = f"<details><summary>config.toml</summary><pre>{html.escape(config)}</pre></details>"
+    sections.append(section("configuration", folded, wide=True))
+    name, model = job.output.name, f"{job.architecture}, {format_count(job.parameters)} parameters"
+    subtitle = f"{state}; {model}; written {time.strftime('%Y-%m-%d %H:%M:%S')}"
+    return page(f"{state}: {name}", name, subtitle, sections, RELOAD_S if done < job.steps else 0)
 
 
 def _points(entries: list[dict[str, Any]], metric: str) -> Points:
@@ -140,9 +113,9 @@ def _points(entries: list[dict[str, Any]], metric: str) -> Points:
     return points[:-1:stride] + points[-1:]
 
 
-def _now(facts: PageFacts, entries: list[dict[str, Any]], steps: list[dict[str, Any]]) -> list[tuple[str, str]]:
+def _now(job: Job, entries: list[dict[str, Any]], steps: list[dict[str, Any]]) -> list[tuple[str, str]]:
     newest, recent = steps[-1], sorted(entry[_SECONDS] for entry in steps[-20:])
-    left = (facts.steps - newest["step"]) * recent[len(recent) // 2]
+    left = (job.steps - newest["step"]) * recent[len(recent) // 2]
     rows = [("time left", format_seconds(left) if left else "done"), ("tokens", format_count(newest["n_tokens_seen"]))]
     rows.append(("rate", f"{newest['throughput(tps)']:,.4g} tokens/s, {newest['tflops']:.3g} TFLOP/s per device"))
     evaluations = [entry for entry in entries if entry.get(_EVALUATION) is not None]
@@ -158,8 +131,8 @@ def _now(facts: PageFacts, entries: list[dict[str, Any]], steps: list[dict[str, 
         read = sum(entry.get("ssd/read(GiB)", 0.0) for entry in steps) * _GIB
         written = sum(entry.get("ssd/written(GiB)", 0.0) for entry in steps) * _GIB
         rows.append(("drives", f"{format_bytes(read)} read, {format_bytes(written)} written"))
-        if written and facts.endurance_bytes is not None:
-            days = facts.endurance_bytes / written * sum(entry[_SECONDS] for entry in steps) / 86400
-            share = written / facts.endurance_bytes
-            rows.append(("wear", f"{share:.2%} of the warranted writes; {days:,.0f} days left"))
+        warranted = warranted_bytes(job.ssd)
+        if written and warranted is not None:
+            days = warranted / written * sum(entry[_SECONDS] for entry in steps) / 86400
+            rows.append(("wear", f"{written / warranted:.2%} of the warranted writes; {days:,.0f} days left"))
     return rows

@@ -7,7 +7,6 @@ from dataclasses import asdict
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from cli.job.job import Job
 from cli.job.machine import training_of
@@ -117,11 +116,7 @@ class EngineTrainer(Trainer):
         return not isinstance(error, UserError)
 
     def stop_requested(self) -> bool:
-        if self._topology is None:
-            return False
-        stopping = torch.tensor([float(self._stopping())])
-        dist.all_reduce(stopping)
-        return bool(stopping > 0)
+        return self._ranks.sum([float(self._stopping())])[0] > 0
 
     def wait_for_writes(self) -> None:
         self._engine.flush()

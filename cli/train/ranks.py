@@ -148,12 +148,7 @@ class InMemoryTrainer(Trainer):
     def train_step(self, batch: dict[str, torch.Tensor], lr: float) -> StepResult:
         done = self._trainer.train_step(batch, lr, self._rank.stopping)
         self._stop_requested = done.stop
-        return StepResult(
-            loss=done.loss,
-            grad_norm=done.grad_norm,
-            aux_loss=done.aux_loss,
-            sent_bytes=done.sent_bytes,
-        )
+        return StepResult(done.loss, done.grad_norm, aux_loss=done.aux_loss, sent_bytes=done.sent_bytes)
 
     def commit_if_due(self, step: int) -> None:
         if step % self._job.settings.commit_interval == 0:

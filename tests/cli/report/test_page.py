@@ -1,6 +1,5 @@
 """The pages of a run and a plan: self-contained, small, nothing cut off, and with the values of metrics.jsonl."""
 
-import dataclasses
 import html
 import json
 import math
@@ -9,20 +8,26 @@ import shutil
 import subprocess
 from html.parser import HTMLParser
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from cli.report.drawing import chart
-from cli.report.page import MOST_POINTS, PageFacts, RunPage, read_metrics, run_page
+from cli.report.page import MOST_POINTS, RunPage, read_metrics, run_page
 from tests.cli.conftest import Finetune
 
-_GIB = 1 << 30
-FACTS = PageFacts(
-    title="tuned <&>", subtitle="a test", about={"model": "a <b>model</b>"}, steps=1000,
-    how_to_continue="finetune --resume", config='[model]\nmodel = "x"\n',
-    budgets={"host": 2.0 * _GIB}, endurance_bytes=1e15,
-)  # fmt: skip
+CONFIG = '[model]\nmodel = "x"\n'
+
+
+def a_job(header: str = "model    a <b>model</b>", how_to_continue: str = "To continue: finetune --resume") -> Any:
+    return SimpleNamespace(
+        output=Path("tuned <&>"), architecture="Llama", parameters=1000, steps=1000, ssd=(), header=lambda: header,
+        settings=SimpleNamespace(nodes=None, how_to_continue=how_to_continue),
+    )  # fmt: skip
+
+
+JOB, PLAN = a_job(), {"host_bytes": 2 << 30}
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
 
 
@@ -49,12 +54,13 @@ def entries(count: int) -> list[dict[str, Any]]:
     return lines
 
 
-def test_values_are_those_of_the_metrics(tmp_path: Path) -> None:
+def test_values_are_those_of_the_metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cli.report.page.warranted_bytes", lambda _: 10**15)
     lines = entries(1000)
     metrics = tmp_path / "metrics.jsonl"
     metrics.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 1001, "los')  # cut by a crash
     assert read_metrics(metrics) == lines
-    written = RunPage(FACTS, metrics)
+    written = RunPage(JOB, PLAN, CONFIG, metrics)
     written.update(at_once=True)
     page = (tmp_path / "index.html").read_text()
     assert len(page.encode()) < 300_000
@@ -65,11 +71,13 @@ def test_values_are_those_of_the_metrics(tmp_path: Path) -> None:
                   "256 tokens/s", "1 GiB of 2 GiB", "500 GiB written", "days left",
                   "tuned &lt;&amp;&gt;", "a &lt;b&gt;model&lt;/b&gt;", "finetune --resume"):  # fmt: skip
         assert words in page, words
-    assert "http-equiv" not in page and 'http-equiv="refresh"' in run_page(FACTS, lines[:9])  # until it is done
+    assert "http-equiv" not in page and 'http-equiv="refresh"' in run_page(
+        JOB, PLAN, CONFIG, lines[:9]
+    )  # until it is done
 
 
 def test_nothing_is_fetched_and_every_tag_is_closed() -> None:
-    page = run_page(FACTS, entries(20))
+    page = run_page(JOB, PLAN, CONFIG, entries(20))
     assert not re.search(r"(src|href)=|https?://|@import|url\(", page)
     assert "color-scheme: light dark" in page and 'name="viewport"' in page
     left: list[str] = []
@@ -89,7 +97,7 @@ def test_nothing_is_fetched_and_every_tag_is_closed() -> None:
 
 @pytest.mark.parametrize("count", [0, 1, 2, MOST_POINTS + 1, 12_345])
 def test_long_runs_are_thinned_out_and_short_ones_have_a_page(count: int) -> None:
-    page = run_page(FACTS, entries(count))
+    page = run_page(JOB, PLAN, CONFIG, entries(count))
     lines = [points.split() for points in re.findall(r'points="(.*?)"', page)]
     assert len(page.encode()) < 300_000 and all(len(points) <= MOST_POINTS + 1 for points in lines)
     assert (f"step 1 to {count:,}" in page) == bool(lines) == bool(count)
@@ -148,10 +156,8 @@ document.title = JSON.stringify({wrong, dark: back < .5});
 def test_a_browser_shows_everything(dark: bool, finetune: Finetune, tmp_path: Path) -> None:
     browser = next(path for path in map(shutil.which, BROWSERS) if path)
     run, plan = tmp_path / "run.html", tmp_path / "plan.html"
-    long = dataclasses.replace(FACTS, how_to_continue="finetune --model /" + "long/" * 80, about={"data": "x" * 300})
-    run.write_text(
-        run_page(long, [{**line, "lr": line["lr"] / 9.7e5} if "lr" in line else line for line in entries(250)])
-    )
+    long = a_job("data     " + "x" * 300, "finetune --model /" + "long/" * 80)
+    run.write_text(run_page(long, PLAN, CONFIG, entries(250)))
     planned = finetune("plan", "--gpu", "4090", "--drive", "p5510", "--model", "gpt2-125m", "--html", plan)
     assert planned.status == 0
     for path in (run, plan):
