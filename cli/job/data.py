@@ -17,11 +17,11 @@ from cli.options.objectives import Items
 from cli.options.option import naming
 from cli.options.settings import Settings
 from common.data import Batches, DataConfig, PackedBatches, RandomBatches, open_data
-from common.data.batches import ItemBatches, MixedBatches
+from common.data.batches import MixedBatches
 from common.data.files import find_files
 from common.data.images import ImageBatches, any_images, load_processor, open_image_data
-from common.data.prepare import ItemKind, class_kind, labels_of_files, open_items, pair_kind
 from common.data.selection import RecordSelection
+from common.data.shapes import ItemKind, class_kind, labels_of_records, pair_kind
 from common.data.template import dated
 from common.errors import UserError, did_you_mean
 from common.files import cache_directory, preset_files
@@ -100,12 +100,10 @@ def token_cache(words: tuple[str, ...], output: Path, shared: bool) -> Path:
     return root / name
 
 
-def class_names(settings: Settings, seq_len: int) -> list[str]:
+def class_names(settings: Settings) -> list[str]:
     with naming("--data"):
-        files = tuple(file for files, _ in settings.data_sets for file in files)
-        selection = RecordSelection(settings.column_of)
-        config = DataConfig(files, seq_len, settings.batch_size, selection=selection)
-        return labels_of_files(config)
+        files = find_files(tuple(file for files, _ in settings.data_sets for file in files))
+        return labels_of_records(RecordSelection(settings.column_of).read(files))
 
 
 @dataclass(frozen=True)
@@ -129,7 +127,7 @@ class DataSource:
             if len(parts) == 1:
                 return parts[0], parts[0].digest
             packed = [part for part in parts if isinstance(part, PackedBatches)]
-            if len(packed) < len(parts):
+            if len(packed) < len(parts) or self._item_kind() is not None:
                 raise UserError(
                     "Data sets with weights hold text to learn the next token from: leave the weights out, or the "
                     "images, or --objective."
@@ -155,8 +153,9 @@ class DataSource:
 
     def _open(
         self, files: tuple[str, ...], held_out: bool = False, files_of_sets: tuple[int, ...] = ()
-    ) -> PackedBatches | ImageBatches | ItemBatches:
-        settings, folder = self.setup.settings, self.setup.output / "data"
+    ) -> PackedBatches | ImageBatches:
+        settings = self.setup.settings
+        assert self.tokenizer is not None
         config = DataConfig(
             files,
             self.setup.seq_len,
@@ -165,28 +164,20 @@ class DataSource:
             shuffle=not held_out,
             truncate=settings.truncate,
             packed=self.family.isolation is not None,
+            kind=self._item_kind(),
             labels_ahead=not self.family.shifts_labels,
             selection=replace(self._selection(held_out), files_of_sets=files_of_sets),
             every_token=settings.objective == "pretrain",
             vocab_size=self.setup.config.get_text_config().vocab_size,
             drop_unseen=settings.drop_unseen,
         )
-        kind = self._item_kind()
-        if kind is not None:
-            assert self.tokenizer is not None
-            return open_items(kind, config, self.tokenizer, folder)
-        if any_images(config.files):
-            assert self.setup.checkpoint is not None and self.tokenizer is not None
+        if config.kind is None and self.task_type is TaskType.IMAGE_TEXT_TO_TEXT and any_images(config.files):
+            assert self.setup.checkpoint is not None
             if config.every_token:
                 raise UserError("--objective pretrain reads text, and the data hold images: leave it out.")
-            if self.task_type is not TaskType.IMAGE_TEXT_TO_TEXT:
-                raise UserError(
-                    f"The data hold images, and {self.setup.checkpoint} is {self.task_type.value}: it reads text only."
-                )
             processor = load_processor(self.setup.checkpoint)
             processor.chat_template = _template_of(processor, settings, self.setup.template_date)
             return open_image_data(config, processor, self.setup.output / "data")
-        assert self.tokenizer is not None
         return open_data(config, self.tokenizer, token_cache(files, self.setup.output, settings.nodes is not None))
 
     def _item_kind(self) -> ItemKind | None:

@@ -63,7 +63,7 @@ def with_head(setup: Setup, tokenizer: PreTrainedTokenizerBase) -> Setup:
         return setup
     known = config.pad_token_id, tokenizer.pad_token_id, tokenizer.eos_token_id
     pad = next((int(token) for token in known if token is not None), 0)
-    names = REWARD if settings.objective == "reward" else class_names(settings, setup.seq_len)
+    names = REWARD if settings.objective == "reward" else class_names(settings)
     new_config = classifier_config(config, names, pad)
     with DirectoryLock([setup.output], patience=math.inf):  # of several ranks on a machine, the first one makes it
         base = write_with_new_head(setup.checkpoint, new_config, setup.output / FOLDER, settings.seed)

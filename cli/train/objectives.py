@@ -17,8 +17,8 @@ from cli.job.job import Job
 from cli.options.settings import RUN, Settings
 from cli.report.results import EvaluationResult
 from common.activity import activity
-from common.data import Batches
-from common.data.batches import REFERENCE, ItemBatches
+from common.data import Batches, PackedBatches
+from common.data.batches import REFERENCE
 from common.data.rows import PADDING
 from common.errors import UserError
 from common.files import file_when_complete
@@ -124,7 +124,7 @@ class ReferencePass:
         """Give the batches of a job the reference's log-probabilities: from files once the model has been trained."""
         lacking = []
         for name, batches in (("reference", job.batches), ("reference-held-out", job.held_out)):
-            if isinstance(batches, ItemBatches):
+            if isinstance(batches, PackedBatches):
                 steps = job.steps if batches is job.batches else batches.steps_per_epoch
                 path = job.output / RUN / f"{name}.npz"
                 batches.reference = self._read_on_all_ranks(batches, steps, path)
@@ -143,13 +143,13 @@ class ReferencePass:
             for batches, steps, path in lacking:
                 batches.reference = self._computed(batches, job.settings.batch_size, steps, path)
 
-    def _read_on_all_ranks(self, batches: ItemBatches, steps: int, path: Path) -> np.ndarray | None:
+    def _read_on_all_ranks(self, batches: PackedBatches, steps: int, path: Path) -> np.ndarray | None:
         values = self._read(path, batches, steps) if self.engine.step_count else None
         all_have = self.ranks.sum([float(values is not None)])[0] == self.ranks.world_size
         return values if all_have else None
 
     @torch.no_grad()
-    def _computed(self, batches: ItemBatches, items: int, steps: int, path: Path) -> np.ndarray:
+    def _computed(self, batches: PackedBatches, items: int, steps: int, path: Path) -> np.ndarray:
         table = np.full(batches.rows * batches.rows_per_item, np.nan, dtype=np.float32)
         number = min(steps, batches.steps_per_epoch)  # all rows, once
         with activity("computing the reference") as doing:
@@ -175,7 +175,7 @@ class ReferencePass:
         sums[own] = (out["log_probs"] * out.mask).sum(1)
         return np.array(ranks.sum(sums.tolist()), dtype=np.float32)
 
-    def _read(self, path: Path, batches: ItemBatches, steps: int) -> np.ndarray | None:
+    def _read(self, path: Path, batches: PackedBatches, steps: int) -> np.ndarray | None:
         try:
             with np.load(path) as content:
                 values, digest = content["values"], str(content["digest"])

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from common.data.items import margin_of
 from common.data.pack import TokenFile, draw_rows, first_lengths, padding_of, shuffled, unpack
 from common.data.rows import PADDING
 from common.data.selection import RecordSelection
+from common.data.shapes import ItemKind
 from common.errors import UserError
 from common.units import counted, format_count
 
@@ -33,6 +33,7 @@ class DataConfig:
     seed: int = 0  # Seed of the order of the rows, which is a new one in every epoch
     shuffle: bool = True  # Whether rows are shuffled; if not, they come as packing finished them: about as in the files
     packed: bool = True  # Whether documents share rows; if not, batches are as long as their longest row
+    kind: ItemKind | None = None  # What items are, which have rows to themselves; None: documents
     # Whether a position's label is the next token, for models whose loss does not shift labels
     labels_ahead: bool = False
     truncate: bool = True  # Whether records with a prompt that are longer than a row are cut; else they are left out
@@ -44,8 +45,10 @@ class DataConfig:
 
     @property
     def identity(self) -> list[Any]:
-        """What the prepared data depend on, other than files, tokenizer, and rows, as JSON."""
-        return [*self.selection.identity, self.every_token, self.vocab_size, self.drop_unseen]
+        """What the prepared data depend on, other than files and tokenizer, as JSON."""
+        rows = [self.seq_len, self.truncate, self.packed, self.every_token, self.vocab_size, self.drop_unseen]
+        kind = [] if self.kind is None else [self.kind.name, self.kind.pad, *self.kind.identity]
+        return [*rows, self.selection.identity, kind]
 
     def __post_init__(self) -> None:
         if not self.files:
@@ -109,53 +112,67 @@ class RandomBatches(Batches):
         return {"input_ids": torch.from_numpy(ids), "labels": torch.from_numpy(labels), "position_ids": positions}
 
 
-class FileBatches(Batches):
-    """Batches of a token file. They take the memory of one batch, for data of any size."""
+class PackedBatches(Batches):
+    """Batches of a token file: of documents that share rows, or have one each where nothing would keep them apart; or
+    of items, whose rows are neighbors. They take the memory of one batch, for data of any size.
+
+    Attributes:
+        reference: log-probabilities of an item's rows under a reference, fp32, by :meth:`row_numbers`; None if none.
+    """
 
     def __init__(self, file: TokenFile, config: DataConfig) -> None:
-        header = file.header
+        header, kind = file.header, config.kind
         self._file, self._config = file, config
-        self.rows = header.rows // self.rows_per_item
+        self.reference: np.ndarray | None = None
+        self.packed, self.labels_ahead = config.packed and kind is None, config.labels_ahead
+        self.rows_per_item = 1 if kind is None else kind.rows
+        self.rows, self.seq_len = header.rows // self.rows_per_item, header.seq_len
         self.tokens, self.trainable_tokens, self.digest = header.tokens, header.trainable_tokens, header.digest
         self.steps_per_epoch = -(-self.rows // config.batch_size)
-        self.labels_ahead = config.labels_ahead
-
-    def _drawn(self, draws: range, group_size: int = 1) -> np.ndarray:
-        return draw_rows(draws, self.rows, self._config.seed if self._config.shuffle else None, group_size)
-
-    def _draws(self, step: int) -> range:
-        return range(step * self._config.batch_size, (step + 1) * self._config.batch_size)
-
-    def close(self) -> None:
-        """Close the token file."""
-        self._file.close()
-
-
-class PackedBatches(FileBatches):
-    """Batches of documents that share rows, or have one each where nothing would keep them apart."""
-
-    def __init__(self, file: TokenFile, config: DataConfig) -> None:
-        super().__init__(file, config)
-        self.packed, header = config.packed, file.header
-        fill = header.tokens / (header.rows * header.seq_len)
-        counts = (
-            f"{counted(header.documents, 'document')} from {counted(header.files, 'file')}: "
-            f"{format_count(header.tokens)} tokens, {format_count(header.trainable_tokens)} of them trained on, "
-            f"in {counted(header.rows, 'row')} of {header.seq_len:,} ({fill:.1%} full)"
-        )
-        apart = "one document in each row: nothing keeps those that share a row apart in this model"
-        changes = header.changes()
-        self.description = "\n".join([counts, *changes, *([] if self.packed else [apart])])
+        files, tokens = counted(header.files, "file"), format_count(header.tokens)
+        trained, lines = format_count(header.trainable_tokens), header.changes()
+        if kind is None:
+            fill = header.tokens / (header.rows * header.seq_len)
+            counts = (
+                f"{counted(header.documents, 'document')} from {files}: {tokens} tokens, {trained} of them trained on, "
+                f"in {counted(header.rows, 'row')} of {header.seq_len:,} ({fill:.1%} full)"
+            )
+            if not self.packed:
+                lines.append("one document in each row: nothing keeps those that share a row apart in this model")
+        else:
+            counts = f"{self.rows:,} {kind.name} from {files}: {tokens} tokens, {trained} of them in answers"
+        self.description = "\n".join([counts, *lines])
 
     def batch(self, step: int) -> dict[str, torch.Tensor]:
-        """Read the rows of a step; see :meth:`Batches.batch`."""
-        # Rows that are not packed stay with their like: neighbors, which are about as long.
-        rows = self._drawn(self._draws(step), group_size=1 if self.packed else self._config.batch_size)
-        return batch_of_words(self._file.read(rows)[0], self.packed, self.labels_ahead)
+        """Read the rows of a step; see :meth:`Batches.batch` and :meth:`ItemKind.values`."""
+        numbers, kind = self.row_numbers(step), self._config.kind
+        rows, marks = self._file.read(numbers)
+        batch = batch_of_words(rows, self.packed, self.labels_ahead, kind is not None and kind.classifies)
+        if kind is not None:
+            values = kind.values(marks[:: self.rows_per_item].copy())
+            batch |= {name: torch.from_numpy(value) for name, value in values.items()}
+        if self.reference is not None:
+            batch[REFERENCE] = torch.from_numpy(self.reference[numbers])
+        return batch
+
+    def row_numbers(self, step: int) -> np.ndarray:
+        """Return the numbers of a step's rows in the file, int64 ``[R]``."""
+        size = self._config.batch_size
+        # Documents that are not packed stay with their like: neighbors, which are about as long.
+        alike = size if not self.packed and self._config.kind is None else 1
+        items = self._drawn(range(step * size, (step + 1) * size), alike)
+        return (self.rows_per_item * items[:, None] + np.arange(self.rows_per_item)).reshape(-1)
 
     def words(self, draws: range) -> np.ndarray:
         """Read the rows at some places of the endless sequence of epochs, uint32 [len(draws), seq_len]."""
         return self._file.read(self._drawn(draws))[0]
+
+    def _drawn(self, draws: range, group_size: int = 1) -> np.ndarray:
+        return draw_rows(draws, self.rows, self._config.seed if self._config.shuffle else None, group_size)
+
+    def close(self) -> None:
+        """Close the token file."""
+        self._file.close()
 
 
 def batch_of_words(
@@ -204,15 +221,11 @@ class MixedBatches(Batches):
         weights: how much of the rows is to come from each, in any unit.
         batch_size: rows of a batch.
         seed: seed of the order.
-
-    Raises:
-        UserError: a weight is not positive, or less than a thousandth of all.
     """
 
     def __init__(self, parts: Sequence[PackedBatches], weights: Sequence[float], batch_size: int, seed: int) -> None:
         self._parts, self._size, self._seed = list(parts), batch_size, seed
         self._counts = counts_of(weights)
-        self._last = -1, np.empty(0, np.int64)
         self.rows = sum(part.rows for part in parts)
         self.tokens = sum(part.tokens for part in parts)
         self.trainable_tokens = sum(part.trainable_tokens for part in parts)
@@ -230,22 +243,18 @@ class MixedBatches(Batches):
         first = step * self._size
         blocks = range(first // BLOCK, (first + self._size - 1) // BLOCK + 1)
         sources = np.concatenate([self._block(number) for number in blocks])[first % BLOCK :][: self._size]
-        words: np.ndarray = np.empty(0)
+        words = np.empty((self._size, self._parts[0].seq_len), np.uint32)
         for number, part in enumerate(self._parts):
             chosen = sources == number
             if chosen.any():
                 begin = self._drawn_before(number, first)
-                rows = part.words(range(begin, begin + int(chosen.sum())))
-                words = words if words.size else np.empty((self._size, rows.shape[1]), np.uint32)
-                words[chosen] = rows
+                words[chosen] = part.words(range(begin, begin + int(chosen.sum())))
         return batch_of_words(words, self.packed, self.labels_ahead)
 
     def _block(self, number: int) -> np.ndarray:
-        """Return the data set of each row of a block, int64 [BLOCK]; the last one is kept."""
-        if self._last[0] != number:
-            sources = np.repeat(np.arange(len(self._counts)), self._counts)
-            self._last = number, sources[shuffled(np.arange(BLOCK), BLOCK, (self._seed, -1 - number))]
-        return self._last[1]
+        """Return the data set of each row of a block, int64 [BLOCK]."""
+        sources = np.repeat(np.arange(len(self._counts)), self._counts)
+        return sources[shuffled(np.arange(BLOCK), BLOCK, (self._seed, -1 - number))]
 
     def _drawn_before(self, number: int, draw: int) -> int:
         whole, rest = divmod(draw, BLOCK)
@@ -276,72 +285,3 @@ def counts_of(weights: Sequence[float]) -> np.ndarray:
             f"--data: the smallest weight is {min(weights) / total:.2g} of the total; the least is a thousandth."
         )
     return counts
-
-
-class ItemBatches(FileBatches):
-    """Batches of items, each of which is one or more neighboring rows of a token file.
-
-    Rows of a batch are as long as its longest, rounded up.
-
-    Args:
-        file: rows, each with its item's mark.
-        config: of the data; its batch size counts items.
-        classifies: whether batches are for a sequence classifier.
-    """
-
-    what = "rows"  # What items are
-
-    def __init__(self, file: TokenFile, config: DataConfig, classifies: bool = False) -> None:
-        super().__init__(file, config)
-        self._classifies = classifies
-        self.reference: np.ndarray | None = None
-        """Log-probabilities under a reference, fp32, where :meth:`row_numbers` says; None if there are none."""
-        header = file.header
-        counts = (
-            f"{self.rows:,} {self.what} from {counted(header.files, 'file')}: {format_count(header.tokens)} tokens, "
-            f"{format_count(header.trainable_tokens)} of them in answers"
-        )
-        self.description = "\n".join([counts, *header.changes()])
-
-    def batch(self, step: int) -> dict[str, torch.Tensor]:
-        """Return the batch of a step; see :func:`batch_of_words` and the class."""
-        rows, marks = self._file.read(self.row_numbers(step))
-        batch = self._batch(rows, marks[:: self.rows_per_item])
-        if self.reference is not None:
-            batch[REFERENCE] = torch.from_numpy(self.reference[self.row_numbers(step)])
-        return batch
-
-    @abstractmethod
-    def _batch(self, rows: np.ndarray, marks: np.ndarray) -> dict[str, torch.Tensor]:
-        """Return the batch of rows, uint32 ``[R, seq_len]``, whose items have marks, uint32 ``[batch_size]``."""
-
-    def row_numbers(self, step: int) -> np.ndarray:
-        """Return the numbers of a step's rows in the file, int64 ``[R]``."""
-        items = self._drawn(self._draws(step))
-        return (self.rows_per_item * items[:, None] + np.arange(self.rows_per_item)).reshape(-1)
-
-    def _tensors(self, rows: np.ndarray) -> dict[str, torch.Tensor]:
-        return batch_of_words(rows, False, self.labels_ahead, self._classifies)
-
-
-class PairBatches(ItemBatches):
-    """Batches of P pairs: rows 2 i and 2 i + 1 of a batch are the preferred and the rejected answer of its pair i.
-
-    For a classifier, there are ``margins``, fp32 ``[P]``, too.
-    """
-
-    rows_per_item = 2
-    what = "pairs"
-
-    def _batch(self, rows: np.ndarray, marks: np.ndarray) -> dict[str, torch.Tensor]:
-        margins = {"margins": torch.from_numpy(margin_of(marks))} if self._classifies else {}
-        return self._tensors(rows) | margins
-
-
-class ClassBatches(ItemBatches):
-    """Batches of R texts; ``labels``, int64 ``[R]``, are their classes."""
-
-    what = "texts"
-
-    def _batch(self, rows: np.ndarray, marks: np.ndarray) -> dict[str, torch.Tensor]:
-        return self._tensors(rows) | {"labels": torch.from_numpy(marks.astype(np.int64))}

@@ -18,11 +18,11 @@ from itertools import chain, takewhile
 from typing import Any, NamedTuple
 
 import numpy as np
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 from common.data.selection import Counts
 from common.data.shapes import Chat, Example, PlainText
-from common.data.template import ChatTemplate, varied
+from common.data.template import ChatTemplate, Form, varied
 from common.errors import UserError
 
 _BATCH_EXAMPLES = 256
@@ -93,7 +93,6 @@ class AnswerFinder:
 
     def __init__(self, render: Render) -> None:
         self._render = render
-        self._header: list[int] | None = None
 
     def spans(self, chat: Chat, whole: list[int], turns: list[int]) -> list[tuple[int, int]] | None:
         """Find where some turns are in ``whole``; None if a turn is rendered differently once others follow."""
@@ -126,19 +125,14 @@ class AnswerFinder:
 
     def _behind_header(self, ids: list[int], options: dict[str, Any]) -> int:
         """Return where the header of an answer ends that is the last one in ``ids``; their number if there is none."""
-        if self._header is None:
-            self._header = self._prompt_for_answer(options)
-        starts = [at for at, token in enumerate(ids) if self._header and token == self._header[0]]
-        return starts[-1] + common_prefix(self._header, ids[starts[-1] :]) if starts else len(ids)
-
-    def _prompt_for_answer(self, options: dict[str, Any]) -> list[int]:
-        """Return what the template writes for the assistant to continue; nothing if that cannot be found out."""
         probe = [{"role": "user", "content": _OTHER}]
         try:
             asked = self._render(probe, options, ask=True)
-            return asked[common_prefix(self._render(probe, options), asked) :]
-        except Exception:  # nor does it have to take a question alone
-            return []
+            header = asked[common_prefix(self._render(probe, options), asked) :]
+        except Exception:  # nor does a template have to take a question alone
+            return len(ids)
+        starts = [at for at, token in enumerate(ids) if token in header[:1]]
+        return starts[-1] + common_prefix(header, ids[starts[-1] :]) if starts else len(ids)
 
 
 def common_prefix(left: list[int], right: list[int]) -> int:
@@ -156,6 +150,7 @@ class Encoder:
         is_alone: whether each record has a row to itself, so that texts without a prompt are made to fit as well,
             and empty answers are not left out.
         drop_unseen: whether conversations with text that the template leaves out are counted and left out.
+        source: the processor whose template conversations are written with; None: the tokenizer's.
     """
 
     def __init__(
@@ -167,6 +162,7 @@ class Encoder:
         every_token: bool = False,
         is_alone: bool = False,
         drop_unseen: bool = False,
+        source: ProcessorMixin | None = None,
     ) -> None:
         self.tokenizer = tokenizer
         self.fitting = fitting or RowFitter()
@@ -177,7 +173,7 @@ class Encoder:
         bare, full = self._tokenize(["a"])[0], list(tokenizer("a")["input_ids"])
         starts = [at for at in range(len(full)) if full[at : at + len(bare)] == bare]
         self._prefix = full[: starts[0]] if starts else []
-        self._template = ChatTemplate(tokenizer)
+        self._template = ChatTemplate(source or tokenizer)
         self._finder = AnswerFinder(self._template.render)
 
     def encode(self, examples: Iterable[Example]) -> Iterator[EncodedSegment]:
@@ -199,7 +195,9 @@ class Encoder:
                 yield from self._encode_texts(batch)
                 batch, characters = [], 0
             if isinstance(example, Chat):
-                yield from self._encode_chat(example)
+                _, parts = self.parts(example)
+                if parts:
+                    yield from self._fitted(parts, example.where, self._every_token)
         yield from self._encode_texts(batch)
 
     def _segments(self, example: Example) -> Iterator[Example]:
@@ -237,14 +235,16 @@ class Encoder:
             continues = self._every_token or not (example.prompt or self._is_alone)
             yield from self._fitted([TokenizedAnswer(ids, trained)], example.where, continues, example.ends)
 
-    def encode_classified(self, text: PlainText) -> Iterator[EncodedSegment]:
-        """Encode a text for a classifier, with what the tokenizer puts around texts by default, and without loss."""
-        ids = list(self.tokenizer(text.completion, verbose=False)["input_ids"])
-        count = len(self._prefix)
-        if ids[count : 2 * count] == self._prefix:  # the text has it already
-            ids = ids[count:]
-        for part in self._fitted([TokenizedAnswer(ids, [True] * len(ids))], text.where, len(ids) == 1):
-            yield part._replace(trained=np.zeros(len(part.ids), dtype=bool))
+    def encode_classified(self, texts: Iterable[Example]) -> Iterator[EncodedSegment]:
+        """Encode texts for a classifier, with what the tokenizer puts around texts by default, and without loss."""
+        for text in texts:
+            assert isinstance(text, PlainText)
+            ids = list(self.tokenizer(text.completion, verbose=False)["input_ids"])
+            count = len(self._prefix)
+            if ids[count : 2 * count] == self._prefix:  # the text has it already
+                ids = ids[count:]
+            for part in self._fitted([TokenizedAnswer(ids, [True] * len(ids))], text.where, len(ids) == 1):
+                yield part._replace(trained=np.zeros(len(part.ids), dtype=bool))
 
     def _is_closed(self, ids: list[int], start: int) -> bool:
         ends = [at for at in (len(ids) - 1, len(ids) - 2) if at >= start and ids[at] == self.eos]
@@ -259,31 +259,28 @@ class Encoder:
             trained = np.ones(len(part.ids), bool) if self._every_token else np.array(part.trained, dtype=bool)
             yield EncodedSegment(np.array(part.ids, dtype=np.uint32), trained, ends)
 
-    def _encode_chat(self, chat: Chat) -> Iterator[EncodedSegment]:
-        try:
-            parts = self._parts(chat)
-        except UserError:
-            raise
-        except Exception as error:  # templates are programs: they raise any exception
-            raise UserError(
-                f"{chat.where}: the tokenizer's chat template refuses this conversation "
-                f"(roles {', '.join(str(message.get('role')) for message in chat.messages)}): {error}"
-            ) from error
-        if parts:
-            yield from self._fitted(parts, chat.where, self._every_token)
-
-    def _parts(self, chat: Chat) -> list[TokenizedAnswer]:
-        """Return the conversation as one document; or as one for each answer, each as the model will see it.
+    def parts(self, chat: Chat) -> tuple[Chat, list[TokenizedAnswer]]:
+        """Return a conversation in the form that the template takes, and as one document; or as one for each answer,
+        each as the model will see it.
 
         The latter is for templates that render a turn differently once others follow (Qwen3 drops earlier reasoning)
         and do not mark the assistant's tokens themselves.
         """
-        seen, form = self._template.checked(chat, self.fitting.unseen if self._drop_unseen else None)
-        if seen is None:
-            return []
-        chat, turns = seen, seen.answers
+        try:
+            seen, form = self._template.checked(chat, self.fitting.unseen if self._drop_unseen else None)
+            return (chat, []) if seen is None else (seen, self._parts(seen, form))
+        except UserError:
+            raise
+        except Exception as error:  # templates are programs: they raise any exception
+            raise UserError(
+                f"{chat.where}: the chat template refuses this conversation "
+                f"(roles {', '.join(str(message.get('role')) for message in chat.messages)}): {error}"
+            ) from error
+
+    def _parts(self, chat: Chat, form: Form) -> list[TokenizedAnswer]:
+        turns = chat.answers
         marks = form.marks_answers and chat.prompt_messages is None
-        ids, trained = self._render(chat, marks)
+        ids, trained = self._template.render_marked(chat.messages, chat.options, marks)
         if self._every_token or not turns:
             return [TokenizedAnswer(ids, [False] * len(ids))]
         turns_decide = trained is None or bool(chat.untrained)
@@ -301,15 +298,8 @@ class Encoder:
         ends = _run_ends(trained) if spans is None else tuple(stop for _, stop in spans)
         return [TokenizedAnswer(ids, trained, ends)]
 
-    def _render(self, chat: Chat, marks: bool, stop: int | None = None) -> tuple[list[int], list[bool] | None]:
-        """Return token ids, and which of them the template marks as the assistant's; None if it marks none."""
-        messages, template = chat.messages[:stop], self._template
-        return (
-            template.render_marked(messages, chat.options) if marks else (template.render(messages, chat.options), None)
-        )
-
     def _answer(self, chat: Chat, turn: int, marks: bool) -> TokenizedAnswer:
-        ids, marked = self._render(chat, marks, turn + 1)
+        ids, marked = self._template.render_marked(chat.messages[: turn + 1], chat.options, marks)
         start = self._finder.start(chat, turn, ids)
         return TokenizedAnswer(ids, [at >= start and (marked is None or marked[at]) for at in range(len(ids))])
 

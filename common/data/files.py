@@ -51,11 +51,6 @@ def find_files(names: tuple[str, ...]) -> list[Path]:
     return files
 
 
-def file_states(files: list[Path]) -> list[tuple[str, int, int]]:
-    """Return path, size and time of change of each file: what is prepared from them is kept while these stay equal."""
-    return [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
-
-
 def is_data_set_name(name: str) -> bool:
     """Return whether this can be ``owner/name``, ``owner/name:split`` or ``owner/name:configuration:split``."""
     repository, *parts = name.split(":")

@@ -12,27 +12,27 @@ images, which stay where they are. Its last line has a hash of the file, and cou
 import base64
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlparse
 
+import numpy as np
 import torch
 from transformers import ProcessorMixin
 
 from common.data.batches import IGNORED, Batches, DataConfig, rounded_width
-from common.data.encode import AnswerFinder, check_vocabulary
-from common.data.files import file_states, find_files
+from common.data.encode import Encoder, RowFitter, check_vocabulary
+from common.data.files import find_files
 from common.data.messages import Message
-from common.data.pack import FORMAT_VERSION, draw_rows, tokenizer_identity
+from common.data.pack import draw_rows, tokenizer_identity
 from common.data.prepare import open_or_build, padding_id
 from common.data.read import DataRecord, read_records
-from common.data.selection import Counts, Tally
+from common.data.selection import Counts
 from common.data.shapes import Chat, examples_of_records
-from common.data.template import ChatTemplate
 from common.errors import FinetuneError, UserError
-from common.files import file_when_complete, read_cached, write_cached
+from common.files import file_when_complete
 from common.store.errors import described
 from common.units import format_count
 
@@ -116,15 +116,24 @@ def _image(value: Any, column: Iterator[Any], where: str, directory: Path) -> di
 
 
 def any_images(files: tuple[str, ...]) -> bool:
-    """Return whether the data files hold conversations with images; cached for as long as they stay as they are."""
-    paths = find_files(files)
-    key = {"files": [list(state) for state in file_states(paths)]}
-    cached = read_cached("images", key, FORMAT_VERSION)
-    if cached is not None:
-        return bool(cached["present"])
-    present = any(has_images(record.values) for file in paths for record in read_records(file))
-    write_cached("images", key, FORMAT_VERSION, present=present)
-    return present
+    """Return whether the data files hold conversations with images."""
+    return any(has_images(record.values) for file in find_files(files) for record in read_records(file))
+
+
+def load_processor(checkpoint: Path) -> ProcessorMixin:
+    """Return the processor of a vision-language checkpoint, which makes token ids and pixels of conversations."""
+    from transformers import AutoProcessor
+
+    try:
+        processor = AutoProcessor.from_pretrained(checkpoint, local_files_only=True, trust_remote_code=False)
+        if not isinstance(processor, ProcessorMixin):
+            raise OSError("no processor_config.json or preprocessor_config.json")
+    except Exception as error:  # each class of processors fails in its own way
+        raise UserError(
+            f"{checkpoint} has no processor that transformers can load, and data with images need one: {error} "
+            "(Processors need pip install 'fuyou[images]'.)"
+        ) from error
+    return processor
 
 
 @dataclass(frozen=True)
@@ -132,80 +141,70 @@ class ImageRow:
     """A conversation of a data set: the processor's input, and which tokens of the result are trained on."""
 
     messages: list[dict[str, Any]]  # Messages, in the form of :func:`with_images`
-    trained: list[tuple[int, int]]  # Ranges of tokens that carry loss
+    trained: list[list[int]]  # First token and end of each range that carries loss
     tokens: int
     where: str  # File and line
     options: dict[str, Any]  # Other arguments of the chat template
-    cut: int = 0  # Number of tokens that were cut off behind these
-
-
-def load_processor(checkpoint: Path) -> ProcessorMixin:
-    """Return the processor of a vision-language checkpoint, which makes token ids and pixels of conversations."""
-    from transformers import AutoProcessor
-
-    advice = ""
-    try:
-        processor = AutoProcessor.from_pretrained(checkpoint, local_files_only=True, trust_remote_code=False)
-        if not isinstance(processor, ProcessorMixin):
-            raise OSError("no processor_config.json or preprocessor_config.json")
-    except Exception as error:  # each class of processors fails in its own way
-        if "orchvision" in str(error) or "PIL" in str(error) or "Pillow" in str(error):
-            advice = " Install what it needs: pip install 'fuyou[images]'."
-        raise UserError(
-            f"{checkpoint} has no processor that transformers can load, and data with images need one: {error}{advice}"
-        ) from error
-    if not (getattr(processor, "chat_template", None) or processor.tokenizer.chat_template):
-        raise UserError(f"The processor of {checkpoint} has no chat template, and data with images need one.")
-    return processor
 
 
 class ImageEncoder:
-    """Runs a processor on single conversations of at most ``vocab_size`` different tokens; None: any."""
+    """Finds the rows of conversations and the tokens that carry loss with a processor, and counts them."""
 
-    def __init__(self, processor: ProcessorMixin, vocab_size: int | None = None) -> None:
-        self._processor, self._vocab_size = processor, vocab_size
-        self._template = ChatTemplate(processor)
+    def __init__(self, processor: ProcessorMixin, config: DataConfig, counts: RowFitter) -> None:
+        self._processor, self._config, self.counts = processor, config, counts
+        self._encoder = Encoder(processor.tokenizer, counts, drop_unseen=config.drop_unseen, source=processor)
 
-    def rows(self, chat: Chat, limit: int | None = None, drop_unseen: Tally | None = None) -> list[ImageRow]:
-        """Return the rows of a conversation, one as a rule, with the tokens that carry loss.
+    def rows(self, record: DataRecord) -> Iterator[ImageRow]:
+        """Return the rows of a record, one as a rule; see :meth:`Encoder.parts`.
 
-        Some templates render a turn differently once others follow. Such a conversation becomes one row per answer,
-        each as the model will see it.
-
-        Args:
-            limit: number of tokens; a longer conversation ends behind the last answer within them, if there is one.
-            drop_unseen: counts conversations with text that the template leaves out; None: they are an error.
+        A conversation that is too long ends behind the last answer that fits; without any, it is left out.
         """
-        seen, form = self._template.checked(chat, drop_unseen)
-        if seen is None:
-            return []
-        chat = seen
-        finder = AnswerFinder(lambda messages, options, ask=False: self._ids(messages, chat, ask))
-        opened = replace(chat, messages=self._opened(chat.messages, chat.where))
-        whole = self._ids(opened.messages, chat)
+        where, counts = record.where, self.counts
+        given, *others = [record.values[column] for column in COLUMNS if record.values.get(column)] or [None]
+        if others:
+            raise UserError(f"{where} has images in {' and '.join(map(repr, COLUMNS))}: leave one out.")
+        rest = {name: value for name, value in record.values.items() if name not in COLUMNS}
+        [example] = examples_of_records([record._replace(values=rest)])
+        if example.is_empty:
+            counts.empty.add(0, where)
+            return
+        if not isinstance(example, Chat):
+            raise UserError(f"{where} is not a conversation: records with images must be conversations.")
+        images = with_images(example.messages, given, where, record.file.parent)
+        chat, parts = self._encoder.parts(replace(example, messages=images))
         image_id = getattr(self._processor, "image_token_id", None)  # of images, no embedding is read
-        texts = (token for token in whole if token != image_id)
-        check_vocabulary(texts, self._vocab_size, self._processor.tokenizer, chat.where)
-
-        def row(count: int, spans: list[tuple[int, int]], tokens: int, cut: int = 0) -> ImageRow:
-            return ImageRow(chat.messages[:count], spans, tokens, chat.where, chat.options, cut)
-
-        spans = finder.spans(opened, whole, chat.answers) if form.is_whole else None
-        if spans is None:
-            rows = []
-            for turn in chat.answers:
-                ids = self._ids(opened.messages[: turn + 1], chat)
-                rows.append(row(turn + 1, [(finder.start(opened, turn, ids), len(ids))], len(ids)))
-            return rows
-        fitting = [number for number, span in enumerate(spans) if limit is not None and span[1] <= limit]
-        if limit is None or len(whole) <= limit or not fitting:
-            return [row(len(opened.messages), spans, len(whole))]
-        last = fitting[-1]
-        return [row(chat.answers[last] + 1, spans[: last + 1], spans[last][1], len(whole) - spans[last][1])]
+        for turn, part in zip(chat.answers or [0], parts, strict=False):
+            texts = (token for token in part.ids if token != image_id)
+            check_vocabulary(texts, self._config.vocab_size, self._processor.tokenizer, where)
+            tokens, fitting = len(part.ids), [end for end in part.ends if not counts.is_long(end)]
+            messages = chat.messages if part.ends else chat.messages[: turn + 1]
+            if counts.is_long(tokens) and counts.truncate and fitting:
+                tokens, messages = fitting[-1], chat.messages[: chat.answers[len(fitting) - 1] + 1]
+            if not part.teaches:
+                counts.untrained.add(tokens, where)
+            elif counts.is_long(tokens):
+                counts.left_out.add(tokens, where)
+            else:
+                if tokens < len(part.ids):
+                    counts.cut.add(len(part.ids) - tokens, where)
+                edges = np.flatnonzero(np.diff([0, *part.trained[:tokens], 0]))
+                row = ImageRow(messages, edges.reshape(-1, 2).tolist(), tokens, where, chat.options)
+                counts.rows += 1
+                counts.tokens += tokens
+                counts.trainable_tokens += sum(part.trained[:tokens])
+                counts.longest = max(counts.longest, tokens)
+                counts.images += sum(piece["type"] == "image" for message in messages for piece in message["content"])
+                yield row
 
     def tensors(self, row: ImageRow) -> dict[str, torch.Tensor]:
         """Return the processor's values for a row, each ``[1, tokens]`` or of its images; and ``labels``."""
-        values = self._process(self._opened(row.messages, row.where), row.where, row.options)
+        try:
+            out: Any = self._processor.apply_chat_template(
+                row.messages, tokenize=True, return_dict=True, return_tensors="pt", **row.options
+            )
+        except Exception as error:  # templates and processors raise any exception
+            raise UserError(f"{row.where} cannot be read any more: {error}") from error
+        values = {name: value for name, value in out.items() if isinstance(value, torch.Tensor)}
         ids = values["input_ids"]
         if ids.shape[1] != row.tokens:
             raise FinetuneError(
@@ -217,47 +216,12 @@ class ImageEncoder:
             values["labels"][:, start:stop] = ids[:, start:stop]
         return values
 
-    def _ids(self, messages: list[dict[str, Any]], chat: Chat, ask: bool = False) -> list[int]:
-        return self._process(messages, chat.where, chat.options, ask)["input_ids"][0].tolist() if messages else []
-
-    def _process(
-        self, messages: list[dict[str, Any]], where: str, options: dict[str, Any], ask: bool = False
-    ) -> dict[str, torch.Tensor]:
-        try:
-            values: Any = self._processor.apply_chat_template(
-                messages, tokenize=True, return_dict=True, return_tensors="pt", add_generation_prompt=ask, **options
-            )
-        except Exception as error:  # templates and processors raise any exception
-            roles = ", ".join(str(message["role"]) for message in messages)
-            raise UserError(
-                f"{where}: the checkpoint's processor refuses this conversation (roles {roles}): {error}"
-            ) from error
-        return {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
-
-    @staticmethod
-    def _opened(messages: list[dict[str, Any]], where: str) -> list[dict[str, Any]]:
-        from transformers.image_utils import load_image
-
-        def opened(part: dict[str, Any]) -> dict[str, Any]:
-            if part["type"] != "image":
-                return part
-            try:
-                return {"type": "image", "image": load_image(part["url"])}
-            except Exception as error:  # Pillow raises many kinds
-                raise UserError(f"{where}: the image {part['url'][:80]} cannot be read: {error}") from error
-
-        contents = [message.get("content") for message in messages]
-        return [
-            {**message, "content": [opened(part) for part in content]} if isinstance(content, list) else message
-            for message, content in zip(messages, contents, strict=True)
-        ]
-
 
 class ImageBatches(Batches):
     """Batches of the conversations in an index file, in rows of ``seq_len`` tokens."""
 
     def __init__(self, path: Path, config: DataConfig, processor: ProcessorMixin) -> None:
-        self._encoder, self._config = ImageEncoder(processor), config
+        self._encoder, self._config = ImageEncoder(processor, config, RowFitter()), config
         self._pad = padding_id(processor.tokenizer, config.vocab_size)
         self._starts, digest, line = [0], hashlib.blake2b(digest_size=8), b""
         with path.open("rb") as lines:
@@ -315,66 +279,24 @@ def open_image_data(config: DataConfig, processor: ProcessorMixin, cache_dir: Pa
 
     Lengths and tokens that carry loss are found by running the processor once, and kept in ``cache_dir``.
     """
-    files = find_files(config.files)
-    cache_dir.mkdir(parents=True, exist_ok=True)
-    rules = [type(processor).__name__, processor.to_json_string(), processor.chat_template]
-    identity = [tokenizer_identity(processor.tokenizer), json.dumps(rules, default=str)]
-    key = [FORMAT_VERSION, config.seq_len, config.truncate, file_states(files), identity, *config.identity]
-    path = cache_dir / f"images-{hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]}.jsonl"
 
-    def build(_: object) -> None:
-        counts, digest = Counts(config.seq_len, config.truncate), hashlib.blake2b(digest_size=8)
-        encoder = ImageEncoder(processor, config.vocab_size)
+    def build(path: Path, files: list[Path], _: object) -> None:
+        counts, digest = RowFitter(config.seq_len, config.truncate), hashlib.blake2b(digest_size=8)
+        encoder = ImageEncoder(processor, config, counts)
         with described("writing", path), file_when_complete(path) as out:
             for record in config.selection.read(files):
-                for row in _rows(record, encoder, config, counts):
-                    if _is_kept(row, counts):
-                        line = json.dumps(asdict(row)).encode() + b"\n"
-                        digest.update(line)
-                        out.write(line)
+                for row in encoder.rows(record):
+                    line = json.dumps(asdict(row)).encode() + b"\n"
+                    digest.update(line)
+                    out.write(line)
             counts.check_any_rows(files)
             text = json.dumps(asdict(counts)).encode()
             digest.update(text)
             out.write(digest.hexdigest().encode() + b" " + text)
 
-    return open_or_build(lambda: ImageBatches(path, config, processor), build, files, cache_dir)
+    def open_file(path: Path) -> ImageBatches:
+        return ImageBatches(path, config, processor)
 
-
-def _is_kept(row: ImageRow, counts: Counts) -> bool:
-    """Count a row, and return whether it can be trained on."""
-    if row.tokens > counts.seq_len:
-        counts.left_out.add(row.tokens, row.where)
-        return False
-    if not any(stop > max(start, 1) for start, stop in row.trained):
-        counts.untrained.add(row.tokens, row.where)
-        return False
-    if row.cut:
-        counts.cut.add(row.cut, row.where)
-    counts.rows += 1
-    counts.tokens += row.tokens
-    counts.trainable_tokens += sum(stop - start for start, stop in row.trained)
-    counts.longest = max(counts.longest, row.tokens)
-    counts.images += sum(part["type"] == "image" for message in row.messages for part in _parts_of(message))
-    return True
-
-
-def _rows(record: DataRecord, encoder: ImageEncoder, config: DataConfig, counts: Counts) -> Iterator[ImageRow]:
-    where = record.where
-    given, *others = [record.values[column] for column in COLUMNS if record.values.get(column)] or [None]
-    if others:
-        raise UserError(f"{where} has images in {' and '.join(map(repr, COLUMNS))}: leave one out.")
-    rest = {name: value for name, value in record.values.items() if name not in COLUMNS}
-    for example in examples_of_records([record._replace(values=rest)]):
-        if example.is_empty:
-            counts.empty.add(0, where)
-        elif not isinstance(example, Chat):
-            raise UserError(f"{where} is not a conversation: records with images must be conversations.")
-        else:
-            chat = replace(example, messages=with_images(example.messages, given, where, record.file.parent))
-            limit = config.seq_len if config.truncate else None
-            yield from encoder.rows(chat, limit, counts.unseen if config.drop_unseen else None)
-
-
-def _parts_of(message: Mapping[str, Any]) -> list[Any]:
-    content = message.get("content")
-    return content if isinstance(content, list) else []
+    rules = [tokenizer_identity(processor.tokenizer), type(processor).__name__, processor.to_json_string()]
+    identity = json.dumps([*rules, processor.chat_template], default=str)
+    return open_or_build(open_file, build, config, cache_dir, "images", identity)

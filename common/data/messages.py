@@ -128,9 +128,10 @@ def _check_weight(message: Message, which: str) -> None:
     weight = message.get("weight")
     allowed = (0, 1) if message["role"] == "assistant" else (0,)
     if weight is not None and (isinstance(weight, bool) or weight not in allowed):
+        shown = json.dumps(weight, default=str)
         raise UserError(
-            f"{which} (role {message['role']}) has the weight {json.dumps(weight, default=str)}. A weight of 0 takes "
-            "the loss from a message of the assistant, and 1 leaves it there; other roles have 0 or none."
+            f"{which} (role {message['role']}) has the weight {shown}: it is 0 (no loss) or 1, and 1 of the assistant "
+            "alone."
         )
 
 

@@ -16,27 +16,23 @@ from common.errors import UserError, did_you_mean
 from common.units import counted, format_count
 
 # Columns of the layouts, the more structured first: of the whole or the prompt, and of the answer.
-LAYOUTS: tuple[tuple[str, str | None], ...] = (
-    ("messages", None),
-    ("conversations", None),
-    ("prompt", "completion"),
-    ("instruction", "output"),
-    ("text", None),
-)
+LAYOUTS = (("messages",), ("conversations",), ("prompt", "completion"), ("instruction", "output"), ("text",))
 
 
 @dataclass
 class Tally:
-    """How many records something was done to, and where the first of them is."""
+    """How many records something was done to, and where the first and the last of them are."""
 
     records: int = 0
     tokens: int = 0  # Number of tokens that are not trained on because of it
     first: str = ""
+    last: str = ""
 
     def add(self, tokens: int, where: str) -> None:
-        """Count one record more, at ``where``, which lost ``tokens``."""
+        """Count a record at ``where``, once for all its rows, and ``tokens`` that it lost."""
         self.first = self.first or where
-        self.records += 1
+        self.records += where != self.last
+        self.last = where
         self.tokens += tokens
 
 

@@ -1,17 +1,22 @@
-"""Turn records of every known layout into examples: texts and conversations.
+"""Turn records of every known layout into examples, texts and conversations; or into items: pairs of answers, and texts
+with a class.
 
 A layout is a column with the prompt or the whole, and one with the answer. Where the columns of several layouts have
 values, the more structured one wins: public data sets often carry a flattened ``text`` next to the real thing.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
+
+import numpy as np
 
 from common.data.messages import Message, has_text, messages_of, same_turns
 from common.data.read import DataRecord, require_text, structured
 from common.data.selection import LAYOUTS
-from common.errors import UserError
+from common.errors import UserError, did_you_mean
 
 ALPACA_PROMPT = (
     "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
@@ -24,8 +29,11 @@ ALPACA_PROMPT_WITH_INPUT = (
 )
 
 _WHOLE = ("messages", "conversations")
+# Columns with a pair's prompt, of which the first that has a value counts.
+_PROMPTS = ("prompt", "messages", "conversations", "instruction")
+# Columns that hold the prompt of pairs in other layouts, which would be trained on without it.
+_QUESTIONS = ("question", "query", "input", "context", "problem")
 _MEDIA = ("image", "images", "video", "videos", "audio", "audios")
-KNOWN_SHAPES = "text | messages or conversations | prompt, completion | instruction, output (and optionally input)"
 
 
 @dataclass(frozen=True)
@@ -79,6 +87,34 @@ class Chat:
 Example = PlainText | Chat
 
 
+@dataclass(frozen=True)
+class Item:
+    """One of what ``--batch-size`` counts."""
+
+    examples: tuple[Example, ...]  # What becomes its rows; none where the record has nothing to learn from
+    mark: int = 0  # A number of 32 bits that goes with it
+    where: str = ""  # File and line, for messages about it
+
+
+@dataclass(frozen=True)
+class ItemKind:
+    """What items are made of: pairs of answers, or texts with a class."""
+
+    name: str  # ``pairs`` or ``texts``
+    items: Callable[[Iterable[DataRecord]], Iterator[Item]]
+    rows: int = 1  # Rows of an item
+    classifies: bool = False  # Whether batches are for a sequence classifier
+    pad: int | None = None  # Token to pad with; None: the tokenizer's
+    identity: tuple[object, ...] = ()  # What else the rows depend on, as JSON
+
+    def values(self, marks: np.ndarray) -> dict[str, np.ndarray]:
+        """Return what goes with a batch, given its items' marks, uint32: a classifier's ``labels``, int64, or the
+        ``margins``, fp32, of pairs for one."""
+        if not self.classifies:
+            return {}
+        return {"margins": marks.view(np.float32)} if self.name == "pairs" else {"labels": marks.astype(np.int64)}
+
+
 def examples_of_records(records: Iterable[DataRecord]) -> Iterator[Example]:
     """Return records as examples; a text file is one document: paragraphs of a book belong together."""
     for record in records:
@@ -88,24 +124,24 @@ def examples_of_records(records: Iterable[DataRecord]) -> Iterator[Example]:
             hint = "Give columns of other names with --columns: prompt=question completion=answer."
             if {"chosen", "rejected"} <= set(values):
                 hint = "A preferred and a rejected answer are for --objective dpo or reward."
-            columns = f"has the columns {', '.join(values)}; none of the known record shapes"
-            raise UserError(f"{where} {columns}: {KNOWN_SHAPES}. {hint}")
+            raise UserError(
+                f"{where} has the columns {', '.join(values)}; none of the known record shapes: text | messages or "
+                f"conversations | prompt, completion | instruction, output (and optionally input). {hint}"
+            )
         yield example_of(values, where, *layout)
 
 
-def layout_of(record: Mapping[str, Any]) -> tuple[str, str | None] | None:
+def layout_of(record: Mapping[str, Any]) -> tuple[str, ...] | None:
     """Return the first layout whose columns have values, else the first whose columns are there; None: none is."""
-    columns = [(layout, {name for name in layout if name}) for layout in LAYOUTS]
-    there = [layout for layout, names in columns if names <= set(record)]
-    given = (
-        layout
-        for layout, names in columns
-        if all(record.get(name) is not None for name in names) and any(record[name] not in ("", []) for name in names)
-    )
-    return next(given, there[0] if there else None)
+    there = [layout for layout in LAYOUTS if set(layout) <= set(record)]
+    for layout in there:
+        values = [record[name] for name in layout]
+        if None not in values and any(value not in ("", []) for value in values):
+            return layout
+    return there[0] if there else None
 
 
-def example_of(record: Mapping[str, Any], where: str, prompt: str, answer: str | None) -> Example:
+def example_of(record: Mapping[str, Any], where: str, prompt: str, answer: str | None = None) -> Example:
     """Return a record as one example, from its columns ``prompt`` (the prompt, or the whole) and ``answer``, if any.
 
     Text with text is text; where either is a conversation, or the record has earlier turns, a system prompt, or
@@ -121,7 +157,8 @@ def example_of(record: Mapping[str, Any], where: str, prompt: str, answer: str |
     _check_context(record, where, prompt, asked)
     if isinstance(asked, str) and isinstance(answered, str) and not (options or system.strip() or history):
         return PlainText(asked, answered, where=where)
-    turns, answers = history + _as_turns(asked, "user"), _as_turns(answered, "assistant")
+    turns = history + ([{"role": "user", "content": asked}] * bool(asked) if isinstance(asked, str) else asked)
+    answers = [{"role": "assistant", "content": answered}] if isinstance(answered, str) else answered
     plain = None
     if prompt == "instruction" and isinstance(answered, str) and not (system.strip() or history):
         fields = {name: require_text(record, name, where) for name in ("instruction", "input")}
@@ -177,12 +214,6 @@ def _check_context(record: Mapping[str, Any], where: str, prompt: str, asked: st
             )
 
 
-def _as_turns(value: str | list[Message], role: str) -> list[Message]:
-    if not isinstance(value, str):
-        return value
-    return [{"role": role, "content": value}] if value or role == "assistant" else []
-
-
 def _history(record: Mapping[str, Any], where: str, prompt: str) -> Iterator[Message]:
     """Yield the turns of Alpaca's ``history``, a list of questions with their answers."""
     history = structured(record, "history", where) or []
@@ -224,3 +255,114 @@ def _template_options(record: Mapping[str, Any], where: str) -> dict[str, Any]:
 def _as_tool(tool: dict[str, Any]) -> dict[str, Any]:
     bare = isinstance(tool.get("name"), str) and "function" not in tool and tool.get("type", "function") == "function"
     return {"type": "function", "function": {k: v for k, v in tool.items() if k != "type"}} if bare else tool
+
+
+def pair_kind(classifies: bool = False, pad: int | None = None) -> ItemKind:
+    """Return the kind of items that are pairs of answers: two rows, the preferred one first."""
+    return ItemKind("pairs", pairs_of_records, 2, classifies, pad)
+
+
+def class_kind(classes: dict[str, int], pad: int | None = None) -> ItemKind:
+    """Return the kind of items that are texts with a class, given the numbers of the classes by name."""
+    return ItemKind("texts", partial(classes_of_records, classes=classes), 1, True, pad, tuple(classes.items()))
+
+
+def pairs_of_records(records: Iterable[DataRecord]) -> Iterator[Item]:
+    """Return the preferred and the rejected answer of each record, each with its prompt.
+
+    Both are what ``prompt`` and ``completion`` would be: texts, or conversations. Without a prompt, ``chosen`` and
+    ``rejected`` are whole conversations (or texts), and what both begin with is the prompt. A ``margin`` says by how
+    much the preferred answer is better. A rejected answer may be empty.
+    """
+    for record in records:
+        values, where = _from_openai(record.values), record.where
+        if not {"chosen", "rejected"} <= set(values):
+            raise UserError(
+                f"{where} has the columns {', '.join(values)}; a pair has chosen and rejected, and a prompt, messages, "
+                "conversations, or an instruction, if these do not begin with it."
+            )
+        margin = values.get("margin")
+        try:
+            number = 0.0 if margin is None else float(margin)
+        except (TypeError, ValueError, OverflowError):
+            number = math.nan
+        if not abs(number) <= float(np.finfo(np.float32).max) or isinstance(margin, bool):
+            raise UserError(f"{where}: 'margin' must be a number of 32 bits, not {str(margin)[:80]!r}.")
+        yield Item(_pair(values, where), int(np.float32(number).view(np.uint32)), where)
+
+
+def labels_of_records(records: Iterable[DataRecord]) -> list[str]:
+    """Return the names of all classes in records with ``text`` and ``label``, in order; numbers by their size."""
+    names = {_label(record.values, record.where) for record in records}
+    if len(names) < 2:
+        named = f"only {names.pop()!r}" if names else "none"
+        raise UserError(f"A classifier learns to tell at least two classes apart, and the data have {named}.")
+    numbers = all(name.isascii() and name.isdigit() and name == str(int(name)) for name in names)
+    return sorted(names, key=int if numbers else None)
+
+
+def classes_of_records(records: Iterable[DataRecord], classes: Mapping[str, int]) -> Iterator[Item]:
+    """Return texts, each with the number of its class, given these by name."""
+    for record in records:
+        values, where = record.values, record.where
+        label, text = _label(values, where), require_text(values, "text", where)
+        # A configuration without its own names calls its classes LABEL_0, LABEL_1, ...
+        number = classes.get(label, classes.get(f"LABEL_{label}"))
+        if number is None:
+            known = ", ".join(list(classes)[:8])
+            raise UserError(f"{where} has the label {label!r}; the model knows {known}.{did_you_mean(label, classes)}")
+        yield Item((PlainText("", text, where=where),) if text.strip() else (), number, where)
+
+
+def _label(values: Mapping[str, Any], where: str) -> str:
+    if not {"text", "label"} <= set(values):
+        raise UserError(
+            f"{where} has the columns {', '.join(values)}; a text with its class has text and label. Give columns of "
+            "other names with --columns: text=review label=stars."
+        )
+    label = values["label"]
+    if isinstance(label, bool) or (isinstance(label, float) and label.is_integer()):
+        label = int(label)
+    if not isinstance(label, str | int) or label == "":
+        raise UserError(f"{where}: 'label' is {label!r}, and a class is a name or a whole number.")
+    return str(label)
+
+
+def _from_openai(values: dict[str, Any]) -> dict[str, Any]:
+    names = {"input", "preferred_output", "non_preferred_output"}
+    if not (names <= set(values) and isinstance(values["input"], dict)):
+        return values
+    return {**values["input"], "chosen": values["preferred_output"], "rejected": values["non_preferred_output"]}
+
+
+def _pair(values: dict[str, Any], where: str) -> tuple[()] | tuple[Example, Example]:
+    """Return both answers of a record, each with its prompt; none where there is nothing to prefer."""
+    chosen, rejected = values["chosen"], values["rejected"]
+    if chosen is None or rejected is None:
+        return ()
+    there = [name for name in _PROMPTS if values.get(name) is not None]
+    column = next((name for name in there if values[name] not in ("", [])), there[0] if there else None)
+    opening = messages_of(chosen, "chosen", where)[:1] if isinstance(chosen, list | dict) else []
+    answers_only = all(turn["role"] == "assistant" for turn in opening)
+    whole = column is None or not answers_only
+    if column is None and answers_only and (unread := next(filter(values.get, _QUESTIONS), None)):
+        raise UserError(
+            f"{where} has {unread!r} and no prompt: name it with --columns prompt={unread}, or leave it out."
+        )
+    if column is None and isinstance(chosen, str) and isinstance(rejected, str):
+        alike = _alike(chosen, rejected)
+        cut = max(chosen.rfind(" ", 0, alike), chosen.rfind("\n", 0, alike)) + 1
+        values = {**values, "prompt": chosen[:cut], "chosen": chosen[cut:], "rejected": rejected[cut:]}
+    better, worse = (example_of(values, where, column or "prompt", answer) for answer in ("chosen", "rejected"))
+    if type(better) is not type(worse):
+        raise UserError(f"{where}: chosen and rejected must both be texts, or both be lists of messages.")
+    if whole and isinstance(better, Chat) and isinstance(worse, Chat):
+        alike = _alike(better.messages, worse.messages)
+        better, worse = replace(better, prompt_messages=alike), replace(worse, prompt_messages=alike)
+    return () if better.is_empty else (better, worse)
+
+
+def _alike(left: Sequence[Any], right: Sequence[Any]) -> int:
+    """Return how many entries both begin with, short of the last of each."""
+    most = min(len(left), len(right)) - 1
+    return next((at for at in range(most) if left[at] != right[at]), max(most, 0))

@@ -22,23 +22,19 @@ from common.errors import UserError
 from common.files import preset_files
 
 _CALL = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
-
-
-def dated(template: str | dict[str, str] | None, day: date) -> str | dict[str, str] | None:
-    """Return a chat template, or several by name, in which ``strftime_now`` is a text: ``day`` in its format."""
-
-    def fixed(text: str) -> str:
-        return _CALL.sub(lambda call: json.dumps(day.strftime(call[2])), text)
-
-    if isinstance(template, dict):
-        return {name: fixed(text) for name, text in template.items()}
-    return template and fixed(template)
-
-
 _GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _KINDS_KEPT = 4096  # Number of kinds of conversations whose form is remembered
 
 Change = Callable[[Message], Message]
+
+
+def dated(template: str | dict[str, str] | None, day: date) -> str | dict[str, str] | None:
+    """Return a chat template, or several by name, in which ``strftime_now`` is a text: ``day`` in its format."""
+    if isinstance(template, dict):
+        return {
+            name: _CALL.sub(lambda call: json.dumps(day.strftime(call[2])), text) for name, text in template.items()
+        }
+    return template and _CALL.sub(lambda call: json.dumps(day.strftime(call[2])), template)
 
 
 def texts_of(message: Message) -> list[tuple[str, str]]:
@@ -64,24 +60,22 @@ def _map_texts(message: Message, change: Callable[[str, str], str]) -> Message:
                 {**part, "text": change(name, part["text"])} if isinstance(part.get("text"), str) else part
                 for part in value
             ]
-    return _with_functions(result, lambda function: _changed_function(function, change))
+
+    def changed(function: dict[str, Any]) -> dict[str, Any]:
+        result = {**function, "name": change("tool_calls", function["name"])}
+        if "arguments" in function:
+            arguments, inner = function["arguments"], parsed(function["arguments"])
+            leaves = _leaves(inner if isinstance(inner, dict) else arguments, change)
+            result["arguments"] = json.dumps(leaves, ensure_ascii=False) if isinstance(inner, dict) else leaves
+        return result
+
+    return _with_functions(result, changed)
 
 
 def _with_functions(message: Message, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Message:
     if not message.get("tool_calls"):
         return message
     return {**message, "tool_calls": [{**call, "function": change(call["function"])} for call in message["tool_calls"]]}
-
-
-def _changed_function(function: dict[str, Any], change: Callable[[str, str], str]) -> dict[str, Any]:
-    arguments = function.get("arguments")
-    inner = parsed(arguments)
-    if isinstance(inner, dict):
-        arguments = json.dumps(_leaves(inner, change), ensure_ascii=False)
-    else:
-        arguments = _leaves(arguments, change)
-    given = {"arguments": arguments} if "arguments" in function else {}
-    return {**function, "name": change("tool_calls", function["name"]), **given}
 
 
 def _leaves(value: Any, change: Callable[[str, str], str]) -> Any:
@@ -114,40 +108,37 @@ def _parted(message: Message) -> Message:
     return {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else message
 
 
-def _arguments_as(as_text: bool) -> Change:
-    def change(function: dict[str, Any]) -> dict[str, Any]:
-        given = function.get("arguments")
-        inner = given if as_text else parsed(given)
-        value = json.dumps(inner, ensure_ascii=False) if as_text else inner
-        return {**function, "arguments": value} if isinstance(inner, dict) else function
-
-    return partial(_with_functions, change=change)
+def _arguments_as_text(function: dict[str, Any]) -> dict[str, Any]:
+    given = function.get("arguments")
+    return {**function, "arguments": json.dumps(given, ensure_ascii=False)} if isinstance(given, dict) else function
 
 
-def _reasoning_as(name: str) -> Change:
-    def change(message: Message) -> Message:
-        given = next((message[key] for key in REASONING if key in message), None)
-        rest = {key: value for key, value in message.items() if key not in REASONING}
-        return message if given is None else {**rest, name: given}
-
-    return change
+def _arguments_parsed(function: dict[str, Any]) -> dict[str, Any]:
+    inner = parsed(function.get("arguments"))
+    return {**function, "arguments": inner} if isinstance(inner, dict) else function
 
 
-def _role_as(role: str, other: str) -> Change:
-    return lambda message: {**message, "role": other} if message["role"] == role else message
+def _reasoning_as(name: str, message: Message) -> Message:
+    given = next((message[key] for key in REASONING if key in message), None)
+    rest = {key: value for key, value in message.items() if key not in REASONING}
+    return message if given is None else {**rest, name: given}
 
 
-_REFUSED = (-2, "")  # Stands for all texts of a conversation that the template refuses
+def _role_as(role: str, other: str, message: Message) -> Message:
+    return {**message, "role": other} if message["role"] == role else message
+
+
+_REFUSED = (-2, "")  # All texts of a conversation that the template refuses
 # Other forms of the same messages, which are tried in this order where a text would not appear.
 _CHANGES: tuple[Change, ...] = (
     _joined,
     _parted,
-    _arguments_as(as_text=False),
-    _arguments_as(as_text=True),
-    *map(_reasoning_as, REASONING),
-    _role_as("developer", "system"),
-    _role_as("function", "tool"),
-    _role_as("ipython", "tool"),
+    partial(_with_functions, change=_arguments_parsed),
+    partial(_with_functions, change=_arguments_as_text),
+    *(partial(_reasoning_as, name) for name in REASONING),
+    partial(_role_as, "developer", "system"),
+    partial(_role_as, "function", "tool"),
+    partial(_role_as, "ipython", "tool"),
     lambda message: {"content": "", **message},
 )
 
@@ -181,10 +172,14 @@ class ChatTemplate:
         out = self._source.apply_chat_template(
             messages, tokenize=True, add_generation_prompt=ask, return_dict=True, **options
         )
-        return list(out["input_ids"])
+        return list(out["input_ids"] if self._source is self._tokenizer else out["input_ids"][0])
 
-    def render_marked(self, messages: list[Message], options: dict[str, Any]) -> tuple[list[int], list[bool]]:
-        """Return the token ids of messages, and for each whether the template marks it as the assistant's."""
+    def render_marked(
+        self, messages: list[Message], options: dict[str, Any], marks: bool = True
+    ) -> tuple[list[int], list[bool] | None]:
+        """Return the token ids of messages, and for each whether the template ``marks`` it as the assistant's."""
+        if not marks:
+            return self.render(messages, options), None
         out = self._source.apply_chat_template(
             messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True, **options
         )
@@ -209,16 +204,16 @@ class ChatTemplate:
             raise UserError(f"{chat.where}: content has a part {str(other[0])[:80]}, and a tokenizer takes text only.")
         kind = replace(chat, messages=_marked(chat.messages))
         key = hashlib.blake2b(json.dumps([kind.messages, chat.options], default=str).encode()).digest()
-        form = self._forms.get(key)
-        if form is None:
+        if key not in self._forms:
             if len(self._forms) >= _KINDS_KEPT:
                 self._forms.clear()
-            form = self._forms[key] = self._form(kind)
+            self._forms[key] = self._form(kind)
+        form = self._forms[key]
         chat, missing = replace(chat, messages=_changed(chat.messages, form.changes)), form.missing
         if not missing:
             missing, is_whole = self._missing(chat)
-            missing, form = [] if _REFUSED in missing else missing, replace(form, is_whole=is_whole)
-        if not missing:
+            form = replace(form, is_whole=is_whole)
+        if not missing or _REFUSED in missing:  # rendering it says why
             return chat, form
         if drop_unseen is None:
             number, unseen = missing[0]
@@ -275,15 +270,15 @@ class ChatTemplate:
 
     def _unread(self, chat: Chat) -> Iterator[tuple[int, str]]:
         written = self._text(chat.messages, chat.options)
-        for name in chat.options:
-            if name in ("tools", "documents"):
-                rest = {key: value for key, value in chat.options.items() if key != name}
+        for name, value in chat.options.items():
+            rest = {key: other for key, other in chat.options.items() if key != name}
+            if name not in ("tools", "documents"):  # a switch may well make no difference to one conversation
+                is_read = bool(re.search(rf"\b{re.escape(name)}\b", self._program(chat.options)))
+            else:
                 is_read = written is None or (
                     written != self._text(chat.messages, rest)
-                    and all(_appears(text, written) for text in _described(chat.options[name]))
+                    and all(_appears(text, written) for text in _described(value))
                 )
-            else:  # a switch may well make no difference to one conversation
-                is_read = bool(re.search(rf"\b{re.escape(name)}\b", self._program(chat.options)))
             if not is_read:
                 yield -1, name
 
@@ -302,7 +297,7 @@ class ChatTemplate:
             ids, marked = self.render_marked(chat.messages, chat.options)
         except Exception:  # a template that refuses this; rendering it says why
             return False
-        trained = str(self._tokenizer.decode([token for token, mark in zip(ids, marked, strict=True) if mark]))
+        trained = str(self._tokenizer.decode([token for token, mark in zip(ids, marked or (), strict=True) if mark]))
         others = [message for message in chat.messages if message["role"] != "assistant"]
         return not any(text in trained for message in others for _, text in texts_of(message))
 

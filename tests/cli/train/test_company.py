@@ -6,6 +6,7 @@ The twin computes each document alone with transformers, and adds up.
 import contextlib
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ import fuyou
 from cli.train.loop import evaluate
 from cli.train.objectives import ObjectiveLoop
 from common.data import DataConfig, open_data
-from common.data.prepare import open_items, pair_kind
+from common.data.shapes import pair_kind
 from fuyou.objectives.losses import PairObjective
 from tests.cli.conftest import Finetune
 from tests.helpers.command.histories import history
@@ -170,7 +171,7 @@ def evaluated(engine: fuyou.Engine, checkpoint: Path, objective: str, file: Path
         with contextlib.closing(open_data(config, tokenizer, cache)) as data:
             assert "cut" not in data.description
             return evaluate(data, config.batch_size, lambda batch: engine.eval_loss(**batch)).loss
-    with contextlib.closing(open_items(pair_kind(), config, tokenizer, cache)) as items:
+    with contextlib.closing(open_data(replace(config, kind=pair_kind()), tokenizer, cache)) as items:
         assert "cut" not in items.description
         items.reference = np.full(2 * items.rows, FIXED, dtype=np.float32)
         return ObjectiveLoop(PairObjective(), engine).evaluate(items, config.batch_size).loss

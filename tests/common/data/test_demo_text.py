@@ -13,7 +13,6 @@ from tests.common.data.conftest import write_records
 
 def test_documents() -> None:
     documents = demo_documents()
-    assert documents == demo_documents.__wrapped__()
     assert 300_000 < sum(map(len, documents)) < 3_000_000
     words = " ".join(documents).lower().split()
     assert words.count("the") / len(words) > 0.03, "not English"

@@ -165,12 +165,12 @@ def test_prepared_data_are_used_again_and_checked(tmp_path: Path) -> None:
     picture = draw(tmp_path / "0.png", 0)
     data = write(tmp_path / "data.jsonl", chat([{"type": "image", "path": "0.png"}, ASK], "Paris"))
     digest = opened([data], tmp_path).digest
-    index = next((tmp_path / "cache").glob("images-*.jsonl"))
+    index = next((tmp_path / "cache").glob("images-*.tokens"))
     written = index.stat().st_mtime_ns
     again = opened([data], tmp_path)
     assert (again.digest, index.stat().st_mtime_ns) == (digest, written)
     picture.write_bytes(b"no picture")
-    with pytest.raises(UserError, match=r"line 1: the image .*0.png cannot be read"):
+    with pytest.raises(UserError, match=r"line 1 cannot be read any more: .*0.png"):
         again.batch(0)
     draw(picture, 0)
     for at in (20, -20):  # a row, and the counts behind all rows

@@ -9,10 +9,8 @@ from transformers import PreTrainedTokenizerFast
 
 from common.data import DataConfig, open_data
 from common.data.encode import Encoder
-from common.data.items import pairs_of_records
-from common.data.prepare import ItemKind, class_kind, open_items, pair_kind
 from common.data.read import DataRecord
-from common.data.shapes import examples_of_records
+from common.data.shapes import ItemKind, class_kind, examples_of_records, pair_kind, pairs_of_records
 from common.errors import UserError
 from common.files import preset_files
 from tests.common.data.conftest import PLAIN_TEMPLATE, REWRITING_TEMPLATE, make_tokenizer, write_records
@@ -133,7 +131,7 @@ def test_rewards_read_texts_to_their_end(tmp_path: Path) -> None:
     tokenizer, records = make_tokenizer(), [{"chosen": "the fox", "rejected": "a dog"}]
     records.append({"prompt": "", "chosen": "the fox", "rejected": "the dog"})
     file = write_records(tmp_path / "a.jsonl", records)
-    batches = open_items(pair_kind(classifies=True), DataConfig((file,), 32, 2), tokenizer, tmp_path / "cache")
+    batches = open_data(DataConfig((file,), 32, 2, kind=pair_kind(classifies=True)), tokenizer, tmp_path / "cache")
     batch = batches.batch(0)
     texts = [tokenizer.decode(ids[mask.bool()]) for ids, mask in zip(*map(batch.get, ("input_ids", "attention_mask")),
                                                                      strict=True)]  # type: ignore[arg-type]  # fmt: skip
@@ -193,8 +191,7 @@ def test_records_without_an_answer_are_counted(
     kind: ItemKind | None, good: dict[str, Any], left_out: list[dict[str, Any]], tmp_path: Path
 ) -> None:
     file = write_records(tmp_path / "a.jsonl", [good, good, *left_out])
-    config, tokenizer = DataConfig((file,), 64, 2), make_tokenizer(PLAIN_TEMPLATE)
-    opened = open_items(kind, config, tokenizer, tmp_path) if kind else open_data(config, tokenizer, tmp_path)
+    opened = open_data(DataConfig((file,), 64, 2, kind=kind), make_tokenizer(PLAIN_TEMPLATE), tmp_path)
     number = f"{len(left_out)} record{'s' * (len(left_out) > 1)}"
     assert opened.description.startswith("2 ")
     assert f"left out: {number}; first {file}, line 3; no text, or an empty answer" in opened.description
@@ -203,11 +200,11 @@ def test_records_without_an_answer_are_counted(
 def test_long_texts_with_a_class_are_counted(tmp_path: Path) -> None:
     file = write_records(tmp_path / "a.jsonl", [{"text": "dog " * n, "label": n % 2} for n in (1, 60)])
     for truncate, words in ((True, "cut: 1 record, "), (False, "left out: 1 record, ")):
-        config = DataConfig((file,), 32, 1, truncate=truncate)
-        assert words in open_items(CLASSES, config, make_tokenizer(), tmp_path / "cache").description
+        config = DataConfig((file,), 32, 1, truncate=truncate, kind=CLASSES)
+        assert words in open_data(config, make_tokenizer(), tmp_path / "cache").description
     wrong = write_records(tmp_path / "b.jsonl", [{"text": "a", "label": 2}])
     with pytest.raises(UserError, match="line 1 has the label '2'"):
-        open_items(CLASSES, DataConfig((wrong,), 32, 1), make_tokenizer(), tmp_path / "cache")
+        open_data(DataConfig((wrong,), 32, 1, kind=CLASSES), make_tokenizer(), tmp_path / "cache")
 
 
 def test_tokens_that_the_model_does_not_know(tmp_path: Path) -> None:
@@ -275,8 +272,8 @@ def test_padding_is_a_token_that_the_model_knows(tmp_path: Path) -> None:
     size = len(tokenizer)
     tokenizer.add_special_tokens({"pad_token": "<new pad>"})
     file = write_records(tmp_path / "a.jsonl", [{"prompt": "a", "chosen": "b", "rejected": "the fox"}])
-    config = DataConfig((file,), 32, 1, vocab_size=size)
-    assert open_items(pair_kind(), config, tokenizer, tmp_path / "pairs").batch(0)["input_ids"].max() < size
+    config = DataConfig((file,), 32, 1, vocab_size=size, kind=pair_kind())
+    assert open_data(config, tokenizer, tmp_path / "pairs").batch(0)["input_ids"].max() < size
     text = write_records(tmp_path / "b.jsonl", [{"text": "fox"}])
     config = DataConfig((text,), 32, 1, vocab_size=size)
     assert open_data(config, tokenizer, tmp_path / "texts").batch(0)["input_ids"].max() < size

@@ -8,12 +8,10 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from common.data import DataConfig
+from common.data import DataConfig, open_data
 from common.data.demo_text import train_demo_tokenizer
-from common.data.items import pairs_of_records
-from common.data.prepare import open_items, pair_kind
 from common.data.read import DataRecord
-from common.data.shapes import PlainText
+from common.data.shapes import PlainText, pair_kind, pairs_of_records
 from common.errors import UserError
 
 
@@ -49,8 +47,8 @@ def test_rows_are_pairs_in_every_epoch(tmp_path: Path) -> None:
     records = [{"prompt": f"{i} is ", "chosen": "odd " * (i + 1), "rejected": "even"} for i in range(5)]
     records.append({"prompt": "x" * 400, "chosen": "a", "rejected": "b"})  # no room for an answer
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(one) + "\n" for one in records))
-    config = DataConfig((str(tmp_path / "pairs.jsonl"),), 32, 2, seed=3)
-    batches = open_items(pair_kind(), config, tokenizer, tmp_path / "cache")
+    config = DataConfig((str(tmp_path / "pairs.jsonl"),), 32, 2, seed=3, kind=pair_kind())
+    batches = open_data(config, tokenizer, tmp_path / "cache")
     assert (batches.rows, batches.steps_per_epoch, batches.rows_per_item) == (5, 3, 2)
     assert "5 pairs from 1 file" in batches.description and "left out: 1 record, " in batches.description
     seen = []
@@ -65,7 +63,7 @@ def test_rows_are_pairs_in_every_epoch(tmp_path: Path) -> None:
         untrained = (batch["labels"] == -100) | (batch["labels"] == batch["input_ids"])
         assert untrained.all() and (batch["position_ids"] == torch.arange(batch["input_ids"].shape[1])).all()
     assert sorted(seen) == sorted([*range(5)] * 2) and seen[:5] != list(range(5))
-    again = open_items(pair_kind(), config, tokenizer, tmp_path / "cache")
+    again = open_data(config, tokenizer, tmp_path / "cache")
     assert again.digest == batches.digest
     again.close()
     batches.close()

@@ -17,9 +17,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from common.data.encode import EncodedSegment, Encoder
-from common.data.items import pairs_of_records
 from common.data.read import DataRecord
-from common.data.shapes import examples_of_records
+from common.data.shapes import examples_of_records, pairs_of_records
 from common.errors import UserError
 
 pytest.importorskip("trl")
