@@ -83,8 +83,9 @@ class Engine(EngineFigures):
         self._adapters_off = False
         self.config = self._run.model_config
         self.created_bytes = self._run.created_bytes
-        self.parameters = self._run.model.parameters
-        self.trainable_parameters = self._run.model.trainable_parameters
+        shape = self._run.model.shape
+        self.parameters = shape.parameters
+        self.trainable_parameters = sum(shape.records[index].trained_count for index in shape.trainable)
         _ENGINES.add(self)
 
     def __repr__(self) -> str:

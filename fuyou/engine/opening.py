@@ -36,6 +36,7 @@ from fuyou.layout.cutting import whole_elements
 from fuyou.layout.model_layout import ModelLayout
 from fuyou.layout.record import RecordSums, allocate_extents
 from fuyou.layout.share import Share
+from fuyou.model.chunk_survey import chunk_survey
 from fuyou.model.open_model import OpenModel, check_reference
 from fuyou.optimizer.absent_gradients import MissedUpdates
 from fuyou.optimizer.clipping import ClipStatistics
@@ -274,7 +275,7 @@ class OpenRun:
         batch = self.runtime.memory_plan.batch
         if batch.chunks == 1:
             return
-        if self.config.packed and not self.model.stack.separates_in_chunks:
+        if self.config.packed and not chunk_survey(self.model.stack).separates:
             raise UserError(
                 f"Rows of {batch.seq_len:,} tokens pass in chunks of {batch.columns:,}, in which nothing keeps the "
                 "documents of a row apart in this model: give it shorter rows, which fit whole."

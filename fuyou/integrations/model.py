@@ -75,11 +75,7 @@ class _FacadeConfig:
 
 
 class _Streamed:
-    """What an engine and its facades share.
-
-    Args:
-        engine: that computes.
-    """
+    """What an engine and its facades share."""
 
     def __init__(self, engine: Engine):
         self.engine = engine
@@ -184,10 +180,10 @@ class _Facade(PreTrainedModel):
         if "position_ids" in batch:
             batch = {name: value for name, value in batch.items() if name not in _SAID_BY_POSITIONS}
         task = streamed.engine._run.model.task_type
-        labels = batch.get("labels")
+        labels, give = batch.get("labels"), streamed.reference if self._is_reference else streamed.tokens
         if task is TaskType.SEQUENCE_CLASSIFICATION:
             batch.pop("labels", None)
-            logits = self._given(batch, ("logits",)).logits.squeeze(1)
+            logits = give(batch, ("logits",)).logits.squeeze(1)
             loss = None
             if labels is not None:
                 loss = self.loss_function(labels=labels, logits=logits, pooled_logits=logits, config=self.config)
@@ -199,7 +195,7 @@ class _Facade(PreTrainedModel):
                 "engine.tokens."
             )
         outputs = streamed.fused if fused else ("log_probs",)
-        given = self._given(batch, outputs)
+        given = give(batch, outputs)
         if routed and not self._is_reference and given.aux_loss is None:
             raise UserError(
                 "The trainer adds the router loss of a mixture of experts, and this engine was opened without: open it "
@@ -215,18 +211,10 @@ class _Facade(PreTrainedModel):
         per_token = {name: (given[name] * mask)[:, :-1] for name in outputs}
         return FusedOutput(loss=loss, label_mask=mask[:, :-1], aux_loss=given.aux_loss, **per_token)
 
-    def _given(self, batch: dict[str, Any], outputs: tuple[str, ...]) -> TokenOutput:
-        ask = self._streamed.reference if self._is_reference else self._streamed.tokens
-        return ask(batch, outputs)
-
     # -- what a trainer asks of a model ---------------------------------------------------------------------------
 
     def named_modules(self, *args: Any, **options: Any) -> Iterator[Any]:
-        """Yield modules, but not to ``peft``, which would adapt them.
-
-        Raises:
-            UserError: for ``peft``; says where adapters come from.
-        """
+        """Yield modules, but not to ``peft``, which would adapt them."""
         if sys._getframe(1).f_globals["__name__"].startswith("peft.tuners"):
             raise UserError(
                 "The engine has its adapters before a trainer gets it: open it with adapters=peft_config, and leave "
@@ -261,18 +249,10 @@ class _Facade(PreTrainedModel):
     def gradient_checkpointing_enable(self, *_: Any, **__: Any) -> None:
         """Do nothing: blocks are computed again in any case."""
 
-    def gradient_checkpointing_disable(self) -> None:
-        """Do nothing, as in training."""
-
-    def enable_input_require_grads(self) -> None:
-        """Do nothing, as in training."""
+    gradient_checkpointing_disable = enable_input_require_grads = gradient_checkpointing_enable
 
     def generate(self, *_: Any, **__: Any) -> Any:  # type: ignore[override]
-        """Refuse: each token would read all weights from the SSDs.
-
-        Raises:
-            UserError: always; says where rollouts come from.
-        """
+        """Refuse: each token would read all weights from the SSDs."""
         raise UserError(
             "The engine trains and does not generate: rollouts come from a server that loads the adapters of "
             "engine.save_pretrained, as in examples/grpo.py; give TRL's GRPOTrainer a rollout_func that calls it."

@@ -47,7 +47,7 @@ class BlockKeys:
 
     @property
     def elements(self) -> int:
-        """Return the elements of one token."""
+        """Elements of one token."""
         return sum(map(math.prod, self.shapes))
 
     @property
@@ -141,14 +141,10 @@ class ChunkCache(DynamicCache):
         self._windows = [getattr(layer, "sliding_window", None) for layer in self.layers]
         self.layers = _Layers(self.layers)
         self.start, self.length, self.bounds = start, length, bounds or (0, length)
-        self.row: RowKeys | None = None
-        """Of the block that is running."""
-        self.seen: list[torch.Tensor] = []
-        """Keys and values that the block has added without a row to add them to."""
-        self.on_seen: Callable[[], None] = lambda: None
-        """Called with each of them."""
-        self.left: dict[State, torch.Tensor] = {}
-        """States that it has left for the next chunk."""
+        self.row: RowKeys | None = None  # Of the block that is running
+        self.seen: list[torch.Tensor] = []  # Keys and values that the block has added without a row to add them to
+        self.on_seen: Callable[[], None] = lambda: None  # Called after each of them
+        self.left: dict[State, torch.Tensor] = {}  # States that it has left for the next chunk
         self._taken: dict[State, torch.Tensor] = {}  # States of the chunk before that it has taken
         self._added = 0  # How many parts of the row it has added to
 

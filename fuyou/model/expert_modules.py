@@ -1,11 +1,11 @@
 """The modules of a block that hold a mixture's experts, by transformers' common interface."""
 
+import contextlib
 from collections.abc import Iterator
 
 import torch
 from torch import nn
 
-from common.errors import FinetuneError
 from fuyou.model.blocks.weightless import on_meta
 from fuyou.model.streamed_model import StreamedModel
 
@@ -49,13 +49,9 @@ def _weights_dtype(stack: StreamedModel, layer: int, name: str) -> torch.dtype:
         return torch.empty_like(hidden)
 
     block, module = stack.blocks[layer], stack.model.get_submodule(name)
-    try:
+    # A family's code may fail in any way without values.
+    with contextlib.suppress(Exception), on_meta(block), torch.no_grad():
         hidden, args, kwargs = stack.meta_calls[layer]
-        with on_meta(block), torch.no_grad():
-            module.forward = forward  # type: ignore[method-assign]
-            block(hidden, *args, **kwargs)
-    except FinetuneError:
-        raise
-    except Exception:  # a family's code may fail in any way without values
-        return torch.float32
+        module.forward = forward  # type: ignore[method-assign]
+        block(hidden, *args, **kwargs)
     return found[0] if found else torch.float32

@@ -31,10 +31,6 @@ class Family:
     """A model family: how its batches are made and its loss is computed.
 
     Each answer takes up to a few seconds, once.
-
-    Args:
-        kind: class of the model.
-        config: its configuration.
     """
 
     def __init__(self, kind: type[PreTrainedModel], config: PreTrainedConfig):
@@ -70,14 +66,7 @@ class Family:
             return None
 
     def check_documents(self, masked: bool) -> None:
-        """Refuse rows of several documents if these would see each other.
-
-        Args:
-            masked: whether there is a mask of padding, too.
-
-        Raises:
-            UserError: they would.
-        """
+        """Refuse rows of several documents if these would see each other, or are ``masked`` for padding, too."""
         if masked:
             raise UserError(
                 "position_ids restart within a row, and an attention_mask of padding is given: packed rows need none, "
@@ -91,11 +80,7 @@ class Family:
 
 
 def small_model(kind: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:
-    """Build a small model of the same structure, with values that make every part of it matter, fp32 on the CPU.
-
-    Raises:
-        Exception: the family cannot be shrunk; any type of exception.
-    """
+    """Build a small model of the same structure, with values that make every part of it matter, fp32 on the CPU."""
     small = miniature(config)
     for part in (small, small.get_text_config()):
         with contextlib.suppress(AttributeError):
@@ -120,17 +105,13 @@ def shifts_labels(model: PreTrainedModel) -> bool:
     Some decoders (BART's kind) compare it with the label at its own place, and leave it to the data to put the next
     token there.
 
-    Args:
-        model: a small model of the family, with values.
-
     Raises:
         UserError: its loss is not the mean cross entropy, neither with shifted labels nor without.
     """
     if "labels" not in inspect.signature(model.forward).parameters:
         return True  # it has no loss
     vocabulary, generator = model.config.get_text_config().vocab_size, torch.Generator().manual_seed(11)
-    device = next(model.parameters()).device
-    ids = torch.randint(min(5, vocabulary // 2), vocabulary, (2, 13), generator=generator).to(device)
+    ids = torch.randint(min(5, vocabulary // 2), vocabulary, (2, 13), generator=generator)
     labels = ids.clone()
     labels[0, :4] = labels[1, 5:7] = IGNORED
     was_training = model.training

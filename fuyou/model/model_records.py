@@ -3,8 +3,9 @@
 import hashlib
 import json
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper
@@ -20,6 +21,7 @@ from fuyou.layout.frozen_weights import FrozenDtype
 from fuyou.layout.model_layout import ModelLayout, no_bytes
 from fuyou.layout.record import Kind, Precision, Record
 from fuyou.layout.record_parts import is_matrix
+from fuyou.model.chunk_survey import chunk_survey
 from fuyou.model.expert_modules import expert_output_bytes
 from fuyou.model.streamed_model import StreamedModel
 
@@ -30,7 +32,7 @@ Entry = tuple[tuple[str, ...], Sequence[int], bool]  # Names and shape of a para
 
 
 @dataclass
-class _RecordEntries:
+class _Group:
     """Parameters that are used together: those of a block, or those on one side of the blocks."""
 
     frozen: list[Entry] = field(default_factory=list)
@@ -40,13 +42,10 @@ class _RecordEntries:
     def __bool__(self) -> bool:
         return bool(self.frozen or self.trained)
 
-    def add(self, entry: Entry, trained: bool) -> None:
-        (self.trained if trained else self.frozen).append(entry)
+    def __add__(self, other: "_Group") -> "_Group":
+        return _Group(self.frozen + other.frozen, self.trained + other.trained)
 
-    def joined(self, other: "_RecordEntries") -> "_RecordEntries":
-        return _RecordEntries(self.frozen + other.frozen, self.trained + other.trained)
-
-    def with_held(self) -> "_RecordEntries":
+    def with_held(self) -> "_Group":
         """Return the group with its frozen parameters held among the trained ones, if they are few.
 
         They take up optimizer states that they do not need, but what is trained is not taken for adapters.
@@ -54,71 +53,55 @@ class _RecordEntries:
         frozen, trained = (sum(math.prod(shape) for _, shape, _ in part) for part in (self.frozen, self.trained))
         if frozen > HELD_FRACTION * trained:
             return self
-        return _RecordEntries([], self.trained + self.frozen, frozenset(names[0] for names, *_ in self.frozen))
+        return _Group([], self.trained + self.frozen, frozenset(names[0] for names, *_ in self.frozen))
 
 
 @dataclass
 class _Groups:
-    blocks: list[_RecordEntries]
-    before: _RecordEntries = field(default_factory=_RecordEntries)  # Outside the blocks, used before them
-    after: _RecordEntries = field(default_factory=_RecordEntries)  # Outside the blocks, used after them
-    both: _RecordEntries = field(default_factory=_RecordEntries)  # Outside the blocks, used on both sides of them
-    tower: _RecordEntries = field(default_factory=_RecordEntries)  # Of frozen towers
+    blocks: list[_Group]
+    before: _Group = field(default_factory=_Group)  # Outside the blocks, used before them
+    after: _Group = field(default_factory=_Group)  # Outside the blocks, used after them
+    both: _Group = field(default_factory=_Group)  # Outside the blocks, used on both sides of them
+    tower: _Group = field(default_factory=_Group)  # Of frozen towers
 
 
+@dataclass
 class _Records:
-    def __init__(
-        self,
-        precision: Precision,
-        frozen: FrozenDtype,
-        compressed: Mapping[str, CompressedParameter],
-        shares: Mapping[str, float],
-    ):
-        self.made: list[Record] = []
-        self._precision, self._frozen, self._compressed = precision, frozen, compressed
-        self._shares = shares
+    precision: Precision
+    frozen: FrozenDtype
+    compressed: Mapping[str, CompressedParameter]
+    shares: Mapping[str, float]
+    made: list[Record] = field(default_factory=list)
 
-    def main(self, name: str, kind: Kind, group: _RecordEntries) -> int:
+    def main(self, name: str, kind: Kind, group: _Group) -> int:
         """Make a record of a whole group, or of its frozen parameters if there are any; return its index."""
-        entries = group.frozen or group.trained
-        return self._add(name, kind, self._precision, entries, trainable=not group.frozen, held=group.held)
+        frozen = self.frozen if kind is Kind.BLOCK and group.frozen else FrozenDtype.PLAIN
+        compressed: dict[str, CompressedParameter] = {}
+        if frozen is FrozenDtype.CHECKPOINT:
+            names = [names[0] for names, *_ in group.frozen]
+            compressed = {name: self.compressed[name] for name in names if name in self.compressed}
+            frozen = frozen if compressed else FrozenDtype.PLAIN
+        return self._add(
+            name,
+            kind,
+            self.precision,
+            group.frozen or group.trained,
+            trainable=not group.frozen,
+            frozen=frozen,
+            held=group.held,
+            compressed=compressed,
+        )
 
     def adapter(self, name: str, entries: list[Entry]) -> int | None:
         """Make a record of the trained parameters of a group that is frozen otherwise; return its index.
 
         None stands for no record, if nothing is trained.
         """
-        if not entries:
-            return None
-        return self._add(f"{name} adapters", Kind.ADAPTER, self._precision.in_fp32, entries, trainable=True)
+        return self._add(f"{name} adapters", Kind.ADAPTER, self.precision.in_fp32, entries) if entries else None
 
-    def _add(
-        self,
-        name: str,
-        kind: Kind,
-        precision: Precision,
-        entries: list[Entry],
-        *,
-        trainable: bool,
-        held: Collection[str] = (),
-    ) -> int:
-        frozen = self._frozen if kind is Kind.BLOCK and not trainable else FrozenDtype.PLAIN
-        compressed: dict[str, CompressedParameter] = {}
-        if frozen is FrozenDtype.CHECKPOINT:
-            compressed = {names[0]: self._compressed[names[0]] for names, *_ in entries if names[0] in self._compressed}
-            frozen = frozen if compressed else FrozenDtype.PLAIN
-        record = Record.build(
-            len(self.made),
-            name,
-            kind,
-            precision,
-            entries,
-            trainable=trainable,
-            frozen=frozen,
-            held=held,
-            compressed=compressed,
-        )
-        slots = (replace(slot, activity=self._shares.get(slot.name, 1.0)) for slot in record.parameters)
+    def _add(self, name: str, kind: Kind, precision: Precision, entries: list[Entry], **options: Any) -> int:
+        record = Record.build(len(self.made), name, kind, precision, entries, **options)
+        slots = (replace(slot, activity=self.shares.get(slot.name, 1.0)) for slot in record.parameters)
         self.made.append(replace(record, parameters=tuple(slots)))
         return len(self.made) - 1
 
@@ -137,7 +120,6 @@ def model_records(
     the blocks (tied embeddings), both sides are one record.
 
     Args:
-        stack: the model.
         precision: dtypes of what is trained.
         frozen: how frozen parameters of blocks are stored.
         compressed: how a compressed checkpoint stores some of them, by name, for :attr:`FrozenDtype.CHECKPOINT`.
@@ -166,14 +148,14 @@ def model_records(
         hidden_size=stack.hidden_size,
         expert_output_bytes=expert_output_bytes(stack),
         carried_bytes=stack.carried_bytes if stack.links else no_bytes,
-        key_memory=lambda: stack.key_memory,
+        key_memory=lambda: chunk_survey(stack).memory,
         image_memory=image_memory(stack.model),
         attention=AttentionMemory.of(stack.model.config, precision.dtype.itemsize),
     )
 
 
 def _group_parameters(stack: StreamedModel) -> _Groups:
-    groups = _Groups([_RecordEntries() for _ in stack.blocks])
+    groups = _Groups([_Group() for _ in stack.blocks])
     towers = set(tower_parameters(stack.model))
     prefix, decayed = f"{stack.block_prefix}.", decayed_parameters(stack.model)
     for names in parameter_names(stack.model):
@@ -187,7 +169,7 @@ def _group_parameters(stack: StreamedModel) -> _Groups:
             sides = {stack.runs_before_blocks(name) for name in names}
             group = groups.both if len(sides) == 2 else groups.before if True in sides else groups.after
         decays = names[0] in decayed if parameter.requires_grad else is_matrix(names[0], shape)
-        group.add((names, shape, decays), parameter.requires_grad)
+        (group.trained if parameter.requires_grad else group.frozen).append((names, shape, decays))
     groups.blocks = [group.with_held() for group in groups.blocks]
     return groups
 
@@ -197,14 +179,14 @@ def _build_layout(groups: _Groups, records: _Records, precision: Precision) -> M
     first, last = before, after
     if both or not before or not after:
         # In the model's order, as far as that goes: what is tied is the embedding, which comes first.
-        whole = both.joined(before).joined(after).with_held()
+        whole = (both + before + after).with_held()
         embedding = head = records.main("outer", Kind.NON_BLOCK, whole)
         if not whole.frozen:
-            first = last = _RecordEntries()  # trained as a whole: no adapters
+            first = last = _Group()  # trained as a whole: no adapters
     else:
-        whole, before, after = _RecordEntries(), before.with_held(), after.with_held()
+        whole, before, after = _Group(), before.with_held(), after.with_held()
         embedding, head = records.main("embedding", Kind.NON_BLOCK, before), records.main("head", Kind.NON_BLOCK, after)
-        first, last = (group if group.frozen else _RecordEntries() for group in (before, after))
+        first, last = (group if group.frozen else _Group() for group in (before, after))
     layers = tuple(records.main(f"block {layer}", Kind.BLOCK, group) for layer, group in enumerate(blocks))
     if whole.frozen and both.trained:
         embedding_adapter = head_adapter = records.adapter("outer", whole.trained)

@@ -1,11 +1,10 @@
 """The model to train, without weights: its parts, its records, the source of their values, and its reference."""
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
 
 import torch
 from peft import PeftConfig
@@ -108,11 +107,7 @@ class OpenModel:
         self.shape = replace(records, router_experts=experts, images=images)
 
     def weights(self) -> WeightSource:
-        """Return the source of the first values, after checking it and filling the model's buffers from it.
-
-        Raises:
-            UserError, FinetuneError: see :meth:`WeightSource.check`.
-        """
+        """Return the source of the first values, after checking it and filling the model's buffers from it."""
         if self._checkpoint is not None and self.source is None:
             self.source = CheckpointSource(self._checkpoint, self.base)
         source: WeightSource = self.source or RandomSource(self.base, self._seed)
@@ -136,26 +131,17 @@ class OpenModel:
             adapted = {name: same_text(settings[name]) for name in sorted(settings) if name not in _NOT_COMPUTED}
         return fingerprint(self.shape.records, adapted)
 
-    @property
-    def parameters(self) -> int:
-        """Number of parameters of the model and its adapters."""
-        return self.shape.parameters
-
-    @property
-    def trainable_parameters(self) -> int:
-        """Number of those that are trained."""
-        return sum(self.shape.records[index].trained_count for index in self.shape.trainable)
-
     def _compressed(self, frozen: FrozenDtype | None) -> dict[str, CompressedParameter]:
         names = [name for name, parameter in self.stack.model.named_parameters() if not parameter.requires_grad]
         if not names or frozen not in (None, FrozenDtype.CHECKPOINT):
             return {}
-        found: dict[str, CompressedParameter | None] = {}
+        compressed: dict[str, CompressedParameter] = {}
         if self._checkpoint is not None and method_of(self._checkpoint) is not None:
             source = self.source = CheckpointSource(self._checkpoint, self.base)
             before = self.adapters.base_names if self.adapters is not None else {}
-            found = {name: source.compressed(before.get(name, name)) for name in names}
-        compressed = {name: one for name, one in found.items() if one is not None}
+            for name in names:
+                if (parameter := source.compressed(before.get(name, name))) is not None:
+                    compressed[name] = parameter
         if frozen is FrozenDtype.CHECKPOINT and not compressed:
             where = "random weights have none" if self._checkpoint is None else f"{self._checkpoint} is not compressed"
             raise UserError(
@@ -165,15 +151,12 @@ class OpenModel:
         return compressed
 
     def _freeze_all_but(self, patterns: Sequence[str]) -> None:
-        found = set()
-        for name, parameter in self.base.named_parameters():
-            matching = {pattern for pattern in patterns if fnmatchcase(name, pattern)}
-            parameter.requires_grad_(bool(matching))
-            found |= matching
+        parameters = dict(self.base.named_parameters())
         for pattern in patterns:
-            if pattern not in found:
-                names = [name for name, _ in self.base.named_parameters()]
-                raise UserError(f"trainable: no parameter is called {pattern!r}.{did_you_mean(pattern, names)}")
+            if not any(fnmatchcase(name, pattern) for name in parameters):
+                raise UserError(f"trainable: no parameter is called {pattern!r}.{did_you_mean(pattern, parameters)}")
+        for name, parameter in parameters.items():
+            parameter.requires_grad_(any(fnmatchcase(name, pattern) for pattern in patterns))
 
 
 # Settings of an adapter that do not change what it computes.
@@ -185,41 +168,32 @@ def same_text(value: object) -> str:
     return str(sorted(value, key=str) if isinstance(value, (set, frozenset)) else value)
 
 
-@contextmanager
-def adapters_off(modules: Iterable[nn.Module]) -> Iterator[None]:
+def adapters_off(modules: Iterable[nn.Module]) -> AbstractContextManager[None]:
     """Let those of ``modules`` that have adapters compute without them while the context is open."""
     kinds = BaseTunerLayer | AuxiliaryTrainingWrapper
-    adapted: Iterator[Any] = (one for one in modules if isinstance(one, kinds))
-    switched = [one for one in adapted if not one._disable_adapters]
     # Not by enable_adapters, which changes requires_grad, too.
-    for one in switched:
-        one._disable_adapters = True
-    try:
-        yield
-    finally:
-        for one in switched:
-            one._disable_adapters = False
+    return _switched([one for one in modules if isinstance(one, kinds)], "_disable_adapters", True)
+
+
+def evaluating(modules: Iterable[nn.Module]) -> AbstractContextManager[None]:
+    """Let ``modules`` compute as in evaluation (no dropout) while the context is open."""
+    return _switched(modules, "training", False)
 
 
 @contextmanager
-def evaluating(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Let ``modules`` compute as in evaluation (no dropout) while the context is open."""
-    switched = [one for one in modules if one.training]
-    for one in switched:
-        one.training = False
+def _switched(modules: Iterable[nn.Module], name: str, value: bool) -> Iterator[None]:
+    switched = [module for module in modules if getattr(module, name) is not value]
+    for module in switched:
+        setattr(module, name, value)
     try:
         yield
     finally:
-        for one in switched:
-            one.training = True
+        for module in switched:
+            setattr(module, name, not value)
 
 
 def check_whole_blocks(shape: ModelLayout) -> None:
-    """Check that blocks are not in pieces, through which no reference can pass.
-
-    Raises:
-        UserError: if they are in pieces.
-    """
+    """Check that blocks are not in pieces, through which no reference can pass."""
     if shape.orders:
         raise UserError(
             "Blocks of this model are computed in pieces, through which no reference passes yet: give more memory, or "
@@ -228,11 +202,7 @@ def check_whole_blocks(shape: ModelLayout) -> None:
 
 
 def check_reference(model: OpenModel) -> None:
-    """Check that the model without its adapters is the one that training began with, and can be computed.
-
-    Raises:
-        UserError: it is not, or cannot.
-    """
+    """Check that the model without its adapters is the one that training began with, and can be computed."""
     why: str | None = "this run trains the weights themselves"
     if model.adapters is not None:
         names = model.adapters.base_names

@@ -24,7 +24,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
-from torch.utils.flop_counter import FlopCounterMode
 from transformers import PreTrainedModel
 
 from common.data.documents import Documents
@@ -36,7 +35,6 @@ from common.models.attention.isolation import DocumentSeparator, configurations,
 from common.models.attention.kernels import AttentionKernels
 from common.models.structure import find_blocks
 from common.models.vision import tower_parameters
-from fuyou.layout.model_layout import KeyMemory
 from fuyou.model.blocks.calls import BlockCalls
 from fuyou.model.blocks.hidden_edits import BlockLinks, argument_paths
 from fuyou.model.blocks.probe import BlockProbe, GroupedShapes, UsedTensors
@@ -49,14 +47,10 @@ from fuyou.model.blocks.weightless import (
     runners_of,
     skipped_modules,
 )
-from fuyou.model.chunks import BlockKeys, ChunkCache, MadeBytes, NoChoices, RowKeys
+from fuyou.model.chunks import ChunkCache, NoChoices, RowKeys
 from fuyou.model.family import Family, family_of
 
-_SURVEYED = 8  # Tokens of the row that a survey runs
-
-META_TOKENS = 8  # Tokens of the row that blocks are run on without values
-
-
+META_TOKENS = 8  # Tokens of the row that a survey runs, and that blocks are run on without values
 HOST_POSITIONS = "position_ids_on_host"  # Name in a batch of a copy of ``position_ids`` on the CPU
 
 CHUNK_PLACE = "place_in_row"
@@ -82,8 +76,8 @@ class StreamedModel:
         self.block_prefix, modules = find_blocks(model)
         self._stand_ins = BlockStandIns(self._name, modules)
         self.blocks = self._stand_ins.blocks
+        # For each parameter's name: the module, its attribute, and the parameter on the meta device
         self._owners: dict[str, tuple[nn.Module, str, nn.Parameter]] = {}
-        """For each parameter's name: the module, its attribute, and the parameter on the meta device."""
         for prefix, module in model.named_modules():
             for name, buffer in list(module._buffers.items()):
                 if buffer is not None:
@@ -93,16 +87,16 @@ class StreamedModel:
                     self._owners[f"{prefix}.{name}" if prefix else name] = (module, name, parameter)
         self._carried_bytes: dict[int, int] = {}
         self.links = BlockLinks()  # Links between blocks, next to hidden states
-        self.before: frozenset[nn.Module] = frozenset()
-        """Modules that run before the blocks and use parameters; see :meth:`_survey`."""
+        self.before: frozenset[nn.Module] = frozenset()  # Modules that run before the blocks and use parameters
         self.hidden_size = 0  # Elements of the hidden states, per token
         self.token_dim = 1  # Dimension of the hidden states that counts tokens
         arguments = inspect.signature(model.forward).parameters
         self._cache_name = "cache_params" if "cache_params" in arguments else "past_key_values"  # as Mamba calls it
         self._takes_positions, self._configurations = takes_positions(model), configurations(model)
-        self.kernels = AttentionKernels(model.config, model.dtype, device)
-        """Kernels that attention may take in all passes."""
-        self._dense = False  # Whether chunks attend by the family's own code, with a mask of queries and keys
+        self.kernels = AttentionKernels(model.config, model.dtype, device)  # Those that all passes may take
+        self.masks_chunks = False  # Whether chunks attend by the family's own code, with a mask of queries and keys
+        if hasattr(model.config, "max_inference_chunksize"):  # xLSTM would call all blocks once per part of a long row
+            model.config.max_inference_chunksize = sys.maxsize
         rotate_by_document(model)
         self._survey()
 
@@ -118,10 +112,10 @@ class StreamedModel:
         called: list[nn.Module] = []
 
         def note(module: nn.Module, _: Any) -> None:
-            (stand_ins.between if stand_ins.has_called_block else called).append(module)
+            if not stand_ins.has_called_block:
+                called.append(module)
 
         hooks = [module.register_forward_pre_hook(note) for module in outside]
-        ids = torch.zeros(1, _SURVEYED, dtype=torch.long, device=self.device)
         try:
             with (
                 restored(self.model),
@@ -132,7 +126,7 @@ class StreamedModel:
             ):
                 direct = {id(value): (owner, name) for owner in owners for name, value in owner._parameters.items()}
                 with UsedTensors(direct) as used:
-                    hidden, calls = self._embed({"input_ids": ids}, BlockLinks())
+                    hidden, calls = self.embed({"input_ids": self._zeros(META_TOKENS)})
                 self.before = frozenset(called)
                 self._read_before = {direct[identity] for identity in used.found}
                 self._find_links(calls, probe)
@@ -146,7 +140,6 @@ class StreamedModel:
                 f"({type(error).__name__}: {error})."
             ) from error
         finally:
-            stand_ins.between.clear()
             for hook in hooks:
                 hook.remove()
 
@@ -167,9 +160,7 @@ class StreamedModel:
 
         That is the one that is shorter where there are fewer tokens.
         """
-        _, fewer = self._embed(
-            {"input_ids": torch.zeros(1, _SURVEYED - 1, dtype=torch.long, device=self.device)}, BlockLinks()
-        )
+        _, fewer = self.embed({"input_ids": self._zeros(META_TOKENS - 1)})
         changed = [dim for dim, size in enumerate(hidden.shape) if size != fewer.hidden_shape[dim]]
         others = {hidden.dtype, *returned} - {self.model.dtype}
         if others:
@@ -178,17 +169,17 @@ class StreamedModel:
                 f"{self._name} carries hidden states in {found} from block to block where its weights are {weights}: "
                 "train it with --dtype fp32."
             )
-        if len(changed) != 1 or hidden.shape[changed[0]] != _SURVEYED:
+        if len(changed) != 1 or hidden.shape[changed[0]] != META_TOKENS:
             raise UserError(
-                f"{self._name} cannot be split at its blocks: hidden states of {_SURVEYED} tokens have the "
+                f"{self._name} cannot be split at its blocks: hidden states of {META_TOKENS} tokens have the "
                 f"shape {tuple(hidden.shape)}, in which no dimension counts them."
             )
-        self.token_dim, self.hidden_size = changed[0], hidden.numel() // _SURVEYED
+        self.token_dim, self.hidden_size = changed[0], hidden.numel() // META_TOKENS
 
     def _try_head(self, hidden: torch.Tensor) -> None:
         def run() -> None:
             with self._stand_ins.handing_out(torch.zeros_like(hidden)), without_masks(self._configurations):
-                self.model(input_ids=torch.zeros(1, _SURVEYED, dtype=torch.long, device=self.device), use_cache=False)
+                self.model(input_ids=self._zeros(META_TOKENS), use_cache=False)
 
         try:
             run()
@@ -205,7 +196,7 @@ class StreamedModel:
             return 0
         if seq_len not in self._carried_bytes:
             with self._stand_ins.probing(all_blocks=True) as probe:
-                _, calls = self.embed_without_weights(torch.zeros(1, seq_len, dtype=torch.long, device=self.device))
+                _, calls = self.embed_without_weights({"input_ids": self._zeros(seq_len)})
             kept = {id(value): value for value in calls.carried()}
             made = [probe.values[key] for key in self.links.consumed if key in probe.values] + probe.left
             kept.update({id(value): value for value in made})
@@ -247,20 +238,11 @@ class StreamedModel:
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Compute without dropout while the context is open, and rows as a whole, as in training.
-
-        xLSTM's own evaluation calls all blocks once per part of a long row.
-        """
-        config = self.model.config
-        before = {name: getattr(config, name) for name in ("max_inference_chunksize",) if hasattr(config, name)}
+        """Compute without dropout while the context is open."""
         self.model.eval()
         try:
-            for name in before:
-                setattr(config, name, sys.maxsize)
             yield
         finally:
-            for name, value in before.items():
-                setattr(config, name, value)
             self.model.train()
 
     @contextmanager
@@ -268,7 +250,7 @@ class StreamedModel:
         if cache is not None:
             cache.begin()
         by_chunk: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-        if cache is not None and not self._dense:
+        if cache is not None and not self.masks_chunks:
             by_chunk = attention_by_chunk(configurations(self.model), cache.bounds[:-1])
         with self.apart(documents), by_chunk:
             yield
@@ -303,162 +285,6 @@ class StreamedModel:
         Returns:
             The first block's input ``[B, S, H]``, and what each block is called with.
         """
-        if CHUNK_PLACE in batch and not self.block_keys:  # which are found together with the way to attend
-            raise NotImplementedError("Rows of this family do not pass in chunks.")
-        return self._embed(batch, self.links)
-
-    @torch.no_grad()
-    def embed_without_weights(self, input_ids: torch.Tensor) -> tuple[torch.Tensor, BlockCalls]:
-        """Run what comes before the blocks without parameters: shapes are right, but values mean nothing."""
-        with self._skipped(self.before), self._without_outer_weights():
-            return self._embed({"input_ids": input_ids}, self.links)
-
-    @cached_property
-    def meta_calls(self) -> list[tuple[torch.Tensor, tuple[Any, ...], dict[str, Any]]]:
-        """What each block is called with for a row of :data:`META_TOKENS` tokens, on the meta device: hidden states,
-        and other positional and keyword arguments. Shared dictionaries are as the first block finds them."""
-        ids = torch.zeros(1, META_TOKENS, dtype=torch.long, device=self.device)
-        with self._stand_ins.probing(all_blocks=bool(self.links)) as probe:
-            hidden, calls = self.embed_without_weights(ids)
-
-        hidden = hidden.to("meta")
-        return [
-            (hidden, *tree_map(lambda leaf: _on_meta(leaf, calls, probe), arguments)) for arguments in calls.arguments
-        ]
-
-    @cached_property
-    def block_keys(self) -> tuple[BlockKeys, ...]:
-        """Return what each block keeps of a token for later ones; empty if rows cannot pass through in chunks."""
-        return self._surveyed_keys[0]
-
-    @property
-    def separates_in_chunks(self) -> bool:
-        """Whether documents that share a row are kept apart in its chunks: attention in tiles does it, and no state."""
-        keys, memory = self._surveyed_keys
-        return bool(keys) and not (self._dense or memory.states) and self.family.isolation is not None
-
-    @cached_property
-    def key_memory(self) -> KeyMemory:
-        """Return the memory of rows that pass through the blocks in chunks."""
-        return self._surveyed_keys[1]
-
-    @cached_property
-    def _surveyed_keys(self) -> tuple[tuple[BlockKeys, ...], KeyMemory]:
-        for dense in (False, True) if not (self.links.carried or self.links.shared) else ():
-            self._dense = dense
-            with contextlib.suppress(Exception):  # of a family's code, which may want another kind of cache, or a mask
-                return self._survey_keys()
-        return (), KeyMemory()
-
-    def chunk_flops(self, start: int, length: int, tokens: int) -> float:
-        """Return the FLOPs of a block's forward pass on a chunk, on average over blocks.
-
-        Args:
-            start: first token of the chunk.
-            length: tokens of the row.
-            tokens: most tokens of the chunk.
-        """
-        calls = self._chunk_calls(start, length, min(tokens, length - start))
-        assert calls.cache is not None
-        flops: dict[Any, int] = {}
-        kinds = [
-            (type(block), keys, calls.cache.window(index))
-            for index, (block, keys) in enumerate(zip(self.blocks, self.block_keys, strict=True))
-        ]
-        for index, kind in enumerate(kinds):
-            if kind not in flops:
-                with FlopCounterMode(display=False) as counter:
-                    self._call_on_meta(index, calls, _row_on_meta(self.block_keys[index], start, length, tokens))
-                flops[kind] = counter.get_total_flops()
-        return sum(flops[kind] for kind in kinds) / len(kinds)
-
-    def _chunk_calls(self, start: int, length: int, tokens: int) -> BlockCalls:
-        """Return what blocks are called with for a chunk of a row of ``length`` tokens."""
-        ids = torch.zeros(1, tokens, dtype=torch.long, device=self.device)
-        batch = {"input_ids": ids, CHUNK_PLACE: torch.tensor([start, length])}
-        with (
-            torch.no_grad(),
-            self._skipped(self.before),
-            self._without_outer_weights(),
-            self._stand_ins.probing(all_blocks=bool(self.links)) as probe,
-        ):
-            calls = self._embed(batch, self.links)[1]
-        leaves = {id(leaf): leaf for leaf in tree_leaves(calls.arguments)}  # what blocks share remains one tensor
-        moved = {identity: _on_meta(leaf, calls, probe) for identity, leaf in leaves.items()}
-        calls.arguments = tree_map(lambda leaf: moved[id(leaf)], calls.arguments)
-        return calls
-
-    def _call_on_meta(self, index: int, calls: BlockCalls, row: RowKeys | None) -> None:
-        assert calls.cache is not None
-        calls.cache.row = row
-        args, kwargs = calls.arguments[index]
-        block, hidden = self.blocks[index], torch.empty(calls.hidden_shape, dtype=self.model.dtype, device="meta")
-        with self._attending(None, calls.cache), on_meta(block), torch.no_grad(), GroupedShapes(), NoChoices():
-            block(hidden, *args, **kwargs)
-
-    def _survey_keys(self) -> tuple[tuple[BlockKeys, ...], KeyMemory]:
-        made, length = MadeBytes(), 4 * META_TOKENS
-
-        def call(index: int, calls: BlockCalls, row: RowKeys | None) -> int:
-            """Return the bytes that a chunk of :data:`META_TOKENS` makes in a block."""
-            before = made.nbytes
-            with made:
-                self._call_on_meta(index, calls, row)
-            return made.nbytes - before
-
-        first, *later = (self._chunk_calls(start, length, META_TOKENS) for start in (0, META_TOKENS, 3 * META_TOKENS))
-        assert first.cache is not None
-        blocks: list[BlockKeys] = []
-        most, attends_first, before = 0, True, 0
-
-        def note() -> None:
-            nonlocal before
-            before = made.nbytes
-
-        first.cache.on_seen = note
-        for index in range(len(self.blocks)):
-            began = before = made.nbytes
-            call(index, first, None)
-            attends_first &= before - began < made.nbytes - before
-            keys = BlockKeys.of(first.cache, META_TOKENS, self.model.dtype)
-            if keys is None or first.edits:
-                return (), KeyMemory()
-            few, many = (
-                call(index, calls, _row_on_meta(keys, start, length, META_TOKENS))
-                for calls, start in zip(later, (META_TOKENS, 3 * META_TOKENS), strict=True)
-            )
-            most = max(most, 2 * (many - few) // (2 * META_TOKENS))
-            blocks.append(keys)
-        if not any(block.shapes or block.states for block in blocks):
-            return (), KeyMemory()
-        held, *longer = (
-            sum({id(leaf): leaf.nbytes for leaf in leaves if isinstance(leaf, torch.Tensor)}.values())
-            for leaves in (tree_leaves(calls.arguments) for calls in (first, *later))
-        )
-        masks = (longer[1] - longer[0]) // (2 * META_TOKENS**2)
-        largest = max(block.nbytes for block in blocks)
-        return tuple(blocks), KeyMemory(
-            largest,
-            max(block.elements for block in blocks) * 4,
-            largest + (0 if self._dense else most),
-            -(-held // META_TOKENS) - masks * META_TOKENS,
-            -(-most // META_TOKENS) if self._dense else 0,
-            masks,
-            max(block.state_nbytes for block in blocks),
-            max(block.state_elements for block in blocks) * 4,
-            attends_first,
-        )
-
-    def embed_with_zero_links(self, batch: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, BlockCalls]:
-        """Do what :meth:`embed` does, for blocks that are run alone: what other blocks hand them is zero."""
-        if not self.links:
-            return self.embed(batch)
-        with self._stand_ins.probing(all_blocks=True) as probe:
-            hidden, calls = self.embed(batch)
-        calls.zero_produced_values(probe.values, self.device)
-        return hidden, calls
-
-    def _embed(self, batch: Mapping[str, torch.Tensor], links: BlockLinks) -> tuple[torch.Tensor, BlockCalls]:
         positions = batch.get(HOST_POSITIONS, batch.get("position_ids"))
         place = batch.get(CHUNK_PLACE)
         cache = None if place is None else ChunkCache(self.model.config, *place.tolist())
@@ -472,12 +298,70 @@ class StreamedModel:
             padding_known(batch),
             lengths_known(lengths),
             self._attending(documents, cache),
-            self._stand_ins.recording(links, documents) as calls,
+            self._stand_ins.recording(self.links, documents) as calls,
         ):
             self.model(**known, use_cache=False)
         calls.cache = cache
         hidden, calls.first_hidden = calls.first_hidden, None
         assert hidden is not None
+        return hidden, calls
+
+    @torch.no_grad()
+    def embed_without_weights(self, batch: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, BlockCalls]:
+        """Run what comes before the blocks without parameters: shapes are right, but values mean nothing."""
+        with self._skipped(self.before), self._without_outer_weights():
+            return self.embed(batch)
+
+    def calls_on_meta(self, tokens: int, place: tuple[int, int] | None = None) -> BlockCalls:
+        """Return what each block is called with, next to hidden states, on the meta device.
+
+        Shared dictionaries are as the first block finds them.
+
+        Args:
+            tokens: of the row, or of a chunk of it.
+            place: first token of the chunk, and tokens of its row.
+        """
+        batch = {"input_ids": self._zeros(tokens)} | ({} if place is None else {CHUNK_PLACE: torch.tensor(place)})
+        with self._stand_ins.probing(all_blocks=bool(self.links)) as probe:
+            _, calls = self.embed_without_weights(batch)
+
+        def on_meta(leaf: Any) -> Any:
+            if not isinstance(leaf, torch.Tensor):
+                return leaf
+            key = calls.key_of(leaf)  # of what a block makes
+            return probe.values[key] if key in probe.values else leaf.to("meta")
+
+        leaves = {id(leaf): leaf for leaf in tree_leaves(calls.arguments)}  # what blocks share remains one tensor
+        moved = {identity: on_meta(leaf) for identity, leaf in leaves.items()}
+        calls.arguments = tree_map(lambda leaf: moved[id(leaf)], calls.arguments)
+        return calls
+
+    @cached_property
+    def meta_calls(self) -> list[tuple[torch.Tensor, tuple[Any, ...], dict[str, Any]]]:
+        """What each block is called with for a row of :data:`META_TOKENS` tokens: hidden states, and the others."""
+        calls = self.calls_on_meta(META_TOKENS)
+        hidden = torch.empty(calls.hidden_shape, dtype=self.model.dtype, device="meta")
+        return [(hidden, *arguments) for arguments in calls.arguments]
+
+    def _zeros(self, tokens: int) -> torch.Tensor:
+        return torch.zeros(1, tokens, dtype=torch.long, device=self.device)
+
+    def run_on_meta(self, index: int, calls: BlockCalls, row: RowKeys | None) -> None:
+        """Run block ``index`` on what :meth:`calls_on_meta` has returned, with what it keeps of the row so far."""
+        assert calls.cache is not None
+        calls.cache.row = row
+        args, kwargs = calls.arguments[index]
+        block, hidden = self.blocks[index], torch.empty(calls.hidden_shape, dtype=self.model.dtype, device="meta")
+        with self._attending(None, calls.cache), on_meta(block), torch.no_grad(), GroupedShapes(), NoChoices():
+            block(hidden, *args, **kwargs)
+
+    def embed_with_zero_links(self, batch: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, BlockCalls]:
+        """Do what :meth:`embed` does, for blocks that are run alone: what other blocks hand them is zero."""
+        if not self.links:
+            return self.embed(batch)
+        with self._stand_ins.probing(all_blocks=True) as probe:
+            hidden, calls = self.embed(batch)
+        calls.zero_produced_values(probe.values, self.device)
         return hidden, calls
 
     def block(self, index: int, hidden: torch.Tensor, calls: BlockCalls) -> torch.Tensor:
@@ -511,16 +395,3 @@ class StreamedModel:
         """Let ``modules`` run on the meta device, with their meta parameters, and return zeros."""
         parameters = {(owner, name): value for owner, name, value in self._owners.values()}
         return skipped_modules(modules, parameters, self.device)
-
-
-def _on_meta(leaf: Any, calls: BlockCalls, probe: BlockProbe) -> Any:
-    """Return an argument of a block without its values; where a block makes it, what the probe has seen."""
-    if not isinstance(leaf, torch.Tensor):
-        return leaf
-    key = calls.key_of(leaf)
-    return probe.values[key] if key in probe.values else leaf.to("meta")
-
-
-def _row_on_meta(keys: BlockKeys, start: int, length: int, chunk: int) -> RowKeys:
-    flat = torch.empty(keys.row_nbytes(length, chunk), dtype=torch.uint8, device="meta")
-    return keys.row(flat, None, start, length, chunk)

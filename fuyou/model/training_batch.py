@@ -13,6 +13,7 @@ from common.data.documents import Documents, restarts
 from common.data.rows import PADDING, BatchValue, holds_images, take_rows
 from common.errors import UserError
 from common.models.task_type import TaskType
+from fuyou.model.chunk_survey import chunk_survey
 from fuyou.model.loss.cross_entropy import IGNORED, targets_of
 from fuyou.model.open_model import OpenModel
 from fuyou.model.streamed_model import CHUNK_PLACE, HOST_POSITIONS, StreamedModel
@@ -46,7 +47,6 @@ class TrainingBatch:
         """Check a batch and return it.
 
         Args:
-            model: that is trained.
             given: ``input_ids``, ``labels`` and the rest, as the caller passes them.
             own_loss: whether the engine computes the loss. If the caller does, missing labels are the batch's own
                 tokens, except padding, and class 0 of a sequence classifier.
@@ -56,7 +56,10 @@ class TrainingBatch:
         """
         inputs = {name: value for name, value in given.items() if value is not None}
         items = inputs.pop("num_items_in_batch", None)
-        inputs = {name: _on_cpu(name, value) for name, value in inputs.items() if not _has_no_effect(name, value)}
+        without_effect = [
+            name for name, value in inputs.items() if isinstance(value, int) and value in _WITHOUT_EFFECT.get(name, ())
+        ]
+        inputs = {name: _on_cpu(name, value) for name, value in inputs.items() if name not in without_effect}
         ids = inputs["input_ids"] = _integers("input_ids", inputs.get("input_ids"), 2)
         labels = inputs.pop("labels", None)
         if own_loss and not model.task_type.generates and model.config.num_labels == 1:
@@ -66,7 +69,10 @@ class TrainingBatch:
             )
         if labels is None and not own_loss:
             labels = _own_labels(model, inputs, ids)
-        _check_ids(model, inputs, ids)
+        embedding = model.stack.model.get_input_embeddings()
+        if type(embedding) is nn.Embedding and not holds_images(inputs):  # whose tokens stand for images
+            advice = ": use the tokenizer that belongs to it"
+            _check_range("input_ids holds", ids, embedding.num_embeddings, "this model's tokens", advice)
         _check_positions(model, inputs, ids)
         targets = _targets(model, labels, ids)
         count = int((targets != IGNORED).sum())
@@ -94,8 +100,11 @@ class TrainingBatch:
         """Return the batch on ``device``, ``chunk`` tokens of one row at a time, with ``targets``.
 
         Raises:
-            UserError: it has more than rows of tokens, which passes in whole rows only.
+            UserError: it has more than rows of tokens, which passes in whole rows only, as all of some families does.
         """
+        survey = chunk_survey(stack)  # settles how the model attends to earlier chunks, too
+        if not survey.keys:
+            raise UserError(f"Rows do not pass through {type(stack.model).__name__} in chunks: leave --chunk out.")
         mask, positions = self.inputs.get("attention_mask"), self.inputs.get("position_ids")
         others = set(self.inputs) - {"input_ids", "attention_mask", "position_ids", PADDING}
         what = next(iter(sorted(others)), None)
@@ -103,7 +112,7 @@ class TrainingBatch:
             what = "an attention_mask that hides tokens"
         flat = positions if isinstance(positions, torch.Tensor) and positions.dim() == 2 else None
         documents = Documents.of(flat)
-        if positions is not flat or not (documents is None or stack.separates_in_chunks):
+        if positions is not flat or not (documents is None or survey.separates):
             what = "position_ids of several documents in a row"
         if self.targets.shape != self.ids.shape:
             what = "one label for each"
@@ -149,10 +158,6 @@ class TrainingBatch:
             micro["targets"] = self.targets[start : start + rows].to(device, non_blocking=True)
             result.append(micro)
         return result
-
-
-def _has_no_effect(name: str, value: Any) -> bool:
-    return name in _WITHOUT_EFFECT and isinstance(value, bool | int) and value in _WITHOUT_EFFECT[name]
 
 
 def _on_cpu(name: str, value: Any) -> BatchValue:
@@ -214,14 +219,6 @@ def _check_range(held: str, values: torch.Tensor, count: float, whose: str, advi
             raise UserError(f"{held} {wrong}, and {whose} are 0 to {count - 1}{advice}. The batch changed nothing.")
 
 
-def _check_ids(model: OpenModel, inputs: Mapping[str, BatchValue], ids: torch.Tensor) -> None:
-    """Refuse tokens that the model's embedding does not have; those that stand for images may be others."""
-    embedding = model.stack.model.get_input_embeddings()
-    if type(embedding) is nn.Embedding and not holds_images(inputs):
-        advice = ": use the tokenizer that belongs to it"
-        _check_range("input_ids holds", ids, embedding.num_embeddings, "this model's tokens", advice)
-
-
 def _check_positions(model: OpenModel, inputs: Mapping[str, BatchValue], ids: torch.Tensor) -> None:
     """Refuse positions and masks of other shapes, positions that a learned table does not have, and documents of a row
     that would see each other."""
@@ -243,11 +240,8 @@ def _check_positions(model: OpenModel, inputs: Mapping[str, BatchValue], ids: to
 
 
 def _learned_positions(model: OpenModel, skipped: bool = False) -> float:
-    """Return the number of positions in the model's learned table, infinity if it has none.
-
-    Args:
-        skipped: without the first ones, which some families pass over when they count positions themselves.
-    """
+    """Return the number of positions in the model's learned table, infinity if it has none; with ``skipped`` without
+    the first ones, which some families pass over when they count positions themselves."""
     length = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     for name, module in model.stack.model.named_modules():
         if isinstance(module, nn.Embedding) and name.endswith(("position_embeddings", "embed_positions", "wpe")):

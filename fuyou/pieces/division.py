@@ -3,7 +3,10 @@
 import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
+from itertools import groupby
+from operator import itemgetter
 
+from common.errors import UserError
 from common.models.adapters.memory import AdapterMemory, adapter_memory
 from fuyou.layout.cutting import cut_blocks
 from fuyou.layout.model_layout import ModelLayout
@@ -11,7 +14,7 @@ from fuyou.layout.record_parts import Piece, PieceOrder, PiecePart, Stage
 from fuyou.model.streamed_model import StreamedModel
 from fuyou.pieces.handles import expert_parameters
 from fuyou.pieces.meta_block import cut_off_layer, learn
-from fuyou.pieces.recording import only_piece, record
+from fuyou.pieces.recording import Uses, record
 from fuyou.pieces.run import Use
 
 
@@ -66,7 +69,7 @@ def _groups(
         tuple(PiecePart(name, (0, counts[names[0]]) if names[0] in counts else None) for name in names)
         for names in together
     ]
-    uses = [used for used, _ in record(stack, layer, pieces, backward=False).uses]
+    uses = [used for used, _ in record(stack, layer, pieces, backward=False)[0]]
     for repeated in _repeated(stack, layer, order):
         uses.append(frozenset(index for index, names in enumerate(together) if names[0] in repeated))
     groups: list[set[int]] = []
@@ -78,14 +81,10 @@ def _groups(
         else:
             groups.append(set(used))
     ordered = [sorted(order.index(name) for index in group for name in together[index]) for group in groups]
-    seen = {index for group in ordered for index in group}
-    for index, name in enumerate(order):  # what no token has come to, or nothing uses, follows its neighbour
-        if index not in seen:
-            owner = name.rpartition(".")[0]
-            mine = [other for other, its in enumerate(order) if its.rpartition(".")[0] == owner and other not in seen]
+    for index in range(len(order)):
+        if not any(index in group for group in ordered):  # nothing uses it: it follows its neighbor
             position = next((position for position, group in enumerate(ordered) if index - 1 in group), -1)
-            ordered.insert(position + 1, mine)
-            seen.update(mine)
+            ordered.insert(position + 1, [index])
     return ordered
 
 
@@ -122,55 +121,20 @@ def find_order(stack: StreamedModel, layer: int, pieces: Sequence[Piece]) -> Pie
 
 
 def _order(stack: StreamedModel, layer: int, pieces: Sequence[Piece]) -> PieceOrder:
-    passes = [record(stack, layer, pieces, backward) for backward in (False, True)]
-    forward, backward = (_stages([(only_piece(needed, pieces), use) for needed, use in run.uses]) for run in passes)
-    if not all(run.complete for run in passes):
-        for index, piece in enumerate(pieces):
-            trains = any(stack.model.get_parameter(part.name).requires_grad for part in piece)
-            if index not in {stage.piece for stage in forward}:
-                _insert_forward(forward, Stage(index, True, False, False))
-            if index not in {stage.piece for stage in backward}:
-                _insert_backward(backward, Stage(index, True, True, trains))
-    return PieceOrder(tuple(stage.piece for stage in forward), tuple(backward), passes[0].between_bytes)
+    (forward, between_bytes), (backward, _) = (record(stack, layer, pieces, backward) for backward in (False, True))
+    stages = _stages(backward, pieces)
+    return PieceOrder(tuple(stage.piece for stage in _stages(forward, pieces)), tuple(stages), between_bytes)
 
 
-def _stages(uses: Sequence[tuple[int, Use]]) -> list[Stage]:
-    stages: list[Stage] = []
-    for piece, use in uses:
-        if not stages or stages[-1].piece != piece:
-            stages.append(Stage(piece, False, False, False))
-        last = stages[-1]
-        stages[-1] = replace(
-            last,
-            recomputes=last.recomputes or use is Use.FORWARD,
-            differentiates=last.differentiates or use is Use.BACKWARD,
-            trains=last.trains or use is Use.GRADIENT,
-        )
+def _stages(uses: Uses, pieces: Sequence[Piece]) -> list[Stage]:
+    stages = []
+    for needed, group in groupby(uses, key=itemgetter(0)):
+        if len(needed) > 1:
+            names = [pieces[index][0].name for index in sorted(needed)]
+            raise UserError(f"One operator uses {' and '.join(names)}, which have been cut into different pieces.")
+        purposes, (piece,) = {use for _, use in group}, needed
+        stages.append(Stage(piece, Use.FORWARD in purposes, Use.BACKWARD in purposes, Use.GRADIENT in purposes))
     return stages
-
-
-def _insert_forward(stages: list[Stage], new: Stage) -> None:
-    earlier = [position for position, stage in enumerate(stages) if stage.piece == new.piece - 1]
-    stages.insert(earlier[0] + 1 if earlier else 0, new)
-
-
-def _insert_backward(stages: list[Stage], new: Stage) -> None:
-    recomputing = replace(new, differentiates=False, trains=False)
-    positions = [position for position, stage in enumerate(stages) if stage.piece == new.piece - 1]
-    if not positions:
-        stages.append(replace(new, recomputes=False))
-        stages.insert(0, recomputing)
-    elif len(positions) == 1:  # the last one of the recomputation is the first one of the backward pass
-        position = positions[0]
-        before = stages[position]
-        stages[position : position + 1] = [
-            replace(before, differentiates=False, trains=False),
-            new,
-            replace(before, recomputes=False),
-        ]
-    else:
-        stages.insert(positions[-1], replace(new, recomputes=False))
-        stages.insert(positions[0] + 1, recomputing)
 
 
 def in_pieces(stack: StreamedModel, shape: ModelLayout, piece_bytes: int) -> ModelLayout:

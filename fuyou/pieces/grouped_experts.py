@@ -7,19 +7,18 @@ for each expert, the rest is separate for each row, and what adds rows up does s
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
+from peft.tuners.lora.layer import ParamWrapper
 from torch.nn import functional
 from transformers.integrations.moe import _grouped_linear
 
 from fuyou.layout.record_parts import PiecePart
-from fuyou.pieces.expert_adapters import ExpertAdapters, Factors, replaced_forward, tensors_of
-from fuyou.pieces.handle import PieceSource
-from fuyou.pieces.run import Use, current_supply
+from fuyou.pieces.expert_adapters import Factors, replaced_forward, tensors_of
+from fuyou.pieces.run import PieceSource, Use, current_supply
 
 _put = torch.ops.aten._index_put_impl_
 _VECTOR = 64  # Elements, or a divisor's multiple, that a CPU's kernels compute at once: two registers of 16-bit numbers
@@ -31,8 +30,7 @@ class _Routing:
     order: torch.Tensor  # Place of each row among the rows by token, int64 `[R]`
     tokens: torch.Tensor  # Token of each row, int64 `[R]`
     offsets: torch.Tensor  # End of each expert's rows, int32 `[E]`
-    on_host: torch.Tensor  # The same on the host, once `copied` is over
-    copied: torch.cuda.Event | None
+    ends: list[int]  # The same on the host, which waits for them
 
     @staticmethod
     def of(index: torch.Tensor, experts: int) -> "_Routing":
@@ -41,16 +39,7 @@ class _Routing:
         counted = sorted_experts.float() if index.device.type == "cpu" else sorted_experts.int()
         counts = torch.histc(counted, bins=experts, min=0, max=experts - 1)
         offsets = torch.cumsum(counts, dim=0, dtype=torch.int32)
-        on_host = offsets.to("cpu", non_blocking=True)
-        copied = torch.cuda.current_stream(index.device).record_event() if index.is_cuda else None
-        return _Routing(sorted_experts, order, order // index.size(-1), offsets, on_host, copied)
-
-    @cached_property
-    def ends(self) -> list[int]:
-        """End of each expert's rows, which the host waits for here: for the copy, not for all that the device has."""
-        if self.copied is not None:
-            self.copied.synchronize()
-        return self.on_host.tolist()
+        return _Routing(sorted_experts, order, order // index.size(-1), offsets, offsets.tolist())
 
     def rows(self, first: int, last: int) -> slice:
         return slice(self.ends[first - 1] if first else 0, self.ends[last - 1])
@@ -60,11 +49,9 @@ class GroupedExperts:
     """Replaces the ``grouped_mm`` of a module of experts.
 
     Args:
-        module: the module.
-        source: where its parameters come from.
         parts: for the first name of each parameter, its ranges in order.
         trained: first names of those that are trained.
-        adapters: what is to be added to them.
+        wrappers: what peft has put around the module.
         skips: whether a pass with gradients leaves the experts out, because nothing saves what comes of their output:
             then that output is zero there.
     """
@@ -75,11 +62,11 @@ class GroupedExperts:
         source: PieceSource,
         parts: Mapping[str, Sequence[PiecePart]],
         trained: Collection[str],
-        adapters: ExpertAdapters,
+        wrappers: Sequence[ParamWrapper],
         skips: bool,
     ):
         self.skips = skips
-        self._module, self._source, self._adapters = module, source, adapters
+        self._module, self._source, self._wrappers = module, source, wrappers
         # The parts of each range of experts, by name in the module
         self._parts = [
             {name.rpartition(".")[2]: part for name, part in zip(parts, of_range, strict=True)}
@@ -91,7 +78,10 @@ class GroupedExperts:
     @contextmanager
     def bound(self) -> Iterator[None]:
         """Let the module compute range by range while the context is open, and add its adapters."""
-        with self._adapters.bound(), replaced_forward(self._module, self):
+        with ExitStack() as opened:
+            for wrapper in self._wrappers:  # which only call what they are around
+                opened.enter_context(replaced_forward(wrapper, wrapper.base_layer.__call__))
+            opened.enter_context(replaced_forward(self._module, self))
             yield
 
     def __call__(
@@ -104,7 +94,7 @@ class GroupedExperts:
             top_k_index: chosen experts, int64 ``[T, K]``.
             top_k_weights: their weights, ``[T, K]``.
         """
-        factors = self._adapters.factors()
+        factors = {wrapper.parameter_name: Factors.of_all(wrapper) for wrapper in self._wrappers}
         inputs = (hidden_states, top_k_index, top_k_weights)
         if not torch.is_grad_enabled():
             return self.forward(*inputs, factors)

@@ -1,31 +1,152 @@
-"""The parameters of a block in pieces, as handles to bind to the model, and its mixtures' experts range by range."""
+"""A block's parameters in pieces, as handles to bind to the model, and its mixtures' experts range by range.
+
+A handle is a tensor without memory. Autograd saves the tensor that it is given, so it saves handles. Views of handles
+are handles. Any other operator asks the thread's :class:`~fuyou.pieces.run.PieceRun` for the piece and runs on the real
+parameters, in the backward pass as well as in the forward pass. No reference to real parameters is kept: after the
+stage, what was there is overwritten.
+"""
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves, tree_map_only
 
-from common.errors import UserError
+from common.errors import FinetuneError, UserError
 from common.models.structure import parameter_names
 from fuyou.layout.record_parts import Piece, PiecePart
 from fuyou.model.expert_modules import expert_modules
+from fuyou.model.operators import makes_views, written_arguments
 from fuyou.model.streamed_model import StreamedModel
-from fuyou.pieces.expert_adapters import ExpertAdapters, adapted_forward, adapted_modules
+from fuyou.pieces.expert_adapters import adapted_forward, parameter_wrappers
 from fuyou.pieces.grouped_experts import GroupedExperts
-from fuyou.pieces.handle import Handle, Origin, PieceSource, hand_on
 from fuyou.pieces.meta_block import output_is_saved
+from fuyou.pieces.run import PieceSource, Weights
+
+_aten = torch.ops.aten
+# What autograd does with a gradient before it stores it.
+_PASSED_ON = (_aten.detach.default, _aten.clone.default, _aten.alias.default)
+
+
+@dataclass(frozen=True, eq=False)
+class Origin:
+    """The parameter that a handle represents."""
+
+    source: PieceSource
+    name: str  # First name of the parameter
+    parts: tuple[PiecePart, ...]  # The parts that hold the parameter; several if it is cut by experts
+
+
+class Handle(torch.Tensor):
+    """A tensor without memory that represents a parameter, or a view of it."""
+
+    geometry: torch.Tensor  # Its shape, strides, offset and dtype, as a view of the whole parameter on the meta device
+    origin: Origin | None  # None: it represents a gradient that has been passed on
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def make(geometry: torch.Tensor, origin: Origin | None, device: torch.device) -> "Handle":
+        handle: Handle = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            Handle,
+            geometry.shape,
+            strides=geometry.stride(),
+            storage_offset=geometry.storage_offset(),
+            dtype=geometry.dtype,
+            device=device,
+        )
+        handle.geometry, handle.origin = geometry, origin
+        return handle
+
+    def in_memory(self, weights: Weights) -> torch.Tensor:
+        """Return the memory that the handle represents."""
+        assert self.origin is not None
+        (part,), geometry = self.origin.parts, self.geometry
+        value = weights[part]
+        if value.dtype != geometry.dtype:
+            value = value.to(geometry.dtype)
+        first = value.storage_offset() + geometry.storage_offset()
+        return value.as_strided(geometry.shape, geometry.stride(), first)
+
+    def data_ptr(self) -> int:
+        """Refuse: there is no memory that a kernel could be given."""
+        name = _name(self)
+        raise UserError(f"The block gives the address of {name} to a custom kernel: it cannot be cut in pieces.")
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        handles = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Handle)]
+        origins = [handle.origin for handle in handles if handle.origin is not None]
+        if len(origins) < len(handles):
+            return _pass_on(func, handles[0])
+        if makes_views(func):
+            return _view(func, args, kwargs)
+        _refuse(func, args, origins)
+        parts = [part for origin in origins for part in origin.parts]
+        weights = origins[0].source.fetch(parts)
+        args, kwargs = tree_map_only(Handle, lambda handle: handle.in_memory(weights), (args, kwargs))
+        return func(*args, **kwargs)
+
+
+def _view(func: Any, args: Any, kwargs: Any) -> Any:
+    handle = args[0]
+    if not isinstance(handle, Handle):  # such as a view as another tensor's shape
+        raise FinetuneError(f"{func} received a parameter in pieces as a plain argument.")
+    if func is _aten.view.dtype:
+        raise UserError(f"The block reads the bytes of {_name(handle)} in another dtype: it cannot be cut in pieces.")
+    views = func(handle.geometry, *args[1:], **kwargs)
+    return tree_map_only(torch.Tensor, lambda view: Handle.make(view, handle.origin, handle.device), views)
+
+
+def _pass_on(func: Any, handle: Handle) -> Handle:
+    if func not in _PASSED_ON:
+        raise FinetuneError(f"{func} was called on a gradient that has been handed on: two backward passes at once.")
+    return Handle.make(handle.geometry, None, handle.device)
+
+
+def _refuse(func: Any, args: Any, origins: Sequence[Origin]) -> None:
+    for argument, value in zip(func._schema.arguments, args, strict=False):
+        if isinstance(value, Handle) and argument.name in written_arguments(func):
+            raise UserError(f"The block changes its parameter {_name(value)} ({func}): it cannot be cut in pieces.")
+    for origin in origins:
+        if len(origin.parts) > 1:
+            raise UserError(
+                f"The block uses {origin.name} of all experts in one operator ({func}): experts cannot be cut in "
+                "ranges here. Use transformers' implementation grouped_mm, or a larger device."
+            )
+
+
+def _name(handle: Handle) -> str:
+    return "" if handle.origin is None else handle.origin.name
+
+
+def hand_on(leaf: Handle, take: Callable[[torch.Tensor], None]) -> None:
+    """Let ``take`` have the gradient of ``leaf`` as soon as autograd has it, and let nothing stay in its place."""
+    geometry, device = leaf.geometry, leaf.device
+
+    def replace(gradient: torch.Tensor | None) -> torch.Tensor | None:
+        if gradient is None:
+            return None
+        take(gradient)
+        return Handle.make(geometry, None, device)
+
+    def forget(stored: torch.Tensor) -> None:
+        stored.grad = None
+
+    leaf.register_hook(replace)
+    leaf.register_post_accumulate_grad_hook(forget)
 
 
 def expert_parameters(stack: StreamedModel, layer: int, names: Collection[str]) -> list[tuple[tuple[str, ...], int]]:
     """Return, for each mixture of a block, the parameters with one matrix per expert, and the number of experts.
 
-    Args:
-        names: first names of the parameters that are to be cut.
-
-    Raises:
-        UserError: if some of them are in another record, which is not cut.
+    All must be among ``names``, the first names of the parameters that are to be cut.
     """
     mixtures = []
     for prefix, module in expert_modules(stack, layer):
@@ -44,30 +165,6 @@ def expert_parameters(stack: StreamedModel, layer: int, names: Collection[str]) 
         if members:
             mixtures.append((tuple(name for name in names if name in members), experts))
     return mixtures
-
-
-def _computations(
-    stack: StreamedModel,
-    layer: int,
-    source: PieceSource,
-    parts: Mapping[str, Sequence[PiecePart]],
-    trained: Collection[str],
-) -> list[Callable[[], AbstractContextManager[None]]]:
-    """Return what lets modules of a block compute otherwise: experts in ranges, and adapters of whole parameters."""
-    adapters = {prefix: ExpertAdapters.around(stack.model, prefix) for prefix, _ in expert_modules(stack, layer)}
-    others = adapted_modules(
-        stack.blocks[layer], {wrapper for around in adapters.values() for wrapper in around.wrappers.values()}
-    )
-    computations: list[Callable[[], AbstractContextManager[None]]] = [partial(adapted_forward, each) for each in others]
-    for prefix, module in expert_modules(stack, layer):
-        names = [f"{prefix}.{name}" for name in module._parameters]
-        cut = {name: parts[name] for name in names if name in parts and parts[name][0].experts is not None}
-        if not cut:
-            continue
-        _check_experts(prefix, module)
-        saved = output_is_saved(stack, layer, prefix)
-        computations.append(GroupedExperts(module, source, cut, trained, adapters[prefix], skips=not saved).bound)
-    return computations
 
 
 def _check_experts(prefix: str, module: Any) -> None:
@@ -92,9 +189,6 @@ class PieceHandles:
         trained: first names of the parameters whose gradients are wanted.
         on_gradient: called with a part and its gradient, as :class:`PieceSource` calls it.
         device: where handles pretend to be; None: where ``stack`` computes.
-
-    Raises:
-        UserError: if the block cannot be cut in these pieces.
     """
 
     def __init__(
@@ -117,7 +211,7 @@ class PieceHandles:
         for name, ranges in parts.items():
             ranges.sort(key=lambda part: part.experts or (0, 0))
             self.parameters.update(dict.fromkeys(aliases[name], self._leaf(name, tuple(ranges))))
-        self._computations = _computations(stack, layer, self.source, parts, self._trained)
+        self._computations = self._own_computations(layer, parts)
 
     def _leaf(self, name: str, parts: tuple[PiecePart, ...]) -> Handle:
         meta = self._stack.model.get_parameter(name)
@@ -128,6 +222,22 @@ class PieceHandles:
             if parts[0].experts is None:
                 hand_on(leaf, lambda gradient: self.source.take_gradient(parts[0], gradient))
         return leaf
+
+    def _own_computations(
+        self, layer: int, parts: Mapping[str, Sequence[PiecePart]]
+    ) -> list[Callable[[], AbstractContextManager[None]]]:
+        """Return what lets modules compute otherwise: experts in ranges, and adapters of whole parameters."""
+        computations: list[Callable[[], AbstractContextManager[None]]] = []
+        wrappers = parameter_wrappers(self._stack.blocks[layer])
+        for prefix, module in expert_modules(self._stack, layer):
+            around = wrappers.pop(module, [])
+            names = [f"{prefix}.{name}" for name in module._parameters]
+            cut = {name: parts[name] for name in names if name in parts and parts[name][0].experts is not None}
+            if cut:
+                _check_experts(prefix, module)
+                skips = not output_is_saved(self._stack, layer, prefix)
+                computations.append(GroupedExperts(module, self.source, cut, self._trained, around, skips).bound)
+        return computations + [partial(adapted_forward, module, around) for module, around in wrappers.items()]
 
     @contextmanager
     def bound(self) -> Iterator[None]:

@@ -9,6 +9,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from common.errors import FinetuneError, UserError
+from fuyou.model.blocks.calls import BlockCalls
 from fuyou.model.blocks.weightless import on_meta
 from fuyou.model.expert_modules import expert_modules
 from fuyou.model.recompute.block_trace import Tracer
@@ -22,11 +23,7 @@ _LEARNT: WeakKeyDictionary[StreamedModel, dict[Hashable, Any]] = WeakKeyDictiona
 
 
 def meta_call(stack: StreamedModel, layer: int) -> Call:
-    """Return hidden states, and the other arguments that block ``layer`` is called with, on the meta device.
-
-    Raises:
-        UserError: if the block cannot be called there.
-    """
+    """Return hidden states, and the other arguments that block ``layer`` is called with, on the meta device."""
     if stack.links.shared:
         raise UserError(
             f"{type(stack.model).__name__} hands values from block to block in a dictionary, which blocks in pieces "
@@ -40,11 +37,7 @@ def cut_off_layer(stack: StreamedModel, layer: int, name: str) -> str:
 
 
 def learn(stack: StreamedModel, layer: int, question: Hashable, answer: Callable[[], T]) -> T:
-    """Return what ``answer`` returns; blocks of one structure share the answer to a ``question``.
-
-    Raises:
-        UserError: if the block does not run on the meta device.
-    """
+    """Return what ``answer`` returns; blocks of one structure share the answer to a ``question``."""
     known = _LEARNT.setdefault(stack, {})
     if layer not in known:
         known[layer] = known.setdefault(_structure(stack, layer), layer)
@@ -79,22 +72,12 @@ def _structure(stack: StreamedModel, layer: int) -> Hashable:
         )
         described.append((name, type(module), plain, parameters))
     hidden, args, kwargs = meta_call(stack, layer)
-    leaves = tree_leaves((hidden, args, [kwargs[name] for name in sorted(kwargs)]))
-    described.append(tuple(sorted(kwargs)))
-    described += [
-        (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf
-        for leaf in leaves
-        if isinstance(leaf, torch.Tensor | bool | int | float | str | None)
-    ]
+    described.append((tuple(hidden.shape), BlockCalls(arguments=[(args, kwargs)]).describe(0)))
     return tuple(described)
 
 
 def output_is_saved(stack: StreamedModel, layer: int, name: str) -> bool:
-    """Return whether anything that depends on the output of the module ``name`` is saved for the backward pass.
-
-    Raises:
-        UserError: if the block does not run on the meta device.
-    """
+    """Return whether anything that depends on the output of the module ``name`` is saved for the backward pass."""
     question = ("saves", cut_off_layer(stack, layer, name))
     return learn(stack, layer, question, lambda: _saves(stack, layer, stack.model.get_submodule(name)))
 

@@ -7,7 +7,7 @@ and fro between that thread and the caller: they never compute at once. What bel
 
 import contextvars
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import Enum
 from typing import Any, Generic, Protocol, TypeVar
@@ -16,7 +16,7 @@ import torch
 
 from common.data.documents import current_documents, replace_documents
 from common.errors import FinetuneError
-from fuyou.layout.record_parts import PiecePart
+from fuyou.layout.record_parts import Piece, PiecePart
 
 
 def random_states(device: torch.device) -> tuple[torch.Tensor, ...]:
@@ -71,11 +71,7 @@ _local = _Local()
 
 
 def current_supply() -> Supply:
-    """Return where this thread gets pieces from.
-
-    Raises:
-        FinetuneError: if parameters in pieces are used outside a :class:`PieceRun`.
-    """
+    """Return where this thread gets pieces from."""
     if _local.supply is None:
         raise FinetuneError(
             "A parameter that is cut in pieces was used outside of a pass that waits for pieces (PieceRun)."
@@ -91,6 +87,34 @@ def supplying(supply: Supply) -> Iterator[None]:
         yield
     finally:
         _local.supply = before
+
+
+class PieceSource:
+    """Where handles get real parameters from, and where their gradients go.
+
+    Args:
+        pieces: the parts that each piece of the block holds.
+        on_gradient: called with a part and its gradient, in the dtype of the weights, as soon as autograd has it. It
+            must copy what it wants to keep, and may be called for several micro-batches in turn.
+    """
+
+    def __init__(self, pieces: Sequence[Piece], on_gradient: Callable[[PiecePart, torch.Tensor], None]):
+        self.piece_of = {part: index for index, piece in enumerate(pieces) for part in piece}
+        self.on_gradient = on_gradient
+
+    def fetch(self, parts: Collection[PiecePart], use: Use | None = None) -> Weights:
+        """Return the parameters of these parts, and wait until they are on the device.
+
+        ``use`` is what for; None: operators of the pass that is running.
+        """
+        if use is None:
+            use = Use.FORWARD if torch._C._current_graph_task_id() == -1 else Use.BACKWARD
+        return current_supply().need(frozenset(self.piece_of[part] for part in parts), use)
+
+    def take_gradient(self, part: PiecePart, gradient: torch.Tensor) -> None:
+        """Pass on the gradient of ``part``, once its piece is on the device."""
+        weights = self.fetch((part,), Use.GRADIENT)
+        self.on_gradient(part, gradient.to(weights[part].dtype))
 
 
 class _Abandoned(BaseException):
@@ -167,11 +191,7 @@ class PieceRun(Generic[T]):
         return bool(self.ended)
 
     def result(self) -> T:
-        """Return what the pass has returned.
-
-        Raises:
-            FinetuneError: if it has not ended, was closed, or has failed.
-        """
+        """Return what the pass has returned."""
         if not self.ended or self._closed:
             raise FinetuneError("A pass through a block in pieces has no result before it has ended.")
         return self._value  # type: ignore[return-value]

@@ -5,13 +5,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import DataDependentOutputException
 
 from common.data.documents import Documents
 from common.models.meta_model import build_meta_model
 from fuyou.model.loss.cross_entropy import cross_entropy
 from fuyou.model.streamed_model import HOST_POSITIONS, StreamedModel
-from fuyou.pieces import grouped_experts
 from fuyou.runtime.compute.token_computation import TokenPass
 from tests.helpers.attention_calls import AttentionCalls, takes_math
 from tests.helpers.cuda_branch import cuda_branch
@@ -102,18 +100,3 @@ def test_no_attention_ends_in_the_math_kernel(family: str, packed: bool, dtype: 
     assert packed or attention.calls
     assert not packed or all(args[4] > 0 for args, _ in attention.calls)  # with dropout, one call per document
     assert not any(takes_math(*args, **kwargs) for args, kwargs in attention.calls)
-
-
-def test_experts_in_pieces_wait_for_their_counts_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where rows of an expert end is copied while the device computes on, and waited for where it is read."""
-    waited: list[str] = []
-    event = SimpleNamespace(synchronize=lambda: waited.append("event"))
-    stream = SimpleNamespace(record_event=lambda: event)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
-    with fake_cuda():
-        index = torch.empty(ROWS * TOKENS, 2, dtype=torch.long, device=CUDA)
-        routing = grouped_experts._Routing.of(index, 8)
-        assert routing.offsets.device == CUDA and routing.on_host.device.type == "cpu"
-        with pytest.raises(DataDependentOutputException):  # a fake tensor has no values
-            _ = routing.ends
-    assert waited == ["event"]

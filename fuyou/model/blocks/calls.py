@@ -17,10 +17,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only, tree_unflatten
 
 from common.data.documents import Documents
-from fuyou.model.blocks.hidden_edits import EMBEDDING, BlockLinks, HiddenEdit, Key, argument_paths, shared_dictionaries
+from fuyou.model.blocks.hidden_edits import EMBEDDING, BlockLinks, HiddenEdit, Key, argument_paths, shared_dictionary
 from fuyou.model.chunks import ChunkCache
 
 
@@ -40,13 +40,7 @@ class _Produced:
 
 
 class BlockCalls:
-    """Arguments of each block, next to the hidden states, for one micro-batch.
-
-    Args:
-        links: what to expect.
-        arguments: positional and keyword arguments of each block, if they are known already.
-        documents: documents that share the rows; None: every row is one.
-    """
+    """Arguments of each block, next to the hidden states, for one micro-batch."""
 
     def __init__(
         self,
@@ -55,7 +49,7 @@ class BlockCalls:
         documents: Documents | None = None,
     ):
         self._links = links or BlockLinks()
-        self.documents = documents
+        self.documents = documents  # That share the rows; None: every row is one
         self.arguments = list(arguments)  # Positional and keyword arguments of each block
         self.first_hidden: torch.Tensor | None = None  # Input of the first block, until the embedding hands it out
         self.hidden_shape: tuple[int, ...] = ()  # Shape of the hidden states
@@ -65,8 +59,8 @@ class BlockCalls:
         self._gradients: dict[Key, torch.Tensor] = {}
         self._keys: dict[int, Key] = {}  # by the identity of the tensor
         self._alive: list[torch.Tensor] = []  # keeps placeholders alive, so that no other tensor gets their identity
-        self._shared: dict[int, dict[Any, Any]] = {}  # content of each shared dictionary now, by its identity
-        self._shared_before: dict[int, dict[int, dict[Any, Any]]] = {}  # content before each block
+        self._shared: dict[Any, Any] | None = None  # content of the shared dictionary now
+        self._shared_before: dict[int, dict[Any, Any]] = {}  # content before each block
         self._latest_run = _BlockRun()
 
     # -- while the embedding runs ---------------------------------------------------------------------------------
@@ -103,21 +97,16 @@ class BlockCalls:
     def zero_produced_values(self, values: Mapping[Key, torch.Tensor], device: torch.device) -> None:
         """Set all produced values to zero, so that each block can be run alone.
 
-        Args:
-            values: tensors that blocks return next to hidden states, on the meta device; shared dictionaries hold meta
-                tensors, too.
-            device: where the zeros are.
+        Here they are meta tensors: ``values`` that blocks return, and what they have left in shared dictionaries.
         """
 
-        def zeros(leaf: Any) -> Any:
-            is_meta = isinstance(leaf, torch.Tensor) and leaf.is_meta
-            return torch.zeros(leaf.shape, dtype=leaf.dtype, device=device) if is_meta else leaf
+        def zeros(leaf: torch.Tensor) -> torch.Tensor:
+            return torch.zeros_like(leaf, device=device) if leaf.is_meta else leaf
 
         self._values.update({key: zeros(values[key]) for key in self._links.consumed if key in values})
         for args, kwargs in self.arguments if self._links.shared else ():
-            for dictionary in shared_dictionaries(args, kwargs):
-                for name, entry in dictionary.items():
-                    dictionary[name] = tree_map(zeros, entry)
+            dictionary = shared_dictionary(args, kwargs) or {}
+            dictionary.update({name: tree_map_only(torch.Tensor, zeros, entry) for name, entry in dictionary.items()})
 
     def carried(self) -> list[torch.Tensor]:
         """Return the tensors made by the embedding that carry gradients."""
@@ -134,7 +123,7 @@ class BlockCalls:
     # -- while a block runs ---------------------------------------------------------------------------------------
 
     def describe(self, block: int) -> Hashable:
-        """Return what decides, with hidden states, which operators a block runs on which shapes: to compare calls."""
+        """Return what decides which operators a block runs on which shapes: to compare calls."""
         args, kwargs = self.arguments[block]
         leaves = tree_leaves((args, [kwargs[name] for name in sorted(kwargs)]))
         edit = self.edits.get(block)
@@ -146,7 +135,8 @@ class BlockCalls:
             if isinstance(leaf, torch.Tensor | bool | int | float | str | None)
         )
         several, start = self.documents is not None, None if self.cache is None else self.cache.start
-        return tuple(sorted(kwargs)), len(edit.steps) if edit is not None else 0, several, start, described
+        steps = len(edit.steps) if edit is not None else 0
+        return self.hidden_shape, tuple(sorted(kwargs)), steps, several, start, described
 
     def run(self, index: int, block: Callable[..., Any], hidden: torch.Tensor) -> torch.Tensor:
         """Call block ``index``, here ``block``, on the output of the one before it, and return its hidden states.
@@ -160,20 +150,19 @@ class BlockCalls:
         run = self._latest_run = _BlockRun()
         if edit is not None:
             hidden = edit.apply(hidden, self._value)
-        shared: dict[int, MutableMapping[Any, Any]] = {}
-        given: dict[int, dict[Any, Any]] = {}
-        if self._links.shared:
-            before = self._shared_content_before(index)
-            shared, given = self._copy_shared(before, args, kwargs)
-        args, kwargs = tree_map(
-            lambda leaf: self._argument(leaf, shared), (args, kwargs), is_leaf=lambda leaf: id(leaf) in shared
-        )
+        dictionary = shared_dictionary(args, kwargs) if self._links.shared else None
+        shared, before = (None, {}) if dictionary is None else self._copy_shared(index, dictionary)
+
+        def replace(leaf: Any) -> Any:
+            return shared if leaf is dictionary and dictionary is not None else self._argument(leaf)
+
+        args, kwargs = tree_map(replace, (args, kwargs), is_leaf=lambda leaf: leaf is dictionary)
         result = block(hidden, *args, **kwargs)
         for position, leaf in enumerate(tree_leaves(result)):
             if (index, position) in self._links.consumed:
                 run.produced[index, position] = leaf
-        for identity, dictionary in shared.items():
-            self._note_shared(index, identity, dictionary, given[identity])
+        if shared is not None:
+            self._note_shared(index, shared, before)
         if not torch.is_grad_enabled():
             self._values.update(run.produced)
             self._latest_run = _BlockRun()
@@ -185,13 +174,7 @@ class BlockCalls:
         return [*self._latest_run.produced.values(), *(state for state, _ in states)]
 
     def backward(self, result: torch.Tensor, gradient: torch.Tensor, losses: Sequence[torch.Tensor] = ()) -> None:
-        """Run the backward pass of the latest run of a block.
-
-        Args:
-            result: its output.
-            gradient: gradient of the output.
-            losses: scalars that the run has added to the loss.
-        """
+        """Run the backward pass of the latest run of a block, which has added the scalars ``losses`` to the loss."""
         run, self._latest_run = self._latest_run, _BlockRun()
         roots, gradients = [result, *losses], [gradient, *(torch.ones_like(loss) for loss in losses)]
         for key, value in run.produced.items():
@@ -223,37 +206,30 @@ class BlockCalls:
             self._latest_run.leaves[key] = value.detach().requires_grad_()
         return self._latest_run.leaves[key]
 
-    def _argument(self, leaf: Any, shared: Mapping[int, Any]) -> Any:
-        if id(leaf) in shared:
-            return shared[id(leaf)]
+    def _argument(self, leaf: Any) -> Any:
         key = self._keys.get(id(leaf)) if isinstance(leaf, torch.Tensor) else None
         return leaf if key is None else self._value(key)
 
-    def _shared_content_before(self, index: int) -> dict[int, dict[Any, Any]]:
-        if index not in self._shared_before:
-            for dictionary in shared_dictionaries(*self.arguments[index]):
-                self._shared.setdefault(id(dictionary), dict(dictionary))
-            self._shared_before[index] = {identity: dict(content) for identity, content in self._shared.items()}
-        return self._shared_before[index]
-
     def _copy_shared(
-        self, before: Mapping[int, Mapping[Any, Any]], args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> tuple[dict[int, MutableMapping[Any, Any]], dict[int, dict[Any, Any]]]:
-        shared, given = {}, {}
-        for dictionary in shared_dictionaries(args, kwargs):
-            content = {
-                name: tree_map(lambda leaf: self._value(leaf.key) if isinstance(leaf, _Produced) else leaf, entry)
-                for name, entry in before[id(dictionary)].items()
-            }
-            mine = copy.copy(dictionary)
-            mine.clear()
-            mine.update(content)
-            shared[id(dictionary)], given[id(dictionary)] = mine, content
-        return shared, given
+        self, index: int, dictionary: MutableMapping[Any, Any]
+    ) -> tuple[MutableMapping[Any, Any], dict[Any, Any]]:
+        """Return a dictionary for one run of a block, and its content, which is that before the block."""
+        if index not in self._shared_before:
+            if self._shared is None:
+                self._shared = dict(dictionary)
+            self._shared_before[index] = dict(self._shared)
+        before = {
+            name: tree_map_only(_Produced, lambda leaf: self._value(leaf.key), entry)
+            for name, entry in self._shared_before[index].items()
+        }
+        mine = copy.copy(dictionary)
+        mine.clear()
+        mine.update(before)
+        return mine, before
 
-    def _note_shared(self, index: int, identity: int, dictionary: Mapping[Any, Any], given: Mapping[Any, Any]) -> None:
+    def _note_shared(self, index: int, dictionary: Mapping[Any, Any], before: Mapping[Any, Any]) -> None:
         for name, entry in dictionary.items():
-            if name in given and given[name] is entry:
+            if name in before and before[name] is entry:
                 continue
             leaves, structure = tree_flatten(entry)
             for position, leaf in enumerate(leaves):
@@ -262,7 +238,8 @@ class BlockCalls:
                     self._latest_run.produced[key] = leaf
                     leaves[position] = _Produced(key)
             if not torch.is_grad_enabled():
-                self._shared[identity][name] = tree_unflatten(leaves, structure)
+                assert self._shared is not None
+                self._shared[name] = tree_unflatten(leaves, structure)
 
 
 def _hidden_of(result: Any) -> torch.Tensor:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_flatten_with_path, tree_leaves, tree_map
+from torch.utils._pytree import tree_flatten_with_path, tree_leaves, tree_map_only
 
 from common.errors import UserError
 
@@ -29,9 +29,9 @@ class BlockLinks:
         return bool(self.carried or self.consumed or self.shared)
 
 
-def shared_dictionaries(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[MutableMapping[Any, Any]]:
-    """Return the dictionaries among a block's arguments."""
-    return [value for value in (*args, *kwargs.values()) if isinstance(value, MutableMapping)]
+def shared_dictionary(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> MutableMapping[Any, Any] | None:
+    """Return the dictionary among a block's arguments; None if there is none."""
+    return next((value for value in (*args, *kwargs.values()) if isinstance(value, MutableMapping)), None)
 
 
 def argument_paths(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -63,11 +63,9 @@ class HiddenEdit:
         known = {self.source: hidden.clone()}  # an edit in place must not reach what is kept
         known.update({identity: value(key) for identity, key in self.values.items()})
 
-        def look_up(leaf: Any) -> Any:
-            return known[leaf.identity] if isinstance(leaf, _Reference) else leaf
-
         for function, args, kwargs, expected in self.steps:
-            made = function(*tree_map(look_up, args), **tree_map(look_up, kwargs))
+            args, kwargs = tree_map_only(_Reference, lambda leaf: known[leaf.identity], (args, kwargs))
+            made = function(*args, **kwargs)
             for leaf, reference in zip(tree_leaves(made), tree_leaves(expected), strict=True):
                 if isinstance(reference, _Reference):
                     known[reference.identity] = leaf
@@ -79,9 +77,6 @@ class HiddenEditRecorder(TorchFunctionMode):
 
     The outputs are not computed yet: what the model edits is scratch memory of their shape. A block's output may be
     edited on its way to the next block. Other uses are refused.
-
-    Args:
-        name: class of the model, for messages.
     """
 
     def __init__(self, name: str):
@@ -90,8 +85,7 @@ class HiddenEditRecorder(TorchFunctionMode):
         self.paused = False
         self._steps: list[tuple[Callable[..., Any], Any, Any, Any]] = []
         self._made: dict[int, torch.Tensor] = {}  # Tensors that depend on outputs of blocks, by identity
-        self._outputs: list[int] = []
-        """Identities of the scratch memory that stands for the outputs of the blocks so far."""
+        self._outputs: list[int] = []  # Identities of the scratch memory that stands for the blocks' outputs
 
     def output(self, like: torch.Tensor) -> torch.Tensor:
         """Return scratch memory that stands for what the next block will return."""
@@ -116,15 +110,9 @@ class HiddenEditRecorder(TorchFunctionMode):
         return result
 
     def edit(self, block: int, hidden: torch.Tensor, carry: Callable[[torch.Tensor], Key]) -> HiddenEdit | None:
-        """Return how the input of ``block`` follows from the output of the block before it.
+        """Return how the input ``hidden`` of ``block`` follows from the output before it; None if it is that output.
 
-        Args:
-            block: index of the block.
-            hidden: its input.
-            carry: gives a tensor from before the blocks a name, under which its gradient goes back.
-
-        Returns:
-            The edit; None if the input is that output.
+        ``carry`` gives a tensor from before the blocks a name, under which its gradient goes back.
 
         Raises:
             UserError: the input follows from something else.
@@ -146,9 +134,7 @@ class HiddenEditRecorder(TorchFunctionMode):
             raise self._refusal(f"gives block {block} another input than the output of the block before it")
         values: dict[int, Key] = {}
 
-        def refer(leaf: Any) -> Any:
-            if not isinstance(leaf, torch.Tensor):
-                return leaf
+        def refer(leaf: torch.Tensor) -> Any:
             if id(leaf) in self._made:
                 return _Reference(id(leaf))
             if leaf.is_floating_point():
@@ -156,15 +142,11 @@ class HiddenEditRecorder(TorchFunctionMode):
                 return _Reference(id(leaf))
             return leaf
 
-        steps = tuple(tree_map(refer, step) for step in reversed(chosen))
+        steps = tuple(tree_map_only(torch.Tensor, refer, step) for step in reversed(chosen))
         return HiddenEdit(steps, source, id(hidden), values)
 
     def check_arguments(self, block: int, args: Any, kwargs: Any) -> None:
-        """Check that no argument of ``block`` is computed from the outputs of blocks.
-
-        Raises:
-            UserError: one is.
-        """
+        """Check that no argument of ``block`` is computed from the outputs of blocks."""
         for leaf in tree_leaves((args, kwargs)):
             if isinstance(leaf, torch.Tensor) and id(leaf) in self._made:
                 raise self._refusal(f"computes an argument of block {block} from the outputs of blocks before it")

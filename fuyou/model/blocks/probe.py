@@ -7,11 +7,11 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map_only
 
 from fuyou.model.blocks.calls import BlockCalls
-from fuyou.model.blocks.hidden_edits import Key, shared_dictionaries
-from fuyou.model.blocks.weightless import empty_parameter, on_meta, restored
+from fuyou.model.blocks.hidden_edits import Key, shared_dictionary
+from fuyou.model.blocks.weightless import empty_parameters, on_meta, replaced_parameters, restored
 
 TENSOR = object()  # Stands for a tensor among the leaves of what a block returns
 
@@ -27,36 +27,32 @@ class BlockProbe:
 
     def __init__(self, returns: dict[type[nn.Module], tuple[TreeSpec, list[Any]]], all_blocks: bool):
         self.returns, self._all_blocks = returns, all_blocks
-        self.values: dict[Key, torch.Tensor] = {}
-        """Tensors that blocks have returned next to hidden states, on the meta device."""
+        self.values: dict[Key, torch.Tensor] = {}  # Meta tensors that blocks have returned next to hidden states
         self.left: list[torch.Tensor] = []  # Tensors that blocks have left in shared dictionaries
         self.dtypes: set[torch.dtype] = set()  # Dtypes of the hidden states that blocks have returned
 
     def run(self, index: int, block: nn.Module, hidden: torch.Tensor, calls: BlockCalls) -> None:
         """Run ``block`` with what it has just been called with, if there is anything to learn from that."""
         args, kwargs = calls.arguments[index]
-        shared = shared_dictionaries(args, kwargs)
-        if not (self._all_blocks or shared) and type(block) in self.returns:
+        shared = shared_dictionary(args, kwargs)
+        if not self._all_blocks and shared is None and type(block) in self.returns:
             return
 
-        def to_meta(leaf: Any) -> Any:
-            if not isinstance(leaf, torch.Tensor):
-                return leaf
+        def to_meta(leaf: torch.Tensor) -> torch.Tensor:
             key = calls.key_of(leaf)
             return self.values[key] if key in self.values else leaf.to("meta")
 
-        def to_device(leaf: Any) -> Any:
-            key = calls.key_of(leaf) if isinstance(leaf, torch.Tensor) else None
+        def to_device(leaf: torch.Tensor) -> torch.Tensor:
+            key = calls.key_of(leaf)
             return torch.zeros_like(self.values[key], device=hidden.device) if key in self.values else leaf
 
-        before = [dict(dictionary) for dictionary in shared]
-        identities = {id(dictionary) for dictionary in shared}
-        args, kwargs = tree_map(to_meta, (args, kwargs), is_leaf=lambda leaf: id(leaf) in identities)
+        before = dict(shared or {})
+        args, kwargs = tree_map_only(torch.Tensor, to_meta, (args, kwargs), is_leaf=lambda leaf: leaf is shared)
         try:
             with on_meta(block), torch.no_grad(), GroupedShapes():
                 result = block(torch.empty_like(hidden, device="meta"), *args, **kwargs)
         except Exception:  # a family's code may fail in any way without values, or with its own tensors
-            result = _on_device(block, hidden, *tree_map(to_device, calls.arguments[index]))
+            result = _on_device(block, hidden, *tree_map_only(torch.Tensor, to_device, calls.arguments[index]))
         leaves, structure = tree_flatten(result)
         self.dtypes.add(leaves[0].dtype)
         for position, leaf in enumerate(leaves):
@@ -65,10 +61,9 @@ class BlockProbe:
         self.returns.setdefault(
             type(block), (structure, [TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves])
         )
-        for dictionary, known in zip(shared, before, strict=True):
-            for name, entry in dictionary.items():
-                if name not in known or known[name] is not entry:
-                    self.left += [leaf for leaf in tree_leaves(entry) if isinstance(leaf, torch.Tensor)]
+        for name, entry in (shared or {}).items():
+            if name not in before or before[name] is not entry:
+                self.left += [leaf for leaf in tree_leaves(entry) if isinstance(leaf, torch.Tensor)]
 
 
 class GroupedShapes(TorchDispatchMode):
@@ -86,11 +81,9 @@ def is_grouped_product(function: torch._ops.OpOverload, args: tuple[Any, ...]) -
 
 
 def _on_device(block: nn.Module, hidden: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    with torch.no_grad(), GroupedShapes(), restored(block):
-        for module in block.modules():
-            for name, parameter in module._parameters.items():
-                if parameter is not None:
-                    module._parameters[name] = empty_parameter(parameter, hidden.device)
+    places = [(module, name) for module in block.modules() for name in module._parameters]
+    empty = empty_parameters(places, hidden.device)
+    with torch.no_grad(), GroupedShapes(), restored(block), replaced_parameters(empty):
         return block(torch.zeros_like(hidden), *args, **kwargs)
 
 
@@ -99,9 +92,6 @@ class UsedTensors(TorchFunctionMode):
 
     In a run up to the blocks, these are the parameters that the model reads itself, rather than by calling the module
     that owns them.
-
-    Args:
-        wanted: identities of the tensors.
     """
 
     def __init__(self, wanted: Iterable[int]):
@@ -110,6 +100,5 @@ class UsedTensors(TorchFunctionMode):
         self.found: set[int] = set()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self._wanted:
-            self.found |= self._wanted & {id(leaf) for leaf in tree_leaves((args, kwargs))}
+        self.found |= self._wanted & {id(leaf) for leaf in tree_leaves((args, kwargs))}
         return func(*args, **(kwargs or {}))

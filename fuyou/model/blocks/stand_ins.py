@@ -39,10 +39,6 @@ class BlockStandIns:
 
     In :meth:`recording`, the pass ends at the last block, and the blocks' calls are recorded. In :meth:`handing_out`,
     the last block returns a given value, and the pass continues to the head.
-
-    Args:
-        name: class of the model, for messages.
-        modules: the model's own list of its blocks.
     """
 
     def __init__(self, name: str, modules: nn.ModuleList):
@@ -55,8 +51,6 @@ class BlockStandIns:
         self._output: torch.Tensor | None = None
         self._probe: BlockProbe | None = None
         self._returns: dict[type[nn.Module], tuple[TreeSpec, list[Any]]] = {}
-        self.between: list[nn.Module] = []
-        """Modules with parameters that have run between two blocks: such a model is refused."""
 
     @property
     def has_called_block(self) -> bool:
@@ -65,12 +59,7 @@ class BlockStandIns:
 
     @contextmanager
     def recording(self, links: BlockLinks, documents: Documents | None) -> Iterator[BlockCalls]:
-        """Record what blocks are called with in a forward pass, which ends when it has called the last one.
-
-        Args:
-            links: what to expect.
-            documents: documents that share the rows; None: every row is one.
-        """
+        """Record what blocks are called with in a forward pass, which ends when it has called the last one."""
         self._calls = calls = BlockCalls(links, documents=documents)
         self._recorder = HiddenEditRecorder(self._name)
         try:
@@ -120,11 +109,6 @@ class BlockStandIns:
         if index != len(calls.arguments):
             raise UserError(
                 f"{self._name} calls block {index} where block {len(calls.arguments)} is next; it cannot be streamed."
-            )
-        if self.between:
-            raise UserError(
-                f"{self._name} cannot be split at its blocks: it computes with parameters outside of them "
-                f"({type(self.between[0]).__name__}) between one block and the next."
             )
         if calls.first_hidden is None:
             calls.first_hidden, calls.hidden_shape = hidden, tuple(hidden.shape)

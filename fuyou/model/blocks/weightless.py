@@ -7,21 +7,20 @@ from typing import Any
 import torch
 from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 ParameterPlace = tuple[nn.Module, str]  # A module, and the name that one of its parameters has in it
 
 
-def empty_parameter(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
-    """Return zeros that stand for ``parameter`` on ``device`` and take no memory."""
-    zero = torch.zeros((), dtype=parameter.dtype, device=device).expand(parameter.shape)
-    return nn.Parameter(zero, requires_grad=parameter.requires_grad)
-
-
 def empty_parameters(places: Iterable[ParameterPlace], device: torch.device) -> dict[ParameterPlace, nn.Parameter]:
-    """Return :func:`empty_parameter` for the parameters at ``places``."""
-    found = {(owner, name): owner._parameters[name] for owner, name in places}
-    return {place: empty_parameter(value, device) for place, value in found.items() if value is not None}
+    """Return zeros on ``device`` that stand for the parameters at ``places`` and take no memory."""
+    empty = {}
+    for owner, name in places:
+        parameter = owner._parameters[name]
+        if parameter is not None:
+            zero = torch.zeros((), dtype=parameter.dtype, device=device).expand(parameter.shape)
+            empty[owner, name] = nn.Parameter(zero, requires_grad=parameter.requires_grad)
+    return empty
 
 
 @contextmanager
@@ -43,12 +42,8 @@ def skipped_modules(
 ) -> Iterator[None]:
     """Let modules run on the meta device and return zeros while the context is open.
 
-    With gradients enabled, the zeros require gradients exactly if the module's results would.
-
-    Args:
-        modules: those that are skipped.
-        parameters: all meta parameters of the model.
-        device: where the zeros are.
+    With gradients enabled, the zeros require gradients exactly if the module's results would. ``parameters`` are all
+    meta parameters of the model.
     """
     skipped = list(modules)
     for module in skipped:
@@ -68,59 +63,37 @@ def _skipping_forward(
     meta = {place: value for place, value in parameters.items() if place[0] in inner}
     trained = any(value.requires_grad for value in meta.values())
 
-    def to_device(value: Any, carries: bool) -> Any:
-        if not isinstance(value, torch.Tensor):
-            return value
+    def to_device(value: torch.Tensor, carries: bool) -> torch.Tensor:
         zeros = torch.zeros(value.shape, dtype=value.dtype, device=device)
         return zeros.requires_grad_().clone() if carries and value.is_floating_point() else zeros
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        with torch.no_grad(), replaced_parameters(meta), _buffers_on_meta(inner):
-            result = forward(*tree_map(_to_meta, args), **tree_map(_to_meta, kwargs))
+        with torch.no_grad(), replaced_parameters(meta), on_meta(module):
+            result = forward(*_to_meta(args), **_to_meta(kwargs))
         given = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
         carries = torch.is_grad_enabled() and (trained or any(leaf.requires_grad for leaf in given))
-        return tree_map(lambda value: to_device(value, carries), result)
+        return tree_map_only(torch.Tensor, lambda value: to_device(value, carries), result)
 
     return run
 
 
 @contextmanager
-def _buffers_on_meta(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Let modules have their buffers on the meta device: scalars of a GPU, unlike a CPU's, do not mix with what is."""
-    saved = [(module, dict(module._buffers)) for module in modules if module._buffers]
-    try:
-        for module, buffers in saved:
-            module._buffers.update({name: _to_meta(buffer) for name, buffer in buffers.items()})
-        yield
-    finally:
-        for module, buffers in saved:
-            module._buffers.clear()
-            module._buffers.update(buffers)
-
-
-@contextmanager
 def on_meta(block: nn.Module) -> Iterator[None]:
     """Let ``block`` run on the meta device: its buffers go there, and all that the run leaves in it is undone."""
+    autocast = torch.autocast
+
+    def autocast_elsewhere(device_type: str, *args: Any, **kwargs: Any) -> AbstractContextManager[Any]:
+        return nullcontext() if device_type == "meta" else autocast(device_type, *args, **kwargs)
+
     with restored(block):
         for module in block.modules():
-            module._buffers.update({name: _to_meta(buffer) for name, buffer in module._buffers.items()})
-        with _autocast_on_meta():
+            module._buffers.update(_to_meta(module._buffers))
+        # It does not know the meta device, and peft asks it for fused experts.
+        torch.autocast = autocast_elsewhere  # type: ignore[assignment,misc]
+        try:
             yield
-
-
-@contextmanager
-def _autocast_on_meta() -> Iterator[None]:
-    """Let ``torch.autocast`` do nothing on the meta device, which it does not know (peft asks it for fused experts)."""
-    known = torch.autocast
-
-    def chosen(device_type: str, *args: Any, **kwargs: Any) -> AbstractContextManager[Any]:
-        return nullcontext() if device_type == "meta" else known(device_type, *args, **kwargs)
-
-    torch.autocast = chosen  # type: ignore[assignment,misc]
-    try:
-        yield
-    finally:
-        torch.autocast = known  # type: ignore[misc]
+        finally:
+            torch.autocast = autocast  # type: ignore[misc]
 
 
 @contextmanager
@@ -138,8 +111,8 @@ def restored(module: nn.Module) -> Iterator[None]:
             one._parameters.update(parameters)
 
 
-def _to_meta(value: Any) -> Any:
-    return value.to("meta") if isinstance(value, torch.Tensor) else value
+def _to_meta(values: Any) -> Any:
+    return tree_map_only(torch.Tensor, lambda value: value.to("meta"), values)
 
 
 def runners_of(model: nn.Module, owners: set[nn.Module]) -> dict[nn.Module, nn.Module]:

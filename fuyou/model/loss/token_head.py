@@ -55,14 +55,7 @@ class _Logits:
 # Outputs that have a name: the log-probability of each target (0 where there is none), and for every position the
 # entropy, the mean logit, the logarithm of the sum of squared probabilities (for TRL's weighted DPO), whether the
 # target has the largest logit, and the logits themselves, for classifiers.
-OUTPUTS: dict[str, Callable[[_Logits], torch.Tensor]] = {
-    "log_probs": _Logits.log_probs,
-    "entropy": _Logits.entropy,
-    "mean_logits": _Logits.mean_logits,
-    "log_sum_sq_probs": _Logits.log_sum_sq_probs,
-    "is_top1": _Logits.is_top1,
-    "logits": _Logits.logits,
-}
+OUTPUTS = ("log_probs", "entropy", "mean_logits", "log_sum_sq_probs", "is_top1", "logits")
 
 
 class TokenHead:
@@ -136,7 +129,7 @@ class TokenHead:
 
     def _make(self, logits: torch.Tensor, tokens: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         own = _Logits(logits, tokens["targets"])
-        made: dict[str, Any] = {name: OUTPUTS[name](own) for name in self._outputs}
+        made: dict[str, Any] = {name: getattr(own, name)() for name in self._outputs}
         for name, value in (self._function(logits, tokens) if self._function is not None else {}).items():
             if name in OUTPUTS or not isinstance(value, torch.Tensor) or value.shape[:1] != logits.shape[:1]:
                 found = list(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__

@@ -8,7 +8,7 @@ be computed again, and outputs that the forward pass has saved make more of it u
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from math import prod
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.attention import SDPBackend
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry
 
 from common.models.attention import chunked
@@ -61,13 +61,13 @@ class TensorSpec:
     device: torch.device
 
     @staticmethod
-    def of(value: torch.Tensor) -> "TensorSpec":
-        return TensorSpec(tuple(value.shape), value.stride(), value.dtype, value.device)
-
-    @staticmethod
     def of_all(result: Any) -> Any:
         """Return ``result`` with a specification instead of each tensor."""
-        return tree_map(lambda leaf: TensorSpec.of(leaf) if isinstance(leaf, torch.Tensor) else leaf, result)
+        return tree_map_only(
+            torch.Tensor,
+            lambda leaf: TensorSpec(tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.device),
+            result,
+        )
 
     @property
     def nbytes(self) -> int:
@@ -124,21 +124,19 @@ class Operator:
         return not (self.always or self.aliases or copies) and all(output.dense for output in self.outputs)
 
 
+@dataclass(frozen=True)
 class BlockTrace:
-    """The operators of one block's forward pass, in order, and which results its backward pass needs.
+    """The operators of one block's forward pass, in order, and which results its backward pass needs."""
 
-    Args:
-        operators: the calls.
-        saved: indices of the calls whose results autograd has saved.
-        prunes: whether the backward pass needs nothing but what autograd has saved: a custom autograd function may hold
-            more, and then nothing can be left out.
-    """
+    operators: list[Operator]
+    saved: frozenset[int]  # Indices of the calls whose results autograd has saved
+    prunes: bool
+    """Whether the backward pass needs nothing but what autograd has saved: a custom autograd function may hold more,
+    and then nothing can be left out."""
 
-    def __init__(self, operators: list[Operator], saved: frozenset[int], prunes: bool):
-        self.operators = operators
-        self.saved = saved
-        self.prunes = prunes
-        self._index = {(one.name, one.ordinal): index for index, one in enumerate(operators)}
+    @cached_property
+    def _index(self) -> dict[tuple[str, int], int]:
+        return {(operator.name, operator.ordinal): index for index, operator in enumerate(self.operators)}
 
     def find(self, name: str, ordinal: int) -> int | None:
         """Return the index of the ``ordinal``-th call of an operator, or of the kernel that attention took instead."""
@@ -161,6 +159,11 @@ class BlockTrace:
                 needed.add(index)
                 todo.extend(self.operators[index].reads)
         return frozenset(needed)
+
+    def left_out(self, kept: frozenset[int] = frozenset()) -> float:
+        """Return the fraction of the FLOPs that a recomputation leaves out if it is given the outputs of ``kept``."""
+        whole = self.flops()
+        return (whole - self.flops(self.required(kept))) / whole if whole else 0.0
 
     def flops(self, calls: frozenset[int] | None = None) -> float:
         """Return the FLOPs of ``calls``, or of the whole forward pass."""
@@ -236,11 +239,7 @@ class Tracer(TorchDispatchMode):
 
 
 class _PythonReads(TorchFunctionMode):
-    """Notices tensors whose values Python reads without an operator: a recomputation needs them, too.
-
-    Args:
-        note: called with each of them.
-    """
+    """Calls ``note`` with tensors whose values Python reads without an operator: a recomputation needs them, too."""
 
     def __init__(self, note: Callable[[torch.Tensor], object]):
         super().__init__()
@@ -255,18 +254,8 @@ class _PythonReads(TorchFunctionMode):
 @cache
 def argument_index(function: torch._ops.OpOverload, name: str) -> int | None:
     """Return the position of the argument ``name``, or None if the operator has none of that name."""
-    names = [one.name for one in function._schema.arguments]
+    names = [argument.name for argument in function._schema.arguments]
     return names.index(name) if name in names else None
-
-
-def _argument(function: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> Any:
-    """Return the argument ``name`` of a call, or its default; None if the operator has no such argument."""
-    position = argument_index(function, name)
-    if position is None:
-        return None
-    return (
-        args[position] if position < len(args) else kwargs.get(name, function._schema.arguments[position].default_value)
-    )
 
 
 def _storage(value: torch.Tensor) -> int:
@@ -276,7 +265,12 @@ def _storage(value: torch.Tensor) -> int:
 def _always_runs(function: Any, args: Any, kwargs: Any, outputs: list[torch.Tensor]) -> bool:
     tags = function.tags
     if torch.Tag.nondeterministic_seeded in tags:
-        return _argument(function, args, kwargs, "dropout_p") != 0.0  # attention without dropout draws nothing
+        position = argument_index(function, "dropout_p")
+        if position is None:
+            return True
+        default = function._schema.arguments[position].default_value
+        dropout = args[position] if position < len(args) else kwargs.get("dropout_p", default)
+        return bool(dropout != 0.0)  # attention without dropout draws nothing
     if function is _aten.index.Tensor:  # only masks select a number of elements that depends on values
         return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
     return (
@@ -315,12 +309,8 @@ def _has_custom_function(results: Sequence[torch.Tensor]) -> bool:
 
 
 class AttentionOf(TorchFunctionMode):
-    """Makes attention on the meta device call the kernel that a real device would, instead of one product at a time.
-
-    Args:
-        device: ``"cpu"`` or ``"cuda"``.
-        kernels: that the run may take.
-    """
+    """Makes attention on the meta device call the kernel that a real ``"cpu"`` or ``"cuda"`` would, of those that the
+    run may take, instead of one product at a time."""
 
     def __init__(self, device: str, kernels: AttentionKernels):
         super().__init__()

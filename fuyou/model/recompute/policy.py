@@ -7,21 +7,21 @@ block of any model runs, and from what a recomputation needs anyway: leaving out
 reads costs nothing.
 """
 
-from collections.abc import Callable, Collection, Sequence
+import contextlib
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, takewhile
-from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
-from torch.utils._pytree import tree_map
 
 from common.errors import UserError
 from common.randomness import own_random_numbers
 from fuyou.layout.model_layout import Recomputation, evenly_spaced
 from fuyou.model.blocks.weightless import on_meta
-from fuyou.model.recompute.block_trace import AttentionOf, BlockTrace, Operator, Tracer
+from fuyou.model.chunk_survey import chunk_flops
+from fuyou.model.recompute.block_trace import AttentionOf, BlockTrace, Tracer
 from fuyou.model.streamed_model import StreamedModel
 
 FLOPS_PER_BYTE = 160.0
@@ -33,9 +33,7 @@ MAX_CANDIDATES = 256
 cube of their number. Blocks have some tens; those that loop over tokens in Python (RWKV's) have thousands, none of
 which is worth much."""
 
-_TRACES: WeakKeyDictionary[StreamedModel, dict[tuple[int, str, torch.dtype, int], BlockTrace]] = WeakKeyDictionary()
-
-Cost = Callable[[Operator], float]  # Returns the cost of running an operator, in any unit
+_TRACES: WeakKeyDictionary[StreamedModel, dict[tuple[int, str, torch.dtype], BlockTrace | None]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -60,12 +58,7 @@ class SavedOutputs:
     saved_fraction: float  # Fraction of the recomputation's FLOPs that is left out
 
 
-def roofline(operator: Operator) -> float:
-    """Return the operator's FLOPs, or those that a GPU could do while it moves the operator's bytes, if more."""
-    return max(operator.flops, FLOPS_PER_BYTE * operator.moved_bytes)
-
-
-def savable_outputs(trace: BlockTrace, rows: int = 1, cost: Cost = roofline) -> list[SavableOutput]:
+def savable_outputs(trace: BlockTrace, rows: int = 1) -> list[SavableOutput]:
     """Return the outputs of a block that are worth saving, best first.
 
     Greedy: again and again the call that saves the most per byte, given those before it; of equal ones, the one that
@@ -74,9 +67,9 @@ def savable_outputs(trace: BlockTrace, rows: int = 1, cost: Cost = roofline) -> 
     Args:
         trace: the block's operators on one row.
         rows: rows in a micro-batch; everything is proportional to it.
-        cost: returns the cost of an operator.
     """
-    costs = [cost(one) for one in trace.operators]
+    # FLOPs of each call, or those that a GPU could do while it moves the call's bytes, if more.
+    costs = [max(operator.flops, FLOPS_PER_BYTE * operator.moved_bytes) for operator in trace.operators]
     needed = trace.required()
     candidates = {index for index in needed if trace.operators[index].savable and trace.operators[index].nbytes}
     if len(candidates) > MAX_CANDIDATES:
@@ -88,7 +81,7 @@ def savable_outputs(trace: BlockTrace, rows: int = 1, cost: Cost = roofline) -> 
         total = sum(costs[index] for index in needed)
         for index in sorted(candidates & needed):
             left = trace.required(kept | {index})
-            benefit = (total - sum(costs[one] for one in left)) / trace.operators[index].nbytes
+            benefit = (total - sum(costs[other] for other in left)) / trace.operators[index].nbytes
             rank = (benefit, len(needed) - len(left))
             if rank > best_rank:
                 best, best_rank, best_needed = index, rank, left
@@ -107,8 +100,9 @@ def best_fitting(outputs: Sequence[SavableOutput], nbytes: float) -> list[tuple[
     return [(output.operator, output.ordinal) for output, _ in fitting]
 
 
-def trace_block(stack: StreamedModel, seq_len: int, device: str, dtype: torch.dtype, layer: int = -1) -> BlockTrace:
-    """Trace a block's forward pass of one row on the meta device.
+def trace_block(stack: StreamedModel, seq_len: int, device: str, dtype: torch.dtype) -> BlockTrace | None:
+    """Trace the last block's forward pass of one row on the meta device (where families mix kinds of blocks, it sees
+    the whole sequence).
 
     It takes no weights, no device and, after the first time for this model, no time.
 
@@ -117,25 +111,23 @@ def trace_block(stack: StreamedModel, seq_len: int, device: str, dtype: torch.dt
         seq_len: tokens in the row.
         device: ``"cpu"`` or ``"cuda"``, whose attention kernel the trace has.
         dtype: type of the hidden states.
-        layer: index of the block; the last by default (where families mix kinds, it sees the whole sequence).
+
+    Returns:
+        The trace; None if the family's code needs values to run.
     """
     traced = _TRACES.setdefault(stack, {})
-    kind = (seq_len, device, dtype, layer)
+    kind = (seq_len, device, dtype)
     if kind not in traced:
-        traced[kind] = _trace_block(stack, seq_len, device, dtype, layer)
+        traced[kind] = None
+        # A family's code may fail in any way. A resumed run continues with the random numbers that it stopped at.
+        with contextlib.suppress(Exception), own_random_numbers():
+            calls, block = stack.calls_on_meta(seq_len), stack.blocks[-1]
+            args, kwargs = calls.arguments[-1]
+            hidden = torch.empty(calls.hidden_shape, dtype=dtype, device="meta", requires_grad=True)
+            with on_meta(block), torch.enable_grad(), AttentionOf(device, stack.kernels), Tracer() as tracer:
+                result = block(hidden, *args, **kwargs)
+            traced[kind] = tracer.finish(result if isinstance(result, torch.Tensor) else result[0])
     return traced[kind]
-
-
-def _trace_block(stack: StreamedModel, seq_len: int, device: str, dtype: torch.dtype, layer: int) -> BlockTrace:
-    def to_meta(value: Any) -> Any:
-        return value.to("meta") if isinstance(value, torch.Tensor) else value
-
-    _, calls = stack.embed_without_weights(torch.zeros(1, seq_len, dtype=torch.long, device=stack.device))
-    args, kwargs = tree_map(to_meta, calls.arguments[layer])
-    hidden = torch.empty(calls.hidden_shape, dtype=dtype, device="meta", requires_grad=True)
-    with on_meta(stack.blocks[layer]), torch.enable_grad(), AttentionOf(device, stack.kernels), Tracer() as tracer:
-        result = stack.blocks[layer](hidden, *args, **kwargs)
-    return tracer.finish(result if isinstance(result, torch.Tensor) else result[0])
 
 
 def chunk_attention_flops(stack: StreamedModel, seq_len: int, chunk: int) -> list[float]:
@@ -147,7 +139,7 @@ def chunk_attention_flops(stack: StreamedModel, seq_len: int, chunk: int) -> lis
     """
     starts = list(range(0, seq_len, chunk))
     counted = sorted({0, min(1, len(starts) - 1), len(starts) // 2, len(starts) - 1})
-    flops = [stack.chunk_flops(starts[number], seq_len, chunk) for number in counted]
+    flops = [chunk_flops(stack, starts[number], seq_len, chunk) for number in counted]
     return [(float(each) - flops[0]) / 2 for each in np.interp(range(len(starts)), counted, flops)]
 
 
@@ -163,9 +155,8 @@ def saved_outputs(trace: BlockTrace, operators: Collection[tuple[str, int]], row
         if index is None or not trace.operators[index].savable:
             raise UserError(f"A block of this model has no outputs of {name} (call {ordinal}) that could be kept.")
         indices.append(index)
-    nbytes, whole = sum(trace.operators[index].nbytes for index in indices), trace.flops()
-    saved = whole - trace.flops(trace.required(frozenset(indices)))
-    return SavedOutputs(tuple(operators), rows * nbytes, saved / whole if whole else 0.0)
+    nbytes = sum(trace.operators[index].nbytes for index in indices)
+    return SavedOutputs(tuple(operators), rows * nbytes, trace.left_out(frozenset(indices)))
 
 
 @dataclass(frozen=True)
@@ -196,7 +187,6 @@ class ActivationPlanner:
         self.layers = evenly_spaced(range(layers), count)
         """The blocks that save outputs, evenly spaced, so that the traffic is even, too. (Simulated, 13B with a quarter
         to half of the blocks saving much: up to 4% shorter steps than with the last blocks.)"""
-        self._traces: dict[int, BlockTrace | None] = {}
 
     def saved(self, rows: int, seq_len: int) -> SavedOutputs:
         """Return what one layer saves for a micro-batch of ``rows`` x ``seq_len`` tokens.
@@ -218,15 +208,10 @@ class ActivationPlanner:
         return Recomputation(frozenset(self.layers if saved.nbytes else ()), saved.saved_fraction, unneeded)
 
     def _trace(self, seq_len: int) -> BlockTrace | None:
-        if seq_len not in self._traces:
-            try:
-                with own_random_numbers():  # a resumed run continues with the numbers that it stopped at
-                    self._traces[seq_len] = trace_block(self._stack, seq_len, self._device, self._dtype)
-            except Exception as error:  # a family's code may fail in any way without values
-                if self.layers:
-                    raise UserError(
-                        f"Which outputs of {type(self._stack.model).__name__} to keep cannot be planned: its blocks do "
-                        f"not run without values ({type(error).__name__}: {error}). Leave kept_activations out."
-                    ) from error
-                self._traces[seq_len] = None
-        return self._traces[seq_len]
+        trace = trace_block(self._stack, seq_len, self._device, self._dtype)
+        if trace is None and self.layers:
+            raise UserError(
+                f"Which outputs of {type(self._stack.model).__name__} to keep cannot be planned: its blocks do not run "
+                "without values. Leave kept_activations out."
+            )
+        return trace

@@ -15,14 +15,13 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fuyou.model.blocks.calls import BlockCalls
 from fuyou.model.operators import makes_views
 from fuyou.model.recompute.block_trace import ALIGN_BYTES, BlockTrace, TensorSpec, Tracer, argument_index
 
 _clone = torch.ops.aten.clone.default
-_RUN, _LEAVE_OUT = -1, -2  # what to do with a call; other numbers are places in the buffer
 
 
 class _TraceMismatch(Exception):
@@ -30,18 +29,13 @@ class _TraceMismatch(Exception):
 
 
 class _ReplayPlan:
-    """The plan for recomputing one kind of call of one block.
-
-    Args:
-        trace: the trace of its first recomputation.
-        operators: name and ordinal of the calls whose outputs are saved.
-        nbytes: size of the buffer for them.
-    """
+    """The plan for recomputing one kind of call of one block: from the trace of its first recomputation, the name and
+    ordinal of the calls whose outputs are saved, and the size of the buffer for them."""
 
     def __init__(self, trace: BlockTrace, operators: Collection[tuple[str, int]], nbytes: int):
         self.trace = trace
         self.places: dict[int, int] = {}  # Where in the buffer the outputs of each saved call begin
-        self._actions: dict[frozenset[int], list[int]] = {}
+        self._required: dict[frozenset[int], frozenset[int]] = {}
         start = 0
         for name, ordinal in operators:
             index = trace.find(name, ordinal)
@@ -50,22 +44,20 @@ class _ReplayPlan:
                 if end <= nbytes:
                     self.places[index], start = start, end
 
-    def actions(self, kept: frozenset[int]) -> list[int]:
-        """Return, for each call, ``_RUN``, ``_LEAVE_OUT``, or where its outputs are, if those of ``kept`` are saved."""
-        found = self._actions.get(kept)
-        if found is None:
-            needed = self.trace.required(kept)
-            found = [
-                self.places[index] if index in kept else _RUN if index in needed else _LEAVE_OUT
-                for index in range(len(self.trace.operators))
-            ]
-            self._actions[kept] = found
-        return found
+    def required(self, kept: frozenset[int]) -> frozenset[int]:
+        """Return the calls that a recomputation has to make if the outputs of ``kept`` are saved."""
+        if kept not in self._required:
+            self._required[kept] = self.trace.required(kept)
+        return self._required[kept]
 
-    def saved_fraction(self, kept: frozenset[int]) -> float:
-        """Return the fraction of the forward pass's FLOPs that is left out if the outputs of ``kept`` are saved."""
-        whole = self.trace.flops()
-        return 1.0 - self.trace.flops(self.trace.required(kept)) / whole if whole else 0.0
+    def views(self, index: int, buffer: torch.Tensor) -> list[torch.Tensor]:
+        """Return the outputs of one saved call in the buffer, each with a separate version counter."""
+        views, place = [], self.places[index]
+        for spec in self.trace.operators[index].outputs:
+            flat = buffer[place : place + spec.nbytes].view(spec.dtype)
+            views.append(flat.as_strided(spec.shape, spec.stride, flat.storage_offset()).data)
+            place += -(-spec.nbytes // ALIGN_BYTES) * ALIGN_BYTES
+        return views
 
 
 @dataclass
@@ -92,20 +84,19 @@ class _SaveOutputs(TorchDispatchMode):
         if makes_views(func):
             return func(*args, **kwargs)
         index = self._follow(func)
-        place = None if index is None else self._plan.places.get(index)
-        if index is None or place is None:
+        if index not in self._plan.places:
             return func(*args, **kwargs)
         result = func(*_with_statistics(func, args), **kwargs)
         if TensorSpec.of_all(result) == self._plan.trace.operators[index].result:
-            values, views = _tensors(result), _views(self._plan, index, place, self._buffer)
-            for value, view in zip(values, views, strict=True):
+            values = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+            for value, view in zip(values, self._plan.views(index, self._buffer), strict=True):
                 if value.device == view.device:
                     view.copy_(value)
             self.kept[index] = tuple(value for value in values if value.device != self._buffer.device)
         return result
 
-    def _follow(self, func: Any) -> int | None:
-        """Return the index of this call in the trace, or None from where the two differ."""
+    def _follow(self, func: Any) -> int:
+        """Return the index of this call in the trace, or -1 from where the two differ."""
         operators = self._plan.trace.operators
         at = self._next
         # Autograd saves copies of what is about to be overwritten; a pass without gradients does not.
@@ -113,7 +104,7 @@ class _SaveOutputs(TorchDispatchMode):
             at += 1
         if at == len(operators) or operators[at].function is not func:
             self._next = len(operators)
-            return None
+            return -1
         self._next = at + 1
         return at
 
@@ -124,40 +115,30 @@ class _Recompute(TorchDispatchMode):
     def __init__(self, plan: _ReplayPlan, kept: Mapping[int, tuple[torch.Tensor, ...]], buffer: torch.Tensor | None):
         super().__init__()
         self._plan, self._kept, self._buffer = plan, kept, buffer
-        self._actions = plan.actions(frozenset(kept))
-        self._next = 0
+        self._required = plan.required(frozenset(kept))
+        self.next = 0  # Index of the next call
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if makes_views(func):
             return func(*args, **(kwargs or {}))
-        index, operators = self._next, self._plan.trace.operators
+        index, operators = self.next, self._plan.trace.operators
         if index >= len(operators) or operators[index].function is not func:
             raise _TraceMismatch
-        self._next += 1
-        action = self._actions[index]
-        if action == _RUN:
-            result = func(*args, **(kwargs or {}))
-            if TensorSpec.of_all(result) != operators[index].result:
-                raise _TraceMismatch
-            return result
-        if action == _LEAVE_OUT:
-            return tree_map(_uninitialized, operators[index].result)
-        assert self._buffer is not None
-        views, others = _views(self._plan, index, action, self._buffer), iter(self._kept[index])
-        given = (
-            next(others) if spec.device != view.device else view
-            for spec, view in zip(operators[index].outputs, views, strict=True)
-        )
-        return tree_map(lambda leaf: next(given) if isinstance(leaf, TensorSpec) else leaf, operators[index].result)
-
-    def finish(self) -> None:
-        """Check that the plan has been followed to its end.
-
-        Raises:
-            _TraceMismatch: calls are missing.
-        """
-        if self._next != len(self._plan.trace.operators):
+        self.next += 1
+        if index in self._kept:
+            assert self._buffer is not None
+            views, others = self._plan.views(index, self._buffer), iter(self._kept[index])
+            given = (
+                next(others) if spec.device != view.device else view
+                for spec, view in zip(operators[index].outputs, views, strict=True)
+            )
+            return tree_map_only(TensorSpec, lambda _: next(given), operators[index].result)
+        if index not in self._required:
+            return tree_map_only(TensorSpec, _uninitialized, operators[index].result)
+        result = func(*args, **(kwargs or {}))
+        if TensorSpec.of_all(result) != operators[index].result:
             raise _TraceMismatch
+        return result
 
 
 @dataclass
@@ -178,15 +159,10 @@ class BlockReplay:
     _distinct: list[_ReplayPlan] = field(default_factory=list)
 
     def forward(
-        self,
-        layer: int,
-        hidden: torch.Tensor,
-        calls: BlockCalls,
-        run: Callable[[], torch.Tensor],
-        buffer: torch.Tensor | None,
+        self, layer: int, calls: BlockCalls, run: Callable[[], torch.Tensor], buffer: torch.Tensor | None
     ) -> tuple[torch.Tensor, SavedForward]:
         """Call ``run`` (the block, without gradients), and save the chosen outputs in ``buffer`` (uint8, or None)."""
-        plan = self._plans.get(_kind(layer, hidden, calls))
+        plan = self._plans.get((layer, calls.describe(layer)))
         if plan is None or buffer is None or not plan.places:
             return run(), SavedForward(plan)
         with _SaveOutputs(plan, buffer) as mode:
@@ -196,7 +172,6 @@ class BlockReplay:
     def backward(
         self,
         layer: int,
-        hidden: torch.Tensor,
         calls: BlockCalls,
         run: Callable[[], torch.Tensor],
         buffer: torch.Tensor | None,
@@ -208,8 +183,7 @@ class BlockReplay:
             The block's output, with everything behind it that a backward pass needs (its values may be meaningless),
             and the fraction of the FLOPs that this took less than a full recomputation.
         """
-        kind = _kind(layer, hidden, calls)
-        plan = saved.plan
+        kind, plan = (layer, calls.describe(layer)), saved.plan
         if plan is None:
             if kind in self._plans:  # it did not match its trace once
                 return run(), 0.0
@@ -220,26 +194,22 @@ class BlockReplay:
         try:
             with _Recompute(plan, saved.kept, buffer) as mode:
                 result = run()
-            mode.finish()
+            if mode.next != len(plan.trace.operators):  # calls are missing
+                raise _TraceMismatch
         except _TraceMismatch:
             self._plans[kind] = None
             return run(), 0.0
-        return result, plan.saved_fraction(frozenset(saved.kept))
+        return result, plan.trace.left_out(frozenset(saved.kept))
 
     def _plan_for(self, trace: BlockTrace, layer: int) -> _ReplayPlan:
         """Return the plan for this trace; layers of one kind share it."""
         operators = self.operators if layer in self.layers else ()
         made = _ReplayPlan(trace, operators, self.nbytes)
         for plan in self._distinct:
-            same = plan.trace.operators == trace.operators and plan.trace.saved == trace.saved
-            if same and plan.trace.prunes == trace.prunes and plan.places == made.places:
+            if plan.trace == trace and plan.places == made.places:
                 return plan
         self._distinct.append(made)
         return made
-
-
-def _kind(layer: int, hidden: torch.Tensor, calls: BlockCalls) -> Hashable:
-    return layer, tuple(hidden.shape), calls.describe(layer)
 
 
 def _with_statistics(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -251,22 +221,6 @@ def _with_statistics(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
     return args
 
 
-def _tensors(result: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
-
-
-def _views(plan: _ReplayPlan, index: int, place: int, buffer: torch.Tensor) -> list[torch.Tensor]:
-    """Return the outputs of one saved call in the buffer, each with a separate version counter."""
-    views = []
-    for spec in plan.trace.operators[index].outputs:
-        flat = buffer[place : place + spec.nbytes].view(spec.dtype)
-        views.append(flat.as_strided(spec.shape, spec.stride, flat.storage_offset()).data)
-        place += -(-spec.nbytes // ALIGN_BYTES) * ALIGN_BYTES
-    return views
-
-
-def _uninitialized(leaf: Any) -> Any:
+def _uninitialized(spec: TensorSpec) -> torch.Tensor:
     """Return memory with arbitrary values, instead of an output that nobody will read."""
-    if isinstance(leaf, TensorSpec):
-        return torch.empty_strided(leaf.shape, leaf.stride, dtype=leaf.dtype, device=leaf.device)
-    return leaf
+    return torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=spec.device)

@@ -118,13 +118,13 @@ class BlockBench:
         def forward() -> None:
             nonlocal saved
             with torch.no_grad(), self._stack.bound(_named(self._record, views)):
-                result, saved = replay.forward(self._layer, hidden, calls, lambda: run(hidden), None)
+                result, saved = replay.forward(self._layer, calls, lambda: run(hidden), None)
             output.copy_(result)
 
         def backward() -> None:
             leaf = hidden.detach().requires_grad_()
             with torch.enable_grad(), self._stack.bound(self._leaves(self._record, views, self._gradient)):
-                result, _ = replay.backward(self._layer, leaf, calls, lambda: run(leaf), None, saved)
+                result, _ = replay.backward(self._layer, calls, lambda: run(leaf), None, saved)
                 calls.backward(result, upstream)
             assert leaf.grad is not None
             output.copy_(leaf.grad)

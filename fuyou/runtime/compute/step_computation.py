@@ -13,6 +13,7 @@ from common.models.task_type import TaskType
 from fuyou.layout.model_layout import BEFORE_HEAD_PHASES, Phase
 from fuyou.layout.record import Kind
 from fuyou.model.blocks.calls import BlockCalls
+from fuyou.model.chunk_survey import chunk_survey
 from fuyou.model.loss.cross_entropy import cross_entropy
 from fuyou.model.loss.router_loss import RouterPass, router_logits
 from fuyou.model.open_model import OpenModel
@@ -199,7 +200,7 @@ class StepComputation:
             router_logits() as logits,
         ):
             result, self._recorded[layer, task.micro] = self._recomputations.forward(
-                layer, hidden, calls, lambda: self._block(layer, hidden, calls), self._kept(task)
+                layer, calls, lambda: self._block(layer, hidden, calls), self._kept(task)
             )
         if self.router is not None:
             self.router.add(task.micro, logits)
@@ -251,7 +252,7 @@ class StepComputation:
                 losses[:] = [] if self.router is None else self.router.losses(task.micro, logits)
                 return output
 
-            result, saved = self._recomputations.backward(layer, hidden, calls, run, self._kept(task), recorded)
+            result, saved = self._recomputations.backward(layer, calls, run, self._kept(task), recorded)
             self._saved.append(saved)
             calls.backward(result, self._activation(task.inputs[1], shape), losses)
         self._pass_on(task, hidden)
@@ -385,7 +386,7 @@ class StepComputation:
         if cache is None:
             yield
             return
-        block, chunk, sums = self._stack.block_keys[layer], known(self._plan.batch.chunk), None
+        block, chunk, sums = chunk_survey(self._stack).keys[layer], known(self._plan.batch.chunk), None
         nbytes = block.row_nbytes(cache.length, chunk)
         flat = self._buffers.activations[Activation.KEPT].bytes(known(task.kept), nbytes)
         if backward:

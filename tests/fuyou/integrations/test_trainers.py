@@ -59,7 +59,7 @@ def arguments(kind: type, folder: Path, **options: Any) -> Any:
 
 def test_the_engine_has_each_output_that_trl_reads() -> None:
     """Some are read with options only (weighted DPO), so that a trainer would fail in its first step."""
-    assert {field.name for field in fields(FusedOutput)} - {"loss", "label_mask", "aux_loss"} <= OUTPUTS.keys()
+    assert {field.name for field in fields(FusedOutput)} - {"loss", "label_mask", "aux_loss"} <= set(OUTPUTS)
 
 
 def figures(trainer: Trainer) -> list[dict[str, float]]:

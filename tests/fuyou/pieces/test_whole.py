@@ -92,11 +92,11 @@ def replayed(
 
     def forward() -> SavedForward:
         run = partial(driver.stack.block, layer, hidden, calls)
-        return replay.forward(layer, hidden, calls, run, buffer)[1]
+        return replay.forward(layer, calls, run, buffer)[1]
 
     def backward() -> float:
         run = partial(driver.stack.block, layer, leaf, calls)
-        output, fraction = replay.backward(layer, leaf, calls, run, buffer, first.result())
+        output, fraction = replay.backward(layer, calls, run, buffer, first.result())
         calls.backward(output, gradient)
         return fraction
 

@@ -49,7 +49,7 @@ def replay(model: OpenModel, batch: Batch, columns: int) -> CachingAllocator:
     stack, layer, dtype = model.stack, len(model.stack.blocks) - 1, model.shape.precision.dtype
     block = stack.blocks[layer]
     ids = torch.zeros(batch.micro_rows, batch.seq_len, dtype=torch.long)
-    _, calls = stack.embed_without_weights(ids)
+    _, calls = stack.embed_without_weights({"input_ids": ids})
 
     def to_meta(value: Any) -> Any:
         return value.to("meta") if isinstance(value, torch.Tensor) else value

@@ -13,6 +13,7 @@ from common.errors import UserError
 from fuyou.layout.cutting import BYTES_PER_ELEMENT, filling_bytes, whole_elements
 from fuyou.layout.model_layout import ModelLayout
 from fuyou.layout.record import PAGE_ELEMENTS, Kind, Precision
+from fuyou.model.chunk_survey import chunk_survey
 from fuyou.pieces.division import in_pieces
 from fuyou.schedule.batch import Batch
 from fuyou.schedule.memory_plan import ADAM_SCRATCH_BYTES, MemoryPlan
@@ -267,7 +268,7 @@ def test_what_filling_a_store_reads_is_counted_where_blocks_are_in_pieces() -> N
 def test_whole_rows_are_planned_without_a_look_at_keys_and_values() -> None:
     """To find them, all blocks run without values, which takes seconds with large models."""
     model, looks = PieceModel("qwen3_moe"), []
-    shape = replace(model.opened.shape, key_memory=lambda: looks.append(1) or model.stack.key_memory)
+    shape = replace(model.opened.shape, key_memory=lambda: looks.append(1) or chunk_survey(model.stack).memory)
     planner = MemoryPlanner(shape, model.opened.config, 1 << 30, 1 << 30, False)
     for chunk in (None, 16, 64):
         assert planner.plan(1, 16, 1, chunk=chunk).batch.chunks == 1

@@ -178,7 +178,7 @@ class Pass:
             for index, parameters in enumerate(self.blocks):
                 inputs.append(hidden)
                 with stack.bound(parameters):
-                    hidden, script = self.again.forward(index, hidden, calls, self._block(index, hidden, calls), None)
+                    hidden, script = self.again.forward(index, calls, self._block(index, hidden, calls), None)
                 recorded.append(script)
         leaf = hidden.detach().requires_grad_()
         with stack.bound(self.outer, before=False):
@@ -189,7 +189,7 @@ class Pass:
             leaf = inputs[index].detach().requires_grad_()
             with stack.bound(self.blocks[index]):
                 run = self._block(index, leaf, calls)
-                result, _ = self.again.backward(index, leaf, calls, run, None, recorded[index])
+                result, _ = self.again.backward(index, calls, run, None, recorded[index])
                 assert gradient is not None
                 calls.backward(result, gradient)
             gradient = leaf.grad
@@ -240,7 +240,7 @@ def test_links_are_found_and_counted() -> None:
 
 
 @pytest.mark.parametrize(("link", "message"), [
-    ("parameters between", "computes with parameters outside of them"),
+    ("parameters between", "gives block 1 another input than the output of the block before it"),
     ("earlier block", "gives block 2 another input than the output of the block before it"),
     ("argument of a block", "computes an argument of block 1 from the outputs of blocks before it"),
     ("decision", "decides by values that its blocks compute"),

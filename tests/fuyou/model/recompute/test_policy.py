@@ -15,6 +15,7 @@ import fuyou
 from common.errors import UserError
 from common.models.meta_model import build_meta_model
 from fuyou.model.blocks.calls import BlockCalls
+from fuyou.model.recompute import policy
 from fuyou.model.recompute.block_trace import BlockTrace, Tracer
 from fuyou.model.recompute.policy import (
     ActivationPolicy,
@@ -34,8 +35,9 @@ BF16 = torch.bfloat16
 # -- what is worth keeping --------------------------------------------------------------------------------------------
 
 
-def flops(operator: Any) -> float:
-    return operator.flops
+@pytest.fixture
+def flops_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(policy, "FLOPS_PER_BYTE", 0.0)
 
 
 def listed(found: list[SavableOutput]) -> list[tuple[str, int, int, float]]:
@@ -48,7 +50,7 @@ def traced(run: Callable[[], torch.Tensor]) -> BlockTrace:
     return tracer.finish(result)
 
 
-def test_a_network_counted_by_hand() -> None:
+def test_a_network_counted_by_hand(flops_alone: None) -> None:
     """x [64, 32] -> 128 -> relu -> 16 -> relu -> 32: the last product is nobody's business."""
     x = torch.zeros(64, 32, requires_grad=True)
     first, second, third = (nn.Parameter(torch.zeros(shape)) for shape in ((32, 128), (128, 16), (16, 32)))
@@ -57,7 +59,7 @@ def test_a_network_counted_by_hand() -> None:
     assert trace.flops() == sum(products)
     assert trace.flops(trace.required()) == products[0] + products[1]
     # relu saves its result, which the next product saves as well: 64 x 16 and 64 x 128 fp32 values.
-    found = savable_outputs(trace, cost=flops)
+    found = savable_outputs(trace)
     assert saved_outputs(trace, ()).saved_fraction == products[2] / sum(products)
     assert listed(found) == [
         ("aten.relu.default", 1, 64 * 16 * 4, products[1]),
@@ -68,13 +70,13 @@ def test_a_network_counted_by_hand() -> None:
     assert one.saved_fraction == (products[1] + products[2]) / sum(products)
     assert not best_fitting(found, 0)
     assert saved_outputs(trace, best_fitting(found, 1e9)).saved_fraction == 1.0
-    assert [two.nbytes for two in savable_outputs(trace, rows=3, cost=flops)] == [
+    assert [two.nbytes for two in savable_outputs(trace, rows=3)] == [
         3 * 64 * 16 * 4,
         3 * 64 * 128 * 4,
     ]
 
 
-def test_a_block_of_llama_and_one_of_gpt2() -> None:
+def test_a_block_of_llama_and_one_of_gpt2(flops_alone: None) -> None:
     """By FLOPs alone, bytes in hidden sizes per token: what is kept and what it saves, for 1024 tokens."""
     h, n = 64, 1024
     llama = StreamedModel(
@@ -87,7 +89,7 @@ def test_a_block_of_llama_and_one_of_gpt2() -> None:
         torch.device("cpu"),
     )
     trace = trace_block(llama, n, "cuda", BF16)
-    found = savable_outputs(trace, 2, cost=flops)
+    found = savable_outputs(trace, 2)
     product, attention = 2 * 2 * n * h * h, 2 * 4 * n * n * h  # of 2 rows
     assert 2 * trace.flops() == 4 * product + 9 * product + attention
     assert 2 * (trace.flops() - trace.flops(trace.required())) == 3 * product  # the down projection
@@ -254,14 +256,14 @@ def test_gradients_are_those_of_full_recomputation(block: Any, saves: bool | Non
         with torch.no_grad():
             expected = run_on(hidden, weight)
             state = torch.get_rng_state()
-            result, recorded = recomputations.forward(0, hidden, calls, lambda: run_on(hidden, weight), buffer)  # noqa: B023
+            result, recorded = recomputations.forward(0, calls, lambda: run_on(hidden, weight), buffer)  # noqa: B023
         assert torch.equal(result, expected)
         gradients, saved = [], 0.0
         for again in (False, True):
             leaf, parameter = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
             if again:
                 out, saved = recomputations.backward(
-                    0, hidden, calls, lambda: run_on(leaf, parameter), buffer, recorded  # noqa: B023
+                    0, calls, lambda: run_on(leaf, parameter), buffer, recorded  # noqa: B023
                 )  # fmt: skip
                 assert torch.equal(torch.get_rng_state(), state)
             else:
@@ -339,7 +341,7 @@ def test_dropout_and_what_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             place(TIERS["ssd"], patch)
             if name == "full":  # recompute everything, even what was kept
 
-                def full(self: Any, layer: int, hidden: Any, calls: Any, run: Any, *_: Any) -> Any:
+                def full(self: Any, layer: int, calls: Any, run: Any, *_: Any) -> Any:
                     return run(), 0.0
 
                 patch.setattr(BlockReplay, "backward", full)
