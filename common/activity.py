@@ -1,6 +1,5 @@
 """Activities that take long: libraries name them, and the command shows them."""
 
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -28,7 +27,6 @@ class Watcher(Protocol):
         """Take note that one is over, before anything else is printed."""
 
 
-_lock = threading.Lock()
 _open: list[Activity] = []
 _watchers: list[Watcher] = []
 
@@ -37,34 +35,27 @@ _watchers: list[Watcher] = []
 def activity(what: str, announced: bool = False) -> Iterator[Activity]:
     """Let :func:`current_activity` return this activity, whose text may change, while the context is open."""
     mine = Activity(what, announced)
-    with _lock:
-        _open.append(mine)
-        watchers = list(_watchers)
-    for watcher in watchers:
+    _open.append(mine)
+    for watcher in list(_watchers):
         watcher.began(mine)
     try:
         yield mine
     finally:
-        with _lock:
-            _open.remove(mine)
-            watchers = list(_watchers)
-        for watcher in watchers:
+        _open.remove(mine)
+        for watcher in list(_watchers):
             watcher.ended()
 
 
 @contextmanager
 def watched_by(watcher: Watcher) -> Iterator[None]:
     """Tell somebody of all activities while this context is open."""
-    with _lock:
-        _watchers.append(watcher)
+    _watchers.append(watcher)
     try:
         yield
     finally:
-        with _lock:
-            _watchers.remove(watcher)
+        _watchers.remove(watcher)
 
 
 def current_activity() -> Activity | None:
     """Return the current activity, if any."""
-    with _lock:
-        return _open[-1] if _open else None
+    return next(reversed(_open), None)

@@ -9,7 +9,8 @@ import ctypes
 import mmap
 import os
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -23,9 +24,6 @@ HUGE_PAGE = 2 << 20
 _MAP_FIXED = 0x10
 _MADV_COLLAPSE = 25  # Since Linux 6.1: make huge pages now, of shared memory too
 _ALLOCATE_PIECE_BYTES = 16 << 20
-# Some drivers refuse one registration of 512 GiB or more; pieces of this size always work. Only one buffer that is
-# larger is registered as a larger one.
-_REGISTER_PIECE_BYTES = 64 << 30
 
 
 def round_up(value: int, unit: int) -> int:
@@ -117,10 +115,13 @@ class HostBuffer:
         """
         runtime = torch.cuda.cudart()
         base, locked = self.array.ctypes.data, 0
-        for start, end in self._registrations(starts):
+        # One for each buffer. No page is in two of them: registering one again is an error.
+        borders = {start for start in starts if start % PAGE == 0 and 0 < start < self.nbytes}
+        for start, end in pairwise(sorted({0, *borders, self.nbytes})):
             error = int(runtime.cudaHostRegister(base + start, end - start, 1))  # 1: portable
             if error:
-                _forget_error()
+                with contextlib.suppress(RuntimeError):
+                    _launch_kernel()  # or PyTorch would report the error at its next kernel
                 warnings.warn(
                     f"CUDA page-locked {format_bytes(locked)} of {format_bytes(self.nbytes)} of host memory (cudaError "
                     f"{error}): copies of the rest are slower. A lower --host-memory needs less of it.",
@@ -130,20 +131,6 @@ class HostBuffer:
             self._locked.append(base + start)
             locked = end
         return locked
-
-    def _registrations(self, starts: Iterable[int]) -> Iterator[tuple[int, int]]:
-        """Yield the ranges of bytes that are registered one by one: as many whole buffers as a piece may have.
-
-        No page is in two of them: registering one again is an error.
-        """
-        borders = sorted({start for start in starts if start % PAGE == 0 and 0 < start < self.nbytes} | {self.nbytes})
-        begin = end = 0
-        for border in borders:
-            if border - begin > _REGISTER_PIECE_BYTES and end > begin:
-                yield begin, end
-                begin = end
-            end = border
-        yield begin, end
 
     def _unlock(self) -> None:
         for address in self._locked:
@@ -167,12 +154,6 @@ class HostBuffer:
         self._close_file()
         for name in ("array", "_tensor", "_map"):  # gone where an exception ended an earlier call halfway
             vars(self).pop(name, None)
-
-
-def _forget_error() -> None:
-    """Take the error that a refused registration leaves in this thread: PyTorch would report it at its next kernel."""
-    with contextlib.suppress(RuntimeError):
-        _launch_kernel()
 
 
 def _launch_kernel() -> None:

@@ -5,8 +5,6 @@ import copy
 from typing import Any
 
 import torch
-from torch.nn import init
-from torch.overrides import TorchFunctionMode
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from common.errors import FinetuneError, UserError
@@ -38,7 +36,7 @@ def build_meta_model(
     config = config_for(chosen, copy.deepcopy(config))
     options: dict[str, Any] = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
     try:
-        with torch.device("meta"), _NoRandomValues():
+        with torch.device("meta"):
             model = chosen._from_config(config, dtype=dtype, **options)
     except Exception as error:  # anything: each family checks its own fields in its own way
         raise UserError(f"transformers cannot build this {config.model_type!r} configuration: {error}") from error
@@ -68,7 +66,7 @@ def _fill_buffers(model: PreTrainedModel) -> None:
                 dtype = torch.float32 if keep else buffer.dtype
                 real[id(buffer)] = torch.full_like(buffer, unset, dtype=dtype, device="cpu")
             setattr(module, name, real[id(buffer)])
-    with own_random_numbers(), _NoRandomValues():
+    with own_random_numbers():
         model.initialize_weights()
     for name in unset_buffers(model):
         if name not in persistent:
@@ -76,18 +74,6 @@ def _fill_buffers(model: PreTrainedModel) -> None:
                 f"transformers' {type(model).__name__} leaves its buffer {name} uninitialised when it is built without "
                 "memory for its weights. This family cannot be trained out of core with this version of transformers."
             )
-
-
-class _NoRandomValues(TorchFunctionMode):
-    """Skips random numbers for meta tensors, which take half of the time that a model of 96 layers takes to build."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # Those of torch.nn.init as well: what they call is out of sight here.
-        if func in (torch.Tensor.normal_, torch.Tensor.uniform_, init.normal_, init.uniform_):
-            tensor = args[0] if args else kwargs["tensor"]
-            if tensor.is_meta:
-                return tensor
-        return func(*args, **(kwargs or {}))
 
 
 def unset_buffers(model: PreTrainedModel) -> list[str]:

@@ -296,11 +296,10 @@ def _lock(directory: Path, deadline: float) -> int:
                 return descriptor
             except BlockingIOError:
                 if time.monotonic() > deadline:
-                    owner = _owner(descriptor)
-                    advice = "That is this process: close() what it has open there first"
-                    if str(os.getpid()) not in owner:
-                        advice = "Wait until that has ended, or take another directory"
-                    raise UserError(f"{directory} is in use by another run{owner}. {advice}.") from None
+                    raise UserError(
+                        f"{directory} is in use by another run. Wait until that has ended, or take another directory; "
+                        "in this process, close() what is open there first."
+                    ) from None
                 time.sleep(0.02)
             except OSError as error:
                 if error.errno not in _UNSUPPORTED or not stat.S_ISDIR(os.fstat(descriptor).st_mode):
@@ -314,14 +313,3 @@ def _lock(directory: Path, deadline: float) -> int:
         if isinstance(error, OSError):
             raise describe_os_error("locking", directory, error) from error
         raise
-
-
-def _owner(descriptor: int) -> str:
-    status = os.fstat(descriptor)
-    inode = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}"
-    try:
-        lines = Path("/proc/locks").read_text().splitlines()
-    except OSError:
-        return ""
-    locks = (words for words in map(str.split, lines) if "FLOCK" in words and inode in words)
-    return next((f" (process {words[words.index(inode) - 1]})" for words in locks), "")

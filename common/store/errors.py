@@ -7,27 +7,22 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from common.errors import FinetuneError
-from common.units import format_bytes
 
 
 class StoreError(FinetuneError):
     """Storage failed, or what lies on it is damaged."""
-
-    def __init__(self, message: str, error_number: int | None = None) -> None:
-        super().__init__(message)
-        self.error_number = error_number  # The operating system's errno, if it was the operating system that refused
 
 
 def describe_os_error(doing: str, path: Path, error: OSError) -> StoreError:
     """Return the ``StoreError`` for an ``error`` while ``doing`` (``"writing 4 MiB at offset 8192"``) to ``path``."""
     what = f"{doing} of {path.name} in {path.parent} failed: {error.strerror or error}"
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        what += f". {_free_space(path.parent)}Free some space there, then continue with --resume."
+        what += ". Free some space there, then continue with --resume."
     elif error.errno == errno.EIO:
         what += ". The drive is failing or was removed: look at the kernel log (dmesg) and at smartctl."
     elif error.errno == errno.EROFS:
         what += ". The file system has become read-only, often after a drive error: look at the kernel log (dmesg)."
-    return StoreError(what, error.errno)
+    return StoreError(what)
 
 
 @contextmanager
@@ -37,14 +32,6 @@ def described(doing: str, path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise describe_os_error(doing, path, error) from error
-
-
-def _free_space(directory: Path) -> str:
-    try:
-        status = os.statvfs(directory)
-    except OSError:
-        return ""
-    return f"{format_bytes(status.f_bavail * status.f_frsize)} are free in {directory}. "
 
 
 @contextmanager

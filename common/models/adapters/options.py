@@ -184,14 +184,11 @@ class SavedAdapter:
             UserError: it does not, or more.
         """
         known = {**also, **expected}
-        lacking = next((name for name in expected if name not in self.files), None)
-        foreign = next((name for name in self.files if name not in known), None)
-        problem = f"lacks {lacking}, which adapters of this model have" if lacking is not None else None
-        if problem is None and foreign is not None:
-            problem = f"holds {foreign}, which no adapter of this model has"
-        for name, stored in self.files.items() if problem is None else ():
-            if stored.shape != tuple(known[name]):
+        problems = [f"lacks {name}, which adapters of this model have" for name in expected if name not in self.files]
+        problems += [f"holds {name}, which no adapter of this model has" for name in self.files if name not in known]
+        for name, stored in self.files.items():
+            if name in known and stored.shape != tuple(known[name]):
                 there, here = (" x ".join(map(str, shape)) for shape in (stored.shape, known[name]))
-                problem = problem or f"holds {name} of {there}, and of this model it is {here}"
-        if problem is not None:
-            raise UserError(f"--adapter {self.directory} {problem}: give the --model that it was made for.")
+                problems.append(f"holds {name} of {there}, and of this model it is {here}")
+        if problems:
+            raise UserError(f"--adapter {self.directory} {problems[0]}: give the --model that it was made for.")

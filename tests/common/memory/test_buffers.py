@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from common.memory import buffers
 from common.memory.buffers import HUGE_PAGE, PAGE, HostBuffer, round_up
 from tests.helpers.cudart import FakeCuda
 
@@ -61,14 +60,12 @@ def test_the_memory_goes_with_its_last_view(shared: bool) -> None:
 
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
-    made = FakeCuda().install(monkeypatch)
-    monkeypatch.setattr(buffers, "_REGISTER_PIECE_BYTES", 10 * PAGE)
-    return made
+    return FakeCuda().install(monkeypatch)
 
 
 @pytest.mark.parametrize(("starts", "pieces"), [
-    ([0, 4, 8, 12, 16], [8, 8, 4]),  # whole buffers of four pages, as many as ten pages hold
-    ([0, 12, 13], [12, 8]),  # one that is larger alone
+    ([0, 4, 8, 12, 16], [4, 4, 4, 4, 4]),
+    ([12, 0, 13, 20], [12, 1, 7]),
     ([], [20]),
     ([0, 3.5, 7, 10.5, 14], [7, 7, 6]),  # a page that two buffers share is registered once
 ])  # fmt: skip
@@ -83,13 +80,10 @@ def test_page_locked_pieces_end_where_buffers_do(cuda: FakeCuda, starts: list[fl
 
 
 @pytest.mark.parametrize("allowed", range(6))
-def test_a_rejected_registration_leaves_the_rest_pageable(
-    allowed: int, cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rejected_registration_leaves_the_rest_pageable(allowed: int, cuda: FakeCuda) -> None:
     """Whichever is refused: its error is taken, so that no kernel reports it, and everything is given back."""
     cuda.room = allowed * 4 * PAGE
     buffer = HostBuffer(20 * PAGE)
-    monkeypatch.setattr(buffers, "_REGISTER_PIECE_BYTES", 4 * PAGE)
     with contextlib.ExitStack() as stack:
         if allowed < 5:
             words = rf"page-locked {allowed * 16 or '0'} \w+ of 80 KiB of host memory .cudaError 2.*host_memory"

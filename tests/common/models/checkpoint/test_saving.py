@@ -43,7 +43,7 @@ def test_what_the_system_rejects_is_reported_with_the_file(tmp_path: Path, monke
         StoreError, match=rf"writing of weights in {re.escape(str(tmp_path))} failed: No space left"
     ) as told:
         save_tensors(tmp_path / "weights", {})
-    assert told.value.error_number == errno.ENOSPC and "continue with resume=True" in str(told.value)
+    assert os.strerror(errno.ENOSPC) in str(told.value) and "continue with resume=True" in str(told.value)
 
 
 def test_files_come_in_order_after_older_ones_have_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
