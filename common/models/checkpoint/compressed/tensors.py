@@ -134,27 +134,18 @@ class CompressedTensor:
         scales = components["scale"].reshape(count, -1, grid_columns)
         zeros = self._zero_points(components, count, grid_columns)
         divisor = components["global_scale"].float().reshape(()) if "global_scale" in components else None
+        table, settings = _numbers(self.codes, out.device), (self.block, self.dtype)
         if len(leading) < 2 and fuses(out.device):
-            scales = _as_fp32(scales) if divisor is None else _as_fp32(scales) / divisor
-            table = _numbers(self.codes, out.device)
-            run_fused(
-                _decode, out.device, table, codes, scales, zeros, self.block, self.dtype, out.view(count, rows, columns)
-            )
+            whole = out.view(count, rows, columns)
+            run_fused(_decode, out.device, table, codes, scales, zeros, divisor, 0, *settings, whole)
             return
-        table = _words(self.codes, out.device)
         step = max(1, CHUNK_ELEMENTS * (1 if kernels_of(out.device) == "cpu" else 8) // columns)
         for index, target in enumerate(_matrices(out)):
+            one = slice(index, index + 1)
+            zero = None if zeros is None else zeros[one]
             for start in range(0, rows, step):
-                stop = min(rows, start + step)
-                blocks = torch.arange(start, stop, device=out.device) // self.block[0]
-                numbers = _looked_up(table, codes[index, start:stop], columns)
-                if zeros is not None:
-                    self._per_block(numbers, zeros[index].index_select(0, blocks), torch.Tensor.sub_)
-                scale = _as_fp32(scales[index].index_select(0, blocks))
-                if divisor is not None:
-                    scale = scale / divisor
-                self._per_block(numbers, scale, torch.Tensor.mul_)
-                target[start:stop].copy_(numbers.to(self.dtype))
+                part = target[None, start : start + step]
+                _decode(table, codes[one, start : start + step], scales[one], zero, divisor, start, *settings, part)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the format for JSON."""
@@ -171,16 +162,8 @@ class CompressedTensor:
             return packed.float().reshape(count, -1, columns)
         rows = -(-self.shape[-2] // self.block[0])
         words = packed.reshape(count, -1, columns).transpose(1, 2).contiguous().view(torch.uint8)
-        table = _words(self.codes, packed.device)
-        return torch.stack([_looked_up(table, matrix, rows) for matrix in words]).transpose(1, 2)
-
-    def _per_block(self, numbers: torch.Tensor, values: torch.Tensor, operation: Any) -> None:
-        """Apply an operation in place, of ``numbers`` ``[n, columns]`` and ``values`` ``[n, columns of blocks]``."""
-        width, columns = self.block[1], self.shape[-1]
-        if columns % width == 0:
-            operation(numbers.unflatten(-1, (-1, width)), values.unsqueeze(-1))
-        else:
-            operation(numbers, values.repeat_interleave(width, dim=-1)[:, :columns])
+        numbers = _numbers(self.codes, packed.device)[words.int()].flatten(-2)
+        return numbers[..., :rows].transpose(1, 2)
 
 
 def _matrices(out: torch.Tensor) -> Iterator[torch.Tensor]:
@@ -196,35 +179,28 @@ def _decode(
     codes: torch.Tensor,
     scales: torch.Tensor,
     zeros: torch.Tensor | None,
+    divisor: torch.Tensor | None,
+    first: int,
     block: tuple[int, int],
     dtype: torch.dtype,
     out: torch.Tensor,
 ) -> None:
+    """Decode rows from ``first`` on of some matrices to ``out`` ``[count, rows, columns]``."""
     _, rows, columns = out.shape
-    row = (torch.arange(rows, device=out.device) // block[0]).unsqueeze(-1)
+    row = torch.arange(first, first + rows, device=out.device) // block[0]
     column = torch.arange(columns, device=out.device) // block[1]
     numbers = table[codes.int()].flatten(-2)[..., :columns]
     if zeros is not None:
-        numbers = numbers - zeros[:, row, column]
-    out.copy_((numbers * scales[:, row, column]).to(dtype))
+        numbers = numbers - zeros[:, row.unsqueeze(-1), column]
+    scale = _as_fp32(scales.index_select(1, row))
+    if divisor is not None:
+        scale = scale / divisor
+    out.copy_((numbers * scale[:, :, column]).to(dtype))
 
 
 @cache
 def _numbers(codes: str, device: torch.device) -> torch.Tensor:
     return TABLES[codes].to(device)
-
-
-@cache
-def _words(codes: str, device: torch.device) -> torch.Tensor:
-    """Return the numbers of each byte as one integer, which is looked up faster than several numbers."""
-    table = _numbers(codes, device)
-    return table.view(torch.int32 if table.shape[1] == 1 else torch.int64).flatten()
-
-
-def _looked_up(table: torch.Tensor, codes: torch.Tensor, columns: int) -> torch.Tensor:
-    """Return the numbers, fp32 ``[n, columns]``, of codes ``uint8 [n, bytes]``."""
-    numbers = table.index_select(0, codes.flatten().int()).view(torch.float32)
-    return numbers.view(codes.shape[0], -1)[:, :columns]
 
 
 def _as_fp32(scales: torch.Tensor) -> torch.Tensor:
