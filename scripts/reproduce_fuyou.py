@@ -15,7 +15,6 @@ have one slot. How many activations are saved follows equations 1 to 12. The tas
 """
 
 import json
-import math
 import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -378,9 +377,15 @@ def server(
     drives_limit: float = DATA["drives_limit"], adam: float = DATA["adam"],
 ) -> Machine:  # fmt: skip
     """Return a machine: the server of table 3, unless other parts are named. Memory modules come in powers of two."""
-    limit = None if math.isinf(drives_limit) else drives_limit * 1e9
-    parts = gpu_preset(gpu), drive_preset(drive), drives, int(host_memory * 2**30)
-    return preset_machine(*parts, drives_limit=limit, adam_parameters_per_second=adam * 1e9)
+    machine = preset_machine(gpu_preset(gpu), drive_preset(drive), drives, int(host_memory * 2**30))
+    read, write = (
+        min(rate, drives_limit * 1e9)
+        for rate in (machine.rates.read_bytes_per_second, machine.rates.write_bytes_per_second)
+    )
+    rates = replace(
+        machine.rates, read_bytes_per_second=read, write_bytes_per_second=write, adam_parameters_per_second=adam * 1e9
+    )
+    return replace(machine, rates=rates)
 
 
 @cache

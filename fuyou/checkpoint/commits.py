@@ -103,18 +103,16 @@ def checked_user_state(state: dict[str, Any]) -> dict[str, Any]:
     Raises:
         UserError: it is no dictionary, or holds what JSON cannot carry.
     """
-    if not isinstance(state, dict):
-        raise UserError(f"user_state is a dictionary, not a {type(state).__name__}.")
     try:
         copied = json.loads(json.dumps(state, allow_nan=False))
     except (TypeError, ValueError) as error:
         raise UserError(
             f"user_state cannot be committed: {error}. Keep strings, finite numbers and lists in it."
         ) from error
-    if copied != state:
-        different = next((key for key in state if copied.get(key) != state[key]), "a key")
+    if not isinstance(state, dict) or copied != state:
         raise UserError(
-            f"user_state would come back different ({different!r}): JSON turns tuples into lists and keys into strings."
+            f"user_state would come back different, as {copied!r}: it must be a dictionary, and JSON turns tuples into "
+            "lists and keys into strings."
         )
     return copied
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
 
@@ -33,28 +32,28 @@ def fill_store(plane: DataPlane, source: WeightSource, target: int) -> None:
 
 
 def _fill_values(plane: DataPlane, reader: "_SlotReader", record: Record) -> None:
-    encodes, dtype = bool(record.decoded_nbytes), record.precision.dtype
-    stored = Window(record.share.stored_start(record.numel), record.share.stored(record.numel))
-    if encodes:  # as a whole, of which this rank then keeps its slice
-        stored = Window(0, record.numel)
-    owned = Window(record.share.owned_start(record.numel), record.owned)
+    encodes, dtype, share = bool(record.decoded_nbytes), record.precision.dtype, record.share
     payload = torch.from_numpy(plane.buffers.host_parameters(record.kind, 0, record.parameter_nbytes))
+    # A record that is encoded, as a whole, of which this rank then keeps its slice; otherwise just the slice.
     values = _room_for(plane, record) if encodes else payload.view(dtype).zero_()
-    low = None
+    start = 0 if encodes else share.stored_start(record.numel)
+    low, low_start = None, share.owned_start(record.numel)
     if record.trainable and record.precision.split:
-        kind, nbytes = record.precision.low_dtype, owned.count * record.precision.low_dtype.itemsize
+        kind, nbytes = record.precision.low_dtype, record.owned * record.precision.low_dtype.itemsize
         low = torch.from_numpy(plane.buffers.host_gradients(record.kind, 0, nbytes)).view(kind).zero_()
-    slots = [slot for slot in record.parameters if stored.meets(slot.offset, slot.numel)]
-    for start, tensor in reader.read(record, slots):
+    stop = start + values.numel()
+    slots = [slot for slot in record.parameters if slot.offset < stop and start < slot.offset + slot.numel]
+    for position, tensor in reader.read(record, slots):
         flat = tensor.reshape(-1)
         for first in range(0, flat.numel(), PASS_ELEMENTS):
             part = flat[first : first + PASS_ELEMENTS]
             if low is not None:
                 high_part, low_part = torch.empty_like(part, dtype=dtype), torch.empty_like(part, dtype=low.dtype)
                 split(part.to(torch.float32, copy=True), high_part, low_part)
-                owned.copy(low, low_part, start + first)
+                _copy_range(low, low_start, low_part, position + first)
                 part = high_part
-            stored.copy(values, part, start + first)  # rounded to nearest, as transformers does, if not split
+            # Rounded to nearest, as transformers does, if not split.
+            _copy_range(values, start, part, position + first)
         del tensor, flat
     if encodes:
         with _encoded_record(plane, record, payload) as encoded:
@@ -136,19 +135,8 @@ def _room_for(plane: DataPlane, record: Record) -> torch.Tensor:
     return torch.zeros(record.numel, dtype=record.precision.dtype)
 
 
-@dataclass(frozen=True)
-class Window:
-    """A range of elements of a record: ``[start, start + count)``."""
-
-    start: int
-    count: int
-
-    def meets(self, first: int, count: int) -> bool:
-        """Return whether the range contains any of the ``count`` elements from ``first`` on."""
-        return first < self.start + self.count and self.start < first + count
-
-    def copy(self, target: torch.Tensor, values: torch.Tensor, first: int) -> None:
-        """Copy the elements in range of ``values``, which begin at ``first``, to ``target`` ``[count]``."""
-        begin, end = max(first, self.start), min(first + values.numel(), self.start + self.count)
-        if begin < end:
-            target[begin - self.start : end - self.start] = values[begin - first : end - first]
+def _copy_range(target: torch.Tensor, start: int, values: torch.Tensor, first: int) -> None:
+    """Copy to ``target``, the elements from ``start`` on, what it holds of ``values``, the elements from ``first``."""
+    begin, end = max(first, start), min(first + values.numel(), start + target.numel())
+    if begin < end:
+        target[begin - start : end - start] = values[begin - first : end - first]

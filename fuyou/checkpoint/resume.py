@@ -12,7 +12,7 @@ import operator
 import uuid
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,14 @@ from common.activity import activity
 from common.errors import FinetuneError, UserError
 from common.store import DirectoryLock, Store, StoreError, commit_manifest, load_manifest
 from common.store.directories import Identity, check_space
-from common.store.folders import final_folder, lock_folders, refuse_foreign_files, remove_folder, successor_folder
+from common.store.folders import (
+    final_folder,
+    lock_folders,
+    refuse_foreign_files,
+    remove_folder,
+    remove_leftovers,
+    successor_folder,
+)
 from common.store.manifest import MANIFEST_FILE, sync_directory
 from common.store.store import ChecksummedExtent, verify
 from common.units import format_bytes
@@ -85,9 +92,10 @@ class _Resumption:
             step = chosen.common_step(self._hosts)
             store = self._all_or_none(lambda: opened.enter_context(Store.open(self._drives.folders, **io)))
             state = self._all_or_none(lambda: self._state_after(store, step, check=not moves))
+            remove_leftovers(store)  # of a killed process
             opened.pop_all()
-            run = "" if self._agreement.is_alone else chosen.members[self._rank].run
-            return RunFiles.cleaned(self._lock, store, state, run)
+        run = "" if self._agreement.is_alone else chosen.members[self._rank].run
+        return RunFiles(self._lock, store, state, run)
 
     def _all_or_none(self, work: Callable[[], Any]) -> Any:
         """Return what ``work`` returns, unless it fails on a rank: then raise on all of them."""
@@ -136,7 +144,7 @@ class _Resumption:
 
     def _choose(self) -> ShardSet:
         scan, self._found = scan_drives(self._drives)
-        self._scans = [DriveScan.from_dict(each) for each in self._agreement.all_gather_object(scan.to_dict())]
+        self._scans = [DriveScan.from_dict(each) for each in self._agreement.all_gather_object(asdict(scan))]
         chosen = choose_shard_set(find_shard_sets(self._scans), self._share, self._scans)
         if chosen is not None:
             return chosen

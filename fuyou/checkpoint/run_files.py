@@ -41,25 +41,9 @@ class RunFiles:
     state: TrainingState  # State that the store holds, or will hold when it is filled
     run: str  # Random name of the run, equal on all ranks; empty with a single one
 
-    @classmethod
-    def cleaned(cls, lock: DirectoryLock, store: Store, state: TrainingState, run: str) -> "RunFiles":
-        """Return the files, after removing what a killed process has left next to the store.
-
-        Raises:
-            StoreError: if a drive refuses.
-        """
-        files = cls(lock, store, state, run)
-        try:
-            remove_leftovers(store)
-        except BaseException:
-            files.close()
-            raise
-        return files
-
     def close(self) -> None:
-        with contextlib.ExitStack() as stack:
-            stack.callback(self.lock.close)
-            stack.callback(self.store.close)
+        with self.lock:
+            self.store.close()
 
 
 def create_run(
@@ -76,24 +60,24 @@ def create_run(
     """
     run = "" if agreement.is_alone else agreement.all_gather_object(uuid.uuid4().hex)[0]
     created = [folder for folder in folders if not folder.exists()]
-    lock = None
     try:
-        for folder in created:
-            with described("creating", folder):
-                folder.mkdir()
-        lock = lock_folders(folders)
-        for folder in created:
-            sync_directory(folder.parent)  # or a power cut takes the folder, with every commit in it
-        remove_successors(folders, overwrite)
-        store = Store.create(folders, layout, overwrite=overwrite, **io)
+        with contextlib.ExitStack() as opened:
+            for folder in created:
+                with described("creating", folder):
+                    folder.mkdir()
+            lock = opened.enter_context(lock_folders(folders))
+            for folder in created:
+                sync_directory(folder.parent)  # or a power cut takes the folder, with every commit in it
+            remove_successors(folders, overwrite)
+            store = opened.enter_context(Store.create(folders, layout, overwrite=overwrite, **io))
+            remove_leftovers(store)
+            opened.pop_all()
     except BaseException:
-        if lock is not None:
-            lock.close()
         for folder in created:
             with contextlib.suppress(OSError):  # not empty, say: what went wrong first is what counts
                 folder.rmdir()
         raise
-    return RunFiles.cleaned(lock, store, replace(expected, store=store.id), run)
+    return RunFiles(lock, store, replace(expected, store=store.id), run)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ new one.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -70,9 +70,6 @@ class DriveScan:
     host: str
     shards: Sequence[LocalShard] = ()
     problem: str = ""  # Why it could not look, as a sentence; empty if it could
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
     @staticmethod
     def from_dict(content: dict[str, Any]) -> "DriveScan":

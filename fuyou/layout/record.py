@@ -210,14 +210,18 @@ class Record:
 
     @property
     def filled_slices(self) -> list[int]:
-        """Return, for each rank of a node, the units that it stores without final padding."""
+        """Return, for each rank of a node, the units that it stores without the record's final padding.
+
+        Padding is zero, and need not be sent.
+        """
         used = self._stored_nbytes(max(0, self.used - self.decayed)) if self.decoded_nbytes else self.used
-        return self.share.filled_slices(self.units, used)
+        return [max(0, min(self.stored, used - rank * self.stored)) for rank in range(self.share.ranks_per_node)]
 
     @property
     def filled_parts(self) -> list[int]:
         """Return, for each node, the elements of this rank's slice that it updates, without final padding."""
-        return self.share.filled_parts(self.numel, self.used)
+        used = self.used - self.share.stored_start(self.numel)
+        return [max(0, min(self.owned, used - node * self.owned)) for node in range(self.share.nodes)]
 
     @property
     def device_nbytes(self) -> int:
@@ -257,7 +261,7 @@ class Record:
 
     @property
     def trained_count(self) -> int:
-        return sum(slot.numel for slot in self.parameters if slot.name in self.trained_names)
+        return sum(slot.numel for slot in self.parameters if slot.trained and self.trainable)
 
     @cached_property
     def trained_names(self) -> frozenset[str]:
@@ -309,12 +313,8 @@ class Record:
 
     def _stored_nbytes(self, rest: int) -> int:
         if self.frozen is FrozenDtype.CHECKPOINT:
-            return self._checkpoint_nbytes
+            return sum(slot.stored_nbytes(self.precision.dtype) for slot in self.parameters)
         return self.frozen.used_nbytes(self.decayed, rest, self.precision.dtype)
-
-    @cached_property
-    def _checkpoint_nbytes(self) -> int:
-        return sum(slot.stored_nbytes(self.precision.dtype) for slot in self.parameters)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the layout as JSON, without the share, for the model's fingerprint."""

@@ -54,22 +54,7 @@ class Share:
 
     def owned_start(self, numel: int) -> int:
         """Return the first element that this rank updates, within the record."""
-        return self.stored_start(numel) + self.owned_in_stored(numel)
-
-    def owned_in_stored(self, numel: int) -> int:
-        """Return the first element that this rank updates, within its slice."""
-        return self.node * self.owned(numel)
-
-    def filled_slices(self, numel: int, used: int) -> list[int]:
-        """Return, for each slice of a padded record, how many of its elements are among the first ``used``.
-
-        The others are padding, which is zero and need not be sent.
-        """
-        return _filled(0, self.stored(numel), self.ranks_per_node, used)
-
-    def filled_parts(self, numel: int, used: int) -> list[int]:
-        """Return, for each part of this rank's slice, how many elements are among the record's first ``used``."""
-        return _filled(self.stored_start(numel), self.owned(numel), self.nodes, used)
+        return self.stored_start(numel) + self.node * self.owned(numel)
 
     def everyone(self) -> "list[Share]":
         """Return the shares of all ranks, in order."""
@@ -78,10 +63,6 @@ class Share:
             for node in range(self.nodes)
             for local_rank in range(self.ranks_per_node)
         ]
-
-
-def _filled(start: int, length: int, count: int, used: int) -> list[int]:
-    return [max(0, min(length, used - start - number * length)) for number in range(count)]
 
 
 ALONE = Share()  # The share of a rank that is alone

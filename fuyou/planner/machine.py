@@ -21,7 +21,8 @@ BLOCK_FRACTION = 0.64
 # device, 2 from it, 4 that the optimizer reads and 2 that it writes. Each byte of its states: both ways to the SSDs,
 # and read and written.
 MEMORY_BYTES_PER_PARAMETER, MEMORY_BYTES_PER_STATE_BYTE = 18, 4
-DESKTOP_MEMORY = 256 << 30  # Most memory of a desktop, whose copy bandwidth is assumed
+DESKTOP_MEMORY = 256 << 30  # Most memory of a desktop
+# Assumed bytes per second of host memory: two channels of DDR5 in a desktop, eight of DDR4 in a server.
 DESKTOP_BANDWIDTH, SERVER_BANDWIDTH = 60e9, 160e9
 # Assumed seconds that an exchange between ranks takes besides its bytes: a round trip on Ethernet through the kernel,
 # and waking up threads on both ends.
@@ -115,9 +116,6 @@ def preset_machine(
     host_bytes: int,
     *,
     device_bytes: int | None = None,
-    drives_limit: float | None = None,
-    host_bandwidth: float | None = None,
-    adam_parameters_per_second: float | None = None,
     state_bytes: float = 10,
 ) -> Machine:
     """Return a machine from presets.
@@ -125,26 +123,25 @@ def preset_machine(
     Args:
         host_bytes: host memory that a run may use.
         device_bytes: device memory that a run may use; None for all but what CUDA needs.
-        drives_limit: maximum bytes per second of all drives together; None for no limit.
-        host_bandwidth: bytes per second of host memory; None assumes two channels of DDR5, or eight of DDR4 for more
-            memory than fits on these.
-        adam_parameters_per_second: rate of the optimizer; None for the limit of host memory.
         state_bytes: bytes of optimizer states per parameter.
     """
-    flops, write, assumptions = _preset_rates(gpu, drive)
-    if host_bandwidth is None:
-        host_bandwidth = DESKTOP_BANDWIDTH if host_bytes <= DESKTOP_MEMORY else SERVER_BANDWIDTH
-        if adam_parameters_per_second is None:
-            assumptions.append(f"host memory moves {host_bandwidth / 1e9:.0f} GB/s, which bounds Adam")
-    moved = MEMORY_BYTES_PER_PARAMETER + MEMORY_BYTES_PER_STATE_BYTE * state_bytes
-    adam = adam_parameters_per_second or host_bandwidth / moved
+    assumptions = []
+    flops, write = gpu.block_flops_per_second, drive.sustained_write_bytes_per_second
+    if flops is None:
+        flops = gpu.bf16_flops_per_second * BLOCK_FRACTION
+        assumptions.append(f"the GPU reaches {BLOCK_FRACTION:.0%} of its peak, which was not measured")
+    if write is None:
+        write = min(drive.write_bytes_per_second, TLC_BYTES_PER_SECOND)
+        assumptions.append(f"drives write {write / 1e9:g} GB/s when their fast cache is full, as a 980 PRO does")
+    host_bandwidth = DESKTOP_BANDWIDTH if host_bytes <= DESKTOP_MEMORY else SERVER_BANDWIDTH
+    assumptions.append(f"host memory moves {host_bandwidth / 1e9:.0f} GB/s, which bounds Adam")
     rates = TaskRates(
         flops,
         gpu.upload_bytes_per_second,
         gpu.download_bytes_per_second,
-        _limited(drive_count * drive.read_bytes_per_second, drives_limit),
-        _limited(drive_count * write, drives_limit),
-        adam,
+        drive_count * drive.read_bytes_per_second,
+        drive_count * write,
+        host_bandwidth / (MEMORY_BYTES_PER_PARAMETER + MEMORY_BYTES_PER_STATE_BYTE * state_bytes),
     )
     if device_bytes is None:
         device_bytes = int(gpu.memory_bytes * DEVICE_SHARE) - LIBRARY_BYTES
@@ -159,19 +156,6 @@ def preset_machine(
         None if drive.endurance_bytes is None else drive_count * drive.endurance_bytes,
         assumptions=tuple(assumptions),
     )
-
-
-def _preset_rates(gpu: GpuPreset, drive: DrivePreset) -> tuple[float, float, list[str]]:
-    """Return FLOP/s of the device, bytes per second written by the drive, and assumptions about them."""
-    assumptions = []
-    flops, write = gpu.block_flops_per_second, drive.sustained_write_bytes_per_second
-    if flops is None:
-        flops = gpu.bf16_flops_per_second * BLOCK_FRACTION
-        assumptions.append(f"the GPU reaches {BLOCK_FRACTION:.0%} of its peak, which was not measured")
-    if write is None:
-        write = min(drive.write_bytes_per_second, TLC_BYTES_PER_SECOND)
-        assumptions.append(f"drives write {write / 1e9:g} GB/s when their fast cache is full, as a 980 PRO does")
-    return flops, write, assumptions
 
 
 def profiled_machine(
@@ -207,7 +191,3 @@ def profiled_machine(
         assumptions=assumptions if at_first else (),
         profile=profile,
     )
-
-
-def _limited(rate: float, limit: float | None) -> float:
-    return rate if limit is None else min(rate, limit)

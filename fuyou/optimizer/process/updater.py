@@ -218,7 +218,7 @@ class RecordUpdater:
 
     def _parameter_bytes(self, index: int, record: Record) -> np.ndarray:
         region, width = self._setup.shared.parameters[record.kind], record.precision.parameter_bytes
-        start = region.start(index) + record.share.owned_in_stored(record.numel) * width
+        start = region.start(index) + record.share.node * record.owned * width
         return self._shared.bytes(start, record.owned * width)
 
 

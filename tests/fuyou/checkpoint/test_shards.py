@@ -1,7 +1,7 @@
 """Which of the stores on the drives of all ranks count, and the errors where they do not make up a run."""
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 
@@ -35,7 +35,7 @@ def scans(*shards: LocalShard | None) -> list[DriveScan]:
 
 
 def chosen(share: Share, *found: DriveScan) -> ShardSet | None:
-    told = [DriveScan.from_dict(scan.to_dict()) for scan in found]
+    told = [DriveScan.from_dict(asdict(scan)) for scan in found]
     return choose_shard_set(find_shard_sets(told), share, told)
 
 
