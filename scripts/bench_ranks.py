@@ -33,8 +33,7 @@ import fuyou
 from common.communication import all_gather_object
 from common.models.adapters.options import AdapterOptions
 from fuyou.planner import describe_training
-from fuyou.planner.rates import TaskRates
-from fuyou.planner.simulator import simulate
+from fuyou.planner.simulator import TaskRates, simulate
 from fuyou.runtime.ranks import share_of
 
 WARM_UP = 2  # Steps that are not counted: the first one finds empty buffers

@@ -31,9 +31,8 @@ from fuyou.layout.model_layout import BufferCounts, ModelLayout, Phase
 from fuyou.layout.record import Precision
 from fuyou.planner import Machine, Plan, TrainingJob, describe_training, preset_machine
 from fuyou.planner.evaluate import Evaluator, busy_seconds
-from fuyou.planner.rates import TaskRates
 from fuyou.planner.search import missing_space
-from fuyou.planner.simulator import Simulation, Simulator
+from fuyou.planner.simulator import Simulation, Simulator, TaskRates
 from fuyou.schedule.batch import Batch, BatchShape
 from fuyou.schedule.memory_plan import MemoryPlan
 from fuyou.schedule.scheduler import Scheduler

@@ -220,23 +220,17 @@ def describe_conflict(share: Share, scans: Sequence[DriveScan], problems: Sequen
     Args:
         problems: why each rank cannot open what it has; empty if it can.
     """
-    names = [rank_name(share, rank, scan.host) for rank, scan in enumerate(scans)]
-    lacking = [f"{name}: {problem}" for name, problem in zip(names, problems, strict=True) if problem]
-    if len(lacking) == len(names):
-        return f"There is nothing to continue. {lacking[0]}"
-    if lacking:
-        return (
-            "Not all nodes can continue the run, and each holds a part of its optimizer states that no other has. "
-            + " ".join(lacking)
-        )
-    shards = [max(scan.shards, key=lambda shard: shard.location) for scan in scans]
-    holdings = "; ".join(
-        f"{name} holds the part of rank {shard.rank} of run {shard.run[:8]}"
-        for name, shard in zip(names, shards, strict=True)
-    )
+    described = []
+    for rank, (scan, problem) in enumerate(zip(scans, problems, strict=True)):
+        shard = max(scan.shards, key=lambda shard: shard.location, default=None)
+        if shard is not None and not problem:
+            problem = f"holds the part of rank {shard.rank} of run {shard.run[:8]}."
+        described.append(f"{rank_name(share, rank, scan.host)}: {problem}")
+    if all(problems):
+        return f"There is nothing to continue. {' '.join(described)}"
     return (
-        f"The nodes do not hold their parts of one run: {holdings}. Start them in the order in which they began, with "
-        "--ssd naming each node's own directories of one run."
+        "Not all nodes can continue the run, of which each must hold its own part. Start them in the order in which "
+        f"they began, with --ssd naming each node's own directories of one run. {' '.join(described)}"
     )
 
 

@@ -19,8 +19,7 @@ from fuyou.model.recompute.policy import (
 from fuyou.optimizer.clipping import UpdatePolicy
 from fuyou.planner.machine import Machine
 from fuyou.planner.plan import SAVE_NOTHING, Candidate, Plan
-from fuyou.planner.rates import TaskRates
-from fuyou.planner.simulator import Simulation, simulate
+from fuyou.planner.simulator import Simulation, TaskRates, simulate
 from fuyou.planner.training_job import TrainingJob, fitting_job
 from fuyou.schedule.memory_plan import MemoryPlan
 from fuyou.schedule.memory_planner import MemoryPlanner
@@ -142,15 +141,15 @@ class Evaluator:
     def rates(self) -> TaskRates:
         """Return the rates of the machine, with FLOPs as tasks count them: 2 per parameter and token."""
         machine, job = self.machine, self.job
-        if machine.profile is not None and self.trace is not None:
+        if self.trace is None:
+            return machine.rates
+        if machine.profile is not None:
             measured = machine.profile.rates(1.0 - saved_outputs(self.trace, ()).saved_fraction)
             return replace(
                 machine.rates,
                 flops_per_second=measured.flops_per_second,
                 backward_flops_per_second=measured.backward_flops_per_second,
             )
-        if not machine.all_flops or self.trace is None:
-            return machine.rates
         counted = 2 * job.block_parameters / len(job.shape.blocks) * self._columns
         return replace(machine.rates, flops_per_second=machine.rates.flops_per_second * counted / self.trace.flops())
 

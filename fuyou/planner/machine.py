@@ -10,7 +10,7 @@ from common.hardware.directory_drive import UNKNOWN_ENDURANCE, warranted_bytes
 from common.hardware.presets import TLC_BYTES_PER_SECOND, DrivePreset, GpuPreset
 from common.units import format_bytes
 from fuyou.planner.profiling import Profile
-from fuyou.planner.rates import TaskRates
+from fuyou.planner.simulator import TaskRates
 
 LIBRARY_BYTES = 512 << 20  # Device memory for CUDA's context, its libraries, and the allocator's slack
 DEVICE_SHARE = 19 / 20
@@ -42,10 +42,9 @@ class Machine:
     store_bytes: int | None = None  # Bytes that all drives together have room for; None if it is not known
     endurance_bytes: int | None = None  # Warranted writes of all drives together, if known
     cpu: bool = False  # Whether the CPU is the device
-    # Whether the device's rate counts all FLOPs, attention's included; else only 2 per parameter and token of the
-    # forward pass, as tasks count them.
-    all_flops: bool = True
-    profile: Profile | None = None  # Measurements of this machine, if there are any
+    # Measurements of this machine, if there are any, whose FLOPs are 2 per parameter and token of the forward pass, as
+    # tasks count them; otherwise the device's rate counts all FLOPs, attention's included.
+    profile: Profile | None = None
     assumptions: tuple[str, ...] = ()  # Sentences that say what was assumed without a measurement
 
     def drive_days(self, written_bytes: float, step_seconds: float) -> float:
@@ -187,7 +186,6 @@ def profiled_machine(
         store_bytes,
         warranted_bytes(directories),
         cpu=cpu,
-        all_flops=False,
         assumptions=assumptions if at_first else (),
         profile=profile,
     )

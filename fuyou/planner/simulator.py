@@ -15,9 +15,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from common.units import Interval
-from fuyou.layout.model_layout import FULL_RECOMPUTATION, ModelLayout, Recomputation
+from fuyou.layout.model_layout import FULL_RECOMPUTATION, ModelLayout, Phase, Recomputation
 from fuyou.layout.record import Record
-from fuyou.planner.rates import TaskRates
 from fuyou.schedule.memory_plan import MemoryPlan
 from fuyou.schedule.scheduler import Scheduler
 from fuyou.schedule.tasks import EXCHANGES, SSD_READS, ComputeTask, Op, Resource, StepList, Task, known
@@ -28,6 +27,36 @@ _PIECE_BYTES = 4 << 20  # I/O moves in pieces of at most this size: the stripe o
 # chunks than this, nor a chunk's states into more than two pieces.
 _MAX_CHUNKS, _CHUNK_PIECES = 8, 2
 Done = Callable[[], None]  # What is called when a piece of work is done
+
+
+@dataclass(frozen=True)
+class TaskRates:
+    """Rates of a machine, in the units in which tasks count their work."""
+
+    flops_per_second: float  # FLOPs per second of the device, on blocks of the model
+    upload_bytes_per_second: float  # Bytes per second from host to device
+    download_bytes_per_second: float  # Bytes per second from device to host, at the same time
+    read_bytes_per_second: float  # Bytes per second from all SSDs together, reading only
+    write_bytes_per_second: float  # To all SSDs, writing only; mixed traffic takes the sum of both times
+    adam_parameters_per_second: float
+    commit_seconds: float = 0.005  # Seconds for `fdatasync` and the manifest
+    non_block_seconds: tuple[tuple[Phase, float], ...] = ()  # Measured seconds per token, outside blocks
+    finish_seconds: float = 0.0  # Seconds per block's backward visit for its gradient's norm
+    intra_node_bytes_per_second: float = float("inf")  # Bytes per second from one rank of a node to the others
+    inter_node_bytes_per_second: float = float("inf")  # From one rank to other nodes, while all send
+    message_seconds: float = 0.0  # Seconds that every exchange between ranks takes besides its bytes
+    exchanges_in_one_order: bool = False  # Whether exchanges run one at a time, in order (NCCL)
+    backward_flops_per_second: float | None = None  # On blocks; None: as in the forward pass
+
+    def compute_seconds(self, task: ComputeTask) -> float:
+        for phase, seconds in self.non_block_seconds:
+            if phase is task.visit.phase:
+                return seconds * task.tokens
+        if task.visit.phase is not Phase.BLOCK_BACKWARD:
+            return task.flops / self.flops_per_second
+        finishes = task.last and (task.visit.part is None or (task.gradient is not None and task.visit.completes))
+        finish = self.finish_seconds if finishes else 0.0
+        return task.flops / (self.backward_flops_per_second or self.flops_per_second) + finish
 
 
 class Simulation:

@@ -269,17 +269,15 @@ def fitting_job(job: TrainingJob, device_bytes: int, host_bytes: int, cpu: bool)
     """
     if job.shape.orders:
         return job
-    if job.piece_bytes is not None:
-        return _in_pieces(job, in_pieces(job.stack, job.shape, job.piece_bytes))
 
     def plan(layout: ModelLayout) -> MemoryPlan:
         planner = MemoryPlanner(layout, job.config, device_bytes, host_bytes, cpu, host_cache=job.host_cache)
         return planner.plan(job.rows, job.seq_len, job.micro_batch, job.loss, job.chunk)
 
-    return _in_pieces(job, fitting_layout(job.stack, job.shape, plan, cut=job.chunk is None))
-
-
-def _in_pieces(job: TrainingJob, shape: ModelLayout) -> TrainingJob:
+    if job.piece_bytes is not None:
+        shape = in_pieces(job.stack, job.shape, job.piece_bytes)
+    else:
+        shape = fitting_layout(job.stack, job.shape, plan, cut=job.chunk is None)
     if job.loss.reference:
         check_whole_blocks(shape)
     return replace(job, shape=shape)

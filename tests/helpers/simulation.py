@@ -6,8 +6,7 @@ import torch
 
 from fuyou.layout.model_layout import BufferCounts, interleaved
 from fuyou.layout.record import Precision
-from fuyou.planner.rates import TaskRates
-from fuyou.planner.simulator import Simulation, Simulator
+from fuyou.planner.simulator import Simulation, Simulator, TaskRates
 from fuyou.schedule.batch import BatchShape
 from fuyou.schedule.scheduler import Scheduler
 from fuyou.schedule.tasks import StepList

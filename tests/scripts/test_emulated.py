@@ -12,8 +12,7 @@ from emulated.device import EmulatedDevice, EmulatedEvent, EmulatedSpec, emulate
 from common.errors import UserError
 from fuyou import Engine
 from fuyou.layout.record import Kind
-from fuyou.planner.rates import TaskRates
-from fuyou.planner.simulator import simulate
+from fuyou.planner.simulator import TaskRates, simulate
 from fuyou.schedule.tasks import Op, Task
 from tests.helpers.engines import give_buffers
 from tests.helpers.twin import tiny_configs

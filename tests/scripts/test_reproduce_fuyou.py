@@ -8,7 +8,7 @@ from click.testing import CliRunner
 
 from common.units import total
 from fuyou.planner import Machine, TrainingJob, describe_training
-from fuyou.planner.rates import TaskRates
+from fuyou.planner.simulator import TaskRates
 from fuyou.schedule.tasks import Resource
 from scripts.reproduce_fuyou import PaperScheme, Swap, main, tokens_per_dollar
 

@@ -16,12 +16,73 @@ from transformers import PreTrainedConfig
 
 from common.files import cached_path, read_cached, write_cached
 from common.hardware.machine import core_count, cpu_count
+from fuyou.layout.model_layout import Phase
 from fuyou.layout.record import Precision
-from fuyou.planner.rates import FORMAT, Profile
+from fuyou.planner.simulator import TaskRates
 from fuyou.runtime.device import Device
 
 _KIND = "profiles"
 MAX_AGE_SECONDS = 30 * 86400.0  # Drives fill up and wear, drivers change: older profiles are measured again
+
+
+FORMAT = 8  # Version of the JSON: profiles of another one are not read, but measured again
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Rates and times of one machine with one model and one micro-batch."""
+
+    device: str  # Name of the device that computes
+    tokens: int  # Tokens in a micro-batch
+    # Seconds of one micro-batch, part by part, as in the engine's tasks.
+    measured_tokens: int  # Tokens that were run; times are scaled up to a whole micro-batch
+    matmul_flops_per_second: float  # FLOPs per second of matrix products with the shapes of the block's parameters
+    embed_forward_seconds: float
+    block_forward_seconds: float
+    block_backward_seconds: float  # Seconds with the forward pass computed again, as far as it is needed
+    block_finish_seconds: float  # Seconds for squaring a block's gradient, once per visit
+    head_seconds: float  # Seconds of forward and backward pass
+    head_forward_seconds: float
+    embed_backward_seconds: float
+    block_parameters: float  # Parameters of a block that one token uses: of routed experts those that it visits
+    upload_bytes_per_second: float  # Bytes per second from host to device while both directions are busy
+    download_bytes_per_second: float
+
+    read_bytes_per_second: float  # Bytes per second from all SSDs together, through the store, reading only
+    write_bytes_per_second: float  # Past the drives' fast caches
+    burst_write_bytes_per_second: float  # At first, while the fast caches have room
+    commit_seconds: float  # Seconds for `fdatasync` and manifest
+
+    adam_parameters_per_second: float  # Parameters per second that the optimizer process updates alone
+    adam_threads: int
+
+    measured_at: float  # Time of the measurement, in seconds since the epoch
+    measured_in_seconds: float
+
+    def rates(self, recomputed: float = 1.0) -> TaskRates:
+        """Return the rates for the simulator.
+
+        Args:
+            recomputed: fraction of a block's forward FLOPs that the measured backward pass computed again.
+        """
+        flops = 2.0 * self.block_parameters * self.tokens
+        return TaskRates(
+            flops_per_second=flops / self.block_forward_seconds,
+            backward_flops_per_second=(2 + recomputed) * flops / self.block_backward_seconds,
+            upload_bytes_per_second=self.upload_bytes_per_second,
+            download_bytes_per_second=self.download_bytes_per_second,
+            read_bytes_per_second=self.read_bytes_per_second,
+            write_bytes_per_second=self.write_bytes_per_second,
+            adam_parameters_per_second=self.adam_parameters_per_second,
+            commit_seconds=self.commit_seconds,
+            non_block_seconds=(
+                (Phase.EMBED_FORWARD, self.embed_forward_seconds / self.tokens),
+                (Phase.HEAD, self.head_seconds / self.tokens),
+                (Phase.HEAD_EVAL, self.head_forward_seconds / self.tokens),
+                (Phase.EMBED_BACKWARD, self.embed_backward_seconds / self.tokens),
+            ),
+            finish_seconds=self.block_finish_seconds,
+        )
 
 
 @dataclass(frozen=True)

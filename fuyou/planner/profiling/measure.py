@@ -35,8 +35,7 @@ from fuyou.optimizer.adam import AdamConfig, Update
 from fuyou.optimizer.chunk_update import ChunkOptimizer, tried_kernels
 from fuyou.optimizer.moments import OptimizerStates
 from fuyou.planner.profiling.blocks import BlockBench, random_values, streamed_shape
-from fuyou.planner.profiling.cache import ProfiledWorkload
-from fuyou.planner.rates import Profile
+from fuyou.planner.profiling.cache import Profile, ProfiledWorkload
 from fuyou.runtime.device import Device, DeviceMemoryError, optimizer_threads
 from fuyou.schedule.tasks import Op, Task
 

@@ -57,10 +57,10 @@ def test_ranks_continue_from_the_newest_step_that_all_have(
         (
             (shard(0, 7), shard(1, 7, run="xyz")),
             ("", ""),
-            "one run: node 0 .* of run abc; node 1 .* of run xyz",
+            "one run. node 0 .* of run abc. node 1 .* of run xyz",
         ),
-        ((shard(1, 7), shard(0, 7)), ("", ""), r"node 0 \(host0\) holds the part of rank 1"),
-        ((shard(0, 7), shard(0, 7)), ("", ""), r"node 1 \(host1\) holds the part of rank 0"),
+        ((shard(1, 7), shard(0, 7)), ("", ""), r"node 0 \(host0\): holds the part of rank 1"),
+        ((shard(0, 7), shard(0, 7)), ("", ""), r"node 1 \(host1\): holds the part of rank 0"),
     ],
 )
 def test_stores_that_do_not_make_up_a_run(

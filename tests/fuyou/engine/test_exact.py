@@ -195,7 +195,7 @@ def test_moments_of_8_bits(checkpoints: Path, tmp_path: Path) -> None:
             if first:
                 compare(trained, twin)
     assert losses == expected
-    with pytest.raises(UserError, match=r"another --optimizer \(adamw8bit, now adamw"):
+    with pytest.raises(UserError, match=r"another optimizer \(adamw8bit, now adamw"):
         engine(checkpoints / "gpt2", drives, micro_batch=4, resume=True)
 
 

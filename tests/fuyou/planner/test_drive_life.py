@@ -14,8 +14,8 @@ from fuyou import Engine
 from fuyou.config import EngineConfig
 from fuyou.planner import Machine, Plan, TrainingJob, describe_training, preset_machine, search
 from fuyou.planner.evaluate import Evaluator
-from fuyou.planner.rates import TaskRates
 from fuyou.planner.search import SLOWER, choose, frontier
+from fuyou.planner.simulator import TaskRates
 
 RATES = TaskRates(1e10, 1e12, 1e12, 2e9, 1e9, 1e12, commit_seconds=0.0)
 ON = Machine("a device", "a drive", RATES, 64 << 20, 140 << 20, endurance_bytes=10**15)

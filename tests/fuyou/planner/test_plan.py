@@ -12,7 +12,7 @@ from fuyou.optimizer.clipping import ClipBy
 from fuyou.planner import Machine, TrainingJob, describe_training, search
 from fuyou.planner.evaluate import Evaluator
 from fuyou.planner.plan import Candidate
-from fuyou.planner.rates import TaskRates
+from fuyou.planner.simulator import TaskRates
 from fuyou.schedule.batch import BatchShape
 from fuyou.schedule.scheduler import Scheduler
 from fuyou.schedule.tasks import Resource

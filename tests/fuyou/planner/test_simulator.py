@@ -6,8 +6,7 @@ import pytest
 
 from fuyou.layout.model_layout import Recomputation
 from fuyou.planner.evaluate import busy_seconds
-from fuyou.planner.rates import TaskRates
-from fuyou.planner.simulator import Simulator
+from fuyou.planner.simulator import Simulator, TaskRates
 from fuyou.schedule.batch import BatchShape
 from fuyou.schedule.scheduler import Scheduler
 from fuyou.schedule.tasks import Op, Resource, StepList, Task

@@ -13,8 +13,7 @@ from common.errors import UserError
 from fuyou import Engine
 from fuyou.layout.model_layout import BufferCounts
 from fuyou.layout.record import Precision
-from fuyou.planner.rates import TaskRates
-from fuyou.planner.simulator import Simulator
+from fuyou.planner.simulator import Simulator, TaskRates
 from fuyou.runtime.trace import write_trace
 from fuyou.schedule.batch import BatchShape
 from fuyou.schedule.scheduler import Scheduler
