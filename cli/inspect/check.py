@@ -30,7 +30,7 @@ from common.hardware.machine import (
 from common.models.presets import load_config
 from common.units import format_bytes
 from fuyou.checkpoint.run_files import find_runs, verify_run
-from fuyou.planner.profiling.measure import DriveRates, open_scratch
+from fuyou.planner.profiling.measure import DriveRates, measure_drives
 
 Problem = tuple[str, str]  # What was found, and what to do about it
 
@@ -140,9 +140,8 @@ def drive_problems(drives: Sequence[MeasuredDrive], model: str | None, needed: i
 def measure_drive(directory: Path) -> MeasuredDrive:
     """Return the drive of a directory and its free space, and measure its speed, for half a minute."""
     usage = shutil.disk_usage(directory)
-    with open_scratch([directory], None) as scratch:
-        rates, direct = scratch.measure(past_cache=True), scratch.store.direct
-    return MeasuredDrive(drive_of(directory), directory.stat().st_dev, usage.total, usage.free, direct, rates)
+    rates = measure_drives([directory], None, past_cache=True)
+    return MeasuredDrive(drive_of(directory), directory.stat().st_dev, usage.total, usage.free, rates.direct, rates)
 
 
 def _drive_rows(measured: MeasuredDrive) -> list[tuple[str, str]]:

@@ -175,9 +175,8 @@ class StoreExporter:
             if model.adapters is not None:
                 values = model.adapters.merge(values)
             writer.add(values)
-        if writer is None:
-            return
-        writer.finish()
+        if writer is not None:
+            writer.finish()
 
     def adapter(self, directory: Path, write: bool = True) -> None:
         """Write a PEFT adapter directory; without ``write``, adapters are only read. Memory: all adapters.

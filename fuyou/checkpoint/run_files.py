@@ -9,7 +9,7 @@ from typing import Any
 
 from common.errors import UserError
 from common.store import DirectoryLock, Layout, Store, load_manifest
-from common.store.directories import IDENTITY_FILE, Identity
+from common.store.directories import Identity
 from common.store.errors import described
 from common.store.folders import final_folder, lock_folders, remove_leftovers, remove_successors, successor_folder
 from common.store.manifest import sync_directory
@@ -116,21 +116,13 @@ def find_runs(paths: Iterable[Path], may_have_none: Container[Path] = ()) -> lis
                         "it with --resume, which settles where it lies, and verify it then."
                     )
         if not count and path not in may_have_none:
-            inside = [run for run in _inside(path) if any((part / IDENTITY_FILE).exists() for part in _inside(run))]
-            hint = f" There are runs in {', '.join(map(str, inside))}: give these." if inside else ""
-            raise UserError(
-                f"There is no run in {path}. Give --verify the directories that --ssd names, or --output.{hint}"
-            )
+            raise UserError(f"There is no run in {path}. Give --verify the directories that --ssd names, or --output.")
     return [list(dict.fromkeys(directories)) for directories in runs.values()]
 
 
 def _candidates(folder: Path) -> list[Path]:
-    inside = _inside(folder)
+    inside = sorted(path for path in folder.iterdir() if path.is_dir()) if folder.is_dir() else []
     return [folder, *inside, *(rank for path in inside for rank in sorted(path.glob(rank_folder("*"))))]
-
-
-def _inside(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.iterdir() if path.is_dir()) if folder.is_dir() else []
 
 
 def verify_run(directories: Sequence[Path]) -> VerifiedRun:

@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from common.errors import UserError
-from common.models.checkpoint.compressed.parameters import CompressedParameter
 from fuyou.layout.frozen_weights import FrozenDtype
 from fuyou.layout.model_layout import ModelLayout
 from fuyou.layout.record import Record
@@ -68,8 +67,14 @@ def _piece_of(record: Record, index: int, name: str, piece: Piece) -> Record:
         for slot, experts in whole
     ]
     held = [part.name for part in piece if not slots[part.name].trained]
-    cut = {part.name: _cut_compressed(slots[part.name], part.experts) for part in piece}
-    compressed = {name: parameter for name, parameter in cut.items() if parameter is not None}
+    compressed = {}
+    for slot, experts in whole:
+        parameter = slot.compressed
+        if parameter is not None and experts is not None:
+            width = math.prod(slot.shape[1:])
+            parameter = parameter.between(experts[0] * width, experts[1] * width)
+        if parameter is not None:
+            compressed[slot.names[0]] = parameter
     is_compressed = record.frozen is FrozenDtype.CHECKPOINT
     built = Record.build(
         index,
@@ -96,13 +101,6 @@ def _piece_of(record: Record, index: int, name: str, piece: Piece) -> Record:
 
 def _compressed_weights(record: Record) -> int:
     return sum(slot.numel for slot in record.parameters if slot.compressed is not None)
-
-
-def _cut_compressed(slot: ParameterSlot, experts: tuple[int, int] | None) -> CompressedParameter | None:
-    if slot.compressed is None or experts is None:
-        return slot.compressed
-    width = math.prod(slot.shape[1:])
-    return slot.compressed.between(experts[0] * width, experts[1] * width)
 
 
 def _check_order(record: Record, pieces: Sequence[Piece], order: PieceOrder) -> None:

@@ -43,7 +43,7 @@ class Evaluator:
             self._too_small = error  # which every candidate meets
         self.job, self._device = job, "cpu" if machine.cpu else "cuda"
         self._activation_planners: dict[ActivationPolicy, ActivationPlanner] = {}
-        self._known: dict[tuple[Candidate, bool], Plan | UserError] = {}
+        self._known: dict[tuple[Candidate, bool], Plan] = {}
 
     def evaluate(self, candidate: Candidate, *, merged: bool = True) -> Plan:
         """Simulate ``candidate``, fast and less exact with ``merged`` micro-batches.
@@ -53,21 +53,15 @@ class Evaluator:
         """
         memory = self.memory(candidate)
         candidate = replace(candidate, micro_rows=memory.batch.micro_rows)
-        # What is not merged anyway is simulated once.
-        key = (candidate, merged and merge_micro_batches(memory, len(self.job.shape.blocks)) is not memory)
+        plan = merge_micro_batches(memory, len(self.job.shape.blocks)) if merged else memory
+        key = (candidate, plan is not memory)  # what is not merged anyway is simulated once
         if key not in self._known:
-            try:
-                self._known[key] = self._evaluate(candidate, merged)
-            except UserError as error:
-                self._known[key] = error
-        result = self._known[key]
-        if isinstance(result, UserError):
-            raise result
-        return result
+            self._known[key] = self._evaluate(candidate, memory, plan)
+        return self._known[key]
 
     def tried(self) -> list[Plan]:
-        """Return what candidates were evaluated and fit, as simulated to compare."""
-        known = {key: each for key, each in self._known.items() if isinstance(each, Plan)}
+        """Return the candidates that were evaluated, as simulated to compare."""
+        known = self._known
         return [each for (candidate, merged), each in known.items() if merged or (candidate, True) not in known]
 
     def fits(self, candidate: Candidate) -> bool:
@@ -155,10 +149,9 @@ class Evaluator:
 
     # -- simulation -----------------------------------------------------------------------------------------------
 
-    def _evaluate(self, candidate: Candidate, merged: bool) -> Plan:
-        job, memory = self.job, self.memory(candidate)
+    def _evaluate(self, candidate: Candidate, memory: MemoryPlan, plan: MemoryPlan) -> Plan:
+        job = self.job
         layers, batch = len(job.shape.blocks), memory.batch
-        plan = merge_micro_batches(memory, layers) if merged else memory
         activations, updates = self.activation_planner(candidate), self.update_policy(candidate)
         recomputation = activations.recomputation(batch.micro_rows, batch.columns)
         if batch.chunks > 1:  # nothing but keys and values is saved

@@ -27,7 +27,6 @@ import torch
 from common.errors import UserError
 from common.memory.buffers import HostBuffer
 from common.store import Extent, Layout, Store, Throttle, commit_manifest
-from common.store.folders import SCRATCH
 from fuyou.layout.model_layout import ModelLayout
 from fuyou.layout.record import Precision
 from fuyou.model.streamed_model import StreamedModel
@@ -55,8 +54,7 @@ def measure(workload: ProfiledWorkload, device: Device, *, past_cache: bool = Fa
     threads = optimizer_threads(device)
     try:
         stack, shape = streamed_shape(workload.config, workload.precision, device.torch_device)
-        with open_scratch(workload.directories, device.throttle) as scratch:
-            drives = scratch.measure(past_cache=past_cache)
+        drives = measure_drives(workload.directories, device.throttle, past_cache=past_cache)
         link = measure_link(device, shape.block_elements * workload.precision.parameter_bytes)
         parts = _parts(stack, shape, device, workload)
         adam = measure_updates(workload.chunk_elements, workload.precision, threads)
@@ -111,89 +109,90 @@ class DriveRates:
     burst_write: float  # At first
     filled_bytes: int  # Written to fill the fast caches
     commit_seconds: float
+    direct: bool = True  # Whether they were measured past the page cache
 
 
-class ScratchFiles:
-    """A store for measuring.
+def measure_drives(directories: Sequence[Path], throttle: Throttle | None, *, past_cache: bool) -> DriveRates:
+    """Measure writing, a commit, and reading, in scratch files.
 
     Args:
-        transfers: extents that are moved to measure bandwidth.
         throttle: slows the drives down.
+        past_cache: write past the drives' fast caches, too.
+
+    Raises:
+        UserError: if there is no space for the files.
     """
+    layout = Layout(len(directories))
+    transfers = [layout.allocate(_FILE, _TRANSFER_BYTES * len(directories)) for _ in range(_TRANSFERS)]
+    buffers = [HostBuffer(extent.nbytes).touch() for extent in transfers[:_IN_FLIGHT]]
+    try:
+        noise = np.random.default_rng(0).integers(0, 256, buffers[0].nbytes, dtype=np.uint8)
+        for buffer in buffers:  # drives may be quick with zeros
+            buffer.array[:] = noise
+        with open_scratch(directories, layout, throttle) as store:
+            filled, burst = _move(store.write, buffers, transfers, _FILL_SECONDS)
+            written = transfers[:filled]  # what was never written is read without looking at the drive
+            if filled == len(transfers):
+                _, burst = _move(store.write, buffers, cycle(written), DIRECTION_SECONDS)
+            sustained, filled_bytes = _past_cache(store, buffers, burst, throttle) if past_cache else (burst, 0)
+            start = time.perf_counter()  # after as much has been written as in a step, not after a pause
+            store.sync([_FILE])
+            for path in store.directories:
+                commit_manifest(path, {"scratch": True})
+            commit = time.perf_counter() - start
+            _, read = _move(store.read, buffers, cycle(written), DIRECTION_SECONDS)
+            return DriveRates(read, sustained, burst, filled_bytes, commit, store.direct)
+    finally:
+        for buffer in buffers:
+            buffer.close()
 
-    def __init__(self, store: Store, transfers: list[Extent], throttle: Throttle | None):
-        self.store, self._transfers, self._throttle = store, transfers, throttle
 
-    def measure(self, *, past_cache: bool) -> DriveRates:
-        """Measure writing (also past the fast cache if ``past_cache``), a commit, and reading."""
-        buffers = [HostBuffer(extent.nbytes).touch() for extent in self._transfers[:_IN_FLIGHT]]
-        try:
-            noise = np.random.default_rng(0).integers(0, 256, buffers[0].nbytes, dtype=np.uint8)
-            for buffer in buffers:  # drives may be quick with zeros
-                buffer.array[:] = noise
-            filled, burst = self._move(self.store.write, buffers, self._transfers, _FILL_SECONDS)
-            written = self._transfers[:filled]  # what was never written is read without looking at the drive
-            if filled == len(self._transfers):
-                _, burst = self._move(self.store.write, buffers, cycle(written), DIRECTION_SECONDS)
-            sustained, filled_bytes = self._past_cache(buffers, burst) if past_cache else (burst, 0)
-            commit = self._commit()  # after as much has been written as in a step, not after a pause
-            _, read = self._move(self.store.read, buffers, cycle(written), DIRECTION_SECONDS)
-            return DriveRates(read, sustained, burst, filled_bytes, commit)
-        finally:
-            for buffer in buffers:
-                buffer.close()
+def _move(
+    move: Move, buffers: Sequence[HostBuffer], extents: Iterable[Extent], most_seconds: float
+) -> tuple[int, float]:
+    """Read or write the extents for at most ``most_seconds``; return their number and bytes per second."""
+    moves = (move(extent, buffers[number % len(buffers)].array) for number, extent in enumerate(extents))
+    start = time.perf_counter()
+    count = _run(moves, len(buffers), lambda _: time.perf_counter() - start > most_seconds)
+    return count, count * buffers[0].nbytes / (time.perf_counter() - start)
 
-    def _move(
-        self, move: Move, buffers: Sequence[HostBuffer], extents: Iterable[Extent], most_seconds: float
-    ) -> tuple[int, float]:
-        """Read or write the extents for at most ``most_seconds``; return their number and bytes per second."""
-        moves = (move(extent, buffers[number % len(buffers)].array) for number, extent in enumerate(extents))
+
+def _past_cache(
+    drives: Store, buffers: Sequence[HostBuffer], burst: float, throttle: Throttle | None
+) -> tuple[float, int]:
+    """Write where nothing was, until the rate has dropped and settled; return the rate at the end, and bytes."""
+    sharing = Counter(path.stat().st_dev for path in drives.directories)
+    free = min(shutil.disk_usage(path).free // sharing[path.stat().st_dev] for path in drives.directories)
+    nbytes = buffers[0].nbytes
+    count = int(min(len(drives.directories) * free / 2, burst * PAST_CACHE_SECONDS)) // nbytes
+    if count <= len(buffers):
+        return burst, 0
+    layout = Layout(len(drives.directories))
+    extent = layout.allocate(_FILE, count * nbytes)
+    with open_scratch(drives.directories, layout, throttle) as store:
+        writes = (
+            store.write(extent, buffers[number % len(buffers)].array, number * nbytes, nbytes)
+            for number in range(count)
+        )
         start = time.perf_counter()
-        count = _run(moves, len(buffers), lambda _: time.perf_counter() - start > most_seconds)
-        return count, count * buffers[0].nbytes / (time.perf_counter() - start)
+        written = deque([(start, 0)])  # Times of the last seconds, and bytes until then
+        slow_since = 0.0
 
-    def _past_cache(self, buffers: Sequence[HostBuffer], burst: float) -> tuple[float, int]:
-        """Write where nothing was, until the rate has dropped and settled; return the rate at the end, and bytes."""
-        folders = [path / SCRATCH for path in self.store.directories]
-        sharing = Counter(path.stat().st_dev for path in self.store.directories)
-        free = min(shutil.disk_usage(path).free // sharing[path.stat().st_dev] for path in self.store.directories)
-        nbytes = buffers[0].nbytes
-        count = int(min(len(folders) * free / 2, burst * PAST_CACHE_SECONDS)) // nbytes
-        if count <= len(buffers):
-            return burst, 0
-        layout = Layout(len(folders))
-        extent = layout.allocate(_FILE, count * nbytes)
-        with _new_store(folders, layout, self._throttle) as store:
-            writes = (
-                store.write(extent, buffers[number % len(buffers)].array, number * nbytes, nbytes)
-                for number in range(count)
-            )
-            start = time.perf_counter()
-            written = deque([(start, 0)])  # Times of the last seconds, and bytes until then
-            slow_since = 0.0
+        def rate() -> float:
+            return (written[-1][1] - written[0][1]) / (written[-1][0] - written[0][0])
 
-            def rate() -> float:
-                return (written[-1][1] - written[0][1]) / (written[-1][0] - written[0][0])
+        def has_settled(number: int) -> bool:
+            nonlocal slow_since
+            now = time.perf_counter()
+            written.append((now, number * nbytes))
+            while len(written) > 2 and written[1][0] < now - SETTLED_SECONDS:
+                written.popleft()
+            if rate() < _SLOWER * burst and now - start > SETTLED_SECONDS:
+                slow_since = slow_since or now
+            return now - start > PAST_CACHE_SECONDS or (slow_since > 0 and now - slow_since > SETTLED_SECONDS)
 
-            def has_settled(number: int) -> bool:
-                nonlocal slow_since
-                now = time.perf_counter()
-                written.append((now, number * nbytes))
-                while len(written) > 2 and written[1][0] < now - SETTLED_SECONDS:
-                    written.popleft()
-                if rate() < _SLOWER * burst and now - start > SETTLED_SECONDS:
-                    slow_since = slow_since or now
-                return now - start > PAST_CACHE_SECONDS or (slow_since > 0 and now - slow_since > SETTLED_SECONDS)
-
-            _run(writes, len(buffers), has_settled)
-            return rate(), written[-1][1]
-
-    def _commit(self) -> float:
-        start = time.perf_counter()
-        self.store.sync([_FILE])
-        for path in self.store.directories:
-            commit_manifest(path, {"scratch": True})
-        return time.perf_counter() - start
+        _run(writes, len(buffers), has_settled)
+        return rate(), written[-1][1]
 
 
 def _run(moves: Iterator[Future[None]], in_flight: int, enough: Callable[[int], bool]) -> int:
@@ -216,25 +215,17 @@ def _run(moves: Iterator[Future[None]], in_flight: int, enough: Callable[[int], 
 
 
 @contextmanager
-def open_scratch(directories: Sequence[Path], throttle: Throttle | None) -> Iterator[ScratchFiles]:
-    """Open a store of scratch files in a new folder in each of ``directories``, removed afterwards.
+def open_scratch(directories: Sequence[Path], layout: Layout, throttle: Throttle | None) -> Iterator[Store]:
+    """Open a store in a new folder in each of ``directories``, removed afterwards.
 
     Raises:
-        UserError: if there is no space for them.
+        UserError: if there is no space for it.
     """
     for folder in (folder for path in directories for folder in path.glob(f"{FOLDER}*")):
         number = folder.name.removeprefix(FOLDER)
         if number.isdigit() and not psutil.pid_exists(int(number)):  # its process was killed
             shutil.rmtree(folder, ignore_errors=True)
-    layout = Layout(len(directories))
-    transfers = [layout.allocate(_FILE, _TRANSFER_BYTES * len(directories)) for _ in range(_TRANSFERS)]
-    with _new_store([path / f"{FOLDER}{os.getpid()}" for path in directories], layout, throttle) as store:
-        yield ScratchFiles(store, transfers, throttle)
-
-
-@contextmanager
-def _new_store(folders: Sequence[Path], layout: Layout, throttle: Throttle | None) -> Iterator[Store]:
-    """Create a store in new folders, and remove it with them afterwards."""
+    folders = [path / f"{FOLDER}{os.getpid()}" for path in directories]
     try:
         for folder in folders:
             folder.mkdir()

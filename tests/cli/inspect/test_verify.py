@@ -23,7 +23,7 @@ def test_a_whole_run_and_a_damaged_one(finetune: Finetune, checkpoint: Path, tmp
 
     for place, message in {
         drives[1]: f"The run in {drives[1]}/fuyou-.* is striped over 2 directories, and number 1 is not among those",
-        tmp_path: f"There is no run in {tmp_path}. .* There are runs in {drives[0]}, {drives[1]}: give these",
+        tmp_path: f"There is no run in {tmp_path}. Give --verify the directories",
     }.items():
         wrong = finetune("--verify", place)
         assert wrong.status == 2 and re.search(message, wrong.err), wrong.err

@@ -11,12 +11,13 @@ from transformers import CONFIG_MAPPING
 
 from common.models.meta_model import build_meta_model
 from common.models.miniature import miniature
+from common.store import Layout
 from fuyou.layout.record import Precision
 from fuyou.model.model_records import model_records
 from fuyou.model.streamed_model import StreamedModel
 from fuyou.planner.profiling import ProfiledWorkload
 from fuyou.planner.profiling.blocks import BlockBench, _extrapolated, _shortened, random_values
-from fuyou.planner.profiling.measure import measure, open_scratch
+from fuyou.planner.profiling.measure import measure, measure_drives, open_scratch
 from fuyou.runtime.device import Device
 from tests.helpers.twin import tiny_configs
 
@@ -54,8 +55,7 @@ def test_writes_go_past_the_fast_cache(cache: int, tmp_path: Path, monkeypatch: 
     monkeypatch.setattr("fuyou.planner.profiling.measure._FILL_SECONDS", 0.2)
     monkeypatch.setattr("fuyou.planner.profiling.measure._TRANSFER_BYTES", 1 << 20)
     throttle = IoThrottle(80e6, 40e6, cache, 10e6)
-    with open_scratch([tmp_path], throttle) as scratch:
-        rates = scratch.measure(past_cache=True)
+    rates = measure_drives([tmp_path], throttle, past_cache=True)
     assert is_pace(rates.burst_write, 40e6)
     assert is_pace(rates.write, 10e6 if cache == 16 << 20 else 40e6)
     assert not list(tmp_path.iterdir())
@@ -88,14 +88,15 @@ def test_a_long_micro_batch_is_measured_on_less_of_it() -> None:
 
 
 def test_scratch_files_go_in_every_case(tmp_path: Path) -> None:
-    left = tmp_path / "fuyou-profile-999999999"  # of a process that was killed
-    with open_scratch([tmp_path], None):
+    layout, left = Layout(1), tmp_path / "fuyou-profile-999999999"  # of a process that was killed
+    layout.allocate("bandwidth", 4096)
+    with open_scratch([tmp_path], layout, None):
         (folder,) = tmp_path.iterdir()
         shutil.copytree(folder, left)
     assert list(tmp_path.iterdir()) == [left]
-    with open_scratch([tmp_path], None):
+    with open_scratch([tmp_path], layout, None):
         assert not left.exists()
-    scratch = open_scratch([tmp_path], None)
+    scratch = open_scratch([tmp_path], layout, None)
     scratch.__enter__()
     assert list(tmp_path.iterdir())
     assert not scratch.__exit__(KeyboardInterrupt, KeyboardInterrupt(), None)
