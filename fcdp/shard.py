@@ -45,7 +45,6 @@ from torch.utils.hooks import RemovableHandle
 
 from common.errors import UserError
 from fcdp import fsdp2
-from fcdp.cache.cached_shards import DeviceMemory
 from fcdp.grouping import ParameterGroup, find_units, split_modules, split_units
 from fcdp.sharding import ATTRIBUTE, Sharding
 from fcdp.strategy.strategy import AUTO, Routes, Strategy, parse_strategy
@@ -86,8 +85,7 @@ def fully_shard(
         return _shard_module(module, strategy, options)
     if not isinstance(module, nn.Module):
         raise UserError("With a topology fully_shard takes one whole model; a list of modules goes with mesh=.")
-    names = ("device_cache_threshold", "host_cache_bytes", "device_memory")
-    cache = {name: options.pop(name) for name in names if name in options}
+    cache = {name: options.pop(name) for name in ("device_cache_threshold", "host_cache_bytes") if name in options}
     routes = _routes(strategy, topology, cache.get("device_cache_threshold", 0))
     groups = shard_whole_model(module, topology, routes, **options)
     Sharding(module, topology, routes, groups, **cache)
@@ -106,7 +104,6 @@ def install(
     topology: Topology | None = None,
     device_cache_threshold: float = 0.9,
     host_cache_bytes: int | None = None,
-    device_memory: DeviceMemory | None = None,
 ) -> Sharding:
     """Have a model that FSDP2's (or our) ``fully_shard`` has sharded communicate by a strategy. Collective.
 
@@ -120,7 +117,6 @@ def install(
         device_cache_threshold: part of device memory, 0 to 1, up to which an ``adaptive`` cache keeps shards there.
         host_cache_bytes: host memory of this rank for cached shards; None: as much as they need. The rest is gathered
             at every use, trainable groups first. The smallest of all ranks' numbers counts.
-        device_memory: for tests, instead of the device's memory.
 
     Raises:
         UserError: the model is not FSDP2's, has been installed on before, or has no group on these ranks; or the
@@ -151,7 +147,7 @@ def install(
         if routes.keeps_gathered or by_default:
             group.holder.set_reshard_after_forward(False, recurse=False)
             group.kept_after_forward = True
-    return Sharding(model, topology, routes, groups, device_cache_threshold, host_cache_bytes, device_memory)
+    return Sharding(model, topology, routes, groups, device_cache_threshold, host_cache_bytes)
 
 
 def sharding(model: nn.Module) -> Sharding:

@@ -47,7 +47,6 @@ class Sharding:
         groups: list[ParameterGroup],
         device_cache_threshold: float = 0.9,
         host_cache_bytes: int | None = None,
-        device_memory: DeviceMemory | None = None,
     ):
         self.topology = topology
         self.routes = routes
@@ -57,7 +56,7 @@ class Sharding:
         device, ranks = topology.device, topology.mesh.get_group()
         self._staleness = StalenessCheck(device, ranks)
         self._streams = CopyStreams.on(device)
-        memory = (device_memory or DeviceMemory.of(device)) if routes.layout.cache == "adaptive" else None
+        memory = DeviceMemory.of(device) if routes.layout.cache == "adaptive" else None
         self._placement = AdaptivePlacement(memory, device_cache_threshold)
         cached, secondary = self._make_cached_shards(host_cache_bytes)
         precision = self.strategy.precision

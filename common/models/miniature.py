@@ -76,9 +76,9 @@ class KeptLayers:
         kinds: list[tuple[Any, ...]] = [() for _ in range(self.depth)]
         least = min(self.depth, LEAST_LAYERS)
         for name, value in fields.items():
-            kinds_by_field = self._kinds(name, value)
-            if kinds_by_field is not None:
-                kinds = [(*kind, extra) for kind, extra in zip(kinds, kinds_by_field, strict=True)]
+            items = self._by_layer(name, value)
+            if items is not None:
+                kinds = [(*kind, str(item)) for kind, item in zip(kinds, items, strict=True)]
             least = max(least, self._least_layers(name, value))
         chosen: set[int] = set()
         distinct = list(dict.fromkeys(kinds))
@@ -90,21 +90,21 @@ class KeptLayers:
         others = [index for index in range(self.depth) if index not in chosen]
         self.indices = sorted([*chosen, *others[: max(0, least - len(chosen))]])
 
-    def _kinds(self, name: str, value: Any) -> list[Any] | None:
-        depth = self.depth
+    def _by_layer(self, name: str, value: Any) -> list[Any] | None:
+        """Return what a field says about each layer; None if it is not about single layers."""
+        depth, layers = self.depth, range(self.depth)
         if isinstance(value, bool) or not depth:
             return None
-        if isinstance(value, int) and 0 < value < depth:
+        if isinstance(value, int):
             if FROM_FRONT.search(name):
-                return [index < value for index in range(depth)]
-            if FROM_BACK.search(name):
-                return [index >= depth - value for index in range(depth)]
+                return [index < value for index in layers]
+            return [index >= depth - value for index in layers] if FROM_BACK.search(name) else None
         if _is_index_list(name, value, depth):
-            return [index in value for index in range(depth)]
+            return [index in value for index in layers]
         if isinstance(value, list | tuple) and len(value) == depth and depth > 2:
-            return [str(item) for item in value]
-        if _is_by_layer(value):
-            return [str(value.get(f"{index:02}", value.get(str(index)))) for index in range(depth)]
+            return list(value)
+        if isinstance(value, dict) and value and all(isinstance(key, str) and key.isdigit() for key in value):
+            return [value.get(f"{index:02}", value.get(str(index))) for index in layers]
         return None
 
     def _least_layers(self, name: str, value: Any) -> int:
@@ -117,27 +117,22 @@ class KeptLayers:
 
     def select(self, name: str, value: Any, shrink_number: _Shrink, shrink_field: _Shrink) -> Any:
         """Return a field's ``value`` for the remaining layers, shrunk; None if it is not about single layers."""
-        depth, layers = self.depth, self.indices
-        if not depth or isinstance(value, bool):
-            return None
+        items = self._by_layer(name, value)
+        if items is None:
+            is_last = self.depth and type(value) is int and name.endswith("layer_end_index")
+            return len(self.indices) - 1 if is_last else None
+        chosen = [items[index] for index in self.indices]
         if isinstance(value, int):
-            if FROM_FRONT.search(name):
-                return len(layers) if value >= depth else sum(index < value for index in layers)
-            if FROM_BACK.search(name):
-                return sum(index >= depth - value for index in layers)
-            return len(layers) - 1 if name.endswith("layer_end_index") else None
-        if _is_index_list(name, value, depth):
-            return [position for position, index in enumerate(layers) if index in value]
-        if isinstance(value, list | tuple) and len(value) == depth and depth > 2:
-            return [shrink_number(name, value[index]) for index in layers]
-        if _is_by_layer(value):
-            values = {}
-            for position, index in enumerate(layers):
-                item = value.get(f"{index:02}", value.get(str(index)))
-                if item is not None:
-                    values[f"{position:02}"] = {key: shrink_field(key, entry) for key, entry in item.items()}
-            return values
-        return None
+            return sum(chosen)
+        if _is_index_list(name, value, self.depth):
+            return [position for position, is_listed in enumerate(chosen) if is_listed]
+        if isinstance(value, dict):
+            return {
+                f"{position:02}": {key: shrink_field(key, entry) for key, entry in item.items()}
+                for position, item in enumerate(chosen)
+                if item is not None
+            }
+        return [shrink_number(name, item) for item in chosen]
 
 
 def _is_index_list(name: str, value: Any, depth: int) -> bool:
@@ -145,10 +140,6 @@ def _is_index_list(name: str, value: Any, depth: int) -> bool:
         return False
     in_range = all(type(item) is int and 0 <= item < depth for item in value)
     return in_range and all(first < second for first, second in pairwise(value))
-
-
-def _is_by_layer(value: Any) -> bool:
-    return isinstance(value, dict) and bool(value) and all(isinstance(key, str) and key.isdigit() for key in value)
 
 
 TOKENS = 24  # Length of a row in which every window of a miniature hides something
@@ -202,12 +193,21 @@ class _Shrunk:
         outer = self._outer
         self.width, self.heads = self._first(WIDTHS), self._first(HEAD_COUNTS)
         if self.width is None:
-            text = self._config.get_text_config(decoder=True) if isinstance(self._config, PreTrainedConfig) else None
-            if outer is not None:  # a mere group of fields, like DBRX's ffn_config
-                self._measure_as(outer)
-                return
-            if text is not None and text is not self._config:  # parts of which the text's has the last word
-                self._measure_as(_Shrunk(text.to_dict(), text))
+            other = outer  # of a mere group of fields, like DBRX's ffn_config
+            if outer is None and isinstance(self._config, PreTrainedConfig):
+                text = self._config.get_text_config(decoder=True)  # of several parts, it has the last word
+                other = None if text is self._config else _Shrunk(text.to_dict(), text)
+            if other is not None:
+                for name in (
+                    "width",
+                    "heads",
+                    "head_dim",
+                    "most_heads",
+                    "small_width",
+                    "small_heads",
+                    "small_head_dim",
+                ):
+                    setattr(self, name, getattr(other, name))
                 return
         width, heads = self.width or 1024, self.heads or 8
         explicit = self._first(("head_dim", "attention_head_dim", "d_head", "dim_head", "attention_head_size", "d_kv"))
@@ -233,12 +233,7 @@ class _Shrunk:
                 width, max(8 * self.small_heads, min(128, _to_multiple(width * product / (heads * self.head_dim), 8)))
             )
 
-    def _measure_as(self, other: "_Shrunk") -> None:
-        for name in ("width", "heads", "head_dim", "most_heads", "small_width", "small_heads", "small_head_dim"):
-            setattr(self, name, getattr(other, name))
-
     def _narrow(self, value: int) -> int:
-        assert self.small_width is not None
         if self._outer is not None and self._outer.width == value != self.width:
             return self._outer.small_width
         width = self.width or 1024
@@ -255,19 +250,15 @@ class _Shrunk:
         return min(value, max(4, _to_multiple(small, 4)), 2 * self.small_head_dim)
 
     def _few_heads(self, name: str, value: int) -> int:
-        if value == self.heads:
-            return min(value, self.most_heads)
-        size = self._size_of_heads(name)
+        size = None if value == self.heads else self._size_of_heads(name)
         width = self.width or 1024
         widths = {other for other in self._fields.values() if type(other) is int}
         if size is not None and (value * size % width == 0 or value * size in widths):  # as Mamba's inner one
             inner = self._narrow(value * size)
             if inner % self._thin(size) == 0:
                 return inner // self._thin(size)
-        if self.heads is None:
-            return min(value, self.most_heads)
-        few = value * min(self.heads, self.most_heads) / self.heads
-        return max(min(value, 2), round(few))
+        heads = self.heads or value
+        return max(min(value, 2), round(value * min(heads, self.most_heads) / heads))
 
     def _size_of_heads(self, name: str) -> int | None:
         stem = name.removeprefix("num_").removesuffix("s")

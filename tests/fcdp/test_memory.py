@@ -1,6 +1,7 @@
 """Memory: a device holds what it holds under ZeRO-3, and a node's cache is one copy of the model."""
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -43,15 +44,15 @@ def _train(
 
         model = peft.get_peft_model(model, peft.LoraConfig(r=8, target_modules=["q_proj", "o_proj"]))
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    room = DeviceMemory(10**9, lambda: 0)
-    options = {"device_cache_threshold": threshold, "device_memory": room} if strategy.startswith("fcdp") else {}
+    options = {"device_cache_threshold": threshold} if strategy.startswith("fcdp") else {}
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16)
     sharding: Any
     shares = []
     if strategy == "fsdp2":
         sharding = Plain(model, topology, strategy, policy)
     else:
-        model = fcdp.fully_shard(model, topology, strategy, mp_policy=policy, **options)  # type: ignore[arg-type]
+        with mock.patch.object(DeviceMemory, "of", return_value=DeviceMemory(10**9, lambda: 0)):
+            model = fcdp.fully_shard(model, topology, strategy, mp_policy=policy, **options)  # type: ignore[arg-type]
         sharding = fcdp.sharding(model)
         shares = [gather.cached.entry for gather in sharding._gathers if gather.cached is not None]
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], fused=True)

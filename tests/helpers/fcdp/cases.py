@@ -5,8 +5,10 @@ import shutil
 import tempfile
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import peft
 import torch
@@ -86,13 +88,13 @@ def train(
         memory: stands for a device's memory: see :func:`_memory`.
     """
     model: Any = make_model(case)
-    if memory:
-        options["device_memory"] = _memory(memory)
     sharding: Any
     if strategy.startswith("fsdp2"):
         sharding = Plain(model, topology, strategy, policy(case))
     else:
-        model = fcdp.fully_shard(model, topology, strategy, mp_policy=policy(case), **options)
+        room = mock.patch.object(DeviceMemory, "of", return_value=_memory(memory)) if memory else nullcontext()
+        with room:
+            model = fcdp.fully_shard(model, topology, strategy, mp_policy=policy(case), **options)
         sharding = fcdp.sharding(model)
     if case.event == "compile":
         torch.compiler.reset()  # what is compiled depends on what was before
