@@ -16,6 +16,7 @@ from transformers import PreTrainedConfig
 from transformers.integrations import sdpa_attention
 
 from common.hardware import kernels_of
+from common.models.attention.memory import head_sizes
 from common.models.attention.varlen import takes_flash
 from common.models.structure import layer_configs
 
@@ -56,7 +57,13 @@ class AttentionKernels:
         switched_on = tuple(backend for backend, enabled in _SWITCHES.items() if enabled())
         # What is switched on now, without what PyTorch would take in only one of the two passes.
         self.backends = switched_on or (SDPBackend.MATH,)
-        for width, dropout in sorted(_heads(config.get_text_config())):
+        heads = set()
+        for layer in layer_configs(config.get_text_config()):
+            count, _, width, _ = head_sizes(layer)
+            dropout = next((value for name in _DROPOUT if (value := getattr(layer, name, None))), 0.0)
+            if count and width:
+                heads.add((width, float(dropout)))
+        for width, dropout in sorted(heads):
             self._settle(width, dropout, dtype)
 
     def pinned(self) -> AbstractContextManager[None]:
@@ -117,18 +124,3 @@ _SWITCHES = {
     SDPBackend.EFFICIENT_ATTENTION: torch.backends.cuda.mem_efficient_sdp_enabled,
     SDPBackend.CUDNN_ATTENTION: torch.backends.cuda.cudnn_sdp_enabled,
 }
-
-
-def _heads(config: PreTrainedConfig) -> set[tuple[int, float]]:
-    widths = set()
-    for layer in layer_configs(config):
-        heads, hidden = getattr(layer, "num_attention_heads", None), getattr(layer, "hidden_size", None)
-        width = getattr(layer, "head_dim", None)
-        if getattr(layer, "qk_nope_head_dim", None):
-            width = layer.qk_nope_head_dim + layer.qk_rope_head_dim
-        if width is None and isinstance(heads, int) and isinstance(hidden, int) and heads:
-            width = hidden // heads
-        dropout = next((value for name in _DROPOUT if (value := getattr(layer, name, None))), 0.0)
-        if isinstance(width, int) and width:
-            widths.add((width, float(dropout)))
-    return widths

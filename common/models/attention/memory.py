@@ -42,7 +42,7 @@ class AttentionMemory:
         text = config.get_text_config()
         eager = text._attn_implementation == "eager"
         layers = layer_configs(text)
-        heads, groups, keys, values = max((_heads(layer) for layer in layers), key=math.prod)
+        heads, groups, keys, values = max((head_sizes(layer) for layer in layers), key=math.prod)
         sizes = [getattr(text, name, None) for name in _WINDOWS]
         window = min((size for size in sizes if isinstance(size, int) and size > 0), default=0)
         unequal, capped = keys != values and not eager, bool(getattr(text, "attn_logit_softcapping", None))
@@ -86,7 +86,7 @@ class AttentionMemory:
         return products * _CHUNK_SCORES * min(max(SCORES, queries), queries * keys) * self.heads * 4
 
 
-def _heads(layer: PreTrainedConfig) -> tuple[int, int, int, int]:
+def head_sizes(layer: PreTrainedConfig) -> tuple[int, int, int, int]:
     """Return the number of a layer's heads, those of its keys, and the widths of a head's keys and values."""
 
     def size(name: str) -> int:
