@@ -13,7 +13,7 @@ from fcdp import fsdp2
 from fcdp.cache.cached_shards import (
     AdaptivePlacement,
     AlwaysOnDevice,
-    CacheEntry,
+    CachedShard,
     CopyStreams,
     DeviceMemory,
     HostCache,
@@ -21,7 +21,7 @@ from fcdp.cache.cached_shards import (
     fit_into,
 )
 from fcdp.cache.staleness import OptimizerHooks, StalenessCheck
-from fcdp.comms.all_gather import CachedShard, GatherLevels, StagedAllGather
+from fcdp.comms.all_gather import GatherLevels, StagedAllGather
 from fcdp.comms.levels import make_levels
 from fcdp.comms.rank_level import CommLevel
 from fcdp.comms.reduce_scatter import MicroBatches, ReduceLevels, StagedReduction
@@ -197,8 +197,8 @@ class Sharding:
         for each in chosen:
             host = self._cache.allocate(each.nbytes) if each.in_host else None
             placement = self._placement if each.in_host else AlwaysOnDevice()
-            entry = CacheEntry(each.nbytes, host, self._streams, placement, self.traffic)
-            (secondary if each.is_secondary else cached)[each.group] = CachedShard(each.block, entry, each.bits)
+            shard = CachedShard(each, host, self._streams, placement, self.traffic)
+            (secondary if each.is_secondary else cached)[each.group] = shard
         return cached, secondary
 
     def before_forward(self) -> None:

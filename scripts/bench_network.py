@@ -172,7 +172,7 @@ class Worker:
 
         set_rate("unlimited")
         first = step()[2]
-        shares = [gather.cached.entry._host for gather in getattr(sharding, "_gathers", ()) if gather.cached]
+        shares = [gather.cached._host for gather in getattr(sharding, "_gathers", ()) if gather.cached]
         with LiveBytes(share for share in shares if share is not None) as live:
             live.see_all(model, optimizer)
             step()

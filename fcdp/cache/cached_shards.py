@@ -20,7 +20,7 @@ import torch
 
 from common.memory import numa
 from common.memory.buffers import PAGE, HostBuffer, round_up
-from common.quantization import Bits, quantized_nbytes
+from common.quantization import Bits, quantize, quantized_nbytes
 from fcdp.grouping import ParameterGroup
 from fcdp.strategy.strategy import BITS, Routes
 from fcdp.traffic import Traffic
@@ -155,20 +155,33 @@ class HostCache:
             self._buffer = None
 
 
-class CacheEntry:
-    """Memory for one group's cached shard: written by a gather, read by later ones until the group is dirty.
+@dataclass(frozen=True)
+class CachedGroup:
+    """A group's shard of P that is cached, or its shard in the secondary partition."""
+
+    group: ParameterGroup
+    is_secondary: bool  # whether it belongs to the secondary partition, kept from forward to backward
+    block: int  # number of ranks that together hold one copy of the parameters
+    nbytes: int
+    in_host: bool  # whether it has a place in host memory. It may still be on the device, if the tier is adaptive.
+    bits: Bits | None  # bits per element that it is quantized to; None: it is not
+
+
+class CachedShard:
+    """A group's cached shard: written by a gather, read by later ones until the group is dirty.
 
     ``host`` is ``uint8 [nbytes]``, None if the shard is always on the device. On the CPU there are no ``streams``."""
 
     def __init__(
         self,
-        nbytes: int,
+        cached: CachedGroup,
         host: torch.Tensor | None,
         streams: CopyStreams | None,
         placement: AlwaysOnDevice,
         traffic: Traffic,
     ):
-        self.nbytes = nbytes
+        self.block, self.nbytes, self.bits = cached.block, cached.nbytes, cached.bits
+        self.consumed = True  # whether a secondary shard has been used, or is not filled yet
         self._host = host
         self._streams = streams
         self._placement = placement
@@ -178,8 +191,25 @@ class CacheEntry:
         self._filled: torch.cuda.Event | None = None
         self._loaded: torch.cuda.Event | None = None
 
-    def store(self, shard: torch.Tensor, output: torch.Tensor, allocated_on: torch.cuda.Stream | None = None) -> None:
-        """Copy ``shard`` ``[n, c]``, a strided part of ``output``, which the current stream has filled."""
+    def of(self, cells: torch.Tensor, rank: int) -> torch.Tensor:
+        """Return the cells ``[n, c]`` of ``cells`` ``[n * block, c]`` that ``rank`` caches."""
+        return cells.view(-1, self.block, cells.size(1))[:, rank % self.block]
+
+    def fits(self, cells: torch.Tensor) -> bool:
+        """Return whether the shard has the size that parameters have now: their dtype may change as they are frozen."""
+        if self.bits is not None and not cells.is_floating_point():
+            return False
+        cell = cells.size(1) * cells.element_size() if self.bits is None else quantized_nbytes(cells.size(1), self.bits)
+        return self.nbytes * self.block == cells.size(0) * cell
+
+    def store(
+        self, cells: torch.Tensor, rank: int, output: torch.Tensor, allocated_on: torch.cuda.Stream | None = None
+    ) -> None:
+        """Cache this rank's part of ``cells``, which lie in ``output``, which the current stream has filled."""
+        shard = self.of(cells, rank)
+        if self.bits is not None:
+            shard = output = quantize(shard, self.bits)
+            allocated_on = None
         if self._device is not None and not self._placement.may_stay():
             self._drop_device()
         keep = self._device is not None or self._placement.admit(self.nbytes)
@@ -253,18 +283,6 @@ def _copy_cells(source: torch.Tensor, target: torch.Tensor | None, skip: int = -
         if index != skip:
             target[index].copy_(source[index], non_blocking=True)
     return target
-
-
-@dataclass(frozen=True)
-class CachedGroup:
-    """A group's shard of P that is cached, or its shard in the secondary partition."""
-
-    group: ParameterGroup
-    is_secondary: bool  # whether it belongs to the secondary partition, kept from forward to backward
-    block: int  # number of ranks that together hold one copy of the parameters
-    nbytes: int
-    in_host: bool  # whether it has a place in host memory. It may still be on the device, if the tier is adaptive.
-    bits: Bits | None  # bits per element that it is quantized to; None: it is not
 
 
 def all_cached(routes: Routes, groups: Sequence[ParameterGroup]) -> list[CachedGroup]:

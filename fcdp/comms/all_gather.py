@@ -21,9 +21,9 @@ import torch
 import torch.distributed as dist
 
 from common.communication import Wait
-from common.quantization import Bits, dequantize, quantize, quantized_nbytes
+from common.quantization import dequantize, quantize
 from fcdp import fsdp2
-from fcdp.cache.cached_shards import CacheEntry, CopyStreams
+from fcdp.cache.cached_shards import CachedShard, CopyStreams
 from fcdp.cache.staleness import StalenessCheck
 from fcdp.comms.rank_level import CommLevel, all_gather, nothing
 from fcdp.grouping import ParameterGroup
@@ -43,37 +43,6 @@ class PendingGather(dist.Work):
         if finish is not None:
             finish()
         return True
-
-
-@dataclass
-class CachedShard:
-    """The part of a group that a rank caches: the cells of the ranks with its own place in blocks of ranks."""
-
-    block: int  # number of ranks that together hold one copy of the parameters
-    entry: CacheEntry  # memory for the cells
-    bits: Bits | None = None  # bits per element of a quantized secondary partition
-    consumed: bool = True  # whether a secondary shard has been used, or is not filled yet
-
-    def of(self, cells: torch.Tensor, rank: int) -> torch.Tensor:
-        """Return the cells ``[n, c]`` of ``cells`` ``[n * block, c]`` that ``rank`` caches."""
-        return cells.view(-1, self.block, cells.size(1))[:, rank % self.block]
-
-    def fits(self, cells: torch.Tensor) -> bool:
-        """Return whether the shard has the size that parameters have now: their dtype may change as they are frozen."""
-        if self.bits is not None and not cells.is_floating_point():
-            return False
-        cell = cells.size(1) * cells.element_size() if self.bits is None else quantized_nbytes(cells.size(1), self.bits)
-        return self.entry.nbytes * self.block == cells.size(0) * cell
-
-    def store(
-        self, cells: torch.Tensor, rank: int, output: torch.Tensor, allocated_on: torch.cuda.Stream | None
-    ) -> None:
-        """Cache this rank's part of ``cells``, which lie in ``output``."""
-        shard = self.of(cells, rank)
-        if self.bits is not None:
-            shard = output = quantize(shard, self.bits)
-            allocated_on = None
-        self.entry.store(shard, output, allocated_on)
 
 
 @dataclass(frozen=True)
@@ -201,10 +170,10 @@ class StagedAllGather:
                 allocated = torch.cuda.current_stream().record_event()
         block, target = self._rank // shard.block, shard.of(cells, self._rank)
         if self._streams is None:
-            self._staleness.check(self.group, mine, shard.entry.cell(target, block))
+            self._staleness.check(self.group, mine, shard.cell(target, block))
         else:
             self._staleness.check(self.group, cell, None)
-        shard.entry.load(target, block, allocated)
+        shard.load(target, block, allocated)
         return cells
 
     def _start(self, levels: Sequence[CommLevel], number: int, cells: torch.Tensor) -> Wait:

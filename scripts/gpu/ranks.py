@@ -232,7 +232,7 @@ def measure_load(topology: fcdp.Topology, width: int) -> dict[str, float]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0, foreach=True)
     model(torch.ones(1, width, device=topology.device)).sum().backward()  # fills the cache
     optimizer.zero_grad()
-    share = next(gather.cached.entry for gather in sharding._gathers if gather.cached is not None)
+    share = next(gather.cached for gather in sharding._gathers if gather.cached is not None)
     column = torch.empty(WORLD, share.nbytes // 4 // WORLD, device=topology.device)
     nbytes = column[0].numel() * 4
     pinned = torch.empty(nbytes, dtype=torch.uint8, pin_memory=topology.device.type == "cuda")

@@ -131,7 +131,7 @@ def test_equals_plain_fsdp2(runs: Runs, layout: tuple[int, int], case: Case, pla
 
 def _placed(sharding: Any) -> tuple[int, int]:
     cached = [gather.cached for gather in sharding._gathers if gather.cached is not None]
-    return sum(shard.entry._device is not None for shard in cached), len(sharding.groups)
+    return sum(shard._device is not None for shard in cached), len(sharding.groups)
 
 
 @pytest.mark.parametrize("lora", [False, True])

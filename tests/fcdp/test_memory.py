@@ -54,7 +54,7 @@ def _train(
         with mock.patch.object(DeviceMemory, "of", return_value=DeviceMemory(10**9, lambda: 0)):
             model = fcdp.fully_shard(model, topology, strategy, mp_policy=policy, **options)  # type: ignore[arg-type]
         sharding = fcdp.sharding(model)
-        shares = [gather.cached.entry for gather in sharding._gathers if gather.cached is not None]
+        shares = [gather.cached for gather in sharding._gathers if gather.cached is not None]
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], fused=True)
     peak = 0
     for _ in range(2):

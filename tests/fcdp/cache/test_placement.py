@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from fcdp.cache.cached_shards import AdaptivePlacement, CacheEntry, DeviceMemory, HostCache
+from fcdp.cache.cached_shards import AdaptivePlacement, CachedGroup, CachedShard, DeviceMemory, HostCache
+from fcdp.grouping import ParameterGroup
 from fcdp.traffic import Traffic
 
 
@@ -60,7 +61,9 @@ def test_a_share_comes_back_from_either_tier_and_through_moves(cell: int, dtype:
     traffic = Traffic()
     size = nodes * cell * dtype.itemsize
     device.placement = AdaptivePlacement(DeviceMemory(4 * size, lambda: device.others), 1.0)
-    share = CacheEntry(size, HostCache([size], torch.device("cpu")).allocate(size), None, device.placement, traffic)
+    group = CachedGroup(ParameterGroup("", [], [], 0), False, 2, size, True, None)
+    host = HostCache([size], torch.device("cpu")).allocate(size)
+    share = CachedShard(group, host, None, device.placement, traffic)
     written = torch.randint(0, 99, (nodes, 2, cell)).to(dtype)
 
     def comes_back() -> bool:
@@ -72,7 +75,7 @@ def test_a_share_comes_back_from_either_tier_and_through_moves(cell: int, dtype:
         expected[own, 0] = 5  # FSDP2 has put this rank's cell there itself
         return same and torch.equal(output, expected)
 
-    share.store(written[:, 0], written)
+    share.store(written.view(-1, cell), 2 * own, written)
     assert share._device is None and comes_back()
     assert (traffic.device_to_host, traffic.host_to_device) == (size, size // nodes * (nodes - 1))
     device.placement.end_step()
@@ -84,7 +87,7 @@ def test_a_share_comes_back_from_either_tier_and_through_moves(cell: int, dtype:
     device.placement.end_step()
     device.placement.end_step()
     written = torch.randint(0, 99, (nodes, 2, cell)).to(dtype)
-    share.store(written[:, 0], written)
+    share.store(written.view(-1, cell), 2 * own, written)
     assert share._device is not None and comes_back()
     device.others = 5 * size
     assert comes_back() and share._device is None

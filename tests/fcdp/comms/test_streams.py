@@ -10,9 +10,9 @@ from torch import nn
 from common.communication import Wait
 from common.quantization import quantized_nbytes
 from fcdp import fsdp2
-from fcdp.cache.cached_shards import AdaptivePlacement, AlwaysOnDevice, CacheEntry, CopyStreams, HostCache
+from fcdp.cache.cached_shards import AdaptivePlacement, AlwaysOnDevice, CachedGroup, CachedShard, CopyStreams, HostCache
 from fcdp.cache.staleness import StalenessCheck
-from fcdp.comms.all_gather import CachedShard, GatherLevels, StagedAllGather
+from fcdp.comms.all_gather import GatherLevels, StagedAllGather
 from fcdp.comms.levels import HoRing, QuantizedLevel
 from fcdp.grouping import ParameterGroup
 from fcdp.strategy.strategy import Axis
@@ -68,7 +68,8 @@ def _gather(placement: Any, secondary_bits: Any = None, is_secondary: bool = Fal
     streams: Any = CopyStreams(*(torch.cuda.Stream() for _ in range(3)))
     nbytes = 2 * cell
     host = HostCache([nbytes], torch.device("cpu")).allocate(nbytes)
-    shard = CachedShard(2, CacheEntry(nbytes, host, streams, placement, Traffic()), secondary_bits)
+    cached_group = CachedGroup(group, is_secondary, 2, nbytes, True, secondary_bits)
+    shard = CachedShard(cached_group, host, streams, placement, Traffic())
     across, inside = Level(Axis(2, 2)), Level(Axis(1, 2))
     levels = GatherLevels([across], [inside], [inside])
     check = StalenessCheck(torch.device("cpu"), at_once=False)
