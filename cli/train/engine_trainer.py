@@ -73,11 +73,9 @@ class EngineTrainer(Trainer):
                 report["loss"], report["grad_norm"], aux_loss=report["aux_loss"], watched=noted["watched"]
             )
             self.last_step = result, noted["lr"]
-
-    def prepare(self) -> None:
-        if self._job.settings.traits.needs_reference:
-            writes = self._topology is None or self._topology.local_rank == 0
-            ReferencePass(self._engine, self._ranks, writes).attach_all(self._job)
+        if job.settings.traits.needs_reference:
+            writes = topology is None or topology.local_rank == 0
+            ReferencePass(engine, self._ranks, writes).attach_all(job)
 
     def train_step(self, batch: dict[str, torch.Tensor], lr: float) -> StepResult:
         """Take a step; its updates and its commit may continue while the next one runs."""
@@ -102,15 +100,8 @@ class EngineTrainer(Trainer):
             busy_seconds=report.bound_seconds,
         )
 
-    def _loss_of(self, batch: dict[str, torch.Tensor]) -> float:
-        return self._engine.eval_loss(**self._part(batch), router_loss=False)
-
     def _part(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        rows, rank, world_size = len(batch["input_ids"]), self._ranks.rank, self._ranks.world_size
-        if world_size == 1:
-            return batch
-        first, last = rows * rank // world_size, rows * (rank + 1) // world_size
-        return {name: value[first:last] for name, value in batch.items()}
+        return self._ranks.cut(batch, len(batch["input_ids"]))
 
     def can_continue_after(self, error: Exception) -> bool:
         return not isinstance(error, UserError)
@@ -122,9 +113,10 @@ class EngineTrainer(Trainer):
         self._engine.flush()
 
     def evaluate(self, batches: Batches) -> EvaluationResult:
+        size = self._job.settings.batch_size
         if self._objective is not None:
-            return self._objective.evaluate(batches, self._job.settings.batch_size)
-        return evaluate(batches, self._job.settings.batch_size, self._loss_of)
+            return self._objective.evaluate(batches, size)
+        return evaluate(batches, size, lambda batch: self._engine.eval_loss(**self._part(batch), router_loss=False))
 
     def commit(self) -> None:
         self._engine.flush()

@@ -62,10 +62,6 @@ class Trainer(ABC):
     def stop_requested(self) -> bool:
         """Return whether any rank wants to stop after this step; the same on all ranks."""
 
-    def prepare(self) -> None:
-        """Compute what training needs before its first step, if that is not there."""
-        return
-
     def commit_if_due(self, step: int) -> None:
         """Commit the last step if that is due, and not done by :meth:`train_step`."""
         return
@@ -106,8 +102,6 @@ def train(job: Job, trainer: Trainer, process: Interrupts | RankProcess) -> None
         for change in settings.changes:
             print(f"changed  {change}", flush=True)
     process.enter("before the first step")
-    with activity("preparing the first step"):
-        trainer.prepare()
     tokens, flops_per_token = job.rows * job.seq_len, model.model_flops_per_token(job.seq_len)
     summary = Summary(tokens, flops_per_token)
     with contextlib.ExitStack() as stack:

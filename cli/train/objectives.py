@@ -49,8 +49,10 @@ class Ranks:
 
     def part(self, batch: Batch, items: int) -> Batch:
         """Return this rank's items of a batch; every rank has all of them where there are fewer items than ranks."""
-        if items < self.world_size:
-            return batch
+        return batch if items < self.world_size else self.cut(batch, items)
+
+    def cut(self, batch: Batch, items: int) -> Batch:
+        """Return this rank's items of a batch: none on some ranks where there are fewer items than ranks."""
         first, last = items * self.rank // self.world_size, items * (self.rank + 1) // self.world_size
         return _cut(batch, first, last, items)
 

@@ -17,7 +17,7 @@ import fcdp.trainer
 from cli.job.job import Job
 from cli.job.machine import with_dtype_of_all
 from cli.job.resolve import check_start, resolve
-from cli.job.resumed import check_same_run, decided, forget_earlier_run
+from cli.job.resumed import check_same_run, committed, decided, forget_earlier_run
 from cli.job.strategy import DEFAULT, PROFILE, choose_strategy, has_profile, measure_cluster, workload_of
 from cli.options.settings import COMMITS, Settings
 from cli.report.results import EvaluationResult, StepResult, Usage
@@ -32,7 +32,6 @@ from common.errors import FinetuneError
 from common.store import load_manifest, remove
 from common.store.folders import remove_folder
 from common.units import format_bytes, format_seconds
-from fcdp.checkpoint import ShardedCheckpoints
 from fcdp.strategy.strategy import AUTO
 from fcdp.strategy.topology import Topology
 from fcdp.trainer import TrainerConfig
@@ -186,7 +185,7 @@ def _open_commits(job: Job, topology: Topology, launches: Collection[str]) -> fc
     )
     adapters = settings.engine.adapters if settings.adapter is None else settings.adapter.expanduser()
     trainer = fcdp.trainer.Trainer(job.checkpoint or settings.model, topology, config, directory, adapters)
-    if broadcast_from_rank0(lambda: _is_continued(settings, ShardedCheckpoints(directory), launches)):
+    if broadcast_from_rank0(lambda: _is_continued(settings, launches)):
         trainer.resume()
     else:
         trainer.begin()
@@ -217,7 +216,7 @@ def _strategy(job: Job, topology: Topology, launches: Collection[str]) -> str:
 
 def _began_unmeasured(job: Job, launches: Collection[str]) -> bool:
     measured = (job.settings.output_directory / PROFILE).exists()
-    return not measured and _is_continued(job.settings, ShardedCheckpoints(job.output / COMMITS), launches)
+    return not measured and _is_continued(job.settings, launches)
 
 
 def _micro_batches(settings: Settings, topology: Topology) -> tuple[int, int]:
@@ -236,15 +235,11 @@ def _choose(job: Job, settings: Settings, topology: Topology) -> str:
     return choice.name
 
 
-def _is_continued(settings: Settings, commits: ShardedCheckpoints, launches: Collection[str]) -> bool:
-    """Return whether to continue from a commit.
+def _is_continued(settings: Settings, launches: Collection[str]) -> bool:
+    """Return whether to continue from a commit: with ``--resume``, or where one of these launches had a part in it, as
+    a rank was lost.
 
     If not, commits that are there are deleted: ``--overwrite`` was given, or the launcher would not have come so far.
     """
-    if settings.resume or (newest := commits.newest()) is None:
-        return settings.resume
-    # Started again by a launcher that has had a part in this run: --resume goes without saying.
-    try:
-        return bool(set(launches) & set(commits.describe(newest)["user"].get("launches", ())))
-    except FinetuneError:  # of another format, or damaged: nothing that this launcher has made
-        return False
+    commit = committed(settings) or {}
+    return settings.resume or bool(set(launches) & set(commit.get("user", {}).get("launches", ())))
