@@ -205,15 +205,15 @@ class Encoder:
         if isinstance(example, Chat) or example.prompt or self._is_alone:
             yield example
             return
-        text, start, stop = example.completion, 0, 0
+        text, before, start, stop = example.completion, "", 0, 0
         while len(text) - stop > SEGMENT_CHARACTERS:
             stop = _cut_before(text, stop, stop + SEGMENT_CHARACTERS)
             end = text[max(start, stop - _CONTEXT_CHARACTERS) : stop]
-            before, both = self._tokenize([end, end + text[stop : stop + _CONTEXT_CHARACTERS]])
-            if both[: len(before)] == before:
-                yield replace(example, completion=text[start:stop], before=_context(text, start), ends=False)
-                start = stop
-        yield replace(example, completion=text[start:], before=_context(text, start))
+            ids, longer = self._tokenize([end, end + text[stop : stop + _CONTEXT_CHARACTERS]])
+            if longer[: len(ids)] == ids:
+                yield replace(example, completion=text[start:stop], before=before, ends=False)
+                start, before = stop, end
+        yield replace(example, completion=text[start:], before=before)
 
     def _tokenize(self, texts: list[str]) -> list[list[int]]:
         # Not verbose: documents longer than the model's context are cut later, which is no news.
@@ -257,6 +257,7 @@ class Encoder:
         check_vocabulary((max(part.ids, default=0) for part in parts), self._vocab_size, self.tokenizer, where)
         for part in parts if continues else self.fitting.fit(parts, where):
             trained = np.ones(len(part.ids), bool) if self._every_token else np.array(part.trained, dtype=bool)
+            self.fitting.documents += ends
             yield EncodedSegment(np.array(part.ids, dtype=np.uint32), trained, ends)
 
     def parts(self, chat: Chat) -> tuple[Chat, list[TokenizedAnswer]]:
@@ -302,10 +303,6 @@ class Encoder:
         ids, marked = self._template.render_marked(chat.messages[: turn + 1], chat.options, marks)
         start = self._finder.start(chat, turn, ids)
         return TokenizedAnswer(ids, [at >= start and (marked is None or marked[at]) for at in range(len(ids))])
-
-
-def _context(text: str, start: int) -> str:
-    return text[max(0, start - _CONTEXT_CHARACTERS) : start]
 
 
 def _cut_before(text: str, start: int, limit: int) -> int:

@@ -40,7 +40,7 @@ def find_files(names: tuple[str, ...]) -> list[Path]:
             files += _files_in(path, "")
         elif not path.exists() and directory.is_dir():
             files += _files_in(directory, split)
-        elif not path.parent.is_dir() and extension_of(path) not in READERS and is_data_set_name(name):
+        elif not path.parent.is_dir() and extension_of(path) not in READERS and is_hub_name(start):
             files += _hub_files(name)
         elif not path.exists():
             raise no_data_file(name)
@@ -49,12 +49,6 @@ def find_files(names: tuple[str, ...]) -> list[Path]:
     if unknown := [file for file in files if extension_of(file) not in READERS]:
         raise UserError(f"{str(unknown[0])!r} cannot be read as data: known extensions are {KNOWN_EXTENSIONS}.")
     return files
-
-
-def is_data_set_name(name: str) -> bool:
-    """Return whether this can be ``owner/name``, ``owner/name:split`` or ``owner/name:configuration:split``."""
-    repository, *parts = name.split(":")
-    return is_hub_name(repository) and len(parts) <= 2 and all(parts)
 
 
 def _files_in(directory: Path, split: str) -> list[Path]:
@@ -102,11 +96,12 @@ def _data_below(directory: Path) -> list[Path]:
 
 
 def _hub_files(name: str) -> list[Path]:
-    """Return the files of a hub's data set: as fetched, else as ``datasets`` has prepared them, else fetched now."""
+    """Return the files of ``owner/name``, ``owner/name:split``, or ``owner/name:configuration:split``: as fetched, else
+    as ``datasets`` has prepared them, else fetched now."""
     import datasets
     import huggingface_hub
 
-    repository, *parts = name.split(":")
+    repository, *parts = name.split(":", 2)
     with contextlib.suppress(OSError, ValueError):  # not in the cache, or only a part of it
         return _files_of_split(
             name, huggingface_hub.snapshot_download(repository, repo_type="dataset", local_files_only=True)
@@ -131,7 +126,7 @@ def _files_of_split(name: str, directory: str) -> list[Path]:
     """Return the files of the configuration and split in ``name`` of a data set, by the rules of ``datasets``."""
     import datasets
 
-    repository, *parts = name.split(":")
+    repository, *parts = name.split(":", 2)
     split = parts[-1] if parts else TRAIN
     try:
         builder: Any = datasets.load_dataset_builder(directory, *parts[:-1])

@@ -223,8 +223,7 @@ class TokenFile:
         self._file = path.open("rb", buffering=0)
         try:
             self.header = Counts.parse(_checked(self._file.read(_HEADER_BYTES)).rstrip())
-            self._seq_len = self.header.seq_len
-            self._row_bytes = 4 * (self._seq_len + 1) + _SUM_BYTES
+            self._row_bytes = 4 * (self.header.seq_len + 1) + _SUM_BYTES
             if os.fstat(self._file.fileno()).st_size != _HEADER_BYTES + self.header.rows * self._row_bytes:
                 raise ValueError(f"{path} has the wrong size")
         except BaseException:
@@ -233,7 +232,7 @@ class TokenFile:
 
     def read(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Read the words of the given rows, uint32 [len(rows), seq_len], and their labels, uint32 [len(rows)]."""
-        words = np.empty((len(rows), self._seq_len + 1), dtype=np.uint32)
+        words = np.empty((len(rows), self.header.seq_len + 1), dtype=np.uint32)
         for out, row in zip(words, rows.tolist(), strict=True):
             at = _HEADER_BYTES + row * self._row_bytes
             try:

@@ -5,7 +5,7 @@ import hashlib
 import json
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TypeVar
 
@@ -124,14 +124,8 @@ def open_or_build(
 
 
 def _pack(documents: Iterable[EncodedSegment], counts: Counts, packer: Packer | Padder, doing: Activity) -> None:
-
-    def count() -> Iterator[EncodedSegment]:
-        for document in documents:
-            counts.documents += document.ends
-            yield document
-
     what = doing.what
-    for piece in cut_documents(count(), counts.seq_len):
+    for piece in cut_documents(documents, counts.seq_len):
         doing.what = f"{what}: {format_count(counts.tokens)} tokens so far"
         trained = int(np.count_nonzero(piece & TRAINED))
         if not trained:
