@@ -4,7 +4,7 @@ import hashlib
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -48,7 +48,7 @@ class DataConfig:
         """What the prepared data depend on, other than files and tokenizer, as JSON."""
         rows = [self.seq_len, self.truncate, self.packed, self.every_token, self.vocab_size, self.drop_unseen]
         kind = [] if self.kind is None else [self.kind.name, self.kind.pad, *self.kind.identity]
-        return [*rows, self.selection.identity, kind]
+        return [*rows, asdict(self.selection), kind]
 
     def __post_init__(self) -> None:
         if not self.files:

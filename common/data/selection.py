@@ -118,13 +118,6 @@ class RecordSelection:
     takes_held_out: bool = False  # Whether the part that is held out is taken, or all others
     files_of_sets: tuple[int, ...] = ()  # Number of files of each data set, numbered separately; empty for one
 
-    @property
-    def identity(self) -> list[Any]:
-        """What the taken records depend on, as JSON; empty where all are taken as they are."""
-        if self == RecordSelection():
-            return []
-        return [sorted(self.columns.items()), self.limit, self.held_out, self.takes_held_out, self.files_of_sets]
-
     def read(self, files: Sequence[Path]) -> Iterator[DataRecord]:
         """Read what is taken of the records of ``files``."""
         if any(extension_of(file) == ".txt" for file in files) and (self.held_out or self.limit or self.columns):
