@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 from common.data.read import DataRecord, extension_of, read_records
 from common.errors import UserError, did_you_mean
