@@ -159,42 +159,48 @@ class ImageEncoder:
 
         A conversation that is too long ends behind the last answer that fits; without any, it is left out.
         """
-        where, counts = record.where, self.counts
-        given, *others = [record.values[column] for column in COLUMNS if record.values.get(column)] or [None]
-        if others:
-            raise UserError(f"{where} has images in {' and '.join(map(repr, COLUMNS))}: leave one out.")
-        rest = {name: value for name, value in record.values.items() if name not in COLUMNS}
-        [example] = examples_of_records([record._replace(values=rest)])
-        if example.is_empty:
-            counts.empty.add(0, where)
+        counts, given = self.counts, self._chat(record)
+        if given is None:
+            counts.empty.add(0, record.where)
             return
-        if not isinstance(example, Chat):
-            raise UserError(f"{where} is not a conversation: records with images must be conversations.")
-        images = with_images(example.messages, given, where, record.file.parent)
-        chat, parts = self._encoder.parts(replace(example, messages=images))
+        chat, parts = self._encoder.parts(given)
         image_id = getattr(self._processor, "image_token_id", None)  # of images, no embedding is read
         for turn, part in zip(chat.answers or [0], parts, strict=False):
             texts = (token for token in part.ids if token != image_id)
-            check_vocabulary(texts, self._config.vocab_size, self._processor.tokenizer, where)
-            tokens, fitting = len(part.ids), [end for end in part.ends if not counts.is_long(end)]
-            messages = chat.messages if part.ends else chat.messages[: turn + 1]
+            check_vocabulary(texts, self._config.vocab_size, self._processor.tokenizer, record.where)
+            tokens, messages = len(part.ids), chat.messages if part.ends else chat.messages[: turn + 1]
+            fitting = [end for end in part.ends if not counts.is_long(end)]
             if counts.is_long(tokens) and counts.truncate and fitting:
                 tokens, messages = fitting[-1], chat.messages[: chat.answers[len(fitting) - 1] + 1]
             if not part.teaches:
-                counts.untrained.add(tokens, where)
-            elif counts.is_long(tokens):
-                counts.left_out.add(tokens, where)
-            else:
-                if tokens < len(part.ids):
-                    counts.cut.add(len(part.ids) - tokens, where)
-                edges = np.flatnonzero(np.diff([0, *part.trained[:tokens], 0]))
-                row = ImageRow(messages, edges.reshape(-1, 2).tolist(), tokens, where, chat.options)
-                counts.rows += 1
-                counts.tokens += tokens
-                counts.trainable_tokens += sum(part.trained[:tokens])
-                counts.longest = max(counts.longest, tokens)
-                counts.images += sum(piece["type"] == "image" for message in messages for piece in message["content"])
-                yield row
+                counts.untrained.add(tokens, record.where)
+                continue
+            if counts.is_long(tokens):
+                counts.left_out.add(tokens, record.where)
+                continue
+            if tokens < len(part.ids):
+                counts.cut.add(len(part.ids) - tokens, record.where)
+            counts.rows += 1
+            counts.tokens += tokens
+            counts.trainable_tokens += sum(part.trained[:tokens])
+            counts.longest = max(counts.longest, tokens)
+            counts.images += sum(piece["type"] == "image" for message in messages for piece in message["content"])
+            edges = np.flatnonzero(np.diff([0, *part.trained[:tokens], 0]))
+            yield ImageRow(messages, edges.reshape(-1, 2).tolist(), tokens, record.where, chat.options)
+
+    def _chat(self, record: DataRecord) -> Chat | None:
+        """Return the conversation of a record with its images; None if it is empty."""
+        given, *others = [record.values[column] for column in COLUMNS if record.values.get(column)] or [None]
+        if others:
+            raise UserError(f"{record.where} has images in {' and '.join(map(repr, COLUMNS))}: leave one out.")
+        rest = {name: value for name, value in record.values.items() if name not in COLUMNS}
+        [example] = examples_of_records([record._replace(values=rest)])
+        if example.is_empty:
+            return None
+        if not isinstance(example, Chat):
+            raise UserError(f"{record.where} is not a conversation: records with images must be conversations.")
+        images = with_images(example.messages, given, record.where, record.file.parent)
+        return replace(example, messages=images)
 
     def tensors(self, row: ImageRow) -> dict[str, torch.Tensor]:
         """Return the processor's values for a row, each ``[1, tokens]`` or of its images; and ``labels``."""
