@@ -96,32 +96,29 @@ class MissedUpdates:
 
     def __init__(self, records: Sequence[Record], counts: Mapping[str, int]):
         self._records = records
-        # For each record, counts by the parameter's index after and before its newest update.
-        self._after: dict[int, dict[int, int]] = {}
-        self._before: dict[int, dict[int, int]] = {}
-        self._newest: dict[int, int] = {}  # Step of each record's newest update
+        # For each record, the step of its newest update, and counts by the parameter's index before and after it.
+        self._newest: dict[int, tuple[int, dict[int, int], dict[int, int]]] = {}
         for record in records:
             missed = {index: counts.get(slot.name, 0) for index, slot in enumerate(record.parameters)}
-            self._after[record.index] = {index: count for index, count in missed.items() if count}
+            self._newest[record.index] = 0, {}, {index: count for index, count in missed.items() if count}
 
     def before(self, record: int, step: int) -> dict[int, int]:
         """Return the counts before the update of a record by ``step``; the same if the update is repeated."""
-        if self._newest.get(record) != step:
-            self._before[record] = self._after[record]
-            self._newest[record] = step
-        return self._before[record]
+        newest, before, after = self._newest[record]
+        if newest != step:
+            before = after
+            self._newest[record] = step, before, after
+        return before
 
     def updated(self, record: int, absent: Collection[int]) -> None:
         """Count the parameters without a gradient in the update that :meth:`before` was called for last."""
-        counts = dict(self._before[record])
-        for index in absent:
-            counts[index] = counts.get(index, 0) + 1
-        self._after[record] = counts
+        step, before, _ = self._newest[record]
+        self._newest[record] = step, before, before | {index: before.get(index, 0) + 1 for index in absent}
 
     def counts(self) -> dict[str, int]:
         """Return all counts above 0, by first name."""
         return {
             self._records[record].parameters[index].name: count
-            for record, counts in self._after.items()
+            for record, (_, _, counts) in self._newest.items()
             for index, count in sorted(counts.items())
         }

@@ -65,31 +65,26 @@ class UpdateRange:
     missed: int  # Number of steps in which these parameters had no gradient: bias correction does not count them
 
 
-@dataclass(frozen=True)
-class StepScalars:
-    """Numbers of one step for one range of parameters."""
+def adamw(
+    master: torch.Tensor, gradient: torch.Tensor, moments: Sequence[torch.Tensor], adam: AdamConfig, count: int
+) -> None:
+    """Update master weights and moments, fp32 ``[n]`` each, by PyTorch's kernel.
 
-    count: int  # Number of this update of these parameters, from 1: bias correction depends on it
-    lr: float
-    betas: tuple[float, float]
-    eps: float
-    weight_decay: float  # 0 where there is none
-
-
-def adamw(master: torch.Tensor, gradient: torch.Tensor, moments: Sequence[torch.Tensor], scalars: StepScalars) -> None:
-    """Update master weights and moments, fp32 ``[n]`` each, by PyTorch's kernel."""
+    Args:
+        count: number of this update of these parameters, from 1: bias correction depends on it.
+    """
     torch._fused_adamw_(
         [master],
         [gradient],
         [moments[0]],
         [moments[1]],
         [],
-        [torch.tensor(float(scalars.count))],
+        [torch.tensor(float(count))],
         amsgrad=False,
-        lr=scalars.lr,
-        beta1=scalars.betas[0],
-        beta2=scalars.betas[1],
-        weight_decay=scalars.weight_decay,
-        eps=scalars.eps,
+        lr=adam.lr,
+        beta1=adam.betas[0],
+        beta2=adam.betas[1],
+        weight_decay=adam.weight_decay,
+        eps=adam.eps,
         maximize=False,
     )

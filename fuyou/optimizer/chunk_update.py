@@ -7,12 +7,13 @@ weights, bf16 gradients, moments in fewer bits. With a compiler, one compiled pa
 
 import functools
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
 from common.memory.buffers import HostBuffer
 from fuyou.layout.record_parts import ADAMW, BLOCK_ELEMENTS
-from fuyou.optimizer.adam import AdamConfig, StepScalars, Update, UpdateRange, adamw
+from fuyou.optimizer.adam import AdamConfig, Update, UpdateRange, adamw
 from fuyou.optimizer.kernels import Kernels, compiled_library
 from fuyou.optimizer.moments import MOMENT_CODES, OptimizerStates, join, split, split_in_place
 
@@ -55,25 +56,27 @@ class ChunkOptimizer:
             gradient: bf16 or fp32, flat ``[n]``.
             runs: the parts to update, each a multiple of 128 elements; None for all.
         """
-        adam = update.adam
-        compiled = self._kernels is not None and self._kernels.can_update(self._name, states, gradient)
+        adam = update.adam if decay else replace(update.adam, weight_decay=0.0)
+        # PyTorch makes one pass itself where master weights and moments are fp32.
+        kernels = self._kernels if states.low is not None or states.scales else None
         for run in (UpdateRange(0, states.parameter.numel(), 0),) if runs is None else runs:
             count = update.step - run.missed
-            scalars = StepScalars(count, adam.lr, adam.betas, adam.eps, adam.weight_decay if decay else 0.0)
-            if compiled and self._kernels is not None:
+            if kernels is not None:
                 part = slice(run.start, run.stop)
-                self._kernels.update(self._name, states.part(part), gradient[part], scalars, update.gradient_scale)
+                kernels.update(self._name, states.part(part), gradient[part], adam, count, update.gradient_scale)
                 continue
             for start in range(run.start, run.stop, self._elements):
                 part = slice(start, min(start + self._elements, run.stop))
-                self._pass(states.part(part), gradient[part], scalars, update.gradient_scale)
+                self._pass(states.part(part), gradient[part], adam, count, update.gradient_scale)
 
-    def _pass(self, states: OptimizerStates, gradient: torch.Tensor, scalars: StepScalars, scale: float) -> None:
-        count = states.parameter.numel()
-        scratch = self._scratch[:count]
+    def _pass(
+        self, states: OptimizerStates, gradient: torch.Tensor, adam: AdamConfig, count: int, scale: float
+    ) -> None:
+        size = states.parameter.numel()
+        scratch = self._scratch[:size]
         master = states.parameter
         if states.low is not None:
-            master = self._master[:count]
+            master = self._master[:size]
             join(states.parameter, states.low, master, scratch)
         if gradient.dtype != torch.float32 or scale != 1.0:
             wide = scratch.view(torch.float32)
@@ -83,10 +86,10 @@ class ChunkOptimizer:
             gradient = wide
         moments = states.moments
         if states.scales:
-            moments = tuple(memory[:count] for memory in self._moments)
+            moments = tuple(memory[:size] for memory in self._moments)
             for number, code in enumerate(MOMENT_CODES):
                 code.decode(states.moments[number], states.scales[number], moments[number])
-        adamw(master, gradient, moments, scalars)
+        adamw(master, gradient, moments, adam, count)
         if states.scales:
             for number, code in enumerate(MOMENT_CODES):
                 code.encode(moments[number], states.moments[number], states.scales[number])

@@ -22,7 +22,7 @@ import torch
 
 from common.files import cache_directory
 from fuyou.layout.record_parts import ADAMW, ADAMW_8BIT, BLOCK_ELEMENTS
-from fuyou.optimizer.adam import StepScalars
+from fuyou.optimizer.adam import AdamConfig
 from fuyou.optimizer.moments import MOMENT_CODES, OptimizerStates
 
 # `-ffp-contract=off`: sums and products are rounded where PyTorch's are.
@@ -78,26 +78,28 @@ class Kernels:
         self._threads = torch.get_num_threads()
         self._pool = ThreadPoolExecutor(self._threads, "adam") if self._threads > 1 else None
 
-    def can_update(self, optimizer: str, states: OptimizerStates, gradient: torch.Tensor) -> bool:
-        """Return whether there is a compiled update for states and gradient of these dtypes."""
-        split = states.low is not None
-        # PyTorch makes one pass itself over master weights and moments in fp32.
-        return (split or optimizer != ADAMW) and gradient.dtype == (torch.bfloat16 if split else torch.float32)
-
     def update(
-        self, optimizer: str, states: OptimizerStates, gradient: torch.Tensor, scalars: StepScalars, scale: float
+        self,
+        optimizer: str,
+        states: OptimizerStates,
+        gradient: torch.Tensor,
+        adam: AdamConfig,
+        count: int,
+        scale: float,
     ) -> None:
         """Update a range as :class:`fuyou.optimizer.chunk_update.ChunkOptimizer` does.
 
         Args:
-            states: of ``n`` parameters, a multiple of 128.
-            gradient: ``[n]``, not changed.
+            states: of ``n`` parameters, a multiple of 128; split master weights, or moments in 8 bits.
+            gradient: ``[n]``, not changed; bf16 next to split master weights, else fp32.
+            count: number of this update of these parameters, from 1.
             scale: factor for the gradient.
         """
-        count, function = states.parameter.numel(), self._functions[optimizer]
-        share = max(_SMALLEST_SHARE, -(-count // (self._threads * BLOCK_ELEMENTS)) * BLOCK_ELEMENTS)
-        parts = [slice(start, min(start + share, count)) for start in range(0, count, share)]
-        jobs = [_job(states.part(part), gradient[part], scalars, scale) for part in parts]
+        assert gradient.dtype == (torch.float32 if states.low is None else torch.bfloat16)
+        size, function = states.parameter.numel(), self._functions[optimizer]
+        share = max(_SMALLEST_SHARE, -(-size // (self._threads * BLOCK_ELEMENTS)) * BLOCK_ELEMENTS)
+        parts = [slice(start, min(start + share, size)) for start in range(0, size, share)]
+        jobs = [_job(states.part(part), gradient[part], adam, count, scale) for part in parts]
         if self._pool is None or len(jobs) == 1:
             for job in jobs:
                 function(ctypes.byref(job))
@@ -105,9 +107,9 @@ class Kernels:
             list(self._pool.map(lambda job: function(ctypes.byref(job)), jobs))
 
 
-def _job(states: OptimizerStates, gradient: torch.Tensor, scalars: StepScalars, scale: float) -> _Job:
+def _job(states: OptimizerStates, gradient: torch.Tensor, adam: AdamConfig, count: int, scale: float) -> _Job:
     """Return a kernel's arguments; numbers are computed in double precision, as PyTorch does."""
-    lr, (beta1, beta2) = scalars.lr, scalars.betas
+    lr, (beta1, beta2) = adam.lr, adam.betas
     mean, variance = (moment.data_ptr() for moment in states.moments)
     scales: Sequence[int | None] = [scale.data_ptr() for scale in states.scales] or [None, None]
     job = _Job(
@@ -120,13 +122,13 @@ def _job(states: OptimizerStates, gradient: torch.Tensor, scalars: StepScalars, 
         mean_scale=scales[0],
         variance_scale=scales[1],
         gradient_scale=scale,
-        decay=1 - lr * scalars.weight_decay,
+        decay=1 - lr * adam.weight_decay,
         lerp=1 - beta1,
         beta2=beta2,
         rest2=1 - beta2,
-        root=math.sqrt(1 - beta2**scalars.count),
-        eps=scalars.eps,
-        step=-(lr / (1 - beta1**scalars.count)),
+        root=math.sqrt(1 - beta2**count),
+        eps=adam.eps,
+        step=-(lr / (1 - beta1**count)),
     )
     for number, code in enumerate(MOMENT_CODES):
         job.values[number] = code.values.ctypes.data

@@ -14,7 +14,6 @@ from typing import Any
 from common.errors import FinetuneError
 from common.store import Throttle
 from fuyou.layout.record import Kind, Record
-from fuyou.layout.share import ALONE, Share
 from fuyou.optimizer.adam import Update
 
 BEAT_SECONDS = 2.0  # Seconds between two signs of life of the optimizer process
@@ -59,7 +58,6 @@ class Setup:
     ring_chunks: int  # Number of chunk buffers: one is read into, one updated, one written from
     shared: SharedRegions
     threads: int
-    share: Share = ALONE  # Share of this process. The engine writes parameters of several nodes.
     resident: list[int] = field(default_factory=list)  # Records whose states stay in memory once they have been read
     throttle: Throttle | None = None  # Limit of the drives' speed, for experiments; None: as fast as they are
 

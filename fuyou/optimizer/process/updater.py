@@ -16,9 +16,10 @@ from common.memory.buffers import HostBuffer
 from common.store import Layout, Store
 from common.store.checksums import ExtentChecksums
 from fuyou.layout.record import Record, RecordExtents, allocate_extents, sealed_name
-from fuyou.layout.record_parts import LOW, Chunk
+from fuyou.layout.record_parts import LOW, MOMENTS, Chunk, scale_of
 from fuyou.optimizer.absent_gradients import OwnedParameters
 from fuyou.optimizer.chunk_update import ChunkOptimizer, tried_kernels
+from fuyou.optimizer.moments import OptimizerStates
 from fuyou.optimizer.process.protocol import (
     CreateRecord,
     EnginePipe,
@@ -31,10 +32,8 @@ from fuyou.optimizer.process.protocol import (
 )
 from fuyou.optimizer.process.write_back import (
     ChunkMemory,
-    ChunkRing,
     RecordWriter,
     WriteBack,
-    optimizer_states,
     state_views,
 )
 
@@ -65,19 +64,12 @@ class RecordUpdater:
         # The training files' extents follow from the records alone; the store's layout holds just these, in this order.
         self._extents: list[RecordExtents] = allocate_extents(Layout(len(setup.directories)), self._records)
         precisions = [record.precision for record in self._records if record.trainable]
-        self._ring = ChunkRing(
-            setup.ring_chunks, max(precision.state_nbytes(setup.chunk_elements) for precision in precisions)
-        )
+        self._free: queue.Queue[HostBuffer] = queue.Queue()  # The ring's buffers that hold nothing
+        for _ in range(setup.ring_chunks):
+            nbytes = max(precision.state_nbytes(setup.chunk_elements) for precision in precisions)
+            self._free.put(HostBuffer(nbytes).touch())
         self._resident = {index: _ResidentStates(self._records[index]) for index in setup.resident}
-        self._writer = RecordWriter(
-            self._store,
-            self._records,
-            self._extents,
-            writes_parameters=setup.share.nodes == 1,
-            on_chunk=self._ring.give_back,
-            on_record=pipe.send,
-            on_failure=pipe.fail,
-        )
+        self._writer = RecordWriter(self._store, self._records, self._extents, self._free, pipe)
         self._announced: queue.Queue[ReadStates] = queue.Queue()
         self._read: queue.Queue[ChunkMemory] = queue.Queue()
         self._updates: collections.deque[UpdateRecord | CreateRecord | WriteRecord] = collections.deque()
@@ -131,7 +123,7 @@ class RecordUpdater:
             what = sealed_name(self._records[message.record], "states")
             sums = ExtentChecksums(extent, self._store.directories, what, message.expected)
         for chunk in self._chunks(message.record):
-            memory = self._resident_memory(message.record, chunk) if resident else self._ring.take(chunk)
+            memory = self._resident_memory(message.record, chunk) if resident else self._ring_memory(chunk)
             if not message.in_memory:
                 first, nbytes = precision.state_nbytes(chunk.start), precision.state_nbytes(chunk.stop - chunk.start)
                 memory.read_times.append(time.monotonic())
@@ -162,8 +154,10 @@ class RecordUpdater:
             start_time = start_time or chunk_start_time
             chunk, views = memory.chunk, state_views(memory, record.precision)
             part = slice(chunk.start, chunk.stop)
+            scales = tuple(views[scale_of(name)] for name in MOMENTS if scale_of(name) in views)
+            moments = tuple(views[name] for name in MOMENTS)
             self._optimizer.update(
-                optimizer_states(values[part], views),
+                OptimizerStates(values[part], views.get(LOW), moments, scales),
                 gradients[part],
                 message.update,
                 decay=chunk.decay,
@@ -186,7 +180,7 @@ class RecordUpdater:
         chunks = self._chunks(message.record)
         write = self._writer.begin(message.record, message.target, len(chunks))
         for chunk in chunks:
-            memory = self._ring.take(chunk)
+            memory = self._ring_memory(chunk)
             for name, values in state_views(memory, record.precision).items():
                 if name == LOW and low is not None:
                     values.copy_(low[chunk.start : chunk.stop])
@@ -211,6 +205,10 @@ class RecordUpdater:
 
     def _chunks(self, index: int) -> list[Chunk]:
         return self._records[index].chunks(self._setup.chunk_elements)
+
+    def _ring_memory(self, chunk: Chunk) -> ChunkMemory:
+        """Wait for a free buffer."""
+        return ChunkMemory(chunk, self._free.get())
 
     def _resident_memory(self, index: int, chunk: Chunk) -> ChunkMemory:
         start = self._records[index].precision.state_nbytes(chunk.start)

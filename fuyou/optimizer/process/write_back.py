@@ -3,7 +3,7 @@
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
@@ -15,9 +15,8 @@ from common.store import Store
 from common.store.checksums import ExtentChecksums
 from common.units import merge
 from fuyou.layout.record import Precision, Record, RecordExtents, sealed_name
-from fuyou.layout.record_parts import LOW, MOMENTS, Chunk, scale_of
-from fuyou.optimizer.moments import OptimizerStates
-from fuyou.optimizer.process.protocol import Written
+from fuyou.layout.record_parts import Chunk
+from fuyou.optimizer.process.protocol import EnginePipe, Written
 
 
 @dataclass
@@ -43,30 +42,6 @@ def state_views(memory: ChunkMemory, precision: Precision) -> dict[str, torch.Te
     return views
 
 
-def optimizer_states(parameter: torch.Tensor, views: dict[str, torch.Tensor]) -> OptimizerStates:
-    """Return the states of one chunk from its parameters and :func:`state_views`."""
-    scales = tuple(views[scale_of(name)] for name in MOMENTS if scale_of(name) in views)
-    return OptimizerStates(parameter, views.get(LOW), tuple(views[name] for name in MOMENTS), scales)
-
-
-class ChunkRing:
-    """Reusable buffers of one chunk each, in private memory."""
-
-    def __init__(self, count: int, nbytes: int):
-        self._free: queue.Queue[HostBuffer] = queue.Queue()
-        for _ in range(count):
-            self._free.put(HostBuffer(nbytes).touch())
-
-    def take(self, chunk: Chunk) -> ChunkMemory:
-        """Wait for a free buffer, and return it as the memory of ``chunk``."""
-        return ChunkMemory(chunk, self._free.get())
-
-    def give_back(self, memory: ChunkMemory) -> None:
-        """Free the memory of a chunk, unless it is resident."""
-        if not memory.resident:
-            self._free.put(memory.buffer)
-
-
 @dataclass
 class WriteBack:
     """A running write-back of one record; counts chunks until all are on SSD."""
@@ -85,10 +60,8 @@ class RecordWriter:
     """Writes records to their extents in the store.
 
     Args:
-        writes_parameters: whether parameters are written here as well as states.
-        on_chunk: called when a chunk's buffer is no longer needed.
-        on_record: called with the message for the engine when a record is written.
-        on_failure: called with the error if a write fails.
+        free: where buffers of the ring go when they are written.
+        pipe: to the engine, which is told of written records and of failures.
     """
 
     def __init__(
@@ -96,14 +69,12 @@ class RecordWriter:
         store: Store,
         records: Sequence[Record],
         extents: list[RecordExtents],
-        writes_parameters: bool,
-        on_chunk: Callable[[ChunkMemory], None],
-        on_record: Callable[[Written], None],
-        on_failure: Callable[[BaseException], None],
+        free: "queue.Queue[HostBuffer]",
+        pipe: EnginePipe,
     ):
         self._store, self._records, self._extents = store, records, extents
-        self._writes_parameters = writes_parameters
-        self._on_chunk, self._on_record, self._on_failure = on_chunk, on_record, on_failure
+        self._free, self._pipe = free, pipe
+        self._writes_parameters = records[0].share.nodes == 1  # of several nodes, the engine does once they are spread
 
     def begin(self, index: int, slot: int, chunks: int) -> WriteBack:
         """Return a write-back of record ``index`` in ``chunks`` chunks to ``slot``."""
@@ -133,7 +104,7 @@ class RecordWriter:
         def finished(future: Future) -> None:
             error = future.exception()
             if error is not None:
-                self._on_failure(error)
+                self._pipe.fail(error)
             with write.lock:
                 waiting[0] -= 1
                 if waiting[0]:
@@ -141,7 +112,8 @@ class RecordWriter:
                 write.intervals.append((start_time, time.monotonic()))
                 write.pending -= 1
                 complete = not write.pending
-            self._on_chunk(memory)
+            if not memory.resident:
+                self._free.put(memory.buffer)
             if complete:
                 self._finish(write)
 
@@ -150,7 +122,7 @@ class RecordWriter:
 
     def _finish(self, write: WriteBack) -> None:
         write.done.set()
-        self._on_record(
+        self._pipe.send(
             Written(
                 write.record,
                 write.slot,

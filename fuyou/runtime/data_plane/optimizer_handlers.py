@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Callable, Collection, Sequence
 
+from common.units import Interval
 from fuyou.layout.record import Record
 from fuyou.optimizer.adam import Update
 from fuyou.optimizer.process.client import OptimizerLink
@@ -19,7 +20,6 @@ from fuyou.runtime.data_plane.buffers import Buffers
 from fuyou.runtime.data_plane.stored_records import StoredRecords
 from fuyou.runtime.device import optimizer_threads
 from fuyou.runtime.executor import ELSEWHERE, Executor, Handler
-from fuyou.runtime.trace import RecordInterval
 from fuyou.schedule.tasks import Op, Task, known
 
 
@@ -43,14 +43,14 @@ class OptimizerHandlers:
     ):
         self._link, self._stored, self._update_of = link, stored, update_of
         self._resident, self._locks = sorted(resident), locks
-        self._executor: Executor | None = None
+        self._executor: Executor  # From :meth:`start` on
         self._lock = threading.Lock()
         self._updating: dict[int, Task] = {}
         self._writing: dict[int, Task] = {}
         self._early: set[int] = set()  # records whose write has ended before its task has started
         self._created: dict[int, threading.Event] = {}
-        self._ssd_intervals: list[RecordInterval] = []
-        self._adam_intervals: list[RecordInterval] = []
+        self._ssd_intervals: list[Interval] = []
+        self._adam_intervals: list[Interval] = []
         self.read_bytes = self.written_bytes = 0
 
     def handlers(self) -> dict[Op, Handler]:
@@ -71,7 +71,6 @@ class OptimizerHandlers:
             chunk_elements=plan.chunk_elements,
             ring_chunks=plan.ring_chunks,
             shared=buffers.shared,
-            share=shape.share,
             resident=self._resident,
             throttle=device.throttle,
             threads=max(1, optimizer_threads(device) // shape.share.ranks_per_node),
@@ -83,24 +82,19 @@ class OptimizerHandlers:
         event = self._created[record.index] = threading.Event()
         self._link.send(CreateRecord(record.index, 0, 0, target))
         while not event.wait(0.2):
-            failure = self._running.failure
+            failure = self._executor.failure
             if failure is not None:
                 raise failure
 
     def close(self) -> None:
         self._link.close()
 
-    def take_intervals(self) -> tuple[list[RecordInterval], list[RecordInterval]]:
+    def take_intervals(self) -> tuple[list[Interval], list[Interval]]:
         """Return the times of the process's I/O and of its computing since the last call."""
         with self._lock:
             taken = self._ssd_intervals, self._adam_intervals
             self._ssd_intervals, self._adam_intervals = [], []
         return taken
-
-    @property
-    def _running(self) -> Executor:
-        assert self._executor is not None
-        return self._executor
 
     def _state_read(self, task: Task) -> None:
         record, slot = known(task.record), known(task.source)
@@ -136,8 +130,8 @@ class OptimizerHandlers:
             self._stored.missed.updated(message.record, message.absent)
             with self._lock:
                 task = self._updating.pop(message.record)
-                self._adam_intervals += [(message.record, *interval) for interval in message.adam_intervals]
-            self._running.finish(task, message.start_time)
+                self._adam_intervals += message.adam_intervals
+            self._executor.finish(task, message.start_time)
         elif isinstance(message, Written):
             self._stored.sums.written(message.record, message.slot, message.parameters, message.states)
             # Threads send these, and the one that has counted first may come last.
@@ -148,9 +142,9 @@ class OptimizerHandlers:
                 created.set()
                 return
             with self._lock:
-                self._ssd_intervals += [(message.record, *interval) for interval in message.ssd_intervals]
+                self._ssd_intervals += message.ssd_intervals
                 write = self._writing.pop(message.record, None)
                 if write is None:
                     self._early.add(message.record)
             if write is not None:
-                self._running.finish(write)
+                self._executor.finish(write)

@@ -76,12 +76,12 @@ class Scratch:
         self._gradients = {
             index: layout.allocate("gradients", shape.records[index].gradient_nbytes) for index in waiting
         }
-        self._opened: Store | None = None
-        if any(self._activations.values()) or self._gradients:
+        self._is_needed = any(self._activations.values()) or bool(self._gradients)
+        if self._is_needed:
             for path in self._directories:
                 path.mkdir(exist_ok=True)
             throttle = buffers.device.throttle
-            self._opened = Store.create(self._directories, layout, overwrite=True, throttle=throttle)
+            self._store = Store.create(self._directories, layout, overwrite=True, throttle=throttle)
 
     def handlers(self) -> dict[Op, Handler]:
         return {
@@ -93,19 +93,14 @@ class Scratch:
 
     def io_bytes(self) -> tuple[int, int]:
         """Return the bytes read and written so far."""
-        return (0, 0) if self._opened is None else (self._opened.bytes_read, self._opened.bytes_written)
+        return (self._store.bytes_read, self._store.bytes_written) if self._is_needed else (0, 0)
 
     def close(self) -> None:
-        if self._opened is not None:
-            self._opened.close()
+        if self._is_needed:
+            self._store.close()
             remove(self._directories)
             for path in self._directories:
                 path.rmdir()
-
-    @property
-    def _store(self) -> Store:
-        assert self._opened is not None
-        return self._opened
 
     def _gradient_write(self, task: Task) -> Future:
         record = self._buffers.shape.records[known(task.record)]
