@@ -14,36 +14,23 @@ if getattr(common, "PROJECT", None) != "fuyou":
     )
 
 if TYPE_CHECKING:
-    from common.errors import FinetuneError, UserError
-    from common.models.checkpoint.export import NonFiniteWeights
-    from common.store.errors import StoreError
-    from fuyou.config import EngineConfig
-    from fuyou.engine.engine import Engine
-    from fuyou.engine.steps import EngineOutput
-    from fuyou.model.recompute.policy import ActivationPolicy
-    from fuyou.optimizer.nonfinite import NonFiniteLoss
-    from fuyou.preflight.proof import prove
-    from fuyou.runtime.accounting import StepReport
-
-__all__ = [
-    "ActivationPolicy",
-    "Engine",
-    "EngineConfig",
-    "EngineOutput",
-    "FinetuneError",
-    "NonFiniteLoss",
-    "NonFiniteWeights",
-    "StepReport",
-    "StoreError",
-    "UserError",
-    "prove",
-]
+    from common.errors import FinetuneError as FinetuneError
+    from common.errors import UserError as UserError
+    from common.models.checkpoint.export import NonFiniteWeights as NonFiniteWeights
+    from common.store.errors import StoreError as StoreError
+    from fuyou.config import EngineConfig as EngineConfig
+    from fuyou.engine.engine import Engine as Engine
+    from fuyou.engine.steps import EngineOutput as EngineOutput
+    from fuyou.model.recompute.policy import ActivationPolicy as ActivationPolicy
+    from fuyou.optimizer.nonfinite import NonFiniteLoss as NonFiniteLoss
+    from fuyou.preflight.proof import prove as prove
+    from fuyou.runtime.accounting import StepReport as StepReport
 
 _MODULES = {
+    "ActivationPolicy": "fuyou.model.recompute.policy",
     "Engine": "fuyou.engine.engine",
     "EngineConfig": "fuyou.config",
     "EngineOutput": "fuyou.engine.steps",
-    "ActivationPolicy": "fuyou.model.recompute.policy",
     "FinetuneError": "common.errors",
     "NonFiniteLoss": "fuyou.optimizer.nonfinite",
     "NonFiniteWeights": "common.models.checkpoint.export",
@@ -52,6 +39,7 @@ _MODULES = {
     "UserError": "common.errors",
     "prove": "fuyou.preflight.proof",
 }
+__all__ = list(_MODULES)
 
 
 def __getattr__(name: str) -> Any:

@@ -162,10 +162,6 @@ def _directories(settings: Settings, checkpoint: Path | None) -> tuple[tuple[Pat
     if settings.adapter is not None and settings.adapter.expanduser().resolve() == output.resolve():
         raise UserError(f"--output {output} is the --adapter that is to be read: give another directory.")
     _make_directory("--output", output)
-    if settings.trace is not None:
-        if settings.trace.expanduser().is_dir():
-            raise UserError(f"--trace {settings.trace} is a directory: give the file to write.")
-        _make_directory("--trace", settings.trace.expanduser().absolute().parent)
     result, what = (CONFIG, "adapters") if settings.trains_adapters else ("config.json", "a checkpoint")
     if settings.save and (output / result).exists() and not (settings.resume or settings.overwrite):
         raise UserError(

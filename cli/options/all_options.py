@@ -206,8 +206,8 @@ class PlanningSettings:
     """Print the plan as JSON."""
     html: Path | None = option(None, "FILE", commands=Command.PLAN)
     """Draw the plan on a page: the step and the memory."""
-    trace: Path | None = option(None, "FILE", of_call=True, may_differ=True)
-    """Write the tasks of the last (or the planned) step to this file, for ui.perfetto.dev."""
+    trace: Path | None = option(None, "FILE", commands=Command.PLAN)
+    """Write the tasks of the planned step to this file, for ui.perfetto.dev."""
 
 
 @dataclass(frozen=True, kw_only=True)

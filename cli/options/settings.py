@@ -47,9 +47,7 @@ _ALONE = "is for several nodes or ranks: add --nodes N (1 for this machine alone
 # Options that only some runs have.
 _IN_MEMORY = "strategy device_cache_threshold cluster"
 _OF_NODES = f"{_IN_MEMORY} gpus_per_node rdzv_endpoint node_timeout max_restarts"
-_OUT_OF_CORE = (
-    "drive_life device_memory host_memory piece_size chunk optimizer io clip_by deterministic frozen_dtype trace"
-)
+_OUT_OF_CORE = "drive_life device_memory host_memory piece_size chunk optimizer io clip_by deterministic frozen_dtype"
 _OF_CLUSTER = (
     "model download seq_len batch_size micro_batch nodes gpus_per_node levels lora_rank lora_targets peft_config "
     "adapter json config debug"

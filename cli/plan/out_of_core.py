@@ -30,8 +30,8 @@ from fuyou.planner import (
     search,
 )
 from fuyou.planner.search import fits, forward_seconds, largest_model
+from fuyou.planner.trace import write_trace
 from fuyou.runtime.device import Device, memory_limits
-from fuyou.runtime.trace import write_trace
 
 BYTES_PER_TOKEN = 4  # Bytes of a data file that make a token, about: English text in JSON
 

@@ -58,14 +58,11 @@ class EngineTrainer(Trainer):
         self._topology, self._stopping = topology, stopping
         self._ranks = Ranks(topology.rank, topology.world_size, sum_over_ranks) if topology else Ranks()
         self._node_ranks = topology.ranks_per_node if topology else 1
-        self._job, self._writes_trace = job, self._ranks.rank == 0 and job.settings.trace is not None
+        self._job = job
         objective = objective_of(job.settings)
         self._objective = None if objective is None else ObjectiveLoop(objective, engine, self._ranks)
         if job.settings.traits.compares:
             engine.disable_dropout()
-        if job.settings.trace is not None:
-            engine.keep_trace()
-        self._first_step_count = engine.step_count
         self.clip_by, self.past_host = engine.clip_by and engine.clip_by.value, engine.io == "kvikio"
         report, noted = engine.committed_report, engine.user_state.get(_STEP)
         if report and noted:
@@ -122,11 +119,8 @@ class EngineTrainer(Trainer):
         self._engine.flush()
 
     def finish(self) -> None:
-        """Commit the last step of all, and write the trace if one is wanted and there was a step."""
+        """Commit the last step of all."""
         self.commit()
-        if self._writes_trace and self._engine.step_count > self._first_step_count:
-            assert self._job.settings.trace is not None
-            self._engine.write_trace(self._job.settings.trace.expanduser())
 
     def usage(self) -> Usage:
         """Return what this node took: its ranks take alike."""

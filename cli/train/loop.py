@@ -365,6 +365,4 @@ def _where(job: Job, location: tuple[str, str], steps: int, is_saved: bool) -> s
         if settings.trains_adapters and job.checkpoint is not None:
             words = ["finetune", "export", "--model", job.checkpoint, "--adapter", job.output, "--output", "DIR"]
             lines["to merge"] = shlex.join(map(str, words))
-    if settings.trace is not None and steps:
-        lines["trace"] = f"{settings.trace} (open it in ui.perfetto.dev)"
     return "\n".join(f"{name:8} {text}" for name, text in lines.items())

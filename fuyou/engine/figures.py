@@ -1,7 +1,4 @@
-"""What an engine reports about its run: memory, bytes, FLOPs, gradients, and a trace of the newest step."""
-
-import os
-from pathlib import Path
+"""What an engine reports about its run: memory, bytes, FLOPs, and gradients."""
 
 from common.models.flops import hardware_flops_per_token, model_flops_per_token
 from fuyou.engine.opening import OpenRun
@@ -97,19 +94,3 @@ class EngineFigures:
         """How parameters get from the SSDs to the device: ``"posix"``, through host memory; ``"kvikio"``, past it,
         where that would not keep them."""
         return self._run.config.store.io
-
-    def keep_trace(self) -> None:
-        """Keep what happens in the newest step, from the next one on, for :meth:`write_trace`."""
-        self._run.runtime.keep_trace()
-
-    def write_trace(self, path: str | os.PathLike[str]) -> None:
-        """Write the newest step's tasks as a Chrome trace; they are brought to their end first.
-
-        Args:
-            path: of the file.
-
-        Raises:
-            UserError: no step was taken since :meth:`keep_trace`, or the file cannot be written.
-        """
-        self._steps.flush()
-        self._run.runtime.write_trace(Path(path))

@@ -30,7 +30,7 @@ from fuyou.checkpoint.shards import Drives
 from fuyou.config import EngineConfig
 from fuyou.engine.common_decisions import check_io, check_memory, common_limits, prove_once, with_common_dtype
 from fuyou.engine.computing_dtype import stored_manifest
-from fuyou.engine.runtime import Runtime
+from fuyou.engine.runtime import Room, Runtime
 from fuyou.engine.write_watch import WriteWatch
 from fuyou.layout.cutting import whole_elements
 from fuyou.layout.model_layout import ModelLayout
@@ -261,8 +261,8 @@ class OpenRun:
             self.config, self.model, self.shape, self.device, self.limits, self._link, self.topology
         )
         self._link = None  # it is the runtime's now
-        rows, seq_len = self._planned_batch()
-        runtime.plan(rows, seq_len, loss=self.config.loss_inputs)
+        loss = self.config.loss_inputs
+        runtime.plan(Room(*self._planned_batch(), outputs=loss.outputs, reference=loss.reference))
         self.prove_chunks()
         check_memory(runtime.memory_plan.host_bytes, self.agreement)
 

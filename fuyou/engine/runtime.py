@@ -1,7 +1,7 @@
 """Buffers, workers and the schedule of a run, made for a size of batch, and made again for a larger one."""
 
 from dataclasses import replace
-from pathlib import Path
+from typing import NamedTuple
 
 from common.store import Store
 from common.store.folders import SCRATCH
@@ -23,12 +23,22 @@ from fuyou.runtime.data_plane.stored_records import Scratch, StoredRecords
 from fuyou.runtime.device import Device
 from fuyou.runtime.executor import Handler
 from fuyou.runtime.ranks import ClusterTopology
-from fuyou.runtime.trace import StepTrace
 from fuyou.schedule.batch import ENGINE_LOSS, Batch, BatchShape, LossInputs
 from fuyou.schedule.memory_plan import MemoryPlan
 from fuyou.schedule.memory_planner import MemoryPlanner
 from fuyou.schedule.scheduler import Scheduler
 from fuyou.schedule.tasks import Op, StepList
+
+
+class Room(NamedTuple):
+    """What a batch needs, or buffers have room for."""
+
+    rows: int
+    seq_len: int
+    images: bool = False
+    padded: bool = False  # Whether an ``attention_mask`` hides tokens
+    outputs: int = 0  # As in :class:`fuyou.schedule.batch.LossInputs`
+    reference: bool = False
 
 
 class Runtime:
@@ -72,32 +82,34 @@ class Runtime:
             kept_bytes=lambda batch: self._keeping.saved(batch.micro_rows, batch.columns).nbytes,
         )
         self._plane: DataPlane | None = None
-        self._ranks: RankHandlers | None = None
+        self.ranks: RankHandlers  # Once it is open, of several ranks
         self._store: Store | None = None
-        self._trace: StepTrace | None = None
         self.memory_plan: MemoryPlan
         self.scheduler: Scheduler
         self.recomputations: BlockReplay
         self.accounting: Accounting
         self.io = IoCounter(self._io_now)
 
-    def plan(
-        self, rows: int, seq_len: int, images: bool = False, padded: bool = False, loss: LossInputs = ENGINE_LOSS
-    ) -> None:
-        """Divide the budgets for batches of this size, with ``images`` or without, ``padded`` behind a mask or not, for
-        what ``loss`` is made of.
+    def plan(self, room: Room) -> None:
+        """Divide the budgets for batches of this size.
 
         Raises:
             UserError: if they do not hold what a step needs.
         """
         before = self._planner.shape
-        self._planner.shape = replace(before, images=before.images or images, padded=before.padded or padded)
+        self._planner.shape = replace(before, images=before.images or room.images, padded=before.padded or room.padded)
         try:
-            memory = self._options.memory
-            self.memory_plan = self._planner.plan(rows, seq_len, memory.micro_batch, loss, memory.chunk)
+            memory, loss = self._options.memory, LossInputs(room.outputs, room.reference)
+            self.memory_plan = self._planner.plan(room.rows, room.seq_len, memory.micro_batch, loss, memory.chunk)
         except BaseException:
             self._planner.shape = before
             raise
+
+    @property
+    def room(self) -> Room:
+        """Largest batches that the memory plan is for."""
+        batch, shape = self.memory_plan.batch, self._planner.shape
+        return Room(batch.rows, batch.seq_len, shape.images, shape.padded, batch.loss.outputs, batch.loss.reference)
 
     def attach(self, files: RunFiles, extents: list[RecordExtents]) -> None:
         """Train what is in these files; what was read and written before is not counted as training's.
@@ -140,10 +152,10 @@ class Runtime:
         optimizer = OptimizerHandlers(self.link, stored, commits.update_of, plan.resident, locks)
         handlers: dict[Op, Handler] = {Op.COMMIT: commits.commit}
         if self._topology is not None:
-            self._ranks = RankHandlers(buffers, self._topology)
-            handlers |= self._ranks.handlers()
+            self.ranks = RankHandlers(buffers, self._topology)
+            handlers |= self.ranks.handlers()
         self._plane = DataPlane(buffers, stored, optimizer, scratch, handlers)
-        self.accounting = Accounting(self._plane, self._trace)
+        self.accounting = Accounting(self._plane)
 
     @property
     def plane(self) -> DataPlane:
@@ -151,38 +163,13 @@ class Runtime:
         return self._plane
 
     @property
-    def ranks(self) -> RankHandlers:
-        assert self._ranks is not None
-        return self._ranks
-
-    @property
     def is_open(self) -> bool:
         return self._plane is not None
-
-    def plan_for(
-        self, rows: int, seq_len: int, images: bool = False, padded: bool = False, loss: LossInputs = ENGINE_LOSS
-    ) -> None:
-        """Plan for such a batch besides those that there is room for: :meth:`reopen` makes the buffers.
-
-        Raises:
-            UserError: if the budgets do not hold it.
-        """
-        planned = self.memory_plan.batch
-        rows, seq_len = max(rows, planned.rows), max(seq_len, planned.seq_len)
-        self.plan(rows, seq_len, images, padded, planned.loss.joined(loss))
 
     def reopen(self) -> None:
         """Make all buffers again, by the memory plan. Nothing may be pending."""
         self.close()
         self.open(self._commits)
-
-    def fits(
-        self, rows: int, seq_len: int, images: bool = False, padded: bool = False, loss: LossInputs = ENGINE_LOSS
-    ) -> bool:
-        """Return whether there are buffers in which such a batch has room."""
-        planned, shape = self.memory_plan.batch, self._planner.shape
-        counted = images <= shape.images and padded <= shape.padded and planned.loss.covers(loss)
-        return self.is_open and rows <= planned.rows and seq_len <= planned.seq_len and counted
 
     def batch_shape(self, rows: int, seq_len: int, loss: LossInputs = ENGINE_LOSS) -> BatchShape:
         """Return a batch as the schedule sees it."""
@@ -197,32 +184,16 @@ class Runtime:
         self._commits.submitted(tasks.tasks)
         self.accounting.watch(tasks)
 
-    def keep_trace(self) -> None:
-        """Keep what happens in the newest step, from the next one on."""
-        self._trace = StepTrace(self._shape.records)
-        if self._plane is not None:
-            self.accounting = Accounting(self._plane, self._trace)
-
-    def write_trace(self, path: Path) -> None:
-        """Write the newest step's tasks, which must have come to their end.
-
-        Raises:
-            UserError: if no step was taken since :meth:`keep_trace`, or the file cannot be written.
-        """
-        self.accounting.take()
-        (self._trace or StepTrace([])).write(path)
-
     def close(self) -> None:
         """Give all buffers back. What is pending must have been flushed; what is not is lost."""
         if self._plane is not None:
             self._plane.close()
-            self.io.ended(self._plane.io_bytes())
+            self.io.ended(Bytes(*self._plane.io_bytes()))
             self._plane = None
         if self.link is not None:
             self.link.close()
             self.link = None
 
     def _io_now(self) -> Bytes:
-        parts = [(store.bytes_read, store.bytes_written) for store in (self._store,) if store is not None]
-        parts += [plane.io_bytes() for plane in (self._plane,) if plane is not None]
-        return sum(read for read, _ in parts), sum(written for _, written in parts)
+        moved = Bytes() if self._store is None else Bytes(self._store.bytes_read, self._store.bytes_written)
+        return moved if self._plane is None else moved.plus(Bytes(*self._plane.io_bytes()))

@@ -13,7 +13,8 @@ from common.activity import activity
 from common.errors import FinetuneError, UserError
 from fuyou.checkpoint.commits import checked_user_state
 from fuyou.engine.opening import OpenRun
-from fuyou.engine.token_outputs import AUX_LOSS, TokenOutput, TokenRequest, loss_inputs, streamed_values, token_output
+from fuyou.engine.runtime import Room
+from fuyou.engine.token_outputs import AUX_LOSS, TokenOutput, TokenRequest, streamed_values
 from fuyou.model.loss.cross_entropy import IGNORED
 from fuyou.model.loss.token_head import loss_tensor
 from fuyou.model.training_batch import TrainingBatch
@@ -21,7 +22,7 @@ from fuyou.optimizer.adam import Update
 from fuyou.optimizer.clipping import clip_coefficient
 from fuyou.optimizer.nonfinite import check_finite
 from fuyou.runtime.accounting import StepReport
-from fuyou.runtime.compute.step_computation import StepComputation, StepInputs
+from fuyou.runtime.compute.step_computation import StepComputation
 from fuyou.runtime.compute.token_computation import TokenComputation, TokenPass
 from fuyou.schedule.batch import ENGINE_LOSS, LossInputs
 from fuyou.schedule.tasks import Op, Resource, StepList
@@ -90,7 +91,7 @@ class Steps:
             self.flush()
         batch, labels = self._checked(given, own_loss=False)
         passing = request.open(run.model, batch)
-        self._fit(batch, loss_inputs(passing))
+        self._fit(batch, passing.loss_inputs)
         if not train:
             current = self._evaluate(batch, labels, passing)
         else:
@@ -104,7 +105,10 @@ class Steps:
             current.loss = math.nan  # until the caller notes it
             norm = None if self.norm_parameter is None else (self.norm_parameter, self.gradient_norm)
             values = streamed_values(values, lambda grads: self._token_backward(current, passing, grads), norm)
-        result = token_output(passing, batch.targets != IGNORED, values)
+        aux_loss, mask = values.pop(AUX_LOSS, None), batch.targets != IGNORED
+        result = TokenOutput(values, mask, aux_loss)
+        if passing.reference is not None:
+            result.reference = TokenOutput(passing.reference, mask)
         if current.router is not None:
             result.aux_coefficient = current.router.coefficient
         self._torn = False
@@ -151,12 +155,12 @@ class Steps:
             step,
             replace(run.config.adam, lr=lr),
         )
-        shape = runtime.batch_shape(*batch.size, ENGINE_LOSS if passing is None else loss_inputs(passing))
+        shape = runtime.batch_shape(*batch.size, ENGINE_LOSS if passing is None else passing.loss_inputs)
         micro = self._micro_batches(batch)
         self._torn = self._in_flight = True
         run.commits.begin(update)
         tasks = runtime.scheduler.training_step(step, shape, commit=step % run.config.store.commit_every == 0)
-        current = self._current = self._computation(tasks, batch, micro, labels, start_time, passing)
+        current = self._current = self._computation(tasks, micro, labels, start_time, passing)
         runtime.submit(tasks)
         with self._shown(current):
             current.forward()
@@ -277,7 +281,7 @@ class Steps:
     def _computed_norm(self, current: StepComputation) -> float:
         run = self._run
         if run.agreement.is_alone:
-            return current.gradient_norm()
+            return current.parameters.gradient_norm()
         reductions = [task for task in current.tasks.tasks if task.op in (Op.GRADIENT_REDUCE, Op.GRADIENT_EXCHANGE)]
         run.runtime.plane.executor.wait(reductions)
         run.device.synchronize()
@@ -306,13 +310,13 @@ class Steps:
 
     def _evaluate(self, batch: TrainingBatch, labels: int, passing: TokenPass | None = None) -> StepComputation:
         run, runtime = self._run, self._run.runtime
-        shape = runtime.batch_shape(*batch.size, ENGINE_LOSS if passing is None else loss_inputs(passing))
+        shape = runtime.batch_shape(*batch.size, ENGINE_LOSS if passing is None else passing.loss_inputs)
         micro, start_time = self._micro_batches(batch), time.monotonic()
         with run.model.stack.evaluating():
             try:
                 self._torn = True
                 tasks = runtime.scheduler.evaluation(run.step_count, shape)
-                computation = self._computation(tasks, batch, micro, labels, start_time, passing)
+                computation = self._computation(tasks, micro, labels, start_time, passing)
                 runtime.submit(tasks)
                 self._torn = False
                 try:
@@ -354,13 +358,13 @@ class Steps:
         """See that there are buffers in which the batch has room, on every rank: all or none make theirs again."""
         runtime = self._run.runtime
         in_chunks = batch.size[1] > (runtime.memory_plan.batch.chunk or batch.size[1])  # attention makes no mask then
-        own = (*batch.size, batch.images, batch.padded and not in_chunks, loss.outputs, loss.reference)
-        *size, outputs, reference = map(max, zip(*self._run.agreement.all_gather_object(own), strict=True))
-        needed = (*size, LossInputs(outputs, reference))
-        if not runtime.fits(*needed):
+        own = Room(*batch.size, batch.images, batch.padded and not in_chunks, loss.outputs, loss.reference)
+        of_all = self._run.agreement.all_gather_object(own)
+        needed = Room(*map(max, zip(runtime.room, *of_all, strict=True)))
+        if not runtime.is_open or needed != runtime.room:
             self.flush()
             before = runtime.memory_plan
-            runtime.plan_for(*needed)
+            runtime.plan(needed)
             try:
                 self._run.prove_chunks()
             except BaseException:
@@ -380,17 +384,14 @@ class Steps:
     def _computation(
         self,
         tasks: StepList,
-        batch: TrainingBatch,
         micro_batches: list[dict[str, torch.Tensor]],
         labels: int,
         start_time: float,
         passing: TokenPass | None = None,
     ) -> StepComputation:
-        run, runtime = self._run, self._run.runtime
-        inputs = StepInputs(run.model, runtime.plane, tasks, batch, micro_batches, runtime.recomputations, start_time)
-        if passing is not None:
-            return TokenComputation(passing, inputs)
-        return StepComputation(inputs, None if run.agreement.is_alone else labels)
+        runtime = self._run.runtime
+        step = self._run.model, runtime.plane, tasks, micro_batches, labels, runtime.recomputations, start_time
+        return StepComputation(*step) if passing is None else TokenComputation(passing, *step)
 
     def _whole_loss(self, computation: StepComputation) -> float:
         """Return the sum of what all ranks have found, added in fp32 in their order, and the router loss of all

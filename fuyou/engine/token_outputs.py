@@ -1,6 +1,5 @@
 """What :meth:`fuyou.Engine.tokens` returns: numbers for each token that a loss of any kind is made of."""
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +12,6 @@ from fuyou.model.loss.token_head import HeadFunction, TokenHead
 from fuyou.model.open_model import OpenModel, check_reference
 from fuyou.model.training_batch import TrainingBatch
 from fuyou.runtime.compute.token_computation import TokenPass
-from fuyou.schedule.batch import LossInputs
 
 AUX_LOSS = "aux_loss"
 
@@ -96,22 +94,6 @@ class TokenRequest:
         tokens = {name: value.new_zeros(2, *value.shape[2:]) for name, value in inputs.items()}
         examples = head.shapes(classes or config.vocab_size, {"targets": few, "input_ids": few, **tokens})
         return TokenPass(head, examples, rows, positions, inputs, self.reference)
-
-
-def loss_inputs(passing: TokenPass) -> LossInputs:
-    """Return what the loss is computed from, for the memory plan."""
-    numbers = sum(math.prod(value.shape[2:]) for value in passing.values.values())
-    return LossInputs(max(1, numbers), passing.reference is not None)
-
-
-def token_output(passing: TokenPass, mask: torch.Tensor, values: Mapping[str, torch.Tensor]) -> TokenOutput:
-    """Return what a pass has given: ``values``, the router loss among them if there is one."""
-    given = dict(values)
-    aux_loss = given.pop(AUX_LOSS, None)
-    result = TokenOutput(given, mask, aux_loss)
-    if passing.reference is not None:
-        result.reference = TokenOutput(passing.reference, mask)
-    return result
 
 
 def streamed_values(

@@ -32,7 +32,7 @@ from fuyou.model.open_model import OpenModel
 from fuyou.model.recompute.replay import BlockReplay
 from fuyou.model.training_batch import TrainingBatch
 from fuyou.optimizer.absent_gradients import marked_absent
-from fuyou.runtime.compute.step_computation import StepComputation, StepInputs
+from fuyou.runtime.compute.step_computation import StepComputation
 from fuyou.runtime.data_plane.data_plane import DataPlane
 from fuyou.schedule.batch import Batch, BatchShape
 from fuyou.schedule.memory_plan import MemoryPlan
@@ -257,7 +257,7 @@ class SmallStep:
         else:
             micro = batch.micro_batches(micro_rows, cpu, self._shape.precision.dtype)
         step = StepComputation(
-            StepInputs(self._model, data_plane, tasks, batch, micro, self._recomputations, time.monotonic())
+            self._model, data_plane, tasks, micro, batch.label_count, self._recomputations, time.monotonic()
         )
         loss = float(step.forward())
         if step.router is not None:

@@ -3,10 +3,10 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from common.units import Interval, merge, total
 from fuyou.runtime.data_plane.data_plane import DataPlane
-from fuyou.runtime.trace import StepTrace
 from fuyou.schedule.tasks import Op, Resource, StepList, Task
 
 
@@ -37,15 +37,10 @@ class StepReport:
 
 
 class Accounting:
-    """Adds up tasks' times.
+    """Adds up the times of tasks that run in ``plane``."""
 
-    Args:
-        plane: where the tasks run.
-        trace: gets everything that has finished, if somebody wants to see it.
-    """
-
-    def __init__(self, plane: DataPlane, trace: StepTrace | None = None):
-        self._plane, self._trace = plane, trace
+    def __init__(self, plane: DataPlane):
+        self._plane = plane
         self._watched: list[Task] = []
 
     def watch(self, tasks: StepList) -> None:
@@ -65,17 +60,21 @@ class Accounting:
             # The optimizer process reports when it read, computed and wrote: its tasks contain all three.
             if task.op.resource is not Resource.NONE and task.op not in (Op.STATE_READ, Op.UPDATE, Op.STATE_WRITE):
                 busy[task.op.resource].append((task.started_at, task.finished_at))
-        states, adam = self._plane.optimizer.take_intervals()
-        busy[Resource.SSD] += [(begin, end) for _, begin, end in states]
-        busy[Resource.ADAM] += [(begin, end) for _, begin, end in adam]
-        if self._trace is not None:
-            self._trace.add(done, states, adam)
-        for task in done:
             task.after = []  # or every task would keep all of its ancestors alive
+        states, adam = self._plane.optimizer.take_intervals()
+        busy[Resource.SSD] += states
+        busy[Resource.ADAM] += adam
         return {resource.value: merge(spans) for resource, spans in busy.items()}
 
 
-Bytes = tuple[int, int]  # Bytes read, bytes written
+class Bytes(NamedTuple):
+    """Bytes moved between SSDs and memory."""
+
+    read: int = 0
+    written: int = 0
+
+    def plus(self, other: "Bytes", sign: int = 1) -> "Bytes":
+        return Bytes(self.read + sign * other.read, self.written + sign * other.written)
 
 
 class IoCounter:
@@ -83,35 +82,32 @@ class IoCounter:
 
     Args:
         read: all that the parts there are have read and written so far.
+
+    Attributes:
+        planned: what :attr:`training` comes to by the schedule, once everything submitted is done.
+        other: what was moved while :meth:`not_counted`.
     """
 
     def __init__(self, read: Callable[[], Bytes]):
         self._read = read
-        self._closed = self._other = (0, 0)
-        self.planned: Bytes = (0, 0)
-        """Bytes that :attr:`training` comes to by the schedule, once everything submitted is done."""
+        self._closed = self.other = self.planned = Bytes()
 
     @property
     def training(self) -> Bytes:
-        """Bytes that training has moved, in all processes of the engine."""
-        return _minus(self._all, self._other)
-
-    @property
-    def other(self) -> Bytes:
-        """Bytes that were moved while :meth:`not_counted`."""
-        return self._other
+        """What training has moved, in all processes of the engine."""
+        return self._all.plus(self.other, -1)
 
     def submitted(self, tasks: StepList) -> None:
         """Note what ``tasks`` will move."""
-        self.planned = _plus(self.planned, (tasks.ssd_read_bytes(), tasks.ssd_written_bytes()))
+        self.planned = self.planned.plus(Bytes(tasks.ssd_read_bytes(), tasks.ssd_written_bytes()))
 
     def begin(self) -> None:
         """Leave out what has been moved up to now: looking at what there is to continue is not training."""
-        self._other = self._all
+        self.other = self._all
 
     def ended(self, moved: Bytes) -> None:
         """Add what a part has moved that has ended."""
-        self._closed = _plus(self._closed, moved)
+        self._closed = self._closed.plus(moved)
 
     @contextmanager
     def not_counted(self) -> Iterator[None]:
@@ -120,16 +116,8 @@ class IoCounter:
         try:
             yield
         finally:
-            self._other = _plus(self._other, _minus(self._all, before))
+            self.other = self.other.plus(self._all.plus(before, -1))
 
     @property
     def _all(self) -> Bytes:
-        return _plus(self._closed, self._read())
-
-
-def _plus(one: Bytes, other: Bytes) -> Bytes:
-    return one[0] + other[0], one[1] + other[1]
-
-
-def _minus(one: Bytes, other: Bytes) -> Bytes:
-    return one[0] - other[0], one[1] - other[1]
+        return self._closed.plus(self._read())

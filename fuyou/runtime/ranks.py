@@ -21,21 +21,26 @@ from fuyou.layout.share import Share
 
 
 class Groups(Protocol):
-    """One process group for each level; None for a level of one rank, where there is nothing to send."""
+    """One process group for each level; None for a level of one rank, where there is nothing to send.
+
+    Attributes:
+        intra_node: the ranks of this node.
+        inter_node: the ranks with this rank's place in the other nodes.
+    """
 
     @property
-    def intra_node(self) -> dist.ProcessGroup | None:
-        """The ranks of this node."""
-        ...
-
+    def intra_node(self) -> dist.ProcessGroup | None: ...
     @property
-    def inter_node(self) -> dist.ProcessGroup | None:
-        """The ranks with this rank's place in the other nodes."""
-        ...
+    def inter_node(self) -> dist.ProcessGroup | None: ...
 
 
 class ClusterTopology(Protocol):
-    """A cluster of ``nodes`` machines with ``ranks_per_node`` ranks each, numbered node by node, as a rank sees it."""
+    """A cluster of ``nodes`` machines with ``ranks_per_node`` ranks each, numbered node by node, as a rank sees it.
+
+    Attributes:
+        gather_groups: for gathering parameters.
+        reduce_groups: for reducing gradients, which may run while parameters are gathered.
+    """
 
     nodes: int
     ranks_per_node: int
@@ -43,14 +48,9 @@ class ClusterTopology(Protocol):
     local_rank: int
 
     @property
-    def gather_groups(self) -> Groups:
-        """Process groups for gathering parameters."""
-        ...
-
+    def gather_groups(self) -> Groups: ...
     @property
-    def reduce_groups(self) -> Groups:
-        """Process groups for reducing gradients, which may run while parameters are gathered."""
-        ...
+    def reduce_groups(self) -> Groups: ...
 
 
 def share_of(topology: ClusterTopology | None) -> Share:

@@ -17,14 +17,6 @@ class LossInputs:
         """Return how often each sequence passes forward."""
         return 2 if self.reference else 1
 
-    def covers(self, other: "LossInputs") -> bool:
-        """Return whether memory planned for these is enough for ``other``."""
-        return self.outputs >= other.outputs and self.reference >= other.reference
-
-    def joined(self, other: "LossInputs") -> "LossInputs":
-        """Return the smallest inputs that cover both."""
-        return LossInputs(max(self.outputs, other.outputs), self.reference or other.reference)
-
 
 ENGINE_LOSS = LossInputs()  # The engine's own loss
 

@@ -48,7 +48,7 @@ class MemoryPlanner:
         kept_bytes: Callable[[Batch], int] = lambda batch: 0,
     ):
         self.shape, self._config = shape, config
-        self._limits = _Limits(device_limit, host_limit, cpu)
+        self.device_limit, self.host_limit, self.cpu = device_limit, host_limit, cpu
         self._deferred, self._speculative, self.host_cache = deferred, speculative, host_cache
         self._saving_layers, self._saved_bytes = kept_layers, kept_bytes if kept_layers else lambda batch: 0
         self._adapters = len(shape.of_kind(Kind.ADAPTER))
@@ -104,7 +104,7 @@ class MemoryPlanner:
         return self._batches([Batch(rows, seq_len, min(size, rows), loss) for size in sizes])
 
     def _plan(self, batches: list[Batch]) -> MemoryPlan:
-        counter = MemoryCounter(self.shape, self._config, self._limits.cpu, self._saved_bytes)
+        counter = MemoryCounter(self.shape, self._config, self.cpu, self._saved_bytes)
         best: MemoryPlan | None = None
         for batch in batches:
             if best is not None and best.counts.device_blocks > 1 and not self._as_often(batch, best.batch):
@@ -140,13 +140,13 @@ class MemoryPlanner:
         widths = [
             columns
             for columns in _head_ladder(batch)
-            if counter.count(batch, device, 0.0, columns).device_bytes <= self._limits.device
+            if counter.count(batch, device, 0.0, columns).device_bytes <= self.device_limit
         ]
         for (adapters, passing), (counts, ring), columns in itertools.product(
             self._adapter_ladder(), _host_ladder(device), widths
         ):
             counts = replace(self._needed(counts), host_adapters=adapters, host_adapter_gradients=passing)
-            filler = _Filler(self.shape, counter, self._limits, batch, ring, columns)
+            filler = _Filler(self, counter, batch, ring, columns)
             filled = filler.add_activations(counts) if filler.host_room(counts) >= 0 else None
             if filled is not None:
                 filled = filler.add_deferred_gradients(filler.add_saved_outputs(filled, saved), self._deferred)
@@ -155,19 +155,15 @@ class MemoryPlanner:
 
     def _needed(self, counts: BufferCounts) -> BufferCounts:
         """Return ``counts`` without gradients of frozen records, and with device buffers for adapters."""
-        none = {
-            name: 0
-            for kind, names in (
-                (Kind.BLOCK, ("device_block_gradients", "host_block_gradients")),
-                (Kind.NON_BLOCK, ("device_non_block_gradients", "host_non_block_gradients")),
-            )
-            if not self.shape.sizes[kind].trained_elements
-            for name in names
-        }
+        sizes = self.shape.sizes
+        if not sizes[Kind.BLOCK].trained_elements:
+            counts = replace(counts, device_block_gradients=0, host_block_gradients=0)
+        if not sizes[Kind.NON_BLOCK].trained_elements:
+            counts = replace(counts, device_non_block_gradients=0, host_non_block_gradients=0)
         few = min(2, self._adapters)
         towers = len(self.shape.of_kind(Kind.TOWER))
         return replace(
-            counts, device_adapters=few, device_adapter_gradients=few, device_towers=towers, host_towers=towers, **none
+            counts, device_adapters=few, device_adapter_gradients=few, device_towers=towers, host_towers=towers
         )
 
     def _adapter_ladder(self) -> list[tuple[int, int]]:
@@ -194,13 +190,13 @@ class MemoryPlanner:
             for columns in _head_ladder(batch)
         ]
         # Not always the smallest micro-batch: a batch that is not split needs no fp32 sums.
-        least = min(plans, key=lambda plan: plan.host_bytes if self._limits.cpu else plan.device_bytes)
+        least = min(plans, key=lambda plan: plan.host_bytes if self.cpu else plan.device_bytes)
         batch = least.batch
         needs = " and ".join(
             f"{option} of at least {-(-needed // (1 << 20))}MiB (it is {format_bytes(limit)})"
             for option, needed, limit in (
-                ("--device-memory", least.device_bytes, self._limits.device),
-                ("--host-memory", least.host_bytes, self._limits.host),
+                ("--device-memory", least.device_bytes, self.device_limit),
+                ("--host-memory", least.host_bytes, self.host_limit),
             )
             if needed > limit
         )
@@ -219,21 +215,11 @@ class MemoryPlanner:
 
 
 @dataclass(frozen=True)
-class _Limits:
-    """Bytes that a run may take."""
-
-    device: int
-    host: int
-    cpu: bool  # Whether the device's memory is the host's
-
-
-@dataclass(frozen=True)
 class _Filler:
     """Adds buffers to the minimum, as far as memory goes, the most useful first."""
 
-    shape: ModelLayout
+    planner: MemoryPlanner
     counter: MemoryCounter
-    limits: _Limits
     batch: Batch
     ring: float  # Size of the optimizer's ring, in states of whole blocks
     columns: int  # Tokens of each row that go through the head at once
@@ -243,18 +229,18 @@ class _Filler:
 
     def host_room(self, counts: BufferCounts) -> int:
         """Return the bytes that ``counts`` leave of the host; negative if they do not fit."""
-        return self.limits.host - self.plan(counts).host_bytes
+        return self.planner.host_limit - self.plan(counts).host_bytes
 
     def device_room(self, counts: BufferCounts) -> int:
         """Return the bytes that ``counts`` leave of the device; negative if they do not fit."""
         plan = self.plan(counts)
-        room = self.limits.device - plan.device_bytes
-        return min(room, self.limits.host - plan.host_bytes) if self.limits.cpu else room
+        room = self.planner.device_limit - plan.device_bytes
+        return min(room, self.planner.host_limit - plan.host_bytes) if self.planner.cpu else room
 
     def add_activations(self, counts: BufferCounts) -> BufferCounts | None:
         """Put the blocks' inputs on the device, else the host, else the SSDs; None if they do not fit."""
         nbytes = self.plan(counts).activation_bytes
-        total = self.batch.activations(len(self.shape.blocks))
+        total = self.batch.activations(len(self.planner.shape.blocks))
         more = min(total - counts.device_activations, self.device_room(counts) // nbytes)
         counts = replace(counts, device_activations=counts.device_activations + max(0, more))
         if counts.device_activations >= total:
@@ -284,10 +270,10 @@ class _Filler:
         return counts if counts.host_kept > missing else replace(counts, ssd_kept=total)
 
     def add_deferred_gradients(self, counts: BufferCounts, deferred: int) -> BufferCounts:
-        nbytes = self.shape.sizes[Kind.BLOCK].gradient_nbytes
+        nbytes = self.planner.shape.sizes[Kind.BLOCK].gradient_nbytes
         if not nbytes:
             return counts
-        more = max(0, min(self.host_room(counts) // nbytes, deferred, len(self.shape.of_kind(Kind.BLOCK))))
+        more = max(0, min(self.host_room(counts) // nbytes, deferred, len(self.planner.shape.of_kind(Kind.BLOCK))))
         return replace(counts, host_block_gradients=counts.host_block_gradients + more)
 
     def add_cache(self, counts: BufferCounts, limit: int | None, speculative: bool) -> MemoryPlan:
@@ -296,9 +282,9 @@ class _Filler:
         Parameters come first, which save twice their size in every step; when all are cached, states, which save their
         size (twice if not every step is committed). In between, with ``speculative`` updates, gradients that stay.
         """
-        blocks, outer = (len(self.shape.of_kind(kind)) for kind in (Kind.BLOCK, Kind.NON_BLOCK))
+        blocks, outer = (len(self.planner.shape.of_kind(kind)) for kind in (Kind.BLOCK, Kind.NON_BLOCK))
         block_bytes, non_block_bytes = (
-            self.shape.sizes[kind].parameter_nbytes for kind in (Kind.BLOCK, Kind.NON_BLOCK)
+            self.planner.shape.sizes[kind].parameter_nbytes for kind in (Kind.BLOCK, Kind.NON_BLOCK)
         )
         free = self.host_room(counts)
         room = free if limit is None else min(free, limit)
@@ -313,11 +299,11 @@ class _Filler:
         if counts.host_blocks >= blocks and missing * non_block_bytes <= room:
             counts = replace(counts, host_non_block=counts.host_non_block + missing)
             room -= missing * non_block_bytes
-            resident = tuple(resident_records(self.shape, room))
+            resident = tuple(resident_records(self.planner.shape, room))
         plan = self.plan(counts)
-        states = sum(self.shape.records[index].state_nbytes for index in resident)
+        states = sum(self.planner.shape.records[index].state_nbytes for index in resident)
         if self.counter.adapters_in_memory(counts):
-            resident += tuple(record.index for record in self.shape.of_kind(Kind.ADAPTER))
+            resident += tuple(record.index for record in self.planner.shape.of_kind(Kind.ADAPTER))
         return replace(plan, resident=resident, host_bytes=plan.host_bytes + states)
 
     def _add_all_gradients(self, counts: BufferCounts, room: int) -> tuple[BufferCounts, int]:
@@ -325,8 +311,8 @@ class _Filler:
         it."""
         names = {Kind.NON_BLOCK: "host_non_block_gradients", Kind.BLOCK: "host_block_gradients"}
         for kind, name in names.items():
-            nbytes, there = self.shape.sizes[kind].gradient_nbytes, counts.host_gradients(kind)
-            trained = sum(record.trainable for record in self.shape.of_kind(kind))
+            nbytes, there = self.planner.shape.sizes[kind].gradient_nbytes, counts.host_gradients(kind)
+            trained = sum(record.trainable for record in self.planner.shape.of_kind(kind))
             more = max(0, min(room // nbytes, trained - there)) if nbytes else 0
             counts = replace(counts, **{name: there + more})
             room -= more * nbytes

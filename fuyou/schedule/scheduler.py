@@ -22,9 +22,8 @@ from fuyou.layout.record import Kind, Record
 from fuyou.schedule.activation_pools import ActivationPools, Arguments, hidden_arguments
 from fuyou.schedule.batch import BatchShape
 from fuyou.schedule.buffer_pool import NEVER, Pool
-from fuyou.schedule.gradient_pools import GradientPools
-from fuyou.schedule.parameter_pools import ParameterPools, RecordSlots, UpdatedRecord
 from fuyou.schedule.pass_position import PassPosition
+from fuyou.schedule.record_pools import GradientPools, ParameterPools, RecordSlots, UpdatedRecord
 from fuyou.schedule.tasks import Activation, ComputeTask, Op, StepList, Task, visit_flops
 
 
@@ -263,18 +262,6 @@ class Scheduler:
 
     def _finish_gradient(self, record: Record, source: int, compute: Task) -> None:
         """Bring a complete gradient to the host; update at once, or let it wait for the next forward pass."""
-        target, left = self._download_gradient(record, source, compute)
-        if record.index in self._deferred:
-            self._gradients.pending[record.index] = self._list.step
-        device = self._device_gradients[record.kind]
-        device.drop(record.index)
-        device.use(source, left)
-        self._parameters.drop_from_device(record)  # the update makes the device's copy stale
-        if record.index not in self._deferred:
-            self._update(record, target, left, self._list.step, self._durable, keep=self._speculate)
-
-    def _download_gradient(self, record: Record, source: int, compute: Task) -> tuple[int, Task]:
-        """Copy a complete gradient to a host buffer; return that, and the task after which it is there."""
         target, after = self._gradients.take(record)
         download = self._emit(
             Op.GRADIENT_DOWNLOAD,
@@ -285,7 +272,14 @@ class Scheduler:
             nbytes=record.gradient_nbytes,
         )
         self._gradients.fill(target, record, download)
-        return target, download
+        device = self._device_gradients[record.kind]
+        device.drop(record.index)
+        device.use(source, download)
+        self._parameters.drop_from_device(record)  # the update makes the device's copy stale
+        if record.index in self._deferred:
+            self._gradients.pending[record.index] = self._list.step
+        else:
+            self._update(record, target, download, self._list.step, self._durable, keep=self._speculate)
 
     def _reduce(self, record: Record, buffer: int, ready: Task) -> Task:
         """Sum a gradient over all ranks, inside nodes, then between them; return the task after which it is there."""

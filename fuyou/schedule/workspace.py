@@ -44,7 +44,8 @@ class Workspace:
         """
         shape, width = self._shape, self._width
         images = shape.image_memory if shape.images else NO_IMAGES
-        block, gradients = self._block(batch), self._block_gradients() * width
+        # Gradients that are not in their record's sum yet: of one parameter, twice.
+        block, gradients = self._block(batch), 2 * shape.sizes[Kind.BLOCK].trained_parameter * width
         past = self._past(batch) if batch.chunks > 1 else 0
         if past:  # a feed-forward network is not there while a block attends, and in its backward pass has gradients
             wide = batch.micro_tokens * self._feed_forward * width
@@ -56,10 +57,6 @@ class Workspace:
             reserved,
             batch.micro_tokens * images.working * width,  # blocks do not run meanwhile
         )
-
-    def _block_gradients(self) -> int:
-        """Return the elements of gradients that are not in their record's sum yet: twice one parameter's."""
-        return 2 * self._shape.sizes[Kind.BLOCK].trained_parameter
 
     def _head(self, batch: Batch, columns: int) -> int:
         shape, width = self._shape, self._width

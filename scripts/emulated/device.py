@@ -28,7 +28,6 @@ from fuyou.engine import opening
 from fuyou.engine.steps import Steps
 from fuyou.layout.model_layout import BEFORE_HEAD_PHASES, ModelLayout, Phase
 from fuyou.model.loss.router_loss import RouterPass
-from fuyou.model.training_batch import TrainingBatch
 from fuyou.planner.profiling import measure
 from fuyou.runtime.compute.step_computation import StepComputation
 from fuyou.runtime.data_plane.buffers import Buffers
@@ -265,16 +264,17 @@ def install() -> None:
     prove, run = opening.prove_once, RankHandlers._run
 
     def timed_computation(
-        steps: Steps, tasks: StepList, batch: TrainingBatch, micro: list[dict[str, torch.Tensor]], labels: int,
-        start_time: float, *passing: Any,
+        steps: Steps, tasks: StepList, micro: list[dict[str, torch.Tensor]], labels: int, start_time: float,
+        *passing: Any,
     ) -> StepComputation | TimedComputation:  # fmt: skip
         device, plane = steps._run.device, steps._run.runtime.plane
         if not isinstance(device, EmulatedDevice):
-            return computation(steps, tasks, batch, micro, labels, start_time, *passing)
+            return computation(steps, tasks, micro, labels, start_time, *passing)
         if device.plane is not plane:
             device.plane = plane
             _zero_gradients(plane.buffers)
-        return TimedComputation(device, plane.executor, tasks, batch.ids.numel(), start_time)
+        tokens = sum(each["input_ids"].numel() for each in micro)
+        return TimedComputation(device, plane.executor, tasks, tokens, start_time)
 
     def timed_norm(steps: Steps, current: Any) -> float:
         return current.gradient_norm() if isinstance(current, TimedComputation) else norm(steps, current)

@@ -1,7 +1,9 @@
 """Visits of blocks in pieces: each micro-batch's pass through a block is parked from one visit to the next."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,26 +17,19 @@ from fuyou.pieces.run import PieceRun, random_states, set_random_states
 from fuyou.schedule.tasks import ComputeTask, known
 
 
-class RandomReplay:
-    """Draws the same random numbers again inside a ``with`` block, and leaves the caller's generators as they were.
+@contextmanager
+def replayed(states: tuple[torch.Tensor, ...], device: torch.device) -> Iterator[Callable[[], None]]:
+    """Draw the random numbers that follow ``states`` again, and leave the caller's generators as they were.
 
-    Args:
-        states: that the generators had when they were drawn the first time.
+    Yields:
+        What begins them once more.
     """
-
-    def __init__(self, states: tuple[torch.Tensor, ...], device: torch.device):
-        self._states, self._device = states, device
-
-    def __enter__(self) -> "RandomReplay":
-        self._outer = random_states(self._device)
-        self.rewind()
-        return self
-
-    def rewind(self) -> None:
-        set_random_states(self._states, self._device)
-
-    def __exit__(self, *_: object) -> None:
-        set_random_states(self._outer, self._device)
+    outer, rewind = random_states(device), partial(set_random_states, states, device)
+    rewind()
+    try:
+        yield rewind
+    finally:
+        set_random_states(outer, device)
 
 
 AddGradient = Callable[[int, str, torch.Tensor], None]  # Takes record index, parameter name, and gradient

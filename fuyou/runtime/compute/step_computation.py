@@ -1,9 +1,8 @@
 """Runs the compute tasks of one step, in the caller's thread: embedding, blocks, head, and back."""
 
 import math
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 
@@ -18,51 +17,48 @@ from fuyou.model.loss.cross_entropy import cross_entropy
 from fuyou.model.loss.router_loss import RouterPass, router_logits
 from fuyou.model.open_model import OpenModel
 from fuyou.model.recompute.replay import BlockReplay, SavedForward
-from fuyou.model.training_batch import TrainingBatch
 from fuyou.pieces.run import fresh_random_states, random_states, set_random_states
-from fuyou.runtime.compute.piece_visits import PieceVisits, RandomReplay
+from fuyou.runtime.compute.piece_visits import PieceVisits, replayed
 from fuyou.runtime.compute.task_parameters import TaskParameters, apart
 from fuyou.runtime.data_plane.data_plane import DataPlane
 from fuyou.runtime.device import explain_out_of_memory
 from fuyou.schedule.tasks import Activation, ComputeTask, StepList, known
 
 
-@dataclass(frozen=True)
-class StepInputs:
-    """What one step or one evaluation is computed from."""
-
-    model: OpenModel  # Its parts compute
-    plane: DataPlane  # Buffers, and the executor that the other tasks run in
-    tasks: StepList  # The step
-    batch: TrainingBatch
-    micro_batches: list[dict[str, torch.Tensor]]  # The batch in parts, where it computes
-    recomputations: BlockReplay  # How blocks are computed again; remembers from step to step
-    start_time: float  # When the step began, on :func:`time.monotonic`'s clock
-
-
 class StepComputation:
     """The computation of one step or of one evaluation, micro-batch by micro-batch.
 
     Args:
-        inputs: of the step.
-        labels: number of labels in the batches of all ranks together; None: there is only this batch.
+        model: whose parts compute.
+        plane: buffers, and the executor that the other tasks run in.
+        micro_batches: the batch in parts, where it computes.
+        labels: number of labels in the batches of all ranks together.
+        recomputations: how blocks are computed again; remembers from step to step.
+        start_time: when the step began, on :func:`time.monotonic`'s clock.
     """
 
-    def __init__(self, inputs: StepInputs, labels: int | None = None):
-        model, plane, tasks = inputs.model, inputs.plane, inputs.tasks
+    def __init__(
+        self,
+        model: OpenModel,
+        plane: DataPlane,
+        tasks: StepList,
+        micro_batches: list[dict[str, torch.Tensor]],
+        labels: int,
+        recomputations: BlockReplay,
+        start_time: float,
+    ):
         stack, router_loss = model.stack, model.router_loss
         self._stack, self._plane, self._buffers = stack, plane, plane.buffers
-        self.tasks, self.start_time = tasks, inputs.start_time
-        self._plan, self._recomputations = plane.buffers.plan, inputs.recomputations
+        self.tasks, self.start_time = tasks, start_time
+        self._plan, self._recomputations = plane.buffers.plan, recomputations
         self._dtype = plane.buffers.shape.precision.dtype
         self._device = plane.buffers.device.torch_device
         self._task_type = model.task_type
         # On the device: CUDA divides by a number of the host's as multiplication by its reciprocal, which is not what
         # an ordinary loop (transformers' loss divides by such a tensor) gives.
-        count = torch.tensor(inputs.batch.label_count if labels is None else labels)
-        self._labels = count.to(self._device, non_blocking=True)
-        self.tokens = inputs.batch.ids.numel()
-        self._micro = inputs.micro_batches
+        self._labels = torch.tensor(labels).to(self._device, non_blocking=True)
+        self.tokens = sum(micro["input_ids"].numel() for micro in micro_batches)
+        self._micro = micro_batches
         self.router = None if router_loss is None else RouterPass(router_loss, self._router_masks())
         """To be settled between forward and backward pass, if the loss has a router loss."""
         self._calls: list[BlockCalls | None] = [None] * len(self._micro)
@@ -70,9 +66,9 @@ class StepComputation:
         self._random_states: dict[tuple[int, int], tuple[torch.Tensor, ...]] = {}  # where blocks are in pieces
         self._recorded: dict[tuple[int, int], SavedForward] = {}
         self._saved: list[float] = []
-        self._parameters = TaskParameters(stack, self._buffers)
+        self.parameters = TaskParameters(stack, self._buffers)
         self._losses: list[torch.Tensor] = []
-        self._pieces = PieceVisits(stack, plane.buffers.shape, self._parameters.add)
+        self._pieces = PieceVisits(stack, plane.buffers.shape, self.parameters.add)
         self._adapters: dict[int, dict[str, torch.Tensor]] = {}  # of passes in pieces, by micro-batch
         computing = [task for task in tasks.tasks if isinstance(task, ComputeTask)]
         self._flops, self._all_flops = 0.0, sum(task.flops for task in computing)
@@ -96,15 +92,12 @@ class StepComputation:
 
     def forward(self) -> torch.Tensor:
         """Run everything up to the head; return the batch's mean loss (this rank's part of it), an fp32 scalar."""
-        self._run_forward()
+        self._run_all(self.tasks.forward_phases)
         total = self._losses[0]
         for loss in self._losses[1:]:
             total = total + loss
         self.loss = float(total)
         return total
-
-    def _run_forward(self) -> None:
-        self._run_all(self.tasks.forward_phases)
 
     def backward(self) -> None:
         """Run the rest."""
@@ -137,10 +130,6 @@ class StepComputation:
     def complete(self) -> bool:
         """Whether the backward pass has ended."""
         return self._next is None
-
-    def gradient_norm(self) -> float:
-        """Return the norm of the whole gradient as the optimizer sees it (in the compute dtype), for a single rank."""
-        return self._parameters.gradient_norm()
 
     @property
     def recomputation_saved(self) -> float:
@@ -175,14 +164,14 @@ class StepComputation:
             case Phase.EMBED_BACKWARD:
                 self._embed_backward(task)
         if task.last and task.gradient is not None:
-            self._parameters.finish_gradient(task)
+            self.parameters.finish_gradient(task)
 
     # -- visits ---------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def _embed_forward(self, task: ComputeTask) -> None:
         self._random[None, task.micro] = random_states(self._device)
-        with self._stack.bound(self._parameters.real(task), before=True):
+        with self._stack.bound(self.parameters.real(task), before=True):
             hidden, calls = self._stack.embed(self._model_inputs(task.micro))
         if hidden.dtype != self._dtype:
             raise FinetuneError(f"The embedding gives {hidden.dtype} where blocks compute in {self._dtype}.")
@@ -195,12 +184,12 @@ class StepComputation:
         hidden = self._activation(task.inputs[0], self._hidden_shape(task.micro))
         calls = self._call(task.micro)
         with (
-            self._stack.bound(self._parameters.real(task)),
+            self._stack.bound(self.parameters.real(task)),
             self._earlier_keys(task, layer, calls),
             router_logits() as logits,
         ):
             result, self._recorded[layer, task.micro] = self._recomputations.forward(
-                layer, calls, lambda: self._block(layer, hidden, calls), self._kept(task)
+                layer, calls, lambda: self._stack.block(layer, hidden, calls), self._kept(task)
             )
         if self.router is not None:
             self.router.add(task.micro, logits)
@@ -212,7 +201,7 @@ class StepComputation:
         hidden.requires_grad_(task.output is not None)
         loss: torch.Tensor | None = None
         for columns in self._columns(task.micro):
-            with self._stack.bound(self._parameters.leaves(task), before=False):
+            with self._stack.bound(self.parameters.leaves(task), before=False):
                 logits = self._logits(task.micro, hidden, columns)
                 part, gradient = self._loss(task.micro, logits, columns, gradient=True)
                 torch.autograd.backward(logits, gradient)
@@ -225,7 +214,7 @@ class StepComputation:
     @torch.no_grad()
     def _head_eval(self, task: ComputeTask) -> None:
         hidden = self._activation(task.inputs[0], self._hidden_shape(task.micro))
-        with self._stack.bound(self._parameters.real(task), before=False):
+        with self._stack.bound(self.parameters.real(task), before=False):
             parts = [
                 self._loss(task.micro, self._logits(task.micro, hidden, columns), columns, gradient=False)[0]
                 for columns in self._columns(task.micro)
@@ -239,15 +228,15 @@ class StepComputation:
         calls, recorded = self._call(task.micro), self._recorded.pop((layer, task.micro))
         losses: list[torch.Tensor] = []  # that it adds
         with (
-            self._stack.bound(self._parameters.leaves(task)),
+            self._stack.bound(self.parameters.leaves(task)),
             self._earlier_keys(task, layer, calls, backward=True),
-            self._replayed(layer, task.micro) as replay,
+            self._replayed(layer, task.micro) as rewind,
         ):
 
             def run() -> torch.Tensor:
-                replay.rewind()
+                rewind()
                 with router_logits() as logits:
-                    output = self._block(layer, hidden, calls)
+                    output = self._stack.block(layer, hidden, calls)
                 # Here, and not behind it: what the router loss needs of the block must be computed again, too.
                 losses[:] = [] if self.router is None else self.router.losses(task.micro, logits)
                 return output
@@ -272,7 +261,7 @@ class StepComputation:
             states = random_states(self._device) if alone else fresh_random_states(self._device)
             self._random_states[layer, task.micro] = states
             self._pieces.begin(task, work, calls.documents, states)
-        self._advance(task, self._parameters.real(task, Kind.ADAPTER))
+        self._advance(task, self.parameters.real(task, Kind.ADAPTER))
         if task.visit.ends:
             (output, logits), states = self._pieces.end(task.micro)
             if len(self._micro) == 1:
@@ -285,7 +274,7 @@ class StepComputation:
     def _piece_backward(self, task: ComputeTask, layer: int) -> None:
         calls = self._call(task.micro)
         if task.first:
-            self._parameters.open_sum(task)
+            self.parameters.open_sum(task)
         if task.visit.begins:
             shape = self._hidden_shape(task.micro)
             hidden = self._activation(task.inputs[0], shape).clone().requires_grad_(task.visit.passes_on)
@@ -300,7 +289,7 @@ class StepComputation:
 
             states = self._random_states.pop((layer, task.micro))
             self._pieces.begin(task, work, calls.documents, states)
-            self._adapters[task.micro] = self._parameters.leaves(task, Kind.ADAPTER)
+            self._adapters[task.micro] = self.parameters.leaves(task, Kind.ADAPTER)
         self._advance(task, self._adapters[task.micro])
         if task.visit.ends:
             hidden, _ = self._pieces.end(task.micro)
@@ -308,12 +297,12 @@ class StepComputation:
             self._pass_on(task, hidden)
 
     def _advance(self, task: ComputeTask, adapters: Mapping[str, torch.Tensor]) -> None:
-        ((_, views),) = self._parameters.views(task, Kind.BLOCK)
+        ((_, views),) = self.parameters.views(task, Kind.BLOCK)
         self._pieces.advance(task, views, adapters)
 
     @torch.enable_grad()
     def _embed_backward(self, task: ComputeTask) -> None:
-        with self._stack.bound(self._parameters.leaves(task), before=True), self._replayed(None, task.micro):
+        with self._stack.bound(self.parameters.leaves(task), before=True), self._replayed(None, task.micro):
             hidden, again = self._stack.embed(self._model_inputs(task.micro))
             lost = again.lost_gradient()
             if lost is not None:
@@ -330,9 +319,6 @@ class StepComputation:
                 torch.autograd.backward(values, gradients)
 
     # -- parts ----------------------------------------------------------------------------------------------------
-
-    def _block(self, layer: int, hidden: torch.Tensor, calls: BlockCalls) -> torch.Tensor:
-        return self._stack.block(layer, hidden, calls)
 
     def _pass_on(self, task: ComputeTask, hidden: torch.Tensor) -> None:
         if task.output is not None:
@@ -400,5 +386,5 @@ class StepComputation:
         finally:
             cache.row = None
 
-    def _replayed(self, layer: int | None, micro: int) -> RandomReplay:
-        return RandomReplay(self._random.pop((layer, micro)), self._device)
+    def _replayed(self, layer: int | None, micro: int) -> AbstractContextManager[Callable[[], None]]:
+        return replayed(self._random.pop((layer, micro)), self._device)

@@ -1,6 +1,8 @@
 """One pass whose loss the caller computes: what the head gives, and the gradients that come back."""
 
+import math
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 
@@ -9,7 +11,8 @@ from fuyou.model.loss.token_head import TokenHead
 from fuyou.model.open_model import adapters_off, evaluating
 from fuyou.model.streamed_model import CHUNK_PLACE
 from fuyou.pieces.run import random_states
-from fuyou.runtime.compute.step_computation import StepComputation, StepInputs
+from fuyou.runtime.compute.step_computation import StepComputation
+from fuyou.schedule.batch import LossInputs
 from fuyou.schedule.tasks import ComputeTask, known
 
 
@@ -38,6 +41,12 @@ class TokenPass:
         self.reference = _empty(examples, rows, positions) if reference else None  # The same of the reference
         self.gradients: dict[str, torch.Tensor] = {}
         """Gradients of the loss with respect to :attr:`values`; what is not there has none."""
+
+    @property
+    def loss_inputs(self) -> LossInputs:
+        """What the loss is computed from, for the memory plan."""
+        numbers = sum(math.prod(value.shape[2:]) for value in self.values.values())
+        return LossInputs(max(1, numbers), self.reference is not None)
 
     def tokens(self, rows: slice, columns: slice, device: torch.device) -> dict[str, torch.Tensor]:
         """Return the caller's own tensors for a range of tokens, ``[n, ...]``."""
@@ -74,8 +83,8 @@ class TokenComputation(StepComputation):
     dropout.
     """
 
-    def __init__(self, passing: TokenPass, inputs: StepInputs):
-        super().__init__(inputs)
+    def __init__(self, passing: TokenPass, *step: Any):
+        super().__init__(*step)
         self._passing, self._own = passing, len(self._micro)
         if passing.reference is not None:
             self._micro, self._calls = self._micro * 2, self._calls * 2
@@ -89,7 +98,7 @@ class TokenComputation(StepComputation):
 
     def forward(self) -> torch.Tensor:
         """Run everything up to the first run of the head; there is no loss yet."""
-        self._run_forward()
+        self._run_all(self.tasks.forward_phases)
         return torch.zeros(())
 
     def _run(self, task: ComputeTask) -> None:
@@ -112,7 +121,7 @@ class TokenComputation(StepComputation):
         self._random[task.visit.layer, task.micro] = random_states(self._device)
         hidden = self._activation(task.inputs[0], self._hidden_shape(task.micro))
         for columns in self._columns(task.micro):
-            with self._stack.bound(self._parameters.real(task), before=False):
+            with self._stack.bound(self.parameters.real(task), before=False):
                 logits = self._logits(task.micro, hidden, columns).flatten(0, 1)
                 made = self._passing.head.values(logits, self._tokens(task.micro, columns))
             self._passing.put(self._is_reference(task.micro), *self._place(task.micro, columns), made)
@@ -123,7 +132,7 @@ class TokenComputation(StepComputation):
         hidden.requires_grad_(task.output is not None)
         with self._replayed(task.visit.layer, task.micro):
             for columns in self._columns(task.micro):
-                with self._stack.bound(self._parameters.leaves(task), before=False):
+                with self._stack.bound(self.parameters.leaves(task), before=False):
                     logits = self._logits(task.micro, hidden, columns)
                     gradient = self._passing.head.gradient(
                         logits.detach().flatten(0, 1),

@@ -1,4 +1,4 @@
-"""``--profile`` and ``--trace``: what is printed and written, and what people get wrong."""
+"""``--profile``: what is printed and written, and what people get wrong."""
 
 import json
 import signal
@@ -50,7 +50,6 @@ def test_a_profile(finetune: Finetune, checkpoint: Path, tmp_path: Path) -> None
     (("--profile", "--ssd", "nowhere"), "no directory nowhere"),
     (("--profile", "--model", "gpt3-1.4b"), "gpt3-1.3b"),
     (("--profile", "--gpu", "cpu", "--host-memory", "1MiB", "--model", "llama-10m"), "--host-memory of at least"),
-    (("--model", "llama-10m", "--gpu", "cpu", "--trace", "."), "--trace . is a directory"),
 ])  # fmt: skip
 def test_what_does_not_go(finetune: Finetune, words: tuple[str, ...], message: str) -> None:
     check(finetune(*words), 2, message)

@@ -59,11 +59,11 @@ def test_what_is_written_reads_the_same(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_paths_that_no_longer_depend_on_the_folder() -> None:
     Path("texts").mkdir()
-    words = ["--model", "llama-10m", "--data", "texts", "--output", "out", "--trace", "t.json", "--lr", "3"]
+    words = ["--model", "llama-10m", "--data", "texts", "--output", "out", "--lr", "3"]
     content = tomllib.loads(effective_config(parse_command_line(words), of_run=True))
     here = str(Path.cwd())
     assert (content["model"]["model"], content["data"]["data"]) == ("llama-10m", [f"{here}/texts"])
-    assert content["output"]["output"] == f"{here}/out" and "trace" not in content["planning"]
+    assert content["output"]["output"] == f"{here}/out"
 
 
 def test_a_file_of_one_command_serves_another(capsys: pytest.CaptureFixture[str]) -> None:

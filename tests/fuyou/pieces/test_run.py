@@ -8,7 +8,7 @@ import torch
 from common.errors import FinetuneError
 from fuyou.layout.record_parts import PiecePart
 from fuyou.pieces.run import PieceRun, Use, current_supply, random_states
-from fuyou.runtime.compute.piece_visits import RandomReplay
+from fuyou.runtime.compute.piece_visits import replayed
 
 PART = PiecePart("weight")
 
@@ -134,6 +134,6 @@ def test_on_a_gpu_both_generators_draw_again(monkeypatch: pytest.MonkeyPatch) ->
 
     states = random_states(device)
     first, between = draw(), random_states(device)
-    with RandomReplay(states, device):
+    with replayed(states, device):
         assert torch.equal(draw(), first)
     assert all(map(torch.equal, random_states(device), between))

@@ -30,7 +30,7 @@ def test_busy_times_and_ancestors() -> None:
     late.done = False
     plane = SimpleNamespace(
         buffers=SimpleNamespace(device=Device(), shape=SimpleNamespace(share=Share())),
-        optimizer=SimpleNamespace(take_intervals=lambda: ([(0, 10.5, 11.25)], [(0, 1.0, 3.0)])),
+        optimizer=SimpleNamespace(take_intervals=lambda: ([(10.5, 11.25)], [(1.0, 3.0)])),
     )
     accounting = Accounting(plane)  # type: ignore[arg-type]
     accounting.watch(StepList(1, [first, read, upload, early, second, late]))

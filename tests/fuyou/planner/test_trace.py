@@ -7,19 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from emulated.device import emulated_device
 
 from common.errors import UserError
-from fuyou import Engine
 from fuyou.layout.model_layout import BufferCounts
 from fuyou.layout.record import Precision
 from fuyou.planner.simulator import Simulator, TaskRates
-from fuyou.runtime.trace import write_trace
+from fuyou.planner.trace import write_trace
 from fuyou.schedule.batch import BatchShape
 from fuyou.schedule.scheduler import Scheduler
 from fuyou.schedule.tasks import Resource
 from tests.helpers.step_shapes import step_shape
-from tests.helpers.twin import tiny_configs
 
 BF16 = Precision(torch.bfloat16)
 RATES = TaskRates(1e8, 2e6, 1e6, 1e6, 2e6, 1e6, commit_seconds=0.003)
@@ -109,34 +106,6 @@ def test_a_simulated_step(tmp_path: Path) -> None:
         rel=0.1,
     )
     assert {event["name"] for event in lanes["optimizer", "update"]} >= {f"block {i}" for i in range(LAYERS)}
-
-
-def test_a_real_step_on_an_emulated_accelerator(tmp_path: Path) -> None:
-    device = emulated_device("emulated:tflops=0.002,memory=1GiB,link=1GB/s")
-    config = tiny_configs()["llama"]
-    tokens = torch.randint(0, config.vocab_size, (4, 16))
-    with Engine(config, ssd=[tmp_path], device=device, dtype="bf16", micro_batch=2, batch_shape=(4, 16)) as engine:
-        with pytest.raises(UserError, match="No step was taken"):
-            engine.write_trace(tmp_path / "none.json")
-        engine.keep_trace()
-        reports = []
-        for _ in range(3):
-            engine(input_ids=tokens, labels=tokens).loss.backward()
-            reports.append(engine.step())
-        engine.write_trace(tmp_path / "step.json")
-        with pytest.raises(UserError, match=r"cannot be written to .*missing"):
-            engine.write_trace(tmp_path / "missing" / "step.json")
-    lanes = read(tmp_path / "step.json")
-    layers = config.num_hidden_layers
-    (step,) = lanes["steps", "step"]
-    assert step["name"] == "step 3"
-    computed = lanes["computing", "compute"]
-    assert len(computed) == 2 * (2 * layers + 3)
-    for event in computed:
-        assert event["dur"] == pytest.approx(event["args"].get("flops", 0.0) / 0.002e12 * 1e6, abs=1.5)
-        assert event["ts"] + event["dur"] <= step["dur"] + 1
-    assert step["dur"] / 1e6 >= reports[-1].seconds * 0.99, "it begins where the step before ended"
-    records = layers + len({"embedding", "head"} - {"head"} if config.tie_word_embeddings else {"embedding", "head"})
-    assert len({event["name"] for event in lanes["optimizer", "update"]}) == records
-    assert len({event["name"] for event in lanes["SSDs", "states read and written"]}) == records
+    with pytest.raises(UserError, match=r"cannot be written to .*missing"):
+        write_trace(tmp_path / "missing" / "step.json", lists, shape.records, window, simulation.intervals)
     assert not list(tmp_path.glob("*.tmp"))

@@ -1,6 +1,6 @@
-"""A step as a Chrome trace, for ui.perfetto.dev: one group of lanes per resource, one lane per kind of task.
+"""A planned step as a Chrome trace, for ui.perfetto.dev: one group of lanes per resource, one lane per kind of task.
 
-A real step and a simulated one are the same list of tasks and give the same lanes. Tasks of one kind run first in,
+A run has the same list of tasks. Tasks of one kind run first in,
 first out: where several run at once (reads that queue at a drive), each is drawn from the end of the one before, so
 that no two overlap in a lane.
 
@@ -31,10 +31,8 @@ GROUPS = {
     Resource.NONE: "steps",
 }
 # Lanes that are not kinds of task.
-STATE_LANE, ADAM_LANE, DRIVE_LANE, STEP_LANE = "states read and written", "Adam computing", "all traffic", "step"
-_NOT_DRAWN = (Op.STATE_READ, Op.STEP)  # A state read takes no time; the process's reads have a lane
-
-RecordInterval = tuple[int, float, float]  # Record, and from when to when the optimizer process worked on it
+ADAM_LANE, DRIVE_LANE, STEP_LANE = "Adam computing", "all traffic", "step"
+_NOT_DRAWN = (Op.STATE_READ, Op.STEP)  # They take no time
 
 
 class Span(NamedTuple):
@@ -68,39 +66,6 @@ def _task_spans(tasks: Iterable[Task], records: Sequence[Record]) -> list[Span]:
             lane = task.op.resource, task.op.label
             spans.append(Span(*lane, _name(task, records), task.started_at, task.finished_at, arguments))
     return spans
-
-
-class StepTrace:
-    """The record of what happened in the newest step of a run."""
-
-    def __init__(self, records: Sequence[Record]):
-        self._records = records
-        self._spans: list[Span] = []
-        self._ends: list[tuple[int, float]] = []
-
-    def add(self, tasks: Sequence[Task], states: Iterable[RecordInterval], adam: Iterable[RecordInterval]) -> None:
-        """Take in finished tasks, and when the optimizer process read or wrote and computed; forget older steps."""
-        self._ends += [(task.step, task.finished_at) for task in tasks if task.op is Op.STEP]
-        self._ends = sorted(self._ends)[-2:]
-        self._spans += _task_spans(tasks, self._records)
-        for resource, lane, intervals in ((Resource.SSD, STATE_LANE, states), (Resource.ADAM, ADAM_LANE, adam)):
-            self._spans += [
-                Span(resource, lane, self._records[index].name, begin, end) for index, begin, end in intervals
-            ]
-        since = self._ends[0][1] if len(self._ends) > 1 else float("-inf")
-        self._spans = [span for span in self._spans if span.finished_at > since]
-
-    def write(self, path: Path) -> None:
-        """Write the newest ended step: from the end of the one before to the last of its tasks.
-
-        Raises:
-            UserError: if no step has ended, or ``path`` cannot be written.
-        """
-        if not self._ends:
-            raise UserError(f"No step was taken, so there is nothing to write to {path}.")
-        step, end = self._ends[-1]
-        begin = self._ends[0][1] if len(self._ends) > 1 else min((span.started_at for span in self._spans), default=end)
-        _write(path, step, (begin, end), self._spans)
 
 
 def write_trace(
