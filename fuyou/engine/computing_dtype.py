@@ -1,7 +1,5 @@
 """``dtype="auto"``: a run computes in what its device multiplies fastest, and continues in what it began with."""
 
-import functools
-import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -11,9 +9,6 @@ import torch
 from common.store import first_manifest
 from fuyou.checkpoint.run_files import run_places
 from fuyou.layout.record import DTYPES
-
-_SIDE = 384  # Side of the multiplied matrices: 113 MFLOP, long enough not to measure the call alone
-_ROUNDS = 20  # Enough for one in which no other process was in the way
 
 
 def stored_dtype(directories: Iterable[Path]) -> str | None:
@@ -39,27 +34,17 @@ def dtype_of_all(stored: str | None, device: str, all_gather_object: Callable[[A
     return next((one for one, _ in of_all if one is not None), of_all[0][1])
 
 
-@functools.cache
 def fastest_dtype(device: str) -> str:
-    """Return the name of the dtype in which a device multiplies faster; of equals bf16, half as large.
+    """Return the name of the dtype in which a device multiplies faster.
 
-    A CPU without AMX or AVX512-BF16 multiplies bf16 at a fifth of fp32's rate or less, one with AMX at eight times. It
-    is measured rather than read off the processor's flags: libraries and virtual machines do not use all that flags
-    promise. The best of several alternating rounds, which other processes do not change by factors. Where nothing is
-    computed (a meta device, hardware that is only planned for) it is bf16, as on every GPU since 2020.
+    A CPU without AMX multiplies bf16 at fp32's rate or less, one with it at eight times. Where nothing is computed (a
+    meta device, hardware that is only planned for) it is bf16, as on every GPU since 2020.
 
     Args:
         device: name of a ``torch.device``.
     """
     if device.startswith("cuda"):
         return "bf16" if torch.cuda.get_device_capability(device) >= (8, 0) else "fp32"
-    if device != "cpu":
-        return "bf16"
-    seconds = dict.fromkeys(DTYPES, float("inf"))
-    ones = {name: torch.ones(_SIDE, _SIDE, dtype=dtype) for name, dtype in DTYPES.items()}
-    for _ in range(_ROUNDS):
-        for name, matrix in ones.items():
-            start_time = time.perf_counter()
-            torch.mm(matrix, matrix)
-            seconds[name] = min(seconds[name], time.perf_counter() - start_time)
-    return "bf16" if seconds["bf16"] <= seconds["fp32"] else "fp32"
+    if device == "cpu":
+        return "bf16" if "amx_bf16" in Path("/proc/cpuinfo").read_text().split() else "fp32"
+    return "bf16"
