@@ -21,7 +21,7 @@ from common.models.presets import load_config
 from common.models.task_type import task_type_of
 from common.store.directories import usable_directories
 from fuyou.config import AUTO
-from fuyou.engine.computing_dtype import dtype_of_all, fastest_dtype, stored_dtype
+from fuyou.engine.common_decisions import dtype_of_all, fastest_dtype, stored_dtype
 from fuyou.optimizer.clipping import ClipStatistics
 from fuyou.planner import TrainingJob, describe_training
 from fuyou.planner.training_job import planned_options

@@ -28,8 +28,14 @@ from fuyou.checkpoint.resume import resume_run
 from fuyou.checkpoint.run_files import RunFiles, create_run
 from fuyou.checkpoint.shards import Drives
 from fuyou.config import EngineConfig
-from fuyou.engine.common_decisions import check_io, check_memory, common_limits, prove_once, with_common_dtype
-from fuyou.engine.computing_dtype import stored_manifest
+from fuyou.engine.common_decisions import (
+    check_io,
+    check_memory,
+    common_limits,
+    prove_once,
+    stored_manifest,
+    with_common_dtype,
+)
 from fuyou.engine.runtime import Room, Runtime
 from fuyou.engine.write_watch import WriteWatch
 from fuyou.layout.cutting import whole_elements

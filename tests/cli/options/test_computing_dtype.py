@@ -18,7 +18,7 @@ from cli.options.settings import Settings
 def fastest(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What this machine's CPU is fast in; may be changed. All other hardware is fast in bf16."""
     answer = ["fp32"]
-    for module in ("cli.job.machine", "fuyou.engine.computing_dtype"):
+    for module in ("cli.job.machine", "fuyou.engine.common_decisions"):
         monkeypatch.setattr(f"{module}.fastest_dtype", lambda kind: answer[0] if kind == "cpu" else "bf16")
     return answer
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fuyou.engine.computing_dtype import fastest_dtype
+from fuyou.engine.common_decisions import fastest_dtype
 from tests.helpers.small_engine import small_engine, train
 
 
@@ -13,7 +13,7 @@ from tests.helpers.small_engine import small_engine, train
 def fastest(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What this machine is fast in, for the engine; may be changed."""
     answer = ["fp32"]
-    monkeypatch.setattr("fuyou.engine.computing_dtype.fastest_dtype", lambda device_type: answer[0])
+    monkeypatch.setattr("fuyou.engine.common_decisions.fastest_dtype", lambda device_type: answer[0])
     return answer
 
 

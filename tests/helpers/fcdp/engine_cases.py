@@ -128,7 +128,7 @@ def train_unlike(topology: fcdp.Topology | None, run: Run) -> Outcome:
     """Train on ranks of which the first alone is fast in bf16; in a run that continues, all but the first are."""
     first = topology is None or topology.rank == 0
     fastest = "bf16" if first != run.options.get("resume", False) else "fp32"
-    with mock.patch("fuyou.engine.computing_dtype.fastest_dtype", return_value=fastest):
+    with mock.patch("fuyou.engine.common_decisions.fastest_dtype", return_value=fastest):
         return train(topology, run)
 
 
