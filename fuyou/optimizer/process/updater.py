@@ -1,6 +1,5 @@
 """The work of the optimizer process: read optimizer states ahead, update records, and write them back."""
 
-import collections
 import functools
 import os
 import queue
@@ -72,8 +71,7 @@ class RecordUpdater:
         self._writer = RecordWriter(self._store, self._records, self._extents, self._free, pipe)
         self._announced: queue.Queue[ReadStates] = queue.Queue()
         self._read: queue.Queue[ChunkMemory] = queue.Queue()
-        self._updates: collections.deque[UpdateRecord | CreateRecord | WriteRecord] = collections.deque()
-        self._arrived = threading.Condition()
+        self._updates: queue.Queue[UpdateRecord | CreateRecord | WriteRecord] = queue.Queue()
         optimizer = precisions[0].optimizer  # one for all records
         self._optimizer = ChunkOptimizer(optimizer, tried_kernels(optimizer))
         self._owned = functools.cache(lambda index: OwnedParameters(self._records[index]))
@@ -83,9 +81,7 @@ class RecordUpdater:
         threading.Thread(target=self._read_ahead, name="read ahead", daemon=True).start()
         self._pipe.send(Ready())
         while True:
-            with self._arrived:
-                self._arrived.wait_for(lambda: self._updates)
-                message = self._updates.popleft()
+            message = self._updates.get()
             if isinstance(message, CreateRecord):
                 self._create(message)
             elif isinstance(message, WriteRecord):
@@ -104,9 +100,7 @@ class RecordUpdater:
             if isinstance(message, ReadStates):
                 self._announced.put(message)
             else:
-                with self._arrived:
-                    self._updates.append(message)
-                    self._arrived.notify_all()
+                self._updates.put(message)
 
     def _read_ahead(self) -> None:
         try:
