@@ -74,6 +74,7 @@ class Bytes(NamedTuple):
     written: int = 0
 
     def plus(self, other: "Bytes", sign: int = 1) -> "Bytes":
+        """Return the sum of both; with a ``sign`` of -1, the difference."""
         return Bytes(self.read + sign * other.read, self.written + sign * other.written)
 
 
