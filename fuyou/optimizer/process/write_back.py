@@ -61,7 +61,7 @@ class RecordWriter:
 
     Args:
         free: where buffers of the ring go when they are written.
-        pipe: to the engine, which is told of written records and of failures.
+        pipe: to the engine, which gets messages on written records and failures.
     """
 
     def __init__(
