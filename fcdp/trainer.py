@@ -6,7 +6,7 @@ all labels of the batch, so they do not depend on the number of ranks, except fo
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from peft import PeftConfig
 from torch.distributed.tensor import DTensor
-from transformers import PreTrainedModel
 
 from common.communication import all_gather_object, broadcast_from_rank0
 from common.errors import UserError
@@ -25,7 +24,7 @@ from common.models.adapters.adapters import MERGED
 from common.models.adapters.options import SavedAdapter
 from common.models.checkpoint.export import CheckpointWriter
 from common.models.checkpoint.sources import CheckpointSource
-from common.models.flops import active_parameters, hardware_flops_per_token, model_flops_per_token
+from common.models.flops import active_parameters, model_flops_per_token
 from common.models.structure import decayed_parameters
 from common.randomness import seed_run
 from fcdp.checkpoint import ShardedCheckpoints
@@ -303,16 +302,8 @@ class Trainer:
 
     def model_flops_per_token(self, seq_len: int) -> float:
         """Return 6 FLOPs per parameter and token, 4 per frozen one, plus attention's; recomputation is not counted."""
-        return self._flops(model_flops_per_token, seq_len)
-
-    def hardware_flops_per_token(self, seq_len: int) -> float:
-        """Return the FLOPs per token with the recomputed forward pass, where there is one."""
-        recomputed = self._model.module.supports_gradient_checkpointing
-        return self._flops(hardware_flops_per_token if recomputed else model_flops_per_token, seq_len)
-
-    def _flops(self, count: Callable[[PreTrainedModel, int], float], seq_len: int) -> float:
         meta = self._model.meta
-        flops = count(meta, seq_len)
+        flops = model_flops_per_token(meta, seq_len)
         if self._model.adapters is not None:  # their own, less the gradients of frozen weights
             flops += 6.0 * self.trainable_parameters - 2.0 * active_parameters(meta, meta)
         return flops

@@ -129,8 +129,9 @@ class ReferencePass:
             if isinstance(batches, PackedBatches):
                 steps = job.steps if batches is job.batches else batches.steps_per_epoch
                 path = job.output / RUN / f"{name}.npz"
-                batches.reference = self._read_on_all_ranks(batches, steps, path)
-                if batches.reference is None:
+                batches.reference = self._read(path, batches, steps) if self.engine.step_count else None
+                have = self.ranks.sum([float(batches.reference is not None)])[0]
+                if have < self.ranks.world_size:
                     lacking.append((batches, steps, path))
         if not lacking:
             return
@@ -144,11 +145,6 @@ class ReferencePass:
         with self.engine.disable_adapters() if begun else nullcontext():
             for batches, steps, path in lacking:
                 batches.reference = self._computed(batches, job.settings.batch_size, steps, path)
-
-    def _read_on_all_ranks(self, batches: PackedBatches, steps: int, path: Path) -> np.ndarray | None:
-        values = self._read(path, batches, steps) if self.engine.step_count else None
-        all_have = self.ranks.sum([float(values is not None)])[0] == self.ranks.world_size
-        return values if all_have else None
 
     @torch.no_grad()
     def _computed(self, batches: PackedBatches, items: int, steps: int, path: Path) -> np.ndarray:
