@@ -193,11 +193,8 @@ def dequantize_nf4(payload: torch.Tensor, out: torch.Tensor) -> None:
 
 
 def _dequantize_nf4(scales: torch.Tensor, values: torch.Tensor, levels: torch.Tensor, out: torch.Tensor) -> None:
-    if torch.compiler.is_compiling():  # where concatenating would take a kernel more
-        shifts = torch.arange(0, 8, 4, dtype=torch.uint8, device=values.device).unsqueeze(-1)
-        codes = (values.unsqueeze(-2) >> shifts & 0xF).flatten(-2)
-    else:
-        codes = torch.cat((values & 0xF, values >> 4), dim=-1)
+    shifts = torch.arange(0, 8, 4, dtype=torch.uint8, device=values.device).unsqueeze(-1)
+    codes = (values.unsqueeze(-2) >> shifts & 0xF).flatten(-2)  # concatenating would take a kernel more
     out.copy_((levels[codes.int()] * scales.unsqueeze(-1)).flatten(-2)[..., : out.shape[-1]])
 
 

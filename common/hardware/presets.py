@@ -8,7 +8,6 @@ import math
 import re
 import tomllib
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -88,30 +87,25 @@ Preset = TypeVar("Preset", GpuPreset, DrivePreset)
 
 def gpu_preset(name: str) -> GpuPreset:
     """Return the GPU called ``name`` (``rtx-4090``, ``4090``, ``A100``, the driver's name), or of a ``.toml`` file."""
-    return _read_file(name, GpuPreset) if name.endswith(".toml") else _find("GPU", name, _gpus())
+    return _read_file(name, GpuPreset) if name.endswith(".toml") else _find("GPU", name, _presets("gpus", GpuPreset))
 
 
 def drive_preset(name: str) -> DrivePreset:
     """Return the drive called ``name`` (``intel-p5510-3.84tb``, ``p5510``, ``990 Pro 4TB``), or of a ``.toml`` file."""
-    return _read_file(name, DrivePreset) if name.endswith(".toml") else _find("drive", name, _drives())
+    presets = _presets("drives", DrivePreset)
+    return _read_file(name, DrivePreset) if name.endswith(".toml") else _find("drive", name, presets)
 
 
 def gpu_names() -> list[str]:
-    return sorted(_gpus())
+    return sorted(preset_files("gpus"))
 
 
 def drive_names() -> list[str]:
-    return sorted(_drives())
+    return sorted(preset_files("drives"))
 
 
-@cache
-def _gpus() -> dict[str, GpuPreset]:
-    return {name: _read(name, file, GpuPreset) for name, file in preset_files("gpus").items()}
-
-
-@cache
-def _drives() -> dict[str, DrivePreset]:
-    return {name: _read(name, file, DrivePreset) for name, file in preset_files("drives").items()}
+def _presets(folder: str, kind: type[Preset]) -> dict[str, Preset]:
+    return {name: _read(name, file, kind) for name, file in preset_files(folder).items()}
 
 
 def _read(name: str, file: Path, kind: type[Preset]) -> Preset:
@@ -155,7 +149,7 @@ def _find(kind: str, name: str, presets: dict[str, Preset]) -> Preset:
 def drive_preset_of(model: str) -> DrivePreset | None:
     """Return the preset of a drive that calls itself ``model``; None if there is none, or several."""
     words = _words(model)
-    matches = [preset for preset in _drives().values() if _words(preset.title) <= words]
+    matches = [preset for preset in _presets("drives", DrivePreset).values() if _words(preset.title) <= words]
     return matches[0] if len(matches) == 1 else None
 
 

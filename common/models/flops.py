@@ -17,7 +17,6 @@ import re
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from common.models.meta_model import build_meta_model
 from common.models.structure import find_blocks, first_number, layer_configs
 from common.models.vision import tower_parameters
 
@@ -25,16 +24,14 @@ from common.models.vision import tower_parameters
 _WITHOUT_SCORES = ("linear_attention", "mamba", "mamba2", "conv", "recurrent", "rg_lru", "moe", "mlp")
 
 
-def model_flops_per_token(model: PreTrainedModel | PreTrainedConfig, seq_len: int) -> float:
+def model_flops_per_token(model: PreTrainedModel, seq_len: int) -> float:
     """Return the FLOPs of forward and backward per token, in sequences of ``seq_len`` tokens, without recomputation."""
-    model = build_meta_model(model) if isinstance(model, PreTrainedConfig) else model
     trained = active_parameters(model, model, trained=True)
     return 4.0 * active_parameters(model, model) + 2 * trained + 3 * _attention_forward(model, seq_len)
 
 
-def hardware_flops_per_token(model: PreTrainedModel | PreTrainedConfig, seq_len: int) -> float:
+def hardware_flops_per_token(model: PreTrainedModel, seq_len: int) -> float:
     """Return the FLOPs per token with the forward of every block done again in the backward pass."""
-    model = build_meta_model(model) if isinstance(model, PreTrainedConfig) else model
     _, blocks = find_blocks(model)
     again = 2.0 * active_parameters(model, blocks) + _attention_forward(model, seq_len)
     return model_flops_per_token(model, seq_len) + again

@@ -109,15 +109,10 @@ def find_directories(directories: Sequence[Path]) -> tuple[list[Path], Identity]
     by_index: dict[int, Path] = {}
     first = identities[paths[0]]
     for path, identity in identities.items():
-        if identity.store != first.store:
+        if identity.store != first.store or identity.index in by_index:
             raise UserError(
-                f"{path} and {paths[0]} belong to different runs (stores {identity.store[:8]} and {first.store[:8]}). "
-                "Give --ssd the directories of one run."
-            )
-        if identity.index in by_index:
-            raise UserError(
-                f"{path} and {by_index[identity.index]} both say that they are directory {identity.index + 1} of "
-                f"{identity.count} of the same run: one is a copy. Give only the original."
+                f"{path} and {by_index.get(identity.index, paths[0])} belong to different runs, or one is a copy of "
+                "the other. Give --ssd the directories of one run."
             )
         by_index[identity.index] = path
     if missing := sorted(set(range(first.count)) - set(by_index)):

@@ -4,6 +4,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from common.models.flops import active_parameters, hardware_flops_per_token, model_flops_per_token
+from common.models.meta_model import build_meta_model
 from common.models.presets import load_config
 from tests.helpers.models.families import FAMILIES, MIXED, family_config
 
@@ -70,10 +71,10 @@ def test_blocks_agree_with_counted_products(family):
 
 
 def test_gpt3_by_hand():
-    config, _ = load_config("gpt3-13b")
+    model = build_meta_model(load_config("gpt3-13b")[0])
     layers, hidden, vocab, context, seq = 40, 5120, 50257, 2048, 1024
     parameters = layers * (12 * hidden**2 + 13 * hidden) + (vocab + context) * hidden + 2 * hidden
     attention = 12 * layers * hidden * seq
-    assert model_flops_per_token(config, seq) == 6 * parameters + attention
+    assert model_flops_per_token(model, seq) == 6 * parameters + attention
     blocks = layers * (12 * hidden**2 + 13 * hidden)
-    assert hardware_flops_per_token(config, seq) == 6 * parameters + attention + 2 * blocks + attention / 3
+    assert hardware_flops_per_token(model, seq) == 6 * parameters + attention + 2 * blocks + attention / 3
