@@ -65,7 +65,7 @@ def adapter_memory(module: nn.Module, share: float | None = None) -> AdapterMemo
     saved, passing = zip(*weights, strict=True) if weights else ((), ())
     copies = [part.modules_to_save for part in module.modules() if isinstance(part, ModulesToSaveWrapper)]
     whole = sum(parameter.numel() for copy in copies for parameter in copy.parameters())
-    layers = [layer for layer in layers if not isinstance(layer, TrainableTokensLayer)]  # these compute as without
+    layers = [layer for layer in layers if not _trains_rows(layer)]  # these compute as without
     return AdapterMemory(
         sum(saved) + max(passing, default=0) + TRAINED_WHOLE * whole,
         sum(map(_saved_per_token, layers)),
@@ -96,7 +96,7 @@ def _weights(layer: BaseTunerLayer, share: float | None) -> tuple[int, int]:
     if isinstance(layer, ParamWrapper) and layer.num_experts > 1 and share is not None:
         sums = math.ceil(share * elements) * layer.get_param().dtype.itemsize
         return sums + FACTOR_GRADIENTS * _rank(layer) * layer.num_experts * sum(shape[1:]), sums
-    if isinstance(layer, TrainableTokensLayer):
+    if _trains_rows(layer):
         return SAVED_WEIGHT * elements, SAVED_WEIGHT * elements  # the weight with new rows, and its gradient
     if isinstance(layer, ParamWrapper):
         return SAVED_WEIGHT * elements, PASSING_WEIGHT * elements
@@ -113,6 +113,10 @@ def _shape(layer: BaseTunerLayer) -> tuple[int, ...]:
         return tuple(layer.get_param().shape)
     weight: torch.Tensor = layer.get_base_layer().get_parameter("weight")
     return tuple(weight.shape)
+
+
+def _trains_rows(layer: object) -> bool:
+    return isinstance(layer, TrainableTokensLayer)
 
 
 def _rank(layer: BaseTunerLayer) -> int:
